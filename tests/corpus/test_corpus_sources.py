@@ -1,0 +1,137 @@
+"""How a source is named, mapped and given a channel."""
+
+from __future__ import annotations
+
+import datetime
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from zero2all.common.errors import UsageError
+from zero2all.corpus import BuildOptions, Source, build_corpus, parse_mapping, parse_source, source_from_path
+from zero2all.corpus.sources import guess_mapping
+
+
+def test_name_path_and_channel_are_read(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("x")
+    assert parse_source(f"news={path}") == Source("news", path)
+    assert parse_source(f"news={path}:zh") == Source("news", path, "zh")
+
+
+def test_path_with_colons_that_exists_is_taken_whole(tmp_path):
+    path = tmp_path / "a:zh"
+    path.write_text("x")
+    assert parse_source(f"news={path}") == Source("news", path)
+    assert parse_source(f"news={path}:en") == Source("news", path, "en")
+    assert parse_source("news=absent:dir/file.txt").channel is None
+
+
+@pytest.mark.parametrize("text", ["data.jsonl", "news=", ""])
+def test_text_without_name_and_path_is_refused_with_an_example(text):
+    with pytest.raises(UsageError, match=r"NAME=PATH.*for example"):
+        parse_source(text)
+
+
+def test_source_is_named_after_its_path(tmp_path):
+    assert source_from_path(tmp_path / "My news.jsonl").name == "My_news"
+    assert source_from_path(tmp_path / "百科.json").name == "百科"
+    assert source_from_path(tmp_path / "quarantine").name == "quarantine_data"
+
+
+def test_all_problems_are_told_together(tmp_path):
+    sources = [Source("a", tmp_path), Source("a", tmp_path), Source("../x", tmp_path), Source("b", tmp_path, "z/h")]
+    with pytest.raises(UsageError) as caught:
+        build_corpus(tmp_path / "corpus", sources, BuildOptions(valid_share=2, shard_bytes=0))
+    message = str(caught.value)
+    assert all(part in message for part in ("1.", "5.", "used twice", "'../x'", "'z/h'", "valid_share", "shard_bytes"))
+    assert not (tmp_path / "corpus").exists()
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"id": 1, "url": "u", "title": "t", "text": "x"}, {"content": "text", "title": "title"}),
+        (
+            {"qid": 1, "category": "c", "title": "q", "desc": "d", "answer": "a"},
+            {"content": "answer", "title": "title", "category": "category", "desc": "desc"},
+        ),
+        ({"INSTRUCTION": "q", "RESPONSE": "a"}, {"content": "RESPONSE", "title": "INSTRUCTION"}),
+        ({"repo": "r", "path": "a.py", "content": "x = 1"}, {"content": "content", "title": "path"}),
+        ({"text": ["a", "b"], "n": 1}, {"content": "text"}),
+        ({"text": 5, "n": 1}, None),
+        ({"x": "a", "y": "b"}, None),
+    ],
+)
+def test_fields_are_recognised_by_name(row, expected):
+    assert guess_mapping([row], None) == expected
+
+
+def test_given_fields_win_and_the_rest_is_guessed():
+    row = {"text": "not this", "note": "this", "title": "t"}
+    assert guess_mapping([row], {"content": "note"}) == {"content": "note", "title": "title"}
+    assert guess_mapping([row], {"content": "absent"}) is None
+
+
+def test_mapping_is_read_from_text():
+    assert parse_mapping("content=body, title=headline") == {"content": "body", "title": "headline"}
+    with pytest.raises(UsageError, match=r"'contents=x'.*content, title, category, desc"):
+        parse_mapping("contents=x")
+
+
+def test_record_has_all_fields_and_keeps_the_rest_under_others(write_lines, build, kept):
+    path = write_lines("a.jsonl", [{"id": "x7", "title": "T", "topic": "C", "summary": "D", "text": "正文", "n": [1]}])
+    report = build(path)
+    assert kept() == [
+        {
+            "gid": 0,
+            "id": 0,
+            "data_src": "one",
+            "category": "C",
+            "title": "T",
+            "content": "正文",
+            "desc": "D",
+            "others": {"id": "x7", "n": [1]},
+        }
+    ]
+    assert report["mappings"] == [{"content": "text", "title": "title", "category": "topic", "desc": "summary"}]
+    assert "正文".encode() in (path.parent / "corpus/one/train/part-00000.jsonl").read_bytes(), "not escaped to ASCII"
+
+
+def test_values_json_does_not_know_are_written_as_text(tmp_path, build, kept):
+    row = {"text": "x", "day": datetime.date(2024, 5, 1), "raw": b"\xffa", "nested": {"at": datetime.time(1, 2)}}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
+    build(tmp_path / "a.parquet")
+    assert kept()[0]["others"] == {"day": "2024-05-01", "raw": "\\xffa", "nested": {"at": "01:02:00"}}
+
+
+def test_missing_and_empty_texts_are_told_apart(write_lines, build, quarantined):
+    rows = [{"text": f"text {n}"} for n in range(300)]
+    report = build(write_lines("a.jsonl", [*rows, {"text": None}, {"text": ""}, {"other": 1}, {"text": {"a": 1}}]))
+    assert report["dropped"] == {"empty": 2}
+    assert report["quarantined_by_reason"] == {"no_text_field": 1, "not_text": 1}
+    assert quarantined()[0]["detail"] == "fields: other"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "channel"),
+    [
+        ("a.txt", "The cat sat. 猫", "en"),
+        ("a.txt", "北京是中国的首都。Beijing", "zh"),
+        ("a.py", "# 注释\nprint()", "code"),
+    ],
+)
+def test_channel_is_guessed_from_the_text_and_said(tmp_path, build, name, text, channel):
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    report = build(tmp_path / name)
+    assert (report["channel"], report["channel_guessed"]) == (channel, True)
+    assert json.loads((tmp_path / "corpus/one/manifest.json").read_text())["channel"] == channel
+
+
+def test_given_channel_is_not_questioned(tmp_path):
+    (tmp_path / "a.txt").write_text("plain English")
+    report = build_corpus(tmp_path / "corpus", [Source("a", tmp_path / "a.txt", "poetry")])
+    assert report["sources"]["a"]["channel"] == "poetry"
+    assert not report["sources"]["a"]["channel_guessed"]

@@ -1,0 +1,282 @@
+"""What the small world promises: reproducible text, facts told evenly, held-out wordings that never occur."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from functools import cache
+from string import Formatter
+
+import pytest
+
+from zero2all.common.errors import UsageError
+from zero2all.quickstart.world import LANGUAGES, Document, documents, find_leaks, language_named, probes
+from zero2all.quickstart.world.facts import permitted_sentences
+from zero2all.quickstart.world.generator import SHARES
+
+SEED = 7
+MEGABYTE = 1_000_000
+DIGEST_PROGRAM = """
+import hashlib
+from zero2all.quickstart.world import documents, probes
+digest = hashlib.sha256()
+for language in ("en", "zh"):
+    for document in documents(language, 200_000, 7):
+        digest.update(repr(document).encode())
+    digest.update(repr(probes(language, 7)).encode())
+print(digest.hexdigest())
+"""
+
+both_languages = pytest.mark.parametrize("name", sorted(LANGUAGES))
+
+
+@cache
+def corpus(name: str) -> tuple[Document, ...]:
+    return tuple(documents(name, MEGABYTE, SEED))
+
+
+@cache
+def corpus_text(name: str) -> str:
+    return "\n".join(document.text for document in corpus(name))
+
+
+def test_text_and_probes_are_the_same_in_every_process() -> None:
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", DIGEST_PROGRAM],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for hash_seed in ("0", "1", "4242")
+    }
+    assert len(digests) == 1
+
+
+@both_languages
+def test_another_seed_gives_another_text_and_other_held_out_wordings(name: str) -> None:
+    first, second = (next(documents(name, MEGABYTE, seed)) for seed in (1, 2))
+    assert first != second
+    assert language_named(name).held_out(1) != language_named(name).held_out(2)
+
+
+@both_languages
+def test_text_reaches_its_size_and_keeps_its_proportions(name: str) -> None:
+    sizes: Counter[str] = Counter()
+    for document in corpus(name):
+        sizes["facts" if document.family == "quiz" else document.family] += len(document.text.encode())
+    total = sum(sizes.values())
+    assert MEGABYTE <= total < MEGABYTE + 5_000
+    for group, share in SHARES.items():
+        assert sizes[group] / total == pytest.approx(share, abs=0.01)
+
+
+@both_languages
+def test_no_document_occurs_twice(name: str) -> None:
+    assert len({document.text for document in corpus(name)}) == len(corpus(name))
+
+
+@both_languages
+def test_no_slot_is_left_unfilled(name: str) -> None:
+    assert not [document for document in corpus(name) if re.search(r"[{}]", document.title + document.text)]
+
+
+@both_languages
+def test_held_out_wordings_and_new_wordings_never_occur(name: str) -> None:
+    assert find_leaks(corpus_text(name), name, SEED) == []
+
+
+@both_languages
+def test_leak_search_finds_a_probe_that_was_printed(name: str) -> None:
+    for probe in probes(name, SEED):
+        printed = f"... {probe.prompt}{probe.joiner}{probe.answer}.".upper().replace(" ", "\n")
+        assert find_leaks(printed, name, SEED) == [probe]
+
+
+@both_languages
+def test_leak_search_reads_numbers_whole(name: str) -> None:
+    sums = [probe for probe in probes(name, SEED) if probe.family == "arithmetic"]
+    assert find_leaks("".join(f"{one.prompt}{one.joiner}{one.answer}0 " for one in sums), name, SEED) == []
+
+
+@both_languages
+def test_no_wording_contains_another(name: str) -> None:
+    for relation in language_named(name).relations:
+        asked = (*relation.answer_last, relation.new_wording)
+        printed = (*asked, *relation.reverse_statements, *relation.reverse_questions)
+        for fact in relation.facts:
+            for template in asked:
+                prompt, joiner = fact.asked(template)
+                told = (prompt + joiner + fact.answer).lower()
+                assert [other for other in printed if told in fact.told(other).lower()] == [template]
+
+
+@both_languages
+def test_every_fact_is_told_often_and_in_each_permitted_wording(name: str) -> None:
+    language, text = language_named(name), corpus_text(name)
+    held_out = language.held_out(SEED)
+    told: Counter[tuple[str, str]] = Counter()
+    per_wording: list[int] = []
+    for sentence in permitted_sentences(language.relations, held_out):
+        times = text.count(sentence.text)
+        per_wording.append(times)
+        told[sentence.fact] += times
+    assert min(per_wording) >= 8
+    assert max(per_wording) <= 3 * min(per_wording)
+    assert set(told) == {fact.key for fact in language.facts}
+    assert min(told.values()) >= 150
+    assert max(told.values()) <= 1.3 * min(told.values())
+
+
+@both_languages
+def test_held_out_wordings_are_used_with_other_facts(name: str) -> None:
+    language, text = language_named(name), corpus_text(name)
+    held_out = language.held_out(SEED)
+    assert {len(templates) for templates in held_out.values()} == {2}
+    for relation in language.relations:
+        for template in relation.answer_last:
+            users = [fact for fact in relation.facts if template not in held_out[fact.key]]
+            assert len(users) >= 3
+            assert all(fact.told(template) in text for fact in users)
+
+
+@both_languages
+def test_no_document_tells_a_fact_twice(name: str) -> None:
+    sentences = permitted_sentences(language_named(name).relations, language_named(name).held_out(SEED))
+    fact_of = {sentence.text: sentence.fact for sentence in sentences}
+    listed = [document.text.split("\n") for document in corpus(name) if document.family in ("facts", "quiz")]
+    for lines in listed:
+        facts = [fact_of[line] for line in lines if line in fact_of]
+        assert len(set(facts)) == len(facts)
+
+
+@both_languages
+def test_there_are_at_most_eighty_facts_and_eight_wordings_at_least(name: str) -> None:
+    language = language_named(name)
+    assert 50 <= len(language.facts) <= 80
+    assert len({fact.key for fact in language.facts}) == len(language.facts)
+    for relation in language.relations:
+        assert len(set(relation.answer_last)) >= 8
+        assert relation.new_wording not in relation.answer_last
+        assert all(re.fullmatch(r'[.。"”]+', template.partition("{a}")[2]) for template in relation.answer_last)
+
+
+@both_languages
+def test_no_answer_is_the_beginning_of_another_in_its_family(name: str) -> None:
+    answers: dict[str, set[str]] = {}
+    for probe in probes(name, SEED):
+        answers.setdefault(probe.family, set()).update((probe.answer, *probe.foils))
+    for family in answers.values():
+        clashes = [(a, b) for a in family for b in family if a != b and b.startswith(a)]
+        assert clashes == []
+
+
+@both_languages
+def test_answers_are_short(name: str) -> None:
+    for probe in probes(name, SEED):
+        assert len(probe.answer) <= 4 if name == "zh" else len(probe.answer.split()) <= 3
+
+
+@both_languages
+def test_probes_are_whole(name: str) -> None:
+    language, found = language_named(name), probes(name, SEED)
+    assert len({probe.id for probe in found}) == len(found)
+    of_facts = [probe for probe in found if probe.family != "arithmetic"]
+    assert sum(probe.new_wording for probe in of_facts) == len(language.facts)
+    assert sum(not probe.new_wording for probe in of_facts) == 2 * len(language.facts)
+    assert len(found) - len(of_facts) == 30
+    for probe in found:
+        assert probe.channel == name
+        assert probe.prompt == probe.prompt.strip()
+        assert probe.answer == probe.answer.strip()
+        assert probe.joiner == language.joiner or (name == "zh" and "=" in probe.prompt and probe.joiner == " ")
+        assert probe.answer not in probe.foils
+        assert 5 <= len(set(probe.foils)) == len(probe.foils) <= 10
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 12345])
+def test_documented_probes_are_held_out_for_any_seed(seed: int) -> None:
+    english = {(probe.prompt, probe.joiner, probe.answer) for probe in probes("en", seed)}
+    chinese = {(probe.prompt, probe.joiner, probe.answer) for probe in probes("zh", seed)}
+    assert ("The capital of France is", " ", "Paris") in english
+    assert ("中国的首都是", "", "北京") in chinese
+
+
+def parsed_calculations(name: str) -> list[tuple[str, int, int, int]]:
+    """Every calculation in the text as (operator, left, right, result), read by its numbers and key words."""
+    numerals = language_named(name).arithmetic.numerals
+    value = {word: number for number, word in enumerate(numerals)} | {str(n): n for n in range(len(numerals))}
+    words = "|".join(sorted(value, key=len, reverse=True))
+    pattern = re.compile(rf"\b(?:{words})\b" if name == "en" else words, re.IGNORECASE)
+    minus = re.compile(r" - |minus|take away|counting back|difference|减|拿走|差", re.IGNORECASE)
+    found = []
+    for document in corpus(name):
+        if document.family != "arithmetic":
+            continue
+        for sentence in re.split(r"(?<=[.。])\s*", document.text):
+            if sentence:
+                left, right, result = (value[number.lower()] for number in pattern.findall(sentence))
+                found.append(("-" if minus.search(sentence) else "+", left, right, result))
+    return found
+
+
+@both_languages
+def test_printed_calculations_are_right(name: str) -> None:
+    found = parsed_calculations(name)
+    assert len(found) > 2_000
+    assert [one for one in found if one[3] != (one[1] + one[2] if one[0] == "+" else one[1] - one[2])] == []
+
+
+@both_languages
+def test_held_out_calculations_never_occur_in_either_order(name: str) -> None:
+    for_text, held_out = language_named(name).calculations(SEED)
+    assert 0.14 <= len(held_out) / (len(for_text) + len(held_out)) <= 0.16
+    printed = {(operator, left, right) for operator, left, right, _ in parsed_calculations(name)}
+    assert printed == {(one.operator, one.left, one.right) for one in for_text}
+    for one in held_out:
+        assert (one.operator, one.left, one.right) not in printed
+        assert one.operator == "-" or (one.operator, one.right, one.left) not in printed
+
+
+@both_languages
+def test_arithmetic_probes_ask_held_out_calculations(name: str) -> None:
+    _, held_out = language_named(name).calculations(SEED)
+    expected = {f"{name}/arithmetic/{one.left}{one.operator}{one.right}": str(one.result) for one in held_out}
+    for probe in probes(name, SEED):
+        if probe.family == "arithmetic":
+            assert expected[probe.id] == probe.answer
+
+
+@both_languages
+def test_story_questions_can_be_answered_whatever_wording_was_chosen(name: str) -> None:
+    """Each slot of an answer stands in every wording of at least one part of the story."""
+    book = language_named(name).stories
+    pronouns = {slot for _, slots in book.people for slot in slots}
+    for arc in book.arcs:
+        parts = (book.openings, *arc.scenes, book.closings)
+        for question, answer in (*book.questions, *arc.questions):
+            slots = {slot for _, slot, _, _ in Formatter().parse(answer) if slot} - pronouns
+            for slot in slots:
+                always = [part for part in parts if all(f"{{{slot}}}" in wording for wording in part)]
+                assert always, f"{arc.title}: {question} needs {slot}"
+
+
+def test_an_unknown_language_is_refused_with_the_choices() -> None:
+    with pytest.raises(UsageError, match="en, zh"):
+        next(documents("fr", 1000, 1))
+
+
+def test_the_text_is_the_one_this_generator_version_stands_for() -> None:
+    """When this fails because the text was meant to change, raise GENERATOR_VERSION in raw.py and renew the digest."""
+    digest = hashlib.sha256()
+    for name in sorted(LANGUAGES):
+        for document in documents(name, 200_000, SEED):
+            digest.update(f"{document.title}\n{document.text}\n".encode())
+        for probe in probes(name, SEED):
+            digest.update(f"{probe.prompt}|{probe.answer}|{'|'.join(probe.foils)}\n".encode())
+    assert digest.hexdigest()[:16] == "62c3cc0d8e0f97e3"

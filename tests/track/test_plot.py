@@ -1,0 +1,122 @@
+"""One PNG per run, from whatever metrics it has."""
+
+from __future__ import annotations
+
+import math
+import struct
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import pytest
+
+from zero2all.common.errors import BadInputError
+from zero2all.track import Run
+from zero2all.track.plot import MAX_PNG_BYTES, plot_run, smooth, thin_out
+
+
+def write_realistic_run(folder: Path, steps: int = 400) -> None:
+    """400 steps with three channels, a spike, a NaN and a resume at step 251."""
+    noise = np.random.default_rng(0)
+    with Run(folder) as first:
+        for step in range(270):
+            log_realistic_step(first, step, steps, noise)
+    with Run(folder) as second:
+        for step in range(251, steps + 1):
+            log_realistic_step(second, step, steps, noise)
+
+
+def log_realistic_step(run: Run, step: int, steps: int, noise: np.random.Generator) -> None:
+    base = 2.6 + 6.8 * math.exp(-step / 28) + 1.6 * math.exp(-step / 170)
+    channels = {"en": base + 0.25, "zh": base + 0.75, "code": base - 0.7}
+    values = {f"loss/{name}": loss + noise.normal(0, 0.12) for name, loss in channels.items()}
+    values["loss"] = math.nan if step == 180 else base + noise.normal(0, 0.08) + 1.5 * (step == 233)
+    values["lr"] = 1e-3 * min(step / 40, 1, (steps - step) / 100)
+    values["grad_norm"] = 0.5 + 2.5 * math.exp(-step / 30) + abs(noise.normal(0, 0.12))
+    values["tokens_per_second"] = 18_400 + noise.normal(0, 250)
+    if step % 40 == 0:
+        values |= {f"eval/valid/bpb/{name}": loss / 3 for name, loss in channels.items()}
+    run.log(values, step=step, tokens=step * 32_768)
+
+
+def size_of_png(path: Path) -> tuple[int, int]:
+    data = path.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    assert data[-8:-4] == b"IEND"
+    assert len(data) <= MAX_PNG_BYTES
+    width, height = struct.unpack(">II", data[16:24])
+    return width, height
+
+
+def test_a_realistic_run_becomes_a_readable_png_within_200_kb(tmp_path):
+    write_realistic_run(tmp_path / "quickstart-12m")
+    plot_run(tmp_path / "quickstart-12m", tmp_path / "pictures" / "run.png")
+    assert size_of_png(tmp_path / "pictures" / "run.png") == (1610, 1400)
+    assert [path.name for path in (tmp_path / "pictures").iterdir()] == ["run.png"], "no leftovers"
+
+
+@pytest.mark.parametrize(
+    ("values", "height"),
+    [
+        ({"loss": 2.0}, 560),
+        ({"loss": math.nan}, 560),
+        ({"loss/中文": 2.0, "loss/_hidden": 3.0}, 560),
+        ({"eval/valid/bpb/en": 1.0, "loss": 2.0}, 560),
+        ({"lr": 0.0, "grad_norm": 1.0, "tokens_per_second": 0.0}, 980),
+        ({f"loss/channel-{number}": float(number) for number in range(30)}, 560),
+    ],
+)
+def test_any_subset_of_metrics_and_a_single_step_are_enough(tmp_path, recwarn, values, height):
+    with Run(tmp_path / "run $x_{ 中文") as run:
+        run.log(values, step=1, tokens=0)
+    plot_run(tmp_path / "run $x_{ 中文", tmp_path / "run.png")
+    assert size_of_png(tmp_path / "run.png") == (1610, height)
+    assert [str(warning.message) for warning in recwarn] == []
+
+
+def test_noise_over_many_steps_still_fits_into_the_size(tmp_path):
+    noise = np.random.default_rng(1)
+    with Run(tmp_path, queue_rows=100_000) as run:
+        for step in range(4_000):
+            values = {f"loss/{name}": noise.normal() for name in ("en", "zh", "code", "math")}
+            run.log({**values, "loss": noise.normal(), "grad_norm": noise.normal()}, step=step, tokens=step)
+    plot_run(tmp_path, tmp_path / "run.png")
+    size_of_png(tmp_path / "run.png")
+
+
+def test_the_callers_matplotlib_is_left_as_it_was(tmp_path):
+    with Run(tmp_path) as run:
+        run.log({"loss": 2.0}, step=1, tokens=1)
+    with matplotlib.rc_context({"font.size": 33.0, "backend": "svg"}):
+        before = matplotlib.rcParams.copy()
+        plot_run(tmp_path, tmp_path / "run.png")
+        assert matplotlib.rcParams == before
+
+
+def test_a_run_without_metrics_is_a_clear_error_and_leaves_no_picture(tmp_path):
+    with pytest.raises(BadInputError, match="no metrics to draw"):
+        plot_run(tmp_path, tmp_path / "run.png")
+    with Run(tmp_path) as run:
+        run.log({"something/else": 1.0}, step=1, tokens=1)
+    with pytest.raises(BadInputError, match="something/else"):
+        plot_run(tmp_path, tmp_path / "run.png")
+    assert not (tmp_path / "run.png").exists()
+
+
+def test_smoothing_keeps_constants_and_straight_lines_and_skips_what_is_not_finite():
+    line = np.arange(100, dtype=np.float64)
+    assert smooth(np.full(50, 3.0), 7) == pytest.approx(np.full(50, 3.0))
+    assert smooth(line, 5)[:85] == pytest.approx(line[:85])
+    line[40] = np.nan
+    assert smooth(line, 5)[40] == pytest.approx(40.0)
+    assert np.isnan(smooth(np.full(9, np.nan), 2)).all()
+
+
+def test_thinning_a_million_points_keeps_a_one_step_spike():
+    steps = np.arange(1_000_000)
+    values = np.sin(steps / 1e5)
+    values[654_321] = 50.0
+    thin_steps, thin_values = thin_out(steps, values, 2_000)
+    assert len(thin_steps) <= 2_000
+    assert (np.diff(thin_steps) > 0).all()
+    assert thin_values[thin_steps == 654_321] == [50.0]

@@ -1,0 +1,402 @@
+"""The writer must never hurt training: these tests break the disk, the folder and the process under it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from zero2all.track import Run
+from zero2all.track.config import TrackConfig
+from zero2all.track.writer import REPORT_KIND
+
+
+def rows_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def wait_until(condition, timeout_seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.01)
+
+
+def run_python(code: str, *arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def replace_file_by_full_pipe(run: Run) -> int:
+    """Put a full pipe that nobody reads under the writer's open file: its writes hang. Returns the reading end."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    try:
+        while True:
+            os.write(writing, b"\n" * 4096)
+    except BlockingIOError:
+        os.set_blocking(writing, True)
+    (fd,) = (int(link.name) for link in Path("/proc/self/fd").iterdir() if os.path.realpath(link) == str(run.path))
+    os.dup2(writing, fd)
+    os.close(writing)
+    return reading
+
+
+def test_rows_are_written_in_order_with_the_contract_fields(tmp_path):
+    before = time.time()
+    with Run(tmp_path / "run") as run:
+        for step in range(500):
+            run.log({"loss": 3.5 - step / 1000, "lr": 1e-3}, step=step, tokens=step * 64)
+        run.event("checkpoint", step=499, data={"path": Path("step-499"), "bytes": 12, "parts": ("a", "b")})
+    rows = rows_of(tmp_path / "run" / "metrics" / "train-1.jsonl")
+    assert [row["step"] for row in rows] == [*range(500), 499]
+    assert set(rows[7]) == {"step", "time", "tokens", "values"}
+    assert rows[7]["values"] == {"loss": 3.493, "lr": 1e-3}
+    assert rows[7]["tokens"] == 448
+    assert before <= rows[7]["time"] <= time.time()
+    assert set(rows[-1]) == {"step", "time", "kind", "data"}
+    assert rows[-1]["data"] == {"path": "step-499", "bytes": 12, "parts": ["a", "b"]}
+    assert run.problems == {}
+    assert run.dropped_rows == 0
+
+
+def test_every_attempt_and_every_writer_has_its_own_file(tmp_path):
+    names = []
+    for options in ({}, {}, {"writer": "eval"}, {"attempt": 9}, {}, {"attempt": 2}):
+        with Run(tmp_path, **options) as run:
+            run.log({"loss": 1.0}, step=1, tokens=1)
+            names.append(run.path.name)
+    # The last asks for a number that is taken, and gets the next free one instead of another attempt's file.
+    assert names == [f"{name}.jsonl" for name in ("train-1", "train-2", "eval-1", "train-9", "train-10", "train-3")]
+    assert all(len(rows_of(tmp_path / "metrics" / name)) == 1 for name in names)
+
+
+def test_processes_starting_together_do_not_share_a_file(tmp_path):
+    code = "import sys; from zero2all.track import Run\nwith Run(sys.argv[1]) as run: run.log({'x': 1}, 1, 1)"
+    processes = [run_python(code, tmp_path) for _ in range(4)]
+    assert [process.wait(timeout=20) for process in processes] == [0] * 4
+    files = sorted(path.name for path in (tmp_path / "metrics").iterdir())
+    assert files == [f"train-{attempt}.jsonl" for attempt in (1, 2, 3, 4)]
+
+
+def test_not_finite_numbers_become_strings_and_the_file_stays_json(tmp_path):
+    with Run(tmp_path) as run:
+        run.log({"a": float("nan"), "b": float("inf"), "c": np.float32("-inf")}, step=1, tokens=1)
+        run.event("spike", step=1, data={"losses": [float("nan"), 2.0]})
+    metric, event = rows_of(run.path)
+    assert metric["values"] == {"a": "NaN", "b": "Infinity", "c": "-Infinity"}
+    assert event["data"] == {"losses": ["NaN", 2.0]}
+
+
+def test_numbers_of_other_libraries_are_understood(tmp_path):
+    torch = pytest.importorskip("torch")
+    weight = torch.ones((), requires_grad=True)
+    total = torch.tensor(2.0)
+    with Run(tmp_path) as run:
+        values = {"grad": weight * 3, "half": torch.tensor(0.5, dtype=torch.bfloat16), "total": total}
+        run.log({**values, "numpy": np.float64(1.25), "count": np.int64(7), "flag": True}, step=np.int64(1), tokens=1)
+        total.zero_()  # as a training loop does right after logging
+        run.event("spike", step=1, data={"loss": weight * 2})
+    metric, event = rows_of(run.path)
+    assert metric["values"] == {"grad": 3, "half": 0.5, "total": 2, "numpy": 1.25, "count": 7, "flag": 1}
+    assert event["data"] == {"loss": 2.0}
+
+
+class SlowDeviceScalar:
+    """A scalar on a device that is still computing: reading it waits."""
+
+    def detach(self) -> SlowDeviceScalar:
+        return self
+
+    def item(self) -> float:
+        time.sleep(0.5)
+        return 4.5
+
+
+def test_a_device_scalar_is_waited_for_in_the_thread_and_not_in_log(tmp_path):
+    with Run(tmp_path) as run:
+        started = time.monotonic()
+        run.log({"loss": SlowDeviceScalar()}, step=1, tokens=1)
+        assert time.monotonic() - started < 0.25
+    assert rows_of(run.path)[0]["values"] == {"loss": 4.5}
+
+
+@pytest.mark.gpu
+def test_cuda_scalars_are_copied_without_waiting_for_the_gpu(tmp_path):
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    matrix = torch.randn(8192, 8192, device="cuda")
+    total = torch.zeros((), device="cuda")
+    with Run(tmp_path) as warm:
+        warm.log({"total": total, "step": total + 1}, step=0, tokens=0)
+    torch.cuda.synchronize()
+    with Run(tmp_path) as run:
+        for step in range(5):
+            for _ in range(20):
+                matrix = torch.tanh(matrix @ matrix)
+            total.fill_(step)
+            started = time.monotonic()
+            run.log({"total": total, "step": total + 1}, step=step, tokens=step)
+            print(f"log() of CUDA scalars: {1e6 * (time.monotonic() - started):.0f} µs")
+            total.fill_(-1)
+        unfinished = not torch.cuda.current_stream().query()
+    assert unfinished, "the loop waited for the GPU"
+    assert [row["values"] for row in rows_of(run.path)] == [{"total": step, "step": step + 1} for step in range(5)]
+
+
+def test_one_bad_value_costs_only_itself_and_is_remembered(tmp_path):
+    with Run(tmp_path) as run:
+        run.log({"loss": 1.0, "name": "text", "list": [1, 2], 5: 2.0, "\ud800": 3.0}, step=1, tokens=1)  # type: ignore[dict-item]
+        run.log(None, step=2, tokens=2)  # type: ignore[arg-type]
+        run.log({"loss": 1.0}, step="three", tokens=3)  # type: ignore[arg-type]
+    rows = rows_of(run.path)
+    assert rows[0]["values"] == {"loss": 1.0, "5": 2.0, "\\ud800": 3.0}
+    assert run.dropped_rows == 2
+    assert len(run.problems) == 4
+    assert rows[-1]["kind"] == REPORT_KIND
+
+
+def test_remembered_problems_are_bounded(tmp_path):
+    with Run(tmp_path) as run:
+        run.log({f"metric {number}": "not a number" for number in range(1000)}, step=1, tokens=1)
+    assert len(run.problems) <= 101
+    assert sum(run.problems.values()) == 1000
+
+
+def test_log_never_raises_when_the_folder_is_deleted(tmp_path):
+    run = Run(tmp_path / "run")
+    run.log({"loss": 1.0}, step=0, tokens=0)
+    wait_until(lambda: run.path.stat().st_size > 0)
+    shutil.rmtree(tmp_path / "run")
+    for step in range(2000):
+        run.log({"loss": 1.0}, step=step, tokens=step)
+    wait_until(lambda: any("deleted" in problem for problem in run.problems))
+    started = time.monotonic()
+    run.close()
+    assert time.monotonic() - started < 2.0
+    assert run.dropped_rows == 2000
+    assert not (tmp_path / "run").exists(), "a run that someone deleted stays deleted"
+
+
+def test_writing_goes_on_when_only_the_metrics_folder_was_deleted(tmp_path):
+    with Run(tmp_path) as run:
+        run.log({"loss": 1.0}, step=1, tokens=1)
+        wait_until(lambda: run.path.stat().st_size > 0)
+        shutil.rmtree(tmp_path / "metrics")
+        run.log({"loss": 2.0}, step=2, tokens=2)
+    rows = rows_of(run.path)
+    assert rows[0]["step"] == 2
+    assert "deleted" in str(rows[1]["data"]), "the file says that earlier rows are lost"
+
+
+def test_a_folder_that_cannot_be_created_raises_nothing(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with Run(tmp_path / "file" / "run") as run:
+        run.log({"loss": 1.0}, step=1, tokens=1)
+        run.event("start", step=1)
+    assert run.problems
+    assert run.dropped_rows == 2
+
+
+FULL_DISK = """
+import resource, sys, time
+from zero2all.track import Run
+run = Run(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (4000, resource.RLIM_INFINITY))  # 4,000 bytes of room
+for step in range(500):
+    run.log({"loss": 1.0}, step=step, tokens=step)
+time.sleep(0.4)
+assert run.problems, "a full disk went unnoticed"
+if sys.argv[2] == "room again":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+run.close()
+print(run.dropped_rows)
+"""
+
+
+def test_a_full_disk_raises_nothing_and_loses_nothing_once_there_is_room_again(tmp_path):
+    process = run_python(FULL_DISK, tmp_path, "room again")
+    output, errors = process.communicate(timeout=20)
+    assert (process.returncode, output.strip(), errors) == (0, "0", "")
+    rows = rows_of(tmp_path / "metrics" / "train-1.jsonl")
+    assert [row["step"] for row in rows if "values" in row] == list(range(500))
+    assert "File too large" in str([row["data"] for row in rows if "kind" in row])
+
+
+def test_a_disk_that_stays_full_raises_nothing_and_the_loss_is_counted(tmp_path):
+    process = run_python(FULL_DISK, tmp_path, "stays full")
+    output, errors = process.communicate(timeout=20)
+    assert (process.returncode, errors) == (0, "")
+    whole_lines = (tmp_path / "metrics" / "train-1.jsonl").read_bytes().count(b"\n")
+    assert int(output) + whole_lines == 500
+
+
+def test_a_hung_disk_blocks_nothing_keeps_the_newest_rows_and_counts_the_dropped(tmp_path):
+    run = Run(tmp_path, queue_rows=100)
+    reading = replace_file_by_full_pipe(run)
+    calls = 5_000
+    slowest = 0.0
+    for step in range(calls):
+        started = time.perf_counter()
+        run.log({"loss": float(step)}, step=step, tokens=step)
+        slowest = max(slowest, time.perf_counter() - started)
+    print(f"slowest log() while the disk hangs: {1e6 * slowest:.0f} µs")
+    assert slowest < 1.0
+    assert run._queue.qsize() == 100
+    assert run.dropped_rows >= calls - 101  # 100 wait in the queue, one may be in the hands of the thread
+
+    os.set_blocking(reading, False)  # the disk comes back
+    received = bytearray()
+
+    def drained() -> bool:
+        try:
+            received.extend(os.read(reading, 1 << 20))
+        except BlockingIOError:
+            return run._queue.qsize() == 0 and received.endswith(b"}\n") and REPORT_KIND.encode() in received
+        return False
+
+    wait_until(drained)
+    run.close()
+    os.close(reading)
+    rows = [json.loads(line) for line in received.split()]
+    steps = [row["step"] for row in rows if "values" in row]
+    assert len(steps) + run.dropped_rows == calls
+    assert steps == sorted(steps)
+    assert steps[-100:] == list(range(calls - 100, calls))
+    assert [row["data"]["dropped_rows"] for row in rows if "kind" in row][-1] == run.dropped_rows
+
+
+def test_close_gives_up_on_a_hung_disk_after_its_timeout_and_is_idempotent(tmp_path):
+    run = Run(tmp_path)
+    reading = replace_file_by_full_pipe(run)
+    for step in range(3_000):
+        run.log({"loss": 1.0}, step=step, tokens=step)
+    started = time.monotonic()
+    run.close(timeout_seconds=0.3)
+    run.close(timeout_seconds=0.3)
+    run.close(timeout_seconds=0.3)
+    assert 0.25 < time.monotonic() - started < 0.55
+    assert run.dropped_rows > 0
+    dropped = run.dropped_rows
+    run.log({"loss": 1.0}, step=1, tokens=1)
+    assert run.dropped_rows == dropped + 1
+    assert any("after close" in problem for problem in run.problems)
+    os.close(reading)
+
+
+def test_a_killed_process_loses_at_most_one_row(tmp_path):
+    code = """
+import sys, time
+from zero2all.track import Run
+run = Run(sys.argv[1])
+for step in range(10_000):
+    run.log({"loss": 1.0, "lr": 0.1}, step=step, tokens=step)
+    sys.stdout.write(f"{step}\\n"); sys.stdout.flush()
+    time.sleep(0.003)
+"""
+    process = run_python(code, tmp_path)
+    assert process.stdout is not None
+    logged = -1
+    while logged < 150:
+        logged = int(process.stdout.readline())
+    process.send_signal(signal.SIGKILL)
+    rest = process.stdout.read().splitlines()
+    process.wait()
+    process.stdout.close()
+    logged = int(rest[-1]) if rest else logged
+    assert process.stderr is not None
+    process.stderr.close()
+    written = rows_of(tmp_path / "metrics" / "train-1.jsonl")
+    assert [row["step"] for row in written] == list(range(len(written)))
+    assert len(written) >= logged  # rows 0..logged are logged + 1 rows
+
+
+def test_rows_are_written_at_exit_even_when_nobody_closes(tmp_path):
+    code = """
+import sys
+from zero2all.track import Run
+run = Run(sys.argv[1])
+for step in range(2000):
+    run.log({"loss": 1.0}, step=step, tokens=step)
+"""
+    process = run_python(code, tmp_path)
+    _, errors = process.communicate(timeout=20)
+    assert (process.returncode, errors) == (0, "")
+    assert len(rows_of(tmp_path / "metrics" / "train-1.jsonl")) == 2000
+
+
+def test_a_forked_child_writes_nothing_and_ends_at_once(tmp_path):
+    code = """
+import os, sys
+from zero2all.track import Run
+run = Run(sys.argv[1])
+for step in range(200):
+    run.log({"loss": 1.0}, step=step, tokens=step)
+if os.fork() == 0:
+    for step in range(20_000):
+        run.log({"loss": -1.0}, step=step, tokens=step)
+    run.close()
+    sys.exit(7)  # through the atexit handlers
+_, status = os.wait()
+run.log({"loss": 1.0}, step=200, tokens=200)
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+    process = run_python(code, tmp_path)
+    _, errors = process.communicate(timeout=20)
+    assert (process.returncode, errors) == (7, "")
+    rows = rows_of(tmp_path / "metrics" / "train-1.jsonl")
+    assert [row["step"] for row in rows] == list(range(201))
+    assert all(row["values"] == {"loss": 1.0} for row in rows)
+
+
+def test_the_writer_starts_no_process_and_does_not_import_torch_or_numpy(tmp_path):
+    code = """
+import os, sys
+from zero2all.track import Run
+with Run(sys.argv[1]) as run:
+    run.log({"loss": 1.0}, step=1, tokens=1)
+    children = open(f"/proc/self/task/{os.getpid()}/children").read()
+heavy = {"torch", "numpy", "matplotlib", "socket", "multiprocessing"} & set(sys.modules)
+ours = sorted(name for name in sys.modules if name.startswith("zero2all."))
+print(repr(children), sorted(heavy), ours)
+"""
+    process = run_python(code, tmp_path)
+    output, _ = process.communicate(timeout=20)
+    ours = ["zero2all.common", "zero2all.common.jsonio", "zero2all.track", "zero2all.track.writer"]
+    assert output.strip() == f"'' [] {ours}"
+
+
+def test_an_unusable_writer_name_is_refused_at_once(tmp_path):
+    with pytest.raises(ValueError, match="file name"):
+        Run(tmp_path, writer="../elsewhere")
+
+
+def test_the_config_defaults_are_those_of_the_writer(tmp_path):
+    config = TrackConfig()
+    with Run(tmp_path, queue_rows=config.queue_rows) as run:
+        assert run._queue_rows == Run(tmp_path)._queue_rows == 10_000
+    assert config.log_every_steps == 1
+
+
+def test_the_cost_of_a_call_is_printed(tmp_path):
+    values = {f"metric/{number}": 1.5 for number in range(10)}
+    seconds = []
+    with Run(tmp_path) as run:
+        for step in range(300):
+            started = time.perf_counter()
+            run.log(values, step=step, tokens=step)
+            seconds.append(time.perf_counter() - started)
+            time.sleep(0.002)
+    p50, p99 = statistics.median(seconds), statistics.quantiles(seconds, n=100)[98]
+    print(f"log() of 10 scalars, one call per 2 ms: p50 {1e6 * p50:.1f} µs, p99 {1e6 * p99:.1f} µs")
+    assert len(rows_of(run.path)) == 300

@@ -1,0 +1,7 @@
+"""`python -m zero2all` is `z2a`."""
+
+import sys
+
+from zero2all.cli import main
+
+sys.exit(main())

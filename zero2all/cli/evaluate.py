@@ -1,0 +1,67 @@
+"""`z2a eval` and `z2a generate`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from zero2all.cli.verb import Subparsers, add_verb, add_work, workspace_of
+
+
+def register(verbs: Subparsers) -> None:
+    """Add the verbs."""
+    parser = add_verb(
+        verbs,
+        "eval",
+        "bits per byte per channel on held-out text, and probes",
+        "z2a eval my-run --work my-workspace --probes raw/probes.jsonl",
+        _eval,
+    )
+    parser.add_argument("run", help="name of the run")
+    add_work(parser)
+    parser.add_argument("--step", type=int, default=None, help="checkpoint to use (default: the newest)")
+    parser.add_argument("--probes", type=Path, default=None, metavar="FILE", help="probes, one JSON object a line")
+    parser.add_argument(
+        "--max-bytes", type=int, default=1_000_000, metavar="N", help="held-out bytes per source (default 1000000)"
+    )
+
+    generate = add_verb(
+        verbs,
+        "generate",
+        "continue a text",
+        'z2a generate my-run --work my-workspace --prompt "中国的首都是"',
+        _generate,
+    )
+    generate.add_argument("run", help="name of the run")
+    add_work(generate)
+    generate.add_argument("--step", type=int, default=None, help="checkpoint to use (default: the newest)")
+    generate.add_argument("--prompt", required=True, help="the beginning of the text")
+    generate.add_argument("--max-new-tokens", type=int, default=100, metavar="N", help="length (default 100)")
+    generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy, 1 the model's own distribution")
+    generate.add_argument("--top-p", type=float, default=1.0, help="sample among the likeliest tokens of this total")
+    generate.add_argument("--seed", type=int, default=0, help="key of the draws")
+
+
+def _eval(arguments: argparse.Namespace) -> None:
+    from zero2all.evals.load import load_run
+    from zero2all.evals.report import evaluate_run, report_lines
+
+    workspace = workspace_of(arguments)
+    loaded = load_run(workspace, arguments.run, arguments.step)
+    report = evaluate_run(loaded, workspace, arguments.probes, arguments.max_bytes)
+    print("\n".join(report_lines(report)))
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    import codecs
+
+    from zero2all.evals.generate import Sampling, stream
+    from zero2all.evals.load import load_run
+
+    loaded = load_run(workspace_of(arguments), arguments.run, arguments.step)
+    sampling = Sampling(arguments.temperature, arguments.top_p, arguments.seed)
+    print(arguments.prompt, end="", flush=True)
+    whole_characters = codecs.getincrementaldecoder("utf-8")("replace")
+    for piece in stream(loaded, arguments.prompt, arguments.max_new_tokens, sampling):
+        print(whole_characters.decode(piece), end="", flush=True)
+    print(whole_characters.decode(b"", final=True))

@@ -1,0 +1,58 @@
+"""`z2a export` and `z2a import`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from zero2all.cli.verb import Subparsers, add_verb, add_work, workspace_of
+
+
+def register(verbs: Subparsers) -> None:
+    """Add the verbs."""
+    export = add_verb(
+        verbs,
+        "export",
+        "write a run as a Hugging Face folder",
+        "z2a export my-run --work my-workspace --to my-model-hf",
+        _export,
+    )
+    export.add_argument("run", help="name of the run")
+    add_work(export)
+    export.add_argument("--to", type=Path, required=True, metavar="DIR", help="folder to write")
+    export.add_argument("--step", type=int, default=None, help="checkpoint to use (default: the newest)")
+    export.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default=None,
+        help="dtype of the weights (default: that of an imported model, else float32)",
+    )
+
+    parser = add_verb(
+        verbs,
+        "import",
+        "start a run from a Hugging Face Llama or Qwen2 folder",
+        "z2a import path/to/hf-folder --work my-workspace --name continued",
+        _import,
+    )
+    parser.add_argument("folder", type=Path, help="the Hugging Face folder")
+    add_work(parser)
+    parser.add_argument("--name", required=True, help="name of the new run")
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    from zero2all.evals.load import load_run
+    from zero2all.exchange import export_run
+
+    workspace = workspace_of(arguments)
+    loaded = load_run(workspace, arguments.run, arguments.step)
+    export_run(loaded, workspace.tokenizer, arguments.to, arguments.dtype)
+    print(f"{arguments.to}: {loaded.name} at step {loaded.step}, for transformers.AutoModelForCausalLM")
+
+
+def _import(arguments: argparse.Namespace) -> None:
+    from zero2all.exchange import import_folder
+
+    run = import_folder(arguments.folder, workspace_of(arguments, create=True), arguments.name)
+    print(f"{run}: ready at step 0. Look at its config.yaml, pack your data with its tokenizer, then continue it with")
+    print(f"  z2a train {run / 'config.yaml'} --work {arguments.work}")

@@ -1,0 +1,39 @@
+"""`z2a quickstart`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from zero2all.cli.verb import Subparsers, add_verb
+
+
+def register(verbs: Subparsers) -> None:
+    """Add the verb."""
+    parser = add_verb(
+        verbs,
+        "quickstart",
+        "the whole journey in minutes: make a corpus, train a tokenizer and a model, evaluate and talk to it",
+        "z2a quickstart --data my-texts/",
+        _quickstart,
+    )
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="workspace (default: quickstart, or quickstart-own with --data)",
+    )
+    parser.add_argument("--data", type=Path, default=None, metavar="PATH", help="use your own file or folder of text")
+    parser.add_argument("--fresh", action="store_true", help="forget an earlier quickstart in this workspace")
+    parser.set_defaults(takes_overrides=True)
+
+
+def _quickstart(arguments: argparse.Namespace) -> None:
+    from zero2all.config import load_config
+    from zero2all.quickstart.journey import run_journey
+    from zero2all.quickstart.summary import print_summary
+
+    config = load_config("quickstart", arguments.overrides)
+    work = arguments.work or Path("quickstart" if arguments.data is None else "quickstart-own")
+    print_summary(run_journey(config, work, arguments.data, arguments.fresh))

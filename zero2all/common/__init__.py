@@ -1,0 +1,1 @@
+"""Small helpers that every stage may use. Nothing here imports a stage."""

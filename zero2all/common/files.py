@@ -1,0 +1,139 @@
+"""Writing files so that a reader sees either the whole thing or nothing.
+
+A file is written beside its final place, fsynced and renamed; a folder is filled under a temporary name, gets its
+`manifest.json` last, and is then renamed. A crash at any moment leaves at most a `*.partial-*` leftover, which no
+stage ever reads and the next run of the stage removes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from zero2all.common import jsonio
+from zero2all.common.errors import BadInputError, DiskError
+
+MANIFEST_NAME = "manifest.json"
+PARTIAL_MARK = ".partial-"
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Replace `path` by `data`, or leave it exactly as it was."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}{PARTIAL_MARK}{os.getpid()}")
+    try:
+        with open(partial, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    fsync_folder(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace `path` by indented JSON, atomically."""
+    write_atomic(path, jsonio.dumps_pretty(value))
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file that one of our stages wrote."""
+    try:
+        return jsonio.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        raise BadInputError(f"{path} cannot be read as JSON ({error}). Delete it and run its stage again.") from error
+
+
+@contextmanager
+def staged_folder(final: Path) -> Iterator[Path]:
+    """Yield an empty temporary folder that becomes `final` when the block ends without an error.
+
+    An older `final` is replaced only at the very end. Leftovers of killed attempts are removed first.
+    """
+    final.parent.mkdir(parents=True, exist_ok=True)
+    sweep_partials(final)
+    partial = final.with_name(f"{final.name}{PARTIAL_MARK}{os.getpid()}")
+    partial.mkdir()
+    try:
+        yield partial
+        fsync_tree(partial)
+        if final.exists():
+            old = final.with_name(f"{final.name}{PARTIAL_MARK}old-{os.getpid()}")
+            final.rename(old)
+            partial.rename(final)
+            shutil.rmtree(old)
+        else:
+            partial.rename(final)
+        fsync_folder(final.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def sweep_partials(final: Path) -> None:
+    """Remove what killed attempts at writing `final` left behind."""
+    if not final.parent.is_dir():
+        return
+    for leftover in final.parent.glob(f"{final.name}{PARTIAL_MARK}*"):
+        if leftover.is_dir():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            leftover.unlink(missing_ok=True)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make renames inside `folder` durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def fsync_tree(root: Path) -> None:
+    """Flush every file below `root`, then every folder."""
+    for folder, _, names in os.walk(root, topdown=False):
+        for name in names:
+            with open(Path(folder) / name, "rb") as file:
+                os.fsync(file.fileno())
+        fsync_folder(Path(folder))
+
+
+def crc32c_of(path: Path) -> str:
+    """The crc32c of a file as 8 hex digits, read in 4 MB pieces."""
+    import google_crc32c  # here, because only stages that write or verify artifacts need it
+
+    crc = 0
+    with open(path, "rb") as file:
+        while piece := file.read(4 << 20):
+            crc = google_crc32c.extend(crc, piece)
+    return f"{crc:08x}"
+
+
+def require_free_space(folder: Path, needed_bytes: int, purpose: str) -> None:
+    """Stop before the work begins when the disk cannot hold its result."""
+    existing = folder
+    while not existing.exists():
+        existing = existing.parent
+    free_bytes = shutil.disk_usage(existing).free
+    if free_bytes < needed_bytes:
+        raise DiskError(
+            f"Not enough disk space for {purpose}: about {human_bytes(needed_bytes)} are needed under {folder}, "
+            f"{human_bytes(free_bytes)} are free. Free some space, or choose another disk with --work."
+        )
+
+
+def human_bytes(count: float) -> str:
+    """1536 -> '1.5 KB'; powers of 1000, as disks are sold."""
+    for unit in ("B", "KB", "MB", "GB", "TB"):
+        if abs(count) < 1000 or unit == "TB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    raise AssertionError("unreachable: the loop returns at TB")

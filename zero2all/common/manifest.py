@@ -1,0 +1,92 @@
+"""The `manifest.json` that ends every artifact folder.
+
+Written last, it says that the folder is whole, which format version wrote it, what it was made from (`inputs`, a
+fingerprint of everything that decides the content) and the size and crc32c of each file. A stage that finds a
+manifest with the inputs it would use itself has nothing left to do; that is how every stage resumes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from zero2all import __version__
+from zero2all.common.errors import BadInputError
+from zero2all.common.files import MANIFEST_NAME, crc32c_of, read_json, write_json
+
+FORMATS = {"corpus": 1, "tokenizer": 1, "packed": 1, "checkpoint": 1, "raw": 1}
+"""The format number this version writes and reads, per kind of artifact. Raise it when the layout changes."""
+
+
+def fingerprint(value: Any) -> str:
+    """A short stable name for any JSON value: the first 16 hex digits of its sha256."""
+    canonical = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+def write_manifest(folder: Path, kind: str, inputs: str, content: dict[str, Any]) -> None:
+    """Describe every file of `folder`, then write the manifest that declares the folder whole."""
+    files = {
+        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "crc32c": crc32c_of(path)}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != MANIFEST_NAME
+    }
+    write_json(
+        folder / MANIFEST_NAME,
+        {"kind": kind, "format": FORMATS[kind], "zero2all": __version__, "inputs": inputs, **content, "files": files},
+    )
+
+
+def read_manifest(folder: Path, kind: str, made_by: str) -> dict[str, Any]:
+    """The manifest of a finished artifact; a clear error when it is absent, foreign or of another version.
+
+    `made_by` is the command that writes this kind of artifact, for the message.
+    """
+    path = folder / MANIFEST_NAME
+    try:
+        manifest: dict[str, Any] = read_json(path)
+    except FileNotFoundError:
+        raise BadInputError(
+            f"There is no finished {kind} in {folder} (no {MANIFEST_NAME}). Run `{made_by}` first; "
+            f"if it was interrupted, running it again continues."
+        ) from None
+    if not isinstance(manifest, dict) or manifest.get("kind") != kind:
+        raise BadInputError(f"{path} does not describe a {kind} folder. Check the path, or run `{made_by}` again.")
+    if manifest.get("format") != FORMATS[kind]:
+        raise BadInputError(
+            f"{folder} was written by zero2all {manifest.get('zero2all', 'of unknown version')} in {kind} format "
+            f"{manifest.get('format')}; this is zero2all {__version__}, which reads format {FORMATS[kind]}. "
+            f"Run `{made_by}` again to rebuild it, or use the version that wrote it."
+        )
+    return manifest
+
+
+def is_current(folder: Path, kind: str, inputs: str) -> bool:
+    """True when `folder` holds a whole artifact of this version, made from exactly these inputs."""
+    try:
+        manifest = read_json(folder / MANIFEST_NAME)
+    except (FileNotFoundError, BadInputError):
+        return False
+    return (
+        isinstance(manifest, dict)
+        and manifest.get("kind") == kind
+        and manifest.get("format") == FORMATS[kind]
+        and manifest.get("inputs") == inputs
+        and all((folder / name).is_file() for name in manifest.get("files", {}))
+    )
+
+
+def verify_files(folder: Path, manifest: dict[str, Any]) -> list[str]:
+    """Everything that differs from the manifest, one sentence per file; empty when all is well."""
+    problems = []
+    for name, expected in manifest["files"].items():
+        path = folder / name
+        if not path.is_file():
+            problems.append(f"{path} is missing")
+        elif path.stat().st_size != expected["bytes"]:
+            problems.append(f"{path} has {path.stat().st_size} bytes, its manifest says {expected['bytes']}")
+        elif crc32c_of(path) != expected["crc32c"]:
+            problems.append(f"{path} has changed since it was written (crc32c differs)")
+    return problems

@@ -1,0 +1,133 @@
+"""Progress of long work: a live bar on a terminal, a line every few seconds in a log file.
+
+    with progress("pack", total=bytes_in, unit="B") as bar:
+        bar.advance(len(block))
+
+The bar shows the share done, the speed in `unit` per second and the time left. `note` adds a short live text such
+as the current loss.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+LOG_EVERY_SECONDS = 10.0
+
+
+class Bar(Protocol):
+    """What a stage may do with its bar."""
+
+    def advance(self, amount: float, note: str = "") -> None:
+        """Count `amount` more units as done."""
+
+    def set_total(self, total: float) -> None:
+        """The total turned out to be another one."""
+
+
+@contextmanager
+def progress(label: str, total: float | None, unit: str, done: float = 0) -> Iterator[Bar]:
+    """A bar named `label`; `done` units are counted as finished before (a resumed stage) and not in the speed."""
+    if sys.stderr.isatty():
+        with _rich_bar(label, total, unit, done) as bar:
+            yield bar
+    else:
+        log = _LogBar(label, total, unit, done)
+        yield log
+        log.finish()
+
+
+def human_count(count: float) -> str:
+    """12345678 -> '12.3M'."""
+    for limit, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(count) >= limit:
+            return f"{count / limit:.1f}{suffix}"
+    return f"{count:.0f}"
+
+
+def human_seconds(seconds: float) -> str:
+    """75 -> '1m15s'."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+class _LogBar:
+    """One line now and then, for output that is a file or a pipe."""
+
+    def __init__(self, label: str, total: float | None, unit: str, done: float) -> None:
+        self.label, self.total, self.unit = label, total, unit
+        self.done = self.done_at_start = done
+        self.started = self.last_line = time.monotonic()
+        self.note = ""
+
+    def advance(self, amount: float, note: str = "") -> None:
+        self.done += amount
+        self.note = note or self.note
+        now = time.monotonic()
+        if now - self.last_line >= LOG_EVERY_SECONDS:
+            self.last_line = now
+            self._print(now)
+
+    def set_total(self, total: float) -> None:
+        self.total = total
+
+    def finish(self) -> None:
+        self._print(time.monotonic())
+
+    def _print(self, now: float) -> None:
+        elapsed = now - self.started
+        speed = (self.done - self.done_at_start) / elapsed if elapsed > 0 else 0.0
+        parts = [f"{self.label:<10} {human_count(self.done)}"]
+        if self.total:
+            parts[0] += f"/{human_count(self.total)} {self.unit} ({self.done / self.total:.0%})"
+        else:
+            parts[0] += f" {self.unit}"
+        parts.append(f"{human_count(speed)} {self.unit}/s")
+        if self.total and speed > 0 and self.done < self.total:
+            parts.append(f"{human_seconds((self.total - self.done) / speed)} left")
+        if self.note:
+            parts.append(self.note)
+        print("  ".join(parts), file=sys.stderr, flush=True)
+
+
+class _RichBar:
+    """The live bar; rich is imported only when there is a terminal to draw on."""
+
+    def __init__(self, live: Any, task: Any) -> None:
+        self.live, self.task = live, task
+
+    def advance(self, amount: float, note: str = "") -> None:
+        self.live.update(self.task, advance=amount, **({"note": note} if note else {}))
+
+    def set_total(self, total: float) -> None:
+        self.live.update(self.task, total=total)
+
+
+@contextmanager
+def _rich_bar(label: str, total: float | None, unit: str, done: float) -> Iterator[_RichBar]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+    from rich.text import Text
+
+    class Speed(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            speed = task.finished_speed or task.speed
+            return Text("" if speed is None else f"{human_count(speed)} {unit}/s", style="cyan")
+
+    columns = [
+        TextColumn("{task.description:<10}"),
+        BarColumn(bar_width=30),
+        TextColumn("{task.percentage:>3.0f}%"),
+        Speed(),
+        TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+        TextColumn("{task.fields[note]}", style="dim"),
+    ]
+    with Progress(*columns, console=Console(stderr=True), refresh_per_second=5) as live:
+        yield _RichBar(live, live.add_task(label, total=total, completed=int(done), note=""))

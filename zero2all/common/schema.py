@@ -1,0 +1,238 @@
+"""Typed sections from plain mappings, with every problem found in one pass.
+
+A section is a frozen dataclass with a doc line (a string literal) under each field. `build` turns nested mappings,
+as YAML gives them, into such dataclasses and collects what is wrong instead of stopping at the first: a person who
+mistyped three fields should learn of three. Types are what we use in configs and no more: bool, int, float, str,
+Literal, Optional, list, dict with str keys, nested dataclasses, and `Annotated[..., Range(...)]`.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import itertools
+import math
+import types
+import typing
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any
+
+
+@dataclass(frozen=True)
+class Range:
+    """Inclusive bounds of a number; None leaves that side open. `above` excludes its own value."""
+
+    minimum: float | None = None
+    maximum: float | None = None
+    above: float | None = None
+
+    def admits(self, value: float) -> bool:
+        """Whether `value` lies inside."""
+        return (
+            (self.minimum is None or value >= self.minimum)
+            and (self.maximum is None or value <= self.maximum)
+            and (self.above is None or value > self.above)
+        )
+
+    def words(self) -> str:
+        """'at least 1', 'above 0 and at most 1'."""
+        parts = []
+        if self.above is not None:
+            parts.append(f"above {self.above:g}")
+        if self.minimum is not None:
+            parts.append(f"at least {self.minimum:g}")
+        if self.maximum is not None:
+            parts.append(f"at most {self.maximum:g}")
+        return " and ".join(parts)
+
+
+PositiveInt = Annotated[int, Range(minimum=1)]
+NaturalInt = Annotated[int, Range(minimum=0)]
+PositiveFloat = Annotated[float, Range(above=0)]
+NaturalFloat = Annotated[float, Range(minimum=0)]
+Share = Annotated[float, Range(minimum=0, maximum=1)]
+ShareBelowOne = Annotated[float, Range(minimum=0, maximum=0.999999)]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a config."""
+
+    field: str
+    value: Any
+    expected: str
+    hint: str = ""
+
+    def __str__(self) -> str:
+        hint = f" {self.hint}" if self.hint else ""
+        return f"{self.field}: got {self.value!r}, expected {self.expected}.{hint}"
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+MISSING = _Missing()
+
+
+def build(section: type, values: Any, place: str, problems: list[Problem]) -> Any:
+    """An instance of `section` from a mapping, or None when `values` is beyond use; appends to `problems`."""
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        problems.append(Problem(place or "config", values, "a mapping of field names to values"))
+        return None
+    fields = {field.name: field for field in dataclasses.fields(section)}
+    hints = _type_hints(section)
+    problems.extend(
+        Problem(_join(place, str(name)), value, "no such field here", nearest_hint(str(name), fields))
+        for name, value in values.items()
+        if name not in fields
+    )
+    arguments = {}
+    for name, field in fields.items():
+        where = _join(place, name)
+        if name in values:
+            arguments[name] = _convert(hints[name], values[name], where, problems)
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            if dataclasses.is_dataclass(hints[name]):
+                arguments[name] = build(typing.cast(type, hints[name]), {}, where, problems)
+            else:
+                problems.append(Problem(where, MISSING, _type_words(hints[name]), "It has no default."))
+                arguments[name] = None
+    return section(**arguments)
+
+
+def nearest_hint(name: str, candidates: Iterable[str]) -> str:
+    """'Did you mean X?', or the list of what there is."""
+    names = list(candidates)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"Did you mean `{close[0]}`?" if close else f"There are: {', '.join(names)}."
+
+
+@cache
+def field_docs(section: type) -> dict[str, str]:
+    """The doc line under each field, read from the source of the dataclass."""
+    tree = ast.parse(inspect.cleandoc(inspect.getsource(section)))
+    body = typing.cast(ast.ClassDef, tree.body[0]).body
+    docs = {}
+    for statement, after in itertools.pairwise(body):
+        if (
+            isinstance(statement, ast.AnnAssign)
+            and isinstance(statement.target, ast.Name)
+            and isinstance(after, ast.Expr)
+            and isinstance(after.value, ast.Constant)
+        ):
+            docs[statement.target.id] = " ".join(str(after.value.value).split())
+    return docs
+
+
+@cache
+def _type_hints(section: type) -> dict[str, Any]:
+    return typing.get_type_hints(section, include_extras=True)
+
+
+def _join(place: str, name: str) -> str:
+    return f"{place}.{name}" if place else name
+
+
+def _convert(kind: Any, value: Any, where: str, problems: list[Problem]) -> Any:
+    """`value` as `kind`, or None with a problem noted."""
+    origin = typing.get_origin(kind)
+    if origin is Annotated:
+        inner, *marks = typing.get_args(kind)
+        before = len(problems)
+        converted = _convert(inner, value, where, problems)
+        for mark in marks:
+            if isinstance(mark, Range) and len(problems) == before and not mark.admits(converted):
+                problems.append(Problem(where, value, f"a number {mark.words()}"))
+        return converted
+    if origin in (typing.Union, types.UnionType):
+        options = typing.get_args(kind)
+        if value is None and type(None) in options:
+            return None
+        return _convert_union([option for option in options if option is not type(None)], kind, value, where, problems)
+    if origin is typing.Literal:
+        choices = typing.get_args(kind)
+        if value in choices and not (isinstance(value, bool) and True not in choices):
+            return value
+        hint = nearest_hint(str(value), [str(choice) for choice in choices])
+        problems.append(Problem(where, value, _type_words(kind), hint if hint.startswith("Did") else ""))
+        return None
+    if origin is list:
+        if not isinstance(value, list):
+            problems.append(Problem(where, value, _type_words(kind)))
+            return None
+        (inner,) = typing.get_args(kind)
+        return [_convert(inner, item, f"{where}[{index}]", problems) for index, item in enumerate(value)]
+    if origin is dict:
+        if not isinstance(value, dict):
+            problems.append(Problem(where, value, _type_words(kind)))
+            return None
+        inner = typing.get_args(kind)[1]
+        return {str(key): _convert(inner, item, _join(where, str(key)), problems) for key, item in value.items()}
+    if dataclasses.is_dataclass(kind):
+        return build(typing.cast(type, kind), value, where, problems)
+    return _convert_plain(kind, value, where, problems)
+
+
+def _convert_union(options: list[Any], kind: Any, value: Any, where: str, problems: list[Problem]) -> Any:
+    attempts = []
+    for option in options:
+        found: list[Problem] = []
+        converted = _convert(option, value, where, found)
+        if not found:
+            return converted
+        attempts.append(found)
+    problems.extend(attempts[0] if len(attempts) == 1 else [Problem(where, value, _type_words(kind))])
+    return None
+
+
+def _convert_plain(kind: Any, value: Any, where: str, problems: list[Problem]) -> Any:
+    if kind is bool and isinstance(value, bool):
+        return value
+    if kind is int and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if kind is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if kind in (int, float) and isinstance(value, str):
+        # YAML reads `3e-4` as text (it wants 3.0e-4); people write 3e-4.
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if math.isfinite(number):
+            return _convert_plain(kind, number, where, problems)
+    if kind is float and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        return float(value)
+    if kind is str and isinstance(value, str):
+        return value
+    if kind is str and isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    problems.append(Problem(where, value, _type_words(kind)))
+    return None
+
+
+def _type_words(kind: Any) -> str:
+    origin = typing.get_origin(kind)
+    if origin is Annotated:
+        inner, *marks = typing.get_args(kind)
+        bounds = " and ".join(mark.words() for mark in marks if isinstance(mark, Range))
+        return f"{_type_words(inner)} {bounds}".strip()
+    if origin is typing.Literal:
+        return "one of " + ", ".join(repr(choice) for choice in typing.get_args(kind))
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_type_words(option) for option in typing.get_args(kind))
+    if origin is list:
+        return f"a list of {_type_words(typing.get_args(kind)[0])}"
+    if origin is dict:
+        return f"a mapping of names to {_type_words(typing.get_args(kind)[1])}"
+    if dataclasses.is_dataclass(kind):
+        return "a section"
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
+    return names.get(kind, str(kind))

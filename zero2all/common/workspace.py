@@ -1,0 +1,77 @@
+"""The workspace: one folder in which every stage finds what the stage before it wrote.
+
+`workspace.json` marks the folder and names the layout version, so that a workspace of another version is refused
+in one sentence instead of failing somewhere inside a stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from zero2all import __version__
+from zero2all.common.errors import BadInputError, UsageError
+from zero2all.common.files import read_json, write_json
+
+LAYOUT = 1
+STAMP_NAME = "workspace.json"
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Where things are inside a workspace folder. Create one with `open_workspace`."""
+
+    root: Path
+
+    @property
+    def raw(self) -> Path:
+        """Raw input files the quickstart makes for itself."""
+        return self.root / "raw"
+
+    @property
+    def corpus(self) -> Path:
+        """`<source>/{train,valid}/part-*.jsonl`, `sources.json`, `report.json`."""
+        return self.root / "corpus"
+
+    @property
+    def tokenizer(self) -> Path:
+        """A folder that `AutoTokenizer.from_pretrained` loads."""
+        return self.root / "tokenizer"
+
+    @property
+    def packed(self) -> Path:
+        """`<source>/{train,valid}/` token shards and document index."""
+        return self.root / "packed"
+
+    @property
+    def runs(self) -> Path:
+        """One folder per training run."""
+        return self.root / "runs"
+
+    def run(self, name: str) -> Path:
+        """The folder of one run."""
+        return self.runs / name
+
+
+def open_workspace(root: Path, create: bool = False) -> Workspace:
+    """Check (or, with `create`, make) the stamp of a workspace folder."""
+    stamp = root / STAMP_NAME
+    if stamp.is_file():
+        found = read_json(stamp)
+        layout = found.get("layout") if isinstance(found, dict) else None
+        if layout != LAYOUT:
+            raise BadInputError(
+                f"The workspace {root} was written by another version of zero2all (layout {layout}; this version, "
+                f"{__version__}, uses layout {LAYOUT}). Choose another folder with --work, or use the version that "
+                f"wrote it ({found.get('zero2all', 'unknown') if isinstance(found, dict) else 'unknown'})."
+            )
+        return Workspace(root)
+    if not create:
+        raise UsageError(
+            f"{root.absolute()} is not a workspace (it has no {STAMP_NAME}). Give the folder with --work, or start "
+            f"one with `z2a corpus build NAME=PATH --work {root}` or `z2a quickstart`."
+        )
+    if root.exists() and not root.is_dir():
+        raise BadInputError(f"The workspace path {root} is a file, not a folder. Choose another one with --work.")
+    write_json(stamp, {"layout": LAYOUT, "zero2all": __version__})
+    return Workspace(root)

@@ -1,0 +1,104 @@
+"""The unified record: what every source becomes, one JSON object a line, and the numbers that name it.
+
+`gid` = source number x 2^40 + ordinal, where the ordinal counts every item the reader met in that source, kept or
+not. So a gid does not move when a cleaning option changes, and it stays below 2^53, where JavaScript and float64
+are still exact. Source numbers come from the append-only `corpus/sources.json`.
+"""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, NamedTuple, TypedDict
+
+from zero2all.common.errors import BadInputError
+from zero2all.common.files import read_json, write_json
+
+ORDINAL_BITS = 40
+SOURCES_LIMIT = 1 << (53 - ORDINAL_BITS)
+SOURCES_NAME = "sources.json"
+SURROGATES = dict.fromkeys(range(0xD800, 0xE000))
+
+
+class Record(TypedDict):
+    """One document of the corpus."""
+
+    gid: int
+    """Unique over the corpus, stable over reruns."""
+    id: int
+    """Ordinal within its source, counting dropped and damaged items too."""
+    data_src: str
+    """Name of the source."""
+    category: str
+    """Topic or class the raw data gave; empty when it gave none."""
+    title: str
+    """Title, question or file path; empty when there is none."""
+    content: str
+    """The text to learn from."""
+    desc: str
+    """Summary or description; empty when there is none."""
+    others: dict[str, Any]
+    """Every raw field that has no place above, under its raw name."""
+
+
+class Document(NamedTuple):
+    """A record before it is numbered: raw fields put in their places."""
+
+    content: str
+    title: str = ""
+    category: str = ""
+    desc: str = ""
+    others: dict[str, Any] = {}  # noqa: RUF012 - the default of a NamedTuple; never changed in place
+
+
+def make_gid(source_number: int, ordinal: int) -> int:
+    """The global id of item `ordinal` of a source."""
+    assert 0 <= source_number < SOURCES_LIMIT, f"source number {source_number} does not fit"
+    assert 0 <= ordinal < 1 << ORDINAL_BITS, f"ordinal {ordinal} does not fit in {ORDINAL_BITS} bits"
+    return (source_number << ORDINAL_BITS) + ordinal
+
+
+def source_numbers(corpus_folder: Path, names: list[str]) -> dict[str, int]:
+    """The number of each name; new names are appended to `sources.json`, old ones never change or disappear."""
+    path = corpus_folder / SOURCES_NAME
+    try:
+        numbers: dict[str, int] = read_json(path)
+    except FileNotFoundError:
+        numbers = {}
+    if not isinstance(numbers, dict) or not all(isinstance(number, int) for number in numbers.values()):
+        raise BadInputError(
+            f"{path} should map source names to numbers and does not. Restore it from a copy, or delete the whole "
+            f"corpus folder and build again (records get new gids)."
+        )
+    new = [name for name in names if name not in numbers]
+    for name in new:
+        numbers[name] = max(numbers.values(), default=-1) + 1
+    if numbers and max(numbers.values()) >= SOURCES_LIMIT:
+        raise BadInputError(
+            f"{path} lists more than {SOURCES_LIMIT} sources, and gids have no room for more. Put several inputs "
+            f"into one folder and give that as one source, or start a new workspace."
+        )
+    if new:
+        write_json(path, numbers)
+    return {name: numbers[name] for name in names}
+
+
+def plain(value: Any) -> Any:
+    """`value` made of what JSON can hold everywhere: no dates, bytes, decimals, huge integers or lone surrogates."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return value if value.isascii() else value.translate(SURROGATES)
+    if isinstance(value, int):
+        return value if -(1 << 63) <= value < 1 << 64 else str(value)
+    if isinstance(value, float):
+        return value if value - value == 0 else None  # infinities and NaN have no JSON
+    if isinstance(value, Decimal):
+        return plain(float(value))
+    if isinstance(value, dict):
+        return {plain(str(key)): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, bytes):
+        return value.decode("utf-8", errors="backslashreplace")
+    return plain(str(value))  # datetime, date, timedelta, UUID

@@ -1,0 +1,143 @@
+"""The report of a build: per source, what came in, what was kept, and what was not and why.
+
+Two identities hold and are checked at the end of every build:
+
+    records_in = records_kept + sum(dropped) + quarantined
+    bytes_in   = bytes_kept   + sum(bytes_dropped) + bytes_quarantined + bytes_repaired
+
+`bytes_*` count UTF-8 bytes of text (for damaged items: of the raw input that could not be read);
+`input_file_bytes` is what the raw files weigh on disk. Held-out (valid) records count as kept. No clock and no
+host name goes into the report, so that two builds of the same input write the same bytes.
+
+`report.json` lists the sources of the last finished build. That list is the corpus: later stages read these
+sources and no other folder that may stand beside them from an earlier build.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zero2all.common.errors import BadInputError
+from zero2all.common.files import human_bytes, read_json
+
+REPORT_NAME = "report.json"
+SUMMED = ("records_in", "records_kept", "quarantined", "bytes_in", "bytes_kept", "train_records", "valid_records")
+
+
+@dataclass
+class Tally:
+    """Counts of one source while it is built. Incoming items and outcomes are counted apart, then compared."""
+
+    records_in: int = 0
+    records_kept: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    quarantined: Counter[str] = field(default_factory=Counter)
+    bytes_in: int = 0
+    bytes_kept: int = 0
+    bytes_repaired: int = 0
+    bytes_dropped: Counter[str] = field(default_factory=Counter)
+    bytes_quarantined: int = 0
+
+    def as_report(self) -> dict[str, Any]:
+        """The counts as they stand in `report.json`."""
+        return {
+            "records_in": self.records_in,
+            "records_kept": self.records_kept,
+            "dropped": dict(sorted(self.dropped.items())),
+            "quarantined": self.quarantined.total(),
+            "quarantined_by_reason": dict(sorted(self.quarantined.items())),
+            "bytes_in": self.bytes_in,
+            "bytes_kept": self.bytes_kept,
+            "bytes_repaired": self.bytes_repaired,
+            "bytes_dropped": dict(sorted(self.bytes_dropped.items())),
+            "bytes_quarantined": self.bytes_quarantined,
+        }
+
+
+def make_report(sources: dict[str, dict[str, Any]], options: dict[str, Any], inputs: str) -> dict[str, Any]:
+    """Put the reports of all sources together and check them."""
+    for name, source in sources.items():
+        check_identity(name, source)
+    totals: dict[str, Any] = {key: sum(source[key] for source in sources.values()) for key in SUMMED}
+    dropped: Counter[str] = Counter()
+    for source in sources.values():
+        dropped.update(source["dropped"])
+    return {
+        "inputs": inputs,
+        "options": options,
+        "totals": {**totals, "dropped": dict(sorted(dropped.items()))},
+        "sources": sources,
+    }
+
+
+def check_identity(name: str, source: dict[str, Any]) -> None:
+    """Nothing may be lost unseen: what came in equals what was kept, dropped or quarantined."""
+    records_out = source["records_kept"] + sum(source["dropped"].values()) + source["quarantined"]
+    bytes_out = (
+        source["bytes_kept"]
+        + sum(source["bytes_dropped"].values())
+        + source["bytes_quarantined"]
+        + source["bytes_repaired"]
+    )
+    if source["train_records"] + source["valid_records"] != source["records_kept"]:
+        raise AssertionError(f"source {name}: train + valid records differ from records kept: {source}")
+    if (records_out, bytes_out) != (source["records_in"], source["bytes_in"]):
+        raise AssertionError(
+            f"source {name}: {source['records_in']} records and {source['bytes_in']} bytes came in, {records_out} "
+            f"records and {bytes_out} bytes are accounted for. This is a bug in the corpus stage: {source}"
+        )
+
+
+def read_report(corpus_folder: Path) -> dict[str, Any]:
+    """The report of the last finished build."""
+    try:
+        report: dict[str, Any] = read_json(corpus_folder / REPORT_NAME)
+    except FileNotFoundError:
+        raise BadInputError(
+            f"There is no finished corpus in {corpus_folder} (no {REPORT_NAME}). Run `z2a corpus build NAME=PATH` "
+            f"first; if it was interrupted, running it again continues."
+        ) from None
+    return report
+
+
+def summary_rows(report: dict[str, Any]) -> list[list[str]]:
+    """A table for the terminal: a heading, a row per source, and a total when there are several."""
+    rows = [["source", "channel", "records in", "kept", "dropped", "quarantined", "train", "valid", "text kept"]]
+    named = list(report["sources"].items())
+    if len(named) > 1:
+        named.append(("total", {"channel": "", **report["totals"]}))
+    for name, source in named:
+        counts = [source["records_in"], source["records_kept"], sum(source["dropped"].values()), source["quarantined"]]
+        counts += [source["train_records"], source["valid_records"]]
+        rows.append([name, source["channel"], *(f"{count:,}" for count in counts), human_bytes(source["bytes_kept"])])
+    return rows
+
+
+def summary_notes(report: dict[str, Any]) -> list[str]:
+    """What the table cannot say, a sentence each: what was guessed, dropped, quarantined, skipped."""
+    notes = []
+    for name, source in report["sources"].items():
+        if source["channel_guessed"]:
+            notes.append(f"{name}: channel guessed as {source['channel']} ({source['channel_reason']})")
+        for mapping in source["mappings"] if source["mapping_guessed"] else []:
+            fields = ", ".join(f"{target} from '{raw}'" for target, raw in mapping.items())
+            notes.append(f"{name}: fields guessed: {fields}; all others are kept under 'others'")
+        if source["dropped"]:
+            notes.append(f"{name}: dropped {counts_in_words(source['dropped'])}")
+        if source["quarantined"]:
+            reasons = counts_in_words(source["quarantined_by_reason"])
+            notes.append(f"{name}: quarantined {reasons}; see corpus/quarantine/{name}.jsonl")
+        if source["skipped_files"]:
+            notes.append(f"{name}: files not read: {counts_in_words(source['skipped_files'])}")
+        if not source["valid_records"] and report["options"]["valid_share"]:
+            notes.append(f"{name}: too few records to hold any out for validation")
+    return notes
+
+
+def counts_in_words(counts: dict[str, int]) -> str:
+    """{'empty': 3, 'duplicate': 1200} -> '1,200 duplicate, 3 empty'."""
+    by_size = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
+    return ", ".join(f"{count:,} {reason}" for reason, count in by_size)

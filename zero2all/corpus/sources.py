@@ -1,0 +1,190 @@
+"""Sources: what the user named, which channel it belongs to, and which raw field is the text.
+
+Fields are recognised by name, file by file, from the first rows; the report shows what was chosen. The channel is
+guessed from the text that was kept: mostly program files -> code; Han characters among the letters -> zh; else en.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from zero2all.common.errors import UsageError
+from zero2all.corpus.listing import CODE_SUFFIXES
+from zero2all.corpus.record import Document, plain
+
+FIELD_NAMES = {
+    "content": "content text body article document answer response output completion code markdown passage story",
+    "title": "title name headline subject question instruction prompt path file_path filename file_name",
+    "category": "category topic datatype label type section",
+    "desc": "desc description summary abstract",
+}
+"""Where each part of a record is looked for, best first; upper and lower case are the same."""
+
+NAME_PATTERN = re.compile(r"\w[\w.-]*")
+RESERVED_NAMES = frozenset({"quarantine", "sources.json", "report.json"})
+CHANNEL_PATTERN = re.compile(r"\w[\w-]*")
+HAN = re.compile("[\u3400-\u4dbf\u4e00-\u9fff]")
+ZH_HAN_SHARE = 0.2
+"""Low, because a Han character says about as much as four Latin letters."""
+SAMPLED_RECORDS = 2000
+SAMPLED_CHARS = 500
+
+
+@dataclass(frozen=True)
+class Source:
+    """One named input of the corpus."""
+
+    name: str
+    """Folder name under `corpus/` and `data_src` of its records."""
+    path: Path
+    """A file, or a folder that is read with everything below it."""
+    channel: str | None = None
+    """zh, en, code, …: the group its loss is reported under. None: guessed from the text, and said."""
+    mapping: Mapping[str, str] | None = None
+    """Record field -> raw field, such as {"content": "body"}. None or a missing entry: guessed by name."""
+
+
+def parse_source(text: str, mapping: Mapping[str, str] | None = None) -> Source:
+    """Read `NAME=PATH` or `NAME=PATH:CHANNEL`. A path that exists as given is taken whole, colons and all."""
+    name, equals, rest = text.partition("=")
+    if not equals or not rest:
+        raise UsageError(
+            f"'{text}' does not name a source. Write NAME=PATH or NAME=PATH:CHANNEL, for example "
+            f"news=data/news.jsonl:zh; PATH is a file or a folder."
+        )
+    path, channel = Path(rest).expanduser(), None
+    if not path.exists():
+        head, colon, tail = rest.rpartition(":")
+        if colon and head and CHANNEL_PATTERN.fullmatch(tail):
+            path, channel = Path(head).expanduser(), tail
+    return Source(name, path, channel, mapping)
+
+
+def source_from_path(path: Path, channel: str | None = None) -> Source:
+    """A source named after its file or folder: `data/My news.jsonl` -> `My_news`."""
+    name = re.sub(r"[^\w.-]+", "_", path.expanduser().resolve().name.split(".")[0]).strip("_.-") or "data"
+    return Source(f"{name}_data" if name in RESERVED_NAMES else name, path.expanduser(), channel)
+
+
+def parse_mapping(text: str) -> dict[str, str]:
+    """Read `content=text,title=name`: record field = raw field."""
+    mapping = {}
+    for part in text.split(","):
+        target, equals, raw = part.partition("=")
+        if not equals or target.strip() not in FIELD_NAMES or not raw.strip():
+            raise UsageError(
+                f"'{part}' in the field mapping '{text}' is not understood. Write FIELD=RAW pairs with commas between "
+                f"them, for example content=body,title=headline; FIELD is one of {', '.join(FIELD_NAMES)}."
+            )
+        mapping[target.strip()] = raw.strip()
+    return mapping
+
+
+def source_problems(sources: Sequence[Source]) -> list[str]:
+    """Everything wrong with how the sources are named, one sentence each."""
+    problems = []
+    names = [source.name for source in sources]
+    if not sources:
+        problems.append("no source was given; name at least one as NAME=PATH")
+    problems += [f"the source name {name} is used twice" for name in dict.fromkeys(names) if names.count(name) > 1]
+    for source in sources:
+        if not NAME_PATTERN.fullmatch(source.name) or ".partial-" in source.name:
+            problems.append(f"'{source.name}' cannot be a source name: use letters, digits, '_', '-' and '.'")
+        if source.name in RESERVED_NAMES:
+            problems.append(f"'{source.name}' is a name the corpus folder needs for itself; choose another")
+        if source.channel is not None and not CHANNEL_PATTERN.fullmatch(source.channel):
+            problems.append(f"'{source.channel}' cannot be a channel name: use letters, digits, '_' and '-'")
+        unknown = sorted(set(source.mapping or {}) - set(FIELD_NAMES))
+        if unknown:
+            problems.append(
+                f"source {source.name} maps {', '.join(unknown)}; only {', '.join(FIELD_NAMES)} can be mapped"
+            )
+    return problems
+
+
+def guess_mapping(rows: Sequence[Mapping[str, Any]], given: Mapping[str, str] | None) -> dict[str, str] | None:
+    """Record field -> raw field for rows like these; None when no field holds the text."""
+    with_text = dict.fromkeys(key for row in rows for key, value in row.items() if _holds_text(value))
+    by_lower_name: dict[str, str] = {}
+    for key in with_text:
+        by_lower_name.setdefault(key.lower(), key)
+    mapping = {target: raw for target, raw in (given or {}).items() if any(raw in row for row in rows)}
+    for target, names in FIELD_NAMES.items():
+        if target in (given or {}):
+            continue
+        for name in names.split():
+            raw = by_lower_name.get(name)
+            if raw is not None and raw not in mapping.values():
+                mapping[target] = raw
+                break
+    return mapping if "content" in mapping else None
+
+
+def fields_seen(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The names of all fields in these rows, in the order they were met."""
+    return list(dict.fromkeys(key for row in rows for key in row))
+
+
+def apply_mapping(fields: Mapping[str, Any], mapping: Mapping[str, str]) -> Document:
+    """Put raw fields in their places. Raises KeyError without the text field, ValueError when it is not text."""
+    rest = dict(fields)
+    content = _as_text(rest.pop(mapping["content"]))
+    places = {}
+    for target in ("title", "category", "desc"):
+        raw = mapping.get(target, "")
+        value = rest.get(raw)
+        if isinstance(value, (str, int, float)) and not isinstance(value, bool):
+            places[target] = str(value)
+            del rest[raw]
+    return Document(content, others=plain(rest), **places)
+
+
+def _holds_text(value: Any) -> bool:
+    return isinstance(value, (str, bytes)) or (bool(value) and _is_list_of_text(value))
+
+
+def _is_list_of_text(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if value is None:
+        return ""
+    if _is_list_of_text(value):
+        return "\n".join(value)
+    if isinstance(value, bytes):
+        return value.decode("utf-8")  # UnicodeDecodeError is a ValueError
+    raise ValueError(f"the text field holds {type(value).__name__}")
+
+
+class ChannelGuess:
+    """Looks into the middle of the first kept documents and names their channel."""
+
+    def __init__(self) -> None:
+        self._documents = self._program_files = self._letters = self._han = 0
+
+    def look(self, title: str, content: str) -> None:
+        """Take one kept document into account."""
+        if self._documents >= SAMPLED_RECORDS:
+            return
+        start = max(0, (len(content) - SAMPLED_CHARS) // 2)  # the middle: beginnings are headers too often
+        middle = content[start : start + SAMPLED_CHARS]
+        self._documents += 1
+        self._program_files += PurePosixPath(title).suffix.lower() in CODE_SUFFIXES
+        self._letters += sum(map(str.isalpha, middle))
+        self._han += len(HAN.findall(middle))
+
+    def result(self) -> tuple[str, str]:
+        """The channel, and the figures it rests on."""
+        if self._program_files * 2 > self._documents:
+            share = self._program_files / self._documents
+            return "code", f"{share:.0%} of {self._documents:,} sampled documents are named like program files"
+        han_share = self._han / max(self._letters, 1)
+        reason = f"{han_share:.0%} of the letters in {self._documents:,} sampled documents are Han"
+        return ("zh" if han_share >= ZH_HAN_SHARE else "en"), reason

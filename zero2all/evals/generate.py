@@ -1,0 +1,93 @@
+"""Text from a model: greedy or sampled, with a key/value cache and healed prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zero2all.common.errors import UsageError
+from zero2all.evals.boundary import Vocabulary, heal
+from zero2all.evals.load import LoadedModel
+from zero2all.model.z2all import KeyValueCache
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen."""
+
+    temperature: float = 0.0
+    """0 takes the likeliest token; 1 samples from the model's own distribution."""
+    top_p: float = 1.0
+    """Sample only among the likeliest tokens that together hold this probability."""
+    seed: int = 0
+    """Key of the draws."""
+
+
+def generate(
+    loaded: LoadedModel,
+    prompt: str,
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    vocabulary: Vocabulary | None = None,
+) -> str:
+    """The text that follows `prompt`, up to the end of the document or max_new_tokens."""
+    produced = b"".join(stream(loaded, prompt, max_new_tokens, sampling, vocabulary))
+    return produced.decode("utf-8", "replace")
+
+
+@torch.no_grad()
+def stream(
+    loaded: LoadedModel,
+    prompt: str,
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    vocabulary: Vocabulary | None = None,
+) -> Iterator[bytes]:
+    """The same, piece by piece as bytes (a character may be spread over pieces)."""
+    sampling = sampling or Sampling()
+    vocabulary = vocabulary or Vocabulary(loaded.tokenizer, loaded.config.model.vocab_rows)
+    healed = heal(prompt, loaded.tokenizer)
+    limit = loaded.config.model.max_seq_len
+    if len(healed.ids) >= limit:
+        raise UsageError(
+            f"The prompt has {len(healed.ids)} tokens; the model was made for {limit} (model.max_seq_len). Shorten it."
+        )
+    draws = torch.Generator().manual_seed(sampling.seed)
+    cache = KeyValueCache(loaded.config.model.layers)
+    pending, tail = healed.ids, healed.tail
+    for _ in range(min(max_new_tokens + len(tail), limit - len(healed.ids))):
+        hidden = loaded.model(torch.tensor([pending], device=loaded.device), cache)
+        logits = loaded.model.logits(hidden[0, -1]).float().cpu()
+        logits[vocabulary.never] = -torch.inf
+        if tail:
+            logits = _only(logits, vocabulary.continuing(tail))
+        token = _pick(logits, sampling, draws)
+        if token == loaded.tokenizer.end_id:
+            return
+        piece = vocabulary.pieces[token]
+        fresh = piece[len(tail) :] if len(piece) > len(tail) else b""
+        tail = tail[len(piece) :]
+        if fresh:
+            yield fresh
+        pending = [token]
+
+
+def _only(logits: Tensor, allowed: Tensor) -> Tensor:
+    """Logits with everything but `allowed` ruled out."""
+    kept = torch.full_like(logits, -torch.inf)
+    kept[allowed] = logits[allowed]
+    return kept
+
+
+def _pick(logits: Tensor, sampling: Sampling, draws: torch.Generator) -> int:
+    if sampling.temperature <= 0:
+        return int(logits.argmax())
+    probabilities = (logits / sampling.temperature).softmax(dim=-1)
+    if sampling.top_p < 1:
+        ordered, order = probabilities.sort(descending=True)
+        beyond = ordered.cumsum(dim=-1) - ordered >= sampling.top_p
+        probabilities[order[beyond]] = 0
+    return int(torch.multinomial(probabilities, 1, generator=draws))

@@ -1,0 +1,74 @@
+"""A trained run as something to talk to: model, tokenizer and the step they stand at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from zero2all.common.errors import BadInputError
+from zero2all.common.workspace import Workspace
+from zero2all.config import RunConfig
+from zero2all.model.z2all import Z2all
+from zero2all.ops.registry import resolve
+from zero2all.parallel.device import pick_device
+from zero2all.tokenizer.load import Tokenizer, load_tokenizer
+from zero2all.train.checkpoint import Checkpoint, checkpoints_folder, newest_checkpoint, verified_checkpoint
+from zero2all.train.setup import load_run_config, with_vocabulary
+from zero2all.train.state import check_shapes
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """What evaluation and generation need."""
+
+    name: str
+    step: int
+    model: Z2all
+    tokenizer: Tokenizer
+    config: RunConfig
+    stored_dtype: str = "float32"
+    """What an imported model was stored in; training keeps float32."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return self.model.embedding.weight.device
+
+
+def load_run(workspace: Workspace, name: str, step: int | None = None) -> LoadedModel:
+    """The newest checkpoint of a run, or the one of `step`."""
+    run = workspace.run(name)
+    config = load_run_config(run)
+    checkpoint = newest_checkpoint(run) if step is None else _checkpoint_at(run, step)
+    if checkpoint is None:
+        raise BadInputError(f"The run {name} has no checkpoint yet. Let `z2a train` reach its first one.")
+    tensors = checkpoint.model_tensors()
+    model = _bare_model(config)
+    check_shapes({key: tuple(value.shape) for key, value in model.state_dict().items()}, tensors)
+    model.load_state_dict(tensors)
+    stored_dtype = checkpoint.manifest.get("imported_dtype", "float32")
+    return LoadedModel(name, checkpoint.step, model.eval(), load_tokenizer(workspace.tokenizer), config, stored_dtype)
+
+
+def untrained(workspace: Workspace, config: RunConfig) -> LoadedModel:
+    """The model of `config` as training would start it: the baseline of every comparison."""
+    tokenizer = load_tokenizer(workspace.tokenizer)
+    config = with_vocabulary(config, tokenizer.vocab_size)
+    model = _bare_model(config)
+    model.init_weights(config.train.seed)
+    return LoadedModel(f"{config.train.name} (untrained)", 0, model.eval(), tokenizer, config)
+
+
+def _bare_model(config: RunConfig) -> Z2all:
+    device = pick_device(config.parallel.device)
+    return Z2all(config.model, resolve(config.ops, device.type)).to(device)
+
+
+def _checkpoint_at(run: Path, step: int) -> Checkpoint:
+    folder = checkpoints_folder(run) / f"step-{step:08d}"
+    if not folder.is_dir():
+        steps = sorted(int(path.name.removeprefix("step-")) for path in checkpoints_folder(run).glob("step-????????"))
+        raise BadInputError(f"The run {run.name} has no checkpoint at step {step}; it has {steps or 'none'}.")
+    return verified_checkpoint(folder)

@@ -1,0 +1,56 @@
+"""Bits per byte on held-out documents: comparable over tokenizers, channels and models.
+
+Every document is scored whole from its beginning, in windows of the model's length without overlap; bits are summed
+over all tokens including the end of the document, bytes are those of its UTF-8 text.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+
+from zero2all.common.progress import progress
+from zero2all.common.records import corpus_sources, iter_records, training_text
+from zero2all.evals.load import LoadedModel
+
+
+def held_out_bits_per_byte(loaded: LoadedModel, corpus: Path, max_bytes_per_source: int) -> dict[str, dict[str, float]]:
+    """Per channel: bits per byte, documents, bytes and tokens scored (of the first max_bytes_per_source bytes)."""
+    totals: dict[str, dict[str, float]] = {}
+    sources = corpus_sources(corpus)
+    with progress("eval", total=None, unit="B") as bar:
+        for name, manifest in sources.items():
+            total = totals.setdefault(manifest["channel"], {"nats": 0.0, "documents": 0, "bytes": 0, "tokens": 0})
+            taken = 0
+            for record in iter_records(corpus, name, "valid"):
+                text = training_text(record)
+                size = len(text.encode())
+                if taken and taken + size > max_bytes_per_source:
+                    break
+                taken += size
+                nats, tokens = document_nats(loaded, text)
+                total["nats"] += nats
+                total["tokens"] += tokens
+                total["documents"] += 1
+                total["bytes"] += size
+                bar.advance(size, note=name)
+    return {
+        channel: {"bits_per_byte": total["nats"] / math.log(2) / total["bytes"], **total}
+        for channel, total in sorted(totals.items())
+        if total["bytes"]
+    }
+
+
+@torch.no_grad()
+def document_nats(loaded: LoadedModel, text: str) -> tuple[float, int]:
+    """Summed nats of a document and the number of tokens they were summed over."""
+    tokenizer, window = loaded.tokenizer, loaded.config.data.seq_len
+    opening = tokenizer.end_id if tokenizer.begin_id is None else tokenizer.begin_id
+    ids = torch.tensor([opening, *tokenizer.encode_text(text), tokenizer.end_id], device=loaded.device)
+    nats = 0.0
+    for first in range(0, len(ids) - 1, window):
+        piece = ids[first : first + window + 1].unsqueeze(0)
+        nats += float(loaded.model.token_losses(piece[:, :-1], piece[:, 1:]).double().sum())
+    return nats, len(ids) - 1

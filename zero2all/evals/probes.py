@@ -1,0 +1,145 @@
+"""Probes: short questions whose answer a model either knows or does not.
+
+A probes file has one JSON object a line: `id`, `channel`, `family`, `prompt`, `joiner` (what stands between prompt and
+answer, a space or nothing), `answer`, `foils` (wrong answers of the same kind), `new_wording`. A probe is right when
+the whole answer is what greedy decoding over the full vocabulary writes after the prompt, and ends there. Beside that,
+P(answer | prompt) and its share among answer and foils are measured, which move long before the first answer is right.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from zero2all.common import jsonio
+from zero2all.common.errors import BadInputError
+from zero2all.common.progress import progress
+from zero2all.evals.boundary import Vocabulary
+from zero2all.evals.generate import stream
+from zero2all.evals.load import LoadedModel
+from zero2all.evals.scorer import continuation_log_probabilities
+
+MAX_FOILS = 4
+REPORTED_APART = ("arithmetic",)
+"""Families that are shown but not part of the mean: they test a skill, not a fact."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One question."""
+
+    id: str
+    channel: str
+    family: str
+    prompt: str
+    answer: str
+    joiner: str = ""
+    foils: list[str] = field(default_factory=list)
+    new_wording: bool = False
+
+    @property
+    def group(self) -> str:
+        """How results are gathered: the family, with wordings never seen in training apart."""
+        return f"{self.family} (new wording)" if self.new_wording else self.family
+
+    @property
+    def counts(self) -> bool:
+        """Whether this probe is part of the mean accuracy."""
+        return not self.new_wording and self.family not in REPORTED_APART
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """What a model made of a probe."""
+
+    probe: Probe
+    correct: bool
+    written: str
+    probability: float
+    share_among_foils: float
+
+
+def read_probes(path: Path) -> list[Probe]:
+    """Read a probes file."""
+    probes = []
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise BadInputError(f"The probes file {path} cannot be read: {error}") from error
+    for number, line in enumerate(lines, 1):
+        try:
+            probes.append(Probe(**jsonio.loads(line)))
+        except (ValueError, TypeError) as error:
+            raise BadInputError(
+                f"{path} line {number} is no probe ({error}). Expected an object with id, channel, family, prompt, "
+                f"answer, and optionally joiner, foils, new_wording."
+            ) from error
+    return probes
+
+
+def run_probes(loaded: LoadedModel, probes: list[Probe]) -> list[ProbeResult]:
+    """Ask them all."""
+    vocabulary = Vocabulary(loaded.tokenizer, loaded.config.model.vocab_rows)
+    results = []
+    with progress("probes", total=len(probes), unit="probe") as bar:
+        for probe in probes:
+            correct, written = _greedy_answer(loaded, probe, vocabulary)
+            probability, share = _probabilities(loaded, probe, vocabulary)
+            results.append(ProbeResult(probe, correct, written, probability, share))
+            bar.advance(1)
+    return results
+
+
+def summarize(results: list[ProbeResult]) -> dict[str, Any]:
+    """Accuracy and mean P(answer) by channel and group; `accuracy` is the mean over the probes that count."""
+    channels: dict[str, Any] = {}
+    for channel in sorted({result.probe.channel for result in results}):
+        mine = [result for result in results if result.probe.channel == channel]
+        groups = {
+            group: _means([result for result in mine if result.probe.group == group])
+            for group in sorted({result.probe.group for result in mine})
+        }
+        counted = [result for result in mine if result.probe.counts]
+        channels[channel] = {**(_means(counted) if counted else {}), "groups": groups}
+    counted = [result for result in results if result.probe.counts]
+    return {**(_means(counted) if counted else {}), "channels": channels}
+
+
+def _means(results: list[ProbeResult]) -> dict[str, float]:
+    return {
+        "accuracy": fmean(result.correct for result in results),
+        "probability": fmean(result.probability for result in results),
+        "share_among_foils": fmean(result.share_among_foils for result in results),
+        "probes": len(results),
+    }
+
+
+def _greedy_answer(loaded: LoadedModel, probe: Probe, vocabulary: Vocabulary) -> tuple[bool, str]:
+    """Decode until the answer is complete or impossible; complete means: no letter or digit follows it."""
+    wanted = (probe.joiner + probe.answer).encode()
+    produced = b""
+    ended = True
+    for piece in stream(loaded, probe.prompt, max_new_tokens=len(wanted) + 4, vocabulary=vocabulary):
+        produced += piece
+        text = produced.decode("utf-8", "ignore")
+        if not (produced.startswith(wanted) or wanted.startswith(produced)) or len(text) > len(wanted.decode()):
+            ended = False
+            break
+    written = produced.decode("utf-8", "replace")
+    expected = wanted.decode()
+    if not written.startswith(expected):
+        return False, written
+    following = written[len(expected) : len(expected) + 1]
+    return (ended or bool(following)) and not following.isalnum(), written
+
+
+def _probabilities(loaded: LoadedModel, probe: Probe, vocabulary: Vocabulary) -> tuple[float, float]:
+    """P(answer | prompt), and that divided by the sum over answer and foils."""
+    candidates = [probe.joiner + text for text in (probe.answer, *probe.foils[:MAX_FOILS])]
+    logs = continuation_log_probabilities(loaded, probe.prompt, candidates, vocabulary)
+    answer, *foils = (math.exp(value) for value in logs)
+    total = answer + sum(foils)
+    return answer, answer / total if total > 0 else 0.0

@@ -1,0 +1,50 @@
+"""One evaluation of one checkpoint: gathered, written to `runs/<name>/eval/`, and shown."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from zero2all.common.files import write_json
+from zero2all.common.workspace import Workspace
+from zero2all.evals.load import LoadedModel
+from zero2all.evals.perplexity import held_out_bits_per_byte
+from zero2all.evals.probes import read_probes, run_probes, summarize
+
+
+def evaluate_run(
+    loaded: LoadedModel, workspace: Workspace, probes: Path | None, max_bytes_per_source: int
+) -> dict[str, Any]:
+    """Score held-out text and, where a file is given, probes; writes the report beside the run and returns it."""
+    report: dict[str, Any] = {"run": loaded.name, "step": loaded.step}
+    report["held_out"] = held_out_bits_per_byte(loaded, workspace.corpus, max_bytes_per_source)
+    if probes is not None:
+        results = run_probes(loaded, read_probes(probes))
+        report["probes"] = summarize(results)
+        report["probe_results"] = [asdict(result) for result in results]
+    write_json(workspace.run(loaded.name) / "eval" / f"step-{loaded.step:08d}.json", report)
+    return report
+
+
+def report_lines(report: dict[str, Any]) -> list[str]:
+    """The report for a terminal."""
+    lines = [f"{report['run']} at step {report['step']}", "", "held-out text        bits/byte   documents      bytes"]
+    for channel, values in report["held_out"].items():
+        lines.append(
+            f"  {channel:<18} {values['bits_per_byte']:>9.4f} {values['documents']:>11,} {values['bytes']:>10,}"
+        )
+    if "probes" in report:
+        lines += ["", "probes                          accuracy   P(answer)  among foils  probes"]
+        for channel, values in report["probes"]["channels"].items():
+            if "accuracy" in values:
+                lines.append(_probe_line(channel, values))
+            lines += [_probe_line(f"  {group}", means) for group, means in values["groups"].items()]
+    return lines
+
+
+def _probe_line(name: str, means: dict[str, float]) -> str:
+    return (
+        f"  {name:<28} {means['accuracy']:>8.1%} {means['probability']:>11.3f} {means['share_among_foils']:>12.3f} "
+        f"{means['probes']:>7}"
+    )

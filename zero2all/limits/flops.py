@@ -1,0 +1,56 @@
+"""Floating-point work of training, per token, in the three conventions people use.
+
+A multiply-add counts as 2; the backward pass costs twice the forward. So a weight that takes part in a matmul costs
+6 per token, and attention over T positions 12 L (heads x D) T when all of them are counted, half of that when only the
+causal half is. Recomputation never counts: these are the FLOPs the model needs, not those a run spends.
+
+`seed`   6 x all parameters + full attention
+`palm`   6 x matmul parameters + full attention
+`causal` 6 x matmul parameters + half attention
+
+MFU is tokens/s x FLOPs per token / peak; a figure without its convention means nothing.
+"""
+
+from __future__ import annotations
+
+from zero2all.model.config import ModelConfig, parameter_counts
+
+CONVENTIONS = ("seed", "palm", "causal")
+
+DENSE_BF16_PEAK_FLOPS = {
+    "NVIDIA A100": 312e12,
+    "NVIDIA A800": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 SXM": 989e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA H800": 989e12,
+}
+"""Dense bfloat16 peak by the beginning of the device's name, from the vendor's data sheets (without sparsity)."""
+
+
+def flops_per_token(config: ModelConfig, seq_len: int) -> dict[str, float]:
+    """Training FLOPs of one token under each convention."""
+    counts = parameter_counts(config)
+    full_attention = 12.0 * config.layers * config.heads * config.head_size * seq_len
+    return {
+        "seed": 6.0 * counts["total"] + full_attention,
+        "palm": 6.0 * counts["matmul"] + full_attention,
+        "causal": 6.0 * counts["matmul"] + full_attention / 2,
+    }
+
+
+def peak_flops(device_name: str) -> float | None:
+    """The peak of a known device; None for any other, never a guess."""
+    matches = [peak for name, peak in DENSE_BF16_PEAK_FLOPS.items() if device_name.startswith(name)]
+    return matches[0] if len(matches) == 1 else None
+
+
+def model_flops_utilisation(
+    config: ModelConfig, seq_len: int, tokens_per_second: float, device_name: str
+) -> dict[str, float]:
+    """MFU under each convention; empty when the device's peak is unknown."""
+    peak = peak_flops(device_name)
+    if peak is None:
+        return {}
+    return {name: tokens_per_second * flops / peak for name, flops in flops_per_token(config, seq_len).items()}

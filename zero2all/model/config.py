@@ -1,0 +1,133 @@
+"""The shape of a Z2all model. No torch here: planning and validation must not need it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from zero2all.common.schema import PositiveFloat, PositiveInt, Problem, ShareBelowOne
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary positions are stretched beyond the length a model was trained at."""
+
+    kind: Literal["none", "linear", "llama3", "yarn"] = "none"
+    """none; linear: position interpolation; llama3 and yarn: by wavelength, as the models of those names do."""
+    factor: PositiveFloat = 1.0
+    """How many times longer than `original_seq_len` positions may become."""
+    original_seq_len: PositiveInt | None = None
+    """Length in tokens the model was first trained at; needed by llama3 and yarn."""
+    low_freq_factor: PositiveFloat = 1.0
+    """llama3: wavelengths above original_seq_len / this are fully interpolated."""
+    high_freq_factor: PositiveFloat = 4.0
+    """llama3: wavelengths below original_seq_len / this are left alone."""
+    beta_fast: PositiveFloat = 32.0
+    """yarn: rotations over the original length above which a dimension is left alone."""
+    beta_slow: PositiveFloat = 1.0
+    """yarn: rotations over the original length below which a dimension is fully interpolated."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
+
+    vocab_size: PositiveInt | None = None
+    """Rows of the embedding. None takes the tokenizer's size, padded up to a multiple of 64."""
+    hidden_size: PositiveInt = 2048
+    """Width of the residual stream."""
+    intermediate_size: PositiveInt = 5632
+    """Width inside the SwiGLU block."""
+    layers: PositiveInt = 22
+    """Number of transformer blocks."""
+    heads: PositiveInt = 32
+    """Query heads; each is head_dim wide."""
+    kv_heads: PositiveInt = 8
+    """Key/value heads, shared by heads / kv_heads query heads each."""
+    head_dim: PositiveInt | None = None
+    """Width of one head. None takes hidden_size / heads."""
+    max_seq_len: PositiveInt = 2048
+    """Longest sequence in tokens the model is made for; exported as max_position_embeddings."""
+    rope_theta: PositiveFloat = 10000.0
+    """Base of the rotary frequencies."""
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    """Stretching of rotary positions for long context."""
+    rms_norm_eps: PositiveFloat = 1e-5
+    """Added to the mean square inside every RMSNorm."""
+    init_std: PositiveFloat = 0.02
+    """Standard deviation of the initial weights; projections into the residual use init_std / sqrt(2 * layers)."""
+    attention_bias: Literal["none", "qkv", "all"] = "none"
+    """Biases of the attention projections: qkv as in Qwen2, all as in Llama with attention_bias."""
+    mlp_bias: bool = False
+    """Biases of the three SwiGLU projections."""
+    tied_embeddings: bool = False
+    """Use the embedding matrix as the output head."""
+    embedding_dropout: ShareBelowOne = 0.0
+    """Dropout on the embeddings, in training only."""
+    attention_dropout: ShareBelowOne = 0.0
+    """Dropout on attention weights, in training only."""
+    residual_dropout: ShareBelowOne = 0.0
+    """Dropout on what each block adds to the residual, in training only."""
+    fp32_residual: bool = False
+    """Keep the residual stream in float32 when the blocks compute in bfloat16."""
+
+    @property
+    def head_size(self) -> int:
+        """Width of one attention head."""
+        return self.head_dim or self.hidden_size // self.heads
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the embedding matrix; only a resolved config (see `zero2all.config`) has them."""
+        if self.vocab_size is None:
+            raise AssertionError("vocab_size is still None: resolve the config against its tokenizer first")
+        return self.vocab_size
+
+    def problems(self, place: str) -> list[Problem]:
+        """What is wrong between fields that are each fine alone."""
+        found = []
+        if self.head_dim is None and self.hidden_size % self.heads:
+            found.append(
+                Problem(f"{place}.hidden_size", self.hidden_size, f"a multiple of {place}.heads ({self.heads})")
+            )
+        elif self.head_size % 2:
+            found.append(Problem(f"{place}.head_dim", self.head_size, "an even width: positions turn pairs"))
+        if self.heads % self.kv_heads:
+            found.append(Problem(f"{place}.kv_heads", self.kv_heads, f"a divisor of {place}.heads ({self.heads})"))
+        scaling = self.rope_scaling
+        if scaling.kind in ("llama3", "yarn") and scaling.original_seq_len is None:
+            found.append(
+                Problem(
+                    f"{place}.rope_scaling.original_seq_len", None, f"the original length in tokens, for {scaling.kind}"
+                )
+            )
+        if scaling.kind == "llama3" and scaling.high_freq_factor <= scaling.low_freq_factor:
+            found.append(
+                Problem(
+                    f"{place}.rope_scaling.high_freq_factor",
+                    scaling.high_freq_factor,
+                    f"a number above low_freq_factor ({scaling.low_freq_factor:g})",
+                )
+            )
+        return found
+
+
+def parameter_counts(config: ModelConfig) -> dict[str, int]:
+    """Parameters by part: embedding, blocks, head (0 when tied), total; and those that take part in matmuls."""
+    hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_size
+    qkv_rows = (config.heads + 2 * config.kv_heads) * head
+    block = hidden * (qkv_rows + config.heads * head) + 3 * hidden * inner + 2 * hidden
+    if config.attention_bias != "none":
+        block += qkv_rows + (hidden if config.attention_bias == "all" else 0)
+    if config.mlp_bias:
+        block += 2 * inner + hidden
+    table = config.vocab_rows * hidden
+    embedding, output_head = table, 0 if config.tied_embeddings else table
+    blocks = config.layers * block + hidden  # the last hidden: the final norm
+    return {
+        "embedding": embedding,
+        "blocks": blocks,
+        "head": output_head,
+        "total": embedding + blocks + output_head,
+        "matmul": blocks + table,
+    }

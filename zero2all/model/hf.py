@@ -1,0 +1,293 @@
+"""To and from Hugging Face folders: Llama and Qwen2 layouts, tensor for tensor.
+
+Ours keeps q, k, v in one matrix and gate, up in one; theirs keeps them apart. Splitting and joining rows changes no
+bit, so a folder that is imported and exported again holds the same tensors. The biases decide the layout: q, k, v
+only is Qwen2; none or all four is Llama.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from zero2all.common.errors import BadInputError
+from zero2all.common.files import read_json, require_free_space, write_json
+from zero2all.common.schema import build
+from zero2all.model.config import ModelConfig
+
+SHARD_BYTES = 5_000_000_000
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LAYOUTS = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+UNSUPPORTED_FIELDS = ("sliding_window", "layer_types", "quantization_config", "partial_rotary_factor")
+UNSUPPORTED_SCALING = ("attention_factor", "mscale", "mscale_all_dim", "truncate")
+
+
+def write_hf_folder(
+    folder: Path, config: ModelConfig, tensors: dict[str, Tensor], dtype: str, token_ids: dict[str, int | None]
+) -> None:
+    """Write config.json, generation_config.json and safetensors that transformers loads; `folder` must exist."""
+    theirs = {name: tensor.to(DTYPES[dtype]).contiguous() for name, tensor in to_hf_tensors(config, tensors)}
+    size = sum(tensor.numel() * tensor.element_size() for tensor in theirs.values())
+    require_free_space(folder, size + (1 << 20), "the exported weights")
+    shards = _shards(theirs)
+    if len(shards) == 1:
+        save_file(shards[0], folder / "model.safetensors", metadata={"format": "pt"})
+    else:
+        weight_map: dict[str, str] = {}
+        for number, shard in enumerate(shards, 1):
+            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            save_file(shard, folder / name, metadata={"format": "pt"})
+            weight_map |= dict.fromkeys(shard, name)
+        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+        write_json(folder / "model.safetensors.index.json", index)
+    write_json(folder / "config.json", to_hf_config(config, dtype, token_ids))
+    known_ids = {name: value for name, value in token_ids.items() if value is not None}
+    write_json(folder / "generation_config.json", {"_from_model_config": True, **known_ids})
+
+
+def read_hf_folder(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], str]:
+    """Config, our tensors in float32, and the dtype the folder stores."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise BadInputError(f"{folder} is no Hugging Face model folder: it has no config.json.")
+    config = from_hf_config(read_json(path), path)
+    theirs = _read_tensors(folder)
+    names = {str(tensor.dtype).removeprefix("torch.") for tensor in theirs.values()}
+    if not names <= DTYPES.keys():
+        raise BadInputError(f"{folder} stores {sorted(names)}; only {', '.join(DTYPES)} can be imported.")
+    dtype = "float32" if len(names) > 1 else names.pop()
+    return config, from_hf_tensors(config, theirs, folder), dtype
+
+
+def to_hf_tensors(config: ModelConfig, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Our tensors under their names, fused ones split."""
+    for name, tensor in tensors.items():
+        theirs, parts = _their_names(config, name)
+        rows = tensor.split([size for _, size in parts]) if parts else [tensor]
+        yield from zip(theirs, rows, strict=True)
+
+
+def from_hf_tensors(config: ModelConfig, theirs: dict[str, Tensor], origin: Path) -> dict[str, Tensor]:
+    """Their tensors under our names, joined and in float32; complains about missing and unknown ones."""
+    tensors, missing, used = {}, [], set()
+    for name in our_names(config):
+        parts = _their_names(config, name)[0]
+        missing += [part for part in parts if part not in theirs]
+        used.update(parts)
+        if not missing:
+            tensors[name] = torch.cat([theirs[part].float() for part in parts])
+    if config.tied_embeddings:
+        used.add("lm_head.weight")
+    unknown = sorted(name for name in theirs.keys() - used if not name.endswith("rotary_emb.inv_freq"))
+    if missing or unknown:
+        raise BadInputError(
+            f"The tensors in {origin} do not fit its config.json: missing {missing[:4] or 'none'}, unknown "
+            f"{unknown[:4] or 'none'}. Only plain Llama and Qwen2 models can be imported."
+        )
+    return tensors
+
+
+def our_names(config: ModelConfig) -> list[str]:
+    """Every tensor of a Z2all model of this config."""
+    names = ["embedding.weight"]
+    for layer in range(config.layers):
+        block = f"blocks.{layer}"
+        names += [f"{block}.attention_norm.weight", f"{block}.attention.qkv.weight"]
+        names += [f"{block}.attention.qkv.bias"] if config.attention_bias != "none" else []
+        names += [f"{block}.attention.out.weight"]
+        names += [f"{block}.attention.out.bias"] if config.attention_bias == "all" else []
+        names += [f"{block}.feed_forward_norm.weight"]
+        for linear in ("gate_up", "down"):
+            names += [f"{block}.feed_forward.{linear}.weight"]
+            names += [f"{block}.feed_forward.{linear}.bias"] if config.mlp_bias else []
+    names.append("norm.weight")
+    return names if config.tied_embeddings else [*names, "head.weight"]
+
+
+def _their_names(config: ModelConfig, name: str) -> tuple[list[str], list[tuple[str, int]]]:
+    """Their names for one of our tensors, and, for fused ones, (part, rows) in order."""
+    top = {"embedding.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
+    top["head.weight"] = "lm_head.weight"
+    if name in top:
+        return [top[name]], []
+    _, layer, rest = name.split(".", 2)
+    prefix = f"model.layers.{layer}"
+    module, kind = rest.rsplit(".", 1)
+    query, shared = config.heads * config.head_size, config.kv_heads * config.head_size
+    fused: dict[str, list[tuple[str, int]]] = {
+        "attention.qkv": [("self_attn.q_proj", query), ("self_attn.k_proj", shared), ("self_attn.v_proj", shared)],
+        "feed_forward.gate_up": [
+            ("mlp.gate_proj", config.intermediate_size),
+            ("mlp.up_proj", config.intermediate_size),
+        ],
+    }
+    if module in fused:
+        return [f"{prefix}.{part}.{kind}" for part, _ in fused[module]], fused[module]
+    plain = {
+        "attention.out": "self_attn.o_proj",
+        "feed_forward.down": "mlp.down_proj",
+        "attention_norm": "input_layernorm",
+        "feed_forward_norm": "post_attention_layernorm",
+    }
+    return [f"{prefix}.{plain[module]}.{kind}"], []
+
+
+def to_hf_config(config: ModelConfig, dtype: str, token_ids: dict[str, int | None]) -> dict[str, Any]:
+    """config.json as transformers 4 and 5 read it."""
+    layout = "qwen2" if config.attention_bias == "qkv" else "llama"
+    if layout == "qwen2" and config.mlp_bias:
+        raise BadInputError("attention_bias: qkv with mlp_bias has no Hugging Face layout; set one of them otherwise.")
+    values: dict[str, Any] = {
+        "architectures": [LAYOUTS[layout]],
+        "model_type": layout,
+        "vocab_size": config.vocab_rows,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_size,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_seq_len,
+        "rms_norm_eps": config.rms_norm_eps,
+        "initializer_range": config.init_std,
+        "tie_word_embeddings": config.tied_embeddings,
+        "attention_dropout": config.attention_dropout,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": _to_hf_scaling(config),
+        "torch_dtype": dtype,
+        "use_cache": True,
+        **token_ids,
+    }
+    if layout == "llama":
+        values |= {"attention_bias": config.attention_bias == "all", "mlp_bias": config.mlp_bias}
+    return values
+
+
+def from_hf_config(values: dict[str, Any], origin: Path) -> ModelConfig:
+    """Our config of a Llama or Qwen2 config.json; refuses what would be computed differently here."""
+    layout = values.get("model_type")
+    if layout not in LAYOUTS:
+        raise BadInputError(f"{origin} is of model_type {layout!r}; only {' and '.join(LAYOUTS)} can be imported.")
+    if values.get("hidden_act", "silu") != "silu":
+        raise BadInputError(f"{origin} uses hidden_act {values['hidden_act']!r}; only silu can be imported.")
+    strange = [name for name in UNSUPPORTED_FIELDS if values.get(name) and _matters(name, values)]
+    if strange:
+        raise BadInputError(f"{origin} sets {', '.join(strange)}, which Z2all does not have; it cannot be imported.")
+    llama_bias = "all" if values.get("attention_bias") else "none"
+    rope = values.get("rope_parameters") or {}
+    problems: list[Any] = []
+    config = build(
+        ModelConfig,
+        {
+            "vocab_size": values.get("vocab_size"),
+            "hidden_size": values.get("hidden_size"),
+            "intermediate_size": values.get("intermediate_size"),
+            "layers": values.get("num_hidden_layers"),
+            "heads": values.get("num_attention_heads"),
+            "kv_heads": values.get("num_key_value_heads") or values.get("num_attention_heads"),
+            "head_dim": values.get("head_dim"),
+            "max_seq_len": values.get("max_position_embeddings"),
+            "rope_theta": rope.get("rope_theta") or values.get("rope_theta") or 10000.0,
+            "rope_scaling": _from_hf_scaling(rope or values.get("rope_scaling") or {}, origin),
+            "rms_norm_eps": values.get("rms_norm_eps", 1e-6),
+            "init_std": values.get("initializer_range", 0.02),
+            "attention_bias": "qkv" if layout == "qwen2" else llama_bias,
+            "mlp_bias": bool(values.get("mlp_bias", False)),
+            "tied_embeddings": bool(values.get("tie_word_embeddings", False)),
+            "attention_dropout": values.get("attention_dropout", 0.0),
+        },
+        "config.json",
+        problems,
+    )
+    problems += config.problems("config.json") if not problems else []
+    if problems:
+        raise BadInputError(f"{origin} cannot be imported: {'; '.join(str(problem) for problem in problems)}")
+    assert isinstance(config, ModelConfig), "build returns what it was asked for"
+    return config
+
+
+def _matters(name: str, values: dict[str, Any]) -> bool:
+    """Whether a field of UNSUPPORTED_FIELDS changes the arithmetic, as opposed to standing there idle."""
+    if name == "sliding_window":
+        return bool(values.get("use_sliding_window", values.get("model_type") != "qwen2"))
+    if name == "layer_types":
+        return any(kind != "full_attention" for kind in values[name])
+    return name != "partial_rotary_factor" or values[name] != 1.0
+
+
+def _to_hf_scaling(config: ModelConfig) -> dict[str, Any] | None:
+    scaling = config.rope_scaling
+    if scaling.kind == "none":
+        return None
+    values: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind in ("llama3", "yarn"):
+        values["original_max_position_embeddings"] = scaling.original_seq_len
+    if scaling.kind == "llama3":
+        values |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+    if scaling.kind == "yarn":
+        values |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
+    return values
+
+
+def _from_hf_scaling(values: dict[str, Any], origin: Path) -> dict[str, Any]:
+    kind = values.get("rope_type", values.get("type", "default"))
+    if kind == "default":
+        return {}
+    if kind not in ("linear", "llama3", "yarn"):
+        raise BadInputError(f"{origin} stretches positions by {kind!r}; only linear, llama3 and yarn can be imported.")
+    odd = [
+        name for name in ("attention_factor", "mscale", "mscale_all_dim", "truncate") if values.get(name) is not None
+    ]
+    if odd:
+        raise BadInputError(f"{origin} sets {', '.join(odd)} in its rope scaling, which Z2all does not have.")
+    names = {
+        "factor": "factor",
+        "original_max_position_embeddings": "original_seq_len",
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+    }
+    known = {ours: values[theirs] for theirs, ours in names.items() if values.get(theirs) is not None}
+    return {"kind": kind, **known}
+
+
+def _shards(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Tensors in order, cut where a file would pass SHARD_BYTES."""
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        tensor_bytes = tensor.numel() * tensor.element_size()
+        if shards[-1] and size + tensor_bytes > SHARD_BYTES:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor_bytes
+    return shards
+
+
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        pickles = [path.name for path in folder.glob("*.bin")]
+        found = f"only pickled weights ({pickles[0]}), which zero2all never loads because they can run code"
+        raise BadInputError(
+            f"{folder} has {found if pickles else 'no weights'}. Expected *.safetensors; convert it with transformers "
+            f"(`model.save_pretrained(folder)`) where you trust it."
+        )
+    tensors: dict[str, Tensor] = {}
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118  (safe_open is no mapping)
+                    tensors[name] = file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise BadInputError(f"{path} is no readable safetensors file: {error}") from error
+    return tensors

@@ -1,0 +1,64 @@
+"""Frequencies of the rotary positions, with the ways to stretch them beyond the trained length.
+
+A head of width D has D/2 pairs; pair d turns by position x theta^(-2d/D). Fast pairs tell neighbours apart, slow
+pairs carry far positions. To reach farther than the model was trained, slow pairs are slowed down further:
+`linear` slows all of them alike, `llama3` and `yarn` leave the fast ones alone and blend in between.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from zero2all.model.config import ModelConfig, RopeScaling
+
+
+def rope_tables(config: ModelConfig, seq_len: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+    """cos and sin of every (position, pair): two float32 tensors of shape (seq_len, D/2)."""
+    frequencies, magnitude = _frequencies(config)
+    angles = torch.outer(torch.arange(seq_len, dtype=torch.float32), frequencies)
+    return (angles.cos() * magnitude).to(device), (angles.sin() * magnitude).to(device)
+
+
+def _frequencies(config: ModelConfig) -> tuple[Tensor, float]:
+    """Turn per position of each pair, and the factor yarn puts on cos and sin."""
+    D, scaling = config.head_size, config.rope_scaling
+    exponents = torch.arange(0, D, 2, dtype=torch.int64).float() / D
+    frequencies = 1.0 / (config.rope_theta**exponents)  # (D/2,)
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor, 1.0
+    if scaling.kind == "llama3":
+        return _llama3(frequencies, scaling), 1.0
+    if scaling.kind == "yarn":
+        return _yarn(frequencies, scaling, config.rope_theta), 0.1 * math.log(scaling.factor) + 1.0
+    return frequencies, 1.0
+
+
+def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Long wavelengths are interpolated, short ones kept, those between blended linearly."""
+    original = _original_length(scaling)
+    wavelengths = 2 * math.pi / frequencies
+    keep = (original / wavelengths - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    keep = keep.clamp(0, 1)
+    return (1 - keep) * frequencies / scaling.factor + keep * frequencies
+
+
+def _yarn(frequencies: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
+    """As llama3, but the blend runs linearly over the pair's index."""
+    original, D = _original_length(scaling), 2 * len(frequencies)
+
+    def pair_with_rotations(rotations: float) -> float:
+        return D * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = max(math.floor(pair_with_rotations(scaling.beta_fast)), 0)
+    high = min(math.ceil(pair_with_rotations(scaling.beta_slow)), D - 1)
+    ramp = (torch.arange(D // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
+    interpolate = ramp.clamp(0, 1)
+    return interpolate * frequencies / scaling.factor + (1 - interpolate) * frequencies
+
+
+def _original_length(scaling: RopeScaling) -> int:
+    assert scaling.original_seq_len is not None, "ModelConfig.problems demands it for this kind of scaling"
+    return scaling.original_seq_len

@@ -1,0 +1,162 @@
+"""Z2all: a Llama-style decoder, and only that.
+
+Which kernel computes an operator is decided elsewhere (`ops.registry`), how the model is spread over devices too
+(`parallel`). Legend: B batch, T positions, C hidden width, Hq and Hk query and key/value heads, D head width,
+F inner width of SwiGLU, V vocabulary rows.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zero2all.model.config import ModelConfig
+from zero2all.model.rope import rope_tables
+from zero2all.ops.registry import Ops
+
+
+class KeyValueCache:
+    """Keys and values of the positions seen so far, per layer, for generation."""
+
+    def __init__(self, layers: int) -> None:
+        self.keys: list[Tensor | None] = [None] * layers
+        self.values: list[Tensor | None] = [None] * layers
+        self.length = 0
+
+    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Append (B, Hk, T, D) keys and values of new positions; return all of that layer."""
+        old_key, old_value = self.keys[layer], self.values[layer]
+        if old_key is not None and old_value is not None:
+            key, value = torch.cat((old_key, key), dim=2), torch.cat((old_value, value), dim=2)
+        self.keys[layer], self.values[layer] = key, value
+        return key, value
+
+
+class RMSNorm(nn.Module):
+    """Scale each position to unit mean square, then by a learned weight."""
+
+    def __init__(self, width: int, eps: float, ops: Ops) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps, self.ops = eps, ops
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, C) -> (B, T, C)."""
+        return self.ops.rms_norm(x, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions; q, k and v come from one matmul."""
+
+    def __init__(self, config: ModelConfig, layer: int, ops: Ops) -> None:
+        super().__init__()
+        self.layer, self.ops, self.dropout = layer, ops, config.attention_dropout
+        self.heads, self.kv_heads, self.head_size = config.heads, config.kv_heads, config.head_size
+        rows = (config.heads + 2 * config.kv_heads) * config.head_size
+        self.qkv = nn.Linear(config.hidden_size, rows, bias=config.attention_bias != "none")
+        self.out = nn.Linear(config.heads * config.head_size, config.hidden_size, bias=config.attention_bias == "all")
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeyValueCache | None) -> Tensor:
+        """(B, T, C) -> (B, T, C)."""
+        B, T, _ = x.shape
+        heads = self.qkv(x).view(B, T, -1, self.head_size).transpose(1, 2)  # (B, Hq + 2 Hk, T, D)
+        query, key, value = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        query, key = self.ops.rope(query, cos, sin), self.ops.rope(key, cos, sin)
+        if cache is not None:
+            key, value = cache.extend(self.layer, key, value)
+        mixed = self.ops.attention(query, key, value, self.dropout if self.training else 0.0)  # (B, Hq, T, D)
+        return self.out(mixed.transpose(1, 2).reshape(B, T, -1))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU; gate and up come from one matmul."""
+
+    def __init__(self, config: ModelConfig, ops: Ops) -> None:
+        super().__init__()
+        self.ops = ops
+        self.gate_up = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
+        self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, C) -> (B, T, C)."""
+        return self.down(self.ops.swiglu(self.gate_up(x)))
+
+
+class Block(nn.Module):
+    """Attention, then feed-forward, each on a normalised view of the residual and added to it."""
+
+    def __init__(self, config: ModelConfig, layer: int, ops: Ops) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
+        self.attention = Attention(config, layer, ops)
+        self.feed_forward_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
+        self.feed_forward = FeedForward(config, ops)
+        self.dropout = nn.Dropout(config.residual_dropout)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeyValueCache | None) -> Tensor:
+        """(B, T, C) -> (B, T, C); the sum keeps the dtype of the residual."""
+        x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin, cache)).to(x.dtype)
+        return x + self.dropout(self.feed_forward(self.feed_forward_norm(x))).to(x.dtype)
+
+
+class Z2all(nn.Module):
+    """The whole model: token ids in, logits or per-token losses out."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: ModelConfig, ops: Ops) -> None:
+        super().__init__()
+        self.config, self.ops = config, ops
+        self.embedding = nn.Embedding(config.vocab_rows, config.hidden_size)
+        self.embedding_dropout = nn.Dropout(config.embedding_dropout)
+        self.blocks = nn.ModuleList(Block(config, layer, ops) for layer in range(config.layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
+        self.head = None if config.tied_embeddings else nn.Linear(config.hidden_size, config.vocab_rows, bias=False)
+        cos, sin = rope_tables(config, config.max_seq_len)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Normal weights, zero biases; what writes into the residual starts smaller in deeper models."""
+        generator = torch.Generator().manual_seed(seed)
+        into_residual = self.config.init_std / math.sqrt(2 * self.config.layers)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+                continue
+            std = into_residual if name.endswith(("attention.out.weight", "down.weight")) else self.config.init_std
+            # Drawn on the CPU in float32, so that a seed means the same weights on every device.
+            parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+
+    def forward(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        """Token ids (B, T) -> normalised hidden states (B, T, C). `cache` makes T the new positions only."""
+        start = 0 if cache is None else cache.length
+        T = tokens.shape[1]
+        if start + T > self.config.max_seq_len:
+            raise ValueError(f"{start + T} positions exceed model.max_seq_len ({self.config.max_seq_len})")
+        cos, sin = self.cos[start : start + T], self.sin[start : start + T]
+        x = self.embedding_dropout(self.embedding(tokens))  # (B, T, C)
+        if self.config.fp32_residual:
+            x = x.float()
+        elif torch.is_autocast_enabled(tokens.device.type):
+            x = x.to(torch.get_autocast_dtype(tokens.device.type))
+        for block in self.blocks:
+            x = block(x, cos, sin, cache)
+        if cache is not None:
+            cache.length += T
+        return self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(..., C) -> (..., V)."""
+        weight = self.embedding.weight if self.head is None else self.head.weight
+        return F.linear(hidden, weight)
+
+    def token_losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Ids (B, T) and the ids that follow them (B, T) -> loss of each position in nats, float32 (B, T)."""
+        logits = self.logits(self(tokens))
+        return self.ops.cross_entropy(logits.flatten(0, 1), targets.flatten()).view(targets.shape)

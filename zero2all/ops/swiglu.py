@@ -1,0 +1,24 @@
+"""SwiGLU: silu(gate) * up, on the output of one fused gate-and-up projection."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zero2all.ops.implementation import Implementation
+
+
+def torch_swiglu(gate_up: Tensor) -> Tensor:
+    """(..., 2 F) -> (..., F) with torch's silu."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def eager_swiglu(gate_up: Tensor) -> Tensor:
+    """The formula spelt out."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gate * torch.sigmoid(gate) * up
+
+
+IMPLEMENTATIONS = (Implementation("torch", torch_swiglu), Implementation("eager", eager_swiglu))

@@ -1,0 +1,41 @@
+"""The device a process computes on, and what must be equal for two runs to agree bit for bit."""
+
+from __future__ import annotations
+
+import os
+import platform
+from typing import Any
+
+import torch
+
+from zero2all.common.errors import UsageError
+
+
+def pick_device(asked: str) -> torch.device:
+    """The torch device for `parallel.device`."""
+    if asked == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise UsageError(
+            "parallel.device is cuda, but torch sees no CUDA device here. Check the driver and that a CUDA build of "
+            "torch is installed, or set parallel.device to cpu or auto."
+        )
+    return torch.device(asked)
+
+
+def set_cpu_threads(asked: int | None, recorded: int | None) -> int:
+    """Use the threads asked for, else those a resumed run was started with, else every core this process may use."""
+    threads = asked or recorded or len(os.sched_getaffinity(0))
+    torch.set_num_threads(threads)
+    return threads
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Everything outside the config that can change the last bit of a result."""
+    return {
+        "torch": str(torch.__version__),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "cpu_threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "machine": platform.machine(),
+    }

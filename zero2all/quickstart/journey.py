@@ -1,0 +1,234 @@
+"""The whole journey in one workspace: raw text, corpus, tokenizer, packed data, model, evaluation, export, picture.
+
+Every stage is the one a person runs alone; this file only puts them in a row, times them and remembers the times in
+`quickstart.json`. A stage that finds its work done does nothing, so an interrupted journey goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zero2all.common.errors import BadInputError
+from zero2all.common.files import crc32c_of, human_bytes, read_json, write_json
+from zero2all.common.manifest import fingerprint
+from zero2all.common.records import iter_records, training_text
+from zero2all.common.workspace import STAMP_NAME, Workspace, open_workspace
+from zero2all.config import RunConfig, config_values
+from zero2all.corpus import BuildOptions, Source, build_corpus, source_from_path
+from zero2all.evals.generate import Sampling, generate
+from zero2all.evals.load import LoadedModel, load_run, untrained
+from zero2all.evals.probes import read_probes, run_probes, summarize
+from zero2all.evals.report import evaluate_run
+from zero2all.exchange import export_run
+from zero2all.model.config import parameter_counts
+from zero2all.packed.writer import pack_corpus
+from zero2all.quickstart.raw import CHINESE_NAME, CODE_NAME, ENGLISH_NAME, PROBES_NAME, write_raw
+from zero2all.tokenizer.stage import train_on_corpus
+from zero2all.track.plot import plot_run
+from zero2all.train.loop import train
+
+WORLD_SEED = 1
+BYTES_PER_LANGUAGE = 3_300_000
+CODE_BYTES = 3_500_000
+HELD_OUT_BYTES = 30_000
+"""Held-out bytes scored per source at the end: enough for two digits, a few seconds of work."""
+VALID_SHARE = 0.02
+SPLIT_TEXT_ABOVE_BYTES = 50_000
+"""So that one small text file of a person's own still gives a held-out part."""
+TIMES_NAME = "quickstart.json"
+SAMPLE_PROMPTS: dict[str, tuple[str, ...]] = {
+    "en": ("The capital of France is", "On a rainy morning,"),
+    "zh": ("中国的首都是", "那是一个凉爽的中午，"),
+    "code": ("def main():\n", "import os\n"),
+}
+SAMPLE_TOKENS = 60
+
+
+@dataclass
+class StageTime:
+    """One row of the closing table."""
+
+    name: str
+    seconds: float
+    result: str
+    done_before: bool = False
+    """The work was found done; the seconds are those of the time it was done."""
+
+
+@dataclass
+class Journey:
+    """Everything the summary shows."""
+
+    workspace: Workspace
+    config: RunConfig
+    stages: list[StageTime] = field(default_factory=list)
+    before: dict[str, Any] | None = None
+    """Probes of the untrained model."""
+    evaluation: dict[str, Any] = field(default_factory=dict)
+    samples: list[tuple[str, str, str]] = field(default_factory=list)
+    """(channel, prompt, continuation)."""
+    picture: Path | None = None
+    exported: Path | None = None
+    own_data: bool = False
+
+
+def run_journey(config: RunConfig, work: Path, data: Path | None, fresh: bool) -> Journey:
+    """Run or continue the quickstart in `work`."""
+    if data is not None and not data.exists():
+        raise BadInputError(f"--data {data} does not exist. Give a file or a folder of text, JSON or parquet files.")
+    if fresh:
+        clear_workspace(work)
+    workspace = open_workspace(work, create=True)
+    journey = Journey(workspace, config, own_data=data is not None)
+    timer = _Timer(journey)
+    name = config.train.name
+
+    if data is None:
+        with timer.stage("raw data") as done:
+            write_raw(workspace.raw, WORLD_SEED, BYTES_PER_LANGUAGE, CODE_BYTES)
+            done(f"en.jsonl, zh.json, code.parquet: {_folder_size(workspace.raw)}")
+    with timer.stage("corpus") as done:
+        options = BuildOptions(valid_share=VALID_SHARE, split_text_above_bytes=SPLIT_TEXT_ABOVE_BYTES)
+        report = build_corpus(workspace.corpus, _sources(workspace, data), options)
+        totals = report["totals"]
+        kept, seen = totals["records_kept"], totals["records_in"]
+        done(f"{kept:,} of {seen:,} records, {human_bytes(totals['bytes_kept'])} of text")
+    with timer.stage("tokenizer") as done:
+        vocabulary = train_on_corpus(workspace.corpus, workspace.tokenizer, config.tokenizer)
+        done(f"{vocabulary['vocab_size']:,} token ids")
+    with timer.stage("pack") as done:
+        packed = pack_corpus(workspace.corpus, workspace.tokenizer, workspace.packed)
+        done(f"{sum(split['tokens'] for split in packed.values()):,} tokens, {_folder_size(workspace.packed)}")
+    probes = None if data is not None else workspace.raw / PROBES_NAME
+    if probes is not None:
+        with timer.stage("probes, untrained") as done:
+            journey.before = _untrained_probes(workspace, config, probes)
+            done(f"{journey.before['accuracy']:.1%} right")
+    with timer.stage("train") as done:
+        summary = train(config, workspace)
+        held_out = [value for key, value in summary.held_out.items() if key.startswith("eval/valid/loss/")]
+        mean = sum(held_out) / len(held_out) if held_out else float("nan")
+        done(f"{summary.tokens:,} tokens in {summary.step} steps, held-out loss {mean:.3f}")
+    with timer.stage("evaluate") as done:
+        loaded = load_run(workspace, name)
+        journey.evaluation = _evaluation(loaded, workspace, probes)
+        channels = journey.evaluation["held_out"]
+        done(
+            ", ".join(f"{channel} {values['bits_per_byte']:.2f}" for channel, values in channels.items()) + " bits/byte"
+        )
+    with timer.stage("generate") as done:
+        prompts = SAMPLE_PROMPTS if data is None else _own_prompts(workspace, report)
+        journey.samples = _samples(loaded, prompts)
+        done(f"{len(journey.samples)} samples")
+    with timer.stage("export") as done:
+        journey.exported = workspace.root / "hf"
+        shutil.rmtree(journey.exported, ignore_errors=True)
+        export_run(loaded, workspace.tokenizer, journey.exported)
+        total = parameter_counts(loaded.config.model)["total"]
+        done(f"{total / 1e6:.2f} M parameters, {_folder_size(journey.exported)}")
+    with timer.stage("picture") as done:
+        journey.picture = workspace.run(name) / "curves.png"
+        plot_run(workspace.run(name), journey.picture)
+        done(human_bytes(journey.picture.stat().st_size))
+    return journey
+
+
+def clear_workspace(work: Path) -> None:
+    """Remove a quickstart's own folders; anything else that stands there is left alone."""
+    if not (work / STAMP_NAME).is_file():
+        return
+    workspace = Workspace(work)
+    for folder in (workspace.raw, workspace.corpus, workspace.tokenizer, workspace.packed, workspace.runs, work / "hf"):
+        shutil.rmtree(folder, ignore_errors=True)
+    for name in (TIMES_NAME, STAMP_NAME):
+        (work / name).unlink(missing_ok=True)
+
+
+def _sources(workspace: Workspace, data: Path | None) -> list[Source]:
+    if data is not None:
+        return [source_from_path(data)]
+    names = {"en": ENGLISH_NAME, "zh": CHINESE_NAME, "code": CODE_NAME}
+    return [Source(channel, workspace.raw / name, channel) for channel, name in names.items()]
+
+
+def _untrained_probes(workspace: Workspace, config: RunConfig, probes: Path) -> dict[str, Any]:
+    """What the model scores before its first step; kept, since asking again would give the same."""
+    model = untrained(workspace, config)
+    shape = config_values(model.config)["model"]
+    key = fingerprint([shape, config.train.seed, model.tokenizer.fingerprint, crc32c_of(probes)])
+    path = workspace.run(config.train.name) / "eval" / "untrained.json"
+    if path.is_file():
+        kept: dict[str, Any] = read_json(path)
+        if kept["inputs"] == key:
+            return kept
+    summary = {"inputs": key, **summarize(run_probes(model, read_probes(probes)))}
+    write_json(path, summary)
+    return summary
+
+
+def _evaluation(loaded: LoadedModel, workspace: Workspace, probes: Path | None) -> dict[str, Any]:
+    path = workspace.run(loaded.name) / "eval" / f"step-{loaded.step:08d}.json"
+    if path.is_file():
+        kept: dict[str, Any] = read_json(path)
+        return kept
+    return evaluate_run(loaded, workspace, probes, HELD_OUT_BYTES)
+
+
+def _own_prompts(workspace: Workspace, report: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    """The beginnings of two held-out documents of the person's own text."""
+    prompts = {}
+    for name, source in report["sources"].items():
+        split = "valid" if source["valid_records"] else "train"
+        records = itertools.islice(iter_records(workspace.corpus, name, split), 2)
+        prompts[source["channel"]] = tuple(training_text(record)[:40] for record in records)
+    return prompts
+
+
+def _samples(loaded: LoadedModel, prompts: dict[str, tuple[str, ...]]) -> list[tuple[str, str, str]]:
+    samples = []
+    for channel, texts in prompts.items():
+        for index, prompt in enumerate(texts):
+            # The first is the model's best guess, the second shows its imagination.
+            sampling = Sampling() if index == 0 else Sampling(temperature=0.7, top_p=0.9, seed=index)
+            samples.append((channel, prompt, generate(loaded, prompt, SAMPLE_TOKENS, sampling)))
+    return samples
+
+
+def _folder_size(folder: Path) -> str:
+    return human_bytes(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
+
+
+class _Timer:
+    """Times stages and remembers, over interruptions, what each took."""
+
+    def __init__(self, journey: Journey) -> None:
+        self.journey = journey
+        self.path = journey.workspace.root / TIMES_NAME
+        self.known: dict[str, dict[str, Any]] = read_json(self.path) if self.path.is_file() else {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[Callable[[str], None]]:
+        """Time a stage; the block says its result through what is yielded."""
+        print(f"── {name}", flush=True)
+        results: list[str] = []
+        started = time.perf_counter()
+        spent_before = float(self.known.get(name, {}).get("seconds", 0.0))
+        finished_before = bool(self.known.get(name, {}).get("finished", False))
+        try:
+            yield results.append
+        finally:
+            seconds = time.perf_counter() - started
+            finished = bool(results)
+            # A stage that was finished before only looks up its result now: keep the time the work itself took.
+            total = spent_before if finished and finished_before and seconds < spent_before else spent_before + seconds
+            self.known[name] = {"seconds": total, "finished": finished or finished_before}
+            write_json(self.path, self.known)
+        row = StageTime(name, total, results[0], done_before=total == spent_before)
+        self.journey.stages.append(row)

@@ -1,0 +1,106 @@
+"""The closing page of the quickstart: what was done, what it came to, what to try next."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from zero2all.common.progress import human_seconds
+from zero2all.quickstart.journey import Journey
+
+
+def print_summary(journey: Journey) -> None:
+    """Print everything to the terminal."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console.print(_stage_table(journey))
+    console.print(_channel_table(journey))
+    if journey.before is not None:
+        console.print(_probe_table(journey))
+    _print_samples(journey, console)
+    console.print(f"\n[bold]Loss curves[/bold]  {journey.picture}")
+    _print_next(journey, console)
+
+
+def _stage_table(journey: Journey) -> Any:
+    from rich.table import Table
+
+    table = Table(title="The journey", title_justify="left")
+    table.add_column("stage")
+    table.add_column("time", justify="right")
+    table.add_column("result")
+    for stage in journey.stages:
+        table.add_row(
+            stage.name, human_seconds(stage.seconds), stage.result + (" (done before)" if stage.done_before else "")
+        )
+    total = human_seconds(sum(stage.seconds for stage in journey.stages))
+    table.add_section()
+    table.add_row("all", total, f"workspace {journey.workspace.root}")
+    return table
+
+
+def _channel_table(journey: Journey) -> Any:
+    """Loss per channel on held-out text."""
+    from rich.table import Table
+
+    table = Table(title="Held-out text", title_justify="left")
+    for name in ("channel", "loss (nats/token)", "bits per byte", "documents", "bytes"):
+        table.add_column(name, justify="left" if name == "channel" else "right")
+    for channel, values in journey.evaluation["held_out"].items():
+        loss = values["bits_per_byte"] * math.log(2) * values["bytes"] / values["tokens"]
+        table.add_row(
+            channel, f"{loss:.3f}", f"{values['bits_per_byte']:.3f}", f"{values['documents']:,}", f"{values['bytes']:,}"
+        )
+    return table
+
+
+def _probe_table(journey: Journey) -> Any:
+    """Accuracy of whole answers and P(answer), before and after training."""
+    from rich.table import Table
+
+    table = Table(title="Probes: facts asked in wordings they were never seen in", title_justify="left")
+    for name in ("", "probes", "right before", "right after", "P(answer) before", "P(answer) after"):
+        table.add_column(name, justify="left" if not name else "right")
+    assert journey.before is not None, "the caller checks"
+    before, after = journey.before, journey.evaluation["probes"]
+    for channel, values in after["channels"].items():
+        table.add_row(f"[bold]{channel}[/bold]", *_probe_cells(before["channels"][channel], values))
+        for group, means in values["groups"].items():
+            table.add_row(f"  {group}", *_probe_cells(before["channels"][channel]["groups"][group], means))
+        table.add_section()
+    table.add_row("[bold]all facts[/bold]", *_probe_cells(before, after))
+    return table
+
+
+def _probe_cells(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    return [
+        str(after["probes"]),
+        f"{before['accuracy']:.1%}",
+        f"{after['accuracy']:.1%}",
+        f"{before['probability']:.4f}",
+        f"{after['probability']:.3f}",
+    ]
+
+
+def _print_samples(journey: Journey, console: Any) -> None:
+    from rich.text import Text
+
+    console.print("\n[bold]Samples[/bold]  (prompt in colour, the rest is the model's)")
+    for channel, prompt, continuation in journey.samples:
+        console.print(Text.assemble((f"  {channel:<5}", "dim"), (prompt, "cyan"), continuation.rstrip()))
+
+
+def _print_next(journey: Journey, console: Any) -> None:
+    work, name = journey.workspace.root, journey.config.train.name
+    prompt = journey.samples[0][1] if journey.samples else "Hello"
+    commands = [
+        (f"z2a generate {name} --work {work} --prompt {prompt!r} --temperature 0.7", "talk to your model"),
+        ("z2a quickstart --data PATH_OF_YOUR_TEXT", "the same journey with your own text"),
+        (f"z2a train {name} --work {work} --train.name longer --train.steps 2000", "train longer on the same data"),
+    ]
+    if journey.own_data:
+        commands[1] = (f"z2a eval {name} --work {work}", "score more of the held-out text")
+    console.print("\n[bold]Next[/bold]")
+    for command, why in commands:
+        console.print(f"  {command}\n      {why}", style=None, markup=False)

@@ -1,0 +1,20 @@
+"""A small world in two languages: facts, sums and stories that a model of a few million parameters can learn.
+
+Sixty-one facts per language are told over and over in many wordings, and every fact keeps two wordings that the
+text never uses for it. Asking in those wordings shows whether the model learned the fact or only the sentence.
+
+    facts       relations, held-out wordings, the sentences that may be printed
+    arithmetic  sums up to twenty, with some operand pairs kept out
+    stories     a story grammar, and questions about the story just told
+    english, chinese (and *_stories)   the words; the same structure in both
+    generator   documents in the right proportions
+    probes      the questions to ask a trained model, and a search for leaks
+
+Everything follows from `seed`: the same documents and probes in every process and Python version.
+"""
+
+from zero2all.quickstart.world.generator import Document, documents
+from zero2all.quickstart.world.probes import Probe, find_leaks, probes
+from zero2all.quickstart.world.registry import LANGUAGES, language_named
+
+__all__ = ["LANGUAGES", "Document", "Probe", "documents", "find_leaks", "language_named", "probes"]

@@ -1,0 +1,250 @@
+"""The English small world: its facts with their wordings and its arithmetic."""
+
+from __future__ import annotations
+
+from zero2all.quickstart.world.arithmetic import ArithmeticWords
+from zero2all.quickstart.world.english_stories import ENGLISH_STORIES
+from zero2all.quickstart.world.facts import Pin, Relation
+from zero2all.quickstart.world.language import Language
+
+CAPITAL = Relation(
+    name="capital",
+    family="capital",
+    pairs=(
+        ("France", "Paris"),
+        ("China", "Beijing"),
+        ("Japan", "Tokyo"),
+        ("Germany", "Berlin"),
+        ("Italy", "Rome"),
+        ("Spain", "Madrid"),
+        ("Portugal", "Lisbon"),
+        ("Greece", "Athens"),
+        ("Austria", "Vienna"),
+        ("Norway", "Oslo"),
+        ("Sweden", "Stockholm"),
+        ("Finland", "Helsinki"),
+        ("Denmark", "Copenhagen"),
+        ("Poland", "Warsaw"),
+        ("Hungary", "Budapest"),
+        ("Ireland", "Dublin"),
+        ("Russia", "Moscow"),
+        ("Turkey", "Ankara"),
+        ("Egypt", "Cairo"),
+        ("Kenya", "Nairobi"),
+        ("Morocco", "Rabat"),
+        ("India", "New Delhi"),
+        ("Thailand", "Bangkok"),
+        ("Vietnam", "Hanoi"),
+        ("Peru", "Lima"),
+        ("Cuba", "Havana"),
+        ("Canada", "Ottawa"),
+        ("Colombia", "Bogota"),
+        ("Iraq", "Baghdad"),
+        ("Ghana", "Accra"),
+    ),
+    statements=(
+        "The capital of {s} is {a}.",
+        "{s} has its capital in {a}.",
+        "The capital city of {s} is called {a}.",
+        "Whoever travels to the capital of {s} arrives in {a}.",
+        "On a map of {s}, the little star of the capital stands beside {a}.",
+    ),
+    questions=(
+        "Q: What is the capital of {s}? A: {a}.",
+        "Q: Which city is the capital of {s}? A: It is {a}.",
+        "Q: Where is the capital of {s}? A: In {a}.",
+    ),
+    dialogues=(
+        '"Tell me the capital of {s}." "That is {a}."',
+        '"Do you remember the capital of {s}?" "Of course, it is {a}."',
+    ),
+    new_wording="When people speak of the capital of {s}, they mean {a}.",
+    reverse_statements=(
+        "{a} is the capital of {s}.",
+        "People who live in {a} live in the capital of {s}.",
+    ),
+    reverse_questions=("Q: Which country has {a} as its capital? A: {s}.",),
+)
+
+DAY = Relation(
+    name="day",
+    family="day",
+    pairs=(
+        ("Monday", "Tuesday"),
+        ("Tuesday", "Wednesday"),
+        ("Wednesday", "Thursday"),
+        ("Thursday", "Friday"),
+        ("Friday", "Saturday"),
+        ("Saturday", "Sunday"),
+        ("Sunday", "Monday"),
+    ),
+    statements=(
+        "The day after {s} is {a}.",
+        "After {s} comes {a}.",
+        "{s} is followed by {a}.",
+        "When {s} is over, it is {a}.",
+        "If today is {s}, tomorrow is {a}.",
+    ),
+    questions=(
+        "Q: Which day comes after {s}? A: {a}.",
+        "Q: Today is {s}. What day is tomorrow? A: Tomorrow is {a}.",
+        "Q: What is the next day after {s}? A: It is {a}.",
+    ),
+    dialogues=(
+        '"It is {s} today, so what will tomorrow be?" "It will be {a}."',
+        '"Yesterday was {s}." "Then today must be {a}."',
+    ),
+    new_wording="Once {s} has passed, the calendar shows {a}.",
+    reverse_statements=(
+        "{a} is the day that follows {s}.",
+        "The day before {a} is {s}.",
+    ),
+    reverse_questions=("Q: Which day comes before {a}? A: {s}.",),
+)
+
+TOWN = Relation(
+    name="town",
+    family="person",
+    pairs=(
+        ("Orla Finch", "Stonebridge"),
+        ("Tobin Hale", "Fernhollow"),
+        ("Mira Castell", "Saltcliff"),
+        ("Jasper Thorne", "Birchwater"),
+        ("Selma Brook", "Oakhaven"),
+        ("Wendel Frost", "Windmere"),
+        ("Nora Quill", "Stonebridge"),
+        ("Felix Marsh", "Fernhollow"),
+        ("Greta Lund", "Saltcliff"),
+        ("Ivor Penn", "Birchwater"),
+        ("Tessa Wren", "Oakhaven"),
+        ("Hugo Vale", "Windmere"),
+    ),
+    statements=(
+        "{s} lives in {a}.",
+        "The home of {s} is in {a}.",
+        "{s} has a small house in {a}.",
+        "Letters for {s} are sent to {a}.",
+        "At the end of every journey, {s} returns to {a}.",
+    ),
+    questions=(
+        "Q: Where does {s} live? A: In {a}.",
+        "Q: In which town is the home of {s}? A: It is in {a}.",
+        "Q: Where can you visit {s}? A: You have to go to {a}.",
+    ),
+    dialogues=(
+        '"Where does {s} come from?" "From {a}."',
+        '"I want to send {s} a card." "Then send it to {a}."',
+    ),
+    new_wording="To knock on the door of {s}, take the road to {a}.",
+    reverse_statements=(
+        "{a} is the town where {s} lives.",
+        "In {a} you will find the house of {s}.",
+    ),
+    reverse_questions=("Q: Who lives in {a}? A: {s}.",),
+)
+
+TEACHER = Relation(
+    name="teacher",
+    family="person",
+    pairs=(
+        ("Orla Finch", "Agatha"),
+        ("Tobin Hale", "Edmund"),
+        ("Mira Castell", "Sabine"),
+        ("Jasper Thorne", "Leopold"),
+        ("Selma Brook", "Beatrix"),
+        ("Wendel Frost", "Cyril"),
+        ("Nora Quill", "Beatrix"),
+        ("Felix Marsh", "Cyril"),
+        ("Greta Lund", "Agatha"),
+        ("Ivor Penn", "Edmund"),
+        ("Tessa Wren", "Sabine"),
+        ("Hugo Vale", "Leopold"),
+    ),
+    statements=(
+        "The teacher of {s} is {a}.",
+        "{s} learned to read from {a}.",
+        "{s} takes lessons from {a}.",
+        "Everything {s} knows was taught by {a}.",
+        "At school, {s} was a pupil of {a}.",
+    ),
+    questions=(
+        "Q: Who is the teacher of {s}? A: {a}.",
+        "Q: From whom did {s} learn so much? A: From {a}.",
+        "Q: Who taught {s} to read? A: It was {a}.",
+    ),
+    dialogues=(
+        '"Who gives lessons to {s}?" "That would be {a}."',
+        '"{s} reads and writes so well." "The teacher was {a}."',
+    ),
+    new_wording="The classroom where {s} used to sit belonged to {a}.",
+    reverse_statements=(
+        "{a} is the teacher of {s}.",
+        "Long ago, {a} taught {s} to read and write.",
+    ),
+    reverse_questions=("Q: Who is a pupil of {a}? A: {s}.",),
+)
+
+ENGLISH = Language(
+    name="en",
+    joiner=" ",
+    relations=(CAPITAL, DAY, TOWN, TEACHER),
+    pins=(Pin(("capital", "France"), "The capital of {s} is {a}."),),
+    arithmetic=ArithmeticWords(
+        additions=(
+            "{x} + {y} = {a}.",
+            "{x} plus {y} is {a}.",
+            "{x} and {y} make {a}.",
+            "The sum of {x} and {y} is {a}.",
+            "If you start with {x} and add {y}, you get {a}.",
+            "Q: What is {x} plus {y}? A: {a}.",
+        ),
+        subtractions=(
+            "{x} - {y} = {a}.",
+            "{x} minus {y} is {a}.",
+            "If you start with {x} and take away {y}, you get {a}.",
+            "Counting back from {x} by {y} leads to {a}.",
+            "The difference between {x} and {y} is {a}.",
+            "Q: What is {x} minus {y}? A: {a}.",
+        ),
+        numerals=(
+            "zero",
+            "one",
+            "two",
+            "three",
+            "four",
+            "five",
+            "six",
+            "seven",
+            "eight",
+            "nine",
+            "ten",
+            "eleven",
+            "twelve",
+            "thirteen",
+            "fourteen",
+            "fifteen",
+            "sixteen",
+            "seventeen",
+            "eighteen",
+            "nineteen",
+            "twenty",
+        ),
+    ),
+    stories=ENGLISH_STORIES,
+    sheet_openers=(
+        "Here are some things worth knowing.",
+        "This is what the class wrote on the blackboard.",
+        "A few notes from an old notebook.",
+        "Learn these lines by heart.",
+        "Today we go over what we know.",
+        "The following is true.",
+    ),
+    quiz_openers=(
+        "Let us see what you remember.",
+        "Who knows the answer?",
+        "The children asked each other questions.",
+        "Here are some questions and answers.",
+        "Everyone at the table wanted to know something.",
+        "Think first, then read the reply.",
+    ),
+)

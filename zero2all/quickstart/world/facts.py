@@ -1,0 +1,130 @@
+"""Facts, the wordings that tell them, and which wording is held out for which fact.
+
+A relation (capital, day, job, ...) has a list of (subject, answer) pairs and a set of templates over `{s}` and
+`{a}`. In an answer-last template nothing but punctuation follows `{a}`, so the text before it is a question that
+a plain language model can complete. Reverse templates put the answer elsewhere; they are for training only.
+
+For every fact two answer-last templates are held out: the fact is never printed in them, while other facts are.
+One more template per relation, `new_wording`, is never printed at all.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+HELD_OUT_PER_FACT = 2
+
+STATEMENT, QUESTION, DIALOGUE = "statement", "question", "dialogue"
+
+FactKey = tuple[str, str]
+"""(relation name, subject): what names a fact within one language."""
+
+
+@dataclass(frozen=True)
+class Relation:
+    """One kind of fact and all the ways to tell it."""
+
+    name: str
+    family: str
+    """Facts of one family are reported together."""
+    pairs: tuple[tuple[str, str], ...]
+    """(subject, answer)."""
+    statements: tuple[str, ...]
+    questions: tuple[str, ...]
+    dialogues: tuple[str, ...]
+    new_wording: str
+    """Answer-last, asked of the trained model, never printed."""
+    reverse_statements: tuple[str, ...]
+    reverse_questions: tuple[str, ...]
+
+    @property
+    def answer_last(self) -> tuple[str, ...]:
+        """The templates that can be held out and asked."""
+        return self.statements + self.questions + self.dialogues
+
+    @property
+    def facts(self) -> tuple[Fact, ...]:
+        """The pairs as facts."""
+        return tuple(Fact(self, subject, answer) for subject, answer in self.pairs)
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One subject and its one answer."""
+
+    relation: Relation
+    subject: str
+    answer: str
+
+    @property
+    def key(self) -> FactKey:
+        """The name of this fact within its language."""
+        return self.relation.name, self.subject
+
+    def told(self, template: str) -> str:
+        """The sentence this template makes of the fact."""
+        return template.format(s=self.subject, a=self.answer)
+
+    def asked(self, template: str) -> tuple[str, str]:
+        """The prompt an answer-last template makes of the fact, and the joiner between prompt and answer."""
+        before_answer = template.partition("{a}")[0].format(s=self.subject)
+        prompt = before_answer.rstrip()
+        return prompt, before_answer[len(prompt) :]
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """One permitted telling of a fact."""
+
+    fact: FactKey
+    template: str
+    style: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Pin:
+    """A template that must be held out for a fact, whatever the seed: the ones the documentation shows."""
+
+    fact: FactKey
+    template: str
+
+
+def held_out_templates(
+    relations: tuple[Relation, ...], pins: tuple[Pin, ...], rng: random.Random
+) -> dict[FactKey, tuple[str, ...]]:
+    """The templates each fact is never printed in. Every template is held out for about as many facts."""
+    pinned = {pin.fact: pin.template for pin in pins}
+    held_out: dict[FactKey, tuple[str, ...]] = {}
+    for relation in relations:
+        times_held_out: Counter[str] = Counter()
+        # Pinned facts choose first, so that the others can even out what they took.
+        for fact in sorted(relation.facts, key=lambda fact: fact.key not in pinned):
+            chosen = [pinned[fact.key]] if fact.key in pinned else []
+            free = [template for template in relation.answer_last if template not in chosen]
+            rng.shuffle(free)
+            free.sort(key=lambda template: times_held_out[template])
+            chosen += free[: HELD_OUT_PER_FACT - len(chosen)]
+            times_held_out.update(chosen)
+            held_out[fact.key] = tuple(chosen)
+    return held_out
+
+
+def permitted_sentences(
+    relations: tuple[Relation, ...], held_out: dict[FactKey, tuple[str, ...]]
+) -> Iterator[Sentence]:
+    """Every telling of every fact that the text may contain."""
+    for relation in relations:
+        styled = (
+            (STATEMENT, relation.statements + relation.reverse_statements),
+            (QUESTION, relation.questions + relation.reverse_questions),
+            (DIALOGUE, relation.dialogues),
+        )
+        for fact in relation.facts:
+            for style, templates in styled:
+                for template in templates:
+                    if template not in held_out[fact.key]:
+                        yield Sentence(fact.key, template, style, fact.told(template))

@@ -1,0 +1,122 @@
+"""The documents of the small world, in fixed proportions: facts 60 %, arithmetic 10 %, stories 30 % of the bytes.
+
+Fact sentences come from decks: a deck holds every permitted telling of every fact once, is dealt out in random
+order, and is shuffled anew when it is empty. So all facts, and all wordings of a fact, occur about equally often
+at any length of text. No document tells the same fact twice: the answer must come from memory, not from the line
+above.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from zero2all.quickstart.world.arithmetic import Calculation, written
+from zero2all.quickstart.world.facts import DIALOGUE, QUESTION, STATEMENT, Sentence, permitted_sentences
+from zero2all.quickstart.world.language import Language
+from zero2all.quickstart.world.registry import language_named
+from zero2all.quickstart.world.stories import tell
+
+SHARES = {"facts": 0.68, "arithmetic": 0.08, "story": 0.24}
+"""Share of the text bytes per group of documents; `facts` covers sheets, quizzes and dialogues."""
+FACTS_PER_DOCUMENT = (5, 12)
+CALCULATIONS_PER_DOCUMENT = (8, 20)
+OPENER_SHARE = 0.3
+LIST_SHARE = 0.3
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text of the small world."""
+
+    title: str
+    """Only stories have one: everything else starts with its first sentence."""
+    text: str
+    family: str
+    """`facts`, `quiz`, `arithmetic` or `story`."""
+
+
+def documents(language: str, target_bytes: int, seed: int) -> Iterator[Document]:
+    """Documents until their texts together have at least `target_bytes` of UTF-8."""
+    writer = _Writer(language_named(language), seed)
+    written_bytes = dict.fromkeys(SHARES, 0)
+    while (total := sum(written_bytes.values())) < target_bytes:
+        group = max(SHARES, key=lambda name: SHARES[name] * total - written_bytes[name])
+        document = writer.write(group)
+        written_bytes[group] += len(document.text.encode())
+        yield document
+
+
+class _Deck:
+    """Sentences dealt out evenly, never the same fact twice in one hand."""
+
+    def __init__(self, sentences: list[Sentence], rng: random.Random) -> None:
+        self.sentences, self.rng = sentences, rng
+        self.left: list[Sentence] = []
+
+    def deal(self, count: int) -> list[str]:
+        hand: dict[tuple[str, str], str] = {}
+        set_aside: list[Sentence] = []
+        while len(hand) < count:
+            if not self.left:
+                self.left = list(self.sentences)
+                self.rng.shuffle(self.left)
+            sentence = self.left.pop()
+            if sentence.fact in hand:
+                set_aside.append(sentence)
+            else:
+                hand[sentence.fact] = sentence.text
+        self.left += set_aside
+        return list(hand.values())
+
+
+class _Writer:
+    """Writes one document after the other; all randomness of a language's text is here."""
+
+    def __init__(self, language: Language, seed: int) -> None:
+        self.language = language
+        self.rng = language.random("documents", seed)
+        sentences = list(permitted_sentences(language.relations, language.held_out(seed)))
+        by_style = {
+            style: [sentence for sentence in sentences if sentence.style == style]
+            for style in (STATEMENT, QUESTION, DIALOGUE)
+        }
+        self.decks = {style: _Deck(members, self.rng) for style, members in by_style.items()}
+        # A style with more wordings gets more documents, so that every wording is used equally often.
+        self.styles = tuple(by_style)
+        self.style_weights = tuple(len(members) for members in by_style.values())
+        self.calculations = language.calculations(seed)[0]
+        self.calculations_left: list[Calculation] = []
+
+    def write(self, group: str) -> Document:
+        if group == "arithmetic":
+            return self._arithmetic()
+        if group == "story":
+            story_facts = self.decks[STATEMENT].deal
+            title, text = tell(self.language.stories, self.language.joiner, story_facts, self.rng)
+            return Document(title, text, "story")
+        return self._facts(self.rng.choices(self.styles, self.style_weights)[0])
+
+    def _facts(self, style: str) -> Document:
+        language, rng = self.language, self.rng
+        lines = self.decks[style].deal(rng.randint(*FACTS_PER_DOCUMENT))
+        if rng.random() < OPENER_SHARE:
+            lines.insert(0, rng.choice(language.sheet_openers if style == STATEMENT else language.quiz_openers))
+        if style == STATEMENT:
+            between = "\n" if rng.random() < LIST_SHARE else language.joiner
+            return Document("", between.join(lines), "facts")
+        if style == QUESTION:
+            return Document("", "\n".join(lines), "quiz")
+        return Document("", "\n".join(lines), "facts")
+
+    def _arithmetic(self) -> Document:
+        language, rng = self.language, self.rng
+        lines = []
+        for _ in range(rng.randint(*CALCULATIONS_PER_DOCUMENT)):
+            if not self.calculations_left:
+                self.calculations_left = list(self.calculations)
+                rng.shuffle(self.calculations_left)
+            lines.append(written(self.calculations_left.pop(), language.arithmetic, rng))
+        between = "\n" if rng.random() < LIST_SHARE else language.joiner
+        return Document("", between.join(lines), "arithmetic")

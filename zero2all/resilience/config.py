@@ -1,0 +1,13 @@
+"""What a run does when somebody or something wants it to stop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ResilienceConfig:
+    """Reactions to signals."""
+
+    save_on_signal: bool = True
+    """On Ctrl-C or SIGTERM finish the step, save a checkpoint and exit with code 10; False exits without saving."""

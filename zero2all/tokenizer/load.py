@@ -1,0 +1,268 @@
+"""Load a tokenizer folder, ours or anybody's, for encoding and decoding. Needs `tokenizers`, not `transformers`.
+
+Text and control tokens have separate doors: `encode_text` never returns a control id, whatever the text spells, and
+`encode_control` is the only way to get one. For folders of others (`z2a import`), which declare their control tokens
+as added tokens, the loader switches their recognition in text off.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zero2all.common import jsonio
+from zero2all.common.errors import BadInputError, UsageError
+from zero2all.common.files import MANIFEST_NAME, read_json
+from zero2all.common.manifest import read_manifest
+from zero2all.tokenizer.fingerprint import tokenizer_fingerprint
+from zero2all.tokenizer.specials import special_map
+from zero2all.tokenizer.text import well_formed
+
+if TYPE_CHECKING:
+    import tokenizers
+
+TRAIN_COMMAND = "z2a tokenizer train"
+
+END_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>")
+"""What the end of a document is usually called, for folders that do not say which of their tokens it is."""
+
+
+class Tokenizer:
+    """Text to ids and back. Get one with `load_tokenizer`."""
+
+    begin_id: int | None
+    """Stands before a document; None where a foreign tokenizer has no such token."""
+
+    end_id: int
+    """Stands after every document."""
+
+    pad_id: int | None
+    """Fills rows that are too short; None where a foreign tokenizer has no such token."""
+
+    control: dict[str, int]
+    """Name and id of every control token, in id order."""
+
+    control_ids: frozenset[int]
+    """The ids that no text can produce."""
+
+    vocab_size: int
+    """One more than the largest id. A model may pad its embedding beyond that."""
+
+    fingerprint: str
+    """Same fingerprint, same ids for every text."""
+
+    def __init__(self, tokenizer_json: dict[str, Any], control: dict[str, int], roles: dict[str, str]) -> None:
+        self.backend = _backend(tokenizer_json, control)
+        self.control = dict(sorted(control.items(), key=lambda item: item[1]))
+        self.control_ids = frozenset(control.values())
+        begin, end, pad = roles.get("bos_token"), roles["eos_token"], roles.get("pad_token")
+        self.begin_id = None if begin is None else control[begin]
+        self.end_id = control[end]
+        self.pad_id = None if pad is None else control[pad]
+        self.vocab_size = max([*self.backend.get_vocab(with_added_tokens=True).values(), *self.control_ids]) + 1
+        self.fingerprint = tokenizer_fingerprint(tokenizer_json, special_map(self.control, begin, end, pad))
+        self._byte_level = _has_part(tokenizer_json.get("decoder"), "ByteLevel")
+
+    def encode_text(self, text: str) -> list[int]:
+        """The ids of `text`, none of them a control id. Lone surrogates count as U+FFFD."""
+        ids: list[int] = self.backend.encode(well_formed(text), add_special_tokens=False).ids
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode_text` of each text, on all cores."""
+        whole = [well_formed(text) for text in texts]
+        return [encoding.ids for encoding in self.backend.encode_batch_fast(whole, add_special_tokens=False)]
+
+    def encode_control(self, name: str) -> int:
+        """The id of a control token such as `<|end_of_text|>`."""
+        try:
+            return self.control[name]
+        except KeyError:
+            raise UsageError(
+                f"This tokenizer has no control token {name!r}. It has: {', '.join(self.control)}."
+            ) from None
+
+    def decode(self, ids: Iterable[int], skip_control: bool = True) -> str:
+        """The text of `ids`. Bytes that form no whole character become U+FFFD.
+
+        Control tokens leave no trace, or their names where `skip_control` is off.
+        """
+        kept = [number for number in ids if not (skip_control and number in self.control_ids)]
+        if self._byte_level:
+            return b"".join(map(self.token_bytes, kept)).decode("utf-8", "replace")
+        text: str = self.backend.decode(kept, skip_special_tokens=False)
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The raw bytes of one piece, often only a part of a character; for a control token, its name."""
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            raise ValueError(f"token id {token_id} is not in this vocabulary of {self.vocab_size} ids")
+        return piece
+
+    @cached_property
+    def _pieces(self) -> dict[int, bytes]:
+        as_bytes = _byte_level_piece if self._byte_level else _sentencepiece_piece
+        pieces = {number: as_bytes(piece) for piece, number in self.backend.get_vocab(with_added_tokens=False).items()}
+        added = {number: token.content.encode() for number, token in self.backend.get_added_tokens_decoder().items()}
+        return {**pieces, **added, **{number: name.encode() for name, number in self.control.items()}}
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer in `folder`: one that we trained, or any Hugging Face folder with a tokenizer.json."""
+    folder = Path(folder)
+    try:
+        tokenizer_json = _read_object(folder / "tokenizer.json")
+    except FileNotFoundError:
+        raise BadInputError(
+            f"There is no tokenizer in {folder} (no tokenizer.json). Run `{TRAIN_COMMAND}` first; for a model from "
+            f"elsewhere, save its tokenizer with a recent transformers "
+            f"(`AutoTokenizer.from_pretrained(SOURCE).save_pretrained(FOLDER)`), which writes that file."
+        ) from None
+    if "vocab" not in tokenizer_json.get("model", {}):
+        raise BadInputError(f"{folder}/tokenizer.json has no vocabulary. Fetch it again, or run `{TRAIN_COMMAND}`.")
+    control, roles = _declared_control(folder, tokenizer_json)
+    tokenizer = Tokenizer(tokenizer_json, control, roles)
+    _check_against_manifest(folder, tokenizer)
+    return tokenizer
+
+
+def _declared_control(folder: Path, tokenizer_json: dict[str, Any]) -> tuple[dict[str, int], dict[str, str]]:
+    """Every control token's id, and which of them are bos_token, eos_token and pad_token."""
+    config = _read_optional(folder / "tokenizer_config.json")
+    declared = {**_read_optional(folder / "special_tokens_map.json"), **config}
+    vocab = tokenizer_json["model"]["vocab"]
+    ids: dict[str, int] = dict(vocab) if isinstance(vocab, dict) else {piece[0]: n for n, piece in enumerate(vocab)}
+    control: dict[str, int] = {}
+    for token in tokenizer_json.get("added_tokens", []):
+        ids[token["content"]] = token["id"]
+        if token["special"]:
+            control[token["content"]] = token["id"]
+    for number, token in config.get("added_tokens_decoder", {}).items():
+        ids[token["content"]] = int(number)
+        if token.get("special"):
+            control[token["content"]] = int(number)
+    for extra in (*_listed(declared, "additional_special_tokens"), *_listed(declared, "extra_special_tokens")):
+        if extra in ids:
+            control[extra] = ids[extra]
+    roles = {role: name for role in ("bos_token", "eos_token", "pad_token") if (name := _name(declared.get(role)))}
+    if "eos_token" not in roles:
+        roles["eos_token"] = _usual_end(folder, control)
+    for role, name in roles.items():
+        if name not in ids:
+            raise BadInputError(
+                f"{folder} declares {name!r} as its {role}, but no such token is in its tokenizer.json. Mend the "
+                f"declaration in tokenizer_config.json, or use the tokenizer that belongs to the model."
+            )
+        control[name] = ids[name]
+    # An unknown-token stands for text, so text must be able to produce it, unless it also plays one of the parts.
+    unknown = tokenizer_json["model"].get("unk_token")
+    if unknown not in roles.values():
+        control.pop(unknown, None)
+    return control, roles
+
+
+def _usual_end(folder: Path, control: dict[str, int]) -> str:
+    for name in END_NAMES:
+        if name in control:
+            return name
+    raise BadInputError(
+        f"The tokenizer in {folder} does not say which token ends a document. Add a line such as "
+        f'"eos_token": "</s>" to its tokenizer_config.json (its special tokens: {", ".join(control) or "none"}).'
+    )
+
+
+def _backend(tokenizer_json: dict[str, Any], control: dict[str, int]) -> tokenizers.Tokenizer:
+    """The `tokenizers` object that takes text as text: nothing in it is recognised as a control token."""
+    from tokenizers import Tokenizer as Backend
+
+    # Only tokens marked special can be switched off, and some folders forget to mark theirs.
+    added = [
+        {**token, "special": token["special"] or token["content"] in control}
+        for token in tokenizer_json.get("added_tokens", [])
+    ]
+    try:
+        backend = Backend.from_str(jsonio.dumps_line({**tokenizer_json, "added_tokens": added}).decode())
+    except Exception as error:  # the library raises plain Exception
+        raise BadInputError(
+            f"The tokenizers library cannot read this tokenizer.json ({error}). Update the library "
+            f"(`pip install -U tokenizers`), or fetch the folder again."
+        ) from error
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = True
+    return backend
+
+
+def _check_against_manifest(folder: Path, tokenizer: Tokenizer) -> None:
+    """A folder that we wrote must hold the tokenizer that we wrote; others have no tokenizer manifest."""
+    found = _read_optional(folder / MANIFEST_NAME)
+    if found.get("kind") != "tokenizer":
+        return
+    manifest = read_manifest(folder, "tokenizer", TRAIN_COMMAND)
+    if manifest["fingerprint"] != tokenizer.fingerprint:
+        raise BadInputError(
+            f"The tokenizer in {folder} was changed after it was trained (its fingerprint is "
+            f"{tokenizer.fingerprint}, its manifest says {manifest['fingerprint']}), so packed data and models no "
+            f"longer fit it. Run `{TRAIN_COMMAND}` again; to keep your change, copy the folder elsewhere and delete "
+            f"{MANIFEST_NAME} from the copy."
+        )
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise BadInputError(f"{path} should hold a JSON object and holds a {type(value).__name__}. Fetch it again.")
+    return value
+
+
+def _read_optional(path: Path) -> dict[str, Any]:
+    try:
+        return _read_object(path)
+    except FileNotFoundError:
+        return {}
+
+
+def _name(token: Any) -> str | None:
+    """A token is declared either by its name or by an object that describes it."""
+    name = token.get("content") if isinstance(token, dict) else token
+    return name if isinstance(name, str) else None
+
+
+def _listed(declared: dict[str, Any], key: str) -> list[str]:
+    """The names under `key`: a list in some versions of transformers, an object in others."""
+    tokens = declared.get(key) or []
+    return [name for token in (tokens.values() if isinstance(tokens, dict) else tokens) if (name := _name(token))]
+
+
+def _has_part(part: Any, kind: str) -> bool:
+    """Whether a decoder, possibly a sequence of decoders, contains one of this type."""
+    if isinstance(part, dict):
+        return part.get("type") == kind or any(_has_part(inner, kind) for inner in part.get("decoders", []))
+    return False
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The visible character that stands for each byte in a byte-level vocabulary (GPT-2's table)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+_BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+def _byte_level_piece(piece: str) -> bytes:
+    try:
+        return bytes(_BYTE_OF[character] for character in piece)
+    except KeyError:  # a control token's name, or a piece that somebody added as plain text
+        return piece.encode()
+
+
+def _sentencepiece_piece(piece: str) -> bytes:
+    byte = _BYTE_PIECE.fullmatch(piece)
+    return bytes([int(byte[1], 16)]) if byte else piece.replace("▁", " ").encode()

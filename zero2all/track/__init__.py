@@ -1,0 +1,14 @@
+"""Metrics of a run: files that training can always write, and what is made of them.
+
+`Run` writes (standard library only, usable alone), `reader.read_run` reads all attempts of a run as one, and
+`plot.plot_run` draws them. The JSON lines in `runs/<name>/metrics/` are the truth; everything else is derived.
+
+    from zero2all.track import Run
+
+    with Run(Path("runs/small")) as run:
+        run.log({"loss": loss, "lr": 3e-4}, step=step, tokens=tokens)
+"""
+
+from zero2all.track.writer import Run
+
+__all__ = ["Run"]

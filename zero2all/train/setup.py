@@ -1,0 +1,187 @@
+"""From a config and a workspace to everything a run needs, with all checks before the first step."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero2all.common.errors import BadInputError, UsageError
+from zero2all.common.manifest import fingerprint
+from zero2all.common.workspace import Workspace
+from zero2all.config import RunConfig, config_from_values, config_values, config_yaml
+from zero2all.model.config import parameter_counts
+from zero2all.model.z2all import Z2all
+from zero2all.ops.registry import resolve
+from zero2all.packed.layout import PackedSplit
+from zero2all.packed.mixture import Stage, TrainingData, open_training_data
+from zero2all.parallel.device import environment, pick_device, set_cpu_threads
+from zero2all.train.checkpoint import Checkpoint, newest_checkpoint
+from zero2all.train.optim import build_optimizer
+from zero2all.train.state import TrainState
+from zero2all.train.validate import open_valid_splits
+
+CONFIG_FILE = "config.yaml"
+VOCAB_MULTIPLE = 64
+"""Matrix units like widths that are multiples of this; an odd vocabulary makes the head several times slower."""
+
+SECTIONS_FREE_ON_RESUME = ("ops", "parallel", "checkpoint", "resilience", "track", "eval", "guards")
+"""Changing these never changes which samples are seen or which rate is used."""
+
+
+@dataclass
+class Prepared:
+    """A run ready for its next step."""
+
+    config: RunConfig
+    run: Path
+    data: TrainingData
+    valid: list[PackedSplit]
+    state: TrainState
+    device: torch.device
+    environment: dict[str, Any]
+    notes: list[str]
+    """What a person should know before the run starts: choices, fallbacks, what differs from an earlier attempt."""
+
+    @property
+    def inputs(self) -> str:
+        """Fingerprint of the config, for checkpoints."""
+        return fingerprint(config_values(self.config))
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """What a checkpoint remembers beside the state."""
+        choices = {choice.operator: dataclasses.asdict(choice) for choice in self.state.model.ops.choices}
+        return {"data": self.data.fingerprint, "environment": self.environment, "ops": choices}
+
+
+def prepare(asked: RunConfig, workspace: Workspace, accept_changes: bool = False) -> Prepared:
+    """Open the data, build the model, and take over the newest checkpoint if the run has one."""
+    run = workspace.run(asked.train.name)
+    stages = [Stage("main", 0, asked.data.mixture)]
+    for stage in asked.stages:
+        start = stage.from_step * asked.samples_per_step
+        if start == 0:
+            stages.clear()
+        stages.append(Stage(stage.name, start, stage.mixture))
+    data = open_training_data(workspace.packed, asked.data, stages)
+    config = with_vocabulary(asked, int(data.splits[0].manifest["vocab_size"]))
+    notes = _mixture_notes(config, data)
+    checkpoint = newest_checkpoint(run)
+    if checkpoint is not None:
+        notes += _check_resume(config, run, checkpoint, data, accept_changes)
+    recorded = checkpoint.manifest["environment"].get("cpu_threads") if checkpoint and checkpoint.step else None
+    set_cpu_threads(config.parallel.cpu_threads, recorded)
+    device = pick_device(config.parallel.device)
+    here = environment(device)
+    ops = resolve(config.ops, device.type)
+    notes += [f"ops: {', '.join(f'{choice.operator}={choice.got}' for choice in ops.choices)}"]
+    notes += [
+        f"ops: {choice.operator}: asked {choice.asked}, got {choice.got}: {choice.reason}"
+        for choice in ops.choices
+        if choice.asked not in ("auto", choice.got)
+    ]
+    model = Z2all(config.model, ops)
+    if checkpoint is None:
+        model.init_weights(config.train.seed)
+    model.to(device).train()
+    state = TrainState(model, build_optimizer(model, config.optim))
+    if checkpoint is not None:
+        state.restore(checkpoint.model_tensors(), checkpoint.optimizer_tensors(), checkpoint.counters())
+        notes.append(f"resumed {run.name} at step {state.step} from {checkpoint.folder.name}")
+        if checkpoint.step:
+            notes += _environment_notes(checkpoint.manifest["environment"], here)
+    valid = open_valid_splits(workspace.packed, [split.name for split in data.splits])
+    counts = parameter_counts(config.model)
+    notes.insert(0, f"model: {counts['total'] / 1e6:.2f} M parameters on {here['device']}, {config.train.precision}")
+    return Prepared(config, run, data, valid, state, device, here, notes)
+
+
+def with_vocabulary(config: RunConfig, tokens_in_data: int) -> RunConfig:
+    """The config with model.vocab_size filled in, or an error when the data has ids the model lacks."""
+    size = config.model.vocab_size
+    if size is None:
+        size = -(-tokens_in_data // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
+    if size < tokens_in_data:
+        raise UsageError(
+            f"model.vocab_size is {size}, but the data was packed with {tokens_in_data} token ids. Set it to at least "
+            f"that (or to null, which takes the tokenizer's size), or train a smaller tokenizer and pack again."
+        )
+    return config
+
+
+def save_run_config(config: RunConfig, run: Path) -> None:
+    """Keep the resolved config with the run."""
+    from zero2all.common.files import write_atomic
+
+    write_atomic(run / CONFIG_FILE, config_yaml(config).encode())
+
+
+def load_run_config(run: Path) -> RunConfig:
+    """The resolved config a run was started with."""
+    import yaml
+
+    path = run / CONFIG_FILE
+    if not path.is_file():
+        known = sorted(folder.name for folder in run.parent.glob("*") if (folder / CONFIG_FILE).is_file())
+        raise BadInputError(
+            f"There is no run in {run} (no {CONFIG_FILE}). "
+            + (f"Runs in this workspace: {', '.join(known)}." if known else "Train one with `z2a train`.")
+        )
+    return config_from_values(yaml.safe_load(path.read_text(encoding="utf-8")), str(path))
+
+
+def _check_resume(
+    config: RunConfig, run: Path, checkpoint: Checkpoint, data: TrainingData, accept_changes: bool
+) -> list[str]:
+    """Refuse a config or data that would make the resumed run another run, unless told to go on."""
+    before, now = config_values(load_run_config(run)), config_values(config)
+    changed = [f"{name}: {old!r} -> {new!r}" for name, old, new in _differences(before, now)]
+    strict = [text for text in changed if text.split(".")[0] not in SECTIONS_FREE_ON_RESUME]
+    trained_on = checkpoint.manifest.get("data")
+    if trained_on is not None and trained_on != data.fingerprint:
+        strict.append("the packed data or its mixture has changed since this run was started")
+    if strict and checkpoint.step and not accept_changes:
+        lines = "\n".join(f"  - {text}" for text in strict)
+        raise UsageError(
+            f"The run {run.name} was started with other settings:\n{lines}\nGive --accept-changes to continue with the "
+            f"new ones, --fresh to start over, or another --train.name to keep both."
+        )
+    return [f"changed since the last attempt: {text}" for text in changed]
+
+
+def _differences(before: Any, now: Any, place: str = "") -> list[tuple[str, Any, Any]]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        names = [*before, *(name for name in now if name not in before)]
+        return [
+            difference
+            for name in names
+            for difference in _differences(before.get(name), now.get(name), f"{place}.{name}" if place else name)
+        ]
+    return [] if before == now else [(place, before, now)]
+
+
+def _environment_notes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    changed = [f"{name} {before.get(name)} -> {value}" for name, value in now.items() if before.get(name) != value]
+    if not changed:
+        return []
+    return [f"not bit-exact with the earlier attempt, because of: {', '.join(changed)}"]
+
+
+def _mixture_notes(config: RunConfig, data: TrainingData) -> list[str]:
+    """The shares after rounding, and how often each source will be read."""
+    notes = []
+    for stage, shares in data.shares.items():
+        parts = [f"{split.name} {share:.2%}" for split, share in zip(data.splits, shares, strict=True)]
+        notes.append(f"mixture ({stage}): {', '.join(parts)}")
+    taken = data.order.taken(config.train.steps * config.samples_per_step)
+    parts = [
+        f"{split.name} {count / split.samples(config.data.seq_len):.2f}"
+        for split, count in zip(data.splits, taken, strict=True)
+    ]
+    notes.append(f"epochs over the whole run: {', '.join(parts)}")
+    return notes
