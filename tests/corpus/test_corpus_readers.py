@@ -59,14 +59,16 @@ def test_one_object_over_many_lines_is_one_record(tmp_path, build, kept):
     assert contents(kept()) == ["the text"]
 
 
-def test_text_file_is_one_document_named_by_its_path(tmp_path, build, kept):
+def test_text_file_is_one_document_and_only_a_program_is_titled_by_its_path(tmp_path, build, kept):
     (tmp_path / "raw/sub").mkdir(parents=True)
     (tmp_path / "raw/sub/b.md").write_text("# B\n\ntext")
     (tmp_path / "raw/a.txt").write_text("only a")
+    (tmp_path / "raw/c.py").write_text("c = 1")
     build(tmp_path / "raw")
-    assert [(record["title"], record["content"]) for record in kept()] == [
-        ("a.txt", "only a"),
-        ("sub/b.md", "# B\n\ntext"),
+    assert [(record["title"], record["others"]["file"], record["content"]) for record in kept()] == [
+        ("", "a.txt", "only a"),
+        ("c.py", "c.py", "c = 1"),
+        ("", "sub/b.md", "# B\n\ntext"),
     ]
 
 

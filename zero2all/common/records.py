@@ -40,7 +40,8 @@ def iter_records(corpus: Path, source: str, split: str) -> Iterator[dict[str, An
                     yield jsonio.loads(line)
                 except ValueError as error:
                     raise BadInputError(
-                        f"{part} line {number} is damaged ({error}). Run `z2a corpus build` again to rewrite it."
+                        f"{part}, line {number}, is not JSON ({error}): the shard was changed or damaged after it was "
+                        f"written. Delete {corpus / source} and run `z2a corpus build` again."
                     ) from error
 
 

@@ -358,7 +358,14 @@ def _read_text(file: InputFile, limits: Limits, on_bytes: OnBytes) -> Items:
     if isinstance(data, Damaged):
         yield data
     else:
-        yield _text_row(data, "whole file", 0, {"content": "", "title": file.name, "others": {}})
+        yield _text_row(data, "whole file", 0, _text_fields(file))
+
+
+def _text_fields(file: InputFile, part: int | None = None) -> dict[str, Any]:
+    """What is known of a plain text beside its text. The path of a program belongs to what a model should read; the
+    name of a text file is only where it came from."""
+    others: dict[str, Any] = {"file": file.name} if part is None else {"file": file.name, "part": part}
+    return {"content": "", "title": file.name if file.is_code else "", "others": others}
 
 
 def _read_long_text(file: InputFile, on_bytes: OnBytes) -> Items:
@@ -377,8 +384,7 @@ def _read_long_text(file: InputFile, on_bytes: OnBytes) -> Items:
             if not line or at_blank_line or len(document) + len(line) > DOCUMENT_BYTES_MAX:
                 if document and not document.isspace():
                     part += 1
-                    fields = {"content": "", "title": file.name, "others": {"part": part}}
-                    yield _text_row(bytes(document), f"part {part}", start, fields)
+                    yield _text_row(bytes(document), f"part {part}", start, _text_fields(file, part))
                 start += len(document)
                 on_bytes(len(document))
                 document.clear()

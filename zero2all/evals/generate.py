@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -34,8 +35,9 @@ def generate(
     vocabulary: Vocabulary | None = None,
 ) -> str:
     """The text that follows `prompt`, up to the end of the document or max_new_tokens."""
-    produced = b"".join(stream(loaded, prompt, max_new_tokens, sampling, vocabulary))
-    return produced.decode("utf-8", "replace")
+    whole_characters = codecs.getincrementaldecoder("utf-8")("replace")
+    # Not finalised: a character that max_new_tokens cut in two is left out.
+    return "".join(map(whole_characters.decode, stream(loaded, prompt, max_new_tokens, sampling, vocabulary)))
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from torch import Tensor
 from zero2all.evals.boundary import Vocabulary, split_scored
 from zero2all.evals.load import LoadedModel
 
-NEGLIGIBLE = 1e-4
+NEGLIGIBLE = 1e-3
 """Ways to spell the end of a prompt whose first token is less likely than this are not followed further."""
 
 

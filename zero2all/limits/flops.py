@@ -18,15 +18,20 @@ from zero2all.model.config import ModelConfig, parameter_counts
 CONVENTIONS = ("seed", "palm", "causal")
 
 DENSE_BF16_PEAK_FLOPS = {
-    "NVIDIA A100": 312e12,
-    "NVIDIA A800": 312e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA A800-SXM4-80GB": 312e12,
+    "NVIDIA A800 80GB PCIe": 312e12,
     "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H100 SXM": 989e12,
     "NVIDIA H100 PCIe": 756e12,
     "NVIDIA H200": 989e12,
     "NVIDIA H800": 989e12,
+    "NVIDIA H800 PCIe": 756e12,
 }
-"""Dense bfloat16 peak by the beginning of the device's name, from the vendor's data sheets (without sparsity)."""
+"""Dense bfloat16 peak by the device's whole name, from the vendor's data sheets (without sparsity). The whole name,
+because `NVIDIA H200 NVL` or a MIG slice of an H100 begins like a faster device."""
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> dict[str, float]:
@@ -42,8 +47,7 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> dict[str, float]:
 
 def peak_flops(device_name: str) -> float | None:
     """The peak of a known device; None for any other, never a guess."""
-    matches = [peak for name, peak in DENSE_BF16_PEAK_FLOPS.items() if device_name.startswith(name)]
-    return matches[0] if len(matches) == 1 else None
+    return DENSE_BF16_PEAK_FLOPS.get(device_name)
 
 
 def model_flops_utilisation(

@@ -32,7 +32,7 @@ def _frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     if scaling.kind == "llama3":
         return _llama3(frequencies, scaling), 1.0
     if scaling.kind == "yarn":
-        return _yarn(frequencies, scaling, config.rope_theta), 0.1 * math.log(scaling.factor) + 1.0
+        return _yarn(frequencies, scaling, config.rope_theta), 0.1 * math.log(max(scaling.factor, 1.0)) + 1.0
     return frequencies, 1.0
 
 
@@ -54,7 +54,7 @@ def _yarn(frequencies: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
 
     low = max(math.floor(pair_with_rotations(scaling.beta_fast)), 0)
     high = min(math.ceil(pair_with_rotations(scaling.beta_slow)), D - 1)
-    ramp = (torch.arange(D // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
+    ramp = (torch.arange(D // 2, dtype=torch.float32) - low) / ((high - low) or 0.001)
     interpolate = ramp.clamp(0, 1)
     return interpolate * frequencies / scaling.factor + (1 - interpolate) * frequencies
 

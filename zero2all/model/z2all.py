@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from zero2all.model.config import ModelConfig
 from zero2all.model.rope import rope_tables
 from zero2all.ops.registry import Ops
+from zero2all.ops.widen import widened
 
 
 class KeyValueCache:
@@ -142,7 +143,7 @@ class Z2all(nn.Module):
         cos, sin = self.cos[start : start + T], self.sin[start : start + T]
         x = self.embedding_dropout(self.embedding(tokens))  # (B, T, C)
         if self.config.fp32_residual:
-            x = x.float()
+            x = widened(x)
         elif torch.is_autocast_enabled(tokens.device.type):
             x = x.to(torch.get_autocast_dtype(tokens.device.type))
         for block in self.blocks:
@@ -157,6 +158,6 @@ class Z2all(nn.Module):
         return F.linear(hidden, weight)
 
     def token_losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Ids (B, T) and the ids that follow them (B, T) -> loss of each position in nats, float32 (B, T)."""
+        """Ids (B, T) and the ids that follow them (B, T) -> loss of each position in nats (B, T)."""
         logits = self.logits(self(tokens))
         return self.ops.cross_entropy(logits.flatten(0, 1), targets.flatten()).view(targets.shape)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zero2all.ops.implementation import Implementation
+from zero2all.ops.widen import widened
 
 
 def math_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
@@ -23,7 +24,7 @@ def math_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float) ->
     scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])  # (B, Hq, T, S)
     T, S = scores.shape[-2:]
     future = torch.ones(T, S, dtype=torch.bool, device=scores.device).triu(S - T + 1)
-    weights = scores.float().masked_fill(future, -math.inf).softmax(dim=-1).to(value.dtype)
+    weights = widened(scores).masked_fill(future, -math.inf).softmax(dim=-1).to(value.dtype)
     return F.dropout(weights, dropout) @ value  # (B, Hq, T, D)
 
 

@@ -1,7 +1,9 @@
 """The packed contract on disk: `packed/<source>/{train,valid}/tokens-00000.bin`, `docs-00000.idx`, `manifest.json`.
 
 Tokens are little-endian uint16 where the vocabulary fits, else uint32; an index holds the uint64 position, within
-its shard, at which each document starts. Both are memory-mapped and never read whole.
+its shard, at which each document starts. Both are memory-mapped and never read whole. `packed/report.json` names the
+sources that belong together: it is removed before anything is packed anew and written last, so while it is absent
+there is no packed data, and a source that was left out of the corpus is no longer read.
 """
 
 from __future__ import annotations
@@ -13,9 +15,11 @@ from typing import Any
 import numpy as np
 
 from zero2all.common.errors import BadInputError
+from zero2all.common.files import read_json
 from zero2all.common.manifest import read_manifest
 
 PACK_COMMAND = "z2a pack"
+REPORT_NAME = "report.json"
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -100,7 +104,10 @@ def open_split(packed: Path, source: str, split: str) -> PackedSplit:
 
 def packed_sources(packed: Path) -> list[str]:
     """Names of the packed sources, sorted."""
-    names = sorted(path.parent.parent.name for path in packed.glob("*/train/manifest.json"))
-    if not names:
-        raise BadInputError(f"There is no packed data in {packed}. Run `{PACK_COMMAND}` first.")
-    return names
+    try:
+        return sorted(read_json(packed / REPORT_NAME)["sources"])
+    except FileNotFoundError:
+        raise BadInputError(
+            f"There is no finished packed data in {packed} (no {REPORT_NAME}). Run `{PACK_COMMAND}` first; if it was "
+            f"interrupted, running it again continues."
+        ) from None

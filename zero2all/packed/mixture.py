@@ -44,6 +44,8 @@ def open_training_data(packed: Path, config: DataConfig, stages: list[Stage]) ->
     _check_one_tokenizer(every)
     weights = [source_weights(every, stage.mixture) for stage in stages]
     used = [index for index in range(len(every)) if any(stage[index] for stage in weights)]
+    if not used:
+        raise BadInputError(f"The packed data in {packed} has no text for training. Build a corpus with more text.")
     splits = [every[index] for index in used]
     sources = []
     for split in splits:
@@ -91,7 +93,8 @@ def source_weights(splits: list[PackedSplit], mixture: dict[str, float] | None) 
             )
         tokens = sum(splits[index].tokens for index in members)
         for index in members:
-            weights[index] += weight * splits[index].tokens / max(1, tokens)
+            # An empty source keeps its weight, so that it is named when the samples are counted.
+            weights[index] += weight * (splits[index].tokens / tokens if tokens else 1 / len(members))
     if not any(weights):
         raise UsageError("data.mixture gives no source a weight above 0, so there is nothing to read.")
     return weights

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from fractions import Fraction
 from math import gcd
 
 import numpy as np
@@ -38,13 +39,12 @@ def permuted(indices: np.ndarray, size: int, key: int) -> np.ndarray:
 
 def rounded_weights(weights: list[float]) -> list[int]:
     """Weights as whole parts of 65536 that sum to it; largest remainders are rounded up, none above 0 is lost."""
-    total = sum(weights)
-    exact = [weight / total * WEIGHT_UNITS for weight in weights]
-    units = [max(1, int(value)) if value > 0 else 0 for value in exact]
-    by_remainder = sorted(range(len(units)), key=lambda index: (int(exact[index]) - exact[index], index))
-    for index in by_remainder:
-        if sum(units) < WEIGHT_UNITS and units[index]:
-            units[index] += 1
+    total = sum(map(Fraction, weights))
+    exact = [Fraction(weight) * WEIGHT_UNITS / total for weight in weights]
+    units = [max(1, int(value)) if value else 0 for value in exact]
+    missing = max(0, WEIGHT_UNITS - sum(units))
+    for index in sorted(range(len(units)), key=lambda index: (units[index] - exact[index], index))[:missing]:
+        units[index] += 1
     while sum(units) > WEIGHT_UNITS:
         units[units.index(max(units))] -= 1
     return units

@@ -2,79 +2,127 @@
 
 Each document becomes <|begin_of_text|>, its tokens, <|end_of_text|>; documents follow one another without padding.
 A split is written to a temporary folder and appears when it is whole; packing again does nothing where neither the
-corpus nor the tokenizer has changed.
+corpus nor the tokenizer has changed. `report.json` is written last (see `packed.layout`).
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
+from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError
-from zero2all.common.files import require_free_space, staged_folder
+from zero2all.common.files import require_free_space, staged_folder, sweep_partials, write_json
 from zero2all.common.manifest import fingerprint, is_current, read_manifest, write_manifest
 from zero2all.common.progress import Bar, progress
 from zero2all.common.records import SPLITS, corpus_sources, iter_records, training_text
-from zero2all.packed.layout import PACK_COMMAND, docs_name, token_dtype, tokens_name
+from zero2all.packed.layout import PACK_COMMAND, REPORT_NAME, docs_name, token_dtype, tokens_name
 from zero2all.tokenizer.load import Tokenizer, load_tokenizer
 
 SHARD_TOKENS = 1 << 28
 """A shard is closed after the document that takes it past this many tokens (512 MB as uint16)."""
 BATCH_DOCUMENTS = 256
+DISK_MARGIN_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """One split of one source, and what its packed form is made from."""
+
+    source: str
+    split: str
+    channel: str
+    folder: Path
+    inputs: str
+    corpus_bytes: int
+
+    def is_done(self) -> bool:
+        """Whether the folder already holds this, every file with the size its manifest states."""
+        if not is_current(self.folder, "packed", self.inputs):
+            return False
+        files = read_manifest(self.folder, "packed", PACK_COMMAND)["files"]
+        return all((self.folder / name).stat().st_size == file["bytes"] for name, file in files.items())
 
 
 def pack_corpus(corpus: Path, tokenizer_folder: Path, packed: Path) -> dict[str, dict[str, Any]]:
     """Pack every split of every source; returns the manifests by 'source/split'."""
     sources = corpus_sources(corpus)
     tokenizer = load_tokenizer(tokenizer_folder)
-    text_bytes = sum(int(manifest["report"]["bytes_kept"]) for manifest in sources.values())
-    require_free_space(packed, text_bytes + (16 << 20), "the packed tokens")
+    plans = _make_plans(sources, packed, tokenizer)
+    done = {plan.folder for plan in plans if plan.is_done()}
+    if len(done) < len(plans):
+        needed = sum(plan.corpus_bytes for plan in plans if plan.folder not in done)
+        require_free_space(packed, needed + DISK_MARGIN_BYTES, "the packed tokens")
+        (packed / REPORT_NAME).unlink(missing_ok=True)
     results = {}
+    text_bytes = sum(int(manifest["report"]["bytes_kept"]) for manifest in sources.values())
     with progress("pack", total=text_bytes, unit="B") as bar:
-        for name, manifest in sources.items():
-            for split in SPLITS:
-                results[f"{name}/{split}"] = _pack_split(corpus, packed, name, split, manifest, tokenizer, bar)
+        for plan in plans:
+            sweep_partials(plan.folder)
+            if plan.folder not in done:
+                _pack_split(corpus, plan, tokenizer, bar)
+            found = read_manifest(plan.folder, "packed", PACK_COMMAND)
+            if plan.folder in done:
+                bar.advance(found["text_bytes"])
+            results[f"{plan.source}/{plan.split}"] = found
     if not any(result["tokens"] for result in results.values()):
         raise BadInputError(f"The corpus in {corpus} holds no text to pack. Build it again from other sources.")
+    _write_report(packed, tokenizer, results)
     return results
 
 
-def _pack_split(
-    corpus: Path, packed: Path, source: str, split: str, manifest: dict[str, Any], tokenizer: Tokenizer, bar: Bar
-) -> dict[str, Any]:
-    folder = packed / source / split
+def _make_plans(sources: dict[str, dict[str, Any]], packed: Path, tokenizer: Tokenizer) -> list[_Plan]:
+    plans = []
+    for name, manifest in sources.items():
+        for split in SPLITS:
+            files = {part: file for part, file in manifest["files"].items() if part.startswith(f"{split}/")}
+            decisive = {
+                "files": files,
+                "channel": manifest["channel"],
+                "tokenizer": tokenizer.fingerprint,
+                "shard_tokens": SHARD_TOKENS,
+            }
+            corpus_bytes = sum(file["bytes"] for file in files.values())
+            folder = packed / name / split
+            plans.append(_Plan(name, split, manifest["channel"], folder, fingerprint(decisive), corpus_bytes))
+    return plans
+
+
+def _write_report(packed: Path, tokenizer: Tokenizer, results: dict[str, dict[str, Any]]) -> None:
+    sources: dict[str, dict[str, Any]] = {}
+    for manifest in results.values():
+        counts = {name: manifest[name] for name in ("documents", "tokens", "text_bytes")}
+        sources.setdefault(manifest["source"], {"channel": manifest["channel"]})[manifest["split"]] = counts
+    report = {"tokenizer": tokenizer.fingerprint, "sources": sources}
+    path = packed / REPORT_NAME
+    sweep_partials(path)
+    if not path.is_file() or path.read_bytes() != jsonio.dumps_pretty(report):
+        write_json(path, report)
+
+
+def _pack_split(corpus: Path, plan: _Plan, tokenizer: Tokenizer, bar: Bar) -> None:
     dtype = token_dtype(tokenizer.vocab_size)
-    inputs = fingerprint(
-        {
-            "files": {name: file for name, file in manifest["files"].items() if name.startswith(f"{split}/")},
-            "tokenizer": tokenizer.fingerprint,
-            "shard_tokens": SHARD_TOKENS,
-        }
-    )
-    if is_current(folder, "packed", inputs):
-        found = read_manifest(folder, "packed", PACK_COMMAND)
-        bar.advance(found["text_bytes"])
-        return found
-    with staged_folder(folder) as partial:
+    with staged_folder(plan.folder) as partial:
         shards = _ShardWriter(partial, dtype)
         opening = [] if tokenizer.begin_id is None else [tokenizer.begin_id]  # imported tokenizers may have none
         text_bytes = 0
-        for texts in _batches(map(training_text, iter_records(corpus, source, split))):
+        for texts in _batches(map(training_text, iter_records(corpus, plan.source, plan.split))):
             batch_bytes = 0
             for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
                 shards.add([*opening, *ids, tokenizer.end_id])
                 batch_bytes += len(text.encode("utf-8", "replace"))
             text_bytes += batch_bytes
-            bar.advance(batch_bytes, note=f"{source}/{split}")
+            bar.advance(batch_bytes, note=f"{plan.source}/{plan.split}")
         shards.close()
         content = {
-            "source": source,
-            "split": split,
-            "channel": manifest["channel"],
+            "source": plan.source,
+            "split": plan.split,
+            "channel": plan.channel,
             "tokenizer": tokenizer.fingerprint,
             "vocab_size": tokenizer.vocab_size,
             "dtype": dtype.str,
@@ -83,8 +131,7 @@ def _pack_split(
             "tokens": shards.tokens,
             "text_bytes": text_bytes,
         }
-        write_manifest(partial, "packed", inputs, content)
-    return read_manifest(folder, "packed", PACK_COMMAND)
+        write_manifest(partial, "packed", plan.inputs, content)
 
 
 def _batches(texts: Iterator[str]) -> Iterator[list[str]]:

@@ -6,12 +6,13 @@ Every stage is the one a person runs alone; this file only puts them in a row, t
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,7 @@ from zero2all.track.plot import plot_run
 from zero2all.train.loop import train
 
 WORLD_SEED = 1
-BYTES_PER_LANGUAGE = 3_300_000
-CODE_BYTES = 3_500_000
-HELD_OUT_BYTES = 30_000
+HELD_OUT_BYTES = 60_000
 """Held-out bytes scored per source at the end: enough for two digits, a few seconds of work."""
 VALID_SHARE = 0.02
 SPLIT_TEXT_ABOVE_BYTES = 50_000
@@ -48,7 +47,18 @@ SAMPLE_PROMPTS: dict[str, tuple[str, ...]] = {
     "zh": ("中国的首都是", "那是一个凉爽的中午，"),
     "code": ("def main():\n", "import os\n"),
 }
-SAMPLE_TOKENS = 60
+SAMPLE_TOKENS = 40
+GREEDY_SAMPLE_TOKENS = 16
+"""A greedy text of a tiny model soon repeats itself; its first words are what matters."""
+SHOWN_PROBES = (("en", "The capital of France is"), ("zh", "中国的首都是"))
+
+
+@dataclass(frozen=True)
+class WorldSize:
+    """How much text the small world and the standard library give."""
+
+    bytes_per_language: int = 3_300_000
+    code_bytes: int = 3_500_000
 
 
 @dataclass
@@ -72,6 +82,8 @@ class Journey:
     before: dict[str, Any] | None = None
     """Probes of the untrained model."""
     evaluation: dict[str, Any] = field(default_factory=dict)
+    shown_probes: list[tuple[str, str, float, float]] = field(default_factory=list)
+    """(prompt, answer, P before, P after) of the probes that are shown by name."""
     samples: list[tuple[str, str, str]] = field(default_factory=list)
     """(channel, prompt, continuation)."""
     picture: Path | None = None
@@ -79,10 +91,16 @@ class Journey:
     own_data: bool = False
 
 
-def run_journey(config: RunConfig, work: Path, data: Path | None, fresh: bool) -> Journey:
-    """Run or continue the quickstart in `work`."""
+def run_journey(
+    config: RunConfig, work: Path, data: Path | None = None, fresh: bool = False, size: WorldSize | None = None
+) -> Journey:
+    """Run or continue the quickstart in `work`; `data` takes the place of the small world, which has `size`."""
+    size = size or WorldSize()
     if data is not None and not data.exists():
         raise BadInputError(f"--data {data} does not exist. Give a file or a folder of text, JSON or parquet files.")
+    if data is not None:
+        # The preset's mixture speaks of the small world's channels.
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, mixture=None))
     if fresh:
         clear_workspace(work)
     workspace = open_workspace(work, create=True)
@@ -92,7 +110,7 @@ def run_journey(config: RunConfig, work: Path, data: Path | None, fresh: bool) -
 
     if data is None:
         with timer.stage("raw data") as done:
-            write_raw(workspace.raw, WORLD_SEED, BYTES_PER_LANGUAGE, CODE_BYTES)
+            write_raw(workspace.raw, WORLD_SEED, size.bytes_per_language, size.code_bytes)
             done(f"en.jsonl, zh.json, code.parquet: {_folder_size(workspace.raw)}")
     with timer.stage("corpus") as done:
         options = BuildOptions(valid_share=VALID_SHARE, split_text_above_bytes=SPLIT_TEXT_ABOVE_BYTES)
@@ -119,6 +137,7 @@ def run_journey(config: RunConfig, work: Path, data: Path | None, fresh: bool) -
     with timer.stage("evaluate") as done:
         loaded = load_run(workspace, name)
         journey.evaluation = _evaluation(loaded, workspace, probes)
+        journey.shown_probes = _shown_probes(journey)
         channels = journey.evaluation["held_out"]
         done(
             ", ".join(f"{channel} {values['bits_per_byte']:.2f}" for channel, values in channels.items()) + " bits/byte"
@@ -168,7 +187,8 @@ def _untrained_probes(workspace: Workspace, config: RunConfig, probes: Path) -> 
         kept: dict[str, Any] = read_json(path)
         if kept["inputs"] == key:
             return kept
-    summary = {"inputs": key, **summarize(run_probes(model, read_probes(probes)))}
+    results = run_probes(model, read_probes(probes))
+    summary = {"inputs": key, **summarize(results), "probe_results": [asdict(result) for result in results]}
     write_json(path, summary)
     return summary
 
@@ -181,12 +201,23 @@ def _evaluation(loaded: LoadedModel, workspace: Workspace, probes: Path | None) 
     return evaluate_run(loaded, workspace, probes, HELD_OUT_BYTES)
 
 
+def _shown_probes(journey: Journey) -> list[tuple[str, str, float, float]]:
+    if journey.before is None:
+        return []
+    found = []
+    for before, after in zip(journey.before["probe_results"], journey.evaluation["probe_results"], strict=True):
+        probe = after["probe"]
+        if (probe["channel"], probe["prompt"]) in SHOWN_PROBES:
+            found.append((probe["prompt"], probe["answer"], before["probability"], after["probability"]))
+    return found
+
+
 def _own_prompts(workspace: Workspace, report: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    """The beginnings of two held-out documents of the person's own text."""
+    """The beginnings of two documents of the person's own text, held-out ones first."""
     prompts = {}
     for name, source in report["sources"].items():
-        split = "valid" if source["valid_records"] else "train"
-        records = itertools.islice(iter_records(workspace.corpus, name, split), 2)
+        streams = (iter_records(workspace.corpus, name, split) for split in ("valid", "train"))
+        records = itertools.islice(itertools.chain.from_iterable(streams), 2)
         prompts[source["channel"]] = tuple(training_text(record)[:40] for record in records)
     return prompts
 
@@ -196,8 +227,11 @@ def _samples(loaded: LoadedModel, prompts: dict[str, tuple[str, ...]]) -> list[t
     for channel, texts in prompts.items():
         for index, prompt in enumerate(texts):
             # The first is the model's best guess, the second shows its imagination.
-            sampling = Sampling() if index == 0 else Sampling(temperature=0.7, top_p=0.9, seed=index)
-            samples.append((channel, prompt, generate(loaded, prompt, SAMPLE_TOKENS, sampling)))
+            if index == 0:
+                text = generate(loaded, prompt, GREEDY_SAMPLE_TOKENS)
+            else:
+                text = generate(loaded, prompt, SAMPLE_TOKENS, Sampling(temperature=0.7, top_p=0.9, seed=index))
+            samples.append((channel, prompt, text))
     return samples
 
 

@@ -18,6 +18,8 @@ def print_summary(journey: Journey) -> None:
     console.print(_channel_table(journey))
     if journey.before is not None:
         console.print(_probe_table(journey))
+    for prompt, answer, before, after in journey.shown_probes:
+        console.print(f"  P({answer} | {prompt}) = {before:.4f} → {after:.4f}")
     _print_samples(journey, console)
     console.print(f"\n[bold]Loss curves[/bold]  {journey.picture}")
     _print_next(journey, console)
@@ -59,10 +61,10 @@ def _probe_table(journey: Journey) -> Any:
     """Accuracy of whole answers and P(answer), before and after training."""
     from rich.table import Table
 
-    table = Table(title="Probes: facts asked in wordings they were never seen in", title_justify="left")
-    for name in ("", "probes", "right before", "right after", "P(answer) before", "P(answer) after"):
-        table.add_column(name, justify="left" if not name else "right")
     assert journey.before is not None, "the caller checks"
+    table = Table(title="Probes: facts asked in wordings they were never seen in", title_justify="left")
+    for name in ("", "probes", "right, before → after", "P(answer), before → after"):
+        table.add_column(name, justify="right" if name else "left")
     before, after = journey.before, journey.evaluation["probes"]
     for channel, values in after["channels"].items():
         table.add_row(f"[bold]{channel}[/bold]", *_probe_cells(before["channels"][channel], values))
@@ -70,16 +72,15 @@ def _probe_table(journey: Journey) -> Any:
             table.add_row(f"  {group}", *_probe_cells(before["channels"][channel]["groups"][group], means))
         table.add_section()
     table.add_row("[bold]all facts[/bold]", *_probe_cells(before, after))
+    table.caption = "facts = capital, day, person; arithmetic and wordings new to the model are shown apart"
     return table
 
 
 def _probe_cells(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return [
         str(after["probes"]),
-        f"{before['accuracy']:.1%}",
-        f"{after['accuracy']:.1%}",
-        f"{before['probability']:.4f}",
-        f"{after['probability']:.3f}",
+        f"{before['accuracy']:.1%} → {after['accuracy']:6.1%}",
+        f"{before['probability']:.4f} → {after['probability']:.4f}",
     ]
 
 

@@ -1,0 +1,40 @@
+# make quickstart   set up, then the whole journey from raw text to a model that answers (minutes, 2 CPU cores)
+# make test         set up, lint, all tests
+# make lint         ruff and mypy
+# make bench        the programs under benchmarks/; what they print lands in benchmarks/results/
+# make gpu          the tests that need a CUDA device
+
+BIN := .venv/bin
+RUNTIME := .venv/.runtime-ready
+DEV := .venv/.dev-ready
+SETUP_INPUTS := pyproject.toml requirements.lock scripts/setup.sh
+
+.PHONY: quickstart test lint bench gpu clean
+
+quickstart: $(RUNTIME)
+	$(BIN)/z2a quickstart $(ARGS)
+
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu" -n 2 --dist loadfile --durations 10
+
+lint: $(DEV)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(RUNTIME)
+	$(BIN)/python benchmarks/spine.py
+
+gpu: $(DEV)
+	$(BIN)/pytest -m gpu
+
+clean:
+	rm -rf .venv quickstart quickstart-own
+
+$(RUNTIME): $(SETUP_INPUTS)
+	./scripts/setup.sh
+	touch $@
+
+$(DEV): $(SETUP_INPUTS)
+	./scripts/setup.sh dev
+	touch $@ $(RUNTIME)
