@@ -84,7 +84,7 @@ def test_text_file_is_one_document_and_only_a_program_is_titled_by_its_path(tmp_
         (b"\xef\xbb\xbf  [ {}, {} ]", "", Format.JSON_ARRAY),
         (b"\x89PNG\r\n\0\0", ".txt", Format.BINARY),
         (b"\xff\xfea\0b\0", ".txt", Format.UTF16),
-        (gzip.compress(b"x"), ".jsonl", Format.COMPRESSED),
+        (gzip.compress(b"x", mtime=0), ".jsonl", Format.COMPRESSED),
         (b"", ".jsonl", Format.EMPTY),
     ],
 )
@@ -126,7 +126,7 @@ def test_folder_of_any_mix_is_read_in_name_order(tmp_path, write_lines, build, k
     (tmp_path / "raw/e.py").write_text("print('e')")
     (tmp_path / "raw/f.png").write_bytes(b"\x89PNG\0\0")
     (tmp_path / "raw/g.txt").write_bytes(b"")
-    (tmp_path / "raw/h.jsonl.gz").write_bytes(gzip.compress(b"{}"))
+    (tmp_path / "raw/h.jsonl.gz").write_bytes(gzip.compress(b"{}", mtime=0))
     (tmp_path / "raw/.hidden.txt").write_text("not read")
     (tmp_path / "raw/.git").mkdir()
     (tmp_path / "raw/.git/config").write_text("not read")

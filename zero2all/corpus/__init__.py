@@ -10,7 +10,7 @@
 pyarrow and ijson are imported only when a file needs them.
 """
 
-from zero2all.corpus.build import BuildOptions, build_corpus
+from zero2all.corpus.build import BuildOptions, build_corpus, check_sources
 from zero2all.corpus.record import Record
 from zero2all.corpus.report import read_report, summary_notes, summary_rows
 from zero2all.corpus.sources import Source, parse_mapping, parse_source, source_from_path
@@ -20,6 +20,7 @@ __all__ = [
     "Record",
     "Source",
     "build_corpus",
+    "check_sources",
     "parse_mapping",
     "parse_source",
     "read_report",

@@ -114,7 +114,7 @@ class Plan(NamedTuple):
 def build_corpus(corpus_folder: Path, sources: Sequence[Source], options: BuildOptions | None = None) -> dict[str, Any]:
     """Build what is missing or out of date, and return the report, which is also `corpus_folder/report.json`."""
     options = options or BuildOptions()
-    _require_sound(sources, options)
+    check_sources(sources, options)
     listings = [_listing_of(source, corpus_folder) for source in sources]
     _sweep(corpus_folder, sources)
     plans = _make_plans(corpus_folder, sources, listings, options)
@@ -134,7 +134,8 @@ def build_corpus(corpus_folder: Path, sources: Sequence[Source], options: BuildO
         raise
 
 
-def _require_sound(sources: Sequence[Source], options: BuildOptions) -> None:
+def check_sources(sources: Sequence[Source], options: BuildOptions) -> None:
+    """Raise what is wrong with names, options and paths; nothing is written."""
     problems = source_problems(sources) + options.problems()
     if len(problems) == 1:
         raise UsageError(f"The corpus cannot be built: {problems[0]}.")
