@@ -161,7 +161,7 @@ class Trainer:
         deadline = time.monotonic() + LONG_SECONDS
         while not condition():
             assert time.monotonic() < deadline, f"waited too long; it printed: {self.text()}"
-            time.sleep(0.002)
+            time.sleep(0.004)
 
     def signal(self, number: signal.Signals) -> None:
         if self.poll() is None:

@@ -74,7 +74,7 @@ def killed_command(shared_work, config, tmp_path_factory):
 
     def kill_and_run_again():
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-            while rows_in(run, 1) < 9 and process.poll() is None:
+            while rows_in(run, 1) < 6 and process.poll() is None:
                 time.sleep(0.002)
             process.kill()
         assert newest_checkpoint(run).step < STEPS
@@ -91,9 +91,9 @@ def test_a_run_killed_at_random_points_equals_the_run_left_alone(start, work, co
     rng = random.Random(dropout)
     run = work.run("killed")
     kills = 0
-    for attempt in range(1, 6):
+    for attempt in range(1, 5):
         trainer = start(*train_words(path, work, "killed"))
-        rows = rng.randint(1, 9)
+        rows = rng.randint(1, 8)
         trainer.wait_until(
             lambda t=trainer, a=attempt, r=rows: t.poll() is not None or (attempts(run) == a and rows_in(run, a) >= r)
         )
@@ -102,7 +102,7 @@ def test_a_run_killed_at_random_points_equals_the_run_left_alone(start, work, co
         kills += trainer.wait() == -signal.SIGKILL
         if list_checkpoints(run):
             newest_checkpoint(run)  # raises when something under a final name is damaged
-    assert kills >= 3
+    assert kills >= 2
     trainer = start(*train_words(path, work, "killed"))
     assert trainer.wait() == 0, trainer.text()
     assert final(run) == wanted
@@ -118,12 +118,12 @@ def test_a_run_asked_to_stop_saves_and_says_so_and_its_rerun_ends_with_the_same_
     path = config_file(**{**LENGTH, "checkpoint": {"every_steps": 0}})
     run = work.run("stopped")
     trainer = start(*train_words(path, work, "stopped"))
-    trainer.wait_until(lambda: rows_in(run, 1) >= 4)
+    trainer.wait_until(lambda: rows_in(run, 1) >= 2)
     trainer.signal(number)
     assert trainer.wait() == 10, trainer.text()
     assert number.name in trainer.text()
     stopped_at = newest_checkpoint(run).step
-    assert 3 <= stopped_at < STEPS
+    assert 1 <= stopped_at < STEPS
     assert f"stopped and saved at step {stopped_at}. Run the same command again" in trainer.text()
     again = start(*train_words(path, work, "stopped"))
     assert again.wait() == 0, again.text()

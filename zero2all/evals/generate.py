@@ -52,10 +52,10 @@ def stream(
     sampling = sampling or Sampling()
     vocabulary = vocabulary or Vocabulary(loaded.tokenizer, loaded.config.model.vocab_rows)
     healed = heal(prompt, loaded.tokenizer, vocabulary)
-    limit = loaded.config.model.max_seq_len
-    if len(healed.ids) >= limit:
+    limit, prompt_tokens = loaded.config.model.max_seq_len, len(healed.ids) + len(healed.given_back)
+    if prompt_tokens > limit:
         raise UsageError(
-            f"The prompt has {len(healed.ids)} tokens; the model was made for {limit} (model.max_seq_len). Shorten it."
+            f"The prompt has {prompt_tokens} tokens; the model was made for {limit} (model.max_seq_len). Shorten it."
         )
     draws = torch.Generator().manual_seed(sampling.seed)
     cache = KeyValueCache(loaded.config.model.layers)
