@@ -19,7 +19,5 @@ class Implementation:
 
     name: str
     function: Callable[..., Any]
-    deterministic: bool = True
-    """Whether two calls with the same input give the same bits."""
     probe: Callable[[str], str | None] = runs_anywhere
     """Given the device type ('cpu', 'cuda'): None when it can run there, else the reason why not."""
