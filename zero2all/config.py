@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.common.errors import UsageError
-from zero2all.common.schema import Problem, build, field_docs, nearest_hint
+from zero2all.common.schema import Problem, apply_overrides, build, field_docs, nearest_hint
 from zero2all.model.config import ModelConfig
 from zero2all.ops.config import OpsConfig
 from zero2all.packed.config import DataConfig
@@ -88,7 +88,7 @@ def load_config(source: str | Path, overrides: list[str] | None = None) -> RunCo
     path = find_config(str(source))
     values = _read_yaml(path)
     problems: list[Problem] = []
-    _apply_overrides(values, overrides or [], problems)
+    apply_overrides(values, overrides or [], problems)
     return config_from_values(values, str(path), problems)
 
 
@@ -148,39 +148,6 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UsageError(f"The config {path} holds {type(values).__name__}; expected sections such as `model:`.")
     return values
-
-
-def _apply_overrides(values: dict[str, Any], overrides: list[str], problems: list[Problem]) -> None:
-    """Set `--a.b.c value` and `--a.b.c=value` pairs inside `values`."""
-    import yaml
-
-    words = list(overrides)
-    while words:
-        word = words.pop(0)
-        name, equals, text = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or "." not in name:
-            problems.append(Problem(word, text or word, "an override such as --optim.lr_max 3e-4"))
-            continue
-        if not equals:
-            if not words:
-                problems.append(Problem(name, "nothing", "a value after the name"))
-                continue
-            text = words.pop(0)
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError:
-            value = text
-        *sections, leaf = name.split(".")
-        inner = values
-        for section in sections:
-            if inner.get(section) is None:
-                inner[section] = {}
-            inner = inner[section]
-            if not isinstance(inner, dict):
-                problems.append(Problem(name, text, f"a field; `{section}` is no section with fields of its own"))
-                break
-        else:
-            inner[leaf] = value
 
 
 def _cross_problems(config: RunConfig) -> list[Problem]:
