@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.common.errors import UsageError
-from zero2all.common.schema import Problem, apply_overrides, build, field_docs, nearest_hint
+from zero2all.common.schema import Problem, UnknownName, apply_overrides, build, field_docs, nearest_hint
 from zero2all.model.config import ModelConfig
 from zero2all.ops.config import OpsConfig
 from zero2all.packed.config import DataConfig
@@ -96,8 +96,8 @@ def config_from_values(values: dict[str, Any], origin: str, problems: list[Probl
     """Build and check a config from nested mappings; raises ConfigError with all problems found."""
     problems = [] if problems is None else problems
     config = build(RunConfig, values, "", problems)
-    if not problems:
-        problems.extend(_cross_problems(config))
+    problems = [_with_other_place(problem) for problem in problems]
+    problems.extend(_cross_problems(config, problems))
     if problems:
         raise ConfigError(origin, problems)
     assert isinstance(config, RunConfig), "build returns what it was asked for when it found no problem"
@@ -109,13 +109,22 @@ def find_config(source: str) -> Path:
     path = Path(source)
     if path.is_file():
         return path
-    presets = {preset.stem: preset for folder in _preset_folders() for preset in sorted(folder.glob("*.yaml"))}
-    if path.stem in presets and path.suffix in ("", ".yaml", ".yml") and path.parent.name in ("", "configs"):
-        return presets[path.stem]
+    presets = preset_files()
+    name = path.stem if path.suffix in (".yaml", ".yml") else path.name
+    if name in presets and path.parent in (Path(), Path("configs")):
+        return presets[name]
+    hint = nearest_hint(name, presets)
     raise UsageError(
-        f"There is no config file or preset `{source}`. {nearest_hint(path.stem, presets)} "
+        f"There is no config file or preset `{source}`.{f' {hint}' if hint.startswith('Did') else ''} "
         f"Give one of the presets ({', '.join(presets)}) or the path of a YAML file."
     )
+
+
+def preset_files() -> dict[str, Path]:
+    """The named configs that come with zero2all; those of a checkout stand before installed copies."""
+    checkout = Path(__file__).resolve().parent.parent / "configs"
+    installed = Path(sys.prefix) / "share" / "zero2all" / "configs"
+    return {preset.stem: preset for folder in (installed, checkout) for preset in sorted(folder.glob("*.yaml"))}
 
 
 def config_values(config: RunConfig) -> dict[str, Any]:
@@ -130,58 +139,96 @@ def config_yaml(config: RunConfig, with_docs: bool = True) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _preset_folders() -> list[Path]:
-    checkout = Path(__file__).resolve().parent.parent / "configs"
-    installed = Path(sys.prefix) / "share" / "zero2all" / "configs"
-    return [folder for folder in (checkout, installed) if folder.is_dir()]
-
-
 def _read_yaml(path: Path) -> dict[str, Any]:
     import yaml
 
+    class OnceOnly(yaml.SafeLoader):
+        """Of a name that stands twice in a mapping, YAML would silently drop the first."""
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            seen = set()
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                    raise yaml.MarkedYAMLError(problem=f"`{key.value}` stands here twice", problem_mark=key.start_mark)
+                seen.add(key.value if isinstance(key, yaml.ScalarNode) else None)
+            return super().construct_mapping(node, deep)
+
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        with open(path, encoding="utf-8") as file:
+            values = yaml.load(file, OnceOnly)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UsageError(f"The config {path} cannot be read as YAML: {error}") from error
+        raise UsageError(f"The config {path} cannot be read as YAML; nothing was started.\n{error}") from error
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise UsageError(f"The config {path} holds {type(values).__name__}; expected sections such as `model:`.")
+        raise UsageError(
+            f"The config {path} holds a {type(values).__name__}; expected sections such as `model:` with fields below "
+            f"them. `z2a train quickstart --print-config` shows a whole one."
+        )
     return values
 
 
-def _cross_problems(config: RunConfig) -> list[Problem]:
-    """What is wrong between sections, and inside sections between fields."""
+def _with_other_place(problem: Problem) -> Problem:
+    """A field written under the wrong section: say where it lives."""
+    if not isinstance(problem, UnknownName):
+        return problem
+    leaf = problem.field.rpartition(".")[2]
+    homes = [
+        f"`{section.name}.{leaf}`"
+        for section in dataclasses.fields(RunConfig)
+        if dataclasses.is_dataclass(section.default_factory)
+        and leaf in {item.name for item in dataclasses.fields(section.default_factory)}
+    ]
+    return dataclasses.replace(problem, hint=f"{problem.hint} There is {' and '.join(homes)}.") if homes else problem
+
+
+def _cross_problems(config: RunConfig, known: list[Problem]) -> list[Problem]:
+    """What is wrong between fields and between sections; where a section has `known` problems, nothing rests on it."""
+    troubled = {problem.field.partition(".")[0].partition("[")[0] for problem in known}
+    every_section_is_known = troubled <= {section.name for section in dataclasses.fields(RunConfig)}
+
+    def sound(*sections: str) -> bool:
+        return not troubled.intersection(sections) and (len(sections) == 1 or every_section_is_known)
+
     found: list[Problem] = []
     for name in ("data", "model", "train"):
-        found.extend(getattr(config, name).problems(name))
-    for index, stage in enumerate(config.stages):
+        if sound(name):
+            found.extend(getattr(config, name).problems(name))
+    if sound("stages"):
+        found.extend(_stages_problems(config.stages))
+    if sound("data", "model") and config.data.seq_len > config.model.max_seq_len:
+        limit = config.model.max_seq_len
+        found.append(Problem("data.seq_len", config.data.seq_len, f"at most model.max_seq_len ({limit})"))
+    if sound("data", "train"):
+        found.extend(_batch_problems(config.data.seq_len, config.train))
+    if sound("schedule", "train") and config.schedule.warmup_steps > config.train.steps:
+        warmup, steps = config.schedule.warmup_steps, config.train.steps
+        found.append(Problem("schedule.warmup_steps", warmup, f"at most train.steps ({steps})"))
+    return found
+
+
+def _stages_problems(stages: list[StageConfig]) -> list[Problem]:
+    found: list[Problem] = []
+    for index, stage in enumerate(stages):
         found.extend(stage.problems(f"stages[{index}]"))
-        if index and stage.from_step <= config.stages[index - 1].from_step:
-            found.append(Problem(f"stages[{index}].from_step", stage.from_step, "a later step than the stage before"))
-    seq_len, per_step = config.data.seq_len, config.train.tokens_per_step
-    if seq_len > config.model.max_seq_len:
-        found.append(Problem("data.seq_len", seq_len, f"at most model.max_seq_len ({config.model.max_seq_len})"))
+        if index and stage.from_step <= stages[index - 1].from_step:
+            expected = f"a later step than the stage before ({stages[index - 1].from_step})"
+            found.append(Problem(f"stages[{index}].from_step", stage.from_step, expected))
+    return found
+
+
+def _batch_problems(seq_len: int, train: TrainConfig) -> list[Problem]:
+    per_step, per_pass = train.tokens_per_step, train.micro_batch_samples
     if per_step % seq_len:
         near = max(1, round(per_step / seq_len)) * seq_len
-        found.append(
-            Problem("train.tokens_per_step", per_step, f"a multiple of data.seq_len ({seq_len})", f"Nearest: {near}.")
-        )
-    elif (per_step // seq_len) % config.train.micro_batch_samples:
-        found.append(
-            Problem(
-                "train.micro_batch_samples",
-                config.train.micro_batch_samples,
-                f"a divisor of the {per_step // seq_len} samples in a step (train.tokens_per_step / data.seq_len)",
-            )
-        )
-    if config.schedule.warmup_steps > config.train.steps:
-        found.append(
-            Problem(
-                "schedule.warmup_steps", config.schedule.warmup_steps, f"at most train.steps ({config.train.steps})"
-            )
-        )
-    return found
+        expected = f"a multiple of data.seq_len ({seq_len})"
+        return [Problem("train.tokens_per_step", per_step, expected, f"Nearest: {near}.")]
+    samples = per_step // seq_len
+    if samples % per_pass:
+        near = min((n for n in range(1, samples + 1) if samples % n == 0), key=lambda n: abs(n - per_pass))
+        expected = f"a divisor of the {samples} samples in a step (train.tokens_per_step / data.seq_len)"
+        return [Problem("train.micro_batch_samples", per_pass, expected, f"Nearest: {near}.")]
+    return []
 
 
 def _write_section(section: Any, depth: int, lines: list[str], with_docs: bool) -> None:

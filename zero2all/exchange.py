@@ -15,7 +15,7 @@ from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import staged_folder
 from zero2all.common.manifest import fingerprint, write_manifest
 from zero2all.common.workspace import Workspace
-from zero2all.config import RunConfig, config_values
+from zero2all.config import RunConfig, config_from_values, config_values
 from zero2all.evals.load import LoadedModel
 from zero2all.model.config import ModelConfig
 from zero2all.model.hf import read_hf_folder, write_hf_folder
@@ -31,8 +31,9 @@ def export_run(loaded: LoadedModel, tokenizer_folder: Path, target: Path, dtype:
 
     `dtype` None takes what the weights were imported in, else float32.
     """
-    if target.exists() and any(target.iterdir()):
-        raise UsageError(f"{target} exists and is not empty. Choose another folder, or delete it first.")
+    target = target.resolve()
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise UsageError(f"{target} exists and is no empty folder. Choose another one, or delete it first.")
     with staged_folder(target) as partial:
         # The files as they are: re-saving through transformers would make control tokens reachable from text.
         for name in TOKENIZER_FILES:
@@ -48,40 +49,44 @@ def export_run(loaded: LoadedModel, tokenizer_folder: Path, target: Path, dtype:
 
 
 def import_folder(folder: Path, workspace: Workspace, name: str) -> Path:
-    """Make the run `name` at step 0 from a Hugging Face folder; returns the run folder."""
+    """Make the run `name` at step 0 from a Hugging Face folder; returns the run folder, which appears when it is whole.
+
+    A run folder with a config but without its checkpoint would be trained from random weights.
+    """
     run = workspace.run(name)
     if run.exists():
         raise UsageError(f"The run {name} exists already. Choose another --name, or delete {run}.")
     model, tensors, dtype = read_hf_folder(folder)
+    config = _config_for(model, name)
     tokenizer = _adopt_tokenizer(folder, workspace, model)
-    config = _config_for(model, tokenizer.vocab_size, name)
     details: dict[str, Any] = {
         "data": None,
+        "tokenizer": tokenizer.fingerprint,
         "environment": {},
         "ops": {},
         "imported_from": str(folder),
         "imported_dtype": dtype,
     }
     counters = {"step": 0, "tokens": 0, "skips_in_a_row": 0}
-    run.mkdir(parents=True)
-    save_run_config(config, run)
-    write_checkpoint(run, 0, tensors, {}, counters, fingerprint(config_values(config)), details)
+    with staged_folder(run) as partial:
+        save_run_config(config, partial)
+        write_checkpoint(partial, 0, tensors, {}, counters, fingerprint(config_values(config)), details)
     return run
 
 
-def _config_for(model: ModelConfig, vocab_size: int, name: str) -> RunConfig:
+def _config_for(model: ModelConfig, name: str) -> RunConfig:
     """A config with the imported shape; everything else is left at its default for the person to set."""
     base = RunConfig()
     seq_len = min(base.data.seq_len, model.max_seq_len)
     samples = base.train.micro_batch_samples
     tokens_per_step = max(1, base.train.tokens_per_step // (seq_len * samples)) * seq_len * samples
-    return dataclasses.replace(
+    config = dataclasses.replace(
         base,
         model=model,
-        tokenizer=dataclasses.replace(base.tokenizer, vocab_size=vocab_size),
         data=dataclasses.replace(base.data, seq_len=seq_len),
         train=dataclasses.replace(base.train, name=name, tokens_per_step=tokens_per_step),
     )
+    return config_from_values(config_values(config), f"of the new run {name}")
 
 
 def _adopt_tokenizer(folder: Path, workspace: Workspace, model: ModelConfig) -> Tokenizer:
@@ -105,7 +110,7 @@ def _adopt_tokenizer(folder: Path, workspace: Workspace, model: ModelConfig) -> 
                 shutil.copy(folder / name, partial / name)
         content = {"tokenizer_kind": "imported", "vocab_size": theirs.vocab_size, "fingerprint": theirs.fingerprint}
         write_manifest(partial, "tokenizer", theirs.fingerprint, content)
-    return load_tokenizer(workspace.tokenizer)
+    return theirs
 
 
 def _token_ids(tokenizer: Tokenizer) -> dict[str, int | None]:

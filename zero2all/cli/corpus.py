@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from zero2all.cli.verb import Subparsers, add_verb, add_work, workspace_of
+from zero2all.cli.verb import Subparsers, add_group, add_verb, add_work, real, whole, workspace_of
 
 BUILD_EXAMPLES = """z2a corpus build news=raw/news.json:zh wiki=raw/wiki.parquet:en --work my-workspace
   z2a corpus build qa=raw/baike::baike2018qa --work my-workspace --format jsonl.zst --dedup.near off
@@ -18,8 +18,9 @@ every rule of cleaning has a name and thresholds (z2a corpus rules); set them wi
 
 def register(verbs: Subparsers) -> None:
     """Add the verbs."""
-    group = verbs.add_parser("corpus", help="turn raw files into clean records")
-    inner = group.add_subparsers(title="verbs", metavar="VERB", required=True)
+    inner = add_group(
+        verbs, "corpus", "turn raw files into clean records", "z2a corpus build news=raw/news.jsonl --work my-workspace"
+    )
     _register_build(inner)
 
     show = add_verb(
@@ -32,7 +33,7 @@ def register(verbs: Subparsers) -> None:
     show.add_argument("source", nargs="?", default=None, help="name of the source (default: all)")
     add_work(show)
     show.add_argument("--split", choices=("train", "valid"), default="train", help="which split (default train)")
-    show.add_argument("--count", type=int, default=3, help="how many records of each source (default 3)")
+    show.add_argument("--count", type=whole(1), default=3, metavar="N", help="records of each source (default 3)")
     show.add_argument(
         "--dropped",
         nargs="?",
@@ -59,23 +60,34 @@ def _register_build(inner: Subparsers) -> None:
         BUILD_EXAMPLES,
         _build,
     )
-    build.set_defaults(takes_overrides=True)
+    build.set_defaults(takes_overrides=True)  # its overrides are rules of cleaning, explained in the examples
     build.add_argument(
         "sources",
         nargs="+",
         metavar="NAME=PATH[:CHANNEL[:KIND]]",
-        help="a source: a file or a folder; or one YAML file that names them all",
+        help="a file or folder, the name it gets, the channel its loss is reported under such as zh, en or code "
+        "(default: guessed), and the kind of a known data set; or one YAML file that names them all",
     )
     add_work(build)
     build.add_argument("--map", default=None, metavar="FIELD=RAW,…", help="raw fields to use: content=body,title=name")
     build.add_argument("--format", default=None, help="shards as jsonl, jsonl.zst, parquet or txt (default jsonl)")
-    build.add_argument("--shard-bytes", type=int, default=None, help="size of a shard (default 200 MB)")
-    build.add_argument("--valid-share", type=float, default=None, help="share of records held out (default 0.01)")
     build.add_argument(
-        "--max-damaged-share", type=float, default=None, help="stop when more than this is damaged (default 0.01)"
+        "--shard-bytes", type=whole(1), default=None, metavar="N", help="size of a shard (default 200 MB)"
+    )
+    build.add_argument(
+        "--valid-share", type=real(0, 0.5), default=None, metavar="SHARE", help="share held out (default 0.01)"
+    )
+    build.add_argument(
+        "--max-damaged-share",
+        type=real(0, 1),
+        default=None,
+        metavar="SHARE",
+        help="stop when a larger share of a source is damaged (default 0.01)",
     )
     build.add_argument("--engine", choices=("local", "ray"), default=None, help="what runs the work (default local)")
-    build.add_argument("--workers", type=int, default=None, help="tasks at a time (default: one per core)")
+    build.add_argument(
+        "--workers", type=whole(1), default=None, metavar="N", help="tasks at a time (default: one per core)"
+    )
     build.add_argument(
         "--address",
         default=None,
@@ -87,7 +99,7 @@ def _register_build(inner: Subparsers) -> None:
 
 
 def _build(arguments: argparse.Namespace) -> None:
-    from zero2all.corpus import build_corpus, load_settings, parse_mapping
+    from zero2all.corpus import build_corpus, check_sources, load_settings, parse_mapping
 
     flags = {
         "options": {
@@ -100,6 +112,8 @@ def _build(arguments: argparse.Namespace) -> None:
     }
     mapping = parse_mapping(arguments.map) if arguments.map else None
     settings = load_settings(arguments.sources, arguments.overrides, mapping, flags)
+    # Before a mistyped path makes a workspace of this folder.
+    check_sources(settings.sources, settings.options, settings.engine)
     corpus = workspace_of(arguments, create=True).corpus
     report = build_corpus(
         corpus,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from zero2all.cli.verb import Subparsers, add_verb, add_work, workspace_of
+from zero2all.cli.verb import Subparsers, add_verb, add_work, real, whole, workspace_of
 
 
 def register(verbs: Subparsers) -> None:
@@ -19,10 +19,22 @@ def register(verbs: Subparsers) -> None:
     )
     parser.add_argument("run", help="name of the run")
     add_work(parser)
-    parser.add_argument("--step", type=int, default=None, help="checkpoint to use (default: the newest)")
-    parser.add_argument("--probes", type=Path, default=None, metavar="FILE", help="probes, one JSON object a line")
     parser.add_argument(
-        "--max-bytes", type=int, default=1_000_000, metavar="N", help="held-out bytes per source (default 1000000)"
+        "--step", type=whole(0), default=None, metavar="N", help="checkpoint to use (default: the newest)"
+    )
+    parser.add_argument(
+        "--probes",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="questions to ask, one JSON object a line (default: none are asked)",
+    )
+    parser.add_argument(
+        "--max-bytes",
+        type=whole(1),
+        default=1_000_000,
+        metavar="N",
+        help="held-out bytes to score per source (default 1000000)",
     )
 
     generate = add_verb(
@@ -34,12 +46,30 @@ def register(verbs: Subparsers) -> None:
     )
     generate.add_argument("run", help="name of the run")
     add_work(generate)
-    generate.add_argument("--step", type=int, default=None, help="checkpoint to use (default: the newest)")
-    generate.add_argument("--prompt", required=True, help="the beginning of the text")
-    generate.add_argument("--max-new-tokens", type=int, default=100, metavar="N", help="length (default 100)")
-    generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy, 1 the model's own distribution")
-    generate.add_argument("--top-p", type=float, default=1.0, help="sample among the likeliest tokens of this total")
-    generate.add_argument("--seed", type=int, default=0, help="key of the draws")
+    generate.add_argument(
+        "--step", type=whole(0), default=None, metavar="N", help="checkpoint to use (default: the newest)"
+    )
+    generate.add_argument("--prompt", required=True, metavar="TEXT", help="the beginning of the text")
+    generate.add_argument(
+        "--max-new-tokens", type=whole(1), default=100, metavar="N", help="tokens to write at most (default 100)"
+    )
+    generate.add_argument(
+        "--temperature",
+        type=real(0),
+        default=0.0,
+        metavar="X",
+        help="0 always takes the likeliest token, 1 draws as the model's own distribution says (default 0)",
+    )
+    generate.add_argument(
+        "--top-p",
+        type=real(0, 1),
+        default=1.0,
+        metavar="X",
+        help="draw only among the likeliest tokens that together have this probability (default 1: all)",
+    )
+    generate.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="another number, another draw (default 0); needs a temperature"
+    )
 
 
 def _eval(arguments: argparse.Namespace) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from zero2all.cli.verb import Subparsers, add_verb, add_work, workspace_of
+from zero2all.cli.verb import Subparsers, add_verb, add_work, whole, workspace_of
 
 
 def register(verbs: Subparsers) -> None:
@@ -19,8 +19,10 @@ def register(verbs: Subparsers) -> None:
     )
     export.add_argument("run", help="name of the run")
     add_work(export)
-    export.add_argument("--to", type=Path, required=True, metavar="DIR", help="folder to write")
-    export.add_argument("--step", type=int, default=None, help="checkpoint to use (default: the newest)")
+    export.add_argument("--to", type=Path, required=True, metavar="DIR", help="folder to write, new or empty")
+    export.add_argument(
+        "--step", type=whole(0), default=None, metavar="N", help="checkpoint to use (default: the newest)"
+    )
     export.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
@@ -35,7 +37,7 @@ def register(verbs: Subparsers) -> None:
         "z2a import path/to/hf-folder --work my-workspace --name continued",
         _import,
     )
-    parser.add_argument("folder", type=Path, help="the Hugging Face folder")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="the Hugging Face folder, on this machine")
     add_work(parser)
     parser.add_argument("--name", required=True, help="name of the new run")
 

@@ -4,38 +4,74 @@ from __future__ import annotations
 
 import argparse
 import errno
+import os
 import sys
 
 from zero2all import __version__
 from zero2all.cli import corpus, evaluate, exchange, pack, quickstart, tokenizer, train
-from zero2all.common.errors import DiskError, UsageError, UserError
+from zero2all.cli.verb import HelpFormatter
+from zero2all.common.errors import BadInputError, DiskError, UsageError, UserError, is_disk_full
 
+EPILOG = """\
+start here:
+  z2a quickstart
+
+help of a verb, with an example:
+  z2a train --help
+
+exit codes: 0 done, 1 a bug of ours, 2 usage or config, 3 bad input, 4 disk full,
+            10 stopped and saved, 12 run stopped itself, 13 run in use, 130 interrupted"""
 INTERRUPTED = 130
+WHOLE_SECTIONS = ("stages",)
+"""Sections that are lists, so that they are set as a whole: --stages '[{name: …}]'."""
+REFUSED_PATH_ERRNOS = frozenset(
+    {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
+)
+"""A path that cannot be used the way it was given: a matter between the person and their disk."""
 
 
 def main(words: list[str] | None = None) -> int:
     """Run `z2a WORDS…`; returns the exit code."""
-    parser = build_parser()
-    arguments, rest = parser.parse_known_args(words)
     try:
-        arguments.overrides = _only_overrides(rest, arguments)
-        return arguments.handler(arguments) or 0
+        plain, overrides = split_overrides(sys.argv[1:] if words is None else words)
+        arguments, unknown = build_parser().parse_known_args(plain)
+        _refuse_unknown(arguments, unknown, overrides)
+        arguments.overrides = overrides
+        code = arguments.handler(arguments) or 0
+        sys.stdout.flush()  # here, so that a reader who has gone is noticed while we can still take it calmly
+        return code
     except UserError as error:
         return _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
         return _fail("interrupted. What was finished is kept; run the same command again to continue.", INTERRUPTED)
     except BrokenPipeError:
-        sys.stderr.close()  # whoever read our output has gone; nothing is left to say
+        # Whoever read our output (`| head`) has seen enough; the interpreter must not try to write there at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            place = f" while writing {error.filename}" if error.filename else ""
-            return _fail(
-                f"the disk is full{place} ({error.strerror}). Nothing half-written was kept; free some space and run "
-                f"the same command again to continue.",
-                DiskError.exit_code,
-            )
-        raise
+    except Exception as error:
+        return _fail_for_disk_or_path(error)
+
+
+def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:
+    """The words for argparse, and the config overrides: `--section.field` (or a whole section) and their values.
+
+    argparse must not see them: it would take the value after a flag it does not know for a positional argument.
+    """
+    plain: list[str] = []
+    overrides: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, _ = word.removeprefix("--").partition("=")
+        if word == "--":
+            return [*plain, word, *rest], overrides
+        if word.startswith("--") and ("." in name or name in WHOLE_SECTIONS):
+            overrides.append(word)
+            if not equals and rest and not rest[0].startswith("--"):
+                overrides.append(rest.pop(0))
+        else:
+            plain.append(word)
+    return plain, overrides
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -43,22 +79,52 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="z2a",
         description="From raw text to a language model of your own.",
-        epilog="start here:\n  z2a quickstart\n\nhelp of a verb, with an example:\n  z2a train --help",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=EPILOG,
+        formatter_class=HelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"z2a {__version__}")
-    parser.set_defaults(takes_overrides=False)
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     for stage in (quickstart, corpus, tokenizer, pack, train, evaluate, exchange):
         stage.register(verbs)
     return parser
 
 
-def _only_overrides(rest: list[str], arguments: argparse.Namespace) -> list[str]:
-    """What argparse did not know: config overrides where the verb takes them, otherwise a mistake."""
-    if not rest or arguments.takes_overrides:
-        return rest
-    raise UsageError(f"z2a does not know {rest[0]!r} here. Its flags and an example: add --help.")
+def _refuse_unknown(arguments: argparse.Namespace, unknown: list[str], overrides: list[str]) -> None:
+    verb = arguments.verb.prog
+    if unknown:
+        import re
+
+        from zero2all.common.schema import nearest_hint
+
+        word = unknown[0].partition("=")[0]
+        flags = dict.fromkeys(re.findall(r"(?<![\w-])--[a-z][a-z-]*(?![\w.-])", arguments.verb.format_usage()))
+        hint = nearest_hint(word, flags) if word.startswith("--") else ""
+        raise UsageError(f"`{verb}` does not know `{word}`. {hint}{' ' if hint else ''}See `{verb} --help`.")
+    if overrides and not arguments.takes_overrides:
+        raise UsageError(
+            f"`{verb}` reads no config, so `{overrides[0]}` cannot be set here. Config fields belong to `z2a train` "
+            f"and `z2a quickstart`; for the flags of this verb see `{verb} --help`."
+        )
+
+
+def _fail_for_disk_or_path(error: Exception) -> int:
+    """End for what the disk refused; anything else is a bug of ours and keeps its traceback."""
+    if is_disk_full(error):
+        place = f" while writing {error.filename}" if isinstance(error, OSError) and error.filename else ""
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        return _fail(
+            f"the disk is full{place} ({reason}). Nothing half-written was kept; free some space and run the same "
+            f"command again to continue.",
+            DiskError.exit_code,
+        )
+    if isinstance(error, OSError) and error.errno in REFUSED_PATH_ERRNOS and error.filename:
+        return _fail(
+            f"{error.filename} cannot be used: {error.strerror}. Check that the path is the one you mean (a folder "
+            f"where a folder is expected) and that you may read and write there, then run the command again.",
+            BadInputError.exit_code,
+        )
+    raise error
 
 
 def _fail(message: str, code: int) -> int:

@@ -16,6 +16,7 @@ def register(verbs: Subparsers) -> None:
         "the whole journey in minutes: make a corpus, train a tokenizer and a model, evaluate and talk to it",
         "z2a quickstart --data my-texts/",
         _quickstart,
+        takes_overrides=True,
     )
     parser.add_argument(
         "--work",
@@ -25,15 +26,17 @@ def register(verbs: Subparsers) -> None:
         help="workspace (default: quickstart, or quickstart-own with --data)",
     )
     parser.add_argument("--data", type=Path, default=None, metavar="PATH", help="use your own file or folder of text")
-    parser.add_argument("--fresh", action="store_true", help="forget an earlier quickstart in this workspace")
-    parser.set_defaults(takes_overrides=True)
+    parser.add_argument("--fresh", action="store_true", help="delete an earlier quickstart in this workspace")
+    parser.usage = "z2a quickstart [-h] [--work DIR] [--data PATH] [--fresh] [--section.field VALUE …]"
 
 
 def _quickstart(arguments: argparse.Namespace) -> None:
     from zero2all.config import load_config
+
+    config = load_config("quickstart", arguments.overrides)  # before torch: a typing error is answered at once
+
     from zero2all.quickstart.journey import run_journey
     from zero2all.quickstart.summary import print_summary
 
-    config = load_config("quickstart", arguments.overrides)
     work = arguments.work or Path("quickstart" if arguments.data is None else "quickstart-own")
     print_summary(run_journey(config, work, arguments.data, arguments.fresh))

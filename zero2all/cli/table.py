@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+
+WIDTH_IN_FILES = 160
+"""Columns where no terminal says how many there are: rich would assume 80 and break figures in two."""
 
 
 def print_table(rows: Sequence[Sequence[str]], title: str | None = None) -> None:
     """Print rows, the first of which is the heading; columns of figures are set flush right."""
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
     heading, *body = rows
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
     for column, name in enumerate(heading):
         cells = [row[column] for row in body]
-        table.add_column(name, justify="right" if cells and all(_is_figure(cell) for cell in cells) else "left")
+        is_figures = bool(cells) and all(_is_figure(cell) for cell in cells)
+        table.add_column(name, justify="right" if is_figures else "left", overflow="fold")
     for row in body:
         table.add_row(*row)
-    Console(highlight=False).print(table)
+    Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH_IN_FILES).print(table)
 
 
 def _is_figure(cell: str) -> bool:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 
-from zero2all.cli.verb import Subparsers, add_verb, add_work, workspace_of
+from zero2all.cli.verb import Subparsers, add_group, add_verb, add_work, workspace_of
 
 
 def register(verbs: Subparsers) -> None:
     """Add the verbs."""
-    group = verbs.add_parser("tokenizer", help="train a vocabulary, encode and decode with it")
-    inner = group.add_subparsers(title="verbs", metavar="VERB", required=True)
+    inner = add_group(
+        verbs,
+        "tokenizer",
+        "train a vocabulary, encode and decode with it",
+        "z2a tokenizer train --work my-workspace --vocab-size 32000",
+    )
 
     train = add_verb(
         inner,
@@ -21,8 +25,12 @@ def register(verbs: Subparsers) -> None:
     )
     add_work(train)
     train.add_argument("--vocab-size", type=int, default=64000, metavar="N", help="number of token ids (default 64000)")
-    train.add_argument("--train-bytes", type=int, default=None, metavar="N", help="learn from this many bytes of text")
-    train.add_argument("--max-piece-bytes", type=int, default=None, metavar="N", help="longest piece in UTF-8 bytes")
+    train.add_argument(
+        "--train-bytes", type=int, default=None, metavar="N", help="learn from the first N bytes (default: all)"
+    )
+    train.add_argument(
+        "--max-piece-bytes", type=int, default=None, metavar="N", help="longest piece in UTF-8 bytes (default: any)"
+    )
 
     encode = add_verb(
         inner,
@@ -32,13 +40,13 @@ def register(verbs: Subparsers) -> None:
         _encode,
     )
     add_work(encode)
-    encode.add_argument("text")
+    encode.add_argument("text", metavar="TEXT", help="the text, in quotes")
 
     decode = add_verb(
         inner, "decode", "show the text of tokens", "z2a tokenizer decode --work my-workspace 17 256", _decode
     )
     add_work(decode)
-    decode.add_argument("ids", nargs="+", type=int)
+    decode.add_argument("ids", nargs="+", type=int, metavar="ID", help="token ids, as `encode` shows them")
 
 
 def _train(arguments: argparse.Namespace) -> None:
@@ -51,7 +59,7 @@ def _train(arguments: argparse.Namespace) -> None:
     values = {name: getattr(arguments, name) for name in ("vocab_size", "train_bytes", "max_piece_bytes")}
     config = build(TokenizerConfig, values, "tokenizer", problems)
     if problems:
-        raise UsageError("; ".join(str(problem) for problem in problems))
+        raise UsageError("No tokenizer was trained. " + " ".join(str(problem) for problem in problems))
     workspace = workspace_of(arguments)
     manifest = train_on_corpus(workspace.corpus, workspace.tokenizer, config)
     print(f"{workspace.tokenizer}: {manifest['vocab_size']:,} token ids, fingerprint {manifest['fingerprint']}")
@@ -74,4 +82,4 @@ def _decode(arguments: argparse.Namespace) -> None:
     try:
         print(load_tokenizer(workspace_of(arguments).tokenizer).decode(arguments.ids, skip_control=False))
     except ValueError as error:
-        raise UsageError(f"{error}.") from error
+        raise UsageError(f"{error}. `z2a tokenizer encode` shows the ids of a text.") from error

@@ -16,15 +16,18 @@ def register(verbs: Subparsers) -> None:
         "train a model on the packed data, or continue a run",
         "z2a train configs/z2all-100m.yaml --work my-workspace --optim.lr_max 3e-4",
         _train,
+        takes_overrides=True,
     )
-    parser.add_argument("config", help="a preset (quickstart, z2all-100m, z2all-1b) or the path of a YAML file")
+    parser.add_argument(
+        "config", metavar="CONFIG", help="a preset (quickstart, z2all-100m, z2all-1b) or the path of a YAML file"
+    )
     add_work(parser)
     parser.add_argument("--print-config", action="store_true", help="show the resolved config and stop")
     parser.add_argument("--fresh", action="store_true", help="forget an earlier run of this name and start over")
     parser.add_argument("--accept-changes", action="store_true", help="continue a run although its settings changed")
-    parser.set_defaults(takes_overrides=True)
     parser.usage = (
-        "z2a train CONFIG [--work DIR] [--section.field VALUE …] [--print-config] [--fresh] [--accept-changes]"
+        "z2a train [-h] CONFIG [--work DIR] [--section.field VALUE …]\n"
+        "                 [--print-config] [--fresh] [--accept-changes]"
     )
 
     plot = add_verb(
@@ -32,7 +35,9 @@ def register(verbs: Subparsers) -> None:
     )
     plot.add_argument("run", help="name of the run")
     add_work(plot)
-    plot.add_argument("--png", type=Path, default=None, metavar="FILE", help="default: curves.png in the run")
+    plot.add_argument(
+        "--png", type=Path, default=None, metavar="FILE", help="picture to write (default: curves.png in the run)"
+    )
 
 
 def _train(arguments: argparse.Namespace) -> None:
@@ -54,7 +59,7 @@ def _train(arguments: argparse.Namespace) -> None:
 def _plot(arguments: argparse.Namespace) -> None:
     from zero2all.track.plot import plot_run
 
-    run = workspace_of(arguments).run(arguments.run)
+    run = workspace_of(arguments).existing_run(arguments.run)
     png = arguments.png or run / "curves.png"
     plot_run(run, png)
     print(png)

@@ -13,20 +13,46 @@ if TYPE_CHECKING:
 Subparsers = Any
 """What argparse's add_subparsers returns; it has no public name."""
 
+OVERRIDES_HELP = """\
+Any field of the config can be set here, over what its file says:
+  --optim.lr_max 3e-4 --data.mixture '{en: 2, zh: 1}'
+All fields, what they mean and what they are now:
+  z2a train CONFIG --print-config"""
+
 
 def add_verb(
-    verbs: Subparsers, name: str, summary: str, example: str, handler: Callable[[argparse.Namespace], int | None]
+    verbs: Subparsers,
+    name: str,
+    summary: str,
+    example: str,
+    handler: Callable[[argparse.Namespace], int | None],
+    takes_overrides: bool = False,
 ) -> argparse.ArgumentParser:
     """Register a verb; the handler gets the parsed arguments and returns an exit code (None is 0)."""
+    notes = f"{OVERRIDES_HELP}\n\n" if takes_overrides else ""
     parser: argparse.ArgumentParser = verbs.add_parser(
         name,
         help=summary,
         description=summary,
-        epilog=f"example:\n  {example}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"{notes}example:\n  {example}",
+        formatter_class=HelpFormatter,
+        allow_abbrev=False,
     )
-    parser.set_defaults(handler=handler)
+    parser.set_defaults(handler=handler, verb=parser, takes_overrides=takes_overrides)
     return parser
+
+
+def add_group(verbs: Subparsers, name: str, summary: str, example: str) -> Subparsers:
+    """Register a word with verbs of its own, such as `z2a corpus`."""
+    parser = verbs.add_parser(
+        name,
+        help=summary,
+        description=summary,
+        epilog=f"example:\n  {example}",
+        formatter_class=HelpFormatter,
+        allow_abbrev=False,
+    )
+    return parser.add_subparsers(title="verbs", metavar="VERB", required=True)
 
 
 def add_work(parser: argparse.ArgumentParser) -> None:
@@ -39,3 +65,45 @@ def workspace_of(arguments: argparse.Namespace, create: bool = False) -> Workspa
     from zero2all.common.workspace import open_workspace
 
     return open_workspace(arguments.work, create=create)
+
+
+def whole(minimum: int) -> Callable[[str], int]:
+    """A type for add_argument: a whole number, at least `minimum`."""
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = minimum - 1
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number, at least {minimum}")
+        return value
+
+    return read
+
+
+def real(minimum: float, maximum: float | None = None) -> Callable[[str], float]:
+    """A type for add_argument: a number from `minimum` to `maximum`."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not (minimum <= value < float("inf") and (maximum is None or value <= maximum)):
+            bounds = f"at least {minimum:g}" if maximum is None else f"from {minimum:g} to {maximum:g}"
+            raise argparse.ArgumentTypeError(f"got {text!r}, expected a number, {bounds}")
+        return value
+
+    return read
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps examples as they are written, and gives the longest verb a place on the line of its help."""
+
+    def add_argument(self, action: argparse.Action) -> None:
+        """Also count the width of a verb's indented name, which argparse forgets."""
+        super().add_argument(action)
+        for verb in self._iter_indented_subactions(action):
+            width = len(self._format_action_invocation(verb)) + self._current_indent
+            self._action_max_length = max(self._action_max_length, width)

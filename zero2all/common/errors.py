@@ -1,8 +1,14 @@
 """Errors a person can act on, and the exit code each of them ends the command with.
 
 Raise one of these with a whole paragraph: what was wrong, what was expected, what to do. The command line prints
-it without a traceback. Anything else that escapes is a bug of ours, keeps its traceback and exits with 1.
+it without a traceback. Anything else that escapes is a bug of ours, keeps its traceback and exits with 1, except for
+a full disk, which can meet any write: `is_disk_full` recognises it.
 """
+
+import errno
+
+DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""No space left; quota used up; larger than a file may be here (a limit of the shell, or of the file system)."""
 
 
 class UserError(Exception):
@@ -45,3 +51,14 @@ class RunLockedError(UserError):
     """Another live process is already writing to this run."""
 
     exit_code = 13
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether a write failed for want of room.
+
+    Libraries written in Rust (safetensors, tokenizers) wrap the cause in an exception of their own, whose text still
+    ends the way Rust prints the system's errors: `No space left on device (os error 28)`.
+    """
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in DISK_FULL_ERRNOS
+    return any(f"(os error {number})" in str(error) for number in DISK_FULL_ERRNOS)

@@ -55,7 +55,8 @@ def read_json(path: Path) -> Any:
 def staged_folder(final: Path) -> Iterator[Path]:
     """Yield an empty temporary folder that becomes `final` when the block ends without an error.
 
-    An older `final` is replaced only at the very end. Leftovers of killed attempts are removed first.
+    An older `final` is replaced only at the very end; a crash between its two renames leaves no `final`, never a
+    mixed one. Leftovers of killed attempts are removed first.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
     sweep_partials(final)
@@ -64,13 +65,7 @@ def staged_folder(final: Path) -> Iterator[Path]:
     try:
         yield partial
         fsync_tree(partial)
-        if final.exists():
-            old = final.with_name(f"{final.name}{PARTIAL_MARK}old-{os.getpid()}")
-            final.rename(old)
-            partial.rename(final)
-            shutil.rmtree(old)
-        else:
-            partial.rename(final)
+        _put_in_place(partial, final)
         fsync_folder(final.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -78,14 +73,45 @@ def staged_folder(final: Path) -> Iterator[Path]:
 
 
 def sweep_partials(final: Path) -> None:
-    """Remove what killed attempts at writing `final` left behind."""
+    """Remove what killed attempts at writing `final` left behind; what a living process is writing stays."""
     if not final.parent.is_dir():
         return
-    for leftover in final.parent.glob(f"{final.name}{PARTIAL_MARK}*"):
+    mark = f"{final.name}{PARTIAL_MARK}"
+    for leftover in final.parent.iterdir():
+        if not leftover.name.startswith(mark) or _is_at_work(leftover.name.removeprefix(mark)):
+            continue
         if leftover.is_dir():
             shutil.rmtree(leftover, ignore_errors=True)
         else:
             leftover.unlink(missing_ok=True)
+
+
+def _put_in_place(partial: Path, final: Path) -> None:
+    if not final.exists():
+        partial.rename(final)
+        return
+    old = final.with_name(f"{final.name}{PARTIAL_MARK}old-{os.getpid()}")
+    final.rename(old)
+    try:
+        partial.rename(final)
+    except BaseException:
+        old.rename(final)
+        raise
+    shutil.rmtree(old, ignore_errors=True)  # the new one stands; what is left of the old is swept next time
+
+
+def _is_at_work(mark: str) -> bool:
+    """Whether the process that a leftover's name ends with is another one, and alive."""
+    number = mark.removeprefix("old-")
+    if not number.isdigit() or int(number) == os.getpid():
+        return False
+    try:
+        os.kill(int(number), 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # somebody else's, so it is alive
+        return True
+    return True
 
 
 def fsync_folder(folder: Path) -> None:
@@ -133,7 +159,7 @@ def require_free_space(folder: Path, needed_bytes: int, purpose: str) -> None:
 def human_bytes(count: float) -> str:
     """1536 -> '1.5 KB'; powers of 1000, as disks are sold."""
     for unit in ("B", "KB", "MB", "GB", "TB"):
-        if abs(count) < 1000 or unit == "TB":
+        if abs(count) < (1000 if unit == "B" else 999.95) or unit == "TB":  # 999,999 B are 1.0 MB, not 1000.0 KB
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     raise AssertionError("unreachable: the loop returns at TB")

@@ -64,7 +64,11 @@ def read_manifest(folder: Path, kind: str, made_by: str) -> dict[str, Any]:
             f"if it was interrupted, running it again continues."
         ) from None
     if not isinstance(manifest, dict) or manifest.get("kind") != kind:
-        raise BadInputError(f"{path} does not describe a {kind} folder. Check the path, or run `{made_by}` again.")
+        found = manifest.get("kind") if isinstance(manifest, dict) else None
+        what = f"it describes a {found}" if found else "it is none of ours"
+        raise BadInputError(
+            f"{path} does not describe a {kind} ({what}). Check the path, or delete {folder} and run `{made_by}` again."
+        )
     if manifest.get("format") != FORMATS[kind]:
         raise BadInputError(
             f"{folder} was written by zero2all {manifest.get('zero2all', 'of unknown version')} in {kind} format "
@@ -75,7 +79,10 @@ def read_manifest(folder: Path, kind: str, made_by: str) -> dict[str, Any]:
 
 
 def is_current(folder: Path, kind: str, inputs: str) -> bool:
-    """True when `folder` holds a whole artifact of this version, made from exactly these inputs."""
+    """True when `folder` holds a whole artifact of this version, made from exactly these inputs.
+
+    Every file must be there with its size; their bytes are not read again (`verify_files` does that).
+    """
     try:
         manifest = read_json(folder / MANIFEST_NAME)
     except (FileNotFoundError, BadInputError):
@@ -85,8 +92,12 @@ def is_current(folder: Path, kind: str, inputs: str) -> bool:
         and manifest.get("kind") == kind
         and manifest.get("format") == FORMATS[kind]
         and manifest.get("inputs") == inputs
-        and all((folder / name).is_file() for name in manifest.get("files", {}))
+        and all(_has_size(folder / name, file["bytes"]) for name, file in manifest.get("files", {}).items())
     )
+
+
+def _has_size(path: Path, expected_bytes: int) -> bool:
+    return path.is_file() and path.stat().st_size == expected_bytes
 
 
 def verify_files(folder: Path, manifest: dict[str, Any]) -> list[str]:

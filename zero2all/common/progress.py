@@ -43,7 +43,7 @@ def progress(label: str, total: float | None, unit: str, done: float = 0) -> Ite
 def human_count(count: float) -> str:
     """12345678 -> '12.3M'."""
     for limit, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(count) >= limit:
+        if abs(count) >= (limit if suffix == "k" else 0.99995 * limit):  # 999,999 is 1.0M, not 1000.0k
             return f"{count / limit:.1f}{suffix}"
     return f"{count:.0f}"
 
@@ -86,7 +86,7 @@ class _LogBar:
         speed = (self.done - self.done_at_start) / elapsed if elapsed > 0 else 0.0
         parts = [f"{self.label:<10} {human_count(self.done)}"]
         if self.total:
-            parts[0] += f"/{human_count(self.total)} {self.unit} ({self.done / self.total:.0%})"
+            parts[0] += f"/{human_count(self.total)} {self.unit} ({min(1.0, self.done / self.total):.0%})"
         else:
             parts[0] += f" {self.unit}"
         parts.append(f"{human_count(speed)} {self.unit}/s")

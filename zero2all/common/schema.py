@@ -24,11 +24,12 @@ from typing import Annotated, Any
 
 @dataclass(frozen=True)
 class Range:
-    """Inclusive bounds of a number; None leaves that side open. `above` excludes its own value."""
+    """Bounds of a number; None leaves that side open. `minimum` and `maximum` are inside, `above` and `below` not."""
 
     minimum: float | None = None
     maximum: float | None = None
     above: float | None = None
+    below: float | None = None
 
     def admits(self, value: float) -> bool:
         """Whether `value` lies inside."""
@@ -36,18 +37,26 @@ class Range:
             (self.minimum is None or value >= self.minimum)
             and (self.maximum is None or value <= self.maximum)
             and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
         )
 
     def words(self) -> str:
         """'at least 1', 'above 0 and at most 1'."""
         parts = []
         if self.above is not None:
-            parts.append(f"above {self.above:g}")
+            parts.append(f"above {_number(self.above)}")
         if self.minimum is not None:
-            parts.append(f"at least {self.minimum:g}")
+            parts.append(f"at least {_number(self.minimum)}")
         if self.maximum is not None:
-            parts.append(f"at most {self.maximum:g}")
+            parts.append(f"at most {_number(self.maximum)}")
+        if self.below is not None:
+            parts.append(f"below {_number(self.below)}")
         return " and ".join(parts)
+
+
+def _number(value: float) -> str:
+    """All digits of a whole number, the shortest form of any other."""
+    return f"{value:.0f}" if float(value).is_integer() else repr(value)
 
 
 PositiveInt = Annotated[int, Range(minimum=1)]
@@ -55,7 +64,7 @@ NaturalInt = Annotated[int, Range(minimum=0)]
 PositiveFloat = Annotated[float, Range(above=0)]
 NaturalFloat = Annotated[float, Range(minimum=0)]
 Share = Annotated[float, Range(minimum=0, maximum=1)]
-ShareBelowOne = Annotated[float, Range(minimum=0, maximum=0.999999)]
+ShareBelowOne = Annotated[float, Range(minimum=0, below=1)]
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,11 @@ class Problem:
     def __str__(self) -> str:
         hint = f" {self.hint}" if self.hint else ""
         return f"{self.field}: got {self.value!r}, expected {self.expected}.{hint}"
+
+
+@dataclass(frozen=True)
+class UnknownName(Problem):
+    """A name that the section does not have."""
 
 
 class _Missing:
@@ -89,8 +103,9 @@ def build(section: type, values: Any, place: str, problems: list[Problem]) -> An
         return None
     fields = {field.name: field for field in dataclasses.fields(section)}
     hints = _type_hints(section)
+    expected = f"a field of `{place}`" if place else "the name of a section"
     problems.extend(
-        Problem(_join(place, str(name)), value, "no such field here", nearest_hint(str(name), fields))
+        UnknownName(_join(place, str(name)), value, expected, nearest_hint(str(name), fields))
         for name, value in values.items()
         if name not in fields
     )
@@ -117,24 +132,19 @@ def nearest_hint(name: str, candidates: Iterable[str]) -> str:
 
 def apply_overrides(values: dict[str, Any], overrides: list[str], problems: list[Problem]) -> None:
     """Set `--a.b.c value` and `--a.b.c=value` pairs inside `values`."""
-    import yaml
-
     words = list(overrides)
     while words:
         word = words.pop(0)
         name, equals, text = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or "." not in name:
-            problems.append(Problem(word, text or word, "an override such as --optim.lr_max 3e-4"))
+        if not word.startswith("--"):
+            problems.append(Problem(word, word, "an override such as --optim.lr_max 3e-4"))
             continue
         if not equals:
-            if not words:
-                problems.append(Problem(name, "nothing", "a value after the name"))
+            if not words or words[0].startswith("--"):
+                problems.append(Problem(name, MISSING, "a value after the name"))
                 continue
             text = words.pop(0)
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError:
-            value = text
+        value = _override_value(text)
         *sections, leaf = name.split(".")
         inner = values
         for section in sections:
@@ -146,6 +156,22 @@ def apply_overrides(values: dict[str, Any], overrides: list[str], problems: list
                 break
         else:
             inner[leaf] = value
+
+
+def _override_value(text: str) -> Any:
+    """What YAML makes of `text`, but text wherever reading it would lose something: 007, 1.10, 2024-01-01.
+
+    A field that wants a number takes it from text as well.
+    """
+    import yaml
+
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    if isinstance(value, bool | str | list | dict) or value is None:
+        return value
+    return value if isinstance(value, int) and str(value) == text else text
 
 
 @cache
@@ -181,11 +207,10 @@ def _convert(kind: Any, value: Any, where: str, problems: list[Problem]) -> Any:
     origin = typing.get_origin(kind)
     if origin is Annotated:
         inner, *marks = typing.get_args(kind)
-        before = len(problems)
-        converted = _convert(inner, value, where, problems)
-        for mark in marks:
-            if isinstance(mark, Range) and len(problems) == before and not mark.admits(converted):
-                problems.append(Problem(where, value, f"a number {mark.words()}"))
+        found: list[Problem] = []
+        converted = _convert(inner, value, where, found)
+        if found or not all(mark.admits(converted) for mark in marks if isinstance(mark, Range)):
+            problems.append(Problem(where, value, _type_words(kind)))
         return converted
     if origin in (typing.Union, types.UnionType):
         options = typing.get_args(kind)
@@ -212,6 +237,12 @@ def _convert(kind: Any, value: Any, where: str, problems: list[Problem]) -> Any:
             problems.append(Problem(where, value, _type_words(kind)))
             return None
         inner = typing.get_args(kind)[1]
+        # YAML reads the names no, on and null as values; "False" would be nobody's source.
+        problems.extend(
+            Problem(_join(where, str(key)), key, "a name; YAML takes this one for a value, so put it in quotes")
+            for key in value
+            if not isinstance(key, str | int) or isinstance(key, bool)
+        )
         return {str(key): _convert(inner, item, _join(where, str(key)), problems) for key, item in value.items()}
     if dataclasses.is_dataclass(kind):
         return build(typing.cast(type, kind), value, where, problems)
@@ -226,7 +257,10 @@ def _convert_union(options: list[Any], kind: Any, value: Any, where: str, proble
         if not found:
             return converted
         attempts.append(found)
-    problems.extend(attempts[0] if len(attempts) == 1 else [Problem(where, value, _type_words(kind))])
+    if len(attempts) == 1 and any(problem.field != where for problem in attempts[0]):
+        problems.extend(attempts[0])  # the trouble lies deeper inside, and says so itself
+    else:
+        problems.append(Problem(where, value, _type_words(kind), attempts[0][0].hint if len(attempts) == 1 else ""))
     return None
 
 
@@ -235,24 +269,28 @@ def _convert_plain(kind: Any, value: Any, where: str, problems: list[Problem]) -
         return value
     if kind is int and isinstance(value, int) and not isinstance(value, bool):
         return value
-    if kind is int and isinstance(value, float) and value.is_integer():
-        return int(value)
-    if kind in (int, float) and isinstance(value, str):
-        # YAML reads `3e-4` as text (it wants 3.0e-4); people write 3e-4.
-        try:
-            number = float(value)
-        except ValueError:
-            number = math.nan
-        if math.isfinite(number):
-            return _convert_plain(kind, number, where, problems)
-    if kind is float and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        return float(value)
+    if kind is int and isinstance(value, str) and value.removeprefix("-").isdecimal():
+        return int(value)  # not by way of a float, which would round beyond 2^53
+    if kind in (int, float) and not isinstance(value, bool):
+        number = _as_float(value)
+        if math.isfinite(number) and (kind is float or number.is_integer()):
+            return kind(number)
     if kind is str and isinstance(value, str):
         return value
-    if kind is str and isinstance(value, int | float) and not isinstance(value, bool):
+    if kind is str and isinstance(value, int) and not isinstance(value, bool):
         return str(value)
-    problems.append(Problem(where, value, _type_words(kind)))
+    # A float is no text: `name: 1.10` has already lost its zero by the time it gets here.
+    hint = "Put it in quotes." if kind is str and value is not None and not isinstance(value, dict | list) else ""
+    problems.append(Problem(where, value, _type_words(kind), hint))
     return None
+
+
+def _as_float(value: Any) -> float:
+    """A number, also from text: YAML reads `3e-4` as text (it wants 3.0e-4), and people write 3e-4. Else NaN."""
+    try:
+        return float(value) if isinstance(value, int | float | str) else math.nan
+    except (ValueError, OverflowError):
+        return math.nan
 
 
 def _type_words(kind: Any) -> str:
@@ -266,10 +304,11 @@ def _type_words(kind: Any) -> str:
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_type_words(option) for option in typing.get_args(kind))
     if origin is list:
-        return f"a list of {_type_words(typing.get_args(kind)[0])}"
+        inner = typing.get_args(kind)[0]
+        return "a list of mappings" if dataclasses.is_dataclass(inner) else f"a list, each {_type_words(inner)}"
     if origin is dict:
-        return f"a mapping of names to {_type_words(typing.get_args(kind)[1])}"
+        return f"a mapping such as {{name: value}}, each value {_type_words(typing.get_args(kind)[1])}"
     if dataclasses.is_dataclass(kind):
-        return "a section"
+        return "a mapping of field names to values"
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
     return names.get(kind, str(kind))

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero2all import __version__
-from zero2all.common.errors import BadInputError, UsageError
+from zero2all.common.errors import BadInputError, UsageError, is_disk_full
 from zero2all.common.files import read_json, write_json
+from zero2all.common.schema import nearest_hint
 
 LAYOUT = 1
 STAMP_NAME = "workspace.json"
@@ -52,6 +53,15 @@ class Workspace:
         """The folder of one run."""
         return self.runs / name
 
+    def existing_run(self, name: str) -> Path:
+        """The folder of a run that was started; an error that names the runs there are, when this is none."""
+        run = self.run(name)
+        if run.is_dir():
+            return run
+        known = sorted(path.name for path in self.runs.glob("*") if path.is_dir())
+        hint = nearest_hint(name, known) if known else "It has no runs yet: train one with `z2a train`."
+        raise BadInputError(f"The workspace {self.root.absolute()} has no run `{name}`. {hint}")
+
 
 def open_workspace(root: Path, create: bool = False) -> Workspace:
     """Check (or, with `create`, make) the stamp of a workspace folder."""
@@ -73,5 +83,13 @@ def open_workspace(root: Path, create: bool = False) -> Workspace:
         )
     if root.exists() and not root.is_dir():
         raise BadInputError(f"The workspace path {root} is a file, not a folder. Choose another one with --work.")
-    write_json(stamp, {"layout": LAYOUT, "zero2all": __version__})
+    try:
+        write_json(stamp, {"layout": LAYOUT, "zero2all": __version__})
+    except OSError as error:
+        if is_disk_full(error):
+            raise
+        raise BadInputError(
+            f"No workspace can be made in {root} ({error.strerror}: {error.filename}). Choose a folder that you may "
+            f"write to with --work."
+        ) from error
     return Workspace(root)

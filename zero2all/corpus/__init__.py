@@ -7,10 +7,10 @@
     finish   numbered shards, samples, manifest           report   what came in, what was kept, what was not and why
     engine   local processes or Ray                       build    all of it, resumable
 
-numba, pyarrow, ijson and ray are imported only when they are needed.
+numba, pyarrow and ray are imported only when they are needed.
 """
 
-from zero2all.corpus.build import build_corpus
+from zero2all.corpus.build import build_corpus, check_sources
 from zero2all.corpus.engine import EngineConfig
 from zero2all.corpus.finish import iter_dropped
 from zero2all.corpus.options import BuildOptions
@@ -26,6 +26,7 @@ __all__ = [
     "Record",
     "Source",
     "build_corpus",
+    "check_sources",
     "iter_dropped",
     "load_settings",
     "parse_mapping",

@@ -89,7 +89,7 @@ def build_corpus(
     """
     options = options or BuildOptions()
     engine = engine or EngineConfig()
-    _require_sound(sources, options, engine)
+    check_sources(sources, options, engine)
     corpus_folder = corpus_folder.absolute()  # workers may stand in other folders
     sources = [source if source.is_remote else replace(source, path=Path(source.path).absolute()) for source in sources]
     listings = [list_source(source, corpus_folder) for source in sources]
@@ -118,7 +118,8 @@ def build_corpus(
             raise
 
 
-def _require_sound(sources: Sequence[Source], options: BuildOptions, engine: EngineConfig) -> None:
+def check_sources(sources: Sequence[Source], options: BuildOptions, engine: EngineConfig) -> None:
+    """Raise when the sources or settings cannot be built from, before anything is written."""
     problems = source_problems(sources) + options.problems() + engine.problems()
     if len(problems) == 1:
         raise UsageError(f"The corpus cannot be built: {problems[0]}.")

@@ -1,11 +1,14 @@
 """Where a prompt ends in the middle of a token.
 
 A model trained on `中国|的首都|是北京` has never seen `是` alone before `北京`, so the tokens of the prompt
-`中国的首都是` would put it on unknown ground. Two remedies, both exact about the text:
+`中国的首都是` would put it on unknown ground. Both remedies give back the last tokens of the prompt and are exact about
+the text:
 
-`heal` gives back the last tokens of a prompt; generation must first reproduce their bytes, with any tokens that do.
-`split_scored` tokenises prompt and continuation as one text; scoring starts at the first token that differs from the
-prompt's own, and the probability of the part of those tokens that belongs to the prompt is divided out.
+`heal` is for generation, which must first reproduce the bytes given back, and may do so with a token that reaches
+beyond the prompt.
+`split_scored` is for scoring: prompt and continuation are tokenised as one text, scoring starts before the last token
+of the prompt (earlier, where even that one comes out differently), and the probability of the part that belongs to the
+prompt is divided out.
 """
 
 from __future__ import annotations
@@ -17,20 +20,22 @@ from torch import Tensor
 
 from zero2all.tokenizer.load import Tokenizer
 
+MAX_GIVEN_BACK = 4
+
 
 class Vocabulary:
     """The bytes of every token, laid out so that 'which tokens may come next' is one pass over a table."""
 
     def __init__(self, tokenizer: Tokenizer, rows: int) -> None:
-        self.tokenizer, self.rows = tokenizer, rows
-        control = tokenizer.control_ids
-        self.pieces = [
-            b"" if token in control else tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)
-        ]
-        never = [token for token in range(rows) if token >= tokenizer.vocab_size]
-        never += [token for token in control if token != tokenizer.end_id]
-        self.never = torch.tensor(sorted(never), dtype=torch.long)
-        """Ids that text generation must not produce: padding rows and control tokens other than the end."""
+        self.pieces = [_text_bytes(tokenizer, token) for token in range(rows)]
+        """What each row of the model writes; nothing for control tokens, unused ids and padding rows."""
+        silent = [token for token, piece in enumerate(self.pieces) if not piece and token != tokenizer.end_id]
+        self.never = torch.tensor(silent, dtype=torch.long)
+        """Ids that text generation must not produce: all that write nothing, but for the end of the text."""
+
+    def starting_with(self, tail: bytes) -> list[int]:
+        """Ids whose bytes begin with `tail`."""
+        return [token for token, piece in enumerate(self.pieces) if piece.startswith(tail)]
 
     def continuing(self, tail: bytes) -> Tensor:
         """Ids whose bytes begin with `tail`, or with which `tail` begins."""
@@ -40,46 +45,77 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class HealedPrompt:
-    """Tokens to feed, and the bytes of the prompt that generation has to reproduce first."""
+    """Tokens to feed, and the last tokens of the prompt, which generation may replace by one that spans the border."""
 
     ids: list[int]
-    tail: bytes
+    given_back: list[int]
 
 
-def heal(prompt: str, tokenizer: Tokenizer) -> HealedPrompt:
-    """Begin-of-text and the prompt's tokens without the last one, whose bytes become the tail."""
-    opening = [tokenizer.end_id if tokenizer.begin_id is None else tokenizer.begin_id]
+def heal(prompt: str, tokenizer: Tokenizer, vocabulary: Vocabulary) -> HealedPrompt:
+    """Give back as many last tokens as some single token of the vocabulary spells and goes on from, at least one.
+
+    Generation then takes, at each step, either the prompt's own next token or a token that spells all that is left of
+    the prompt and may reach beyond it. Shorter tokens are not offered: they would lead away from how the text is
+    tokenised in training.
+    """
     ids = tokenizer.encode_text(prompt)
-    if not ids:
-        return HealedPrompt(opening, b"")
-    return HealedPrompt([*opening, *ids[:-1]], tokenizer.token_bytes(ids[-1]))
+    count = min(1, len(ids))
+    for longer in range(2, min(MAX_GIVEN_BACK, len(ids)) + 1):
+        tail = b"".join(vocabulary.pieces[token] for token in ids[-longer:])
+        if any(vocabulary.pieces[token] != tail for token in vocabulary.starting_with(tail)):
+            count = longer
+    border = len(ids) - count
+    return HealedPrompt([opening_id(tokenizer), *ids[:border]], ids[border:])
 
 
 @dataclass(frozen=True)
-class ScoredText:
-    """The tokens of prompt and continuation together, and where scoring starts.
+class ScoredTexts:
+    """The tokens of one prompt with each of its continuations, and where scoring starts.
 
-    `tokens[:shared]` is what they have in common with the prompt's own tokens; `tail` are the bytes of the prompt that
-    lie beyond, inside tokens that also carry the continuation. P(continuation | prompt) is then
-    P(tokens[shared:] | tokens[:shared]) / P(some tokens that spell `tail` | tokens[:shared]).
+    All of `texts` have their first `shared` tokens in common with the prompt; `tail` are the bytes of the prompt that
+    lie beyond. P(continuation | prompt) is then
+    P(text[shared:] | text[:shared]) / P(some tokens that spell `tail` | text[:shared]).
+    One start for all of them, so that the probabilities of different continuations can be compared and added.
     """
 
-    tokens: list[int]
+    texts: list[list[int]]
     shared: int
     tail: bytes
 
 
-def split_scored(prompt: str, continuation: str, tokenizer: Tokenizer) -> ScoredText:
+def split_scored(prompt: str, continuations: list[str], tokenizer: Tokenizer) -> ScoredTexts:
     """The tokens to score for log P(continuation | prompt)."""
-    opening = [tokenizer.end_id if tokenizer.begin_id is None else tokenizer.begin_id]
-    before = opening + tokenizer.encode_text(prompt)
-    whole = opening + tokenizer.encode_text(prompt + continuation)
-    shared = 1
-    while shared < min(len(before), len(whole)) and before[shared] == whole[shared]:
-        shared += 1
-    tail = b"".join(tokenizer.token_bytes(token) for token in before[shared:])
-    return ScoredText(whole, shared, tail)
+    opening = opening_id(tokenizer)
+    before = tokenizer.encode_text(prompt)
+    texts = [[opening, *tokenizer.encode_text(prompt + continuation)] for continuation in continuations]
+    shared = _common_length([[opening, *before[:-1]], *texts])
+    tail = b"".join(tokenizer.token_bytes(token) for token in before[shared - 1 :])
+    return ScoredTexts(texts, shared, tail)
+
+
+def opening_id(tokenizer: Tokenizer) -> int:
+    """What stands before the first token of a document; the end of the one before, where there is no begin token."""
+    return tokenizer.end_id if tokenizer.begin_id is None else tokenizer.begin_id
+
+
+def _text_bytes(tokenizer: Tokenizer, token: int) -> bytes:
+    if token in tokenizer.control_ids:
+        return b""
+    try:
+        return tokenizer.token_bytes(token)
+    except ValueError:  # an id that this tokenizer leaves unused
+        return b""
 
 
 def _agree(piece: bytes, tail: bytes) -> bool:
     return piece.startswith(tail) or tail.startswith(piece)
+
+
+def _common_length(rows: list[list[int]]) -> int:
+    """How many leading tokens all rows share."""
+    length = 0
+    for column in zip(*rows, strict=False):
+        if len(set(column)) > 1:
+            break
+        length += 1
+    return length

@@ -51,33 +51,34 @@ def stream(
     """The same, piece by piece as bytes (a character may be spread over pieces)."""
     sampling = sampling or Sampling()
     vocabulary = vocabulary or Vocabulary(loaded.tokenizer, loaded.config.model.vocab_rows)
-    healed = heal(prompt, loaded.tokenizer)
-    limit = loaded.config.model.max_seq_len
-    if len(healed.ids) >= limit:
+    healed = heal(prompt, loaded.tokenizer, vocabulary)
+    limit, prompt_tokens = loaded.config.model.max_seq_len, len(healed.ids) + len(healed.given_back)
+    if prompt_tokens > limit:
         raise UsageError(
-            f"The prompt has {len(healed.ids)} tokens; the model was made for {limit} (model.max_seq_len). Shorten it."
+            f"The prompt has {prompt_tokens} tokens; the model was made for {limit} (model.max_seq_len). Shorten it."
         )
     draws = torch.Generator().manual_seed(sampling.seed)
     cache = KeyValueCache(loaded.config.model.layers)
-    pending, tail = healed.ids, healed.tail
-    for _ in range(min(max_new_tokens + len(tail), limit - len(healed.ids))):
+    pending, rest, new_tokens = healed.ids, healed.given_back, 0
+    while new_tokens < max_new_tokens and cache.length + len(pending) <= limit:
         hidden = loaded.model(torch.tensor([pending], device=loaded.device), cache)
         logits = loaded.model.logits(hidden[0, -1]).float().cpu()
         logits[vocabulary.never] = -torch.inf
-        if tail:
-            logits = _only(logits, vocabulary.continuing(tail))
+        tail = b"".join(vocabulary.pieces[token] for token in rest)
+        if rest:
+            logits = _only(logits, [rest[0], *vocabulary.starting_with(tail)])
         token = _pick(logits, sampling, draws)
         if token == loaded.tokenizer.end_id:
             return
-        piece = vocabulary.pieces[token]
-        fresh = piece[len(tail) :] if len(piece) > len(tail) else b""
-        tail = tail[len(piece) :]
+        fresh = vocabulary.pieces[token][len(tail) :]
+        rest = rest[1:] if rest and token == rest[0] else []
         if fresh:
             yield fresh
+            new_tokens += 1
         pending = [token]
 
 
-def _only(logits: Tensor, allowed: Tensor) -> Tensor:
+def _only(logits: Tensor, allowed: list[int]) -> Tensor:
     """Logits with everything but `allowed` ruled out."""
     kept = torch.full_like(logits, -torch.inf)
     kept[allowed] = logits[allowed]
@@ -91,5 +92,6 @@ def _pick(logits: Tensor, sampling: Sampling, draws: torch.Generator) -> int:
     if sampling.top_p < 1:
         ordered, order = probabilities.sort(descending=True)
         beyond = ordered.cumsum(dim=-1) - ordered >= sampling.top_p
+        beyond[0] = False  # the likeliest stays, however small top_p is
         probabilities[order[beyond]] = 0
     return int(torch.multinomial(probabilities, 1, generator=draws))

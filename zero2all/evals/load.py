@@ -14,7 +14,13 @@ from zero2all.model.z2all import Z2all
 from zero2all.ops.registry import resolve
 from zero2all.parallel.device import pick_device
 from zero2all.tokenizer.load import Tokenizer, load_tokenizer
-from zero2all.train.checkpoint import Checkpoint, checkpoints_folder, newest_checkpoint, verified_checkpoint
+from zero2all.train.checkpoint import (
+    Checkpoint,
+    checkpoints_folder,
+    list_checkpoints,
+    newest_checkpoint,
+    verified_checkpoint,
+)
 from zero2all.train.setup import load_run_config, with_vocabulary
 from zero2all.train.state import check_shapes
 
@@ -49,7 +55,13 @@ def load_run(workspace: Workspace, name: str, step: int | None = None) -> Loaded
     check_shapes({key: tuple(value.shape) for key, value in model.state_dict().items()}, tensors)
     model.load_state_dict(tensors)
     stored_dtype = checkpoint.manifest.get("imported_dtype", "float32")
-    return LoadedModel(name, checkpoint.step, model.eval(), load_tokenizer(workspace.tokenizer), config, stored_dtype)
+    tokenizer = load_tokenizer(workspace.tokenizer)
+    if tokenizer.fingerprint != checkpoint.manifest.get("tokenizer"):
+        raise BadInputError(
+            f"The run {name} was trained with another tokenizer than the one in {workspace.tokenizer}: the same ids "
+            f"mean other text there. Put that tokenizer back, or pack with this one and train a new run."
+        )
+    return LoadedModel(name, checkpoint.step, model.eval(), tokenizer, config, stored_dtype)
 
 
 def untrained(workspace: Workspace, config: RunConfig) -> LoadedModel:
@@ -69,6 +81,6 @@ def _bare_model(config: RunConfig) -> Z2all:
 def _checkpoint_at(run: Path, step: int) -> Checkpoint:
     folder = checkpoints_folder(run) / f"step-{step:08d}"
     if not folder.is_dir():
-        steps = sorted(int(path.name.removeprefix("step-")) for path in checkpoints_folder(run).glob("step-????????"))
+        steps = sorted(int(path.name.removeprefix("step-")) for path in list_checkpoints(run))
         raise BadInputError(f"The run {run.name} has no checkpoint at step {step}; it has {steps or 'none'}.")
     return verified_checkpoint(folder)

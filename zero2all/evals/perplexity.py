@@ -1,6 +1,6 @@
 """Bits per byte on held-out documents: comparable over tokenizers, channels and models.
 
-Every document is scored whole from its beginning, in windows of the model's length without overlap; bits are summed
+Every document is scored whole from its beginning, in windows of data.seq_len tokens without overlap; bits are summed
 over all tokens including the end of the document, bytes are those of its UTF-8 text.
 """
 
@@ -13,6 +13,7 @@ import torch
 
 from zero2all.common.progress import progress
 from zero2all.common.records import corpus_sources, iter_records, training_text
+from zero2all.evals.boundary import opening_id
 from zero2all.evals.load import LoadedModel
 
 
@@ -47,8 +48,7 @@ def held_out_bits_per_byte(loaded: LoadedModel, corpus: Path, max_bytes_per_sour
 def document_nats(loaded: LoadedModel, text: str) -> tuple[float, int]:
     """Summed nats of a document and the number of tokens they were summed over."""
     tokenizer, window = loaded.tokenizer, loaded.config.data.seq_len
-    opening = tokenizer.end_id if tokenizer.begin_id is None else tokenizer.begin_id
-    ids = torch.tensor([opening, *tokenizer.encode_text(text), tokenizer.end_id], device=loaded.device)
+    ids = torch.tensor([opening_id(tokenizer), *tokenizer.encode_text(text), tokenizer.end_id], device=loaded.device)
     nats = 0.0
     for first in range(0, len(ids) - 1, window):
         piece = ids[first : first + window + 1].unsqueeze(0)

@@ -17,6 +17,7 @@ from typing import Any
 from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError
 from zero2all.common.progress import progress
+from zero2all.common.schema import Problem, build
 from zero2all.evals.boundary import Vocabulary
 from zero2all.evals.generate import stream
 from zero2all.evals.load import LoadedModel
@@ -63,21 +64,31 @@ class ProbeResult:
 
 
 def read_probes(path: Path) -> list[Probe]:
-    """Read a probes file."""
-    probes = []
+    """Read a probes file; a line that is no probe is an error that names it."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise BadInputError(f"The probes file {path} cannot be read: {error}") from error
-    for number, line in enumerate(lines, 1):
-        try:
-            probes.append(Probe(**jsonio.loads(line)))
-        except (ValueError, TypeError) as error:
-            raise BadInputError(
-                f"{path} line {number} is no probe ({error}). Expected an object with id, channel, family, prompt, "
-                f"answer, and optionally joiner, foils, new_wording."
-            ) from error
-    return probes
+    if not lines:
+        raise BadInputError(f"The probes file {path} is empty. Expected one JSON object a line, each a probe.")
+    return [_read_probe(line, f"{path} line {number}") for number, line in enumerate(lines, 1)]
+
+
+def _read_probe(line: bytes, place: str) -> Probe:
+    problems: list[Problem] = []
+    try:
+        probe = build(Probe, jsonio.loads(line), "", problems)
+    except ValueError as error:
+        raise BadInputError(f"{place} is no JSON ({error}). Expected one JSON object a line.") from error
+    if not problems and not probe.answer:
+        problems.append(Problem("answer", probe.answer, "some text"))
+    if problems:
+        raise BadInputError(
+            f"{place} is no probe: {' '.join(map(str, problems))} Expected an object with id, channel, family, prompt, "
+            f"answer, and optionally joiner, foils, new_wording."
+        )
+    assert isinstance(probe, Probe), "build returns what it was asked for when it found no problem"
+    return probe
 
 
 def run_probes(loaded: LoadedModel, probes: list[Probe]) -> list[ProbeResult]:
@@ -119,21 +130,16 @@ def _means(results: list[ProbeResult]) -> dict[str, float]:
 
 def _greedy_answer(loaded: LoadedModel, probe: Probe, vocabulary: Vocabulary) -> tuple[bool, str]:
     """Decode until the answer is complete or impossible; complete means: no letter or digit follows it."""
-    wanted = (probe.joiner + probe.answer).encode()
-    produced = b""
-    ended = True
+    expected = probe.joiner + probe.answer
+    wanted, produced = expected.encode(), b""
     for piece in stream(loaded, probe.prompt, max_new_tokens=len(wanted) + 4, vocabulary=vocabulary):
         produced += piece
-        text = produced.decode("utf-8", "ignore")
-        if not (produced.startswith(wanted) or wanted.startswith(produced)) or len(text) > len(wanted.decode()):
-            ended = False
+        possible = produced.startswith(wanted) or wanted.startswith(produced)
+        if not possible or len(produced.decode("utf-8", "ignore")) > len(expected):
             break
     written = produced.decode("utf-8", "replace")
-    expected = wanted.decode()
-    if not written.startswith(expected):
-        return False, written
     following = written[len(expected) : len(expected) + 1]
-    return (ended or bool(following)) and not following.isalnum(), written
+    return written.startswith(expected) and not following.isalnum(), written
 
 
 def _probabilities(loaded: LoadedModel, probe: Probe, vocabulary: Vocabulary) -> tuple[float, float]:

@@ -18,9 +18,10 @@ def evaluate_run(
 ) -> dict[str, Any]:
     """Score held-out text and, where a file is given, probes; writes the report beside the run and returns it."""
     report: dict[str, Any] = {"run": loaded.name, "step": loaded.step}
+    asked = [] if probes is None else read_probes(probes)  # first: a bad file should not cost the scoring of all text
     report["held_out"] = held_out_bits_per_byte(loaded, workspace.corpus, max_bytes_per_source)
     if probes is not None:
-        results = run_probes(loaded, read_probes(probes))
+        results = run_probes(loaded, asked)
         report["probes"] = summarize(results)
         report["probe_results"] = [asdict(result) for result in results]
     write_json(workspace.run(loaded.name) / "eval" / f"step-{loaded.step:08d}.json", report)

@@ -113,21 +113,24 @@ class ModelConfig:
 
 
 def parameter_counts(config: ModelConfig) -> dict[str, int]:
-    """Parameters by part: embedding, blocks, head (0 when tied), total; and those that take part in matmuls."""
+    """Parameters by part: embedding, blocks, head (0 when tied), total; and those that take part in matmuls.
+
+    `blocks` includes the final norm. `matmul` is every matrix, the output head once, and neither norms nor biases.
+    """
     hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_size
     qkv_rows = (config.heads + 2 * config.kv_heads) * head
-    block = hidden * (qkv_rows + config.heads * head) + 3 * hidden * inner + 2 * hidden
-    if config.attention_bias != "none":
-        block += qkv_rows + (hidden if config.attention_bias == "all" else 0)
-    if config.mlp_bias:
-        block += 2 * inner + hidden
+    matrices = hidden * (qkv_rows + config.heads * head) + 3 * hidden * inner
+    norms = 2 * hidden
+    biases = 0 if config.attention_bias == "none" else qkv_rows
+    biases += hidden if config.attention_bias == "all" else 0
+    biases += 2 * inner + hidden if config.mlp_bias else 0
     table = config.vocab_rows * hidden
-    embedding, output_head = table, 0 if config.tied_embeddings else table
-    blocks = config.layers * block + hidden  # the last hidden: the final norm
+    blocks = config.layers * (matrices + norms + biases) + hidden
+    output_head = 0 if config.tied_embeddings else table
     return {
-        "embedding": embedding,
+        "embedding": table,
         "blocks": blocks,
         "head": output_head,
-        "total": embedding + blocks + output_head,
-        "matmul": blocks + table,
+        "total": table + blocks + output_head,
+        "matmul": config.layers * matrices + table,
     }

@@ -16,28 +16,43 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError
-from zero2all.common.files import read_json, require_free_space, write_json
+from zero2all.common.files import require_free_space, write_json
 from zero2all.common.schema import build
 from zero2all.model.config import ModelConfig
+from zero2all.model.z2all import Z2all
+from zero2all.ops.config import OpsConfig
+from zero2all.ops.registry import resolve
 
+INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 SHARD_BYTES = 5_000_000_000
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LAYOUTS = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 UNSUPPORTED_FIELDS = ("sliding_window", "layer_types", "quantization_config", "partial_rotary_factor")
 UNSUPPORTED_SCALING = ("attention_factor", "mscale", "mscale_all_dim", "truncate")
+SCALING_NAMES = {
+    "factor": "factor",
+    "original_max_position_embeddings": "original_seq_len",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+}
+"""Their name of each field of the rope scaling, and ours."""
 
 
 def write_hf_folder(
     folder: Path, config: ModelConfig, tensors: dict[str, Tensor], dtype: str, token_ids: dict[str, int | None]
 ) -> None:
     """Write config.json, generation_config.json and safetensors that transformers loads; `folder` must exist."""
+    values = to_hf_config(config, dtype, token_ids)
     theirs = {name: tensor.to(DTYPES[dtype]).contiguous() for name, tensor in to_hf_tensors(config, tensors)}
     size = sum(tensor.numel() * tensor.element_size() for tensor in theirs.values())
     require_free_space(folder, size + (1 << 20), "the exported weights")
     shards = _shards(theirs)
     if len(shards) == 1:
-        save_file(shards[0], folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(shards[0], folder / SINGLE_FILE, metadata={"format": "pt"})
     else:
         weight_map: dict[str, str] = {}
         for number, shard in enumerate(shards, 1):
@@ -45,8 +60,8 @@ def write_hf_folder(
             save_file(shard, folder / name, metadata={"format": "pt"})
             weight_map |= dict.fromkeys(shard, name)
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-        write_json(folder / "model.safetensors.index.json", index)
-    write_json(folder / "config.json", to_hf_config(config, dtype, token_ids))
+        write_json(folder / INDEX_FILE, index)
+    write_json(folder / "config.json", values)
     known_ids = {name: value for name, value in token_ids.items() if value is not None}
     write_json(folder / "generation_config.json", {"_from_model_config": True, **known_ids})
 
@@ -56,7 +71,7 @@ def read_hf_folder(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], str]:
     path = folder / "config.json"
     if not path.is_file():
         raise BadInputError(f"{folder} is no Hugging Face model folder: it has no config.json.")
-    config = from_hf_config(read_json(path), path)
+    config = from_hf_config(_read_object(path), path)
     theirs = _read_tensors(folder)
     names = {str(tensor.dtype).removeprefix("torch.") for tensor in theirs.values()}
     if not names <= DTYPES.keys():
@@ -68,74 +83,62 @@ def read_hf_folder(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], str]:
 def to_hf_tensors(config: ModelConfig, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Our tensors under their names, fused ones split."""
     for name, tensor in tensors.items():
-        theirs, parts = _their_names(config, name)
-        rows = tensor.split([size for _, size in parts]) if parts else [tensor]
-        yield from zip(theirs, rows, strict=True)
+        parts = _their_parts(config, name, len(tensor))
+        yield from zip(parts, tensor.split(list(parts.values())), strict=True)
 
 
 def from_hf_tensors(config: ModelConfig, theirs: dict[str, Tensor], origin: Path) -> dict[str, Tensor]:
-    """Their tensors under our names, joined and in float32; complains about missing and unknown ones."""
-    tensors, missing, used = {}, [], set()
-    for name in our_names(config):
-        parts = _their_names(config, name)[0]
-        missing += [part for part in parts if part not in theirs]
-        used.update(parts)
-        if not missing:
-            tensors[name] = torch.cat([theirs[part].float() for part in parts])
+    """Their tensors under our names, joined and in float32; complains about missing, unknown and misshapen ones."""
+    shapes = _our_shapes(config)
+    parts_of = {name: _their_parts(config, name, shape[0]) for name, shape in shapes.items()}
+    wanted = {part: (rows, *shapes[name][1:]) for name, parts in parts_of.items() for part, rows in parts.items()}
+    found = {name: tuple(tensor.shape) for name, tensor in theirs.items()}
     if config.tied_embeddings:
-        used.add("lm_head.weight")
-    unknown = sorted(name for name in theirs.keys() - used if not name.endswith("rotary_emb.inv_freq"))
-    if missing or unknown:
+        found.pop("lm_head.weight", None)  # a copy of the embedding that some folders carry
+    problems = [f"{part} is missing" for part in wanted if part not in found]
+    problems += [
+        f"{part} has shape {found[part]} instead of {shape}"
+        for part, shape in wanted.items()
+        if found.get(part, shape) != shape
+    ]
+    problems += [f"{name} is unknown" for name in sorted(found.keys() - wanted.keys())]
+    if problems:
+        more = f" and {len(problems) - 4} more" if len(problems) > 4 else ""
         raise BadInputError(
-            f"The tensors in {origin} do not fit its config.json: missing {missing[:4] or 'none'}, unknown "
-            f"{unknown[:4] or 'none'}. Only plain Llama and Qwen2 models can be imported."
+            f"The tensors in {origin} do not fit its config.json: {'; '.join(problems[:4])}{more}. Fetch the folder "
+            f"again; only plain Llama and Qwen2 models can be imported."
         )
-    return tensors
+    return {name: torch.cat([theirs[part].float() for part in parts]) for name, parts in parts_of.items()}
 
 
-def our_names(config: ModelConfig) -> list[str]:
-    """Every tensor of a Z2all model of this config."""
-    names = ["embedding.weight"]
-    for layer in range(config.layers):
-        block = f"blocks.{layer}"
-        names += [f"{block}.attention_norm.weight", f"{block}.attention.qkv.weight"]
-        names += [f"{block}.attention.qkv.bias"] if config.attention_bias != "none" else []
-        names += [f"{block}.attention.out.weight"]
-        names += [f"{block}.attention.out.bias"] if config.attention_bias == "all" else []
-        names += [f"{block}.feed_forward_norm.weight"]
-        for linear in ("gate_up", "down"):
-            names += [f"{block}.feed_forward.{linear}.weight"]
-            names += [f"{block}.feed_forward.{linear}.bias"] if config.mlp_bias else []
-    names.append("norm.weight")
-    return names if config.tied_embeddings else [*names, "head.weight"]
+def _our_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of a Z2all model of this config; no memory is taken for them."""
+    with torch.device("meta"):
+        model = Z2all(config, resolve(OpsConfig(), "cpu"))
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
-def _their_names(config: ModelConfig, name: str) -> tuple[list[str], list[tuple[str, int]]]:
-    """Their names for one of our tensors, and, for fused ones, (part, rows) in order."""
-    top = {"embedding.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
-    top["head.weight"] = "lm_head.weight"
+def _their_parts(config: ModelConfig, name: str, rows: int) -> dict[str, int]:
+    """Their names for one of our tensors, each with its share of our `rows`, in order."""
+    top = {
+        "embedding.weight": "model.embed_tokens.weight",
+        "norm.weight": "model.norm.weight",
+        "head.weight": "lm_head.weight",
+    }
     if name in top:
-        return [top[name]], []
+        return {top[name]: rows}
     _, layer, rest = name.split(".", 2)
-    prefix = f"model.layers.{layer}"
     module, kind = rest.rsplit(".", 1)
-    query, shared = config.heads * config.head_size, config.kv_heads * config.head_size
-    fused: dict[str, list[tuple[str, int]]] = {
-        "attention.qkv": [("self_attn.q_proj", query), ("self_attn.k_proj", shared), ("self_attn.v_proj", shared)],
-        "feed_forward.gate_up": [
-            ("mlp.gate_proj", config.intermediate_size),
-            ("mlp.up_proj", config.intermediate_size),
-        ],
+    query, shared, inner = config.heads * config.head_size, config.kv_heads * config.head_size, config.intermediate_size
+    modules = {
+        "attention_norm": {"input_layernorm": rows},
+        "attention.qkv": {"self_attn.q_proj": query, "self_attn.k_proj": shared, "self_attn.v_proj": shared},
+        "attention.out": {"self_attn.o_proj": rows},
+        "feed_forward_norm": {"post_attention_layernorm": rows},
+        "feed_forward.gate_up": {"mlp.gate_proj": inner, "mlp.up_proj": inner},
+        "feed_forward.down": {"mlp.down_proj": rows},
     }
-    if module in fused:
-        return [f"{prefix}.{part}.{kind}" for part, _ in fused[module]], fused[module]
-    plain = {
-        "attention.out": "self_attn.o_proj",
-        "feed_forward.down": "mlp.down_proj",
-        "attention_norm": "input_layernorm",
-        "feed_forward_norm": "post_attention_layernorm",
-    }
-    return [f"{prefix}.{plain[module]}.{kind}"], []
+    return {f"model.layers.{layer}.{part}.{kind}": size for part, size in modules[module].items()}
 
 
 def to_hf_config(config: ModelConfig, dtype: str, token_ids: dict[str, int | None]) -> dict[str, Any]:
@@ -180,8 +183,11 @@ def from_hf_config(values: dict[str, Any], origin: Path) -> ModelConfig:
     strange = [name for name in UNSUPPORTED_FIELDS if values.get(name) and _matters(name, values)]
     if strange:
         raise BadInputError(f"{origin} sets {', '.join(strange)}, which Z2all does not have; it cannot be imported.")
+    if values.get("vocab_size") is None:
+        raise BadInputError(f"{origin} has no vocab_size; it cannot be imported.")
     llama_bias = "all" if values.get("attention_bias") else "none"
-    rope = values.get("rope_parameters") or {}
+    # transformers 5 writes rope_parameters, 4 wrote rope_theta and rope_scaling.
+    rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
     problems: list[Any] = []
     config = build(
         ModelConfig,
@@ -195,7 +201,7 @@ def from_hf_config(values: dict[str, Any], origin: Path) -> ModelConfig:
             "head_dim": values.get("head_dim"),
             "max_seq_len": values.get("max_position_embeddings"),
             "rope_theta": rope.get("rope_theta") or values.get("rope_theta") or 10000.0,
-            "rope_scaling": _from_hf_scaling(rope or values.get("rope_scaling") or {}, origin),
+            "rope_scaling": _from_hf_scaling(rope, values.get("max_position_embeddings"), origin),
             "rms_norm_eps": values.get("rms_norm_eps", 1e-6),
             "init_std": values.get("initializer_range", 0.02),
             "attention_bias": "qkv" if layout == "qwen2" else llama_bias,
@@ -236,26 +242,22 @@ def _to_hf_scaling(config: ModelConfig) -> dict[str, Any] | None:
     return values
 
 
-def _from_hf_scaling(values: dict[str, Any], origin: Path) -> dict[str, Any]:
-    kind = values.get("rope_type", values.get("type", "default"))
+def _from_hf_scaling(rope: dict[str, Any], max_seq_len: int | None, origin: Path) -> dict[str, Any]:
+    odd = [name for name in UNSUPPORTED_SCALING if rope.get(name) is not None]
+    odd += [name for name, value in rope.items() if isinstance(value, dict)]  # settings per kind of layer
+    odd += ["partial_rotary_factor"] if rope.get("partial_rotary_factor") not in (None, 1.0) else []
+    if odd:
+        raise BadInputError(f"{origin} sets {', '.join(odd)} in its rope scaling, which Z2all does not have.")
+    kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return {}
     if kind not in ("linear", "llama3", "yarn"):
         raise BadInputError(f"{origin} stretches positions by {kind!r}; only linear, llama3 and yarn can be imported.")
-    odd = [
-        name for name in ("attention_factor", "mscale", "mscale_all_dim", "truncate") if values.get(name) is not None
-    ]
-    if odd:
-        raise BadInputError(f"{origin} sets {', '.join(odd)} in its rope scaling, which Z2all does not have.")
-    names = {
-        "factor": "factor",
-        "original_max_position_embeddings": "original_seq_len",
-        "low_freq_factor": "low_freq_factor",
-        "high_freq_factor": "high_freq_factor",
-        "beta_fast": "beta_fast",
-        "beta_slow": "beta_slow",
-    }
-    known = {ours: values[theirs] for theirs, ours in names.items() if values.get(theirs) is not None}
+    if rope.get("factor") is None:
+        raise BadInputError(f"{origin} stretches positions by {kind!r} but names no factor.")
+    known = {ours: rope[theirs] for theirs, ours in SCALING_NAMES.items() if rope.get(theirs) is not None}
+    if kind != "linear":
+        known.setdefault("original_seq_len", max_seq_len)
     return {"kind": kind, **known}
 
 
@@ -274,20 +276,45 @@ def _shards(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        pickles = [path.name for path in folder.glob("*.bin")]
-        found = f"only pickled weights ({pickles[0]}), which zero2all never loads because they can run code"
-        raise BadInputError(
-            f"{folder} has {found if pickles else 'no weights'}. Expected *.safetensors; convert it with transformers "
-            f"(`model.save_pretrained(folder)`) where you trust it."
-        )
+    """Every tensor of the folder, but for the rotary tables that old folders carry."""
     tensors: dict[str, Tensor] = {}
-    for path in files:
+    for path in _weight_files(folder):
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118  (safe_open is no mapping)
-                    tensors[name] = file.get_tensor(name)
+                    if not name.endswith("rotary_emb.inv_freq"):
+                        tensors[name] = file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise BadInputError(f"{path} is no readable safetensors file: {error}") from error
+    if not tensors:
+        raise BadInputError(f"The safetensors files in {folder} hold no tensors. Fetch the folder again.")
     return tensors
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files transformers would load: those the index names, or the only one; others may lie beside them."""
+    index = folder / INDEX_FILE
+    if index.is_file():
+        weight_map = _read_object(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise BadInputError(f"{index} has no weight_map. Fetch it again.")
+        return [folder / name for name in sorted(set(weight_map.values()))]
+    if (folder / SINGLE_FILE).is_file():
+        return [folder / SINGLE_FILE]
+    pickles = sorted(path.name for path in folder.glob("*.bin"))
+    if not pickles:
+        raise BadInputError(f"{folder} has no weights. Expected {SINGLE_FILE} or {INDEX_FILE}. Fetch the folder again.")
+    raise BadInputError(
+        f"{folder} has only pickled weights ({pickles[0]}), which zero2all never loads because they can run code. "
+        f"Convert it with transformers (`model.save_pretrained(FOLDER)`) where you trust it."
+    )
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = jsonio.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise BadInputError(f"{path} cannot be read as JSON ({error}). Fetch it again.") from error
+    if not isinstance(value, dict):
+        raise BadInputError(f"{path} should hold a JSON object and holds a {type(value).__name__}. Fetch it again.")
+    return value

@@ -26,13 +26,14 @@ def _frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     """Turn per position of each pair, and the factor yarn puts on cos and sin."""
     D, scaling = config.head_size, config.rope_scaling
     exponents = torch.arange(0, D, 2, dtype=torch.int64).float() / D
-    frequencies = 1.0 / (config.rope_theta**exponents)  # (D/2,)
+    spans = config.rope_theta**exponents  # positions per radian, (D/2,)
+    frequencies = 1.0 / spans
     if scaling.kind == "linear":
         return frequencies / scaling.factor, 1.0
     if scaling.kind == "llama3":
         return _llama3(frequencies, scaling), 1.0
     if scaling.kind == "yarn":
-        return _yarn(frequencies, scaling, config.rope_theta), 0.1 * math.log(max(scaling.factor, 1.0)) + 1.0
+        return _yarn(spans, scaling, config.rope_theta), 0.1 * math.log(max(scaling.factor, 1.0)) + 1.0
     return frequencies, 1.0
 
 
@@ -45,9 +46,9 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     return (1 - keep) * frequencies / scaling.factor + keep * frequencies
 
 
-def _yarn(frequencies: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
-    """As llama3, but the blend runs linearly over the pair's index."""
-    original, D = _original_length(scaling), 2 * len(frequencies)
+def _yarn(spans: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
+    """As llama3, but the blend runs linearly over the pair's index. Rounded as transformers does, bit for bit."""
+    original, D = _original_length(scaling), 2 * len(spans)
 
     def pair_with_rotations(rotations: float) -> float:
         return D * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
@@ -55,8 +56,8 @@ def _yarn(frequencies: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
     low = max(math.floor(pair_with_rotations(scaling.beta_fast)), 0)
     high = min(math.ceil(pair_with_rotations(scaling.beta_slow)), D - 1)
     ramp = (torch.arange(D // 2, dtype=torch.float32) - low) / ((high - low) or 0.001)
-    interpolate = ramp.clamp(0, 1)
-    return interpolate * frequencies / scaling.factor + (1 - interpolate) * frequencies
+    keep = 1 - ramp.clamp(0, 1)
+    return 1.0 / (scaling.factor * spans) * (1 - keep) + 1.0 / spans * keep
 
 
 def _original_length(scaling: RopeScaling) -> int:

@@ -69,14 +69,14 @@ class PackedSplit:
 
     def read(self, start: int, count: int) -> np.ndarray:
         """`count` tokens from position `start` as int64, across shard borders."""
+        if start + count > self.tokens:
+            raise IndexError(f"token {start + count} lies beyond the {self.tokens} tokens of {self.folder}")
         out = np.empty(count, dtype=np.int64)
         shard = int(np.searchsorted(self.shard_starts, start, side="right")) - 1
         filled = 0
         while filled < count:
             offset = start + filled - int(self.shard_starts[shard])
             piece = self.shards[shard][offset : offset + count - filled]
-            if len(piece) == 0:
-                raise IndexError(f"token {start + count} lies beyond the {self.tokens} tokens of {self.folder}")
             out[filled : filled + len(piece)] = piece
             filled += len(piece)
             shard += 1

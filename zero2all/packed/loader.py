@@ -1,6 +1,6 @@
 """Hands the trainer one global batch per step, read ahead by a thread.
 
-A batch is named by its positions in the order, so the loader has no state worth saving: it can start at any step.
+A batch is named by its positions in the order, so the loader has no state worth saving: it can start anywhere.
 """
 
 from __future__ import annotations
@@ -47,11 +47,15 @@ def read_batch(data: TrainingData, seq_len: int, first_position: int, samples: i
 
 
 class Loader:
-    """Iterate over the batches of steps `start_step` .. `end_step`; `wait_seconds` is what the last one cost."""
+    """Iterate over the batches of `steps` steps from `first_position` on."""
 
-    def __init__(self, data: TrainingData, seq_len: int, samples_per_step: int, start_step: int, end_step: int) -> None:
+    def __init__(
+        self, data: TrainingData, seq_len: int, samples_per_step: int, first_position: int, steps: int
+    ) -> None:
         self.wait_seconds = 0.0
-        self._plan = (data, seq_len, samples_per_step, start_step, end_step)
+        """How long the trainer waited for the batch it was handed last."""
+        self._data, self._seq_len, self._samples = data, seq_len, samples_per_step
+        self._positions = range(first_position, first_position + steps * samples_per_step, samples_per_step)
         self._ready: queue.Queue[Batch | BaseException | None] = queue.Queue(maxsize=PREFETCH_STEPS)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._read_ahead, name="z2a-loader", daemon=True)
@@ -74,10 +78,9 @@ class Loader:
         self._thread.join(timeout=5)
 
     def _read_ahead(self) -> None:
-        data, seq_len, samples, start_step, end_step = self._plan
         try:
-            for step in range(start_step, end_step):
-                if not self._put(read_batch(data, seq_len, step * samples, samples)):
+            for position in self._positions:
+                if not self._put(read_batch(self._data, self._seq_len, position, self._samples)):
                     return
             self._put(None)
         except BaseException as error:  # handed to the trainer, which raises it in its own thread

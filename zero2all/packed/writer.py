@@ -41,20 +41,13 @@ class _Plan:
     inputs: str
     corpus_bytes: int
 
-    def is_done(self) -> bool:
-        """Whether the folder already holds this, every file with the size its manifest states."""
-        if not is_current(self.folder, "packed", self.inputs):
-            return False
-        files = read_manifest(self.folder, "packed", PACK_COMMAND)["files"]
-        return all((self.folder / name).stat().st_size == file["bytes"] for name, file in files.items())
-
 
 def pack_corpus(corpus: Path, tokenizer_folder: Path, packed: Path) -> dict[str, dict[str, Any]]:
     """Pack every split of every source; returns the manifests by 'source/split'."""
     sources = corpus_sources(corpus)
     tokenizer = load_tokenizer(tokenizer_folder)
     plans = _make_plans(sources, packed, tokenizer)
-    done = {plan.folder for plan in plans if plan.is_done()}
+    done = {plan.folder for plan in plans if is_current(plan.folder, "packed", plan.inputs)}
     if len(done) < len(plans):
         needed = sum(plan.corpus_bytes for plan in plans if plan.folder not in done)
         require_free_space(packed, needed + DISK_MARGIN_BYTES, "the packed tokens")

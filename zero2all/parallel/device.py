@@ -25,9 +25,15 @@ def pick_device(asked: str) -> torch.device:
 
 def set_cpu_threads(asked: int | None, recorded: int | None) -> int:
     """Use the threads asked for, else those a resumed run was started with, else every core this process may use."""
-    threads = asked or recorded or len(os.sched_getaffinity(0))
+    threads = asked or recorded or _usable_cores()
     torch.set_num_threads(threads)
     return threads
+
+
+def _usable_cores() -> int:
+    """Cores this process may use; systems that cannot restrict a process (macOS) give all of them."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -205,7 +205,8 @@ def _evaluation(loaded: LoadedModel, workspace: Workspace, probes: Path | None) 
     path = workspace.run(loaded.name) / "eval" / f"step-{loaded.step:08d}.json"
     if path.is_file():
         kept: dict[str, Any] = read_json(path)
-        return kept
+        if probes is None or "probe_results" in kept:  # `z2a eval` without probes writes the same file
+            return kept
     return evaluate_run(loaded, workspace, probes, HELD_OUT_BYTES)
 
 

@@ -30,8 +30,13 @@ def train_on_corpus(corpus: Path, folder: Path, config: TokenizerConfig) -> dict
         min_piece_count=config.min_piece_count,
         max_piece_bytes=config.max_piece_bytes,
         train_bytes=config.train_bytes,
-        total_bytes=sum(int(manifest["report"]["bytes_kept"]) for manifest in sources.values()),
+        total_bytes=sum(_train_bytes(manifest["report"]) for manifest in sources.values()),
     )
+
+
+def _train_bytes(report: dict[str, Any]) -> int:
+    """About how much of a source is in its training split, for the progress bar."""
+    return int(report["bytes_kept"] * report["train_records"] / max(1, report["records_kept"]))
 
 
 def _texts(corpus: Path, sources: list[str]) -> Iterator[str]:

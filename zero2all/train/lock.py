@@ -12,12 +12,14 @@ from pathlib import Path
 from zero2all.common import jsonio
 from zero2all.common.errors import RunLockedError
 
+LOCK_NAME = "lock"
+
 
 @contextmanager
 def run_lock(run: Path) -> Iterator[None]:
     """Hold `<run>/lock`; raises RunLockedError, naming the holder, when another process has it."""
     run.mkdir(parents=True, exist_ok=True)
-    with open(run / "lock", "a+b") as file:
+    with open(run / LOCK_NAME, "a+b") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -8,11 +8,12 @@ killed at any moment ends with the same bits as one that was left alone.
 from __future__ import annotations
 
 import math
-import shutil
+import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -25,9 +26,9 @@ from zero2all.config import RunConfig
 from zero2all.limits.flops import model_flops_utilisation
 from zero2all.packed.loader import Loader
 from zero2all.track.writer import Run
-from zero2all.train.checkpoint import prune_checkpoints, save_checkpoint
+from zero2all.train.checkpoint import discard_folder, prune_checkpoints, save_checkpoint, sweep_checkpoints
 from zero2all.train.guards import check_skips
-from zero2all.train.lock import run_lock
+from zero2all.train.lock import LOCK_NAME, run_lock
 from zero2all.train.setup import Prepared, prepare, save_run_config
 from zero2all.train.step import StepResult, train_step
 from zero2all.train.validate import held_out_losses
@@ -57,9 +58,10 @@ def train(
     """Train `config` to its last step, continuing the run where it stands."""
     run = workspace.run(config.train.name)
     with run_lock(run):
-        if fresh:
+        sweep_checkpoints(run)
+        prepared = prepare(config, workspace, accept_changes, fresh)
+        if fresh:  # only now, when nothing can be wrong any more
             _clear_run(run)
-        prepared = prepare(config, workspace, accept_changes)
         for note in prepared.notes:
             say(note)
         save_run_config(prepared.config, run)
@@ -68,32 +70,38 @@ def train(
             return _run_steps(prepared, metrics)
         finally:
             metrics.close(config.track.close_timeout_seconds)
+            with suppress(OSError):
+                for problem in _tracking_problems(metrics):
+                    say(problem)
 
 
 def _run_steps(prepared: Prepared, metrics: Run) -> TrainSummary:
     config, state, data = prepared.config, prepared.state, prepared.data
-    first_step, last_step = state.step, config.train.steps
+    last_step = config.train.steps
     metrics.event("start", state.step, {"notes": prepared.notes, "environment": prepared.environment})
-    loader = Loader(data, config.data.seq_len, config.samples_per_step, state.step, last_step)
+    # The position follows from the tokens seen, so that a changed train.tokens_per_step repeats and skips nothing.
+    position = state.tokens // config.data.seq_len
+    loader = Loader(data, config.data.seq_len, config.samples_per_step, position, last_step - state.step)
     started = time.perf_counter()
     result: StepResult | None = None
     held_out: dict[str, float] = {}
     tokens_done = state.tokens
-    total = config.train.steps * config.train.tokens_per_step
+    total = tokens_done + max(0, last_step - state.step) * config.train.tokens_per_step
     try:
         with _stop_requests() as stop, progress("train", total=total, unit="tok", done=tokens_done) as bar:
             for batch in loader:
                 step_started = time.perf_counter()
                 result = train_step(state, batch, len(data.channels), config, prepared.device)
                 seconds = time.perf_counter() - step_started + loader.wait_seconds
-                if state.step % config.track.log_every_steps == 0 or not result.updated:
+                done = state.step == last_step
+                if done or not result.updated or _due(state.step, config.track.log_every_steps):
                     metrics.log(_step_values(prepared, result, seconds, loader.wait_seconds), state.step, state.tokens)
                 if not result.updated:
                     metrics.event("skipped_update", state.step, {"loss": result.loss, "grad_norm": result.grad_norm})
                 check_skips(state.step, state.skips_in_a_row, result.loss, result.grad_norm, config.guards)
-                bar.advance(config.train.tokens_per_step, note=f"step {state.step} loss {result.loss:.3f}")
+                with suppress(OSError):  # a terminal that is gone is no reason to stop
+                    bar.advance(config.train.tokens_per_step, note=f"step {state.step} loss {result.loss:.3f}")
 
-                done = state.step == last_step
                 if done or _due(state.step, config.eval.every_steps):
                     held_out = held_out_losses(state.model, prepared.valid, config.data.seq_len, config.eval)
                     metrics.log(held_out, state.step, state.tokens)
@@ -103,7 +111,7 @@ def _run_steps(prepared: Prepared, metrics: Run) -> TrainSummary:
                     _preempt(prepared, metrics)
     finally:
         loader.close()
-    if first_step == last_step:
+    if result is None:  # the run was finished before
         held_out = held_out_losses(state.model, prepared.valid, config.data.seq_len, config.eval)
     seconds = time.perf_counter() - started
     metrics.event("finish", state.step, {"tokens": state.tokens, "seconds": seconds})
@@ -167,16 +175,24 @@ def _preempt(prepared: Prepared, metrics: Run) -> None:
     raise PreemptedError(f"Training of `{name}` was stopped and {where}. Run the same command again to continue.")
 
 
+def _tracking_problems(metrics: Run) -> list[str]:
+    """What did not reach the metrics files, for the end of the run."""
+    problems = [f"metrics: {problem} ({count} times)" for problem, count in metrics.problems.items()]
+    if metrics.dropped_rows:
+        problems.append(f"metrics: {metrics.dropped_rows} rows were dropped and are missing from {metrics.path}")
+    return problems
+
+
 def _due(step: int, every_steps: int) -> bool:
     return every_steps > 0 and step % every_steps == 0
 
 
 def _clear_run(run: Path) -> None:
     """Forget a run, except for the lock that is being held."""
-    for item in run.iterdir():
+    for item in list(run.iterdir()):
         if item.is_dir():
-            shutil.rmtree(item)
-        elif item.name != "lock":
+            discard_folder(item)
+        elif item.name != LOCK_NAME:
             item.unlink()
 
 
@@ -189,7 +205,9 @@ class _StopRequest:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
-        print(f"\n{signal.Signals(number).name}: stopping after this step (again to stop at once)", flush=True)
+        text = f"\n{signal.Signals(number).name}: stopping after this step (again to stop at once)\n"
+        with suppress(OSError):  # past Python's buffers, which may be in the middle of a print
+            os.write(sys.stderr.fileno(), text.encode())
 
 
 @contextmanager

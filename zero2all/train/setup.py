@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from zero2all.common.errors import BadInputError, UsageError
+from zero2all.common.files import sweep_partials, write_atomic
 from zero2all.common.manifest import fingerprint
 from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig, config_from_values, config_values, config_yaml
@@ -55,11 +56,17 @@ class Prepared:
     def details(self) -> dict[str, Any]:
         """What a checkpoint remembers beside the state."""
         choices = {choice.operator: dataclasses.asdict(choice) for choice in self.state.model.ops.choices}
-        return {"data": self.data.fingerprint, "environment": self.environment, "ops": choices}
+        tokenizer = self.data.splits[0].manifest["tokenizer"]
+        return {
+            "data": self.data.fingerprint,
+            "tokenizer": tokenizer,
+            "environment": self.environment,
+            "ops": choices,
+        }
 
 
-def prepare(asked: RunConfig, workspace: Workspace, accept_changes: bool = False) -> Prepared:
-    """Open the data, build the model, and take over the newest checkpoint if the run has one."""
+def prepare(asked: RunConfig, workspace: Workspace, accept_changes: bool = False, fresh: bool = False) -> Prepared:
+    """Open the data, build the model, and take over the newest checkpoint if the run has one and is not to be fresh."""
     run = workspace.run(asked.train.name)
     stages = [Stage("main", 0, asked.data.mixture)]
     for stage in asked.stages:
@@ -70,9 +77,11 @@ def prepare(asked: RunConfig, workspace: Workspace, accept_changes: bool = False
     data = open_training_data(workspace.packed, asked.data, stages)
     config = with_vocabulary(asked, int(data.splits[0].manifest["vocab_size"]))
     notes = _mixture_notes(config, data)
-    checkpoint = newest_checkpoint(run)
+    checkpoint = None if fresh else newest_checkpoint(run, set_aside=True)
     if checkpoint is not None:
         notes += _check_resume(config, run, checkpoint, data, accept_changes)
+    elif not fresh and (run / CONFIG_FILE).is_file():
+        notes.append(f"{run.name} was started before but has no checkpoint yet, so it begins at step 0")
     recorded = checkpoint.manifest["environment"].get("cpu_threads") if checkpoint and checkpoint.step else None
     set_cpu_threads(config.parallel.cpu_threads, recorded)
     device = pick_device(config.parallel.device)
@@ -95,6 +104,9 @@ def prepare(asked: RunConfig, workspace: Workspace, accept_changes: bool = False
         if checkpoint.step:
             notes += _environment_notes(checkpoint.manifest["environment"], here)
     valid = open_valid_splits(workspace.packed, [split.name for split in data.splits])
+    too_short = [split.name for split in valid if split.samples(config.data.seq_len) == 0]
+    if too_short:
+        notes.append(f"held-out loss: left out for less than one sample of held-out text: {', '.join(too_short)}")
     counts = parameter_counts(config.model)
     notes.insert(0, f"model: {counts['total'] / 1e6:.2f} M parameters on {here['device']}, {config.train.precision}")
     return Prepared(config, run, data, valid, state, device, here, notes)
@@ -116,8 +128,7 @@ def with_vocabulary(config: RunConfig, tokens_in_data: int) -> RunConfig:
 
 def save_run_config(config: RunConfig, run: Path) -> None:
     """Keep the resolved config with the run."""
-    from zero2all.common.files import write_atomic
-
+    sweep_partials(run / CONFIG_FILE)
     write_atomic(run / CONFIG_FILE, config_yaml(config).encode())
 
 
@@ -140,18 +151,20 @@ def _check_resume(
 ) -> list[str]:
     """Refuse a config or data that would make the resumed run another run, unless told to go on."""
     before, now = config_values(load_run_config(run)), config_values(config)
-    changed = [f"{name}: {old!r} -> {new!r}" for name, old, new in _differences(before, now)]
-    strict = [text for text in changed if text.split(".")[0] not in SECTIONS_FREE_ON_RESUME]
-    trained_on = checkpoint.manifest.get("data")
+    changed = {name: f"{name}: {old!r} -> {new!r}" for name, old, new in _differences(before, now)}
+    strict = [text for name, text in changed.items() if name.split(".")[0] not in SECTIONS_FREE_ON_RESUME]
+    notes = [f"changed since the last attempt: {text}" for text in changed.values()]
+    trained_on = checkpoint.manifest["data"]  # None for imported weights
     if trained_on is not None and trained_on != data.fingerprint:
-        strict.append("the packed data or its mixture has changed since this run was started")
+        strict.append("the packed data, or the order in which it is read, has changed since this run was started")
+        notes.append("the order of the data has changed, so samples may be repeated or left out from here on")
     if strict and checkpoint.step and not accept_changes:
         lines = "\n".join(f"  - {text}" for text in strict)
         raise UsageError(
             f"The run {run.name} was started with other settings:\n{lines}\nGive --accept-changes to continue with the "
             f"new ones, --fresh to start over, or another --train.name to keep both."
         )
-    return [f"changed since the last attempt: {text}" for text in changed]
+    return notes
 
 
 def _differences(before: Any, now: Any, place: str = "") -> list[tuple[str, Any, Any]]:

@@ -45,19 +45,28 @@ class TrainState:
         return tensors
 
     def restore(self, model: dict[str, Tensor], optimizer: dict[str, Tensor], counters: dict[str, Any]) -> None:
-        """Take over what a checkpoint held; raises before touching anything when shapes do not match."""
+        """Take over what a checkpoint held; raises before touching anything when names or shapes do not match."""
         own = self.model.state_dict()
+        parameters = dict(self.model.named_parameters())
         check_shapes({name: tuple(value.shape) for name, value in own.items()}, model)
+        if optimizer:  # empty for imported weights, and while every update so far was skipped
+            check_shapes(
+                {
+                    f"{moment}/{name}": () if moment == "step" else tuple(parameter.shape)
+                    for name, parameter in parameters.items()
+                    for moment in MOMENTS
+                },
+                optimizer,
+            )
         with torch.no_grad():
             for name, value in own.items():
                 value.copy_(model[name])
         self.optimizer.state.clear()
-        for name, parameter in self.model.named_parameters():
-            moments = {moment: optimizer.get(f"{moment}/{name}") for moment in MOMENTS}
-            if all(value is not None for value in moments.values()):
-                # The fused kernel wants the step beside the parameter; the moments have the parameter's shape.
+        if optimizer:
+            for name, parameter in parameters.items():
+                # Copies, because loaded tensors are backed by the file; the fused kernel wants the step on the device.
                 self.optimizer.state[parameter] = {
-                    moment: value.to(parameter.device) for moment, value in moments.items() if value is not None
+                    moment: optimizer[f"{moment}/{name}"].to(parameter.device, copy=True) for moment in MOMENTS
                 }
         self.step, self.tokens = int(counters["step"]), int(counters["tokens"])
         self.skips_in_a_row = int(counters["skips_in_a_row"])

@@ -6,6 +6,7 @@ channel comes from the same forward pass.
 
 from __future__ import annotations
 
+import hashlib
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -41,7 +42,7 @@ def train_step(state: TrainState, batch: Batch, channels: int, config: RunConfig
     for group in state.optimizer.param_groups:
         group["lr"] = lr
     # Dropout depends on (seed, step) alone, so a resumed run needs no stored random state.
-    torch.manual_seed((config.train.seed << 32) + state.step)
+    torch.manual_seed(_step_key(config.train.seed, state.step))
 
     sums = _forward_backward(state, batch, channels, config, device)
     grad_norm = clip_gradient(state.model, config.optim.clip_grad_norm)
@@ -58,6 +59,11 @@ def train_step(state: TrainState, batch: Batch, channels: int, config: RunConfig
     state.skips_in_a_row = 0 if safe else state.skips_in_a_row + 1
     channel_losses = [total / count if count else None for total, count in zip(nats, counts, strict=True)]
     return StepResult(loss, channel_losses, norm, lr, safe)
+
+
+def _step_key(seed: int, step: int) -> int:
+    """64 bits that depend on both in every part: torch's CPU generator looks at the lower 32 only."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{step}".encode(), digest_size=8).digest(), "little")
 
 
 def _forward_backward(

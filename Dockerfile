@@ -1,0 +1,34 @@
+# zero2all for machines with an NVIDIA GPU. How to build and run it: docs/docker.md.
+#
+# The torch wheel brings its own CUDA 13.0 libraries; the base image adds what the NVIDIA container toolkit needs to hand
+# the driver in. Ubuntu 24.04 has Python 3.12.
+FROM nvidia/cuda:13.0.1-base-ubuntu24.04
+
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends python3 python3-venv \
+    && rm -rf /var/lib/apt/lists/*
+
+# A virtual environment, because the presets are installed below its prefix (share/zero2all/configs).
+RUN python3 -m venv /opt/zero2all
+ENV PATH=/opt/zero2all/bin:$PATH
+
+# requirements.lock pins every version; it is used as constraints, so only what is needed gets installed.
+WORKDIR /build
+COPY pyproject.toml requirements.lock README.md LICENSE ./
+COPY configs configs
+COPY zero2all zero2all
+RUN pip install --no-cache-dir --constraint requirements.lock . \
+    && rm -rf /build/*
+
+# Nothing in the container needs root. /workspace is where a folder of yours is mounted.
+RUN useradd --create-home --shell /bin/bash z2a \
+    && mkdir /workspace \
+    && chown z2a /workspace
+USER z2a
+WORKDIR /workspace
+
+# With `docker run --user` the home folder may not be writable; matplotlib keeps its font list here.
+ENV MPLCONFIGDIR=/tmp/matplotlib
+
+ENTRYPOINT ["z2a"]
+CMD ["--help"]

@@ -1,0 +1,110 @@
+"""The command line in this process, and a small workspace that was made by typing every verb of the journey."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from zero2all.cli import main
+
+TINY = [
+    *("--train.name", "tiny", "--train.steps", "4", "--train.tokens_per_step", "128"),
+    *("--train.micro_batch_samples", "2", "--data.seq_len", "32", "--data.mixture", "{en: 1, zh: 1}"),
+    *("--model.hidden_size", "32", "--model.intermediate_size", "64", "--model.heads", "4"),
+    *("--model.max_seq_len", "64", "--schedule.warmup_steps", "1", "--eval.valid_tokens_per_source", "256"),
+    *("--parallel.device", "cpu", "--checkpoint.every_steps", "2"),
+]
+
+
+class Ended(NamedTuple):
+    """How a command ended, and what it said."""
+
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Ended]
+
+
+@pytest.fixture
+def z2a(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run `z2a WORDS…` in this process."""
+
+    def run(*words: str | Path) -> Ended:
+        capsys.readouterr()
+        try:
+            code = main([str(word) for word in words])
+        except SystemExit as end:  # argparse ends the process itself
+            code = int(end.code or 0)
+        return Ended(code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def z2a_without_rights() -> Run:
+    """Run `z2a WORDS…` in a process that first gives up what lets root read and write everywhere."""
+    script = """
+import ctypes, sys
+from zero2all.cli import main
+version_and_pid, no_rights_at_all = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+assert ctypes.CDLL(None).capset(version_and_pid, no_rights_at_all) == 0
+sys.exit(main(sys.argv[1:]))
+"""
+
+    def run(*words: str | Path) -> Ended:
+        done = subprocess.run([sys.executable, "-c", script, *map(str, words)], capture_output=True, text=True)
+        return Ended(done.returncode, done.stdout, done.stderr)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def tiny() -> list[str]:
+    """Overrides that make the quickstart preset a run of a second, named `tiny`."""
+    return TINY
+
+
+@pytest.fixture(scope="session")
+def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Raw files in two formats: 150 English-like documents as JSON lines, 100 Chinese ones as one JSON array."""
+    folder = tmp_path_factory.mktemp("raw")
+    rng = random.Random(0)
+    syllables = ["ka", "lo", "mi", "ter", "vun", "es", "or", "pi", "shan", "dre"]
+    words = ["".join(rng.choices(syllables, k=rng.randint(1, 3))) for _ in range(200)]
+    characters = [chr(rng.randint(0x4E00, 0x5000)) for _ in range(80)]
+    english = [json.dumps({"text": " ".join(rng.choices(words, k=40))}) for _ in range(150)]
+    chinese = [{"content": "".join(rng.choices(characters, k=60))} for _ in range(100)]
+    (folder / "en.jsonl").write_text("\n".join(english), encoding="utf-8")
+    (folder / "zh.json").write_text(json.dumps(chinese, ensure_ascii=False), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def journey(raw: Path, tiny: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A workspace with corpus, tokenizer, packed data and the run `tiny`. Only read it; `copy` is yours to change."""
+    work = tmp_path_factory.mktemp("journey") / "work"
+    commands = [
+        ["corpus", "build", f"en={raw / 'en.jsonl'}:en", f"zh={raw / 'zh.json'}", "--valid-share", "0.1"],
+        ["tokenizer", "train", "--vocab-size", "400"],
+        ["pack"],
+        ["train", "quickstart", *tiny],
+    ]
+    for command in commands:
+        assert main([*command, "--work", str(work)]) == 0
+    return work
+
+
+@pytest.fixture
+def copy(journey: Path, tmp_path: Path) -> Path:
+    """The same workspace, free to be changed."""
+    return Path(shutil.copytree(journey, tmp_path / "copy"))

@@ -1,0 +1,342 @@
+"""Each verb once on a tiny workspace, then what happens when the journey goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from zero2all.common.errors import BadInputError
+from zero2all.common.files import PARTIAL_MARK
+from zero2all.common.manifest import read_manifest, verify_files
+
+Z2A = Path(sys.executable).with_name("z2a")
+
+
+def leftovers(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if PARTIAL_MARK in path.name]
+
+
+@contextmanager
+def files_up_to(size_bytes: int) -> Iterator[None]:
+    """A real limit of the system: a write beyond it fails, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+# ---- every verb once ------------------------------------------------------------------------------------------
+
+
+def test_corpus_build_prints_a_table_that_adds_up_and_what_was_guessed(raw, tmp_path, z2a):
+    ended = z2a("corpus", "build", f"en={raw / 'en.jsonl'}:en", f"zh={raw / 'zh.json'}", "--work", tmp_path)
+    assert ended.code == 0
+    rows = [line.split() for line in ended.out.splitlines()]
+    assert rows[1][:7] == ["source", "channel", "records", "in", "kept", "dropped", "quarantined"]
+    assert next(row for row in rows if row[:1] == ["en"])[:6] == ["en", "en", "150", "150", "0", "0"]
+    assert next(row for row in rows if row[:1] == ["total"])[:3] == ["total", "250", "250"]
+    assert "zh: channel guessed as zh" in ended.out
+    assert max(map(len, ended.out.splitlines())) < 160
+
+
+def test_corpus_show_prints_records_and_knows_its_sources(journey, z2a):
+    ended = z2a("corpus", "show", "zh", "--count", "2", "--split", "valid", "--work", journey)
+    assert ended.code == 0
+    assert ended.out.count("── gid ") == 2
+    ended = z2a("corpus", "show", "em", "--work", journey)
+    assert ended.code == 2
+    assert ended.err == "z2a: There is no source `em`. Did you mean `en`?\n"
+
+
+def test_corpus_show_says_so_when_a_split_is_empty(raw, tmp_path, z2a):
+    z2a("corpus", "build", f"en={raw / 'en.jsonl'}", "--work", tmp_path, "--valid-share", "0")
+    assert (
+        z2a("corpus", "show", "en", "--split", "valid", "--work", tmp_path).out == "The valid split of `en` is empty.\n"
+    )
+
+
+def test_tokenizer_encode_shows_pieces_and_decode_gives_the_text_back(journey, z2a):
+    text = "kalo mi 一\n<|end_of_text|>"
+    ended = z2a("tokenizer", "encode", "--work", journey, text)
+    assert ended.code == 0
+    *pieces, closing = ended.out.splitlines()
+    assert closing.startswith(f"{len(pieces)} tokens, ")
+    ids = [line.split()[0] for line in pieces]
+    assert z2a("tokenizer", "decode", "--work", journey, *ids).out == text + "\n"
+
+
+@pytest.mark.parametrize("number", ["400", "-1"])
+def test_decoding_an_id_that_is_not_in_the_vocabulary_ends_with_2(journey, z2a, number):
+    ended = z2a("tokenizer", "decode", "--work", journey, number)
+    assert ended.code == 2
+    assert f"token id {number} is not in this vocabulary of 400 ids" in ended.err
+
+
+def test_pack_prints_what_it_packed_and_packs_nothing_twice(copy, z2a):
+    ended = z2a("pack", "--work", copy)
+    assert ended.code == 0
+    lines = ended.out.splitlines()
+    assert [line.split()[0] for line in lines] == ["en/train", "en/valid", "zh/train", "zh/valid"]
+    assert all("tokens" in line and "bytes/token" in line for line in lines)
+    before = {path: path.stat().st_mtime_ns for path in (copy / "packed").rglob("*")}
+    assert z2a("pack", "--work", copy).out == ended.out
+    assert {path: path.stat().st_mtime_ns for path in (copy / "packed").rglob("*")} == before
+
+
+def test_train_continues_a_finished_run_by_doing_nothing_and_reports_held_out_losses(copy, z2a, tiny):
+    ended = z2a("train", "quickstart", *tiny, "--work", copy)
+    assert ended.code == 0
+    assert "tiny: step 4, 512 tokens" in ended.out
+    for name in ("eval/valid/loss/en", "eval/valid/bpb/zh"):
+        assert name in ended.out
+
+
+def test_train_refuses_a_changed_run_unless_told_to_go_on(copy, z2a, tiny):
+    changed = ["train", "quickstart", *tiny, "--work", copy, "--optim.lr_max", "1e-5"]
+    ended = z2a(*changed)
+    assert ended.code == 2
+    assert "--accept-changes" in ended.err
+    assert z2a(*changed, "--accept-changes").code == 0
+    assert z2a(*changed, "--fresh").code == 0
+
+
+def test_the_config_that_a_run_keeps_can_be_trained_again(copy, z2a):
+    ended = z2a("train", copy / "runs" / "tiny" / "config.yaml", "--work", copy)
+    assert ended.code == 0
+    assert "tiny: step 4" in ended.out
+
+
+def test_plot_draws_a_png_and_prints_its_path(copy, z2a):
+    ended = z2a("plot", "tiny", "--work", copy)
+    assert ended.code == 0
+    assert ended.out == f"{copy / 'runs' / 'tiny' / 'curves.png'}\n"
+    assert (copy / "runs" / "tiny" / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_eval_prints_bits_per_byte_and_probes_and_writes_its_report(copy, z2a):
+    probe = {"id": "1", "channel": "en", "family": "capital", "prompt": "ka lo", "joiner": " ", "answer": "mi"}
+    (copy / "probes.jsonl").write_text(json.dumps({**probe, "foils": ["ter"], "new_wording": False}) + "\n")
+    ended = z2a("eval", "tiny", "--work", copy, "--max-bytes", "2000", "--probes", copy / "probes.jsonl")
+    assert ended.code == 0
+    assert ended.out.startswith("tiny at step 4\n")
+    table = ended.out.split("probes")[0]
+    bits = {line.split()[0]: float(line.split()[1]) for line in table.splitlines() if line[:5] in ("  en ", "  zh ")}
+    assert "capital" in ended.out
+    report = json.loads((copy / "runs/tiny/eval/step-00000004.json").read_text())
+    assert report["held_out"]["zh"]["bits_per_byte"] == pytest.approx(bits["zh"], abs=1e-4)
+
+
+def test_eval_of_an_older_checkpoint(copy, z2a):
+    assert z2a("eval", "tiny", "--work", copy, "--step", "2", "--max-bytes", "500").out.startswith("tiny at step 2\n")
+    ended = z2a("eval", "tiny", "--work", copy, "--step", "3")
+    assert ended.code == 3
+    assert "no checkpoint at step 3; it has [2, 4]" in ended.err
+
+
+def test_generate_continues_the_prompt_and_repeats_itself_with_the_same_seed(journey, z2a):
+    words = ["generate", "tiny", "--work", journey, "--prompt", "ka lo", "--max-new-tokens", "8"]
+    greedy = z2a(*words)
+    assert greedy.code == 0
+    assert greedy.out.startswith("ka lo")
+    assert greedy.out.endswith("\n")
+    assert z2a(*words).out == greedy.out
+    drawn = [z2a(*words, "--temperature", "1.5", "--top-p", "0.9", "--seed", seed).out for seed in ("1", "1", "2")]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_export_writes_a_hugging_face_folder_and_import_makes_a_run_of_it(journey, tmp_path, z2a):
+    folder = tmp_path / "hf"
+    ended = z2a("export", "tiny", "--work", journey, "--to", folder)
+    assert ended.code == 0
+    assert ended.out == f"{folder}: tiny at step 4, for transformers.AutoModelForCausalLM\n"
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in folder.iterdir()}
+    again = z2a("export", "tiny", "--work", journey, "--to", folder)
+    assert again.code == 2
+    assert f"{folder} exists" in again.err
+    ended = z2a("import", folder, "--work", tmp_path / "new", "--name", "continued")
+    assert ended.code == 0
+    assert f"z2a train {tmp_path / 'new' / 'runs' / 'continued' / 'config.yaml'} --work {tmp_path / 'new'}" in ended.out
+
+
+def test_export_to_a_path_that_is_a_file_ends_with_an_explanation(journey, tmp_path, z2a):
+    (tmp_path / "file").write_text("mine")
+    ended = z2a("export", "tiny", "--work", journey, "--to", tmp_path / "file")
+    assert ended.code in (2, 3)
+    assert str(tmp_path / "file") in ended.err
+    assert "Traceback" not in ended.err
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("verb", [["plot"], ["eval"], ["generate", "--prompt", "x"], ["export", "--to", "hf"]], ids=str)
+def test_a_run_that_is_not_there_ends_with_3_and_names_those_that_are(journey, z2a, verb):
+    ended = z2a(*verb, "tinny", "--work", journey)
+    assert ended.code == 3
+    assert "tiny" in ended.err.replace("tinny", "")
+
+
+def test_import_of_a_folder_that_is_no_model_ends_with_3(tmp_path, z2a):
+    ended = z2a("import", tmp_path / "nowhere", "--work", tmp_path / "w", "--name", "x")
+    assert ended.code == 3
+    assert "nowhere is no Hugging Face model folder" in ended.err
+    assert not (tmp_path / "w" / "runs").exists()
+
+
+# ---- stages out of order --------------------------------------------------------------------------------------
+
+
+def test_each_stage_names_the_stage_that_is_missing(raw, tmp_path, z2a, tiny):
+    def said(*words: str) -> str:
+        ended = z2a(*words, "--work", tmp_path)
+        assert ended.code == 3
+        return ended.err
+
+    assert z2a("corpus", "build", f"en={raw / 'en.jsonl'}", "--work", tmp_path).code == 0
+    assert "Run `z2a tokenizer train` first" in said("pack")
+    assert "Run `z2a tokenizer train` first" in said("tokenizer", "encode", "x")
+    assert "Run `z2a pack` first" in said("train", "quickstart", *tiny)
+    assert z2a("eval", "tiny", "--work", tmp_path).code == 3, "an attempt that never began is no run"
+
+
+def test_a_vocabulary_larger_than_the_text_supports_ends_with_3_and_leaves_the_old_tokenizer_alone(copy, z2a):
+    before = (copy / "tokenizer" / "tokenizer.json").read_bytes()
+    ended = z2a("tokenizer", "train", "--work", copy, "--vocab-size", "50000")
+    assert ended.code == 3
+    assert "This text cannot support a vocabulary of 50,000 ids" in ended.err
+    assert "--vocab-size" in ended.err
+    assert (copy / "tokenizer" / "tokenizer.json").read_bytes() == before
+    assert leftovers(copy) == []
+    largest = ended.err.split("Set --vocab-size to ")[1].split()[0]
+    assert z2a("tokenizer", "train", "--work", copy, "--vocab-size", largest).code == 0, "the advice is right"
+
+
+@pytest.mark.parametrize("size", ["100", "0"])
+def test_a_vocabulary_smaller_than_the_alphabet_ends_with_2(copy, z2a, size):
+    ended = z2a("tokenizer", "train", "--work", copy, "--vocab-size", size)
+    assert ended.code == 2
+    assert f"tokenizer.vocab_size: got {size}, expected a whole number at least 271" in ended.err
+
+
+def test_a_shortened_shard_is_named_and_packing_again_mends_it(copy, z2a, tiny):
+    shard = copy / "packed" / "en" / "train" / "tokens-00000.bin"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-2])
+    ended = z2a("train", "quickstart", *tiny, "--train.name", "other", "--work", copy)
+    assert ended.code == 3
+    assert "tokens-00000.bin is damaged" in ended.err
+    assert "Run `z2a pack` again" in ended.err
+    assert z2a("pack", "--work", copy).code == 0
+    assert shard.read_bytes() == whole
+
+
+# ---- no room --------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_ends_every_stage_with_4_and_leaves_nothing_half_written(copy, raw, z2a, tiny):
+    for folder in ("corpus", "tokenizer", "packed", "runs"):
+        (copy / folder).rename(copy / f"kept-{folder}")
+
+    def fails_for_want_of_room(size_bytes: int, *words: str | Path) -> None:
+        with files_up_to(size_bytes):
+            ended = z2a(*words, "--work", copy)
+        assert ended.code == 4, ended.err
+        assert "free some space and run the same command again" in ended.err
+        assert "Traceback" not in ended.err
+        assert leftovers(copy) == []
+
+    fails_for_want_of_room(8_000, "corpus", "build", f"en={raw / 'en.jsonl'}:en", f"zh={raw / 'zh.json'}")
+    assert z2a("tokenizer", "train", "--vocab-size", "400", "--work", copy).code == 3, "there is no corpus"
+    (copy / "kept-corpus").rename(copy / "corpus2")
+    (copy / "corpus").rename(copy / "failed-corpus")
+    (copy / "corpus2").rename(copy / "corpus")
+
+    fails_for_want_of_room(4_000, "tokenizer", "train", "--vocab-size", "400")
+    assert not (copy / "tokenizer").exists()
+    (copy / "kept-tokenizer").rename(copy / "tokenizer")
+
+    fails_for_want_of_room(10_000, "pack")
+    assert not (copy / "packed" / "en" / "train").exists()
+    assert z2a("pack", "--work", copy).code == 0
+
+    fails_for_want_of_room(30_000, "train", "quickstart", *tiny)
+    assert list((copy / "runs" / "tiny" / "checkpoints").iterdir()) == []
+    assert z2a("train", "quickstart", *tiny, "--work", copy).code == 0
+
+    fails_for_want_of_room(30_000, "export", "tiny", "--to", copy / "hf")
+    assert not (copy / "hf").exists()
+
+    picture = copy / "runs" / "tiny" / "curves.png"
+    fails_for_want_of_room(5_000, "plot", "tiny")
+    assert not picture.exists()
+
+
+def test_a_workspace_that_may_no_longer_be_written_ends_with_3_and_the_path(copy, z2a_without_rights):
+    (copy / "tokenizer").rename(copy / "tokenizer-before")
+    copy.chmod(0o555)
+    ended = z2a_without_rights("tokenizer", "train", "--vocab-size", "400", "--work", copy)
+    copy.chmod(0o755)
+    assert ended.code == 3, ended.err
+    assert f"z2a: {copy / 'tokenizer'}{PARTIAL_MARK}" in ended.err
+    assert "Permission denied. Check that the path is the one you mean" in ended.err
+
+
+def test_output_that_nobody_reads_or_that_finds_no_room_ends_calmly(journey):
+    """A reader that leaves is no error; a full disk under the output is one."""
+    command = f"{Z2A} corpus show en --count 100 --work {journey}"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", f"{command} | true"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    done = subprocess.run(["bash", "-c", f"{command} > /dev/full"], capture_output=True, text=True)
+    assert done.returncode == 4
+    assert "the disk is full (No space left on device)" in done.stderr
+
+
+# ---- Ctrl-C ---------------------------------------------------------------------------------------------------
+
+
+def as_from_a_terminal() -> None:
+    """A shell that runs tests in the background has its children ignore Ctrl-C; a person's terminal does not."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.nice(19)  # so that on a busy machine, too, the test comes in time to interrupt
+
+
+def test_ctrl_c_during_a_corpus_build_ends_with_130_and_the_same_command_finishes(tmp_path):
+    line = '{{"text": "{} some words that make this line a little longer than it would be without them"}}\n'
+    (tmp_path / "big.jsonl").write_text("".join(line.format(number) for number in range(40_000)))
+    command = [Z2A, "corpus", "build", f"big={tmp_path / 'big.jsonl'}", "--work", tmp_path / "w"]
+    process = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        preexec_fn=as_from_a_terminal,
+    )
+    corpus = tmp_path / "w" / "corpus"
+    deadline = time.monotonic() + 20
+    while not list(corpus.glob(f"big{PARTIAL_MARK}*")) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=20)
+    assert process.returncode == 130, said
+    assert said.strip().splitlines()[-1] == (
+        "z2a: interrupted. What was finished is kept; run the same command again to continue."
+    )
+    assert leftovers(corpus) == []
+    assert not (corpus / "report.json").exists()
+    with pytest.raises(BadInputError):
+        read_manifest(corpus / "big", "corpus", "z2a corpus build")
+
+    assert subprocess.run(command, capture_output=True).returncode == 0
+    manifest = read_manifest(corpus / "big", "corpus", "z2a corpus build")
+    assert manifest["report"]["records_kept"] == 40_000
+    assert verify_files(corpus / "big", manifest) == []

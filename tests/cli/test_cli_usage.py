@@ -1,0 +1,247 @@
+"""What the command line refuses before anything is started, and how it says so."""
+
+from __future__ import annotations
+
+import pytest
+
+from zero2all import __version__
+from zero2all.cli.main import _fail_for_disk_or_path, split_overrides
+from zero2all.common.files import write_json
+from zero2all.common.workspace import LAYOUT, STAMP_NAME, open_workspace
+from zero2all.config import load_config
+
+
+def paragraph(text: str) -> str:
+    """The one message of a command that failed: a single line, without a traceback."""
+    lines = text.strip().splitlines()
+    assert len(lines) == 1, text
+    assert lines[0].startswith("z2a: ")
+    return lines[0].removeprefix("z2a: ")
+
+
+# ---- words ----------------------------------------------------------------------------------------------------
+
+
+def test_overrides_are_told_from_flags_wherever_they_stand():
+    words = [
+        "train",
+        "--optim.lr_max",
+        "3e-4",
+        "quickstart",
+        "--data.mixture={en: 1, zh: 2}",
+        "--fresh",
+        "--data.seed",
+        "-5",
+    ]
+    assert split_overrides(words) == (
+        ["train", "quickstart", "--fresh"],
+        ["--optim.lr_max", "3e-4", "--data.mixture={en: 1, zh: 2}", "--data.seed", "-5"],
+    )
+
+
+def test_a_missing_value_does_not_swallow_the_next_flag():
+    words = ["train", "x", "--train.steps", "--work", "w"]
+    assert split_overrides(words) == (["train", "x", "--work", "w"], ["--train.steps"])
+
+
+def test_after_two_dashes_everything_is_left_alone():
+    words = ["tokenizer", "encode", "--", "--a.b", "c"]
+    assert split_overrides(words) == (words, [])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "quickstart", "--print-config", "--optim.lr_max", "3e-4"],
+        ["train", "--optim.lr_max", "3e-4", "quickstart", "--print-config"],
+        ["train", "--optim.lr_max=3e-4", "--print-config", "quickstart"],
+    ],
+    ids=["after", "before", "equals"],
+)
+def test_print_config_shows_the_resolved_config_which_loads_back_to_an_equal_one(words, z2a, tmp_path):
+    ended = z2a(*words)
+    assert ended.code == 0
+    (tmp_path / "printed.yaml").write_text(ended.out, encoding="utf-8")
+    assert load_config(tmp_path / "printed.yaml") == load_config("quickstart", ["--optim.lr_max", "3e-4"])
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["trian"], ["corpus"], ["corpus", "buidl"], ["train"], ["generate", "run"]], ids=" ".join
+)
+def test_missing_or_mistyped_verbs_and_arguments_end_with_2_and_the_usage(words, z2a):
+    ended = z2a(*words)
+    assert ended.code == 2
+    assert ended.err.startswith("usage: z2a")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["pack", "--nonsense", "3"], "`z2a pack` does not know `--nonsense`. There are: --work"),
+        (["pack", "--wrok", "w"], "`z2a pack` does not know `--wrok`. Did you mean `--work`? See `z2a pack --help`."),
+        (["pack", "--wo", "w"], "`z2a pack` does not know `--wo`."),
+        (["pack", "stray"], "`z2a pack` does not know `stray`. See `z2a pack --help`."),
+        (["train", "quickstart", "--fresch"], "`z2a train` does not know `--fresch`. Did you mean `--fresh`?"),
+        (["quickstart", "--nonsense=3"], "`z2a quickstart` does not know `--nonsense`."),
+        (["pack", "--optim.lr_max", "1"], "`z2a pack` reads no config, so `--optim.lr_max` cannot be set here."),
+        (["generate", "r", "--prompt", "x", "--stages", "[]"], "`z2a generate` reads no config, so `--stages`"),
+    ],
+    ids=lambda words: " ".join(words) if isinstance(words, list) else "",
+)
+def test_what_a_verb_does_not_know_is_refused_with_the_nearest_flag(words, expected, z2a):
+    ended = z2a(*words)
+    assert ended.code == 2
+    assert paragraph(ended.err).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["corpus", "show", "en", "--count", "0"], "--count: got '0', expected a whole number, at least 1"),
+        (["generate", "r", "--prompt", "x", "--temperature", "-1"], "got '-1', expected a number, at least 0"),
+        (["generate", "r", "--prompt", "x", "--top-p", "1.5"], "got '1.5', expected a number, from 0 to 1"),
+        (["generate", "r", "--prompt", "x", "--temperature", "nan"], "got 'nan', expected a number"),
+        (["generate", "r", "--prompt", "x", "--max-new-tokens", "ten"], "got 'ten', expected a whole number"),
+        (["corpus", "build", "a=b", "--valid-share", "0.9"], "got '0.9', expected a number, from 0 to 0.5"),
+        (["eval", "r", "--max-bytes", "0"], "--max-bytes: got '0', expected a whole number, at least 1"),
+        (["export", "r", "--to", "x", "--step", "-1"], "--step: got '-1', expected a whole number, at least 0"),
+    ],
+    ids=lambda words: " ".join(words) if isinstance(words, list) else "",
+)
+def test_flags_refuse_values_that_make_no_sense(words, expected, z2a):
+    ended = z2a(*words)
+    assert ended.code == 2
+    assert expected in ended.err
+
+
+# ---- configs --------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_preset_ends_with_2_the_nearest_name_and_the_list(z2a):
+    ended = z2a("train", "z2all-10m")
+    assert ended.code == 2
+    message = paragraph(ended.err)
+    assert "no config file or preset `z2all-10m`. Did you mean `z2all-100m`?" in message
+    assert "(quickstart, z2all-100m, z2all-1b)" in message
+
+
+def test_a_config_with_problems_ends_with_2_and_starts_nothing(z2a, tmp_path):
+    open_workspace(tmp_path, create=True)
+    ended = z2a(
+        "train", "quickstart", "--work", tmp_path, "--optim.lr", "3", "--train.steps", "x", "--model.heads", "7"
+    )
+    assert ended.code == 2
+    assert ended.out == ""
+    lines = ended.err.splitlines()
+    assert lines[0].startswith("z2a: The config ")
+    assert lines[0].endswith("has 4 problems; nothing was started.")
+    assert [line.split()[0] for line in lines[1:]] == ["1.", "2.", "3.", "4."]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [STAMP_NAME], "no run folder"
+
+
+def test_quickstart_takes_overrides_and_refuses_them_before_it_makes_anything(z2a, tmp_path):
+    ended = z2a("quickstart", "--work", tmp_path / "q", "--train.stepps", "3")
+    assert ended.code == 2
+    assert "train.stepps: got 3, expected a field of `train`. Did you mean `steps`?" in ended.err
+    assert not (tmp_path / "q").exists()
+
+
+# ---- bad input ------------------------------------------------------------------------------------------------
+
+
+def test_a_data_path_that_is_not_there_ends_with_3_and_makes_no_workspace(z2a, tmp_path):
+    ended = z2a("corpus", "build", f"a={tmp_path / 'absent.txt'}", "--work", tmp_path / "w")
+    assert ended.code == 3
+    assert "absent.txt does not exist" in paragraph(ended.err)
+    assert not (tmp_path / "w").exists()
+    ended = z2a("quickstart", "--data", tmp_path / "absent", "--work", tmp_path / "w")
+    assert ended.code == 3
+    assert "absent does not exist. Give a file or a folder" in paragraph(ended.err)
+    assert not (tmp_path / "w").exists()
+
+
+def test_a_data_path_that_may_not_be_read_ends_with_3(tmp_path, z2a_without_rights):
+    secret = tmp_path / "secret.txt"
+    secret.write_text("text")
+    secret.chmod(0o000)
+    ended = z2a_without_rights("corpus", "build", f"a={secret}", "--work", tmp_path / "w")
+    assert ended.code == 3
+    assert "secret.txt may not be read by this user" in paragraph(ended.err)
+    assert not (tmp_path / "w").exists()
+
+
+def test_a_workspace_where_nobody_may_write_ends_with_3(tmp_path, raw, z2a_without_rights):
+    tmp_path.chmod(0o555)
+    ended = z2a_without_rights("corpus", "build", f"en={raw / 'en.jsonl'}", "--work", tmp_path / "w")
+    tmp_path.chmod(0o755)
+    assert ended.code == 3
+    assert "No workspace can be made" in paragraph(ended.err)
+
+
+@pytest.mark.parametrize("content", ["", "  \n \n"], ids=["no bytes", "white space"])
+def test_an_empty_corpus_ends_with_3_and_no_later_stage_takes_it_for_whole(content, z2a, tmp_path):
+    (tmp_path / "empty.txt").write_text(content)
+    ended = z2a("corpus", "build", f"a={tmp_path / 'empty.txt'}", "--work", tmp_path / "w")
+    assert ended.code == 3
+    assert "Traceback" not in ended.err
+    assert "empty" in ended.err or "nothing readable" in ended.err
+    for stage in (["tokenizer", "train"], ["pack"], ["corpus", "show", "a"]):
+        ended = z2a(*stage, "--work", tmp_path / "w")
+        assert ended.code == 3
+        assert "There is no finished corpus" in paragraph(ended.err)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["corpus", "build", "a=/dev/null"],
+        ["tokenizer", "train"],
+        ["pack"],
+        ["train", "quickstart"],
+        ["plot", "run"],
+        ["eval", "run"],
+        ["generate", "run", "--prompt", "x"],
+        ["export", "run", "--to", "somewhere"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_workspace_of_another_version_ends_with_3_in_every_stage(words, z2a, tmp_path, raw):
+    work = tmp_path / "w"
+    write_json(work / STAMP_NAME, {"layout": LAYOUT + 1, "zero2all": "99.0"})
+    before = sorted(work.rglob("*"))
+    words = [word.replace("/dev/null", str(raw / "en.jsonl")) for word in words]
+    ended = z2a(*words, "--work", work)
+    assert ended.code == 3
+    message = paragraph(ended.err)
+    assert f"written by another version of zero2all (layout {LAYOUT + 1}; this version, {__version__}" in message
+    assert "99.0" in message
+    assert sorted(work.rglob("*")) == before
+
+
+def test_a_folder_that_is_no_workspace_ends_with_2(z2a, tmp_path):
+    ended = z2a("pack", "--work", tmp_path)
+    assert ended.code == 2
+    assert "is not a workspace" in paragraph(ended.err)
+
+
+def test_a_work_path_that_cannot_be_a_folder_ends_with_3(z2a, tmp_path, raw):
+    (tmp_path / "file").write_text("x")
+    for work in (tmp_path / "file", tmp_path / "file" / "below"):
+        ended = z2a("corpus", "build", f"en={raw / 'en.jsonl'}", "--work", work)
+        assert ended.code == 3
+        assert "--work" in paragraph(ended.err)
+
+
+@pytest.mark.parametrize("source", ["en", "=x", "a b=x", "report.json=x", "a=x:y z"])
+def test_sources_that_are_not_name_and_path_are_refused(source, z2a, tmp_path):
+    ended = z2a("corpus", "build", source, "--work", tmp_path / "w")
+    assert ended.code in (2, 3)
+    paragraph(ended.err)
+    assert not (tmp_path / "w").exists()
+
+
+def test_what_is_no_mistake_of_the_person_keeps_its_traceback():
+    with pytest.raises(ZeroDivisionError):
+        _fail_for_disk_or_path(ZeroDivisionError())
+    with pytest.raises(FileNotFoundError):
+        _fail_for_disk_or_path(FileNotFoundError(2, "No such file or directory", "ours.bin"))

@@ -1,0 +1,226 @@
+"""Files and folders appear whole or not at all, whatever happens to the process that writes them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from zero2all.common.errors import BadInputError, DiskError, is_disk_full
+from zero2all.common.files import (
+    crc32c_of,
+    human_bytes,
+    read_json,
+    require_free_space,
+    staged_folder,
+    sweep_partials,
+    write_atomic,
+    write_json,
+)
+
+WRITER_THAT_STOPS_IN_THE_MIDDLE = """
+    import sys, time
+    from pathlib import Path
+    from zero2all.common.files import staged_folder
+
+    with staged_folder(Path(sys.argv[1])) as staging:
+        (staging / "new.txt").write_text("half of the new one")
+        print("in the middle", flush=True)
+        time.sleep(60)
+"""
+
+
+def start_writer(final: Path) -> subprocess.Popen[str]:
+    """A process that stands in the middle of writing `final`."""
+    command = [sys.executable, "-c", textwrap.dedent(WRITER_THAT_STOPS_IN_THE_MIDDLE), str(final)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "in the middle\n"
+    return process
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# ---- folders --------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_writer_leaves_no_folder_and_the_next_one_sweeps_its_leftover(tmp_path):
+    final = tmp_path / "artifact"
+    kill(start_writer(final))
+    assert not final.exists()
+    assert len(names(tmp_path)) == 1, "the leftover"
+    with staged_folder(final) as staging:
+        (staging / "new.txt").write_text("whole")
+    assert names(tmp_path) == ["artifact"]
+    assert (final / "new.txt").read_text() == "whole"
+
+
+def test_a_killed_writer_leaves_the_older_folder_whole(tmp_path):
+    final = tmp_path / "artifact"
+    with staged_folder(final) as staging:
+        (staging / "old.txt").write_text("the old one")
+    kill(start_writer(final))
+    assert names(final) == ["old.txt"]
+    assert (final / "old.txt").read_text() == "the old one"
+    sweep_partials(final)
+    assert names(tmp_path) == ["artifact"]
+
+
+def test_what_a_living_process_is_writing_is_not_swept(tmp_path):
+    final = tmp_path / "artifact"
+    process = start_writer(final)
+    try:
+        with staged_folder(final) as staging:
+            (staging / "new.txt").write_text("the faster of two")
+        assert names(tmp_path) == ["artifact", f"artifact.partial-{process.pid}"]
+    finally:
+        kill(process)
+
+
+def test_an_error_in_the_block_leaves_everything_as_it_was(tmp_path):
+    final = tmp_path / "artifact"
+    with staged_folder(final) as staging:
+        (staging / "a").write_text("1")
+
+    def interrupted() -> None:
+        with staged_folder(final) as staging:
+            (staging / "a").write_text("2")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert names(tmp_path) == ["artifact"]
+    assert (final / "a").read_text() == "1"
+
+
+def test_a_new_folder_replaces_the_old_one_and_nothing_of_it_stays(tmp_path):
+    final = tmp_path / "deep" / "artifact"
+    for name in ("first", "second"):
+        with staged_folder(final) as staging:
+            (staging / name).write_text(name)
+    assert names(final) == ["second"]
+    assert names(final.parent) == ["artifact"]
+
+
+def test_the_sweep_touches_only_leftovers_of_this_name_even_with_odd_characters(tmp_path):
+    final = tmp_path / "run [1]*"
+    (tmp_path / "run [1]*.partial-trash").mkdir()
+    (tmp_path / "run [1]*.partial-old-4194304999").write_text("a file")
+    (tmp_path / "run 1.partial-4194304999").mkdir()
+    sweep_partials(final)
+    assert names(tmp_path) == ["run 1.partial-4194304999"]
+
+
+def test_sweeping_where_there_is_no_folder_yet_is_fine(tmp_path):
+    sweep_partials(tmp_path / "absent" / "artifact")
+
+
+# ---- files ----------------------------------------------------------------------------------------------------
+
+
+def test_write_atomic_makes_the_folders_above_and_replaces_the_whole_file(tmp_path):
+    path = tmp_path / "a" / "b.txt"
+    write_atomic(path, b"a longer first text")
+    write_atomic(path, b"second")
+    assert path.read_bytes() == b"second"
+    assert names(path.parent) == ["b.txt"]
+
+
+def test_a_write_that_the_disk_refuses_leaves_the_file_as_it_was(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    script = """
+        import resource, sys
+        from pathlib import Path
+        from zero2all.common.errors import is_disk_full
+        from zero2all.common.files import write_atomic
+
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+        try:
+            write_atomic(Path(sys.argv[1]), bytes(100_000))
+        except OSError as error:
+            sys.exit(40 if is_disk_full(error) else 1)
+    """
+    assert subprocess.run([sys.executable, "-c", textwrap.dedent(script), str(path)]).returncode == 40
+    assert path.read_bytes() == b"old"
+    assert names(tmp_path) == ["file"]
+
+
+def test_json_comes_back_as_it_was_written_and_is_readable_for_people(tmp_path):
+    value = {"名": "北京", "list": [1, 2.5, None, True]}
+    write_json(tmp_path / "x.json", value)
+    assert read_json(tmp_path / "x.json") == value
+    assert "北京" in (tmp_path / "x.json").read_text(encoding="utf-8")
+    assert len((tmp_path / "x.json").read_text(encoding="utf-8").splitlines()) > 4
+
+
+@pytest.mark.parametrize("content", [b"", b'{"a": ', b"\xff\xfe", b"[NaN]"], ids=["empty", "cut", "not utf-8", "nan"])
+def test_damaged_json_names_the_file_and_says_what_to_do(tmp_path, content):
+    path = tmp_path / "report.json"
+    path.write_bytes(content)
+    with pytest.raises(BadInputError, match=r"report\.json cannot be read as JSON .*Delete it and run its stage again"):
+        read_json(path)
+
+
+def test_an_absent_json_file_stays_a_file_not_found(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        read_json(tmp_path / "absent.json")
+
+
+def test_crc32c_is_the_one_of_the_standard(tmp_path):
+    (tmp_path / "x").write_bytes(b"123456789")
+    assert crc32c_of(tmp_path / "x") == "e3069283"  # the check value of CRC-32C (Castagnoli)
+    (tmp_path / "empty").write_bytes(b"")
+    assert crc32c_of(tmp_path / "empty") == "00000000"
+
+
+# ---- room -----------------------------------------------------------------------------------------------------
+
+
+def test_asking_for_more_room_than_the_disk_has_names_both_figures(tmp_path):
+    place = tmp_path / "not" / "yet" / "there"
+    with pytest.raises(DiskError) as caught:
+        require_free_space(place, 10**18, "the corpus")
+    assert caught.value.exit_code == 4
+    message = str(caught.value)
+    assert "1000000.0 TB are needed" in message
+    free = int(os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize)
+    assert human_bytes(free).split()[1] in message, "the unit of what is free"
+    assert "the corpus" in message
+    assert str(place) in message
+    assert "--work" in message
+    assert not place.exists()
+
+
+def test_enough_room_is_no_news(tmp_path):
+    require_free_space(tmp_path / "new", 1000, "a test")
+
+
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [(0, "0 B"), (999, "999 B"), (1536, "1.5 KB"), (999_999, "1.0 MB"), (3.2e9, "3.2 GB"), (5e15, "5000.0 TB")],
+)
+def test_bytes_in_words(count, words):
+    assert human_bytes(count) == words
+
+
+def test_a_full_disk_is_recognised_also_inside_the_errors_of_rust_libraries():
+    class RustError(Exception):
+        pass
+
+    assert is_disk_full(OSError(28, "No space left on device"))
+    assert is_disk_full(RustError("Error while serializing: I/O error: No space left on device (os error 28)"))
+    assert not is_disk_full(OSError(13, "Permission denied"))
+    assert not is_disk_full(RustError("Permission denied (os error 13)"))

@@ -1,0 +1,148 @@
+"""A manifest says that a folder is whole, what it was made from, and what every file of it must look like."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from zero2all import __version__
+from zero2all.common.errors import BadInputError
+from zero2all.common.files import read_json, write_json
+from zero2all.common.manifest import (
+    FORMATS,
+    MANIFEST_NAME,
+    fingerprint,
+    is_current,
+    read_manifest,
+    verify_files,
+    write_manifest,
+)
+
+COMMAND = "z2a pack"
+
+
+@pytest.fixture
+def artifact(tmp_path: Path) -> Path:
+    """A finished folder with two files."""
+    folder = tmp_path / "artifact"
+    (folder / "inner").mkdir(parents=True)
+    (folder / "tokens.bin").write_bytes(b"0123456789")
+    (folder / "inner" / "docs.idx").write_bytes(b"abc")
+    write_manifest(folder, "packed", "made-from-this", {"tokens": 5})
+    return folder
+
+
+def change(folder: Path, **values: object) -> None:
+    write_json(folder / MANIFEST_NAME, {**read_json(folder / MANIFEST_NAME), **values})
+
+
+def refused(folder: Path, kind: str = "packed") -> str:
+    with pytest.raises(BadInputError) as caught:
+        read_manifest(folder, kind, COMMAND)
+    assert caught.value.exit_code == 3
+    return str(caught.value)
+
+
+def test_a_manifest_describes_every_file_and_keeps_what_the_stage_adds(artifact):
+    manifest = read_manifest(artifact, "packed", COMMAND)
+    assert manifest["tokens"] == 5
+    assert manifest["inputs"] == "made-from-this"
+    assert manifest["zero2all"] == __version__
+    assert manifest["format"] == FORMATS["packed"]
+    assert {name: file["bytes"] for name, file in manifest["files"].items()} == {"inner/docs.idx": 3, "tokens.bin": 10}
+
+
+def test_an_absent_manifest_names_the_command_that_makes_it(tmp_path):
+    message = refused(tmp_path / "nowhere")
+    assert "no finished packed" in message
+    assert f"`{COMMAND}`" in message
+
+
+def test_the_manifest_of_another_kind_is_foreign(artifact):
+    message = refused(artifact, kind="checkpoint")
+    assert "does not describe a checkpoint (it describes a packed)" in message
+    assert f"`{COMMAND}`" in message
+
+
+def test_json_that_is_no_manifest_is_foreign(artifact):
+    write_json(artifact / MANIFEST_NAME, [1, 2, 3])
+    assert "none of ours" in refused(artifact)
+    write_json(artifact / MANIFEST_NAME, {"name": "somebody's package"})
+    assert "none of ours" in refused(artifact)
+
+
+def test_another_format_version_says_both_versions_and_what_to_do(artifact):
+    change(artifact, format=99, zero2all="7.8.9")
+    message = refused(artifact)
+    assert "written by zero2all 7.8.9 in packed format 99" in message
+    assert f"this is zero2all {__version__}, which reads format {FORMATS['packed']}" in message
+    assert f"Run `{COMMAND}` again" in message
+
+
+def test_a_damaged_manifest_is_refused(artifact):
+    (artifact / MANIFEST_NAME).write_bytes(b'{"kind": "pac')
+    assert "cannot be read as JSON" in refused(artifact)
+
+
+# ---- is the work done already? -----------------------------------------------------------------------------------
+
+
+def test_a_whole_folder_from_the_same_inputs_is_current(artifact):
+    assert is_current(artifact, "packed", "made-from-this")
+
+
+def test_other_inputs_kind_or_format_are_not_current(artifact):
+    assert not is_current(artifact, "packed", "made-from-that")
+    assert not is_current(artifact, "corpus", "made-from-this")
+    change(artifact, format=99)
+    assert not is_current(artifact, "packed", "made-from-this")
+
+
+def test_a_folder_without_a_readable_manifest_is_not_current(artifact, tmp_path):
+    assert not is_current(tmp_path / "nowhere", "packed", "made-from-this")
+    (artifact / MANIFEST_NAME).write_bytes(b"{")
+    assert not is_current(artifact, "packed", "made-from-this")
+
+
+def test_a_folder_with_a_missing_or_shortened_file_is_not_current_so_that_its_stage_mends_it(artifact):
+    (artifact / "tokens.bin").write_bytes(b"01234")
+    assert not is_current(artifact, "packed", "made-from-this")
+    (artifact / "tokens.bin").unlink()
+    assert not is_current(artifact, "packed", "made-from-this")
+
+
+# ---- damage ---------------------------------------------------------------------------------------------------
+
+
+def problems(folder: Path) -> list[str]:
+    return verify_files(folder, read_manifest(folder, "packed", COMMAND))
+
+
+def test_an_untouched_folder_verifies(artifact):
+    assert problems(artifact) == []
+
+
+def test_a_missing_file_a_changed_size_and_one_flipped_bit_are_all_found(artifact):
+    (artifact / "inner" / "docs.idx").unlink()
+    (artifact / "tokens.bin").write_bytes(b"0123456788")
+    flipped = problems(artifact)
+    assert len(flipped) == 2
+    assert flipped[0].endswith("docs.idx is missing")
+    assert "tokens.bin has changed since it was written (crc32c differs)" in flipped[1]
+    (artifact / "tokens.bin").write_bytes(b"01234567891")
+    assert "tokens.bin has 11 bytes, its manifest says 10" in problems(artifact)[1]
+
+
+# ---- fingerprints ---------------------------------------------------------------------------------------------
+
+
+def test_a_fingerprint_depends_on_the_value_and_not_on_the_order_of_its_keys():
+    assert fingerprint({"a": 1, "b": [1, "中"]}) == fingerprint({"b": [1, "中"], "a": 1})
+    assert fingerprint({"a": 1}) != fingerprint({"a": 2})
+    assert fingerprint([1, 2]) != fingerprint([2, 1])
+    assert len(fingerprint({})) == 16
+
+
+def test_a_fingerprint_stays_the_same_over_versions():
+    assert fingerprint({"a": 1, "b": "中"}) == "2831299868169bc5"

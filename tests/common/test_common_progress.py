@@ -1,0 +1,112 @@
+"""Progress: a live bar for a person at a terminal, plain lines for a log file."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from zero2all.common import progress as module
+from zero2all.common.progress import human_count, human_seconds, progress
+
+
+def test_in_a_log_file_the_end_is_one_plain_line_with_share_and_speed(capsys):
+    with progress("pack", total=2000, unit="B") as bar:
+        bar.advance(500)
+        bar.advance(1500, note="news/train")
+    out, err = capsys.readouterr()
+    assert out == "", "standard output belongs to results"
+    (line,) = err.splitlines()
+    assert line.startswith("pack       2.0k/2.0k B (100%)")
+    assert "B/s" in line
+    assert line.endswith("news/train")
+    assert "\x1b" not in err, "no terminal codes in a file"
+
+
+def test_in_a_log_file_a_line_comes_every_so_many_seconds_with_the_time_left(capsys, monkeypatch):
+    monkeypatch.setattr(module, "LOG_EVERY_SECONDS", 0.0)
+    with progress("train", total=100, unit="tok", done=50) as bar:
+        bar.advance(10)
+        bar.advance(10, note="loss 2.5")
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3
+    assert "60/100 tok (60%)" in lines[0]
+    assert "left" in lines[0]
+    assert "70/100 tok (70%)" in lines[1]
+    assert "loss 2.5" in lines[1]
+
+
+def test_what_was_done_before_counts_in_the_share_and_not_in_the_speed(capsys):
+    with progress("train", total=10**9, unit="tok", done=10**9):
+        pass
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "1.0G/1.0G tok (100%)" in line
+    assert " 0 tok/s" in line
+
+
+def test_an_unknown_or_corrected_total_is_no_trouble(capsys):
+    with progress("eval", total=None, unit="B") as bar:
+        bar.advance(12)
+    with progress("eval", total=None, unit="B") as bar:
+        bar.set_total(24)
+        bar.advance(12)
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("eval       12 B ")
+    assert second.startswith("eval       12/24 B (50%)")
+
+
+def test_work_that_fails_prints_no_line_of_success(capsys):
+    def work() -> None:
+        with progress("pack", total=10, unit="B") as bar:
+            bar.advance(5)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        work()
+    assert capsys.readouterr().err == ""
+
+
+def test_on_a_terminal_there_is_a_live_bar_with_label_share_speed_and_note():
+    script = """
+        from zero2all.common.progress import progress
+        with progress("pack", total=1000, unit="B") as bar:
+            bar.set_total(2000)
+            bar.advance(1000, note="half")
+            bar.advance(1000, note="news/train")
+    """
+    screen, terminal = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)], stderr=terminal, stdout=subprocess.PIPE, env=environment
+    )
+    os.close(terminal)
+    shown = b""
+    try:
+        while piece := os.read(screen, 4096):
+            shown += piece
+    except OSError:  # how Linux says that the other side has closed
+        pass
+    os.close(screen)
+    assert process.communicate()[0] == b""
+    assert process.returncode == 0
+    text = shown.decode()
+    for part in ("pack", "100%", "B/s", "news/train", "\x1b["):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("count", "words"), [(0, "0"), (999, "999"), (1500, "1.5k"), (999_999, "1.0M"), (2.5e9, "2.5G"), (3e13, "30.0T")]
+)
+def test_counts_in_words(count, words):
+    assert human_count(count) == words
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(-3, "0s"), (59.4, "59s"), (59.6, "1m00s"), (75, "1m15s"), (3725, "1h02m")]
+)
+def test_seconds_in_words(seconds, words):
+    assert human_seconds(seconds) == words

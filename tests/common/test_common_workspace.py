@@ -1,0 +1,98 @@
+"""The stamp that makes a folder a workspace, and the corpus that later stages read from it."""
+
+from __future__ import annotations
+
+import pytest
+
+from zero2all import __version__
+from zero2all.common.errors import BadInputError, UsageError
+from zero2all.common.files import read_json, write_json
+from zero2all.common.records import corpus_sources, iter_records, training_text
+from zero2all.common.workspace import LAYOUT, STAMP_NAME, open_workspace
+
+
+def test_a_new_workspace_gets_a_stamp_and_opens_again(tmp_path):
+    root = tmp_path / "new" / "work"
+    open_workspace(root, create=True)
+    assert read_json(root / STAMP_NAME) == {"layout": LAYOUT, "zero2all": __version__}
+    workspace = open_workspace(root)
+    assert workspace.run("a") == root / "runs" / "a"
+    assert open_workspace(root, create=True) == workspace
+
+
+def test_a_folder_without_a_stamp_is_no_workspace_and_stays_as_it_is(tmp_path):
+    with pytest.raises(UsageError, match=r"is not a workspace \(it has no workspace\.json\).*--work") as caught:
+        open_workspace(tmp_path)
+    assert caught.value.exit_code == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("layout", [LAYOUT + 1, 0, "1", None])
+def test_a_workspace_of_another_layout_is_refused_with_both_versions(tmp_path, layout):
+    write_json(tmp_path / STAMP_NAME, {"layout": layout, "zero2all": "9.9"})
+    for create in (False, True):
+        with pytest.raises(BadInputError) as caught:
+            open_workspace(tmp_path, create=create)
+        assert caught.value.exit_code == 3
+        message = str(caught.value)
+        assert f"layout {layout}" in message
+        assert f"{__version__}, uses layout {LAYOUT}" in message
+        assert "9.9" in message
+        assert "--work" in message
+
+
+def test_a_stamp_that_is_not_ours_is_refused(tmp_path):
+    write_json(tmp_path / STAMP_NAME, ["a", "list"])
+    with pytest.raises(BadInputError, match="another version"):
+        open_workspace(tmp_path)
+
+
+def test_a_path_where_no_workspace_can_be_is_refused(tmp_path):
+    (tmp_path / "file").write_text("text")
+    with pytest.raises(BadInputError, match="is a file, not a folder"):
+        open_workspace(tmp_path / "file", create=True)
+    with pytest.raises(BadInputError, match=r"No workspace can be made in .*Not a directory.*--work"):
+        open_workspace(tmp_path / "file" / "below", create=True)
+
+
+def test_a_run_that_is_not_there_is_answered_with_those_that_are(tmp_path):
+    workspace = open_workspace(tmp_path, create=True)
+    with pytest.raises(BadInputError, match=r"has no run `first`\. It has no runs yet: train one with `z2a train`"):
+        workspace.existing_run("first")
+    workspace.run("first-run").mkdir(parents=True)
+    with pytest.raises(BadInputError, match="Did you mean `first-run`"):
+        workspace.existing_run("first")
+    assert workspace.existing_run("first-run") == workspace.run("first-run")
+
+
+# ---- records --------------------------------------------------------------------------------------------------
+
+
+def test_without_a_report_there_is_no_corpus(tmp_path):
+    with pytest.raises(BadInputError, match=r"no finished corpus .*Run `z2a corpus build` first"):
+        corpus_sources(tmp_path)
+
+
+def test_a_source_that_the_report_lists_must_be_whole(tmp_path):
+    write_json(tmp_path / "report.json", {"sources": {"en": {}}})
+    with pytest.raises(BadInputError, match=r"no finished corpus in .*en"):
+        corpus_sources(tmp_path)
+
+
+def test_records_come_shard_by_shard_and_a_damaged_line_is_named(tmp_path):
+    folder = tmp_path / "en" / "train"
+    folder.mkdir(parents=True)
+    (folder / "part-00001.jsonl").write_bytes(b'{"id": 3}\n{"id": \n')
+    (folder / "part-00000.jsonl").write_bytes(b'{"id": 1}\n{"id": 2}\n')
+    records = iter_records(tmp_path, "en", "train")
+    assert [next(records)["id"] for _ in range(3)] == [1, 2, 3]
+    with pytest.raises(BadInputError, match=r"part-00001\.jsonl, line 2.*Delete .*run `z2a corpus build` again"):
+        next(records)
+    assert list(iter_records(tmp_path, "en", "valid")) == []
+
+
+def test_a_title_is_part_of_the_text_unless_the_text_opens_with_it():
+    assert training_text({"title": "Rain", "content": "It fell."}) == "Rain\nIt fell."
+    assert training_text({"title": "Rain", "content": "Rain fell."}) == "Rain fell."
+    assert training_text({"title": "", "content": "It fell."}) == "It fell."
+    assert training_text({"content": "It fell."}) == "It fell."

@@ -1,0 +1,84 @@
+"""A whole small workspace, from raw text to a trained run, made once for all tests that only read it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from zero2all.common.workspace import Workspace, open_workspace
+from zero2all.config import RunConfig, config_from_values
+from zero2all.corpus import BuildOptions, Source, build_corpus
+from zero2all.evals.load import LoadedModel, load_run
+from zero2all.packed.writer import pack_corpus
+from zero2all.tokenizer.stage import train_on_corpus
+from zero2all.train.loop import train
+
+CAPITALS = {
+    "zh": {"中国": "北京", "法国": "巴黎", "日本": "东京", "英国": "伦敦", "德国": "柏林"},
+    "en": {"China": "Beijing", "France": "Paris", "Japan": "Tokyo", "Britain": "London", "Germany": "Berlin"},
+}
+SENTENCES = {
+    "zh": ("{0}的首都是{1}。", "我知道{0}的首都是{1}。", "{1}在{0}。", "答案是{1}。"),
+    "en": ("The capital of {0} is {1}. ", "I know that {1} is in {0}. ", "The answer is {1}. "),
+}
+
+
+@pytest.fixture(scope="session")
+def tiny_config() -> RunConfig:
+    """Two layers, 64 wide, 30 steps: seconds on one core."""
+    return config_from_values(
+        {
+            "tokenizer": {"vocab_size": 420, "max_piece_bytes": 12},
+            "data": {"seq_len": 64},
+            "model": {
+                "hidden_size": 64,
+                "intermediate_size": 160,
+                "layers": 2,
+                "heads": 4,
+                "kv_heads": 2,
+                "max_seq_len": 128,
+            },
+            "parallel": {"device": "cpu", "cpu_threads": 1},
+            "optim": {"lr_max": 5e-3},
+            "schedule": {"warmup_steps": 5},
+            "train": {"name": "tiny", "steps": 30, "tokens_per_step": 1024, "micro_batch_samples": 16},
+            "checkpoint": {"every_steps": 15},
+            "eval": {"every_steps": 0, "valid_tokens_per_source": 256},
+        },
+        "of the tests",
+    )
+
+
+@pytest.fixture(scope="session")
+def trained_workspace(tmp_path_factory: pytest.TempPathFactory, tiny_config: RunConfig) -> Workspace:
+    """Corpus, tokenizer, packed data and the run `tiny` with checkpoints at steps 15 and 30. Copy it to change it."""
+    root = tmp_path_factory.mktemp("trained")
+    workspace = open_workspace(root / "work", create=True)
+    sources = [Source(channel, _write_raw(root / f"{channel}.jsonl", channel), channel) for channel in CAPITALS]
+    build_corpus(workspace.corpus, sources, BuildOptions(valid_share=0.1))
+    train_on_corpus(workspace.corpus, workspace.tokenizer, tiny_config.tokenizer)
+    pack_corpus(workspace.corpus, workspace.tokenizer, workspace.packed)
+    train(tiny_config, workspace, say=lambda _: None)
+    return workspace
+
+
+@pytest.fixture(scope="session")
+def trained(trained_workspace: Workspace) -> LoadedModel:
+    """The model of that run after its last step."""
+    return load_run(trained_workspace, "tiny")
+
+
+def _write_raw(path: Path, channel: str) -> Path:
+    """150 documents of true sentences in random order."""
+    rng = random.Random(channel)
+    sentences = [
+        sentence.format(country, capital)
+        for sentence, (country, capital) in itertools.product(SENTENCES[channel], CAPITALS[channel].items())
+    ]
+    texts = ["".join(rng.choices(sentences, k=rng.randint(4, 12))) for _ in range(150)]
+    path.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts), encoding="utf-8")
+    return path

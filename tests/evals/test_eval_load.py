@@ -1,0 +1,116 @@
+"""Loading a run: the right checkpoint, the right words when there is none, and the report of an evaluation."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from zero2all.common.errors import BadInputError
+from zero2all.common.workspace import Workspace
+from zero2all.evals.load import load_run, untrained
+from zero2all.evals.report import evaluate_run, report_lines
+
+
+@pytest.fixture
+def copied(trained_workspace, tmp_path):
+    shutil.copytree(trained_workspace.root, tmp_path / "work")
+    return Workspace(tmp_path / "work")
+
+
+def damage(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_newest_checkpoint_is_taken_and_an_older_one_on_request(trained, trained_workspace):
+    assert (trained.name, trained.step) == ("tiny", 30)
+    older = load_run(trained_workspace, "tiny", 15)
+    assert older.step == 15
+    assert not torch.equal(older.model.embedding.weight, trained.model.embedding.weight)
+
+
+def test_loaded_model_is_ready_to_be_asked(trained):
+    assert not trained.model.training
+    assert trained.stored_dtype == "float32"
+    assert trained.device.type == "cpu"
+    assert trained.config.model.vocab_rows == 448  # 420 ids, padded to a multiple of 64
+
+
+def test_untrained_model_is_the_one_training_starts_from(trained_workspace, tiny_config):
+    first, second = (untrained(trained_workspace, tiny_config) for _ in range(2))
+    assert torch.equal(first.model.embedding.weight, second.model.embedding.weight)
+    assert (first.step, first.config.model.vocab_rows) == (0, 448)
+
+
+def test_unknown_run_is_answered_with_those_there_are(trained_workspace):
+    with pytest.raises(BadInputError, match=r"no run.*tiny"):
+        load_run(trained_workspace, "tony")
+
+
+def test_run_without_checkpoint_says_so(copied):
+    shutil.rmtree(copied.run("tiny") / "checkpoints")
+    with pytest.raises(BadInputError, match=r"tiny has no checkpoint yet"):
+        load_run(copied, "tiny")
+
+
+def test_unknown_step_is_answered_with_the_steps_there_are(trained_workspace):
+    with pytest.raises(BadInputError, match=r"no checkpoint at step 7; it has \[15, 30\]"):
+        load_run(trained_workspace, "tiny", 7)
+
+
+def test_damaged_checkpoint_is_refused_by_step(copied):
+    damage(copied.run("tiny") / "checkpoints/step-00000030/model.safetensors")
+    with pytest.raises(BadInputError, match=r"model.safetensors has changed since it was written"):
+        load_run(copied, "tiny", 30)
+
+
+def test_newest_whole_checkpoint_is_taken_where_a_newer_one_is_damaged_and_nothing_is_moved(copied):
+    checkpoints = copied.run("tiny") / "checkpoints"
+    damage(checkpoints / "step-00000030/model.safetensors")
+    assert load_run(copied, "tiny").step == 15
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000015", "step-00000030"]
+
+
+def test_checkpoint_of_another_shape_is_refused(copied):
+    config = copied.run("tiny") / "config.yaml"
+    config.write_text(config.read_text().replace("layers: 2", "layers: 3"))
+    with pytest.raises(BadInputError, match=r"checkpoint is of another model: blocks.2"):
+        load_run(copied, "tiny")
+
+
+def test_another_tokenizer_than_the_run_was_trained_with_is_refused(copied, tmp_path):
+    from zero2all.tokenizer import train_tokenizer
+
+    texts = [f"{number} thousand words {number * 7919}" for number in range(3000)]
+    train_tokenizer([*texts, *(chr(0x4E00 + n) * 2 for n in range(900))], 600, copied.tokenizer, "larger")
+    with pytest.raises(BadInputError, match=r"trained with another tokenizer"):
+        load_run(copied, "tiny")
+
+
+def test_evaluation_is_written_beside_the_run_and_shown(copied, tmp_path):
+    probes = tmp_path / "probes.jsonl"
+    row = {
+        "id": "1",
+        "channel": "zh",
+        "family": "capital",
+        "prompt": "中国的首都是",
+        "answer": "北京",
+        "foils": ["巴黎"],
+    }
+    probes.write_text(json.dumps(row) + "\n" + json.dumps({**row, "family": "arithmetic"}) + "\n")
+    report = evaluate_run(load_run(copied, "tiny"), copied, probes, 1000)
+    written = json.loads((copied.run("tiny") / "eval/step-00000030.json").read_text())
+    assert written == report
+    assert set(written["held_out"]) == {"zh", "en"}
+    assert [item["probe"]["answer"] for item in written["probe_results"]] == ["北京", "北京"]
+    shown = "\n".join(report_lines(report))
+    for words in ("tiny at step 30", "bits/byte", "zh", "capital", "arithmetic"):
+        assert words in shown
+
+
+def test_evaluation_without_probes_has_none(copied):
+    report = evaluate_run(load_run(copied, "tiny"), copied, None, 100)
+    assert "probes" not in report
+    assert not any("probes" in line for line in report_lines(report))

@@ -1,0 +1,70 @@
+"""Bits per byte against arithmetic by hand."""
+
+import math
+
+import pytest
+import torch
+
+from zero2all.common.records import iter_records, training_text
+from zero2all.evals.perplexity import document_nats, held_out_bits_per_byte
+
+
+def nats_by_hand(loaded, ids, targets):
+    with torch.no_grad():
+        logits = loaded.model.logits(loaded.model(torch.tensor([ids])))[0].double()
+    return sum(float(row.logsumexp(0) - row[target]) for row, target in zip(logits, targets, strict=True))
+
+
+def test_nats_of_a_document_are_summed_from_its_begin_to_its_end(trained):
+    tokenizer = trained.tokenizer
+    ids = [tokenizer.begin_id, *tokenizer.encode_text("中国的首都是北京。"), tokenizer.end_id]
+    nats, tokens = document_nats(trained, "中国的首都是北京。")
+    assert tokens == len(ids) - 1
+    assert nats == pytest.approx(nats_by_hand(trained, ids[:-1], ids[1:]), rel=1e-5)
+
+
+@pytest.mark.parametrize("length", [63, 64, 65, 127, 128, 129, 200])
+def test_long_document_is_scored_in_windows_each_token_once(trained, length):
+    tokenizer, window = trained.tokenizer, trained.config.data.seq_len
+    text = "d" * 200
+    while len(tokenizer.encode_text(text)) > length - 1:
+        text = text[:-1]
+    ids = [tokenizer.begin_id, *tokenizer.encode_text(text), tokenizer.end_id]
+    assert len(ids) == length + 1
+    by_hand = sum(
+        nats_by_hand(trained, ids[first:-1][:window], ids[first + 1 :][:window]) for first in range(0, length, window)
+    )
+    nats, tokens = document_nats(trained, text)
+    assert tokens == length
+    assert nats == pytest.approx(by_hand, rel=1e-5)
+
+
+def test_empty_document_costs_its_end(trained):
+    nats, tokens = document_nats(trained, "")
+    assert (tokens, nats > 0) == (1, True)
+
+
+def test_bits_per_byte_of_a_channel_is_all_bits_over_all_bytes(trained, trained_workspace):
+    report = held_out_bits_per_byte(trained, trained_workspace.corpus, 10**9)
+    assert set(report) == {"zh", "en"}
+    texts = [training_text(record) for record in iter_records(trained_workspace.corpus, "zh", "valid")]
+    nats = sum(document_nats(trained, text)[0] for text in texts)
+    size = sum(len(text.encode()) for text in texts)
+    assert report["zh"]["documents"] == len(texts) > 1
+    assert report["zh"]["bytes"] == size
+    assert report["zh"]["bits_per_byte"] == pytest.approx(nats / math.log(2) / size)
+
+
+def test_limit_of_bytes_takes_whole_documents_and_at_least_one(trained, trained_workspace):
+    sizes = [len(training_text(record).encode()) for record in iter_records(trained_workspace.corpus, "en", "valid")]
+    for limit, documents in ((1, 1), (sizes[0], 1), (sizes[0] + sizes[1], 2)):
+        report = held_out_bits_per_byte(trained, trained_workspace.corpus, limit)
+        assert (report["en"]["documents"], report["en"]["bytes"]) == (documents, sum(sizes[:documents]))
+
+
+def test_trained_model_needs_fewer_bits_than_an_untrained_one(trained, trained_workspace):
+    from zero2all.evals.load import untrained
+
+    before = held_out_bits_per_byte(untrained(trained_workspace, trained.config), trained_workspace.corpus, 2000)
+    after = held_out_bits_per_byte(trained, trained_workspace.corpus, 2000)
+    assert all(after[channel]["bits_per_byte"] < before[channel]["bits_per_byte"] / 2 for channel in ("zh", "en"))

@@ -1,0 +1,215 @@
+"""The transformer: what it may look at, what it starts from, and that its shortcuts change nothing."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from zero2all.model.config import ModelConfig
+from zero2all.model.z2all import KeyValueCache, Z2all
+from zero2all.ops.config import OpsConfig
+from zero2all.ops.registry import OPERATORS, resolve
+
+BASE = ModelConfig(
+    vocab_size=97, hidden_size=32, intermediate_size=48, layers=3, heads=4, kv_heads=2, max_seq_len=24, init_std=0.2
+)
+VARIANTS = {
+    "plain": BASE,
+    "all biases": dataclasses.replace(BASE, attention_bias="all", mlp_bias=True),
+    "Qwen2-like": dataclasses.replace(BASE, attention_bias="qkv", tied_embeddings=True),
+    "one head": dataclasses.replace(BASE, heads=1, kv_heads=1),
+    "narrow heads": dataclasses.replace(BASE, heads=6, kv_heads=3, head_dim=2),
+}
+variants = pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
+
+
+def build(config: ModelConfig = BASE, seed: int = 0, **ops: str) -> Z2all:
+    """A model in eval mode, its biases not zero."""
+    model = Z2all(config, resolve(OpsConfig(**ops), "cpu"))
+    model.init_weights(seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.2, generator=generator)
+    return model.eval()
+
+
+def tokens(rows: int = 2, length: int = 20, seed: int = 0) -> torch.Tensor:
+    return torch.randint(97, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def logits(model: Z2all, ids: torch.Tensor, cache: KeyValueCache | None = None) -> torch.Tensor:
+    with torch.no_grad():
+        return model.logits(model(ids, cache))
+
+
+@variants
+@pytest.mark.parametrize("attention", ["sdpa", "math"])
+def test_later_tokens_change_no_earlier_logit(config, attention):
+    model, ids = build(config, attention=attention), tokens()
+    before = logits(model, ids)
+    for place in (1, 7, 19):
+        changed = ids.clone()
+        changed[:, place] = (changed[:, place] + 1) % 97
+        after = logits(model, changed)
+        assert torch.equal(after[:, :place], before[:, :place])
+        assert not torch.allclose(after[:, place:], before[:, place:])
+
+
+@variants
+@pytest.mark.parametrize("attention", ["sdpa", "math"])
+@pytest.mark.parametrize("chunks", [[1] * 20, [3] * 6 + [2], [7, 1, 1, 11], [19, 1], [20]], ids=str)
+def test_logits_through_the_cache_equal_those_of_one_pass(config, attention, chunks):
+    model, ids = build(config, attention=attention), tokens()
+    cache = KeyValueCache(config.layers)
+    parts = [logits(model, part, cache) for part in ids.split(chunks, dim=1)]
+    assert cache.length == 20
+    torch.testing.assert_close(torch.cat(parts, dim=1), logits(model, ids), rtol=1e-5, atol=1e-5)
+
+
+def test_batch_rows_do_not_see_each_other():
+    model, ids = build(), tokens(rows=3)
+    together = logits(model, ids)
+    for row in range(3):
+        torch.testing.assert_close(logits(model, ids[row : row + 1])[0], together[row], rtol=1e-5, atol=1e-5)
+
+
+def test_position_decides_what_a_token_means():
+    # Rotary positions are relative: moving the whole text changes nothing, moving a part of it does.
+    model = build()
+    repeated = torch.full((1, 6), 5)
+    first = logits(model, repeated)
+    assert torch.allclose(first[0, 0], first[0, 5], atol=1e-5)  # attention over equal values
+    swapped = logits(model, torch.tensor([[1, 2, 3]]))[0, -1]
+    assert not torch.allclose(swapped, logits(model, torch.tensor([[2, 1, 3]]))[0, -1], atol=1e-4)
+
+
+@pytest.mark.parametrize("place", [0, 10])
+def test_input_longer_than_the_model_is_an_error(place):
+    model, cache = build(), KeyValueCache(BASE.layers)
+    if place:
+        logits(model, tokens(length=place), cache)
+    with pytest.raises(ValueError, match=r"25 positions exceed model.max_seq_len \(24\)"):
+        logits(model, tokens(length=25 - place), cache)
+    logits(model, tokens(length=24 - place), cache)
+
+
+def test_initial_weights_have_the_spread_of_their_kind():
+    config = dataclasses.replace(BASE, hidden_size=128, intermediate_size=256, init_std=0.02, attention_bias="all")
+    model = Z2all(config, resolve(OpsConfig(), "cpu"))
+    model.init_weights(7)
+    into_residual = 0.02 / math.sqrt(2 * config.layers)
+    for name, parameter in model.state_dict().items():
+        if name.endswith("norm.weight"):
+            assert torch.equal(parameter, torch.ones_like(parameter)), name
+        elif name.endswith("bias"):
+            assert torch.equal(parameter, torch.zeros_like(parameter)), name
+        else:
+            expected = into_residual if name.endswith(("out.weight", "down.weight")) else 0.02
+            assert float(parameter.std()) == pytest.approx(expected, rel=0.04), name
+            assert abs(float(parameter.mean())) < 4 * expected / math.sqrt(parameter.numel()), name
+
+
+def test_same_seed_gives_the_same_weights_and_another_seed_others():
+    first, second, third = build(seed=1), build(seed=1), build(seed=2)
+    for name, value in first.state_dict().items():
+        assert torch.equal(value, second.state_dict()[name])
+    assert not torch.equal(first.embedding.weight, third.embedding.weight)
+    assert not torch.equal(first.blocks[0].attention.qkv.weight, first.blocks[1].attention.qkv.weight)
+
+
+def test_untrained_loss_is_that_of_a_uniform_guess():
+    model = build(dataclasses.replace(BASE, init_std=0.001))
+    ids = tokens(length=21)
+    losses = model.token_losses(ids[:, :-1], ids[:, 1:])
+    assert losses.shape == (2, 20)
+    torch.testing.assert_close(losses, torch.full((2, 20), math.log(97)), rtol=0.02, atol=0)
+
+
+def test_token_losses_are_minus_the_log_probability_of_the_next_token():
+    model, ids = build(), tokens(length=21)
+    chances = logits(model, ids[:, :-1]).double().softmax(dim=-1)
+    expected = -chances.gather(-1, ids[:, 1:].unsqueeze(-1)).squeeze(-1).log()
+    torch.testing.assert_close(model.token_losses(ids[:, :-1], ids[:, 1:]).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_tied_head_is_the_embedding_and_learns_from_both_its_uses():
+    model, ids = build(VARIANTS["Qwen2-like"]), tokens(length=21)
+    assert model.head is None
+    model.token_losses(ids[:, :-1], ids[:, 1:]).sum().backward()
+    unseen = [token for token in range(97) if token not in ids[:, :-1].flatten().tolist()]
+    assert model.embedding.weight.grad[unseen].abs().sum() > 0
+
+
+def block_output_dtypes(model: Z2all, ids: torch.Tensor) -> tuple[set[torch.dtype], torch.Tensor]:
+    """The dtype of the residual after each block, and the loss, under bfloat16 autocast."""
+    seen: set[torch.dtype] = set()
+    for block in model.blocks:
+        block.register_forward_hook(lambda _block, _inputs, output: seen.add(output.dtype))
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        return seen, model.token_losses(ids[:, :-1], ids[:, 1:])
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+def test_fp32_residual_stays_float32_under_autocast_and_is_closer_to_the_exact_loss():
+    ids = tokens(rows=4, length=21)
+    exact = build().token_losses(ids[:, :-1], ids[:, 1:]).detach()
+    errors = {}
+    for wide in (True, False):
+        seen, losses = block_output_dtypes(build(dataclasses.replace(BASE, fp32_residual=wide)), ids)
+        assert seen == {torch.float32 if wide else torch.bfloat16}
+        assert losses.dtype == torch.float32
+        errors[wide] = float((losses - exact).square().mean().sqrt())
+    assert errors[True] < errors[False]
+    assert errors[True] < 0.05
+
+
+def test_without_autocast_fp32_residual_changes_nothing():
+    ids = tokens()
+    assert torch.equal(logits(build(), ids), logits(build(dataclasses.replace(BASE, fp32_residual=True)), ids))
+
+
+@pytest.mark.parametrize("place", ["embedding_dropout", "attention_dropout", "residual_dropout"])
+@pytest.mark.parametrize("attention", ["sdpa", "math"])
+def test_dropout_acts_in_training_only(place, attention):
+    model, ids = build(dataclasses.replace(BASE, **{place: 0.5}), attention=attention), tokens()
+    without = logits(build(attention=attention), ids)
+    assert torch.equal(logits(model, ids), without)
+    model.train()
+    torch.manual_seed(0)
+    first = logits(model, ids)
+    torch.manual_seed(0)
+    assert torch.equal(logits(model, ids), first)
+    assert not torch.allclose(first, without)
+
+
+def loss_and_gradients(model: Z2all, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    loss = model.token_losses(ids[:, :-1], ids[:, 1:]).mean()
+    loss.backward()
+    return {"loss": loss.detach(), **{name: value.grad for name, value in model.named_parameters()}}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [*VARIANTS.values(), dataclasses.replace(BASE, fp32_residual=True)],
+    ids=[*VARIANTS, "fp32 residual"],
+)
+def test_all_implementations_give_the_same_loss_and_gradient_in_float64(config):
+    ids = tokens(length=21)
+    reference = loss_and_gradients(build(config).double(), ids)
+    for operator in ("attention", "rms_norm", "swiglu", "cross_entropy"):
+        for implementation in OPERATORS[operator]:
+            found = loss_and_gradients(build(config, **{operator: implementation.name}).double(), ids)
+            for name, value in found.items():
+                assert value.dtype == torch.float64, name
+                torch.testing.assert_close(value, reference[name], rtol=1e-9, atol=1e-11)
+
+
+def test_float32_gradient_is_the_rounded_float64_gradient():
+    ids = tokens(length=21)
+    exact, rounded = loss_and_gradients(build().double(), ids), loss_and_gradients(build(), ids)
+    for name, value in rounded.items():
+        scale = float(exact[name].abs().max())
+        torch.testing.assert_close(value.double(), exact[name], rtol=0, atol=1e-4 * scale)

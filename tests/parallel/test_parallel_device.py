@@ -1,0 +1,45 @@
+"""Where a process computes, and what two runs must share to agree bit for bit."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from zero2all.common.errors import UsageError
+from zero2all.parallel.device import environment, pick_device, set_cpu_threads
+
+
+@pytest.fixture(autouse=True)
+def threads_as_before():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_auto_takes_cuda_where_there_is_a_card_and_the_cpu_elsewhere():
+    assert pick_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert pick_device("cpu") == torch.device("cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_cuda_without_a_card_is_an_error_that_says_what_to_do():
+    with pytest.raises(UsageError, match=r"no CUDA device.*set parallel\.device to cpu or auto"):
+        pick_device("cuda")
+
+
+def test_threads_are_those_asked_for_then_those_recorded_then_every_core():
+    assert set_cpu_threads(3, recorded=2) == torch.get_num_threads() == 3
+    assert set_cpu_threads(None, recorded=2) == torch.get_num_threads() == 2
+    assert set_cpu_threads(None, recorded=None) == torch.get_num_threads() == len(os.sched_getaffinity(0))
+
+
+def test_environment_names_everything_outside_the_config_that_moves_the_last_bit():
+    set_cpu_threads(2, None)
+    found = environment(torch.device("cpu"))
+    assert found["cpu_threads"] == 2
+    assert found["torch"] == torch.__version__
+    assert found["device"] == "cpu"
+    assert sorted(found) == ["cpu_capability", "cpu_threads", "device", "machine", "torch"]
+    assert environment(torch.device("cpu")) == found

@@ -1,0 +1,387 @@
+"""The run config: YAML and overrides in, one typed object or all problems at once out."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from zero2all.common.errors import UsageError
+from zero2all.common.schema import field_docs
+from zero2all.config import (
+    ConfigError,
+    RunConfig,
+    config_from_values,
+    config_values,
+    config_yaml,
+    find_config,
+    load_config,
+)
+from zero2all.train.config import StageConfig
+
+SECTIONS = [
+    *("data", "tokenizer", "model", "ops", "parallel", "optim", "schedule", "stages"),
+    *("train", "guards", "checkpoint", "resilience", "track", "eval"),
+]
+SECTION_TYPES = [
+    field.default_factory for field in dataclasses.fields(RunConfig) if dataclasses.is_dataclass(field.default_factory)
+]
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def problems_of(values: dict[str, Any], overrides: list[str] | None = None, folder: Path | None = None) -> list[str]:
+    """The numbered lines of the message, without their numbers."""
+
+    def load() -> RunConfig:
+        if folder is None:
+            return config_from_values(values, "of the test")
+        return load_config(write(folder, yaml.safe_dump(values)), overrides)
+
+    with pytest.raises(ConfigError) as caught:
+        load()
+    assert caught.value.exit_code == 2
+    first, *lines = str(caught.value).splitlines()
+    count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
+    assert first.endswith(f"has {count}; nothing was started.")
+    assert [line.split(".")[0].strip() for line in lines] == [str(number) for number in range(1, len(lines) + 1)]
+    return [re.sub(r"^ +\d+\. ", "", line) for line in lines]
+
+
+# ---- the sections ---------------------------------------------------------------------------------------------
+
+
+def test_the_sections_are_exactly_those_of_the_design():
+    assert [field.name for field in dataclasses.fields(RunConfig)] == SECTIONS
+
+
+def nested_types(section: Any) -> list[Any]:
+    inner = [field.default_factory for field in dataclasses.fields(section)]
+    return [
+        section,
+        *(kind for factory in inner if dataclasses.is_dataclass(factory) for kind in nested_types(factory)),
+    ]
+
+
+@pytest.mark.parametrize(
+    "section", [*nested_types(RunConfig), StageConfig], ids=lambda section: getattr(section, "__name__", "")
+)
+def test_every_field_of_every_section_has_a_doc_line(section):
+    docs = field_docs(section)
+    missing = [field.name for field in dataclasses.fields(section) if not docs.get(field.name, "").strip()]
+    assert missing == []
+    assert all(doc.endswith(".") for doc in docs.values()), "doc lines are sentences"
+
+
+@pytest.mark.parametrize("section", [RunConfig, StageConfig, *SECTION_TYPES], ids=lambda section: section.__name__)
+def test_sections_cannot_be_changed_after_loading(section):
+    assert section.__dataclass_params__.frozen
+
+
+def test_the_defaults_are_a_valid_config():
+    assert config_from_values({}, "of the test") == RunConfig()
+
+
+def test_an_empty_file_and_empty_sections_give_the_defaults(tmp_path):
+    assert load_config(write(tmp_path, "")) == RunConfig()
+    assert load_config(write(tmp_path, "optim:\nmodel:\n")) == RunConfig()
+
+
+# ---- overrides ------------------------------------------------------------------------------------------------
+
+
+def test_overrides_stand_over_the_file_and_the_last_one_wins(tmp_path):
+    path = write(tmp_path, "optim: {lr_max: 1.0e-3, beta1: 0.8}")
+    config = load_config(path, ["--optim.lr_max", "3e-4", "--train.steps=7", "--train.steps", "200"])
+    assert config.optim.lr_max == 3e-4
+    assert config.optim.beta1 == 0.8
+    assert config.train.steps == 200
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--data.mixture", "{en: 2, zh: 1}"],
+        ["--data.mixture={en: 2, zh: 1}"],
+        ["--data.mixture", '{"en": 2.0, "zh": 1}'],
+        ["--data.mixture.en", "2", "--data.mixture.zh=1"],
+    ],
+    ids=["yaml", "yaml after =", "json", "one by one"],
+)
+def test_a_mixture_can_be_given_as_yaml_as_json_or_weight_by_weight(tmp_path, words):
+    assert load_config(write(tmp_path, ""), words).data.mixture == {"en": 2.0, "zh": 1.0}
+
+
+def test_a_weight_of_the_mixture_in_the_file_can_be_changed_alone(tmp_path):
+    path = write(tmp_path, "data: {mixture: {en: 1, zh: 1}}")
+    assert load_config(path, ["--data.mixture.zh", "0"]).data.mixture == {"en": 1.0, "zh": 0.0}
+    assert load_config(path, ["--data.mixture", "null"]).data.mixture is None
+
+
+def test_true_false_null_and_nested_sections_can_be_set(tmp_path):
+    words = "--model.tied_embeddings true --ops.strict=false --model.head_dim null --model.rope_scaling.factor 2"
+    config = load_config(write(tmp_path, ""), words.split())
+    assert config.model.tied_embeddings is True
+    assert config.ops.strict is False
+    assert config.model.head_dim is None
+    assert config.model.rope_scaling.factor == 2.0
+
+
+def test_a_list_section_is_set_as_a_whole(tmp_path):
+    config = load_config(write(tmp_path, ""), ["--stages", "[{name: cool, from_step: 9000, mixture: {zh: 1}}]"])
+    assert config.stages == [StageConfig("cool", 9000, {"zh": 1.0})]
+
+
+@pytest.mark.parametrize("name", ["1.10", "007", "2024-01-01", "1_000", "3e-4", "0x10", "a b", "中文", "a: b: c", "7"])
+def test_a_name_is_taken_letter_by_letter_even_where_yaml_would_see_a_number(tmp_path, name):
+    assert load_config(write(tmp_path, ""), ["--train.name", name]).train.name == name
+
+
+def test_a_negative_value_is_a_value(tmp_path):
+    assert load_config(write(tmp_path, ""), ["--data.seed", "-5"]).data.seed == -5
+
+
+def test_overrides_do_not_change_the_file(tmp_path):
+    path = write(tmp_path, "optim: {lr_max: 1.0e-3}")
+    load_config(path, ["--optim.lr_max", "3e-4"])
+    assert load_config(path).optim.lr_max == 1e-3
+
+
+# ---- problems -------------------------------------------------------------------------------------------------
+
+
+def test_all_problems_are_reported_together_with_field_value_expectation_and_nearest_name(tmp_path):
+    found = problems_of(
+        {
+            "optim": {"lr_maxx": 0.1, "beta1": 2},
+            "schedul": {"warmup_steps": 1},
+            "ops": {"attention": "sdpaa"},
+            "train": {"steps": "many"},
+        },
+        ["--modle.heads", "3", "--parallel.device", "gpu", "--data.seed", "true"],
+        tmp_path,
+    )
+    assert found == [
+        "schedul: got {'warmup_steps': 1}, expected the name of a section. Did you mean `schedule`?",
+        "modle: got {'heads': 3}, expected the name of a section. Did you mean `model`?",
+        "data.seed: got True, expected a whole number.",
+        "ops.attention: got 'sdpaa', expected one of 'auto', 'math', 'sdpa'. Did you mean `sdpa`?",
+        "parallel.device: got 'gpu', expected one of 'auto', 'cpu', 'cuda'. Did you mean `cpu`?",
+        "optim.lr_maxx: got 0.1, expected a field of `optim`. Did you mean `lr_max`?",
+        "optim.beta1: got 2, expected a number at least 0 and below 1.",
+        "train.steps: got 'many', expected a whole number at least 1.",
+    ]
+
+
+def test_a_field_under_the_wrong_section_is_answered_with_the_right_one():
+    (found,) = problems_of({"train": {"lr_max": 0.1}})
+    assert found.endswith("There is `optim.lr_max`.")
+    (found,) = problems_of({"every_steps": 5})
+    assert found.endswith("There is `checkpoint.every_steps` and `eval.every_steps`.")
+
+
+def test_what_does_not_fit_together_is_found_beside_what_is_wrong_alone():
+    found = problems_of(
+        {
+            "optim": {"lr_max": "fast"},
+            "model": {"hidden_size": 100, "heads": 7, "kv_heads": 3, "max_seq_len": 64},
+            "data": {"seq_len": 128, "mixture": {"en": 0}},
+            "train": {"name": "a/b", "tokens_per_step": 1000, "steps": 10},
+            "schedule": {"warmup_steps": 20},
+        }
+    )
+    assert found == [
+        "optim.lr_max: got 'fast', expected a number above 0.",
+        "data.mixture: got {'en': 0.0}, expected at least one weight above 0.",
+        "model.hidden_size: got 100, expected a multiple of model.heads (7).",
+        "model.kv_heads: got 3, expected a divisor of model.heads (7).",
+        "train.name: got 'a/b', expected a plain folder name without slashes or a leading dot.",
+        "data.seq_len: got 128, expected at most model.max_seq_len (64).",
+        "train.tokens_per_step: got 1000, expected a multiple of data.seq_len (128). Nearest: 1024.",
+        "schedule.warmup_steps: got 20, expected at most train.steps (10).",
+    ]
+
+
+def test_nothing_is_concluded_from_a_section_that_has_problems_of_its_own():
+    # heads 12 does not divide the default hidden_size of 2048, but the person meant to set that as well.
+    found = problems_of({"model": {"hiden_size": 768, "heads": 12, "kv_heads": 4}})
+    assert found == ["model.hiden_size: got 768, expected a field of `model`. Did you mean `hidden_size`?"]
+    found = problems_of({"modle": {"max_seq_len": 4096}, "data": {"seq_len": 4096}})
+    assert len(found) == 1
+
+
+def test_micro_batches_must_divide_the_step_and_the_nearest_that_does_is_named():
+    shape = {"data": {"seq_len": 128}, "train": {"tokens_per_step": 1280, "micro_batch_samples": 4}}
+    assert problems_of(shape) == [
+        "train.micro_batch_samples: got 4, expected a divisor of the 10 samples in a step "
+        "(train.tokens_per_step / data.seq_len). Nearest: 5."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"model": {"hidden_size": 30, "heads": 2, "kv_heads": 2}}, "model.head_dim: got 15, expected an even width"),
+        ({"model": {"rope_scaling": {"kind": "yarn"}}}, "model.rope_scaling.original_seq_len: got None"),
+        (
+            {"model": {"rope_scaling": {"kind": "llama3", "original_seq_len": 8, "high_freq_factor": 1}}},
+            "model.rope_scaling.high_freq_factor: got 1.0, expected a number above low_freq_factor (1)",
+        ),
+        ({"train": {"name": ""}}, "train.name: got ''"),
+        ({"train": {"name": ".hidden"}}, "train.name: got '.hidden'"),
+        ({"checkpoint": {"keep_last": 1}}, "checkpoint.keep_last: got 1, expected a whole number at least 2"),
+        ({"track": {"log_every_steps": 0}}, "track.log_every_steps: got 0, expected a whole number at least 1"),
+        ({"track": {"close_timeout_seconds": -1}}, "track.close_timeout_seconds: got -1"),
+        ({"tokenizer": {"vocab_size": 100}}, "tokenizer.vocab_size: got 100, expected a whole number at least 271"),
+        ({"model": {"attention_dropout": 1}}, "model.attention_dropout: got 1, expected a number at least 0 and below"),
+        ({"eval": {"valid_tokens_per_source": 0}}, "eval.valid_tokens_per_source: got 0"),
+        ({"guards": {"nonfinite": "ignore"}}, "guards.nonfinite: got 'ignore', expected one of 'skip', 'stop'"),
+        ({"resilience": {"save_on_signal": "yes"}}, "resilience.save_on_signal: got 'yes', expected true or false"),
+        ({"data": {"mixture": {False: 1}}}, "data.mixture.False: got False, expected a name"),
+        ({"stages": {"name": "a"}}, "stages: got {'name': 'a'}, expected a list of mappings"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_each_section_refuses_what_it_cannot_use(values, expected):
+    (found,) = problems_of(values)
+    assert found.startswith(expected)
+
+
+def test_stages_must_follow_one_another_and_leave_something_to_read():
+    stages = [
+        {"name": "a", "from_step": 10, "mixture": {"en": 1}},
+        {"name": "b", "from_step": 10, "mixture": {"en": 0}},
+        {"name": "c", "from_step": 11, "mixture": {}},
+    ]
+    assert problems_of({"stages": stages}) == [
+        "stages[1].mixture: got {'en': 0.0}, expected at least one weight above 0.",
+        "stages[1].from_step: got 10, expected a later step than the stage before (10).",
+        "stages[2].mixture: got {}, expected at least one weight above 0.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--train.steps"], "train.steps: got nothing, expected a value after the name."),
+        (["--train.steps", "--optim.beta1", "0.9"], "train.steps: got nothing, expected a value after the name."),
+        (["lr_max=3"], "lr_max=3: got 'lr_max=3', expected an override such as --optim.lr_max 3e-4."),
+        (["--stages.mixture", "1"], "stages: got {'mixture': 1}, expected a list of mappings."),
+        (["--train.steps.more", "1"], "train.steps.more: got '1', expected a field; `steps` is no section"),
+        (["--optm.lr_max", "1"], "optm: got {'lr_max': 1}, expected the name of a section. Did you mean `optim`?"),
+        (["--train.steps", "[1"], "train.steps: got '[1', expected a whole number at least 1."),
+    ],
+    ids=lambda words: " ".join(words) if isinstance(words, list) else None,
+)
+def test_overrides_that_make_no_sense_are_problems_like_any_other(tmp_path, words, expected):
+    (found,) = problems_of({"train": {"steps": 200}}, words, tmp_path)
+    assert found.startswith(expected)
+
+
+# ---- files ----------------------------------------------------------------------------------------------------
+
+
+def refused(source: str | Path) -> str:
+    with pytest.raises(UsageError) as caught:
+        load_config(source)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def test_an_unknown_preset_is_answered_with_the_nearest_and_the_list():
+    message = refused("quikstart")
+    assert "There is no config file or preset `quikstart`. Did you mean `quickstart`?" in message
+    assert "quickstart, z2all-100m, z2all-1b" in message
+
+
+def test_a_path_that_is_not_there_is_never_replaced_by_a_preset_of_that_name(tmp_path):
+    assert "There is no config file" in refused(tmp_path / "configs" / "quickstart.yaml")
+
+
+@pytest.mark.parametrize(
+    "source", ["quickstart", "quickstart.yaml", "configs/quickstart.yaml", "./configs/quickstart.yml"]
+)
+def test_a_preset_is_found_by_name_from_any_folder(tmp_path, monkeypatch, source):
+    monkeypatch.chdir(tmp_path)
+    assert find_config(source).name == "quickstart.yaml"
+
+
+def test_a_file_in_the_current_folder_stands_before_a_preset(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quickstart").mkdir()
+    assert find_config("quickstart").is_absolute(), "a folder of that name, such as a workspace, is no config"
+    (tmp_path / "quickstart.yaml").write_text("train: {steps: 300}")
+    assert load_config("quickstart.yaml").train.steps == 300
+
+
+def test_broken_yaml_names_file_and_line(tmp_path):
+    message = refused(write(tmp_path, "optim:\n  lr_max: 1\nmodel: [\n"))
+    assert "cannot be read as YAML; nothing was started" in message
+    assert "run.yaml" in message
+    assert "line 4" in message
+
+
+def test_a_name_that_stands_twice_is_refused_instead_of_dropping_the_first(tmp_path):
+    message = refused(write(tmp_path, "optim: {lr_max: 1.0e-3}\nmodel: {}\noptim: {beta1: 0.8}\n"))
+    assert "`optim` stands here twice" in message
+    assert "line 3" in message
+    assert "`lr_max` stands here twice" in refused(write(tmp_path, "optim:\n  lr_max: 1\n  lr_max: 2\n"))
+
+
+def test_yaml_that_holds_no_sections_is_refused(tmp_path):
+    assert "holds a list; expected sections such as `model:`" in refused(write(tmp_path, "- 1\n"))
+    assert "holds a str" in refused(write(tmp_path, "just words"))
+
+
+def test_yaml_cannot_make_python_objects(tmp_path):
+    message = refused(write(tmp_path, "train: {name: !!python/object/apply:os.getcwd []}"))
+    assert "could not determine a constructor" in message
+
+
+def test_a_file_that_is_not_text_is_refused(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    assert "cannot be read as YAML" in refused(path)
+
+
+# ---- the resolved config --------------------------------------------------------------------------------------
+
+ODD_VALUES = {
+    "train": {"name": "1.10: a, 中文 # not a comment", "steps": 200},
+    "optim": {"lr_max": "3e-4", "eps": 1e-12},
+    "data": {"mixture": {"no": 1, "a: b": 0.5, "2023": 1e-3}},
+    "model": {"vocab_size": None, "rope_scaling": {"kind": "yarn", "original_seq_len": 2048, "factor": 4}},
+    "stages": [
+        {"name": "on", "from_step": 10, "mixture": {"zh": 1}},
+        {"name": "x", "from_step": 11, "mixture": {"en": 1}},
+    ],
+}
+
+
+@pytest.mark.parametrize("with_docs", [True, False])
+def test_the_printed_config_loads_back_to_an_equal_config(tmp_path, with_docs):
+    config = config_from_values(ODD_VALUES, "of the test")
+    text = config_yaml(config, with_docs)
+    assert load_config(write(tmp_path, text)) == config
+    assert ("# " in text.replace("# not", "")) == with_docs
+
+
+def test_the_printed_config_shows_every_field_with_its_doc_line():
+    text = config_yaml(RunConfig())
+    assert "# Learning rate at the top of the schedule.\n  lr_max: 0.0003\n" in text
+    for section in SECTIONS:
+        assert re.search(rf"^{section}:", text, re.MULTILINE)
+    assert yaml.safe_load(text) == config_values(RunConfig())
+
+
+def test_samples_per_step_follow_from_tokens():
+    config = config_from_values({"data": {"seq_len": 128}, "train": {"tokens_per_step": 1024}}, "of the test")
+    assert config.samples_per_step == 8

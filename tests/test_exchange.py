@@ -1,0 +1,581 @@
+"""Models that leave for, and come from, the Hugging Face world: the same tensors, the same logits, the same text."""
+
+import dataclasses
+import re
+import shutil
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from zero2all import exchange
+from zero2all.common.errors import BadInputError, UsageError
+from zero2all.common.files import read_json, write_json
+from zero2all.common.workspace import open_workspace
+from zero2all.evals.boundary import Vocabulary, heal
+from zero2all.evals.generate import generate
+from zero2all.evals.load import load_run
+from zero2all.exchange import export_run, import_folder
+from zero2all.model import hf
+from zero2all.packed.writer import pack_corpus
+from zero2all.train.loop import train
+from zero2all.train.setup import load_run_config
+
+LOGITS_TOLERANCE = 1e-4
+VOCAB_ROWS = 352
+
+LLAMA = {
+    "vocab_size": VOCAB_ROWS,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+FOLDERS = {
+    "llama": ("llama", {}, {}),
+    "llama, all biases": ("llama", {"attention_bias": True, "mlp_bias": True}, {}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}, {}),
+    "llama, bfloat16": ("llama", {"mlp_bias": True}, {"dtype": torch.bfloat16}),
+    "llama, float16": ("llama", {}, {"dtype": torch.float16}),
+    "llama, sharded": ("llama", {"attention_bias": True}, {"max_shard_size": "20KB"}),
+    "llama, one key head": ("llama", {"num_key_value_heads": 1}, {}),
+    "llama, wide heads": ("llama", {"head_dim": 32, "rope_theta": 500000.0, "rms_norm_eps": 1e-5}, {}),
+    "llama, llama3 scaling": (
+        "llama",
+        {
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            }
+        },
+        {},
+    ),
+    "llama, linear scaling": ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, {}),
+    "qwen2": ("qwen2", {}, {}),
+    "qwen2, tied, bfloat16": ("qwen2", {"tie_word_embeddings": True}, {"dtype": torch.bfloat16}),
+    "qwen2, yarn, sharded": (
+        "qwen2",
+        {
+            "rope_theta": 1e6,
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        },
+        {"max_shard_size": "20KB"},
+    ),
+}
+
+
+@pytest.fixture(scope="session")
+def foreign_tokenizer(tmp_path_factory):
+    """A byte-level tokenizer made and saved by transformers, as any model folder has one."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(["The capital of France is Paris. 中国的首都是北京。"] * 50, trainer)
+    folder = tmp_path_factory.mktemp("foreign") / "tokenizer"
+    PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def make_folder(tmp_path, foreign_tokenizer):
+    """An untrained model made and saved by transformers, with random biases and norms: mixing them up must show."""
+
+    def make(layout="llama", values=None, saving=None):
+        from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+        config_class, model_class = {
+            "llama": (LlamaConfig, LlamaForCausalLM),
+            "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+        }[layout]
+        saving = dict(saving or {})
+        dtype = saving.pop("dtype", torch.float32)
+        torch.manual_seed(0)
+        model = model_class(config_class(**LLAMA | (values or {}), bos_token_id=0, eos_token_id=1))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("bias"):
+                    parameter.normal_(0, 0.5)
+                elif "norm" in name:
+                    parameter.uniform_(0.5, 1.5)
+                else:
+                    parameter.mul_(5)
+        folder = tmp_path / "theirs"
+        model.to(dtype).save_pretrained(folder, **saving)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(foreign_tokenizer / name, folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def workspace(tmp_path):
+    return open_workspace(tmp_path / "work", create=True)
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def tensors_of(folder):
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def their_logits(folder, ids):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return model(ids).logits
+
+
+def our_logits(loaded, ids):
+    with torch.no_grad():
+        return loaded.model.logits(loaded.model(ids.to(loaded.device))).cpu()
+
+
+def random_ids(rows=3, length=40, below=VOCAB_ROWS):
+    return torch.randint(below, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def assert_close_logits(ours, theirs):
+    assert theirs.std() > 0.1, "logits that are all alike would agree with anything"
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=LOGITS_TOLERANCE)
+
+
+@pytest.fixture(scope="session")
+def exported(trained, trained_workspace, tmp_path_factory):
+    """The trained run as a Hugging Face folder."""
+    folder = tmp_path_factory.mktemp("exported") / "hf"
+    export_run(trained, trained_workspace.tokenizer, folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def theirs(exported):
+    """That folder as transformers loads it."""
+    from transformers import LlamaForCausalLM
+
+    return LlamaForCausalLM.from_pretrained(exported).eval()
+
+
+# --- a trained run, exported ---
+
+
+def test_exported_run_gives_our_logits_in_transformers(trained, theirs):
+    tokenizer = trained.tokenizer
+    texts = ["中国的首都是北京。法国", "The capital of France is Paris. The answer", "我知道日本的首都是东京。" * 6]
+    for ids in [[tokenizer.begin_id, *tokenizer.encode_text(text)] for text in texts]:
+        with torch.no_grad():
+            assert_close_logits(our_logits(trained, torch.tensor([ids])), theirs(torch.tensor([ids])).logits)
+    ids = random_ids(rows=4, length=128, below=trained.config.model.vocab_rows)
+    with torch.no_grad():
+        assert_close_logits(our_logits(trained, ids), theirs(ids).logits)
+
+
+def test_exported_tokenizer_encodes_and_decodes_as_ours(trained, exported):
+    from transformers import AutoTokenizer
+
+    auto = AutoTokenizer.from_pretrained(exported)
+    for text in ("中国的首都是北京。", "The capital of France is Paris.", "<|end_of_text|> 🌍\n\t x"):
+        ids = trained.tokenizer.encode_text(text)
+        assert auto(text, add_special_tokens=False)["input_ids"] == ids
+        assert auto.decode(ids) == text
+    assert (auto.bos_token_id, auto.eos_token_id) == (trained.tokenizer.begin_id, trained.tokenizer.end_id)
+
+
+PROMPTS = ("中国的首都是", "我知道", "The capital of France is", "The answer is", "The", "I know that Tokyo")
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_greedy_text_is_the_same_in_transformers(trained, exported, theirs, prompt):
+    """transformers continues the prompt's own tokens; ours first gives the last ones back and chooses them again.
+
+    So that both answer the same question, the test first makes sure that ours chooses those very tokens again. From
+    there on nothing is restricted on their side; ours may not write control tokens, which a trained model does not.
+    """
+    from transformers import AutoTokenizer
+
+    vocabulary = Vocabulary(trained.tokenizer, trained.config.model.vocab_rows)
+    healed = heal(prompt, trained.tokenizer, vocabulary)
+    for done, own in enumerate(healed.given_back):
+        left = b"".join(vocabulary.pieces[token] for token in healed.given_back[done:])
+        allowed = [own, *vocabulary.starting_with(left)]
+        context = torch.tensor([[*healed.ids, *healed.given_back[:done]]])
+        chosen = allowed[int(our_logits(trained, context)[0, -1][allowed].argmax())]
+        assert chosen == own, "choose a prompt whose last tokens the model would write itself"
+
+    auto = AutoTokenizer.from_pretrained(exported)
+    given = torch.tensor([[auto.bos_token_id, *auto(prompt, add_special_tokens=False)["input_ids"]]])
+    with torch.no_grad():
+        produced = theirs.generate(given, max_new_tokens=30, do_sample=False)[0, given.shape[1] :]
+    text = auto.decode(produced, skip_special_tokens=True)
+    assert len(text) > 2
+    # A character that the last token cut in two is left out by ours and shown as U+FFFD by theirs.
+    assert generate(trained, prompt, 30) == text.rstrip("\ufffd")
+
+
+def test_greedy_tokens_are_the_same_from_the_same_ids(trained, theirs):
+    for prompt in ("中国的首", "The capital of Fr", "Berlin"):
+        ids = [trained.tokenizer.begin_id, *trained.tokenizer.encode_text(prompt)]
+        with torch.no_grad():
+            expected = theirs.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False)[0].tolist()
+        while len(ids) < len(expected):
+            ids.append(int(our_logits(trained, torch.tensor([ids]))[0, -1].argmax()))
+        assert ids == expected
+
+
+def test_exported_config_says_what_the_model_is(trained, exported):
+    values, shape = read_json(exported / "config.json"), trained.config.model
+    assert (values["architectures"], values["torch_dtype"]) == (["LlamaForCausalLM"], "float32")
+    assert values["eos_token_id"] == read_json(exported / "generation_config.json")["eos_token_id"]
+    assert hf.from_hf_config(values, exported) == dataclasses.replace(shape, head_dim=shape.head_size)
+
+
+def test_exported_run_comes_back_bit_equal(trained, exported, workspace):
+    import_folder(exported, workspace, "back")
+    back = load_run(workspace, "back")
+    assert back.tokenizer.fingerprint == trained.tokenizer.fingerprint
+    for name, tensor in trained.model.state_dict().items():
+        assert torch.equal(tensor, back.model.state_dict()[name].cpu()), name
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_run_can_be_exported_in_a_narrower_dtype(trained, trained_workspace, tmp_path, dtype):
+    export_run(trained, trained_workspace.tokenizer, tmp_path / "hf", dtype)
+    stored = tensors_of(tmp_path / "hf")
+    assert {tensor.dtype for tensor in stored.values()} == {hf.DTYPES[dtype]}
+    expected = trained.model.embedding.weight.to(hf.DTYPES[dtype])
+    assert torch.equal(stored["model.embed_tokens.weight"], expected)
+
+
+def test_large_model_is_exported_in_shards_with_an_index(trained, trained_workspace, theirs, tmp_path, monkeypatch):
+    monkeypatch.setattr(hf, "SHARD_BYTES", 100_000)
+    export_run(trained, trained_workspace.tokenizer, tmp_path / "hf")
+    index = read_json(tmp_path / "hf/model.safetensors.index.json")
+    files = sorted(path.name for path in (tmp_path / "hf").glob("*.safetensors"))
+    assert len(files) > 2
+    assert sorted(set(index["weight_map"].values())) == files
+    assert not (tmp_path / "hf/model.safetensors").exists()
+    for name, file in index["weight_map"].items():
+        with safe_open(tmp_path / "hf" / file, framework="pt") as shard:
+            assert torch.equal(shard.get_tensor(name), theirs.state_dict()[name])
+    assert index["metadata"]["total_size"] == sum(t.numel() * 4 for t in tensors_of(tmp_path / "hf").values())
+    assert torch.equal(
+        their_logits(tmp_path / "hf", torch.tensor([[1, 2, 3]])), theirs(torch.tensor([[1, 2, 3]])).logits
+    )
+
+
+@pytest.mark.parametrize("there", ["file", "folder with something in it"])
+def test_export_replaces_nothing(trained, trained_workspace, tmp_path, there):
+    target = tmp_path / "hf"
+    if there == "file":
+        target.write_text("mine")
+    else:
+        target.mkdir()
+        (target / "mine").write_text("mine")
+    with pytest.raises(UsageError, match="exists and is no empty folder"):
+        export_run(trained, trained_workspace.tokenizer, target)
+    assert (target if there == "file" else target / "mine").read_text() == "mine"
+
+
+def test_export_fills_an_empty_folder_even_the_current_one(trained, trained_workspace, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    export_run(trained, trained_workspace.tokenizer, type(tmp_path)("."))
+    assert (tmp_path / "model.safetensors").is_file()
+
+
+def test_failed_export_leaves_nothing_behind(trained, trained_workspace, tmp_path):
+    shape = dataclasses.replace(trained.config.model, attention_bias="qkv", mlp_bias=True)
+    no_layout = dataclasses.replace(trained, config=dataclasses.replace(trained.config, model=shape))
+    with pytest.raises(BadInputError, match="has no Hugging Face layout"):
+        export_run(no_layout, trained_workspace.tokenizer, tmp_path / "hf")
+    assert names_in(tmp_path) == []
+
+
+# --- untrained models of transformers, imported and exported again ---
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_imported_model_gives_their_logits_and_leaves_bit_equal(make_folder, workspace, tmp_path, kind):
+    layout, values, saving = FOLDERS[kind]
+    folder = make_folder(layout, values, saving)
+    if "max_shard_size" in saving:
+        assert len(list(folder.glob("model-*.safetensors"))) > 2
+    import_folder(folder, workspace, "imported")
+    loaded = load_run(workspace, "imported")
+    assert loaded.step == 0
+    ids = random_ids()
+    assert_close_logits(our_logits(loaded, ids), their_logits(folder, ids))
+
+    export_run(loaded, workspace.tokenizer, tmp_path / "again")
+    before, after = tensors_of(folder), tensors_of(tmp_path / "again")
+    assert after.keys() == before.keys()
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype, name
+        assert torch.equal(after[name], tensor), name
+    assert_same_config(folder, tmp_path / "again")
+
+
+def assert_same_config(before, after):
+    """Equal in all that transformers computes with, as its own config class reads both."""
+    from transformers import AutoConfig
+
+    one, other = (AutoConfig.from_pretrained(folder).to_dict() for folder in (before, after))
+    for name in ("transformers_version", "_name_or_path", "bos_token_id", "eos_token_id", "pad_token_id"):
+        one.pop(name, None)
+        other.pop(name, None)
+    if one["rope_parameters"]["rope_type"] == "yarn":  # ours spells their defaults out
+        one["rope_parameters"] = {"beta_fast": 32, "beta_slow": 1, **one["rope_parameters"]}
+    assert one.keys() <= other.keys()
+    assert {name: other[name] for name in one} == one
+
+
+def test_imported_tokenizer_becomes_that_of_the_workspace(make_folder, workspace, foreign_tokenizer):
+    from transformers import AutoTokenizer
+
+    import_folder(make_folder(), workspace, "imported")
+    auto = AutoTokenizer.from_pretrained(foreign_tokenizer)
+    ours = load_run(workspace, "imported").tokenizer
+    text = "The capital of 中国 is </s> 北京"
+    assert ours.decode(ours.encode_text(text)) == text
+    assert ours.encode_text("The capital of 中国") == auto("The capital of 中国")["input_ids"]
+    assert (ours.begin_id, ours.end_id) == (0, 1)
+
+
+def test_imported_run_is_continued_by_training(make_folder, workspace, trained_workspace, tiny_config):
+    shutil.copytree(trained_workspace.corpus, workspace.corpus)
+    import_folder(make_folder("qwen2", {"tie_word_embeddings": True}), workspace, "continued")
+    pack_corpus(workspace.corpus, workspace.tokenizer, workspace.packed)
+    start = load_run(workspace, "continued")
+    config = dataclasses.replace(
+        tiny_config,
+        model=start.config.model,
+        train=dataclasses.replace(tiny_config.train, name="continued", steps=3),
+        schedule=dataclasses.replace(tiny_config.schedule, warmup_steps=1),
+        optim=dataclasses.replace(tiny_config.optim, lr_max=1e-6),
+    )
+    notes = []
+    train(config, workspace, say=notes.append)
+    assert any("resumed continued at step 0" in note for note in notes)
+    after = load_run(workspace, "continued")
+    assert (after.step, after.stored_dtype) == (3, "float32")
+    # Three steps of 1e-6: still the imported weights, not random ones, but no longer the same.
+    assert not torch.equal(after.model.embedding.weight, start.model.embedding.weight)
+    torch.testing.assert_close(after.model.embedding.weight, start.model.embedding.weight, rtol=0, atol=1e-4)
+
+
+def test_config_of_an_imported_run_can_be_loaded_and_fits_the_model(make_folder, workspace):
+    run = import_folder(make_folder(values={"max_position_embeddings": 37}), workspace, "short")
+    config = load_run_config(run)
+    assert (config.train.name, config.data.seq_len, config.model.max_seq_len) == ("short", 37, 37)
+    assert config.train.tokens_per_step % (37 * config.train.micro_batch_samples) == 0
+
+
+def test_tensors_that_old_folders_carry_beside_the_weights_are_no_obstacle(make_folder, workspace):
+    folder = make_folder(values={"tie_word_embeddings": True}, saving={"dtype": torch.float16})
+    tensors = tensors_of(folder)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file({"other": torch.ones(1)}, folder / "consolidated.safetensors")
+    import_folder(folder, workspace, "old")
+    assert load_run(workspace, "old").stored_dtype == "float16"
+
+
+def test_folder_of_mixed_dtypes_is_kept_in_float32(make_folder, workspace):
+    folder = make_folder(saving={"dtype": torch.bfloat16})
+    tensors = tensors_of(folder)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].float()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    import_folder(folder, workspace, "mixed")
+    assert load_run(workspace, "mixed").stored_dtype == "float32"
+
+
+# --- what is refused, and that nothing is left of it ---
+
+
+def change_config(**changes):
+    def change(folder):
+        values = {**read_json(folder / "config.json"), **changes}
+        write_json(folder / "config.json", {name: value for name, value in values.items() if value is not ...})
+
+    return change
+
+
+def change_tensors(change_one):
+    def change(folder):
+        tensors = tensors_of(folder)
+        change_one(tensors)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return change
+
+
+def pickled_only(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"never read")
+
+
+def truncated(folder):
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
+
+
+def shard_missing(folder):
+    weights = folder / "model.safetensors"
+    weights.rename(folder / "model-00001-of-00002.safetensors")
+    names = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    write_json(folder / "model.safetensors.index.json", {"weight_map": names})
+
+
+def narrower(tensors):
+    tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"][:, 1:].contiguous()
+
+
+def rope(**values):
+    return change_config(rope_parameters={"rope_theta": 10000.0, **values})
+
+
+REFUSED = {
+    "no folder": (shutil.rmtree, "is no Hugging Face model folder"),
+    "pickled weights only": (pickled_only, r"only pickled weights \(pytorch_model.bin\).*never loads"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
+    "half a file": (truncated, "no readable safetensors file"),
+    "a shard is missing": (shard_missing, "model-00002-of-00002.safetensors is no readable"),
+    "config is no object": (lambda folder: (folder / "config.json").write_text("[1]"), "should hold a JSON object"),
+    "config is no JSON": (lambda folder: (folder / "config.json").write_text("{"), "cannot be read as JSON"),
+    "unknown model type": (change_config(model_type="gpt2"), "model_type 'gpt2'; only llama and qwen2"),
+    "no model type": (change_config(model_type=...), "model_type None"),
+    "no vocabulary size": (change_config(vocab_size=...), "has no vocab_size"),
+    "no width": (change_config(hidden_size=...), "hidden_size: got None"),
+    "heads that do not divide": (change_config(num_key_value_heads=4), r"kv_heads: got 4, expected a divisor"),
+    "sliding window": (change_config(sliding_window=64), "sets sliding_window"),
+    "layers of several kinds": (change_config(layer_types=["full_attention", "sliding_attention"]), "sets layer_types"),
+    "quantised": (change_config(quantization_config={"bits": 4}), "sets quantization_config"),
+    "partial rotary": (change_config(partial_rotary_factor=0.5), "sets partial_rotary_factor"),
+    "partial rotary, new place": (rope(rope_type="default", partial_rotary_factor=0.5), "sets partial_rotary_factor"),
+    "another activation": (change_config(hidden_act="gelu"), "hidden_act 'gelu'; only silu"),
+    "unknown scaling": (rope(rope_type="longrope", factor=2.0), "'longrope'; only linear, llama3 and yarn"),
+    "scaling without factor": (rope(rope_type="linear"), "names no factor"),
+    "scaling per kind of layer": (rope(full_attention={"rope_type": "linear"}), "sets full_attention in its rope"),
+    "yarn with its own strength": (rope(rope_type="yarn", factor=2.0, attention_factor=1.5), "sets attention_factor"),
+    "missing tensor": (
+        change_tensors(lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.weight")),
+        "model.layers.1.self_attn.k_proj.weight is missing",
+    ),
+    "unknown tensor": (
+        change_tensors(lambda tensors: tensors.update({"model.layers.0.q_norm.weight": torch.ones(8)})),
+        "model.layers.0.q_norm.weight is unknown",
+    ),
+    "misshapen tensor": (
+        change_tensors(narrower),
+        r"mlp.up_proj.weight has shape \(80, 47\) instead of \(80, 48\)",
+    ),
+    "another vocabulary than the config says": (change_config(vocab_size=360), r"has shape \(352, 48\) instead of"),
+    "integer weights": (
+        change_tensors(lambda tensors: tensors.update({"model.norm.weight": torch.ones(48, dtype=torch.int8)})),
+        "stores .*int8",
+    ),
+    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "no tokenizer in"),
+}
+
+
+@pytest.fixture(scope="module")
+def refusable(tmp_path_factory, foreign_tokenizer):
+    """One folder to copy and spoil."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("refusable") / "theirs"
+    LlamaForCausalLM(LlamaConfig(**LLAMA)).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(foreign_tokenizer / name, folder)
+    return folder
+
+
+def files_below(root):
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*"))
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_would_compute_differently_is_refused_and_leaves_nothing(refusable, tmp_path, workspace, kind):
+    spoil, message = REFUSED[kind]
+    folder = shutil.copytree(refusable, tmp_path / "theirs")
+    spoil(folder)
+    before = files_below(workspace.root)
+    with pytest.raises(BadInputError, match=message):
+        import_folder(folder, workspace, "run")
+    assert files_below(workspace.root) == before
+
+
+def test_tokenizer_with_more_ids_than_the_model_has_rows_is_refused(refusable, tmp_path, workspace):
+    folder = shutil.copytree(refusable, tmp_path / "theirs")
+    tokenizer = read_json(folder / "tokenizer.json")
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "content": "<new>", "id": VOCAB_ROWS})
+    write_json(folder / "tokenizer.json", tokenizer)
+    before = files_below(workspace.root)
+    with pytest.raises(BadInputError, match=r"has 353 ids, its model only 352 rows"):
+        import_folder(folder, workspace, "run")
+    assert files_below(workspace.root) == before
+
+
+def test_workspace_keeps_its_own_tokenizer(refusable, trained_workspace):
+    with pytest.raises(UsageError, match=r"already has another tokenizer\. Import into a workspace of its own"):
+        import_folder(refusable, trained_workspace, "other")
+    assert names_in(trained_workspace.runs) == ["tiny"]
+
+
+def test_existing_run_is_not_replaced(refusable, workspace):
+    import_folder(refusable, workspace, "run")
+    before = files_below(workspace.root)
+    with pytest.raises(UsageError, match="The run run exists already"):
+        import_folder(refusable, workspace, "run")
+    assert files_below(workspace.root) == before
+
+
+@pytest.mark.parametrize("name", ["a/b", "../run", ".hidden"])
+def test_run_name_must_be_a_plain_folder_name(refusable, workspace, name):
+    before = files_below(workspace.root)
+    with pytest.raises(UsageError, match=re.escape(f"train.name: got '{name}'")):
+        import_folder(refusable, workspace, name)
+    assert files_below(workspace.root) == before
+
+
+def test_import_interrupted_before_its_checkpoint_leaves_no_run(refusable, workspace, monkeypatch):
+    """A run folder with a config but no checkpoint would be trained from random weights."""
+
+    def interrupted(run, *_):
+        assert (run / "config.yaml").is_file(), "the worst moment: the config is written, the weights are not"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(exchange, "write_checkpoint", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        import_folder(refusable, workspace, "run")
+    assert names_in(workspace.runs) == []
+    monkeypatch.undo()
+    import_folder(refusable, workspace, "run")
+    assert load_run(workspace, "run").step == 0
+
+
+def test_import_after_a_kill_removes_what_the_killed_one_left(refusable, workspace):
+    leftover = workspace.runs / "run.partial-99999999"
+    leftover.mkdir(parents=True)
+    (leftover / "config.yaml").write_text("half a run")
+    import_folder(refusable, workspace, "run")
+    assert names_in(workspace.runs) == ["run"]

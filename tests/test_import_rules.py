@@ -1,0 +1,280 @@
+"""Who may import whom: the rules of docs/architecture.md, held over the source of every module.
+
+Imports are read with ast, at the top of a module and inside its functions alike, so nothing has to be imported and a
+lazy import cannot hide. A rule names what a part may import of ours beside itself, `common` and the version.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = "zero2all"
+
+STAGES = ("corpus", "tokenizer", "packed", "model", "train", "evals", "exchange", "config", "track")
+
+MAY_IMPORT: dict[str, tuple[str, ...]] = {
+    # the foundations import nothing of ours
+    "common": (),
+    "corpus": (),
+    "tokenizer": (),
+    "ops": (),
+    "track": (),
+    "resilience": (),
+    # each stage stands on those before it
+    "packed": ("tokenizer",),
+    "model": ("ops",),
+    "limits": ("model.config",),
+    "parallel": ("model", "limits"),
+    "train": ("packed", "model", "ops", "parallel", "limits", "track.writer", "config"),
+    "evals": ("model", "ops", "parallel", "tokenizer", "train", "config"),
+    "exchange": ("model", "tokenizer", "train", "evals.load", "config"),
+    # the one config gathers the sections, which live beside their owners
+    "config": (
+        *("model.config", "ops.config", "packed.config", "parallel.config"),
+        *("resilience.config", "tokenizer.config", "track.config", "train.config"),
+    ),
+    # on top of everything
+    "quickstart": STAGES,
+    "cli": (*STAGES, "quickstart"),
+    "__main__": ("cli",),
+}
+"""Part -> what it may import. A name covers the modules below it."""
+
+SECTIONS_MAY_IMPORT: dict[str, tuple[str, ...]] = {
+    "train.config": ("packed.config",),
+    "tokenizer.config": ("tokenizer.specials",),
+}
+"""A section of the config imports only `common`, with these exceptions."""
+
+TRAINER = (
+    "packed",
+    "model",
+    "ops",
+    "parallel",
+    "train",
+    "limits",
+    "track.writer",
+    "config",
+    "common",
+    "tokenizer.config",
+)
+TRAINER_THIRD_PARTY = {"torch", "numpy", "safetensors", "yaml", "rich", "psutil", "google_crc32c", "orjson"}
+"""What a bare GPU image must have for training to start. `tokenizers` is needed only to pack, not to train."""
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement's target, seen from one module."""
+
+    importer: str
+    target: str
+    line: int
+    at_top: bool
+    """Runs when the module is imported (not inside a function, not for the type checker only)."""
+
+    def __str__(self) -> str:
+        return f"{self.importer} line {self.line}: imports {self.target}"
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in sorted((ROOT / PACKAGE).rglob("*.py"))}
+
+
+def imports_of(name: str, source: str) -> Iterator[Import]:
+    """Every import of a module; `from package import module` counts as importing the module."""
+
+    def visit(node: ast.AST, at_top: bool) -> Iterator[Import]:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(name, alias.name, node.lineno, at_top)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name} line {node.lineno}: relative imports are not used here"
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield Import(name, whole if whole in MODULES else str(node.module), node.lineno, at_top)
+        else:
+            lazy = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or (
+                isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+            )
+            for child in ast.iter_child_nodes(node):
+                yield from visit(child, at_top and not lazy)
+
+    yield from visit(ast.parse(source), at_top=True)
+
+
+ALL_IMPORTS = [found for name, path in MODULES.items() for found in imports_of(name, path.read_text(encoding="utf-8"))]
+OURS = [found for found in ALL_IMPORTS if found.target.split(".")[0] == PACKAGE]
+
+
+def inside(module: str, part: str) -> bool:
+    """Whether `module` (without the package's name) is `part` or below it."""
+    return module == part or module.startswith(f"{part}.")
+
+
+def short(module: str) -> str:
+    return module.removeprefix(PACKAGE).removeprefix(".")
+
+
+def is_section(module: str) -> bool:
+    return module.endswith(".config") and module.count(".") == 1
+
+
+def allowed_for(importer: str) -> tuple[str, ...]:
+    if is_section(importer):
+        return ("common", *SECTIONS_MAY_IMPORT.get(importer, ()))
+    part = importer.split(".")[0]
+    return ("common", part, *MAY_IMPORT[part]) if part else ()
+
+
+def breaches(imports: list[Import]) -> list[str]:
+    """What the tables above forbid."""
+    found = []
+    for each in imports:
+        target, allowed = short(each.target), allowed_for(short(each.importer))
+        if target and not any(inside(target, name) for name in allowed):  # without a target: the version
+            found.append(f"{each}; it may import {', '.join(allowed) or 'nothing'}")
+    return found
+
+
+# ---- the rules ------------------------------------------------------------------------------------------------
+
+
+def test_every_part_of_the_house_has_a_rule():
+    parts = {short(name).split(".")[0] for name in MODULES} - {""}
+    assert parts == set(MAY_IMPORT), "a new part needs a line in MAY_IMPORT, and one in docs/architecture.md"
+
+
+def test_every_module_imports_only_what_its_part_may():
+    assert breaches(OURS) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("corpus.build", "from zero2all.tokenizer import load_tokenizer"),
+        ("model.z2all", "def f():\n    from zero2all.parallel.device import pick_device"),
+        ("limits.flops", "from zero2all.model import z2all"),
+        ("train.loop", "import zero2all.resilience.launch"),
+        ("train.loop", "from zero2all.track import plot"),
+        ("config", "from zero2all.train.setup import prepare"),
+        ("ops.config", "from zero2all.ops import registry"),
+        ("evals.load", "from zero2all.quickstart.journey import run_journey"),
+        ("common.files", "if TYPE_CHECKING:\n    from zero2all.config import RunConfig"),
+        ("exchange", "from zero2all.evals.probes import run_probes"),
+        ("packed.writer", "from zero2all.corpus import build_corpus"),
+        ("quickstart.journey", "from zero2all.cli.main import main"),
+    ],
+)
+def test_the_rules_catch_a_breach(module, source):
+    assert len(breaches(list(imports_of(f"{PACKAGE}.{module}", source)))) == 1
+
+
+def test_only_the_command_line_and_the_quickstart_itself_know_the_quickstart():
+    importers = {short(each.importer).split(".")[0] for each in OURS if inside(short(each.target), "quickstart")}
+    assert importers == {"cli", "quickstart"}
+
+
+def test_the_command_line_imports_stages_only_inside_functions():
+    at_top = {
+        short(each.target)
+        for each in OURS
+        if inside(short(each.importer), "cli") and each.at_top and short(each.target)
+    }
+    assert {target for target in at_top if not inside(target, "cli")} == {"common.errors"}
+
+
+def node_of(module: str) -> str:
+    """What counts as one in the search for circles: a part; but its sections and its __init__ for themselves, since
+    the config needs the sections early, and importing a section runs the __init__ above it."""
+    name = short(module)
+    if is_section(name):
+        return name
+    return f"{name}.__init__" if "." not in name and MODULES[module].name == "__init__.py" else name.split(".")[0]
+
+
+def test_there_are_no_circles_between_parts():
+    graph: dict[str, set[str]] = {}
+    for each in OURS:
+        own, target = short(each.importer).split(".")[0], short(each.target).split(".")[0]
+        if not each.at_top or target in ("", own):
+            continue
+        reached = {node_of(each.target), node_of(f"{PACKAGE}.{target}")}  # the module, and the __init__ above it
+        graph.setdefault(node_of(each.importer), set()).update(reached)
+        graph.setdefault(f"{target}.__init__", set()).update(
+            node_of(inner.target)
+            for inner in OURS
+            if short(inner.importer) == target and inner.at_top and short(inner.target)
+        )
+    try:
+        order = list(graphlib.TopologicalSorter(graph).static_order())
+    except graphlib.CycleError as error:
+        pytest.fail(f"these import each other: {' -> '.join(reversed(error.args[1]))}")
+    assert order.index("model") < order.index("train") < order.index("evals") < order.index("exchange")
+
+
+# ---- third parties --------------------------------------------------------------------------------------------
+
+
+def third_parties(part: str) -> list[Import]:
+    return [
+        each
+        for each in ALL_IMPORTS
+        if inside(short(each.importer), part) and each.target.split(".")[0] not in (*sys.stdlib_module_names, PACKAGE)
+    ]
+
+
+@pytest.mark.parametrize("part", TRAINER)
+def test_the_trainer_needs_no_more_than_a_bare_gpu_image_has(part):
+    beyond = [str(each) for each in third_parties(part) if each.target.split(".")[0] not in TRAINER_THIRD_PARTY]
+    assert beyond == []
+
+
+def test_the_metrics_writer_and_the_limits_need_the_standard_library_only():
+    assert third_parties("track.writer") == []
+    assert third_parties("limits") == []
+
+
+def test_the_tokenizers_library_is_imported_only_where_a_tokenizer_is_used():
+    users = [each for each in ALL_IMPORTS if each.target.split(".")[0] == "tokenizers"]
+    assert {short(each.importer) for each in users} <= {"tokenizer.bpe", "tokenizer.load"}
+    assert not any(each.at_top for each in users)
+
+
+def run_python(script: str) -> str:
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_limits_and_every_section_of_the_config_load_without_torch():
+    modules = [name for name in MODULES if inside(short(name), "limits") or name.endswith(".config")]
+    assert f"{PACKAGE}.config" in modules
+    run_python(f"""
+        import importlib, sys
+        sys.modules["torch"] = sys.modules["numpy"] = None  # from here on, importing them is an ImportError
+        for name in {modules}:
+            importlib.import_module(name)
+    """)
+
+
+def test_training_starts_without_the_libraries_of_other_stages():
+    run_python("""
+        import sys
+        others = ["tokenizers", "transformers", "pyarrow", "ijson", "xxhash", "matplotlib", "rich", "orjson"]
+        sys.modules.update(dict.fromkeys(others))
+        import zero2all.train.loop, zero2all.packed.writer
+    """)

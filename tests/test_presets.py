@@ -1,0 +1,90 @@
+"""The named configs in configs/: each loads, and is what its file says."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from zero2all.config import config_yaml, find_config, load_config, preset_files
+from zero2all.limits.flops import flops_per_token
+from zero2all.model.config import ModelConfig, parameter_counts
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+
+
+def test_the_presets_of_the_issue_are_there_and_found_by_name():
+    assert {"quickstart", "z2all-100m", "z2all-1b"} <= set(NAMES)
+    assert sorted(preset_files()) == NAMES
+    assert [find_config(name) for name in NAMES] == [CONFIGS / f"{name}.yaml" for name in NAMES]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_preset_loads_and_prints_as_yaml_that_loads_back(name, tmp_path):
+    config = load_config(name)
+    (tmp_path / "printed.yaml").write_text(config_yaml(config), encoding="utf-8")
+    assert load_config(tmp_path / "printed.yaml") == config
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_preset_is_named_after_itself_and_says_what_it_is_for(name):
+    assert load_config(name).train.name == name
+    assert (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8").startswith("# ")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_preset_makes_the_vocabulary_that_its_model_has(name):
+    config = load_config(name)
+    assert config.model.vocab_size in (None, config.tokenizer.vocab_size)
+
+
+def test_the_reference_model_has_the_reference_shape():
+    config = load_config("z2all-1b")
+    assert config.model == ModelConfig(
+        vocab_size=64320,
+        hidden_size=2048,
+        intermediate_size=5632,
+        layers=22,
+        heads=32,
+        kv_heads=8,
+        head_dim=None,
+        max_seq_len=2048,
+        rope_theta=10000.0,
+        rms_norm_eps=1e-5,
+        init_std=0.02,
+        attention_bias="none",
+        mlp_bias=False,
+        tied_embeddings=False,
+        embedding_dropout=0.0,
+        attention_dropout=0.0,
+        residual_dropout=0.0,
+        fp32_residual=False,
+    )
+    assert config.model.head_size == 64
+    assert config.data.seq_len == 2048
+
+
+def test_the_fp32_residual_is_one_override_away():
+    assert load_config("z2all-1b", ["--model.fp32_residual", "true"]).model.fp32_residual
+
+
+def test_the_reference_model_has_1255_5_million_parameters_of_which_1123_7_million_multiply():
+    counts = parameter_counts(load_config("z2all-1b").model)
+    in_millions = {part: round(count / 1e6, 1) for part, count in counts.items()}
+    assert in_millions == {"embedding": 131.7, "blocks": 992.0, "head": 131.7, "total": 1255.5, "matmul": 1123.7}
+
+
+def test_the_hundred_million_preset_has_about_that_many():
+    model = load_config("z2all-100m").model
+    assert 100e6 < parameter_counts(model)["total"] < 130e6
+    assert set(flops_per_token(model, 2048)) == {"seed", "palm", "causal"}
+
+
+def test_the_quickstart_model_is_small_enough_for_minutes_on_two_cores():
+    config = load_config("quickstart")
+    assert config.model.vocab_size is None, "taken from the tokenizer, which the text may make smaller"
+    model = dataclasses.replace(config.model, vocab_size=config.tokenizer.vocab_size)
+    assert parameter_counts(model)["total"] < 3e6
+    assert config.train.steps * config.train.tokens_per_step < 2.1e6

@@ -1,0 +1,207 @@
+"""A small workspace, a small config, and processes to train in."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from zero2all.common.workspace import Workspace, open_workspace
+from zero2all.config import RunConfig, config_from_values, config_yaml
+from zero2all.corpus import BuildOptions, Source, build_corpus
+from zero2all.packed.writer import pack_corpus
+from zero2all.tokenizer.config import TokenizerConfig
+from zero2all.tokenizer.stage import train_on_corpus
+
+SMALL: dict[str, Any] = {
+    "model": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "layers": 1,
+        "heads": 2,
+        "kv_heads": 1,
+        "max_seq_len": 32,
+        "residual_dropout": 0.1,
+        "attention_dropout": 0.1,
+        "embedding_dropout": 0.1,
+    },
+    "data": {"seq_len": 32, "mixture": {"en": 3, "zh": 1}},
+    "train": {"name": "run", "steps": 8, "tokens_per_step": 128, "micro_batch_samples": 2},
+    "optim": {"lr_max": 0.01},
+    "schedule": {"warmup_steps": 3},
+    "checkpoint": {"every_steps": 3},
+    "eval": {"every_steps": 4, "valid_tokens_per_source": 256},
+    "parallel": {"device": "cpu", "cpu_threads": 1},
+}
+
+
+def small_config(stages: list[dict[str, Any]] | None = None, **sections: dict[str, Any]) -> RunConfig:
+    """SMALL with some fields of some sections changed."""
+    values = {name: {**SMALL.get(name, {}), **fields} for name, fields in {**SMALL, **sections}.items()}
+    return config_from_values({**values, "stages": stages or []}, "of a test")
+
+
+@pytest.fixture(scope="session")
+def config() -> Callable[..., RunConfig]:
+    return small_config
+
+
+def build_small_corpus(work: Workspace, seed: int = 0) -> None:
+    rng = random.Random(seed)
+    parts = {"en": ["ka", "lo ", "mi", "ter ", "vun, ", "es. "], "zh": [chr(0x4E00 + n) for n in range(40)]}
+    work.raw.mkdir(exist_ok=True)
+    sources = []
+    for name in ("en", "zh"):
+        texts = ["".join(rng.choices(parts[name], k=rng.randint(30, 90))) for _ in range(150)]
+        path = work.raw / f"{name}.jsonl"
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        sources.append(Source(name, path, name))
+    build_corpus(work.corpus, sources, BuildOptions(valid_share=0.15))
+
+
+@pytest.fixture(scope="session")
+def shared_work(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    """Packed data of two channels. Read only: see `work`."""
+    work = open_workspace(tmp_path_factory.mktemp("train") / "work", create=True)
+    build_small_corpus(work)
+    train_on_corpus(work.corpus, work.tokenizer, TokenizerConfig(vocab_size=400))
+    pack_corpus(work.corpus, work.tokenizer, work.packed)
+    return work
+
+
+@pytest.fixture
+def work(shared_work: Workspace, tmp_path: Path) -> Workspace:
+    """A copy of the shared workspace, without runs."""
+    shutil.copytree(shared_work.root, tmp_path / "work")
+    return Workspace(tmp_path / "work")
+
+
+@pytest.fixture
+def repack() -> Callable[[Workspace, int], None]:
+    """Give a workspace other text, packed with the same tokenizer."""
+
+    def change(work: Workspace, seed: int) -> None:
+        build_small_corpus(work, seed)
+        pack_corpus(work.corpus, work.tokenizer, work.packed)
+
+    return change
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """A training run sets the threads of its process; here that is pytest's."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# ---- processes ----
+
+Z2A = "import sys; from zero2all.cli import main; sys.exit(main())"
+LONG_SECONDS = 60.0
+
+
+class WarmProcess:
+    """The other side of warm_process.py."""
+
+    def __init__(self) -> None:
+        script = Path(__file__).with_name("warm_process.py")
+        self.process = subprocess.Popen(
+            [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.is_ready = False
+
+    def ask(self, request: Any) -> Any:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        if not self.is_ready:
+            self.process.stdout.readline()
+            self.is_ready = True
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+
+class Trainer:
+    """One started process."""
+
+    def __init__(self, warm: WarmProcess, code: str, arguments: list[str], output: Path) -> None:
+        self.warm, self.output = warm, output
+        self.pid: int = warm.ask({"code": code, "arguments": arguments, "output": str(output)})
+        self.exit_code: int | None = None
+
+    def text(self) -> str:
+        """What it printed so far."""
+        return self.output.read_text() if self.output.exists() else ""
+
+    def poll(self) -> int | None:
+        if self.exit_code is None:
+            self.exit_code = self.warm.ask({"wait": self.pid})
+        return self.exit_code
+
+    def wait(self) -> int:
+        """The exit code, negative for a signal."""
+        self.wait_until(lambda: self.poll() is not None)
+        assert self.exit_code is not None
+        return self.exit_code
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + LONG_SECONDS
+        while not condition():
+            assert time.monotonic() < deadline, f"waited too long; it printed: {self.text()}"
+            time.sleep(0.004)
+
+    def signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm() -> Iterator[WarmProcess]:
+    """Started at once, so that it imports while other tests run."""
+    process = WarmProcess()
+    yield process
+    process.process.communicate()
+
+
+Start = Callable[..., Trainer]
+
+
+@pytest.fixture
+def start(warm: WarmProcess, tmp_path: Path) -> Iterator[Start]:
+    """Start `z2a` with these words, or other code; what is still running at the end of the test is killed."""
+    started: list[Trainer] = []
+
+    def run(*words: object, code: str = Z2A) -> Trainer:
+        trainer = Trainer(warm, code, [str(word) for word in words], tmp_path / f"output-{len(started)}.txt")
+        started.append(trainer)
+        return trainer
+
+    yield run
+    for trainer in started:
+        trainer.signal(signal.SIGKILL)
+        trainer.wait()
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Callable[..., Path]:
+    """`small_config` as a YAML file."""
+
+    def write(**sections: dict[str, Any]) -> Path:
+        path = tmp_path / "config.yaml"
+        path.write_text(config_yaml(small_config(**sections)))
+        return path
+
+    return write

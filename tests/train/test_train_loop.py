@@ -1,0 +1,401 @@
+"""A whole run inside this process: what it logs, what it refuses, what it does when it is run again."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from zero2all.common.errors import AnomalyError, BadInputError, RunLockedError, UsageError
+from zero2all.packed.layout import open_split
+from zero2all.track.reader import read_run
+from zero2all.train import step as step_module
+from zero2all.train.checkpoint import list_checkpoints, newest_checkpoint
+from zero2all.train.config import EvalConfig
+from zero2all.train.lock import run_lock
+from zero2all.train.loop import train
+from zero2all.train.setup import load_run_config, prepare
+from zero2all.train.validate import held_out_losses, open_valid_splits
+
+
+def steps_of(run):
+    return [int(folder.name.removeprefix("step-")) for folder in list_checkpoints(run)]
+
+
+def folder_bytes(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def quiet(_text):
+    pass
+
+
+# ---- what a run leaves behind ----
+
+
+@pytest.fixture(scope="module")
+def finished(shared_work, config, tmp_path_factory):
+    """A finished run in a workspace of its own (packed data shared), with its summary and its notes."""
+    work = dataclasses.replace(shared_work, root=tmp_path_factory.mktemp("finished"))
+    work.packed.symlink_to(shared_work.packed)
+    notes: list[str] = []
+    summary = train(config(), work, say=notes.append)
+    return work, summary, notes
+
+
+def test_every_step_is_logged_with_loss_rate_norm_speed_and_each_channel(finished):
+    work, _, _ = finished
+    data = read_run(work.run("run"))
+    for name in ("loss", "lr", "grad_norm", "tokens_per_second", "loss/en", "bpb/en", "loss/zh", "bpb/zh", "time/step"):
+        assert data.series[name].step.tolist() == list(range(1, 9)), name
+        assert np.isfinite(data.series[name].value).all()
+    assert data.series["loss"].tokens.tolist() == [128 * step for step in range(1, 9)]
+    assert data.problems == []
+
+
+def test_bits_per_byte_are_nats_over_the_bytes_of_a_token(finished):
+    work, _, _ = finished
+    data = read_run(work.run("run"))
+    for channel in ("en", "zh"):
+        bytes_per_token = open_split(work.packed, channel, "train").bytes_per_token
+        wanted = data.series[f"loss/{channel}"].value / math.log(2) / bytes_per_token
+        assert data.series[f"bpb/{channel}"].value == pytest.approx(wanted)
+
+
+def test_held_out_losses_are_logged_when_due_and_at_the_end(finished):
+    work, summary, _ = finished
+    data = read_run(work.run("run"))
+    assert sorted(summary.held_out) == [
+        f"eval/valid/{kind}/{channel}" for kind in ("bpb", "loss") for channel in ("en", "zh")
+    ]
+    for name, value in summary.held_out.items():
+        assert data.series[name].step.tolist() == [4, 8]
+        assert data.series[name].value[-1] == value
+    assert data.series["eval/valid/loss/en"].value[-1] < math.log(448)  # it learned something
+
+
+def test_the_summary_tells_how_the_run_ended(finished):
+    work, summary, _ = finished
+    data = read_run(work.run("run"))
+    assert (summary.run, summary.step, summary.tokens) == ("run", 8, 8 * 128)
+    assert summary.loss == data.series["loss"].value[-1]
+    assert summary.channel_losses == {name: data.series[f"loss/{name}"].value[-1] for name in ("en", "zh")}
+    assert summary.tokens_per_second == pytest.approx(summary.tokens / summary.seconds)
+
+
+def test_events_tell_the_story_of_the_run(finished):
+    work, _, notes = finished
+    events = [(event.kind, event.step) for event in read_run(work.run("run")).events]
+    assert events == [("start", 0), ("checkpoint", 3), ("checkpoint", 6), ("checkpoint", 8), ("finish", 8)]
+    start = read_run(work.run("run")).events[0].data
+    assert start["notes"] == notes
+    assert start["environment"]["cpu_threads"] == 1
+
+
+def test_notes_say_what_is_trained_on_what_and_how_often_it_is_read(finished):
+    _, _, notes = finished
+    text = "\n".join(notes)
+    assert "M parameters on cpu, float32" in text
+    assert "mixture (main): en 75.00%, zh 25.00%" in text
+    assert "epochs over the whole run: en " in text
+    assert "ops: attention=" in text
+
+
+def test_the_newest_two_checkpoints_and_the_resolved_config_are_kept(finished):
+    work, _, _ = finished
+    run = work.run("run")
+    assert steps_of(run) == [8, 6]
+    assert load_run_config(run).model.vocab_size == 448  # 400 ids, up to a multiple of 64
+    manifest = newest_checkpoint(run).manifest
+    assert manifest["environment"]["torch"] == torch.__version__
+    assert manifest["ops"]["optimizer"]["got"] == "fused"
+    assert not list(run.rglob("*.partial-*"))
+
+
+def test_logging_less_often_still_logs_the_last_step(work, config):
+    train(config(train={"steps": 5}, track={"log_every_steps": 2}), work, say=quiet)
+    assert read_run(work.run("run")).series["loss"].step.tolist() == [2, 4, 5]
+
+
+# ---- run again ----
+
+
+def test_a_finished_run_run_again_changes_nothing_and_still_reports(work, config):
+    first = train(config(), work, say=quiet)
+    before = folder_bytes(work.run("run") / "checkpoints/step-00000008")
+    notes: list[str] = []
+    again = train(config(), work, say=notes.append)
+    assert folder_bytes(work.run("run") / "checkpoints/step-00000008") == before
+    assert steps_of(work.run("run")) == [8, 6]
+    assert again.held_out == first.held_out
+    assert (again.step, again.tokens, again.loss) == (8, 8 * 128, None)
+    assert "resumed run at step 8 from step-00000008" in notes
+    data = read_run(work.run("run"))
+    assert data.series["loss"].step.tolist() == list(range(1, 9))
+
+
+def test_two_runs_of_one_config_are_bit_equal(work, config):
+    for name in ("one", "other"):
+        train(config(train={"name": name, "steps": 3}), work, say=quiet)
+    one, other = (newest_checkpoint(work.run(name)).folder for name in ("one", "other"))
+    for file in ("model.safetensors", "optimizer.safetensors", "state.json"):
+        assert (one / file).read_bytes() == (other / file).read_bytes()
+
+
+def test_fresh_starts_over(work, config):
+    train(config(train={"steps": 3}), work, say=quiet)
+    first = folder_bytes(work.run("run") / "checkpoints/step-00000003")
+    notes: list[str] = []
+    train(config(train={"steps": 3, "seed": 7}), work, fresh=True, say=notes.append)
+    assert not [note for note in notes if "resumed" in note or "changed" in note]
+    assert folder_bytes(work.run("run") / "checkpoints/step-00000003") != first
+    assert [path.name for path in (work.run("run") / "metrics").iterdir()] == ["train-1.jsonl"]
+
+
+def test_fresh_with_a_mistake_in_it_destroys_nothing(work, config):
+    train(config(train={"steps": 3}), work, say=quiet)
+    with pytest.raises(UsageError, match="neither a packed source nor a channel"):
+        train(config(data={"mixture": {"english": 1}}), work, fresh=True, say=quiet)
+    assert steps_of(work.run("run")) == [3]
+
+
+def test_a_run_that_died_before_its_first_checkpoint_says_that_it_begins_again(work, config):
+    settings = config(guards={"nonfinite": "stop"}, optim={"lr_max": 1e30}, schedule={"warmup_steps": 0})
+    with pytest.raises(AnomalyError):
+        train(settings, work, say=quiet)
+    notes: list[str] = []
+    train(config(train={"steps": 2}, schedule={"warmup_steps": 0}), work, say=notes.append)
+    assert "run was started before but has no checkpoint yet, so it begins at step 0" in notes
+
+
+def test_a_damaged_newest_checkpoint_is_set_aside_and_the_run_ends_with_the_same_bits(work, config):
+    train(config(), work, say=quiet)
+    wanted = folder_bytes(work.run("run") / "checkpoints/step-00000008")
+    path = work.run("run") / "checkpoints/step-00000008/model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    train(config(), work, say=quiet)
+    assert folder_bytes(work.run("run") / "checkpoints/step-00000008") == wanted
+    assert (work.run("run") / "checkpoints/damaged/step-00000008").is_dir()
+
+
+def test_what_a_killed_save_left_is_gone_after_the_next_start(work, config):
+    train(config(train={"steps": 3}), work, say=quiet)
+    leftover = work.run("run") / "checkpoints/step-00000002.partial-99999"
+    leftover.mkdir()
+    (leftover / "model.safetensors").write_bytes(b"half")
+    train(config(train={"steps": 3}), work, say=quiet)
+    assert steps_of(work.run("run")) == [3]
+    assert not leftover.exists()
+
+
+# ---- changed settings ----
+
+
+def test_changed_settings_are_listed_and_refused(work, config):
+    train(config(train={"steps": 3}), work, say=quiet)
+    changed = config(train={"steps": 5}, optim={"lr_max": 0.02, "beta2": 0.9}, model={"rope_theta": 5000.0})
+    with pytest.raises(UsageError) as caught:
+        train(changed, work, say=quiet)
+    message = str(caught.value)
+    for line in (
+        "- train.steps: 3 -> 5",
+        "- optim.lr_max: 0.01 -> 0.02",
+        "- optim.beta2: 0.95 -> 0.9",
+        "- model.rope_theta: 10000.0 -> 5000.0",
+    ):
+        assert line in message
+    assert "--accept-changes" in message
+    assert "--fresh" in message
+    assert caught.value.exit_code == 2
+    assert steps_of(work.run("run")) == [3]
+
+
+def test_changed_settings_go_on_when_accepted(work, config):
+    train(config(train={"steps": 3}), work, say=quiet)
+    notes: list[str] = []
+    summary = train(config(train={"steps": 5}), work, accept_changes=True, say=notes.append)
+    assert summary.step == 5
+    assert "changed since the last attempt: train.steps: 3 -> 5" in notes
+    assert load_run_config(work.run("run")).train.steps == 5
+    assert train(config(train={"steps": 5}), work, say=quiet).step == 5  # now these are its settings
+
+
+def test_settings_that_cannot_change_the_result_may_change(work, config):
+    train(config(train={"steps": 3}), work, say=quiet)
+    free = config(
+        train={"steps": 3},
+        eval={"every_steps": 1},
+        track={"log_every_steps": 3},
+        checkpoint={"every_steps": 1, "keep_last": 5},
+        guards={"max_skips_in_a_row": 3},
+        resilience={"save_on_signal": False},
+    )
+    notes: list[str] = []
+    train(free, work, say=notes.append)
+    assert "changed since the last attempt: checkpoint.keep_last: 2 -> 5" in notes
+
+
+def test_more_tokens_per_step_repeat_and_skip_no_sample(work, config, monkeypatch):
+    seen: list[int] = []
+    forward_backward = step_module._forward_backward
+
+    def watch(state, batch, *rest):
+        seen.extend(range(batch.first_position, batch.first_position + len(batch.tokens)))
+        return forward_backward(state, batch, *rest)
+
+    monkeypatch.setattr(step_module, "_forward_backward", watch)
+    train(config(train={"steps": 3}), work, say=quiet)
+    train(config(train={"steps": 5, "tokens_per_step": 256}), work, accept_changes=True, say=quiet)
+    assert seen == list(range(3 * 4 + 2 * 8))
+
+
+def test_data_that_changed_since_is_refused(work, config, repack):
+    train(config(train={"steps": 3}), work, say=quiet)
+    repack(work, 9)
+    with pytest.raises(UsageError, match="the packed data, or the order in which it is read, has changed"):
+        train(config(train={"steps": 3}), work, say=quiet)
+    notes: list[str] = []
+    train(config(train={"steps": 5}), work, accept_changes=True, say=notes.append)
+    assert "the order of the data has changed, so samples may be repeated or left out from here on" in notes
+
+
+def test_a_model_of_another_shape_is_refused_even_when_changes_are_accepted(work, config):
+    train(config(train={"steps": 3}), work, say=quiet)
+    wider = config(train={"steps": 3}, model={"hidden_size": 64})
+    with pytest.raises(BadInputError, match=r"embedding.weight: \(448, 32\) instead of \(448, 64\)"):
+        train(wider, work, accept_changes=True, say=quiet)
+
+
+# ---- the environment ----
+
+
+def test_resume_restores_the_thread_count_it_was_started_with(work, config):
+    train(config(train={"steps": 3}, parallel={"cpu_threads": 2}), work, say=quiet)
+    torch.set_num_threads(1)
+    notes: list[str] = []
+    train(config(train={"steps": 5}, parallel={"cpu_threads": None}), work, accept_changes=True, say=notes.append)
+    assert torch.get_num_threads() == 2
+    assert newest_checkpoint(work.run("run")).manifest["environment"]["cpu_threads"] == 2
+    assert not [note for note in notes if "not bit-exact" in note]
+
+
+def test_resume_says_so_when_the_environment_differs(work, config):
+    train(config(train={"steps": 3}, parallel={"cpu_threads": 2}), work, say=quiet)
+    notes: list[str] = []
+    train(config(train={"steps": 3}, parallel={"cpu_threads": 1}), work, say=notes.append)
+    assert "not bit-exact with the earlier attempt, because of: cpu_threads 2 -> 1" in notes
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_cuda_without_a_card_is_an_error_before_anything_is_written(work, config):
+    with pytest.raises(UsageError, match="torch sees no CUDA device"):
+        train(config(parallel={"device": "cuda"}), work, say=quiet)
+    assert not (work.run("run") / "config.yaml").exists()
+
+
+def test_a_model_with_fewer_rows_than_the_data_has_ids_is_an_error_before_step_0(work, config):
+    with pytest.raises(UsageError, match=r"model\.vocab_size is 399, but the data was packed with 400"):
+        train(config(model={"vocab_size": 399}), work, say=quiet)
+    assert list_checkpoints(work.run("run")) == []
+    assert train(config(model={"vocab_size": 400}, train={"steps": 3}), work, say=quiet).step == 3
+
+
+def test_no_packed_data_is_an_error_that_names_the_command(work, config):
+    (work.packed / "report.json").unlink()
+    with pytest.raises(BadInputError, match="z2a pack"):
+        train(config(), work, say=quiet)
+
+
+def test_a_run_that_is_held_cannot_be_taken(work, config):
+    with run_lock(work.run("run")), pytest.raises(RunLockedError, match="pid") as caught:
+        train(config(), work, say=quiet)
+    assert caught.value.exit_code == 13
+    assert train(config(train={"steps": 3}), work, say=quiet).step == 3  # free again
+
+
+# ---- steps that go wrong ----
+
+
+def test_a_run_whose_loss_explodes_stops_with_its_own_code(work, config):
+    settings = config(
+        optim={"lr_max": 1e30},
+        schedule={"warmup_steps": 0},
+        guards={"max_skips_in_a_row": 3},
+        checkpoint={"every_steps": 1},
+    )
+    with pytest.raises(AnomalyError, match="3 updates in a row were skipped") as caught:
+        train(settings, work, say=quiet)
+    assert caught.value.exit_code == 12
+    data = read_run(work.run("run"))
+    skipped = [event.step for event in data.events if event.kind == "skipped_update"]
+    assert len(skipped) == 3
+    assert not np.isfinite(data.series["grad_norm"].value[-3:]).any()  # logged, not hidden
+
+
+def test_metrics_that_cannot_be_written_do_not_stop_the_run_and_are_reported_at_its_end(work, config):
+    run = work.run("run")
+    run.mkdir(parents=True)
+    (run / "metrics").write_text("in the way")
+    said: list[str] = []
+    summary = train(config(train={"steps": 3}, track={"close_timeout_seconds": 0.2}), work, say=said.append)
+    assert summary.step == 3
+    assert any(text.startswith("metrics: opening the metrics file: ") for text in said)
+    assert any("rows were dropped" in text for text in said)
+
+
+def test_a_healthy_run_reports_no_problems(work, config):
+    said: list[str] = []
+    train(config(train={"steps": 3}), work, say=said.append)
+    assert not [text for text in said if text.startswith("metrics:")]
+
+
+def test_training_works_outside_the_main_thread(work, config):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(train(config(train={"steps": 3}), work, say=quiet)))
+    thread.start()
+    thread.join()
+    assert results[0].step == 3
+
+
+# ---- stages and held-out text ----
+
+
+def test_a_stage_changes_the_mixture_at_its_step(work, config):
+    settings = config(stages=[{"name": "late", "from_step": 4, "mixture": {"zh": 1}}])
+    notes: list[str] = []
+    train(settings, work, say=notes.append)
+    assert "mixture (late): en 0.00%, zh 100.00%" in notes
+    data = read_run(work.run("run"))
+    assert data.series["loss/en"].step.tolist() == [1, 2, 3, 4]
+    assert data.series["loss/zh"].step.tolist() == list(range(1, 9))
+
+
+def test_held_out_loss_is_that_of_the_first_held_out_samples_without_dropout(work, config):
+    prepared = prepare(config(), work)
+    model = prepared.state.model
+    options = EvalConfig(valid_tokens_per_source=96, batch_samples=2)
+    found = held_out_losses(model, prepared.valid, 32, options)
+    assert model.training  # as it was before
+    assert held_out_losses(model, prepared.valid, 32, options) == found
+    model.eval()
+    split = open_split(work.packed, "zh", "valid")
+    rows = torch.from_numpy(np.stack([split.read(sample * 32, 33) for sample in range(3)]))
+    with torch.no_grad():
+        wanted = float(model.token_losses(rows[:, :-1], rows[:, 1:]).double().mean())
+    assert found["eval/valid/loss/zh"] == pytest.approx(wanted, rel=1e-6)
+    assert found["eval/valid/bpb/zh"] == pytest.approx(wanted / math.log(2) / split.bytes_per_token, rel=1e-6)
+
+
+def test_a_source_with_too_little_held_out_text_is_left_out_and_named(work, config):
+    (valid,) = open_valid_splits(work.packed, ["zh"])
+    manifest = valid.folder / "manifest.json"
+    text = manifest.read_text()
+    manifest.write_text(text.replace(f'"shards": {valid.manifest["shards"]}', '"shards": 0'))
+    notes: list[str] = []
+    summary = train(config(train={"steps": 3}), work, say=notes.append)
+    assert "held-out loss: left out for less than one sample of held-out text: zh" in notes
+    assert sorted(summary.held_out) == ["eval/valid/bpb/en", "eval/valid/loss/en"]

@@ -1,0 +1,174 @@
+"""One optimizer step: the same gradient whatever the micro-batch, and no trace of a step that went wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from zero2all.common.errors import AnomalyError
+from zero2all.model.z2all import Z2all
+from zero2all.ops.config import OpsConfig
+from zero2all.ops.registry import resolve
+from zero2all.packed.loader import Batch
+from zero2all.train.config import GuardsConfig
+from zero2all.train.guards import check_skips, update_is_safe
+from zero2all.train.optim import build_optimizer
+from zero2all.train.state import TrainState
+from zero2all.train.step import _forward_backward, train_step
+
+CPU = torch.device("cpu")
+CHANNELS = 3
+VOCAB_SIZE = 64
+NO_DROPOUT = {"vocab_size": VOCAB_SIZE, "residual_dropout": 0.0, "attention_dropout": 0.0, "embedding_dropout": 0.0}
+
+
+def make_state(config, dtype=torch.float32):
+    ops = resolve(OpsConfig(), "cpu")
+    if dtype is torch.float64:  # the registered operators compute in float32 at least and at most
+        ops = dataclasses.replace(
+            ops,
+            rms_norm=lambda x, weight, eps: F.rms_norm(x, (x.shape[-1],), weight, eps),
+            cross_entropy=lambda logits, targets: F.cross_entropy(logits, targets, reduction="none"),
+        )
+    model = Z2all(config.model, ops)
+    model.init_weights(1)
+    model.to(dtype).train()
+    return TrainState(model, build_optimizer(model, config.optim))
+
+
+def make_batch(seed=0, samples=8, seq_len=32):
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, VOCAB_SIZE, (samples, seq_len + 1))
+    channels = np.arange(samples) % 2  # the third channel has no sample
+    return Batch(tokens, channels, channels, 0)
+
+
+def tensors(state):
+    found = {**state.model_tensors(), **state.optimizer_tensors()}
+    return {name: value.clone() for name, value in found.items()}
+
+
+def assert_same_bits(one, other):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+def test_gradient_is_the_same_for_every_micro_batch(config):
+    gradients = {}
+    for micro in (8, 4, 2, 1):
+        settings = config(model=NO_DROPOUT, train={"tokens_per_step": 256, "micro_batch_samples": micro})
+        state = make_state(settings, torch.float64)
+        sums = _forward_backward(state, make_batch(), CHANNELS, settings, CPU)
+        gradients[micro] = {name: parameter.grad for name, parameter in state.model.named_parameters()}
+        gradients[micro]["sums"] = sums
+    for micro in (4, 2, 1):
+        for name, wanted in gradients[8].items():
+            torch.testing.assert_close(gradients[micro][name], wanted, rtol=1e-12, atol=1e-15, msg=name)
+
+
+def test_gradient_is_that_of_the_mean_loss_over_all_tokens(config):
+    settings = config(model=NO_DROPOUT, train={"tokens_per_step": 256, "micro_batch_samples": 2})
+    state, reference, batch = make_state(settings), make_state(settings), make_batch()
+    _forward_backward(state, batch, CHANNELS, settings, CPU)
+    tokens = torch.from_numpy(batch.tokens)
+    reference.model.token_losses(tokens[:, :-1], tokens[:, 1:]).mean().backward()
+    for one, other in zip(state.model.parameters(), reference.model.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-7)
+
+
+def test_channel_losses_weighted_by_their_tokens_are_the_loss(config):
+    settings = config(model={"vocab_size": VOCAB_SIZE}, train={"tokens_per_step": 256})
+    state, batch = make_state(settings), make_batch()
+    batch = dataclasses.replace(batch, channels=np.array([0, 0, 0, 0, 0, 1, 1, 1]))
+    result = train_step(state, batch, CHANNELS, settings, CPU)
+    first, second, third = result.channel_losses
+    assert third is None
+    assert result.loss == pytest.approx((5 * first + 3 * second) / 8, rel=1e-12)
+    assert first != second
+    assert result.updated
+
+
+def test_a_step_counts_its_tokens_and_takes_the_rate_of_its_number(config):
+    settings = config(model={"vocab_size": VOCAB_SIZE}, train={"tokens_per_step": 256})
+    state = make_state(settings)
+    found = [train_step(state, make_batch(), CHANNELS, settings, CPU).lr for _ in range(3)]
+    assert found == pytest.approx([0.01 / 3, 0.02 / 3, 0.01])
+    assert (state.step, state.tokens, state.skips_in_a_row) == (3, 3 * 256, 0)
+
+
+def test_dropout_depends_on_seed_and_step_alone(config):
+    def after_one_step(seed=1234, step=0):
+        settings = config(model={"vocab_size": VOCAB_SIZE}, train={"tokens_per_step": 256, "seed": seed})
+        state = make_state(settings)
+        state.step = step
+        train_step(state, make_batch(), CHANNELS, settings, CPU)
+        return state.optimizer_tensors()["exp_avg/embedding.weight"]  # the gradient, up to a factor
+
+    first = after_one_step()
+    torch.rand(100)  # whatever the process does in between
+    assert torch.equal(after_one_step(), first)
+    assert not torch.equal(after_one_step(seed=1235), first)
+    assert not torch.equal(after_one_step(step=1), first)
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+def test_bfloat16_computes_in_bfloat16_over_float32_weights(config):
+    settings = config(model=NO_DROPOUT, train={"tokens_per_step": 256, "precision": "bfloat16"})
+    narrow, wide = make_state(settings), make_state(settings)
+    result = train_step(narrow, make_batch(), CHANNELS, settings, CPU)
+    exact = train_step(wide, make_batch(), CHANNELS, config(model=NO_DROPOUT, train={"tokens_per_step": 256}), CPU)
+    assert result.loss == pytest.approx(exact.loss, rel=1e-2)
+    assert result.loss != exact.loss
+    assert {value.dtype for value in tensors(narrow).values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_a_step_that_is_not_finite_leaves_weights_and_moments_bit_unchanged(config, what):
+    settings = config(model={"vocab_size": VOCAB_SIZE}, train={"tokens_per_step": 256})
+    state = make_state(settings)
+    train_step(state, make_batch(), CHANNELS, settings, CPU)
+    weight = state.model.norm.weight
+    if what == "loss":
+        with torch.no_grad():
+            weight[0] = torch.inf
+    else:
+        hook = weight.register_hook(lambda gradient: gradient * torch.inf)
+    before = tensors(state)
+    result = train_step(state, make_batch(1), CHANNELS, settings, CPU)
+    assert not result.updated
+    assert np.isfinite(result.loss) == (what == "gradient")
+    assert_same_bits(tensors(state), before)
+    assert (state.step, state.tokens, state.skips_in_a_row) == (2, 512, 1)
+    assert all(parameter.grad is None for parameter in state.model.parameters())
+    if what == "loss":
+        with torch.no_grad():
+            weight[0] = 1.0
+    else:
+        hook.remove()
+    assert train_step(state, make_batch(2), CHANNELS, settings, CPU).updated
+    assert state.skips_in_a_row == 0
+
+
+def test_only_finite_losses_and_gradients_are_safe():
+    assert update_is_safe(1.0, 2.0)
+    for bad in (float("nan"), float("inf"), float("-inf")):
+        assert not update_is_safe(bad, 1.0)
+        assert not update_is_safe(1.0, bad)
+
+
+def test_guards_stop_after_too_many_skips_or_at_once_where_told():
+    patient = GuardsConfig(nonfinite="skip", max_skips_in_a_row=3)
+    for skips in (0, 1, 2):
+        check_skips(7, skips, float("nan"), 1.0, patient)
+    with pytest.raises(AnomalyError, match=r"Step 7: loss nan.*3 updates in a row") as caught:
+        check_skips(7, 3, float("nan"), 1.0, patient)
+    assert caught.value.exit_code == 12
+    strict = GuardsConfig(nonfinite="stop")
+    check_skips(7, 0, 2.0, 1.0, strict)
+    with pytest.raises(AnomalyError, match="so the run ends here, unharmed"):
+        check_skips(7, 1, 2.0, float("inf"), strict)

@@ -1,0 +1,60 @@
+"""A process that has imported torch and forks a child for every program it is asked to run.
+
+Importing torch takes seconds, and the tests here start and kill dozens of trainers. Each child is a process of its own
+in every respect that matters: signals, locks, files. Requests and answers are JSON lines on stdin and stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import traceback
+
+# What a trainer needs, imported for the children; the first optimizer of a process imports torch._dynamo.
+import torch._dynamo  # noqa: F401
+
+import zero2all.cli
+import zero2all.train.loop  # noqa: F401
+
+
+def run(code: str, arguments: list[str], output: str) -> None:
+    """The child: everything it prints goes to `output`."""
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for number, target in ((null, 0), (file, 1), (file, 2)):
+        os.dup2(number, target)
+    sys.argv = ["z2a", *arguments]
+    exit_code = 1
+    try:
+        exec(compile(code, "<test>", "exec"), {"__name__": "__main__"})
+        exit_code = 0
+    except SystemExit as error:
+        exit_code = error.code if isinstance(error.code, int) else 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
+
+
+def main() -> None:
+    """Serve until stdin ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests; they close stdin
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "wait" in request:
+            done, status = os.waitpid(request["wait"], os.WNOHANG)
+            answer = os.waitstatus_to_exitcode(status) if done else None
+        else:
+            answer = os.fork()
+            if answer == 0:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                run(**request)
+        print(json.dumps(answer), flush=True)
+
+
+main()
