@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.common.errors import UsageError
-from zero2all.common.schema import MISSING, Problem, UnknownName, build, field_docs, nearest_hint
+from zero2all.common.schema import Problem, UnknownName, apply_overrides, build, field_docs, nearest_hint
 from zero2all.model.config import ModelConfig
 from zero2all.ops.config import OpsConfig
 from zero2all.packed.config import DataConfig
@@ -88,7 +88,7 @@ def load_config(source: str | Path, overrides: list[str] | None = None) -> RunCo
     path = find_config(str(source))
     values = _read_yaml(path)
     problems: list[Problem] = []
-    _apply_overrides(values, overrides or [], problems)
+    apply_overrides(values, overrides or [], problems)
     return config_from_values(values, str(path), problems)
 
 
@@ -166,50 +166,6 @@ def _read_yaml(path: Path) -> dict[str, Any]:
             f"them. `z2a train quickstart --print-config` shows a whole one."
         )
     return values
-
-
-def _apply_overrides(values: dict[str, Any], overrides: list[str], problems: list[Problem]) -> None:
-    """Set `--a.b.c value` and `--a.b.c=value` pairs inside `values`."""
-    words = list(overrides)
-    while words:
-        word = words.pop(0)
-        name, equals, text = word.removeprefix("--").partition("=")
-        if not word.startswith("--"):
-            problems.append(Problem(word, word, "an override such as --optim.lr_max 3e-4"))
-            continue
-        if not equals:
-            if not words or words[0].startswith("--"):
-                problems.append(Problem(name, MISSING, "a value after the name"))
-                continue
-            text = words.pop(0)
-        value = _override_value(text)
-        *sections, leaf = name.split(".")
-        inner = values
-        for section in sections:
-            if inner.get(section) is None:
-                inner[section] = {}
-            inner = inner[section]
-            if not isinstance(inner, dict):
-                problems.append(Problem(name, text, f"a field; `{section}` is no section with fields of its own"))
-                break
-        else:
-            inner[leaf] = value
-
-
-def _override_value(text: str) -> Any:
-    """What YAML makes of `text`, but text wherever reading it would lose something: 007, 1.10, 2024-01-01.
-
-    A field that wants a number takes it from text as well.
-    """
-    import yaml
-
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
-    if isinstance(value, bool | str | list | dict) or value is None:
-        return value
-    return value if isinstance(value, int) and str(value) == text else text
 
 
 def _with_other_place(problem: Problem) -> Problem:

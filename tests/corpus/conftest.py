@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from corpus_helpers import HERE, plain_options
 
 from zero2all.common.records import iter_records
-from zero2all.corpus import BuildOptions, Source, build_corpus
+from zero2all.corpus import Source, build_corpus
 
 WriteLines = Callable[..., Path]
 
@@ -35,7 +36,7 @@ def build(tmp_path: Path) -> Callable[..., dict[str, Any]]:
 
     def run(path: Path, name: str = "one", mapping: dict[str, str] | None = None, **options: Any) -> dict[str, Any]:
         source = Source(name, path, mapping=mapping)
-        return build_corpus(tmp_path / "corpus", [source], BuildOptions(**options))["sources"][name]
+        return build_corpus(tmp_path / "corpus", [source], plain_options(**options), HERE)["sources"][name]
 
     return run
 

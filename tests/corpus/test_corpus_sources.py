@@ -8,6 +8,7 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from corpus_helpers import plain_options
 
 from zero2all.common.errors import UsageError
 from zero2all.corpus import BuildOptions, Source, build_corpus, parse_mapping, parse_source, source_from_path
@@ -132,6 +133,6 @@ def test_channel_is_guessed_from_the_text_and_said(tmp_path, build, name, text, 
 
 def test_given_channel_is_not_questioned(tmp_path):
     (tmp_path / "a.txt").write_text("plain English")
-    report = build_corpus(tmp_path / "corpus", [Source("a", tmp_path / "a.txt", "poetry")])
+    report = build_corpus(tmp_path / "corpus", [Source("a", tmp_path / "a.txt", "poetry")], plain_options())
     assert report["sources"]["a"]["channel"] == "poetry"
     assert not report["sources"]["a"]["channel_guessed"]

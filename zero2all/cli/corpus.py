@@ -1,10 +1,19 @@
-"""`z2a corpus build` and `z2a corpus show`."""
+"""`z2a corpus build`, `show`, `report` and `rules`."""
 
 from __future__ import annotations
 
 import argparse
+import sys
+from typing import Any
 
 from zero2all.cli.verb import Subparsers, add_group, add_verb, add_work, real, whole, workspace_of
+
+BUILD_EXAMPLES = """z2a corpus build news=raw/news.json:zh wiki=raw/wiki.parquet:en --work my-workspace
+  z2a corpus build qa=raw/baike::baike2018qa --work my-workspace --format jsonl.zst --dedup.near off
+  z2a corpus build corpus.yaml --work my-workspace --engine ray --address auto
+
+every rule of cleaning has a name and thresholds (z2a corpus rules); set them with overrides behind the sources:
+  z2a corpus build news=raw/news.json --clean.too_short.min_chars 20 --clean.zh.digits.on false"""
 
 
 def register(verbs: Subparsers) -> None:
@@ -12,87 +21,194 @@ def register(verbs: Subparsers) -> None:
     inner = add_group(
         verbs, "corpus", "turn raw files into clean records", "z2a corpus build news=raw/news.jsonl --work my-workspace"
     )
+    _register_build(inner)
 
+    show = add_verb(
+        inner,
+        "show",
+        "print records of a source, or samples of what a rule dropped",
+        "z2a corpus show news --count 3 --work my-workspace\n  z2a corpus show --dropped digits --work my-workspace",
+        _show,
+    )
+    show.add_argument("source", nargs="?", default=None, help="name of the source (default: all)")
+    add_work(show)
+    show.add_argument("--split", choices=("train", "valid"), default="train", help="which split (default train)")
+    show.add_argument("--count", type=whole(1), default=3, metavar="N", help="records of each source (default 3)")
+    show.add_argument(
+        "--dropped",
+        nargs="?",
+        const="",
+        default=None,
+        metavar="RULE",
+        help="what RULE dropped; no RULE: all",
+    )
+
+    report = add_verb(
+        inner, "report", "print the report of the last build again", "z2a corpus report --work my-workspace", _report
+    )
+    add_work(report)
+
+    rules = add_verb(inner, "rules", "list the rules of cleaning and their settings", "z2a corpus rules zh", _rules)
+    rules.add_argument("channel", nargs="?", default="en", help="whose defaults are shown (default en)")
+
+
+def _register_build(inner: Subparsers) -> None:
     build = add_verb(
         inner,
         "build",
         "read raw files, clean them, drop duplicates, hold out a valid split",
-        "z2a corpus build news=raw/news.json:zh wiki=raw/wiki.parquet:en --work my-workspace",
+        BUILD_EXAMPLES,
         _build,
     )
+    build.set_defaults(takes_overrides=True)  # its overrides are rules of cleaning, explained in the examples
     build.add_argument(
         "sources",
         nargs="+",
-        metavar="NAME=PATH[:CHANNEL]",
-        help="a file or folder (text, JSON lines, JSON array, parquet), the name it gets, and the channel its loss is "
-        "reported under, such as zh, en or code (default: guessed from the text)",
+        metavar="NAME=PATH[:CHANNEL[:KIND]]",
+        help="a file or folder, the name it gets, the channel its loss is reported under such as zh, en or code "
+        "(default: guessed), and the kind of a known data set; or one YAML file that names them all",
     )
     add_work(build)
+    build.add_argument("--map", default=None, metavar="FIELD=RAW,…", help="raw fields to use: content=body,title=name")
+    build.add_argument("--format", default=None, help="shards as jsonl, jsonl.zst, parquet or txt (default jsonl)")
     build.add_argument(
-        "--map",
-        default=None,
-        metavar="FIELD=RAW,…",
-        help="which raw field is which: content=body,title=headline (default: guessed by name)",
+        "--shard-bytes", type=whole(1), default=None, metavar="N", help="size of a shard (default 200 MB)"
     )
     build.add_argument(
-        "--valid-share",
-        type=real(0, 0.5),
-        default=0.01,
-        metavar="SHARE",
-        help="share of the records held out for validation (default 0.01)",
+        "--valid-share", type=real(0, 0.5), default=None, metavar="SHARE", help="share held out (default 0.01)"
     )
     build.add_argument(
         "--max-damaged-share",
         type=real(0, 1),
-        default=0.01,
+        default=None,
         metavar="SHARE",
         help="stop when a larger share of a source is damaged (default 0.01)",
     )
-
-    show = add_verb(
-        inner, "show", "print records of a source", "z2a corpus show news --count 3 --work my-workspace", _show
+    build.add_argument("--engine", choices=("local", "ray"), default=None, help="what runs the work (default local)")
+    build.add_argument(
+        "--workers", type=whole(1), default=None, metavar="N", help="tasks at a time (default: one per core)"
     )
-    show.add_argument("source", help="name of the source")
-    add_work(show)
-    show.add_argument("--split", choices=("train", "valid"), default="train", help="which split (default train)")
-    show.add_argument("--count", type=whole(1), default=3, metavar="N", help="how many records (default 3)")
+    build.add_argument(
+        "--address",
+        default=None,
+        help="address of a Ray cluster, whose nodes all see the workspace (default: start Ray here)",
+    )
+    build.add_argument(
+        "--keep-build", action="store_true", help="keep corpus/.build, so that the next build reads only what is new"
+    )
 
 
 def _build(arguments: argparse.Namespace) -> None:
-    from zero2all.cli.table import print_table
-    from zero2all.corpus import (
-        BuildOptions,
-        build_corpus,
-        check_sources,
-        parse_mapping,
-        parse_source,
-        summary_notes,
-        summary_rows,
-    )
+    from zero2all.corpus import build_corpus, check_sources, load_settings, parse_mapping
 
+    flags = {
+        "options": {
+            "format": arguments.format,
+            "shard_bytes": arguments.shard_bytes,
+            "valid_share": arguments.valid_share,
+            "max_damaged_share": arguments.max_damaged_share,
+        },
+        "engine": {"kind": arguments.engine, "workers": arguments.workers, "address": arguments.address},
+    }
     mapping = parse_mapping(arguments.map) if arguments.map else None
-    sources = [parse_source(text, mapping) for text in arguments.sources]
-    options = BuildOptions(valid_share=arguments.valid_share, max_damaged_share=arguments.max_damaged_share)
-    check_sources(sources, options)  # before a mistyped path makes a workspace of this folder
-    report = build_corpus(workspace_of(arguments, create=True).corpus, sources, options)
+    settings = load_settings(arguments.sources, arguments.overrides, mapping, flags)
+    # Before a mistyped path makes a workspace of this folder.
+    check_sources(settings.sources, settings.options, settings.engine)
+    corpus = workspace_of(arguments, create=True).corpus
+    report = build_corpus(
+        corpus,
+        settings.sources,
+        settings.options,
+        settings.engine,
+        keep_build=arguments.keep_build,
+        announce=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    _print_report(report)
+    print(f"report: {corpus / 'report.html'}")
+
+
+def _report(arguments: argparse.Namespace) -> None:
+    from zero2all.corpus import read_report
+
+    corpus = workspace_of(arguments).corpus
+    _print_report(read_report(corpus))
+    print(f"report: {corpus / 'report.html'}")
+
+
+def _print_report(report: dict[str, Any]) -> None:
+    from zero2all.cli.table import print_table
+    from zero2all.corpus import summary_notes, summary_rows
+
     print_table(summary_rows(report))
     for note in summary_notes(report):
         print(note)
 
 
 def _show(arguments: argparse.Namespace) -> None:
-    import itertools
-
     from zero2all.common.errors import UsageError
-    from zero2all.common.records import corpus_sources, iter_records
+    from zero2all.common.records import corpus_sources
     from zero2all.common.schema import nearest_hint
 
     corpus = workspace_of(arguments).corpus
     known = corpus_sources(corpus)
-    if arguments.source not in known:
+    if arguments.source is not None and arguments.source not in known:
         raise UsageError(f"There is no source `{arguments.source}`. {nearest_hint(arguments.source, known)}")
-    records = list(itertools.islice(iter_records(corpus, arguments.source, arguments.split), arguments.count))
-    for record in records:
-        print(f"── gid {record['gid']}  {record['title']}\n{record['content']}\n")
-    if not records:
-        print(f"The {arguments.split} split of `{arguments.source}` is empty.")
+    names = [arguments.source] if arguments.source is not None else list(known)
+    if arguments.dropped is not None:
+        _show_dropped(corpus, names, arguments)
+    else:
+        _show_records(corpus, names, arguments)
+
+
+def _show_records(corpus: Any, names: list[str], arguments: argparse.Namespace) -> None:
+    import itertools
+
+    from zero2all.common.records import iter_records
+
+    for name in names:
+        for record in itertools.islice(iter_records(corpus, name, arguments.split), arguments.count):
+            number = f"gid {record['gid']}" if "gid" in record else name
+            print(f"── {number}  {record['title']}\n{record['content']}\n")
+
+
+def _show_dropped(corpus: Any, names: list[str], arguments: argparse.Namespace) -> None:
+    import itertools
+
+    from zero2all.common.errors import UsageError
+    from zero2all.common.schema import nearest_hint
+    from zero2all.corpus import iter_dropped, read_report
+    from zero2all.corpus.clean.config import RULES
+
+    sources = read_report(corpus)["sources"]
+    dropped = {rule: None for name in names for rule in sources[name]["dropped"]}
+    if arguments.dropped and arguments.dropped not in dropped:
+        if arguments.dropped in RULES:
+            print(f"{arguments.dropped} dropped nothing.")
+            return
+        raise UsageError(f"No rule `{arguments.dropped}` dropped anything. {nearest_hint(arguments.dropped, dropped)}")
+    for rule in [arguments.dropped] if arguments.dropped else dropped:
+        for name in names:
+            count = sources[name]["dropped"].get(rule, 0)
+            if count:
+                print(f"══ {name}: {count:,} dropped by {rule}")
+            for sample in itertools.islice(iter_dropped(corpus, name, rule), arguments.count):
+                kept = f", a copy of gid {sample['kept_gid']}" if sample.get("kept_gid") is not None else ""
+                place = f" {sample['file']}, {sample['place']}" if "file" in sample else ""
+                print(f"── gid {sample['gid']}{place}, {sample['chars']:,} characters{kept}\n{sample['excerpt']}\n")
+
+
+def _rules(arguments: argparse.Namespace) -> None:
+    import dataclasses
+
+    from zero2all.cli.table import print_table
+    from zero2all.corpus.clean.config import RULES, default_config
+
+    config = default_config(arguments.channel)
+    rows = [["rule", "on", "settings", "what it does"]]
+    for name, rule in RULES.items():
+        settings = dataclasses.asdict(getattr(config, name))
+        is_on = settings.pop("on", True)
+        plain = {key: f"{len(value)} entries" if isinstance(value, list) else value for key, value in settings.items()}
+        words = ", ".join(f"{key}={value}" for key, value in plain.items())
+        rows.append([name, "yes" if is_on else "no", words, rule.description])
+    print_table(rows)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,23 @@ def fingerprint(value: Any) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
-def write_manifest(folder: Path, kind: str, inputs: str, content: dict[str, Any]) -> None:
-    """Describe every file of `folder`, then write the manifest that declares the folder whole."""
-    files = {
-        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "crc32c": crc32c_of(path)}
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != MANIFEST_NAME
-    }
+def write_manifest(
+    folder: Path,
+    kind: str,
+    inputs: str,
+    content: dict[str, Any],
+    known: Mapping[str, dict[str, Any]] | None = None,
+) -> None:
+    """Describe every file of `folder`, then write the manifest that declares the folder whole.
+
+    `known` describes files by name whose writer has their size and crc32c already, so that they are not read again.
+    """
+    files = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name != MANIFEST_NAME:
+            name = path.relative_to(folder).as_posix()
+            facts = (known or {}).get(name)
+            files[name] = facts or {"bytes": path.stat().st_size, "crc32c": crc32c_of(path)}
     write_json(
         folder / MANIFEST_NAME,
         {"kind": kind, "format": FORMATS[kind], "zero2all": __version__, "inputs": inputs, **content, "files": files},

@@ -1,22 +1,25 @@
 """Reading the corpus contract: what every later stage needs of it and nothing more.
 
-`corpus/report.json` lists the sources of the corpus; each source has `<name>/{train,valid}/part-*.jsonl` with one
-record a line (see `zero2all.corpus`, which writes them).
+`corpus/report.json` lists the sources of the corpus; each source has `<name>/{train,valid}/part-*` with its records,
+as JSON lines, compressed JSON lines, parquet or plain text (see `zero2all.corpus.shards`, which writes them).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError
-from zero2all.common.files import read_json
+from zero2all.common.files import PARTIAL_MARK, read_json
 from zero2all.common.manifest import read_manifest
 
 REPORT_NAME = "report.json"
 SPLITS = ("train", "valid")
+TEXT_END = b"\n\f\n"
+"""Ends a document in a plain text shard. Cleaning takes form feeds out of texts, so none stands inside one."""
+PARQUET_BATCH_ROWS = 256
 
 
 def corpus_sources(corpus: Path) -> dict[str, dict[str, Any]]:
@@ -32,20 +35,118 @@ def corpus_sources(corpus: Path) -> dict[str, dict[str, Any]]:
 
 
 def iter_records(corpus: Path, source: str, split: str) -> Iterator[dict[str, Any]]:
-    """The records of one split of one source, in order."""
-    for part in sorted((corpus / source / split).glob("part-*.jsonl")):
-        with open(part, "rb") as file:
-            for number, line in enumerate(file, 1):
-                try:
-                    yield jsonio.loads(line)
-                except ValueError as error:
-                    raise BadInputError(
-                        f"{part}, line {number}, is not JSON ({error}): the shard was changed or damaged after it was "
-                        f"written. Delete {corpus / source} and run `z2a corpus build` again."
-                    ) from error
+    """The records of one split of one source, in order.
+
+    Records from plain text shards have `content` only, with the title as its first line, and no `gid` or `id`.
+    """
+    for part in sorted((corpus / source / split).glob("part-*")):
+        if PARTIAL_MARK in part.name:
+            continue
+        reader = READERS.get(part.name.partition(".")[2])
+        if reader is None:
+            raise BadInputError(
+                f"{part} is no shard of a known format ({', '.join(READERS)}). Remove it; it is not ours."
+            )
+        yield from reader(part, source)
 
 
 def training_text(record: dict[str, Any]) -> str:
     """The text a model sees of a record: its title, unless its text opens with it anyway, then its text."""
     title, content = record.get("title") or "", record["content"]
     return f"{title}\n{content}" if title and not content.startswith(title) else content
+
+
+def _read_jsonl(part: Path, _: str) -> Iterator[dict[str, Any]]:
+    with open(part, "rb") as file:
+        for number, line in enumerate(file, 1):
+            yield _record_of(line, part, number)
+
+
+def _read_zst(part: Path, _: str) -> Iterator[dict[str, Any]]:
+    rest = b""
+    number = 0
+    for piece in _decompressed(part):
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            number += 1
+            yield _record_of(line, part, number)
+    if rest:
+        raise _damaged(part, "ends inside a record")
+
+
+def _decompressed(part: Path) -> Iterator[bytes]:
+    """The frames of a file in pieces; unlike a stream reader this notices a file that ends inside a frame."""
+    import zstandard
+
+    with open(part, "rb") as file:
+        frame: Any = None
+        while data := file.read(1 << 18):
+            while data:
+                frame = frame or zstandard.ZstdDecompressor().decompressobj()
+                try:
+                    yield frame.decompress(data)
+                except zstandard.ZstdError as error:
+                    raise _damaged(part, f"cannot be decompressed ({error})") from error
+                data = frame.unused_data
+                frame = None if frame.eof else frame
+        if frame is not None:
+            raise _damaged(part, "ends inside a compressed frame")
+
+
+def _read_parquet(part: Path, _: str) -> Iterator[dict[str, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(part, buffer_size=1 << 20, pre_buffer=False) as table:
+            for batch in table.iter_batches(PARQUET_BATCH_ROWS, use_threads=False):
+                for row in batch.to_pylist():
+                    row["others"] = jsonio.loads(row["others"])
+                    yield row
+    except (pyarrow.ArrowException, OSError) as error:
+        raise _damaged(part, f"cannot be read as parquet ({error})") from error
+
+
+def _read_txt(part: Path, source: str) -> Iterator[dict[str, Any]]:
+    with open(part, "rb") as file:
+        rest = b""
+        while piece := file.read(1 << 20):
+            *texts, rest = (rest + piece).split(TEXT_END)
+            for text in texts:
+                try:
+                    content = text.decode()
+                except UnicodeDecodeError as error:
+                    raise _damaged(part, f"is not UTF-8 ({error})") from error
+                yield {
+                    "data_src": source,
+                    "category": "",
+                    "title": "",
+                    "content": content,
+                    "desc": "",
+                    "others": {},
+                }
+        if rest:
+            raise _damaged(part, "ends inside a document")
+
+
+def _record_of(line: bytes, part: Path, number: int) -> dict[str, Any]:
+    try:
+        record: dict[str, Any] = jsonio.loads(line)
+    except ValueError as error:
+        raise _damaged(part, f"line {number}, is not JSON ({error})", comma=True) from error
+    return record
+
+
+def _damaged(part: Path, what: str, comma: bool = False) -> BadInputError:
+    return BadInputError(
+        f"{part}{',' if comma else ''} {what}: the shard was changed or damaged after it was written. Delete "
+        f"{part.parent.parent} and run `z2a corpus build` again."
+    )
+
+
+READERS: dict[str, Callable[[Path, str], Iterator[dict[str, Any]]]] = {
+    "jsonl": _read_jsonl,
+    "jsonl.zst": _read_zst,
+    "parquet": _read_parquet,
+    "txt": _read_txt,
+}

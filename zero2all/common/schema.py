@@ -130,6 +130,50 @@ def nearest_hint(name: str, candidates: Iterable[str]) -> str:
     return f"Did you mean `{close[0]}`?" if close else f"There are: {', '.join(names)}."
 
 
+def apply_overrides(values: dict[str, Any], overrides: list[str], problems: list[Problem]) -> None:
+    """Set `--a.b.c value` and `--a.b.c=value` pairs inside `values`."""
+    words = list(overrides)
+    while words:
+        word = words.pop(0)
+        name, equals, text = word.removeprefix("--").partition("=")
+        if not word.startswith("--"):
+            problems.append(Problem(word, word, "an override such as --optim.lr_max 3e-4"))
+            continue
+        if not equals:
+            if not words or words[0].startswith("--"):
+                problems.append(Problem(name, MISSING, "a value after the name"))
+                continue
+            text = words.pop(0)
+        value = _override_value(text)
+        *sections, leaf = name.split(".")
+        inner = values
+        for section in sections:
+            if inner.get(section) is None:
+                inner[section] = {}
+            inner = inner[section]
+            if not isinstance(inner, dict):
+                problems.append(Problem(name, text, f"a field; `{section}` is no section with fields of its own"))
+                break
+        else:
+            inner[leaf] = value
+
+
+def _override_value(text: str) -> Any:
+    """What YAML makes of `text`, but text wherever reading it would lose something: 007, 1.10, 2024-01-01.
+
+    A field that wants a number takes it from text as well.
+    """
+    import yaml
+
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    if isinstance(value, bool | str | list | dict) or value is None:
+        return value
+    return value if isinstance(value, int) and str(value) == text else text
+
+
 @cache
 def field_docs(section: type) -> dict[str, str]:
     """The doc line under each field, read from the source of the dataclass."""
@@ -158,6 +202,8 @@ def _join(place: str, name: str) -> str:
 
 def _convert(kind: Any, value: Any, where: str, problems: list[Problem]) -> Any:
     """`value` as `kind`, or None with a problem noted."""
+    if kind is Any:
+        return value
     origin = typing.get_origin(kind)
     if origin is Annotated:
         inner, *marks = typing.get_args(kind)
@@ -173,6 +219,8 @@ def _convert(kind: Any, value: Any, where: str, problems: list[Problem]) -> Any:
         return _convert_union([option for option in options if option is not type(None)], kind, value, where, problems)
     if origin is typing.Literal:
         choices = typing.get_args(kind)
+        if isinstance(value, bool) and ("on" if value else "off") in choices:
+            return "on" if value else "off"  # YAML 1.1 reads the words on and off as true and false
         if value in choices and not (isinstance(value, bool) and True not in choices):
             return value
         hint = nearest_hint(str(value), [str(choice) for choice in choices])

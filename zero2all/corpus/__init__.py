@@ -1,26 +1,34 @@
 """Raw files to clean records: the first stage.
 
-    readers  any mix of JSON lines, JSON arrays, parquet and plain text -> rows, or damaged items with their place
-    sources  what the user named: path, channel, and which raw field is the text
-    clean    repair, drop reasons, exact duplicates
-    shards   `part-00000.jsonl` files of about 200 MB
-    report   what came in, what was kept, what was dropped and why
-    build    all of it, source by source, resumable
+    readers  any mix of JSON lines, arrays, CSV, parquet and text, compressed or not -> rows, or damaged items
+    sources  what the user named: path, channel, kind, and which raw field is the text
+    plan     each source cut into tasks                   ingest   a task -> segments of cleaned records
+    clean    repair, and the rules that drop a text       dedup    exact, near and line duplicates, on disk
+    finish   numbered shards, samples, manifest           report   what came in, what was kept, what was not and why
+    engine   local processes or Ray                       build    all of it, resumable
 
-pyarrow and ijson are imported only when a file needs them.
+numba, pyarrow and ray are imported only when they are needed.
 """
 
-from zero2all.corpus.build import BuildOptions, build_corpus, check_sources
+from zero2all.corpus.build import build_corpus, check_sources
+from zero2all.corpus.engine import EngineConfig
+from zero2all.corpus.finish import iter_dropped
+from zero2all.corpus.options import BuildOptions
 from zero2all.corpus.record import Record
 from zero2all.corpus.report import read_report, summary_notes, summary_rows
+from zero2all.corpus.settings import BuildSettings, load_settings
 from zero2all.corpus.sources import Source, parse_mapping, parse_source, source_from_path
 
 __all__ = [
     "BuildOptions",
+    "BuildSettings",
+    "EngineConfig",
     "Record",
     "Source",
     "build_corpus",
     "check_sources",
+    "iter_dropped",
+    "load_settings",
     "parse_mapping",
     "parse_source",
     "read_report",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO, cast
 
 from zero2all.common.errors import BadInputError
 from zero2all.common.workspace import STAMP_NAME
@@ -42,6 +44,8 @@ class InputFile:
     """Path below the source folder, with forward slashes; the bare file name when the source is one file."""
     size_bytes: int
     mtime_ns: int
+    url: str | None = None
+    """Where the file is not on this machine: what fsspec opens, such as `s3://bucket/name`. `path` is then its name."""
 
     @property
     def is_code(self) -> bool:
@@ -63,17 +67,56 @@ class Listing:
         return sum(file.size_bytes for file in self.files)
 
 
-def list_files(path: Path, leave_out: Path | None = None) -> Listing:
+def is_url(path: Path | str) -> bool:
+    """Whether a source is to be opened by fsspec. A Path has lost one of the slashes, and is no URL."""
+    return isinstance(path, str) and "://" in path
+
+
+def open_input(file: InputFile) -> BinaryIO:
+    """The file, unbuffered, for readers that take large pieces."""
+    if file.url is None:
+        return open(file.path, "rb", buffering=0)
+    import fsspec
+
+    return cast(BinaryIO, fsspec.open(file.url, "rb").open())
+
+
+def list_files(path: Path | str, leave_out: Path | None = None) -> Listing:
     """All files of a source: the file itself, or every file below a folder, sorted by name.
 
     Hidden files and folders are left out, and so is everything our own stages wrote: the folder `leave_out` (the
-    corpus being built), other workspaces, and the stage folders of the workspace `path` itself may be.
+    corpus being built), other workspaces, and the stage folders of the workspace `path` itself may be. A text with
+    `://` in it names a file or folder of any file system fsspec knows.
     """
+    if isinstance(path, str):
+        if is_url(path):
+            return _list_url(path)
+        path = Path(path)
     if not path.is_dir():
         status = path.stat()
         return Listing([InputFile(path, path.name, status.st_size, status.st_mtime_ns)])
     listing = Listing([])
     _list_folder(path, "", leave_out.resolve() if leave_out else None, listing)
+    return listing
+
+
+def _list_url(url: str) -> Listing:
+    import fsspec
+
+    files, root = fsspec.core.url_to_fs(url)
+    found = files.find(root, detail=True)
+    if not found:
+        raise BadInputError(f"Nothing was found at {url}. Check the address and the access rights.")
+    listing = Listing([])
+    for path, info in sorted(found.items()):
+        inner = path.removeprefix(root).lstrip("/")
+        name = inner or path.rsplit("/", 1)[-1]
+        if any(part.startswith(".") for part in name.split("/")):
+            listing.skipped.setdefault("hidden", []).append(name)
+            continue
+        version = str(info.get("ETag") or info.get("mtime") or info.get("LastModified") or info.get("created") or "")
+        stamp = int.from_bytes(hashlib.blake2b(version.encode(), digest_size=7).digest(), "big")
+        listing.files.append(InputFile(Path(name), name, int(info["size"]), stamp, files.unstrip_protocol(path)))
     return listing
 
 

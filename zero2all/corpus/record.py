@@ -7,12 +7,18 @@ are still exact. Source numbers come from the append-only `corpus/sources.json`.
 
 from __future__ import annotations
 
+import json
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+
+import orjson
 
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import read_json, write_json
+
+if TYPE_CHECKING:
+    import numpy as np
 
 ORDINAL_BITS = 40
 SOURCES_LIMIT = 1 << (53 - ORDINAL_BITS)
@@ -56,6 +62,53 @@ def make_gid(source_number: int, ordinal: int) -> int:
     assert 0 <= source_number < SOURCES_LIMIT, f"source number {source_number} does not fit"
     assert 0 <= ordinal < 1 << ORDINAL_BITS, f"ordinal {ordinal} does not fit in {ORDINAL_BITS} bits"
     return (source_number << ORDINAL_BITS) + ordinal
+
+
+ENCODING = (
+    orjson.OPT_APPEND_NEWLINE
+    | orjson.OPT_PASSTHROUGH_DATETIME
+    | orjson.OPT_PASSTHROUGH_DATACLASS
+    | orjson.OPT_PASSTHROUGH_SUBCLASS
+)
+
+
+def encode_record(data_src: str, category: str, title: str, content: str, desc: str, others: Any) -> bytes:
+    """A record as a line of JSON that still lacks its numbers; raises ValueError when `others` is nested too deeply."""
+    record = {
+        "data_src": data_src,
+        "category": category,
+        "title": title,
+        "content": content,
+        "desc": desc,
+        "others": others,
+    }
+    try:
+        return orjson.dumps(record, option=ENCODING)
+    except TypeError:  # something JSON does not know, or nested deeper than orjson goes
+        try:
+            record["others"] = plain(others)
+            return json.dumps(record, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+        except RecursionError as error:
+            raise ValueError("the other fields are nested too deeply") from error
+
+
+def numbered(line: bytes, source_number: int, ordinal: int) -> bytes:
+    """A line of `encode_record` with its numbers in front."""
+    return b'{"gid":%d,"id":%d,%b' % ((source_number << ORDINAL_BITS) + ordinal, ordinal, line[1:])
+
+
+def numbers_bytes(source_number: int, ordinals: np.ndarray) -> np.ndarray:
+    """How many bytes `numbered` adds to each line."""
+    fixed = len(numbered(b"{", 0, 0)) - len("{00")
+    return fixed + _digits(ordinals) + _digits(ordinals + (source_number << ORDINAL_BITS))
+
+
+def _digits(numbers: np.ndarray) -> np.ndarray:
+    """How many decimal digits each number has."""
+    import numpy as np
+
+    powers = 10 ** np.arange(1, 19, dtype=np.int64)
+    return np.searchsorted(powers, numbers, side="right") + 1
 
 
 def source_numbers(corpus_folder: Path, names: list[str]) -> dict[str, int]:

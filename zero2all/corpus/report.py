@@ -3,11 +3,12 @@
 Two identities hold and are checked at the end of every build:
 
     records_in = records_kept + sum(dropped) + quarantined
-    bytes_in   = bytes_kept   + sum(bytes_dropped) + bytes_quarantined + bytes_repaired
+    bytes_in   = bytes_kept   + sum(bytes_dropped) + bytes_quarantined + bytes_repaired + bytes_boilerplate
 
-`bytes_*` count UTF-8 bytes of text (for damaged items: of the raw input that could not be read);
-`input_file_bytes` is what the raw files weigh on disk. Held-out (valid) records count as kept. No clock and no
-host name goes into the report, so that two builds of the same input write the same bytes.
+`bytes_*` count UTF-8 bytes of text (for damaged items: of the raw input that could not be read); `bytes_repaired` is
+what repair, edits and masks took off the texts that passed cleaning, `bytes_boilerplate` what was taken out as lines
+that stand in many records; `input_file_bytes` is what the raw files weigh on disk. Held-out (valid) records count as
+kept. No clock and no host name goes into the report, so that two builds of the same input write the same bytes.
 
 `report.json` lists the sources of the last finished build. That list is the corpus: later stages read these
 sources and no other folder that may stand beside them from an earlier build.
@@ -16,20 +17,31 @@ sources and no other folder that may stand beside them from an earlier build.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import human_bytes, read_json
+from zero2all.common.records import REPORT_NAME
 
-REPORT_NAME = "report.json"
 SUMMED = ("records_in", "records_kept", "quarantined", "bytes_in", "bytes_kept", "train_records", "valid_records")
+ADDED = (
+    "records_in",
+    "records_kept",
+    "bytes_in",
+    "bytes_kept",
+    "bytes_repaired",
+    "bytes_boilerplate",
+    "bytes_quarantined",
+)
+LENGTH_BUCKETS = 32
 
 
 @dataclass
 class Tally:
-    """Counts of one source while it is built. Incoming items and outcomes are counted apart, then compared."""
+    """Counts while a source is built. Incoming items and outcomes are counted apart, then compared."""
 
     records_in: int = 0
     records_kept: int = 0
@@ -38,8 +50,10 @@ class Tally:
     bytes_in: int = 0
     bytes_kept: int = 0
     bytes_repaired: int = 0
+    bytes_boilerplate: int = 0
     bytes_dropped: Counter[str] = field(default_factory=Counter)
     bytes_quarantined: int = 0
+    masked: Counter[str] = field(default_factory=Counter)
 
     def as_report(self) -> dict[str, Any]:
         """The counts as they stand in `report.json`."""
@@ -52,12 +66,33 @@ class Tally:
             "bytes_in": self.bytes_in,
             "bytes_kept": self.bytes_kept,
             "bytes_repaired": self.bytes_repaired,
+            "bytes_boilerplate": self.bytes_boilerplate,
             "bytes_dropped": dict(sorted(self.bytes_dropped.items())),
             "bytes_quarantined": self.bytes_quarantined,
+            "masked": dict(sorted(self.masked.items())),
         }
 
+    def add(self, counts: Mapping[str, Any]) -> None:
+        """Add the counts of a part, given as `as_report` writes them."""
+        for name in ADDED:
+            setattr(self, name, getattr(self, name) + counts[name])
+        self.dropped.update(counts["dropped"])
+        self.bytes_dropped.update(counts["bytes_dropped"])
+        self.quarantined.update(counts["quarantined_by_reason"])
+        self.masked.update(counts["masked"])
 
-def make_report(sources: dict[str, dict[str, Any]], options: dict[str, Any], inputs: str) -> dict[str, Any]:
+    def drop_kept(self, reason: str, records: int, text_bytes: int) -> None:
+        """Records counted as kept turned out to be duplicates."""
+        if records:
+            self.records_kept -= records
+            self.bytes_kept -= text_bytes
+            self.dropped[reason] += records
+            self.bytes_dropped[reason] += text_bytes
+
+
+def make_report(
+    sources: dict[str, dict[str, Any]], options: dict[str, Any], inputs: str, notes: list[str]
+) -> dict[str, Any]:
     """Put the reports of all sources together and check them."""
     for name, source in sources.items():
         check_identity(name, source)
@@ -68,6 +103,7 @@ def make_report(sources: dict[str, dict[str, Any]], options: dict[str, Any], inp
     return {
         "inputs": inputs,
         "options": options,
+        "notes": notes,
         "totals": {**totals, "dropped": dict(sorted(dropped.items()))},
         "sources": sources,
     }
@@ -81,6 +117,7 @@ def check_identity(name: str, source: dict[str, Any]) -> None:
         + sum(source["bytes_dropped"].values())
         + source["bytes_quarantined"]
         + source["bytes_repaired"]
+        + source["bytes_boilerplate"]
     )
     if source["train_records"] + source["valid_records"] != source["records_kept"]:
         raise AssertionError(f"source {name}: train + valid records differ from records kept: {source}")
@@ -122,22 +159,30 @@ def summary_notes(report: dict[str, Any]) -> list[str]:
     for name, source in report["sources"].items():
         if source["channel_guessed"]:
             notes.append(f"{name}: channel guessed as {source['channel']} ({source['channel_reason']})")
-        for mapping in source["mappings"] if source["mapping_guessed"] else []:
-            fields = ", ".join(f"{target} from '{raw}'" for target, raw in mapping.items())
-            notes.append(f"{name}: fields guessed: {fields}; all others are kept under 'others'")
+        if source["mapping_guessed"]:
+            words = [mapping_in_words(mapping) for mapping in source["mappings"]]
+            notes += [f"{name}: fields guessed: {each}; all others are kept under 'others'" for each in words]
         if source["dropped"]:
             notes.append(f"{name}: dropped {counts_in_words(source['dropped'])}")
+        if source["masked"]:
+            notes.append(f"{name}: masked {counts_in_words(source['masked'])}")
         if source["quarantined"]:
             reasons = counts_in_words(source["quarantined_by_reason"])
             notes.append(f"{name}: quarantined {reasons}; see corpus/quarantine/{name}.jsonl")
         if source["skipped_files"]:
             notes.append(f"{name}: files not read: {counts_in_words(source['skipped_files'])}")
+        notes += [f"{name}: {note}" for note in source["reading_notes"]]
         if not source["valid_records"] and report["options"]["valid_share"]:
             notes.append(f"{name}: too few records to hold any out for validation")
-    return notes
+    return notes + report["notes"]
 
 
-def counts_in_words(counts: dict[str, int]) -> str:
+def mapping_in_words(mapping: Mapping[str, str]) -> str:
+    """{'content': 'text'} -> "content from 'text'"."""
+    return ", ".join(f"{target} from '{raw}'" for target, raw in mapping.items())
+
+
+def counts_in_words(counts: Mapping[str, int]) -> str:
     """{'empty': 3, 'duplicate': 1200} -> '1,200 duplicate, 3 empty'."""
     by_size = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
     return ", ".join(f"{count:,} {reason}" for reason, count in by_size)

@@ -1,72 +1,116 @@
-"""Shards: `part-00000.jsonl`, `part-00001.jsonl`, … of about `shard_bytes` each, one record a line."""
+"""Shards: `part-00000.jsonl`, `part-00001.jsonl`, … of about `shard_bytes` each.
+
+Whatever the format, a shard ends before its records, as lines of JSON, would weigh more than `shard_bytes`; so the
+same records stand in the same shard in every format, and which ones is known before anything is written.
+
+    jsonl       one record a line
+    jsonl.zst   the same, compressed in frames of about 4 MB that can be read apart
+    parquet     a column for each field of the record, `others` as JSON text; zstd, row groups of about 16 MB
+    txt         the text a model sees (title, then content), each document followed by a line with a form feed;
+                no numbers and no other fields
+"""
 
 from __future__ import annotations
 
-import shutil
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, Literal, get_args
+
+from zero2all.common import jsonio
+from zero2all.common.files import PARTIAL_MARK
+from zero2all.common.records import TEXT_END, training_text
+
+ShardFormat = Literal["jsonl", "jsonl.zst", "parquet", "txt"]
+SHARD_FORMATS: tuple[str, ...] = get_args(ShardFormat)
 
 WRITE_BUFFER_BYTES = 1 << 20
+FRAME_BYTES = 4_000_000
+ROW_GROUP_BYTES = 16_000_000
+ZSTD_LEVEL = 3
 
 
-class LineAt(NamedTuple):
-    """Where a line stands."""
-
-    path: Path
-    offset: int
-    length: int
+def shard_name(number: int, shard_format: str) -> str:
+    """`part-00000.jsonl`."""
+    return f"part-{number:05d}.{shard_format}"
 
 
-class ShardWriter:
-    """Appends lines, starting a new part when the current one would grow past `shard_bytes`."""
+def write_shard(path: Path, shard_format: str, batches: Iterator[list[bytes]]) -> int:
+    """Write one shard from lines of JSON, which appears when it is whole; returns how many records it has."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}{PARTIAL_MARK}{os.getpid()}")
+    writers: dict[str, Callable[[BinaryIO, Iterator[list[bytes]]], None]] = {
+        "jsonl": _write_jsonl,
+        "jsonl.zst": _write_zst,
+        "parquet": _write_parquet,
+        "txt": _write_txt,
+    }
+    records = 0
 
-    def __init__(self, folder: Path, shard_bytes: int) -> None:
-        folder.mkdir(parents=True)
-        self.folder, self.shard_bytes = folder, shard_bytes
-        self.records = 0
-        self._parts = 0
-        self._file: BinaryIO | None = None
-        self._path = folder
-        self._size = 0
+    def counted() -> Iterator[list[bytes]]:
+        nonlocal records
+        for batch in batches:
+            records += len(batch)
+            yield batch
 
-    def write(self, line: bytes) -> LineAt:
-        """Append one record, already encoded and ending in a newline."""
-        if self._file is None or (self._size and self._size + len(line) > self.shard_bytes):
-            self.close()
-            self._path = self.folder / f"part-{self._parts:05d}.jsonl"
-            self._file = open(self._path, "wb", buffering=WRITE_BUFFER_BYTES)  # noqa: SIM115 - closed in close()
-            self._parts += 1
-            self._size = 0
-        self._file.write(line)
-        place = LineAt(self._path, self._size, len(line))
-        self._size += len(line)
-        self.records += 1
-        return place
-
-    def close(self) -> None:
-        """Finish the current part."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def __enter__(self) -> ShardWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
+    try:
+        with open(partial, "wb", buffering=WRITE_BUFFER_BYTES) as file:
+            writers[shard_format](file, counted())
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return records
 
 
-def cut_line(place: LineAt) -> bytes:
-    """Take one line out of a closed shard and return it."""
-    rest = place.path.with_suffix(".rest")
-    with open(place.path, "rb") as file, open(rest, "wb") as out:
-        file.seek(place.offset)
-        line = file.read(place.length)
-        shutil.copyfileobj(file, out, WRITE_BUFFER_BYTES)
-    with open(place.path, "r+b") as file, open(rest, "rb") as tail:
-        file.seek(place.offset)
-        shutil.copyfileobj(tail, file, WRITE_BUFFER_BYTES)
-        file.truncate()
-    rest.unlink()
-    return line
+def _write_jsonl(file: BinaryIO, batches: Iterator[list[bytes]]) -> None:
+    for batch in batches:
+        file.writelines(batch)
+
+
+def _write_zst(file: BinaryIO, batches: Iterator[list[bytes]]) -> None:
+    import zstandard
+
+    compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL, write_checksum=True)
+    for batch in _regrouped(batches, FRAME_BYTES):
+        file.write(compressor.compress(b"".join(batch)))
+
+
+def _write_parquet(file: BinaryIO, batches: Iterator[list[bytes]]) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    text = pyarrow.string()
+    names = ("data_src", "category", "title", "content", "desc", "others")
+    schema = pyarrow.schema(
+        [("gid", pyarrow.int64()), ("id", pyarrow.int64()), *((name, text) for name in names)],
+    )
+    with pyarrow.parquet.ParquetWriter(file, schema, compression="zstd", compression_level=ZSTD_LEVEL) as writer:
+        for batch in _regrouped(batches, ROW_GROUP_BYTES):
+            rows: list[dict[str, Any]] = [jsonio.loads(line) for line in batch]
+            for row in rows:
+                row["others"] = jsonio.dumps_line(row["others"]).decode().rstrip("\n")
+            writer.write_table(pyarrow.Table.from_pylist(rows, schema))
+
+
+def _write_txt(file: BinaryIO, batches: Iterator[list[bytes]]) -> None:
+    for batch in batches:
+        for line in batch:
+            text = training_text(jsonio.loads(line))
+            file.write(text.replace("\f", "").encode() + TEXT_END)
+
+
+def _regrouped(batches: Iterator[list[bytes]], group_bytes: int) -> Iterator[list[bytes]]:
+    """The same lines in groups that depend on nothing but their sizes."""
+    group: list[bytes] = []
+    size = 0
+    for batch in batches:
+        for line in batch:
+            group.append(line)
+            size += len(line)
+            if size >= group_bytes:
+                yield group
+                group, size = [], 0
+    if group:
+        yield group

@@ -1,7 +1,8 @@
 """Sources: what the user named, which channel it belongs to, and which raw field is the text.
 
-Fields are recognised by name, file by file, from the first rows; the report shows what was chosen. The channel is
-guessed from the text that was kept: mostly program files -> code; Han characters among the letters -> zh; else en.
+Fields are recognised by name, file by file, from the first rows; the report shows what was chosen. A kind, such as
+`baike2018qa`, is a known public data set: it brings the fields and the channel with it. The channel is otherwise
+guessed from the first rows: mostly program files -> code; Han characters among the letters -> zh; else en.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from zero2all.common.errors import UsageError
-from zero2all.corpus.listing import CODE_SUFFIXES
-from zero2all.corpus.record import Document, plain
+from zero2all.corpus.listing import CODE_SUFFIXES, is_url
+from zero2all.corpus.record import Document
 
 FIELD_NAMES = {
     "content": "content text body article document answer response output completion code markdown passage story",
@@ -25,7 +26,7 @@ FIELD_NAMES = {
 """Where each part of a record is looked for, best first; upper and lower case are the same."""
 
 NAME_PATTERN = re.compile(r"\w[\w.-]*")
-RESERVED_NAMES = frozenset({"quarantine", "sources.json", "report.json"})
+RESERVED_NAMES = frozenset({"quarantine", "sources.json", "report.json", "report.html", "clusters.jsonl"})
 CHANNEL_PATTERN = re.compile(r"\w[\w-]*")
 HAN = re.compile("[\u3400-\u4dbf\u4e00-\u9fff]")
 ZH_HAN_SHARE = 0.2
@@ -35,33 +36,115 @@ SAMPLED_CHARS = 500
 
 
 @dataclass(frozen=True)
+class Kind:
+    """A known data set."""
+
+    channel: str
+    mapping: Mapping[str, str]
+    note: str = ""
+
+
+_WIKIPEDIA = {"content": "text", "title": "title"}
+_ARTICLE = {"content": "content", "title": "title", "desc": "desc"}
+
+KINDS = {
+    "baike2018qa": Kind(
+        "zh",
+        {"content": "answer", "title": "title", "category": "category", "desc": "desc"},
+        "questions with category, description and answer, one JSON a line",
+    ),
+    "news2016zh": Kind("zh", _ARTICLE, "news with summary and keywords, one JSON a line"),
+    "webtext2019zh": Kind("zh", {**_ARTICLE, "category": "topic"}, "community questions and answers, one JSON a line"),
+    "wikipedia_cn": Kind("zh", _WIKIPEDIA, "one JSON a line in many files"),
+    "wikipedia_en": Kind("en", _WIKIPEDIA, "parquet"),
+    "Zhihu-KOL": Kind("zh", {"content": "RESPONSE", "title": "INSTRUCTION"}, "parquet"),
+    "WuDaoCorpus2.0": Kind(
+        "zh",
+        {"content": "content", "title": "title", "category": "dataType"},
+        "one JSON array a file, or one object a file",
+    ),
+    "github-python": Kind("code", {"content": "content", "title": "path"}, "program files with repository and path"),
+}
+"""Known data sets by name: what `NAME=PATH:CHANNEL:KIND` and `kind:` in YAML accept."""
+
+KIND_SPELLINGS = {"new2016zh": "news2016zh", "wudao": "WuDaoCorpus2.0", "wudaocorpus": "WuDaoCorpus2.0"}
+"""Other spellings under which the sets are met."""
+
+
+def find_kind(name: str) -> str | None:
+    """The name of a known data set as `KINDS` spells it; None when there is none like it."""
+    lowered = name.lower()
+    by_lower = {known.lower(): known for known in KINDS}
+    return by_lower.get(lowered) or KIND_SPELLINGS.get(lowered)
+
+
+@dataclass(frozen=True)
 class Source:
     """One named input of the corpus."""
 
     name: str
     """Folder name under `corpus/` and `data_src` of its records."""
-    path: Path
-    """A file, or a folder that is read with everything below it."""
+    path: Path | str
+    """A file, or a folder that is read with everything below it. A text with `://` in it is an address for fsspec."""
     channel: str | None = None
     """zh, en, code, …: the group its loss is reported under. None: guessed from the text, and said."""
     mapping: Mapping[str, str] | None = None
     """Record field -> raw field, such as {"content": "body"}. None or a missing entry: guessed by name."""
+    kind: str | None = None
+    """Name of a known data set in `KINDS`, which brings its mapping and channel. None: nothing is known of it."""
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the path is an address that fsspec opens."""
+        return is_url(self.path)
+
+    @property
+    def location(self) -> str:
+        """The path in full."""
+        return str(self.path) if self.is_remote else str(Path(self.path).resolve())
+
+    @property
+    def given_mapping(self) -> dict[str, str]:
+        """What is mapped before anything is guessed: the mapping of the kind, and the user's own on top."""
+        return {**(KINDS[self.kind].mapping if self.kind else {}), **(self.mapping or {})}
+
+    @property
+    def given_channel(self) -> str | None:
+        """The user's channel, or else that of the kind."""
+        return self.channel or (KINDS[self.kind].channel if self.kind else None)
 
 
 def parse_source(text: str, mapping: Mapping[str, str] | None = None) -> Source:
-    """Read `NAME=PATH` or `NAME=PATH:CHANNEL`. A path that exists as given is taken whole, colons and all."""
+    """Read `NAME=PATH[:CHANNEL[:KIND]]`; the channel may be left empty when a kind follows.
+
+    A path that exists as given is taken whole, colons and all.
+    """
     name, equals, rest = text.partition("=")
     if not equals or not rest:
         raise UsageError(
-            f"'{text}' does not name a source. Write NAME=PATH or NAME=PATH:CHANNEL, for example "
-            f"news=data/news.jsonl:zh; PATH is a file or a folder."
+            f"'{text}' does not name a source. Write NAME=PATH, NAME=PATH:CHANNEL or NAME=PATH:CHANNEL:KIND, for "
+            f"example news=data/news.jsonl:zh or qa=data/qa.json::baike2018qa; PATH is a file or a folder. Kinds: "
+            f"{', '.join(KINDS)}."
         )
-    path, channel = Path(rest).expanduser(), None
-    if not path.exists():
-        head, colon, tail = rest.rpartition(":")
-        if colon and head and CHANNEL_PATTERN.fullmatch(tail):
-            path, channel = Path(head).expanduser(), tail
-    return Source(name, path, channel, mapping)
+    if _exists(rest):
+        return Source(name, _place(rest), None, mapping)
+    head, colon, tail = rest.rpartition(":")
+    if not colon or not head or not (CHANNEL_PATTERN.fullmatch(tail) or find_kind(tail)):
+        return Source(name, _place(rest), None, mapping)
+    front, second_colon, middle = head.rpartition(":")
+    if second_colon and front and not _exists(head):
+        kind = find_kind(tail)
+        if (not middle or CHANNEL_PATTERN.fullmatch(middle)) and (kind or _exists(front)):
+            return Source(name, _place(front), middle or None, mapping, kind or tail)
+    return Source(name, _place(head), tail, mapping)
+
+
+def _exists(text: str) -> bool:
+    return not is_url(text) and Path(text).expanduser().exists()
+
+
+def _place(text: str) -> Path | str:
+    return text if is_url(text) else Path(text).expanduser()
 
 
 def source_from_path(path: Path, channel: str | None = None) -> Source:
@@ -98,6 +181,8 @@ def source_problems(sources: Sequence[Source]) -> list[str]:
             problems.append(f"'{source.name}' is a name the corpus folder needs for itself; choose another")
         if source.channel is not None and not CHANNEL_PATTERN.fullmatch(source.channel):
             problems.append(f"'{source.channel}' cannot be a channel name: use letters, digits, '_' and '-'")
+        if source.kind is not None and source.kind not in KINDS:
+            problems.append(f"'{source.kind}' is no kind of source; known are {', '.join(KINDS)}")
         unknown = sorted(set(source.mapping or {}) - set(FIELD_NAMES))
         if unknown:
             problems.append(
@@ -130,17 +215,27 @@ def fields_seen(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def apply_mapping(fields: Mapping[str, Any], mapping: Mapping[str, str]) -> Document:
-    """Put raw fields in their places. Raises KeyError without the text field, ValueError when it is not text."""
+    """Put raw fields in their places. Raises KeyError without the text field, ValueError when it is not text.
+
+    `others` holds what the file gave, which JSON may not know; see `record.encode_record`.
+    """
     rest = dict(fields)
-    content = _as_text(rest.pop(mapping["content"]))
-    places = {}
-    for target in ("title", "category", "desc"):
-        raw = mapping.get(target, "")
-        value = rest.get(raw)
-        if isinstance(value, (str, int, float)) and not isinstance(value, bool):
-            places[target] = str(value)
-            del rest[raw]
-    return Document(content, others=plain(rest), **places)
+    content = rest.pop(mapping["content"])
+    if type(content) is not str:
+        content = _as_text(content)
+    title = _taken(rest, mapping["title"]) if "title" in mapping else ""
+    category = _taken(rest, mapping["category"]) if "category" in mapping else ""
+    desc = _taken(rest, mapping["desc"]) if "desc" in mapping else ""
+    return Document(content, title, category, desc, rest)
+
+
+def _taken(rest: dict[str, Any], raw: str) -> str:
+    """A short text taken out of the raw fields, where it is one."""
+    value = rest.get(raw)
+    if not isinstance(value, (str, int, float)) or isinstance(value, bool):
+        return ""
+    del rest[raw]
+    return str(value)
 
 
 def _holds_text(value: Any) -> bool:
@@ -164,13 +259,13 @@ def _as_text(value: Any) -> str:
 
 
 class ChannelGuess:
-    """Looks into the middle of the first kept documents and names their channel."""
+    """Looks into the middle of some documents and names their channel."""
 
     def __init__(self) -> None:
         self._documents = self._program_files = self._letters = self._han = 0
 
     def look(self, title: str, content: str) -> None:
-        """Take one kept document into account."""
+        """Take one document into account."""
         if self._documents >= SAMPLED_RECORDS:
             return
         start = max(0, (len(content) - SAMPLED_CHARS) // 2)  # the middle: beginnings are headers too often

@@ -23,6 +23,7 @@ from zero2all.common.records import iter_records, training_text
 from zero2all.common.workspace import STAMP_NAME, Workspace, open_workspace
 from zero2all.config import RunConfig, config_values
 from zero2all.corpus import BuildOptions, Source, build_corpus, source_from_path
+from zero2all.corpus.dedup.config import DedupConfig
 from zero2all.evals.generate import Sampling, generate
 from zero2all.evals.load import LoadedModel, load_run, untrained
 from zero2all.evals.probes import read_probes, run_probes, summarize
@@ -113,7 +114,14 @@ def run_journey(
             write_raw(workspace.raw, WORLD_SEED, size.bytes_per_language, size.code_bytes)
             done(f"en.jsonl, zh.json, code.parquet: {_folder_size(workspace.raw)}")
     with timer.stage("corpus") as done:
-        options = BuildOptions(valid_share=VALID_SHARE, split_text_above_bytes=SPLIT_TEXT_ABOVE_BYTES)
+        options = BuildOptions(
+            valid_share=VALID_SHARE,
+            split_text_above_bytes=SPLIT_TEXT_ABOVE_BYTES,
+            # The small world is short made-up sentences, many of them alike; and a first try of one's own text should
+            # not lose any of it: `z2a corpus build` is there for real cleaning.
+            rules="none",
+            dedup=DedupConfig(near="off"),
+        )
         report = build_corpus(workspace.corpus, _sources(workspace, data), options)
         totals = report["totals"]
         kept, seen = totals["records_kept"], totals["records_in"]

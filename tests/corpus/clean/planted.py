@@ -1,0 +1,341 @@
+"""Made-up texts for the tests: good ones in Chinese, English and Python, and garbage of every kind."""
+
+from __future__ import annotations
+
+import base64
+import random
+from collections.abc import Callable
+
+ZH_SUBJECTS = [
+    "老师",
+    "学生",
+    "医生",
+    "农民",
+    "工人",
+    "记者",
+    "邻居",
+    "姐姐",
+    "爷爷",
+    "船长",
+    "村长",
+    "画家",
+    "司机",
+    "店主",
+    "研究人员",
+]
+ZH_PLACES = [
+    "村口",
+    "河边",
+    "学校",
+    "图书馆",
+    "山上",
+    "车站",
+    "市场",
+    "医院",
+    "实验室",
+    "码头",
+    "老城",
+    "院子",
+    "广场",
+    "田野",
+    "海岛",
+]
+ZH_ACTIONS = [
+    "看见了一只受伤的小鸟",
+    "说起了去年夏天的大水",
+    "把旧书整理好放在窗台上",
+    "和朋友们讨论新的计划",
+    "等着从北方来的信",
+    "学会了怎样修理水车",
+    "发现门前的树已经开花",
+    "想起小时候听过的故事",
+    "准备给孩子们做晚饭",
+    "在纸上画出桥的样子",
+    "听见远处传来的钟声",
+    "写下了当天的天气和收成",
+    "决定明天一早就出发",
+    "问起这条路通向哪里",
+    "为迟到的客人点亮了灯",
+]
+ZH_LINKS = [
+    "后来",
+    "因为天气很好",
+    "虽然路不好走",
+    "到了晚上",
+    "第二天",
+    "没有人想到",
+    "就在这个时候",
+    "过了几年",
+    "据说",
+    "事实上",
+]
+EN_SUBJECTS = [
+    "teacher",
+    "sailor",
+    "doctor",
+    "farmer",
+    "reporter",
+    "neighbour",
+    "painter",
+    "driver",
+    "baker",
+    "student",
+    "engineer",
+    "captain",
+]
+EN_PLACES = [
+    "village",
+    "harbour",
+    "library",
+    "station",
+    "market",
+    "hospital",
+    "garden",
+    "workshop",
+    "island",
+    "valley",
+    "museum",
+    "bridge",
+]
+EN_ACTIONS = [
+    "found an old map under the floor",
+    "talked about the flood of last summer",
+    "put the books back on the window sill",
+    "waited for a letter from the north",
+    "learned how to mend the water wheel",
+    "noticed that the trees were in bloom",
+    "remembered a story heard long ago",
+    "drew the shape of the new bridge on paper",
+    "wrote down the weather and the harvest of the day",
+    "asked where the narrow road would lead",
+    "decided to leave before sunrise",
+    "lit a lamp for the guests who were late",
+]
+EN_LINKS = ["Later", "Because the weather was fine", "In the evening", "The next day", "As far as we know", "Once"]
+ZH_KEYWORDS = [
+    "装修",
+    "报价",
+    "公司",
+    "批发",
+    "厂家",
+    "直销",
+    "手机",
+    "价格",
+    "优惠",
+    "北京",
+    "上海",
+    "广州",
+    "深圳",
+    "成都",
+    "网站",
+    "推广",
+    "排名",
+    "培训",
+    "学校",
+    "招生",
+    "贷款",
+    "搬家",
+    "电话",
+    "维修",
+    "空调",
+    "冰箱",
+    "热水器",
+    "二手",
+    "汽车",
+    "租赁",
+    "酒店",
+    "预订",
+    "机票",
+    "旅游",
+    "攻略",
+    "加盟",
+    "代理",
+    "品牌",
+    "官网",
+    "图片",
+    "大全",
+]
+EN_KEYWORDS = [
+    "cheap",
+    "discount",
+    "buy",
+    "online",
+    "best",
+    "price",
+    "sale",
+    "free",
+    "shipping",
+    "shoes",
+    "watches",
+    "outlet",
+    "store",
+    "replica",
+    "deal",
+    "coupon",
+    "code",
+    "insurance",
+    "quote",
+    "loan",
+    "credit",
+    "casino",
+    "poker",
+    "bonus",
+    "hotel",
+    "flights",
+    "travel",
+    "rental",
+    "cars",
+    "phones",
+    "laptop",
+    "review",
+    "download",
+]
+
+
+def zh_prose(rng: random.Random, sentences: int = 40) -> str:
+    parts = []
+    for at in range(sentences):
+        place, subject, action = rng.choice(ZH_PLACES), rng.choice(ZH_SUBJECTS), rng.choice(ZH_ACTIONS)
+        year = f"一九{rng.choice('二三四五六七八九')}{rng.choice('一二三四五六七八九')}年"
+        parts.append(f"{rng.choice(ZH_LINKS)}，{year}的{place}，{rng.choice(ZH_SUBJECTS)}和{subject}{action}。")
+        if at % 6 == 5:
+            parts.append("\n")
+    return "".join(parts).strip()
+
+
+def en_prose(rng: random.Random, sentences: int = 30) -> str:
+    parts = []
+    for at in range(sentences):
+        who, other, where = rng.choice(EN_SUBJECTS), rng.choice(EN_SUBJECTS), rng.choice(EN_PLACES)
+        parts.append(f"{rng.choice(EN_LINKS)}, near the {where} of {rng.choice(EN_PLACES)}, the {who} and a {other} ")
+        parts.append(f"{rng.choice(EN_ACTIONS)}.")
+        parts.append("\n" if at % 5 == 4 else " ")
+    return "".join(parts).strip()
+
+
+def python_code(rng: random.Random, functions: int = 12) -> str:
+    parts = ["import math", ""]
+    for _ in range(functions):
+        name, other, value = rng.choice(EN_PLACES), rng.choice(EN_SUBJECTS), rng.randrange(100)
+        parts += [
+            "",
+            f"def {name}_of_{other}_{value}({other}, limit={rng.randrange(1000)}):",
+            f'    """Say how far the {other} is from the {name}."""',
+            f"    distance = math.hypot({other}.x, {other}.y) * {rng.random():.3f}",
+            f"    if distance > limit + {value}:",
+            f'        raise ValueError("the {name} is too far for the {other}")',
+            f"    return round(distance, {rng.randrange(1, 6)})",
+        ]
+    return "\n".join(parts) + "\n"
+
+
+def zh_repetition(rng: random.Random) -> str:
+    phrase = "".join(rng.sample("春夏秋冬东西南北天地人山水风云日月星辰", rng.randrange(4, 14))) + rng.choice("，！。 ")
+    return phrase * rng.randrange(40, 200)
+
+
+def en_repetition(rng: random.Random) -> str:
+    return (" ".join(rng.sample(EN_KEYWORDS, rng.randrange(3, 9))) + rng.choice([". ", " ", ", ", "\n"])) * 60
+
+
+def repeated_lines(rng: random.Random) -> str:
+    lines = [zh_prose(rng, 1) if rng.random() < 0.5 else en_prose(rng, 1) for _ in range(4)]
+    return "\n".join(rng.choice(lines) for _ in range(60))
+
+
+def gbk_mojibake(rng: random.Random) -> str:
+    return zh_prose(rng).encode().decode("gbk", errors="replace").replace("\ufffd", "?")
+
+
+def lossy_latin_mojibake(rng: random.Random) -> str:
+    """Every tenth character lost, so that no line can be read again."""
+    text = zh_prose(rng).encode().decode("cp1252", errors="replace")
+    return "".join("?" if rng.random() < 0.1 else character for character in text).replace("\ufffd", "?")
+
+
+def lost_characters(rng: random.Random) -> str:
+    return "".join("\ufffd" if rng.random() < 0.2 else character for character in en_prose(rng))
+
+
+def menu(rng: random.Random) -> str:
+    return "\n".join(f"{rng.choice(EN_KEYWORDS).title()} {rng.choice(EN_PLACES)}" for _ in range(60))
+
+
+def zh_menu(rng: random.Random) -> str:
+    return "\n".join(rng.choice(ZH_KEYWORDS) + rng.choice(ZH_KEYWORDS) for _ in range(60))
+
+
+def link_list(rng: random.Random) -> str:
+    return "\n".join(
+        f"{rng.choice(EN_PLACES)} https://www.{rng.choice(EN_KEYWORDS)}{rng.randrange(100)}.com/{rng.choice(EN_PLACES)}"
+        f"/{rng.choice(EN_PLACES)}?id={rng.randrange(10**6)}"
+        for _ in range(40)
+    )
+
+
+def block_art(rng: random.Random) -> str:
+    return "\n".join("".join(rng.choice("▁▂▃▅▆▇█ ░▒▓") for _ in range(40)) for _ in range(12)) + "\n" + zh_prose(rng, 4)
+
+
+def number_table(rng: random.Random) -> str:
+    return "\n".join(" ".join(f"{rng.random() * 1000:.2f}" for _ in range(8)) for _ in range(50))
+
+
+def base64_blob(rng: random.Random) -> str:
+    encoded = base64.b64encode(rng.randbytes(3000)).decode()
+    return "\n".join(encoded[at : at + 76] for at in range(0, len(encoded), 76))
+
+
+def zh_keywords(rng: random.Random) -> str:
+    separator = rng.choice([" ", "、", "，", "|", "_"])
+    return separator.join("".join(rng.sample(ZH_KEYWORDS, rng.randrange(2, 4))) for _ in range(120))
+
+
+def en_keywords(rng: random.Random) -> str:
+    separator = rng.choice([" ", ", ", " | ", "; "])
+    return separator.join(" ".join(rng.sample(EN_KEYWORDS, rng.randrange(2, 4))) for _ in range(120))
+
+
+def address_list(rng: random.Random) -> str:
+    return "\n".join(f"{rng.choice(EN_SUBJECTS)}{rng.randrange(999)}@{rng.choice(EN_PLACES)}.org" for _ in range(40))
+
+
+def minified(rng: random.Random) -> str:
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    return "".join(
+        f"function {rng.choice(letters)}{rng.choice(letters)}({rng.choice(letters)}){{var {rng.choice(letters)}="
+        f"{rng.choice(letters)}.{rng.choice(EN_PLACES)}({rng.randrange(99)});return {rng.choice(letters)}&&!0}}"
+        for _ in range(80)
+    )
+
+
+def hexadecimal_array(rng: random.Random) -> str:
+    rows = "\n".join("    " + " ".join(f"0x{rng.randrange(256):02x}," for _ in range(12)) for _ in range(80))
+    return f"static const unsigned char data[] = {{\n{rows}\n}};\n"
+
+
+def generated(rng: random.Random) -> str:
+    notice = rng.choice(
+        ["# Generated by the protocol buffer compiler.  DO NOT EDIT!", "# This file was autogenerated."]
+    )
+    return f"{notice}\n{python_code(rng)}"
+
+
+def repeated_code(rng: random.Random) -> str:
+    return "\n".join(f"    assert {rng.choice(EN_PLACES[:2])}_is_open is True" for _ in range(100))
+
+
+GOOD: dict[str, Callable[[random.Random], str]] = {"zh": zh_prose, "en": en_prose, "code": python_code}
+
+GARBAGE: dict[str, tuple[Callable[[random.Random], str], ...]] = {
+    "zh": (
+        zh_repetition, repeated_lines, gbk_mojibake, lossy_latin_mojibake, zh_menu, link_list, block_art, number_table,
+        base64_blob, zh_keywords, address_list, en_prose,
+    ),
+    "en": (
+        en_repetition, repeated_lines, lost_characters, lossy_latin_mojibake, menu, link_list, block_art, number_table,
+        base64_blob, en_keywords, address_list, zh_prose,
+    ),
+    "code": (minified, generated, base64_blob, number_table, hexadecimal_array, block_art, repeated_code, zh_prose),
+}  # fmt: skip
+"""Channel -> makers of texts that should be dropped there."""

@@ -1,0 +1,159 @@
+"""Repair of characters: what goes, what stays, what is read again."""
+
+import random
+
+import planted
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from zero2all.corpus.clean import RULES, Cleaner, build_config, repair
+from zero2all.corpus.clean.repair import mend_mojibake, strip_blank
+
+PIECES = ["a", "é", "…", "”", "â", "€", "™", "Ã", "©", "\x81", "\u200b", "\u200d", "\u200c", "\r", "\n", " ", "\t"]
+PIECES += [
+    "\ufeff",
+    "\ue000",
+    "\ud800",
+    "中",
+    "，",
+    "😀",
+    "❤",
+    "\ufe0f",
+    "ن",
+    "\u2028",
+    "\x0c",
+    "\u3000",
+    "\U000f0000",
+    "▅",
+]
+MESSY = st.lists(st.sampled_from(PIECES), max_size=40).map("".join)
+ANY_TEXT = st.one_of(MESSY, st.text(st.characters(exclude_categories=[]), max_size=60))
+EVERY_RULE_OFF = {name: {"on": False} for name, info in RULES.items() if name != "empty" and "on" in info.thresholds}
+
+
+def bytes_of(text: str) -> int:
+    return len(text.encode("utf-8", "surrogatepass"))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("a\r\nb\rc\n", "a\nb\nc"),
+        ("\ufeffa\u200bb\u00adc\u202ed", "abcd"),
+        ("a\x00b\x07c\x1bd", "abcd"),
+        ("a\tb", "a\tb"),
+        ("a\u2028b\u2029c\x0cd\x85e", "a\nb\nc\nd\ne"),
+        ("a\ud800b\udfffc", "abc"),
+        ("a\ue000b\U000f0000c\U0010fffdd", "abcd"),
+        ("a\ufffeb\u0378c", "abc"),
+        ("　中文 \u00a0", "中文"),
+        ("ｆｕｌｌ ﬁ ① ㎏", "ｆｕｌｌ ﬁ ① ㎏"),
+    ],
+)
+def test_unwanted_characters_go_and_compatibility_characters_stay(before: str, after: str) -> None:
+    assert repair(before) == after
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("👩\u200d💻 ok", "👩\u200d💻 ok"),
+        ("❤\ufe0f\u200d🔥", "❤\ufe0f\u200d🔥"),
+        ("می\u200cخواهم", "می\u200cخواهم"),
+        ("क्\u200dष", "क्\u200dष"),
+        ("中\u200d文", "中文"),
+        ("wo\u200crd \u200dx", "word x"),
+        ("👩\u200d\u200d💻", "👩\u200d💻"),
+    ],
+)
+def test_joiners_stay_only_where_they_join(before: str, after: str) -> None:
+    assert repair(before) == after
+
+
+def test_new_emoji_and_rare_han_stay() -> None:
+    assert repair("\U0001faef \U0001fad2 \U00020000 \U00031350") == "\U0001faef \U0001fad2 \U00020000 \U00031350"
+
+
+def test_private_use_stays_when_told() -> None:
+    assert repair("a\ue000b", private_use=False) == "a\ue000b"
+
+
+@pytest.mark.parametrize(
+    "good",
+    [
+        "It’s a “quote” – really…",
+        "naïve café über señor ©",
+        "你好，世界。这是一个测试。",
+        "Привет, мир",
+        "25 °C, ½, 3 × 4",
+        "日本語のテキストです",
+    ],
+)
+def test_utf8_read_as_windows_1252_is_read_again(good: str) -> None:
+    broken = "".join(bytes((byte,)).decode("cp1252", errors="ignore") or chr(byte) for byte in good.encode())
+    assert broken != good
+    assert repair(broken) == good
+    twice = "".join(bytes((byte,)).decode("cp1252", errors="ignore") or chr(byte) for byte in broken.encode())
+    assert repair(twice) == good
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Un café…” dit-il",
+        "« déjà »",
+        "“IRMÔ",
+        "AMANHÅ",
+        "São Paulo, Âme, Ängström",
+        "Öl für 3 €",
+        "Ça va ? À bientôt !",
+        "中文里的 é 和 …",
+        "Ã",
+        "â€",
+    ],
+)
+def test_text_that_only_looks_like_mojibake_is_left_alone(text: str) -> None:
+    assert mend_mojibake(text) == text
+
+
+def test_certain_punctuation_is_mended_beside_good_characters() -> None:
+    assert repair("中文 itâ€™s “fine” ï¼Œ ok") == "中文 it’s “fine” ， ok"
+
+
+def test_mojibake_is_kept_when_the_repair_is_off() -> None:
+    assert repair("itâ€™s", mojibake=False) == "itâ€™s"
+
+
+def test_code_keeps_the_indentation_of_its_first_line() -> None:
+    assert repair("\r\n\r\n    a = 1\r\n    b = 2\r\n\r\n", keep_indent=True) == "    a = 1\n    b = 2"
+    assert strip_blank("  \n\n\tx\n ", keep_indent=True) == "\tx"
+
+
+@settings(max_examples=300, deadline=None)
+@given(ANY_TEXT, st.booleans())
+@example("â\u200b€™", False)
+@example("ä\u00ad\u0085", False)
+def test_repairing_twice_is_repairing_once_and_never_lengthens(text: str, keep_indent: bool) -> None:
+    once = repair(text, keep_indent=keep_indent)
+    assert repair(once, keep_indent=keep_indent) == once
+    assert bytes_of(once) <= bytes_of(text)
+    once.encode()
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(ANY_TEXT, max_size=5), st.sampled_from(["zh", "code"]))
+def test_cleaner_repairs_as_repair_does(texts: list[str], channel: str) -> None:
+    config = build_config(channel, EVERY_RULE_OFF, "clean", [])
+    for text, done in zip(texts, Cleaner(config, channel).clean(texts), strict=True):
+        assert done.text == repair(text, mojibake=channel == "zh", keep_indent=channel == "code")
+        assert done.text_bytes == bytes_of(done.text)
+        assert done.text_bytes + done.repaired_bytes == bytes_of(text)
+        assert done.repaired_bytes >= 0
+
+
+def test_mojibake_of_long_documents_is_mended_by_the_cleaner() -> None:
+    good = planted.zh_prose(random.Random(3))
+    broken = "".join(bytes((byte,)).decode("cp1252", errors="ignore") or chr(byte) for byte in good.encode())
+    (done,) = Cleaner(channel="zh").clean([broken])
+    assert (done.text, done.reason) == (good, None)

@@ -1,0 +1,32 @@
+"""What several corpus tests need beside fixtures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from zero2all.corpus import BuildOptions, EngineConfig, Source, build_corpus
+from zero2all.corpus.dedup.config import DedupConfig
+
+HERE = EngineConfig(workers=1)
+"""No worker processes."""
+
+
+def plain_options(**options: Any) -> BuildOptions:
+    """Options under which the short made-up texts of the tests survive: no rules, no near duplicates."""
+    min_chars = options.pop("min_chars", None)
+    if min_chars is not None:
+        options["clean"] = {"too_short": {"on": True, "min_chars": min_chars}}
+    return BuildOptions(**{"rules": "none", "dedup": DedupConfig(near="off"), **options})
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder with its content."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def build_three(corpus: Path, raw: Path, engine: EngineConfig) -> dict[str, Any]:
+    """Build the three sources of `test_corpus_engine` in many small units and shards."""
+    paths = {"lines": raw / "lines.jsonl", "array": raw / "array.json", "texts": raw / "texts"}
+    options = BuildOptions(rules="none", unit_bytes=150_000, shard_bytes=400_000, valid_share=0.05)
+    return build_corpus(corpus, [Source(name, path, "en") for name, path in paths.items()], options, engine)

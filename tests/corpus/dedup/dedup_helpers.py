@@ -1,0 +1,90 @@
+"""Unit folders made in a test, and what a search found in them in comparable form."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zero2all.corpus.dedup import DedupConfig, DedupResult, Described, IndexWriter, describe, write_index
+
+REPOSITORY = Path(__file__).parents[3]
+if str(REPOSITORY) not in sys.path:  # benchmarks/ is beside the package, not in it
+    sys.path.insert(0, str(REPOSITORY))
+
+HAN = "天地玄黄宇宙洪荒日月盈昃辰宿列张寒来暑往秋收冬藏闰余成岁律吕调阳云腾致雨露结为霜金生丽水玉出昆冈剑号巨阙珠称夜光"
+HAN += "果珍李柰菜重芥姜海咸河淡鳞潜羽翔龙师火帝鸟官人皇始制文字乃服衣裳推位让国"
+
+
+def zh_text(rng: random.Random, length: int = 400) -> str:
+    """Characters in random order, with a full stop now and then."""
+    return "".join(rng.choice(HAN) + ("。" if rng.random() < 0.05 else "") for _ in range(length))
+
+
+def en_text(rng: random.Random, words: int = 200) -> str:
+    """Words of random letters."""
+    vocabulary = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 9))) for _ in range(300)]
+    return " ".join(rng.choices(vocabulary, k=words))
+
+
+def changed(text: str, share: float, rng: random.Random) -> str:
+    """One block of the characters replaced by random ones."""
+    size = int(len(text) * share)
+    at = rng.randrange(len(text) - size)
+    return text[:at] + zh_text(rng, size)[:size] + text[at + size :]
+
+
+def make_units(root: Path, units: Sequence[Sequence[str]], channel: str = "zh", **settings: Any) -> list[Path]:
+    """A finished unit folder for each list of texts."""
+    folders = []
+    for number, texts in enumerate(units):
+        folders.append(root / f"unit-{number:03d}")
+        folders[-1].mkdir(parents=True)
+        write_index(folders[-1], describe(texts, channel, DedupConfig(**settings)))
+    return folders
+
+
+def outcome(result: DedupResult) -> tuple[list[list[int]], bytes]:
+    """Drop lists of all units, and the clusters file."""
+    units = len(result.first_ids) - 1
+    return [result.drops(unit).tolist() for unit in range(units)], (result.work / "clusters.npy").read_bytes()
+
+
+def random_units(root: Path, documents: int, units: int = 5, copies: float = 0.3, seed: int = 0) -> list[Path]:
+    """Units of random signatures, of which a share are near or exact copies of earlier ones; nothing held in memory."""
+    folders = []
+    rng = np.random.default_rng(seed)
+    earlier = rng.integers(1, 256, (1000, 256), dtype=np.uint8)
+    for number in range(units):
+        folders.append(root / f"unit-{number:03d}")
+        folders[-1].mkdir(parents=True)
+        with IndexWriter(folders[-1], near=True) as writer:
+            for start in range(0, documents // units, 10_000):
+                count = min(10_000, documents // units - start)
+                signatures = rng.integers(1, 256, (count, 256), dtype=np.uint8)
+                digests = rng.integers(0, 256, (count, 16), dtype=np.uint8)
+                copied = int(count * copies)
+                source = earlier[rng.integers(0, len(earlier), copied)]
+                signatures[:copied] = np.where(rng.random((copied, 256)) < 0.12, signatures[:copied], source)
+                digests[-count // 20 :] = digests[0]
+                lengths = rng.integers(100, 200, count).astype(np.uint32)
+                writer.add(Described(digests, lengths, signatures), np.arange(start, start + count))
+                earlier = signatures[::7].copy()
+    return folders
+
+
+class InOrder:
+    """Runs tasks here, in an order of one's choice."""
+
+    def __init__(self, order: Callable[[list[int]], list[int]] = lambda positions: positions) -> None:
+        self.order = order
+        self.tasks = 0
+
+    def run(self, function: Callable[[Any], Any], tasks: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+        for position in self.order(list(range(len(tasks)))):
+            self.tasks += 1
+            yield position, function(tasks[position])

@@ -1,0 +1,271 @@
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from dedup_helpers import InOrder, changed, en_text, make_units, outcome, random_units, zh_text
+
+from zero2all.common.errors import BadInputError, UsageError
+from zero2all.corpus.dedup import (
+    EXACT_DUPLICATE,
+    KEEP,
+    NEAR_DUPLICATE,
+    DedupConfig,
+    Described,
+    IndexWriter,
+    digest_bytes,
+    find_duplicates,
+    read_index,
+    read_signatures,
+    text_digest,
+)
+
+
+def drops(units: list[list[str]], tmp_path: Path, channel: str = "zh", **settings: Any) -> list[list[int]]:
+    folders = make_units(tmp_path / "units", units, channel, **settings)
+    result = find_duplicates(folders, tmp_path / "work", DedupConfig(**settings))
+    return outcome(result)[0]
+
+
+def test_exact_duplicates_across_units_keep_the_first(tmp_path: Path) -> None:
+    rng = random.Random(1)
+    a, b, c = (zh_text(rng) for _ in range(3))
+    assert drops([[a, b], [b, a, c], [c]], tmp_path, near="off") == [[0, 0], [1, 1, 0], [1]]
+
+
+def test_of_exact_duplicates_the_longest_stays(tmp_path: Path) -> None:
+    assert drops([["ab cd", "ab  cd"], ["ab\n\ncd ."]], tmp_path, "en", near="off") == [[1, 0], [0]]
+
+
+def test_exact_dedup_can_be_off(tmp_path: Path) -> None:
+    assert drops([["天地玄黄", "天地玄黄"]], tmp_path, exact=False, near="off") == [[0, 0]]
+
+
+def test_of_near_duplicates_the_longest_stays_and_the_cluster_is_recorded(tmp_path: Path) -> None:
+    rng = random.Random(2)
+    text, other = zh_text(rng), zh_text(rng)
+    longest = changed(text, 0.04, rng) + "天地"
+    folders = make_units(tmp_path / "units", [[text, other], [changed(text, 0.04, rng), longest, text + " "]])
+    result = find_duplicates(folders, tmp_path / "work", DedupConfig())
+    assert outcome(result)[0] == [[EXACT_DUPLICATE, KEEP], [NEAR_DUPLICATE, KEEP, NEAR_DUPLICATE]]
+    (cluster,) = result.iter_clusters()
+    assert cluster.kept == (1, 1)
+    assert [(m.place, m.reason) for m in cluster.members] == [((0, 0), 1), ((1, 0), 2), ((1, 2), 2)]
+    assert all(0.75 < m.similarity < 1 for m in cluster.members)
+    assert (result.exact, result.near, result.clusters, result.documents) == (1, 2, 1, 5)
+
+
+def test_a_chain_of_small_changes_is_not_swallowed_whole(tmp_path: Path) -> None:
+    rng = random.Random(3)
+    steps = [zh_text(rng, 1000)]
+    for step in range(9):  # each differs from the one before by a fresh tenth: 0.82, then 0.67, ...
+        at = step * 100
+        steps.append(steps[-1][:at] + zh_text(rng, 100)[:100] + steps[-1][at + 100 :])
+    folders = make_units(tmp_path / "units", [steps])
+    result = find_duplicates(folders, tmp_path / "work", DedupConfig())
+    kept = [at for at, drop in enumerate(result.drops(0)) if drop == KEEP]
+    assert 4 <= len(kept) <= 6
+    for cluster in result.iter_clusters():
+        assert all(abs(m.place.row - cluster.kept.row) <= 1 for m in cluster.members)
+
+
+@pytest.mark.parametrize("channel", ["zh", "en", "code"])
+def test_unrelated_short_and_empty_documents(channel: str, tmp_path: Path) -> None:
+    rng = random.Random(4)
+    texts = ["", "", "天", "a", "天地", "a b", "- -", "* *", *(zh_text(rng, n) for n in range(1, 40))]
+    texts += [en_text(rng, words) for words in range(1, 40)]
+    expected = [int(text in texts[:at]) for at, text in enumerate(texts)]
+    assert drops([texts[:20], [], texts[20:]], tmp_path, channel) == [expected[:20], [], expected[20:]]
+
+
+def test_no_units_and_empty_units(tmp_path: Path) -> None:
+    assert find_duplicates([], tmp_path / "none", DedupConfig()).documents == 0
+    result = find_duplicates(make_units(tmp_path / "units", [[], []]), tmp_path / "work", DedupConfig())
+    assert outcome(result)[0] == [[], []]
+    assert list(result.iter_clusters()) == []
+
+
+def test_large_families_leave_one_each(tmp_path: Path) -> None:
+    """Buckets above the size that is compared pair by pair."""
+    rng = random.Random(6)
+    families = [zh_text(rng, 300) for _ in range(3)]
+    texts = [changed(families[n % 3], 0.03, rng) for n in range(450)]
+    folders = make_units(tmp_path / "units", [texts[:200], texts[200:]])
+    result = find_duplicates(folders, tmp_path / "work", DedupConfig())
+    dropped = np.concatenate([result.drops(0), result.drops(1)])
+    kept = [n % 3 for n in np.flatnonzero(dropped == KEEP)]
+    assert sorted(kept) == [0, 1, 2]
+    for cluster in result.iter_clusters():
+        rows = {result.first_ids[m.place.unit] + m.place.row for m in cluster.members}
+        assert len({row % 3 for row in rows}) == 1
+
+
+@pytest.mark.parametrize("size", [1, 60])
+def test_held_out_guard_drops_only_train_copies_of_held_out_records(size: int, tmp_path: Path) -> None:
+    rng = random.Random(7)
+    one, two = zh_text(rng, 300), zh_text(rng, 300)
+    texts = [one, two, *(changed(one, 0.02, rng) for _ in range(size)), *(changed(two, 0.02, rng) for _ in range(size))]
+    folders = make_units(tmp_path / "units", [texts], near="held_out")
+    held = text_digest(one)
+
+    def held_out(unit: int, rows: np.ndarray) -> np.ndarray:
+        return np.array([row.tobytes() == held for row in digest_bytes(rows)], np.bool_)
+
+    result = find_duplicates(folders, tmp_path / "work", DedupConfig(near="held_out"), held_out=held_out)
+    assert result.drops(0).tolist() == [0, 0, *[NEAR_DUPLICATE] * size, *[0] * size]
+    (cluster,) = result.iter_clusters()
+    assert cluster.kept.row == 0
+
+
+def test_outcome_does_not_depend_on_parts_workers_or_order(tmp_path: Path) -> None:
+    folders = random_units(tmp_path / "units", 4000, units=3, copies=0.5)
+    reference = outcome(find_duplicates(folders, tmp_path / "reference", DedupConfig()))
+    assert {0, 1, 2} == {value for unit in reference[0] for value in unit}
+    few = InOrder()
+    assert outcome(find_duplicates(folders, tmp_path / "a", DedupConfig(), 1 << 20, few)) == reference
+    assert few.tasks >= 7
+    backwards = InOrder(lambda positions: positions[::-1])
+    assert outcome(find_duplicates(folders, tmp_path / "b", DedupConfig(), 3 << 20, backwards)) == reference
+
+
+def test_outcome_does_not_depend_on_how_records_are_cut_into_units(tmp_path: Path) -> None:
+    rng = random.Random(8)
+    bases = [zh_text(rng, 200) for _ in range(40)]
+    texts = [changed(rng.choice(bases), 0.03, rng) if rng.random() < 0.5 else rng.choice(bases) for _ in range(200)]
+    whole = outcome(find_duplicates(make_units(tmp_path / "one", [texts]), tmp_path / "a", DedupConfig()))
+    units = make_units(tmp_path / "many", [texts[:1], texts[1:120], [], texts[120:]])
+    cut = outcome(find_duplicates(units, tmp_path / "b", DedupConfig()))
+    assert (list(chain.from_iterable(cut[0])), cut[1]) == (whole[0][0], whole[1])
+
+
+class Processes:
+    """Runs tasks in worker processes."""
+
+    def __init__(self, workers: int) -> None:
+        self.workers = workers
+
+    def run(self, function: Callable[[Any], Any], tasks: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+        with ProcessPoolExecutor(self.workers, mp_context=multiprocessing.get_context("fork")) as pool:
+            yield from enumerate(pool.map(function, tasks))
+
+
+def test_worker_processes_find_the_same(tmp_path: Path) -> None:
+    folders = random_units(tmp_path / "units", 3000, units=2, copies=0.5)
+    reference = outcome(find_duplicates(folders, tmp_path / "reference", DedupConfig()))
+    found = find_duplicates(folders, tmp_path / "work", DedupConfig(), 1 << 20, Processes(2))
+    assert outcome(found) == reference
+
+
+class KilledAt(InOrder):
+    """Kills its process, as kill -9 does, some time after a task has begun."""
+
+    def __init__(self, task: int, seconds: float) -> None:
+        super().__init__()
+        self.kill_at, self.seconds = task, seconds
+
+    def run(self, function: Callable[[Any], Any], tasks: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+        for position, task in enumerate(tasks):
+            self.tasks += 1
+            if self.tasks == self.kill_at:
+                threading.Timer(self.seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            yield position, function(task)
+
+
+def test_killed_search_run_again_finds_the_same(tmp_path: Path) -> None:
+    folders = random_units(tmp_path / "units", 4000, units=3, copies=0.5)
+    reference = outcome(find_duplicates(folders, tmp_path / "reference", DedupConfig()))
+    killed = 0
+    rng = random.Random(9)
+    for task in (1, 3, 5, 7, 9, 11, 13):
+        child = os.fork()
+        if child == 0:
+            find_duplicates(folders, tmp_path / "work", DedupConfig(), 1 << 20, KilledAt(task, rng.uniform(0, 0.02)))
+            os._exit(0)
+        killed += os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    again = find_duplicates(folders, tmp_path / "work", DedupConfig(), 1 << 20)
+    assert killed >= 3
+    assert outcome(again) == reference
+    assert not list((tmp_path / "work").glob("steps*"))
+    assert not list((tmp_path / "work").glob("*partial*"))
+
+
+def test_a_finished_search_is_not_done_again_but_other_input_is(tmp_path: Path) -> None:
+    folders = make_units(tmp_path / "units", [["天地玄黄宇宙洪荒", "天地玄黄宇宙洪荒"]])
+    find_duplicates(folders, tmp_path / "work", DedupConfig())
+    tasks = InOrder()
+    assert find_duplicates(folders, tmp_path / "work", DedupConfig(), engine=tasks).exact == 1
+    assert tasks.tasks == 0
+    assert find_duplicates(folders, tmp_path / "work", DedupConfig(exact=False)).exact == 0
+    more = [*folders, *make_units(tmp_path / "more", [["天地玄黄宇宙洪荒"]])]
+    assert find_duplicates(more, tmp_path / "work", DedupConfig()).exact == 2
+
+
+PEAK = """
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from itertools import chain
+from pathlib import Path
+from zero2all.corpus.dedup import DedupConfig, find_duplicates
+units = sorted(Path(sys.argv[1]).glob("unit-*"))
+result = find_duplicates(units, Path(sys.argv[1]) / "work", DedupConfig(), memory_bytes=8 << 20)
+assert result.near > 0.1 * result.documents, result
+line = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print(int(line.split()[1]) * 1024)
+"""
+
+
+def test_memory_is_at_most_40_bytes_a_document_beyond_a_constant(tmp_path: Path) -> None:
+    peaks = {}
+    for documents in (60_000, 360_000):
+        folder = tmp_path / str(documents)
+        random_units(folder, documents, units=6)
+        command = [sys.executable, "-c", PEAK, str(folder)]
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert run.returncode == 0, run.stderr
+        peaks[documents] = int(run.stdout)
+    assert (peaks[360_000] - peaks[60_000]) / 300_000 <= 40, peaks
+
+
+def test_index_files_are_plain_npy_and_can_be_resumed(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+
+    def batch(count: int) -> Described:
+        digests, rows = rng.integers(0, 256, (count, 16), np.uint8), rng.integers(0, 256, (count, 256), np.uint8)
+        return Described(digests, np.arange(count, dtype=np.uint32), rows)
+
+    first, second, third = batch(5), batch(3), batch(4)
+    with IndexWriter(tmp_path, near=True) as writer:
+        writer.add(first, np.arange(5) * 2)
+        writer.flush()
+        writer.add(second, np.arange(3))
+    with IndexWriter(tmp_path, near=True, resume_records=5) as writer:
+        writer.add(third, np.arange(4) + 100)
+        assert writer.records == 9
+    index = read_index(tmp_path)
+    assert (np.load(tmp_path / "index.npy") == index).all()
+    assert (np.load(tmp_path / "signatures.npy") == read_signatures(tmp_path)).all()
+    assert index["ordinal"].tolist() == [0, 2, 4, 6, 8, 100, 101, 102, 103]
+    assert digest_bytes(index).tolist() == [*first.digests.tolist(), *third.digests.tolist()]
+    assert read_signatures(tmp_path)[5:].tolist() == third.signatures.tolist()
+    with pytest.raises(BadInputError, match="9 records, 12 were expected"):
+        IndexWriter(tmp_path, near=True, resume_records=12)
+
+
+def test_missing_signatures_and_bad_settings_are_named(tmp_path: Path) -> None:
+    folders = make_units(tmp_path / "units", [["天地玄黄"]], near="off")
+    with pytest.raises(BadInputError, match=r"signatures\.npy is missing"):
+        find_duplicates(folders, tmp_path / "work", DedupConfig())
+    with pytest.raises(UsageError, match="bands x rows is 100 x 6"):
+        find_duplicates(folders, tmp_path / "work", DedupConfig(bands=100))

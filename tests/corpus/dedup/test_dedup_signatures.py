@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from dedup_helpers import changed, en_text, zh_text
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zero2all.corpus.dedup import DedupConfig, describe, signatures, text_digest, text_digests
+from zero2all.corpus.dedup.config import jaccard_estimate
+from zero2all.corpus.dedup.shingles import jaccard, shingle_set, units_of
+
+CHANNELS = ("zh", "en", "code")
+TRICKY = "aZ09_ \t\n\x1c\x1f\x85\xa0éß—“”’。，　ＡＢ！①漢字かなカナ한글🙂𠀀\u2028\u1680\u205f\u202f(){}='\"\\#"
+
+
+def estimate(first: str, second: str, channel: str) -> float:
+    rows = signatures([first, second], channel)
+    return jaccard_estimate(int(np.count_nonzero(rows[0] == rows[1])))
+
+
+def test_importing_dedup_does_not_import_numba() -> None:
+    code = "import sys, zero2all.corpus.dedup; sys.exit('numba' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_digest_ignores_white_space_only() -> None:
+    assert text_digest("a  b\n c") == text_digest(" a b c\t") != text_digest("ab c")
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.text(alphabet=st.one_of(st.sampled_from(TRICKY), st.characters(codec="utf-8"))), max_size=5))
+def test_batch_digests_equal_single_ones(texts: list[str]) -> None:
+    assert [row.tobytes() for row in text_digests(texts)] == [text_digest(text) for text in texts]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(alphabet=TRICKY, max_size=60), st.text(alphabet=TRICKY, max_size=60), st.sampled_from(CHANNELS))
+def test_signatures_are_equal_exactly_when_shingle_sets_are(first: str, second: str, channel: str) -> None:
+    rows = signatures([first, second], channel)
+    one, two = shingle_set(first, channel), shingle_set(second, channel)
+    assert (rows[0].any(), rows[1].any()) == (bool(one), bool(two))
+    if one == two:
+        assert (rows[0] == rows[1]).all()
+    elif one and two:
+        assert abs(estimate(first, second, channel) - jaccard(one, two)) < 0.2
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.characters(codec="utf-8"), st.sampled_from(CHANNELS))
+def test_every_character_has_the_class_of_the_definition(char: str, channel: str) -> None:
+    text = f"ab{char}cd{char}"
+    spelt = " ".join(units_of(text, DedupConfig().shingle(channel)))
+    if channel != "zh":
+        assert (signatures([text], channel) == signatures([spelt], channel)).all()
+
+
+@pytest.mark.parametrize("channel", CHANNELS)
+def test_estimate_is_unbiased_for_long_and_short_texts(channel: str) -> None:
+    rng = random.Random(5)
+    errors = []
+    for length in [12, 20, 30, 50, 80, 150, 300, 600, 1200] * 20:
+        text = zh_text(rng, length) if channel == "zh" else en_text(rng, length)
+        other = changed(text, rng.uniform(0.02, 0.4), rng)
+        exact = jaccard(shingle_set(text, channel), shingle_set(other, channel))
+        errors.append(estimate(text, other, channel) - exact)
+    assert abs(np.mean(errors)) < 0.006
+    assert np.std(errors) < 0.035
+
+
+def test_case_white_space_and_signs_do_not_matter_for_words() -> None:
+    assert estimate("Hello, wide  world!\nHow are you?", "hello wide world how are you", "en") == 1
+    assert estimate("x = Foo(1)", "x=Foo( 1 )", "code") == 1
+    assert estimate("x = Foo(1) + y", "x = foo(1) + y", "code") < 0.7
+    assert estimate("天地 玄黄\n宇宙洪荒", "天地玄黄宇宙洪荒", "zh") == 1
+
+
+def test_texts_shorter_than_a_shingle_have_one_shingle_and_empty_ones_none() -> None:
+    rows = signatures(["", " \n", "天地", "天 地", "天地玄", "地天"], "zh")
+    assert not rows[0].any()
+    assert not rows[1].any()
+    assert (rows[2] == rows[3]).all()
+    assert np.count_nonzero(rows[2] == rows[4]) < 20
+    assert np.count_nonzero(rows[2] == rows[5]) < 20
+    assert not signatures(["-----", "。。"], "en").any()
+
+
+def test_texts_of_one_shingle_are_told_apart() -> None:
+    rng = random.Random(3)
+    texts = sorted({zh_text(rng, 4).replace("。", "") for _ in range(300)})
+    rows = signatures(texts, "zh")
+    assert max(np.count_nonzero(rows[at] == row) for at in range(len(rows)) for row in rows[:at]) < 40
+
+
+def test_signature_of_a_text_does_not_depend_on_its_batch() -> None:
+    rng = random.Random(2)
+    texts = [zh_text(rng, rng.randint(0, 300)) for _ in range(40)]
+    alone = np.concatenate([signatures([text], "zh") for text in texts])
+    assert (signatures(texts, "zh") == alone).all()
+
+
+def test_describe_without_near_makes_no_signatures() -> None:
+    described = describe(["天地", ""], "zh", DedupConfig(near="off"))
+    assert described.signatures is None
+    assert described.text_bytes.tolist() == [6, 0]
+    assert describe([], "zh", DedupConfig()).digests.shape == (0, 16)

@@ -1,0 +1,84 @@
+"""Memory does not grow with the input. Peak resident size of a fresh process, libraries included (numba 100 MB)."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from zero2all.corpus.listing import list_files
+from zero2all.corpus.readers import Limits, Row, plan_units, read_unit
+limits = Limits(max_record_bytes=8_000_000, unit_bytes=16_000_000)
+[file] = list_files(Path(sys.argv[1])).files
+rows, reasons = 0, []
+for unit in plan_units(file, limits):
+    for item in read_unit(unit, limits, lambda _: None):
+        if isinstance(item, Row):
+            rows += 1
+        else:
+            reasons.append(item.reason)
+status = Path("/proc/self/status").read_text()
+print(rows, int(status.split("VmHWM:")[1].split()[0]) // 1024, *reasons)
+"""
+
+
+def read_in_own_process(path: Path) -> tuple[int, int, list[str]]:
+    environment = {"PYTHONPATH": ":".join(sys.path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", PROGRAM, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    rows, peak, *reasons = done.stdout.split()
+    return int(rows), int(peak), reasons
+
+
+def big_array(path: Path) -> int:
+    row = json.dumps(
+        {"id": 1, "text": "一些文字 and words " * 60, "list": [1, {"a": "}]"}]}, ensure_ascii=False
+    ).encode()
+    count = 60_000_000 // len(row)
+    with open(path, "wb") as file:
+        file.write(b"[" + row)
+        for _ in range(count - 1):
+            file.write(b",\n" + row)
+        file.write(b"]")
+    return count
+
+
+def test_array_of_60_mb(tmp_path: Path):
+    count = big_array(tmp_path / "a.json")
+    rows, peak, reasons = read_in_own_process(tmp_path / "a.json")
+    assert (rows, reasons) == (count, [])
+    assert peak < 230
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "json", "txt", "csv"])
+def test_line_of_40_mb(tmp_path: Path, kind: str):
+    small, large = b'{"text": "small"}', b'{"text": "' + "中文".encode() * 6_700_000 + b'"}'
+    data = {
+        "json": b"[" + small + b",\n" + large + b",\n" + small + b"]",
+        "csv": b'id,text\n1,small\n2,"' + b"x" * 40_000_000 + b'"\n3,small\n',
+        "txt": large[10:],
+    }.get(kind, small + b"\n" + large + b"\n" + small + b"\n")
+    path = tmp_path / f"a.{kind}"
+    path.write_bytes(gzip.compress(data, 1) if kind == "jsonl.gz" else data)
+    del data
+    rows, peak, reasons = read_in_own_process(path)
+    if kind == "txt":  # cut into documents
+        assert rows > 1000
+        assert reasons == []
+    else:
+        assert (rows, reasons) == (2, ["too_large"])
+    assert peak < 230
+
+
+def test_pretty_object_above_the_limit(tmp_path: Path):
+    (tmp_path / "a.json").write_bytes(b'{\n "text": "' + b"x" * 40_000_000 + b'"\n}')
+    rows, peak, reasons = read_in_own_process(tmp_path / "a.json")
+    assert (rows, reasons) == (0, ["too_large"])
+    assert peak < 150

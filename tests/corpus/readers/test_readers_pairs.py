@@ -1,0 +1,110 @@
+"""Every format in every wrapping gives the same rows, found by content."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from reader_samples import FORMATS, ROWS, TEXTS, WRAPPINGS, Wrap, damaged_of, read_all, rows_of
+
+from zero2all.corpus.readers import Limits, Row, TextBy
+
+
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_format_in_wrapping(tmp_path: Path, kind: str, wrapping: str):
+    name, make = FORMATS[kind]
+    path = tmp_path / (name + wrapping)
+    path.write_bytes(WRAPPINGS[wrapping](name, make()))
+    items = read_all(path, Limits(text_by=TextBy.LINE))
+    assert not damaged_of(items)
+    if kind == "text":
+        assert [row["content"] for row in rows_of(items)] == [text.replace("\n", " ") for text in TEXTS]
+    else:
+        assert rows_of(items) == ROWS
+
+
+@pytest.mark.parametrize("wrapping", [".zip", ".tar", ".tar.gz", ".tar.zst", ".7z", ".rar", ".4.rar"])
+def test_one_object_a_file_in_an_archive(tmp_path: Path, wrapping: str):
+    from reader_samples import gzip, rar4_of, rar5_of, seven_zip_of, tar_of, zip_of, zstd_of
+
+    make = {
+        ".zip": zip_of,
+        ".tar": tar_of,
+        ".tar.gz": lambda members: gzip.compress(tar_of(members)),
+        ".tar.zst": lambda members: zstd_of(tar_of(members)),
+        ".7z": seven_zip_of,
+        ".rar": rar5_of,
+        ".4.rar": rar4_of,
+    }[wrapping]
+    members = {f"part/{n:03d}.json": json.dumps(row, indent=1).encode() for n, row in enumerate(ROWS)}
+    (tmp_path / f"a{wrapping}").write_bytes(make(members))
+    items = read_all(tmp_path / f"a{wrapping}")
+    assert rows_of(items) == ROWS
+    assert items[7].origin is not None
+    assert items[7].origin.name == f"a{wrapping}/part/007.json"
+
+
+@pytest.mark.parametrize("wrapping", ["", ".gz", ".zst", ".zip", ".7z"])
+def test_the_name_does_not_matter(tmp_path: Path, wrapping: str):
+    for number, (kind, (_, make)) in enumerate(FORMATS.items()):
+        if kind not in ("csv", "tsv", "text"):
+            path = tmp_path / f"{number}.unknown"
+            path.write_bytes(WRAPPINGS[wrapping]("unknown", make()))
+            assert rows_of(read_all(path)) == ROWS, kind
+
+
+def test_table_without_its_ending_is_found_when_a_column_is_named_text(tmp_path: Path):
+    (tmp_path / "a.txt").write_bytes(FORMATS["csv"][1]())
+    assert rows_of(read_all(tmp_path / "a.txt")) == ROWS
+
+
+@pytest.mark.parametrize("wrapping", ["", ".gz", ".tar.xz", ".zip"])
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "gb18030", "utf-32"])
+@pytest.mark.parametrize("kind", ["json lines", "json array", "csv", "text"])
+def test_encoding_is_found_and_converted(tmp_path: Path, kind: str, encoding: str, wrapping: str):
+    name, make = FORMATS[kind]
+    data = make().decode().encode(encoding)
+    wrap: Wrap = WRAPPINGS[wrapping]
+    (tmp_path / (name + wrapping)).write_bytes(wrap(name, data))
+    items = read_all(tmp_path / (name + wrapping), Limits(text_by=TextBy.LINE))
+    assert not damaged_of(items)
+    if kind == "text":
+        assert [row["content"] for row in rows_of(items)] == [text.replace("\n", " ") for text in TEXTS]
+    else:
+        assert rows_of(items) == ROWS
+    expected = {"utf-8-sig": "utf-8", "utf-16": "utf-16-le", "utf-32": "utf-32-le"}.get(encoding, encoding)
+    assert {item.origin.encoding for item in items if isinstance(item, Row)} == {expected}
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "gb18030"])
+@pytest.mark.parametrize("wrapping", ["", ".gz"])
+def test_text_by_file_line_blank_line_and_long(tmp_path: Path, encoding: str, wrapping: str):
+    name = "a.txt" + wrapping
+    paragraphs = [f"第{n}段。\n" + "一些文字和 words。" * 50 for n in range(400)]
+    text = "\n \n\n".join(paragraphs) + "\n"
+    (tmp_path / name).write_bytes(WRAPPINGS[wrapping]("a.txt", text.encode(encoding)))
+
+    def contents(**limits: object) -> list[str]:
+        items = read_all(tmp_path / name, Limits(**limits))  # type: ignore[arg-type]
+        assert not damaged_of(items)
+        return [row["content"] for row in rows_of(items)]
+
+    assert contents(text_by=TextBy.FILE) == [text]
+    assert contents(text_by=TextBy.LINE) == [line for line in text.split("\n") if line.strip()]
+    assert contents(text_by=TextBy.BLANK_LINE) == paragraphs
+    assert contents() == [text]
+    documents = contents(split_text_above_bytes=100_000)
+    assert "".join(documents) == text
+    assert len(documents) > 20
+    assert all(2_000 < len(document.encode()) < 33_000 for document in documents[:-1])
+
+
+def test_text_and_code_in_archives_are_named_by_their_member(tmp_path: Path):
+    from reader_samples import zip_of
+
+    (tmp_path / "a.zip").write_bytes(zip_of({"src/b.py": b"x = 1\n", "c.md": b"# C\n"}))
+    code, text = rows_of(read_all(tmp_path / "a.zip"))
+    assert code == {"content": "x = 1\n", "title": "src/b.py", "others": {"file": "a.zip/src/b.py"}}
+    assert text == {"content": "# C\n", "title": "", "others": {"file": "a.zip/c.md"}}

@@ -1,0 +1,84 @@
+"""Content decides what a file is, and which files a source has."""
+
+from __future__ import annotations
+
+import gzip
+import os
+from pathlib import Path
+
+import pytest
+from reader_samples import csv_table, parquet, tar_of, zip_of
+
+from zero2all.common.errors import BadInputError
+from zero2all.corpus.listing import list_files
+from zero2all.corpus.readers import Format, sniff
+
+
+@pytest.mark.parametrize(
+    ("head", "name", "expected"),
+    [
+        (b'["a", "b"]\nprint(1)', ".py", Format.TEXT),
+        (b"[link](http://a.b) starts this page", ".md", Format.TEXT),
+        (b"[1]: a footnote", ".txt", Format.TEXT),
+        (b"{\\rtf1 not JSON}", ".txt", Format.TEXT),
+        (b'{"a": \n{"text": "ok"}\n', ".txt", Format.JSON_LINES),
+        (b'{"text": "' + b"x" * 65526, ".txt", Format.JSON_LINES),
+        (b'{\n "text": "one object"\n}\n', "", Format.JSON_OBJECT),
+        (b"\xef\xbb\xbf  [ {}, {} ]", "", Format.JSON_ARRAY),
+        ('[{"文": 1}]'.encode("utf-16"), "", Format.JSON_ARRAY),
+        (b"\x89PNG\r\n\0\0", ".txt", Format.BINARY),
+        ("hello there".encode("utf-16"), ".txt", Format.TEXT),
+        (b"BZh1 is how this sentence starts", ".txt", Format.TEXT),
+        (b"PK is how this one starts", ".txt", Format.TEXT),
+        (gzip.compress(b"x"), ".jsonl", Format.ARCHIVE),
+        (zip_of({"a": b"x"}), ".jsonl", Format.ARCHIVE),
+        (tar_of({"a": b"x"}), ".jsonl", Format.ARCHIVE),
+        (b"\x04\x22\x4d\x18 lz4", ".jsonl", Format.COMPRESSED),
+        (parquet(), ".json", Format.PARQUET),
+        (csv_table(), ".csv", Format.CSV),
+        (csv_table(), ".txt", Format.CSV),
+        (b"One, two, three.\nFour, five, six.\n" * 5, ".txt", Format.TEXT),
+        (b"a,b\n1,2\n3,4\n", ".md", Format.TEXT),
+        (b"", ".jsonl", Format.EMPTY),
+    ],
+)
+def test_content_decides_the_format(head: bytes, name: str, expected: Format):
+    assert sniff(head, name).format is expected
+
+
+@pytest.mark.parametrize("delimiter", [",", "\t", ";", "|"])
+def test_delimiter_and_header_of_a_table(delimiter: str):
+    found = sniff(csv_table(delimiter=delimiter), "a.csv")
+    assert (found.format, found.delimiter, found.header) == (Format.CSV, delimiter, ("id", "title", "text"))
+
+
+def test_folder_is_listed_in_name_order_without_what_is_no_data(tmp_path: Path):
+    for name in ("b.txt", "a/z.txt", ".hidden.txt", ".git/config"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "absent")
+    os.mkfifo(tmp_path / "pipe")
+    listing = list_files(tmp_path)
+    assert [file.name for file in listing.files] == ["a/z.txt", "b.txt"]
+    assert listing.skipped == {"hidden": [".git", ".hidden.txt"], "unreadable": ["nowhere"], "not a file": ["pipe"]}
+
+
+def test_what_our_own_stages_wrote_is_not_read(tmp_path: Path):
+    (tmp_path / "workspace.json").write_text("{}")
+    for name in ("mine.txt", "corpus/report.json", "runs/r/log.txt", "inner/workspace.json", "inner/x.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    listing = list_files(tmp_path, leave_out=tmp_path / "corpus")
+    assert [file.name for file in listing.files] == ["mine.txt"]
+    assert listing.skipped == {"workspace": ["corpus/", "inner/", "runs/"]}
+
+
+def test_single_file_is_listed_by_its_name(tmp_path: Path):
+    (tmp_path / "x.txt").write_text("x")
+    assert [file.name for file in list_files(tmp_path / "x.txt").files] == ["x.txt"]
+    assert [file.name for file in list_files(str(tmp_path / "x.txt")).files] == ["x.txt"]
+
+
+def test_address_with_nothing_behind_it():
+    with pytest.raises(BadInputError, match="Nothing was found at memory://nowhere"):
+        list_files("memory://nowhere")

@@ -1,0 +1,147 @@
+"""Kinds, YAML, overrides and the command line of `z2a corpus`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from corpus_helpers import HERE, plain_options
+
+from zero2all.cli import main
+from zero2all.common.errors import UsageError
+from zero2all.common.records import iter_records
+from zero2all.corpus import Source, build_corpus, load_settings, parse_source
+from zero2all.corpus.sources import KINDS
+
+SEED_SETS = {
+    "baike2018qa": {"qid": "q1", "category": "健康", "title": "问", "desc": "述", "answer": "答案正文"},
+    "news2016zh": {"news_id": "1", "keywords": "k", "title": "题", "desc": "述", "source": "s", "content": "正文"},
+    "webtext2019zh": {"qid": 1, "title": "题", "desc": "述", "topic": "类", "star": 3, "content": "正文"},
+    "wikipedia_cn": {"id": "1", "url": "u", "title": "题", "text": "正文"},
+    "wikipedia_en": {"id": "1", "url": "u", "title": "title", "text": "body"},
+    "Zhihu-KOL": {"INSTRUCTION": "问", "RESPONSE": "答", "SOURCE": "Zhihu", "METADATA": "{}"},
+    "WuDaoCorpus2.0": {"id": 1, "uniqueKey": "u", "titleUkey": "t", "dataType": "类", "title": "题", "content": "正文"},
+    "github-python": {"repo_name": "r", "ref": "x", "path": "a.py", "copies": "1", "content": "x = 1"},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kind_brings_fields_and_channel(tmp_path, write_lines, kind):
+    row = SEED_SETS[kind]
+    path = write_lines("a.json", [row])
+    source = parse_source(f"a={path}::{kind.lower()}")
+    assert source.kind == kind
+    report = build_corpus(tmp_path / "corpus", [source], plain_options(), HERE)["sources"]["a"]
+    (record,) = iter_records(tmp_path / "corpus", "a", "train")
+    mapping = KINDS[kind].mapping
+    assert {target: record[target] for target in mapping} == {target: row[raw] for target, raw in mapping.items()}
+    assert set(record["others"]) == set(row) - set(mapping.values())
+    assert (report["channel"], report["channel_guessed"], report["mapping_guessed"]) == (
+        KINDS[kind].channel,
+        False,
+        False,
+    )
+
+
+def test_channel_and_kind_are_read_in_their_places(tmp_path):
+    path = tmp_path / "a:b.json"
+    path.write_text("{}")
+    assert parse_source(f"a={path}") == Source("a", path)
+    assert parse_source(f"a={path}:zh") == Source("a", path, "zh")
+    assert parse_source(f"a={path}:zh:new2016zh") == Source("a", path, "zh", None, "news2016zh")
+    assert parse_source(f"a={path}::WuDaoCorpus2.0") == Source("a", path, None, None, "WuDaoCorpus2.0")
+    assert parse_source("a=s3://bucket/x.jsonl:en:wikipedia_en") == Source(
+        "a", "s3://bucket/x.jsonl", "en", None, "wikipedia_en"
+    )
+    with pytest.raises(UsageError, match="'nosuch' is no kind of source; known are baike2018qa"):
+        build_corpus(tmp_path / "corpus", [parse_source(f"a={path}:zh:nosuch")])
+
+
+YAML = """
+sources:
+  qa: {path: raw/qa.json, kind: baike2018qa}
+  own: {path: raw/own.jsonl, channel: en, map: {content: body}}
+  plain: raw/plain.jsonl:zh
+options: {format: jsonl.zst, valid_share: 0, rules: none}
+clean: {too_short: {on: true, min_chars: 3}, zh: {too_short: {min_chars: 4}}}
+dedup: {near: off}
+engine: {workers: 1}
+"""
+
+
+@pytest.fixture
+def yaml_build(tmp_path, write_lines):
+    write_lines("raw/qa.json", [SEED_SETS["baike2018qa"]])
+    write_lines("raw/own.jsonl", [{"body": "abc", "text": "not this"}, {"body": "ab"}])
+    write_lines("raw/plain.jsonl", [{"text": "四个汉字"}, {"text": "三个字"}])
+    (tmp_path / "corpus.yaml").write_text(YAML, encoding="utf-8")
+    return tmp_path / "corpus.yaml"
+
+
+def test_whole_build_stands_in_one_file(tmp_path, yaml_build):
+    settings = load_settings([str(yaml_build)])
+    assert [source.name for source in settings.sources] == ["qa", "own", "plain"]
+    assert settings.engine.workers == 1
+    report = build_corpus(tmp_path / "corpus", settings.sources, settings.options, settings.engine)["sources"]
+    assert {name: source["channel"] for name, source in report.items()} == {"qa": "zh", "own": "en", "plain": "zh"}
+    assert {name: source["dropped"] for name, source in report.items()} == {
+        "qa": {},
+        "own": {"too_short": 1},
+        "plain": {"too_short": 1},
+    }
+    assert (tmp_path / "corpus/own/train/part-00000.jsonl.zst").is_file()
+
+
+def test_flags_and_overrides_come_on_top_of_the_file(yaml_build):
+    words = ["--dedup.jaccard", "0.7", "--clean.zh.too_short.min_chars=2", "--dedup.near", "held_out"]
+    settings = load_settings([str(yaml_build)], words, {"content": "text"}, {"options": {"format": "txt"}})
+    assert (settings.options.format, settings.options.dedup.jaccard) == ("txt", 0.7)
+    assert settings.options.dedup.near == "held_out"
+    assert settings.options.clean_config("zh").too_short.min_chars == 2
+    assert settings.options.clean_config("en").too_short.min_chars == 3
+    assert not settings.options.clean_config("en").digits.on
+    assert settings.sources[1].given_mapping == {"content": "text"}
+
+
+def test_all_mistakes_in_the_file_are_told_at_once(tmp_path):
+    path = tmp_path / "corpus.yaml"
+    path.write_text("sources: {a: {path: x, kind: baike, chanel: zh}}\ndedup: {jacard: 1}\noptoins: {}\n")
+    with pytest.raises(UsageError) as caught:
+        load_settings([str(path)])
+    message = str(caught.value)
+    assert all(part in message for part in ("1.", "4.", "Did you mean `baike2018qa`", "`channel`", "`jaccard`"))
+    with pytest.raises(UsageError, match=r"clean\.too_shrt|too_shrt.*channel"):
+        build_corpus(tmp_path / "corpus", [Source("a", tmp_path)], plain_options(clean={"too_shrt": 3}))
+
+
+def test_command_line_builds_shows_and_reports(tmp_path, write_lines, capsys):
+    rows = [{"text": f"text number {n}", "title": f"t{n}"} for n in range(30)]
+    path = write_lines("a.jsonl", [*rows, {"text": "x"}, rows[0]])
+    work = ["--work", str(tmp_path / "work")]
+    options = ["--options.rules", "none", "--dedup.near", "off", "--clean.too_short.on", "true"]
+    options += ["--clean.too_short.min_chars", "3", "--workers", "1", "--format", "parquet"]
+    assert main(["corpus", "build", f"a={path}", *work, *options]) == 0
+    output = capsys.readouterr()
+    assert "a: 1 file" in output.err
+    assert "dropped 1 duplicate, 1 too_short" in output.out
+    assert main(["corpus", "report", *work]) == 0
+    assert "dropped 1 duplicate, 1 too_short" in capsys.readouterr().out
+    assert main(["corpus", "show", "a", "--count", "1", *work]) == 0
+    assert "── gid 0  t0\ntext number 0" in capsys.readouterr().out
+    assert main(["corpus", "show", "--dropped", "duplicate", *work]) == 0
+    assert "a: 1 dropped by duplicate\n── gid 31, 13 characters, a copy of gid 0" in capsys.readouterr().out
+    assert main(["corpus", "show", "--dropped", "digits", *work]) == 0
+    assert "digits dropped nothing" in capsys.readouterr().out
+    assert main(["corpus", "show", "--dropped", "dupicate", *work]) == 2
+    assert "Did you mean `duplicate`" in capsys.readouterr().err
+    assert main(["corpus", "rules", "zh"]) == 0
+    assert "too_short" in capsys.readouterr().out
+    assert json.loads((tmp_path / "work/corpus/report.json").read_text())["options"]["format"] == "parquet"
+
+
+def test_mistaken_flag_value_is_told_by_name(tmp_path, write_lines, capsys):
+    path = write_lines("a.jsonl", [{"text": "x"}])
+    assert main(["corpus", "build", f"a={path}", "--work", str(tmp_path / "w"), "--format", "csv"]) == 2
+    assert "options.format: got 'csv', expected one of 'jsonl'" in capsys.readouterr().err
+    assert not Path(tmp_path / "w").exists()

@@ -1,0 +1,225 @@
+"""Where the work runs must not show in what is written: workers, Ray, kills at any moment."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from corpus_helpers import HERE, build_three, tree
+
+from zero2all.common.errors import BadInputError, UsageError
+from zero2all.corpus import EngineConfig
+from zero2all.corpus.engine import advance, open_engine, run_tasks
+
+# ---- tasks ----------------------------------------------------------------------------------------------------
+
+
+def double(number: int) -> int:
+    advance(number)
+    return 2 * number
+
+
+def refuse(number: int) -> int:
+    raise BadInputError(f"task {number} cannot be done")
+
+
+def die_once(mark: Path) -> str:
+    """Kill the worker the first time."""
+    if not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return mark.name
+
+
+def die(_: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_every_task_is_run_and_its_bytes_are_counted(workers):
+    told = []
+    with open_engine(EngineConfig(workers=workers)) as engine:
+        assert sorted(engine.run(double, range(20), told.append)) == [(n, 2 * n) for n in range(20)]
+        assert sorted(engine.run(double, [5])) == [(0, 10)], "the same workers take the next tasks"
+    assert sum(told) == sum(range(20))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_error_of_a_task_arrives_as_it_was_raised(workers):
+    with pytest.raises(BadInputError, match="task 3 cannot be done"):
+        list(run_tasks(refuse, [3], workers=workers))
+
+
+def test_task_of_a_killed_worker_is_redone(tmp_path):
+    marks = [tmp_path / f"{n}" for n in range(3)]
+    assert sorted(run_tasks(die_once, marks, workers=2)) == [(n, f"{n}") for n in range(3)]
+
+
+def test_worker_that_dies_again_and_again_ends_the_build():
+    with pytest.raises(BadInputError, match=r"killed 4 times in a row.*--workers"):
+        list(run_tasks(die, [1], workers=2))
+
+
+def test_problems_of_the_engine_are_told():
+    with pytest.raises(UsageError, match="expected at least 1"), open_engine(EngineConfig(workers=0)):
+        pass
+    with pytest.raises(UsageError, match="add --engine ray"), open_engine(EngineConfig(address="auto")):
+        pass
+
+
+ORPHAN_MAKER = """
+import os, sys, time
+from zero2all.corpus.engine import run_tasks
+if __name__ == "__main__":
+    list(run_tasks(time.sleep, [60, 60], workers=2))
+"""
+
+
+def test_workers_end_with_their_parent():
+    parent = subprocess.Popen([sys.executable, "-c", ORPHAN_MAKER], start_new_session=True)
+    try:
+        deadline = time.monotonic() + 30
+        while len(group(parent.pid)) < 5 and time.monotonic() < deadline:  # parent, tracker, fork server, 2 workers
+            time.sleep(0.05)
+        time.sleep(0.5)
+        parent.kill()
+        parent.wait()
+        while group(parent.pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not group(parent.pid)
+    finally:
+        kill_group(parent)
+
+
+def group(number: int) -> list[int]:
+    """Processes of a process group, by its number."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = status.read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        if int(fields[2]) == number and fields[0] != "Z":
+            found.append(int(status.parent.name))
+    return found
+
+
+def kill_group(process: subprocess.Popen) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+# ---- whole builds ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def raw(tmp_path_factory):
+    """Three sources of about 1 MB in three formats, with copies, near copies and damage."""
+    folder = tmp_path_factory.mktemp("raw")
+    rng = random.Random(7)
+    words = ["".join(rng.choices("abcdefghijklmnop", k=rng.randint(2, 9))) for _ in range(3000)]
+
+    def text() -> list[str]:
+        return rng.choices(words, k=rng.randint(20, 250))
+
+    texts = [text() for _ in range(2400)]
+    for n in range(0, 2400, 10):
+        texts[n] = list(texts[(n * 7 + 1) % 2400])  # an exact copy of another
+        if n % 20:
+            texts[n][len(texts[n]) // 2] = "changed"
+    lines = [json.dumps({"title": f"t{n}", "text": " ".join(each)}).encode() for n, each in enumerate(texts[:800])]
+    lines[400:400] = [b'{"text": "cut', b"\xff\xfe{"]
+    (folder / "lines.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    rows = [{"id": n, "content": " ".join(each)} for n, each in enumerate(texts[800:1600])]
+    (folder / "array.json").write_text(json.dumps(rows, indent=1))
+    (folder / "texts").mkdir()
+    for n, each in enumerate(texts[1600:]):
+        (folder / f"texts/{n:04d}.txt").write_text(" ".join(each))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(raw, tmp_path_factory):
+    """The corpus of a build in one process that nothing disturbs."""
+    folder = tmp_path_factory.mktemp("whole")
+    report = build_three(folder, raw, HERE)
+    assert report["totals"]["dropped"].keys() == {"duplicate", "near_duplicate"}
+    assert report["sources"]["lines"]["quarantined"] == 2
+    assert len(list((folder / "lines/train").iterdir())) > 1
+    return tree(folder)
+
+
+def test_two_workers_write_what_one_writes(raw, whole, tmp_path):
+    build_three(tmp_path, raw, EngineConfig(workers=2))
+    assert tree(tmp_path) == whole
+
+
+KILLED_BUILD = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[3])
+from corpus_helpers import EngineConfig, build_three
+build_three(Path(sys.argv[1]), Path(sys.argv[2]), EngineConfig(workers=2))
+"""
+
+MOMENTS = {
+    "while it reads": (".build/*/*/unit-*/done.json", 1),
+    "while it reads on": (".build/*/*/unit-*/done.json", 6),
+    "while it looks for duplicates": (".build/*/steps", 1),
+    "while it writes": (".build/*/out/*/train/part-*", 1),
+    "between two sources": ("*/manifest.json", 1),
+}
+
+
+def found(folder: Path, pattern: str) -> list[Path]:
+    """Paths in a folder that a build is working in; it may remove them while we look."""
+    try:
+        return list(folder.glob(pattern))
+    except FileNotFoundError:
+        return []
+
+
+def test_build_killed_at_any_moment_and_run_again_is_byte_identical(raw, whole, tmp_path):
+    rng = random.Random()
+    for moment, (pattern, count) in MOMENTS.items():
+        command = [sys.executable, "-c", KILLED_BUILD, str(tmp_path), str(raw), str(Path(__file__).parent)]
+        process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL)
+        while process.poll() is None and len(found(tmp_path, pattern)) < count:
+            time.sleep(0.001)
+        time.sleep(rng.random() * 0.03)
+        kill_group(process)
+        assert process.returncode == -9, f"it was to be killed {moment}"
+    build_three(tmp_path, raw, HERE)
+    assert tree(tmp_path) == whole
+
+
+def test_ray_with_a_killed_worker_writes_the_same_bytes(raw, whole, tmp_path, monkeypatch):
+    pytest.importorskip("ray")
+    here = Path(__file__).parent
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(here.parent.parent), str(here)]))
+    command = [sys.executable, "-c", RAY_BUILD, str(tmp_path / "corpus"), str(raw), str(here)]
+    process = subprocess.Popen(
+        command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    killed = 0
+    while process.poll() is None and not killed:
+        for busy in found(tmp_path / "corpus", ".build/*/*/unit-*/seg-*.partial-*")[:1]:
+            killed = int(busy.name.rpartition("-")[2])
+            os.kill(killed, signal.SIGKILL)
+        time.sleep(0.001)
+    _, errors = process.communicate()
+    assert process.returncode == 0, errors
+    assert killed not in (0, process.pid)
+    assert tree(tmp_path / "corpus") == whole
+
+
+RAY_BUILD = KILLED_BUILD.replace("workers=2", 'kind="ray", workers=2')

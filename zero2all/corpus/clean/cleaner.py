@@ -1,0 +1,258 @@
+"""Cleaning a batch of texts: scan, edit the few that need it, judge, mask.
+
+scan    one native pass over all texts (kernels.py) -> counts
+edit    texts that the scan found something in: repair, drawn lines, boilerplate lines, licence headers; then
+        these are scanned again
+judge   counts -> measures -> the first rule that drops the text (rules.py), for all texts at once
+mask    secrets and personal data, also in what is dropped, since samples of that are shown
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from zero2all.common.errors import UsageError
+from zero2all.corpus.clean.code import is_broken_python, is_generated, without_licence
+from zero2all.corpus.clean.config import CleanConfig, config_problems, default_config
+from zero2all.corpus.clean.mask import Hints, mask_text
+from zero2all.corpus.clean.repair import repair, strip_blank, table_for
+from zero2all.corpus.clean.tables import ART, CODE_POINTS, FUNCTION_WORDS, JOINER, SPACE
+
+GROUP_CHARS = 1 << 19
+"""Texts are put together up to this many characters (4 bytes each) before they are scanned."""
+LAST_STAMP = 0xFFFF_0000
+
+_ART = re.compile("[\u2580-\u259f\u2800-\u28ff]")
+_MIN_ART_CHARS = 3
+"""Fewer on a line are an ornament, not a drawing."""
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(slots=True)
+class Cleaned:
+    """What became of one text. `text_bytes + repaired_bytes` are the UTF-8 bytes that came in."""
+
+    text: str
+    """The text after repair, edits and masks; also of a text that is dropped."""
+    reason: str | None
+    """The rule that drops the text; None when it is kept."""
+    text_bytes: int
+    """UTF-8 bytes of `text`."""
+    repaired_bytes: int
+    """UTF-8 bytes that repair, edits and masks took away; never negative."""
+    masked: dict[str, int] = field(default_factory=dict)
+    """How many secrets of each kind were masked; kinds without any are left out."""
+    measures: dict[str, float] | None = None
+    """What the rules looked at: for dropped texts, and for all if the cleaner was asked to."""
+
+
+class Cleaner:
+    """Cleans texts of one channel. Texts do not influence each other; one thread at a time."""
+
+    def __init__(self, config: CleanConfig | None = None, channel: str = "en", measure_kept: bool = False) -> None:
+        self.config = config or default_config(channel)
+        self.channel = channel
+        self.measure_kept = measure_kept
+        problems = config_problems(self.config)
+        if problems:
+            raise UsageError("The cleaning rules cannot be used: " + " ".join(map(str, problems)))
+        self._keep_indent = channel == "code"
+        self._masks = any(dataclasses.astuple(self.config.mask))
+        self._table = table_for(self.config.repair.private_use)
+        self._stamps = np.zeros(CODE_POINTS, np.uint32)
+        self._next_stamp = 1
+
+    def clean(self, texts: Sequence[str]) -> list[Cleaned]:
+        """Each text repaired, edited, judged and masked; in the order given."""
+        done: list[Cleaned] = []
+        for group in _groups(texts):
+            done.extend(self._clean_group(group))
+        return done
+
+    def tidy(self, text: str) -> str:
+        """A short text beside the documents, such as a title: repaired and masked, not judged."""
+        options = self.config.repair
+        text = repair(text, mojibake=options.mojibake, private_use=options.private_use)
+        return mask_text(text, self.config.mask)[0] if self._masks else text
+
+    def _clean_group(self, originals: list[str]) -> list[Cleaned]:
+        from zero2all.corpus.clean import kernels as k
+        from zero2all.corpus.clean import rules
+
+        counts, texts = self._scan(originals)
+        bytes_in = counts[:, k.BYTES_IN].copy()
+        edited = self._edited(originals, texts, counts)
+        if edited:
+            places = list(edited)
+            counts[places], again = self._scan(list(edited.values()))
+            for place, text in zip(places, again, strict=True):
+                texts[place] = text
+        measures = rules.measures_of(counts, self.config)
+        reasons = self._reasons(texts, measures)
+        hints = counts[:, [k.EMAILS, k.LONGEST_NUMBER, k.LONG_TOKENS]].tolist()
+        text_bytes = counts[:, k.BYTES_OUT].tolist()
+        done = []
+        for at, (text, reason, size) in enumerate(zip(texts, reasons, text_bytes, strict=True)):
+            masked: dict[str, int] = {}
+            if self._masks and any(hints[at]):
+                text, masked = mask_text(text, self.config.mask, Hints(*hints[at]))
+                size = _utf8_bytes(text) if masked else size
+            done.append(Cleaned(text, reason, size, int(bytes_in[at]) - size, masked))
+            if reason is not None or self.measure_kept:
+                done[-1].measures = {name: float(values[at]) for name, values in measures.items()}
+        return done
+
+    def _scan(self, texts: list[str]) -> tuple[Array, list[str]]:
+        """Counts of the texts, and the texts with unwanted characters and white space at the ends removed."""
+        from zero2all.corpus.clean import kernels as k
+
+        config = self.config
+        points = np.frombuffer("".join(texts).encode("utf-32-le", "surrogatepass"), np.uint32)
+        starts = np.zeros(len(texts) + 1, np.int64)
+        np.cumsum([len(text) for text in texts], out=starts[1:])
+        counts = np.empty((len(texts), len(k.COUNTS)), np.int64)
+        settings = np.array(
+            [
+                config.loose_lines.max_line_chars,
+                config.blobs.min_run_chars,
+                config.duplicate_lines.min_line_chars,
+                config.top_ngram.ngram_units if config.top_ngram.on else 0,
+                config.duplicate_ngrams.ngram_units if config.duplicate_ngrams.on else 0,
+                self._keep_indent,
+            ],
+            np.int64,
+        )
+        first_stamp = self._stamp(len(texts))
+        k.scan(
+            points, starts, self._table, k.function_table(FUNCTION_WORDS), settings, self._stamps, first_stamp, counts
+        )
+        cleaned = list(texts)
+        for at in np.flatnonzero(counts[:, k.CHANGED]).tolist():
+            first, end = int(counts[at, k.KEEP_FROM]), int(counts[at, k.KEEP_TO])
+            if counts[at, k.CHANGED] == 1:
+                cleaned[at] = texts[at][first:end]
+                continue
+            kept = np.empty(end - first, np.uint32)
+            count = k.compact(points, starts[at] + first, starts[at] + end, self._table, kept)
+            cleaned[at] = kept[:count].tobytes().decode("utf-32-le")
+            counts[at, k.BYTES_OUT] = _utf8_bytes(cleaned[at])
+        return counts, cleaned
+
+    def _stamp(self, texts: int) -> np.uint32:
+        if self._next_stamp + texts > LAST_STAMP:
+            self._stamps[:] = 0
+            self._next_stamp = 1
+        first = self._next_stamp
+        self._next_stamp += texts
+        return np.uint32(first)
+
+    def _edited(self, originals: list[str], texts: list[str], counts: Array) -> dict[int, str]:
+        """Place -> text, for the texts that an edit changes."""
+        from zero2all.corpus.clean import kernels as k
+
+        config = self.config
+        edited: dict[int, str] = {}
+        if config.repair.mojibake:
+            for at in np.flatnonzero(counts[:, k.MOJIBAKE_PAIRS] + counts[:, k.SPLIT_PAIRS]).tolist():
+                edited[at] = repair(originals[at], private_use=config.repair.private_use, keep_indent=self._keep_indent)
+        if config.boilerplate_lines.on:
+            for at in _holding(originals, config.boilerplate_lines.phrases):
+                edited[at] = self._without_boilerplate(edited.get(at, texts[at]))
+        if config.block_art.on:
+            art = counts[:, ART]
+            drawn = (art >= _MIN_ART_CHARS) & (
+                art <= config.block_art.max_share * counts[:, SPACE + 1 : JOINER + 1].sum(axis=1)
+            )
+            for at in np.flatnonzero(drawn).tolist():
+                edited[at] = self._without_drawn_lines(edited.get(at, texts[at]))
+        if config.licence_headers.on:
+            for at, text in enumerate(texts):
+                edited[at] = without_licence(edited.get(at, text))
+        return {at: text for at, text in sorted(edited.items()) if text != texts[at]}
+
+    def _without_boilerplate(self, text: str) -> str:
+        rule = self.config.boilerplate_lines
+        for phrase in rule.phrases:
+            found = text.find(phrase)
+            while found >= 0:
+                start = text.rfind("\n", 0, found) + 1
+                end = text.find("\n", found)
+                end = len(text) if end < 0 else end
+                if end - start <= rule.max_line_chars:
+                    text = text[:start] + text[end + 1 :]
+                    end = start
+                found = text.find(phrase, end)
+        return strip_blank(text, self._keep_indent)
+
+    def _without_drawn_lines(self, text: str) -> str:
+        kept = [line for line in text.split("\n") if not self._is_drawn(line)]
+        return strip_blank("\n".join(kept), self._keep_indent)
+
+    def _is_drawn(self, line: str) -> bool:
+        drawn = len(_ART.findall(line))
+        return drawn >= _MIN_ART_CHARS and drawn > self.config.block_art.max_line_share * len("".join(line.split()))
+
+    def _reasons(self, texts: list[str], measures: dict[str, Array]) -> list[str | None]:
+        from zero2all.corpus.clean.rules import JUDGES
+
+        reasons: list[str | None] = [None] * len(texts)
+        open_places = np.ones(len(texts), bool)
+        for name, judge in JUDGES.items():
+            if not getattr(self.config, name).on:
+                continue
+            dropped = judge(measures, self.config) & open_places
+            for at in np.flatnonzero(dropped).tolist():
+                reasons[at] = name
+            open_places &= ~dropped
+        for name, is_bad in (("generated", is_generated), ("broken_python", is_broken_python)):
+            if getattr(self.config, name).on:
+                for at, text in enumerate(texts):
+                    if reasons[at] is None and is_bad(text):
+                        reasons[at] = name
+        return reasons
+
+
+def warm_up() -> None:
+    """Compile the native code or load it from numba's cache, so that worker processes find it there."""
+    Cleaner(channel="en").clean(["warm"])
+
+
+def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
+    group: list[str] = []
+    chars = 0
+    for text in texts:
+        if group and chars + len(text) > GROUP_CHARS:
+            yield group
+            group, chars = [], 0
+        group.append(text)
+        chars += len(text)
+    if group:
+        yield group
+
+
+def _holding(texts: list[str], phrases: list[str]) -> list[int]:
+    """Places of the texts that hold a phrase; the texts are searched put together, which is faster when few do."""
+    joined = "\x00".join(texts)
+    starts: list[int] = []
+    places: set[int] = set()
+    for phrase in phrases:
+        found = joined.find(phrase)
+        while found >= 0:
+            if not starts:
+                starts = np.cumsum([0, *(len(text) + 1 for text in texts)]).tolist()
+            place = bisect.bisect_right(starts, found) - 1
+            places.add(place)
+            found = joined.find(phrase, starts[place + 1])
+    return sorted(places)
+
+
+def _utf8_bytes(text: str) -> int:
+    return len(text.encode("utf-8", "surrogatepass"))

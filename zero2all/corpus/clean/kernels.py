@@ -1,0 +1,591 @@
+"""The native part: one pass over the code points of a batch that counts everything the rules ask about.
+
+A batch is the texts put end to end as UTF-32. For every character: one look-up in the character table, one increment
+of a histogram, two hashes (of the word and of the line it is in). Words and lines go into small buffers; when a
+buffer is full or the text ends, repetition is counted in it with an open hash table. Nothing is sampled: the
+repetition measures are exact within windows of `WINDOW_UNITS` units or `WINDOW_LINES` lines, counted from the start
+of the text, which keeps the tables in the cache and the memory constant for a text of any length.
+
+A unit is a word (a run of letters, marks and digits, ASCII upper case as lower case), or a single character of a
+script written without spaces. So the same code counts words in English, characters in Chinese, and both in Chinese
+with English in it.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from zero2all.corpus.clean.tables import (
+    CAN_JOIN,
+    CLASS_MASK,
+    CLOSER,
+    CONTINUATION,
+    DIGIT,
+    FUNCTION_HAN,
+    GBK_SUSPECT,
+    HAN,
+    JOINER,
+    LATIN_LOWER,
+    LATIN_UPPER,
+    MARK,
+    NEWLINE,
+    PUNCTUATION,
+    REMOVE,
+    SENTENCE_END,
+    SINGLE,
+    SPACE,
+)
+
+WINDOW_UNITS = 1 << 15
+WINDOW_LINES = 1 << 13
+TABLE_SLOTS = 2 * WINDOW_UNITS
+FUNCTION_SLOTS = 1024
+MASK_TOKEN_CHARS = 16
+"""A run of letters and digits at least this long may be a key, and is looked at by the masks."""
+
+COUNTS = (
+    "removed", "newline", "space", "han", "single", "latin_lower", "latin_upper", "letter", "mark", "digit",
+    "sentence_end", "punctuation", "symbol", "art", "replacement", "joiner",
+    "ascii", "function_han", "gbk_suspect", "distinct", "units", "unit_chars", "words", "function_words",
+    "lines", "line_chars", "line_chars_max", "ended_lines", "ellipsis_lines", "loose_chars", "duplicate_line_chars",
+    "top_ngram_chars", "duplicate_ngram_chars", "sentences", "url_chars", "emails", "blob_chars", "mojibake_pairs",
+    "split_pairs", "longest_number", "long_tokens", "bytes_in", "bytes_out", "changed", "keep_from", "keep_to",
+)  # fmt: skip
+"""Columns of the counts, one row per text; the first sixteen are the character classes of `tables`. `changed` is 0
+for a text that stays as it was, 1 when only its ends are cut off, 2 when it needs `compact`."""
+(
+    ASCII, FUNCTION_HANS, GBK_SUSPECTS, DISTINCT, UNITS, UNIT_CHARS, WORDS, FUNCTION_WORDS,
+    LINES, LINE_CHARS, LINE_CHARS_MAX, ENDED_LINES, ELLIPSIS_LINES, LOOSE_CHARS, DUPLICATE_LINE_CHARS,
+    TOP_NGRAM_CHARS, DUPLICATE_NGRAM_CHARS, SENTENCES, URL_CHARS, EMAILS, BLOB_CHARS, MOJIBAKE_PAIRS,
+    SPLIT_PAIRS, LONGEST_NUMBER, LONG_TOKENS, BYTES_IN, BYTES_OUT, CHANGED, KEEP_FROM, KEEP_TO,
+) = range(16, len(COUNTS))  # fmt: skip
+
+SETTINGS = ("loose_line_chars", "blob_run_chars", "duplicate_line_chars", "top_ngram", "duplicate_ngram", "keep_indent")
+LOOSE_LINE, BLOB_RUN, DUPLICATE_LINE, TOP_NGRAM, DUPLICATE_NGRAM, KEEP_INDENT = range(len(SETTINGS))
+
+_SEED = np.uint64(0xCBF29CE484222325)
+_PRIME = np.uint64(0x100000001B3)
+_MIX = np.uint64(0x9E3779B97F4A7C15)
+_BASE = np.uint64(0xD6E8FEB86659FD93)
+_HALF = np.uint64(32)
+_ONE = np.uint64(1)
+_ZERO = np.uint64(0)
+_FUNCTION_MASK = np.uint64(FUNCTION_SLOTS - 1)
+
+_U32 = "Array(uint32, 1, 'C', readonly=True)"
+
+
+@njit("uint64(uint64)", cache=True, nogil=True, inline="always")
+def _mixed(value):  # type: ignore[no-untyped-def]
+    value ^= value >> _HALF
+    value *= _MIX
+    return value ^ (value >> _HALF)
+
+
+@njit("int64(int64)", cache=True, nogil=True)
+def _slots_for(items):  # type: ignore[no-untyped-def]
+    slots = 64
+    while slots < 2 * items:
+        slots *= 2
+    return slots
+
+
+@njit("int64(uint64[::1], uint32[::1], int64, int64, uint64[::1], uint32[::1])", cache=True, nogil=True)
+def _top_ngram_chars(units, sizes, count, n, keys, tally):  # type: ignore[no-untyped-def]
+    """Characters in all copies of the n-gram that covers most, or 0 when none occurs three times."""
+    if n == 0 or count < n + 2:
+        return 0
+    slots = _slots_for(count)
+    last_slot = np.uint64(slots - 1)
+    for slot in range(slots):
+        keys[slot] = _ZERO
+    power = _ONE
+    for _ in range(n):
+        power *= _BASE
+    rolling = _ZERO
+    size = 0
+    best = 0
+    for at in range(count):
+        rolling = rolling * _BASE + units[at]
+        size += sizes[at]
+        if at >= n:
+            rolling -= units[at - n] * power
+            size -= sizes[at - n]
+        if at < n - 1:
+            continue
+        key = rolling | _ONE
+        slot = _mixed(rolling) & last_slot
+        while keys[slot] != _ZERO and keys[slot] != key:
+            slot = (slot + _ONE) & last_slot
+        if keys[slot] == _ZERO:
+            keys[slot] = key
+            tally[slot] = 1
+        else:
+            tally[slot] += 1
+            if tally[slot] >= 3 and tally[slot] * size > best:
+                best = tally[slot] * size
+    return best
+
+
+@njit("int64(uint64[::1], uint32[::1], int64, int64, uint64[::1])", cache=True, nogil=True)
+def _duplicate_ngram_chars(units, sizes, count, n, keys):  # type: ignore[no-untyped-def]
+    """Characters covered by n-grams that occurred before."""
+    if n == 0 or count < n + 1:
+        return 0
+    slots = _slots_for(count)
+    last_slot = np.uint64(slots - 1)
+    for slot in range(slots):
+        keys[slot] = _ZERO
+    power = _ONE
+    for _ in range(n):
+        power *= _BASE
+    rolling = _ZERO
+    covered = 0
+    covered_to = 0
+    for at in range(count):
+        rolling = rolling * _BASE + units[at]
+        if at >= n:
+            rolling -= units[at - n] * power
+        if at < n - 1:
+            continue
+        key = rolling | _ONE
+        slot = _mixed(rolling) & last_slot
+        while keys[slot] != _ZERO and keys[slot] != key:
+            slot = (slot + _ONE) & last_slot
+        if keys[slot] == _ZERO:
+            keys[slot] = key
+        else:
+            for unit in range(max(covered_to, at - n + 1), at + 1):
+                covered += sizes[unit]
+            covered_to = at + 1
+    return covered
+
+
+@njit("int64(uint64[::1], uint32[::1], int64, uint64[::1])", cache=True, nogil=True)
+def _duplicate_line_chars(lines, sizes, count, keys):  # type: ignore[no-untyped-def]
+    """Characters of the lines that occurred before."""
+    slots = _slots_for(count)
+    last_slot = np.uint64(slots - 1)
+    for slot in range(slots):
+        keys[slot] = _ZERO
+    repeated = 0
+    for at in range(count):
+        key = lines[at] | _ONE
+        slot = _mixed(lines[at]) & last_slot
+        while keys[slot] != _ZERO and keys[slot] != key:
+            slot = (slot + _ONE) & last_slot
+        if keys[slot] == _ZERO:
+            keys[slot] = key
+        else:
+            repeated += sizes[at]
+    return repeated
+
+
+@njit(f"int64({_U32}, int64, int64)", cache=True, nogil=True)
+def _utf8_bytes(points, start, end):  # type: ignore[no-untyped-def]
+    total = 0
+    for at in range(start, end):
+        point = points[at]
+        total += 1 + (point >= 0x80) + (point >= 0x800) + (point >= 0x10000)
+    return total
+
+
+@njit(f"boolean({_U32}, int64, int64)", cache=True, nogil=True)
+def _is_email_at(points, at, end):  # type: ignore[no-untyped-def]
+    """Whether the @ at `at` has a host name with a dot and a letter behind its last dot."""
+    dot = 0
+    for place in range(at + 1, min(end, at + 128)):
+        point = points[place]
+        if point == 46:
+            dot = place
+        elif not (97 <= (point | 32) <= 122 or 48 <= point <= 57 or point == 45):
+            break
+        elif dot == place - 1 and 97 <= (point | 32) <= 122:
+            return True
+    return False
+
+
+@njit(f"int64({_U32}, int64, int64)", cache=True, nogil=True)
+def _url_end(points, at, end):  # type: ignore[no-untyped-def]
+    """The first place behind `at` that cannot be inside a URL."""
+    place = at
+    while place < end:
+        point = points[place]
+        if point <= 32 or point >= 127 or point in (34, 39, 41, 60, 62, 93, 96, 124, 125):  # "')<>]`|}
+            break
+        place += 1
+    return place
+
+
+@njit(
+    f"void({_U32}, int64[::1], Array(uint8, 1, 'C', readonly=True), uint64[::1], int64[::1], uint32[::1], uint32, "
+    "int64[:, ::1])",
+    cache=True,
+    nogil=True,
+)
+def scan(points, starts, table, function_words, settings, stamps, first_stamp, counts):  # type: ignore[no-untyped-def]
+    """Fill `counts` (a row per text, columns `COUNTS`) for the texts that begin at `starts` in `points`.
+
+    `stamps` has a place for every code point and remembers the last text it was seen in; text t is `first_stamp` + t.
+    """
+    units = np.empty(WINDOW_UNITS, np.uint64)
+    unit_sizes = np.empty(WINDOW_UNITS, np.uint32)
+    lines = np.empty(WINDOW_LINES, np.uint64)
+    line_sizes = np.empty(WINDOW_LINES, np.uint32)
+    keys = np.empty(TABLE_SLOTS, np.uint64)
+    tally = np.empty(TABLE_SLOTS, np.uint32)
+    histogram = np.empty(256, np.int64)
+    loose_line = settings[LOOSE_LINE]
+    blob_run = settings[BLOB_RUN]
+    duplicate_line = settings[DUPLICATE_LINE]
+    top_n = settings[TOP_NGRAM]
+    duplicate_n = settings[DUPLICATE_NGRAM]
+    keep_indent = settings[KEEP_INDENT]
+
+    for text in range(len(starts) - 1):
+        start = starts[text]
+        end = starts[text + 1]
+        stamp = np.uint32(first_stamp + text)
+        row = counts[text]
+        for column in range(len(row)):
+            row[column] = 0
+        for entry in range(256):
+            histogram[entry] = 0
+        unit_count = 0
+        line_count = 0
+        distinct = 0
+        word_hash = _SEED
+        word_chars = 0
+        run_chars = 0
+        run_digits = 0
+        run_alnum = 0
+        last_digit = start - 100
+        number_digits = 0
+        line_hash = _SEED
+        line_chars = 0
+        line_start = start
+        line_end_kind = 0
+        line_end_point = np.uint32(0)
+        before_kind = 0
+        first_kept = -1
+        first_line = start
+        last_kept = start
+        repaired = False
+        at = start
+        while at <= end:
+            # One step behind the end: a line feed that is not there closes the last word and line.
+            if at < end:
+                point = points[at]
+                kind = table[point]
+                histogram[kind] += 1
+            else:
+                point = np.uint32(10)
+                kind = np.uint8(NEWLINE)
+            of_class = kind & CLASS_MASK
+            if LATIN_LOWER <= of_class <= DIGIT:
+                if stamps[point] != stamp:
+                    stamps[point] = stamp
+                    distinct += 1
+                line_hash = (line_hash ^ np.uint64(point)) * _PRIME
+                if of_class == LATIN_UPPER and point < 128:
+                    word_hash = (word_hash ^ np.uint64(point | np.uint32(32))) * _PRIME
+                else:
+                    word_hash = (word_hash ^ np.uint64(point)) * _PRIME
+                if of_class == DIGIT:
+                    run_digits += 1
+                    if at - last_digit > 3:
+                        number_digits = 0
+                    number_digits += 1
+                    last_digit = at
+                    if number_digits > row[LONGEST_NUMBER]:
+                        row[LONGEST_NUMBER] = number_digits
+                elif point >= 0xC2 and point <= 0xF4 and at + 1 < end:
+                    after_kind = table[points[at + 1]]
+                    after_class = after_kind & CLASS_MASK
+                    if after_class != HAN and after_kind & CONTINUATION:
+                        row[MOJIBAKE_PAIRS] += 1
+                    elif after_class in (REMOVE, JOINER):
+                        row[SPLIT_PAIRS] += 1  # may become a pair when that character is gone
+                word_chars += 1
+                run_chars += 1
+                run_alnum += 1
+                line_chars += 1
+                line_end_kind = of_class
+                before_kind = kind
+                last_kept = at + 1
+                if first_kept < 0:
+                    first_kept = at
+                    first_line = line_start
+                at += 1
+                continue
+            if of_class == REMOVE:
+                repaired = True
+                at += 1
+                continue
+            if of_class == JOINER:
+                if before_kind & CAN_JOIN:
+                    before_kind = MARK
+                    last_kept = at + 1
+                else:
+                    repaired = True
+                at += 1
+                continue
+            before_kind = kind
+
+            # Everything below ends a word.
+            if word_chars > 0:
+                unit = _mixed(word_hash)
+                units[unit_count] = unit
+                unit_sizes[unit_count] = word_chars
+                unit_count += 1
+                row[WORDS] += 1
+                row[UNIT_CHARS] += word_chars
+                slot = unit & _FUNCTION_MASK
+                while function_words[slot] != _ZERO:
+                    if function_words[slot] == unit:
+                        row[FUNCTION_WORDS] += 1
+                        break
+                    slot = (slot + _ONE) & _FUNCTION_MASK
+                word_hash = _SEED
+                word_chars = 0
+            of_run = run_chars > 0 and (point == 43 or point == 45 or point == 47 or point == 61 or point == 95)
+            if of_run:
+                run_chars += 1  # + - / = _
+            elif run_chars > 0:
+                if run_chars >= MASK_TOKEN_CHARS and 0 < run_digits < run_alnum:
+                    row[LONG_TOKENS] += 1
+                if run_chars >= blob_run and 10 * run_alnum >= 9 * run_chars and 30 * run_digits >= run_chars:
+                    row[BLOB_CHARS] += run_chars
+                run_chars = 0
+                run_digits = 0
+                run_alnum = 0
+
+            if HAN <= of_class <= SINGLE:
+                if stamps[point] != stamp:
+                    stamps[point] = stamp
+                    distinct += 1
+                line_hash = (line_hash ^ np.uint64(point)) * _PRIME
+                line_chars += 1
+                line_end_kind = of_class
+                units[unit_count] = (np.uint64(point) + _ONE) * _MIX
+                unit_sizes[unit_count] = 1
+                unit_count += 1
+                row[UNIT_CHARS] += 1
+                last_kept = at + 1
+                if first_kept < 0:
+                    first_kept = at
+                    first_line = line_start
+            elif of_class == SPACE:
+                pass
+            elif of_class == NEWLINE:
+                if point == 13:
+                    repaired = True
+                    if at + 1 < end and points[at + 1] == 10:
+                        at += 1
+                        histogram[NEWLINE] += 1
+                elif point != 10:
+                    repaired = True
+                if line_chars > 0:
+                    row[LINES] += 1
+                    row[LINE_CHARS_MAX] = max(row[LINE_CHARS_MAX], at - line_start)
+                    ended = line_end_kind == SENTENCE_END
+                    if ended:
+                        row[ENDED_LINES] += 1
+                        # … ⋯ ‥ or the end of an ASCII ellipsis
+                        if line_end_point == 0x2026 or line_end_point == 0x22EF or line_end_point == 0x2025:
+                            row[ELLIPSIS_LINES] += 1
+                    elif line_chars < loose_line:
+                        row[LOOSE_CHARS] += line_chars
+                    row[LINE_CHARS] += line_chars
+                    if line_chars >= duplicate_line:
+                        lines[line_count] = line_hash
+                        line_sizes[line_count] = line_chars
+                        line_count += 1
+                        if line_count == WINDOW_LINES:
+                            row[DUPLICATE_LINE_CHARS] += _duplicate_line_chars(lines, line_sizes, line_count, keys)
+                            line_count = 0
+                    line_hash = _SEED
+                    line_chars = 0
+                    line_end_kind = 0
+                line_start = at + 1
+            else:
+                if stamps[point] != stamp:
+                    stamps[point] = stamp
+                    distinct += 1
+                line_hash = (line_hash ^ np.uint64(point)) * _PRIME
+                line_chars += 1
+                last_kept = at + 1
+                if first_kept < 0:
+                    first_kept = at
+                    first_line = line_start
+                if kind & CLOSER == 0:
+                    line_end_kind = of_class
+                    line_end_point = point
+                if of_class == SENTENCE_END:
+                    after = table[points[at + 1]] & CLASS_MASK if at + 1 < end else NEWLINE
+                    if point == 46:
+                        if at >= start + 2 and points[at - 1] == 46 and points[at - 2] == 46:
+                            line_end_point = np.uint32(0x2026)
+                        if after < LATIN_LOWER or after == PUNCTUATION:
+                            row[SENTENCES] += 1
+                        elif (
+                            at >= start + 3
+                            and points[at - 1] == 119
+                            and points[at - 2] == 119
+                            and points[at - 3] == 119
+                        ):
+                            row[URL_CHARS] += 3 + _url_end(points, at, end) - at
+                    elif after != SENTENCE_END:
+                        row[SENTENCES] += 1
+                elif point == 58:
+                    if at + 2 < end and points[at + 1] == 47 and points[at + 2] == 47:
+                        row[URL_CHARS] += min(at - start, 5) + _url_end(points, at, end) - at
+                elif point == 64 and at > start:
+                    before_class = table[points[at - 1]] & CLASS_MASK
+                    if LATIN_LOWER <= before_class <= PUNCTUATION and _is_email_at(points, at, end):
+                        row[EMAILS] += 1
+            if unit_count == WINDOW_UNITS:
+                row[TOP_NGRAM_CHARS] += _top_ngram_chars(units, unit_sizes, unit_count, top_n, keys, tally)
+                row[DUPLICATE_NGRAM_CHARS] += _duplicate_ngram_chars(units, unit_sizes, unit_count, duplicate_n, keys)
+                row[UNITS] += unit_count
+                unit_count = 0
+            at += 1
+
+        if unit_count > 0:
+            row[TOP_NGRAM_CHARS] += _top_ngram_chars(units, unit_sizes, unit_count, top_n, keys, tally)
+            row[DUPLICATE_NGRAM_CHARS] += _duplicate_ngram_chars(units, unit_sizes, unit_count, duplicate_n, keys)
+            row[UNITS] += unit_count
+        if line_count > 1:
+            row[DUPLICATE_LINE_CHARS] += _duplicate_line_chars(lines, line_sizes, line_count, keys)
+        row[DISTINCT] = distinct
+        for entry in range(256):
+            number = histogram[entry]
+            if number:
+                row[entry & CLASS_MASK] += number
+                if entry & CLASS_MASK == HAN:
+                    if entry & FUNCTION_HAN:
+                        row[FUNCTION_HANS] += number
+                    if entry & GBK_SUSPECT:
+                        row[GBK_SUSPECTS] += number
+        ascii_chars = 0
+        for place in range(start, end):
+            ascii_chars += (points[place] > 32) & (points[place] < 127)
+        row[ASCII] = ascii_chars
+        row[BYTES_IN] = _utf8_bytes(points, start, end)
+        if first_kept < 0:
+            first_kept = last_kept
+        elif keep_indent:
+            first_kept = first_line
+        row[KEEP_FROM] = first_kept - start
+        row[KEEP_TO] = last_kept - start
+        row[BYTES_OUT] = row[BYTES_IN] - _utf8_bytes(points, start, first_kept) - _utf8_bytes(points, last_kept, end)
+        if repaired:
+            row[CHANGED] = 2
+        elif first_kept > start or last_kept < end:
+            row[CHANGED] = 1
+
+
+@njit(f"int64({_U32}, int64, int64, Array(uint8, 1, 'C', readonly=True), uint32[::1])", cache=True, nogil=True)
+def compact(points, start, end, table, kept):  # type: ignore[no-untyped-def]
+    """Write the repaired code points of one text to `kept` and return how many there are."""
+    count = 0
+    before_kind = 0
+    for at in range(start, end):
+        point = points[at]
+        kind = table[point]
+        of_class = kind & CLASS_MASK
+        if of_class == REMOVE:
+            continue
+        if of_class == NEWLINE:
+            if point == 13 and at + 1 < end and points[at + 1] == 10:
+                continue
+            point = np.uint32(10)
+        elif of_class == JOINER:
+            if before_kind & CAN_JOIN == 0:
+                continue
+            kind = np.uint8(MARK)
+        before_kind = kind
+        kept[count] = point
+        count += 1
+    return count
+
+
+@njit(
+    f"int64({_U32}, Array(uint8, 1, 'C', readonly=True), int64, boolean, int64[:, ::1])",
+    cache=True,
+    nogil=True,
+)
+def find_spans(points, table, at_least, of_digits, spans):  # type: ignore[no-untyped-def]
+    """Write where things that may have to be masked begin and end to `spans`, and return how many there are.
+
+    `of_digits`: at least so many digits with at most two other characters between them. Otherwise: runs of at least
+    so many letters, digits and + - / = _ that have both letters and digits.
+    """
+    count = 0
+    begin = 0
+    last = -100
+    size = 0
+    digits = 0
+    alnum = 0
+    for at in range(len(points) + 1):
+        point = points[at] if at < len(points) else np.uint32(0)
+        of_class = table[point] & CLASS_MASK
+        is_digit = of_class == DIGIT
+        is_alnum = LATIN_LOWER <= of_class <= DIGIT
+        if of_digits:
+            if is_digit and at - last <= 3:
+                size += 1
+                last = at
+            elif is_digit or at == len(points):
+                if size >= at_least:
+                    spans[count, 0] = begin
+                    spans[count, 1] = last + 1
+                    count += 1
+                begin = at
+                last = at
+                size = 1
+        elif is_alnum or (
+            size > 0 and (point == 43 or point == 45 or point == 47 or point == 61 or point == 95)  # + - / = _
+        ):
+            if size == 0:
+                begin = at
+            size += 1
+            digits += is_digit
+            alnum += is_alnum
+        else:
+            if size >= at_least and 0 < digits < alnum:
+                spans[count, 0] = begin
+                spans[count, 1] = at
+                count += 1
+            size = 0
+            digits = 0
+            alnum = 0
+    return count
+
+
+@cache
+def function_table(words: tuple[str, ...]) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """The open hash table of function words that `scan` looks into."""
+    table = np.zeros(FUNCTION_SLOTS, np.uint64)
+    for word in words:
+        unit = _word_unit(word)
+        slot = unit % FUNCTION_SLOTS
+        while table[slot]:
+            slot = (slot + 1) % FUNCTION_SLOTS
+        table[slot] = unit
+    return table
+
+
+def _word_unit(word: str) -> int:
+    """The hash that `scan` gives to a word, in plain Python."""
+    every_bit = (1 << 64) - 1
+    value = int(_SEED)
+    for character in word:
+        value = (value ^ ord(character)) * int(_PRIME) & every_bit
+    value ^= value >> 32
+    value = value * int(_MIX) & every_bit
+    return value ^ (value >> 32)

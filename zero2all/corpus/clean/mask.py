@@ -1,0 +1,187 @@
+"""Secrets and personal data, replaced by a short mark and counted.
+
+The native scan says in which texts there can be anything to find (an @ with a host behind it, ten digits close
+together, a long run of letters and digits) and a second native pass says where, so the regular expressions see only
+a few characters around each place. A mark is never longer than what it hides, and what was hidden is neither kept
+nor logged anywhere.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from zero2all.corpus.clean.config import Mask
+from zero2all.corpus.clean.tables import character_table
+
+MARKS = {"keys": "<key>", "id_numbers": "<id>", "emails": "<mail>", "phones": "<tel>"}
+PHONE_DIGITS = 10
+"""Fewest digits of a phone number that is masked."""
+ID_DIGITS = 17
+TOKEN_CHARS = 16
+"""Fewest characters of a key."""
+
+_EMAIL = re.compile(r"(?<![A-Za-z0-9._%+-])[A-Za-z0-9._%+-]{1,64}@(?:[A-Za-z0-9-]{1,63}\.){1,8}[A-Za-z]{2,63}")
+_ID_NUMBER = re.compile(
+    r"(?<![0-9A-Za-z])[1-9][0-9]{5}(?:18|19|20)[0-9]{2}(?:0[1-9]|1[0-2])(?:0[1-9]|[12][0-9]|3[01])[0-9]{3}[0-9Xx]"
+    r"(?![0-9A-Za-z])"
+)
+_ID_WEIGHTS = (7, 9, 10, 5, 8, 4, 2, 1, 6, 3, 7, 9, 10, 5, 8, 4, 2)
+_PHONE = re.compile(
+    r"(?<![0-9A-Za-z_.+-])(?:"
+    r"(?:\+?86[- ]?)?1[3-9][0-9][- ]?[0-9]{4}[- ]?[0-9]{4}"  # mobile, China
+    r"|(?:\(0[0-9]{2,3}\) ?|（0[0-9]{2,3}）|0[0-9]{2,3}[- ])[1-9][0-9]{6,7}"  # landline, China
+    r"|\+[1-9][0-9]{0,2}(?:[ .-]?(?:\([0-9]{1,4}\)|[0-9]{1,4})){2,5}"  # international
+    r"|(?:\([2-9][0-9]{2}\) ?|[2-9][0-9]{2}[.-])[0-9]{3}[.-][0-9]{4}"  # North America, 400 numbers
+    r")(?![0-9A-Za-z_]|[.-][0-9])"
+)
+_PRIVATE_KEY = re.compile(
+    r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY(?: BLOCK)?-----(?:"
+    r"[A-Za-z0-9+/=\s\\\"',:.()-]{0,20000}?-----END [A-Z ]{0,40}PRIVATE KEY(?: BLOCK)?-----"
+    r"|(?:[\s\\\"',]{1,40}[A-Za-z0-9+/=]{16,20000})+)"  # cut off before its end
+)
+_KEY = re.compile(
+    r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY(?: BLOCK)?-----(?:(?!-----BEGIN ).)*?"
+    r"(?:-----END [A-Z ]{0,40}PRIVATE KEY(?: BLOCK)?-----|\Z|(?=-----BEGIN ))",
+    re.DOTALL,
+)
+_KEY = re.compile(
+    r"(?<![A-Za-z0-9_])(?:"
+    r"(?:AKIA|ASIA)[0-9A-Z]{16}"  # AWS
+    r"|LTAI[0-9A-Za-z]{12,26}|AKID[0-9A-Za-z]{13,40}"  # Alibaba, Tencent
+    r"|AIza[0-9A-Za-z_-]{35}"  # Google
+    r"|gh[pousr]_[A-Za-z0-9]{36,255}|github_pat_[A-Za-z0-9_]{22,255}|glpat-[A-Za-z0-9_-]{20,255}"
+    r"|(?:sk|pk|rk)[-_][A-Za-z0-9_-]{20,255}"  # OpenAI and others, Stripe
+    r"|xox[abeoprs]-[A-Za-z0-9-]{10,255}"  # Slack
+    r"|hf_[A-Za-z0-9]{30,255}|npm_[A-Za-z0-9]{36}"
+    r"|eyJ[A-Za-z0-9_-]{10,8192}\.eyJ[A-Za-z0-9_-]{10,8192}\.[A-Za-z0-9_-]{10,8192}"  # JSON web token
+    r")(?![A-Za-z0-9])"
+)
+_ASSIGNED_KEY = re.compile(
+    r"((?:api|access|secret|private|auth)[_-]?(?:key|token)|secret|token|passwd|password)"
+    r"([\"']?\s{0,4}[:=]\s{0,4}[\"']?)([A-Za-z0-9+/_-]{16,255}={0,2})(?![A-Za-z0-9+/_(.-])",
+    re.IGNORECASE,
+)
+
+
+class Hints(NamedTuple):
+    """What the scan saw in one text."""
+
+    emails: int
+    longest_number: int
+    long_tokens: int
+
+
+def mask_text(text: str, options: Mask, hints: Hints | None = None) -> tuple[str, dict[str, int]]:
+    """`text` with the marks, and how many of each kind were set. Without `hints` everything is looked for."""
+    counts: dict[str, int] = {}
+    for kind, enabled, likely, replace in (
+        ("keys", options.keys, hints is None or hints.long_tokens > 0, _mask_keys),
+        ("id_numbers", options.id_numbers, hints is None or hints.longest_number >= ID_DIGITS, _mask_id_numbers),
+        ("emails", options.emails, hints is None or hints.emails > 0, _mask_emails),
+        ("phones", options.phones, hints is None or hints.longest_number >= PHONE_DIGITS, _mask_phones),
+    ):
+        if enabled and likely:
+            text, number = replace(text)
+            if number:
+                counts[kind] = number
+    return text, counts
+
+
+def is_id_number(number: str) -> bool:
+    """Whether the check digit of an 18-character Chinese identity number is right."""
+    total = sum(int(digit) * weight for digit, weight in zip(number[:17], _ID_WEIGHTS, strict=True))
+    return "10X98765432"[total % 11] == number[17].upper()
+
+
+def _mask_keys(text: str) -> tuple[str, int]:
+    blocks = 0
+    if "PRIVATE KEY" in text:
+        text, blocks = _PRIVATE_KEY.subn(MARKS["keys"], text)
+    places = [(start - 48, _token_end(text, start, end)) for start, end in _spans(text, TOKEN_CHARS, of_digits=False)]
+    text, known = _replace(_KEY, text, places, lambda _: MARKS["keys"])
+    if known:
+        places = [(start - 48, end + 8) for start, end in _spans(text, TOKEN_CHARS, of_digits=False)]
+    text, assigned = _replace(
+        _ASSIGNED_KEY, text, places, lambda m: f"{m[1]}{m[2]}{MARKS['keys']}" if _is_random(m[3]) else None
+    )
+    return text, blocks + known + assigned
+
+
+def _token_end(text: str, start: int, end: int) -> int:
+    """A little behind the run; behind the whole of a JSON web token, whose three parts have dots between them."""
+    if text.startswith("eyJ", start):
+        while end < len(text) and (text[end].isalnum() or text[end] in "._-"):
+            end += 1
+    return end + 8
+
+
+def _mask_id_numbers(text: str) -> tuple[str, int]:
+    places = ((start - 2, end + 2) for start, end in _spans(text, ID_DIGITS, of_digits=True))
+    return _replace(_ID_NUMBER, text, places, lambda match: MARKS["id_numbers"] if is_id_number(match[0]) else None)
+
+
+def _mask_emails(text: str) -> tuple[str, int]:
+    places = ((at.start() - 66, at.start() + 600) for at in re.finditer("@", text))
+    return _replace(_EMAIL, text, places, lambda _: MARKS["emails"])
+
+
+def _mask_phones(text: str) -> tuple[str, int]:
+    places = ((start - 4, end + 4) for start, end in _spans(text, PHONE_DIGITS, of_digits=True))
+    return _replace(_PHONE, text, places, lambda match: MARKS["phones"] if _has_phone_digits(match[0]) else None)
+
+
+def _spans(text: str, at_least: int, *, of_digits: bool) -> list[tuple[int, int]]:
+    from zero2all.corpus.clean.kernels import find_spans
+
+    points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+    spans = np.empty((len(points) // at_least + 1, 2), np.int64)
+    count = find_spans(points, character_table(), at_least, of_digits, spans)
+    return [(start, end) for start, end in spans[:count].tolist()]
+
+
+def _replace(
+    pattern: re.Pattern[str],
+    text: str,
+    places: Iterable[tuple[int, int]],
+    mark_of: Callable[[re.Match[str]], str | None],
+) -> tuple[str, int]:
+    """Like subn within `places`, which are in order; a match whose mark is None stays and is not counted."""
+    pieces: list[str] = []
+    done_to = 0
+    for start, end in _merged(places):
+        for match in pattern.finditer(text, start, end):
+            mark = mark_of(match)
+            if mark is not None:
+                pieces += (text[done_to : match.start()], mark)
+                done_to = match.end()
+    if not pieces:
+        return text, 0
+    return "".join((*pieces, text[done_to:])), len(pieces) // 2
+
+
+def _merged(places: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """The places, with those that overlap made one."""
+    begin, stop = -1, -1
+    for place, end in places:
+        start = max(place, 0)
+        if start > stop:
+            if begin >= 0:
+                yield begin, stop
+            begin = start
+        stop = max(stop, end)
+    if begin >= 0:
+        yield begin, stop
+
+
+def _has_phone_digits(number: str) -> bool:
+    return PHONE_DIGITS <= sum(character.isdigit() for character in number) <= 15
+
+
+def _is_random(token: str) -> bool:
+    """Digits and letters mixed, as in keys and not as in names."""
+    digits = sum(character.isdigit() for character in token)
+    return 3 <= digits < len(token)

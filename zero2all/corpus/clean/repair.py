@@ -1,0 +1,136 @@
+"""Repair of single characters: what a text goes through before it is judged.
+
+- Line ends (CR LF, CR, VT, FF, NEL, U+2028, U+2029) become line feeds.
+- Unicode categories Cc, Cf, Cs, Co and Cn go: controls, byte order marks, zero-width and bidirectional marks, soft
+  hyphens, lone surrogates, private use, unassigned. Newline and tab stay. ZWJ and ZWNJ stay where they have a
+  meaning, directly behind an emoji or a letter of a joining script (Arabic, Indic, Burmese, Khmer, Mongolian), and
+  go elsewhere. Nothing is normalised: full-width letters, ligatures and the like are left alone (no NFKC).
+- A line of UTF-8 that was read as Windows-1252 is read again, where that is certain (see `mend_mojibake`).
+- White space at both ends goes; code keeps the indentation of its first line.
+
+No repair makes a text longer in UTF-8, and repairing twice is repairing once.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from zero2all.corpus.clean.tables import (
+    CLASS_MASK,
+    CONTINUATION_CHARACTERS,
+    REMOVE,
+    SYMBOL,
+    WINDOWS_1252,
+    character_table,
+    private_use_ranges,
+)
+
+Table = np.ndarray[Any, np.dtype[np.uint8]]
+
+_CANDIDATE = re.compile(f"[\xc2-\xf4][{re.escape(CONTINUATION_CHARACTERS)}]")
+_CONTINUATION = f"[{re.escape(CONTINUATION_CHARACTERS)}]"
+_CERTAIN_ALONE = re.compile(
+    f"(?<![\xc2-\xf4{re.escape(CONTINUATION_CHARACTERS)}])(?:(?:â€|ã€|ï¼|ï½){_CONTINUATION})+(?!{_CONTINUATION})"
+)
+"""General punctuation (â€™), CJK punctuation (ã€‚) and full-width forms (ï¼Œ): no language writes these in a row.
+Not beside other such characters, which would be a piece of something that is broken twice."""
+_BYTES_BY_POINT = {ord(character): byte for character, byte in WINDOWS_1252.items()}
+_CERTAIN_SEQUENCES = 3
+"""From this many mended characters on, and not one left over, a line cannot have been meant as it was."""
+
+
+def repair(text: str, *, mojibake: bool = True, private_use: bool = True, keep_indent: bool = False) -> str:
+    """`text` with the repairs above."""
+    if text.isascii() and text.isprintable():
+        return text.rstrip() if keep_indent else text.strip()
+    table = table_for(private_use)
+    while True:
+        mended = without_unwanted(mend_mojibake(text) if mojibake else text, table)
+        # Taking out a zero-width space can bring mojibake together; every round shortens the text, so this ends.
+        if mended == text or not mojibake or not _CANDIDATE.search(mended):
+            return strip_blank(mended, keep_indent)
+        text = mended
+
+
+@cache
+def table_for(private_use: bool) -> Table:
+    """The character table; with private-use characters as symbols when they are not to be removed."""
+    if private_use:
+        return character_table()
+    table = character_table().copy()
+    for start, end in private_use_ranges():
+        table[start:end] = SYMBOL
+    table.flags.writeable = False
+    return table
+
+
+def without_unwanted(text: str, table: Table) -> str:
+    """`text` with one kind of line end and without the characters that `table` says to remove."""
+    from zero2all.corpus.clean.kernels import compact
+
+    points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+    kept = np.empty(len(points), np.uint32)
+    count = compact(points, 0, len(points), table, kept)
+    return kept[:count].tobytes().decode("utf-32-le")
+
+
+def strip_blank(text: str, keep_indent: bool) -> str:
+    """`text` without white space at its ends, or without blank lines before and white space after it."""
+    if not keep_indent:
+        return text.strip()
+    text = text.rstrip()
+    return text[text.rfind("\n", 0, len(text) - len(text.lstrip())) + 1 :]
+
+
+def mend_mojibake(text: str) -> str:
+    """Lines of UTF-8 that were read as Windows-1252, read again; double encodings too.
+
+    Certain are (1) lines in which every character outside ASCII belongs to a valid sequence, when there are at least
+    three sequences, or all of them are lower-case accented letters and Latin-1 signs (Ã© Ã¼ Â°); (2) anywhere, the
+    sequences of general punctuation, CJK punctuation and full-width forms. `café…”` is a valid sequence by accident
+    (it would become 酔) and is left alone.
+    """
+    if not _CANDIDATE.search(text):
+        return text
+    return "\n".join(_mend_line(line) if _CANDIDATE.search(line) else line for line in text.split("\n"))
+
+
+def _mend_line(line: str) -> str:
+    while True:
+        mended = _reread(line)
+        if mended is None:
+            mended = _CERTAIN_ALONE.sub(lambda match: _reread_run(match[0]), line)
+        if mended == line:
+            return line
+        line = mended
+
+
+def _reread(line: str) -> str | None:
+    """The whole line read again, or None when that is not certain."""
+    if line.isascii():
+        return None
+    try:
+        mended = bytes(point if (point := ord(c)) < 0x80 else _BYTES_BY_POINT[point] for c in line).decode()
+    except (KeyError, UnicodeDecodeError):
+        return None
+    sequences = [character for character in mended if character >= "\x80"]
+    if not all(map(_is_wanted, sequences)):
+        return _reread(mended)  # encoded more than once: what is between may look like controls
+    sure = all("\xa0" <= character <= "\xbf" or "\xe0" <= character <= "\xff" for character in sequences)
+    return mended if sure or len(sequences) >= _CERTAIN_SEQUENCES else None
+
+
+def _reread_run(sequence: str) -> str:
+    try:
+        mended = bytes(_BYTES_BY_POINT[ord(character)] for character in sequence).decode()
+    except UnicodeDecodeError:
+        return sequence
+    return mended if all(map(_is_wanted, mended)) else sequence
+
+
+def _is_wanted(character: str) -> bool:
+    return bool(character_table()[ord(character)] & CLASS_MASK != REMOVE)

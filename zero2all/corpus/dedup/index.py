@@ -1,0 +1,157 @@
+"""What a unit folder holds for dedup: `index.npy` and `signatures.npy`, a row for every kept record, in order.
+
+    index.npy        digest (16 bytes as two big-endian uint64), ordinal (place of the record among all items of the
+                     unit, kept or not), text_bytes: 28 bytes a record
+    signatures.npy   (n, 256) uint8; absent when near dedup is off
+
+Both are ordinary .npy files, but written row by row: the header has a fixed size and gets its shape at the end, so a
+unit with millions of short records costs no memory, and an interrupted one can go on after any record.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import numpy as np
+
+from zero2all.common.errors import BadInputError
+from zero2all.corpus.dedup.config import VALUES
+from zero2all.corpus.dedup.signatures import Described
+
+INDEX_NAME = "index.npy"
+SIGNATURES_NAME = "signatures.npy"
+INDEX = np.dtype([("digest", ">u8", 2), ("ordinal", "<u8"), ("text_bytes", "<u4")])
+SIGNATURE = np.dtype((np.uint8, VALUES))
+HEADER_BYTES = 256
+
+
+class IndexWriter:
+    """Appends records to the two files of a unit folder; close it, or use it as a context, to make them readable.
+
+    `resume_records` goes on after so many records of an earlier, interrupted writer; what it wrote beyond is cut off.
+    """
+
+    def __init__(self, folder: Path, near: bool, resume_records: int = 0) -> None:
+        self.records = resume_records
+        self._index = _NpyAppender(folder / INDEX_NAME, INDEX, resume_records)
+        self._signatures = _NpyAppender(folder / SIGNATURES_NAME, SIGNATURE, resume_records) if near else None
+
+    def add(self, described: Described, ordinals: np.ndarray) -> None:
+        """Append a batch; `ordinals` are the places of its records among all items of the unit."""
+        rows = np.empty(len(described.digests), INDEX)
+        rows["digest"] = np.ascontiguousarray(described.digests).view(">u8")
+        rows["ordinal"] = ordinals
+        rows["text_bytes"] = described.text_bytes
+        self._index.append(rows)
+        if self._signatures is not None:
+            if described.signatures is None:
+                raise AssertionError("near dedup is on, but the batch was described without signatures")
+            self._signatures.append(described.signatures)
+        self.records += len(rows)
+
+    def flush(self) -> None:
+        """Make what was added so far durable, so that a later writer may resume after `records`."""
+        self._index.flush()
+        if self._signatures is not None:
+            self._signatures.flush()
+
+    def close(self) -> None:
+        """Write the headers."""
+        self._index.close()
+        if self._signatures is not None:
+            self._signatures.close()
+
+    def __enter__(self) -> IndexWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def write_index(folder: Path, described: Described, ordinals: np.ndarray | None = None) -> None:
+    """Write both files in one go, for a unit that fits in memory."""
+    with IndexWriter(folder, near=described.signatures is not None) as writer:
+        writer.add(described, np.arange(len(described.digests)) if ordinals is None else ordinals)
+
+
+def read_index(folder: Path) -> np.ndarray:
+    """The index of a finished unit: a structured array, mapped from disk. `digest_bytes` gives digests as bytes."""
+    return _map(folder / INDEX_NAME, INDEX)
+
+
+def index_pieces(folder: Path, records: int = 1 << 18) -> Iterator[np.ndarray]:
+    """The same rows, so many at a time, read rather than mapped: memory stays bounded for any unit."""
+    for start in range(0, len(read_index(folder)), records):
+        yield index_slice(folder, start, records)
+
+
+def index_slice(folder: Path, start: int, records: int) -> np.ndarray:
+    """Rows of the index from `start` on, read rather than mapped."""
+    return np.fromfile(folder / INDEX_NAME, INDEX, records, offset=HEADER_BYTES + start * INDEX.itemsize)
+
+
+def read_signatures(folder: Path) -> np.ndarray:
+    """(n, 256) uint8, mapped from disk."""
+    return _map(folder / SIGNATURES_NAME, SIGNATURE)
+
+
+def digest_bytes(rows: np.ndarray) -> np.ndarray:
+    """(n, 16) uint8: the digests of index rows, as `text_digest` gives them."""
+    return np.ascontiguousarray(rows["digest"]).view(np.uint8).reshape(len(rows), 16)
+
+
+def _map(path: Path, dtype: np.dtype) -> np.ndarray:
+    try:
+        return np.memmap(path, dtype, mode="r", offset=HEADER_BYTES, shape=(_rows(path, dtype),))
+    except FileNotFoundError:
+        raise BadInputError(
+            f"{path} is missing: the unit was read with other dedup settings. Delete {path.parent} and run again."
+        ) from None
+    except ValueError:  # an empty file cannot be mapped
+        return np.empty(0, dtype)
+
+
+def _rows(path: Path, dtype: np.dtype) -> int:
+    return (path.stat().st_size - HEADER_BYTES) // dtype.itemsize
+
+
+class _NpyAppender:
+    """A .npy file that grows."""
+
+    def __init__(self, path: Path, dtype: np.dtype, resume_rows: int) -> None:
+        self.dtype = dtype
+        self.file: BinaryIO = open(path, "r+b" if resume_rows else "wb")  # noqa: SIM115, closed by close()
+        if resume_rows:
+            have = _rows(path, dtype)
+            if have < resume_rows:
+                raise BadInputError(f"{path} holds {have} records, {resume_rows} were expected: delete its folder.")
+        else:
+            self.file.write(bytes(HEADER_BYTES))
+        end = HEADER_BYTES + resume_rows * dtype.itemsize
+        self.file.truncate(end)
+        self.file.seek(end)
+
+    def append(self, rows: np.ndarray) -> None:
+        self.file.write(np.ascontiguousarray(rows).data.cast("B") if rows.size else b"")
+
+    def flush(self) -> None:
+        self.file.flush()
+        os.fsync(self.file.fileno())
+
+    def close(self) -> None:
+        if self.file.closed:
+            return
+        rows = (self.file.tell() - HEADER_BYTES) // self.dtype.itemsize
+        base, shape = self.dtype.base, (rows, *self.dtype.shape)
+        header = f"{{'descr': {np.lib.format.dtype_to_descr(base)!r}, 'fortran_order': False, 'shape': {shape!r}, }}"
+        length = HEADER_BYTES - 10
+        self.file.seek(0)
+        self.file.write(b"\x93NUMPY\x01\x00" + length.to_bytes(2, "little") + header.ljust(length - 1).encode() + b"\n")
+        self.flush()
+        self.file.close()

@@ -1,0 +1,83 @@
+"""A batch of texts to what dedup needs of them: a digest, a length, and a minhash signature.
+
+The digest is the xxh3_128 of the text with its white space collapsed, 16 bytes, and decides exact duplicates. The
+signature is 256 bytes (`text_kernels.sign_texts`) and all zeros for a text without any unit, such as a row of
+dashes on the en channel: such a text has no near duplicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from zero2all.corpus.dedup.config import VALUES, DedupConfig
+
+DIGEST_BYTES = 16
+
+
+class Described(NamedTuple):
+    """What is kept of a batch of n texts."""
+
+    digests: np.ndarray
+    """(n, 16) uint8."""
+    text_bytes: np.ndarray
+    """(n,) uint32: length in UTF-8."""
+    signatures: np.ndarray | None
+    """(n, 256) uint8; None when near dedup is off."""
+
+
+def text_digest(text: str) -> bytes:
+    """Names a text: equal for texts that differ only in white space."""
+    return xxhash.xxh3_128_digest(" ".join(text.split()).encode("utf-8", "surrogatepass"))
+
+
+def describe(texts: Sequence[str], channel: str, config: DedupConfig) -> Described:
+    """Digests, lengths and signatures, with one encoding of the texts."""
+    buffer, offsets = encode(texts)
+    signed = _sign(buffer, offsets, channel, config) if config.near != "off" else None
+    return Described(_digest(buffer, offsets), np.diff(offsets).astype(np.uint32), signed)
+
+
+def signatures(texts: Sequence[str], channel: str, config: DedupConfig | None = None) -> np.ndarray:
+    """(n, 256) uint8. The share of equal values of two rows estimates the Jaccard index of their shingles."""
+    return _sign(*encode(texts), channel, config or DedupConfig())
+
+
+def text_digests(texts: Sequence[str]) -> np.ndarray:
+    """(n, 16) uint8: `text_digest` of every text, without a Python string for every word."""
+    return _digest(*encode(texts))
+
+
+def encode(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """The texts as one buffer of UTF-8, and where each begins; one offset more than texts."""
+    pieces = [text.encode("utf-8", "surrogatepass") for text in texts]
+    offsets = np.zeros(len(pieces) + 1, np.int64)
+    np.cumsum([len(piece) for piece in pieces], out=offsets[1:])
+    return np.frombuffer(b"".join(pieces), np.uint8), offsets
+
+
+def _sign(buffer: np.ndarray, offsets: np.ndarray, channel: str, config: DedupConfig) -> np.ndarray:
+    from zero2all.corpus.dedup import text_kernels as kernels
+
+    shingle = config.shingle(channel)
+    out = np.empty((offsets.size - 1, VALUES), np.uint8)
+    mode = kernels.UNIT_MODES[shingle.unit]
+    kernels.sign_texts(buffer, offsets, mode, shingle.length, out, kernels.CLASSES, kernels.WALKS, kernels.STEPS)
+    return out
+
+
+def _digest(buffer: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    from zero2all.corpus.dedup import text_kernels as kernels
+
+    collapsed = np.empty(buffer.size + 1, np.uint8)
+    ends = np.empty(offsets.size - 1, np.int64)
+    kernels.collapse_spaces(buffer, offsets, collapsed, ends)
+    view = collapsed.data
+    digest = xxhash.xxh3_128_digest
+    starts = [0, *ends.tolist()]
+    pieces = [digest(view[start:end]) for start, end in pairwise(starts)]
+    return np.frombuffer(b"".join(pieces), np.uint8).reshape(-1, DIGEST_BYTES)

@@ -1,0 +1,407 @@
+"""The tasks of a search for duplicates: each reads files, and writes files that depend on the task alone.
+
+A task whose last file exists is done and does nothing. `cluster.py` says what the steps are for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from zero2all.common.files import read_json, write_json
+from zero2all.corpus.dedup.arrays import (
+    lookup,
+    npy_rows,
+    pread_into,
+    read_into,
+    read_slice,
+    read_sorted_slice,
+    sorted_unique,
+    write_npy,
+)
+from zero2all.corpus.dedup.config import VALUES, DedupConfig
+from zero2all.corpus.dedup.index import HEADER_BYTES, SIGNATURES_NAME, index_slice
+
+DIGEST_ENTRY = np.dtype([("high", "<u8"), ("low", "<u8"), ("document", "<u4")])
+DIGEST_PARTS = 4096
+BUCKET_MOST = 32
+"""A bucket of at most so many documents is compared pair by pair."""
+BUCKET_BEST = 8
+BUCKET_NEXT = 8
+COMPARED_PAIRS = 1 << 15
+"""Pairs whose signatures are in memory at a time: at most 17 MB."""
+LENGTHS_NAME = "lengths.npy"
+LOST_NAME = "lost-{round_number:02d}.npy"
+"""One byte a document: 0 when it still takes part in this round."""
+APART_NAME = "apart.npy"
+"""One byte a document: 1 when it is held out. There only when nothing but copies of held-out records is dropped."""
+
+
+class Piece(NamedTuple):
+    """Consecutive records of one unit."""
+
+    folder: Path
+    row: int
+    records: int
+    first_id: int
+
+
+class Chunk(NamedTuple):
+    """Consecutive documents."""
+
+    number: int
+    pieces: tuple[Piece, ...]
+    steps: Path
+    config: DedupConfig
+
+
+class PartTask(NamedTuple):
+    """Parts `first` to `end` of all files."""
+
+    number: int
+    first: int
+    end: int
+    files: tuple[Path, ...]
+    steps: Path
+    memory_bytes: int
+
+
+class LargeTask(NamedTuple):
+    """Large buckets, once more."""
+
+    number: int
+    round_number: int
+    file: str
+    steps: Path
+    memory_bytes: int
+
+
+class CompareTask(NamedTuple):
+    """The pairs from `first` up to `end` of all files."""
+
+    number: int
+    round_number: int
+    first: int
+    end: int
+    files: tuple[Path, ...]
+    units: tuple[Path, ...]
+    first_ids: tuple[int, ...]
+    steps: Path
+    needed: int
+
+
+def split_digests(chunk: Chunk) -> None:
+    """Digests of a chunk in the order of their parts."""
+    target = chunk.steps / f"digests-{chunk.number:05d}.npy"
+    if ends_of(target).exists():
+        return
+    entries = np.empty(sum(piece.records for piece in chunk.pieces), DIGEST_ENTRY)
+    at = 0
+    for piece in chunk.pieces:
+        rows = index_slice(piece.folder, piece.row, piece.records)
+        part = entries[at : at + piece.records]
+        part["high"], part["low"] = rows["digest"][:, 0], rows["digest"][:, 1]
+        part["document"] = np.arange(piece.first_id, piece.first_id + piece.records, dtype=np.uint32)
+        at += piece.records
+    parts = (entries["high"] >> np.uint64(52)).astype(np.uint16)
+    order = np.argsort(parts, kind="stable")
+    ends = np.searchsorted(parts[order], np.arange(DIGEST_PARTS + 1)).astype(np.int64)
+    write_npy(target, entries[order])
+    write_npy(ends_of(target), ends)
+
+
+def group_digests(task: PartTask) -> Path:
+    """(copy, best copy) of all documents of these parts that are not the best of their digest."""
+    target = task.steps / f"copies-{task.number:05d}.npy"
+    if target.exists():
+        return target
+    entries = np.concatenate([read_slice(file, DIGEST_ENTRY, *_part_bounds(file, task)) for file in task.files])
+    entries = _repeated(entries)  # a full sort of all entries would take five times as long
+    lengths = lookup(task.steps / LENGTHS_NAME, entries["document"])
+    order = np.lexsort((entries["document"], ~lengths, entries["low"], entries["high"]))
+    entries = entries[order]
+    starts = np.ones(len(entries), np.bool_)
+    if len(entries):
+        same = (entries["high"][1:] == entries["high"][:-1]) & (entries["low"][1:] == entries["low"][:-1])
+        starts[1:] = ~same
+    best = np.maximum.accumulate(np.where(starts, np.arange(len(entries)), 0))
+    copies = np.stack([entries["document"][~starts], entries["document"][best[~starts]]], axis=1)
+    write_npy(target, copies)
+    return target
+
+
+def _repeated(entries: np.ndarray) -> np.ndarray:
+    """The entries whose upper digest half stands more than once."""
+    high = entries["high"].copy()
+    order = np.argsort(high)
+    high = high[order]
+    same = high[1:] == high[:-1]
+    repeated = np.zeros(len(entries), np.bool_)
+    repeated[1:] |= same
+    repeated[:-1] |= same
+    return entries[order[repeated]]
+
+
+def split_bands(chunk: Chunk) -> None:
+    """Band entries of a chunk, grouped by part."""
+    from zero2all.corpus.dedup import graph_kernels as kernels
+
+    target = chunk.steps / f"bands-{chunk.number:05d}.npy"
+    if ends_of(target).exists():
+        return
+    records = sum(piece.records for piece in chunk.pieces)
+    first_id = chunk.pieces[0].first_id
+    lost = read_slice(chunk.steps / LOST_NAME.format(round_number=0), np.dtype(np.uint8), first_id, first_id + records)
+    rows = np.empty((records, VALUES), np.uint8)
+    at = 0
+    for piece in chunk.pieces:
+        part = rows[at : at + piece.records]
+        read_into(part, piece.folder / SIGNATURES_NAME, HEADER_BYTES + piece.row * VALUES)
+        at += piece.records
+    entries = np.empty(records * chunk.config.bands, np.uint64)
+    ends = np.empty(kernels.PARTS + 1, np.int64)
+    total = kernels.band_entries(rows, lost, first_id, chunk.config.bands, chunk.config.rows, entries, ends)
+    write_npy(target, entries[:total])
+    write_npy(ends_of(target), ends)
+
+
+def pair_buckets(task: PartTask) -> dict[str, Any]:
+    """Pairs of documents that share a bucket, in sorted files, and the large buckets."""
+    from zero2all.corpus.dedup import graph_kernels as kernels
+
+    done = task.steps / f"pairs-{task.number:05d}.json"
+    if done.exists():
+        return read_json(done)
+    runs = _Runs(task.steps, f"pairs-{task.number:05d}", task.memory_bytes // 4)
+    pieces, ends = [], []
+    for file in task.files:
+        bounds = np.load(ends_of(file))[task.first : task.end + 1]
+        pieces.append(read_slice(file, np.dtype(np.uint64), int(bounds[0]), int(bounds[-1])))
+        ends.append(bounds - bounds[0])
+    large = _Buckets()
+    for part in range(task.end - task.first):
+        entries = np.concatenate([piece[end[part] : end[part + 1]] for piece, end in zip(pieces, ends, strict=True)])
+        entries.sort()
+        pair_count, member_count = kernels.count_pairs(entries, BUCKET_MOST)
+        pairs, members = np.empty(pair_count, np.uint64), np.empty(member_count, np.uint64)
+        kernels.make_pairs(entries, BUCKET_MOST, pairs, members)
+        runs.add(_across_split(pairs, task.steps))
+        large.add(members)
+    target = f"large-{task.number:05d}.npy"
+    large.save(task.steps / target)
+    del pieces, ends
+    for documents in large:
+        _pair_members(documents, task.steps, 0, runs)
+    result = {"runs": runs.finish(), "large": target, "large_buckets": len(large.sizes)}
+    write_json(done, result)
+    return result
+
+
+def pair_large(task: LargeTask) -> list[str]:
+    """Pairs of the documents of large buckets that are still there."""
+    name = f"again-{task.round_number:02d}-{task.number:05d}"
+    done = task.steps / f"{name}.json"
+    if done.exists():
+        return read_json(done)
+    runs = _Runs(task.steps, name, task.memory_bytes // 4)
+    for documents in _Buckets.load(task.steps / task.file):
+        _pair_members(documents, task.steps, task.round_number, runs)
+    result = runs.finish()
+    write_json(done, result)
+    return result
+
+
+def _pair_members(documents: np.ndarray, steps: Path, round_number: int, runs: _Runs) -> None:
+    """Pair every document of a large bucket with the best ones and the next better ones; see `_across_split`."""
+    documents = documents[lookup(steps / LOST_NAME.format(round_number=round_number), documents) == 0]
+    if (steps / APART_NAME).exists():
+        apart = lookup(steps / APART_NAME, documents) > 0
+        others = documents[~apart].astype(np.uint64)
+        for held_out in documents[apart].astype(np.uint64):
+            runs.add(_packed(held_out, others))
+        return
+    lengths = lookup(steps / LENGTHS_NAME, documents)
+    ranked = documents[np.lexsort((documents, ~lengths))].astype(np.uint64)
+    for best in range(min(BUCKET_BEST, len(ranked))):
+        runs.add(_packed(ranked[best], ranked[best + 1 :]))
+    for back in range(1, BUCKET_NEXT + 1):
+        runs.add(_packed(ranked[:-back], ranked[back:]))
+
+
+def _across_split(pairs: np.ndarray, steps: Path) -> np.ndarray:
+    """The pairs that matter: where only copies of held-out records are dropped, those with one held-out document."""
+    if not len(pairs) or not (steps / APART_NAME).exists():
+        return pairs
+    one = lookup(steps / APART_NAME, (pairs >> np.uint64(32)).astype(np.uint32))
+    two = lookup(steps / APART_NAME, (pairs & np.uint64(0xFFFFFFFF)).astype(np.uint32))
+    return pairs[one != two]
+
+
+def _packed(one: np.ndarray, two: np.ndarray) -> np.ndarray:
+    """Pairs as earlier << 32 | later."""
+    return np.minimum(one, two) << np.uint64(32) | np.maximum(one, two)
+
+
+def compare_pairs(task: CompareTask) -> tuple[str, int, int]:
+    """The pairs whose signatures agree, with the number of equal values; (file name, compared, agreed)."""
+    from zero2all.corpus.dedup import graph_kernels as kernels
+
+    name = f"edges-{task.round_number:02d}-{task.number:05d}.npy"
+    done = task.steps / f"{name}.json"
+    if done.exists():
+        compared, similar = read_json(done)
+        return name, compared, similar
+    pairs = sorted_unique(np.concatenate([read_sorted_slice(file, task.first, task.end) for file in task.files]))
+    edges, edge_matches = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint8)]
+    with _Signatures(task.units, task.first_ids) as signatures:
+        for start in range(0, len(pairs), COMPARED_PAIRS):
+            piece = pairs[start : start + COMPARED_PAIRS]
+            one, two = (piece >> np.uint64(32)).astype(np.uint32), piece.astype(np.uint32)
+            documents = sorted_unique(np.concatenate([one, two]))
+            first, second = np.searchsorted(documents, one), np.searchsorted(documents, two)
+            matches = np.empty(len(piece), np.uint8)
+            kernels.compare(signatures.read(documents), first, second, matches, task.needed)
+            edges.append(piece[matches > 0])
+            edge_matches.append(matches[matches > 0])
+    found = np.concatenate(edges)
+    write_npy(matches_of(task.steps / name), np.concatenate(edge_matches))
+    write_npy(task.steps / name, found)
+    write_json(done, [len(pairs), len(found)])
+    return name, len(pairs), len(found)
+
+
+class _Buckets:
+    """The documents of large buckets, one bucket after the other."""
+
+    def __init__(self) -> None:
+        self.documents = np.zeros(0, np.uint32)
+        self.sizes: list[int] = []
+
+    def add(self, entries: np.ndarray) -> None:
+        """Add the buckets of sorted entries of one part."""
+        if len(entries):
+            self.documents = np.concatenate([self.documents, (entries & np.uint64(0xFFFFFFFF)).astype(np.uint32)])
+            borders = np.flatnonzero(np.diff(entries >> np.uint64(32))) + 1
+            self.sizes += np.diff([0, *borders, len(entries)]).tolist()
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        start = 0
+        for size in self.sizes:
+            yield self.documents[start : start + size]
+            start += size
+
+    def save(self, path: Path) -> None:
+        write_npy(path.with_suffix(".sizes.npy"), np.array(self.sizes, np.int64))
+        write_npy(path, self.documents)
+
+    @classmethod
+    def load(cls, path: Path) -> _Buckets:
+        buckets = cls()
+        buckets.documents = np.load(path)
+        buckets.sizes = np.load(path.with_suffix(".sizes.npy")).tolist()
+        return buckets
+
+
+class _Runs:
+    """Pairs collected in memory and written as sorted files without repeats whenever there are too many."""
+
+    def __init__(self, steps: Path, name: str, most_bytes: int) -> None:
+        self.steps, self.name, self.most = steps, name, max(1, most_bytes // 8)
+        self.held: list[np.ndarray] = []
+        self.count = 0
+        self.names: list[str] = []
+
+    def add(self, pairs: np.ndarray) -> None:
+        if len(pairs):
+            self.held.append(pairs)
+            self.count += len(pairs)
+        if self.count > self.most:
+            merged = sorted_unique(np.concatenate(self.held))
+            self.held, self.count = [merged], len(merged)
+            if self.count > self.most // 2:
+                self._spill()
+
+    def finish(self) -> list[str]:
+        if self.held:
+            self.held = [sorted_unique(np.concatenate(self.held))]
+            self._spill()
+        return self.names
+
+    def _spill(self) -> None:
+        name = f"{self.name}-{len(self.names):03d}.npy"
+        write_npy(self.steps / name, self.held[0])
+        self.names.append(name)
+        self.held, self.count = [], 0
+
+
+class _Signatures:
+    """Reads rows of the signature files of many units by position, without mapping them: memory stays bounded."""
+
+    OPEN_MOST = 128
+
+    def __init__(self, units: tuple[Path, ...], first_ids: tuple[int, ...]) -> None:
+        self.units, self.first_ids = units, np.array(first_ids)
+        self.handle = lru_cache(maxsize=None)(self._open)
+        self.handles: list[int] = []
+
+    def __enter__(self) -> _Signatures:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def read(self, documents: np.ndarray) -> np.ndarray:
+        """(n, 256) uint8 for increasing document numbers; runs of neighbours are read at once."""
+        rows = np.empty((len(documents), VALUES), np.uint8)
+        units = np.searchsorted(self.first_ids, documents, side="right") - 1
+        breaks = np.flatnonzero((np.diff(documents) != 1) | (np.diff(units) != 0)) + 1
+        starts = [0, *breaks.tolist()]
+        for start, end in zip(starts, [*starts[1:], len(documents)], strict=True):
+            unit = int(units[start])
+            at = HEADER_BYTES + (int(documents[start]) - int(self.first_ids[unit])) * VALUES
+            pread_into(rows[start:end], self.handle(unit), at, self.units[unit])
+        return rows
+
+    def _open(self, unit: int) -> int:
+        if len(self.handles) >= self.OPEN_MOST:
+            self._close()
+        self.handles.append(os.open(self.units[unit] / SIGNATURES_NAME, os.O_RDONLY))
+        return self.handles[-1]
+
+    def _close(self) -> None:
+        for handle in self.handles:
+            os.close(handle)
+        self.handles = []
+        self.handle.cache_clear()
+
+
+def ends_of(path: Path) -> Path:
+    """Where each part of a file of entries ends."""
+    return path.with_suffix(".ends.npy")
+
+
+def matches_of(path: Path) -> Path:
+    """The equal values of each edge of a file."""
+    return path.with_suffix(".matches.npy")
+
+
+def _part_bounds(file: Path, task: PartTask) -> tuple[int, int]:
+    ends = np.load(ends_of(file))
+    return int(ends[task.first]), int(ends[task.end])
+
+
+def edge_pieces(edges: list[Path]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """All edges and their equal values, a million at a time."""
+    for file in edges:
+        rows = npy_rows(file)
+        for start in range(0, rows, 1 << 20):
+            end = min(rows, start + (1 << 20))
+            yield (
+                read_slice(file, np.dtype(np.uint64), start, end),
+                read_slice(matches_of(file), np.dtype(np.uint8), start, end),
+            )

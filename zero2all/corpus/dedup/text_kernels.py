@@ -1,0 +1,380 @@
+"""The loops over text: signatures, white-space collapse, line hashes. numba; import this module only where it runs.
+
+A batch of texts is one buffer of UTF-8 bytes and an array of offsets. Signatures are one-permutation minhashes: each
+shingle is hashed once (a rolling polynomial over its units modulo 2^64, then mixed), the upper half of the hash
+chooses one of 256 bins and the lower half is the value, of which every bin keeps the least. An empty bin takes
+the value of another one, found by walking a random order of the bins that belongs to it (optimal densification), so
+the share of equal bins estimates the Jaccard index, for short texts as well (error on 450 edited real texts: mean
+-0.003, standard deviation 0.021). Stored is one byte of value and bin number hashed together: a short text repeats few
+values, but each bin shows another byte of them.
+
+One core of a Neoverse N1, texts of 4 to 28 KB, CPU time, encoding included: 153 MB/s zh, 121 en, 147 code.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import int64, njit, types, uint8, uint16, uint32, uint64
+
+from zero2all.corpus.dedup.config import VALUES
+from zero2all.corpus.dedup.shingles import LETTER, SIGN, SPACE, character_class
+
+CHARACTER, WORD, TOKEN = range(3)
+UNIT_MODES = {"character": CHARACTER, "word": WORD, "token": TOKEN}
+
+TEXT = types.Array(uint8, 1, "C", readonly=True)
+OFFSETS = types.Array(int64, 1, "C", readonly=True)
+BYTES_1D = types.Array(uint8, 1, "C")
+BYTES_2D = types.Array(uint8, 2, "C")
+CONST_2D = types.Array(uint8, 2, "C", readonly=True)
+STEPS_2D = types.Array(uint16, 2, "C", readonly=True)
+
+BASE = np.uint64(0x9E3779B97F4A7C15 | 1)
+WORD_BASE = np.uint64(0xD6E8FEB86659FD93)
+MIX_1 = np.uint64(0xFF51AFD7ED558CCD)
+MIX_2 = np.uint64(0xC4CEB9FE1A85EC53)
+SHORT = np.uint64(0xA0761D6478BD642F)
+LINE_SEED = np.uint64(0x2545F4914F6CDD1D)
+EMPTY = np.uint32(0xFFFFFFFF)
+PLACE = np.uint32(0x9E3779B1)
+PLACE_1 = np.uint32(0x85EBCA6B)
+PLACE_2 = np.uint32(0xC2B2AE35)
+FEW_BINS = 64
+"""Up to so many full bins it is faster to try them all than to walk."""
+
+
+def _class_table() -> np.ndarray:
+    """The class of every code point below the Han characters; `_class_of` knows the rest."""
+    return np.array([character_class(code) for code in range(0x3400)], dtype=np.uint8)
+
+
+def _walks() -> np.ndarray:
+    """walks[bin] is the order in which an empty bin looks for a full one: a random order of all bins."""
+    rng = np.random.Generator(np.random.PCG64(20240229))
+    return np.stack([rng.permutation(VALUES) for _ in range(VALUES)]).astype(np.uint8)
+
+
+CLASSES = _class_table()
+WALKS = _walks()
+STEPS = (
+    np.ascontiguousarray(np.argsort(WALKS, axis=1).T.astype(np.uint16) << 8)
+    | np.arange(VALUES, dtype=np.uint16)[:, None]
+)
+"""STEPS[full, empty]: at which step the empty bin's walk comes to the full one, times 256, plus the full one."""
+
+
+@njit(uint8(int64, TEXT), cache=True, nogil=True, inline="always")
+def _class_of(code: np.int64, classes: np.ndarray) -> np.uint8:
+    if code < 0x3400:
+        return classes[code]
+    if code < 0xA000:
+        return np.uint8(2) if 0x4DC0 <= code < 0x4E00 else np.uint8(3)
+    if code < 0xAC00:
+        return np.uint8(2)
+    if code <= 0xD7AF or 0xF900 <= code <= 0xFAFF or 0x20000 <= code <= 0x3FFFF:
+        return np.uint8(3)
+    if (
+        0xFE10 <= code <= 0xFE6F
+        or 0xFF00 <= code <= 0xFF0F
+        or 0xFF1A <= code <= 0xFF20
+        or 0xFF3B <= code <= 0xFF40
+        or 0xFF5B <= code <= 0xFF65
+        or 0x1F000 <= code <= 0x1FAFF
+    ):
+        return np.uint8(1)
+    return np.uint8(2)
+
+
+@njit(uint64(uint64), cache=True, nogil=True, inline="always")
+def _mix(value: np.uint64) -> np.uint64:
+    value ^= value >> np.uint64(32)
+    value *= MIX_1
+    value ^= value >> np.uint64(29)
+    value *= MIX_2
+    return value ^ (value >> np.uint64(32))
+
+
+@njit(types.void(uint32[::1], uint64), cache=True, nogil=True, inline="always")
+def _add(minima: np.ndarray, shingle: np.uint64) -> None:
+    mixed = _mix(shingle)
+    place = mixed >> np.uint64(56)
+    value = np.uint32(mixed)
+    if value < minima[place]:
+        minima[place] = value
+
+
+@njit(types.void(uint32[::1], BYTES_1D, CONST_2D, STEPS_2D), cache=True, nogil=True)
+def _finish(minima: np.ndarray, out: np.ndarray, walks: np.ndarray, steps: np.ndarray) -> None:
+    """Fill the empty bins and store a byte of each."""
+    full = np.empty(VALUES, np.uint8)
+    count = 0
+    for place in range(VALUES):
+        if minima[place] != EMPTY:
+            full[count] = place
+            count += 1
+    if count == 0:
+        out[:] = 0
+        return
+    if count <= FEW_BINS:  # the nearest full bin on each walk, by trying all full ones
+        nearest = steps[full[0]].copy()
+        for at in range(1, count):
+            row = steps[full[at]]
+            for place in range(VALUES):  # vectorised as it stands, and not with an `if`
+                nearest[place] = min(row[place], nearest[place])
+        filled = np.empty(VALUES, np.uint32)
+        for place in range(VALUES):
+            filled[place] = minima[place] if minima[place] != EMPTY else minima[nearest[place] & 0xFF]
+        minima[:] = filled
+    elif count < VALUES:
+        filled = minima.copy()
+        for place in range(VALUES):
+            source = np.int64(place)
+            step = 0
+            while minima[source] == EMPTY:
+                source = np.int64(walks[place, step])
+                step += 1
+            filled[place] = minima[source]
+        minima[:] = filled
+    for place in range(VALUES):
+        value = minima[place] + np.uint32(place) * PLACE
+        value = (value ^ (value >> np.uint32(16))) * PLACE_1
+        value = (value ^ (value >> np.uint32(13))) * PLACE_2
+        out[place] = np.uint8(value >> np.uint32(24))
+
+
+@njit(
+    types.void(TEXT, OFFSETS, int64, int64, BYTES_2D, TEXT, CONST_2D, STEPS_2D),
+    cache=True,
+    nogil=True,
+)
+def sign_texts(
+    text: np.ndarray,
+    offsets: np.ndarray,
+    mode: int,
+    length: int,
+    out: np.ndarray,
+    classes: np.ndarray,
+    walks: np.ndarray,
+    steps: np.ndarray,
+) -> None:
+    """The signature of every text; all zeros for a text without units."""
+    minima = np.empty(VALUES, np.uint32)
+    ring = np.zeros(32, np.uint64)
+    leave = np.uint64(1)
+    for _ in range(length):
+        leave *= BASE
+    for number in range(offsets.size - 1):
+        minima[:] = EMPTY
+        ring[:] = 0
+        slot = 0
+        units = 0
+        shingle = np.uint64(0)
+        word = np.uint64(0)
+        in_word = False
+        at = offsets[number]
+        end = offsets[number + 1]
+        while at < end:
+            byte = np.int64(text[at])
+            if byte < 0x80:
+                code = byte
+                at += 1
+            elif byte < 0xE0:
+                code = ((byte & 0x1F) << 6) | (np.int64(text[at + 1]) & 0x3F)
+                at += 2
+            elif byte < 0xF0:
+                code = ((byte & 0x0F) << 12) | ((np.int64(text[at + 1]) & 0x3F) << 6) | (np.int64(text[at + 2]) & 0x3F)
+                at += 3
+            else:
+                code = (
+                    ((byte & 0x07) << 18)
+                    | ((np.int64(text[at + 1]) & 0x3F) << 12)
+                    | ((np.int64(text[at + 2]) & 0x3F) << 6)
+                    | (np.int64(text[at + 3]) & 0x3F)
+                )
+                at += 4
+            kind = _class_of(code, classes)
+            if mode == TOKEN:
+                if code == 0x5F:
+                    kind = np.uint8(LETTER)
+            elif 0x41 <= code <= 0x5A:
+                code += 0x20
+            alone = False
+            if mode == CHARACTER:
+                if kind == SPACE:
+                    continue
+                alone = True
+            elif kind == LETTER:
+                word = (word ^ np.uint64(code)) * WORD_BASE
+                word ^= word >> np.uint64(31)
+                in_word = True
+                continue
+            else:
+                alone = bool(kind > LETTER or (kind == SIGN and mode == TOKEN))
+            if in_word:
+                units += 1
+                shingle = shingle * BASE + word - ring[slot] * leave
+                ring[slot] = word
+                slot = slot + 1 if slot + 1 < length else 0
+                if units >= length:
+                    _add(minima, shingle)
+                word = np.uint64(0)
+                in_word = False
+            if alone:
+                units += 1
+                unit = np.uint64(code + 1)
+                shingle = shingle * BASE + unit - ring[slot] * leave
+                ring[slot] = unit
+                slot = slot + 1 if slot + 1 < length else 0
+                if units >= length:
+                    _add(minima, shingle)
+        if in_word:
+            units += 1
+            shingle = shingle * BASE + word - ring[slot] * leave
+            if units >= length:
+                _add(minima, shingle)
+        if 0 < units < length:
+            _add(minima, shingle + np.uint64(units) * SHORT)
+        _finish(minima, out[number], walks, steps)
+
+
+@njit(int64(TEXT, int64), cache=True, nogil=True)
+def _wide_space(text: np.ndarray, at: int) -> int:
+    """3 when a three-byte white space character begins here, else 0."""
+    first, second, third = text[at], text[at + 1], text[at + 2]
+    if first == 0xE1:
+        return 3 if second == 0x9A and third == 0x80 else 0
+    if first == 0xE3:
+        return 3 if second == 0x80 and third == 0x80 else 0
+    if second == 0x80:
+        return 3 if third <= 0x8A or third == 0xA8 or third == 0xA9 or third == 0xAF else 0
+    return 3 if second == 0x81 and third == 0x9F else 0
+
+
+@njit(types.void(TEXT, OFFSETS, BYTES_1D, int64[::1]), cache=True, nogil=True)
+def collapse_spaces(text: np.ndarray, offsets: np.ndarray, out: np.ndarray, ends: np.ndarray) -> None:
+    """What `" ".join(text.split())` makes of every text, one after the other in `out`; `ends` says where each ends."""
+    put = 0
+    for number in range(offsets.size - 1):
+        at = offsets[number]
+        end = offsets[number + 1]
+        start = put
+        pending = False
+        while at < end:
+            byte = text[at]
+            width = 0
+            if byte <= 0x20:
+                if byte == 0x20 or 0x09 <= byte <= 0x0D or byte >= 0x1C:
+                    width = 1
+            elif byte == 0xC2:
+                if text[at + 1] == 0x85 or text[at + 1] == 0xA0:
+                    width = 2
+            elif 0xE1 <= byte <= 0xE3:
+                width = _wide_space(text, at)
+            if width > 0:
+                at += width
+                pending = True
+                continue
+            if pending:
+                if put > start:
+                    out[put] = 0x20
+                    put += 1
+                pending = False
+            out[put] = byte
+            put += 1
+            at += 1
+        ends[number] = put
+
+
+@njit(int64(TEXT, int64, int64, int64, uint64[::1], int64[::1]), cache=True, nogil=True)
+def hash_lines(text: np.ndarray, start: int, end: int, min_chars: int, hashes: np.ndarray, bounds: np.ndarray) -> int:
+    """Hash every line of one text without the blanks at its ends; 0 for lines shorter than `min_chars`.
+
+    `bounds[i]` is where line i begins; `bounds[lines]` is `end + 1`. Returns the number of lines.
+    """
+    lines = 0
+    at = start
+    while True:
+        bounds[lines] = at
+        value = LINE_SEED
+        chars = 0
+        blank_value = value
+        blank_chars = 0
+        while at < end and text[at] != 0x0A:
+            byte = text[at]
+            blank = byte == 0x20 or byte == 0x09 or byte == 0x0D
+            if not (blank and chars == 0):
+                value = (value ^ np.uint64(byte)) * WORD_BASE
+                value ^= value >> np.uint64(31)
+                if byte < 0x80 or byte >= 0xC0:
+                    chars += 1
+                if not blank:
+                    blank_value = value
+                    blank_chars = chars
+            at += 1
+        hashes[lines] = max(_mix(blank_value), np.uint64(1)) if blank_chars >= min_chars else np.uint64(0)
+        lines += 1
+        if at >= end:
+            bounds[lines] = end + 1
+            return lines
+        at += 1
+
+
+@njit(int64(TEXT, OFFSETS, int64, uint64[::1]), cache=True, nogil=True)
+def distinct_lines(text: np.ndarray, offsets: np.ndarray, min_chars: int, out: np.ndarray) -> int:
+    """The line hashes of every text, each once per text, in `out`. Returns how many."""
+    put = 0
+    for number in range(offsets.size - 1):
+        start, end = offsets[number], offsets[number + 1]
+        most = 1
+        for at in range(start, end):
+            most += text[at] == 0x0A
+        hashes = np.empty(most, np.uint64)
+        bounds = np.empty(most + 1, np.int64)
+        lines = hash_lines(text, start, end, min_chars, hashes, bounds)
+        hashes[:lines].sort()
+        last = np.uint64(0)
+        for at in range(lines):
+            if hashes[at] != last:
+                last = hashes[at]
+                out[put] = last
+                put += 1
+    return put
+
+
+@njit(
+    int64(TEXT, OFFSETS, int64, types.Array(uint64, 1, "C", readonly=True), BYTES_1D, int64[::1]),
+    cache=True,
+    nogil=True,
+)
+def remove_lines(
+    text: np.ndarray, offsets: np.ndarray, min_chars: int, frequent: np.ndarray, out: np.ndarray, ends: np.ndarray
+) -> int:
+    """Every text without its frequent lines, one after the other in `out`. Returns the number of changed texts."""
+    put = 0
+    changed = 0
+    for number in range(offsets.size - 1):
+        start, end = offsets[number], offsets[number + 1]
+        most = 1
+        for at in range(start, end):
+            most += text[at] == 0x0A
+        hashes = np.empty(most, np.uint64)
+        bounds = np.empty(most + 1, np.int64)
+        lines = hash_lines(text, start, end, min_chars, hashes, bounds)
+        begin = put
+        kept = 0
+        for line in range(lines):
+            value = hashes[line]
+            if value != 0:
+                place = np.searchsorted(frequent, value)
+                if place < frequent.size and frequent[place] == value:
+                    continue
+            if kept:
+                out[put] = 0x0A
+                put += 1
+            kept += 1
+            for at in range(bounds[line], bounds[line + 1] - 1):
+                out[put] = text[at]
+                put += 1
+        changed += put - begin != end - start
+        ends[number] = put
+    return changed

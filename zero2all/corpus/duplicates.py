@@ -1,0 +1,169 @@
+"""The dedup step of a build: the search over all sources, and its outcome in terms of gids.
+
+    .build/<inputs>/drop-00000.npy   which records of a segment are dropped, and why      (written by dedup/)
+                    clusters.npy     (kept, dropped) pairs by document number             (written by dedup/)
+                    gids.npy         document number -> gid
+                    clusters.jsonl   which record was kept for which; moved to `corpus/clusters.jsonl` at the end
+                    found.json       last: the step is done
+
+Once `found.json` is there, the segments of a source are needed only until that source is finished.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zero2all.common import jsonio
+from zero2all.common.files import PARTIAL_MARK, read_json, write_json
+from zero2all.corpus.dedup.cluster import CLUSTERS_NAME as PAIRS_NAME
+from zero2all.corpus.dedup.cluster import NEAR_DUPLICATE, find_duplicates
+from zero2all.corpus.dedup.config import DedupConfig, jaccard_estimate
+from zero2all.corpus.dedup.index import read_index
+from zero2all.corpus.engine import Engine
+from zero2all.corpus.record import ORDINAL_BITS
+from zero2all.corpus.segments import Segment, first_ordinals
+from zero2all.corpus.split import Split, SplitChoice
+
+CLUSTERS_NAME = "clusters.jsonl"
+GIDS_NAME = "gids.npy"
+FOUND_NAME = "found.json"
+DROP_REASONS = {1: "duplicate", 2: "near_duplicate"}
+"""Why dedup drops a record, by the number in its list."""
+PIECE_ROWS = 1 << 16
+
+
+@dataclass(frozen=True)
+class SourceSegments:
+    """The segments of one source and the number that makes its gids."""
+
+    name: str
+    number: int
+    segments: Sequence[Segment]
+
+
+@dataclass(frozen=True)
+class Duplicates:
+    """The outcome of a finished search."""
+
+    folder: Path
+    first_segment: Mapping[str, int]
+    """Name of a source -> position of its first segment among all."""
+    first_documents: Sequence[int]
+    """Number of the first document of each segment."""
+    facts: Mapping[str, Any]
+    """Counts for the report."""
+
+    def drop_path(self, source: str, segment: int) -> Path:
+        """The list of a segment: a byte for each kept record, 0 where it stays."""
+        return self.folder / f"drop-{self.first_segment[source] + segment:05d}.npy"
+
+    def first_document(self, source: str, segment: int) -> int:
+        """Number of the first record of a segment over all sources."""
+        return self.first_documents[self.first_segment[source] + segment]
+
+    def kept_for(self, documents: Sequence[int]) -> dict[int, int]:
+        """Document number -> gid of the record that was kept for it; for a few documents."""
+        pairs = np.load(self.folder / PAIRS_NAME, mmap_mode="r")
+        gids = np.load(self.folder / GIDS_NAME, mmap_mode="r")
+        wanted = np.array(sorted(documents), np.uint32)
+        found: dict[int, int] = {}
+        for start in range(0, len(pairs) if len(wanted) else 0, PIECE_ROWS):
+            piece = np.array(pairs[start : start + PIECE_ROWS])
+            for row in piece[np.isin(piece["member"], wanted)]:
+                found[int(row["member"])] = int(gids[row["kept"]])
+        return found
+
+
+def read_duplicates(folder: Path) -> Duplicates | None:
+    """The outcome of a search that was finished; None when it was not."""
+    try:
+        found = read_json(folder / FOUND_NAME)
+    except FileNotFoundError:
+        return None
+    return Duplicates(folder, found["first_segment"], found["first_documents"], found["facts"])
+
+
+def search_duplicates(
+    folder: Path, sources: Sequence[SourceSegments], config: DedupConfig, valid_share: float, engine: Engine
+) -> Duplicates:
+    """Search the records of all sources; goes on where an interrupted search stopped."""
+    owners = [source.name for source in sources for _ in source.segments]
+    splits = {}
+    if config.near == "held_out":
+        splits = {source.name: split_before_dedup(source.segments, valid_share) for source in sources}
+
+    def held_out(unit: int, rows: np.ndarray) -> np.ndarray:
+        return splits[owners[unit]].is_valid(rows["digest"][:, 0].astype(np.uint64))
+
+    units = [segment.folder for source in sources for segment in source.segments]
+    if not any(segment.kept for source in sources for segment in source.segments):
+        config = replace(config, exact=False, near="off")  # nothing to compare
+    result = find_duplicates(units, folder, config, engine=engine, held_out=held_out)
+    _write_gids(folder / GIDS_NAME, sources, result.documents)
+    _write_clusters(folder)
+    first_segment = {name: owners.index(name) for name in dict.fromkeys(owners)}
+    facts = {"documents": result.documents, "clusters": result.clusters, "exact": result.exact, "near": result.near}
+    write_json(
+        folder / FOUND_NAME,
+        {"first_segment": first_segment, "first_documents": list(result.first_ids), "facts": facts},
+    )
+    return Duplicates(folder, first_segment, result.first_ids, facts)
+
+
+def split_before_dedup(segments: Sequence[Segment], valid_share: float) -> Split:
+    """How a source is split when all its records are taken into account, duplicates too."""
+    choice = SplitChoice(valid_share)
+    for segment in segments:
+        choice.look(read_index(segment.folder)["digest"][:, 0].astype(np.uint64))
+    return choice.result()
+
+
+def _write_gids(path: Path, sources: Sequence[SourceSegments], documents: int) -> None:
+    gids = np.lib.format.open_memmap(path, mode="w+", dtype=np.uint64, shape=(documents,))
+    at = 0
+    for source in sources:
+        first_gid = source.number << ORDINAL_BITS
+        for segment, first in zip(source.segments, first_ordinals(source.segments), strict=True):
+            ordinals = read_index(segment.folder)["ordinal"]
+            gids[at : at + len(ordinals)] = ordinals + np.uint64(first_gid + first)
+            at += len(ordinals)
+    gids.flush()
+
+
+def _write_clusters(folder: Path) -> None:
+    partial = folder / f"{CLUSTERS_NAME}{PARTIAL_MARK}{os.getpid()}"
+    with open(partial, "wb", buffering=1 << 20) as file:
+        for kept, dropped in _clusters(folder):
+            file.write(jsonio.dumps_line({"kept": kept, "dropped": dropped}))
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(folder / CLUSTERS_NAME)
+
+
+def _clusters(folder: Path) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """The gid of each record that others were dropped for, and those others."""
+    pairs = np.load(folder / PAIRS_NAME, mmap_mode="r")
+    gids = np.load(folder / GIDS_NAME, mmap_mode="r")
+    current: int | None = None
+    members: list[dict[str, Any]] = []
+    for start in range(0, len(pairs), PIECE_ROWS):
+        piece = np.array(pairs[start : start + PIECE_ROWS])
+        kept_gids, member_gids = gids[piece["kept"]].tolist(), gids[piece["member"]].tolist()
+        matches, reasons = piece["matches"].tolist(), piece["reason"].tolist()
+        for kept, member, reason, equal in zip(kept_gids, member_gids, reasons, matches, strict=True):
+            if kept != current:
+                if current is not None:
+                    yield current, members
+                current, members = kept, []
+            entry = {"gid": member, "reason": DROP_REASONS[reason]}
+            if reason == NEAR_DUPLICATE:
+                entry["similarity"] = 1.0 if equal == 255 else round(jaccard_estimate(equal), 3)
+            members.append(entry)
+    if current is not None:
+        yield current, members

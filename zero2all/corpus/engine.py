@@ -1,0 +1,385 @@
+"""Where corpus work runs: in this process, in worker processes on this machine, or as Ray tasks on many.
+
+    with open_engine(EngineConfig(workers=8)) as engine:
+        for number, result in engine.run(function, tasks, on_bytes=bar.advance):
+            ...
+
+A task is a picklable value, `function` a module-level function of one task. Results come in the order they are
+finished, each with the position of its task. What a task writes must depend on the task alone and must appear whole
+or not at all, because a task may be done twice: a worker that is killed has its task redone, here by opening a new
+pool (`concurrent.futures`), on Ray by Ray (`max_retries`). Scheduling itself is theirs, not ours.
+
+Local workers come from a fork server that has imported what they need once, so their memory is mostly shared, and
+end themselves when their parent is gone. One worker means no worker: the tasks run in the calling process. As always
+with worker processes, a script of one's own must call from under `if __name__ == "__main__":`.
+
+On Ray every node must have zero2all installed and see inputs and workspace under the same paths: a shared file system,
+or inputs behind fsspec.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, Protocol, TypeVar
+
+from zero2all.common.errors import BadInputError, UsageError
+from zero2all.common.progress import Bar
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+OnBytes = Callable[[int], None]
+EngineKind = Literal["local", "ray"]
+
+RETRIES = 3
+"""How often work is tried again when a worker dies without any task having been finished in between."""
+POLL_SECONDS = 0.2
+PRELOADED = ("zero2all.corpus.ingest", "zero2all.corpus.finish", "zero2all.corpus.warm")
+ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
+"""Workers are processes; threads of numerical libraries inside them would only cost memory."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What runs the tasks."""
+
+    kind: EngineKind = "local"
+    """`local`: worker processes on this machine. `ray`: Ray Core tasks."""
+    workers: int | None = None
+    """How many tasks run at a time. None: one per core (local), one per CPU of the cluster (ray)."""
+    address: str | None = None
+    """Address of a Ray cluster, such as `auto` or `10.0.0.1:6379`. None: Ray is started on this machine."""
+
+    def problems(self) -> list[str]:
+        """Everything wrong with these settings, one sentence each."""
+        found = []
+        if self.kind not in ("local", "ray"):
+            found.append(f"the engine is '{self.kind}'; expected local or ray")
+        if self.workers is not None and self.workers < 1:
+            found.append(f"workers is {self.workers}; expected at least 1")
+        if self.address is not None and self.kind != "ray":
+            found.append(f"an address ({self.address}) was given, which only the ray engine uses: add --engine ray")
+        return found
+
+
+class Engine(Protocol):
+    """Runs a function over tasks."""
+
+    workers: int
+
+    def run(
+        self, function: Callable[[Task], Result], tasks: Sequence[Task], on_bytes: OnBytes | None = None
+    ) -> Iterator[tuple[int, Result]]:
+        """Results with the position of their task, as they are finished; `on_bytes` hears what `advance` is told."""
+
+
+class Shown:
+    """An engine whose finished tasks move a bar; for steps that do not count bytes."""
+
+    def __init__(self, engine: Engine, bar: Bar) -> None:
+        self.workers = engine.workers
+        self._engine, self._bar = engine, bar
+
+    def run(
+        self, function: Callable[[Task], Result], tasks: Sequence[Task], on_bytes: OnBytes | None = None
+    ) -> Iterator[tuple[int, Result]]:
+        """As the engine does."""
+        for number, result in self._engine.run(function, tasks, on_bytes):
+            self._bar.advance(1)
+            yield number, result
+
+
+def open_engine(config: EngineConfig) -> AbstractContextManager[Engine]:
+    """The engine that `config` asks for; processes are started with the first tasks and ended with the context."""
+    problems = config.problems()
+    if problems:
+        raise UsageError(f"The engine cannot be started: {'; '.join(problems)}.")
+    if config.kind == "ray":
+        return _RayEngine(config)
+    workers = config.workers or available_cores()
+    return _InProcess() if workers == 1 else _Processes(workers)
+
+
+def run_tasks(
+    function: Callable[[Task], Result],
+    tasks: Sequence[Task],
+    engine: EngineKind = "local",
+    workers: int | None = None,
+    address: str | None = None,
+) -> Iterator[tuple[int, Result]]:
+    """Run `tasks` on an engine opened for them alone."""
+    with open_engine(EngineConfig(engine, workers, address)) as opened:
+        yield from opened.run(function, tasks)
+
+
+def available_cores() -> int:
+    """Cores this process may use, which in a container can be fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# ---- inside a worker ------------------------------------------------------------------------------------------
+
+
+class StoppedError(Exception):
+    """The build ends; a worker in the middle of a task need not finish it."""
+
+
+_advance: OnBytes | None = None
+
+
+def advance(amount: int) -> None:
+    """Called by a running task: so many more raw bytes are done. Raises when the build has been stopped meanwhile."""
+    if _advance is not None:
+        _advance(amount)
+
+
+@contextlib.contextmanager
+def _advancing(report: OnBytes | None) -> Iterator[None]:
+    global _advance
+    before, _advance = _advance, report
+    try:
+        yield
+    finally:
+        _advance = before
+
+
+# ---- in this process ------------------------------------------------------------------------------------------
+
+
+class _InProcess:
+    workers = 1
+
+    def __enter__(self) -> _InProcess:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        return None
+
+    def run(
+        self, function: Callable[[Task], Result], tasks: Sequence[Task], on_bytes: OnBytes | None = None
+    ) -> Iterator[tuple[int, Result]]:
+        for number, task in enumerate(tasks):
+            with _advancing(on_bytes):
+                result = function(task)
+            yield number, result
+
+
+# ---- worker processes -----------------------------------------------------------------------------------------
+
+
+class _Processes:
+    """A pool of processes, opened again when one of them was killed."""
+
+    def __init__(self, workers: int) -> None:
+        self.workers = workers
+        methods = multiprocessing.get_all_start_methods()
+        self._context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
+        self._done = self._context.Value("q", 0)
+        self._stop = self._context.Value("b", 0)
+        self._told = 0
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> _Processes:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._stop.value = 1
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def run(
+        self, function: Callable[[Task], Result], tasks: Sequence[Task], on_bytes: OnBytes | None = None
+    ) -> Iterator[tuple[int, Result]]:
+        todo = deque(range(len(tasks)))
+        running: dict[Future[Result], int] = {}
+        failures = 0
+        try:
+            while todo or running:
+                try:
+                    while todo and len(running) < 2 * self.workers:
+                        running[self._opened_pool().submit(function, tasks[todo[0]])] = todo[0]
+                        todo.popleft()
+                    finished, _ = wait(running, POLL_SECONDS, FIRST_COMPLETED)
+                    self._tell(on_bytes)
+                    for future in finished:
+                        result = future.result()
+                        number = running.pop(future)
+                        failures = 0
+                        yield number, result
+                except BrokenProcessPool as error:
+                    failures += 1
+                    if failures > RETRIES:
+                        raise _workers_die(failures) from error
+                    self._pool = None
+                    todo.extendleft(sorted(running.values(), reverse=True))
+                    running.clear()
+        finally:
+            for future in running:
+                future.cancel()
+        self._tell(on_bytes)
+
+    def _opened_pool(self) -> ProcessPoolExecutor:
+        if self._pool is None:
+            for name in ONE_THREAD:
+                os.environ.setdefault(name, "1")
+            if self._context.get_start_method() == "forkserver":
+                self._context.set_forkserver_preload(list(PRELOADED))
+            self._pool = ProcessPoolExecutor(
+                self.workers, self._context, initializer=_start_worker, initargs=(self._done, self._stop)
+            )
+        return self._pool
+
+    def _tell(self, on_bytes: OnBytes | None) -> None:
+        done = self._done.value
+        if on_bytes is not None and done > self._told:
+            on_bytes(done - self._told)
+        self._told = done
+
+
+def _start_worker(done: Any, stop: Any) -> None:
+    """First thing in a worker process."""
+    global _advance
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then tells us to stop
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+
+    def report(amount: int) -> None:
+        with done.get_lock():
+            done.value += amount
+        if stop.value:
+            raise StoppedError("the build was stopped")
+
+    _advance = report
+
+
+def _end_with(parent_sentinel: int) -> None:
+    """Wait for the parent to disappear, and go too: an orphan would go on writing beside the next build."""
+    import multiprocessing.connection
+
+    multiprocessing.connection.wait([parent_sentinel])
+    os._exit(1)
+
+
+def _workers_die(times: int) -> BadInputError:
+    return BadInputError(
+        f"Worker processes were killed {times} times in a row without finishing a task. Most often the machine has run "
+        f"out of memory: give a smaller --workers. What was finished is kept; run the same command to continue."
+    )
+
+
+# ---- Ray ------------------------------------------------------------------------------------------------------
+
+
+class _RayEngine:
+    """Ray Core tasks."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._ray: Any = None
+        self._started = False
+        self._counter: Any = None
+        self._told = 0
+        self.workers = config.workers or 1
+
+    def __enter__(self) -> _RayEngine:
+        self._ray = ray = _import_ray()
+        if not ray.is_initialized():
+            local = {} if self._config.address else {"num_cpus": self._config.workers or available_cores()}
+            try:
+                ray.init(
+                    address=self._config.address or "local",
+                    log_to_driver=False,
+                    include_dashboard=False if local else None,
+                    logging_level="warning",
+                    **local,
+                )
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                raise BadInputError(
+                    f"Ray at {self._config.address or 'this machine'} cannot be reached: {error}. Start a cluster with "
+                    f"`ray start --head` and give its address with --address, or leave --address out."
+                ) from error
+            self._started = True
+        self.workers = self._config.workers or max(1, int(ray.cluster_resources().get("CPU", 1)))
+        self._counter = ray.remote(num_cpus=0)(_Counter).remote()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._started:
+            self._ray.shutdown()
+
+    def run(
+        self, function: Callable[[Task], Result], tasks: Sequence[Task], on_bytes: OnBytes | None = None
+    ) -> Iterator[tuple[int, Result]]:
+        ray = self._ray
+        remote = ray.remote(num_cpus=1, max_retries=RETRIES)(_call)
+        todo = deque(range(len(tasks)))
+        running: dict[Any, int] = {}
+        try:
+            while todo or running:
+                while todo and len(running) < (self._config.workers or 2 * self.workers):
+                    number = todo.popleft()
+                    running[remote.remote(function, tasks[number], self._counter)] = number
+                finished, _ = ray.wait(list(running), num_returns=1, timeout=POLL_SECONDS * 5)
+                self._tell(on_bytes)
+                for reference in finished:
+                    try:
+                        result = ray.get(reference)
+                    except ray.exceptions.WorkerCrashedError as error:
+                        raise _workers_die(RETRIES + 1) from error
+                    except ray.exceptions.RayTaskError as error:
+                        raise (error.cause if isinstance(error.cause, Exception) else error) from error
+                    yield running.pop(reference), result
+        finally:
+            for reference in running:
+                ray.cancel(reference, force=True)
+        self._tell(on_bytes)
+
+    def _tell(self, on_bytes: OnBytes | None) -> None:
+        done = self._ray.get(self._counter.read.remote())
+        if on_bytes is not None and done > self._told:
+            on_bytes(done - self._told)
+        self._told = done
+
+
+class _Counter:
+    """Counts bytes for all nodes; becomes a Ray actor."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def add(self, amount: int) -> None:
+        """So many more bytes are done."""
+        self.total += amount
+
+    def read(self) -> int:
+        """Bytes done so far."""
+        return self.total
+
+
+def _call(function: Callable[[Task], Result], task: Task, counter: Any) -> Result:
+    """Runs on a Ray worker."""
+    with _advancing(lambda amount: counter.add.remote(amount)):
+        return function(task)
+
+
+def _import_ray() -> Any:
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anybody
+    try:
+        import ray
+    except ImportError as error:
+        raise UsageError(
+            "The ray engine needs Ray, which is not installed: pip install 'zero2all[ray]', or leave --engine out."
+        ) from error
+    return ray

@@ -1,0 +1,347 @@
+"""Finish: segments and the list of duplicates -> numbered shards, samples of what was dropped, a source's report.
+
+Which record stands in which shard is worked out first, from the lengths of the lines; then every shard is a task of its
+own, so shards are written in parallel and an interrupted build goes on with those that are missing. They are written
+under `.build` and moved, as a whole folder with its manifest, to `corpus/<source>`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from zero2all.common import jsonio
+from zero2all.common.files import PARTIAL_MARK, crc32c_of, fsync_folder, fsync_tree, sweep_partials
+from zero2all.common.manifest import write_manifest
+from zero2all.common.records import SPLITS
+from zero2all.corpus.dedup.index import read_index
+from zero2all.corpus.duplicates import DROP_REASONS, Duplicates, SourceSegments, split_before_dedup
+from zero2all.corpus.engine import advance
+from zero2all.corpus.options import BuildOptions
+from zero2all.corpus.record import make_gid, numbered, numbers_bytes
+from zero2all.corpus.report import LENGTH_BUCKETS, Tally, check_identity
+from zero2all.corpus.scripts import SCRIPTS
+from zero2all.corpus.segments import DROPPED_NAME, LAYOUT_NAME, RECORDS_NAME, Segment, first_ordinals
+from zero2all.corpus.shards import shard_name, write_shard
+from zero2all.corpus.split import Split, SplitChoice
+
+DROPPED_FOLDER = "dropped"
+SAMPLES_PER_RULE = 200
+SAMPLE_CHARS = 400
+EXAMPLES = 3
+EXAMPLE_CHARS = 300
+READ_BYTES = 1 << 20
+
+
+class Stretch(NamedTuple):
+    """Some rows of one segment."""
+
+    folder: Path
+    drops: Path | None
+    """The list of dedup for this segment: a byte per record, 0 where it stays. None: all stay."""
+    first_ordinal: int
+    """Ordinal of the segment's first item in its source."""
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class ShardTask:
+    """Everything a worker needs to write one shard."""
+
+    path: Path
+    shard_format: str
+    source_number: int
+    held_out: bool
+    split: Split
+    stretches: tuple[Stretch, ...]
+    records: int
+    line_bytes: int
+
+
+class ShardFacts(NamedTuple):
+    """A shard that has been written."""
+
+    size_bytes: int
+    crc32c: str
+
+
+def finish_shard(task: ShardTask) -> ShardFacts:
+    """Write one shard, unless an earlier attempt did."""
+    if task.path.is_file():
+        advance(task.line_bytes)
+    else:
+        sweep_partials(task.path)
+        written = write_shard(task.path, task.shard_format, _lines_of(task))
+        if written != task.records:
+            raise AssertionError(f"{task.path} should have {task.records} records and got {written}")
+    return ShardFacts(task.path.stat().st_size, crc32c_of(task.path))
+
+
+def _lines_of(task: ShardTask) -> Iterator[list[bytes]]:
+    """The numbered lines of a shard, some at a time."""
+    for stretch in task.stretches:
+        rows = _Rows(stretch.folder, stretch.drops, stretch.first_ordinal, stretch.start, stretch.end)
+        chosen = np.flatnonzero(rows.keep & (task.split.is_valid(rows.digests) == task.held_out))
+        for some, lines in rows.read(chosen):
+            pairs = zip(lines, rows.ordinals[some].tolist(), strict=True)
+            batch = [numbered(line, task.source_number, ordinal) for line, ordinal in pairs]
+            advance(sum(map(len, batch)))
+            yield batch
+
+
+def iter_dropped(corpus: Path, source: str, rule: str) -> Iterator[dict[str, Any]]:
+    """Samples of what a rule dropped from a source: at most 200, in input order."""
+    path = corpus / source / DROPPED_FOLDER / f"{rule}.jsonl"
+    if path.is_file():
+        with open(path, "rb") as file:
+            yield from map(jsonio.loads, file)
+
+
+class _Rows:
+    """The kept records of a segment, or a stretch of them."""
+
+    def __init__(self, folder: Path, drops: Path | None, first_ordinal: int, start: int = 0, end: int | None = None):
+        self.folder = folder
+        index = np.array(read_index(folder)[start:end])
+        layout = np.load(folder / LAYOUT_NAME)
+        self.text_bytes = index["text_bytes"].astype(np.int64)
+        self.digests = index["digest"][:, 0].astype(np.uint64)
+        self.ordinals = index["ordinal"].astype(np.int64) + first_ordinal
+        self.line_bytes = layout["line_bytes"].astype(np.int64)[start:end]
+        self.scripts = layout["script"][start:end]
+        before = int(layout["line_bytes"][:start].sum(dtype=np.int64))
+        self.offsets = before + np.cumsum(self.line_bytes) - self.line_bytes
+        self.drops = np.load(drops)[start:end] if drops is not None else np.zeros(len(index), np.uint8)
+        self.keep = self.drops == 0
+
+    def read(self, rows: np.ndarray) -> Iterator[tuple[np.ndarray, list[bytes]]]:
+        """Some rows, in order, a piece at a time: which they are, and their lines."""
+        starts = self.offsets[rows]
+        ends = starts + self.line_bytes[rows]
+        # A piece is cut where lines are left out, and every so many bytes.
+        cuts = np.flatnonzero((starts[1:] != ends[:-1]) | (starts[1:] // READ_BYTES != starts[:-1] // READ_BYTES)) + 1
+        with open(self.folder / RECORDS_NAME, "rb", buffering=0) as file:
+            for first, end in itertools.pairwise([0, *cuts.tolist(), len(rows)]):
+                if first == end:
+                    continue
+                at = int(starts[first])
+                data = os.pread(file.fileno(), int(ends[end - 1]) - at, at)
+                bounds = zip((starts[first:end] - at).tolist(), (ends[first:end] - at).tolist(), strict=True)
+                yield rows[first:end], [data[start:stop] for start, stop in bounds]
+
+    def records(self, rows: np.ndarray) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Some rows with their records; for a few."""
+        for some, lines in self.read(rows):
+            yield from zip(some.tolist(), map(jsonio.loads, lines), strict=True)
+
+
+class SourceFinish:
+    """One source on its way from segments to its final folder."""
+
+    def __init__(
+        self, source: SourceSegments, final: Path, work: Path, duplicates: Duplicates | None, options: BuildOptions
+    ) -> None:
+        self.source, self.segments = source, source.segments
+        self.final, self.work, self.duplicates, self.options = final, work, duplicates, options
+        self.tally = Tally()
+        self.lengths = np.zeros(LENGTH_BUCKETS, np.int64)
+        self.script_records = np.zeros(len(SCRIPTS), np.int64)
+        self.script_bytes = np.zeros(len(SCRIPTS), np.int64)
+        self._first_ordinals = first_ordinals(self.segments)
+        self._split = self._count()
+        self.tasks = self._plan()
+        self.facts: dict[Path, ShardFacts] = {}
+
+    def _count(self) -> Split:
+        """Count what stays and what goes; how the source is split follows from what stays."""
+        choice = SplitChoice(self.options.valid_share)
+        for number, segment in enumerate(self.segments):
+            self.tally.add(segment.state["tally"])
+            rows = self._rows(number)
+            for value, reason in DROP_REASONS.items():
+                dropped = rows.drops == value
+                self.tally.drop_kept(reason, int(dropped.sum()), int(rows.text_bytes[dropped].sum()))
+            text_bytes = rows.text_bytes[rows.keep]
+            scripts = rows.scripts[rows.keep]
+            buckets = np.log2(np.maximum(text_bytes, 1)).astype(np.int64)
+            self.lengths += np.bincount(buckets, minlength=LENGTH_BUCKETS)
+            self.script_records += np.bincount(scripts, minlength=len(SCRIPTS))
+            self.script_bytes += np.bincount(scripts, weights=text_bytes, minlength=len(SCRIPTS)).astype(np.int64)
+            choice.look(rows.digests[rows.keep])
+        found = int(self.lengths.sum()), int(self.script_bytes.sum())
+        if found != (self.tally.records_kept, self.tally.bytes_kept):
+            raise AssertionError(
+                f"source {self.source.name}: the index has {found[0]} records of {found[1]} bytes, the counts say "
+                f"{self.tally.records_kept} and {self.tally.bytes_kept}. This is a bug in the corpus stage."
+            )
+        if self.options.dedup.near == "held_out":  # the search went by this split
+            return split_before_dedup(self.segments, self.options.valid_share)
+        return choice.result()
+
+    def _plan(self) -> list[ShardTask]:
+        plans = {name: _SplitPlan(self.options.shard_bytes) for name in SPLITS}
+        for number in range(len(self.segments)):
+            rows = self._rows(number)
+            lengths = rows.line_bytes + numbers_bytes(self.source.number, rows.ordinals)
+            is_valid = self._split.is_valid(rows.digests)
+            stretch = Stretch(rows.folder, self._drop_path(number), self._first_ordinals[number], 0, len(lengths))
+            for name, plan in plans.items():
+                plan.add(stretch, np.flatnonzero(rows.keep & (is_valid == (name == "valid"))), lengths)
+        return [
+            ShardTask(
+                self.work / name / shard_name(number, self.options.format),
+                self.options.format,
+                self.source.number,
+                name == "valid",
+                self._split,
+                tuple(shard.stretches),
+                shard.records,
+                shard.line_bytes,
+            )
+            for name, plan in plans.items()
+            for number, shard in enumerate(plan.shards)
+        ]
+
+    def take(self, task: ShardTask, facts: ShardFacts) -> bool:
+        """Note a shard that is written; True when it was the last."""
+        self.facts[task.path] = facts
+        return len(self.facts) == len(self.tasks)
+
+    def commit(self, inputs: str, content: dict[str, Any], report: dict[str, Any]) -> None:
+        """Add samples and manifest, and put the folder in its place."""
+        held_out = sum(task.records for task in self.tasks if task.held_out)
+        for name in SPLITS:
+            (self.work / name).mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(self.work / DROPPED_FOLDER, ignore_errors=True)
+        samples = self._write_samples()
+        report = {
+            **self.tally.as_report(),
+            "train_records": sum(task.records for task in self.tasks) - held_out,
+            "valid_records": held_out,
+            **report,
+            "length_histogram": {f"{1 << bucket}": int(count) for bucket, count in enumerate(self.lengths) if count},
+            "scripts": {
+                SCRIPTS[number]: {"records": int(self.script_records[number]), "bytes": int(self.script_bytes[number])}
+                for number in np.argsort(-self.script_bytes, kind="stable")
+                if self.script_records[number]
+            },
+            "examples": {"kept": self._examples(), "dropped": samples},
+        }
+        check_identity(self.source.name, report)
+        known = {
+            path.relative_to(self.work).as_posix(): {"bytes": facts.size_bytes, "crc32c": facts.crc32c}
+            for path, facts in self.facts.items()
+        }
+        write_manifest(self.work, "corpus", inputs, {**content, "report": report}, known)
+        fsync_tree(self.work)
+        if self.final.exists():
+            old = self.final.with_name(f"{self.final.name}{PARTIAL_MARK}old-{os.getpid()}")
+            self.final.rename(old)
+            self.work.rename(self.final)
+            shutil.rmtree(old)
+        else:
+            self.work.rename(self.final)
+        fsync_folder(self.final.parent)
+
+    def _rows(self, number: int) -> _Rows:
+        return _Rows(self.segments[number].folder, self._drop_path(number), self._first_ordinals[number])
+
+    def _drop_path(self, number: int) -> Path | None:
+        return self.duplicates.drop_path(self.source.name, number) if self.duplicates is not None else None
+
+    def _write_samples(self) -> dict[str, list[str]]:
+        """`dropped/RULE.jsonl`: the first samples of each rule over the whole source; returns a few of each."""
+        folder = self.work / DROPPED_FOLDER
+        counts: Counter[str] = Counter()
+        examples: dict[str, list[str]] = {}
+        for number, segment in enumerate(self.segments):
+            for sample in [*self._rule_samples(number, segment), *self._duplicate_samples(number, counts)]:
+                rule = sample.pop("rule")
+                if counts[rule] < SAMPLES_PER_RULE:
+                    counts[rule] += 1
+                    folder.mkdir(parents=True, exist_ok=True)
+                    with open(folder / f"{rule}.jsonl", "ab") as file:
+                        file.write(jsonio.dumps_line(sample))
+                    if counts[rule] <= EXAMPLES:
+                        examples.setdefault(rule, []).append(sample["excerpt"][:EXAMPLE_CHARS])
+        return dict(sorted(examples.items()))
+
+    def _rule_samples(self, number: int, segment: Segment) -> Iterator[dict[str, Any]]:
+        with open(segment.folder / DROPPED_NAME, "rb") as file:
+            for line in file:
+                sample = jsonio.loads(line)
+                ordinal = self._first_ordinals[number] + sample.pop("item")
+                yield {"gid": make_gid(self.source.number, ordinal), **sample}
+
+    def _duplicate_samples(self, number: int, counts: Counter[str]) -> Iterator[dict[str, Any]]:
+        if self.duplicates is None or all(counts[reason] >= SAMPLES_PER_RULE for reason in DROP_REASONS.values()):
+            return
+        rows = self._rows(number)
+        first = self.duplicates.first_document(self.source.name, number)
+        for value, reason in DROP_REASONS.items():
+            wanted = np.flatnonzero(rows.drops == value)[: SAMPLES_PER_RULE - counts[reason]]
+            kept = self.duplicates.kept_for((wanted + first).tolist())
+            for row, record in rows.records(wanted):
+                yield {
+                    "gid": make_gid(self.source.number, int(rows.ordinals[row])),
+                    "rule": reason,
+                    "kept_gid": kept.get(first + row),
+                    "title": record["title"][:SAMPLE_CHARS],
+                    "chars": len(record["content"]),
+                    "excerpt": record["content"][:SAMPLE_CHARS],
+                }
+
+    def _examples(self) -> list[str]:
+        found: list[str] = []
+        for number in range(len(self.segments)):
+            rows = self._rows(number)
+            first = np.flatnonzero(rows.keep)[: EXAMPLES - len(found)]
+            found += [record["content"][:EXAMPLE_CHARS] for _, record in rows.records(first)]
+            if len(found) >= EXAMPLES:
+                break
+        return found
+
+
+@dataclass
+class _PlannedShard:
+    stretches: list[Stretch]
+    records: int = 0
+    line_bytes: int = 0
+
+
+class _SplitPlan:
+    """Cuts the records of one split into shards: a shard ends before it would grow past `shard_bytes`."""
+
+    def __init__(self, shard_bytes: int) -> None:
+        self.shard_bytes = shard_bytes
+        self.shards: list[_PlannedShard] = []
+
+    def add(self, stretch: Stretch, rows: np.ndarray, lengths: np.ndarray) -> None:
+        """Append some rows of a segment; `lengths` are those of all its lines."""
+        at = 0
+        sums = np.cumsum(lengths[rows])
+        before = 0
+        while at < len(rows):
+            if not self.shards:
+                self.shards.append(_PlannedShard([]))
+            shard = self.shards[-1]
+            room = self.shard_bytes - shard.line_bytes
+            end = int(np.searchsorted(sums, before + room, side="right"))
+            if end <= at and shard.records:
+                self.shards.append(_PlannedShard([]))
+                continue
+            end = max(end, at + 1)  # a record above the size of a shard has one to itself
+            shard.stretches.append(stretch._replace(start=int(rows[at]), end=int(rows[end - 1]) + 1))
+            shard.records += end - at
+            shard.line_bytes += int(sums[end - 1]) - before
+            before = int(sums[end - 1])
+            at = end

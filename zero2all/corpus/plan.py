@@ -1,0 +1,327 @@
+"""Planning: what each source consists of, how its rows are read, and into which pieces of work it is cut.
+
+A look into the first rows of some files settles the channel, where none was given, and shows which fields will be
+used; with that, everything that decides what ingest writes is known and named (`inputs`). Only a source that has to be
+read is then cut into tasks: small files are gathered into tasks of about `unit_bytes`; a larger file is planned by its
+reader, which splits what can be split. That can take a pass over the file, so it is done by the engine and kept in
+`plan.json`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from zero2all.common.errors import BadInputError
+from zero2all.common.files import human_bytes, read_json, write_json
+from zero2all.common.manifest import fingerprint
+from zero2all.corpus.engine import Engine, advance
+from zero2all.corpus.ingest import PEEKED_ROWS, SEGMENT_BYTES, SEGMENT_ITEMS, IngestTask, Piece, first_rows
+from zero2all.corpus.listing import InputFile, Listing, list_files
+from zero2all.corpus.options import BuildOptions
+from zero2all.corpus.readers import NOT_READ, Format, Limits, Row, Unit, plan_units, read_unit
+from zero2all.corpus.report import counts_in_words, mapping_in_words
+from zero2all.corpus.segments import BUILD_NAME
+from zero2all.corpus.sources import FIELD_NAMES, ChannelGuess, Source, fields_seen, guess_mapping
+
+RULES = 2
+"""Raise it when readers, field names, cleaning or signatures change what a build writes, so that it is made again."""
+
+PLAN_NAME = "plan.json"
+FILES_PER_TASK = 2000
+NOTED_FILES = 20
+SAMPLED_FILES = 8
+"""Files looked into for the channel, spread over the source …"""
+SAMPLED_ROWS = 200
+"""… and rows of all of them together."""
+
+
+@dataclass(frozen=True)
+class SourcePlan:
+    """One source, looked into."""
+
+    source: Source
+    number: int
+    listing: Listing
+    channel: str
+    channel_reason: str
+    sampled_mappings: list[dict[str, str]]
+    """How the rows of the files looked into were mapped."""
+    formats: list[str]
+    """What those files were."""
+    inputs: str
+    """Names everything that decides what ingest writes for this source."""
+    folder: Path
+    """Where ingest writes it."""
+
+    @property
+    def name(self) -> str:
+        """Name of the source."""
+        return self.source.name
+
+    def in_words(self) -> str:
+        """What was found and guessed, in a line."""
+        files = f"{len(self.listing.files):,} file{'' if len(self.listing.files) == 1 else 's'}"
+        guessed = "" if self.source.given_channel else f" (guessed: {self.channel_reason})"
+        parts = [f"{files}, {human_bytes(self.listing.size_bytes)}"]
+        if self.formats:
+            parts.append(" and ".join(self.formats))
+        parts.append(f"channel {self.channel}{guessed}")
+        parts += [mapping_in_words(mapping) for mapping in self.sampled_mappings]
+        return f"{self.name}: {'; '.join(parts)}"
+
+
+def list_source(source: Source, corpus_folder: Path) -> Listing:
+    """The files of a source; an error when there are none."""
+    try:
+        listing = list_files(source.path, leave_out=corpus_folder)
+    except BadInputError:
+        raise
+    except Exception as error:  # whatever a file system behind fsspec, or the lack of one, may raise
+        if not source.is_remote:
+            raise
+        raise BadInputError(
+            f"Source {source.name}: {source.path} cannot be listed ({type(error).__name__}: {error}). Check the "
+            f"address and the access rights; fsspec needs a package for each kind of address, such as s3fs for s3://."
+        ) from error
+    if not listing.files:
+        raise nothing_readable(source, {reason: len(names) for reason, names in listing.skipped.items()}, [])
+    return listing
+
+
+def plan_source(
+    source: Source, number: int, listing: Listing, corpus_folder: Path, options: BuildOptions
+) -> SourcePlan:
+    """Look into a source."""
+    limits = options.limits
+    look = _Look(source, listing, limits)
+    guessed, reason = look.guess.result()
+    channel = source.given_channel or guessed
+    inputs = fingerprint(
+        {
+            "rules": RULES,
+            "name": source.name,
+            "path": source.location,
+            "files": [[file.name, file.size_bytes, file.mtime_ns] for file in listing.files],
+            "channel": channel,
+            "mapping": source.given_mapping,
+            "limits": asdict(limits),
+            "clean": asdict(options.clean_config(channel)),
+            "dedup": options.signing(channel),
+            "sizes": [options.unit_bytes, SEGMENT_BYTES, SEGMENT_ITEMS, FILES_PER_TASK],
+        }
+    )
+    folder = corpus_folder / BUILD_NAME / inputs / source.name
+    reason = "given" if source.channel else f"of the kind {source.kind}" if source.kind else reason
+    return SourcePlan(source, number, listing, channel, reason, look.mappings, look.formats, inputs, folder)
+
+
+class _Look:
+    """What the first rows of some files of a source say."""
+
+    def __init__(self, source: Source, listing: Listing, limits: Limits) -> None:
+        self.guess = ChannelGuess()
+        self.mappings: list[dict[str, str]] = []
+        self.formats: list[str] = []
+        files = listing.files
+        sampled = files[:: max(1, len(files) // SAMPLED_FILES)][:SAMPLED_FILES]
+        for file in sampled:
+            self._look_into(file, source, limits, SAMPLED_ROWS // len(sampled), alone=len(files) == 1)
+
+    def _look_into(self, file: InputFile, source: Source, limits: Limits, most: int, alone: bool) -> None:
+        rows = _first_rows(whole_file(file, limits), limits, most)
+        if not rows:
+            return
+        self.formats = list(dict.fromkeys([*self.formats, str(rows[0].origin.format)]))
+        if rows[0].is_document:
+            for row in rows:
+                self.guess.look(row.fields["title"], row.fields["content"])
+            return
+        raw = [row.fields for row in rows]
+        mapping = guess_mapping(raw[:PEEKED_ROWS], source.given_mapping)
+        if mapping is None:
+            if alone and not rows[0].origin.member:  # other files, or archive members, may do; here nothing will
+                raise no_text_field(source, file.name, fields_seen(raw))
+            return
+        if mapping not in self.mappings:
+            self.mappings.append(mapping)
+        for values in raw:
+            content = values.get(mapping["content"])
+            title = values.get(mapping.get("title", ""))
+            self.guess.look(title if isinstance(title, str) else "", content if isinstance(content, str) else "")
+
+
+def whole_file(file: InputFile, limits: Limits) -> Unit:
+    """A file as one unit, which takes no more than a look at its beginning."""
+    return plan_units(file, replace(limits, unit_bytes=max(file.size_bytes, 1)))[0]
+
+
+def _first_rows(unit: Unit, limits: Limits, most: int = PEEKED_ROWS) -> list[Row]:
+    return [] if unit.format in NOT_READ else first_rows(read_unit(unit, limits, lambda _: None), most)
+
+
+# ---- cutting --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The tasks of a source, and what its readers say about how its files can be read."""
+
+    tasks: list[IngestTask]
+    notes: list[str]
+
+
+@dataclass(frozen=True)
+class LargeFile:
+    """A file that its reader may split."""
+
+    file: InputFile
+    limits: Limits
+    given_mapping: Mapping[str, str]
+
+
+def cut_sources(plans: Sequence[SourcePlan], options: BuildOptions, engine: Engine) -> dict[str, Cut]:
+    """The tasks of each source; large files are planned by the engine, once."""
+    missing = [plan for plan in plans if not (plan.folder / PLAN_NAME).is_file()]
+    large = [
+        (plan, number, LargeFile(file, options.limits, plan.source.given_mapping))
+        for plan in missing
+        for number, file in enumerate(plan.listing.files)
+        if file.size_bytes > options.unit_bytes
+    ]
+    found: dict[str, dict[str, Any]] = {plan.name: {} for plan in missing}
+    for position, planned in engine.run(plan_large_file, [file for *_, file in large]):
+        plan, number, _ = large[position]
+        found[plan.name][str(number)] = planned
+    for plan in missing:
+        ordered = dict(sorted(found[plan.name].items(), key=lambda pair: int(pair[0])))
+        write_json(plan.folder / PLAN_NAME, ordered)
+    return {plan.name: _cut(plan, read_json(plan.folder / PLAN_NAME), options) for plan in plans}
+
+
+def plan_large_file(task: LargeFile) -> dict[str, Any]:
+    """The units of a file, and the mapping of its rows when it has several; as JSON holds them."""
+    units = plan_units(task.file, task.limits)
+    advance(0)
+    mapping = None
+    if len(units) > 1 and units[0].format is not Format.ARCHIVE:
+        rows = [row.fields for row in _first_rows(units[0], task.limits) if not row.is_document]
+        mapping = guess_mapping(rows, task.given_mapping) or {}
+    return {"units": [_unit_values(unit) for unit in units], "mapping": mapping}
+
+
+def _cut(plan: SourcePlan, large: Mapping[str, Any], options: BuildOptions) -> Cut:
+    notes: list[str] = []
+    clean = options.clean_config(plan.channel)
+    tasks = [
+        IngestTask(
+            plan.name,
+            plan.channel,
+            plan.source.given_mapping,
+            tuple(pieces),
+            plan.folder / f"unit-{number:05d}",
+            options.limits,
+            clean,
+            options.dedup,
+        )
+        for number, pieces in enumerate(_pieces(plan.listing, large, options.unit_bytes, notes))
+    ]
+    return Cut(tasks, notes[:NOTED_FILES])
+
+
+def _pieces(listing: Listing, large: Mapping[str, Any], unit_bytes: int, notes: list[str]) -> Iterator[list[Piece]]:
+    """The pieces of each task, in order."""
+    gathered: list[Piece] = []
+    size = 0
+    for number, file in enumerate(listing.files):
+        planned = large.get(str(number))
+        is_full = size + file.size_bytes > unit_bytes or len(gathered) >= FILES_PER_TASK
+        if gathered and (planned is not None or is_full):
+            yield gathered
+            gathered, size = [], 0
+        if planned is None:
+            gathered.append(Piece(file))
+            size += file.size_bytes
+            continue
+        units = [_unit_from(file, values) for values in planned["units"]]
+        notes += dict.fromkeys(f"{file.name}: {unit.note}" for unit in units if unit.note)
+        for unit in units:
+            yield [Piece(file, unit, planned["mapping"])]
+    if gathered:
+        yield gathered
+
+
+def _unit_values(unit: Unit) -> dict[str, Any]:
+    return {each.name: getattr(unit, each.name) for each in fields(Unit) if each.name != "file"}
+
+
+def _unit_from(file: InputFile, values: Mapping[str, Any]) -> Unit:
+    plain: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    plain["format"] = Format(values["format"])
+    return Unit(file, **plain)
+
+
+# ---- the report -----------------------------------------------------------------------------------------------
+
+
+def report_fields(plan: SourcePlan, cut: Cut, states: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the report of a source says beside the counts."""
+    mappings: list[dict[str, str]] = []
+    formats: dict[str, int] = {}
+    notes = list(cut.notes)
+    skipped = {reason: len(names) for reason, names in plan.listing.skipped.items()}
+    for state in states:
+        mappings += [mapping for mapping in state["mappings"] if mapping not in mappings]
+        notes += state["notes"]
+        for name, count in state["formats"].items():
+            formats[name] = formats.get(name, 0) + count
+        for reason, count in state["skipped"].items():
+            skipped[reason] = skipped.get(reason, 0) + count
+    given = plan.source.given_mapping
+    return {
+        "channel": plan.channel,
+        "channel_guessed": plan.source.given_channel is None,
+        "channel_reason": plan.channel_reason,
+        "kind": plan.source.kind,
+        "mappings": mappings,
+        "mapping_guessed": any(set(mapping) - set(given) for mapping in mappings),
+        "formats": dict(sorted(formats.items())),
+        "reading_notes": list(dict.fromkeys(notes))[:NOTED_FILES],
+        "input_files": len(plan.listing.files),
+        "input_file_bytes": plan.listing.size_bytes,
+        "skipped_files": dict(sorted(skipped.items())),
+    }
+
+
+def skipped_names(plan: SourcePlan, states: list[dict[str, Any]], limit: int) -> dict[str, list[str]]:
+    """The first names of files that were not read, by reason."""
+    names = {reason: list(found) for reason, found in plan.listing.skipped.items()}
+    for state in states:
+        for reason, found in state["skipped_names"].items():
+            names.setdefault(reason, []).extend(found)
+    return {reason: found[:limit] for reason, found in sorted(names.items())}
+
+
+def no_text_field(source: Source, where: str, fields: list[str]) -> BadInputError:
+    """The error for rows none of whose fields is known to hold the text."""
+    wanted = source.given_mapping.get("content")
+    missing = f"the field '{wanted}' that content was mapped to is not in it" if wanted else "none is a known name"
+    return BadInputError(
+        f"Source {source.name}: no text field was found in {where}. Its records have the fields "
+        f"{', '.join(fields) or '(none)'}; {missing}. Say which field holds the text with --map content=FIELD, "
+        f"for example --map content={fields[0] if fields else 'text'}. Recognised without it: "
+        f"{FIELD_NAMES['content'].replace(' ', ', ')}."
+    )
+
+
+def nothing_readable(source: Source, skipped: Mapping[str, int], notes: Sequence[str]) -> BadInputError:
+    """The error for a source without a single readable file."""
+    why = f" (left out: {counts_in_words(skipped)})" if skipped else ""
+    hints = "".join(f" {note}." for note in notes[:3])
+    return BadInputError(
+        f"Source {source.name}: nothing readable was found in {source.path}{why}. Expected text, JSON lines, JSON "
+        f"arrays or objects, CSV or parquet, plain, compressed or in archives, in files whose names do not start with "
+        f"a dot.{hints} Check the path."
+    )

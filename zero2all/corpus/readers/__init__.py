@@ -1,0 +1,58 @@
+"""Readers: any mix of raw files -> rows, or damaged items with their place and reason.
+
+    listing      which files there are                       (zero2all.corpus.listing)
+    plan         file -> units that workers can read alone   plan_units
+    read         unit -> rows and damaged items, in order    read_unit
+    sniff        format by content; the name settles only what the content leaves open
+    encodings    UTF-8, UTF-16, GB18030, found and converted
+    streams      gzip, bzip2, xz, zst; bombs refused; zst frames
+    archives     tar, zip, 7z, rar, one inside another
+    lines, arrays, tables, texts    the formats
+    kernels      the two compiled scans
+
+Memory does not grow with the file, and an item above `max_record_bytes` is passed over into quarantine. A reader never
+raises for bad content: it yields `Damaged` and goes on; where it cannot go on, `ends_file` is set. Putting the units of
+a file on end gives exactly what reading it in one unit gives, and so does going on at the cursor of any item.
+
+pyarrow, numba, zstandard and libarchive are imported only when a file needs them.
+"""
+
+from zero2all.corpus.readers.items import (
+    EXCERPT_CHARS,
+    NOT_READ,
+    Cursor,
+    Damaged,
+    Format,
+    Items,
+    Limits,
+    OnBytes,
+    OnSkip,
+    Origin,
+    Row,
+    TextBy,
+    Unit,
+    excerpt_of,
+)
+from zero2all.corpus.readers.plan import plan_units
+from zero2all.corpus.readers.read import read_unit
+from zero2all.corpus.readers.sniff import sniff
+
+__all__ = [
+    "EXCERPT_CHARS",
+    "NOT_READ",
+    "Cursor",
+    "Damaged",
+    "Format",
+    "Items",
+    "Limits",
+    "OnBytes",
+    "OnSkip",
+    "Origin",
+    "Row",
+    "TextBy",
+    "Unit",
+    "excerpt_of",
+    "plan_units",
+    "read_unit",
+    "sniff",
+]

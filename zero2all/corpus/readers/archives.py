@@ -1,0 +1,525 @@
+"""Archives, member by member: tar and zip by our own walk over their headers, 7z and rar by libarchive.
+
+Nothing is ever written under a member's name. Names are labels; still, one that points outside (`../x`, `/etc/x`,
+`C:\\x`) is refused, because whoever wrote it meant harm or the archive is damaged. The standard library's zipfile keeps
+every entry in memory (1 GB for a million), its tarfile takes a damaged header for the end of the archive: hence our own
+walks, which use their header parsers.
+"""
+
+from __future__ import annotations
+
+import io
+import lzma
+import os
+import struct
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO, cast
+
+from zero2all.corpus.readers.items import first_line_of
+from zero2all.corpus.readers.streams import CHUNK_BYTES, FilePart, Guard, Read, Source, StreamError
+
+INSTALL_LIBARCHIVE = (
+    "reading 7z and rar needs libarchive: apt install libarchive13 (Debian, Ubuntu), dnf install libarchive (Fedora), "
+    "brew install libarchive (macOS), conda install libarchive, and pip install libarchive-c"
+)
+TAR_BLOCK = 512
+MAX_NAME_BYTES = 1 << 20
+"""A long-name or attribute header of a tar above this is damage."""
+DIRECTORY_BYTES = 1 << 20
+LIBARCHIVE_BLOCK = 1 << 18
+ENCRYPTED = 0x1
+SYMBOLIC_LINK = 0o120000
+
+
+@dataclass(slots=True)
+class Member:
+    """One entry of an archive. Those of tar, 7z and rar must be read before the next one is asked for."""
+
+    number: int
+    name: str
+    size: int
+    """As the archive says; 0 when it does not."""
+    skip: str = ""
+    """Why it holds nothing to read: `folder`, `link` …"""
+    error: StreamError | None = None
+    """Why it cannot be read."""
+    open: Callable[[], Source] | None = None
+
+
+def is_safe_name(name: str) -> bool:
+    """Whether an archive member stays below the folder it would be unpacked in."""
+    parts = name.replace("\\", "/").split("/")
+    absolute = name.startswith(("/", "\\")) or (len(name) > 1 and name[1] == ":" and name[0].isalpha())
+    return bool(name) and not absolute and ".." not in parts and "\0" not in name
+
+
+def is_hidden(name: str) -> bool:
+    """What an archiver added on its own: `.DS_Store`, `__MACOSX/`, and everything with a leading dot."""
+    parts = name.split("/")
+    return any(part.startswith(".") and part != "." for part in parts) or parts[0] == "__MACOSX"
+
+
+def has_libarchive() -> bool:
+    """Whether 7z and rar can be read here."""
+    try:
+        import libarchive  # noqa: F401
+    except (ImportError, OSError, TypeError, AttributeError):  # without the C library the import fails in odd ways
+        return False
+    return True
+
+
+# ---- tar ------------------------------------------------------------------------------------------------------
+
+
+class TarReader:
+    """The members of a tar, from a stream or a file. A damaged header costs the members up to the next good one."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._file = source.file
+        self._at = 0
+        """Offset of the next header."""
+        self._position = 0
+        """Offset of the next unread byte of a stream."""
+        self._size = self._file.seek(0, os.SEEK_END) if self._file is not None else 0
+
+    def members(self) -> Iterator[Member]:
+        """All entries. Raises StreamError where the archive breaks off."""
+        number = 0
+        long_name = ""
+        pax: dict[str, str] = {}
+        while (block := self._block()) is not None:
+            if not block.strip(b"\0"):
+                return
+            try:
+                info = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+            except tarfile.HeaderError as error:
+                lost = self._to_next_header()
+                damage = StreamError(
+                    "damaged_archive", f"tar header: {first_line_of(error)}; {lost:,} bytes passed over"
+                )
+                yield Member(number, "", lost, error=damage)
+                number += 1
+                long_name, pax = "", {}
+                continue
+            data_at = self._at
+            self._at += -(-info.size // TAR_BLOCK) * TAR_BLOCK if _has_data(info) else 0
+            if info.type in (b"L", b"K", b"x", b"g", b"X"):
+                data = self._small(data_at, info.size)
+                if info.type == b"L":
+                    long_name = data.rstrip(b"\0").decode("utf-8", "replace")
+                elif info.type in (b"x", b"X"):
+                    pax = _pax_headers(data)
+                continue
+            name = (
+                (pax.get("path") or long_name or info.name)
+                .encode("utf-8", "surrogateescape")
+                .decode("utf-8", "replace")
+            )
+            size = int(pax["size"]) if pax.get("size", "").isdigit() else info.size
+            if size != info.size:
+                self._at = data_at + -(-size // TAR_BLOCK) * TAR_BLOCK
+            yield self._member(info, number, name, data_at, size)
+            number += 1
+            long_name, pax = "", {}
+        if number == 0 or self._position_is_odd():
+            raise StreamError("cut_off", "the tar ends inside an entry")
+
+    def _member(self, info: tarfile.TarInfo, number: int, name: str, at: int, size: int) -> Member:
+        if info.isdir():
+            return Member(number, name, 0, skip="folder")
+        if info.issym() or info.islnk():
+            return Member(number, name, 0, skip="link")
+        if info.type in (tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE):
+            return Member(number, name, 0, skip="not a file")
+        if info.type == tarfile.GNUTYPE_SPARSE:
+            return Member(number, name, size, error=StreamError("sparse_file", "sparse tar entries are not read"))
+        return Member(number, name, size, open=lambda: self._open(at, size))
+
+    def _open(self, at: int, size: int) -> Source:
+        if self._file is not None:
+            if at + size > self._size:
+                part = FilePart(self._file, at, self._size - at)
+                return Source(_then_fail(part.read, StreamError("cut_off", "the tar ends inside this entry")))
+            part = FilePart(self._file, at, size)
+            return Source(part.read, cast(BinaryIO, part))
+        end = at + size
+
+        def read(wanted: int) -> bytes:
+            wanted = min(wanted, end - self._position)
+            data = self._read(wanted) if wanted > 0 else b""
+            if wanted > 0 and not data:
+                raise StreamError("cut_off", "the tar ends inside this entry")
+            return data
+
+        return Source(read)
+
+    def _block(self) -> bytes | None:
+        """The next header; None at the end of the data."""
+        data = self._small(self._at, TAR_BLOCK, may_end=True)
+        if not data:
+            return None
+        self._at += TAR_BLOCK
+        return data
+
+    def _small(self, at: int, size: int, may_end: bool = False) -> bytes:
+        if size > MAX_NAME_BYTES:
+            raise StreamError("damaged_archive", f"a tar header of {size:,} bytes")
+        self._go_to(at)
+        data = b""
+        while len(data) < size and (piece := self._read(size - len(data))):
+            data += piece
+        if len(data) < size and not (may_end and not data):
+            raise StreamError("cut_off", "the tar ends inside a header")
+        return data
+
+    def _go_to(self, at: int) -> None:
+        if self._file is not None:
+            self._position = at
+            return
+        while self._position < at:
+            if not self._read(min(at - self._position, CHUNK_BYTES)):
+                raise StreamError("cut_off", "the tar ends inside an entry")
+
+    def _read(self, size: int) -> bytes:
+        if self._file is not None:
+            self._file.seek(self._position)
+            data = self._file.read(size)
+        else:
+            data = self._source.read_or_raise(size)
+        self._position += len(data)
+        return data
+
+    def _position_is_odd(self) -> bool:
+        return self._at > (self._size if self._file is not None else self._position)
+
+    def _to_next_header(self) -> int:
+        start = self._at
+        while (block := self._block()) is not None:
+            if block[257:262] == b"ustar":
+                try:
+                    tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+                except tarfile.HeaderError:
+                    continue
+                self._at -= TAR_BLOCK
+                if self._file is None:
+                    self._source.unread(block)
+                    self._position -= TAR_BLOCK
+                break
+        return self._at - start + TAR_BLOCK
+
+
+def _has_data(info: tarfile.TarInfo) -> bool:
+    return not (info.isdir() or info.issym() or info.islnk() or info.type in (b"3", b"4", b"6"))
+
+
+def _pax_headers(data: bytes) -> dict[str, str]:
+    headers = {}
+    while data:
+        length, _, _ = data.partition(b" ")
+        if not length.isdigit() or not 5 <= int(length) <= len(data):
+            break
+        key, _, value = data[len(length) + 1 : int(length) - 1].partition(b"=")
+        headers[key.decode("utf-8", "replace")] = value.decode("utf-8", "replace")
+        data = data[int(length) :]
+    return headers
+
+
+def _then_fail(read: Read, error: StreamError) -> Read:
+    def guarded(size: int) -> bytes:
+        data = read(size)
+        if not data:
+            raise error
+        return data
+
+    return guarded
+
+
+# ---- zip ------------------------------------------------------------------------------------------------------
+
+
+class ZipReader:
+    """The members of a zip by its central directory, without holding it in memory."""
+
+    def __init__(self, file: BinaryIO, guard: Guard) -> None:
+        self._file, self._guard = file, guard
+        self._size = file.seek(0, os.SEEK_END)
+        self.entries, self._directory_at, self._directory_bytes, self._shift = self._find_directory()
+
+    def members(self, start: int = 0, end: int | None = None) -> Iterator[Member]:
+        """Entries number `start` to `end`. Raises StreamError where the directory is damaged."""
+        for number, (info, _) in enumerate(self.directory()):
+            if end is not None and number >= end:
+                return
+            if number >= start:
+                yield self._member(number, info)
+
+    def directory(self) -> Iterator[tuple[zipfile.ZipInfo, int]]:
+        """Every entry, and its compressed size."""
+        part = FilePart(self._file, self._directory_at, self._directory_bytes)
+        buffer = b""
+        for _ in range(self.entries):
+            while len(buffer) < 46 or len(buffer) < 46 + sum(struct.unpack_from("<3H", buffer, 28)):
+                more = part.read(DIRECTORY_BYTES)
+                if not more:
+                    raise StreamError("damaged_archive", "the zip directory ends too early")
+                buffer += more
+            if buffer[:4] != b"PK\x01\x02":
+                raise StreamError("damaged_archive", "an entry of the zip directory is damaged")
+            info, length = _zip_info(buffer)
+            buffer = buffer[length:]
+            yield info, info.compress_size
+
+    def _member(self, number: int, info: zipfile.ZipInfo) -> Member:
+        name, size = info.filename, info.file_size
+        if info.is_dir():
+            return Member(number, name, 0, skip="folder")
+        if info.create_system == 3 and (info.external_attr >> 16) & 0o170000 == SYMBOLIC_LINK:
+            return Member(number, name, 0, skip="link")
+        if info.flag_bits & ENCRYPTED:
+            return Member(number, name, size, error=StreamError("encrypted", "this zip entry needs a password"))
+        try:
+            self._guard.check(info.compress_size, size, 0)
+        except StreamError as error:
+            return Member(number, name, size, error=error)
+        return Member(number, name, size, open=lambda: self._open(info))
+
+    def _open(self, info: zipfile.ZipInfo) -> Source:
+        at = info.header_offset + self._shift
+        self._file.seek(at)
+        header = self._file.read(30)
+        if len(header) < 30 or header[:4] != b"PK\x03\x04":
+            return _failed_source(StreamError("damaged_archive", "the zip entry has no header of its own"))
+        at += 30 + sum(struct.unpack_from("<2H", header, 26))
+        part = FilePart(self._file, at, info.compress_size)
+        if info.compress_type == zipfile.ZIP_STORED:
+            return Source(_CheckedStored(part, info).read, cast(BinaryIO, part))
+        if info.compress_type == 93:
+            from zero2all.corpus.readers.streams import ZstdStream
+
+            return Source(ZstdStream(part.read, self._guard).read)
+        try:
+            plain = zipfile.ZipExtFile(cast(Any, part), "r", info)
+        except (NotImplementedError, zipfile.BadZipFile) as error:
+            return _failed_source(StreamError("unknown_compression", first_line_of(error)))
+        return Source(_ZipEntry(plain, info, self._guard).read)
+
+    def _find_directory(self) -> tuple[int, int, int, int]:
+        """(entries, offset, length, shift of all offsets) of the central directory."""
+        tail_bytes = min(self._size, 22 + 65535)
+        self._file.seek(self._size - tail_bytes)
+        tail = self._file.read(tail_bytes)
+        found = tail.rfind(b"PK\x05\x06")
+        if found < 0 or len(tail) - found < 22:
+            raise StreamError("cut_off", "the zip has no directory at its end")
+        entries, length, offset = struct.unpack_from("<H2I", tail, found + 10)
+        end_at = self._size - tail_bytes + found
+        if entries == 0xFFFF or length == 0xFFFFFFFF or offset == 0xFFFFFFFF:
+            self._file.seek(max(end_at - 20, 0))
+            locator = self._file.read(20)
+            if locator[:4] == b"PK\x06\x07":
+                end_at = struct.unpack_from("<Q", locator, 8)[0]
+                self._file.seek(end_at)
+                record = self._file.read(56)
+                if record[:4] != b"PK\x06\x06" or len(record) < 56:
+                    raise StreamError("damaged_archive", "the zip64 directory is damaged")
+                entries, length, offset = struct.unpack_from("<3Q", record, 32)
+        start = end_at - length
+        if start < 0 or start < offset:
+            raise StreamError("damaged_archive", "the zip directory does not lie where it should")
+        return entries, start, length, start - offset  # something may have been put before the zip
+
+
+def _zip_info(data: bytes) -> tuple[zipfile.ZipInfo, int]:
+    fields = struct.unpack_from("<4s4B4HL2L5H2L", data)
+    name_bytes, extra_bytes, comment_bytes = fields[12:15]
+    raw_name = data[46 : 46 + name_bytes]
+    info = zipfile.ZipInfo(_zip_name(raw_name, fields[5]))
+    info.create_system, info.flag_bits, info.compress_type = fields[2], fields[5], fields[6]
+    info.CRC, info.compress_size, info.file_size = fields[9:12]
+    info.external_attr, info.header_offset = fields[17], fields[18]
+    extra = data[46 + name_bytes : 46 + name_bytes + extra_bytes]
+    while len(extra) >= 4:
+        kind, size = struct.unpack_from("<2H", extra)
+        if kind == 1:
+            values = list(struct.unpack_from(f"<{min(size, len(extra) - 4) // 8}Q", extra, 4))
+            for field in ("file_size", "compress_size", "header_offset"):
+                if getattr(info, field) == 0xFFFFFFFF and values:
+                    setattr(info, field, values.pop(0))
+        extra = extra[4 + size :]
+    return info, 46 + name_bytes + extra_bytes + comment_bytes
+
+
+def _zip_name(raw: bytes, flags: int) -> str:
+    """Old zips do not say their encoding: UTF-8 where it fits, else GB18030 (Chinese Windows), else as in DOS."""
+    for encoding in ("utf-8", "gb18030"):
+        try:
+            return raw.decode(encoding)
+        except UnicodeDecodeError:
+            if flags & 0x800:
+                break
+    return raw.decode("cp437")
+
+
+class _CheckedStored:
+    """A stored zip entry, checked at its end."""
+
+    def __init__(self, part: FilePart, info: zipfile.ZipInfo) -> None:
+        self._part, self._info = part, info
+        self._crc = self._size = 0
+
+    def read(self, size: int) -> bytes:
+        data = self._part.read(size)
+        self._crc = zlib.crc32(data, self._crc)
+        self._size += len(data)
+        if not data and self._size < self._info.compress_size:
+            raise StreamError("cut_off", "the zip entry is shorter than its directory says")
+        if not data and self._crc != self._info.CRC:
+            raise StreamError("damaged_compression", "the check sum of the zip entry is wrong")
+        return data
+
+
+class _ZipEntry:
+    """A compressed zip entry, watched while it grows."""
+
+    def __init__(self, file: zipfile.ZipExtFile, info: zipfile.ZipInfo, guard: Guard) -> None:
+        self._file, self._info, self._guard = file, info, guard
+        self._out = 0
+        self._error: StreamError | None = None
+
+    def read(self, size: int) -> bytes:
+        if self._error is not None:
+            raise self._error
+        try:
+            data = self._file.read1(size)
+            self._out += len(data)
+            self._guard.check(self._info.compress_size, self._out, len(data))
+        except StreamError as error:
+            self._error = error
+            raise
+        except EOFError as error:
+            self._error = StreamError("cut_off", "the zip entry ends too early")
+            raise self._error from error
+        except (zipfile.BadZipFile, zlib.error, lzma.LZMAError, OSError, ValueError) as error:
+            self._error = StreamError("damaged_compression", f"zip: {first_line_of(error)}")
+            raise self._error from error
+        if not data and self._out < self._info.file_size:
+            self._error = StreamError("cut_off", "the zip entry is shorter than its directory says")
+            raise self._error
+        return data
+
+
+# ---- 7z, rar, and zips without a directory --------------------------------------------------------------------
+
+
+def libarchive_members(file: BinaryIO, guard: Guard, formats: str) -> Iterator[Member]:
+    """The members of an archive by libarchive. Raises StreamError where the archive breaks off.
+
+    `formats`: `7zip`, `rar` (both generations), or `zip_streamable`, which walks a zip without its directory.
+    """
+    import libarchive
+
+    stream = _Countable(file, seekable=formats != "zip_streamable")
+    format_name = "all" if formats == "rar" else formats
+    try:
+        with libarchive.stream_reader(stream, format_name, "none", LIBARCHIVE_BLOCK) as archive:
+            for number, entry in enumerate(archive):
+                yield _libarchive_member(number, entry, stream, guard)
+    except ValueError as error:
+        raise StreamError("needs_libarchive", f"this libarchive does not read {formats}") from error
+    except libarchive.ArchiveError as error:
+        raise _libarchive_error(error, stream) from error
+
+
+def _libarchive_error(error: Exception, stream: _Countable) -> StreamError:
+    words = str(error).lower()
+    reason = "damaged_archive"
+    if stream.error is not None:
+        return StreamError("read_error", first_line_of(stream.error))
+    if "truncated" in words or "premature" in words or "unexpected end" in words:
+        reason = "cut_off"
+    elif "encrypt" in words or "passphrase" in words:
+        reason = "encrypted"
+    return StreamError(reason, first_line_of(error))
+
+
+def _libarchive_member(number: int, entry: Any, stream: _Countable, guard: Guard) -> Member:
+    name = entry.pathname or ""
+    if entry.isdir:
+        return Member(number, name, 0, skip="folder")
+    if entry.issym or entry.islnk:
+        return Member(number, name, 0, skip="link")
+    if not entry.isreg:
+        return Member(number, name, 0, skip="not a file")
+    return Member(number, name, entry.size or 0, open=lambda: Source(_LibarchiveEntry(entry, stream, guard).read))
+
+
+class _LibarchiveEntry:
+    """The data of one entry."""
+
+    def __init__(self, entry: Any, stream: _Countable, guard: Guard) -> None:
+        self._stream, self._guard = stream, guard
+        self._blocks = iter(entry.get_blocks(LIBARCHIVE_BLOCK))
+        self._size: int | None = entry.size
+        self._out = 0
+        self._error: StreamError | None = None
+
+    def read(self, _: int) -> bytes:
+        import libarchive
+
+        if self._error is not None:
+            raise self._error
+        try:
+            data: bytes = next(self._blocks, b"")
+        except libarchive.ArchiveError as error:
+            self._error = _libarchive_error(error, self._stream)
+            raise self._error from error
+        self._out += len(data)
+        if not data and self._size is not None and self._out < self._size:
+            raise StreamError("cut_off", "the entry is shorter than the archive says")
+        # A solid block may be decompressed ahead of the entry that needs it: measured against all that was read.
+        self._guard.check(max(self._stream.bytes_read, 1), self._out, len(data))
+        return data
+
+
+class _Countable(io.RawIOBase):
+    """A file that counts what is read from it, and may pretend that it cannot seek."""
+
+    def __init__(self, file: BinaryIO, seekable: bool) -> None:
+        self._file, self._seekable = file, seekable
+        self.bytes_read = 0
+        self.error: OSError | None = None
+        file.seek(0)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return self._seekable
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            data = self._file.read(len(buffer))
+        except OSError as error:  # must not leave through C
+            self.error = error
+            return -30  # ARCHIVE_FATAL
+        memoryview(buffer).cast("B")[: len(data)] = data
+        self.bytes_read += len(data)
+        return len(data)
+
+
+def _failed_source(error: StreamError) -> Source:
+    def read(_: int) -> bytes:
+        raise error
+
+    return Source(read)

@@ -1,0 +1,256 @@
+"""What readers give (rows, damaged items), what they are told (limits) and the pieces of work they accept (units)."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from zero2all.corpus.listing import UNREADABLE, InputFile
+
+EXCERPT_CHARS = 200
+FINISHED = -1
+"""As the last number of a cursor: nothing is left of this file or archive member."""
+
+Cursor = list[int]
+"""Where reading goes on behind an item: archive entry numbers, outermost first, then a position. Opaque to callers."""
+
+OnBytes = Callable[[int], None]
+OnSkip = Callable[[str, str], None]
+"""Told (reason, name) of every archive member that holds nothing to read."""
+
+
+class Format(StrEnum):
+    """What a file holds. Those in NOT_READ are not read; their names are the reasons in the report."""
+
+    JSON_LINES = "json lines"
+    JSON_ARRAY = "json array"
+    JSON_OBJECT = "json object"
+    PARQUET = "parquet"
+    CSV = "csv"
+    TEXT = "text"
+    ARCHIVE = "archive"
+    EMPTY = "empty"
+    BINARY = "binary"
+    COMPRESSED = "compressed in an unknown way"
+    NEEDS_LIBARCHIVE = "needs libarchive"
+    UNREADABLE = UNREADABLE
+
+
+NOT_READ = frozenset(
+    {Format.EMPTY, Format.BINARY, Format.COMPRESSED, Format.NEEDS_LIBARCHIVE, Format.UNREADABLE},
+)
+
+
+class TextBy(StrEnum):
+    """What one document of a plain text is. Program text is always one document a file."""
+
+    AUTO = "auto"
+    """The file; above `split_text_above_bytes`, pieces of 8 to 32 KB cut at blank lines where there are any."""
+    LINE = "line"
+    BLANK_LINE = "blank line"
+    FILE = "file"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Sizes the readers must respect, and how plain text is cut."""
+
+    max_record_bytes: int = 32_000_000
+    """A larger item is passed over into quarantine without being held in memory."""
+    split_text_above_bytes: int = 1_000_000
+    """With `text_by` auto, a plain text above this size is cut into documents."""
+    unit_bytes: int = 64 << 20
+    """A file that can be split is split into units of about this many bytes on disk."""
+    text_by: TextBy = TextBy.AUTO
+    """What one document of a plain text is."""
+    text_block_bytes: int = 1 << 20
+    """A long text is also cut at the first line end behind every multiple of this, so that units never change it."""
+    max_ratio: float = 200.0
+    """A compressed stream that grows by more than this is refused as a bomb …"""
+    ratio_from_bytes: int = 100_000_000
+    """… once it has given this many bytes."""
+    max_nesting: int = 5
+    """Layers of compression and archives inside one another that are opened (tar.gz: 2)."""
+    max_spool_bytes: int = 16_000_000_000
+    """A parquet, zip, 7z or rar file inside a compressed stream is copied to a nameless temporary file up to this size,
+    since it cannot be read from front to back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One piece of work: a whole file, or a part of one that a worker can read alone."""
+
+    file: InputFile
+    number: int
+    """Position of this unit within its file, or from the number `plan_units` was told to start with."""
+    format: Format
+    """`ARCHIVE` where every member has its own; one of NOT_READ where there is nothing to read, and `note` says why."""
+    encoding: str = "utf-8"
+    bom_bytes: int = 0
+    """Length of the byte order mark at the beginning of the file."""
+    compression: str = ""
+    """`gzip`, `zstd`, `tar`, `zip` …, outermost first: `gzip tar`. Empty: plain."""
+    start: int = 0
+    """First byte in the file (plain and zst), first row group (parquet) or first entry (zip)."""
+    end: int | None = None
+    """Where the next unit starts. None: to the end of the file."""
+    raw_bytes: int = 0
+    """How much of the file it stands for; the units of a file add up to its size."""
+    first_row: int = 0
+    """Rows of a parquet file that stand before this unit."""
+    header: tuple[str, ...] = ()
+    """Column names of a CSV file."""
+    has_header: bool = False
+    """They are the first row of the file."""
+    delimiter: str = ""
+    """Between the fields of a CSV file."""
+    by_frames: bool = False
+    """`start` and `end` are borders of zst frames, which need not be borders of lines."""
+    first_key: str | None = None
+    """First key of the first object of a JSON array: where reading goes on behind damage."""
+    note: str = ""
+    """For the user: why the file is not split, or not read."""
+
+
+@dataclass(eq=False, slots=True)
+class Origin:
+    """Where items come from: shared by all items of one file or archive member."""
+
+    file: str
+    """Name of the input file within its source."""
+    member: str
+    """Name within the archive, empty outside archives."""
+    format: Format
+    encoding: str = "utf-8"
+    """As it was found."""
+    data: str = "utf-8"
+    """Of the bytes readers see and positions count: the same, or UTF-8 where the data is converted on its way."""
+    path: tuple[int, ...] = ()
+    """Archive entry numbers: the beginning of every cursor."""
+    is_code: bool = False
+    """Program text by its name."""
+    counts: str = "byte"
+    """What positions count: `byte` or `row`."""
+    frames: list[tuple[int, int]] = field(default_factory=list)
+    """Of a zst file read by frames: (position, byte in the file) of each frame met."""
+
+    @property
+    def name(self) -> str:
+        """The file, or `archive/member`."""
+        return f"{self.file}/{self.member}" if self.member else self.file
+
+    def place(self, at: int) -> str:
+        """A position in words. Positions in compressed or converted data count bytes of the plain UTF-8 data."""
+        if self.counts == "row":
+            words = f"row {at + 1}"
+        elif self.frames:
+            start, frame = self.frames[max(bisect_right(self.frames, (at, 1 << 62)) - 1, 0)]
+            words = f"frame at byte {frame}, byte {at - start}"
+        else:
+            words = f"byte {at}"
+        return f"{self.member}, {words}" if self.member else words
+
+
+@dataclass(slots=True)
+class Row:
+    """One item as the file gave it."""
+
+    fields: dict[str, Any]
+    origin: Origin
+    at: int
+    """Where it starts, counted as `origin.counts` says."""
+    end: int
+    """Where reading goes on behind it."""
+    is_document: bool = False
+    """True when the reader made the document itself (plain text): fields are then `content`, `title`, `others`."""
+    line_start: int | None = None
+    """Of a document that ends inside a line: where that line started."""
+
+    @property
+    def place(self) -> str:
+        """Where it stands, in words."""
+        return self.origin.place(self.at)
+
+    @property
+    def raw_bytes(self) -> int:
+        """How many bytes of plain data it took; 0 for a parquet row."""
+        return self.end - self.at if self.origin.counts == "byte" and self.end != FINISHED else 0
+
+    @property
+    def cursor(self) -> Cursor:
+        """From where reading goes on behind this item."""
+        return (
+            [*self.origin.path, self.end] if self.line_start is None else [*self.origin.path, self.end, self.line_start]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Damaged:
+    """One item that could not be read."""
+
+    place: str
+    reason: str
+    detail: str
+    raw_bytes: int
+    excerpt: str = ""
+    ends_file: bool = False
+    """True when nothing behind this place could be read; `raw_bytes` then reaches to the end where that is known."""
+    origin: Origin | None = None
+    cursor: Cursor | None = None
+    """From where reading goes on behind this item; None when it did not come from a reader."""
+
+
+Items = Iterator[Row | Damaged]
+
+
+def damaged_at(
+    origin: Origin,
+    at: int,
+    end: int,
+    reason: str,
+    detail: str,
+    raw_bytes: int,
+    data: bytes = b"",
+    place_at: int | None = None,
+    ends_file: bool = False,
+) -> Damaged:
+    """A damaged item that starts at `at`; `place_at` is the place to name where that is more exact."""
+    place = origin.place(at if place_at is None else place_at)
+    cursor = [*origin.path, FINISHED if ends_file else end]
+    return Damaged(place, reason, detail[:EXCERPT_CHARS], raw_bytes, excerpt_of(data), ends_file, origin, cursor)
+
+
+def too_large(origin: Origin, at: int, size: int, limit: int, data: bytes) -> Damaged:
+    """An item above `max_record_bytes`."""
+    detail = f"{size:,} bytes; max_record_bytes is {limit:,}"
+    return damaged_at(origin, at, at + size, "too_large", detail, size, data[:limit])
+
+
+def wrong_encoding(origin: Origin, at: int, end: int, data: bytes, error: UnicodeDecodeError) -> Damaged:
+    """An item with bytes that its encoding does not have."""
+    detail = f"byte 0x{data[error.start]:02x} at {error.start} of {len(data)} is not {origin.encoding}"
+    if origin.data != origin.encoding:
+        detail = f"something at {error.start} of {len(data)} bytes of UTF-8 was not {origin.encoding}"
+    near = data[max(0, error.start - EXCERPT_CHARS // 2) :]
+    reason = f"not_{origin.encoding.replace('-', '')}"
+    return damaged_at(origin, at, end, reason, detail, end - at, near, place_at=at + error.start)
+
+
+def excerpt_of(data: bytes) -> str:
+    """The first characters of raw data, readable whatever it holds."""
+    return data[: EXCERPT_CHARS * 4].decode("utf-8", errors="backslashreplace")[:EXCERPT_CHARS]
+
+
+def first_line_of(error: BaseException) -> str:
+    """An error in one line."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:EXCERPT_CHARS]
+
+
+def suffix_of(name: str) -> str:
+    """`.txt` of `a/b.TXT`; empty when the last part of the name has none."""
+    last = name.rsplit("/", 1)[-1]
+    dot = last.rfind(".")
+    return last[dot:].lower() if dot > 0 else ""

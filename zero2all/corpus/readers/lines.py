@@ -1,0 +1,241 @@
+"""Lines in batches, and the formats that have one item a line: JSON lines and plain text by line.
+
+A chunk of 1 MB is split at once, which costs 0.1 us a line; a line longer than the limit is passed over in pieces.
+Positions are those in the encoding of the file, so a GB18030 or UTF-16 file is split and resumed like a UTF-8 one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from zero2all.common import jsonio
+from zero2all.corpus.readers.encodings import newline_of
+from zero2all.corpus.readers.items import (
+    Damaged,
+    Items,
+    Limits,
+    Origin,
+    Row,
+    damaged_at,
+    first_line_of,
+    too_large,
+    wrong_encoding,
+)
+from zero2all.corpus.readers.streams import Source
+
+READ_BYTES = 1 << 20
+LARGE_BYTES = 4_000_000
+"""A JSON record above this size is checked before it is parsed …"""
+MAX_VALUES = 2_500_000
+"""… and refused when it may hold more values than this: at about 70 bytes each they would fill the memory."""
+LENIENT_BYTES = 8_000_000
+"""The standard parser, which takes what orjson refuses, needs several times the memory: only up to this size."""
+HEAD_KEPT = 1000
+
+
+class Batch(NamedTuple):
+    """Lines without their line ends, in the encoding of the file."""
+
+    lines: list[bytes]
+    newline_bytes: int
+    """Length of the line end behind each; 0 for the last line of a file without one."""
+
+
+class LongLine(NamedTuple):
+    """A line above the limit that was passed over."""
+
+    size: int
+    """With its line end."""
+    head: bytes
+
+
+def line_batches(source: Source, encoding: str, limit: int) -> Iterator[Batch | LongLine]:
+    """All lines from here to the end."""
+    newline = newline_of(encoding)
+    split = _splitter(encoding)
+    width = len(newline)
+    held: list[bytes] = []
+    held_bytes = 0
+    odd = b""
+    while True:
+        chunk = source.read(READ_BYTES)
+        if not chunk:
+            break
+        if width > 1:
+            chunk = odd + chunk
+            cut = len(chunk) // width * width
+            chunk, odd = chunk[:cut], chunk[cut:]
+        lines = split(chunk)
+        if len(lines) == 1:
+            if held_bytes <= limit:
+                held.append(chunk)
+            held_bytes += len(chunk)
+            continue
+        rest = lines.pop()
+        if held_bytes + len(lines[0]) > limit:
+            head = held[0] if held else lines[0]
+            yield LongLine(held_bytes + len(lines[0]) + width, head[:HEAD_KEPT])
+            del lines[0]
+        elif held:
+            held.append(lines[0])
+            lines[0] = b"".join(held)
+        held, held_bytes = [rest], len(rest)
+        if lines and max(map(len, lines)) > limit:
+            yield from _with_long_lines(lines, limit, width)
+        elif lines:
+            yield Batch(lines, width)
+    held.append(odd)
+    held_bytes += len(odd)
+    if held_bytes > limit:
+        yield LongLine(held_bytes, held[0][:HEAD_KEPT])
+    elif held_bytes:
+        yield Batch([b"".join(held)], 0)
+
+
+def _with_long_lines(lines: list[bytes], limit: int, width: int) -> Iterator[Batch | LongLine]:
+    for line in lines:
+        yield Batch([line], width) if len(line) <= limit else LongLine(len(line) + width, line[:HEAD_KEPT])
+
+
+def _splitter(encoding: str) -> Callable[[bytes], list[bytes]]:
+    if len(newline_of(encoding)) == 1:
+        return lambda chunk: chunk.split(b"\n")
+    import numpy
+
+    code = {"16": "u2", "32": "u4"}[encoding[4:6]]
+    kind = numpy.dtype(("<" if encoding.endswith("le") else ">") + code)
+
+    def split(chunk: bytes) -> list[bytes]:
+        ends = (numpy.flatnonzero(numpy.frombuffer(chunk, kind) == 10) * kind.itemsize).tolist()
+        starts = [0, *(end + kind.itemsize for end in ends)]
+        return [chunk[start:end] for start, end in zip(starts, [*ends, len(chunk)], strict=True)]
+
+    return split
+
+
+# ---- one JSON value a line ------------------------------------------------------------------------------------
+
+
+def read_json_lines(source: Source, origin: Origin, limits: Limits, at: int) -> Items:
+    """JSON lines from position `at`, where the source stands."""
+    loads = jsonio.loads
+    encoding = origin.data
+    for batch in line_batches(source, encoding, limits.max_record_bytes):
+        if isinstance(batch, LongLine):
+            yield too_large(origin, at, batch.size, limits.max_record_bytes, batch.head)
+            at += batch.size
+            continue
+        lines, newline_bytes = batch
+        if not newline_bytes and source.broken is not None:
+            yield broken_item(source, origin, at, lines[0])
+            return
+        for line in lines:
+            end = at + len(line) + newline_bytes
+            value: Any = None
+            if len(line) < LARGE_BYTES:
+                try:
+                    value = loads(line if encoding == "utf-8" else line.decode(encoding))
+                except ValueError:
+                    value = None
+            if type(value) is dict:
+                yield Row(value, origin, at, end)
+            elif line and not line.isspace():
+                item = parse_record(line, encoding, origin, at, end)
+                if item is not None:
+                    yield item
+            at = end
+    if source.broken is not None:
+        yield broken_item(source, origin, at, b"")
+
+
+def parse_record(data: bytes, encoding: str, origin: Origin, at: int, end: int) -> Row | Damaged | None:
+    """A JSON value that is not the usual small object: strings are texts, everything else is damage, blank is nothing.
+
+    Lone surrogates, NaN, huge integers and control characters, which orjson refuses, are in real data sets: taken.
+    """
+    if len(data) >= LARGE_BYTES and has_too_many_values(data, 0, len(data)):
+        detail = f"the record may hold more than {MAX_VALUES:,} values, too many for the memory of a reader"
+        return damaged_at(origin, at, end, "too_many_values", detail, end - at, data)
+    try:
+        text = data.decode(encoding) if encoding != "utf-8" else data
+        if not text.strip():
+            return None
+        value = jsonio.loads(text)
+    except UnicodeDecodeError as error:
+        return wrong_encoding(origin, at, end, data, error)
+    except ValueError as strict_error:
+        try:
+            value = _lenient_loads(data, encoding)
+        except UnicodeDecodeError as error:
+            return wrong_encoding(origin, at, end, data, error)
+        except (ValueError, RecursionError):
+            return damaged_at(origin, at, end, "invalid_json", first_line_of(strict_error), end - at, data)
+    if isinstance(value, dict):
+        return Row(value, origin, at, end)
+    if isinstance(value, str):
+        return Row({"text": value}, origin, at, end)
+    detail = f"expected an object, found {type(value).__name__}"
+    return damaged_at(origin, at, end, "not_an_object", detail, end - at, data)
+
+
+def has_too_many_values(data: bytes | bytearray, start: int, end: int) -> bool:
+    """Whether the JSON text at data[start:end] might need too much memory when it is parsed."""
+    return sum(data.count(mark, start, end) for mark in (b",", b"[", b"{")) > MAX_VALUES
+
+
+def _lenient_loads(data: bytes, encoding: str) -> Any:
+    if len(data) > LENIENT_BYTES or b"\0" in data:  # zero bytes are what a bad disk leaves
+        raise ValueError("not for the lenient parser")
+    import json
+
+    return json.loads(data.decode(encoding), strict=False)
+
+
+# ---- plain text, a document a line ----------------------------------------------------------------------------
+
+
+def read_text_lines(source: Source, origin: Origin, limits: Limits, at: int) -> Items:
+    """Every line that is not blank, from position `at`, where the source stands."""
+    encoding = origin.data
+    for batch in line_batches(source, encoding, limits.max_record_bytes):
+        if isinstance(batch, LongLine):
+            yield too_large(origin, at, batch.size, limits.max_record_bytes, batch.head)
+            at += batch.size
+            continue
+        if not batch.newline_bytes and source.broken is not None:
+            yield broken_item(source, origin, at, batch.lines[0])
+            return
+        for line in batch.lines:
+            end = at + len(line) + batch.newline_bytes
+            item = text_row(line, origin, at, end, whole=False)
+            if item is not None:
+                yield item
+            at = end
+    if source.broken is not None:
+        yield broken_item(source, origin, at, b"")
+
+
+def text_row(data: bytes, origin: Origin, at: int, end: int, whole: bool) -> Row | Damaged | None:
+    """A document of plain text; nothing when it is blank. `whole`: it is all of its file.
+
+    The path of a program belongs to what a model should read; the name of a text file is only where it came from.
+    """
+    try:
+        text = data.decode(origin.data)
+    except UnicodeDecodeError as error:
+        return wrong_encoding(origin, at, end, data, error)
+    text = text.removesuffix("\r")
+    if not whole and not text.strip():
+        return None
+    others: dict[str, Any] = {"file": origin.name} if whole else {"file": origin.name, "offset": at}
+    title = (origin.member or origin.file) if origin.is_code else ""
+    return Row({"content": text, "title": title, "others": others}, origin, at, end, is_document=True)
+
+
+def broken_item(source: Source, origin: Origin, at: int, rest: bytes) -> Damaged:
+    """What stands at the place where a stream broke."""
+    if source.broken is None:
+        raise AssertionError("asked for the damage of a stream that is whole")
+    error = source.broken
+    return damaged_at(origin, at, at, error.reason, error.detail, len(rest), rest, ends_file=True)

@@ -1,0 +1,275 @@
+"""Files to units: what a file holds, and where it can be split among workers without changing what is read.
+
+Plain lines and texts are split at line ends, found by looking around each border only. JSON arrays and CSV files need a
+pass over the file (about 1 GB/s), parquet its footer, zst its frame headers, zip its directory. Everything else is one
+unit, and its note says what that means for an interrupted build.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from typing import BinaryIO
+
+from zero2all.corpus.listing import CODE_SUFFIXES, InputFile, open_input
+from zero2all.corpus.readers.archives import INSTALL_LIBARCHIVE, ZipReader, has_libarchive
+from zero2all.corpus.readers.encodings import newline_of
+from zero2all.corpus.readers.items import Format, Limits, TextBy, Unit, first_line_of, suffix_of
+from zero2all.corpus.readers.sniff import ARCHIVES, HEAD_BYTES, STREAMS, Found, container_of, inner_name, sniff
+from zero2all.corpus.readers.streams import FilePart, Guard, Source, StreamError, decompressed, zstd_frames
+
+LOOK_BYTES = 1 << 16
+BLANKS_SEEN = 4096
+"""A blank line with more blanks than this is not seen as one when a border is looked for."""
+_BLANK_LINE = re.compile(rb"\n[^\S\n]*\n")
+
+
+def plan_units(file: InputFile, limits: Limits, first_number: int = 0) -> list[Unit]:
+    """The units of a file, in order. Always at least one; its format says when there is nothing to read."""
+    try:
+        with closing(open_input(file)) as handle:
+            units = _plan(file, handle, limits)
+    except OSError as error:
+        units = [Unit(file, 0, Format.UNREADABLE, raw_bytes=file.size_bytes, note=first_line_of(error))]
+    return [replace(unit, number=number) for number, unit in enumerate(units, first_number)]
+
+
+def _plan(file: InputFile, handle: BinaryIO, limits: Limits) -> list[Unit]:
+    found, layers = _look_inside(file, handle, limits)
+    unit = Unit(
+        file,
+        0,
+        found.format,
+        found.encoding,
+        found.bom_bytes,
+        " ".join(layers),
+        raw_bytes=file.size_bytes,
+        header=found.header,
+        has_header=found.has_header,
+        delimiter=found.delimiter,
+        first_key=found.first_key,
+    )
+    if layers and found.format not in (Format.EMPTY, Format.NEEDS_LIBARCHIVE):
+        return _plan_compressed(unit, handle, limits, layers)
+    if found.format is Format.PARQUET:
+        return _plan_parquet(unit, handle, limits)
+    if found.format is Format.NEEDS_LIBARCHIVE:
+        return [replace(unit, note=INSTALL_LIBARCHIVE)]
+    borders = _borders(unit, handle, limits)
+    return _split(unit, borders, borders, file.size_bytes)
+
+
+def _look_inside(file: InputFile, handle: BinaryIO, limits: Limits) -> tuple[Found, list[str]]:
+    """What is under all compression, and the names of the layers above it."""
+    part = FilePart(handle, 0, file.size_bytes)
+    source = Source(part.read)
+    name = file.name
+    layers: list[str] = []
+    while True:
+        head = source.peek(HEAD_BYTES)
+        container = container_of(head, name)
+        if container in ARCHIVES:
+            missing = container in ("7z", "rar") and not has_libarchive()
+            return Found(Format.NEEDS_LIBARCHIVE if missing else Format.ARCHIVE), [*layers, container]
+        if container not in STREAMS or len(layers) >= limits.max_nesting:
+            break
+        layers.append(container)
+        source = Source(decompressed(source.read_or_raise, container, Guard(file.size_bytes, limits)))
+        name = inner_name(name, container)
+    if not head:
+        return Found(Format.TEXT if source.broken is not None else Format.EMPTY), layers
+    sample = _sample(handle, file.size_bytes) if not layers else b""
+    return sniff(head, name, whole=len(head) < HEAD_BYTES and source.broken is None, sample=sample), layers
+
+
+def _sample(handle: BinaryIO, size: int) -> bytes:
+    """Whole lines from the inside of a large file that may begin in ASCII and go on in something else."""
+    pieces = []
+    for place in (size // 3, size * 2 // 3):
+        if place > HEAD_BYTES:
+            handle.seek(place)
+            pieces.append(b"\n".join(handle.read(LOOK_BYTES).split(b"\n")[1:-1]))
+    return b"\n".join(pieces)
+
+
+def _split(unit: Unit, starts: list[int], ends_at: list[int], total: int) -> list[Unit]:
+    """The unit cut where the next ones start; `ends_at` says how much of the file lies before each cut."""
+    if not starts:
+        return [unit]
+    starts_all = [unit.start, *starts]
+    ends: list[int | None] = [*starts, unit.end]
+    shares = [0, *ends_at, total]
+    return [
+        replace(unit, start=start, end=end, raw_bytes=after - before)
+        for start, end, before, after in zip(starts_all, ends, shares, shares[1:], strict=False)
+    ]
+
+
+# ---- plain files ----------------------------------------------------------------------------------------------
+
+
+def _borders(unit: Unit, handle: BinaryIO, limits: Limits) -> list[int]:
+    """Bytes where units after the first begin."""
+    size = unit.file.size_bytes
+    unit_bytes = limits.unit_bytes
+    if size < unit_bytes * 3 // 2:
+        return []
+    source = Source(FilePart(handle, unit.bom_bytes, size - unit.bom_bytes).read)
+    wide = len(newline_of(unit.encoding)) > 1
+    if unit.format is Format.JSON_LINES:
+        return _line_borders(unit, handle, unit_bytes, 1)
+    if unit.format is Format.JSON_ARRAY and unit.encoding == "utf-8":
+        from zero2all.corpus.readers.arrays import array_borders
+
+        return array_borders(source, limits, unit.bom_bytes, unit.first_key, unit_bytes)
+    if unit.format is Format.CSV and unit.encoding == "utf-8":
+        from zero2all.corpus.readers.tables import csv_borders
+
+        return csv_borders(source, limits, unit.bom_bytes, unit.delimiter, unit_bytes)
+    if unit.format is not Format.TEXT or suffix_of(unit.file.name) in CODE_SUFFIXES:
+        return []
+    if limits.text_by is TextBy.LINE:
+        return _line_borders(unit, handle, unit_bytes, 1)
+    if limits.text_by is TextBy.BLANK_LINE and not wide:
+        return _find_borders(handle, size, unit_bytes, 1, _behind_blank_line)
+    if limits.text_by is TextBy.AUTO and unit.encoding == "utf-8" and size > limits.split_text_above_bytes:
+        return _line_borders(unit, handle, unit_bytes, limits.text_block_bytes)
+    return []
+
+
+def _line_borders(unit: Unit, handle: BinaryIO, unit_bytes: int, step: int) -> list[int]:
+    newline = newline_of(unit.encoding)
+    size = unit.file.size_bytes
+    return _find_borders(handle, size, unit_bytes, step, lambda file, at: _behind_line(file, at, newline))
+
+
+def _find_borders(
+    handle: BinaryIO, size: int, unit_bytes: int, step: int, find: Callable[[BinaryIO, int], int | None]
+) -> list[int]:
+    """The first place `find` finds at or behind every `unit_bytes` or so, a multiple of `step`."""
+    borders: list[int] = []
+    target = unit_bytes
+    while True:
+        target = -(-target // step) * step
+        if target + unit_bytes // 2 >= size:
+            return borders
+        border = find(handle, target)
+        if border is None or border >= size:
+            return borders
+        borders.append(border)
+        target = border + unit_bytes
+
+
+def _behind_line(handle: BinaryIO, at: int, newline: bytes) -> int | None:
+    """The first line start at or behind `at`."""
+    width = len(newline)
+    position = max((at - 1) // width * width, 0)
+    handle.seek(position)
+    while data := handle.read(LOOK_BYTES):
+        found = data.find(newline)
+        while found >= 0 and found % width:
+            found = data.find(newline, found + 1)
+        if found >= 0:
+            border = position + found + width
+            if border >= at:
+                return border
+            handle.seek(border)
+            position = border
+            continue
+        position += len(data)
+    return None
+
+
+def _behind_blank_line(handle: BinaryIO, at: int) -> int | None:
+    """The first line start behind a blank line behind `at`."""
+    position = at
+    tail = b""
+    handle.seek(at)
+    while data := handle.read(LOOK_BYTES):
+        look = tail + data
+        match = _BLANK_LINE.search(look)
+        if match:
+            return position - len(tail) + match.end()
+        position += len(data)
+        tail = look[-BLANKS_SEEN:]
+    return None
+
+
+# ---- files with an index of their own -------------------------------------------------------------------------
+
+
+def _plan_parquet(unit: Unit, handle: BinaryIO, limits: Limits) -> list[Unit]:
+    from zero2all.corpus.readers.tables import parquet_errors, rows_in_groups
+
+    file = unit.file
+    try:
+        groups = rows_in_groups(file.path if file.url is None else handle)
+    except parquet_errors():
+        return [unit]  # reading it says what is wrong
+    starts, shares, rows_before = [], [], [0]
+    rows = size = size_before = 0
+    for number, (group_rows, group_bytes) in enumerate(groups):
+        if size and size + group_bytes // 2 > limits.unit_bytes:
+            starts.append(number)
+            shares.append(size_before)
+            rows_before.append(rows)
+            size = 0
+        rows += group_rows
+        size += group_bytes
+        size_before += group_bytes
+    units = _split(unit, starts, shares, file.size_bytes)
+    note = "" if len(groups) != 1 or file.size_bytes < limits.unit_bytes * 2 else "one row group: cannot be split"
+    return [replace(one, first_row=before, note=note) for one, before in zip(units, rows_before, strict=True)]
+
+
+def _plan_compressed(unit: Unit, handle: BinaryIO, limits: Limits, layers: list[str]) -> list[Unit]:
+    if layers == ["zip"]:
+        return _plan_zip(unit, handle, limits)
+    if layers == ["zstd"] and len(newline_of(unit.encoding)) == 1 and _is_by_line(unit, limits):
+        units = _plan_frames(unit, handle, limits)
+        if units:
+            return units
+    if layers == ["tar"]:
+        return [replace(unit, note="a tar is read by one worker; resuming passes over what was read")]
+    stream = " in ".join(reversed(layers))
+    return [replace(unit, note=f"{stream} cannot be split: one worker reads it, and resuming unpacks it again")]
+
+
+def _is_by_line(unit: Unit, limits: Limits) -> bool:
+    name = inner_name(unit.file.name, "zstd")
+    is_prose = unit.format is Format.TEXT and suffix_of(name) not in CODE_SUFFIXES
+    return unit.format is Format.JSON_LINES or (is_prose and limits.text_by is TextBy.LINE)
+
+
+def _plan_frames(unit: Unit, handle: BinaryIO, limits: Limits) -> list[Unit]:
+    """Units of whole zst frames; none when there is only one frame."""
+    starts: list[int] = []
+    target = limits.unit_bytes
+    several = False
+    for frame in zstd_frames(handle):
+        several = several or frame.start > 0
+        if frame.start >= target and unit.file.size_bytes - frame.start > limits.unit_bytes // 2:
+            starts.append(frame.start)
+            target = frame.start + limits.unit_bytes
+    return _split(replace(unit, by_frames=True), starts, starts, unit.file.size_bytes) if several else []
+
+
+def _plan_zip(unit: Unit, handle: BinaryIO, limits: Limits) -> list[Unit]:
+    size = handle.seek(0, os.SEEK_END)
+    starts, shares = [], []
+    packed = before = 0
+    try:
+        reader = ZipReader(handle, Guard(size, limits))
+        for number, (_, packed_bytes) in enumerate(reader.directory()):
+            if packed and packed + packed_bytes // 2 > limits.unit_bytes:
+                starts.append(number)
+                shares.append(min(before, size))
+                packed = 0
+            packed += packed_bytes
+            before += packed_bytes
+    except StreamError as error:
+        return [replace(unit, note=error.detail)]
+    return _split(unit, starts, shares, size)
