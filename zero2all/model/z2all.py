@@ -37,16 +37,16 @@ class KeyValueCache:
 
 
 class RMSNorm(nn.Module):
-    """Scale each position to unit mean square, then by a learned weight."""
+    """Add a branch to the residual; scale each position of the sum to unit mean square, then by a learned weight."""
 
     def __init__(self, width: int, eps: float, ops: Ops) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
         self.eps, self.ops = eps, ops
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, T, C) -> (B, T, C)."""
-        return self.ops.rms_norm(x, self.weight, self.eps)
+    def forward(self, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Residual and branch (B, T, C) -> the normalised sum and the sum."""
+        return self.ops.rms_norm(x, branch, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -63,13 +63,12 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeyValueCache | None) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
         B, T, _ = x.shape
-        heads = self.qkv(x).view(B, T, -1, self.head_size).transpose(1, 2)  # (B, Hq + 2 Hk, T, D)
-        query, key, value = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
-        query, key = self.ops.rope(query, cos, sin), self.ops.rope(key, cos, sin)
+        qkv = self.ops.linear(x, self.qkv.weight, self.qkv.bias).view(B, T, -1, self.head_size)
+        query, key, value = self.ops.rope(qkv, cos, sin, self.heads, self.kv_heads)  # each (B, H, T, D)
         if cache is not None:
             key, value = cache.extend(self.layer, key, value)
         mixed = self.ops.attention(query, key, value, self.dropout if self.training else 0.0)  # (B, Hq, T, D)
-        return self.out(mixed.transpose(1, 2).reshape(B, T, -1))
+        return self.ops.linear(mixed.transpose(1, 2).reshape(B, T, -1), self.out.weight, self.out.bias)
 
 
 class FeedForward(nn.Module):
@@ -83,11 +82,15 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
-        return self.down(self.ops.swiglu(self.gate_up(x)))
+        gate_up = self.ops.linear(x, self.gate_up.weight, self.gate_up.bias)
+        return self.ops.swiglu_linear(gate_up, self.down.weight, self.down.bias)
 
 
 class Block(nn.Module):
-    """Attention, then feed-forward, each on a normalised view of the residual and added to it."""
+    """Attention, then feed-forward, each on a normalised view of the residual.
+
+    What a part adds to the residual (its branch) is handed on and added by the next norm, which reads both anyway.
+    """
 
     def __init__(self, config: ModelConfig, layer: int, ops: Ops) -> None:
         super().__init__()
@@ -97,10 +100,14 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(config, ops)
         self.dropout = nn.Dropout(config.residual_dropout)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeyValueCache | None) -> Tensor:
-        """(B, T, C) -> (B, T, C); the sum keeps the dtype of the residual."""
-        x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin, cache)).to(x.dtype)
-        return x + self.dropout(self.feed_forward(self.feed_forward_norm(x))).to(x.dtype)
+    def forward(
+        self, x: Tensor, branch: Tensor | None, cos: Tensor, sin: Tensor, cache: KeyValueCache | None
+    ) -> tuple[Tensor, Tensor]:
+        """Residual and the branch still to be added (B, T, C) -> the same after this block."""
+        normed, x = self.attention_norm(x, branch)
+        branch = self.dropout(self.attention(normed, cos, sin, cache))
+        normed, x = self.feed_forward_norm(x, branch)
+        return x, self.dropout(self.feed_forward(normed))
 
 
 class Z2all(nn.Module):
@@ -146,18 +153,21 @@ class Z2all(nn.Module):
             x = widened(x)
         elif torch.is_autocast_enabled(tokens.device.type):
             x = x.to(torch.get_autocast_dtype(tokens.device.type))
+        branch: Tensor | None = None
         for block in self.blocks:
-            x = block(x, cos, sin, cache)
+            x, branch = block(x, branch, cos, sin, cache)
         if cache is not None:
             cache.length += T
-        return self.norm(x)
+        normed, _ = self.norm(x, branch)
+        return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., C) -> (..., V)."""
         weight = self.embedding.weight if self.head is None else self.head.weight
         return F.linear(hidden, weight)
 
-    def token_losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Ids (B, T) and the ids that follow them (B, T) -> loss of each position in nats (B, T)."""
-        logits = self.logits(self(tokens))
-        return self.ops.cross_entropy(logits.flatten(0, 1), targets.flatten()).view(targets.shape)
+    def loss(self, tokens: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Ids, the ids that follow them and what each position counts (B, T) -> the weighted sum of the losses in
+        nats, to call backward on, and the loss of each position (B, T), to look at."""
+        head = self.embedding.weight if self.head is None else self.head.weight
+        return self.ops.linear_cross_entropy(self(tokens), head, targets, weights, self.config.vocab_size)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero2all.common.errors import UsageError
-from zero2all.ops import attention, cross_entropy, optimizer, rms_norm, rope, swiglu
+from zero2all.ops import attention, cross_entropy, linear, linear_cross_entropy, optimizer, rms_norm, rope, swiglu
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.implementation import Implementation
 
@@ -21,6 +21,8 @@ OPERATORS: dict[str, tuple[Implementation, ...]] = {
     "rope": rope.IMPLEMENTATIONS,
     "rms_norm": rms_norm.IMPLEMENTATIONS,
     "swiglu": swiglu.IMPLEMENTATIONS,
+    "linear": linear.IMPLEMENTATIONS,
+    "linear_cross_entropy": linear_cross_entropy.IMPLEMENTATIONS,
     "cross_entropy": cross_entropy.IMPLEMENTATIONS,
     "optimizer": optimizer.IMPLEMENTATIONS,
 }
@@ -44,6 +46,9 @@ class Ops:
     rope: Callable[..., Any]
     rms_norm: Callable[..., Any]
     swiglu: Callable[..., Any]
+    linear: Callable[..., Any]
+    swiglu_linear: Callable[..., Any]
+    linear_cross_entropy: Callable[..., Any]
     cross_entropy: Callable[..., Any]
     optimizer: Callable[..., Any]
     choices: tuple[Choice, ...]
@@ -57,6 +62,12 @@ def resolve(config: OpsConfig, device: str) -> Ops:
         implementation, choice = _choose(operator, getattr(config, operator), implementations, device, config.strict)
         functions[operator] = implementation.function
         choices.append(choice)
+    taken = {choice.operator: choice.got for choice in choices}
+    functions["swiglu_linear"] = linear.swiglu_linear(
+        taken["swiglu"], functions["swiglu"], taken["linear"], functions["linear"]
+    )
+    if taken["linear_cross_entropy"] == "off":
+        functions["linear_cross_entropy"] = linear_cross_entropy.plain_linear_cross_entropy(functions["cross_entropy"])
     return Ops(**functions, choices=tuple(choices))
 
 

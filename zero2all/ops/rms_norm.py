@@ -1,4 +1,8 @@
-"""RMSNorm: x / sqrt(mean(x^2) + eps) * weight, computed in at least float32 whatever comes in."""
+"""Residual add and RMSNorm: s = x + branch; s / sqrt(mean(s^2) + eps) * weight, in at least float32 inside.
+
+Every implementation takes (x, branch or None, weight, eps) and returns the normalised sum, in the weight's dtype, and
+the sum, in the residual's.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +10,37 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zero2all.ops.implementation import Implementation
+from zero2all.ops.implementation import Implementation, needs_triton
 from zero2all.ops.widen import widened
 
 
-def eager_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _added(x: Tensor, branch: Tensor | None) -> Tensor:
+    return x if branch is None else x + branch.to(x.dtype)
+
+
+def eager_rms_norm(x: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The formula, in the order Llama does it: normalise in float32, cast back, then scale."""
+    x = _added(x, branch)
     wide = widened(x)
     normed = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
-    return weight * normed.to(weight.dtype)
+    return weight * normed.to(weight.dtype), x
 
 
-def torch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def torch_rms_norm(x: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """torch's rms_norm, which fuses the passes on the GPU."""
-    return F.rms_norm(x.to(weight.dtype), (x.shape[-1],), weight, eps)
+    x = _added(x, branch)
+    return F.rms_norm(x.to(weight.dtype), (x.shape[-1],), weight, eps), x
 
 
-IMPLEMENTATIONS = (Implementation("eager", eager_rms_norm), Implementation("torch", torch_rms_norm))
+def triton_rms_norm(x: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Our kernel: sum and norm in one pass each way."""
+    from zero2all.ops.kernels.rms_norm import triton_add_rms_norm
+
+    return triton_add_rms_norm(x, branch, weight, eps)
+
+
+IMPLEMENTATIONS = (
+    Implementation("triton", triton_rms_norm, needs_triton),
+    Implementation("eager", eager_rms_norm),
+    Implementation("torch", torch_rms_norm),
+)

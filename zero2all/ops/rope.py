@@ -1,7 +1,8 @@
 """Rotary position embedding in the rotate-half layout that Hugging Face checkpoints use.
 
 Dimension d of the first half of a head is paired with dimension d of the second half; the pair is turned by
-position x frequency[d].
+position x frequency[d]. Every implementation takes the qkv projection (B, T, Hq + 2 Hk, D), cos and sin (T, D/2) and
+the numbers of heads, and returns query, key and value (B, H, T, D), the first two turned.
 """
 
 from __future__ import annotations
@@ -9,15 +10,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zero2all.ops.implementation import Implementation
+from zero2all.ops.implementation import Implementation, needs_triton
 from zero2all.ops.widen import widened
 
 
-def eager_rope(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn `heads` (B, H, T, D) by the angles whose `cos` and `sin` (T, D/2) are given."""
+def eager_rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The formula."""
+    query, key, value = qkv.transpose(1, 2).split((heads, kv_heads, kv_heads), dim=1)
+    return _turned(query, cos, sin), _turned(key, cos, sin), value
+
+
+def _turned(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = widened(heads).chunk(2, dim=-1)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return turned.to(heads.dtype)
 
 
-IMPLEMENTATIONS = (Implementation("eager", eager_rope),)
+def triton_rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Our kernel: turns in place, copies nothing."""
+    from zero2all.ops.kernels.rope import triton_rope as kernel
+
+    return kernel(qkv, cos, sin, heads, kv_heads)
+
+
+IMPLEMENTATIONS = (Implementation("triton", triton_rope, needs_triton), Implementation("eager", eager_rope))

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zero2all.ops.implementation import Implementation
+from zero2all.ops.implementation import Implementation, needs_triton
 
 
 def torch_swiglu(gate_up: Tensor) -> Tensor:
@@ -21,4 +21,15 @@ def eager_swiglu(gate_up: Tensor) -> Tensor:
     return gate * torch.sigmoid(gate) * up
 
 
-IMPLEMENTATIONS = (Implementation("torch", torch_swiglu), Implementation("eager", eager_swiglu))
+def triton_swiglu(gate_up: Tensor) -> Tensor:
+    """Our kernel: one pass each way."""
+    from zero2all.ops.kernels.swiglu import triton_swiglu as kernel
+
+    return kernel(gate_up)
+
+
+IMPLEMENTATIONS = (
+    Implementation("triton", triton_swiglu, needs_triton),
+    Implementation("torch", torch_swiglu),
+    Implementation("eager", eager_swiglu),
+)

@@ -1,0 +1,75 @@
+"""AdamW over flat buffers: clip, skip, update and write the low-precision weights in one pass.
+
+Per value: gradient, master weight and both moments are read (16 bytes) and all but the gradient written back, the
+weight also in the model's dtype (14 bytes). The clip factor comes from the gradient's norm on the device; where the
+norm is not finite nothing is written at all, so a bad step leaves every state bit as it was, and the host never waits.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zero2all.ops.kernels.launch import processors
+
+BLOCK = 2048
+NORM_BLOCK = 8192
+NORM_PROGRAMS_PER_PROCESSOR = 4
+
+
+@triton.jit
+def _sum_of_squares(values, parts, count, BLOCK: tl.constexpr):
+    program = tl.program_id(0).to(tl.int64)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for first in range(program * BLOCK, count, tl.num_programs(0).to(tl.int64) * BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        x = tl.load(values + at, mask=at < count, other=0.0).to(tl.float32)
+        total += x * x
+    tl.store(parts + program, tl.sum(total.to(tl.float64), axis=0))
+
+
+@triton.jit
+def _update(
+    weights, masters, gradients, firsts, seconds, norm, count, max_norm, lr, beta1, beta2, eps, decay,
+    correction1, correction2, BLOCK: tl.constexpr,
+):  # fmt: skip
+    length = tl.load(norm)
+    # Not finite: length - length is NaN, which compares unequal to everything.
+    if length - length == 0.0:
+        clip = tl.where((max_norm > 0.0) & (length > max_norm), max_norm / length, 1.0)
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < count
+        g = tl.load(gradients + at, mask=inside, other=0.0).to(tl.float32) * clip
+        w = tl.load(masters + at, mask=inside, other=0.0)
+        m = tl.load(firsts + at, mask=inside, other=0.0)
+        v = tl.load(seconds + at, mask=inside, other=0.0)
+        m = beta1 * m + (1.0 - beta1) * g
+        v = beta2 * v + (1.0 - beta2) * g * g
+        w = w * (1.0 - lr * decay) - lr * (m / correction1) / (tl.sqrt(v / correction2) + eps)
+        tl.store(masters + at, w, mask=inside)
+        tl.store(firsts + at, m, mask=inside)
+        tl.store(seconds + at, v, mask=inside)
+        tl.store(weights + at, w.to(weights.dtype.element_ty), mask=inside)
+
+
+def gradient_norm(gradients: Tensor) -> Tensor:
+    """The L2 norm of a flat buffer, as a float32 scalar on its device."""
+    count = gradients.numel()
+    programs = min(triton.cdiv(count, NORM_BLOCK), processors(gradients.device) * NORM_PROGRAMS_PER_PROCESSOR)
+    parts = torch.empty(programs, dtype=torch.float64, device=gradients.device)
+    _sum_of_squares[(programs,)](gradients, parts, count, BLOCK=NORM_BLOCK, num_warps=8)
+    return parts.sum().sqrt().float()
+
+
+def adamw_update(
+    weights: Tensor, masters: Tensor, gradients: Tensor, firsts: Tensor, seconds: Tensor, norm: Tensor, *,
+    step: int, max_norm: float, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
+) -> None:  # fmt: skip
+    """One step on flat buffers of equal length; `step` counts from 1."""
+    count = weights.numel()
+    _update[(triton.cdiv(count, BLOCK),)](
+        weights, masters, gradients, firsts, seconds, norm, count, max_norm, lr, beta1, beta2, eps, weight_decay,
+        1.0 - beta1**step, 1.0 - beta2**step, BLOCK=BLOCK, num_warps=8,
+    )  # fmt: skip

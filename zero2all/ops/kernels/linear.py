@@ -1,0 +1,186 @@
+"""Linear layers that add their weight gradient to a float32 buffer, in bfloat16 and in float8.
+
+A weight with a `main_grad` (see `zero2all.train.flat`) has its gradient added there in float32, over any number of
+micro-batches; a weight without one gets an ordinary gradient.
+
+float8: one scale per tensor, measured on the tensor itself. Weights and activations are e4m3 (more digits), gradients
+e5m2 (more range). The backward needs the input only transposed, so that alone is kept, in one byte per value.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zero2all.ops.kernels.launch import rows_of
+from zero2all.ops.kernels.quantise import quantise, scale_of
+from zero2all.ops.kernels.swiglu import swiglu_backward, swiglu_forward
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+# ---- bfloat16 ----------------------------------------------------------------------------------------------------
+
+
+def add_weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
+    """dy^T x: added to `weight.main_grad` where there is one, else returned."""
+    main = getattr(weight, "main_grad", None)
+    if main is None:
+        return dy.t() @ x
+    if dy.is_cuda and main.dtype != dy.dtype:
+        # The matmul's own epilogue adds: the gradient is never written in bfloat16.
+        torch.addmm(main, dy.t(), x, out_dtype=main.dtype, out=main)
+    else:
+        main.add_(dy.t() @ x)
+    return None
+
+
+class LinearInto32(torch.autograd.Function):
+    """Rows x W^T."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        dy = dy.contiguous()
+        return dy @ ctx.weight, add_weight_gradient(ctx.weight, dy, x)
+
+
+class SwigluLinearInto32(torch.autograd.Function):
+    """Rows swiglu(gate_up) W^T. The product of SwiGLU is not kept: the backward kernel makes it again in passing."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        ctx.weight = weight
+        return swiglu_forward(gate_up) @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (gate_up,) = ctx.saved_tensors
+        dy = dy.contiguous()
+        dgate_up, h = swiglu_backward(dy @ ctx.weight, gate_up, again=True)
+        assert h is not None
+        return dgate_up, add_weight_gradient(ctx.weight, dy, h)
+
+
+def linear_into_32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The registry's entry."""
+    y: Tensor = LinearInto32.apply(rows_of(x), weight).view(*x.shape[:-1], -1)
+    return y if bias is None else y + bias
+
+
+def swiglu_linear_into_32(gate_up: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The registry's entry."""
+    y: Tensor = SwigluLinearInto32.apply(rows_of(gate_up), weight).view(*gate_up.shape[:-1], -1)
+    return y if bias is None else y + bias
+
+
+# ---- float8 ------------------------------------------------------------------------------------------------------
+
+
+class Float8Weight(NamedTuple):
+    """A weight in float8, both ways round, and what to multiply by to get it back."""
+
+    version: int
+    straight: Tensor
+    turned: Tensor
+    scale: Tensor
+
+
+def float8_weight(weight: Tensor) -> Float8Weight:
+    """`weight` in float8, made anew only when the weight has changed: once per optimizer step."""
+    known: Float8Weight | None = getattr(weight, "float8", None)
+    if known is None or known.version != weight._version:
+        with torch.no_grad():
+            scale = scale_of(weight, E4M3)
+            straight, turned = quantise(weight, E4M3, scale)
+        assert straight is not None and turned is not None
+        known = Float8Weight(weight._version, straight, turned, scale)
+        weight.float8 = known  # type: ignore[attr-defined]
+    return known
+
+
+def _matmul(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, fast: bool, dtype: torch.dtype) -> Tensor:
+    """a (M, K) b (N, K)^T, both with K contiguous, as the tensor cores want it."""
+    return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=fast)
+
+
+def _forward8(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """y, and for the backward the input transposed and its scale."""
+    scale = scale_of(x, E4M3)
+    straight, turned = quantise(x, E4M3, scale)
+    w = float8_weight(weight)
+    assert straight is not None and turned is not None
+    return _matmul(straight, w.straight, scale, w.scale, True, x.dtype), turned, scale
+
+
+def _backward8(dy: Tensor, turned: Tensor, scale: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+    """dx and, where the weight has no `main_grad`, dweight."""
+    dy_scale = scale_of(dy, E5M2)
+    dy_straight, dy_turned = quantise(dy, E5M2, dy_scale)
+    assert dy_straight is not None and dy_turned is not None
+    w = float8_weight(weight)
+    dx = _matmul(dy_straight, w.turned, dy_scale, w.scale, FAST_BACKWARD, dy.dtype)
+    dweight = _matmul(dy_turned, turned, dy_scale, scale, FAST_BACKWARD, dy.dtype)
+    main = getattr(weight, "main_grad", None)
+    if main is None:
+        return dx, dweight
+    main.add_(dweight)
+    return dx, None
+
+
+FAST_BACKWARD = True
+"""Whether gradients are summed with the tensor cores' short accumulator."""
+
+
+class Linear8(torch.autograd.Function):
+    """Rows x W^T in float8."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        y, turned, scale = _forward8(x, weight)
+        ctx.save_for_backward(turned, scale)
+        ctx.weight = weight
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        turned, scale = ctx.saved_tensors
+        return _backward8(dy.contiguous(), turned, scale, ctx.weight)
+
+
+class SwigluLinear8(torch.autograd.Function):
+    """Rows swiglu(gate_up) W^T in float8."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, weight: Tensor) -> Tensor:
+        y, turned, scale = _forward8(swiglu_forward(gate_up), weight)
+        ctx.save_for_backward(gate_up, turned, scale)
+        ctx.weight = weight
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        gate_up, turned, scale = ctx.saved_tensors
+        dh, dweight = _backward8(dy.contiguous(), turned, scale, ctx.weight)
+        return swiglu_backward(dh, gate_up)[0], dweight
+
+
+def linear_8(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The registry's entry."""
+    y: Tensor = Linear8.apply(rows_of(x), weight).view(*x.shape[:-1], -1)
+    return y if bias is None else y + bias
+
+
+def swiglu_linear_8(gate_up: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The registry's entry."""
+    y: Tensor = SwigluLinear8.apply(rows_of(gate_up), weight).view(*gate_up.shape[:-1], -1)
+    return y if bias is None else y + bias

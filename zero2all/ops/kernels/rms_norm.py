@@ -1,0 +1,117 @@
+"""Residual add and RMSNorm in one pass each way.
+
+Forward: s = x + branch, normed = s / sqrt(mean(s^2) + eps) * weight; s is written back as the new residual and
+1/sqrt(...) is kept, one float per row. Backward, with g = dnormed * weight and h = s * rstd:
+ds = rstd * (g - h * mean(g * h)) + (what comes down the residual); it is the gradient of both x and branch.
+dweight is summed by each program over its rows and then over the programs, always in the same order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zero2all.ops.kernels.launch import processors, rows_of
+
+PROGRAMS_PER_PROCESSOR = 4
+BACKWARD_WARPS = 0
+BACKWARD_STAGES = 3
+BACKWARD_ROWS = 2
+
+
+@triton.jit
+def _forward(x, branch, weight, normed, total, rstd, width, eps, HAS_BRANCH: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    at = row * width + columns
+    s = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if HAS_BRANCH:
+        s += tl.load(branch + at, mask=inside, other=0.0).to(tl.float32)
+        rounded = s.to(total.dtype.element_ty)
+        tl.store(total + at, rounded, mask=inside)
+        s = rounded.to(tl.float32)  # normalise what the backward will read
+    scale = 1.0 / tl.sqrt(tl.sum(s * s, axis=0) / width + eps)
+    tl.store(rstd + row, scale)
+    w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(normed + at, (s * scale * w).to(normed.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward(
+    dnormed, dtotal, s, weight, rstd, ds, dweight_parts, rows, width,
+    HAS_DTOTAL: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)[None, :]
+    w = tl.load(weight + columns, mask=columns < width, other=0.0).to(tl.float32)
+    dweight = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    # Several rows at a time keep enough loads in flight to hide the wait for the row sums.
+    for first in range(program * ROWS, rows, tl.num_programs(0).to(tl.int64) * ROWS):
+        row = first + tl.arange(0, ROWS)[:, None]
+        inside = (row < rows) & (columns < width)
+        at = row * width + columns
+        scale = tl.load(rstd + row, mask=row < rows, other=0.0)
+        dy = tl.load(dnormed + at, mask=inside, other=0.0).to(tl.float32)
+        h = tl.load(s + at, mask=inside, other=0.0).to(tl.float32) * scale
+        dweight += dy * h
+        g = dy * w
+        grad = (g - h * (tl.sum(g * h, axis=1, keep_dims=True) / width)) * scale
+        if HAS_DTOTAL:
+            grad += tl.load(dtotal + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(ds + at, grad.to(ds.dtype.element_ty), mask=inside)
+    tl.store(dweight_parts + program * width + columns, tl.sum(dweight, axis=0, keep_dims=True), mask=columns < width)
+
+
+def _warps(block: int) -> int:
+    return max(1, min(16, block // 512))
+
+
+class AddRmsNorm(torch.autograd.Function):
+    """(x, branch or None, weight, eps) -> (normed, x + branch)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        rows = rows_of(x)
+        count, width = rows.shape
+        added = rows_of(branch) if branch is not None else rows
+        normed = torch.empty(rows.shape, dtype=weight.dtype, device=x.device)
+        total = torch.empty_like(rows) if branch is not None else rows
+        rstd = torch.empty(count, dtype=torch.float32, device=x.device)
+        block = triton.next_power_of_2(width)
+        _forward[(count,)](
+            rows, added, weight, normed, total, rstd, width, eps,
+            HAS_BRANCH=branch is not None, BLOCK=block, num_warps=_warps(block),
+        )  # fmt: skip
+        ctx.save_for_backward(total, weight, rstd)
+        ctx.branch_dtype = None if branch is None else branch.dtype
+        return normed.view(x.shape), total.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, dnormed: Tensor, dtotal: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        total, weight, rstd = ctx.saved_tensors
+        count, width = total.shape
+        dy = rows_of(dnormed)
+        from_residual = dy if dtotal is None else rows_of(dtotal)
+        ds = torch.empty_like(total)
+        programs = min(count, processors(total.device) * PROGRAMS_PER_PROCESSOR)
+        parts = torch.empty(programs, width, dtype=torch.float32, device=total.device)
+        block = triton.next_power_of_2(width)
+        _backward[(programs,)](
+            dy, from_residual, total, weight, rstd, ds, parts, count, width,
+            HAS_DTOTAL=dtotal is not None, BLOCK=block, num_warps=BACKWARD_WARPS or _warps(block),
+            num_stages=BACKWARD_STAGES, ROWS=BACKWARD_ROWS,
+        )  # fmt: skip
+        dx = ds.view(dnormed.shape)
+        dbranch = None if ctx.branch_dtype is None else dx.to(ctx.branch_dtype)
+        return dx, dbranch, parts.sum(dim=0).to(weight.dtype), None
+
+
+def triton_add_rms_norm(x: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The registry's entry."""
+    normed, total = AddRmsNorm.apply(x, branch, weight, eps)
+    return normed, total
