@@ -17,12 +17,15 @@ def plain_linear_cross_entropy(cross_entropy):  # noqa
         logits = F.linear(hidden, head)[..., :vocab_size]
         losses = cross_entropy(logits.flatten(0, -2), targets.flatten()).view(targets.shape)
         return (losses * weights).sum(), losses.detach()
+
     return function
 
 
 def triton_linear_cross_entropy(hidden, head, targets, weights, vocab_size):
     from zero2all.ops.kernels.linear_cross_entropy import triton_linear_cross_entropy as kernel
+
     return kernel(hidden, head, targets, weights, vocab_size)
+
 
 IMPLEMENTATIONS = (
     Implementation("triton", triton_linear_cross_entropy, needs_triton),

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 8192
-WARPS = 8
+BLOCK, WARPS = 16384, 32
+"""Best of 16 pairs on an H200 (64,320 columns): 65 % of what a copy moves; one load of the whole row: 45 %."""
 
 
 @triton.jit
@@ -57,29 +57,4 @@ def cross_entropy_in_place(logits: Tensor, targets: Tensor, weights: Tensor, voc
         logits, targets, weights, losses, logits.stride(0), vocab_size, logits.shape[1], z,
         BLOCK=min(BLOCK, triton.next_power_of_2(logits.shape[1])), num_warps=WARPS,
     )  # fmt: skip
-    return losses
-
-
-@triton.jit
-def _whole_row(logits, targets, weights, losses, row_stride, vocab_size, columns_in_all, z, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    start = logits + row * row_stride
-    target = tl.load(targets + row)
-    weight = tl.load(weights + row).to(tl.float32)
-    counted = target >= 0
-    at = tl.arange(0, BLOCK)
-    at_target = tl.load(start + tl.where(counted, target, 0)).to(tl.float32)
-    x = tl.load(start + at, mask=at < vocab_size, other=float("-inf"))
-    peak = tl.max(x, axis=0).to(tl.float32)
-    logsum = peak + tl.log(tl.sum(tl.exp(x.to(tl.float32) - peak), axis=0))
-    tl.store(losses + row, tl.where(counted, logsum - at_target + z * logsum * logsum, 0.0))
-    weight = tl.where(counted, weight, 0.0)
-    slope = weight * (1.0 + 2.0 * z * logsum)
-    gradient = tl.exp(x.to(tl.float32) - logsum) * slope - tl.where(at == target, weight, 0.0)
-    tl.store(start + at, gradient.to(logits.dtype.element_ty), mask=at < columns_in_all)
-
-
-def whole(logits, targets, weights, vocab_size, z=0.0, warps=32):
-    losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
-    _whole_row[(logits.shape[0],)](logits, targets, weights, losses, logits.stride(0), vocab_size, logits.shape[1], z, BLOCK=triton.next_power_of_2(logits.shape[1]), num_warps=warps)
     return losses

@@ -17,10 +17,8 @@ from torch import Tensor
 
 from zero2all.ops.kernels.launch import processors, rows_of
 
-PROGRAMS_PER_PROCESSOR = 4
-BACKWARD_WARPS = 0
-BACKWARD_STAGES = 3
-BACKWARD_ROWS = 2
+PROGRAMS_PER_PROCESSOR = 6
+"""Best on an H200 at width 2048 with 4 warps: 95 % of what a copy moves. Fewer leave loads waiting, more spill."""
 
 
 @triton.jit
@@ -43,28 +41,25 @@ def _forward(x, branch, weight, normed, total, rstd, width, eps, HAS_BRANCH: tl.
 
 @triton.jit
 def _backward(
-    dnormed, dtotal, s, weight, rstd, ds, dweight_parts, rows, width,
-    HAS_DTOTAL: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    dnormed, dtotal, s, weight, rstd, ds, dweight_parts, rows, width, HAS_DTOTAL: tl.constexpr, BLOCK: tl.constexpr
+):
     program = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)[None, :]
-    w = tl.load(weight + columns, mask=columns < width, other=0.0).to(tl.float32)
-    dweight = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-    # Several rows at a time keep enough loads in flight to hide the wait for the row sums.
-    for first in range(program * ROWS, rows, tl.num_programs(0).to(tl.int64) * ROWS):
-        row = first + tl.arange(0, ROWS)[:, None]
-        inside = (row < rows) & (columns < width)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    dweight = tl.zeros((BLOCK,), dtype=tl.float32)
+    for row in range(program, rows, tl.num_programs(0)):
         at = row * width + columns
-        scale = tl.load(rstd + row, mask=row < rows, other=0.0)
+        scale = tl.load(rstd + row)
         dy = tl.load(dnormed + at, mask=inside, other=0.0).to(tl.float32)
         h = tl.load(s + at, mask=inside, other=0.0).to(tl.float32) * scale
         dweight += dy * h
         g = dy * w
-        grad = (g - h * (tl.sum(g * h, axis=1, keep_dims=True) / width)) * scale
+        grad = (g - h * (tl.sum(g * h, axis=0) / width)) * scale
         if HAS_DTOTAL:
             grad += tl.load(dtotal + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(ds + at, grad.to(ds.dtype.element_ty), mask=inside)
-    tl.store(dweight_parts + program * width + columns, tl.sum(dweight, axis=0, keep_dims=True), mask=columns < width)
+    tl.store(dweight_parts + program * width + columns, dweight, mask=inside)
 
 
 def _warps(block: int) -> int:
@@ -103,8 +98,7 @@ class AddRmsNorm(torch.autograd.Function):
         block = triton.next_power_of_2(width)
         _backward[(programs,)](
             dy, from_residual, total, weight, rstd, ds, parts, count, width,
-            HAS_DTOTAL=dtotal is not None, BLOCK=block, num_warps=BACKWARD_WARPS or _warps(block),
-            num_stages=BACKWARD_STAGES, ROWS=BACKWARD_ROWS,
+            HAS_DTOTAL=dtotal is not None, BLOCK=block, num_warps=_warps(block),
         )  # fmt: skip
         dx = ds.view(dnormed.shape)
         dbranch = None if ctx.branch_dtype is None else dx.to(ctx.branch_dtype)

@@ -16,9 +16,7 @@ from torch import Tensor
 
 
 @triton.jit
-def _turn_in_place(
-    qkv, cos, sin, length, row_stride, turned_heads, half, HEADS: tl.constexpr, HALF: tl.constexpr
-):
+def _turn_in_place(qkv, cos, sin, length, row_stride, turned_heads, half, HEADS: tl.constexpr, HALF: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS)[:, None]
     pair = tl.arange(0, HALF)[None, :]
