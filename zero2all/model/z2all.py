@@ -82,8 +82,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
-        gate_up = self.ops.linear(x, self.gate_up.weight, self.gate_up.bias)
-        return self.ops.swiglu_linear(gate_up, self.down.weight, self.down.bias)
+        return self.ops.feed_forward(x, (self.gate_up.weight, self.gate_up.bias), (self.down.weight, self.down.bias))
 
 
 class Block(nn.Module):

@@ -1,4 +1,4 @@
-"""Linear layers of the blocks: x W^T + bias, and the pair of SwiGLU and the layer after it.
+"""Linear layers of the blocks: x W^T + bias, and the feed-forward part (linear, SwiGLU, linear) as a whole.
 
 plain   torch's; the weight gradient has the weight's dtype
 into32  the weight gradient is added in float32 to the weight's `main_grad` (see `zero2all.train.flat`)
@@ -14,8 +14,11 @@ from torch import Tensor
 
 from zero2all.ops.implementation import Implementation, needs_hopper, needs_triton
 
+Parameters = tuple[Tensor, "Tensor | None"]
+"""Weight and bias."""
 Swiglu = Callable[[Tensor], Tensor]
-SwigluLinear = Callable[[Tensor, Tensor, "Tensor | None"], Tensor]
+Linear = Callable[[Tensor, Tensor, "Tensor | None"], Tensor]
+FeedForward = Callable[[Tensor, Parameters, Parameters], Tensor]
 
 
 def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -44,10 +47,23 @@ IMPLEMENTATIONS = (
 )
 
 
-def swiglu_linear(swiglu_name: str, swiglu: Swiglu, linear_name: str, linear: SwigluLinear) -> SwigluLinear:
-    """The pair as one function: fused where both sides are our kernels, else one after the other."""
-    if swiglu_name == "triton" and linear_name in ("into32", "fp8"):
-        from zero2all.ops.kernels.linear import swiglu_linear_8, swiglu_linear_into_32
+def feed_forward(swiglu_name: str, swiglu: Swiglu, linear_name: str, linear: Linear) -> FeedForward:
+    """(x, gate_up weight and bias, down weight and bias) as one function: fused where all of it is our kernels and
+    there are no biases, else one after the other."""
 
-        return swiglu_linear_into_32 if linear_name == "into32" else swiglu_linear_8
-    return lambda gate_up, weight, bias: linear(swiglu(gate_up), weight, bias)
+    def one_after_the_other(x: Tensor, gate_up: Parameters, down: Parameters) -> Tensor:
+        return linear(swiglu(linear(x, *gate_up)), *down)
+
+    if swiglu_name != "triton" or linear_name not in ("into32", "fp8"):
+        return one_after_the_other
+
+    from zero2all.ops.kernels.linear import feed_forward_8, feed_forward_into_32
+
+    fused = feed_forward_into_32 if linear_name == "into32" else feed_forward_8
+
+    def fused_without_biases(x: Tensor, gate_up: Parameters, down: Parameters) -> Tensor:
+        if gate_up[1] is None and down[1] is None:
+            return fused(x, gate_up[0], down[0])
+        return one_after_the_other(x, gate_up, down)
+
+    return fused_without_biases

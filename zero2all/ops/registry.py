@@ -47,7 +47,7 @@ class Ops:
     rms_norm: Callable[..., Any]
     swiglu: Callable[..., Any]
     linear: Callable[..., Any]
-    swiglu_linear: Callable[..., Any]
+    feed_forward: Callable[..., Any]
     linear_cross_entropy: Callable[..., Any]
     cross_entropy: Callable[..., Any]
     optimizer: Callable[..., Any]
@@ -63,7 +63,7 @@ def resolve(config: OpsConfig, device: str) -> Ops:
         functions[operator] = implementation.function
         choices.append(choice)
     taken = {choice.operator: choice.got for choice in choices}
-    functions["swiglu_linear"] = linear.swiglu_linear(
+    functions["feed_forward"] = linear.feed_forward(
         taken["swiglu"], functions["swiglu"], taken["linear"], functions["linear"]
     )
     if taken["linear_cross_entropy"] == "off":

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from zero2all.ops.kernels.launch import rows_of
-from zero2all.ops.kernels.quantise import quantise, scale_of
-from zero2all.ops.kernels.swiglu import swiglu_backward, swiglu_forward
+from zero2all.ops.kernels.quantise import quantise, scale_from_peaks, scale_of
+from zero2all.ops.kernels.swiglu import new_peaks, swiglu_backward, swiglu_forward
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -77,10 +77,10 @@ def linear_into_32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     return y if bias is None else y + bias
 
 
-def swiglu_linear_into_32(gate_up: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def feed_forward_into_32(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """The registry's entry."""
-    y: Tensor = SwigluLinearInto32.apply(rows_of(gate_up), weight).view(*gate_up.shape[:-1], -1)
-    return y if bias is None else y + bias
+    y: Tensor = SwigluLinearInto32.apply(LinearInto32.apply(rows_of(x), gate_up), down).view(x.shape)
+    return y
 
 
 # ---- float8 ------------------------------------------------------------------------------------------------------
@@ -113,18 +113,20 @@ def _matmul(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, fast: bool, 
     return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=fast)
 
 
-def _forward8(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """y, and for the backward the input transposed and its scale."""
-    scale = scale_of(x, E4M3)
+def _forward8(x: Tensor, weight: Tensor, peaks: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """y, and for the backward the input transposed and its scale. `peaks` saves measuring x."""
+    scale = scale_of(x, E4M3) if peaks is None else scale_from_peaks(peaks, E4M3)
     straight, turned = quantise(x, E4M3, scale)
     w = float8_weight(weight)
     assert straight is not None and turned is not None
     return _matmul(straight, w.straight, scale, w.scale, True, x.dtype), turned, scale
 
 
-def _backward8(dy: Tensor, turned: Tensor, scale: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-    """dx and, where the weight has no `main_grad`, dweight."""
-    dy_scale = scale_of(dy, E5M2)
+def _backward8(
+    dy: Tensor, turned: Tensor, scale: Tensor, weight: Tensor, peaks: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """dx and, where the weight has no `main_grad`, dweight. `peaks` saves measuring dy."""
+    dy_scale = scale_of(dy, E5M2) if peaks is None else scale_from_peaks(peaks, E5M2)
     dy_straight, dy_turned = quantise(dy, E5M2, dy_scale)
     assert dy_straight is not None and dy_turned is not None
     w = float8_weight(weight)
@@ -157,21 +159,29 @@ class Linear8(torch.autograd.Function):
         return _backward8(dy.contiguous(), turned, scale, ctx.weight)
 
 
-class SwigluLinear8(torch.autograd.Function):
-    """Rows swiglu(gate_up) W^T in float8."""
+class FeedForward8(torch.autograd.Function):
+    """Rows down(swiglu(gate_up(x))) in float8: one function, so that SwiGLU's kernels, which see every value anyway,
+    can measure what the matmuls behind them need to know."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, weight: Tensor) -> Tensor:
-        y, turned, scale = _forward8(swiglu_forward(gate_up), weight)
-        ctx.save_for_backward(gate_up, turned, scale)
-        ctx.weight = weight
+    def forward(ctx: Any, x: Tensor, gate_up_weight: Tensor, down_weight: Tensor) -> Tensor:
+        gate_up, x_turned, x_scale = _forward8(x, gate_up_weight)
+        peaks = new_peaks(x.device)
+        h = swiglu_forward(gate_up, peaks)
+        y, h_turned, h_scale = _forward8(h, down_weight, peaks)
+        ctx.save_for_backward(gate_up, x_turned, x_scale, h_turned, h_scale)
+        ctx.weights = (gate_up_weight, down_weight)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        gate_up, turned, scale = ctx.saved_tensors
-        dh, dweight = _backward8(dy.contiguous(), turned, scale, ctx.weight)
-        return swiglu_backward(dh, gate_up)[0], dweight
+        gate_up, x_turned, x_scale, h_turned, h_scale = ctx.saved_tensors
+        gate_up_weight, down_weight = ctx.weights
+        dh, ddown = _backward8(dy.contiguous(), h_turned, h_scale, down_weight)
+        peaks = new_peaks(dy.device)
+        dgate_up, _ = swiglu_backward(dh, gate_up, peaks=peaks)
+        dx, dgate_up_weight = _backward8(dgate_up, x_turned, x_scale, gate_up_weight, peaks)
+        return dx, dgate_up_weight, ddown
 
 
 def linear_8(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -180,7 +190,7 @@ def linear_8(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return y if bias is None else y + bias
 
 
-def swiglu_linear_8(gate_up: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def feed_forward_8(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """The registry's entry."""
-    y: Tensor = SwigluLinear8.apply(rows_of(gate_up), weight).view(*gate_up.shape[:-1], -1)
-    return y if bias is None else y + bias
+    y: Tensor = FeedForward8.apply(rows_of(x), gate_up, down).view(x.shape)
+    return y

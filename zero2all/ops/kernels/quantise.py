@@ -55,7 +55,12 @@ def scale_of(x: Tensor, dtype: torch.dtype) -> Tensor:
     programs = min(triton.cdiv(count, AMAX_BLOCK), processors(x.device) * AMAX_PROGRAMS_PER_PROCESSOR)
     parts = torch.empty(programs, dtype=torch.float32, device=x.device)
     _largest[(programs,)](x, parts, count, BLOCK=AMAX_BLOCK, num_warps=8)
-    return parts.max().clamp(min=1e-12) / LARGEST[dtype]
+    return scale_from_peaks(parts, dtype)
+
+
+def scale_from_peaks(peaks: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same from magnitudes that somebody else collected."""
+    return peaks.max().clamp(min=1e-12) / LARGEST[dtype]
 
 
 def quantise(
