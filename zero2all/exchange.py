@@ -14,7 +14,7 @@ from typing import Any
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import staged_folder
 from zero2all.common.manifest import fingerprint, write_manifest
-from zero2all.common.workspace import Workspace
+from zero2all.common.workspace import STAMP_NAME, Workspace, open_workspace
 from zero2all.config import RunConfig, config_from_values, config_values
 from zero2all.evals.load import LoadedModel
 from zero2all.model.config import ModelConfig
@@ -51,14 +51,18 @@ def export_run(loaded: LoadedModel, tokenizer_folder: Path, target: Path, dtype:
 def import_folder(folder: Path, workspace: Workspace, name: str) -> Path:
     """Make the run `name` at step 0 from a Hugging Face folder; returns the run folder, which appears when it is whole.
 
-    A run folder with a config but without its checkpoint would be trained from random weights.
+    A run folder with a config but without its checkpoint would be trained from random weights. The workspace may be
+    new: it is made once the folder has turned out to be a model, so that a bad one leaves nothing behind.
     """
+    if (workspace.root / STAMP_NAME).is_file():
+        open_workspace(workspace.root)  # refuses that of another version
     run = workspace.run(name)
     if run.exists():
         raise UsageError(f"The run {name} exists already. Choose another --name, or delete {run}.")
     model, tensors, dtype = read_hf_folder(folder)
     config = _config_for(model, name)
     tokenizer = _adopt_tokenizer(folder, workspace, model)
+    open_workspace(workspace.root, create=True)
     details: dict[str, Any] = {
         "data": None,
         "tokenizer": tokenizer.fingerprint,

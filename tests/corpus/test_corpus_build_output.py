@@ -5,15 +5,13 @@ from __future__ import annotations
 import gzip
 import json
 import random
-import re
-from html.parser import HTMLParser
 
 import pytest
 from corpus_helpers import HERE, plain_options, tree
 
 from zero2all.common.errors import BadInputError
 from zero2all.common.records import iter_records, training_text
-from zero2all.corpus import BuildOptions, EngineConfig, Source, build_corpus, iter_dropped, read_report
+from zero2all.corpus import BuildOptions, EngineConfig, Source, build_corpus, find_record, iter_dropped, read_report
 from zero2all.corpus.dedup.config import DedupConfig
 from zero2all.corpus.scripts import SCRIPTS, scripts_of
 from zero2all.corpus.shards import SHARD_FORMATS
@@ -153,40 +151,17 @@ def test_boilerplate_lines_are_removed_and_counted(tmp_path, write_lines):
     assert tree(tmp_path / "two") == tree(tmp_path / "corpus")
 
 
+def test_a_record_is_found_by_its_gid_in_whichever_split_it_stands(tmp_path, rows):
+    build_corpus(tmp_path / "corpus", [Source("a", rows)], plain_options(valid_share=0.1), HERE)
+    valid = next(iter_records(tmp_path / "corpus", "a", "valid"))
+    assert find_record(tmp_path / "corpus", {"a": 0}, valid["gid"]) == ("valid", valid)
+    train = next(iter_records(tmp_path / "corpus", "a", "train"))
+    assert find_record(tmp_path / "corpus", {"b": 7, "a": 0}, train["gid"]) == ("train", train)
+    assert find_record(tmp_path / "corpus", {"a": 0}, 302) is None
+    assert find_record(tmp_path / "corpus", {"a": 0}, 1 << 40) is None, "no source has this number"
+
+
 # ---- the report -----------------------------------------------------------------------------------------------
-
-
-class Checker(HTMLParser):
-    def __init__(self):
-        super().__init__()
-        self.open = []
-        self.tags = []
-
-    def handle_starttag(self, tag, _):
-        self.tags.append(tag)
-        if tag not in ("meta", "rect", "line"):
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, _):
-        self.tags.append(tag)
-
-    def handle_endtag(self, tag):
-        if tag not in ("rect", "line") or self.open[-1] == tag:
-            assert self.open.pop() == tag
-
-
-def test_report_page_stands_alone_and_escapes_what_it_shows(tmp_path, write_lines):
-    rows = [{"text": f"<script>alert({n})</script> {' '.join(prose(n))}"} for n in range(50)]
-    path = write_lines("a.jsonl", [*rows, {"text": "中文的内容。" * 9}, b"{bad <b>"])
-    build_corpus(tmp_path / "corpus", [Source("a", path)], plain_options(max_damaged_share=0.1), HERE)
-    page = (tmp_path / "corpus/report.html").read_text(encoding="utf-8")
-    assert "&lt;script&gt;alert" in page
-    assert "<script" not in page
-    assert not re.search(r"(src|href)=|https?://|@import", page)
-    checker = Checker()
-    checker.feed(re.sub(r"<(rect|line)([^>]*)/>", r"<\1\2></\1>", page).replace("</line>", ""))
-    assert checker.tags.count("svg") >= 2
-    assert "invalid_json" in page
 
 
 def test_report_has_lengths_and_scripts_of_what_was_kept(tmp_path, write_lines):

@@ -53,8 +53,9 @@ def _export(arguments: argparse.Namespace) -> None:
 
 
 def _import(arguments: argparse.Namespace) -> None:
+    from zero2all.common.workspace import Workspace
     from zero2all.exchange import import_folder
 
-    run = import_folder(arguments.folder, workspace_of(arguments, create=True), arguments.name)
+    run = import_folder(arguments.folder, Workspace(arguments.work), arguments.name)
     print(f"{run}: ready at step 0. Look at its config.yaml, pack your data with its tokenizer, then continue it with")
     print(f"  z2a train {run / 'config.yaml'} --work {arguments.work}")

@@ -32,6 +32,7 @@ REFUSED_PATH_ERRNOS = frozenset(
 
 def main(words: list[str] | None = None) -> int:
     """Run `z2a WORDS…`; returns the exit code."""
+    _open_closed_streams()
     try:
         plain, overrides = split_overrides(sys.argv[1:] if words is None else words)
         arguments, unknown = build_parser().parse_known_args(plain)
@@ -50,6 +51,14 @@ def main(words: list[str] | None = None) -> int:
         return 0
     except Exception as error:
         return _fail_for_disk_or_path(error)
+
+
+def _open_closed_streams() -> None:
+    """Started without output streams (`>&-`, some services), write nowhere instead of into the first file we open."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
 
 
 def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:

@@ -36,6 +36,21 @@ def write_atomic(path: Path, data: bytes) -> None:
     fsync_folder(path.parent)
 
 
+def link_or_copy(source: Path, target: Path) -> None:
+    """Make `target` a second name of a file that does not change, or a copy where that cannot be; atomically."""
+    partial = target.with_name(f"{target.name}{PARTIAL_MARK}{os.getpid()}")
+    partial.unlink(missing_ok=True)
+    try:
+        try:
+            os.link(source, partial)
+        except OSError:
+            shutil.copyfile(source, partial)
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+    fsync_folder(target.parent)
+
+
 def write_json(path: Path, value: Any) -> None:
     """Replace `path` by indented JSON, atomically."""
     write_atomic(path, jsonio.dumps_pretty(value))

@@ -24,7 +24,7 @@ FORMATS = {"corpus": 1, "tokenizer": 1, "packed": 1, "checkpoint": 1, "raw": 1}
 def fingerprint(value: Any) -> str:
     """A short stable name for any JSON value: the first 16 hex digits of its sha256."""
     canonical = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+    return hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def write_manifest(

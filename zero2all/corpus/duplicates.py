@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +102,6 @@ def search_duplicates(
         return splits[owners[unit]].is_valid(rows["digest"][:, 0].astype(np.uint64))
 
     units = [segment.folder for source in sources for segment in source.segments]
-    if not any(segment.kept for source in sources for segment in source.segments):
-        config = replace(config, exact=False, near="off")  # nothing to compare
     result = find_duplicates(units, folder, config, engine=engine, held_out=held_out)
     _write_gids(folder / GIDS_NAME, sources, result.documents)
     _write_clusters(folder)

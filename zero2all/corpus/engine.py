@@ -335,7 +335,7 @@ class _RayEngine:
                 for reference in finished:
                     try:
                         result = ray.get(reference)
-                    except ray.exceptions.WorkerCrashedError as error:
+                    except (ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError) as error:
                         raise _workers_die(RETRIES + 1) from error
                     except ray.exceptions.RayTaskError as error:
                         raise (error.cause if isinstance(error.cause, Exception) else error) from error

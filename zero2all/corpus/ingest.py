@@ -11,9 +11,9 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,16 +23,27 @@ from zero2all.common import jsonio
 from zero2all.common.files import staged_folder, write_json
 from zero2all.corpus.clean.cleaner import Cleaned, Cleaner
 from zero2all.corpus.clean.config import CleanConfig
-from zero2all.corpus.clean.repair import repair
 from zero2all.corpus.dedup.config import DedupConfig
 from zero2all.corpus.dedup.index import IndexWriter
 from zero2all.corpus.dedup.lines import LineCounter, uses_lines
 from zero2all.corpus.dedup.signatures import describe
 from zero2all.corpus.engine import advance
-from zero2all.corpus.listing import InputFile
+from zero2all.corpus.listing import UNREADABLE, InputFile
 from zero2all.corpus.quarantine import encodable, quarantine_line
-from zero2all.corpus.readers import EXCERPT_CHARS, NOT_READ, Damaged, Format, Limits, Row, Unit, plan_units, read_unit
-from zero2all.corpus.record import Document, encode_record
+from zero2all.corpus.readers import (
+    EXCERPT_CHARS,
+    NOT_READ,
+    Damaged,
+    Format,
+    Limits,
+    Origin,
+    Row,
+    Unit,
+    damaged_at,
+    plan_units,
+    read_unit,
+)
+from zero2all.corpus.record import Document, encode_record, plain
 from zero2all.corpus.report import Tally
 from zero2all.corpus.scripts import scripts_of
 from zero2all.corpus.segments import (
@@ -59,11 +70,11 @@ SEGMENT_BYTES = 64_000_000
 SEGMENT_ITEMS = 100_000
 """… or this many items, so that a worker's memory stays small."""
 PROGRESS_BYTES = 1 << 18
-MENDABLE = re.compile("[\u00c2-\u00f4]")
-"""Every text in a wrong encoding that repair can mend has one of these."""
 PEEKED_ROWS = 20
 PEEKED_ITEMS = 1000
 NAMED_FILES = 20
+NAMED_FIELDS = 50
+CUT_WORD = re.compile(r"^[\w.@+/=-]+|[\w.@+/=-]+$")
 
 
 class Piece(NamedTuple):
@@ -141,6 +152,8 @@ class _Items:
         self._last_skips: list[tuple[str, str]] = []
         """… and those behind the last one, when it was looked at before its turn."""
         self._told = self._untold = 0
+        self._unit_left = 0
+        """Bytes of the current unit that have not been read."""
         self._stream = self._read()
 
     def fill(self, writer: _SegmentWriter) -> None:
@@ -149,7 +162,7 @@ class _Items:
         for item in self._stream:
             document = _document_of(item, self._mapping)
             if isinstance(document, Damaged):
-                writer.add_damaged(item, document)
+                writer.add_damaged(item, document, self._unread_behind(document))
             else:
                 writer.add(item, document)
             if writer.batch_is_full():
@@ -161,6 +174,13 @@ class _Items:
             mapping = dict(self._mapping) if self._mapping is not None else None
             place = {"piece": self._piece, "unit": self._unit, "origin": _origin_key(item), "cursor": item.cursor}
             self._next = {**place, "mapping": mapping}
+
+    def _unread_behind(self, damaged: Damaged) -> int:
+        """Bytes of the file that are lost with an item behind which nothing can be read."""
+        if not damaged.ends_file:
+            return 0
+        ends_unit = damaged.origin is not None and not damaged.origin.path  # and not only a member of an archive
+        return max(damaged.raw_bytes, self._unit_left if ends_unit else 0)
 
     def take_notes(self) -> dict[str, Any]:
         """What was learnt about files since the last call, and where to go on."""
@@ -180,14 +200,18 @@ class _Items:
             for unit_number, unit in enumerate(units):
                 if resume is not None and unit_number < resume["unit"]:
                     continue
-                if unit.format in NOT_READ:
+                if unit.format in NOT_READ and unit.format is not Format.UNREADABLE:
                     self._notes.skip(str(unit.format), piece.file.name)
-                    if unit.note:
-                        self._notes.notes.append(f"{piece.file.name}: {unit.note}")
+                    self._notes.note(piece.file.name, unit.note)
                     continue
                 at, resume = resume, None
-                self._piece, self._unit = piece_number, unit_number
+                self._piece, self._unit, self._unit_left = piece_number, unit_number, unit.raw_bytes
                 cursor = at["cursor"] if at is not None else None
+                if unit.format is Format.UNREADABLE:
+                    if at is None:
+                        self._mapping = None
+                        yield unreadable_file(unit)
+                    continue
                 items = read_unit(unit, self.task.limits, self._on_bytes, cursor, on_skip=self._on_skip)
                 yield from self._mapped(iter(items), unit, piece.mapping, at)
                 self._skips += self._last_skips
@@ -244,7 +268,7 @@ class _Items:
         fields = [item.fields for item in same if isinstance(item, Row)][:PEEKED_ROWS]
         mapping = guess_mapping(fields, self.task.given_mapping) if fields else None
         if mapping is None:
-            self._notes.unmapped_fields.update(dict.fromkeys(fields_seen(fields)))
+            self._notes.see_fields(fields_seen(fields))
         return mapping
 
     def _from_ahead(self, ahead: deque[tuple[Row | Damaged, list[tuple[str, str]]]]) -> Iterator[Row | Damaged]:
@@ -263,6 +287,7 @@ class _Items:
         self._skips = []
 
     def _on_bytes(self, amount: int) -> None:
+        self._unit_left -= amount
         self._untold += amount
         if self._untold >= PROGRESS_BYTES:
             advance(self._untold)
@@ -288,6 +313,17 @@ class _Notes:
         if len(names) < NAMED_FILES:
             names.append(name)
 
+    def note(self, file_name: str, words: str) -> None:
+        """Something to tell about a file."""
+        if words and len(self.notes) < NAMED_FILES:
+            self.notes.append(f"{file_name}: {words}")
+
+    def see_fields(self, names: Iterable[str]) -> None:
+        """Fields of rows none of which is known to hold the text; a few are enough for the message."""
+        room = NAMED_FIELDS - len(self.unmapped_fields)
+        new = (name for name in names if name not in self.unmapped_fields)
+        self.unmapped_fields.update(dict.fromkeys(itertools.islice(new, room)))
+
     def add_origin(self, first: Row | Damaged, mapping: Mapping[str, str] | None, is_beginning: bool) -> None:
         """A file or archive member, by its first item: what it is and how its rows are read, or that they cannot be."""
         if is_beginning and first.origin is not None:
@@ -295,7 +331,7 @@ class _Notes:
         if mapping and mapping not in self.mappings:
             self.mappings.append(dict(mapping))
         elif not mapping and isinstance(first, Row) and not first.is_document:
-            self.unmapped_fields.update(dict.fromkeys(first.fields))
+            self.see_fields(first.fields)
 
     def as_state(self) -> dict[str, Any]:
         """Everything, as JSON holds it."""
@@ -305,7 +341,7 @@ class _Notes:
             "skipped_names": self.skipped_names,
             "mappings": self.mappings,
             "unmapped_fields": list(self.unmapped_fields),
-            "notes": self.notes[:NAMED_FILES],
+            "notes": self.notes,
         }
 
 
@@ -341,14 +377,15 @@ def _document_of(item: Row | Damaged, mapping: Mapping[str, str] | None) -> Docu
         return _unusable_row(item, "not_text", str(error))
 
 
+def unreadable_file(unit: Unit) -> Damaged:
+    """A file that could not be opened, as one damaged item."""
+    origin = Origin(unit.file.name, "", Format.UNREADABLE)
+    return damaged_at(origin, 0, 0, UNREADABLE, unit.note, unit.raw_bytes, ends_file=True)
+
+
 def _unusable_row(row: Row, reason: str, detail: str) -> Damaged:
     excerpt = repr(row.fields)
     return Damaged(row.place, reason, detail[:EXCERPT_CHARS], len(excerpt.encode(errors="replace")), excerpt)
-
-
-def repair_field(text: str) -> str:
-    """`repair` for short texts, most of which need none."""
-    return text.strip() if text.isprintable() and not MENDABLE.search(text) else repair(text)
 
 
 class _Waiting(NamedTuple):
@@ -393,9 +430,10 @@ class _SegmentWriter:
         self._batch_chars += len(document.content)
         self._items += 1
 
-    def add_damaged(self, item: Row | Damaged, damaged: Damaged) -> None:
-        """Count and list an item that could not be read."""
+    def add_damaged(self, item: Row | Damaged, damaged: Damaged, unread_bytes: int) -> None:
+        """Count and list an item that could not be read, and how much of its file is lost with it."""
         self.tally.bytes_in += damaged.raw_bytes
+        self.unread_bytes += unread_bytes
         self._quarantine(self._items, item, damaged)
         self._items += 1
 
@@ -443,13 +481,16 @@ class _SegmentWriter:
         }
 
     def _encode(self, waiting: _Waiting, cleaned: Cleaned) -> bytes | None:
-        document = waiting.document
-        title = document.title and repair_field(document.title)
-        category = document.category and repair_field(document.category)
-        desc = document.desc and repair_field(document.desc)
+        document, tidy, masked = waiting.document, self.cleaner.tidy, self.tally.masked
+        title = document.title and tidy(document.title, masked)
+        category = document.category and tidy(document.category, masked)
+        desc = document.desc and tidy(document.desc, masked)
         try:
-            return encode_record(self.task.source, category, title, cleaned.text, desc, document.others)
-        except ValueError as error:
+            others = document.others
+            if self.cleaner.masks:
+                others = self.cleaner.mask(plain(others), masked)
+            return encode_record(self.task.source, category, title, cleaned.text, desc, others)
+        except (ValueError, RecursionError) as error:
             bytes_in = cleaned.text_bytes + cleaned.repaired_bytes
             damaged = Damaged(waiting.item.place, "not_json", str(error), bytes_in, cleaned.text[:EXCERPT_CHARS])
             self._quarantine(waiting.number, waiting.item, damaged)
@@ -476,7 +517,7 @@ class _SegmentWriter:
                 "item": waiting.number,
                 "file": _origin_name(waiting.item),
                 "place": waiting.item.place,
-                "title": waiting.document.title[:SAMPLE_CHARS],
+                "title": self.cleaner.tidy(waiting.document.title)[:SAMPLE_CHARS],
                 "chars": len(cleaned.text),
                 "excerpt": cleaned.text[:SAMPLE_CHARS],
                 "measures": {name: round(value, 4) for name, value in (cleaned.measures or {}).items() if value},
@@ -486,5 +527,12 @@ class _SegmentWriter:
     def _quarantine(self, number: int, item: Row | Damaged, damaged: Damaged) -> None:
         self.tally.quarantined[damaged.reason] += 1
         self.tally.bytes_quarantined += damaged.raw_bytes
-        self.unread_bytes += damaged.raw_bytes if damaged.ends_file else 0
+        if self.cleaner.masks:
+            excerpt = self.cleaner.mask(_without_cut_words(damaged.excerpt))
+            damaged = replace(damaged, detail=self.cleaner.mask(damaged.detail), excerpt=excerpt)
         self._quarantined.write(quarantine_line(number, _origin_name(item), damaged))
+
+
+def _without_cut_words(excerpt: str) -> str:
+    """Without what an excerpt may have cut in two, which no mask would know."""
+    return CUT_WORD.sub("…", excerpt) if len(excerpt) >= EXCERPT_CHARS else excerpt

@@ -96,7 +96,15 @@ def _build_sections(values: dict[str, Any], problems: list[Problem]) -> tuple[Bu
     for section in ("clean", "dedup"):
         if section in values and isinstance(options, dict):
             options[section] = values[section] if values[section] is not None else {}
-    built = build(BuildOptions, options, "options", problems)
+    found: list[Problem] = []
+    built = build(BuildOptions, options, "options", found)
+    if isinstance(options, dict) and isinstance(options.get("clean"), Mapping):
+        found += BuildOptions(clean=dict(options["clean"])).clean_problems()
+    named = tuple(f"options.{section}" for section in ("clean", "dedup") if section in values)
+    problems += [  # under the name they were given
+        replace(each, field=each.field.removeprefix("options.")) if each.field.startswith(named) else each
+        for each in found
+    ]
     engine = build(EngineConfig, values.get("engine"), "engine", problems)
     return built or BuildOptions(), engine or EngineConfig()
 

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from zero2all.common.errors import UsageError
-from zero2all.corpus.listing import CODE_SUFFIXES, is_url
+from zero2all.corpus.listing import CODE_SUFFIXES, is_url, readable_name
 from zero2all.corpus.record import Document
 
 FIELD_NAMES = {
@@ -101,7 +101,7 @@ class Source:
     @property
     def location(self) -> str:
         """The path in full."""
-        return str(self.path) if self.is_remote else str(Path(self.path).resolve())
+        return str(self.path) if self.is_remote else readable_name(str(Path(self.path).resolve()))
 
     @property
     def given_mapping(self) -> dict[str, str]:
