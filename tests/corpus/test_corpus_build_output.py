@@ -199,27 +199,27 @@ def test_script_is_told_from_the_text(text, script):
 
 def test_compressed_stream_goes_on_at_its_cursor(tmp_path, monkeypatch):
     """A stream that cannot be split is one unit of many segments; killed in between, it goes on behind the last."""
-    import zero2all.corpus.ingest as ingest
+    from zero2all.corpus import segment_writer
 
     lines = [json.dumps({"text": f"{n} " + " ".join(prose(n, 30))}) for n in range(3000)]
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress("\n".join(lines).encode()))
-    monkeypatch.setattr(ingest, "SEGMENT_ITEMS", 400)
-    monkeypatch.setattr(ingest, "BATCH_RECORDS", 100)
+    monkeypatch.setattr(segment_writer, "SEGMENT_ITEMS", 400)
+    monkeypatch.setattr(segment_writer, "BATCH_RECORDS", 100)
     options = plain_options()
     build_corpus(tmp_path / "whole", [Source("a", path)], options, HERE)
 
     class KilledError(Exception):
         pass
 
-    def killed_later(self, items, finish=ingest._SegmentWriter.finish):
-        state = finish(self, items)
-        if items._next["cursor"] and len(list((tmp_path / "cut").glob(".build/*/a/unit-00000/seg-*[0-9]"))) == 4:
+    def killed_later(self, notes, finish=segment_writer.SegmentWriter.finish):
+        state = finish(self, notes)
+        if notes["next"]["cursor"] and len(list((tmp_path / "cut").glob(".build/*/a/unit-00000/seg-*[0-9]"))) == 4:
             raise KilledError
         return state
 
     with monkeypatch.context() as patched:
-        patched.setattr(ingest._SegmentWriter, "finish", killed_later)
+        patched.setattr(segment_writer.SegmentWriter, "finish", killed_later)
         with pytest.raises(KilledError):
             build_corpus(tmp_path / "cut", [Source("a", path)], options, HERE)
     before = {seg: seg.stat().st_ino for seg in (tmp_path / "cut").glob(".build/*/a/unit-00000/seg-0000[0-2]")}
@@ -272,12 +272,12 @@ def test_unit_resumed_behind_any_segment_is_the_same(tmp_path, monkeypatch):
     import shutil
     import tarfile
 
-    import zero2all.corpus.ingest as ingest
+    from zero2all.corpus import ingest, segment_writer
     from zero2all.corpus.engine import open_engine
     from zero2all.corpus.plan import cut_sources, list_source, plan_source
 
-    monkeypatch.setattr(ingest, "SEGMENT_ITEMS", 3)
-    monkeypatch.setattr(ingest, "BATCH_RECORDS", 2)
+    monkeypatch.setattr(segment_writer, "SEGMENT_ITEMS", 3)
+    monkeypatch.setattr(segment_writer, "BATCH_RECORDS", 2)
     with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as archive:
         for n in range(12):
             rows = [{("text" if n % 3 else "body"): f"{n} {row}", "title": "t"} for row in range(n % 5)]

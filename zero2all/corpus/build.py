@@ -18,16 +18,14 @@ A source left out of a later build keeps its folder, but no stage reads it.
 from __future__ import annotations
 
 import errno
-import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from zero2all.common import jsonio
-from zero2all.common.errors import BadInputError, DiskError, RunLockedError, UsageError
+from zero2all.common.errors import BadInputError, DiskError, UsageError
 from zero2all.common.files import (
     link_or_copy,
     read_json,
@@ -36,6 +34,7 @@ from zero2all.common.files import (
     write_atomic,
     write_json,
 )
+from zero2all.common.lock import folder_lock
 from zero2all.common.manifest import MANIFEST_NAME, fingerprint, is_current
 from zero2all.common.progress import progress
 from zero2all.corpus.boilerplate import strip_boilerplate
@@ -104,7 +103,8 @@ def build_corpus(
     sources = [source if source.is_remote else replace(source, path=Path(source.path).absolute()) for source in sources]
     listings = [list_source(source, corpus_folder) for source in sources]
     corpus_folder.mkdir(parents=True, exist_ok=True)
-    with _locked(corpus_folder):
+    busy = f"Another process is building the corpus in {corpus_folder}. Wait for it, or choose another --work."
+    with folder_lock(corpus_folder, busy):
         _sweep(corpus_folder, sources)
         numbers = source_numbers(corpus_folder, [source.name for source in sources])
         plans = [
@@ -138,29 +138,6 @@ def check_sources(sources: Sequence[Source], options: BuildOptions, engine: Engi
     for source in sources:
         if not source.is_remote:
             require_readable(Path(source.path), source.name)
-
-
-@contextmanager
-def _locked(corpus_folder: Path) -> Iterator[None]:
-    """Keep a second build out of the folder while this one runs."""
-    try:
-        import fcntl
-    except ImportError:  # not on Windows
-        yield
-        return
-    handle = os.open(corpus_folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunLockedError(
-                f"Another process is building the corpus in {corpus_folder}. Wait for it, or choose another --work."
-            ) from None
-        except OSError:  # a file system without locks
-            pass
-        yield
-    finally:
-        os.close(handle)
 
 
 def _sweep(corpus_folder: Path, sources: Sequence[Source]) -> None:

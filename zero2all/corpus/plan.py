@@ -18,11 +18,12 @@ from zero2all.common.errors import BadInputError
 from zero2all.common.files import human_bytes, read_json, write_json
 from zero2all.common.manifest import fingerprint
 from zero2all.corpus.engine import Engine, advance
-from zero2all.corpus.ingest import PEEKED_ROWS, SEGMENT_BYTES, SEGMENT_ITEMS, IngestTask, Piece, first_rows
+from zero2all.corpus.ingest import PEEKED_ROWS, IngestTask, Piece, first_rows
 from zero2all.corpus.listing import InputFile, Listing, list_files
 from zero2all.corpus.options import BuildOptions
 from zero2all.corpus.readers import NOT_READ, Format, Limits, Row, Unit, plan_units, read_unit
 from zero2all.corpus.report import counts_in_words, mapping_in_words
+from zero2all.corpus.segment_writer import SEGMENT_BYTES, SEGMENT_ITEMS
 from zero2all.corpus.segments import BUILD_NAME
 from zero2all.corpus.sources import FIELD_NAMES, ChannelGuess, Source, fields_seen, guess_mapping
 

@@ -21,16 +21,16 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from zero2all import __version__
 from zero2all.common import jsonio
-from zero2all.common.errors import BadInputError, DiskError, RunLockedError, UsageError
+from zero2all.common.errors import BadInputError, DiskError, UsageError
 from zero2all.common.files import human_bytes, read_json, write_json
+from zero2all.common.lock import folder_lock
 from zero2all.common.progress import progress
 from zero2all.corpus.download.hub import Announce, Hub, HubFile, Patience, RepoKind
 from zero2all.corpus.download.transfer import DONE_SUFFIX, PART_SUFFIX, PIECE_BYTES, Fleet, Transfer, digest_of
@@ -115,7 +115,8 @@ def download(request: DownloadRequest, announce: Announce = lambda _: None) -> D
     home = request.folder / STATE_FOLDER
     was_there = request.folder.exists()
     home.mkdir(parents=True, exist_ok=True)
-    with _locked(home):
+    busy = f"Another process is downloading into {home.parent}. Wait for it, stop it, or choose another --to."
+    with folder_lock(home, busy):
         try:
             return _Download(request, hub, announce).run()
         finally:
@@ -373,29 +374,6 @@ def _read_finished(path: Path) -> dict[str, str]:
         except (ValueError, TypeError, KeyError):
             continue
     return finished
-
-
-@contextmanager
-def _locked(home: Path) -> Iterator[None]:
-    """Keep a second download out of the folder; the kernel gives the lock back when its holder dies."""
-    try:
-        import fcntl
-    except ImportError:  # not on Windows
-        yield
-        return
-    handle = os.open(home, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunLockedError(
-                f"Another process is downloading into {home.parent}. Wait for it, stop it, or choose another --to."
-            ) from None
-        except OSError:  # a file system without locks
-            pass
-        yield
-    finally:
-        os.close(handle)
 
 
 # ---- names -----------------------------------------------------------------------------------------------------
