@@ -3,11 +3,15 @@
 Each document becomes <|begin_of_text|>, its tokens, <|end_of_text|>; documents follow one another without padding.
 A split is written to a temporary folder and appears when it is whole; packing again does nothing where neither the
 corpus nor the tokenizer has changed. `report.json` is written last (see `packed.layout`).
+
+Which engine encodes (`tokenizer.engines`) changes the speed and not one byte of the tokens; each manifest records what
+was asked, what was taken and why, and what it was compared with the reference on.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +26,17 @@ from zero2all.common.manifest import fingerprint, is_current, read_manifest, wri
 from zero2all.common.progress import Bar, progress
 from zero2all.common.records import SPLITS, corpus_sources, iter_records, training_text
 from zero2all.packed.layout import PACK_COMMAND, REPORT_NAME, docs_name, token_dtype, tokens_name
+from zero2all.tokenizer.engines import Engine, EngineConfig, open_engine
 from zero2all.tokenizer.load import Tokenizer, load_tokenizer
 
 SHARD_TOKENS = 1 << 28
 """A shard is closed after the document that takes it past this many tokens (512 MB as uint16)."""
 BATCH_DOCUMENTS = 256
+BATCH_CHARACTERS = 4 << 20
+"""A batch is closed after the document that takes it past either of these."""
+SAMPLE_DOCUMENTS = 64
+SAMPLE_CHARACTERS = 100_000
+"""The first documents of each source, up to these limits, on which an engine has to agree with the reference."""
 DISK_MARGIN_BYTES = 16 << 20
 
 
@@ -42,7 +52,9 @@ class _Plan:
     corpus_bytes: int
 
 
-def pack_corpus(corpus: Path, tokenizer_folder: Path, packed: Path) -> dict[str, dict[str, Any]]:
+def pack_corpus(
+    corpus: Path, tokenizer_folder: Path, packed: Path, engine_config: EngineConfig | None = None
+) -> dict[str, dict[str, Any]]:
     """Pack every split of every source; returns the manifests by 'source/split'."""
     sources = corpus_sources(corpus)
     tokenizer = load_tokenizer(tokenizer_folder)
@@ -54,11 +66,12 @@ def pack_corpus(corpus: Path, tokenizer_folder: Path, packed: Path) -> dict[str,
         (packed / REPORT_NAME).unlink(missing_ok=True)
     results = {}
     text_bytes = sum(int(manifest["report"]["bytes_kept"]) for manifest in sources.values())
+    engine = None if len(done) == len(plans) else _open_engine(corpus, sources, tokenizer, engine_config, text_bytes)
     with progress("pack", total=text_bytes, unit="B") as bar:
         for plan in plans:
             sweep_partials(plan.folder)
-            if plan.folder not in done:
-                _pack_split(corpus, plan, tokenizer, bar)
+            if engine is not None and plan.folder not in done:
+                _pack_split(corpus, plan, tokenizer, engine, bar)
             found = read_manifest(plan.folder, "packed", PACK_COMMAND)
             if plan.folder in done:
                 bar.advance(found["text_bytes"])
@@ -98,17 +111,45 @@ def _write_report(packed: Path, tokenizer: Tokenizer, results: dict[str, dict[st
         write_json(path, report)
 
 
-def _pack_split(corpus: Path, plan: _Plan, tokenizer: Tokenizer, bar: Bar) -> None:
+def _open_engine(
+    corpus: Path,
+    sources: dict[str, dict[str, Any]],
+    tokenizer: Tokenizer,
+    config: EngineConfig | None,
+    text_bytes: int,
+) -> Engine:
+    sample = [text for name in sources for text in _first_texts(corpus, name)]
+    engine = open_engine(tokenizer, config, sample, text_bytes)
+    if engine.choice.fell_back:
+        print(
+            f"pack: asked for the engine {engine.choice.asked}, got {engine.name}: {engine.reason}",
+            file=sys.stderr,
+            flush=True,
+        )
+    return engine
+
+
+def _first_texts(corpus: Path, source: str) -> Iterator[str]:
+    characters = 0
+    records = itertools.chain.from_iterable(iter_records(corpus, source, split) for split in SPLITS)
+    for text in map(training_text, itertools.islice(records, SAMPLE_DOCUMENTS)):
+        yield text[: SAMPLE_CHARACTERS - characters]
+        characters += len(text)
+        if characters >= SAMPLE_CHARACTERS:
+            return
+
+
+def _pack_split(corpus: Path, plan: _Plan, tokenizer: Tokenizer, engine: Engine, bar: Bar) -> None:
     dtype = token_dtype(tokenizer.vocab_size)
     with staged_folder(plan.folder) as partial:
         shards = _ShardWriter(partial, dtype)
         opening = [] if tokenizer.begin_id is None else [tokenizer.begin_id]  # imported tokenizers may have none
+        before, after = np.array(opening, dtype), np.array([tokenizer.end_id], dtype)
         text_bytes = 0
         for texts in _batches(map(training_text, iter_records(corpus, plan.source, plan.split))):
-            batch_bytes = 0
-            for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
-                shards.add([*opening, *ids, tokenizer.end_id])
-                batch_bytes += len(text.encode("utf-8", "replace"))
+            for ids in engine.encode_batch(texts):
+                shards.add(np.concatenate((before, ids.astype(dtype), after)))
+            batch_bytes = sum(len(text.encode("utf-8", "replace")) for text in texts)
             text_bytes += batch_bytes
             bar.advance(batch_bytes, note=f"{plan.source}/{plan.split}")
         shards.close()
@@ -123,12 +164,21 @@ def _pack_split(corpus: Path, plan: _Plan, tokenizer: Tokenizer, bar: Bar) -> No
             "documents": shards.documents,
             "tokens": shards.tokens,
             "text_bytes": text_bytes,
+            "engine": engine.choice.as_json(),
         }
         write_manifest(partial, "packed", plan.inputs, content)
 
 
 def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
-    while batch := list(itertools.islice(texts, BATCH_DOCUMENTS)):
+    batch: list[str] = []
+    characters = 0
+    for text in texts:
+        batch.append(text)
+        characters += len(text)
+        if len(batch) == BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
         yield batch
 
 
@@ -142,14 +192,14 @@ class _ShardWriter:
         self.tokens_file: BinaryIO | None = None
         self.docs_file: BinaryIO | None = None
 
-    def add(self, ids: list[int]) -> None:
+    def add(self, ids: np.ndarray) -> None:
         if self.tokens_file is None or self.docs_file is None:
             self.tokens_file = (self.folder / tokens_name(self.number)).open("wb")
             self.docs_file = (self.folder / docs_name(self.number)).open("wb")
             self.number += 1
             self.in_shard = 0
         self.docs_file.write(np.uint64(self.in_shard).astype("<u8").tobytes())
-        self.tokens_file.write(np.asarray(ids, dtype=self.dtype).tobytes())
+        self.tokens_file.write(ids.tobytes())
         self.in_shard += len(ids)
         self.tokens += len(ids)
         self.documents += 1
