@@ -38,10 +38,10 @@ VERBS = {words: parser for words, parser in TREE.items() if parser.get_default("
 
 
 def test_the_verbs_of_the_issue_are_all_there():
-    expected = (
-        "quickstart, corpus build, corpus show, tokenizer train, tokenizer encode, tokenizer decode, pack, train, "
-    )
-    expected += "plot, eval, generate, export, import"
+    expected = "quickstart, corpus build, corpus show, corpus report, corpus rules, "
+    expected += "tokenizer train, tokenizer encode, tokenizer decode, pack, "
+    expected += "data show, data stats, data verify, data export, data import, "
+    expected += "train, plot, eval, generate, export, import"
     assert [" ".join(words) for words in VERBS] == expected.split(", ")
 
 

@@ -298,7 +298,7 @@ def test_unit_resumed_behind_any_segment_is_the_same(tmp_path, monkeypatch):
     import tarfile
 
     import zero2all.corpus.ingest as ingest
-    from zero2all.corpus.engine import open_engine
+    from zero2all.common.engine import open_engine
     from zero2all.corpus.plan import cut_sources, list_source, plan_source
 
     monkeypatch.setattr(ingest, "SEGMENT_ITEMS", 3)

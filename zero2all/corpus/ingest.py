@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from zero2all.common import jsonio
+from zero2all.common.engine import advance
 from zero2all.common.files import staged_folder, write_json
 from zero2all.corpus.clean.cleaner import Cleaned, Cleaner
 from zero2all.corpus.clean.config import CleanConfig
@@ -28,7 +29,6 @@ from zero2all.corpus.dedup.config import DedupConfig
 from zero2all.corpus.dedup.index import IndexWriter
 from zero2all.corpus.dedup.lines import LineCounter, uses_lines
 from zero2all.corpus.dedup.signatures import describe
-from zero2all.corpus.engine import advance
 from zero2all.corpus.listing import InputFile
 from zero2all.corpus.quarantine import encodable, quarantine_line
 from zero2all.corpus.readers import EXCERPT_CHARS, NOT_READ, Damaged, Format, Limits, Row, Unit, plan_units, read_unit
