@@ -87,6 +87,7 @@ def _lengths(axes: Any, rows: list[dict[str, Any]], channels: list[str], color_o
         if edges:
             axes.stairs(shares, edges, color=color_of[channel], label=channel, fill=False, linewidth=1.8)
     axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _: human_count(value))  # the usual one speaks mathematics
     axes.set_xlabel("tokens of a document")
     axes.set_title("documents by length (share per channel)")
     if channels:
