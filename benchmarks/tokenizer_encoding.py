@@ -1,13 +1,13 @@
-"""Encoding: how fast each engine is on Chinese and English, and that all of them give the ids of the plain encoder.
+"""Encoding: how fast each encoder is on Chinese and English, and that all of them give the ids of the plain encoder.
 
     python -m benchmarks.tokenizer_encoding TOKENIZER_FOLDER zh=FILE en=FILE [--documents 10000] [--only speed]
 
 FILE is JSON lines (also .gz), a JSON array (.json, .json.gz) or parquet, with the text under `text` or `content`.
 `encoding` is a section of `benchmarks/tokenizer.py`; it trains a vocabulary on that program's text and measures:
 
-- `encoding_speed`: MB per second of processor time with one thread, each engine from a cold start (its caches are
+- `encoding_speed`: MB per second of processor time with one thread, each encoder from a cold start (its caches are
   empty, its code is compiled), in batches as packing makes them;
-- `encoding_parity`: ids of every engine against `bpe.reference`, document by document;
+- `encoding_parity`: ids of every encoder against `bpe.reference`, document by document;
 - `same_ids_everywhere`: ids of the saved folder in transformers, in plain tokenizers and in our package.
 """
 
@@ -34,7 +34,7 @@ FOLDER_DOCUMENTS = 2_000
 DOCUMENT_CHARACTERS = 600
 """Documents for the plain encoder are cut to this: it encodes some 70 KB of Chinese a second."""
 TARGETS = {"zh": 15.0, "en": 40.0}
-"""MB/s of one core through the engine that `auto` takes."""
+"""MB/s of one core through the encoder that `auto` takes."""
 
 
 def encoding(work: Path, texts: dict[str, list[str]], vocab_size: int = 32_000) -> dict[str, Any]:
@@ -55,9 +55,9 @@ def encoding(work: Path, texts: dict[str, list[str]], vocab_size: int = 32_000) 
 
 
 def encoding_speed(folder: Path, texts: dict[str, list[str]]) -> dict[str, dict[str, Any]]:
-    """MB/s of one core by language and engine, and which engine `auto` takes for that language.
+    """MB/s of one core by language and encoder, and which encoder `auto` takes for that language.
 
-    Runs in a process of its own, so that the engines written in Rust see RAYON_NUM_THREADS=1 before they start.
+    Runs in a process of its own, so that the encoders written in Rust see RAYON_NUM_THREADS=1 before they start.
     """
     program = [sys.executable, "-m", "benchmarks.tokenizer_encoding", str(folder), "--speed-of-stdin"]
     environment = {**os.environ, "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -77,56 +77,56 @@ def encoding_speed(folder: Path, texts: dict[str, list[str]]) -> dict[str, dict[
 
 def _measure(folder: Path, texts: dict[str, list[str]]) -> dict[str, dict[str, Any]]:
     from zero2all.tokenizer import load_tokenizer
-    from zero2all.tokenizer.engines import ENGINE_NAMES, EngineConfig, open_engine
+    from zero2all.tokenizer.encoders import ENCODER_NAMES, EncoderConfig, open_encoder
 
     tokenizer = load_tokenizer(folder)
     speeds = {}
     for language, documents in texts.items():
         found = {}
-        for name in ENGINE_NAMES[1:]:
+        for name in ENCODER_NAMES[1:]:
             given = _first(documents, SLOW_BYTES if name == "tokenizers" else SPEED_BYTES)
             size = sum(len(text.encode()) for text in given)
-            engine = open_engine(
-                tokenizer, EngineConfig(name, threads=1)
+            encoder = open_encoder(
+                tokenizer, EncoderConfig(name, threads=1)
             )  # fresh: the hard strings are all it has seen
-            if engine.name != name:
-                print(f"{name}: {engine.reason}", file=sys.stderr)
+            if encoder.name != name:
+                print(f"{name}: {encoder.reason}", file=sys.stderr)
                 continue
             seconds = 0.0
             for start in range(0, len(given), BATCH_DOCUMENTS):
                 batch = given[start : start + BATCH_DOCUMENTS]
                 began = time.process_time()
-                engine.encode_batch(batch)
+                encoder.encode_batch(batch)
                 seconds += time.process_time() - began
             found[name] = round(size / seconds / 1e6, 2)
-        auto = open_engine(tokenizer, EngineConfig("auto", threads=1), _first(documents, 200_000)).name
+        auto = open_encoder(tokenizer, EncoderConfig("auto", threads=1), _first(documents, 200_000)).name
         speeds[language] = {"megabytes_per_second": found, "auto": auto}
     return speeds
 
 
 def encoding_parity(folder: Path, documents: Sequence[str]) -> dict[str, Any]:
-    """Every engine that is installed against the plain encoder, on all of the documents."""
+    """Every encoder that is installed against the plain encoder, on all of the documents."""
     from zero2all.common.progress import progress
     from zero2all.tokenizer import load_tokenizer
     from zero2all.tokenizer.bpe.reference import ReferenceEncoder
-    from zero2all.tokenizer.engines import ENGINE_NAMES, EngineConfig, open_engine
+    from zero2all.tokenizer.encoders import ENCODER_NAMES, EncoderConfig, open_encoder
 
     tokenizer = load_tokenizer(folder)
     model = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]
     first = len(tokenizer.control)
     pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
     plain = ReferenceEncoder([(model["vocab"][left] - first, model["vocab"][right] - first) for left, right in pairs])
-    engines = {name: open_engine(tokenizer, EngineConfig(name)) for name in ENGINE_NAMES[1:]}
-    engines = {name: engine for name, engine in engines.items() if engine.name == name}
-    different = dict.fromkeys(engines, 0)
+    encoders = {name: open_encoder(tokenizer, EncoderConfig(name)) for name in ENCODER_NAMES[1:]}
+    encoders = {name: encoder for name, encoder in encoders.items() if encoder.name == name}
+    different = dict.fromkeys(encoders, 0)
     tokens = 0
     with progress("parity", total=len(documents), unit="documents") as bar:
         for start in range(0, len(documents), BATCH_DOCUMENTS):
             batch = list(documents[start : start + BATCH_DOCUMENTS])
             expected = [[place + first for place in plain.encode(text)] for text in batch]
             tokens += sum(map(len, expected))
-            for name, engine in engines.items():
-                found = engine.encode_batch(batch)
+            for name, encoder in encoders.items():
+                found = encoder.encode_batch(batch)
                 different[name] += sum(ids.tolist() != right for ids, right in zip(found, expected, strict=True))
             bar.advance(len(batch))
     result = {"documents": len(documents), "tokens": tokens, "different_documents": different}

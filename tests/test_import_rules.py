@@ -71,8 +71,14 @@ TRAINER = (
 TRAINER_THIRD_PARTY = {"torch", "numpy", "safetensors", "yaml", "rich", "psutil", "google_crc32c", "orjson"}
 """What a bare GPU image must have for training to start. `tokenizers` is needed only to pack, not to train."""
 
-SHARD_FORMATS = {"common.records": {"zstandard", "pyarrow"}}
-"""Libraries a module may import when it meets a corpus shard of their format: never at the top."""
+LAZY_THIRD_PARTY = {
+    "common.records": {"zstandard", "pyarrow"},
+    "common.engine": {"ray"},
+    "packed.remote": {"fsspec"},
+    "packed.picture": {"matplotlib"},
+}
+"""Libraries a module may import when it meets what needs them (a corpus shard of their format, an address, …): never
+at the top."""
 
 
 @dataclass(frozen=True)
@@ -240,14 +246,14 @@ def third_parties(part: str) -> list[Import]:
     ]
 
 
-def is_for_a_shard_format(each: Import) -> bool:
-    return each.target.split(".")[0] in SHARD_FORMATS.get(short(each.importer), ())
+def is_lazy(each: Import) -> bool:
+    return each.target.split(".")[0] in LAZY_THIRD_PARTY.get(short(each.importer), ())
 
 
 @pytest.mark.parametrize("part", TRAINER)
 def test_the_trainer_needs_no_more_than_a_bare_gpu_image_has(part):
     beyond = [each for each in third_parties(part) if each.target.split(".")[0] not in TRAINER_THIRD_PARTY]
-    assert [str(each) for each in beyond if each.at_top or not is_for_a_shard_format(each)] == []
+    assert [str(each) for each in beyond if each.at_top or not is_lazy(each)] == []
 
 
 def test_the_metrics_writer_and_the_limits_need_the_standard_library_only():

@@ -41,7 +41,9 @@ def test_the_verbs_of_the_issue_are_all_there():
     expected = (
         *("quickstart", "corpus build", "corpus show", "corpus report", "corpus rules", "corpus download"),
         *(f"tokenizer {verb}" for verb in ("train", "extend", "eval", "show", "encode", "decode")),
-        *("pack", "train", "plot", "eval", "generate", "export", "import"),
+        "pack",
+        *(f"data {verb}" for verb in ("show", "stats", "verify", "export", "import")),
+        *("train", "plot", "eval", "generate", "export", "import"),
     )
     assert [" ".join(words) for words in VERBS] == list(expected)
 

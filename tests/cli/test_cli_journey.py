@@ -88,8 +88,9 @@ def test_decoding_an_id_that_is_not_in_the_vocabulary_ends_with_2(journey, z2a, 
 def test_pack_prints_what_it_packed_and_packs_nothing_twice(copy, z2a):
     ended = z2a("pack", "--work", copy)
     assert ended.code == 0
-    lines = ended.out.splitlines()
+    *lines, encoder = ended.out.splitlines()
     assert [line.split()[0] for line in lines] == ["en/train", "en/valid", "zh/train", "zh/valid"]
+    assert "encoded by tokenizers" in encoder
     assert all("tokens" in line and "bytes/token" in line for line in lines)
     before = {path: path.stat().st_mtime_ns for path in (copy / "packed").rglob("*")}
     assert z2a("pack", "--work", copy).out == ended.out

@@ -272,8 +272,8 @@ def test_unit_resumed_behind_any_segment_is_the_same(tmp_path, monkeypatch):
     import shutil
     import tarfile
 
+    from zero2all.common.engine import open_engine
     from zero2all.corpus import ingest, segment_writer
-    from zero2all.corpus.engine import open_engine
     from zero2all.corpus.plan import cut_sources, list_source, plan_source
 
     monkeypatch.setattr(segment_writer, "SEGMENT_ITEMS", 3)

@@ -80,7 +80,7 @@ def staged_folder(final: Path) -> Iterator[Path]:
     try:
         yield partial
         fsync_tree(partial)
-        _put_in_place(partial, final)
+        put_in_place(partial, final)
         fsync_folder(final.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -101,7 +101,8 @@ def sweep_partials(final: Path) -> None:
             leftover.unlink(missing_ok=True)
 
 
-def _put_in_place(partial: Path, final: Path) -> None:
+def put_in_place(partial: Path, final: Path) -> None:
+    """Rename a folder that is whole to `final`; an older one is set aside first and then removed."""
     if not final.exists():
         partial.rename(final)
         return

@@ -17,7 +17,7 @@ from zero2all import __version__
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import MANIFEST_NAME, crc32c_of, read_json, write_json
 
-FORMATS = {"corpus": 1, "tokenizer": 1, "packed": 1, "checkpoint": 1, "raw": 1}
+FORMATS = {"corpus": 1, "tokenizer": 1, "packed": 1, "best_fit": 1, "checkpoint": 1, "raw": 1}
 """The format number this version writes and reads, per kind of artifact. Raise it when the layout changes."""
 
 

@@ -10,8 +10,8 @@
 numba, pyarrow and ray are imported only when they are needed.
 """
 
+from zero2all.common.engine import EngineConfig
 from zero2all.corpus.build import build_corpus, check_sources
-from zero2all.corpus.engine import EngineConfig
 from zero2all.corpus.finish import find_record, iter_dropped
 from zero2all.corpus.options import BuildOptions
 from zero2all.corpus.record import Record

@@ -17,13 +17,13 @@ from pathlib import Path
 import numpy as np
 
 from zero2all.common import jsonio
+from zero2all.common.engine import Engine, advance
 from zero2all.common.files import read_json, staged_folder, write_json
 from zero2all.corpus.dedup.arrays import write_npy
 from zero2all.corpus.dedup.config import DedupConfig
 from zero2all.corpus.dedup.index import IndexWriter, digest_bytes, read_index, read_signatures
 from zero2all.corpus.dedup.lines import LINES_NAME, frequent_lines, strip_lines
 from zero2all.corpus.dedup.signatures import Described, describe
-from zero2all.corpus.engine import Engine, advance
 from zero2all.corpus.record import encode_record
 from zero2all.corpus.report import Tally
 from zero2all.corpus.segments import (

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.common import jsonio
+from zero2all.common.engine import Engine, EngineConfig, Shown, open_engine
 from zero2all.common.errors import BadInputError, DiskError, UsageError
 from zero2all.common.files import (
     link_or_copy,
@@ -45,7 +46,6 @@ from zero2all.corpus.duplicates import (
     read_duplicates,
     search_duplicates,
 )
-from zero2all.corpus.engine import Engine, EngineConfig, Shown, open_engine
 from zero2all.corpus.finish import DROPPED_FOLDER, SourceFinish, finish_shard
 from zero2all.corpus.ingest import NAMED_FILES, ingest_unit
 from zero2all.corpus.listing import UNREADABLE, require_readable
@@ -72,6 +72,8 @@ from zero2all.corpus.sources import Source, source_problems
 FORMAT_RULES = 1
 """Raise it when finish changes what it writes from the same segments."""
 
+PRELOADED = ("zero2all.corpus.ingest", "zero2all.corpus.finish", "zero2all.corpus.warm")
+"""What worker processes need."""
 SMALL_BYTES = 8_000_000
 """Below this much input one process is faster than starting several."""
 DISK_SHARE = 2.4
@@ -183,7 +185,7 @@ class _Build:
         raw_bytes = sum(plan.listing.size_bytes for plan in self.plans)
         if config.kind == "local" and config.workers is None and raw_bytes < SMALL_BYTES:
             config = EngineConfig("local", 1)
-        with open_engine(config) as engine:
+        with open_engine(config, PRELOADED) as engine:
             folder = self.work / self.dedup_inputs
             duplicates = read_duplicates(folder) if self.dedups else None
             needed = self.stale if duplicates is not None or not self.dedups else self.plans

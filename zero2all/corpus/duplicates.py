@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 
 from zero2all.common import jsonio
+from zero2all.common.engine import Engine
 from zero2all.common.files import PARTIAL_MARK, read_json, write_json
 from zero2all.corpus.dedup.cluster import CLUSTERS_NAME as PAIRS_NAME
 from zero2all.corpus.dedup.cluster import NEAR_DUPLICATE, find_duplicates
 from zero2all.corpus.dedup.config import DedupConfig, jaccard_estimate
 from zero2all.corpus.dedup.index import read_index
-from zero2all.corpus.engine import Engine
 from zero2all.corpus.record import ORDINAL_BITS
 from zero2all.corpus.segments import Segment, first_ordinals
 from zero2all.corpus.split import Split, SplitChoice

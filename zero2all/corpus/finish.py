@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from zero2all.common import jsonio
+from zero2all.common.engine import advance
 from zero2all.common.files import PARTIAL_MARK, crc32c_of, fsync_folder, fsync_tree, sweep_partials
 from zero2all.common.manifest import write_manifest
 from zero2all.common.records import SPLITS, iter_records
 from zero2all.corpus.dedup.index import read_index
 from zero2all.corpus.duplicates import DROP_REASONS, Duplicates, SourceSegments, split_before_dedup
-from zero2all.corpus.engine import advance
 from zero2all.corpus.options import BuildOptions
 from zero2all.corpus.record import ORDINAL_BITS, make_gid, numbered, numbers_bytes
 from zero2all.corpus.report import EXAMPLE_CHARS, LENGTH_BUCKETS, Tally, check_identity

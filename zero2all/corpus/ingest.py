@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from zero2all.common.engine import advance
 from zero2all.common.files import staged_folder, write_json
 from zero2all.corpus.clean.cleaner import Cleaner
 from zero2all.corpus.clean.config import CleanConfig
 from zero2all.corpus.dedup.config import DedupConfig
-from zero2all.corpus.engine import advance
 from zero2all.corpus.listing import UNREADABLE, InputFile
 from zero2all.corpus.readers import (
     EXCERPT_CHARS,

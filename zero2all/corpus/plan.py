@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from zero2all.common.engine import Engine, advance
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import human_bytes, read_json, write_json
 from zero2all.common.manifest import fingerprint
-from zero2all.corpus.engine import Engine, advance
 from zero2all.corpus.ingest import PEEKED_ROWS, IngestTask, Piece, first_rows
 from zero2all.corpus.listing import InputFile, Listing, list_files
 from zero2all.corpus.options import BuildOptions

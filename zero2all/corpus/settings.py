@@ -20,9 +20,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from zero2all.common.engine import EngineConfig
 from zero2all.common.errors import UsageError
 from zero2all.common.schema import Problem, apply_overrides, build, nearest_hint
-from zero2all.corpus.engine import EngineConfig
 from zero2all.corpus.listing import is_url
 from zero2all.corpus.options import BuildOptions
 from zero2all.corpus.sources import KINDS, Source, find_kind, parse_source

@@ -3,6 +3,9 @@
 Which kernel computes an operator is decided elsewhere (`ops.registry`), how the model is spread over devices too
 (`parallel`). Legend: B batch, T positions, C hidden width, Hq and Hk query and key/value heads, D head width,
 F inner width of SwiGLU, V vocabulary rows.
+
+`segments` (B, T), where given, numbers the documents of each row: attention stops at their borders, and positions
+begin at 0 in each, so that what the model says of a document does not depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -60,7 +63,9 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.hidden_size, rows, bias=config.attention_bias != "none")
         self.out = nn.Linear(config.heads * config.head_size, config.hidden_size, bias=config.attention_bias == "all")
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeyValueCache | None) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeyValueCache | None, segments: Tensor | None
+    ) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
         B, T, _ = x.shape
         heads = self.qkv(x).view(B, T, -1, self.head_size).transpose(1, 2)  # (B, Hq + 2 Hk, T, D)
@@ -68,7 +73,8 @@ class Attention(nn.Module):
         query, key = self.ops.rope(query, cos, sin), self.ops.rope(key, cos, sin)
         if cache is not None:
             key, value = cache.extend(self.layer, key, value)
-        mixed = self.ops.attention(query, key, value, self.dropout if self.training else 0.0)  # (B, Hq, T, D)
+        dropout = self.dropout if self.training else 0.0
+        mixed = self.ops.attention(query, key, value, dropout, segments)  # (B, Hq, T, D)
         return self.out(mixed.transpose(1, 2).reshape(B, T, -1))
 
 
@@ -97,9 +103,11 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(config, ops)
         self.dropout = nn.Dropout(config.residual_dropout)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeyValueCache | None) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeyValueCache | None, segments: Tensor | None
+    ) -> Tensor:
         """(B, T, C) -> (B, T, C); the sum keeps the dtype of the residual."""
-        x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin, cache)).to(x.dtype)
+        x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin, cache, segments)).to(x.dtype)
         return x + self.dropout(self.feed_forward(self.feed_forward_norm(x))).to(x.dtype)
 
 
@@ -134,20 +142,25 @@ class Z2all(nn.Module):
             # Drawn on the CPU in float32, so that a seed means the same weights on every device.
             parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
 
-    def forward(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, cache: KeyValueCache | None = None, segments: Tensor | None = None) -> Tensor:
         """Token ids (B, T) -> normalised hidden states (B, T, C). `cache` makes T the new positions only."""
+        assert cache is None or segments is None, "a cache belongs to one document"
         start = 0 if cache is None else cache.length
         T = tokens.shape[1]
         if start + T > self.config.max_seq_len:
             raise ValueError(f"{start + T} positions exceed model.max_seq_len ({self.config.max_seq_len})")
-        cos, sin = self.cos[start : start + T], self.sin[start : start + T]
+        if segments is None:
+            cos, sin = self.cos[start : start + T], self.sin[start : start + T]  # (T, D/2)
+        else:
+            positions = _positions(segments)
+            cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)  # (B, 1, T, D/2)
         x = self.embedding_dropout(self.embedding(tokens))  # (B, T, C)
         if self.config.fp32_residual:
             x = widened(x)
         elif torch.is_autocast_enabled(tokens.device.type):
             x = x.to(torch.get_autocast_dtype(tokens.device.type))
         for block in self.blocks:
-            x = block(x, cos, sin, cache)
+            x = block(x, cos, sin, cache, segments)
         if cache is not None:
             cache.length += T
         return self.norm(x)
@@ -157,7 +170,14 @@ class Z2all(nn.Module):
         weight = self.embedding.weight if self.head is None else self.head.weight
         return F.linear(hidden, weight)
 
-    def token_losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def token_losses(self, tokens: Tensor, targets: Tensor, segments: Tensor | None = None) -> Tensor:
         """Ids (B, T) and the ids that follow them (B, T) -> loss of each position in nats (B, T)."""
-        logits = self.logits(self(tokens))
+        logits = self.logits(self(tokens, segments=segments))
         return self.ops.cross_entropy(logits.flatten(0, 1), targets.flatten()).view(targets.shape)
+
+
+def _positions(segments: Tensor) -> Tensor:
+    """(B, T) -> (B, T): the place of each token within its segment, from 0."""
+    at = torch.arange(segments.shape[1], device=segments.device)
+    begins = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=True)
+    return at - torch.where(begins, at, 0).cummax(dim=1).values

@@ -76,14 +76,17 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class StageConfig:
-    """A stretch of the run with its own mixture."""
+    """A stretch of the run with a mixture or a sequence length of its own."""
 
     name: str
     """What this stage is called in logs."""
     from_step: NaturalInt
     """First step of this stage."""
-    mixture: dict[str, NaturalFloat]
-    """Weights as in data.mixture; each source continues where it stood."""
+    mixture: dict[str, NaturalFloat] | None = None
+    """Weights as in data.mixture; each source continues where it stood. None takes data.mixture."""
+    seq_len: PositiveInt | None = None
+    """Tokens per sample. None takes data.seq_len. Another length than before cuts and shuffles the text anew; a step
+    keeps its tokens, a pass (micro_batch_samples) about as many."""
 
     def problems(self, place: str) -> list[Problem]:
         """The mixture must leave something to read."""

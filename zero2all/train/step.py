@@ -1,7 +1,7 @@
 """One optimizer step: forward and backward over the micro-batches, check, update.
 
-The gradient is that of the mean loss over all tokens of the global batch, whatever the micro-batch; the loss of each
-channel comes from the same forward pass.
+The gradient is that of the mean loss over all tokens of the global batch that count (all of them, unless rows are
+padded or prompts masked), whatever the micro-batch; the loss of each channel comes from the same forward pass.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def train_step(state: TrainState, batch: Batch, channels: int, config: RunConfig
     grad_norm = clip_gradient(state.model, config.optim.clip_grad_norm)
 
     nats, counts = sums.tolist()
-    loss, norm = sum(nats) / sum(counts), float(grad_norm)
+    loss, norm = sum(nats) / (sum(counts) or 1.0), float(grad_norm)
     safe = update_is_safe(loss, norm)
     if safe:
         state.optimizer.step()
@@ -70,20 +70,30 @@ def _forward_backward(
     state: TrainState, batch: Batch, channels: int, config: RunConfig, device: torch.device
 ) -> Tensor:
     """Accumulate the gradient; returns (2, channels): summed nats and token counts, float64."""
-    micro = config.train.micro_batch_samples
-    tokens = torch.from_numpy(batch.tokens)
-    channel_of = torch.from_numpy(batch.channels).to(device)
-    all_tokens = tokens.shape[0] * (tokens.shape[1] - 1)
+    tokens = torch.as_tensor(batch.tokens)
+    weights = None if batch.weights is None else torch.as_tensor(batch.weights)
+    segments = None if batch.segments is None or not config.data.document_mask else torch.as_tensor(batch.segments)
+    channel_of = torch.as_tensor(batch.channels).to(device)
+    seq_len = tokens.shape[1] - 1
+    # A stage of longer sequences keeps the tokens of a pass, so that it needs no more memory.
+    micro = max(1, config.train.micro_batch_samples * config.data.seq_len // seq_len)
+    counted = tokens.shape[0] * seq_len if batch.counted is None else max(1.0, batch.counted)
     sums = torch.zeros(2, channels, dtype=torch.float64, device=device)
     for first in range(0, tokens.shape[0], micro):
         rows = tokens[first : first + micro].to(device, non_blocking=True)  # (B, T + 1)
+        documents = None if segments is None else segments[first : first + micro, :-1].to(device, non_blocking=True)
         with _precision(config.train.precision, device):
-            losses = state.model.token_losses(rows[:, :-1], rows[:, 1:])  # (B, T)
-        (losses.sum() / all_tokens).backward()
+            losses = state.model.token_losses(rows[:, :-1], rows[:, 1:], documents)  # (B, T)
+        row_counts = torch.full((len(rows),), float(seq_len), dtype=torch.float64, device=device)
+        if weights is not None:
+            here = weights[first : first + micro].to(device, non_blocking=True)
+            losses = losses * here
+            row_counts = here.sum(dim=1, dtype=torch.float64)
+        (losses.sum() / counted).backward()
         row_nats = losses.detach().sum(dim=1, dtype=torch.float64)  # (B,)
-        here = channel_of[first : first + micro]
-        sums[0].index_add_(0, here, row_nats)
-        sums[1].index_add_(0, here, torch.full_like(row_nats, losses.shape[1]))
+        channels_here = channel_of[first : first + micro]
+        sums[0].index_add_(0, channels_here, row_nats)
+        sums[1].index_add_(0, channels_here, row_counts)
     return sums
 
 

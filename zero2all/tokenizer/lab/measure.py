@@ -14,7 +14,7 @@ import numpy as np
 
 from zero2all.common.errors import BadInputError
 from zero2all.common.progress import progress
-from zero2all.tokenizer.engines import EncodedBatch
+from zero2all.tokenizer.encoders import EncodedBatch
 from zero2all.tokenizer.lab.junk import DEFINITIONS, junk_report, sort_of
 from zero2all.tokenizer.lab.subjects import Subject
 from zero2all.tokenizer.lab.text import CODE, FIXED_TEXTS, INDENTATION, NUMBERS, EvalText

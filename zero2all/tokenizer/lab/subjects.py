@@ -1,7 +1,7 @@
 """The tokenizers that are compared: ours, Hugging Face folders, tiktoken's encodings, SentencePiece models.
 
-Each becomes a Subject, which encodes and knows the bytes of every piece. Folders encode through the fastest engine
-that agrees with them (`tokenizer.engines`), the others through their own libraries.
+Each becomes a Subject, which encodes and knows the bytes of every piece. Folders encode through the fastest encoder
+that agrees with them (`tokenizer.encoders`), the others through their own libraries.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero2all.common.errors import BadInputError, UsageError
-from zero2all.tokenizer.engines import EncodedBatch, EngineConfig, open_engine
-from zero2all.tokenizer.engines.batch import batch_of
+from zero2all.tokenizer.encoders import EncodedBatch, EncoderConfig, open_encoder
+from zero2all.tokenizer.encoders.batch import batch_of
 from zero2all.tokenizer.lab.text import EvalText
 from zero2all.tokenizer.load import load_tokenizer
 
@@ -66,7 +66,7 @@ def open_subjects(folder: Path, against: Sequence[str], text: EvalText) -> list[
 
 def _from_folder(folder: Path, name: str, sample: list[str], text_bytes: int) -> Subject:
     tokenizer = load_tokenizer(folder)
-    engine = open_engine(tokenizer, EngineConfig(), sample, text_bytes)
+    encoder = open_encoder(tokenizer, EncoderConfig(), sample, text_bytes)
     pieces = {
         number: tokenizer.token_bytes(number)
         for number in range(tokenizer.vocab_size)
@@ -74,8 +74,8 @@ def _from_folder(folder: Path, name: str, sample: list[str], text_bytes: int) ->
     }
     joins = tokenizer.is_byte_level and tokenizer.normalisation == "none"
     decode = None if joins else lambda ids: tokenizer.decode(ids)
-    kind = f"folder, {engine.name}"
-    return Subject(name, kind, tokenizer.vocab_size, pieces, len(tokenizer.control_ids), engine.encode_batch, decode)
+    kind = f"folder, {encoder.name}"
+    return Subject(name, kind, tokenizer.vocab_size, pieces, len(tokenizer.control_ids), encoder.encode_batch, decode)
 
 
 def _from_tiktoken(name: str) -> Subject:

@@ -1,4 +1,4 @@
-"""Encoding engines: every one of them gives the ids of the reference, or is not used."""
+"""Encoders: every one of them gives the ids of the reference, or is not used."""
 
 from __future__ import annotations
 
@@ -16,11 +16,18 @@ from hypothesis import strategies as st
 from zero2all.common.errors import UsageError
 from zero2all.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from zero2all.tokenizer.bpe.reference import ReferenceEncoder
-from zero2all.tokenizer.engines import EncodedBatch, EngineConfig, ParityError, check_parity, hard_strings, open_engine
-from zero2all.tokenizer.engines import choose as choosing
-from zero2all.tokenizer.engines.batch import batch_of
-from zero2all.tokenizer.engines.kinds import KINDS, EngineKind
-from zero2all.tokenizer.engines.tables import NotSupported, bpe_tables, whole_characters
+from zero2all.tokenizer.encoders import (
+    EncodedBatch,
+    EncoderConfig,
+    ParityError,
+    check_parity,
+    hard_strings,
+    open_encoder,
+)
+from zero2all.tokenizer.encoders import choose as choosing
+from zero2all.tokenizer.encoders.batch import batch_of
+from zero2all.tokenizer.encoders.kinds import KINDS, EncoderKind
+from zero2all.tokenizer.encoders.tables import NotSupported, bpe_tables, whole_characters
 from zero2all.tokenizer.save import tokenizer_json_of
 
 FAST = ("fastokens", "numba", "gigatoken", "tiktoken")
@@ -33,7 +40,7 @@ def installed(name):
 
 @pytest.fixture(scope="session")
 def numba_engine(tokenizer):
-    return open_engine(tokenizer, EngineConfig("numba", strict=True, threads=1))
+    return open_encoder(tokenizer, EncoderConfig("numba", strict=True, threads=1))
 
 
 @pytest.fixture(scope="session")
@@ -55,10 +62,10 @@ def other_vocabulary(texts, tmp_path_factory):
 
 @pytest.mark.parametrize("name", [installed(name) for name in FAST])
 def test_every_engine_gives_the_ids_of_the_reference(name, tokenizer, texts):
-    engine = open_engine(tokenizer, EngineConfig(name, strict=True), texts[:50])
-    assert engine.choice.got == name
-    assert engine.choice.parity.documents == 50
-    assert [ids.tolist() for ids in engine.encode_batch(texts)] == tokenizer.encode_batch(texts)
+    encoder = open_encoder(tokenizer, EncoderConfig(name, strict=True), texts[:50])
+    assert encoder.choice.got == name
+    assert encoder.choice.parity.documents == 50
+    assert [ids.tolist() for ids in encoder.encode_batch(texts)] == tokenizer.encode_batch(texts)
 
 
 @given(st.text(st.sampled_from(TRICKY), max_size=60) | st.text(max_size=30))
@@ -70,14 +77,14 @@ def test_our_engine_equals_the_plain_encoder(numba_engine, plain_encoder, tokeni
 
 
 def test_our_engine_is_exact_for_a_vocabulary_whose_pieces_cross_characters(other_vocabulary, texts):
-    engine = open_engine(other_vocabulary, EngineConfig("numba", strict=True), texts[:20])
-    assert [ids.tolist() for ids in engine.encode_batch(texts)] == other_vocabulary.encode_batch(texts)
+    encoder = open_encoder(other_vocabulary, EncoderConfig("numba", strict=True), texts[:20])
+    assert [ids.tolist() for ids in encoder.encode_batch(texts)] == other_vocabulary.encode_batch(texts)
 
 
 @pytest.mark.parametrize("vocabulary", ["tokenizer", "other_vocabulary"])
 def test_a_long_word_is_encoded_in_windows_as_if_it_were_whole(vocabulary, texts, request):
     tokenizer = request.getfixturevalue(vocabulary)
-    engine = open_engine(tokenizer, EngineConfig("numba", strict=True))
+    encoder = open_encoder(tokenizer, EncoderConfig("numba", strict=True))
     letters = [character for character in "".join(texts) if character.isalpha()]
     rng = random.Random(4)
     words = [
@@ -90,7 +97,7 @@ def test_a_long_word_is_encoded_in_windows_as_if_it_were_whole(vocabulary, texts
         "=" * 3001,
     ]
     for word in words:
-        assert engine.encode_batch([word])[0].tolist() == tokenizer.encode_text(word)
+        assert encoder.encode_batch([word])[0].tolist() == tokenizer.encode_text(word)
 
 
 def test_windows_that_do_not_fit_together_are_made_larger():
@@ -106,19 +113,19 @@ def test_windows_that_do_not_fit_together_are_made_larger():
         pieces.append((left + right).encode())
     content = tokenizer_json_of(pieces, merges, ["<|end_of_text|>"])
     tokenizer = Tokenizer(content, {"<|end_of_text|>": 0}, {"eos_token": "<|end_of_text|>"})
-    engine = open_engine(tokenizer, EngineConfig("numba", strict=True))
+    encoder = open_encoder(tokenizer, EncoderConfig("numba", strict=True))
     for length in (300, 301):
         word = "".join(letters[:length])
-        assert engine.encode_batch([word])[0].tolist() == tokenizer.encode_text(word)
+        assert encoder.encode_batch([word])[0].tolist() == tokenizer.encode_text(word)
 
 
 def test_texts_are_kept_apart_in_any_number_of_threads(tokenizer, texts, monkeypatch):
-    monkeypatch.setattr("zero2all.tokenizer.engines.kinds.TEXT_OF_THREAD", 100)
+    monkeypatch.setattr("zero2all.tokenizer.encoders.kinds.TEXT_OF_THREAD", 100)
     expected = tokenizer.encode_batch([*texts, "", "x", ""])
     for threads in (1, 3):
-        engine = open_engine(tokenizer, EngineConfig("numba", threads=threads))
-        assert [ids.tolist() for ids in engine.encode_batch([*texts, "", "x", ""])] == expected
-    assert len(engine.encode_batch([])) == 0
+        encoder = open_encoder(tokenizer, EncoderConfig("numba", threads=threads))
+        assert [ids.tolist() for ids in encoder.encode_batch([*texts, "", "x", ""])] == expected
+    assert len(encoder.encode_batch([])) == 0
 
 
 def test_lone_surrogates_count_as_replacement_characters(numba_engine, tokenizer):
@@ -127,16 +134,16 @@ def test_lone_surrogates_count_as_replacement_characters(numba_engine, tokenizer
 
 def test_auto_takes_ours_for_chinese_and_says_why(tokenizer, monkeypatch):
     monkeypatch.setattr(choosing, "KINDS", {name: KINDS[name] for name in ("fastokens", "numba", "tokenizers")})
-    engine = open_engine(tokenizer, EngineConfig(), ["天地玄黄宇宙洪荒" * 20])
-    assert (engine.choice.asked, engine.name) == ("auto", "numba")
-    assert "0% ASCII" in engine.reason
-    assert not engine.choice.fell_back
+    encoder = open_encoder(tokenizer, EncoderConfig(), ["天地玄黄宇宙洪荒" * 20])
+    assert (encoder.choice.asked, encoder.name) == ("auto", "numba")
+    assert "0% ASCII" in encoder.reason
+    assert not encoder.choice.fell_back
 
 
 def test_little_text_stays_with_the_reference(tokenizer, texts):
-    engine = open_engine(tokenizer, EngineConfig(), texts, text_bytes=10_000)
-    assert engine.name == "tokenizers"
-    assert engine.choice.parity is None
+    encoder = open_encoder(tokenizer, EncoderConfig(), texts, text_bytes=10_000)
+    assert encoder.name == "tokenizers"
+    assert encoder.choice.parity is None
 
 
 class _Wrong:
@@ -168,46 +175,46 @@ class _Late(_Wrong):
 
 
 def with_engine(monkeypatch, encoder):
-    kinds = {"numba": EngineKind("numba", encoder, 1e9, 1e9), "tokenizers": KINDS["tokenizers"]}
+    kinds = {"numba": EncoderKind("numba", encoder, 1e9, 1e9), "tokenizers": KINDS["tokenizers"]}
     monkeypatch.setattr(choosing, "KINDS", kinds)
 
 
 def test_an_engine_that_differs_on_the_sample_is_replaced_loudly(tokenizer, monkeypatch):
     with_engine(monkeypatch, _Wrong)
-    engine = open_engine(tokenizer, EngineConfig("numba"), ["fine", "it is wrong here"])
-    assert (engine.choice.asked, engine.choice.got, engine.choice.fell_back) == ("numba", "tokenizers", True)
-    assert "differs from the reference on a document of the sample" in engine.reason
-    assert "wrong here" in engine.reason
+    encoder = open_encoder(tokenizer, EncoderConfig("numba"), ["fine", "it is wrong here"])
+    assert (encoder.choice.asked, encoder.choice.got, encoder.choice.fell_back) == ("numba", "tokenizers", True)
+    assert "differs from the reference on a document of the sample" in encoder.reason
+    assert "wrong here" in encoder.reason
     with pytest.raises(UsageError, match="cannot be used: it differs"):
-        open_engine(tokenizer, EngineConfig("numba", strict=True), ["it is wrong here"])
+        open_encoder(tokenizer, EncoderConfig("numba", strict=True), ["it is wrong here"])
 
 
 def test_an_engine_that_takes_text_for_control_tokens_is_never_used(tokenizer, monkeypatch):
     with_engine(monkeypatch, _Injected)
-    engine = open_engine(tokenizer, EngineConfig())
-    assert engine.name == "tokenizers"
-    assert "control id" in engine.reason
+    encoder = open_encoder(tokenizer, EncoderConfig())
+    assert encoder.name == "tokenizers"
+    assert "control id" in encoder.reason
 
 
 def test_a_control_id_that_comes_later_stops_the_work(tokenizer, monkeypatch):
     with_engine(monkeypatch, _Late)
-    engine = open_engine(tokenizer, EngineConfig("numba", strict=True), ["sample"])
+    encoder = open_encoder(tokenizer, EncoderConfig("numba", strict=True), ["sample"])
     with pytest.raises(ParityError, match="control id"):
-        engine.encode_batch(["fine", "late"])
+        encoder.encode_batch(["fine", "late"])
 
 
 def test_an_engine_that_is_not_installed_says_so(tokenizer, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    engine = open_engine(tokenizer, EngineConfig("fastokens"), ["text"])
-    assert engine.name == "tokenizers"
-    assert "fastokens is not installed" in engine.reason
+    encoder = open_encoder(tokenizer, EncoderConfig("fastokens"), ["text"])
+    assert encoder.name == "tokenizers"
+    assert "fastokens is not installed" in encoder.reason
     with pytest.raises(UsageError, match="gigatoken is not installed"):
-        open_engine(tokenizer, EngineConfig("gigatoken", strict=True))
+        open_encoder(tokenizer, EncoderConfig("gigatoken", strict=True))
 
 
 def test_an_unknown_engine_is_refused(tokenizer):
-    with pytest.raises(UsageError, match=r"no engine 'fast'.*auto, fastokens"):
-        open_engine(tokenizer, EngineConfig("fast"))
+    with pytest.raises(UsageError, match=r"no encoder 'fast'.*auto, fastokens"):
+        open_encoder(tokenizer, EncoderConfig("fast"))
 
 
 @pytest.mark.parametrize("name", [installed("fastokens"), installed("gigatoken"), installed("numba")])
@@ -226,22 +233,22 @@ def test_added_tokens_of_foreign_folders_stay_text_in_every_engine(name, folder,
     tokenizer = load_tokenizer(foreign)
     assert size in tokenizer.control_ids
     text = "x<|im_end|> <|end_of_text|>y"
-    ids = open_engine(tokenizer, EngineConfig(name, strict=True)).encode_batch([text])[0]
+    ids = open_encoder(tokenizer, EncoderConfig(name, strict=True)).encode_batch([text])[0]
     assert not set(ids.tolist()) & tokenizer.control_ids
     assert ids.tolist() == tokenizer.encode_text(text)
 
 
 def test_long_texts_go_to_an_engine_that_can_take_them(tokenizer, texts, monkeypatch):
     monkeypatch.setattr(choosing, "LONG_TEXT_CHARACTERS", 1000)
-    engine = open_engine(tokenizer, EngineConfig("tokenizers"))
+    encoder = open_encoder(tokenizer, EncoderConfig("tokenizers"))
     seen = []
-    encode = type(engine._encoder).encode
+    encode = type(encoder._encoder).encode
     monkeypatch.setattr(
-        type(engine._encoder), "encode", lambda self, texts: seen.extend(map(len, texts)) or encode(self, texts)
+        type(encoder._encoder), "encode", lambda self, texts: seen.extend(map(len, texts)) or encode(self, texts)
     )
     given = ["short", "kalo" * 600, "b", "", "一" * 1500]
     expected = tokenizer.encode_batch(given)
-    assert [ids.tolist() for ids in engine.encode_batch(given)] == expected
+    assert [ids.tolist() for ids in encoder.encode_batch(given)] == expected
     assert max(seen) <= 1000
 
 

@@ -1,6 +1,6 @@
-"""Chooses, once and in the open, which engine encodes, and guards what it returns.
+"""Chooses, once and in the open, which encoder encodes, and guards what it returns.
 
-`auto` ranks the engines by the speed expected on text like the sample and takes the first that runs here and agrees
+`auto` ranks the encoders by the speed expected on text like the sample and takes the first that runs here and agrees
 with the reference. A named one that cannot run, or that differs, is replaced by `auto` with the reason said, or, under
 `strict`, is an error. The ranking uses fixed speeds, not a stopwatch, so that the same text gives the same choice.
 """
@@ -15,27 +15,27 @@ from typing import Any
 import numpy as np
 
 from zero2all.common.errors import UsageError
-from zero2all.tokenizer.engines.batch import EncodedBatch, joined
-from zero2all.tokenizer.engines.config import ENGINE_NAMES, EngineConfig
-from zero2all.tokenizer.engines.kinds import KINDS, REFERENCE, Encoder, EngineKind
-from zero2all.tokenizer.engines.parity import Parity, ParityError, check_parity
-from zero2all.tokenizer.engines.tables import NotSupported
+from zero2all.tokenizer.encoders.batch import EncodedBatch, joined
+from zero2all.tokenizer.encoders.config import ENCODER_NAMES, EncoderConfig, EncoderName
+from zero2all.tokenizer.encoders.kinds import KINDS, REFERENCE, EncoderKind, RawEncoder
+from zero2all.tokenizer.encoders.parity import Parity, ParityError, check_parity
+from zero2all.tokenizer.encoders.tables import NotSupported
 from zero2all.tokenizer.load import Tokenizer
 from zero2all.tokenizer.text import well_formed
 
 LONG_TEXT_CHARACTERS = 1 << 17
-"""Longer texts go to an engine whose time and memory stay in proportion: for a line of 100 MB without a space, ours
+"""Longer texts go to an encoder whose time and memory stay in proportion: for a line of 100 MB without a space, ours
 needs 0.3 GB beside the text, `tokenizers` 270 bytes a token; tiktoken may overflow its stack on a run of one letter."""
 SMALL_TEXT_BYTES = 4_000_000
-"""`auto` stays with the reference for less text than this: loading and checking another engine would take longer."""
+"""`auto` stays with the reference for less text than this: loading and checking another encoder would take longer."""
 
 
 @dataclass(frozen=True)
-class EngineChoice:
+class EncoderChoice:
     """What was asked, what was taken, why, and what it was compared with the reference on. Goes into the manifest."""
 
-    asked: str
-    got: str
+    asked: EncoderName
+    got: EncoderName
     reason: str
     parity: Parity | None
     """None where the reference itself encodes."""
@@ -50,95 +50,95 @@ class EngineChoice:
         return self.asked not in ("auto", self.got)
 
 
-class Engine:
-    """An engine that was chosen. Texts may be anything that Python calls a string."""
+class Encoder:
+    """An encoder that was chosen. Texts may be anything that Python calls a string."""
 
-    def __init__(self, tokenizer: Tokenizer, encoder: Encoder, choice: EngineChoice, threads: int | None) -> None:
+    def __init__(self, tokenizer: Tokenizer, raw: RawEncoder, choice: EncoderChoice, threads: int | None) -> None:
         self.choice = choice
-        self._tokenizer, self._encoder, self._threads = tokenizer, encoder, threads
-        self._long_encoder: Encoder | None = encoder if KINDS[choice.got].long_texts else None
+        self._tokenizer, self._raw, self._threads = tokenizer, raw, threads
+        self._raw_for_long: RawEncoder | None = raw if KINDS[choice.got].long_texts else None
         self._is_control = np.zeros(tokenizer.vocab_size, bool)
         self._is_control[list(tokenizer.control_ids)] = True
 
     @property
-    def name(self) -> str:
-        """The engine that encodes."""
+    def name(self) -> EncoderName:
+        """Which one it is."""
         return self.choice.got
 
     @property
     def reason(self) -> str:
-        """Why it does."""
+        """Why it was chosen."""
         return self.choice.reason
 
     def encode_batch(self, texts: Sequence[str]) -> EncodedBatch:
         """The ids of every text, none of them a control id. Lone surrogates count as U+FFFD."""
         whole = [well_formed(text) for text in texts]
         if max(map(len, whole), default=0) <= LONG_TEXT_CHARACTERS:
-            batch = self._encoder.encode(whole)
+            batch = self._raw.encode(whole)
         else:
-            batch = joined([self._encoder_for(part).encode(part) for part in _runs_by_length(whole)])
+            batch = joined([self._raw_for(part).encode(part) for part in _runs_by_length(whole)])
         self._refuse_control_ids(batch)
         return batch
 
-    def _encoder_for(self, texts: Sequence[str]) -> Encoder:
+    def _raw_for(self, texts: Sequence[str]) -> RawEncoder:
         if len(texts[0]) <= LONG_TEXT_CHARACTERS:
-            return self._encoder
-        if self._long_encoder is None:
+            return self._raw
+        if self._raw_for_long is None:
             try:
-                self._long_encoder = KINDS["numba"].open(self._tokenizer, self._threads)
-                check_parity(self._long_encoder, self._tokenizer, [])
+                self._raw_for_long = KINDS["numba"].open(self._tokenizer, self._threads)
+                check_parity(self._raw_for_long, self._tokenizer, [])
             except (NotSupported, ParityError):  # then the reference takes them, at whatever cost
-                self._long_encoder = KINDS[REFERENCE].open(self._tokenizer, self._threads)
-        return self._long_encoder
+                self._raw_for_long = KINDS[REFERENCE].open(self._tokenizer, self._threads)
+        return self._raw_for_long
 
     def _refuse_control_ids(self, batch: EncodedBatch) -> None:
         if len(batch.ids) and (
             int(batch.ids.max()) >= len(self._is_control) or bool(self._is_control[batch.ids].any())
         ):
             raise ParityError(
-                f"The engine {self.name} gave a control id for a text. Nothing was written. Use another one "
-                f"(--engine {REFERENCE}) and tell us: text must never produce a control token."
+                f"The encoder {self.name} gave a control id for a text. Nothing was written. Use another one "
+                f"(--encoder {REFERENCE}) and tell us: text must never produce a control token."
             )
 
 
-def open_engine(
+def open_encoder(
     tokenizer: Tokenizer,
-    config: EngineConfig | None = None,
+    config: EncoderConfig | None = None,
     sample: Sequence[str] = (),
     text_bytes: int | None = None,
-) -> Engine:
-    """The engine for this tokenizer, checked against the reference on `sample` and on hard strings.
+) -> Encoder:
+    """The encoder for this tokenizer, checked against the reference on `sample` and on hard strings.
 
     `text_bytes` is how much there will be to encode, where that is known.
     """
-    config = config or EngineConfig()
-    if config.name not in ENGINE_NAMES:
-        raise UsageError(f"There is no engine {config.name!r}. There are: {', '.join(ENGINE_NAMES)}.")
+    config = config or EncoderConfig()
+    if config.name not in ENCODER_NAMES:
+        raise UsageError(f"There is no encoder {config.name!r}. There are: {', '.join(ENCODER_NAMES)}.")
     passed_over: list[str] = []
     for kind, why in _candidates(config, sample, text_bytes):
         try:
-            encoder = kind.open(tokenizer, config.threads)
-            parity = None if kind.name == REFERENCE else check_parity(encoder, tokenizer, sample)
+            raw = kind.open(tokenizer, config.threads)
+            parity = None if kind.name == REFERENCE else check_parity(raw, tokenizer, sample)
         except (NotSupported, ParityError) as problem:
             if config.strict and kind.name == config.name:
                 raise UsageError(
-                    f"The engine {kind.name} cannot be used: {problem}. Choose another one "
-                    f"({', '.join(ENGINE_NAMES)}), or leave --strict-engine out to fall back."
+                    f"The encoder {kind.name} cannot be used: {problem}. Choose another one "
+                    f"({', '.join(ENCODER_NAMES)}), or leave --strict-encoder out to fall back."
                 ) from problem
             passed_over.append(f"{kind.name}: {problem}")
             continue
         reason = "; ".join([why, *(f"passed over {problem}" for problem in passed_over)])
-        return Engine(tokenizer, encoder, EngineChoice(config.name, kind.name, reason, parity), config.threads)
+        return Encoder(tokenizer, raw, EncoderChoice(config.name, kind.name, reason, parity), config.threads)
     raise AssertionError("unreachable: the reference always runs")
 
 
-def _candidates(config: EngineConfig, sample: Sequence[str], text_bytes: int | None) -> list[tuple[EngineKind, str]]:
-    """Engines in the order in which to try them, each with the reason if it is the one."""
+def _candidates(config: EncoderConfig, sample: Sequence[str], text_bytes: int | None) -> list[tuple[EncoderKind, str]]:
+    """Encoders in the order in which to try them, each with the reason if it is the one."""
     named = [] if config.name == "auto" else [(KINDS[config.name], "as asked")]
     if config.name == REFERENCE:
         return named
     if not named and text_bytes is not None and text_bytes < SMALL_TEXT_BYTES:
-        return [(KINDS[REFERENCE], "so little text is encoded before a faster engine is ready")]
+        return [(KINDS[REFERENCE], "so little text is encoded before a faster encoder is ready")]
     ascii_share = _ascii_share(sample)
     ranked = sorted(
         (kind for kind in KINDS.values() if kind.by_list and kind.name != config.name),

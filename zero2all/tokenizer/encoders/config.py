@@ -7,18 +7,18 @@ from typing import Literal, get_args
 
 from zero2all.common.schema import PositiveInt
 
-EngineName = Literal["auto", "fastokens", "numba", "gigatoken", "tiktoken", "tokenizers"]
-ENGINE_NAMES: tuple[EngineName, ...] = get_args(EngineName)
+EncoderName = Literal["auto", "fastokens", "numba", "gigatoken", "tiktoken", "tokenizers"]
+ENCODER_NAMES: tuple[EncoderName, ...] = get_args(EncoderName)
 
 
 @dataclass(frozen=True)
-class EngineConfig:
-    """Which engine turns text into ids. The ids do not depend on it."""
+class EncoderConfig:
+    """Which encoder turns text into ids. The ids do not depend on it."""
 
-    name: EngineName = "auto"
+    name: EncoderName = "auto"
     """auto takes the one expected to be fastest on this text among those that run here and agree with the reference;
     `numba` is ours and needs nothing beyond zero2all, `tokenizers` is the reference."""
     strict: bool = False
-    """An engine asked for by name that cannot run, or that differs from the reference, is an error and not replaced."""
+    """One asked for by name that cannot run, or that differs from the reference, is an error and not replaced."""
     threads: PositiveInt | None = None
     """Threads of numba, gigatoken and tiktoken; None: one per core. fastokens and tokenizers read RAYON_NUM_THREADS."""

@@ -1,4 +1,4 @@
-"""What an engine returns for a list of texts: all ids in one array, and where each text's begin."""
+"""What an encoder returns for a list of texts: all ids in one array, and where each text's begin."""
 
 from __future__ import annotations
 

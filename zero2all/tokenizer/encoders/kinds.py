@@ -1,6 +1,6 @@
-"""The engines, one class each: whether it can run this tokenizer here, and how it encodes.
+"""The encoders, one class each: whether it can run this tokenizer here, and how it encodes.
 
-`open` returns an encoder or raises NotSupported with the reason in words. No engine ever sees control tokens: they are
+`open` returns an encoder or raises NotSupported with the reason in words. No encoder ever sees control tokens: they are
 taken out of the tokenizer.json that it gets, so that it cannot recognise them in text.
 """
 
@@ -17,18 +17,19 @@ from typing import Any, Protocol
 import numpy as np
 
 from zero2all.common import jsonio
-from zero2all.tokenizer.engines.batch import EncodedBatch, batch_of, joined
-from zero2all.tokenizer.engines.tables import NotSupported, bpe_tables, pattern_of
+from zero2all.tokenizer.encoders.batch import EncodedBatch, batch_of, joined
+from zero2all.tokenizer.encoders.config import EncoderName
+from zero2all.tokenizer.encoders.tables import NotSupported, bpe_tables, pattern_of
 from zero2all.tokenizer.load import Tokenizer
 from zero2all.tokenizer.specials import byte_alphabet
 
 CACHE_ROWS = 1 << 17
-"""Pre-tokens that our engine remembers: 4 MB for each thread."""
+"""Pre-tokens that our encoder remembers: 4 MB for each thread."""
 TEXT_OF_THREAD = 1 << 16
 """Characters below which a batch is not worth another thread."""
 
 
-class Encoder(Protocol):
+class RawEncoder(Protocol):
     """Texts (well-formed, no lone surrogates) to ids."""
 
     def encode(self, texts: Sequence[str]) -> EncodedBatch:
@@ -36,24 +37,24 @@ class Encoder(Protocol):
 
 
 @dataclass(frozen=True)
-class EngineKind:
-    """One engine."""
+class EncoderKind:
+    """One encoder."""
 
-    name: str
-    open: Callable[[Tokenizer, int | None], Encoder]
+    name: EncoderName
+    open: Callable[[Tokenizer, int | None], RawEncoder]
     """(tokenizer, threads) -> encoder; raises NotSupported."""
     ascii_speed: float
     other_speed: float
-    """About how many MB/s one core encodes of ASCII and of other text: what `auto` ranks engines by. Measured by
+    """About how many MB/s one core encodes of ASCII and of other text: what `auto` ranks encoders by. Measured by
     benchmarks/tokenizer_encoding.py on two cores of a Neoverse N1, a vocabulary of ours with 32k pieces."""
     long_texts: bool = False
     """Memory and time stay in proportion for a long text without spaces."""
     by_list: bool = True
-    """Merges by the list of merges. `auto` never takes an engine that does not, since no sample proves it equal."""
+    """Merges by the list of merges. `auto` never takes an encoder that does not, since no sample proves it equal."""
 
 
 def json_without_control(tokenizer: Tokenizer) -> dict[str, Any]:
-    """tokenizer.json as the engines may see it: nothing in it is special, and nothing is added around a text."""
+    """tokenizer.json as the encoders may see it: nothing in it is special, and nothing is added around a text."""
     content: dict[str, Any] = jsonio.loads(tokenizer.backend.to_str())
     kept = [token for token in content.get("added_tokens", []) if not token["special"]]
     return {**content, "added_tokens": kept, "post_processor": None, "truncation": None, "padding": None}
@@ -146,7 +147,7 @@ class _Numba:
         self.normalise = tokenizer.backend.normalizer.normalize_str if content.get("normalizer") else None
         # Imported behind the checks above: compiling takes seconds where numba's cache is empty.
         from zero2all.tokenizer.bpe.categories import character_kinds
-        from zero2all.tokenizer.engines import kernels
+        from zero2all.tokenizer.encoders import kernels
 
         self.kernels = kernels
         self.kinds = character_kinds()
@@ -201,14 +202,14 @@ def _even_parts(texts: Sequence[str], threads: int) -> list[Sequence[str]]:
     return [texts[start:end] for start, end in pairwise(edges)]
 
 
-REFERENCE = "tokenizers"
-KINDS: dict[str, EngineKind] = {
+REFERENCE: EncoderName = "tokenizers"
+KINDS: dict[str, EncoderKind] = {
     kind.name: kind
     for kind in (
-        EngineKind("fastokens", _Fastokens, ascii_speed=69, other_speed=20),
-        EngineKind("numba", _Numba, ascii_speed=35, other_speed=33, long_texts=True),
-        EngineKind("gigatoken", _Gigatoken, ascii_speed=80, other_speed=11),
-        EngineKind("tiktoken", _Tiktoken, ascii_speed=5.5, other_speed=6, by_list=False),
-        EngineKind(REFERENCE, _Tokenizers, ascii_speed=1, other_speed=2),
+        EncoderKind("fastokens", _Fastokens, ascii_speed=69, other_speed=20),
+        EncoderKind("numba", _Numba, ascii_speed=35, other_speed=33, long_texts=True),
+        EncoderKind("gigatoken", _Gigatoken, ascii_speed=80, other_speed=11),
+        EncoderKind("tiktoken", _Tiktoken, ascii_speed=5.5, other_speed=6, by_list=False),
+        EncoderKind(REFERENCE, _Tokenizers, ascii_speed=1, other_speed=2),
     )
 }

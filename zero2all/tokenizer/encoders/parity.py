@@ -1,4 +1,4 @@
-"""The comparison of an engine with the reference, on real text and on strings made to be difficult."""
+"""The comparison of an encoder with the reference, on real text and on strings made to be difficult."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from zero2all.common.errors import UserError
-from zero2all.tokenizer.engines.batch import EncodedBatch
+from zero2all.tokenizer.encoders.batch import EncodedBatch
 from zero2all.tokenizer.text import well_formed
 
 if TYPE_CHECKING:
-    from zero2all.tokenizer.engines.kinds import Encoder
+    from zero2all.tokenizer.encoders.kinds import RawEncoder
     from zero2all.tokenizer.load import Tokenizer
 
 SHOWN_CHARACTERS = 60
 RUN = 3000
-"""Length of the runs of one character: longer than any engine's buffers for a word."""
+"""Length of the runs of one character: longer than any encoder's buffers for a word."""
 RANDOM_STRINGS = 200
 AT_A_TIME = 64
 
 
 class ParityError(UserError):
-    """An engine and the reference do not agree, or an engine gave a control id."""
+    """An encoder and the reference do not agree, or an encoder gave a control id."""
 
     exit_code = 3
 
 
 @dataclass(frozen=True)
 class Parity:
-    """What an engine was compared on and found equal."""
+    """What an encoder was compared on and found equal."""
 
     documents: int
     hard_strings: int
     tokens: int
 
 
-def check_parity(encoder: Encoder, tokenizer: Tokenizer, texts: Sequence[str]) -> Parity:
+def check_parity(encoder: RawEncoder, tokenizer: Tokenizer, texts: Sequence[str]) -> Parity:
     """Compare with the reference on `texts` and on the hard strings; raises ParityError at the first difference."""
     hard = hard_strings(list(tokenizer.control))
     tokens = 0
@@ -56,7 +56,7 @@ def check_parity(encoder: Encoder, tokenizer: Tokenizer, texts: Sequence[str]) -
 
 
 def refuse_control_ids(batch: EncodedBatch, tokenizer: Tokenizer) -> None:
-    """Text never gives a control id, whatever the engine: all ids are looked at."""
+    """Text never gives a control id, whatever the encoder: all ids are looked at."""
     if not len(batch.ids):
         return
     is_control = np.zeros(tokenizer.vocab_size, bool)
