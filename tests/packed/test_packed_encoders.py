@@ -13,7 +13,7 @@ from zero2all.tokenizer.encoders import EncoderConfig
 
 
 @pytest.mark.parametrize("name", ["numba", "fastokens", "gigatoken", "tiktoken"])
-def test_packed_tokens_do_not_depend_on_the_engine(name, shared_work, tmp_path, tree):
+def test_packed_tokens_do_not_depend_on_the_encoder(name, shared_work, tmp_path, tree):
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"{name} is not installed")
     pack_corpus(
@@ -41,7 +41,7 @@ def test_a_fallback_is_printed_and_recorded(shared_work, tmp_path, monkeypatch, 
     assert "fastokens is not installed" in choice["reason"]
 
 
-def test_another_engine_packs_nothing_again(shared_work, tmp_path):
+def test_another_encoder_packs_nothing_again(shared_work, tmp_path):
     first = pack_corpus(shared_work.corpus, shared_work.tokenizer, tmp_path)
     again = pack_corpus(
         shared_work.corpus, shared_work.tokenizer, tmp_path, PackOptions(encoder=EncoderConfig("numba"))

@@ -39,7 +39,7 @@ def installed(name):
 
 
 @pytest.fixture(scope="session")
-def numba_engine(tokenizer):
+def numba_encoder(tokenizer):
     return open_encoder(tokenizer, EncoderConfig("numba", strict=True, threads=1))
 
 
@@ -61,7 +61,7 @@ def other_vocabulary(texts, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", [installed(name) for name in FAST])
-def test_every_engine_gives_the_ids_of_the_reference(name, tokenizer, texts):
+def test_every_encoder_gives_the_ids_of_the_reference(name, tokenizer, texts):
     encoder = open_encoder(tokenizer, EncoderConfig(name, strict=True), texts[:50])
     assert encoder.choice.got == name
     assert encoder.choice.parity.documents == 50
@@ -70,13 +70,13 @@ def test_every_engine_gives_the_ids_of_the_reference(name, tokenizer, texts):
 
 @given(st.text(st.sampled_from(TRICKY), max_size=60) | st.text(max_size=30))
 @settings(max_examples=150, deadline=None)
-def test_our_engine_equals_the_plain_encoder(numba_engine, plain_encoder, tokenizer, text):
+def test_our_encoder_equals_the_plain_encoder(numba_encoder, plain_encoder, tokenizer, text):
     shift = len(tokenizer.control)
     whole = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-    assert numba_engine.encode_batch([text])[0].tolist() == [place + shift for place in plain_encoder.encode(whole)]
+    assert numba_encoder.encode_batch([text])[0].tolist() == [place + shift for place in plain_encoder.encode(whole)]
 
 
-def test_our_engine_is_exact_for_a_vocabulary_whose_pieces_cross_characters(other_vocabulary, texts):
+def test_our_encoder_is_exact_for_a_vocabulary_whose_pieces_cross_characters(other_vocabulary, texts):
     encoder = open_encoder(other_vocabulary, EncoderConfig("numba", strict=True), texts[:20])
     assert [ids.tolist() for ids in encoder.encode_batch(texts)] == other_vocabulary.encode_batch(texts)
 
@@ -128,8 +128,8 @@ def test_texts_are_kept_apart_in_any_number_of_threads(tokenizer, texts, monkeyp
     assert len(encoder.encode_batch([])) == 0
 
 
-def test_lone_surrogates_count_as_replacement_characters(numba_engine, tokenizer):
-    assert numba_engine.encode_batch(["a\ud83db"])[0].tolist() == tokenizer.encode_text("a\ufffdb")
+def test_lone_surrogates_count_as_replacement_characters(numba_encoder, tokenizer):
+    assert numba_encoder.encode_batch(["a\ud83db"])[0].tolist() == tokenizer.encode_text("a\ufffdb")
 
 
 def test_auto_takes_ours_for_chinese_and_says_why(tokenizer, monkeypatch):
@@ -174,13 +174,13 @@ class _Late(_Wrong):
         return [self.tokenizer.end_id] if text == "late" else self.tokenizer.encode_text(text)
 
 
-def with_engine(monkeypatch, encoder):
+def with_encoder(monkeypatch, encoder):
     kinds = {"numba": EncoderKind("numba", encoder, 1e9, 1e9), "tokenizers": KINDS["tokenizers"]}
     monkeypatch.setattr(choosing, "KINDS", kinds)
 
 
-def test_an_engine_that_differs_on_the_sample_is_replaced_loudly(tokenizer, monkeypatch):
-    with_engine(monkeypatch, _Wrong)
+def test_an_encoder_that_differs_on_the_sample_is_replaced_loudly(tokenizer, monkeypatch):
+    with_encoder(monkeypatch, _Wrong)
     encoder = open_encoder(tokenizer, EncoderConfig("numba"), ["fine", "it is wrong here"])
     assert (encoder.choice.asked, encoder.choice.got, encoder.choice.fell_back) == ("numba", "tokenizers", True)
     assert "differs from the reference on a document of the sample" in encoder.reason
@@ -189,21 +189,21 @@ def test_an_engine_that_differs_on_the_sample_is_replaced_loudly(tokenizer, monk
         open_encoder(tokenizer, EncoderConfig("numba", strict=True), ["it is wrong here"])
 
 
-def test_an_engine_that_takes_text_for_control_tokens_is_never_used(tokenizer, monkeypatch):
-    with_engine(monkeypatch, _Injected)
+def test_an_encoder_that_takes_text_for_control_tokens_is_never_used(tokenizer, monkeypatch):
+    with_encoder(monkeypatch, _Injected)
     encoder = open_encoder(tokenizer, EncoderConfig())
     assert encoder.name == "tokenizers"
     assert "control id" in encoder.reason
 
 
 def test_a_control_id_that_comes_later_stops_the_work(tokenizer, monkeypatch):
-    with_engine(monkeypatch, _Late)
+    with_encoder(monkeypatch, _Late)
     encoder = open_encoder(tokenizer, EncoderConfig("numba", strict=True), ["sample"])
     with pytest.raises(ParityError, match="control id"):
         encoder.encode_batch(["fine", "late"])
 
 
-def test_an_engine_that_is_not_installed_says_so(tokenizer, monkeypatch):
+def test_an_encoder_that_is_not_installed_says_so(tokenizer, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     encoder = open_encoder(tokenizer, EncoderConfig("fastokens"), ["text"])
     assert encoder.name == "tokenizers"
@@ -212,13 +212,13 @@ def test_an_engine_that_is_not_installed_says_so(tokenizer, monkeypatch):
         open_encoder(tokenizer, EncoderConfig("gigatoken", strict=True))
 
 
-def test_an_unknown_engine_is_refused(tokenizer):
+def test_an_unknown_encoder_is_refused(tokenizer):
     with pytest.raises(UsageError, match=r"no encoder 'fast'.*auto, fastokens"):
         open_encoder(tokenizer, EncoderConfig("fast"))
 
 
 @pytest.mark.parametrize("name", [installed("fastokens"), installed("gigatoken"), installed("numba")])
-def test_added_tokens_of_foreign_folders_stay_text_in_every_engine(name, folder, tmp_path):
+def test_added_tokens_of_foreign_folders_stay_text_in_every_encoder(name, folder, tmp_path):
     foreign = tmp_path / "foreign"
     shutil.copytree(folder, foreign)
     (foreign / "manifest.json").unlink()
@@ -238,7 +238,7 @@ def test_added_tokens_of_foreign_folders_stay_text_in_every_engine(name, folder,
     assert ids.tolist() == tokenizer.encode_text(text)
 
 
-def test_long_texts_go_to_an_engine_that_can_take_them(tokenizer, texts, monkeypatch):
+def test_long_texts_go_to_an_encoder_that_can_take_them(tokenizer, texts, monkeypatch):
     monkeypatch.setattr(choosing, "LONG_TEXT_CHARACTERS", 1000)
     encoder = open_encoder(tokenizer, EncoderConfig("tokenizers"))
     seen = []
@@ -280,7 +280,7 @@ def test_characters_start_whole_only_where_no_merge_takes_them_apart():
         ({"merges": "reversed"}, "before the merges that make its parts"),
     ],
 )
-def test_what_our_engine_cannot_reproduce_is_refused_with_the_reason(tokenizer, change, reason):
+def test_what_our_encoder_cannot_reproduce_is_refused_with_the_reason(tokenizer, change, reason):
     content = json.loads(tokenizer.backend.to_str())
     if change.get("merges") == "reversed":
         change = {"merges": content["model"]["merges"][::-1]}
