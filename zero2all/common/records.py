@@ -16,6 +16,8 @@ from zero2all.common.files import PARTIAL_MARK, read_json
 from zero2all.common.manifest import read_manifest
 
 REPORT_NAME = "report.json"
+ORIGINS_NAME = "origins.jsonl"
+"""Which raw file each stretch of a source's items came from: `first` ordinal and `file`, a line each, rising."""
 SPLITS = ("train", "valid")
 TEXT_END = b"\n\f\n"
 """Ends a document in a plain text shard. Cleaning takes form feeds out of texts, so none stands inside one."""

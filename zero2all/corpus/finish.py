@@ -22,7 +22,7 @@ from zero2all.common import jsonio
 from zero2all.common.engine import advance
 from zero2all.common.files import PARTIAL_MARK, crc32c_of, fsync_folder, fsync_tree, sweep_partials
 from zero2all.common.manifest import write_manifest
-from zero2all.common.records import SPLITS, iter_records
+from zero2all.common.records import ORIGINS_NAME, SPLITS, iter_records
 from zero2all.corpus.dedup.index import read_index
 from zero2all.corpus.duplicates import DROP_REASONS, Duplicates, SourceSegments, split_before_dedup
 from zero2all.corpus.options import BuildOptions
@@ -235,6 +235,7 @@ class SourceFinish:
         for leftover in self.work.rglob(f"*{PARTIAL_MARK}*"):  # of a killed attempt, whatever lives under its number
             leftover.unlink(missing_ok=True)
         samples = self._write_samples()
+        self._write_origins()
         report = {
             **self.tally.as_report(),
             "train_records": sum(task.records for task in self.tasks) - held_out,
@@ -286,6 +287,17 @@ class SourceFinish:
                     if counts[rule] <= EXAMPLES:
                         examples.setdefault(rule, []).append(sample["excerpt"][:EXAMPLE_CHARS])
         return dict(sorted(examples.items()))
+
+    def _write_origins(self) -> None:
+        """`origins.jsonl`: from which raw file the items from an ordinal on came."""
+        last = None
+        with open(self.work / ORIGINS_NAME, "wb", buffering=1 << 20) as out:
+            for first_ordinal, segment in zip(self._first_ordinals, self.segments, strict=True):
+                with open(segment.folder / ORIGINS_NAME, "rb") as file:
+                    for stretch in map(jsonio.loads, file):
+                        if stretch["file"] != last:
+                            last = stretch["file"]
+                            out.write(jsonio.dumps_line({"first": first_ordinal + stretch["first"], "file": last}))
 
     def _rule_samples(self, number: int, segment: Segment) -> Iterator[dict[str, Any]]:
         with open(segment.folder / DROPPED_NAME, "rb") as file:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from zero2all.common import jsonio
+from zero2all.common.records import ORIGINS_NAME
 from zero2all.corpus.clean.cleaner import Cleaned, Cleaner
 from zero2all.corpus.dedup.index import IndexWriter
 from zero2all.corpus.dedup.lines import LineCounter, uses_lines
@@ -70,6 +71,9 @@ class SegmentWriter:
         self._records = stack.enter_context((staging / RECORDS_NAME).open("wb", buffering=1 << 20))
         self._quarantined = stack.enter_context((staging / QUARANTINED_NAME).open("wb"))
         self._dropped = stack.enter_context((staging / DROPPED_NAME).open("wb"))
+        self._origins = stack.enter_context((staging / ORIGINS_NAME).open("wb"))
+        self._origin: Any = None
+        """That of the last item."""
         self._index = stack.enter_context(IndexWriter(staging, near=task.dedup.near != "off"))
         self._lines = LineCounter(task.dedup) if uses_lines(task.channel, task.dedup) else None
 
@@ -84,16 +88,24 @@ class SegmentWriter:
 
     def add(self, item: Row | Damaged, document: Document) -> None:
         """Take a document into the batch."""
+        self._note_origin(item)
         self._batch.append(_Waiting(self._items, item, document))
         self._batch_chars += len(document.content)
         self._items += 1
 
     def add_damaged(self, item: Row | Damaged, damaged: Damaged, unread_bytes: int) -> None:
         """Count and list an item that could not be read, and how much of its file is lost with it."""
+        self._note_origin(item)
         self.tally.bytes_in += damaged.raw_bytes
         self.unread_bytes += unread_bytes
         self._quarantine(self._items, item, damaged)
         self._items += 1
+
+    def _note_origin(self, item: Row | Damaged) -> None:
+        """Write down where a stretch of items from another file begins."""
+        if item.origin is not self._origin:
+            self._origin = item.origin
+            self._origins.write(jsonio.dumps_line(encodable({"first": self._items, "file": origin_name(item)})))
 
     def clean_batch(self) -> None:
         """Clean the documents waiting, and write those that are kept."""

@@ -1,8 +1,8 @@
 """Where a document came from: packed document -> corpus record -> raw file.
 
-A record's gid is its source's number x 2^40 + the ordinal of the item in that source, counting what was dropped. Where
-the corpus has `<source>/origins.jsonl` (one line for each stretch of items from one file: `first`, the ordinal of its
-first item, and `file`), the raw file and the place in it follow; a source made of one file needs no list.
+A record's gid is its source's number x 2^40 + the ordinal of the item in that source, counting what was dropped. The
+corpus keeps `<source>/origins.jsonl`, one line for each stretch of items from one file: `first`, the ordinal of its
+first item, and `file`. So the raw file and the place in it follow.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from typing import Any
 
 from zero2all.common import jsonio
 from zero2all.common.files import MANIFEST_NAME, read_json
-from zero2all.common.records import READERS
+from zero2all.common.records import ORIGINS_NAME, READERS
 
 ORDINAL_BITS = 40
-ORIGINS_NAME = "origins.jsonl"
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,9 @@ class Origins:
             before = sum(  # items of the same file in earlier stretches
                 firsts[n + 1] - firsts[n] for n in range(stretch) if names[n] == name
             )
-            return name, before + ordinal - firsts[stretch]
+            folder, _, last = path.rpartition("/")
+            is_one_file = files == 1 and name.split("/")[0] == last  # then the list names it, and not what is below it
+            return f"{folder if is_one_file else path}/{name}", before + ordinal - firsts[stretch]
         return (path, ordinal) if files == 1 else (None, None)
 
     def _listed(self, source: str) -> tuple[list[int], list[str]]:

@@ -242,9 +242,9 @@ def test_long_texts_go_to_an_encoder_that_can_take_them(tokenizer, texts, monkey
     monkeypatch.setattr(choosing, "LONG_TEXT_CHARACTERS", 1000)
     encoder = open_encoder(tokenizer, EncoderConfig("tokenizers"))
     seen = []
-    encode = type(encoder._encoder).encode
+    encode = type(encoder._raw).encode
     monkeypatch.setattr(
-        type(encoder._encoder), "encode", lambda self, texts: seen.extend(map(len, texts)) or encode(self, texts)
+        type(encoder._raw), "encode", lambda self, texts: seen.extend(map(len, texts)) or encode(self, texts)
     )
     given = ["short", "kalo" * 600, "b", "", "一" * 1500]
     expected = tokenizer.encode_batch(given)
