@@ -26,7 +26,11 @@ SEED_SETS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def test_every_known_data_set_is_tried_here():
+    assert {*SEED_SETS, "conversation", "sharegpt"} == set(KINDS)  # of chats, test_corpus_origins.py has more
+
+
+@pytest.mark.parametrize("kind", SEED_SETS)
 def test_kind_brings_fields_and_channel(tmp_path, write_lines, kind):
     row = SEED_SETS[kind]
     path = write_lines("a.json", [row])
