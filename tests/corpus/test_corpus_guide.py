@@ -56,8 +56,8 @@ def test_rules_stand_in_the_order_in_which_they_are_judged(rows):
 @pytest.mark.parametrize("kind", KINDS)
 def test_fields_of_each_kind(rows, kind):
     mapping = KINDS[kind].mapping
-    expected = [KINDS[kind].channel or "guessed", *(mapping.get(field, "") for field in ("content", "title", "category", "desc"))]
-    assert rows[kind][1:6] == expected
+    fields = [mapping.get(field, "") for field in ("content", "title", "category", "desc")]
+    assert rows[kind][1:6] == [KINDS[kind].channel or "guessed", *fields]
 
 
 @pytest.mark.parametrize("field", FIELD_NAMES)
