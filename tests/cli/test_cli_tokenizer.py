@@ -135,7 +135,7 @@ def test_interrupted_training_goes_on_and_leaves_nothing_behind(tmp_path, text, 
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
-    assert process.returncode == 130, said
+    assert process.returncode in (130, -signal.SIGINT), said  # a shell shows 130 for both
     assert "run the same command again to continue" in said
     assert not (tmp_path / "w/tokenizer").exists()
     assert z2a(*words).code == 0

@@ -44,9 +44,6 @@ def main(words: list[str] | None = None) -> int:
     except UserError as error:
         return _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
-        # Python remembers an interrupt that came through exec() of a string (dataclasses, namedtuples and numba use
-        # it while they are imported) and would end the process by signal, though it was caught. This makes it forget.
-        exec("")
         return _fail("interrupted. What was finished is kept; run the same command again to continue.", INTERRUPTED)
     except BrokenPipeError:
         # Whoever read our output (`| head`) has seen enough; the interpreter must not try to write there at its end.
