@@ -18,7 +18,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ PIECES = 32_000
 MANY_PIECES = 64_000
 SMALL_MIX_MEGABYTES = 60
 HELD_BYTES = 2_000_000
+CHANNEL_BYTES = 30_000_000
+CHANNELS = ("zh", "en", "code")
 SCALE_MEGABYTES = (200, 500, 1000)
 PROJECTED_MEGABYTES = 20_000
 
@@ -216,29 +218,43 @@ def _mix(bench: Bench, megabytes: int) -> list[Path]:
 
 
 def compression(bench: Bench) -> dict[str, Any]:
-    """Bytes per token on held-out text, at the same number of pieces, trained on the same mix."""
+    """Bytes per token on held-out text, at the same number of pieces: trained on the mix, and on each channel alone."""
+    found: dict[str, Any] = {"pieces": PIECES, "held_out": f"every {HELD_OUT_EVERY}th document"}
+    mix = write_small_mix(bench.work, SMALL_MIX_MEGABYTES)
+    found["trained_on_the_mix"] = _compressed(bench, "mix", mix, CHANNELS)
+    found["trained_on_the_channel"] = {}
+    for channel in CHANNELS:
+        text = bench.work / f"{channel}.compression.txt"
+        text.write_bytes(bench.text(f"{channel}.train").read_bytes()[:CHANNEL_BYTES].rpartition(b"\n")[0])
+        found["trained_on_the_channel"] |= _compressed(bench, channel, text, (channel,))
+    return found
+
+
+def _compressed(bench: Bench, label: str, text: Path, channels: Sequence[str]) -> dict[str, Any]:
     from tokenizers import Tokenizer
 
-    mix = [write_small_mix(bench.work, SMALL_MIX_MEGABYTES)]
-    bench.train("compression.ours", "ours", mix, PIECES)
-    bench.train("compression.tokenizers", "tokenizers", mix, PIECES)
-    bench.train("compression.isolated", "tokenizers", mix, PIECES, "--isolated-han")
-    found: dict[str, Any] = {"pieces": PIECES, "held_out": f"every {HELD_OUT_EVERY}th document", "bytes_per_token": {}}
-    for language in ("zh", "en", "code"):
-        data = bench.text(f"{language}.held").read_bytes()[:HELD_BYTES]
+    bench.train(f"{label}.compression.ours", "ours", [text], PIECES)
+    bench.train(f"{label}.compression.tokenizers", "tokenizers", [text], PIECES)
+    bench.train(f"{label}.compression.isolated", "tokenizers", [text], PIECES, "--isolated-han")
+    found = {}
+    for channel in channels:
+        data = bench.text(f"{channel}.held").read_bytes()[:HELD_BYTES]
         lines = data.decode("utf-8", "ignore").splitlines(keepends=True)
         documents = ["".join(lines[start : start + 50]) for start in range(0, len(lines), 50)]
         size = sum(len(document.encode()) for document in documents)
         values = {}
         for name in ("ours", "tokenizers", "isolated"):
-            encoder = Tokenizer.from_file(str(bench.work / f"compression.{name}.json"))
-            values[name] = size / sum(len(found.ids) for found in encoder.encode_batch_fast(documents))
-        found["bytes_per_token"][language] = {name: round(value, 4) for name, value in values.items()}
-        found["bytes_per_token"][language]["ours_to_tokenizers"] = round(values["ours"] / values["tokenizers"], 4)
-        found["bytes_per_token"][language]["ours_to_isolated"] = round(values["ours"] / values["isolated"], 4)
+            encoder = Tokenizer.from_file(str(bench.work / f"{label}.compression.{name}.json"))
+            values[name] = size / sum(len(encoded.ids) for encoded in encoder.encode_batch_fast(documents))
+        found[channel] = {
+            **{f"bytes_per_token_{name}": round(value, 4) for name, value in values.items()},
+            "ours_to_tokenizers": round(values["ours"] / values["tokenizers"], 4),
+            "ours_to_isolated_han": round(values["ours"] / values["isolated"], 4),
+        }
         print(
-            f"{language:<5} ours {values['ours']:.4f}, tokenizers {values['tokenizers']:.4f} (ratio "
-            f"{values['ours'] / values['tokenizers']:.4f}), Han isolated {values['isolated']:.4f}"
+            f"trained on {label}, {channel}: ours {values['ours']:.4f} bytes per token, tokenizers "
+            f"{values['tokenizers']:.4f} (ratio {found[channel]['ours_to_tokenizers']:.4f}), with Han isolated "
+            f"{values['isolated']:.4f} (ratio {found[channel]['ours_to_isolated_han']:.4f})"
         )
     return found
 

@@ -112,15 +112,16 @@ def test_memory_limit_below_what_the_program_needs(learn):
 
 
 def test_words_that_do_not_fit_are_an_error_or_by_leave_an_approximation(learn, monkeypatch):
-    monkeypatch.setattr(Memory, "for_words", lambda _: 12_000)
+    needed = 2 * learn(TEXTS, 700).facts["symbols"]
+    monkeypatch.setattr(Memory, "for_words", lambda _: needed * 3 // 4)
     with pytest.raises(UsageError, match=r"too small for an exact result.*approximate"):
-        learn(TEXTS, 500)
+        learn(TEXTS, 700)
     messages: list[str] = []
-    learned = learn(TEXTS, 500, exact=False, say=messages.append)
+    learned = learn(TEXTS, 700, exact=False, say=messages.append)
     assert not learned.exact
     assert learned.facts["dropped_pieces"] > 0
     assert "APPROXIMATE" in messages[0]
-    again = learn(in_parts(TEXTS, 3), 500, exact=False, threads=2, say=messages.append)
+    again = learn(in_parts(TEXTS, 3), 700, exact=False, threads=2, say=messages.append)
     assert again.merges == learned.merges
 
 

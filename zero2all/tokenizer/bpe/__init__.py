@@ -14,6 +14,7 @@ so the merges are, one by one, those of training without any cut (`learn` says w
     blocks      documents to arrays of code points; repairs and forbidden strings are counted here
     bigrams     pass 1: how often each pair of neighbouring characters occurs
     pieces      pass 2: the distinct pieces between cuts and their counts, in bounded memory
+    first_pass  both of what pass 1 counts, and the guess at T
     counting    runs a pass over all parts with threads, and resumes it
     words       the pieces as one flat array of symbols
     merging     the merge loop

@@ -246,13 +246,12 @@ class Bigrams:
         """Undo `release`, from the state that the finished pass left in `folder`."""
         if self.released:
             state = read_json(folder / PROGRESS_NAME)
-            self.load(folder / state["folder"], state["count"])
+            self.load(folder / state["folder"], state["count"]["bigrams"])
             self.released = False
 
     def pair_counts(self) -> np.ndarray:
-        """The counts of all pairs in no particular order, zeros among them; of a sketch, those of its first row."""
-        table = self.counts if self.sketch is None else self.sketch[0]
-        return np.concatenate([self.ascii_pairs, table])
+        """Counts of all pairs but ASCII ones, in no order, zeros among them; of a sketch, those of its first row."""
+        return self.counts if self.sketch is None else self.sketch[0]
 
     def filter(self, threshold: int) -> PairFilter:
         """The pairs with at least `threshold` occurrences, for pass 2."""
@@ -310,7 +309,7 @@ class BigramWorker:
         self.counts = np.zeros(LOCAL_SLOTS, np.int64)
         self.state[2] = 0
 
-    def add(self, codes: np.ndarray) -> None:
+    def add(self, codes: np.ndarray, _number: int = 0) -> None:
         """Count one block."""
         self.state[:2] = 0
         while not _count(codes, self.state, self.kinds, self.characters, self.ascii_pairs, self.keys, self.counts):

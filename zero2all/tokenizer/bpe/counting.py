@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from zero2all.common.errors import BadInputError
 from zero2all.common.files import fsync_tree, read_json, write_json
 from zero2all.common.progress import Bar, progress
 from zero2all.tokenizer.bpe.blocks import BlockReader, batches, utf8_bytes
@@ -33,8 +34,8 @@ SAVE_SHARE = 20
 class Worker(Protocol):
     """One thread's share of a count."""
 
-    def add(self, codes: np.ndarray) -> None:
-        """Count a block."""
+    def add(self, codes: np.ndarray, number: int) -> None:
+        """Count a block. Blocks are numbered alike for any number of threads."""
 
     def flush(self) -> None:
         """Hand everything over to the whole."""
@@ -81,7 +82,7 @@ class CountingRun:
         saving = 0.0
         with progress(label, total=total, unit="B", done=done) as bar, ThreadPoolExecutor(self.threads) as threads:
             for number in range(finished, len(self.parts)):
-                seen += self._count_part(self.parts[number], workers, threads, bar)
+                seen += self._count_part(self.parts[number], number, workers, threads, bar)
                 last = number + 1 == len(self.parts)
                 wait = max(self.save_every_seconds, SAVE_SHARE * saving) if self.save_every_seconds else 0.0
                 if last or time.monotonic() - saved_at >= wait:
@@ -93,22 +94,24 @@ class CountingRun:
                         self._save(folder, count, settings, seen, number + 1)
                     saved_at = time.monotonic()
                     saving = saved_at - before
-        if keep:
+        if keep and finished < len(self.parts):  # else the state that was loaded is this one
             self._save(folder, count, settings, seen, len(self.parts))
         return seen
 
-    def _count_part(self, part: TextPart, workers: list[Any], threads: ThreadPoolExecutor, bar: Bar) -> Counter[str]:
+    def _count_part(
+        self, part: TextPart, first_number: int, workers: list[Any], threads: ThreadPoolExecutor, bar: Bar
+    ) -> Counter[str]:
         seen: Counter[str] = Counter()
         free: SimpleQueue[Worker] = SimpleQueue()
         for worker in workers:
             free.put(worker)
         told = 0
 
-        def work(texts: list[str]) -> tuple[Counter[str], int]:
+        def work(texts: list[str], number: int) -> tuple[Counter[str], int]:
             codes, done = self.reader.codes(texts)
             worker = free.get()
             try:
-                worker.add(codes)
+                worker.add(codes, number)
             finally:
                 free.put(worker)
             return done, utf8_bytes(codes)
@@ -122,12 +125,12 @@ class CountingRun:
             bar.advance(advance)
 
         waiting: deque[Future[tuple[Counter[str], int]]] = deque()
-        for texts, begun in batches(part.texts()):
+        for number, (texts, begun) in enumerate(batches(part.texts()), first_number):
             seen["documents"] += begun
             if self.threads == 1:
-                note(*work(texts))
+                note(*work(texts, number))
                 continue
-            waiting.append(threads.submit(work, texts))
+            waiting.append(threads.submit(work, texts, number))
             if len(waiting) > self.threads + 1:
                 note(*waiting.popleft().result())
         while waiting:
@@ -145,7 +148,13 @@ class CountingRun:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             return 0
-        count.load(folder / state["folder"], state["count"])
+        try:
+            count.load(folder / state["folder"], state["count"])
+        except (OSError, ValueError) as error:
+            raise BadInputError(
+                f"The saved state of the training in {folder} cannot be read ({error}). Delete {self.scratch} and start "
+                f"again."
+            ) from error
         seen.update(state["seen"])
         return int(state["finished"])
 

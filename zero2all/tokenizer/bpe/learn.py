@@ -46,8 +46,9 @@ if TYPE_CHECKING:
 BYTE_COUNT = 256
 COUNTING_RULES = 1
 """Raise this when the same text would be counted differently, so that no older state is taken over."""
-FIRST_SHARE = 0.7
-"""T begins at this share of the count of the rarest pair that a vocabulary of pairs of characters alone would hold."""
+FIRST_PASS = "pairs"
+FIRST_SHARE = 0.8
+"""T begins at this share of what the last merge's count will be by the guess of `first_pass`: too high costs a pass."""
 NEXT_SHARE = 0.6
 """T falls to this share of itself when pairs run out."""
 
@@ -84,9 +85,9 @@ def learn_bpe(
             f"one piece must be learned. Ask for {BYTE_COUNT + 1 + len(forbidden)} token ids or more."
         )
     # Importing these compiles or loads native code.
-    from zero2all.tokenizer.bpe.bigrams import Bigrams
     from zero2all.tokenizer.bpe.blocks import BlockReader
     from zero2all.tokenizer.bpe.counting import CountingRun
+    from zero2all.tokenizer.bpe.first_pass import FirstPass
     from zero2all.tokenizer.bpe.memory import Memory, cores, return_freed_memory
     from zero2all.tokenizer.bpe.scan import pre_tokens
 
@@ -111,12 +112,16 @@ def learn_bpe(
         fingerprint(identity),
     )
     clock = _Clock()
-    bigrams = Bigrams(memory.for_tables())
-    seen = run.count("bigrams", "bpe pairs", bigrams, {}, keep=True)
+    total_bytes = sum(part.size_bytes for part in parts)
+    first = FirstPass(total_bytes, scratch / FIRST_PASS, memory.for_tables())
+    seen = run.count(FIRST_PASS, "bpe pairs", first, {}, keep=True)
+    bigrams = first.bigrams
     _check_text(seen, bigrams)
     clock.lap("pairs")
+    guess = int(FIRST_SHARE * first.guess(pieces_wanted - BYTE_COUNT, min_piece_count)) if cut else 0
+    del first
     trainer = _Trainer(run, bigrams, memory, pieces_wanted, min_piece_count, max_piece_bytes, exact, say, clock)
-    threshold, merged, alphabet = trainer.train(trainer.first_threshold() if cut else 0)
+    threshold, merged, alphabet = trainer.train(max(guess, min_piece_count) if cut else 0)
     if merged.short_of:
         raise _too_few(pieces_wanted, merged, seen, bigrams, min_piece_count, len(forbidden))
     last_count = int(merged.counts[-1]) if merged.counts.size else 0
@@ -163,16 +168,6 @@ class _Trainer:
         self.say, self.clock = say, clock
         self.facts: dict[str, Any] = {"thresholds_tried": []}
 
-    def first_threshold(self) -> int:
-        """A guess at what the last merge's count will be, rather below it: too high costs another pass."""
-        import numpy as np
-
-        counts = self.bigrams.pair_counts()
-        if counts.size <= self.wanted:
-            return self.min_piece_count
-        place = counts.size - self.wanted
-        return max(self.min_piece_count, int(FIRST_SHARE * np.partition(counts, place)[place]))
-
     def train(self, threshold: int) -> tuple[int, Merged, Alphabet]:
         """The merges and the threshold they were found with; 0 does not cut."""
         while True:
@@ -194,7 +189,7 @@ class _Trainer:
         characters = self.bigrams.characters
         lowest = max(1, threshold)  # a rarer character has no frequent pair
         code_points = (characters >= lowest).nonzero()[0]
-        self.bigrams.restore(self.run.scratch / "bigrams")
+        self.bigrams.restore(self.run.scratch / FIRST_PASS)
         pairs = self.bigrams.filter(threshold) if threshold else PairFilter.of_everything()
         self.bigrams.release()  # it stays on disk, and the memory is for the pieces
         code = CharacterCode(code_points, characters[code_points])
@@ -236,7 +231,9 @@ class _Trainer:
         least = max(threshold, self.min_piece_count)
         pool_bytes = self.memory.for_places()
         with progress("bpe merges", total=to_give, unit="pieces") as bar:
-            merged = merge_words(words, alphabet, to_give, least, self.max_piece_bytes, pool_bytes, bar)
+            merged = merge_words(
+                words, alphabet, to_give, least, self.max_piece_bytes, pool_bytes, self.run.threads, bar
+            )
         self.facts["arrangements"] = merged.arrangements
         self.clock.lap("merges")
         return merged

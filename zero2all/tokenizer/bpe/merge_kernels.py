@@ -65,14 +65,30 @@ def squeeze(symbols, size, spans, run_starts):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def sum_cells(symbols, size, run_starts, run_counts, cells):  # type: ignore[no-untyped-def]
-    """Add up pairs in cells that strangers share: no pair in a cell below T can have T occurrences. (squeezed)"""
-    run = 0
-    limit = run_starts[1] if run_starts.size > 1 else size
-    for place in range(1, size):
+def _run_from(place, run_starts):  # type: ignore[no-untyped-def]
+    """The run that a place belongs to."""
+    low, high = 0, run_starts.size - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if run_starts[middle] <= place:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@njit(cache=True, nogil=True)
+def sum_cells(symbols, first, end, run_starts, run_counts, cells):  # type: ignore[no-untyped-def]
+    """Add up pairs in cells that strangers share: no pair in a cell below T can have T occurrences. (squeezed)
+
+    Like the next two, for the words between two places, so that threads can share the work.
+    """
+    run = _run_from(first, run_starts)
+    limit = run_starts[run + 1] if run + 1 < run_starts.size else end
+    for place in range(first, end):
         while place >= limit and run + 1 < run_starts.size:
             run += 1
-            limit = run_starts[run + 1] if run + 1 < run_starts.size else size
+            limit = run_starts[run + 1] if run + 1 < run_starts.size else end
         left, right = symbols[place], symbols[place + 1]
         if left != SEPARATOR and right != SEPARATOR:
             key = np.uint64(left) << _HALF | np.uint64(right)
@@ -112,7 +128,7 @@ def make_table(keys, count, slots):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def count_pairs(symbols, size, run_starts, run_counts, cells, threshold):  # type: ignore[no-untyped-def]
+def count_pairs(symbols, first, end, run_starts, run_counts, cells, threshold):  # type: ignore[no-untyped-def]
     """Exact counts and numbers of places of the pairs whose cell reaches the threshold. (squeezed words)"""
     slots = 1 << 14
     table_keys = np.zeros(slots, np.uint64)
@@ -121,20 +137,24 @@ def count_pairs(symbols, size, run_starts, run_counts, cells, threshold):  # typ
     counts = np.empty(slots // 2, np.int64)
     places = np.empty(slots // 2, np.int64)
     pairs = 0
-    run = 0
-    limit = run_starts[1] if run_starts.size > 1 else size
-    for place in range(1, size):
+    run = _run_from(first, run_starts)
+    limit = run_starts[run + 1] if run + 1 < run_starts.size else end
+    for place in range(first, end):
         while place >= limit and run + 1 < run_starts.size:
             run += 1
-            limit = run_starts[run + 1] if run + 1 < run_starts.size else size
+            limit = run_starts[run + 1] if run + 1 < run_starts.size else end
         left, right = symbols[place], symbols[place + 1]
         if left == SEPARATOR or right == SEPARATOR:
             continue
         key = np.uint64(left) << _HALF | np.uint64(right)
-        if cells[mixed(key) & np.uint64(cells.size - 1)] < threshold:
+        value = mixed(key)
+        if cells[value & np.uint64(cells.size - 1)] < threshold:
             continue
-        pair = find_pair(table_keys, table_pairs, key)
-        if pair >= 0:
+        slot = value & np.uint64(slots - 1)
+        while table_keys[slot] != key and table_keys[slot] != 0:
+            slot = (slot + _ONE) & np.uint64(slots - 1)
+        if table_keys[slot] == key:
+            pair = table_pairs[slot]
             counts[pair] += run_counts[run]
             places[pair] += 1
             continue
@@ -205,9 +225,9 @@ def cut_rare(symbols, size, run_starts, table_keys, table_pairs):  # type: ignor
 
 
 @njit(cache=True, nogil=True)
-def fill_postings(symbols, size, table_keys, table_pairs, cursors, pool):  # type: ignore[no-untyped-def]
+def fill_postings(symbols, first, end, table_keys, table_pairs, cursors, pool):  # type: ignore[no-untyped-def]
     """Write the places of every pair in the table to where its cursor points. (squeezed words)"""
-    for place in range(1, size):
+    for place in range(first, end):
         left, right = symbols[place], symbols[place + 1]
         if left != SEPARATOR and right != SEPARATOR:
             pair = find_pair(table_keys, table_pairs, np.uint64(left) << _HALF | np.uint64(right))

@@ -8,18 +8,26 @@ is never below T, the threshold of the cut, and above it only where the places o
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 
 from zero2all.common.progress import Bar
 from zero2all.tokenizer.bpe import merge_kernels as kernels
-from zero2all.tokenizer.bpe.words import FIRST_SYMBOL, Words
+from zero2all.tokenizer.bpe.words import FIRST_SYMBOL, SEPARATOR, Words
 
 MERGES_PER_CALL = 500
+SHARED_PLACES = 1 << 16
+"""Fewer are not worth a second thread."""
 SMALLEST_POOL = 1 << 16
 COMFORTABLE_POOL = 1 << 22
 """So many places are worth their memory; beyond, laying out anew a few times costs less than room for all."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -57,10 +65,11 @@ def merge_words(
     threshold: int,
     max_piece_bytes: int | None,
     pool_bytes: int | None,
+    threads: int,
     bar: Bar,
 ) -> Merged:
     """Give away `to_give` pieces to characters and merges with at least `threshold` occurrences."""
-    loop = _Loop(words, alphabet, to_give, threshold, max_piece_bytes, pool_bytes)
+    loop = _Loop(words, alphabet, to_give, threshold, max_piece_bytes, pool_bytes, threads)
     loop.run(bar)
     merges = int(loop.state[kernels.MERGES])
     return Merged(
@@ -82,8 +91,10 @@ class _Loop:
         threshold: int,
         max_piece_bytes: int | None,
         pool_bytes: int | None,
+        threads: int,
     ) -> None:
         self.words, self.alphabet, self.threshold, self.pool_bytes = words, alphabet, threshold, pool_bytes
+        self.threads = threads if words.size > SHARED_PLACES else 1
         characters = alphabet.ordered.size
         numbers = FIRST_SYMBOL + characters + to_give
         self.spans = np.ones(numbers, np.int32)
@@ -125,15 +136,7 @@ class _Loop:
         self.pool = np.empty(0, np.uint32)  # free the old one first
         words.size = kernels.squeeze(words.symbols, words.size, self.spans, words.run_starts)
         self.spans[:] = 1
-        # Words that were just cut have frequent pairs only; later a coarse count keeps most rare ones out of the table.
-        cells = np.full(1, np.iinfo(np.int64).max)
-        if self.arrangements > 1:
-            cells = np.zeros(_cells(words.size), np.int64)
-            kernels.sum_cells(words.symbols, words.size, words.run_starts, words.run_counts, cells)
-        keys, counts, places = kernels.count_pairs(
-            words.symbols, words.size, words.run_starts, words.run_counts, cells, self.threshold
-        )
-        del cells
+        keys, counts, places = self._count_pairs()
         frequent = counts >= self.threshold
         keys, counts, places = keys[frequent], counts[frequent], places[frequent]
         table = kernels.make_table(keys, keys.size, _slots(keys.size))
@@ -142,6 +145,49 @@ class _Loop:
         blocks = np.arange((words.size >> kernels.BLOCK_SHIFT) + 1, dtype=np.int64) << kernels.BLOCK_SHIFT
         block_runs = np.maximum(np.searchsorted(words.run_starts, blocks, side="right") - 1, 0)
         self.block_runs = block_runs.astype(np.int32)
+
+    def _count_pairs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Pairs that may reach the threshold, with their counts and numbers of places."""
+        words = self.words
+        # Words that were just cut have frequent pairs only; later a coarse count keeps most rare ones out of the table.
+        cells = np.full(1, np.iinfo(np.int64).max)
+        if self.arrangements > 1:
+
+            def coarse(first: int, end: int) -> np.ndarray:
+                sums: np.ndarray = np.zeros(_cells(words.size), np.int64)
+                kernels.sum_cells(words.symbols, first, end, words.run_starts, words.run_counts, sums)
+                return sums
+
+            cells = np.sum(self._in_threads(coarse), axis=0)
+
+        def exact(first: int, end: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+            return kernels.count_pairs(
+                words.symbols, first, end, words.run_starts, words.run_counts, cells, self.threshold
+            )
+
+        found = self._in_threads(exact)
+        if len(found) == 1:
+            return found[0]
+        keys, pair_of = np.unique(np.concatenate([part[0] for part in found]), return_inverse=True)
+        counts, places = np.zeros(keys.size, np.int64), np.zeros(keys.size, np.int64)
+        np.add.at(counts, pair_of, np.concatenate([part[1] for part in found]))
+        np.add.at(places, pair_of, np.concatenate([part[2] for part in found]))
+        return keys, counts, places
+
+    def _in_threads(self, work: Callable[[int, int], T]) -> list[T]:
+        """Call `work` for stretches of whole words, one per thread."""
+        symbols, size = self.words.symbols, self.words.size
+        borders = [1]
+        for number in range(1, self.threads):
+            place = max(borders[-1], size * number // self.threads)
+            while place < size and symbols[place] != SEPARATOR:
+                place += 1
+            borders.append(place)
+        stretches = [stretch for stretch in pairwise([*borders, size]) if stretch[0] < stretch[1]] or [(1, size)]
+        if len(stretches) == 1:
+            return [work(*stretches[0])]
+        with ThreadPoolExecutor(len(stretches)) as pool:
+            return list(pool.map(lambda stretch: work(*stretch), stretches))
 
     def _choose_bound(self, keys: np.ndarray, counts: np.ndarray, places: np.ndarray) -> None:
         """Take the most frequent pairs, as many as fill three quarters of the room, but at least one count."""
@@ -154,7 +200,7 @@ class _Loop:
         filled = np.cumsum(places)
         total = int(filled[-1]) if filled.size else 0
         dtype = np.uint32 if self.words.size < 1 << 32 else np.int64
-        room = min(total + total // 3 + SMALLEST_POOL, max(total * 7 // 10, COMFORTABLE_POOL))
+        room = min(total + total // 3 + SMALLEST_POOL, max(total // 2, COMFORTABLE_POOL))
         if self.pool_bytes is not None:
             room = min(room, max(self.pool_bytes // np.dtype(dtype).itemsize, SMALLEST_POOL))
         self.bound = self.threshold
@@ -173,14 +219,21 @@ class _Loop:
         self.starts[1:kept] = filled[: kept - 1] if kept > 1 else 0
         self.pool = np.empty(room, dtype)
         self.table = kernels.make_table(self.keys, kept, _slots(capacity))
-        table_keys, table_pairs = self.table
-        cursors = self.starts.copy()
-        kernels.fill_postings(self.words.symbols, self.words.size, table_keys, table_pairs, cursors, self.pool)
+        self._fill_pool(kept)
         self.heap_counts, self.heap_pairs = np.empty(capacity, np.int64), np.empty(capacity, np.int32)
         kernels.fill_heap(self.heap_counts, self.heap_pairs, self.keys, self.counts, kept)
         self.state[kernels.PAIRS] = self.state[kernels.HEAP] = kept
         self.state[kernels.POOL] = int(filled[kept - 1]) if kept else 0
         self.state[kernels.BOUND] = self.bound
+
+    def _fill_pool(self, pairs: int) -> None:
+        """Write down where the pairs stand, in rising order."""
+        words = self.words
+        table_keys, table_pairs = self.table
+        # Filling in threads would need the number of places per stretch; a single thread writes them in order.
+        kernels.fill_postings(
+            words.symbols, 1, words.size, table_keys, table_pairs, self.starts[:pairs].copy(), self.pool
+        )
 
     def merge(self) -> int:
         reason: int = kernels.merge(  # type: ignore[call-arg]

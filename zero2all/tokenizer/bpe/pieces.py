@@ -423,6 +423,16 @@ class Pieces:
         part.clear()
         return records
 
+    def counts(self) -> np.ndarray:
+        """The counts of all pieces in memory, in no particular order."""
+        found = []
+        for part in self.parts:
+            records = part.arena[1 : part.used]
+            places = np.empty(part.entries, np.uint32)
+            record_places(records, records.size, places)
+            found.append(counts_at(records, places))
+        return np.concatenate(found)
+
     def put_back(self, number: int, records: np.ndarray) -> None:
         """Keep what `table` gave on disk, to be given once more."""
         with open(self.scratch / f"part-{number:02d}.pieces", "wb") as file:
@@ -475,7 +485,7 @@ class PieceWorker:
         self.first_part = total.first_part_of_a_worker()
         self.state[WORDS] = 1
 
-    def add(self, codes: np.ndarray) -> None:
+    def add(self, codes: np.ndarray, _number: int = 0) -> None:
         """Count one block."""
         pairs = self.total.pairs
         encoded = self.total.code.encoded
@@ -498,6 +508,12 @@ class PieceWorker:
         self.total.take(self)
         self.slots[:] = 0
         self.state[ENTRIES], self.state[WORDS] = 0, 1
+
+
+def counts_at(records: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """The counts of the records at these places."""
+    high: np.ndarray = (records[places] >> np.uint32(16)).astype(np.int64) << 32
+    return high | records[places + np.uint32(1)]
 
 
 def ranks(values: np.ndarray) -> np.ndarray:

@@ -17,7 +17,7 @@ from numba import njit
 
 from zero2all.common.errors import UsageError
 from zero2all.common.files import human_bytes
-from zero2all.tokenizer.bpe.pieces import HEAD_WORDS, PARTS, CharacterCode, Pieces, record_places
+from zero2all.tokenizer.bpe.pieces import HEAD_WORDS, PARTS, CharacterCode, Pieces, counts_at, record_places
 
 SEPARATOR = 0
 INSIDE = 1
@@ -64,7 +64,7 @@ def words_of(pieces: Pieces, ordered: np.ndarray, max_bytes: int | None, drop_be
         records = pieces.table(number)
         places = np.empty(records.size // (HEAD_WORDS + 1) + 1, np.uint32)
         places = places[: record_places(records, records.size, places)[0]]
-        occurrences = (records[places] >> np.uint32(16)).astype(np.int64) << 32 | records[places + np.uint32(1)]
+        occurrences = counts_at(records, places)
         unique += places.size
         kept = np.flatnonzero(occurrences >= drop_below) if drop_below else np.arange(places.size)
         dropped += places.size - kept.size
