@@ -20,7 +20,7 @@ from benchmarks.corpus_builds import Bench, build_measured
 from benchmarks.corpus_inputs import real_input
 from benchmarks.processes import run_measured
 
-PACKAGES = ("datatrove[processing]", "xxhash<4", "spacy", "jieba")
+PACKAGES = ("datatrove[processing]", "xxhash<4", "spacy", "jieba", "orjson")
 SAMPLE_BYTES = {"zh": 9_000_000, "en": 15_000_000}
 TARGET_RATIO = 30
 REPEATS = 3

@@ -2,7 +2,8 @@
 
     real       the texts of a data folder by language, one `{"id", "title", "text"}` a line, not compressed
     generated  slices of 500 MB (45 % zh, 35 % en, 20 % code) from `text_model`, fitted on the real texts and, for code,
-               on the Python standard library; no slice repeats another. Made once, then reused
+               on the Python standard library; no slice repeats another. Documents as long as the real ones, or short
+               ones of about 2 KB as on the web. Made once, then reused
 
 A megabyte of raw text is 1e6 bytes of UTF-8 of the texts themselves: no titles, no field names, no escapes. Unique
 n-grams are counted by a sample, those whose hash is divisible by 1024; repeated text would show as a flat line.
@@ -28,8 +29,11 @@ from zero2all.common.jsonio import dumps_line
 
 SLICE_BYTES = 500_000_000
 SHARES = {"zh": 0.45, "en": 0.35, "code": 0.20}
-MEAN_CHARACTERS = {"zh": 700, "en": 2000, "code": 2000}
-"""Of a generated document; lengths are log-normal, as those of web text are."""
+MEAN_CHARACTERS = {
+    "long": {"zh": 3500, "en": 4300, "code": 17000},
+    "short": {"zh": 700, "en": 2000, "code": 2000},
+}
+"""Of a generated document; `long` ones are as long as the real ones. Lengths are log-normal, as those of web text."""
 SPREAD = 0.8
 """Standard deviation of the logarithm of the length."""
 LEAST_CHARACTERS = 80
@@ -98,14 +102,15 @@ def write_input(path: Path, language: str, rows: Sequence[tuple[str, str]]) -> I
 # ---- generated text -------------------------------------------------------------------------------------------
 
 
-def generated_inputs(data: Path, folder: Path, slices: int) -> list[list[Input]]:
-    """The inputs of each slice; those that are not there yet are made, on two cores."""
+def generated_inputs(data: Path, folder: Path, length: str, slices: int) -> list[list[Input]]:
+    """The inputs of each slice, in a folder of their length; those that are not there yet are made, on two cores."""
+    folder = folder / length
     folder.mkdir(parents=True, exist_ok=True)
     missing = {
         language: [number for number in range(slices) if not _facts_path(folder, language, number).exists()]
         for language in SHARES
     }
-    jobs = [(data, folder, language, numbers) for language, numbers in missing.items() if numbers]
+    jobs = [(data, folder, length, language, numbers) for language, numbers in missing.items() if numbers]
     if jobs:
         print(f"generating {sum(len(numbers) for *_, numbers in jobs)} files in {folder}", flush=True)
         with multiprocessing.get_context("spawn").Pool(2) as pool:
@@ -122,15 +127,15 @@ def unique_ngrams(inputs: Sequence[Input]) -> dict[str, int]:
     return found
 
 
-def _generate(data: Path, folder: Path, language: str, numbers: list[int]) -> None:
+def _generate(data: Path, folder: Path, length: str, language: str, numbers: list[int]) -> None:
     texts = [text for _, text in real_texts(data, language)]
     random.Random(1).shuffle(texts)
     model = TextModel("\n".join(texts))
     for number in numbers:
-        _write_slice(model, folder, language, number)
+        _write_slice(model, MEAN_CHARACTERS[length][language], folder, language, number)
 
 
-def _write_slice(model: TextModel, folder: Path, language: str, number: int) -> None:
+def _write_slice(model: TextModel, mean_characters: int, folder: Path, language: str, number: int) -> None:
     """One file of a slice, with its counts and its sample of n-grams."""
     path = _slice_path(folder, language, number)
     target = int(SLICE_BYTES * SHARES[language])
@@ -143,7 +148,7 @@ def _write_slice(model: TextModel, folder: Path, language: str, number: int) -> 
             for stream in model.write_many(STREAM_CHARACTERS, [rng.getrandbits(63) for _ in range(STREAMS)]):
                 for length, found in sampled.items():
                     found.append(_sampled_ngrams(stream, length))
-                for text in _documents(stream, MEAN_CHARACTERS[language], rng):
+                for text in _documents(stream, mean_characters, rng):
                     file.write(dumps_line({"id": documents, "title": "", "text": text}))
                     documents += 1
                     text_bytes += len(text.encode())

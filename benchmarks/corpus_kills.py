@@ -1,5 +1,6 @@
 """Builds killed at random moments, and built on Ray with a worker killed: do they write what a quiet build writes?
 
+Every other kill comes at a random time, the rest in a random phase of the build, so that short phases are hit too.
 Most kills hit everything at once, as a lost machine does; every fourth hits one worker alone, as the kernel does when
 memory runs out, and the build has to go on by itself. When a build comes to its end before enough kills were made, it
 is compared, and the next one is begun from nothing.
@@ -7,6 +8,7 @@ is compared, and the next one is begun from nothing.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import os
@@ -27,6 +29,8 @@ from zero2all.common.files import read_json
 
 KILLS = 20
 WORKER_KILL_EVERY = 4
+PHASES = ("start", "read", "dedup", "write")
+LONGEST_IN_PHASE_SECONDS = 0.5
 KILLED_NAME = "killed"
 SMALL_UNITS = ("--shard-bytes", "20000000")
 """More, smaller shards, so that kills also fall between them."""
@@ -104,7 +108,7 @@ class _KilledBuild:
         """Start the command once; kill it at a random moment, or let it come to its end."""
         process = start_group(self.command, self.bench.work / "killed.log", self.bench.environment)
         if may_kill:
-            self._wait(process, self.rng.uniform(0.2, self.quiet_seconds))
+            self._wait_for_moment(process)
             if process.poll() is None and self.kills % WORKER_KILL_EVERY == WORKER_KILL_EVERY - 1:
                 self._kill_worker(process)
             elif process.poll() is None:
@@ -131,11 +135,21 @@ class _KilledBuild:
         self.phases[phase] += 1
         print(f"kill {self.kills}: {phase}", flush=True)
 
-    @staticmethod
-    def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while process.poll() is None and time.monotonic() < end:
+    def _wait_for_moment(self, process: subprocess.Popen[bytes]) -> None:
+        """Until a random time, or into a random phase; the build may come to its end before, but not too often."""
+        if self.kills % 2 == 0:
+            _wait(process, self.rng.uniform(0.2, self.quiet_seconds / 2))
+            return
+        phase = self.rng.choice(PHASES)
+        while process.poll() is None and _phase(self.workspace / "corpus") != phase:
             time.sleep(0.01)
+        _wait(process, self.rng.uniform(0, LONGEST_IN_PHASE_SECONDS))
+
+
+def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """So long, or until the process has ended."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
 
 
 def _phase(corpus: Path) -> str:

@@ -1,7 +1,7 @@
 """How much memory a build takes, and how that grows: builds of growing amounts of text that does not repeat.
 
 The peak of the summed PSS of all processes, two workers, near dedup on, is fitted as a constant plus so many bytes a
-document, and carried on to 200 GB of text of the same mean length.
+document, and carried on to 200 GB of text of the same mean length. Documents are short, since every one costs memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOST_PEAK_BYTES, MOST_BYTES_PER_DOCUMENT = 1.5e9, 40
 
 def measure_memory(bench: Bench, slices: int) -> dict[str, Any]:
     """Builds of 0.5 GB up to `slices` times that."""
-    by_slice = generated_inputs(bench.data, bench.work / "generated", slices)
+    by_slice = generated_inputs(bench.data, bench.work / "generated", "short", slices)
     counts = sorted({count for count in SIZES_IN_SLICES if count < slices} | {slices})
     runs = [_measure_size(bench, [given for inputs in by_slice[:count] for given in inputs]) for count in counts]
     results: dict[str, Any] = {"workers": 2, "runs": runs, **_fit(runs)}

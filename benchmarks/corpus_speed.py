@@ -3,7 +3,9 @@
 Per core means per second of CPU time, user and system, of all processes; it does not depend on what else the machine
 does, or little. Wall time does, and stands beside it. Start-up (Python, imports, loading the compiled kernels) is the
 CPU time of a build of 20 documents a channel; `net` leaves it out, since it weighs as much as 40 MB of text and does
-not grow. numba compiles the kernels once per machine; that is measured with an empty cache.
+not grow. A document costs about 30 µs whatever its length, so generated text comes in documents as long as the real
+ones, for which the targets are, and in short ones. numba compiles the kernels once per machine; that is measured with
+an empty cache.
 """
 
 from __future__ import annotations
@@ -15,7 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.corpus_builds import Bench, build_measured
-from benchmarks.corpus_inputs import SHARES, Input, generated_inputs, real_input, real_texts, write_input
+from benchmarks.corpus_inputs import (
+    MEAN_CHARACTERS,
+    SHARES,
+    Input,
+    generated_inputs,
+    real_input,
+    real_texts,
+    write_input,
+)
 from benchmarks.processes import Usage
 
 REPEATS = 3
@@ -37,8 +47,9 @@ def measure_speed(bench: Bench) -> dict[str, Any]:
         language: measure_input(bench, real[language], _as_given(bench, language), "all", start_up)
         for language in AS_GIVEN
     }
-    generated = {given.language: given for given in generated_inputs(bench.data, bench.work / "generated", 1)[0]}
-    results["generated"] = {language: _both_modes(bench, given, start_up) for language, given in generated.items()}
+    for length in MEAN_CHARACTERS:
+        inputs = generated_inputs(bench.data, bench.work / "generated", length, 1)[0]
+        results[f"generated_{length}"] = {given.language: _both_modes(bench, given, start_up) for given in inputs}
     results["targets_mb_per_cpu_second"] = TARGETS
     return results
 
@@ -109,11 +120,11 @@ def _as_given(bench: Bench, language: str) -> Path:
 
 
 def missed_targets(results: Mapping[str, Any]) -> list[str]:
-    """Every target that was not met: net on the real text, start-up included on the generated one."""
+    """Every target that was not met: start-up left out on the real text, included on the larger generated one."""
     missed = []
     for mode, targets in TARGETS.items():
         for language, target in targets.items():
-            for kind, figure in (("real", "net_mb_per_cpu_second"), ("generated", "mb_per_cpu_second")):
+            for kind, figure in (("real", "net_mb_per_cpu_second"), ("generated_long", "mb_per_cpu_second")):
                 value = results[kind][language][mode][figure]
                 if value < target:
                     missed.append(f"{kind} {language} {mode}: {value:.1f} MB/s per core, target {target}")

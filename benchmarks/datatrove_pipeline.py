@@ -1,10 +1,12 @@
-"""datatrove's Gopher repetition and quality filters and its four MinHash steps over one JSONL file, as its examples do.
+"""datatrove's four MinHash steps and its Gopher repetition and quality filters over one JSONL file.
 
     python datatrove_pipeline.py INPUT.jsonl FOLDER zh|en
 
 Runs in the virtual environment that `corpus_datatrove` makes: datatrove is no dependency of zero2all. All stages run
 one after the other in this process; the last line of output is a JSON object with the CPU seconds of each and the
-documents that were left. For zh the word rules of the English filters are set so that they do not drop every text.
+documents that were left. The filters come last, since they drop most English documentation (words without letters), and
+MinHash is to see the whole text, as ours does. For zh the word rules, made for English, are set so that they do not
+drop every text.
 """
 
 from __future__ import annotations
@@ -38,20 +40,18 @@ def main() -> None:
     source, folder, language = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     code = LANGUAGES[language]
     config = MinhashConfig()
-    filtered, signed, buckets, removed, final = (
-        str(folder / name) for name in ("filtered", "signatures", "buckets", "remove", "final")
-    )
+    signed, buckets, removed, final = (str(folder / name) for name in ("signatures", "buckets", "remove", "final"))
     stages = {
-        "filters": [
-            _reader(source.parent, source.name),
-            GopherRepetitionFilter(language=code),
-            GopherQualityFilter(language=code, **QUALITY[language]),
-            _writer(filtered),
-        ],
-        "signatures": [_reader(filtered), MinhashDedupSignature(signed, config=config, language=code)],
+        "signatures": [_reader(source), MinhashDedupSignature(signed, config=config, language=code)],
         "buckets": [MinhashDedupBuckets(signed, buckets, config=config)],
         "clusters": [MinhashDedupCluster(buckets, removed, config=config)],
-        "write": [_reader(filtered), MinhashDedupFilter(removed), _writer(final)],
+        "filters": [
+            _reader(source),
+            MinhashDedupFilter(removed),
+            GopherRepetitionFilter(language=code),
+            GopherQualityFilter(language=code, **QUALITY[language]),
+            JsonlWriter(final, output_filename="${rank}.jsonl", compression=None),
+        ],
     }
     seconds = {}
     for name, pipeline in stages.items():
@@ -59,20 +59,12 @@ def main() -> None:
         tasks = config.num_buckets if name == "buckets" else 1
         LocalPipelineExecutor(pipeline, tasks=tasks, workers=1, logging_dir=str(folder / "logs" / name)).run()
         seconds[name] = round(time.process_time() - started, 3)
-    documents = {name: _count(folder / name) for name in ("filtered", "final")}
-    print("\n" + json.dumps({"stage_cpu_seconds": seconds, "documents": documents}))
+    left = sum(path.read_bytes().count(b"\n") for path in Path(final).glob("*.jsonl"))
+    print("\n" + json.dumps({"stage_cpu_seconds": seconds, "documents_left": left}))
 
 
-def _reader(folder: Path | str, name: str = "*.jsonl") -> JsonlReader:
-    return JsonlReader(str(folder), glob_pattern=name, compression=None)
-
-
-def _writer(folder: str) -> JsonlWriter:
-    return JsonlWriter(folder, output_filename="${rank}.jsonl", compression=None)
-
-
-def _count(folder: Path) -> int:
-    return sum(1 for path in folder.glob("*.jsonl") for _ in open(path, "rb"))
+def _reader(source: Path) -> JsonlReader:
+    return JsonlReader(str(source.parent), glob_pattern=source.name, compression=None)
 
 
 if __name__ == "__main__":

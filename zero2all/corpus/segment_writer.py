@@ -19,12 +19,12 @@ from zero2all.common.records import ORIGINS_NAME
 from zero2all.corpus.clean.cleaner import Cleaned, Cleaner
 from zero2all.corpus.dedup.index import IndexWriter
 from zero2all.corpus.dedup.lines import LineCounter, uses_lines
-from zero2all.corpus.dedup.signatures import describe
+from zero2all.corpus.dedup.signatures import describe_encoded, encode
 from zero2all.corpus.quarantine import encodable, quarantine_line
 from zero2all.corpus.readers import EXCERPT_CHARS, Damaged, Row
 from zero2all.corpus.record import Document, encode_record, plain
 from zero2all.corpus.report import Tally
-from zero2all.corpus.scripts import scripts_of
+from zero2all.corpus.scripts import scripts_of_encoded
 from zero2all.corpus.segments import (
     DROPPED_NAME,
     LAYOUT,
@@ -170,9 +170,11 @@ class SegmentWriter:
         self._records.writelines(lines)
         layout = np.empty(len(lines), LAYOUT)
         layout["line_bytes"] = [len(line) for line in lines]
-        layout["script"] = scripts_of(texts)
+        encoded = encode(texts)
+        layout["script"] = scripts_of_encoded(encoded)
         self._layout.append(layout)
-        self._index.add(describe(texts, self.task.channel, self.task.dedup), np.array(numbers, np.uint64))
+        described = describe_encoded(encoded, self.task.channel, self.task.dedup)
+        self._index.add(described, np.array(numbers, np.uint64))
         if self._lines is not None:
             self._lines.add(texts)
 

@@ -241,6 +241,9 @@ def apply_mapping(fields: Mapping[str, Any], mapping: Mapping[str, str]) -> Docu
 def _taken(rest: dict[str, Any], raw: str) -> str:
     """A short text taken out of the raw fields, where it is one."""
     value = rest.get(raw)
+    if type(value) is str:  # almost always
+        del rest[raw]
+        return value
     if not isinstance(value, (str, int, float)) or isinstance(value, bool):
         return ""
     del rest[raw]
