@@ -3,7 +3,8 @@
 datatrove is installed into a virtual environment of its own, with the packages its word splitters need (spaCy for en,
 spaCy with jieba for zh) and xxhash below 4, with which its signature step works. The text is a sample of the real
 documents, of a size that takes datatrove one or two minutes. Compared is CPU time of all processes, start-up included
-on both sides.
+on both sides; on so small a sample start-up is most of ours. datatrove runs with its filters before MinHash, where they
+leave MinHash little to do, and behind it, where every block sees the whole text; the target is checked for both.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.corpus_builds import Bench, build_measured
-from benchmarks.corpus_inputs import real_input
+from benchmarks.corpus_inputs import Input, real_input
 from benchmarks.processes import run_measured
 
 PACKAGES = ("datatrove[processing]", "xxhash<4", "spacy", "jieba", "orjson")
 SAMPLE_BYTES = {"zh": 9_000_000, "en": 15_000_000}
+ORDERS = ("filters-first", "minhash-first")
 TARGET_RATIO = 30
 REPEATS = 3
 PIPELINE = Path(__file__).with_name("datatrove_pipeline.py")
@@ -57,13 +59,7 @@ def _compare(bench: Bench, python: Path, language: str) -> dict[str, Any]:
     sample = real_input(bench.data, language, bench.work / "sample", SAMPLE_BYTES[language])
     ours = [build_measured(bench, {language: sample.path}, "--workers", "1") for _ in range(REPEATS)]
     our_cpu = statistics.median(usage.cpu_seconds for usage, _ in ours)
-    folder = bench.work / "datatrove"
-    shutil.rmtree(folder, ignore_errors=True)
-    theirs = run_measured(
-        [str(python), str(PIPELINE), str(sample.path), str(folder), language], bench.work / "datatrove.log"
-    )
-    facts = json.loads(theirs.output.splitlines()[-1])
-    found = {
+    found: dict[str, Any] = {
         "raw_text_mb": sample.megabytes,
         "documents": sample.documents,
         "zero2all": {
@@ -71,25 +67,37 @@ def _compare(bench: Bench, python: Path, language: str) -> dict[str, Any]:
             "mb_per_cpu_second": sample.megabytes / our_cpu,
             "records_kept": ours[0][1]["totals"]["records_kept"],
         },
-        "datatrove": {
-            "cpu_seconds": theirs.cpu_seconds,
-            "mb_per_cpu_second": sample.megabytes / theirs.cpu_seconds,
-            **facts,
-        },
-        "ratio": theirs.cpu_seconds / our_cpu,
     }
+    for order in ORDERS:
+        found[order] = _run_datatrove(bench, python, sample, order, our_cpu)
+    return found
+
+
+def _run_datatrove(bench: Bench, python: Path, sample: Input, order: str, our_cpu: float) -> dict[str, Any]:
+    folder = bench.work / "datatrove"
+    shutil.rmtree(folder, ignore_errors=True)
+    command = [str(python), str(PIPELINE), str(sample.path), str(folder), sample.language, order]
+    usage = run_measured(command, bench.work / "datatrove.log")
+    ratio = usage.cpu_seconds / our_cpu
     print(
-        f"{language}, {sample.megabytes:.1f} MB: zero2all {our_cpu:.2f} s CPU, datatrove {theirs.cpu_seconds:.1f} s: "
-        f"{found['ratio']:.1f} times",
+        f"{sample.language}, {sample.megabytes:.1f} MB: zero2all {our_cpu:.2f} s CPU, datatrove {order} "
+        f"{usage.cpu_seconds:.1f} s: {ratio:.1f} times",
         flush=True,
     )
-    return found
+    return {
+        "cpu_seconds": usage.cpu_seconds,
+        "mb_per_cpu_second": sample.megabytes / usage.cpu_seconds,
+        **json.loads(usage.output.splitlines()[-1]),
+        "ratio": ratio,
+    }
 
 
 def missed_targets(results: dict[str, Any]) -> list[str]:
     """Every target that was not met."""
     return [
-        f"datatrove takes {results[language]['ratio']:.1f} times as long on {language}, target {TARGET_RATIO}"
+        f"datatrove {order} takes {results[language][order]['ratio']:.1f} times as long on {language}, "
+        f"target {TARGET_RATIO}"
         for language in SAMPLE_BYTES
-        if results[language]["ratio"] < TARGET_RATIO
+        for order in ORDERS
+        if results[language][order]["ratio"] < TARGET_RATIO
     ]
