@@ -4,8 +4,8 @@ Per core means per second of CPU time, user and system, of all processes; it doe
 does, or little. Wall time does, and stands beside it. Start-up (Python, imports, loading the compiled kernels) is the
 CPU time of a build of 20 documents a channel; `net` leaves it out, since it weighs as much as 40 MB of text and does
 not grow. A document costs 20 to 30 µs whatever its length, so generated text comes in documents as long as the real
-ones, and in short ones. Targets are checked on all of them, start-up included. numba compiles the kernels once per machine; that is measured with
-an empty cache.
+ones, and in short ones. Targets are checked on all of them, start-up included. numba compiles the kernels once per
+machine; that is measured with an empty cache.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ FORMAT_RULES = 1
 
 PRELOADED = ("zero2all.corpus.ingest", "zero2all.corpus.finish", "zero2all.corpus.warm")
 """What worker processes need."""
-SMALL_BYTES = 8_000_000
+SMALL_BYTES = 24_000_000
 """Below this much input one process is faster than starting several."""
 DISK_SHARE = 2.4
 DISK_SHARE_COMPRESSED = 10.0

@@ -20,7 +20,7 @@ from zero2all.tokenizer.parts import TextPart
 from zero2all.tokenizer.text import well_formed
 
 SAMPLE_BYTES = 3_000_000
-# Fitted to seven runs of 5 to 20 MB of Chinese and English, vocabulary 32,000, one thread: the estimates came out
+# Fitted to runs of 5 to 20 MB of Chinese and English, vocabulary 32,000, one thread: the estimates came out
 # between 0 and 40 % above what was measured.
 HF_BASE_BYTES, HF_BYTES_PER_DISTINCT_BYTE = 210_000_000, 105
 SENTENCEPIECE_BASE_BYTES, SENTENCEPIECE_BYTES_PER_DISTINCT_BYTE = 120_000_000, 32

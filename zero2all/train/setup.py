@@ -32,7 +32,7 @@ CONFIG_FILE = "config.yaml"
 VOCAB_MULTIPLE = 64
 """Matrix units like widths that are multiples of this; an odd vocabulary makes the head several times slower."""
 
-SECTIONS_FREE_ON_RESUME = ("ops", "parallel", "checkpoint", "resilience", "track", "eval", "guards")
+SECTIONS_FREE_ON_RESUME = ("ops", "parallel", "tokenizer", "checkpoint", "resilience", "track", "eval", "guards")
 """Changing these never changes which samples are seen or which rate is used."""
 FIELDS_FREE_ON_RESUME = tuple(f"data.{name}" for name in FREE_ON_RESUME)
 
