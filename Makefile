@@ -24,6 +24,7 @@ lint: $(DEV)
 
 bench: $(RUNTIME)
 	$(BIN)/python benchmarks/spine.py
+	$(BIN)/python benchmarks/packed.py
 
 gpu: $(DEV)
 	$(BIN)/pytest -m gpu

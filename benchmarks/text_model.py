@@ -6,9 +6,13 @@ longer stretches are new. Repeating a small text to reach gigabytes would flatte
 
     model = TextModel(text)              about 12 bytes of memory per character
     model.write(1_000_000, seed=1)       a string of a million characters, at some megabytes a second
+    model.write_many(1_000_000, seeds)   one for each seed, at two to four times that speed: the model lies in memory,
+                                         not in the cache, and while one text waits for it the others go on
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 from numba import njit
@@ -36,27 +40,37 @@ class TextModel:
 
     def write(self, characters: int, seed: int) -> str:
         """`characters` characters; the same for the same seed."""
-        codes = _sample(self.codes, self.context_of, self.places, self.first, characters, np.uint64(seed))
-        return codes.tobytes().decode("utf-32-le", "replace")
+        return self.write_many(characters, [seed])[0]
+
+    def write_many(self, characters: int, seeds: Sequence[int]) -> list[str]:
+        """What `write` gives for each of the seeds."""
+        states = np.array(seeds, dtype=np.uint64)
+        codes = _sample(self.codes, self.context_of, self.places, self.first, characters, states)
+        return [row.tobytes().decode("utf-32-le", "replace") for row in codes]
 
 
 @njit(cache=True, nogil=True)
 def _sample(
-    codes: np.ndarray, context_of: np.ndarray, places: np.ndarray, first: np.ndarray, count: int, seed: np.uint64
+    codes: np.ndarray, context_of: np.ndarray, places: np.ndarray, first: np.ndarray, count: int, seeds: np.ndarray
 ) -> np.ndarray:
-    out = np.empty(count, dtype=np.uint32)
-    state = seed * np.uint64(0x9E3779B97F4A7C15) + np.uint64(0xD1B54A32D192ED03)
+    out = np.empty((seeds.size, count), dtype=np.uint32)
+    states = seeds * np.uint64(0x9E3779B97F4A7C15) + np.uint64(0xD1B54A32D192ED03)
     contexts = context_of.size
-    place = np.int64(state >> np.uint64(33)) % contexts
+    at = np.empty(seeds.size, dtype=np.int64)
+    for row in range(seeds.size):
+        at[row] = np.int64(states[row] >> np.uint64(33)) % contexts
     for index in range(count):
-        context = context_of[place]
-        low, high = first[context], first[context + 1]
-        state ^= state << np.uint64(13)  # xorshift64: fast, and good enough to choose places
-        state ^= state >> np.uint64(7)
-        state ^= state << np.uint64(17)
-        place = np.int64(places[low + np.int64(state >> np.uint64(11)) % (high - low)])
-        out[index] = codes[place + ORDER]
-        place += 1
-        if place >= contexts:  # the end of the real text has no successor: go on anywhere
-            place = np.int64(state >> np.uint64(13)) % contexts
+        for row in range(seeds.size):
+            state, place = states[row], at[row]
+            context = context_of[place]
+            low, high = first[context], first[context + 1]
+            state ^= state << np.uint64(13)  # xorshift64: fast, and good enough to choose places
+            state ^= state >> np.uint64(7)
+            state ^= state << np.uint64(17)
+            place = np.int64(places[low + np.int64(state >> np.uint64(11)) % (high - low)])
+            out[row, index] = codes[place + ORDER]
+            place += 1
+            if place >= contexts:  # the end of the real text has no successor: go on anywhere
+                place = np.int64(state >> np.uint64(13)) % contexts
+            states[row], at[row] = state, place
     return out

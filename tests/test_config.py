@@ -240,7 +240,7 @@ def test_micro_batches_must_divide_the_step_and_the_nearest_that_does_is_named()
         ({"checkpoint": {"keep_last": 1}}, "checkpoint.keep_last: got 1, expected a whole number at least 2"),
         ({"track": {"log_every_steps": 0}}, "track.log_every_steps: got 0, expected a whole number at least 1"),
         ({"track": {"close_timeout_seconds": -1}}, "track.close_timeout_seconds: got -1"),
-        ({"tokenizer": {"vocab_size": 100}}, "tokenizer.vocab_size: got 100, expected a whole number at least 271"),
+        ({"tokenizer": {"vocab_size": 100}}, "tokenizer.vocab_size: got 100, expected at least 271"),
         ({"model": {"attention_dropout": 1}}, "model.attention_dropout: got 1, expected a number at least 0 and below"),
         ({"eval": {"valid_tokens_per_source": 0}}, "eval.valid_tokens_per_source: got 0"),
         ({"guards": {"nonfinite": "ignore"}}, "guards.nonfinite: got 'ignore', expected one of 'skip', 'stop'"),

@@ -19,6 +19,9 @@ from zero2all.evals.load import load_run
 from zero2all.exchange import export_run, import_folder
 from zero2all.model import hf
 from zero2all.packed.writer import pack_corpus
+from zero2all.tokenizer import load_tokenizer
+from zero2all.tokenizer.chat import Message, encode_chat
+from zero2all.tokenizer.extend import Extender
 from zero2all.train.loop import train
 from zero2all.train.setup import load_run_config
 
@@ -382,10 +385,117 @@ def test_imported_run_is_continued_by_training(make_folder, workspace, trained_w
 
 
 def test_config_of_an_imported_run_can_be_loaded_and_fits_the_model(make_folder, workspace):
-    run = import_folder(make_folder(values={"max_position_embeddings": 37}), workspace, "short")
-    config = load_run_config(run)
+    done = import_folder(make_folder(values={"max_position_embeddings": 37}), workspace, "short")
+    config = load_run_config(done.run)
     assert (config.train.name, config.data.seq_len, config.model.max_seq_len) == ("short", 37, 37)
     assert config.train.tokens_per_step % (37 * config.train.micro_batch_samples) == 0
+
+
+def test_several_ends_of_a_chat_model_are_kept_and_stop_generation(make_folder, workspace, tmp_path):
+    folder = make_folder()
+    write_json(folder / "generation_config.json", {"eos_token_id": [1, 300, 301], "temperature": 0.6})
+    import_folder(folder, workspace, "chat")
+    loaded = load_run(workspace, "chat")
+    assert loaded.tokenizer.end_ids == (1, 300, 301)
+    export_run(loaded, workspace.tokenizer, tmp_path / "again")
+    assert read_json(tmp_path / "again/generation_config.json")["eos_token_id"] == [1, 300, 301]
+    assert read_json(tmp_path / "again/config.json")["eos_token_id"] == [1, 300, 301]
+    with torch.no_grad():  # a model that wants nothing but id 300
+        loaded.model.head.weight.zero_()
+        loaded.model.head.weight[300] = 1e3
+        hidden = loaded.model(torch.tensor([[5, 6]]))
+        loaded.model.head.weight[300] *= hidden[0, -1].sum().sign()
+    assert generate(loaded, "The", 5) == ""
+
+
+# --- a tokenizer that was extended ---
+
+
+def extended_tokenizer(folder, target, pieces):
+    extender = Extender(folder)
+    extender.add(pieces)
+    extender.save(target)
+    return target
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_embeddings_grow_with_an_extended_tokenizer(make_folder, workspace, tmp_path, tied):
+    folder = make_folder(values={"tie_word_embeddings": tied})
+    pieces = [f" 词{first}{second}" for first in "abcdefgh" for second in "ijklmnop"]
+    larger = extended_tokenizer(folder, tmp_path / "larger", pieces)
+    done = import_folder(folder, workspace, "grown", larger, resize_embeddings=True)
+    loaded = load_run(workspace, "grown")
+    old, new = load_tokenizer(folder), load_tokenizer(larger)
+    assert loaded.tokenizer.vocab_size == new.vocab_size > VOCAB_ROWS
+    assert loaded.config.model.vocab_rows == done.resized.rows == -(-new.vocab_size // 64) * 64
+    assert (done.resized.rows_before, done.resized.new_ids) == (VOCAB_ROWS, new.vocab_size - old.vocab_size)
+    theirs = tensors_of(folder)
+    for ours, name in (("embedding.weight", "model.embed_tokens.weight"), ("head.weight", "lm_head.weight")):
+        if ours not in loaded.model.state_dict() or name not in theirs:
+            assert tied
+            continue
+        grown = loaded.model.state_dict()[ours].cpu()
+        assert torch.equal(grown[: old.vocab_size], theirs[name][: old.vocab_size])
+        (number,) = new.encode_text(pieces[0])
+        torch.testing.assert_close(grown[number], theirs[name][old.encode_text(pieces[0])].mean(dim=0))
+    ids = random_ids(below=old.vocab_size)
+    assert_close_logits(
+        our_logits(loaded, ids)[..., : old.vocab_size], their_logits(folder, ids)[..., : old.vocab_size]
+    )
+    export_run(loaded, workspace.tokenizer, tmp_path / "out")
+    assert their_logits(tmp_path / "out", torch.tensor([[number]])).shape[-1] == done.resized.rows
+
+
+def test_padded_rows_take_new_ids_before_the_model_grows(make_folder, workspace, tmp_path):
+    folder = make_folder()
+    larger = extended_tokenizer(folder, tmp_path / "larger", ["量子"])
+    done = import_folder(folder, workspace, "grown", larger, resize_embeddings=True)
+    assert (done.resized.rows, done.resized.rows_before) == (VOCAB_ROWS, VOCAB_ROWS)
+    (number,) = load_tokenizer(larger).encode_text("量子")
+    before = tensors_of(folder)["model.embed_tokens.weight"][load_tokenizer(folder).encode_text("量子")].mean(dim=0)
+    grown = load_run(workspace, "grown").model.embedding.weight
+    torch.testing.assert_close(grown[number].detach().cpu(), before)
+    import_folder(folder, open_workspace(tmp_path / "w2", create=True), "same", larger)
+    assert load_run(open_workspace(tmp_path / "w2"), "same").config.model.vocab_rows == VOCAB_ROWS
+
+
+def test_a_tokenizer_that_is_too_large_or_moves_ids_is_refused(make_folder, workspace, tmp_path, trained_workspace):
+    folder = make_folder()
+    larger = extended_tokenizer(folder, tmp_path / "larger", [f"量{chr(0x4E00 + n)}" for n in range(60)])
+    with pytest.raises(BadInputError, match="add --resize-embeddings"):
+        import_folder(folder, workspace, "run", larger)
+    with pytest.raises(BadInputError, match=r"does not extend that of the model: id 0 is '<s>'"):
+        import_folder(folder, workspace, "run", trained_workspace.tokenizer, resize_embeddings=True)
+    assert files_below(workspace.root) == ["workspace.json"]
+
+
+# --- the compatible layout ---
+
+
+def test_compatible_export_renders_chats_as_text_with_our_ids(trained, trained_workspace, tmp_path):
+    from tokenizers import Tokenizer as Raw
+    from transformers import AutoTokenizer
+
+    export_run(trained, trained_workspace.tokenizer, tmp_path / "hf", tokenizer_layout="compatible")
+    auto = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    chat = [{"role": "user", "content": "中国的首都是"}, {"role": "assistant", "content": "北京。"}]
+    rendered = auto.apply_chat_template(chat, tokenize=True, return_dict=False)
+    ours = encode_chat(trained.tokenizer, [Message(turn["role"], turn["content"]) for turn in chat])
+    assert list(rendered) == ours.ids
+    raw = Raw.from_file(str(tmp_path / "hf/tokenizer.json"))
+    assert raw.encode("<|end_of_text|>").ids == [trained.tokenizer.end_id], "and so text can spell control tokens"
+    assert load_tokenizer(tmp_path / "hf").encode_text("<|end_of_text|>") != [trained.tokenizer.end_id]
+    assert load_tokenizer(tmp_path / "hf").control == trained.tokenizer.control
+
+
+def test_vocabulary_is_padded_on_the_model_side_and_its_real_size_is_known_apart(trained, exported):
+    rows, real = trained.config.model.vocab_rows, trained.tokenizer.vocab_size
+    assert (real, rows) == (420, 448)
+    assert read_json(exported / "config.json")["vocab_size"] == rows
+    from transformers import AutoTokenizer
+
+    assert len(AutoTokenizer.from_pretrained(exported)) == real
+    assert max(trained.tokenizer.encode_text("任何 text 🌍")) < real
 
 
 def test_tensors_that_old_folders_carry_beside_the_weights_are_no_obstacle(make_folder, workspace):

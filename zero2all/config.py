@@ -53,7 +53,7 @@ class RunConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """The learning rate over the steps."""
     stages: list[StageConfig] = field(default_factory=list)
-    """Stretches of the run with another mixture, in the order of their from_step."""
+    """Stretches of the run with another mixture or sequence length, in the order of their from_step."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """Length and shape of the run."""
     guards: GuardsConfig = field(default_factory=GuardsConfig)
@@ -69,7 +69,7 @@ class RunConfig:
 
     @property
     def samples_per_step(self) -> int:
-        """Samples in one optimizer step."""
+        """Samples in one optimizer step of a stage without a sequence length of its own."""
         return self.train.tokens_per_step // self.data.seq_len
 
 
@@ -191,7 +191,7 @@ def _cross_problems(config: RunConfig, known: list[Problem]) -> list[Problem]:
         return not troubled.intersection(sections) and (len(sections) == 1 or every_section_is_known)
 
     found: list[Problem] = []
-    for name in ("data", "model", "train"):
+    for name in ("data", "tokenizer", "model", "train"):
         if sound(name):
             found.extend(getattr(config, name).problems(name))
     if sound("stages"):
@@ -201,6 +201,9 @@ def _cross_problems(config: RunConfig, known: list[Problem]) -> list[Problem]:
         found.append(Problem("data.seq_len", config.data.seq_len, f"at most model.max_seq_len ({limit})"))
     if sound("data", "train"):
         found.extend(_batch_problems(config.data.seq_len, config.train))
+    if sound("stages", "model", "train", "data"):
+        for index, stage in enumerate(config.stages):
+            found.extend(_stage_length_problems(stage.seq_len, f"stages[{index}].seq_len", config))
     if sound("schedule", "train") and config.schedule.warmup_steps > config.train.steps:
         warmup, steps = config.schedule.warmup_steps, config.train.steps
         found.append(Problem("schedule.warmup_steps", warmup, f"at most train.steps ({steps})"))
@@ -215,6 +218,17 @@ def _stages_problems(stages: list[StageConfig]) -> list[Problem]:
             expected = f"a later step than the stage before ({stages[index - 1].from_step})"
             found.append(Problem(f"stages[{index}].from_step", stage.from_step, expected))
     return found
+
+
+def _stage_length_problems(seq_len: int | None, place: str, config: RunConfig) -> list[Problem]:
+    if seq_len is None:
+        return []
+    limit, per_step = config.model.max_seq_len, config.train.tokens_per_step
+    if seq_len > limit:
+        return [Problem(place, seq_len, f"at most model.max_seq_len ({limit})")]
+    if per_step % seq_len:
+        return [Problem(place, seq_len, f"a divisor of train.tokens_per_step ({per_step})")]
+    return []
 
 
 def _batch_problems(seq_len: int, train: TrainConfig) -> list[Problem]:

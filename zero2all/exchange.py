@@ -1,44 +1,64 @@
 """Models that leave for, or come from, the Hugging Face world.
 
 Export writes a folder that `AutoModelForCausalLM` and `AutoTokenizer` load. Import turns such a folder into a run at
-step 0 with the folder's tokenizer, so that `z2a train` continues it like any other run.
+step 0 with the folder's tokenizer, so that `z2a train` continues it like any other run; or with an extended one, when
+the model's embeddings are to grow with it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from torch import Tensor
 
 from zero2all.common.errors import BadInputError, UsageError
-from zero2all.common.files import staged_folder
+from zero2all.common.files import read_json, staged_folder, write_atomic, write_json
 from zero2all.common.manifest import fingerprint, write_manifest
-from zero2all.common.workspace import Workspace
+from zero2all.common.workspace import STAMP_NAME, Workspace, open_workspace
 from zero2all.config import RunConfig, config_from_values, config_values
 from zero2all.evals.load import LoadedModel
 from zero2all.model.config import ModelConfig
 from zero2all.model.hf import read_hf_folder, write_hf_folder
+from zero2all.tokenizer.chat import chat_template
+from zero2all.tokenizer.extend import check_extends, spelled_by
 from zero2all.tokenizer.load import Tokenizer, load_tokenizer
+from zero2all.tokenizer.save import CHAT_TEMPLATE_NAME, CONFIG_NAME, TOKENIZER_NAME, compatible_files
 from zero2all.train.checkpoint import write_checkpoint
-from zero2all.train.setup import save_run_config
+from zero2all.train.setup import VOCAB_MULTIPLE, save_run_config
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
+    "sentencepiece.model",
+)
+ENDS_NAME = "generation_config.json"
+TokenizerLayout = Literal["safe", "compatible"]
 
 
-def export_run(loaded: LoadedModel, tokenizer_folder: Path, target: Path, dtype: str | None = None) -> None:
+def export_run(
+    loaded: LoadedModel,
+    tokenizer_folder: Path,
+    target: Path,
+    dtype: str | None = None,
+    tokenizer_layout: TokenizerLayout = "safe",
+) -> None:
     """Write weights, config and tokenizer of a run to `target`, which appears only when it is whole.
 
-    `dtype` None takes what the weights were imported in, else float32.
+    `dtype` None takes what the weights were imported in, else float32. The `compatible` tokenizer layout declares
+    control tokens as ordinary added tokens and brings a chat template, for tools that render chats as text; text can
+    then spell control tokens.
     """
     target = target.resolve()
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise UsageError(f"{target} exists and is no empty folder. Choose another one, or delete it first.")
     with staged_folder(target) as partial:
         # The files as they are: re-saving through transformers would make control tokens reachable from text.
-        for name in TOKENIZER_FILES:
-            if (tokenizer_folder / name).is_file():
-                shutil.copy(tokenizer_folder / name, partial / name)
+        _copy_files(tokenizer_folder, partial)
+        if tokenizer_layout == "compatible":
+            _make_compatible(partial, loaded.tokenizer)
         write_hf_folder(
             partial,
             loaded.config.model,
@@ -48,17 +68,57 @@ def export_run(loaded: LoadedModel, tokenizer_folder: Path, target: Path, dtype:
         )
 
 
-def import_folder(folder: Path, workspace: Workspace, name: str) -> Path:
-    """Make the run `name` at step 0 from a Hugging Face folder; returns the run folder, which appears when it is whole.
+@dataclass(frozen=True)
+class Imported:
+    """The new run, and what was done to its embeddings."""
 
-    A run folder with a config but without its checkpoint would be trained from random weights.
+    run: Path
+    resized: Resized | None
+
+
+@dataclass(frozen=True)
+class Resized:
+    """How the embeddings grew."""
+
+    rows_before: int
+    rows: int
+    new_ids: int
+    """Ids that the model had no row of its own for; each begins as the mean of the old pieces that spelled it."""
+    mean_pieces: float
+    """Old pieces behind a new row, on average."""
+
+
+def import_folder(
+    folder: Path,
+    workspace: Workspace,
+    name: str,
+    tokenizer_folder: Path | None = None,
+    resize_embeddings: bool = False,
+) -> Imported:
+    """Make the run `name` at step 0 from a Hugging Face folder; its folder appears when it is whole.
+
+    A run folder with a config but without its checkpoint would be trained from random weights. The workspace may be
+    new: it is made once the folder has turned out to be a model, so that a bad one leaves nothing behind. With
+    `tokenizer_folder`, the run uses that tokenizer, which must extend the model's own without moving an id;
+    `resize_embeddings` gives the model rows for all its ids, padded to a multiple of 64.
     """
+    if (workspace.root / STAMP_NAME).is_file():
+        open_workspace(workspace.root)  # refuses that of another version
     run = workspace.run(name)
     if run.exists():
         raise UsageError(f"The run {name} exists already. Choose another --name, or delete {run}.")
     model, tensors, dtype = read_hf_folder(folder)
+    source = tokenizer_folder or folder
+    tokenizer = load_tokenizer(source)
+    resized = None
+    if tokenizer_folder is not None:
+        check_extends(load_tokenizer(folder), tokenizer, tokenizer_folder)
+    if resize_embeddings:
+        old = load_tokenizer(folder) if tokenizer_folder is not None else tokenizer
+        model, tensors, resized = _resize(model, tensors, old, tokenizer)
     config = _config_for(model, name)
-    tokenizer = _adopt_tokenizer(folder, workspace, model)
+    _adopt_tokenizer(source, tokenizer, folder, workspace, model)
+    open_workspace(workspace.root, create=True)
     details: dict[str, Any] = {
         "data": None,
         "tokenizer": tokenizer.fingerprint,
@@ -71,7 +131,28 @@ def import_folder(folder: Path, workspace: Workspace, name: str) -> Path:
     with staged_folder(run) as partial:
         save_run_config(config, partial)
         write_checkpoint(partial, 0, tensors, {}, counters, fingerprint(config_values(config)), details)
-    return run
+    return Imported(run, resized)
+
+
+def _resize(
+    model: ModelConfig, tensors: dict[str, Tensor], old: Tokenizer, new: Tokenizer
+) -> tuple[ModelConfig, dict[str, Tensor], Resized]:
+    """Rows for every id of `new`: those of `old` unchanged, each new one the mean of the old pieces that spelled it."""
+    rows = max(model.vocab_rows, -(-new.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE)
+    spelled = {number: spelled_by(old, new.token_bytes(number)) for number in range(old.vocab_size, new.vocab_size)}
+    changed = dict(tensors)
+    for name in ("embedding.weight", "head.weight"):
+        if name not in tensors:
+            continue  # tied embeddings have no head of their own
+        grown = tensors[name].new_zeros(rows, tensors[name].shape[1])
+        grown[: model.vocab_rows] = tensors[name]
+        grown[model.vocab_rows :] = tensors[name][: old.vocab_size].mean(dim=0)
+        for number, pieces in spelled.items():
+            grown[number] = tensors[name][pieces].mean(dim=0)
+        changed[name] = grown
+    mean = sum(map(len, spelled.values())) / max(1, len(spelled))
+    facts = Resized(model.vocab_rows, rows, len(spelled), mean)
+    return dataclasses.replace(model, vocab_size=rows), changed, facts
 
 
 def _config_for(model: ModelConfig, name: str) -> RunConfig:
@@ -89,13 +170,14 @@ def _config_for(model: ModelConfig, name: str) -> RunConfig:
     return config_from_values(config_values(config), f"of the new run {name}")
 
 
-def _adopt_tokenizer(folder: Path, workspace: Workspace, model: ModelConfig) -> Tokenizer:
+def _adopt_tokenizer(
+    folder: Path, theirs: Tokenizer, model_folder: Path, workspace: Workspace, model: ModelConfig
+) -> None:
     """Make the folder's tokenizer that of the workspace, unless it already is."""
-    theirs = load_tokenizer(folder)
     if theirs.vocab_size > model.vocab_rows:
         raise BadInputError(
             f"The tokenizer in {folder} has {theirs.vocab_size} ids, its model only {model.vocab_rows} rows: the "
-            f"folder does not fit together."
+            f"folder does not fit together. If the tokenizer is meant to be larger, add --resize-embeddings."
         )
     if workspace.tokenizer.exists():
         if load_tokenizer(workspace.tokenizer).fingerprint != theirs.fingerprint:
@@ -103,19 +185,35 @@ def _adopt_tokenizer(folder: Path, workspace: Workspace, model: ModelConfig) -> 
                 f"The workspace {workspace.root} already has another tokenizer. Import into a workspace of its own "
                 f"(--work), and pack the data there with the imported tokenizer."
             )
-        return theirs
+        return
+    ends = load_tokenizer(model_folder).end_ids
     with staged_folder(workspace.tokenizer) as partial:
-        for name in TOKENIZER_FILES:
-            if (folder / name).is_file():
-                shutil.copy(folder / name, partial / name)
+        _copy_files(folder, partial)
+        if len(ends) > 1:  # a chat model may stop at several ids, and the tokenizer's own files name only one
+            write_json(partial / ENDS_NAME, {"eos_token_id": list(ends)})
         content = {"tokenizer_kind": "imported", "vocab_size": theirs.vocab_size, "fingerprint": theirs.fingerprint}
         write_manifest(partial, "tokenizer", theirs.fingerprint, content)
-    return theirs
 
 
-def _token_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
+def _copy_files(folder: Path, target: Path) -> None:
+    for name in TOKENIZER_FILES:
+        if (folder / name).is_file():
+            shutil.copy(folder / name, target / name)
+
+
+def _make_compatible(folder: Path, tokenizer: Tokenizer) -> None:
+    config = read_json(folder / CONFIG_NAME) if (folder / CONFIG_NAME).is_file() else {}
+    tokenizer_json, config = compatible_files(read_json(folder / TOKENIZER_NAME), config)
+    write_json(folder / TOKENIZER_NAME, tokenizer_json)
+    write_json(folder / CONFIG_NAME, config)
+    template = chat_template(tokenizer)
+    if template is not None and not (folder / CHAT_TEMPLATE_NAME).exists() and "chat_template" not in config:
+        write_atomic(folder / CHAT_TEMPLATE_NAME, template.encode())
+
+
+def _token_ids(tokenizer: Tokenizer) -> dict[str, int | list[int] | None]:
     return {
         "bos_token_id": tokenizer.begin_id,
-        "eos_token_id": tokenizer.end_id,
+        "eos_token_id": list(tokenizer.end_ids) if len(tokenizer.end_ids) > 1 else tokenizer.end_id,
         "pad_token_id": tokenizer.pad_id,
     }

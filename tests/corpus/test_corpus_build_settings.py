@@ -9,9 +9,9 @@ import pytest
 from corpus_helpers import HERE, plain_options
 
 from zero2all.cli import main
-from zero2all.common.errors import UsageError
+from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.records import iter_records
-from zero2all.corpus import Source, build_corpus, load_settings, parse_source
+from zero2all.corpus import Source, build_corpus, load_settings, parse_source, summary_notes
 from zero2all.corpus.sources import KINDS
 
 SEED_SETS = {
@@ -26,7 +26,11 @@ SEED_SETS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def test_every_known_data_set_is_tried_here():
+    assert {*SEED_SETS, "conversation", "sharegpt"} == set(KINDS)  # of chats, test_corpus_origins.py has more
+
+
+@pytest.mark.parametrize("kind", SEED_SETS)
 def test_kind_brings_fields_and_channel(tmp_path, write_lines, kind):
     row = SEED_SETS[kind]
     path = write_lines("a.json", [row])
@@ -115,6 +119,34 @@ def test_all_mistakes_in_the_file_are_told_at_once(tmp_path):
         build_corpus(tmp_path / "corpus", [Source("a", tmp_path)], plain_options(clean={"too_shrt": 3}))
 
 
+def test_mistakes_in_rules_stand_in_the_same_list_under_the_names_they_were_given(tmp_path):
+    words = ["--clean.en.digitz.on", "false", "--dedup.near", "of", "--options.shard_size", "3"]
+    with pytest.raises(UsageError) as caught:
+        load_settings([f"a={tmp_path}"], words)
+    message = str(caught.value)
+    assert "clean.digitz: got {'on': False}" in message
+    assert "Did you mean `digits`?" in message
+    assert " dedup.near: got 'of'" in message
+    assert "options.shard_size: got 3" in message
+
+
+def test_a_rule_that_drops_much_is_pointed_at(tmp_path, write_lines):
+    path = write_lines(
+        "a.jsonl", [*({"text": f"text number {n}"} for n in range(30)), *({"text": "x"} for _ in range(20))]
+    )
+    report = build_corpus(tmp_path / "corpus", [Source("a", path)], plain_options(min_chars=3), HERE)
+    notes = summary_notes(report)
+    assert (
+        "a: too_short dropped 40% of the records; see whether it should: z2a corpus show a --dropped too_short" in notes
+    )
+
+
+def test_the_field_with_most_text_is_proposed(tmp_path, write_lines):
+    path = write_lines("a.jsonl", [{"id": "7", "review": "A long review of a small thing."}] * 3)
+    with pytest.raises(BadInputError, match="for example --map content=review"):
+        build_corpus(tmp_path / "corpus", [Source("a", path)], plain_options(), HERE)
+
+
 def test_command_line_builds_shows_and_reports(tmp_path, write_lines, capsys):
     rows = [{"text": f"text number {n}", "title": f"t{n}"} for n in range(30)]
     path = write_lines("a.jsonl", [*rows, {"text": "x"}, rows[0]])
@@ -130,7 +162,7 @@ def test_command_line_builds_shows_and_reports(tmp_path, write_lines, capsys):
     assert main(["corpus", "show", "a", "--count", "1", *work]) == 0
     assert "── gid 0  t0\ntext number 0" in capsys.readouterr().out
     assert main(["corpus", "show", "--dropped", "duplicate", *work]) == 0
-    assert "a: 1 dropped by duplicate\n── gid 31, 13 characters, a copy of gid 0" in capsys.readouterr().out
+    assert "a: 1 dropped by duplicate\n── gid 31, 13 characters, kept for it: gid 0" in capsys.readouterr().out
     assert main(["corpus", "show", "--dropped", "digits", *work]) == 0
     assert "digits dropped nothing" in capsys.readouterr().out
     assert main(["corpus", "show", "--dropped", "dupicate", *work]) == 2

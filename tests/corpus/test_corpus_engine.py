@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from corpus_helpers import HERE, build_three, tree
 
+from zero2all.common.engine import advance, open_engine, run_tasks
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.corpus import EngineConfig
-from zero2all.corpus.engine import advance, open_engine, run_tasks
 
 # ---- tasks ----------------------------------------------------------------------------------------------------
 
@@ -77,7 +77,7 @@ def test_problems_of_the_engine_are_told():
 
 ORPHAN_MAKER = """
 import os, sys, time
-from zero2all.corpus.engine import run_tasks
+from zero2all.common.engine import run_tasks
 if __name__ == "__main__":
     list(run_tasks(time.sleep, [60, 60], workers=2))
 """

@@ -213,3 +213,31 @@ def test_float32_gradient_is_the_rounded_float64_gradient():
     for name, value in rounded.items():
         scale = float(exact[name].abs().max())
         torch.testing.assert_close(value.double(), exact[name], rtol=0, atol=1e-4 * scale)
+
+
+# ---- documents ----
+
+
+@variants
+@pytest.mark.parametrize("attention", ["sdpa", "math"])
+def test_what_the_model_says_of_a_document_does_not_depend_on_its_neighbours(config, attention):
+    model = build(config, attention=attention)
+    first, other = tokens(1, 11, seed=1), tokens(1, 11, seed=2)
+    document = tokens(1, 13, seed=3)
+    segments = torch.tensor([[0] * 11 + [1] * 13])
+    with torch.no_grad():
+        alone = logits(model, document)
+        beside_first, beside_other = (
+            model.logits(model(torch.cat((neighbour, document), dim=1), segments=segments))[:, 11:]
+            for neighbour in (first, other)
+        )
+    assert torch.equal(beside_first, beside_other)
+    torch.testing.assert_close(beside_first, alone, rtol=1e-4, atol=1e-4)
+    crossing = logits(model, torch.cat((first, document), dim=1))[:, 11:]
+    assert not torch.allclose(crossing, alone, rtol=1e-4, atol=1e-4)  # without the mask they matter
+
+
+def test_a_row_that_is_one_document_is_what_it_is_without_segments():
+    model = build()
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens(), segments=torch.zeros(2, 20, dtype=torch.int32)), model(tokens()))

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 
+from zero2all.common.files import write_json
+from zero2all.common.manifest import write_manifest
 from zero2all.common.workspace import Workspace, open_workspace
 from zero2all.corpus import BuildOptions, Source, build_corpus
 from zero2all.packed.writer import pack_corpus
@@ -68,6 +72,66 @@ def work(shared_work: Workspace, tmp_path: Path) -> Workspace:
 def rebuild() -> Callable[..., None]:
     """Build the corpus of a workspace again, from other texts or with other channels."""
     return build
+
+
+class Made(NamedTuple):
+    """Packed data written by hand: what is in it is known exactly."""
+
+    packed: Path
+    tokens: dict[str, np.ndarray]
+    """All tokens of each source."""
+    starts: dict[str, np.ndarray]
+    """Where its documents begin."""
+    masks: dict[str, np.ndarray]
+    """1 where a token counts in the loss; sources without a mask are left out."""
+
+
+def write_packed(
+    packed: Path,
+    documents: dict[str, list[int]],
+    channels: dict[str, str] | None = None,
+    masked: Sequence[str] = (),
+    documents_per_shard: int = 7,
+    vocab_size: int = 60000,
+    seed: int = 0,
+) -> Made:
+    """Sources of random tokens with documents of the given lengths."""
+    rng = np.random.default_rng(seed)
+    made = Made(packed, {}, {}, {})
+    for name, lengths in documents.items():
+        tokens = rng.integers(1, vocab_size, sum(lengths)).astype("<u2")
+        mask = rng.integers(0, 2, len(tokens)).astype(np.uint8) if name in masked else None
+        folder = packed / name / "train"
+        folder.mkdir(parents=True)
+        at = 0
+        for shard, first in enumerate(range(0, len(lengths), documents_per_shard)):
+            sizes = np.array(lengths[first : first + documents_per_shard])
+            end = at + int(sizes.sum())
+            (folder / f"tokens-{shard:05d}.bin").write_bytes(tokens[at:end].tobytes())
+            (folder / f"docs-{shard:05d}.idx").write_bytes((np.cumsum(sizes) - sizes).astype("<u8").tobytes())
+            if mask is not None:
+                bits = np.packbits(mask[at:end], bitorder="little")
+                (folder / f"mask-{shard:05d}.bin").write_bytes(bits.tobytes())
+            at = end
+        content = {
+            **{"source": name, "split": "train", "channel": (channels or {}).get(name, name), "tokenizer": "by-hand"},
+            **{"vocab_size": vocab_size, "dtype": "<u2", "shards": -(-len(lengths) // documents_per_shard)},
+            **{"documents": len(lengths), "tokens": len(tokens), "text_bytes": 4 * len(tokens)},
+            **{"loss_mask": mask is not None, "max_id": int(tokens.max(initial=0))},
+        }
+        write_manifest(folder, "packed", "by-hand", content)
+        made.tokens[name] = tokens.astype(np.int64)
+        made.starts[name] = np.cumsum([0, *lengths[:-1]])
+        if mask is not None:
+            made.masks[name] = mask
+    write_json(packed / "report.json", {"tokenizer": "by-hand", "sources": {name: {} for name in documents}})
+    return made
+
+
+@pytest.fixture(scope="session")
+def by_hand() -> Callable[..., Made]:
+    """`write_packed`."""
+    return write_packed
 
 
 def file_bytes(folder: Path) -> dict[str, bytes]:

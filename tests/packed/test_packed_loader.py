@@ -1,40 +1,79 @@
-"""The loader hands out exactly the batches that their positions name, and gets out of the way."""
+"""The loader hands out exactly the batches that their tokens name: for any ranks, any readers, from anywhere."""
 
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import threading
 import time
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from zero2all.common.errors import BadInputError
+from zero2all.packed import loader as loader_module
 from zero2all.packed.config import DataConfig
-from zero2all.packed.loader import PREFETCH_STEPS, Loader, read_batch
-from zero2all.packed.mixture import Stage, open_training_data
+from zero2all.packed.loader import BlockLookup, Loader, LoaderOptions, rank_rows, read_batch
+from zero2all.packed.mixture import open_training_data
 from zero2all.packed.order import Order, Source
+from zero2all.packed.stages import Stage
 
 SEQ_LEN = 32
-SAMPLES = 4
+LONG = 64
+SAMPLES = 12
+STEP = SAMPLES * SEQ_LEN
+CHANGE = 20 * STEP
+"""Token at which the mixture and the sequence length change."""
 
 
 @pytest.fixture(scope="module")
-def data(shared_work):
-    mixture = {"en": 2, "zh": 1}
-    stages = [Stage("main", 0, mixture), Stage("late", 20, {"zh": 1})]
-    return open_training_data(shared_work.packed, DataConfig(seq_len=SEQ_LEN, mixture=mixture), stages)
+def data(by_hand, tmp_path_factory):
+    """Three sources in two channels, one of them with a loss mask; later another mixture, then longer sequences."""
+    rng = np.random.default_rng(5)
+    lengths = {name: rng.integers(2, 90, 150).tolist() for name in ("novels", "letters", "zh")}
+    made = by_hand(
+        tmp_path_factory.mktemp("loader"), lengths, {"novels": "en", "letters": "en", "zh": "zh"}, masked=["letters"]
+    )
+    mixture = {"en": 2.0, "zh": 1.0}
+    stages = [
+        Stage("main", 0, mixture, SEQ_LEN),
+        Stage("late", 7 * STEP, {"zh": 1.0, "novels": 3.0}, SEQ_LEN),
+        Stage("long", CHANGE, mixture, LONG),
+    ]
+    return open_training_data(made.packed, DataConfig(seq_len=SEQ_LEN, mixture=mixture), stages)
 
 
 def loaders_alive() -> int:
-    return sum(thread.name == "z2a-loader" for thread in threading.enumerate())
+    return sum(thread.name.startswith("z2a-loader") for thread in threading.enumerate())
+
+
+def rows_of(batch):
+    """Everything that decides what a trainer computes from the real rows of a batch."""
+    own = batch.samples
+    weights = np.ones_like(batch.tokens[:, 1:], dtype=np.float32) if batch.weights is None else batch.weights
+    return [batch.tokens[:own], weights[:own], batch.channels[:own], batch.sources[:own]]
+
+
+def joined(batches):
+    return [np.concatenate(parts) for parts in zip(*map(rows_of, batches), strict=True)]
+
+
+def assert_equal(found, wanted):
+    for one, other in zip(found, wanted, strict=True):
+        assert one.tobytes() == other.tobytes()
+
+
+# ---- what is in a batch ----
 
 
 def test_a_batch_holds_the_tokens_source_and_channel_of_its_positions(data):
-    batch = read_batch(data, SEQ_LEN, 18, SAMPLES)
-    sources, samples = data.order.lookup(np.arange(18, 18 + SAMPLES))
+    batch = read_batch(data, 18 * SEQ_LEN, SAMPLES)
+    sources, samples = data.segments[0].order.lookup(np.arange(18, 18 + SAMPLES))
     assert batch.tokens.shape == (SAMPLES, SEQ_LEN + 1)
     assert batch.tokens.dtype == np.int64
-    assert batch.first_position == 18
+    assert (batch.first_position, batch.first_token) == (18, 18 * SEQ_LEN)
     for row in range(SAMPLES):
         split = data.splits[sources[row]]
         assert batch.tokens[row].tolist() == split.read(samples[row] * SEQ_LEN, SEQ_LEN + 1).tolist()
@@ -42,49 +81,157 @@ def test_a_batch_holds_the_tokens_source_and_channel_of_its_positions(data):
         assert batch.sources[row] == sources[row]
 
 
-@pytest.mark.parametrize("first_position", [0, 1, 4, 37, 10_000])
-def test_batches_equal_read_batch_from_any_position(data, first_position):
-    loader = Loader(data, SEQ_LEN, SAMPLES, first_position, steps=5)
-    batches = list(loader)
-    loader.close()
-    assert len(batches) == 5
-    for step, batch in enumerate(batches):
-        wanted = read_batch(data, SEQ_LEN, first_position + step * SAMPLES, SAMPLES)
-        assert batch.first_position == wanted.first_position
-        assert (batch.tokens == wanted.tokens).all()
-        assert (batch.channels == wanted.channels).all()
-    assert loader.wait_seconds >= 0
+def test_another_sequence_length_begins_another_order_at_its_token(data):
+    batch = read_batch(data, CHANGE + STEP, SAMPLES // 2)
+    assert batch.tokens.shape == (SAMPLES // 2, LONG + 1)
+    assert batch.first_position == SAMPLES // 2
+    sources, samples = data.segments[1].order.lookup(np.arange(6, 12))
+    wanted = [data.splits[s].read(i * LONG, LONG + 1).tolist() for s, i in zip(sources, samples, strict=True)]
+    assert batch.tokens.tolist() == wanted
 
 
-def test_the_same_samples_come_in_the_same_order_whatever_the_batch(data):
-    whole = read_batch(data, SEQ_LEN, 0, 24).tokens
-    for samples in (1, 2, 3, 8):
-        pieces = [batch.tokens for batch in Loader(data, SEQ_LEN, samples, 0, steps=24 // samples)]
-        assert (np.concatenate(pieces) == whole).all()
+def test_only_batches_with_masked_sources_carry_weights(data):
+    late = read_batch(data, 8 * STEP, SAMPLES)  # no letters here
+    assert late.weights is None
+    early = read_batch(data, 0, SAMPLES)
+    assert early.weights.shape == (SAMPLES, SEQ_LEN)
+    assert early.counted == early.weights.sum()
+    assert 0 < early.counted < early.weights.size
+
+
+# ---- the same batches, however they are fetched ----
+
+
+@pytest.mark.parametrize(("samples", "ranks"), [(12, 1), (12, 2), (12, 3), (12, 8), (7, 3), (7, 8), (3, 8), (1, 2)])
+def test_rows_are_dealt_out_once_and_ranks_have_equal_shapes(samples, ranks):
+    dealt = [rank_rows(samples, rank, ranks) for rank in range(ranks)]
+    assert [row for first, own, _ in dealt for row in range(first, first + own)] == list(range(samples))
+    assert len({rows for _, _, rows in dealt}) == 1
+    assert all(own <= rows for _, own, rows in dealt)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    first_step=st.integers(0, 26),
+    ranks=st.sampled_from([1, 2, 3, 8]),
+    prefetch=st.integers(1, 4),
+    readers=st.integers(1, 3),
+    steps=st.integers(1, 4),
+)
+def test_global_batches_are_the_same_bits_for_any_ranks_prefetch_and_start(
+    data, first_step, ranks, prefetch, readers, steps
+):
+    per_rank = []
+    for rank in range(ranks):
+        options = LoaderOptions(rank=rank, ranks=ranks, prefetch_steps=prefetch, readers=readers)
+        loader = Loader(data, STEP, first_step * STEP, steps, options)
+        per_rank.append(list(loader))
+        loader.close()
+    for number, together in enumerate(zip(*per_rank, strict=True)):
+        token = (first_step + number) * STEP
+        samples = STEP // data.segment_at(token).seq_len
+        assert_equal(joined(together), rows_of(read_batch(data, token, samples)))
+        assert len({batch.tokens.shape for batch in together}) == 1
+        for batch in together:
+            if batch.samples < len(batch.tokens):  # zero-weight rows keep the collectives of short ranks alive
+                assert not batch.weights[batch.samples :].any()
+                assert batch.counted == batch.weights[: batch.samples].sum()
+
+
+@settings(max_examples=25, deadline=None)
+@given(split=st.integers(1, 23), samples=st.sampled_from([1, 2, 3, 4, 6, 8, 12]))
+def test_the_same_samples_come_in_the_same_order_whatever_the_step_and_wherever_it_resumed(data, split, samples):
+    whole = read_batch(data, 0, 24)
+    before = Loader(data, SEQ_LEN, 0, split)  # one sample a step up to here, then another step size
+    after = Loader(data, samples * SEQ_LEN, split * SEQ_LEN, -(-(24 - split) // samples))
+    found = joined([*before, *after])
+    assert_equal([part[:24] for part in found], rows_of(whole))
+
+
+def test_reading_processes_give_what_reading_threads_give(data):
+    wanted = [rows_of(read_batch(data, token, SAMPLES)) for token in range(0, 4 * STEP, STEP)]
+    loader = Loader(data, STEP, 0, 4, LoaderOptions(reader_kind="process", readers=2, documents=True))
+    try:
+        for batch, rows in zip(loader, wanted, strict=True):
+            assert_equal(rows_of(batch), rows)
+            assert batch.documents.segments.shape == batch.tokens.shape
+    finally:
+        loader.close()
+
+
+def test_pickled_data_is_a_list_of_paths_and_reads_the_same(data):
+    frozen = pickle.dumps(data)
+    assert len(frozen) < 2_000_000  # cycles, not tokens
+    assert_equal(rows_of(read_batch(pickle.loads(frozen), 0, 8)), rows_of(read_batch(data, 0, 8)))
+
+
+@settings(max_examples=30, deadline=None)
+@given(position=st.integers(0, 400), count=st.integers(1, 150))
+def test_blocks_give_what_single_lookups_give(data, position, count):
+    before, loader_module.LOOKUP_BLOCK = loader_module.LOOKUP_BLOCK, 64
+    try:
+        found = BlockLookup()(data.segments[0], position, count)
+    finally:
+        loader_module.LOOKUP_BLOCK = before
+    wanted = data.segments[0].order.lookup(np.arange(position, position + count))
+    assert_equal(found, wanted)
+
+
+# ---- the thread ----
 
 
 def test_a_run_without_steps_left_gives_no_batch(data):
-    assert list(Loader(data, SEQ_LEN, SAMPLES, 400, steps=0)) == []
-    assert list(Loader(data, SEQ_LEN, SAMPLES, 400, steps=-3)) == []
+    assert list(Loader(data, STEP, 400 * STEP, steps=0)) == []
+    assert list(Loader(data, STEP, 400 * STEP, steps=-3)) == []
 
 
-def test_reading_ahead_is_bounded_and_ends_with_close(data):
+def test_reading_ahead_is_bounded_and_ends_with_close(data, monkeypatch):
     before = loaders_alive()
-    loader = Loader(data, SEQ_LEN, SAMPLES, 0, steps=10**9)
+    read = []
+    original = loader_module.read_batch
+    monkeypatch.setattr(loader_module, "read_batch", lambda *args: read.append(args[1]) or original(*args))
+    loader = Loader(data, STEP, 0, steps=10**9, options=LoaderOptions(prefetch_steps=3))
     batches = iter(loader)
     next(batches)
-    time.sleep(0.05)
-    assert loader._ready.qsize() <= PREFETCH_STEPS
+    time.sleep(0.2)
+    assert read == [0, STEP, 2 * STEP, 3 * STEP]
     assert loaders_alive() == before + 1
     loader.close()
     assert loaders_alive() == before
+    assert loader.total_wait_seconds >= loader.wait_seconds >= 0
+
+
+def test_waiting_is_measured(data):
+    loader = Loader(data, STEP, 0, 2, finish=lambda batch: time.sleep(0.05) or batch)
+    next(iter(loader))
+    assert 0.02 < loader.wait_seconds < 5
+    loader.close()
 
 
 def test_an_error_while_reading_reaches_the_trainer(data):
     # An order that believes in more samples than there are, as after a shard was exchanged under the run.
     beyond = Order([Source(split.name, 10**9) for split in data.splits], [(0, [1] * len(data.splits))], seed=1)
-    loader = Loader(dataclasses.replace(data, order=beyond), SEQ_LEN, SAMPLES, 0, steps=10)
+    segments = [dataclasses.replace(data.segments[0], order=beyond)]
+    loader = Loader(dataclasses.replace(data, segments=segments), STEP, 0, steps=10)
     with pytest.raises(IndexError, match="beyond the"):
         next(iter(loader))
     loader.close()
     assert loaders_alive() == 0
+
+
+def test_a_flipped_byte_is_named_when_its_shard_is_first_read_if_asked(by_hand, tmp_path):
+    made = by_hand(tmp_path, {"a": [40] * 30})
+    shard = tmp_path / "a/train/tokens-00002.bin"
+    content = bytearray(shard.read_bytes())
+    content[10] ^= 1
+    shard.write_bytes(content)
+    for verify in (False, True):
+        config = DataConfig(seq_len=16, verify_shards=verify)
+        data = open_training_data(made.packed, config, [Stage("main", 0, None, 16)])
+        loader = Loader(data, 16 * 8, 0, 9)
+        if verify:
+            with pytest.raises(BadInputError, match=r"a/train/tokens-00002\.bin is damaged.*crc32c differs"):
+                list(loader)
+        else:
+            assert len(list(loader)) == 9
+        loader.close()

@@ -9,14 +9,15 @@ import pytest
 
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.packed.config import DataConfig
-from zero2all.packed.mixture import Stage, open_training_data
+from zero2all.packed.mixture import open_training_data
+from zero2all.packed.stages import Stage
 from zero2all.packed.writer import pack_corpus
 from zero2all.tokenizer.config import TokenizerConfig
 from zero2all.tokenizer.stage import train_on_corpus
 
 
 def open_with(work, mixture, seq_len=32, later=()):
-    stages = [Stage("main", 0, mixture), *later]
+    stages = [Stage("main", 0, mixture, seq_len), *later]
     return open_training_data(work.packed, DataConfig(seq_len=seq_len, mixture=mixture), stages)
 
 
@@ -60,7 +61,7 @@ def test_an_unknown_name_is_refused_with_the_nearest_one(shared_work):
 
 def test_a_source_shorter_than_one_sample_is_named(shared_work):
     tokens = open_with(shared_work, {"letters": 1}).splits[0].tokens
-    assert open_with(shared_work, {"letters": 1}, seq_len=tokens - 1).order.sources[0].samples == 1
+    assert open_with(shared_work, {"letters": 1}, seq_len=tokens - 1).segments[0].order.sources[0].samples == 1
     with pytest.raises(BadInputError, match=f"`letters` has {tokens} tokens, fewer than one sample"):
         open_with(shared_work, {"letters": 1, "novels": 1}, seq_len=tokens)
 
@@ -98,11 +99,11 @@ def test_sources_packed_with_different_tokenizers_are_refused(work, shared_work,
 def test_fingerprint_changes_with_data_seed_weights_and_stages_only(work, texts, rebuild):
     def print_of(mixture=None, seed=1, later=()):
         config = DataConfig(seq_len=32, mixture=mixture, seed=seed)
-        return open_training_data(work.packed, config, [Stage("main", 0, mixture), *later]).fingerprint
+        return open_training_data(work.packed, config, [Stage("main", 0, mixture, 32), *later]).fingerprint
 
     first = print_of()
     assert print_of() == first
-    others = {print_of(seed=2), print_of({"en": 1, "zh": 1}), print_of(later=[Stage("late", 8, {"zh": 1})])}
+    others = {print_of(seed=2), print_of({"en": 1, "zh": 1}), print_of(later=[Stage("late", 8 * 32, {"zh": 1}, 32)])}
     rebuild(work, {**texts, "zh": texts["zh"][:-1]})
     pack_corpus(work.corpus, work.tokenizer, work.packed)
     others.add(print_of())
@@ -111,9 +112,9 @@ def test_fingerprint_changes_with_data_seed_weights_and_stages_only(work, texts,
 
 
 def test_a_source_that_only_a_later_stage_uses_is_opened_and_starts_there(shared_work):
-    data = open_with(shared_work, {"novels": 1}, later=[Stage("late", 40, {"zh": 1, "novels": 1})])
+    data = open_with(shared_work, {"novels": 1}, later=[Stage("late", 40 * 32, {"zh": 1, "novels": 1}, 32)])
     names = np.array([split.name for split in data.splits])
-    sources, _ = data.order.lookup(np.arange(80))
+    sources, _ = data.segments[0].order.lookup(np.arange(80))
     assert set(names[sources[:40]]) == {"novels"}
     assert (names[sources[40:]] == "zh").sum() == 20
     assert data.shares == {"main": [1.0, 0.0], "late": [0.5, 0.5]}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -13,21 +15,27 @@ import time
 import numpy as np
 import pytest
 
-from zero2all.common.errors import BadInputError
+from zero2all.common.engine import EngineConfig
+from zero2all.common.errors import BadInputError, RunLockedError
 from zero2all.common.manifest import verify_files
 from zero2all.common.records import iter_records, training_text
-from zero2all.packed import writer
+from zero2all.corpus import BuildOptions, Source, build_corpus
+from zero2all.packed.bestfit import open_best_fit
 from zero2all.packed.layout import open_split, packed_sources, token_dtype
-from zero2all.packed.writer import pack_corpus
+from zero2all.packed.pieces import cut_part
+from zero2all.packed.writer import PackOptions, pack_corpus, writing_to
 from zero2all.tokenizer import load_tokenizer
 from zero2all.tokenizer.config import TokenizerConfig
 from zero2all.tokenizer.stage import train_on_corpus
 
 VOCAB_SIZE = 400
+SOURCES = ("novels", "letters", "zh")
 
 
-def pack(work):
-    return pack_corpus(work.corpus, work.tokenizer, work.packed)
+def pack(work, **options):
+    workers = options.pop("workers", None)
+    config = EngineConfig(workers=workers)
+    return pack_corpus(work.corpus, work.tokenizer, work.packed, PackOptions(**options), config)
 
 
 def times(folder):
@@ -66,7 +74,7 @@ def test_manifest_counts_what_is_there_and_knows_every_file(shared_work):
     assert manifest["tokens"] == split.tokens == sum(len(tokenizer.encode_text(text)) + 2 for text in texts)
     assert manifest["text_bytes"] == sum(len(text.encode()) for text in texts)
     assert split.bytes_per_token == manifest["text_bytes"] / manifest["tokens"]
-    assert sorted(manifest["files"]) == ["docs-00000.idx", "tokens-00000.bin"]
+    assert sorted(manifest["files"]) == ["docs-00000.idx", "gids-00000.bin", "tokens-00000.bin"]
     assert verify_files(split.folder, manifest) == []
 
 
@@ -85,19 +93,20 @@ def test_a_vocabulary_beyond_16_bits_is_packed_wide(work):
     assert split.read(0, 50).tolist() == before
 
 
-def test_shards_are_closed_between_documents_and_read_across_their_borders(work, monkeypatch):
+def test_shards_are_closed_between_documents_and_read_across_their_borders(work):
     whole = open_split(work.packed, "novels", "train")
     tokens = whole.read(0, whole.tokens)
-    monkeypatch.setattr(writer, "SHARD_TOKENS", 500)
-    pack(work)
+    pack(work, shard_tokens=500)
     split = open_split(work.packed, "novels", "train")
     assert len(split.shards) > 5
-    assert all(500 <= len(shard) < 800 for shard in split.shards[:-1])
+    assert all(500 <= length < 800 for length in split.shards.lengths[:-1])
     for number, shard in enumerate(split.shards):
         starts = np.fromfile(split.folder / f"docs-{number:05d}.idx", dtype="<u8")
         begin = load_tokenizer(work.tokenizer).begin_id
         assert starts.tolist() == np.flatnonzero(shard == begin).tolist()
     assert split.read(0, split.tokens).tolist() == tokens.tolist()
+    gids = [record["gid"] for record in iter_records(work.corpus, "novels", "train")]
+    assert [split.gid_of(document) for document in range(len(gids))] == gids
     rng = random.Random(0)
     for _ in range(50):
         start = rng.randrange(split.tokens)
@@ -168,12 +177,17 @@ def test_without_a_finished_packing_there_is_no_data(work):
 def test_while_data_is_packed_anew_the_old_and_the_new_are_not_mixed(work):
     train_on_corpus(work.corpus, work.tokenizer, TokenizerConfig(vocab_size=380))
     part = work.corpus / "zh/train/part-00000.jsonl"
-    part.write_bytes(part.read_bytes()[:-20])  # the last source cannot be packed; those before it are
-    with pytest.raises(BadInputError, match="part-00000"):
+    whole = part.read_bytes()
+    part.write_bytes(whole[:-20] + b"." * 19 + b"\n")  # the last source cannot be packed
+    with pytest.raises(BadInputError, match=r"zh/train/part-00000\.jsonl, the line at byte \d+, is not JSON"):
         pack(work)
-    assert open_split(work.packed, "novels", "train").manifest["vocab_size"] == 380
     with pytest.raises(BadInputError, match="no finished packed data"):
         packed_sources(work.packed)
+    done = pieces(work)
+    assert done, "the sources before it are kept"
+    part.write_bytes(whole)
+    pack(work)
+    assert {open_split(work.packed, name, "train").manifest["vocab_size"] for name in SOURCES} == {380}
 
 
 def test_a_split_of_another_version_is_refused_by_name(work):
@@ -183,42 +197,109 @@ def test_a_split_of_another_version_is_refused_by_name(work):
         open_split(work.packed, "zh", "train")
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_pieces_and_workers_do_not_show_in_what_is_written(shared_work, work, tree, workers):
+    wanted = tree(shared_work.packed)
+    shutil.rmtree(work.packed)
+    pack(work, piece_bytes=3000, workers=workers)
+    assert tree(work.packed) == wanted
+
+
+@pytest.mark.parametrize("shard_format", ["jsonl.zst", "parquet", "txt"])
+def test_every_format_of_the_corpus_packs_to_the_same_tokens(shared_work, work, shard_format):
+    source = Source("zh", work.raw / "zh.jsonl", "zh")
+    build_corpus(work.corpus, [source], BuildOptions(valid_share=0.1, format=shard_format))
+    pack(work)
+    ours, theirs = (open_split(one.packed, "zh", "train") for one in (work, shared_work))
+    assert ours.read(0, ours.tokens).tolist() == theirs.read(0, theirs.tokens).tolist()
+    assert ours.manifest["text_bytes"] == theirs.manifest["text_bytes"]
+    known = None if shard_format == "txt" else theirs.gid_of(5)
+    assert ours.gid_of(5) == known
+
+
+def test_a_corpus_shard_is_cut_behind_lines_and_nothing_is_read_twice(tmp_path):
+    part = tmp_path / "part-00000.jsonl"
+    lines = [b"x" * size + b"\n" for size in (5, 90, 1, 40, 0, 30)]
+    part.write_bytes(b"".join(lines))
+    size = part.stat().st_size
+    for piece_bytes in range(1, size + 2):
+        cuts = cut_part(part, size, piece_bytes)
+        assert [start for start, _ in cuts[1:]] == [end for _, end in cuts[:-1]]
+        assert (cuts[0][0], cuts[-1][1]) == (0, size)
+        data = part.read_bytes()
+        assert all(end > start and data[end - 1 : end] == b"\n" for start, end in cuts)
+
+
 SLOW_PACK = """
 import sys
 from pathlib import Path
-from zero2all.packed import writer
-writer.BATCH_DOCUMENTS = 1  # so that there is something to interrupt
-work = Path(sys.argv[1])
-print("go", flush=True)
-writer.pack_corpus(work / "corpus", work / "tokenizer", work / "packed")
+from zero2all.common.engine import EngineConfig
+from zero2all.packed.writer import PackOptions, pack_corpus
+if __name__ == "__main__":
+    work = Path(sys.argv[1])
+    print("go", flush=True)
+    options = PackOptions(piece_bytes=2000, shard_tokens=int(sys.argv[3]))  # so that there is something to interrupt
+    pack_corpus(work / "corpus", work / "tokenizer", work / "packed", options, EngineConfig(workers=int(sys.argv[2])))
 """
+SHARD_TOKENS = 1 << 28
 
 
 def test_packing_killed_at_any_moment_leaves_no_half_and_finishes_with_the_same_bytes(shared_work, work, tree):
     wanted = tree(shared_work.packed)
     shutil.rmtree(work.packed)
     rng = random.Random(4)
-    interrupted = 0
-    for kill in range(5):
-        process = subprocess.Popen([sys.executable, "-c", SLOW_PACK, str(work.root)], stdout=subprocess.PIPE)
+    interrupted, kept = 0, set()
+    for kill in range(6):
+        command = [sys.executable, "-c", SLOW_PACK, str(work.root), "2" if kill == 5 else "1", str(SHARD_TOKENS)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE)
         process.stdout.readline()
-        if kill < 3:
-            deadline = time.monotonic() + 10
-            while not list(work.packed.glob("*/*.partial-*")) and process.poll() is None:
-                assert time.monotonic() < deadline
-        else:
-            time.sleep(rng.uniform(0, 0.1))
+        deadline = time.monotonic() + 30
+        wait_for = len(kept) + 3
+        while len(pieces(work)) < wait_for and process.poll() is None:
+            assert time.monotonic() < deadline
+        time.sleep(rng.uniform(0, 0.01))
         process.send_signal(signal.SIGKILL)
         interrupted += process.wait() == -signal.SIGKILL
         process.stdout.close()
+        if (work.packed / ".build").is_dir():
+            assert kept <= pieces(work), "what was done before the kill is not done again"
+            kept = pieces(work)
         if not (work.packed / "report.json").exists():
             with pytest.raises(BadInputError, match="no finished packed data"):
                 packed_sources(work.packed)
-        finished = {name: data for name, data in tree(work.packed).items() if ".partial-" not in name}
+        finished = {
+            name: data for name, data in tree(work.packed).items() if not re.search(r"\.partial-|\.build/", name)
+        }
         assert finished == {name: wanted[name] for name in finished}  # what stands under its name is whole
-        for manifest in work.packed.glob("*/*/manifest.json"):
-            if ".partial-" not in str(manifest):
-                open_split(work.packed, manifest.parent.parent.name, manifest.parent.name)
-    assert interrupted >= 2
-    pack(work)
+    assert interrupted >= 3
+    pack(work, piece_bytes=2000)
     assert tree(work.packed) == wanted
+
+
+def pieces(work):
+    """The finished pieces, with their inodes."""
+    found = set()
+    with contextlib.suppress(FileNotFoundError):  # committed meanwhile
+        for path in (work.packed / ".build").glob("*/piece-*"):
+            if ".partial-" not in path.name:
+                found.add((path.name, path.parent.name, path.stat().st_ino))
+    return found
+
+
+def test_a_second_packing_of_the_same_workspace_is_refused(work):
+    with writing_to(work.packed), pytest.raises(RunLockedError, match="Another process is packing"):
+        pack(work)
+
+
+def test_best_fit_indexes_are_built_when_asked_and_go_with_their_split(work, texts, rebuild):
+    pack(work, best_fit=(32, 64))
+    index = open_best_fit(open_split(work.packed, "zh", "train"), 64)
+    assert index.manifest["rows"] > 10
+    before = times(work.packed)
+    pack(work, best_fit=(32, 64))
+    assert times(work.packed) == before
+    rebuild(work, {**texts, "zh": texts["zh"][:60]})
+    pack(work)
+    assert sorted(path.parent.name for path in work.packed.glob("*/train/best-fit-64")) == ["train"] * 2
+    with pytest.raises(BadInputError, match=r"z2a pack --best-fit 64"):
+        open_best_fit(open_split(work.packed, "zh", "train"), 64)

@@ -1,26 +1,102 @@
-"""The tokenizer section of the config."""
+"""The tokenizer section of the config: what may stand there, and what is said of what may not."""
 
 import dataclasses
 
+import pytest
+
 from zero2all.common.schema import Problem, build, field_docs
-from zero2all.tokenizer import TokenizerConfig
+from zero2all.config import ConfigError, config_from_values
+from zero2all.tokenizer import CONTROL_TOKENS, SpecialsConfig, TokenizerConfig
+from zero2all.tokenizer.config import SentencePieceConfig
+from zero2all.tokenizer.sizes import parse_bytes
+from zero2all.tokenizer.specials import SMALLEST_VOCAB_SIZE
 
 
-def test_every_field_has_a_doc_line():
-    assert set(field_docs(TokenizerConfig)) == {field.name for field in dataclasses.fields(TokenizerConfig)}
+@pytest.mark.parametrize("section", [TokenizerConfig, SpecialsConfig, SentencePieceConfig])
+def test_every_field_has_a_doc_line(section):
+    assert set(field_docs(section)) == {field.name for field in dataclasses.fields(section)}
 
 
 def test_impossible_values_are_all_reported_together():
     problems: list[Problem] = []
-    build(TokenizerConfig, {"vocab_size": 256, "kind": "wordpiece", "train_bytes": 0}, "tokenizer", problems)
+    values = {"vocab_size": "many", "kind": "wordpiece", "threads": 0, "sentencepiece": {"character_coverage": 0.1}}
+    build(TokenizerConfig, values, "tokenizer", problems)
     assert [problem.field for problem in problems] == [
         "tokenizer.vocab_size",
         "tokenizer.kind",
-        "tokenizer.train_bytes",
+        "tokenizer.threads",
+        "tokenizer.sentencepiece.character_coverage",
     ]
 
 
 def test_defaults_are_valid():
     problems: list[Problem] = []
     assert build(TokenizerConfig, {"max_piece_bytes": None}, "tokenizer", problems) == TokenizerConfig()
-    assert problems == []
+    assert problems == TokenizerConfig().problems("tokenizer") == []
+    assert SpecialsConfig().names() == CONTROL_TOKENS
+
+
+def test_problems_between_fields_reach_the_config_of_a_run():
+    specials = {"extra": ["<|pad|>"]}
+    with pytest.raises(ConfigError, match=r"tokenizer.specials.extra\[0\]: got '<\|pad\|>'.*no other control token"):
+        config_from_values({"tokenizer": {"specials": specials}}, "of the test")
+
+
+@pytest.mark.parametrize(
+    ("specials", "field", "expected"),
+    [
+        ({"pad": ""}, "specials.pad", "empty control token"),
+        ({"pad": "<|end_of_text|>"}, "specials.pad", "no other control token"),
+        ({"extra": ["<|tool|>", "<|tool|>"]}, "specials.extra[1]", "no other control token"),
+        ({"extra": ["<|reserved_0|>"]}, "specials.extra[0]", "no other control token"),
+        ({"extra": ["pad"]}, "specials.extra[0]", "no part of another control token ('<|pad|>' contains it)"),
+        ({"end": "<|x|>", "pad": "<|x|>>"}, "specials.end", "no part of another"),
+        ({"extra": ["a"]}, "specials.extra[0]", "several characters"),
+        ({"extra": ["<|a b|>"]}, "specials.extra[0]", "white space"),
+        ({"extra": ["▁the"]}, "specials.extra[0]", "white space"),
+        ({"extra": ["Ġthe"]}, "specials.extra[0]", "byte-level spelling"),
+        ({"extra": ["<|\ud800|>"]}, "specials.extra[0]", "UTF-8"),
+    ],
+)
+def test_control_tokens_that_cannot_be_told_from_each_other_or_from_text_are_refused(specials, field, expected):
+    problems: list[Problem] = []
+    config = build(TokenizerConfig, {"specials": specials}, "tokenizer", problems)
+    found = config.problems("tokenizer")
+    assert [problem.field for problem in found] == [f"tokenizer.{field}"]
+    assert expected in str(found[0])
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"vocab_size": SMALLEST_VOCAB_SIZE - 1}, "vocab_size"),
+        ({"vocab_size": SMALLEST_VOCAB_SIZE, "kind": "sentencepiece"}, "vocab_size"),
+        ({"vocab_size": SMALLEST_VOCAB_SIZE, "specials": {"reserved": 9}}, "vocab_size"),
+        ({"max_memory": "much"}, "max_memory"),
+        ({"take": {"news": "half"}}, "take.news"),
+        ({"take": {"news": "45/44"}}, "take.news"),
+        ({"take": "1/0"}, "take"),
+        ({"pattern": "isolated-han"}, "pattern"),
+        ({"kind": "sentencepiece", "max_piece_bytes": 9}, "max_piece_bytes"),
+    ],
+)
+def test_values_that_do_not_go_together_are_named(values, field):
+    problems: list[Problem] = []
+    config = build(TokenizerConfig, values, "tokenizer", problems)
+    assert [problem.field for problem in config.problems("tokenizer")] == [f"tokenizer.{field}"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("4GB", 4 * 10**9),
+        ("1.5 MiB", 3 << 19),
+        ("500mb", 5 * 10**8),
+        ("17", 17),
+        ("0", None),
+        ("GB", None),
+        ("1XB", None),
+    ],
+)
+def test_amounts_are_read_as_people_write_them(text, expected):
+    assert parse_bytes(text) == expected

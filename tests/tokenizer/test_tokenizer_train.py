@@ -1,7 +1,7 @@
 """Training: what comes out, what is refused, and that nothing half-done is ever taken for whole."""
 
 import json
-import os
+import random
 import signal
 import subprocess
 import sys
@@ -9,18 +9,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tokenizers
 
-from zero2all.common.errors import BadInputError, UsageError
+from zero2all.common.errors import BadInputError, DiskError, RunLockedError, UsageError
 from zero2all.common.manifest import is_current, read_manifest, verify_files
-from zero2all.tokenizer import CONTROL_TOKENS, load_tokenizer, train_tokenizer
+from zero2all.tokenizer import CONTROL_TOKENS, SpecialsConfig, load_tokenizer, train_tokenizer
+from zero2all.tokenizer.save import tokenizer_json_of
 from zero2all.tokenizer.specials import SMALLEST_VOCAB_SIZE
+from zero2all.tokenizer.train import scratch_folder
 
 TRAIN_IN_A_PROCESS = """
 import json, os, signal, sys
 from pathlib import Path
 from zero2all.tokenizer import train_tokenizer
 
-source, folder, kill_after = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+source, folder, kill_after, kind, threads = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:]
 
 def texts():
     for number, text in enumerate(json.loads(source.read_text())):
@@ -28,17 +31,21 @@ def texts():
             os.kill(os.getpid(), signal.SIGKILL)
         yield text
 
-train_tokenizer(texts(), 700, folder, "inputs")
+train_tokenizer(texts(), 700, folder, "inputs", kind=kind, threads=int(threads))
 """
+KINDS = ("bpe", "hf-bbpe")
+both_kinds = pytest.mark.parametrize("kind", KINDS)
 
 
-def train_in_a_process(texts: list[str], work: Path, threads: int, kill_after: int = -1) -> tuple[int, Path]:
+def train_in_a_process(texts: list[str], work: Path, threads: int, kind: str, kill_after: int = -1) -> tuple[int, Path]:
     work.mkdir(parents=True)
     (work / "texts.json").write_text(json.dumps(texts))
     folder = work / "tokenizer"
     done = subprocess.run(
-        [sys.executable, "-c", TRAIN_IN_A_PROCESS, str(work / "texts.json"), str(folder), str(kill_after)],
-        env={**os.environ, "RAYON_NUM_THREADS": str(threads)},
+        [
+            *(sys.executable, "-c", TRAIN_IN_A_PROCESS),
+            *(str(work / "texts.json"), str(folder), str(kill_after), kind, str(threads)),
+        ],
         check=False,
     )
     return done.returncode, folder
@@ -48,20 +55,22 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_same_text_gives_byte_identical_folder_in_any_process_with_any_thread_count(texts, tmp_path):
-    results = []
-    for threads in (1, 2, 5):
-        code, folder = train_in_a_process(texts, tmp_path / str(threads), threads)
-        assert code == 0
-        results.append(contents(folder))
-    assert results[0] == results[1] == results[2]
+TIES = [f"{a}{b}{c} " * 3 for a in "abcdefgh" for b in "ijklmnop" for c in "qrstuvwx"]
 
 
-def test_same_text_of_nothing_but_ties_gives_the_same_tokenizer(tmp_path):
-    ties = [f"{a}{b}{c} " * 3 for a in "abcdefgh" for b in "ijklmnop" for c in "qrstuvwx"]
-    (code, alone), (_, together) = (train_in_a_process(ties, tmp_path / str(threads), threads) for threads in (1, 4))
+@pytest.mark.parametrize("ties", [False, True])
+def test_same_text_gives_byte_identical_folder_with_any_thread_count(texts, tmp_path, ties):
+    given = TIES if ties else texts
+    for threads in (1, 3):
+        train_tokenizer(given, 600, tmp_path / str(threads), "inputs", threads=threads)
+    assert contents(tmp_path / "1") == contents(tmp_path / "3")
+
+
+def test_same_text_gives_byte_identical_folder_with_the_library_in_another_process(texts, tmp_path):
+    code, there = train_in_a_process(texts, tmp_path / "there", 1, "hf-bbpe")
     assert code == 0
-    assert contents(alone) == contents(together)
+    train_tokenizer(texts, 700, tmp_path / "here", "inputs", kind="hf-bbpe")
+    assert contents(there) == contents(tmp_path / "here")
 
 
 def test_vocabulary_has_the_asked_size_controls_first_and_every_byte(tokenizer):
@@ -75,7 +84,9 @@ def test_vocabulary_has_the_asked_size_controls_first_and_every_byte(tokenizer):
 def test_manifest_counts_the_text_and_covers_every_file(folder, tokenizer, texts):
     manifest = read_manifest(folder, "tokenizer", "z2a tokenizer train")
     assert manifest["vocab_size"] == 700
-    assert manifest["tokenizer_kind"] == "hf-bbpe"
+    assert (manifest["tokenizer_kind"], manifest["normalise"]) == ("bpe", "none")
+    assert manifest["training"]["exact"]
+    assert manifest["settings"]["specials"]["begin"] == "<|begin_of_text|>"
     assert manifest["fingerprint"] == tokenizer.fingerprint
     assert manifest["text"]["documents"] == len(texts)
     assert manifest["text"]["bytes"] == sum(len(text.encode()) for text in texts)
@@ -94,24 +105,27 @@ def test_training_again_from_the_same_inputs_reads_no_text(folder):
     assert contents(folder) == before
 
 
-def test_other_inputs_replace_the_old_tokenizer(texts, tmp_path):
+@both_kinds
+def test_other_inputs_replace_the_old_tokenizer(texts, tmp_path, kind):
     folder = tmp_path / "tokenizer"
-    train_tokenizer(texts, 300, folder, "first")
-    train_tokenizer(texts, 400, folder, "second")
-    assert load_tokenizer(folder).vocab_size == 400
+    train_tokenizer(texts, 520, folder, "first", kind=kind)
+    train_tokenizer(texts, 560, folder, "second", kind=kind)
+    assert load_tokenizer(folder).vocab_size == 560
     assert is_current(folder, "tokenizer", "second")
+    assert [path.name for path in tmp_path.iterdir()] == ["tokenizer"]
 
 
-def test_vocabulary_beyond_the_text_is_refused_with_the_largest_possible_size(tmp_path):
+@both_kinds
+def test_vocabulary_beyond_the_text_is_refused_with_the_largest_possible_size(tmp_path, kind):
     folder = tmp_path / "tokenizer"
     text = ["the cat sat on the mat, the cat sat"]
     with pytest.raises(BadInputError, match=r"at most. Set --vocab-size to (\d+) or less") as refused:
-        train_tokenizer(text, 5000, folder, "inputs")
+        train_tokenizer(text, 5000, folder, "inputs", kind=kind)
     assert list(tmp_path.iterdir()) == []
     largest = int(str(refused.value).split("--vocab-size to ")[1].split()[0])
-    assert train_tokenizer(text, largest, folder, "inputs")["vocab_size"] == largest
+    assert train_tokenizer(text, largest, folder, "inputs", kind=kind)["vocab_size"] == largest
     with pytest.raises(BadInputError):
-        train_tokenizer(text, largest + 1, folder, "other inputs")
+        train_tokenizer(text, largest + 1, folder, "other inputs", kind=kind)
 
 
 def test_vocabulary_smaller_than_bytes_and_controls_is_a_usage_error(tmp_path):
@@ -122,38 +136,112 @@ def test_vocabulary_smaller_than_bytes_and_controls_is_a_usage_error(tmp_path):
 
 
 @pytest.mark.parametrize("nothing", [[], ["", ""]])
-def test_no_text_is_refused_and_nothing_written(nothing, tmp_path):
+@both_kinds
+def test_no_text_is_refused_and_nothing_written(nothing, tmp_path, kind):
     with pytest.raises(BadInputError, match="no text"):
-        train_tokenizer(nothing, 700, tmp_path / "tokenizer", "inputs")
+        train_tokenizer(nothing, 700, tmp_path / "tokenizer", "inputs", kind=kind)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_train_bytes_stops_reading_and_cuts_at_a_whole_character(tmp_path):
-    def endless() -> Iterator[str]:
-        while True:
-            yield "天地玄黄,宇宙洪荒。"
-
-    manifest = train_tokenizer(endless(), 280, tmp_path / "tokenizer", "inputs", train_bytes=1000)
-    assert manifest["text"]["stopped_at_train_bytes"]
-    assert 998 <= manifest["text"]["bytes"] <= 1000
-
-
-@pytest.mark.parametrize("limit", [2, 3, 6])
-def test_max_piece_bytes_is_the_longest_learned_piece(limit, texts, tmp_path):
-    train_tokenizer(texts, 400, tmp_path / "tokenizer", "inputs", max_piece_bytes=limit)
+@both_kinds
+@pytest.mark.parametrize("limit", [3, 6])
+def test_max_piece_bytes_is_the_longest_learned_piece(limit, texts, tmp_path, kind):
+    train_tokenizer(texts, 520, tmp_path / "tokenizer", "inputs", kind=kind, max_piece_bytes=limit)
     tokenizer = load_tokenizer(tmp_path / "tokenizer")
-    assert max(len(tokenizer.token_bytes(number)) for number in range(len(CONTROL_TOKENS), 400)) == limit
+    assert max(len(tokenizer.token_bytes(number)) for number in range(len(CONTROL_TOKENS), 520)) == limit
 
 
-def test_lone_surrogates_in_the_text_are_repaired_and_counted(texts, tmp_path):
-    manifest = train_tokenizer(["broken \ud83d emoji", *texts], 300, tmp_path / "tokenizer", "inputs")
+@both_kinds
+def test_lone_surrogates_in_the_text_are_repaired_and_counted(texts, tmp_path, kind):
+    manifest = train_tokenizer(["broken \ud83d emoji", *texts], 520, tmp_path / "tokenizer", "inputs", kind=kind)
     assert manifest["text"]["documents_with_repaired_surrogates"] == 1
 
 
-def test_control_strings_in_the_training_text_teach_no_control_token(tmp_path):
-    train_tokenizer([" ".join(CONTROL_TOKENS) * 50, "".join(CONTROL_TOKENS) * 50], 312, tmp_path / "t", "inputs")
-    tokenizer = load_tokenizer(tmp_path / "t")
+@both_kinds
+def test_control_strings_in_the_training_text_are_taken_out_and_counted(texts, tmp_path, kind):
+    spelled = [" ".join(CONTROL_TOKENS) * 50, "".join(CONTROL_TOKENS) * 50]
+    manifest = train_tokenizer([*spelled, *texts], 520, tmp_path / "with", "inputs", kind=kind)
+    train_tokenizer(["".join(" " * 13) * 50, *texts], 520, tmp_path / "without", "inputs", kind=kind)
+    assert manifest["text"]["control_strings_removed"] == 100 * len(CONTROL_TOKENS)
+    tokenizer = load_tokenizer(tmp_path / "with")
+    learned = {tokenizer.token_bytes(number) for number in range(len(CONTROL_TOKENS) + 256, 520)}
+    assert not any(b"<|" in piece or b"reserved" in piece for piece in learned)
     assert tokenizer.control_ids.isdisjoint(tokenizer.encode_text("".join(CONTROL_TOKENS)))
+
+
+@both_kinds
+def test_control_tokens_have_the_names_and_ids_that_the_config_gives_them(texts, tmp_path, kind):
+    specials = SpecialsConfig(begin="[[BOS]]", end="[[EOS]]", reserved=2, extra=["<|图像|>", "<|tool|>"])
+    train_tokenizer(texts, 520, tmp_path / "tokenizer", "inputs", kind=kind, specials=specials)
+    tokenizer = load_tokenizer(tmp_path / "tokenizer")
+    assert list(tokenizer.control) == list(specials.names())
+    assert (tokenizer.begin_id, tokenizer.end_id, tokenizer.pad_id) == (0, 1, 5)
+    assert tokenizer.encode_control("<|tool|>") == 9
+    text = "".join(specials.names())
+    assert tokenizer.control_ids.isdisjoint(tokenizer.encode_text(text))
+    assert tokenizer.decode(tokenizer.encode_text(text)) == text
+
+
+def test_a_control_token_that_is_also_a_piece_is_refused(texts):
+    with pytest.raises(BadInputError, match=r"'shan' is also a piece that was learned"):
+        tokenizer_json_of([b"x", b"shan"], [], ["<|a|>", "shan"])
+
+
+@both_kinds
+@pytest.mark.parametrize(("normalise", "comes_back"), [("nfc", "\u00e9 ＡＢ ﬁ"), ("nfkc", "\u00e9 AB fi")])
+def test_normalisation_is_saved_and_text_comes_back_in_its_form(texts, tmp_path, kind, normalise, comes_back):
+    manifest = train_tokenizer(texts, 520, tmp_path / "t", "inputs", kind=kind, normalise=normalise)
+    tokenizer = load_tokenizer(tmp_path / "t")
+    raw = tokenizers.Tokenizer.from_file(str(tmp_path / "t" / "tokenizer.json"))
+    given = "e\u0301 ＡＢ ﬁ"
+    assert tokenizer.decode(tokenizer.encode_text(given)) == comes_back
+    assert raw.encode(given).ids == tokenizer.encode_text(given)
+    assert (manifest["normalise"], tokenizer.normalisation) == (normalise, normalise)
+    assert tokenizer.control_ids.isdisjoint(tokenizer.encode_text("＜|pad|＞"))
+
+
+def test_another_pattern_cuts_another_way(texts, tmp_path):
+    train_tokenizer(texts, 520, tmp_path / "t", "inputs", kind="hf-bbpe", pattern="isolated-han")
+    backend = load_tokenizer(tmp_path / "t").backend
+    assert len(backend.pre_tokenizer.pre_tokenize_str("，中国，ok")) == 3
+    with pytest.raises(UsageError, match=r"neither a name \(qwen2, isolated-han\) nor a regular expression"):
+        train_tokenizer(texts, 520, tmp_path / "t", "other", kind="hf-bbpe", pattern="(")
+
+
+def test_texts_from_an_iterator_give_the_tokenizer_of_the_list(texts, folder, tmp_path):
+    train_tokenizer(iter(texts), 700, tmp_path / "tokenizer", "made in conftest")
+    assert load_tokenizer(tmp_path / "tokenizer").fingerprint == load_tokenizer(folder).fingerprint
+    assert [path.name for path in tmp_path.iterdir()] == ["tokenizer"]
+
+
+def test_a_line_of_megabytes_without_a_space_is_learned_from(tmp_path):
+    line = "".join(random.Random(0).choices([chr(0x4E00 + n) for n in range(400)], k=1_000_000))
+    manifest = train_tokenizer([line], 700, tmp_path / "tokenizer", "inputs")
+    assert manifest["text"]["bytes"] == 3_000_000
+    tokenizer = load_tokenizer(tmp_path / "tokenizer")
+    assert tokenizer.decode(tokenizer.encode_text(line[:1000])) == line[:1000]
+
+
+def test_training_that_another_process_is_doing_is_not_disturbed(texts, tmp_path):
+    folder = tmp_path / "tokenizer"
+    with scratch_folder(folder, "abc"):
+        for inputs in ("abc", "def"):
+            with pytest.raises(RunLockedError, match="Another process is training"):
+                train_tokenizer(texts, 520, folder, inputs)
+    train_tokenizer(texts, 520, folder, "def", kind="hf-bbpe")
+    assert [path.name for path in tmp_path.iterdir()] == ["tokenizer"]
+
+
+def test_what_other_inputs_left_half_done_is_removed_and_ones_own_is_kept_by_a_full_disk(tmp_path):
+    folder = tmp_path / "tokenizer"
+    left = tmp_path / "tokenizer.training-old"
+    left.mkdir()
+    with pytest.raises(DiskError), scratch_folder(folder, "new") as scratch:
+        raise DiskError("full")
+    assert list(tmp_path.iterdir()) == [scratch]
+    with pytest.raises(BadInputError), scratch_folder(folder, "new"):
+        raise BadInputError("damaged")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_failing_text_leaves_the_old_tokenizer_untouched(folder):
@@ -169,7 +257,7 @@ def test_failing_text_leaves_the_old_tokenizer_untouched(folder):
 
 
 def test_killed_training_leaves_nothing_to_load_and_the_next_run_finishes(texts, tmp_path):
-    code, folder = train_in_a_process(texts, tmp_path / "work", threads=2, kill_after=100)
+    code, folder = train_in_a_process(texts, tmp_path / "work", threads=2, kind="bpe", kill_after=100)
     assert code == -signal.SIGKILL
     assert not is_current(folder, "tokenizer", "inputs")
     with pytest.raises(BadInputError, match="z2a tokenizer train"):
@@ -184,5 +272,5 @@ def test_leftover_of_a_kill_while_writing_is_ignored_and_swept(texts, tmp_path):
     (leftover / "tokenizer.json").write_text("{")
     with pytest.raises(BadInputError, match="no tokenizer"):
         load_tokenizer(tmp_path / "tokenizer")
-    train_tokenizer(texts, 300, tmp_path / "tokenizer", "inputs")
+    train_tokenizer(texts, 520, tmp_path / "tokenizer", "inputs", kind="hf-bbpe")
     assert [path.name for path in tmp_path.iterdir()] == ["tokenizer"]

@@ -101,7 +101,7 @@ def test_notes_say_what_is_trained_on_what_and_how_often_it_is_read(finished):
     text = "\n".join(notes)
     assert "M parameters on cpu, float32" in text
     assert "mixture (main): en 75.00%, zh 25.00%" in text
-    assert "epochs over the whole run: en " in text
+    assert "epochs over the whole run (1,024 tokens)" in text
     assert "ops: attention=" in text
 
 
@@ -368,7 +368,7 @@ def test_a_stage_changes_the_mixture_at_its_step(work, config):
     settings = config(stages=[{"name": "late", "from_step": 4, "mixture": {"zh": 1}}])
     notes: list[str] = []
     train(settings, work, say=notes.append)
-    assert "mixture (late): en 0.00%, zh 100.00%" in notes
+    assert "mixture (late, from token 512): en 0.00%, zh 100.00%" in notes
     data = read_run(work.run("run"))
     assert data.series["loss/en"].step.tolist() == [1, 2, 3, 4]
     assert data.series["loss/zh"].step.tolist() == list(range(1, 9))
@@ -378,9 +378,9 @@ def test_held_out_loss_is_that_of_the_first_held_out_samples_without_dropout(wor
     prepared = prepare(config(), work)
     model = prepared.state.model
     options = EvalConfig(valid_tokens_per_source=96, batch_samples=2)
-    found = held_out_losses(model, prepared.valid, 32, options)
+    found = held_out_losses(model, prepared.valid, prepared.config.data, options)
     assert model.training  # as it was before
-    assert held_out_losses(model, prepared.valid, 32, options) == found
+    assert held_out_losses(model, prepared.valid, prepared.config.data, options) == found
     model.eval()
     split = open_split(work.packed, "zh", "valid")
     rows = torch.from_numpy(np.stack([split.read(sample * 32, 33) for sample in range(3)]))
@@ -394,7 +394,10 @@ def test_a_source_with_too_little_held_out_text_is_left_out_and_named(work, conf
     (valid,) = open_valid_splits(work.packed, ["zh"])
     manifest = valid.folder / "manifest.json"
     text = manifest.read_text()
-    manifest.write_text(text.replace(f'"shards": {valid.manifest["shards"]}', '"shards": 0'))
+    emptied = {f'"shards": {valid.manifest["shards"]}': '"shards": 0', f'"tokens": {valid.tokens}': '"tokens": 0'}
+    for old, new in emptied.items():
+        text = text.replace(old, new)
+    manifest.write_text(text)
     notes: list[str] = []
     summary = train(config(train={"steps": 3}), work, say=notes.append)
     assert "held-out loss: left out for less than one sample of held-out text: zh" in notes

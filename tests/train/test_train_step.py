@@ -172,3 +172,63 @@ def test_guards_stop_after_too_many_skips_or_at_once_where_told():
     check_skips(7, 0, 2.0, 1.0, strict)
     with pytest.raises(AnomalyError, match="so the run ends here, unharmed"):
         check_skips(7, 1, 2.0, float("inf"), strict)
+
+
+# ---- tokens that do not count ----
+
+
+def weighted(batch, weights):
+    weights = np.asarray(weights, dtype=np.float32)
+    return dataclasses.replace(batch, weights=weights, counted=float(weights.sum()))
+
+
+def gradients_of(batch, settings):
+    state = make_state(settings)
+    sums = _forward_backward(state, batch, CHANNELS, settings, CPU)
+    return {name: parameter.grad.clone() for name, parameter in state.model.named_parameters()}, sums
+
+
+def test_masked_tokens_receive_no_gradient_and_count_nowhere(config):
+    settings = config(model=NO_DROPOUT, train={"tokens_per_step": 256, "micro_batch_samples": 2})
+    batch = make_batch()
+    weights = np.random.default_rng(1).integers(0, 2, (8, 32))
+    weights[3] = 0  # a row of weight 0, as a short rank gets
+    state = make_state(settings)
+    logits = []
+    original = state.model.logits
+    state.model.logits = lambda hidden: logits.append(original(hidden)) or logits[-1].retain_grad() or logits[-1]
+    sums = _forward_backward(state, weighted(batch, weights), CHANNELS, settings, CPU)
+    gradient = torch.cat([part.grad for part in logits])  # (8, 32, V)
+    assert not gradient[torch.from_numpy(weights == 0)].any()
+    assert gradient[torch.from_numpy(weights == 1)].any(dim=-1).all()
+    assert sums[1].tolist() == [weights[0::2].sum(), weights[1::2].sum(), 0]
+
+
+def test_what_stands_at_masked_targets_does_not_matter(config):
+    settings = config(model=NO_DROPOUT, train={"tokens_per_step": 256, "micro_batch_samples": 4})
+    batch = make_batch()
+    weights = np.ones((8, 32))
+    weights[:, 20:] = 0
+    other = batch.tokens.copy()
+    other[:, 21:] = 5  # the tail is neither predicted nor seen by what is
+    one, first = gradients_of(weighted(batch, weights), settings)
+    two, second = gradients_of(weighted(dataclasses.replace(batch, tokens=other), weights), settings)
+    for name, gradient in one.items():
+        torch.testing.assert_close(gradient, two[name], rtol=1e-5, atol=1e-8, msg=name)
+    torch.testing.assert_close(first, second)
+
+
+def test_weights_of_one_give_the_gradient_of_no_weights(config):
+    settings = config(model=NO_DROPOUT, train={"tokens_per_step": 256, "micro_batch_samples": 4})
+    plain, sums = gradients_of(make_batch(), settings)
+    ones, same_sums = gradients_of(weighted(make_batch(), np.ones((8, 32))), settings)
+    for name, gradient in plain.items():
+        assert torch.equal(gradient, ones[name]), name
+    assert torch.equal(sums, same_sums)
+
+
+def test_a_batch_in_which_nothing_counts_moves_nothing_and_is_finite(config):
+    settings = config(model={"vocab_size": VOCAB_SIZE}, train={"tokens_per_step": 256})
+    result = train_step(make_state(settings), weighted(make_batch(), np.zeros((8, 32))), CHANNELS, settings, CPU)
+    assert (result.loss, result.grad_norm) == (0.0, 0.0)
+    assert result.channel_losses == [None] * CHANNELS

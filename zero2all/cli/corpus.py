@@ -1,4 +1,4 @@
-"""`z2a corpus build`, `show`, `report` and `rules`."""
+"""`z2a corpus build`, `show`, `report` and `rules`; `download` has a file of its own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import sys
 from typing import Any
 
+from zero2all.cli import download
 from zero2all.cli.verb import Subparsers, add_group, add_verb, add_work, real, whole, workspace_of
 
 BUILD_EXAMPLES = """z2a corpus build news=raw/news.json:zh wiki=raw/wiki.parquet:en --work my-workspace
@@ -27,7 +28,9 @@ def register(verbs: Subparsers) -> None:
         inner,
         "show",
         "print records of a source, or samples of what a rule dropped",
-        "z2a corpus show news --count 3 --work my-workspace\n  z2a corpus show --dropped digits --work my-workspace",
+        "z2a corpus show news --count 3 --work my-workspace\n"
+        "  z2a corpus show --dropped digits --work my-workspace\n"
+        "  z2a corpus show --gid 1099511627785 --work my-workspace",
         _show,
     )
     show.add_argument("source", nargs="?", default=None, help="name of the source (default: all)")
@@ -40,7 +43,15 @@ def register(verbs: Subparsers) -> None:
         const="",
         default=None,
         metavar="RULE",
-        help="what RULE dropped; no RULE: all",
+        help="samples of what RULE dropped; no RULE: of every rule",
+    )
+    show.add_argument("--gid", type=whole(0), default=None, metavar="N", help="the one record with this gid, if kept")
+    show.add_argument(
+        "--chars",
+        type=whole(1),
+        default=None,
+        metavar="N",
+        help="characters of each text (default: 1,000 on a terminal, else all)",
     )
 
     report = add_verb(
@@ -50,6 +61,7 @@ def register(verbs: Subparsers) -> None:
 
     rules = add_verb(inner, "rules", "list the rules of cleaning and their settings", "z2a corpus rules zh", _rules)
     rules.add_argument("channel", nargs="?", default="en", help="whose defaults are shown (default en)")
+    download.register(inner)
 
 
 def _register_build(inner: Subparsers) -> None:
@@ -99,6 +111,7 @@ def _register_build(inner: Subparsers) -> None:
 
 
 def _build(arguments: argparse.Namespace) -> None:
+    from zero2all.common.progress import say
     from zero2all.corpus import build_corpus, check_sources, load_settings, parse_mapping
 
     flags = {
@@ -121,7 +134,7 @@ def _build(arguments: argparse.Namespace) -> None:
         settings.options,
         settings.engine,
         keep_build=arguments.keep_build,
-        announce=lambda line: print(line, file=sys.stderr, flush=True),
+        announce=say,
     )
     _print_report(report)
     print(f"report: {corpus / 'report.html'}")
@@ -141,7 +154,7 @@ def _print_report(report: dict[str, Any]) -> None:
 
     print_table(summary_rows(report))
     for note in summary_notes(report):
-        print(note)
+        _print_wrapped(note)
 
 
 def _show(arguments: argparse.Namespace) -> None:
@@ -154,10 +167,27 @@ def _show(arguments: argparse.Namespace) -> None:
     if arguments.source is not None and arguments.source not in known:
         raise UsageError(f"There is no source `{arguments.source}`. {nearest_hint(arguments.source, known)}")
     names = [arguments.source] if arguments.source is not None else list(known)
-    if arguments.dropped is not None:
+    if arguments.gid is not None:
+        _show_gid(corpus, known, arguments)
+    elif arguments.dropped is not None:
         _show_dropped(corpus, names, arguments)
     else:
         _show_records(corpus, names, arguments)
+
+
+def _show_gid(corpus: Any, known: dict[str, Any], arguments: argparse.Namespace) -> None:
+    from zero2all.common.errors import UsageError
+    from zero2all.corpus import find_record
+
+    found = find_record(corpus, {name: manifest["number"] for name, manifest in known.items()}, arguments.gid)
+    if found is None:
+        raise UsageError(
+            f"No record with gid {arguments.gid} was kept. It may have been dropped (z2a corpus show --dropped), be "
+            f"damaged (corpus/quarantine), or belong to another corpus; shards of plain text have no gids."
+        )
+    split, record = found
+    print(f"── gid {arguments.gid}  {record['data_src']}, {split}  {_one_line(record['title'])}")
+    print(_cut(record["content"], arguments))
 
 
 def _show_records(corpus: Any, names: list[str], arguments: argparse.Namespace) -> None:
@@ -166,9 +196,14 @@ def _show_records(corpus: Any, names: list[str], arguments: argparse.Namespace) 
     from zero2all.common.records import iter_records
 
     for name in names:
-        for record in itertools.islice(iter_records(corpus, name, arguments.split), arguments.count):
+        records = iter_records(corpus, name, arguments.split)
+        first = next(records, None)
+        if first is None:
+            print(f"The {arguments.split} split of `{name}` is empty.")
+            continue
+        for record in itertools.islice(itertools.chain([first], records), arguments.count):
             number = f"gid {record['gid']}" if "gid" in record else name
-            print(f"── {number}  {record['title']}\n{record['content']}\n")
+            print(f"── {number}  {_one_line(record['title'])}\n{_cut(record['content'], arguments)}\n")
 
 
 def _show_dropped(corpus: Any, names: list[str], arguments: argparse.Namespace) -> None:
@@ -177,12 +212,13 @@ def _show_dropped(corpus: Any, names: list[str], arguments: argparse.Namespace) 
     from zero2all.common.errors import UsageError
     from zero2all.common.schema import nearest_hint
     from zero2all.corpus import iter_dropped, read_report
-    from zero2all.corpus.clean.config import RULES
+    from zero2all.corpus.clean.config import MEASURES, RULES
+    from zero2all.corpus.report import OTHER_REASONS
 
     sources = read_report(corpus)["sources"]
     dropped = {rule: None for name in names for rule in sources[name]["dropped"]}
     if arguments.dropped and arguments.dropped not in dropped:
-        if arguments.dropped in RULES:
+        if arguments.dropped in RULES or arguments.dropped in OTHER_REASONS:
             print(f"{arguments.dropped} dropped nothing.")
             return
         raise UsageError(f"No rule `{arguments.dropped}` dropped anything. {nearest_hint(arguments.dropped, dropped)}")
@@ -192,23 +228,76 @@ def _show_dropped(corpus: Any, names: list[str], arguments: argparse.Namespace) 
             if count:
                 print(f"══ {name}: {count:,} dropped by {rule}")
             for sample in itertools.islice(iter_dropped(corpus, name, rule), arguments.count):
-                kept = f", a copy of gid {sample['kept_gid']}" if sample.get("kept_gid") is not None else ""
-                place = f" {sample['file']}, {sample['place']}" if "file" in sample else ""
-                print(f"── gid {sample['gid']}{place}, {sample['chars']:,} characters{kept}\n{sample['excerpt']}\n")
+                facts = [f"gid {sample['gid']}", f"{sample['chars']:,} characters"]
+                if "file" in sample:
+                    facts.insert(1, _one_line(f"{sample['file']}, {sample['place']}"))
+                if sample.get("kept_gid") is not None:
+                    facts.append(f"kept for it: gid {sample['kept_gid']}")
+                measures = sample.get("measures", {})
+                facts += [f"{measure} {measures.get(measure, 0):g}" for measure in MEASURES.get(rule, ())]
+                more = " …" if sample["chars"] > len(sample["excerpt"]) else ""
+                print(f"── {', '.join(facts)}\n{sample['excerpt']}{more}\n")
 
 
 def _rules(arguments: argparse.Namespace) -> None:
+    from zero2all.corpus.clean.config import EDITS, RULES, default_config
+
+    channel = arguments.channel
+    config = default_config(channel)
+    print(f"The rules of channel {channel} and their settings. Change them with overrides, for all channels or one:")
+    print(f"  --clean.too_short.min_chars 20   --clean.{channel}.digits.on false")
+    for title, wanted in (("edits, which never drop a text", True), ("drops, in this order", False)):
+        print(f"\n{title}")
+        for name, rule in RULES.items():
+            if (name in EDITS) == wanted:
+                _print_rule(name, rule.description, getattr(config, name))
+
+
+def _print_rule(name: str, description: str, settings: Any) -> None:
     import dataclasses
 
-    from zero2all.cli.table import print_table
-    from zero2all.corpus.clean.config import RULES, default_config
+    values = dataclasses.asdict(settings)
+    is_on = values.pop("on", True)
+    words = [f"{key} {_setting_in_words(value)}" for key, value in values.items()]
+    label = f"  {name:<24}"
+    _print_wrapped(f"{label}{'' if is_on else '(off) '}{description}", indent=len(label))
+    if words:
+        _print_wrapped(" " * len(label) + ", ".join(words), indent=len(label))
 
-    config = default_config(arguments.channel)
-    rows = [["rule", "on", "settings", "what it does"]]
-    for name, rule in RULES.items():
-        settings = dataclasses.asdict(getattr(config, name))
-        is_on = settings.pop("on", True)
-        plain = {key: f"{len(value)} entries" if isinstance(value, list) else value for key, value in settings.items()}
-        words = ", ".join(f"{key}={value}" for key, value in plain.items())
-        rows.append([name, "yes" if is_on else "no", words, rule.description])
-    print_table(rows)
+
+def _setting_in_words(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"({len(value)} phrases)" if isinstance(value, list) else str(value)
+
+
+# ---- words on a terminal --------------------------------------------------------------------------------------
+
+SHOWN_CHARS = 1000
+LINE_COLUMNS = 110
+"""Longer lines are hard to read, however wide the terminal is."""
+
+
+def _print_wrapped(line: str, indent: int = 4) -> None:
+    """Print a line, broken at blanks where the terminal ends; whole where there is no terminal."""
+    import shutil
+    import textwrap
+
+    if not sys.stdout.isatty():
+        print(line)
+        return
+    columns = min(shutil.get_terminal_size().columns, LINE_COLUMNS)
+    hanging = " " * indent
+    print(textwrap.fill(line, columns, subsequent_indent=hanging, break_long_words=False, break_on_hyphens=False))
+
+
+def _one_line(text: str) -> str:
+    """A title or file name that cannot break a heading, nor reach the terminal as a command."""
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
+def _cut(text: str, arguments: argparse.Namespace) -> str:
+    limit = arguments.chars or (SHOWN_CHARS if sys.stdout.isatty() else len(text))
+    if len(text) <= limit:
+        return text
+    return f"{text[:limit]} … ({len(text) - limit:,} more characters; --chars {len(text)} shows all)"

@@ -30,6 +30,15 @@ def register(verbs: Subparsers) -> None:
         help="dtype of the weights (default: that of an imported model, else float32)",
     )
 
+    export.add_argument(
+        "--tokenizer",
+        dest="tokenizer_layout",
+        choices=("safe", "compatible"),
+        default="safe",
+        help="safe (default): text can never spell a control token; compatible: ordinary added tokens and a chat "
+        "template, for tools that render chats as text",
+    )
+
     parser = add_verb(
         verbs,
         "import",
@@ -40,6 +49,12 @@ def register(verbs: Subparsers) -> None:
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="the Hugging Face folder, on this machine")
     add_work(parser)
     parser.add_argument("--name", required=True, help="name of the new run")
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="DIR", help="an extension of its tokenizer (z2a tokenizer extend) to use"
+    )
+    parser.add_argument(
+        "--resize-embeddings", action="store_true", help="give the model a row for every id of the tokenizer"
+    )
 
 
 def _export(arguments: argparse.Namespace) -> None:
@@ -48,13 +63,27 @@ def _export(arguments: argparse.Namespace) -> None:
 
     workspace = workspace_of(arguments)
     loaded = load_run(workspace, arguments.run, arguments.step)
-    export_run(loaded, workspace.tokenizer, arguments.to, arguments.dtype)
+    export_run(loaded, workspace.tokenizer, arguments.to, arguments.dtype, arguments.tokenizer_layout)
     print(f"{arguments.to}: {loaded.name} at step {loaded.step}, for transformers.AutoModelForCausalLM")
 
 
 def _import(arguments: argparse.Namespace) -> None:
+    from zero2all.common.workspace import Workspace
     from zero2all.exchange import import_folder
 
-    run = import_folder(arguments.folder, workspace_of(arguments, create=True), arguments.name)
+    done = import_folder(
+        arguments.folder,
+        Workspace(arguments.work),
+        arguments.name,
+        arguments.tokenizer,
+        arguments.resize_embeddings,
+    )
+    if done.resized is not None:
+        rows = done.resized
+        print(
+            f"embeddings: {rows.rows_before:,} rows before, {rows.rows:,} now; {rows.new_ids:,} new ids, each the mean "
+            f"of the {rows.mean_pieces:.1f} old pieces (on average) that spelled it"
+        )
+    run = done.run
     print(f"{run}: ready at step 0. Look at its config.yaml, pack your data with its tokenizer, then continue it with")
     print(f"  z2a train {run / 'config.yaml'} --work {arguments.work}")

@@ -8,7 +8,7 @@ import os
 import sys
 
 from zero2all import __version__
-from zero2all.cli import corpus, evaluate, exchange, pack, quickstart, tokenizer, train
+from zero2all.cli import corpus, data, evaluate, exchange, pack, quickstart, tokenizer, train
 from zero2all.cli.verb import HelpFormatter
 from zero2all.common.errors import BadInputError, DiskError, UsageError, UserError, is_disk_full
 
@@ -32,6 +32,7 @@ REFUSED_PATH_ERRNOS = frozenset(
 
 def main(words: list[str] | None = None) -> int:
     """Run `z2a WORDS…`; returns the exit code."""
+    _open_closed_streams()
     try:
         plain, overrides = split_overrides(sys.argv[1:] if words is None else words)
         arguments, unknown = build_parser().parse_known_args(plain)
@@ -50,6 +51,14 @@ def main(words: list[str] | None = None) -> int:
         return 0
     except Exception as error:
         return _fail_for_disk_or_path(error)
+
+
+def _open_closed_streams() -> None:
+    """Started without output streams (`>&-`, some services), write nowhere instead of into the first file we open."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
 
 
 def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:
@@ -85,7 +94,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"z2a {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    for stage in (quickstart, corpus, tokenizer, pack, train, evaluate, exchange):
+    for stage in (quickstart, corpus, tokenizer, pack, data, train, evaluate, exchange):
         stage.register(verbs)
     return parser
 

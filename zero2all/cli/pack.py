@@ -3,26 +3,92 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
-from zero2all.cli.verb import Subparsers, add_verb, add_work, workspace_of
+from zero2all.cli.verb import Subparsers, add_verb, add_work, whole, workspace_of
+
+EXAMPLES = """z2a pack --work my-workspace
+  z2a pack --work my-workspace --best-fit 2048,4096 --workers 8
+  z2a pack --work my-workspace --engine ray --address auto"""
 
 
 def register(verbs: Subparsers) -> None:
     """Add the verb."""
-    parser = add_verb(
-        verbs, "pack", "encode the corpus into token shards for training", "z2a pack --work my-workspace", _pack
-    )
+    parser = add_verb(verbs, "pack", "encode the corpus into token shards for training", EXAMPLES, _pack)
     add_work(parser)
+    parser.add_argument(
+        "--best-fit",
+        type=_lengths,
+        default=(),
+        metavar="N,…",
+        help="also build the index of data.packing best_fit for these sequence lengths",
+    )
+    parser.add_argument(
+        "--learn-prompts",
+        action="store_true",
+        help="of conversations, count every token in the loss (default: only what the assistant writes)",
+    )
+    parser.add_argument(
+        "--encoder",
+        default="auto",
+        metavar="NAME",
+        help="what encodes: auto, fastokens, numba, gigatoken, tiktoken or tokenizers; the tokens are the same with all"
+        " of them (default auto: the fastest that runs here and agrees with tokenizers)",
+    )
+    parser.add_argument(
+        "--strict-encoder",
+        action="store_true",
+        help="stop when the encoder named cannot be used (default: take another)",
+    )
+    parser.add_argument(
+        "--engine", choices=("local", "ray"), default="local", help="what runs the work (default local)"
+    )
+    parser.add_argument(
+        "--workers", type=whole(1), default=None, metavar="N", help="tasks at a time (default: one per core)"
+    )
+    parser.add_argument(
+        "--address",
+        default=None,
+        help="address of a Ray cluster, whose nodes all see the workspace (default: start Ray here)",
+    )
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    return tuple(whole(2)(part) for part in text.split(","))
 
 
 def _pack(arguments: argparse.Namespace) -> None:
+    from zero2all.common.engine import EngineConfig
     from zero2all.common.progress import human_count
-    from zero2all.packed.writer import pack_corpus
+    from zero2all.packed.writer import PackOptions, pack_corpus
+    from zero2all.tokenizer.encoders import EncoderConfig
 
     workspace = workspace_of(arguments)
-    for name, manifest in pack_corpus(workspace.corpus, workspace.tokenizer, workspace.packed).items():
+    options = PackOptions(
+        learn_prompts=arguments.learn_prompts,
+        best_fit=arguments.best_fit,
+        encoder=EncoderConfig(arguments.encoder, arguments.strict_encoder),
+    )
+    engine = EngineConfig(arguments.engine, arguments.workers, arguments.address)
+    manifests = pack_corpus(workspace.corpus, workspace.tokenizer, workspace.packed, options, engine)
+    for name, manifest in manifests.items():
         ratio = manifest["text_bytes"] / max(1, manifest["tokens"])
+        talks = f"  {manifest['conversations']:,} conversations" if manifest["conversations"] else ""
         print(
             f"{name:<24} {manifest['documents']:>9,} documents  {human_count(manifest['tokens']):>8} tokens  "
-            f"{ratio:.2f} bytes/token  channel {manifest['channel']}"
+            f"{ratio:.2f} bytes/token  channel {manifest['channel']}{talks}"
         )
+    for reason, names in _by_encoder(manifests).items():
+        print(f"{', '.join(names)}: encoded by {reason}")
+
+
+def _by_encoder(manifests: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
+    """Encoder and reason, and the splits that were packed with it."""
+    found: dict[str, list[str]] = {}
+    for name, manifest in manifests.items():
+        choice = manifest["encoder"]
+        parity = choice["parity"]
+        texts = parity["documents"] + parity["hard_strings"] if parity else 0
+        checked = f"; equal to the reference on {texts:,} texts" if parity else ""
+        found.setdefault(f"{choice['got']} ({choice['reason']}{checked})", []).append(name)
+    return found

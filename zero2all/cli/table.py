@@ -13,6 +13,7 @@ def print_table(rows: Sequence[Sequence[str]], title: str | None = None) -> None
     """Print rows, the first of which is the heading; columns of figures are set flush right."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
+    from rich.measure import Measurement
     from rich.table import Table
 
     heading, *body = rows
@@ -23,7 +24,12 @@ def print_table(rows: Sequence[Sequence[str]], title: str | None = None) -> None
         table.add_column(name, justify="right" if is_figures else "left", overflow="fold")
     for row in body:
         table.add_row(*row)
-    Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH_IN_FILES).print(table)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH_IN_FILES)
+    if Measurement.get(console, console.options.update_width(1000), table).maximum > console.width:
+        table.padding = (0, 0, 0, 0)  # rather closer together than with words cut in two
+    with console.capture() as printed:  # rich itself would end the program when nobody reads (`| head`)
+        console.print(table)
+    print(printed.get(), end="")
 
 
 def _is_figure(cell: str) -> bool:

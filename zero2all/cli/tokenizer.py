@@ -1,10 +1,19 @@
-"""`z2a tokenizer train / encode / decode`."""
+"""`z2a tokenizer train / extend / show / encode / decode` (and `eval`, in a file of its own)."""
 
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
+from typing import Any
 
-from zero2all.cli.verb import Subparsers, add_group, add_verb, add_work, workspace_of
+from zero2all.cli import tokenizer_eval
+from zero2all.cli.verb import Subparsers, add_group, add_verb, add_work, whole, workspace_of
+
+TRAIN_FLAGS = (
+    *("vocab_size", "kind", "take", "normalise", "pattern", "min_piece_count", "max_piece_bytes", "max_memory"),
+    "threads",
+)
 
 
 def register(verbs: Subparsers) -> None:
@@ -12,25 +21,84 @@ def register(verbs: Subparsers) -> None:
     inner = add_group(
         verbs,
         "tokenizer",
-        "train a vocabulary, encode and decode with it",
+        "train, extend, judge and try out a vocabulary",
         "z2a tokenizer train --work my-workspace --vocab-size 32000",
     )
+    _register_train(inner)
+    _register_extend(inner)
+    tokenizer_eval.register(inner)
+    _register_looking(inner)
 
+
+def _register_train(inner: Subparsers) -> None:
     train = add_verb(
         inner,
         "train",
-        "learn a byte-level BPE vocabulary from the corpus",
-        "z2a tokenizer train --work my-workspace --vocab-size 32000",
+        "learn a vocabulary from the corpus",
+        "z2a tokenizer train --work my-workspace --vocab-size 64000 --take news=20/44,wiki=2GB --max-memory 4GB",
         _train,
+        takes_overrides=True,
     )
     add_work(train)
-    train.add_argument("--vocab-size", type=int, default=64000, metavar="N", help="number of token ids (default 64000)")
+    train.add_argument("--vocab-size", type=int, metavar="N", help="number of token ids (default 64000)")
     train.add_argument(
-        "--train-bytes", type=int, default=None, metavar="N", help="learn from the first N bytes (default: all)"
+        "--kind",
+        choices=("bpe", "hf-bbpe", "sentencepiece"),
+        help="bpe (default): our exact trainer; the others are those of the libraries",
     )
     train.add_argument(
-        "--max-piece-bytes", type=int, default=None, metavar="N", help="longest piece in UTF-8 bytes (default: any)"
+        "--take",
+        metavar="SOURCE=SHARE,…",
+        help="share of each source to train on: news=20/44,wiki=2GB; or one for all: 2GB (default: everything)",
     )
+    train.add_argument("--text", type=Path, nargs="+", metavar="FILE", help="train on these text files, not the corpus")
+    train.add_argument(
+        "--normalise", choices=("none", "nfc", "nfkc"), help="Unicode form of all text (default none: nothing is lost)"
+    )
+    train.add_argument("--pattern", metavar="NAME|REGEX", help="hf-bbpe: qwen2 (default), isolated-han, or your own")
+    train.add_argument("--min-piece-count", type=int, metavar="N", help="learn pieces seen this often (default 2)")
+    train.add_argument("--max-piece-bytes", type=int, metavar="N", help="longest piece in UTF-8 bytes (default: any)")
+    train.add_argument("--max-memory", metavar="SIZE", help="memory to stay within, such as 4GB")
+    train.add_argument("--threads", type=int, metavar="N", help="threads (default: one per core)")
+    train.add_argument(
+        "--approximate", action="store_true", help="bpe: allow an approximate result where memory leaves no other way"
+    )
+    train.add_argument(
+        "--ignore-memory", action="store_true", help="hf-bbpe, sentencepiece: start although memory will not suffice"
+    )
+    train.add_argument("--config", metavar="CONFIG", help="take the tokenizer section of this preset or YAML file")
+
+
+def _register_extend(inner: Subparsers) -> None:
+    extend = add_verb(
+        inner,
+        "extend",
+        "add pieces to a tokenizer without moving an id",
+        "z2a tokenizer extend --work my-workspace --from-text field.txt --vocab-size 66000 --to larger-tokenizer",
+        _extend,
+    )
+    add_work(extend)
+    extend.add_argument(
+        "--tokenizer", type=Path, metavar="DIR", help="tokenizer to extend (default: that of the workspace)"
+    )
+    extend.add_argument("--add", type=Path, metavar="FILE", help="pieces from a file, one a line")
+    extend.add_argument("--pieces", nargs="+", metavar="PIECE", default=[], help=r"pieces (\s: space, \n: line end)")
+    extend.add_argument("--from-text", type=Path, nargs="+", metavar="FILE", help="learn pieces from these text files")
+    extend.add_argument("--vocab-size", type=whole(1), metavar="N", help="ids to reach, with --from-text")
+    extend.add_argument(
+        "--to", type=Path, metavar="DIR", help="folder to write (default: the workspace's tokenizer is replaced)"
+    )
+    extend.add_argument(
+        "--replace", action="store_true", help="replace the workspace's tokenizer although data or runs use the old one"
+    )
+
+
+def _register_looking(inner: Subparsers) -> None:
+    show = add_verb(inner, "show", "what a tokenizer is", "z2a tokenizer show --work my-workspace", _show)
+    add_work(show)
+    _add_folder(show)
+    show.add_argument("--count", type=whole(1), default=12, metavar="N", help="sample pieces to show (default 12)")
+    show.add_argument("--json", action="store_true", help="print JSON")
 
     encode = add_verb(
         inner,
@@ -40,46 +108,239 @@ def register(verbs: Subparsers) -> None:
         _encode,
     )
     add_work(encode)
-    encode.add_argument("text", metavar="TEXT", help="the text, in quotes")
+    _add_folder(encode)
+    encode.add_argument("text", nargs="?", metavar="TEXT", help="the text, in quotes; - or nothing reads from a pipe")
+    encode.add_argument("--file", type=Path, metavar="FILE", help="encode this file")
+    form = encode.add_mutually_exclusive_group()
+    form.add_argument("--ids", action="store_true", help="print only the ids, on one line")
+    form.add_argument("--json", action="store_true", help="print JSON: ids, pieces, bytes per token")
+    form.add_argument("--colour", action="store_true", help="print the text with a colour for each piece")
 
     decode = add_verb(
         inner, "decode", "show the text of tokens", "z2a tokenizer decode --work my-workspace 17 256", _decode
     )
     add_work(decode)
-    decode.add_argument("ids", nargs="+", type=int, metavar="ID", help="token ids, as `encode` shows them")
+    _add_folder(decode)
+    decode.add_argument("ids", nargs="*", type=int, metavar="ID", help="token ids; without any, read from a pipe")
+    decode.add_argument("--file", type=Path, metavar="FILE", help="decode the ids in this file")
+    decode.add_argument("--skip-control", action="store_true", help="leave control tokens out")
+    decode.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_folder(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="DIR", help="any tokenizer folder (default: that of the workspace)"
+    )
+
+
+def _folder(arguments: argparse.Namespace) -> Path:
+    """The tokenizer that --tokenizer or --work names."""
+    given: Path | None = arguments.tokenizer
+    return workspace_of(arguments).tokenizer if given is None else given
 
 
 def _train(arguments: argparse.Namespace) -> None:
+    from zero2all.tokenizer.stage import train_on_corpus, train_on_files
+    from zero2all.tokenizer.train import CONSEQUENCES
+
+    config = _train_config(arguments)
+    if config.normalise != "none":
+        print(f"--normalise {config.normalise}: {CONSEQUENCES[config.normalise]}.", file=sys.stderr)
+    workspace = workspace_of(arguments, create=arguments.text is not None)
+    if arguments.text is not None:
+        manifest = train_on_files(arguments.text, workspace.tokenizer, config, arguments.ignore_memory)
+    else:
+        manifest = train_on_corpus(workspace.corpus, workspace.tokenizer, config, arguments.ignore_memory)
+    _print_repairs(manifest["text"])
+    print(
+        f"{workspace.tokenizer}: {manifest['tokenizer_kind']}, {manifest['vocab_size']:,} token ids from "
+        f"{manifest['text']['bytes'] / 1e6:,.1f} MB of text, fingerprint {manifest['fingerprint']}"
+    )
+
+
+def _train_config(arguments: argparse.Namespace) -> Any:
+    """The tokenizer section of --config, with `--tokenizer.field value` and the flags over it; all problems at once."""
     from zero2all.common.errors import UsageError
-    from zero2all.common.schema import Problem, build
+    from zero2all.common.schema import Problem, apply_overrides, build
+    from zero2all.config import config_values, load_config
     from zero2all.tokenizer.config import TokenizerConfig
-    from zero2all.tokenizer.stage import train_on_corpus
+    from zero2all.tokenizer.take import parse_take
 
     problems: list[Problem] = []
-    values = {name: getattr(arguments, name) for name in ("vocab_size", "train_bytes", "max_piece_bytes")}
+    given: dict[str, Any] = {}
+    apply_overrides(given, arguments.overrides, problems)
+    for name in given.keys() - {"tokenizer"}:
+        raise UsageError(f"`z2a tokenizer train` reads the config's tokenizer section only, not `{name}`.")
+    source = arguments.config
+    values: dict[str, Any] = {} if source is None else config_values(load_config(source))["tokenizer"]
+    _merge(values, given.get("tokenizer", {}))
+    values |= {name: flag for name in TRAIN_FLAGS if (flag := getattr(arguments, name)) is not None}
+    if arguments.take is not None:
+        values["take"] = parse_take(arguments.take)
+    if arguments.approximate:
+        values["exact"] = False
     config = build(TokenizerConfig, values, "tokenizer", problems)
+    problems += [] if problems else config.problems("tokenizer")
     if problems:
         raise UsageError("No tokenizer was trained. " + " ".join(str(problem) for problem in problems))
-    workspace = workspace_of(arguments)
-    manifest = train_on_corpus(workspace.corpus, workspace.tokenizer, config)
-    print(f"{workspace.tokenizer}: {manifest['vocab_size']:,} token ids, fingerprint {manifest['fingerprint']}")
+    return config
+
+
+def _merge(values: dict[str, Any], over: dict[str, Any]) -> None:
+    """Set nested values over others."""
+    for name, value in over.items():
+        if isinstance(value, dict) and isinstance(values.get(name), dict):
+            _merge(values[name], value)
+        else:
+            values[name] = value
+
+
+def _print_repairs(text: dict[str, Any]) -> None:
+    if text.get("documents_with_repaired_surrogates"):
+        count = text["documents_with_repaired_surrogates"]
+        print(f"repaired: {count:,} documents with bytes or surrogates that are no UTF-8, each now U+FFFD")
+    if text.get("control_strings_removed"):
+        print(f"taken out of the text: {text['control_strings_removed']:,} strings that spell a control token")
+
+
+def _extend(arguments: argparse.Namespace) -> None:
+    from zero2all.common.errors import UsageError
+    from zero2all.tokenizer.extend import Extender, read_pieces, unescaped
+    from zero2all.tokenizer.parts import file_parts
+
+    if not (arguments.add or arguments.pieces or arguments.from_text):
+        raise UsageError("Nothing to add. Give pieces with --pieces or --add FILE, or text with --from-text FILE.")
+    if (arguments.from_text is None) != (arguments.vocab_size is None):
+        raise UsageError("--from-text and --vocab-size belong together: how many ids should there be in the end?")
+    source, target = _folder(arguments), arguments.to
+    if target is None:
+        workspace = workspace_of(arguments)
+        target = workspace.tokenizer
+        used = [path.name for path in (workspace.packed, workspace.runs) if path.is_dir()]
+        if used and not arguments.replace:
+            raise UsageError(
+                f"{' and '.join(used)} in {workspace.root} were made with the tokenizer that stands there, and would "
+                f"no longer load. Write the new one elsewhere with --to, or add --replace and make them again."
+            )
+    extender = Extender(source)
+    extender.add(read_pieces(arguments.add) if arguments.add else [])
+    extender.add([unescaped(piece) for piece in arguments.pieces])
+    if arguments.from_text:
+        texts = (text for part in file_parts(arguments.from_text) for text in part.texts())
+        extender.learn(texts, arguments.vocab_size)
+    done = extender.save(target)
+    print(
+        f"{target}: {done['old_vocab_size']:,} ids before, {done['vocab_size']:,} now; "
+        f"{done['pieces_added'] - done['helper_pieces']:,} pieces and {done['helper_pieces']:,} helpers added, "
+        f"{done['already_there']:,} were there already"
+    )
+    if done["text"]["bytes_left_out"]:
+        print(
+            f"text beyond the first {done['text']['bytes']:,} bytes was not read ({done['text']['bytes_left_out']:,})"
+        )
+    if done["sentencepiece_model_left_behind"]:
+        print("sentencepiece.model was left behind: it does not know the new pieces")
+    print(f"give a model rows for them: z2a import FOLDER --tokenizer {target} --resize-embeddings --name NAME")
+
+
+def _show(arguments: argparse.Namespace) -> None:
+    from zero2all.common import jsonio
+    from zero2all.tokenizer.show import tokenizer_facts
+
+    facts = tokenizer_facts(_folder(arguments), arguments.count)
+    if arguments.json:
+        print(jsonio.dumps_pretty(facts).decode(), end="")
+        return
+    print(f"{facts['folder']}: {facts['kind']}, fingerprint {facts['fingerprint']}")
+    print(
+        f"ids         {facts['vocab_size']:,}: {len(facts['control'])} control tokens and {facts['pieces']:,} pieces "
+        f"({facts['whole_characters']:,} of them whole characters), {facts['merges']:,} merges; a model pads its rows "
+        f"to {facts['rows_of_a_model']:,}"
+    )
+    print(f"pattern     {facts['pattern'] or 'none'}")
+    print(f"normalise   {facts['normalisation']}: {facts['normalisation_means']}")
+    print(f"control     {'  '.join(f'{number} {name}' for name, number in facts['control'].items())}")
+    ends = ", ".join(map(str, facts["end_ids"]))
+    print(f"            begin {facts['begin_id']}, end {ends}, pad {facts['pad_id']}")
+    if facts["text_reaches_control"]:
+        names = ", ".join(facts["text_reaches_control"])
+        print(f"            plain `tokenizers` recognises these in text, z2a does not: {names}")
+    for title, name in (("sample", "sample"), ("longest", "longest")):
+        print(f"{title:<11} {'  '.join(f'{number}:{piece}' for number, piece in facts[name].items())}")
 
 
 def _encode(arguments: argparse.Namespace) -> None:
+    from zero2all.common import jsonio
     from zero2all.tokenizer.load import load_tokenizer
+    from zero2all.tokenizer.show import coloured, readable, segments
 
-    tokenizer = load_tokenizer(workspace_of(arguments).tokenizer)
-    ids = tokenizer.encode_text(arguments.text)
-    for token in ids:
-        print(f"{token:>7}  {tokenizer.token_bytes(token).decode('utf-8', 'backslashreplace')!r}")
-    print(f"{len(ids)} tokens, {len(arguments.text.encode()) / max(1, len(ids)):.2f} bytes per token")
+    tokenizer = load_tokenizer(_folder(arguments))
+    text = _given_text(arguments)
+    pieces = segments(tokenizer, text)
+    size = len(text.encode("utf-8", "replace"))
+    per_token = size / max(1, len(pieces))
+    if arguments.json:
+        shown = [{"id": number, "piece": readable(piece)} for number, piece in pieces]
+        facts = {"tokens": len(pieces), "bytes": size, "bytes_per_token": per_token, "pieces": shown}
+        print(jsonio.dumps_pretty(facts).decode(), end="")
+        return
+    if arguments.ids:
+        print(" ".join(str(number) for number, _ in pieces))
+        return
+    if not arguments.colour:
+        for number, piece in pieces:
+            print(f"{number:>7}  {piece.decode('utf-8', 'backslashreplace')!r}")
+    if arguments.colour or sys.stdout.isatty():
+        print(coloured(pieces))
+    print(f"{len(pieces)} tokens, {per_token:.2f} bytes per token")
 
 
 def _decode(arguments: argparse.Namespace) -> None:
+    from zero2all.common import jsonio
     from zero2all.common.errors import UsageError
     from zero2all.tokenizer.load import load_tokenizer
 
+    ids = arguments.ids
+    if not ids:
+        words = _given_bytes(arguments, "ids").decode("utf-8", "replace").replace(",", " ").strip("[] \n").split()
+        try:
+            ids = [int(word) for word in words]
+        except ValueError as error:
+            raise UsageError(f"These are no token ids: {error}. Give whole numbers.") from error
     try:
-        print(load_tokenizer(workspace_of(arguments).tokenizer).decode(arguments.ids, skip_control=False))
+        text = load_tokenizer(_folder(arguments)).decode(ids, skip_control=arguments.skip_control)
     except ValueError as error:
         raise UsageError(f"{error}. `z2a tokenizer encode` shows the ids of a text.") from error
+    print(jsonio.dumps_pretty({"text": text}).decode() if arguments.json else text)
+
+
+def _given_text(arguments: argparse.Namespace) -> str:
+    """The text of the command line, a file or a pipe; bytes that are no UTF-8 are counted and shown as U+FFFD."""
+    if arguments.text not in (None, "-"):
+        if arguments.file is not None:
+            from zero2all.common.errors import UsageError
+
+            raise UsageError("Give a TEXT or a --file, not both.")
+        text: str = arguments.text
+        return text
+    data = _given_bytes(arguments, "text")
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        replaced = data.decode("utf-8", "surrogateescape")
+        bad = sum("\udc80" <= character <= "\udcff" for character in replaced)
+        print(f"{bad} bytes are no UTF-8 and are shown as U+FFFD", file=sys.stderr)
+        return "".join("\ufffd" if "\udc80" <= character <= "\udcff" else character for character in replaced)
+
+
+def _given_bytes(arguments: argparse.Namespace, what: str) -> bytes:
+    from zero2all.common.errors import BadInputError, UsageError
+
+    if arguments.file is not None:
+        try:
+            return Path(arguments.file).read_bytes()
+        except FileNotFoundError:
+            raise BadInputError(f"{arguments.file} does not exist. Give a file with --file.") from None
+    if sys.stdin is None or sys.stdin.isatty():
+        raise UsageError(f"There is no {what}. Give it on the command line, with --file, or through a pipe.")
+    return sys.stdin.buffer.read()

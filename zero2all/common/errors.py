@@ -6,6 +6,7 @@ a full disk, which can meet any write: `is_disk_full` recognises it.
 """
 
 import errno
+import re
 
 DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """No space left; quota used up; larger than a file may be here (a limit of the shell, or of the file system)."""
@@ -57,8 +58,11 @@ def is_disk_full(error: BaseException) -> bool:
     """Whether a write failed for want of room.
 
     Libraries written in Rust (safetensors, tokenizers) wrap the cause in an exception of their own, whose text still
-    ends the way Rust prints the system's errors: `No space left on device (os error 28)`.
+    ends the way Rust prints the system's errors: `No space left on device (os error 28)`. numpy says only how much it
+    could write: `16384 requested and 484 written`.
     """
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in DISK_FULL_ERRNOS
+    if isinstance(error, OSError) and re.fullmatch(r"\d+ requested and \d+ written", str(error)):
+        return True
     return any(f"(os error {number})" in str(error) for number in DISK_FULL_ERRNOS)

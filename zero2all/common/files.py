@@ -36,6 +36,21 @@ def write_atomic(path: Path, data: bytes) -> None:
     fsync_folder(path.parent)
 
 
+def link_or_copy(source: Path, target: Path) -> None:
+    """Make `target` a second name of a file that does not change, or a copy where that cannot be; atomically."""
+    partial = target.with_name(f"{target.name}{PARTIAL_MARK}{os.getpid()}")
+    partial.unlink(missing_ok=True)
+    try:
+        try:
+            os.link(source, partial)
+        except OSError:
+            shutil.copyfile(source, partial)
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+    fsync_folder(target.parent)
+
+
 def write_json(path: Path, value: Any) -> None:
     """Replace `path` by indented JSON, atomically."""
     write_atomic(path, jsonio.dumps_pretty(value))
@@ -65,7 +80,7 @@ def staged_folder(final: Path) -> Iterator[Path]:
     try:
         yield partial
         fsync_tree(partial)
-        _put_in_place(partial, final)
+        put_in_place(partial, final)
         fsync_folder(final.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -86,7 +101,8 @@ def sweep_partials(final: Path) -> None:
             leftover.unlink(missing_ok=True)
 
 
-def _put_in_place(partial: Path, final: Path) -> None:
+def put_in_place(partial: Path, final: Path) -> None:
+    """Rename a folder that is whole to `final`; an older one is set aside first and then removed."""
     if not final.exists():
         partial.rename(final)
         return

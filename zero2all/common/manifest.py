@@ -17,14 +17,14 @@ from zero2all import __version__
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import MANIFEST_NAME, crc32c_of, read_json, write_json
 
-FORMATS = {"corpus": 1, "tokenizer": 1, "packed": 1, "checkpoint": 1, "raw": 1}
+FORMATS = {"corpus": 1, "tokenizer": 1, "packed": 1, "best_fit": 1, "checkpoint": 1, "raw": 1}
 """The format number this version writes and reads, per kind of artifact. Raise it when the layout changes."""
 
 
 def fingerprint(value: Any) -> str:
     """A short stable name for any JSON value: the first 16 hex digits of its sha256."""
     canonical = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+    return hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def write_manifest(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 LOG_EVERY_SECONDS = 10.0
@@ -38,6 +38,12 @@ def progress(label: str, total: float | None, unit: str, done: float = 0) -> Ite
         log = _LogBar(label, total, unit, done)
         yield log
         log.finish()
+
+
+def say(line: str) -> None:
+    """A line for whoever watches; that nobody does (`2>&1 | head`) must not end the work."""
+    with suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
 
 
 def human_count(count: float) -> str:
@@ -94,7 +100,7 @@ class _LogBar:
             parts.append(f"{human_seconds((self.total - self.done) / speed)} left")
         if self.note:
             parts.append(self.note)
-        print("  ".join(parts), file=sys.stderr, flush=True)
+        say("  ".join(parts))
 
 
 class _RichBar:

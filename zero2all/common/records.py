@@ -16,6 +16,8 @@ from zero2all.common.files import PARTIAL_MARK, read_json
 from zero2all.common.manifest import read_manifest
 
 REPORT_NAME = "report.json"
+ORIGINS_NAME = "origins.jsonl"
+"""Which raw file each stretch of a source's items came from: `first` ordinal and `file`, a line each, rising."""
 SPLITS = ("train", "valid")
 TEXT_END = b"\n\f\n"
 """Ends a document in a plain text shard. Cleaning takes form feeds out of texts, so none stands inside one."""
@@ -59,7 +61,7 @@ def training_text(record: dict[str, Any]) -> str:
 def _read_jsonl(part: Path, _: str) -> Iterator[dict[str, Any]]:
     with open(part, "rb") as file:
         for number, line in enumerate(file, 1):
-            yield _record_of(line, part, number)
+            yield record_of_line(line, part, f"line {number}")
 
 
 def _read_zst(part: Path, _: str) -> Iterator[dict[str, Any]]:
@@ -69,7 +71,7 @@ def _read_zst(part: Path, _: str) -> Iterator[dict[str, Any]]:
         *lines, rest = (rest + piece).split(b"\n")
         for line in lines:
             number += 1
-            yield _record_of(line, part, number)
+            yield record_of_line(line, part, f"line {number}")
     if rest:
         raise _damaged(part, "ends inside a record")
 
@@ -129,11 +131,12 @@ def _read_txt(part: Path, source: str) -> Iterator[dict[str, Any]]:
             raise _damaged(part, "ends inside a document")
 
 
-def _record_of(line: bytes, part: Path, number: int) -> dict[str, Any]:
+def record_of_line(line: bytes, part: Path, where: str) -> dict[str, Any]:
+    """The record on one line of a JSON-lines shard; `where` names the line if it is damaged."""
     try:
         record: dict[str, Any] = jsonio.loads(line)
     except ValueError as error:
-        raise _damaged(part, f"line {number}, is not JSON ({error})", comma=True) from error
+        raise _damaged(part, f"{where}, is not JSON ({error})", comma=True) from error
     return record
 
 

@@ -10,9 +10,9 @@
 numba, pyarrow and ray are imported only when they are needed.
 """
 
+from zero2all.common.engine import EngineConfig
 from zero2all.corpus.build import build_corpus, check_sources
-from zero2all.corpus.engine import EngineConfig
-from zero2all.corpus.finish import iter_dropped
+from zero2all.corpus.finish import find_record, iter_dropped
 from zero2all.corpus.options import BuildOptions
 from zero2all.corpus.record import Record
 from zero2all.corpus.report import read_report, summary_notes, summary_rows
@@ -27,6 +27,7 @@ __all__ = [
     "Source",
     "build_corpus",
     "check_sources",
+    "find_record",
     "iter_dropped",
     "load_settings",
     "parse_mapping",

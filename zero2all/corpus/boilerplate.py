@@ -17,13 +17,14 @@ from pathlib import Path
 import numpy as np
 
 from zero2all.common import jsonio
+from zero2all.common.engine import Engine, advance
 from zero2all.common.files import read_json, staged_folder, write_json
+from zero2all.common.records import ORIGINS_NAME
 from zero2all.corpus.dedup.arrays import write_npy
 from zero2all.corpus.dedup.config import DedupConfig
 from zero2all.corpus.dedup.index import IndexWriter, digest_bytes, read_index, read_signatures
 from zero2all.corpus.dedup.lines import LINES_NAME, frequent_lines, strip_lines
 from zero2all.corpus.dedup.signatures import Described, describe
-from zero2all.corpus.engine import Engine, advance
 from zero2all.corpus.record import encode_record
 from zero2all.corpus.report import Tally
 from zero2all.corpus.segments import (
@@ -88,7 +89,7 @@ def strip_segment(task: StripTask) -> Segment:
     tally = Tally()
     tally.add(task.segment.state["tally"])
     with staged_folder(task.folder) as staging, ExitStack() as stack:
-        for name in (QUARANTINED_NAME, DROPPED_NAME):
+        for name in (QUARANTINED_NAME, DROPPED_NAME, ORIGINS_NAME):
             shutil.copyfile(task.segment.folder / name, staging / name)
         records = stack.enter_context(open(staging / RECORDS_NAME, "wb", buffering=1 << 20))
         dropped = stack.enter_context(open(staging / DROPPED_NAME, "ab"))

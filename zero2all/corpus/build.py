@@ -18,17 +18,24 @@ A source left out of a later build keeps its folder, but no stage reads it.
 from __future__ import annotations
 
 import errno
-import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from zero2all.common import jsonio
-from zero2all.common.errors import BadInputError, DiskError, RunLockedError, UsageError
-from zero2all.common.files import read_json, require_free_space, sweep_partials, write_atomic, write_json
+from zero2all.common.engine import Engine, EngineConfig, Shown, open_engine
+from zero2all.common.errors import BadInputError, DiskError, UsageError
+from zero2all.common.files import (
+    link_or_copy,
+    read_json,
+    require_free_space,
+    sweep_partials,
+    write_atomic,
+    write_json,
+)
+from zero2all.common.lock import folder_lock
 from zero2all.common.manifest import MANIFEST_NAME, fingerprint, is_current
 from zero2all.common.progress import progress
 from zero2all.corpus.boilerplate import strip_boilerplate
@@ -39,10 +46,9 @@ from zero2all.corpus.duplicates import (
     read_duplicates,
     search_duplicates,
 )
-from zero2all.corpus.engine import Engine, EngineConfig, Shown, open_engine
 from zero2all.corpus.finish import DROPPED_FOLDER, SourceFinish, finish_shard
 from zero2all.corpus.ingest import NAMED_FILES, ingest_unit
-from zero2all.corpus.listing import require_readable
+from zero2all.corpus.listing import UNREADABLE, require_readable
 from zero2all.corpus.options import BuildOptions
 from zero2all.corpus.plan import (
     Cut,
@@ -52,6 +58,7 @@ from zero2all.corpus.plan import (
     no_text_field,
     nothing_readable,
     plan_source,
+    planned_units,
     report_fields,
     skipped_names,
 )
@@ -65,12 +72,16 @@ from zero2all.corpus.sources import Source, source_problems
 FORMAT_RULES = 1
 """Raise it when finish changes what it writes from the same segments."""
 
-SMALL_BYTES = 8_000_000
+PRELOADED = ("zero2all.corpus.ingest", "zero2all.corpus.finish", "zero2all.corpus.warm")
+"""What worker processes need."""
+SMALL_BYTES = 24_000_000
 """Below this much input one process is faster than starting several."""
 DISK_SHARE = 2.4
 DISK_SHARE_COMPRESSED = 10.0
 COMPRESSED_SUFFIXES = frozenset({".parquet", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".zip", ".7z", ".rar"})
 DISK_MARGIN_BYTES = 64_000_000
+PASSING = frozenset({UNREADABLE, "read_error"})
+"""Reasons of damage that may be gone at the next attempt, though the file has not changed."""
 
 Announce = Callable[[str], None]
 
@@ -94,7 +105,8 @@ def build_corpus(
     sources = [source if source.is_remote else replace(source, path=Path(source.path).absolute()) for source in sources]
     listings = [list_source(source, corpus_folder) for source in sources]
     corpus_folder.mkdir(parents=True, exist_ok=True)
-    with _locked(corpus_folder):
+    busy = f"Another process is building the corpus in {corpus_folder}. Wait for it, or choose another --work."
+    with folder_lock(corpus_folder, busy):
         _sweep(corpus_folder, sources)
         numbers = source_numbers(corpus_folder, [source.name for source in sources])
         plans = [
@@ -130,32 +142,9 @@ def check_sources(sources: Sequence[Source], options: BuildOptions, engine: Engi
             require_readable(Path(source.path), source.name)
 
 
-@contextmanager
-def _locked(corpus_folder: Path) -> Iterator[None]:
-    """Keep a second build out of the folder while this one runs."""
-    try:
-        import fcntl
-    except ImportError:  # not on Windows
-        yield
-        return
-    handle = os.open(corpus_folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunLockedError(
-                f"Another process is building the corpus in {corpus_folder}. Wait for it, or choose another --work."
-            ) from None
-        except OSError:  # a file system without locks
-            pass
-        yield
-    finally:
-        os.close(handle)
-
-
 def _sweep(corpus_folder: Path, sources: Sequence[Source]) -> None:
     """Remove what a killed build left behind, also where nothing is going to be rebuilt."""
-    for name in [*(source.name for source in sources), REPORT_NAME, REPORT_HTML_NAME, SOURCES_NAME]:
+    for name in [*(source.name for source in sources), REPORT_NAME, REPORT_HTML_NAME, SOURCES_NAME, CLUSTERS_NAME]:
         sweep_partials(corpus_folder / name)
     for source in sources:
         sweep_partials(corpus_folder / QUARANTINE_NAME / f"{source.name}.jsonl")
@@ -196,7 +185,7 @@ class _Build:
         raw_bytes = sum(plan.listing.size_bytes for plan in self.plans)
         if config.kind == "local" and config.workers is None and raw_bytes < SMALL_BYTES:
             config = EngineConfig("local", 1)
-        with open_engine(config) as engine:
+        with open_engine(config, PRELOADED) as engine:
             folder = self.work / self.dedup_inputs
             duplicates = read_duplicates(folder) if self.dedups else None
             needed = self.stale if duplicates is not None or not self.dedups else self.plans
@@ -248,8 +237,10 @@ class _Build:
             fields = dict.fromkeys(field for state in states for field in state["unmapped_fields"])
             raise no_text_field(source, str(source.path), list(fields))
         unread_bytes = sum(state["unread_bytes"] for state in states)
-        share = max(damaged / tally.records_in, unread_bytes / max(plan.listing.size_bytes, 1))
+        unread_share = unread_bytes / max(plan.listing.size_bytes, 1)  # of what was compressed, more may be unread
+        share = min(1.0, max(damaged / tally.records_in, unread_share))
         if share > options.max_damaged_share:
+            _forget_unreadable(plan, segments)
             raise BadInputError(
                 f"Source {source.name}: {damaged:,} of {tally.records_in:,} records are damaged, and "
                 f"{unread_bytes:,} bytes behind damaged places could not be read: {share:.2%}, where "
@@ -305,14 +296,15 @@ class _Build:
         if not totals["records_kept"]:
             raise BadInputError(
                 f"The corpus is empty: {totals['records_in']:,} records were read and none was kept "
-                f"({counts_in_words(totals['dropped'])}, {totals['quarantined']:,} quarantined). Check that the text "
-                f"field is the right one (content was taken from {_mappings_in_words(by_source)}), and that the rules "
-                f"are not too strict for this text: samples of what each rule dropped are in "
-                f"{self.corpus_folder / self.plans[0].name / DROPPED_FOLDER}."
+                f"({counts_in_words({**totals['dropped'], 'quarantined': totals['quarantined']})}). Check that the "
+                f"text field is the right one (content was taken from {_mappings_in_words(by_source)}), and that the "
+                f"rules are not too strict for this text: samples of what each rule dropped are under "
+                f"{self.corpus_folder / self.plans[0].name / DROPPED_FOLDER}, what was damaged under "
+                f"{self.corpus_folder / QUARANTINE_NAME}."
             )
         clusters = self.work / self.dedup_inputs / CLUSTERS_NAME
-        if clusters.is_file():
-            clusters.replace(self.corpus_folder / CLUSTERS_NAME)
+        if clusters.is_file():  # it stays there too: a build with another format finds this dedup done
+            link_or_copy(clusters, self.corpus_folder / CLUSTERS_NAME)
         path = self.corpus_folder / REPORT_NAME
         if not path.is_file() or path.read_bytes() != jsonio.dumps_pretty(report):
             path.unlink(missing_ok=True)
@@ -346,6 +338,15 @@ class _Build:
                 needed += file.size_bytes * (DISK_SHARE_COMPRESSED if compressed else DISK_SHARE)
         there = sum(path.stat().st_size for path in self.work.rglob("*") if path.is_file())  # of an interrupted build
         return max(int(needed) - there, 0) + DISK_MARGIN_BYTES
+
+
+def _forget_unreadable(plan: SourcePlan, segments: list[Segment]) -> None:
+    """Let the next run try again what the disk or the network refused: a right that is given does not change a file."""
+    if any(unit["format"] == UNREADABLE for unit in planned_units(plan)):
+        shutil.rmtree(plan.folder, ignore_errors=True)  # how the source was cut is no longer true
+    for segment in segments:
+        if not PASSING.isdisjoint(segment.state["tally"]["quarantined_by_reason"]):
+            shutil.rmtree(segment.folder.parent, ignore_errors=True)
 
 
 def _mappings_in_words(by_source: dict[str, dict[str, Any]]) -> str:

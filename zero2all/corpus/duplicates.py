@@ -13,19 +13,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from zero2all.common import jsonio
+from zero2all.common.engine import Engine
 from zero2all.common.files import PARTIAL_MARK, read_json, write_json
 from zero2all.corpus.dedup.cluster import CLUSTERS_NAME as PAIRS_NAME
 from zero2all.corpus.dedup.cluster import NEAR_DUPLICATE, find_duplicates
 from zero2all.corpus.dedup.config import DedupConfig, jaccard_estimate
 from zero2all.corpus.dedup.index import read_index
-from zero2all.corpus.engine import Engine
 from zero2all.corpus.record import ORDINAL_BITS
 from zero2all.corpus.segments import Segment, first_ordinals
 from zero2all.corpus.split import Split, SplitChoice
@@ -102,8 +102,6 @@ def search_duplicates(
         return splits[owners[unit]].is_valid(rows["digest"][:, 0].astype(np.uint64))
 
     units = [segment.folder for source in sources for segment in source.segments]
-    if not any(segment.kept for source in sources for segment in source.segments):
-        config = replace(config, exact=False, near="off")  # nothing to compare
     result = find_duplicates(units, folder, config, engine=engine, held_out=held_out)
     _write_gids(folder / GIDS_NAME, sources, result.documents)
     _write_clusters(folder)

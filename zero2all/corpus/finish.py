@@ -11,7 +11,7 @@ import itertools
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,15 +19,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from zero2all.common import jsonio
+from zero2all.common.engine import advance
 from zero2all.common.files import PARTIAL_MARK, crc32c_of, fsync_folder, fsync_tree, sweep_partials
 from zero2all.common.manifest import write_manifest
-from zero2all.common.records import SPLITS
+from zero2all.common.records import ORIGINS_NAME, SPLITS, iter_records
 from zero2all.corpus.dedup.index import read_index
 from zero2all.corpus.duplicates import DROP_REASONS, Duplicates, SourceSegments, split_before_dedup
-from zero2all.corpus.engine import advance
 from zero2all.corpus.options import BuildOptions
-from zero2all.corpus.record import make_gid, numbered, numbers_bytes
-from zero2all.corpus.report import LENGTH_BUCKETS, Tally, check_identity
+from zero2all.corpus.record import ORDINAL_BITS, make_gid, numbered, numbers_bytes
+from zero2all.corpus.report import EXAMPLE_CHARS, LENGTH_BUCKETS, Tally, check_identity
 from zero2all.corpus.scripts import SCRIPTS
 from zero2all.corpus.segments import DROPPED_NAME, LAYOUT_NAME, RECORDS_NAME, Segment, first_ordinals
 from zero2all.corpus.shards import shard_name, write_shard
@@ -37,7 +37,6 @@ DROPPED_FOLDER = "dropped"
 SAMPLES_PER_RULE = 200
 SAMPLE_CHARS = 400
 EXAMPLES = 3
-EXAMPLE_CHARS = 300
 READ_BYTES = 1 << 20
 
 
@@ -104,6 +103,17 @@ def iter_dropped(corpus: Path, source: str, rule: str) -> Iterator[dict[str, Any
     if path.is_file():
         with open(path, "rb") as file:
             yield from map(jsonio.loads, file)
+
+
+def find_record(corpus: Path, numbers: Mapping[str, int], gid: int) -> tuple[str, dict[str, Any]] | None:
+    """The split and record of a gid, looked for in the source with its number; None when it was not kept."""
+    for name, number in numbers.items():
+        if number == gid >> ORDINAL_BITS:
+            for split in SPLITS:
+                for record in iter_records(corpus, name, split):
+                    if record.get("gid") == gid:
+                        return split, record
+    return None
 
 
 class _Rows:
@@ -222,7 +232,10 @@ class SourceFinish:
         for name in SPLITS:
             (self.work / name).mkdir(parents=True, exist_ok=True)
         shutil.rmtree(self.work / DROPPED_FOLDER, ignore_errors=True)
+        for leftover in self.work.rglob(f"*{PARTIAL_MARK}*"):  # of a killed attempt, whatever lives under its number
+            leftover.unlink(missing_ok=True)
         samples = self._write_samples()
+        self._write_origins()
         report = {
             **self.tally.as_report(),
             "train_records": sum(task.records for task in self.tasks) - held_out,
@@ -274,6 +287,17 @@ class SourceFinish:
                     if counts[rule] <= EXAMPLES:
                         examples.setdefault(rule, []).append(sample["excerpt"][:EXAMPLE_CHARS])
         return dict(sorted(examples.items()))
+
+    def _write_origins(self) -> None:
+        """`origins.jsonl`: from which raw file the items from an ordinal on came."""
+        last = None
+        with open(self.work / ORIGINS_NAME, "wb", buffering=1 << 20) as out:
+            for first_ordinal, segment in zip(self._first_ordinals, self.segments, strict=True):
+                with open(segment.folder / ORIGINS_NAME, "rb") as file:
+                    for stretch in map(jsonio.loads, file):
+                        if stretch["file"] != last:
+                            last = stretch["file"]
+                            out.write(jsonio.dumps_line({"first": first_ordinal + stretch["first"], "file": last}))
 
     def _rule_samples(self, number: int, segment: Segment) -> Iterator[dict[str, Any]]:
         with open(segment.folder / DROPPED_NAME, "rb") as file:

@@ -9,41 +9,36 @@ interrupted.
 from __future__ import annotations
 
 import itertools
-import re
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from zero2all.common import jsonio
+from zero2all.common.engine import advance
 from zero2all.common.files import staged_folder, write_json
-from zero2all.corpus.clean.cleaner import Cleaned, Cleaner
+from zero2all.corpus.clean.cleaner import Cleaner
 from zero2all.corpus.clean.config import CleanConfig
-from zero2all.corpus.clean.repair import repair
 from zero2all.corpus.dedup.config import DedupConfig
-from zero2all.corpus.dedup.index import IndexWriter
-from zero2all.corpus.dedup.lines import LineCounter, uses_lines
-from zero2all.corpus.dedup.signatures import describe
-from zero2all.corpus.engine import advance
-from zero2all.corpus.listing import InputFile
-from zero2all.corpus.quarantine import encodable, quarantine_line
-from zero2all.corpus.readers import EXCERPT_CHARS, NOT_READ, Damaged, Format, Limits, Row, Unit, plan_units, read_unit
-from zero2all.corpus.record import Document, encode_record
-from zero2all.corpus.report import Tally
-from zero2all.corpus.scripts import scripts_of
+from zero2all.corpus.listing import UNREADABLE, InputFile
+from zero2all.corpus.readers import (
+    EXCERPT_CHARS,
+    NOT_READ,
+    Damaged,
+    Format,
+    Limits,
+    Origin,
+    Row,
+    Unit,
+    damaged_at,
+    plan_units,
+    read_unit,
+)
+from zero2all.corpus.record import Document
+from zero2all.corpus.segment_writer import SegmentWriter
 from zero2all.corpus.segments import (
     DONE_NAME,
-    DROPPED_NAME,
-    LAYOUT,
-    LAYOUT_NAME,
-    QUARANTINED_NAME,
-    RECORDS_NAME,
-    SAMPLE_CHARS,
-    SAMPLES_PER_RULE,
     STATE_NAME,
     Segment,
     finished_segments,
@@ -52,18 +47,11 @@ from zero2all.corpus.segments import (
 )
 from zero2all.corpus.sources import apply_mapping, fields_seen, guess_mapping
 
-BATCH_CHARS = 1 << 19
-BATCH_RECORDS = 4096
-SEGMENT_BYTES = 64_000_000
-"""A segment is closed when this much text has been read for it …"""
-SEGMENT_ITEMS = 100_000
-"""… or this many items, so that a worker's memory stays small."""
 PROGRESS_BYTES = 1 << 18
-MENDABLE = re.compile("[\u00c2-\u00f4]")
-"""Every text in a wrong encoding that repair can mend has one of these."""
 PEEKED_ROWS = 20
 PEEKED_ITEMS = 1000
 NAMED_FILES = 20
+NAMED_FIELDS = 50
 
 
 class Piece(NamedTuple):
@@ -112,11 +100,11 @@ def ingest_unit(task: IngestTask) -> list[Segment]:
     while not items.at_end:
         folder = task.folder / segment_name(len(segments))
         with staged_folder(folder) as staging, ExitStack() as stack:
-            writer = _SegmentWriter(task, staging, cleaner, stack)
+            writer = SegmentWriter(task, staging, cleaner, stack)
             while not (writer.is_full or items.at_end):
                 items.fill(writer)
                 writer.clean_batch()
-            state = writer.finish(items)
+            state = writer.finish(items.take_notes())
             stack.close()
             write_json(staging / STATE_NAME, state)
         segments.append(Segment(folder, state))
@@ -141,15 +129,17 @@ class _Items:
         self._last_skips: list[tuple[str, str]] = []
         """… and those behind the last one, when it was looked at before its turn."""
         self._told = self._untold = 0
+        self._unit_left = 0
+        """Bytes of the current unit that have not been read."""
         self._stream = self._read()
 
-    def fill(self, writer: _SegmentWriter) -> None:
+    def fill(self, writer: SegmentWriter) -> None:
         """Hand over items until the writer has a batch, or there are no more."""
         item: Row | Damaged | None = None
         for item in self._stream:
             document = _document_of(item, self._mapping)
             if isinstance(document, Damaged):
-                writer.add_damaged(item, document)
+                writer.add_damaged(item, document, self._unread_behind(document))
             else:
                 writer.add(item, document)
             if writer.batch_is_full():
@@ -161,6 +151,13 @@ class _Items:
             mapping = dict(self._mapping) if self._mapping is not None else None
             place = {"piece": self._piece, "unit": self._unit, "origin": _origin_key(item), "cursor": item.cursor}
             self._next = {**place, "mapping": mapping}
+
+    def _unread_behind(self, damaged: Damaged) -> int:
+        """Bytes of the file that are lost with an item behind which nothing can be read."""
+        if not damaged.ends_file:
+            return 0
+        ends_unit = damaged.origin is not None and not damaged.origin.path  # and not only a member of an archive
+        return max(damaged.raw_bytes, self._unit_left if ends_unit else 0)
 
     def take_notes(self) -> dict[str, Any]:
         """What was learnt about files since the last call, and where to go on."""
@@ -180,14 +177,18 @@ class _Items:
             for unit_number, unit in enumerate(units):
                 if resume is not None and unit_number < resume["unit"]:
                     continue
-                if unit.format in NOT_READ:
+                if unit.format in NOT_READ and unit.format is not Format.UNREADABLE:
                     self._notes.skip(str(unit.format), piece.file.name)
-                    if unit.note:
-                        self._notes.notes.append(f"{piece.file.name}: {unit.note}")
+                    self._notes.note(piece.file.name, unit.note)
                     continue
                 at, resume = resume, None
-                self._piece, self._unit = piece_number, unit_number
+                self._piece, self._unit, self._unit_left = piece_number, unit_number, unit.raw_bytes
                 cursor = at["cursor"] if at is not None else None
+                if unit.format is Format.UNREADABLE:
+                    if at is None:
+                        self._mapping = None
+                        yield unreadable_file(unit)
+                    continue
                 items = read_unit(unit, self.task.limits, self._on_bytes, cursor, on_skip=self._on_skip)
                 yield from self._mapped(iter(items), unit, piece.mapping, at)
                 self._skips += self._last_skips
@@ -244,7 +245,7 @@ class _Items:
         fields = [item.fields for item in same if isinstance(item, Row)][:PEEKED_ROWS]
         mapping = guess_mapping(fields, self.task.given_mapping) if fields else None
         if mapping is None:
-            self._notes.unmapped_fields.update(dict.fromkeys(fields_seen(fields)))
+            self._notes.see_fields(fields_seen(fields))
         return mapping
 
     def _from_ahead(self, ahead: deque[tuple[Row | Damaged, list[tuple[str, str]]]]) -> Iterator[Row | Damaged]:
@@ -263,6 +264,7 @@ class _Items:
         self._skips = []
 
     def _on_bytes(self, amount: int) -> None:
+        self._unit_left -= amount
         self._untold += amount
         if self._untold >= PROGRESS_BYTES:
             advance(self._untold)
@@ -288,6 +290,17 @@ class _Notes:
         if len(names) < NAMED_FILES:
             names.append(name)
 
+    def note(self, file_name: str, words: str) -> None:
+        """Something to tell about a file."""
+        if words and len(self.notes) < NAMED_FILES:
+            self.notes.append(f"{file_name}: {words}")
+
+    def see_fields(self, names: Iterable[str]) -> None:
+        """Fields of rows none of which is known to hold the text; a few are enough for the message."""
+        room = NAMED_FIELDS - len(self.unmapped_fields)
+        new = (name for name in names if name not in self.unmapped_fields)
+        self.unmapped_fields.update(dict.fromkeys(itertools.islice(new, room)))
+
     def add_origin(self, first: Row | Damaged, mapping: Mapping[str, str] | None, is_beginning: bool) -> None:
         """A file or archive member, by its first item: what it is and how its rows are read, or that they cannot be."""
         if is_beginning and first.origin is not None:
@@ -295,7 +308,7 @@ class _Notes:
         if mapping and mapping not in self.mappings:
             self.mappings.append(dict(mapping))
         elif not mapping and isinstance(first, Row) and not first.is_document:
-            self.unmapped_fields.update(dict.fromkeys(first.fields))
+            self.see_fields(first.fields)
 
     def as_state(self) -> dict[str, Any]:
         """Everything, as JSON holds it."""
@@ -305,7 +318,7 @@ class _Notes:
             "skipped_names": self.skipped_names,
             "mappings": self.mappings,
             "unmapped_fields": list(self.unmapped_fields),
-            "notes": self.notes[:NAMED_FILES],
+            "notes": self.notes,
         }
 
 
@@ -317,10 +330,6 @@ def first_rows(items: Iterator[Row | Damaged], most: int = PEEKED_ROWS) -> list[
     same = itertools.takewhile(lambda item: item.origin is first.origin, itertools.islice(items, PEEKED_ITEMS))
     rows = (item for item in itertools.chain([first], same) if isinstance(item, Row))
     return list(itertools.islice(rows, most))
-
-
-def _origin_name(item: Row | Damaged) -> str:
-    return item.origin.name if item.origin is not None else ""
 
 
 def _origin_key(item: Row | Damaged) -> list[Any]:
@@ -341,150 +350,12 @@ def _document_of(item: Row | Damaged, mapping: Mapping[str, str] | None) -> Docu
         return _unusable_row(item, "not_text", str(error))
 
 
+def unreadable_file(unit: Unit) -> Damaged:
+    """A file that could not be opened, as one damaged item."""
+    origin = Origin(unit.file.name, "", Format.UNREADABLE)
+    return damaged_at(origin, 0, 0, UNREADABLE, unit.note, unit.raw_bytes, ends_file=True)
+
+
 def _unusable_row(row: Row, reason: str, detail: str) -> Damaged:
     excerpt = repr(row.fields)
     return Damaged(row.place, reason, detail[:EXCERPT_CHARS], len(excerpt.encode(errors="replace")), excerpt)
-
-
-def repair_field(text: str) -> str:
-    """`repair` for short texts, most of which need none."""
-    return text.strip() if text.isprintable() and not MENDABLE.search(text) else repair(text)
-
-
-class _Waiting(NamedTuple):
-    """A document of the current batch."""
-
-    number: int
-    item: Row | Damaged
-    document: Document
-
-
-class _SegmentWriter:
-    """Fills the staging folder of one segment."""
-
-    def __init__(self, task: IngestTask, staging: Path, cleaner: Cleaner, stack: ExitStack) -> None:
-        self.task, self.staging, self.cleaner = task, staging, cleaner
-        self.tally = Tally()
-        self.unread_bytes = 0
-        self._items = 0
-        self._batch: list[_Waiting] = []
-        self._batch_chars = 0
-        self._batch_end = BATCH_RECORDS
-        self._samples: Counter[str] = Counter()
-        self._layout: list[np.ndarray] = []
-        self._records = stack.enter_context((staging / RECORDS_NAME).open("wb", buffering=1 << 20))
-        self._quarantined = stack.enter_context((staging / QUARANTINED_NAME).open("wb"))
-        self._dropped = stack.enter_context((staging / DROPPED_NAME).open("wb"))
-        self._index = stack.enter_context(IndexWriter(staging, near=task.dedup.near != "off"))
-        self._lines = LineCounter(task.dedup) if uses_lines(task.channel, task.dedup) else None
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the segment should end here."""
-        return self.tally.bytes_in >= SEGMENT_BYTES or self._items >= SEGMENT_ITEMS
-
-    def batch_is_full(self) -> bool:
-        """Whether the documents waiting should be cleaned now."""
-        return self._batch_chars >= BATCH_CHARS or self._items >= self._batch_end
-
-    def add(self, item: Row | Damaged, document: Document) -> None:
-        """Take a document into the batch."""
-        self._batch.append(_Waiting(self._items, item, document))
-        self._batch_chars += len(document.content)
-        self._items += 1
-
-    def add_damaged(self, item: Row | Damaged, damaged: Damaged) -> None:
-        """Count and list an item that could not be read."""
-        self.tally.bytes_in += damaged.raw_bytes
-        self._quarantine(self._items, item, damaged)
-        self._items += 1
-
-    def clean_batch(self) -> None:
-        """Clean the documents waiting, and write those that are kept."""
-        batch, self._batch, self._batch_chars = self._batch, [], 0
-        self.tally.records_in += self._items - self._batch_end + BATCH_RECORDS
-        self._batch_end = self._items + BATCH_RECORDS
-        texts: list[str] = []
-        lines: list[bytes] = []
-        numbers: list[int] = []
-        bytes_kept = bytes_repaired = bytes_in = 0
-        for waiting, cleaned in zip(batch, self.cleaner.clean([one.document.content for one in batch]), strict=True):
-            bytes_in += cleaned.text_bytes + cleaned.repaired_bytes
-            if cleaned.reason is not None:
-                self._drop(waiting, cleaned)
-                continue
-            line = self._encode(waiting, cleaned)
-            if line is None:
-                continue
-            bytes_kept += cleaned.text_bytes
-            bytes_repaired += cleaned.repaired_bytes
-            if cleaned.masked:
-                self.tally.masked.update(cleaned.masked)
-            lines.append(line)
-            texts.append(cleaned.text)
-            numbers.append(waiting.number)
-        self.tally.bytes_in += bytes_in
-        if texts:
-            self.tally.records_kept += len(texts)
-            self.tally.bytes_kept += bytes_kept
-            self.tally.bytes_repaired += bytes_repaired
-            self._write(texts, lines, numbers)
-
-    def finish(self, items: _Items) -> dict[str, Any]:
-        """Write what is left; returns what is to be kept of this segment in words and figures."""
-        np.save(self.staging / LAYOUT_NAME, np.concatenate(self._layout) if self._layout else np.zeros(0, LAYOUT))
-        if self._lines is not None:
-            self._lines.write(self.staging)
-        return {
-            "items": self._items,
-            "tally": self.tally.as_report(),
-            "unread_bytes": self.unread_bytes,
-            **items.take_notes(),
-        }
-
-    def _encode(self, waiting: _Waiting, cleaned: Cleaned) -> bytes | None:
-        document = waiting.document
-        title = document.title and repair_field(document.title)
-        category = document.category and repair_field(document.category)
-        desc = document.desc and repair_field(document.desc)
-        try:
-            return encode_record(self.task.source, category, title, cleaned.text, desc, document.others)
-        except ValueError as error:
-            bytes_in = cleaned.text_bytes + cleaned.repaired_bytes
-            damaged = Damaged(waiting.item.place, "not_json", str(error), bytes_in, cleaned.text[:EXCERPT_CHARS])
-            self._quarantine(waiting.number, waiting.item, damaged)
-            return None
-
-    def _write(self, texts: list[str], lines: list[bytes], numbers: list[int]) -> None:
-        self._records.writelines(lines)
-        layout = np.empty(len(lines), LAYOUT)
-        layout["line_bytes"] = [len(line) for line in lines]
-        layout["script"] = scripts_of(texts)
-        self._layout.append(layout)
-        self._index.add(describe(texts, self.task.channel, self.task.dedup), np.array(numbers, np.uint64))
-        if self._lines is not None:
-            self._lines.add(texts)
-
-    def _drop(self, waiting: _Waiting, cleaned: Cleaned) -> None:
-        rule = cleaned.reason or ""
-        self.tally.dropped[rule] += 1
-        self.tally.bytes_dropped[rule] += cleaned.text_bytes + cleaned.repaired_bytes
-        if self._samples[rule] < SAMPLES_PER_RULE:
-            self._samples[rule] += 1
-            sample = {
-                "rule": rule,
-                "item": waiting.number,
-                "file": _origin_name(waiting.item),
-                "place": waiting.item.place,
-                "title": waiting.document.title[:SAMPLE_CHARS],
-                "chars": len(cleaned.text),
-                "excerpt": cleaned.text[:SAMPLE_CHARS],
-                "measures": {name: round(value, 4) for name, value in (cleaned.measures or {}).items() if value},
-            }
-            self._dropped.write(jsonio.dumps_line(encodable(sample)))
-
-    def _quarantine(self, number: int, item: Row | Damaged, damaged: Damaged) -> None:
-        self.tally.quarantined[damaged.reason] += 1
-        self.tally.bytes_quarantined += damaged.raw_bytes
-        self.unread_bytes += damaged.raw_bytes if damaged.ends_file else 0
-        self._quarantined.write(quarantine_line(number, _origin_name(item), damaged))

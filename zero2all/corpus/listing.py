@@ -67,6 +67,11 @@ class Listing:
         return sum(file.size_bytes for file in self.files)
 
 
+def readable_name(name: str) -> str:
+    """A file name that can be written as UTF-8, whatever bytes it has on disk."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
 def is_url(path: Path | str) -> bool:
     """Whether a source is to be opened by fsspec. A Path has lost one of the slashes, and is no URL."""
     return isinstance(path, str) and "://" in path
@@ -94,7 +99,7 @@ def list_files(path: Path | str, leave_out: Path | None = None) -> Listing:
         path = Path(path)
     if not path.is_dir():
         status = path.stat()
-        return Listing([InputFile(path, path.name, status.st_size, status.st_mtime_ns)])
+        return Listing([InputFile(path, readable_name(path.name), status.st_size, status.st_mtime_ns)])
     listing = Listing([])
     _list_folder(path, "", leave_out.resolve() if leave_out else None, listing)
     return listing
@@ -132,7 +137,7 @@ def _list_folder(folder: Path, prefix: str, leave_out: Path | None, listing: Lis
         skip("workspace", prefix)
         return
     for entry in entries:
-        name = prefix + entry.name
+        name = prefix + readable_name(entry.name)
         if entry.name.startswith("."):
             skip("hidden", name)
         elif entry.is_dir(follow_symlinks=False):

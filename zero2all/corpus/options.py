@@ -57,7 +57,7 @@ class BuildOptions:
             found.append(f"max_damaged_share is {self.max_damaged_share}; expected 0 to 1")
         names = ("shard_bytes", "max_record_bytes", "split_text_above_bytes", "unit_bytes")
         found += [f"{name} is {getattr(self, name)}; expected at least 1" for name in names if getattr(self, name) < 1]
-        return found + self.dedup.problems() + [str(problem) for problem in self._clean_problems()]
+        return found + self.dedup.problems() + [str(problem) for problem in self.clean_problems()]
 
     @property
     def limits(self) -> Limits:
@@ -83,7 +83,8 @@ class BuildOptions:
             raise AssertionError(f"the rules should have been checked before: {problems}")
         return config
 
-    def _clean_problems(self) -> list[Problem]:
+    def clean_problems(self) -> list[Problem]:
+        """What is wrong with the settings of the rules."""
         problems: list[Problem] = []
         channels = [name for name in self.clean if name not in RULES] or ["en"]
         for channel in channels:
@@ -92,7 +93,7 @@ class BuildOptions:
                 problems.append(Problem(f"clean.{channel}", self.clean[channel], expected))
             else:
                 self._built(channel, problems)
-        return list(dict.fromkeys(problems))
+        return list({str(problem): problem for problem in problems}.values())
 
     def _built(self, channel: str, problems: list[Problem]) -> CleanConfig | None:
         values: dict[str, Any] = {}

@@ -14,19 +14,20 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from zero2all.common.engine import Engine, advance
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import human_bytes, read_json, write_json
 from zero2all.common.manifest import fingerprint
-from zero2all.corpus.engine import Engine, advance
-from zero2all.corpus.ingest import PEEKED_ROWS, SEGMENT_BYTES, SEGMENT_ITEMS, IngestTask, Piece, first_rows
+from zero2all.corpus.ingest import PEEKED_ROWS, IngestTask, Piece, first_rows
 from zero2all.corpus.listing import InputFile, Listing, list_files
 from zero2all.corpus.options import BuildOptions
 from zero2all.corpus.readers import NOT_READ, Format, Limits, Row, Unit, plan_units, read_unit
 from zero2all.corpus.report import counts_in_words, mapping_in_words
+from zero2all.corpus.segment_writer import SEGMENT_BYTES, SEGMENT_ITEMS
 from zero2all.corpus.segments import BUILD_NAME
 from zero2all.corpus.sources import FIELD_NAMES, ChannelGuess, Source, fields_seen, guess_mapping
 
-RULES = 2
+RULES = 4
 """Raise it when readers, field names, cleaning or signatures change what a build writes, so that it is made again."""
 
 PLAN_NAME = "plan.json"
@@ -105,7 +106,7 @@ def plan_source(
             "name": source.name,
             "path": source.location,
             "files": [[file.name, file.size_bytes, file.mtime_ns] for file in listing.files],
-            "channel": channel,
+            "channel": [channel, source.given_channel, source.kind],
             "mapping": source.given_mapping,
             "limits": asdict(limits),
             "clean": asdict(options.clean_config(channel)),
@@ -143,7 +144,7 @@ class _Look:
         mapping = guess_mapping(raw[:PEEKED_ROWS], source.given_mapping)
         if mapping is None:
             if alone and not rows[0].origin.member:  # other files, or archive members, may do; here nothing will
-                raise no_text_field(source, file.name, fields_seen(raw))
+                raise no_text_field(source, file.name, _longest_first(raw))
             return
         if mapping not in self.mappings:
             self.mappings.append(mapping)
@@ -151,6 +152,15 @@ class _Look:
             content = values.get(mapping["content"])
             title = values.get(mapping.get("title", ""))
             self.guess.look(title if isinstance(title, str) else "", content if isinstance(content, str) else "")
+
+
+def _longest_first(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The fields of these rows; the one with the most text, most likely the wanted one, comes first."""
+    chars = dict.fromkeys(fields_seen(rows), 0)
+    for row in rows:
+        for name, value in row.items():
+            chars[name] += len(value) if isinstance(value, str) else 0
+    return sorted(chars, key=lambda name: -chars[name])
 
 
 def whole_file(file: InputFile, limits: Limits) -> Unit:
@@ -199,6 +209,11 @@ def cut_sources(plans: Sequence[SourcePlan], options: BuildOptions, engine: Engi
         ordered = dict(sorted(found[plan.name].items(), key=lambda pair: int(pair[0])))
         write_json(plan.folder / PLAN_NAME, ordered)
     return {plan.name: _cut(plan, read_json(plan.folder / PLAN_NAME), options) for plan in plans}
+
+
+def planned_units(plan: SourcePlan) -> list[dict[str, Any]]:
+    """The units of the large files of a source that has been cut, as JSON holds them."""
+    return [unit for planned in read_json(plan.folder / PLAN_NAME).values() for unit in planned["units"]]
 
 
 def plan_large_file(task: LargeFile) -> dict[str, Any]:

@@ -118,10 +118,14 @@ def source_numbers(corpus_folder: Path, names: list[str]) -> dict[str, int]:
         numbers: dict[str, int] = read_json(path)
     except FileNotFoundError:
         numbers = {}
-    if not isinstance(numbers, dict) or not all(isinstance(number, int) for number in numbers.values()):
+    if (
+        not isinstance(numbers, dict)
+        or not all(isinstance(number, int) and number >= 0 for number in numbers.values())
+        or len(set(numbers.values())) < len(numbers)
+    ):
         raise BadInputError(
-            f"{path} should map source names to numbers and does not. Restore it from a copy, or delete the whole "
-            f"corpus folder and build again (records get new gids)."
+            f"{path} should map source names to numbers, each to one of its own, and does not. Restore it from a "
+            f"copy, or delete the whole corpus folder and build again (records get new gids)."
         )
     new = [name for name in names if name not in numbers]
     for name in new:

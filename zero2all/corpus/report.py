@@ -36,7 +36,19 @@ ADDED = (
     "bytes_boilerplate",
     "bytes_quarantined",
 )
+ACCOUNTED_BYTES = ("bytes_kept", "bytes_dropped", "bytes_quarantined", "bytes_repaired", "bytes_boilerplate")
+"""The bytes of a source that add up to `bytes_in`; those dropped stand by reason."""
 LENGTH_BUCKETS = 32
+OTHER_REASONS = {
+    "duplicate": "The same text as another record, white space aside.",
+    "near_duplicate": "Nearly the same text as another record.",
+    "boilerplate": "Nothing was left after lines that stand in many records had been removed.",
+}
+"""Why records are dropped by others than the rules of cleaning."""
+STRIKING_SHARE = 0.2
+"""A rule that drops a larger share of a source is pointed at: more often than not it does not suit the text."""
+EXAMPLE_CHARS = 300
+"""How much of a text the report shows as an example."""
 
 
 @dataclass
@@ -112,13 +124,7 @@ def make_report(
 def check_identity(name: str, source: dict[str, Any]) -> None:
     """Nothing may be lost unseen: what came in equals what was kept, dropped or quarantined."""
     records_out = source["records_kept"] + sum(source["dropped"].values()) + source["quarantined"]
-    bytes_out = (
-        source["bytes_kept"]
-        + sum(source["bytes_dropped"].values())
-        + source["bytes_quarantined"]
-        + source["bytes_repaired"]
-        + source["bytes_boilerplate"]
-    )
+    bytes_out = sum(accounted_bytes(source).values())
     if source["train_records"] + source["valid_records"] != source["records_kept"]:
         raise AssertionError(f"source {name}: train + valid records differ from records kept: {source}")
     if (records_out, bytes_out) != (source["records_in"], source["bytes_in"]):
@@ -126,6 +132,14 @@ def check_identity(name: str, source: dict[str, Any]) -> None:
             f"source {name}: {source['records_in']} records and {source['bytes_in']} bytes came in, {records_out} "
             f"records and {bytes_out} bytes are accounted for. This is a bug in the corpus stage: {source}"
         )
+
+
+def accounted_bytes(source: Mapping[str, Any]) -> dict[str, int]:
+    """Where the bytes of a source went: kept, dropped, quarantined, repaired and boilerplate."""
+    return {
+        name.removeprefix("bytes_"): sum(source[name].values()) if isinstance(source[name], Mapping) else source[name]
+        for name in ACCOUNTED_BYTES
+    }
 
 
 def read_report(corpus_folder: Path) -> dict[str, Any]:
@@ -164,6 +178,11 @@ def summary_notes(report: dict[str, Any]) -> list[str]:
             notes += [f"{name}: fields guessed: {each}; all others are kept under 'others'" for each in words]
         if source["dropped"]:
             notes.append(f"{name}: dropped {counts_in_words(source['dropped'])}")
+        for rule, count in source["dropped"].items():
+            share = count / source["records_in"]
+            if share > STRIKING_SHARE:
+                look = f"z2a corpus show {name} --dropped {rule}"
+                notes.append(f"{name}: {rule} dropped {share:.0%} of the records; see whether it should: {look}")
         if source["masked"]:
             notes.append(f"{name}: masked {counts_in_words(source['masked'])}")
         if source["quarantined"]:

@@ -1,174 +1,539 @@
-"""`report.html`: the report as one page that needs nothing else. Plots are small SVG drawings made here.
+"""`report.html`: the report as one page that needs nothing else: no network, no script, no font of its own.
 
-The page holds text from the corpus, so everything that goes into it is escaped, and it has no script.
+The page holds text from the corpus, which nobody has vetted. So everything that goes into it is escaped, and a content
+security policy forbids scripts and addresses altogether, should an escape ever be forgotten. Plots are drawn here, as
+HTML bars and small SVG; every figure in them also stands as text beside them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
 from zero2all.common.files import human_bytes
-from zero2all.corpus.report import mapping_in_words, summary_notes
+from zero2all.corpus.clean.config import RULES
+from zero2all.corpus.report import EXAMPLE_CHARS, OTHER_REASONS, accounted_bytes, mapping_in_words
 
 REPORT_HTML_NAME = "report.html"
 
-STYLE = """
-:root { color-scheme: light dark; --ink: #1c2733; --faint: #64748b; --line: #d7dee6; --back: #fff; --panel: #f6f8fa;
-        --kept: #2f7d5b; --dropped: #c77d2e; --damaged: #b3403a; --bar: #3c6e9f; }
-@media (prefers-color-scheme: dark) {
-:root { --ink: #e3e8ee; --faint: #93a1b1; --line: #36414d; --back: #14191f; --panel: #1c232b;
-        --kept: #54b58b; --dropped: #dfa05a; --damaged: #df726b; --bar: #6ea6dc; } }
-* { box-sizing: border-box; }
-body { font: 15px/1.5 system-ui, "Noto Sans CJK SC", "PingFang SC", "Microsoft YaHei", sans-serif; color: var(--ink);
-       background: var(--back); max-width: 1080px; margin: 0 auto; padding: 2rem 1.2rem 4rem; }
-h1 { font-size: 1.6rem; margin: 0 0 .2rem; } h2 { font-size: 1.25rem; margin: 2.6rem 0 .6rem; }
-h3 { font-size: .95rem; margin: 1.2rem 0 .3rem; color: var(--faint); font-weight: 600; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { text-align: right; padding: .3rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top; }
-th { color: var(--faint); font-weight: 600; } th:first-child, td:first-child, .text { text-align: left; }
-.wide { overflow-x: auto; } .faint { color: var(--faint); } section { border-top: 1px solid var(--line); }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(320px, 1fr)); gap: 1.2rem; }
-svg { width: 100%; height: auto; display: block; } svg text { fill: var(--ink); font-size: 11px; }
-svg .faint { fill: var(--faint); } .share { height: 10px; border-radius: 3px; overflow: hidden; display: flex; }
-.share i { display: block; height: 100%; } .kept { background: var(--kept); } .dropped { background: var(--dropped); }
-.damaged { background: var(--damaged); }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; background: var(--panel); border: 1px solid var(--line);
-      border-radius: 6px; padding: .6rem .8rem; margin: .4rem 0; font-size: 13px; max-height: 12rem; overflow-y: auto; }
-summary { cursor: pointer; padding: .25rem 0; } ul { margin: .3rem 0; padding-left: 1.2rem; }
-"""
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+MANY_SOURCES = 6
+"""With more, the names over the columns of a table stand upright."""
+Source = Mapping[str, Any]
+Sources = Mapping[str, Source]
 
 
 def report_html(report: Mapping[str, Any]) -> str:
     """The whole page."""
-    totals, sources = report["totals"], report["sources"]
-    dropped = sum(totals["dropped"].values())
-    lead = (
-        f"{totals['records_in']:,} records came in: {totals['records_kept']:,} kept "
-        f"({totals['valid_records']:,} of them held out), {dropped:,} dropped, {totals['quarantined']:,} quarantined. "
-        f"{human_bytes(totals['bytes_kept'])} of text."
-    )
-    notes = "".join(f"<li>{escape(note)}</li>" for note in summary_notes(dict(report)))
+    sources = report["sources"]
+    anchors = {name: f"source-{number}" for number, name in enumerate(sources, 1)}
     body = [
-        "<h1>Corpus</h1>",
-        f'<p class="faint">{escape(lead)}</p>',
-        _sources_table(sources),
-        f"<h3>Notes</h3><ul>{notes}</ul>" if notes else "",
-        *(_source_section(name, source) for name, source in sources.items()),
+        _headline(report["totals"]),
+        _balance(sources),
+        _make_up(sources),
+        _sources_table(sources, report["totals"], anchors),
+        _rules_table(sources, anchors),
+        *(_source_section(name, source, anchors[name]) for name, source in sources.items()),
+        _settings(report),
     ]
     return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Corpus report</title>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>{STYLE}</style></head>\n<body>\n" + "\n".join(body) + "\n</body></html>\n"
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>Corpus report</title>\n'
+        f"<style>{STYLE}</style>\n</head>\n<body>\n<main>\n" + "\n".join(filter(None, body)) + "\n</main>\n"
+        "</body>\n</html>\n"
     )
 
 
-def _sources_table(sources: Mapping[str, Mapping[str, Any]]) -> str:
-    heading = ("source", "channel", "records in", "kept", "dropped", "quarantined", "train", "valid", "text kept")
-    rows = ["".join(f"<th>{name}</th>" for name in heading) + '<th class="text">of the bytes read</th>']
-    for name, source in sources.items():
-        counts = (
-            source["records_in"],
-            source["records_kept"],
-            sum(source["dropped"].values()),
-            source["quarantined"],
-            source["train_records"],
-            source["valid_records"],
-        )
-        cells = [escape(name), escape(source["channel"]), *(f"{count:,}" for count in counts)]
-        cells.append(human_bytes(source["bytes_kept"]))
-        rows.append("".join(f"<td>{cell}</td>" for cell in cells) + f"<td>{_share_bar(source)}</td>")
-    return '<div class="wide"><table>' + "".join(f"<tr>{row}</tr>" for row in rows) + "</table></div>"
+# ---- the corpus as a whole ------------------------------------------------------------------------------------
 
 
-def _share_bar(source: Mapping[str, Any]) -> str:
-    total = max(source["bytes_in"], 1)
-    parts = {
-        "kept": source["bytes_kept"],
-        "dropped": sum(source["bytes_dropped"].values()),
-        "damaged": source["bytes_quarantined"],
+def _headline(totals: Mapping[str, Any]) -> str:
+    dropped = sum(totals["dropped"].values())
+    kept, valid = totals["records_kept"], totals["valid_records"]
+    text_share = _share(totals["bytes_kept"], totals["bytes_in"])
+    tiles = [
+        ("text kept", human_bytes(totals["bytes_kept"]), f"{text_share} of what came in"),
+        ("records kept", f"{kept:,}", f"of {totals['records_in']:,} read"),
+        ("held out", f"{valid:,}", f"{_share(valid, kept)} of the kept"),
+        ("dropped", f"{dropped:,}", f"{_share(dropped, totals['records_in'])} of the records"),
+        ("quarantined", f"{totals['quarantined']:,}", "damaged items"),
+    ]
+    shown = "".join(
+        f'<div class="tile"><dt>{label}</dt><dd><b>{escape(value)}</b><span>{escape(under)}</span></dd></div>'
+        for label, value, under in tiles
+    )
+    return f'<header><h1>Corpus report</h1><dl class="tiles">{shown}</dl></header>'
+
+
+def _balance(sources: Sources) -> str:
+    """The two identities, in figures: what came in is what was kept and what was not."""
+    records = {
+        "in": sum(source["records_in"] for source in sources.values()),
+        "kept": sum(source["records_kept"] for source in sources.values()),
+        "dropped": sum(sum(source["dropped"].values()) for source in sources.values()),
+        "quarantined": sum(source["quarantined"] for source in sources.values()),
     }
-    bars = "".join(f'<i class="{kind}" style="width:{100 * size / total:.2f}%"></i>' for kind, size in parts.items())
-    words = ", ".join(f"{kind} {size / total:.1%}" for kind, size in parts.items())
-    return f'<div class="share" title="{words}" style="min-width:120px;background:var(--line)">{bars}</div>'
+    sizes = {"in": 0, "kept": 0, "dropped": 0, "quarantined": 0, "repaired": 0, "boilerplate": 0}
+    for source in sources.values():
+        for name, value in accounted_bytes(source).items():
+            sizes[name] += value
+        sizes["in"] += source["bytes_in"]
+    rows = "".join(
+        f'<div class="balance"><h3>{title}</h3>{_stacked(parts)}{_equation(parts)}</div>'
+        for title, parts in (("Records", records), ("Bytes of text", sizes))
+    )
+    return f"<section><h2>Where everything went</h2>{rows}</section>"
 
 
-def _source_section(name: str, source: Mapping[str, Any]) -> str:
-    facts = [
-        f"channel {source['channel']} ({source['channel_reason']})",
-        f"{source['input_files']:,} files, {human_bytes(source['input_file_bytes'])} on disk",
-        *(f"{count:,} {kind}" for kind, count in source["formats"].items()),
-        *(mapping_in_words(mapping) for mapping in source["mappings"]),
-    ]
+def _stacked(parts: Mapping[str, int]) -> str:
+    """A bar of everything that came in; the equation below it has the figures."""
+    bars = "".join(
+        f'<i class="{name}" style="flex-grow:{size}" title="{name}: {size:,} ({_share(size, parts["in"])})"></i>'
+        for name, size in parts.items()
+        if name != "in" and size
+    )
+    return f'<div class="stack" aria-hidden="true">{bars}</div>'
+
+
+def _equation(parts: Mapping[str, int]) -> str:
+    total, *terms = parts.items()
+    words = " + ".join(
+        f'<span class="term"><i class="key {name}"></i>{size:,} {name}</span>'
+        for name, size in terms
+        if size or name in ("kept", "dropped", "quarantined")
+    )
+    holds = total[1] == sum(size for _, size in terms)
+    mark = '<b class="right">✓ adds up</b>' if holds else '<b class="wrong">✗ does not add up</b>'
+    return f'<p class="equation"><span class="term">{total[1]:,} in</span> = {words} {mark}</p>'
+
+
+def _make_up(sources: Sources) -> str:
+    """How much of the text each channel and source has; nothing to say of one source."""
+    total = sum(source["bytes_kept"] for source in sources.values())
+    if len(sources) < 2 or not total:
+        return ""
+    channels: dict[str, dict[str, int]] = {}
+    for name, source in sources.items():
+        channels.setdefault(source["channel"], {})[name] = source["bytes_kept"]
+    rows = []
+    top = max(sum(of_channel.values()) for of_channel in channels.values())
+    for channel, of_channel in sorted(channels.items(), key=lambda pair: -sum(pair[1].values())):
+        size = sum(of_channel.values())
+        bars = "".join(
+            f'<i style="flex-grow:{part}" title="{escape(name)}: {human_bytes(part)}"></i>'
+            for name, part in of_channel.items()
+            if part
+        )
+        names = escape(", ".join(of_channel))
+        rows.append(
+            f'<div class="row"><span class="name">{escape(channel)}</span>'
+            f'<span class="track"><span class="cut" style="width:{100 * size / top:.2f}%">{bars}</span></span>'
+            f'<span class="figure">{human_bytes(size)} · {_share(size, total)}</span>'
+            f'<span class="under">{names}</span></div>'
+        )
+    return f'<section><h2>Channels, by text kept</h2><div class="bars">{"".join(rows)}</div></section>'
+
+
+def _sources_table(sources: Sources, totals: Mapping[str, Any], anchors: Mapping[str, str]) -> str:
+    heading = ("source", "channel", "records in", "kept", "dropped", "quarantined", "train", "valid", "text kept")
+    head = "".join(f'<th scope="col">{name}</th>' for name in heading) + '<th scope="col">of the bytes read</th>'
+    rows = []
+    for name, source in sources.items():
+        link = f'<a href="#{anchors[name]}">{escape(name)}</a>'
+        rows.append(f'<th scope="row">{link}</th>{_cells(source)}<td>{_share_bar(source)}</td>')
+    foot = ""
+    if len(sources) > 1:
+        foot = f'<tfoot><tr><th scope="row">total</th>{_cells({"channel": "", **totals})}<td></td></tr></tfoot>'
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    return (
+        '<section><h2>Sources</h2><div class="wide" tabindex="0" role="region" aria-label="Sources">'
+        f'<table class="sources"><thead><tr>{head}</tr></thead><tbody>{body}</tbody>{foot}</table></div></section>'
+    )
+
+
+def _cells(source: Source) -> str:
+    counts = (
+        source["records_in"],
+        source["records_kept"],
+        sum(source["dropped"].values()),
+        source["quarantined"],
+        source["train_records"],
+        source["valid_records"],
+    )
+    cells = [escape(source["channel"]), *(f"{count:,}" for count in counts), human_bytes(source["bytes_kept"])]
+    return "".join(f"<td>{cell}</td>" for cell in cells)
+
+
+def _share_bar(source: Source) -> str:
+    parts = {"in": source["bytes_in"], **accounted_bytes(source)}
+    words = ", ".join(f"{name} {_share(size, parts['in'])}" for name, size in parts.items() if size and name != "in")
+    return f'<div role="img" aria-label="{words}">{_stacked(parts)}</div>'
+
+
+def _rules_table(sources: Sources, anchors: Mapping[str, str]) -> str:
+    """What each rule dropped from each source; one source has the same in its own section."""
+    totals: dict[str, int] = {}
+    for source in sources.values():
+        for rule, count in source["dropped"].items():
+            totals[rule] = totals.get(rule, 0) + count
+    if len(sources) < 2 or not totals:
+        return ""
+    most = max(
+        count / max(source["records_in"], 1) for source in sources.values() for count in source["dropped"].values()
+    )
+    kind = "rules many" if len(sources) > MANY_SOURCES else "rules"
+    names = "".join(f'<th scope="col"><a href="#{anchors[name]}">{escape(name)}</a></th>' for name in sources)
+    rows = []
+    for rule, total in _by_size(totals):
+        cells = []
+        for source in sources.values():
+            count = source["dropped"].get(rule, 0)
+            share = count / max(source["records_in"], 1)
+            heat = (share / most) ** 0.5
+            cells.append(
+                f'<td class="heat" style="--heat:{heat:.3f}" title="{share:.2%} of its records">'
+                f"<span>{count:,}</span></td>"
+                if count
+                else '<td class="none">·</td>'
+            )
+        label = f'<th scope="row"><code>{escape(rule)}</code><small>{escape(_meaning(rule))}</small></th>'
+        rows.append(f"<tr>{label}<td><b>{total:,}</b></td>{''.join(cells)}</tr>")
+    return (
+        '<section><h2>Dropped, by rule and source</h2><p class="faint">Records. The deeper the colour, the larger the '
+        "share of that source. Samples of each stand below, under the source.</p>"
+        '<div class="wide" tabindex="0" role="region" aria-label="Dropped, by rule and source">'
+        f'<table class="{kind}"><thead><tr><th scope="col">rule</th><th scope="col">all</th>{names}</tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody></table></div></section>"
+    )
+
+
+def _settings(report: Mapping[str, Any]) -> str:
+    """What the build was told, and the name of everything that decided it."""
+    rows = "".join(
+        f'<tr><th scope="row"><code>{escape(name)}</code></th><td>{escape(value)}</td></tr>'
+        for name, value in _flattened(report["options"])
+    )
+    notes = "".join(f"<li>{escape(note)}</li>" for note in report["notes"])
+    return (
+        (f"<section><h2>Notes</h2><ul>{notes}</ul></section>" if notes else "")
+        + "<section><h2>How it was built</h2><details><summary>Settings</summary>"
+        + f'<div class="wide"><table class="settings"><tbody>{rows}</tbody></table></div></details>'
+        + f'<p class="faint">Fingerprint of files, settings and rules: <code>{escape(report["inputs"])}</code>. '
+        + "The same files, settings and rules give the same records, byte for byte.</p></section>"
+    )
+
+
+def _flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flattened(value, f"{prefix}{name}.")
+        else:
+            words = "defaults of each channel" if value == {} else str(value)
+            yield f"{prefix}{name}", f"{value:,}" if type(value) is int else words
+
+
+# ---- one source -----------------------------------------------------------------------------------------------
+
+
+def _source_section(name: str, source: Source, anchor: str) -> str:
+    scripts = [(script, shares["bytes"]) for script, shares in source["scripts"].items()]
     lengths = {int(low): count for low, count in source["length_histogram"].items()}
-    scripts = {script: shares["bytes"] for script, shares in source["scripts"].items()}
-    dropped = sorted(source["dropped"].items(), key=lambda pair: (-pair[1], pair[0]))
+    facts = "".join(f"<div><dt>{label}</dt><dd>{escape(words)}</dd></div>" for label, words in _facts(source))
     parts = [
-        f'<section><h2>{escape(name)}</h2><p class="faint">{escape("; ".join(facts))}</p><div class="plots">',
-        f"<div><h3>Length of the kept texts, in bytes</h3>{length_plot(lengths)}</div>",
-        f"<div><h3>Scripts, by bytes of kept text</h3>{bar_plot(list(scripts.items()), human_bytes)}</div>",
-        "</div>",
+        f'<section class="source" id="{anchor}"><h2>{escape(name)} ',
+        f'<span class="chip">{escape(source["channel"])}</span></h2><dl class="facts">{facts}</dl>',
+        f'<div class="plots"><figure><figcaption>Length of the kept texts</figcaption>{length_plot(lengths)}</figure>',
+        f"<figure><figcaption>Scripts, by bytes of kept text</figcaption>{_script_bars(scripts)}</figure></div>",
+        _dropped(source),
+        _quarantined(name, source),
+        _samples("The first texts that were kept", source["examples"]["kept"], source["channel"]),
     ]
-    if dropped:
-        parts.append(f"<h3>Dropped, by rule</h3>{bar_plot(dropped, lambda count: f'{count:,.0f}', 'var(--dropped)')}")
-        parts += [_examples(f"dropped by {rule}", source["examples"]["dropped"].get(rule, [])) for rule, _ in dropped]
-    if source["quarantined"]:
-        reasons = sorted(source["quarantined_by_reason"].items(), key=lambda pair: (-pair[1], pair[0]))
-        plot = bar_plot(reasons, lambda count: f"{count:,.0f}", "var(--damaged)")
-        parts.append(f"<h3>Quarantined, by reason (each item: quarantine/{escape(name)}.jsonl)</h3>{plot}")
-    parts.append(_examples("kept", source["examples"]["kept"]))
     return "".join(parts) + "</section>"
 
 
-def _examples(title: str, texts: Sequence[str]) -> str:
+def _facts(source: Source) -> Iterator[tuple[str, str]]:
+    """What is to be said of a source in a line each."""
+    formats = source["formats"]
+    kinds = ", ".join(kind if len(formats) == 1 else f"{count:,} {kind}" for kind, count in formats.items())
+    files = f"{source['input_files']:,} file{'' if source['input_files'] == 1 else 's'}"
+    size = f"{human_bytes(source['input_file_bytes'])} on disk"
+    yield "files", f"{files} ({kinds}), {size}" if kinds else f"{files}, {size}"
+    if source["skipped_files"]:
+        yield "not read", ", ".join(f"{count:,} {reason}" for reason, count in _by_size(source["skipped_files"]))
+    guessed = "guessed: " if source["channel_guessed"] else ""
+    yield "channel", f"{source['channel']} ({guessed}{source['channel_reason']})"
+    for mapping in source["mappings"]:
+        guessed = " (guessed)" if source["mapping_guessed"] else ""
+        yield "fields", mapping_in_words(mapping) + guessed
+    kept = source["records_kept"]
+    if kept:
+        mean = human_bytes(source["bytes_kept"] / kept)
+        yield "kept", f"{kept:,} of {source['records_in']:,} records, {mean} of text each on average"
+    if source["masked"]:
+        yield "masked", ", ".join(f"{count:,} {what}" for what, count in _by_size(source["masked"]))
+    for note in source["reading_notes"]:
+        yield "note", note
+
+
+def _script_bars(scripts: Sequence[tuple[str, int]]) -> str:
+    if not scripts:
+        return '<p class="faint">nothing was kept</p>'
+    total = sum(size for _, size in scripts) or 1
+    return f'<div class="bars">{"".join(_bar(name, size, total, human_bytes(size)) for name, size in scripts)}</div>'
+
+
+def _bar(name: str, size: int, total: int, words: str) -> str:
+    return (
+        f'<div class="row"><span class="name">{escape(name)}</span><span class="track">'
+        f'<span class="fill" style="width:{100 * size / total:.2f}%"></span></span>'
+        f'<span class="figure">{escape(words)} · {_share(size, total)}</span></div>'
+    )
+
+
+def _dropped(source: Source) -> str:
+    """A line for each rule, which opens to show what it dropped."""
+    if not source["dropped"]:
+        return '<h3>Dropped</h3><p class="faint">no record</p>'
+    top = max(source["dropped"].values())
+    rules = []
+    for rule, count in _by_size(source["dropped"]):
+        share = _share(count, source["records_in"])
+        line = (
+            f"<summary><code>{escape(rule)}</code>"
+            f'<span class="track"><span class="fill dropped" style="width:{100 * count / top:.2f}%"></span></span>'
+            f'<span class="figure">{count:,} · {share}</span><small>{escape(_meaning(rule))}</small></summary>'
+        )
+        texts = _texts(source["examples"]["dropped"].get(rule, []), source["channel"])
+        rules.append(f'<details class="rule">{line}{texts}</details>')
+    return f"<h3>Dropped, by rule (share of the records read)</h3>{''.join(rules)}"
+
+
+def _quarantined(name: str, source: Source) -> str:
+    if not source["quarantined"]:
+        return ""
+    reasons = _by_size(source["quarantined_by_reason"])
+    bars = "".join(_bar(reason, count, source["quarantined"], f"{count:,}") for reason, count in reasons)
+    where = f"corpus/quarantine/{name}.jsonl"
+    return (
+        f'<h3>Quarantined, by reason</h3><div class="bars damaged">{bars}</div>'
+        f'<p class="faint">Each item with its file, place and beginning: <code>{escape(where)}</code></p>'
+    )
+
+
+def _samples(title: str, texts: Sequence[str], channel: str) -> str:
     if not texts:
         return ""
-    shown = "".join(f"<pre>{escape(text)}</pre>" for text in texts)
-    return f"<details><summary>Examples: {escape(title)}</summary>{shown}</details>"
+    return f'<details class="samples"><summary>{title}</summary>{_texts(texts, channel)}</details>'
+
+
+def _texts(texts: Sequence[str], channel: str) -> str:
+    """Texts of the corpus as they are; the language decides how Han characters are drawn."""
+    if not texts:
+        return '<p class="faint">no sample was kept</p>'
+    language = ' lang="zh"' if channel == "zh" else ""
+    kind = "code" if channel == "code" else "prose"
+    return "".join(f'<pre class="{kind}"{language} dir="auto">{escape(_cut(text)) or " "}</pre>' for text in texts)
+
+
+def _cut(text: str) -> str:
+    """With a mark where a sample was cut off."""
+    return f"{text} …" if len(text) >= EXAMPLE_CHARS else text
+
+
+# ---- plots ----------------------------------------------------------------------------------------------------
 
 
 def length_plot(lengths: Mapping[int, int]) -> str:
-    """A histogram over powers of two, as SVG."""
+    """A histogram over powers of two bytes, as SVG."""
     if not lengths:
         return '<p class="faint">nothing was kept</p>'
     first, last = min(lengths).bit_length() - 1, max(lengths).bit_length() - 1
     buckets = range(first, last + 1)
-    top = max(lengths.values())
-    width, height, base = 480, 180, 150
-    step = (width - 10) / len(buckets)
+    width, left, right, top, base = 480, 44, 20, 8, 148
+    step = min((width - left - right) / len(buckets), 56)
+    ceiling, grid = _round_scale(max(lengths.values()))
     shapes = []
+    for value in grid:
+        y = base - (base - top) * value / ceiling
+        shapes.append(f'<line class="grid" x1="{left}" x2="{width - right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        shapes.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{value:,}</text>')
+    every = -(-len(buckets) * 44 // (width - left))
+    for place in range(0, len(buckets) + 1, every):
+        label = _binary_size(1 << (first + place))
+        shapes.append(f'<text x="{left + place * step:.1f}" y="{base + 16}" text-anchor="middle">{label}</text>')
     for place, bucket in enumerate(buckets):
         count = lengths.get(1 << bucket, 0)
-        tall = 125 * count / top
-        x = 5 + place * step
+        tall = max((base - top) * count / ceiling, 1 if count else 0)
+        x = left + place * step
+        words = f"{_binary_size(1 << bucket)} to {_binary_size(2 << bucket)}: {count:,} records"
         shapes.append(
-            f'<rect x="{x + 1:.1f}" y="{base - tall:.1f}" width="{step - 2:.1f}" height="{tall:.1f}" fill="var(--bar)">'
-            f"<title>{human_bytes(1 << bucket)} to {human_bytes(2 << bucket)}: {count:,} records</title></rect>"
+            f'<rect class="bar" x="{x + 1:.1f}" y="{base - tall:.1f}" width="{step - 2:.1f}" height="{tall:.1f}">'
+            f"<title>{words}</title></rect>"
         )
-        if len(buckets) <= 12 or place % 2 == 0:
-            label = human_bytes(1 << bucket).replace(".0 ", " ").replace(" B", "").replace(" ", "")
-            shapes.append(f'<text class="faint" x="{x:.1f}" y="{base + 16}">{label}</text>')
-    shapes.append(f'<line x1="5" x2="{width - 5}" y1="{base}" y2="{base}" stroke="var(--line)"/>')
-    shapes.append(f'<text class="faint" x="5" y="14">{top:,} records in the highest bar</text>')
-    return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="length histogram">{"".join(shapes)}</svg>'
+    shapes.append(f'<line class="axis" x1="{left}" x2="{width - right}" y1="{base}" y2="{base}"/>')
+    middle = _middle_bucket(lengths)
+    words = f"Half of the records are shorter than some length between {middle}."
+    return (
+        f'<svg viewBox="0 0 {width} {base + 24}" role="img" aria-label="{words}">{"".join(shapes)}</svg>'
+        f'<p class="faint">Bytes of text a record; bars double in width. The median lies between {middle}.</p>'
+    )
 
 
-def bar_plot(values: Sequence[tuple[str, float]], words: Any, colour: str = "var(--bar)") -> str:
-    """Horizontal bars with their share of the sum, as SVG."""
-    if not values:
-        return '<p class="faint">nothing was kept</p>'
-    total = sum(value for _, value in values) or 1
-    top = max(value for _, value in values) or 1
-    width, row = 480, 20
-    shapes = []
-    for place, (name, value) in enumerate(values):
-        y = place * row
-        long = max(200 * value / top, 1)
-        shapes.append(
-            f'<text x="0" y="{y + 14}">{escape(name)}</text>'
-            f'<rect x="150" y="{y + 4}" width="{long:.1f}" height="12" rx="2" fill="{colour}"/>'
-            f'<text class="faint" x="{156 + long:.1f}" y="{y + 14}">{escape(words(value))} ({value / total:.1%})</text>'
-        )
-    height = row * len(values)
-    return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="shares">{"".join(shapes)}</svg>'
+def _middle_bucket(lengths: Mapping[int, int]) -> str:
+    half = sum(lengths.values()) / 2
+    below = 0
+    for low, count in sorted(lengths.items()):
+        below += count
+        if below >= half:
+            return f"{_binary_size(low)} and {_binary_size(2 * low)}"
+    raise AssertionError("some bucket holds the middle")
+
+
+def _round_scale(most: int) -> tuple[int, list[int]]:
+    """A round number at or above `most` and up to five marks from there down, without zero."""
+    step = 1
+    while most > 5 * step:
+        digit = int(str(step)[0])
+        step = step * 2 if digit in (1, 5) else step * 5 // 2  # 1, 2, 5, 10, 20, 50, …
+    ceiling = -(-most // step) * step
+    return ceiling, list(range(step, ceiling + 1, step))
+
+
+def _binary_size(count: int) -> str:
+    """2048 -> '2 KiB': the borders of the bars are powers of two."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count} {unit}"
+        count //= 1024
+    raise AssertionError("unreachable: the loop returns at GiB")
+
+
+# ---- words ----------------------------------------------------------------------------------------------------
+
+
+def _meaning(rule: str) -> str:
+    """A rule in a sentence."""
+    known = RULES.get(rule)
+    return OTHER_REASONS.get(rule, "") if known is None else known.description.replace("Also edits", "It also edits")
+
+
+def _by_size(counts: Mapping[str, int]) -> list[tuple[str, int]]:
+    return sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
+
+
+def _share(part: float, whole: float) -> str:
+    """0.9987 -> '99.9%'; never rounds a remainder away."""
+    share = part / whole if whole else 0.0
+    if 0 < share < 0.001:
+        return "under 0.1%"
+    return "over 99.9%" if 0.9995 <= share < 1 else f"{share:.1%}"
+
+
+# ---- looks ----------------------------------------------------------------------------------------------------
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #1d2630; --faint: #586573; --line: #dde4ea; --back: #fbfcfd; --panel: #f1f4f7;
+  --kept: #1f7a68; --dropped: #c4701a; --quarantined: #b2364a; --repaired: #7a8794; --boilerplate: #8465b5;
+  --bar: #2f6ca8; }
+@media (prefers-color-scheme: dark) {
+:root { --ink: #e6ebf0; --faint: #9ba8b5; --line: #2e3843; --back: #12171c; --panel: #1b2229;
+  --kept: #3da58f; --dropped: #d98f3e; --quarantined: #e06c7c; --repaired: #8b98a6; --boilerplate: #a98be0;
+  --bar: #5f9bd6; } }
+* { box-sizing: border-box; }
+html { scroll-padding-top: 1rem; -webkit-text-size-adjust: 100%; text-size-adjust: 100%; }
+body { margin: 0; color: var(--ink); background: var(--back); font: 15px/1.55 system-ui, -apple-system, "Segoe UI",
+  Roboto, "Noto Sans", "PingFang SC", "Hiragino Sans GB", "Microsoft YaHei", "Noto Sans CJK SC", "Source Han Sans SC",
+  sans-serif; }
+main { max-width: 1080px; margin: 0 auto; padding: 2.2rem 1.2rem 5rem; }
+h1 { font-size: 1.7rem; line-height: 1.2; margin: 0 0 1.1rem; letter-spacing: -.01em; }
+h2 { font-size: 1.2rem; margin: 0 0 .8rem; overflow-wrap: anywhere; }
+h3 { font-size: .9rem; margin: 1.6rem 0 .5rem; color: var(--faint); font-weight: 600; }
+section { margin-top: 2.6rem; }
+section.source { border-top: 1px solid var(--line); padding-top: 1.8rem; }
+a { color: inherit; text-decoration: underline; text-decoration-color: var(--bar); text-underline-offset: .2em; }
+a:focus-visible, summary:focus-visible, .wide:focus-visible { outline: 2px solid var(--bar); outline-offset: 2px; }
+code { font: .92em/1.4 ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", "Liberation Mono", monospace; }
+.faint, small { color: var(--faint); } p.faint { margin: .4rem 0 .6rem; font-size: .9rem; }
+dl, dd, figure { margin: 0; }
+
+.tiles { display: grid; grid-template-columns: repeat(5, 1fr); gap: .7rem; }
+.tile { background: var(--panel); border-radius: 10px; padding: .75rem .9rem .7rem; }
+.tile dt { color: var(--faint); font-size: .85rem; }
+.tile b { display: block; font-size: 1.45rem; line-height: 1.25; font-variant-numeric: tabular-nums; }
+.tile dd span { color: var(--faint); font-size: .82rem; }
+
+.balance { margin-bottom: 1.3rem; } .balance h3 { margin: 0 0 .35rem; }
+.stack { display: flex; gap: 2px; height: 14px; border-radius: 4px; overflow: hidden; background: var(--panel); }
+.stack i { flex: 0 0 2px; min-width: 2px; }
+.equation { margin: .45rem 0 0; font-variant-numeric: tabular-nums; } .term { white-space: nowrap; }
+.key { display: inline-block; width: .7em; height: .7em; border-radius: 2px; margin-right: .35em; }
+.kept { background: var(--kept); } .dropped { background: var(--dropped); } .repaired { background: var(--repaired); }
+.quarantined { background: var(--quarantined); } .boilerplate { background: var(--boilerplate); }
+.right { color: var(--kept); white-space: nowrap; margin-left: .4rem; font-weight: 600; }
+.wrong { color: var(--quarantined); white-space: nowrap; margin-left: .4rem; }
+
+.bars { display: grid; gap: .45rem; }
+.row { display: grid; grid-template-columns: minmax(4.5rem, auto) 1fr 9.5rem; column-gap: .8rem; align-items: center; }
+.bars > .row > .name { min-width: 6rem; overflow-wrap: anywhere; }
+.figure { text-align: right; font-variant-numeric: tabular-nums; color: var(--faint); white-space: nowrap; }
+.row .under { grid-column: 2 / -1; font-size: .82rem; color: var(--faint); overflow-wrap: anywhere; }
+.track { display: block; height: 12px; border-radius: 3px; background: var(--panel); overflow: hidden; }
+.fill { display: block; height: 100%; min-width: 2px; border-radius: 3px; background: var(--bar); }
+.fill.dropped { background: var(--dropped); } .damaged .fill { background: var(--quarantined); }
+.cut { display: flex; gap: 2px; height: 100%; } .cut i { flex: 0 0 2px; background: var(--bar); }
+
+.wide { overflow-x: auto; }
+.wide th:first-child { position: sticky; left: 0; z-index: 1; background: var(--back); }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+table.sources, table.rules { width: 100%; }
+th, td { text-align: right; padding: .38rem .55rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
+thead th { color: var(--faint); font-weight: 600; font-size: .87rem; vertical-align: bottom; }
+tbody th { font-weight: 400; } tbody th a { font-weight: 600; } tfoot th, tfoot td { font-weight: 600; border: 0; }
+th:first-child, td:first-child { text-align: left; padding-left: 0; }
+.sources td:nth-child(2) { text-align: left; } .sources th:nth-child(2) { text-align: left; }
+.sources td:last-child { min-width: 130px; } .sources td:last-child .stack { height: 10px; }
+.rules tbody th { min-width: 15rem; white-space: normal; } .rules small { display: block; line-height: 1.35; }
+.rules td { vertical-align: middle; }
+.many thead th:nth-child(n+3) a { writing-mode: vertical-rl; max-height: 11rem; overflow: hidden; white-space: nowrap;
+  text-overflow: ellipsis; text-decoration: none; display: inline-block; }
+.sources tbody th { white-space: normal; overflow-wrap: anywhere; min-width: 6.5rem; max-width: 13rem; }
+.heat { position: relative; } .heat span { position: relative; }
+.heat::before { content: ""; position: absolute; inset: 2px 1px; border-radius: 4px; background: var(--dropped);
+  opacity: calc(.08 + .42 * var(--heat)); }
+.none { color: var(--faint); opacity: .6; }
+.settings th, .settings td { text-align: left; padding: .2rem 1.4rem .2rem 0; white-space: normal; }
+
+.chip { font-size: .8rem; font-weight: 600; color: var(--faint); background: var(--panel); border-radius: 99px;
+  padding: .15rem .6rem; margin-left: .3rem; vertical-align: middle; }
+.facts { display: grid; gap: .15rem; } .facts div { display: grid; grid-template-columns: 5.5rem 1fr; gap: .6rem; }
+.facts dt { color: var(--faint); } .facts dd { overflow-wrap: anywhere; }
+.plots { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 2rem; margin-top: 1.4rem; }
+figcaption { font-size: .9rem; font-weight: 600; color: var(--faint); margin-bottom: .5rem; }
+svg { width: 100%; height: auto; display: block; } svg text { fill: var(--faint); font-size: 11px; }
+.bar { fill: var(--bar); } .grid { stroke: var(--line); } .axis { stroke: var(--faint); }
+
+details { border-bottom: 1px solid var(--line); } .samples { margin-top: 1.2rem; border: 0; }
+summary { cursor: pointer; padding: .45rem 0; list-style: none; }
+summary::-webkit-details-marker { display: none; }
+summary::before { content: "▸"; display: inline-block; width: 1.1em; color: var(--faint); }
+details[open] > summary::before { content: "▾"; }
+.rule summary { display: grid; grid-template-columns: 1.1em 12.5rem 1fr 8rem; column-gap: .4rem; align-items: center; }
+.rule small { grid-column: 2 / -1; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; background: var(--panel); border-radius: 8px;
+  margin: .2rem 0 .7rem; padding: .7rem .9rem; max-height: 15rem; overflow-y: auto; tab-size: 4; }
+pre.prose { font: inherit; font-size: .95rem; line-height: 1.65; }
+pre.code { font: 12.5px/1.5 ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", "Liberation Mono", monospace; }
+
+@media (max-width: 720px) {
+  main { padding: 1.4rem 1rem 3rem; } .tiles { grid-template-columns: repeat(2, 1fr); }
+  .tile:first-child { grid-column: 1 / -1; }
+  .plots { grid-template-columns: minmax(0, 1fr); gap: 1.4rem; }
+  .row { grid-template-columns: 1fr auto; row-gap: .2rem; } .row .track { grid-row: 2; grid-column: 1 / -1; }
+  .row .under { grid-column: 1 / -1; }
+  .rule summary { grid-template-columns: 1.1em 1fr auto; row-gap: .25rem; }
+  .rule .track { grid-row: 2; grid-column: 2 / -1; }
+  .sources tbody th { min-width: 8.5rem; } .rules tbody th { min-width: 11rem; } .rules small { display: none; } }
+@media print { details > * { display: block; } pre { max-height: none; } body { background: none; } }
+"""

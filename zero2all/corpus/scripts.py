@@ -11,7 +11,7 @@ from functools import cache
 
 import numpy as np
 
-from zero2all.corpus.dedup.signatures import encode
+from zero2all.corpus.dedup.signatures import Encoded, encode
 
 SCRIPTS = ("none", "han", "latin", "kana", "hangul", "cyrillic", "arabic", "devanagari", "greek", "other")
 """Names of the numbers `scripts_of` returns."""
@@ -23,10 +23,15 @@ NONE, HAN, LATIN, KANA, HANGUL, CYRILLIC, ARABIC, DEVANAGARI, GREEK, OTHER = ran
 
 def scripts_of(texts: Sequence[str]) -> np.ndarray:
     """(n,) uint8: the number in `SCRIPTS` of the script that most letters in the middle of each text belong to."""
+    return scripts_of_encoded(encode(texts))
+
+
+def scripts_of_encoded(encoded: Encoded) -> np.ndarray:
+    """`scripts_of` for texts that are encoded already."""
     from zero2all.corpus.script_kernel import find_scripts
 
-    out = np.empty(len(texts), np.uint8)
-    find_scripts(*encode(texts), _classes(), SAMPLED_BYTES, len(SCRIPTS), out)
+    out = np.empty(encoded.offsets.size - 1, np.uint8)
+    find_scripts(encoded.buffer, encoded.offsets, _classes(), SAMPLED_BYTES, len(SCRIPTS), out)
     return out
 
 

@@ -6,6 +6,7 @@
             index.npy, signatures.npy           what dedup needs of them (see zero2all.corpus.dedup)
             layout.npy                          length of each line and script of its text
             quarantine.jsonl, dropped.jsonl     damaged items, samples of what the rules dropped
+            origins.jsonl                       the raw file of each stretch of items
             segment.json                        counts, and the cursor behind its last item
         done.json                               the unit is whole: its segments' counts
 

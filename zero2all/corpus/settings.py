@@ -20,9 +20,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from zero2all.common.engine import EngineConfig
 from zero2all.common.errors import UsageError
 from zero2all.common.schema import Problem, apply_overrides, build, nearest_hint
-from zero2all.corpus.engine import EngineConfig
 from zero2all.corpus.listing import is_url
 from zero2all.corpus.options import BuildOptions
 from zero2all.corpus.sources import KINDS, Source, find_kind, parse_source
@@ -96,7 +96,15 @@ def _build_sections(values: dict[str, Any], problems: list[Problem]) -> tuple[Bu
     for section in ("clean", "dedup"):
         if section in values and isinstance(options, dict):
             options[section] = values[section] if values[section] is not None else {}
-    built = build(BuildOptions, options, "options", problems)
+    found: list[Problem] = []
+    built = build(BuildOptions, options, "options", found)
+    if isinstance(options, dict) and isinstance(options.get("clean"), Mapping):
+        found += BuildOptions(clean=dict(options["clean"])).clean_problems()
+    named = tuple(f"options.{section}" for section in ("clean", "dedup") if section in values)
+    problems += [  # under the name they were given
+        replace(each, field=each.field.removeprefix("options.")) if each.field.startswith(named) else each
+        for each in found
+    ]
     engine = build(EngineConfig, values.get("engine"), "engine", problems)
     return built or BuildOptions(), engine or EngineConfig()
 

@@ -14,11 +14,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from zero2all.common.errors import UsageError
-from zero2all.corpus.listing import CODE_SUFFIXES, is_url
+from zero2all.corpus.listing import CODE_SUFFIXES, is_url, readable_name
 from zero2all.corpus.record import Document
 
 FIELD_NAMES = {
-    "content": "content text body article document answer response output completion code markdown passage story",
+    "content": "content text body article document answer response output completion code markdown passage story "
+    "messages conversations",
     "title": "title name headline subject question instruction prompt path file_path filename file_name",
     "category": "category topic datatype label type section",
     "desc": "desc description summary abstract",
@@ -39,7 +40,8 @@ SAMPLED_CHARS = 500
 class Kind:
     """A known data set."""
 
-    channel: str
+    channel: str | None
+    """None: guessed from the text."""
     mapping: Mapping[str, str]
     note: str = ""
 
@@ -64,8 +66,13 @@ KINDS = {
         "one JSON array a file, or one object a file",
     ),
     "github-python": Kind("code", {"content": "content", "title": "path"}, "program files with repository and path"),
+    "conversation": Kind(None, {"content": "messages"}, "chats: `messages` of role and content; packed as such"),
+    "sharegpt": Kind(None, {"content": "conversations"}, "chats: `conversations` of from and value; packed as such"),
 }
 """Known data sets by name: what `NAME=PATH:CHANNEL:KIND` and `kind:` in YAML accept."""
+
+MESSAGE_TEXTS = ("content", "value")
+"""What a message of a chat calls its text."""
 
 KIND_SPELLINGS = {"new2016zh": "news2016zh", "wudao": "WuDaoCorpus2.0", "wudaocorpus": "WuDaoCorpus2.0"}
 """Other spellings under which the sets are met."""
@@ -101,7 +108,7 @@ class Source:
     @property
     def location(self) -> str:
         """The path in full."""
-        return str(self.path) if self.is_remote else str(Path(self.path).resolve())
+        return str(self.path) if self.is_remote else readable_name(str(Path(self.path).resolve()))
 
     @property
     def given_mapping(self) -> dict[str, str]:
@@ -222,6 +229,8 @@ def apply_mapping(fields: Mapping[str, Any], mapping: Mapping[str, str]) -> Docu
     rest = dict(fields)
     content = rest.pop(mapping["content"])
     if type(content) is not str:
+        if _is_conversation(content):
+            rest[mapping["content"]] = content  # packing lays the messages out; cleaning and dedup see their texts
         content = _as_text(content)
     title = _taken(rest, mapping["title"]) if "title" in mapping else ""
     category = _taken(rest, mapping["category"]) if "category" in mapping else ""
@@ -232,6 +241,9 @@ def apply_mapping(fields: Mapping[str, Any], mapping: Mapping[str, str]) -> Docu
 def _taken(rest: dict[str, Any], raw: str) -> str:
     """A short text taken out of the raw fields, where it is one."""
     value = rest.get(raw)
+    if type(value) is str:  # almost always
+        del rest[raw]
+        return value
     if not isinstance(value, (str, int, float)) or isinstance(value, bool):
         return ""
     del rest[raw]
@@ -239,11 +251,20 @@ def _taken(rest: dict[str, Any], raw: str) -> str:
 
 
 def _holds_text(value: Any) -> bool:
-    return isinstance(value, (str, bytes)) or (bool(value) and _is_list_of_text(value))
+    return isinstance(value, (str, bytes)) or (bool(value) and _is_list_of_text(value)) or _is_conversation(value)
 
 
 def _is_list_of_text(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _is_conversation(value: Any) -> bool:
+    """Whether this is a list of messages, each an object with who speaks and what is said."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(one, dict) and any(f in one for f in MESSAGE_TEXTS) for one in value)
+    )
 
 
 def _as_text(value: Any) -> str:
@@ -253,6 +274,8 @@ def _as_text(value: Any) -> str:
         return ""
     if _is_list_of_text(value):
         return "\n".join(value)
+    if _is_conversation(value):
+        return "\n".join(str(next(one[name] for name in MESSAGE_TEXTS if name in one)) for one in value)
     if isinstance(value, bytes):
         return value.decode("utf-8")  # UnicodeDecodeError is a ValueError
     raise ValueError(f"the text field holds {type(value).__name__}")

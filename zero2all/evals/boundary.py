@@ -29,7 +29,7 @@ class Vocabulary:
     def __init__(self, tokenizer: Tokenizer, rows: int) -> None:
         self.pieces = [_text_bytes(tokenizer, token) for token in range(rows)]
         """What each row of the model writes; nothing for control tokens, unused ids and padding rows."""
-        silent = [token for token, piece in enumerate(self.pieces) if not piece and token != tokenizer.end_id]
+        silent = [token for token, piece in enumerate(self.pieces) if not piece and token not in tokenizer.end_ids]
         self.never = torch.tensor(silent, dtype=torch.long)
         """Ids that text generation must not produce: all that write nothing, but for the end of the text."""
 

@@ -68,7 +68,7 @@ def stream(
         if rest:
             logits = _only(logits, [rest[0], *vocabulary.starting_with(tail)])
         token = _pick(logits, sampling, draws)
-        if token == loaded.tokenizer.end_id:
+        if token in loaded.tokenizer.end_ids:
             return
         fresh = vocabulary.pieces[token][len(tail) :]
         rest = rest[1:] if rest and token == rest[0] else []

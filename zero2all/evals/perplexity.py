@@ -52,5 +52,5 @@ def document_nats(loaded: LoadedModel, text: str) -> tuple[float, int]:
     nats = 0.0
     for first in range(0, len(ids) - 1, window):
         piece = ids[first : first + window + 1].unsqueeze(0)
-        nats += float(loaded.model.token_losses(piece[:, :-1], piece[:, 1:]).double().sum())
+        nats += float(loaded.model.loss(piece[:, :-1], piece[:, 1:])[1].double().sum())
     return nats, len(ids) - 1

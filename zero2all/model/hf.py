@@ -7,7 +7,7 @@ only is Qwen2; none or all four is Llama.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
+TokenIds = Mapping[str, int | list[int] | None]
+"""bos, eos and pad ids; a chat model may end at several."""
 SHARD_BYTES = 5_000_000_000
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LAYOUTS = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
@@ -43,7 +45,7 @@ SCALING_NAMES = {
 
 
 def write_hf_folder(
-    folder: Path, config: ModelConfig, tensors: dict[str, Tensor], dtype: str, token_ids: dict[str, int | None]
+    folder: Path, config: ModelConfig, tensors: dict[str, Tensor], dtype: str, token_ids: TokenIds
 ) -> None:
     """Write config.json, generation_config.json and safetensors that transformers loads; `folder` must exist."""
     values = to_hf_config(config, dtype, token_ids)
@@ -141,7 +143,7 @@ def _their_parts(config: ModelConfig, name: str, rows: int) -> dict[str, int]:
     return {f"model.layers.{layer}.{part}.{kind}": size for part, size in modules[module].items()}
 
 
-def to_hf_config(config: ModelConfig, dtype: str, token_ids: dict[str, int | None]) -> dict[str, Any]:
+def to_hf_config(config: ModelConfig, dtype: str, token_ids: TokenIds) -> dict[str, Any]:
     """config.json as transformers 4 and 5 read it."""
     layout = "qwen2" if config.attention_bias == "qkv" else "llama"
     if layout == "qwen2" and config.mlp_bias:

@@ -3,6 +3,9 @@
 Which kernel computes an operator is decided elsewhere (`ops.registry`), how the model is spread over devices too
 (`parallel`). Legend: B batch, T positions, C hidden width, Hq and Hk query and key/value heads, D head width,
 F inner width of SwiGLU, V vocabulary rows.
+
+`segments` (B, T), where given, numbers the documents of each row: attention stops at their borders, and positions
+begin at 0 in each, so that what the model says of a document does not depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -60,14 +63,17 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.hidden_size, rows, bias=config.attention_bias != "none")
         self.out = nn.Linear(config.heads * config.head_size, config.hidden_size, bias=config.attention_bias == "all")
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeyValueCache | None) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeyValueCache | None, segments: Tensor | None
+    ) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
         B, T, _ = x.shape
         qkv = self.ops.linear(x, self.qkv.weight, self.qkv.bias).view(B, T, -1, self.head_size)
         query, key, value = self.ops.rope(qkv, cos, sin, self.heads, self.kv_heads)  # each (B, H, T, D)
         if cache is not None:
             key, value = cache.extend(self.layer, key, value)
-        mixed = self.ops.attention(query, key, value, self.dropout if self.training else 0.0)  # (B, Hq, T, D)
+        dropout = self.dropout if self.training else 0.0
+        mixed = self.ops.attention(query, key, value, dropout, segments)  # (B, Hq, T, D)
         return self.ops.linear(mixed.transpose(1, 2).reshape(B, T, -1), self.out.weight, self.out.bias)
 
 
@@ -100,17 +106,23 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.residual_dropout)
 
     def forward(
-        self, x: Tensor, branch: Tensor | None, cos: Tensor, sin: Tensor, cache: KeyValueCache | None
+        self,
+        x: Tensor,
+        branch: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        cache: KeyValueCache | None,
+        segments: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Residual and the branch still to be added (B, T, C) -> the same after this block."""
         normed, x = self.attention_norm(x, branch)
-        branch = self.dropout(self.attention(normed, cos, sin, cache))
+        branch = self.dropout(self.attention(normed, cos, sin, cache, segments))
         normed, x = self.feed_forward_norm(x, branch)
         return x, self.dropout(self.feed_forward(normed))
 
 
 class Z2all(nn.Module):
-    """The whole model: token ids in, logits or per-token losses out."""
+    """The whole model: token ids in, logits or losses out."""
 
     cos: Tensor
     sin: Tensor
@@ -140,13 +152,18 @@ class Z2all(nn.Module):
             # Drawn on the CPU in float32, so that a seed means the same weights on every device.
             parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
 
-    def forward(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, cache: KeyValueCache | None = None, segments: Tensor | None = None) -> Tensor:
         """Token ids (B, T) -> normalised hidden states (B, T, C). `cache` makes T the new positions only."""
+        assert cache is None or segments is None, "a cache belongs to one document"
         start = 0 if cache is None else cache.length
         T = tokens.shape[1]
         if start + T > self.config.max_seq_len:
             raise ValueError(f"{start + T} positions exceed model.max_seq_len ({self.config.max_seq_len})")
-        cos, sin = self.cos[start : start + T], self.sin[start : start + T]
+        if segments is None:
+            cos, sin = self.cos[start : start + T], self.sin[start : start + T]  # (T, D/2)
+        else:
+            positions = _positions(segments)
+            cos, sin = self.cos[positions], self.sin[positions]  # (B, T, D/2)
         x = self.embedding_dropout(self.embedding(tokens))  # (B, T, C)
         if self.config.fp32_residual:
             x = widened(x)
@@ -154,19 +171,44 @@ class Z2all(nn.Module):
             x = x.to(torch.get_autocast_dtype(tokens.device.type))
         branch: Tensor | None = None
         for block in self.blocks:
-            x, branch = block(x, branch, cos, sin, cache)
+            x, branch = block(x, branch, cos, sin, cache, segments)
         if cache is not None:
             cache.length += T
         normed, _ = self.norm(x, branch)
         return normed
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """(..., C) -> (..., V)."""
-        weight = self.embedding.weight if self.head is None else self.head.weight
-        return F.linear(hidden, weight)
+    @property
+    def head_weight(self) -> Tensor:
+        """The output matrix (V, C): the head's, or the embedding's where they are tied."""
+        return self.embedding.weight if self.head is None else self.head.weight
 
-    def loss(self, tokens: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Ids, the ids that follow them and what each position counts (B, T) -> the weighted sum of the losses in
-        nats, to call backward on, and the loss of each position (B, T), to look at."""
-        head = self.embedding.weight if self.head is None else self.head.weight
-        return self.ops.linear_cross_entropy(self(tokens), head, targets, weights, self.config.vocab_size)
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(..., C) -> (..., vocab_size); the rows that only pad the matrix are left out, so nothing can predict them."""
+        return F.linear(hidden, self.head_weight[: self.config.vocab_size])
+
+    def loss(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        weights: Tensor | None = None,
+        segments: Tensor | None = None,
+        z_loss: float = 0.0,
+    ) -> tuple[Tensor, Tensor]:
+        """Ids, the ids that follow them and what each position counts (B, T) -> a sum to call backward on, and the
+        loss of each position in nats (B, T), to look at.
+
+        The sum is that of weights * losses, plus z_loss * logsumexp(logits)^2 of each position where that is asked for.
+        """
+        hidden = self(tokens, segments=segments)
+        if weights is None:
+            weights = torch.ones(targets.shape, dtype=torch.float32, device=targets.device)
+        return self.ops.linear_cross_entropy(
+            hidden, self.head_weight, targets, weights, self.config.vocab_size, z_loss
+        )
+
+
+def _positions(segments: Tensor) -> Tensor:
+    """(B, T) -> (B, T): the place of each token within its segment, from 0."""
+    at = torch.arange(segments.shape[1], device=segments.device)
+    begins = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=True)
+    return at - torch.where(begins, at, 0).cummax(dim=1).values

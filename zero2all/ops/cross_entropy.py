@@ -1,11 +1,14 @@
-"""Cross-entropy per token, in nats: the loss of each token apart, so that channels can be told apart for free."""
+"""Cross-entropy per token, in nats: the loss of each token apart, so that channels can be told apart for free.
+
+It is asked for only where `linear_cross_entropy` is off: the others never hold all logits.
+"""
 
 from __future__ import annotations
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from zero2all.ops.implementation import Implementation
+from zero2all.ops.implementation import Implementation, needs_liger, needs_triton
 from zero2all.ops.widen import widened
 
 
@@ -20,4 +23,24 @@ def eager_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return wide.logsumexp(dim=-1) - wide.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
 
 
-IMPLEMENTATIONS = (Implementation("torch", torch_cross_entropy), Implementation("eager", eager_cross_entropy))
+def liger_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """liger-kernel's, which overwrites the logits by their gradient too."""
+    from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
+
+    losses, *_ = LigerCrossEntropyFunction.apply(logits, targets, None, -100, 0.0, 0.0, "none")
+    return widened(losses)
+
+
+def triton_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Our kernel: the logits are overwritten by their gradient."""
+    from zero2all.ops.kernels.cross_entropy import triton_cross_entropy as kernel
+
+    return kernel(logits, targets)
+
+
+IMPLEMENTATIONS = (
+    Implementation("triton", triton_cross_entropy, needs_triton, compile_safe=False),
+    Implementation("torch", torch_cross_entropy),
+    Implementation("eager", eager_cross_entropy),
+    Implementation("liger", liger_cross_entropy, needs_liger, compile_safe=False),
+)

@@ -1,4 +1,4 @@
-"""What the registry knows about one way to compute an operator."""
+"""What the registry knows about one way to compute an operator, and what an implementation may need to know first."""
 
 from __future__ import annotations
 
@@ -10,9 +10,37 @@ from typing import Any
 import torch
 
 
-def runs_anywhere(device: str) -> str | None:
+@dataclass(frozen=True)
+class Situation:
+    """Where and on what the operators are to run; a size of 0 is one that nobody knows yet."""
+
+    device: str
+    """'cpu' or 'cuda'."""
+    dtype: torch.dtype = torch.float32
+    """The dtype of the weights the forward pass reads."""
+    hidden_size: int = 0
+    intermediate_size: int = 0
+    head_size: int = 0
+    qkv_rows: int = 0
+    """Rows of the fused query, key and value projection."""
+    vocab_size: int = 0
+    documents: bool = False
+    """Whether attention stops at the borders of documents."""
+    z_loss: bool = False
+    """Whether the loss has a z term."""
+    dropout: bool = False
+    """Whether attention weights are dropped out."""
+    compiled: bool = False
+    """Whether torch.compile is around the operators."""
+
+
+Probe = Callable[[Situation], str | None]
+"""None when the implementation can run there, else the reason why not."""
+
+
+def runs_anywhere(situation: Situation) -> str | None:
     """The probe of an implementation that needs nothing but torch."""
-    del device
+    del situation
     return None
 
 
@@ -22,22 +50,50 @@ class Implementation:
 
     name: str
     function: Callable[..., Any]
-    probe: Callable[[str], str | None] = runs_anywhere
-    """Given the device type ('cpu', 'cuda'): None when it can run there, else the reason why not."""
+    probe: Probe = runs_anywhere
+    compile_safe: bool = True
+    """Whether torch.compile can look inside; what it cannot is left as it is, with a break in the graph around it."""
+    deterministic: bool = True
+    """Whether equal inputs give equal bits, forward and backward."""
+    tolerance: float = 0.0
+    """Largest relative error against float64 that its tests allow in bfloat16 (0: the operator's own default)."""
 
 
-def needs_triton(device: str) -> str | None:
+def needs_triton(situation: Situation) -> str | None:
     """The probe of our kernels."""
-    if device != "cuda":
+    if situation.device != "cuda":
         return "it needs a CUDA device"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
+    if situation.dtype == torch.float64:
+        return "its sums are float32, and the model is float64"
+    if not 0 <= situation.hidden_size <= MAX_ROW:
+        return f"a row of {situation.hidden_size} values is wider than the {MAX_ROW} one program takes"
     return None
 
 
-def needs_hopper(device: str) -> str | None:
+MAX_ROW = 16384
+
+
+def needs_liger(situation: Situation) -> str | None:
+    """The probe of the kernels of liger-kernel."""
+    if situation.device != "cuda":
+        return "it needs a CUDA device"
+    if importlib.util.find_spec("liger_kernel") is None:
+        return "liger-kernel is not installed"
+    return None
+
+
+def needs_float8(situation: Situation) -> str | None:
     """The probe of float8 matmuls."""
-    problem = needs_triton(device)
-    if problem is None and torch.cuda.get_device_capability() < (8, 9):
-        problem = "this GPU has no float8 tensor cores"
-    return problem
+    problem = needs_triton(situation)
+    if problem is not None:
+        return problem
+    if torch.cuda.get_device_capability() < (8, 9):
+        return "this GPU has no float8 tensor cores"
+    if situation.dtype != torch.bfloat16:
+        return f"it makes float8 from bfloat16, and the model is {str(situation.dtype).removeprefix('torch.')}"
+    for name in ("hidden_size", "intermediate_size", "qkv_rows"):
+        if getattr(situation, name) % 16:
+            return f"float8 matmuls want multiples of 16, and {name} is {getattr(situation, name)}"
+    return None

@@ -1,33 +1,196 @@
-"""The head and the loss: hidden states, head, targets and token weights -> (weighted sum of losses, losses).
+"""The head and the loss: hidden states, head, targets and token weights -> (a sum to call backward on, the losses).
 
-The sum is what backward is called on; the losses of the tokens are to look at. Columns of the head from `vocab_size`
-on are padding. off: all logits at once, through the `cross_entropy` operator. triton: chunk by chunk, see the kernel.
+The sum is that of weights * losses, plus weights * z * logsumexp^2 where z is not 0; the losses (one per token, in
+nats, without the z term) are to look at. Rows of the head from `vocab_size` on are padding: they take no part in the
+softmax and receive no gradient. A target below 0 is not counted.
+
+off      all logits at once, through the `cross_entropy` operator
+chunked  chunk by chunk with the gradient made in the forward pass, in plain torch
+triton   the same with our cross-entropy kernel, which overwrites the logits by their gradient
+torch    torch's own linear_cross_entropy (2.13 and newer)
+liger    liger-kernel's; with a loss per token it makes the logits twice
+
+chunked and triton: per chunk, logits by one matmul, loss and gradient in place, then the gradients of hidden states
+and head by two more matmuls. That is the arithmetic of the plain head and no more, because the gradient is made when
+the logits are at hand. The price: the weight of each token in the loss must be known then.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zero2all.ops.implementation import Implementation, needs_triton
+from zero2all.ops.autocast import for_autocast, without_autocast
+from zero2all.ops.implementation import Implementation, Situation, needs_liger, needs_triton
+from zero2all.ops.widen import widened
+
+CHUNK_ROWS = 8192
+"""Keeps the matmuls large enough to fill a GPU, and the logits at about 1 GB for 64k columns in bfloat16."""
+
+Loss = tuple[Tensor, Tensor]
+"""The sum and the losses."""
+CrossEntropy = Callable[[Tensor, Tensor], Tensor]
+ChunkKernel = Callable[..., "tuple[Tensor, Tensor | None]"]
+"""(logits, targets, weights, vocab_size, z, gradient) -> losses and penalties; the gradient overwrites the logits."""
 
 
-def plain_linear_cross_entropy(cross_entropy):  # noqa
-    def function(hidden, head, targets, weights, vocab_size):
-        logits = F.linear(hidden, head)[..., :vocab_size]
-        losses = cross_entropy(logits.flatten(0, -2), targets.flatten()).view(targets.shape)
-        return (losses * weights).sum(), losses.detach()
+def through_cross_entropy(cross_entropy: CrossEntropy) -> Callable[..., Loss]:
+    """All logits at once, and the operator that was chosen for `cross_entropy`."""
 
-    return function
+    def off(hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor, vocab_size: int, z: float = 0.0) -> Loss:
+        logits = F.linear(hidden, head[:vocab_size] if len(head) > vocab_size else head).flatten(0, -2)
+        wanted = targets.reshape(-1)
+        penalties = z * widened(logits).logsumexp(dim=-1).square() if z else None
+        # The operator may overwrite the logits, so nothing reads them behind it.
+        losses = cross_entropy(logits, wanted.clamp(min=0)) * (wanted >= 0)
+        counted = weights.reshape(-1)
+        total = (losses * counted).sum()
+        if penalties is not None:
+            total = total + (penalties * (wanted >= 0) * counted).sum()
+        return total, losses.detach().view(targets.shape)
+
+    return off
 
 
-def triton_linear_cross_entropy(hidden, head, targets, weights, vocab_size):
-    from zero2all.ops.kernels.linear_cross_entropy import triton_linear_cross_entropy as kernel
+class LinearCrossEntropy(torch.autograd.Function):
+    """(hidden (N, C), head (V, C), targets, weights, vocab_size, z, kernel) -> (the sum, the losses (N,))."""
 
-    return kernel(hidden, head, targets, weights, vocab_size)
+    @staticmethod
+    @without_autocast
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        targets: Tensor,
+        weights: Tensor,
+        vocab_size: int,
+        z: float,
+        kernel: ChunkKernel,
+    ) -> Loss:
+        count = hidden.shape[0]
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        losses = torch.empty(count, dtype=wide, device=hidden.device)
+        penalties = torch.zeros(count, dtype=wide, device=hidden.device) if z else None
+        needed = any(ctx.needs_input_grad[:2])
+        logits = torch.empty(min(count, CHUNK_ROWS), head.shape[0], dtype=hidden.dtype, device=hidden.device)
+        dhidden = torch.empty_like(hidden) if needed else None
+        dhead = torch.zeros(head.shape, dtype=wide, device=head.device) if needed else None
+        for first in range(0, count, CHUNK_ROWS):
+            rows = slice(first, min(first + CHUNK_ROWS, count))
+            here = logits[: rows.stop - rows.start]
+            torch.mm(hidden[rows], head.t(), out=here)
+            losses[rows], of_z = kernel(here, targets[rows], weights[rows], vocab_size, z, needed)
+            if penalties is not None:
+                penalties[rows] = of_z
+            if dhidden is not None and dhead is not None:
+                torch.mm(here, head, out=dhidden[rows])
+                if here.is_cuda and here.dtype != wide:
+                    # The matmul's own epilogue adds, in float32: no chunk's gradient is rounded to bfloat16.
+                    torch.addmm(dhead, here.t(), hidden[rows], out_dtype=wide, out=dhead)
+                else:
+                    dhead.add_(here.t() @ hidden[rows])
+        ctx.save_for_backward(dhidden, dhead)
+        ctx.head = head
+        ctx.mark_non_differentiable(losses)
+        total = losses if penalties is None else losses + penalties
+        return (total * weights).sum(), losses
+
+    @staticmethod
+    @without_autocast
+    def backward(ctx: Any, dsum: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        dhidden, dhead = ctx.saved_tensors
+        main = getattr(ctx.head, "main_grad", None)
+        dhidden = dhidden * dsum.to(dhidden.dtype)
+        if main is None:
+            return dhidden, (dhead * dsum).to(ctx.head.dtype), None, None, None, None, None
+        main.addcmul_(dhead, dsum.to(main.dtype).expand_as(dhead))
+        return dhidden, None, None, None, None, None, None
+
+
+def _chunked(
+    kernel: ChunkKernel, hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor, vocab_size: int, z: float
+) -> Loss:
+    hidden, head = for_autocast(hidden, head)
+    rows = hidden.reshape(-1, hidden.shape[-1]).contiguous()
+    total, losses = LinearCrossEntropy.apply(
+        rows, head, targets.reshape(-1), weights.reshape(-1), vocab_size, z, kernel
+    )
+    return total, losses.view(targets.shape)
+
+
+def torch_kernel(
+    logits: Tensor, targets: Tensor, weights: Tensor, vocab_size: int, z: float, gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Loss and gradient of one chunk by the formulas; see `zero2all.ops.kernels.cross_entropy` for the same fused."""
+    wide = widened(logits[:, :vocab_size])
+    logsum = wide.logsumexp(dim=-1)
+    counted = targets >= 0
+    at_target = targets.clamp(min=0).unsqueeze(1)
+    losses = torch.where(counted, logsum - wide.gather(1, at_target).squeeze(1), 0.0)
+    penalties = torch.where(counted, z * logsum.square(), 0.0) if z else None
+    if gradient:
+        here = torch.where(counted, weights, 0.0).to(wide.dtype)
+        slopes = (wide - logsum.unsqueeze(1)).exp_().mul_((here * (1.0 + 2.0 * z * logsum)).unsqueeze(1))
+        slopes.scatter_add_(1, at_target, -here.unsqueeze(1))
+        logits[:, :vocab_size] = slopes
+        logits[:, vocab_size:] = 0.0
+    return losses, penalties
+
+
+def chunked_linear_cross_entropy(
+    hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor, vocab_size: int, z: float = 0.0
+) -> Loss:
+    """Chunk by chunk in plain torch."""
+    return _chunked(torch_kernel, hidden, head, targets, weights, vocab_size, z)
+
+
+def triton_linear_cross_entropy(
+    hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor, vocab_size: int, z: float = 0.0
+) -> Loss:
+    """Chunk by chunk with our kernel."""
+    from zero2all.ops.kernels.cross_entropy import cross_entropy_in_place
+
+    return _chunked(cross_entropy_in_place, hidden, head, targets, weights, vocab_size, z)
+
+
+def torch_linear_cross_entropy(
+    hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor, vocab_size: int, z: float = 0.0
+) -> Loss:
+    """torch's own, which chunks too."""
+    assert z == 0.0, "the probe refuses a z term"
+    rows, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    losses = F.linear_cross_entropy(  # type: ignore[attr-defined]
+        rows, head[:vocab_size], wanted, reduction="none", ignore_index=-1
+    )
+    return (losses.float() * weights.reshape(-1)).sum(), losses.detach().view(targets.shape)
+
+
+def liger_linear_cross_entropy(
+    hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor, vocab_size: int, z: float = 0.0
+) -> Loss:
+    """liger-kernel's."""
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as Liger
+
+    rows, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    losses, *_ = Liger.apply(rows, head[:vocab_size], wanted, None, None, -1, z, 0.0, "none")
+    plain = losses.detach().view(targets.shape)
+    return (losses.float() * weights.reshape(-1)).sum(), plain
+
+
+def _needs_torch_2_13(situation: Situation) -> str | None:
+    if not hasattr(F, "linear_cross_entropy"):
+        return f"torch {torch.__version__} has none; 2.13 brings it"
+    return "it has no z term" if situation.z_loss else None
 
 
 IMPLEMENTATIONS = (
-    Implementation("triton", triton_linear_cross_entropy, needs_triton),
-    Implementation("off", plain_linear_cross_entropy),
+    Implementation("triton", triton_linear_cross_entropy, needs_triton, compile_safe=False),
+    Implementation("chunked", chunked_linear_cross_entropy, compile_safe=False),
+    Implementation("off", through_cross_entropy),
+    Implementation("torch", torch_linear_cross_entropy, _needs_torch_2_13),
+    Implementation("liger", liger_linear_cross_entropy, needs_liger, compile_safe=False),
 )

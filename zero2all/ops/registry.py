@@ -3,6 +3,10 @@
 Each operator's file lists its implementations, best first. `auto` takes the first whose probe passes; a named one
 that cannot run here falls back to `auto` with the reason said, or, under `strict`, is an error. What was asked, what
 was taken and why is returned as data, so that it can be printed, logged and kept in the checkpoint.
+
+Compilation is another axis: `ops.compile` puts torch.compile around the blocks or the trunk, whatever computes the
+operators inside. An implementation it cannot look into (compile_safe is False) stays as it is, with a break in the
+graph on either side; under compilation `auto` therefore takes the first that it can look into.
 """
 
 from __future__ import annotations
@@ -11,10 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from zero2all.common.errors import UsageError
 from zero2all.ops import attention, cross_entropy, linear, linear_cross_entropy, optimizer, rms_norm, rope, swiglu
 from zero2all.ops.config import OpsConfig
-from zero2all.ops.implementation import Implementation
+from zero2all.ops.implementation import Implementation, Situation
 
 OPERATORS: dict[str, tuple[Implementation, ...]] = {
     "attention": attention.IMPLEMENTATIONS,
@@ -26,6 +32,8 @@ OPERATORS: dict[str, tuple[Implementation, ...]] = {
     "cross_entropy": cross_entropy.IMPLEMENTATIONS,
     "optimizer": optimizer.IMPLEMENTATIONS,
 }
+OUTSIDE_COMPILATION = ("linear_cross_entropy", "cross_entropy", "optimizer")
+"""Operators that stand behind the trunk."""
 
 
 @dataclass(frozen=True)
@@ -51,33 +59,54 @@ class Ops:
     linear_cross_entropy: Callable[..., Any]
     cross_entropy: Callable[..., Any]
     optimizer: Callable[..., Any]
+    compile: str
     choices: tuple[Choice, ...]
 
+    def notes(self) -> list[str]:
+        """The choices for a person: all on one line, then one line for each that is not what was asked."""
+        lines = [f"ops: {', '.join(f'{choice.operator}={choice.got}' for choice in self.choices)}"]
+        if self.compile != "none":
+            lines[0] += f", compile={self.compile}"
+        return lines + [
+            f"ops: {choice.operator}: asked {choice.asked}, got {choice.got}: {choice.reason}"
+            for choice in self.choices
+            if choice.asked not in ("auto", choice.got)
+        ]
 
-def resolve(config: OpsConfig, device: str) -> Ops:
-    """The implementation of every operator for this device."""
+
+def resolve(config: OpsConfig, where: str | Situation) -> Ops:
+    """The implementation of every operator for this device, or for all that is known of the situation."""
+    situation = Situation(where) if isinstance(where, str) else where
     functions: dict[str, Callable[..., Any]] = {}
     choices = []
     for operator, implementations in OPERATORS.items():
-        implementation, choice = _choose(operator, getattr(config, operator), implementations, device, config.strict)
-        functions[operator] = implementation.function
+        inside = situation.compiled and operator not in OUTSIDE_COMPILATION
+        implementation, choice = _choose(
+            operator, getattr(config, operator), implementations, situation, config.strict, inside
+        )
+        function = implementation.function
+        functions[operator] = function if implementation.compile_safe or not inside else torch.compiler.disable(function)
         choices.append(choice)
     taken = {choice.operator: choice.got for choice in choices}
-    functions["feed_forward"] = linear.feed_forward(
-        taken["swiglu"], functions["swiglu"], taken["linear"], functions["linear"]
-    )
+    feed_forward = linear.feed_forward(taken["swiglu"], functions["swiglu"], taken["linear"], functions["linear"])
+    functions["feed_forward"] = feed_forward
     if taken["linear_cross_entropy"] == "off":
-        functions["linear_cross_entropy"] = linear_cross_entropy.plain_linear_cross_entropy(functions["cross_entropy"])
-    return Ops(**functions, choices=tuple(choices))
+        functions["linear_cross_entropy"] = linear_cross_entropy.through_cross_entropy(functions["cross_entropy"])
+    return Ops(**functions, compile=config.compile, choices=tuple(choices))
 
 
 def _choose(
-    operator: str, asked: str, implementations: tuple[Implementation, ...], device: str, strict: bool
+    operator: str,
+    asked: str,
+    implementations: tuple[Implementation, ...],
+    situation: Situation,
+    strict: bool,
+    inside_compilation: bool = False,
 ) -> tuple[Implementation, Choice]:
     by_name = {implementation.name: implementation for implementation in implementations}
     obstacle = ""
     if asked != "auto":
-        problem = by_name[asked].probe(device)
+        problem = by_name[asked].probe(situation)
         if problem is None:
             return by_name[asked], Choice(operator, asked, asked, "as asked")
         if strict:
@@ -86,9 +115,12 @@ def _choose(
                 f"Choose another implementation ({', '.join(by_name)}), or set ops.strict to false to fall back."
             )
         obstacle = f"{asked} cannot run here ({problem}); "
-    for implementation in implementations:
-        if implementation.probe(device) is None:
-            return implementation, Choice(
-                operator, asked, implementation.name, f"{obstacle}first that runs on {device}"
-            )
-    raise UsageError(f"No implementation of {operator} runs on {device}.")
+    runs = [implementation for implementation in implementations if implementation.probe(situation) is None]
+    if not runs:
+        raise UsageError(f"No implementation of {operator} runs on {situation.device}.")
+    if inside_compilation:
+        taken = next((implementation for implementation in runs if implementation.compile_safe), runs[0])
+        reason = f"{obstacle}first that runs on {situation.device} and can be compiled"
+    else:
+        taken, reason = runs[0], f"{obstacle}first that runs on {situation.device}"
+    return taken, Choice(operator, asked, taken.name, reason)

@@ -1,7 +1,7 @@
 """Residual add and RMSNorm: s = x + branch; s / sqrt(mean(s^2) + eps) * weight, in at least float32 inside.
 
 Every implementation takes (x, branch or None, weight, eps) and returns the normalised sum, in the weight's dtype, and
-the sum, in the residual's.
+the sum, in the residual's: a float32 residual under bfloat16 weights stays float32.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zero2all.ops.implementation import Implementation, needs_triton
+from zero2all.ops.implementation import Implementation, needs_liger, needs_triton
 from zero2all.ops.widen import widened
 
 
@@ -32,6 +32,15 @@ def torch_rms_norm(x: Tensor, branch: Tensor | None, weight: Tensor, eps: float)
     return F.rms_norm(x.to(weight.dtype), (x.shape[-1],), weight, eps), x
 
 
+def liger_rms_norm(x: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """liger-kernel's norm behind torch's add."""
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+    x = _added(x, branch)
+    normed: Tensor = LigerRMSNormFunction.apply(x.to(weight.dtype), weight, eps, 0.0, "llama", False)
+    return normed, x
+
+
 def triton_rms_norm(x: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Our kernel: sum and norm in one pass each way."""
     from zero2all.ops.kernels.rms_norm import triton_add_rms_norm
@@ -39,8 +48,17 @@ def triton_rms_norm(x: Tensor, branch: Tensor | None, weight: Tensor, eps: float
     return triton_add_rms_norm(x, branch, weight, eps)
 
 
+def lean_rms_norm(x: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Our kernel with a backward that reads the norm's output, which somebody keeps anyway, and not the sum."""
+    from zero2all.ops.kernels.rms_norm import triton_add_rms_norm
+
+    return triton_add_rms_norm(x, branch, weight, eps, lean=True)
+
+
 IMPLEMENTATIONS = (
-    Implementation("triton", triton_rms_norm, needs_triton),
+    Implementation("triton", triton_rms_norm, needs_triton, compile_safe=False),
     Implementation("eager", eager_rms_norm),
     Implementation("torch", torch_rms_norm),
+    Implementation("triton_lean", lean_rms_norm, needs_triton, compile_safe=False, tolerance=2e-2),
+    Implementation("liger", liger_rms_norm, needs_liger, compile_safe=False),
 )

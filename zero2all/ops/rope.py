@@ -1,8 +1,9 @@
 """Rotary position embedding in the rotate-half layout that Hugging Face checkpoints use.
 
 Dimension d of the first half of a head is paired with dimension d of the second half; the pair is turned by
-position x frequency[d]. Every implementation takes the qkv projection (B, T, Hq + 2 Hk, D), cos and sin (T, D/2) and
-the numbers of heads, and returns query, key and value (B, H, T, D), the first two turned.
+position x frequency[d]. Every implementation takes the qkv projection (B, T, Hq + 2 Hk, D), cos and sin, (T, D/2) or
+(B, T, D/2) where rows have positions of their own, and the numbers of heads, and returns query, key and value
+(B, H, T, D), the first two turned. The projection's output may be overwritten.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zero2all.ops.implementation import Implementation, needs_triton
+from zero2all.ops.implementation import Implementation, needs_liger, needs_triton
 from zero2all.ops.widen import widened
 
 
 def eager_rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """The formula."""
     query, key, value = qkv.transpose(1, 2).split((heads, kv_heads, kv_heads), dim=1)
+    if cos.dim() == 3:
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # the same for every head
     return _turned(query, cos, sin), _turned(key, cos, sin), value
 
 
@@ -26,6 +29,17 @@ def _turned(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return turned.to(heads.dtype)
 
 
+def liger_rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """liger-kernel's."""
+    from liger_kernel.ops.rope import LigerRopeFunction
+
+    query, key, value = qkv.transpose(1, 2).split((heads, kv_heads, kv_heads), dim=1)
+    both = [torch.cat((table, table), dim=-1) for table in (cos, sin)]
+    both = [table if table.dim() == 3 else table.unsqueeze(0) for table in both]
+    query, key = LigerRopeFunction.apply(query, key, *both)
+    return query, key, value
+
+
 def triton_rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Our kernel: turns in place, copies nothing."""
     from zero2all.ops.kernels.rope import triton_rope as kernel
@@ -33,4 +47,8 @@ def triton_rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
     return kernel(qkv, cos, sin, heads, kv_heads)
 
 
-IMPLEMENTATIONS = (Implementation("triton", triton_rope, needs_triton), Implementation("eager", eager_rope))
+IMPLEMENTATIONS = (
+    Implementation("triton", triton_rope, needs_triton, compile_safe=False),
+    Implementation("eager", eager_rope),
+    Implementation("liger", liger_rope, needs_liger, compile_safe=False),
+)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zero2all.ops.implementation import Implementation, needs_triton
+from zero2all.ops.implementation import Implementation, needs_liger, needs_triton
 
 
 def torch_swiglu(gate_up: Tensor) -> Tensor:
@@ -21,6 +21,14 @@ def eager_swiglu(gate_up: Tensor) -> Tensor:
     return gate * torch.sigmoid(gate) * up
 
 
+def liger_swiglu(gate_up: Tensor) -> Tensor:
+    """liger-kernel's."""
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+    h: Tensor = LigerSiLUMulFunction.apply(*gate_up.chunk(2, dim=-1))
+    return h
+
+
 def triton_swiglu(gate_up: Tensor) -> Tensor:
     """Our kernel: one pass each way."""
     from zero2all.ops.kernels.swiglu import triton_swiglu as kernel
@@ -29,7 +37,8 @@ def triton_swiglu(gate_up: Tensor) -> Tensor:
 
 
 IMPLEMENTATIONS = (
-    Implementation("triton", triton_swiglu, needs_triton),
+    Implementation("triton", triton_swiglu, needs_triton, compile_safe=False),
     Implementation("torch", torch_swiglu),
     Implementation("eager", eager_swiglu),
+    Implementation("liger", liger_swiglu, needs_liger, compile_safe=False),
 )

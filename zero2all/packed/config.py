@@ -1,10 +1,11 @@
-"""Which data a run reads, and in which proportion."""
+"""Which data a run reads, in which proportion, how it is cut into samples, and how it is fetched."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from zero2all.common.schema import NaturalFloat, PositiveInt, Problem
+from zero2all.common.schema import NaturalFloat, PositiveFloat, PositiveInt, Problem
 
 
 @dataclass(frozen=True)
@@ -18,10 +19,39 @@ class DataConfig:
     None weighs sources by their tokens. Weights are rounded to n/65536 and need not sum to one."""
     seed: int = 1234
     """Key of the shuffle: which sample stands where is a pure function of this, the mixture and the position."""
+    packing: Literal["concat", "best_fit"] = "concat"
+    """concat: windows over the documents one after the other, none of them padded. best_fit: no document is cut unless
+    it is longer than a sample; rows are padded, and an index for seq_len must have been built."""
+    document_mask: bool = False
+    """Attention stops at document borders, and positions begin at 0 with each document."""
+    max_epochs: dict[str, PositiveFloat] | None = None
+    """How often a source (or each source of a channel) may be read in the whole run. None sets no limit."""
+    when_used_up: Literal["error", "share"] = "error"
+    """A source that would be read more often than max_epochs: error: refused before step 0; share: from that position
+    on its weight is shared among the others."""
+    prefetch_steps: PositiveInt = 2
+    """Steps that are read ahead."""
+    readers: PositiveInt = 1
+    """Threads (or processes) that read ahead."""
+    reader_kind: Literal["thread", "process"] = "thread"
+    """process: for the rare case that reading competes with the trainer for Python's lock."""
+    verify_shards: bool = False
+    """Check the crc32c of each shard when it is first read (about a second per GB)."""
+
+    packed: str | None = None
+    """Folder or address (s3://bucket/packed, whatever fsspec knows) of the packed data. None: that of the workspace."""
+    cache: str | None = None
+    """Folder for what is fetched from an address. None: packed-cache in the workspace."""
+    cache_bytes: PositiveInt = 50_000_000_000
+    """How much of the token shards at an address the cache may hold; what was not used for longest goes first."""
 
     def problems(self, place: str) -> list[Problem]:
         """A mixture must leave something to read."""
         return mixture_problems(self.mixture, f"{place}.mixture")
+
+
+FREE_ON_RESUME = ("prefetch_steps", "readers", "reader_kind", "verify_shards", "packed", "cache", "cache_bytes")
+"""Fields that say how samples are fetched and not which."""
 
 
 def mixture_problems(mixture: dict[str, float] | None, place: str) -> list[Problem]:

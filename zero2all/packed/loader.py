@@ -1,96 +1,243 @@
-"""Hands the trainer one global batch per step, read ahead by a thread.
+"""Hands the trainer its rows of each step's global batch, read ahead in the background.
 
-A batch is named by its positions in the order, so the loader has no state worth saving: it can start anywhere.
+A batch is named by the token at which it begins, so the loader has no state worth saving: it can start anywhere. The
+rows of a global batch are numbered; rank r of W takes the r-th run of ceil(rows / W) of them. Where that does not
+divide, the last ranks get rows of weight 0 on top, so that all ranks run the same shapes and their collectives match.
+
+Reading is done by threads: copying out of a memory map and converting releases Python's lock. `process` readers are
+there for machines where the trainer itself needs the lock all the time; they map the files themselves, nothing is
+forked.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from zero2all.packed.mixture import TrainingData
+from zero2all.packed.samples import Borders, Documents
+from zero2all.packed.stages import Segment
 
-PREFETCH_STEPS = 2
+LOOKUP_BLOCK = 4096
+"""Positions looked up at once: a lookup of 256 costs nearly as much as one of 4096."""
+KEPT_BLOCKS = 8
+
+Array = Any
+"""A numpy array, or after a transfer the torch tensor made of it."""
+Allocate = Callable[[tuple[int, ...], str], np.ndarray]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The samples of one optimizer step."""
+    """This rank's rows of one optimizer step. B rows, T = seq_len."""
 
-    tokens: np.ndarray
-    """(samples, seq_len + 1) int64: inputs are [:, :-1], targets [:, 1:]."""
-    channels: np.ndarray
-    """(samples,) index into TrainingData.channels."""
-    sources: np.ndarray
-    """(samples,) index into TrainingData.splits."""
+    tokens: Array
+    """(B, T + 1) int64: inputs are [:, :-1], targets [:, 1:]."""
+    channels: Array
+    """(B,) index into TrainingData.channels."""
+    sources: Array
+    """(B,) index into TrainingData.splits."""
     first_position: int
-    """Position in the run's order of the first sample."""
+    """Place in its segment's order of the first row."""
+    weights: Array | None = None
+    """(B, T) float32: how much each target counts in the loss. None: all count 1."""
+    counted: float | None = None
+    """Sum of the weights. None: as many as there are targets."""
+    documents: Documents | None = None
+    """Where documents lie in the rows, when asked for."""
+    segments: Array | None = None
+    """(B, T + 1) int32: `documents.segments`, the part that goes to the device with the tokens."""
+    first_token: int = 0
+    """Token of the run at which the global batch begins."""
+    step_samples: int | None = None
+    """Samples of the global batch, over all ranks. None: as many as there are rows here."""
+    samples: int | None = None
+    """How many of these rows are real; the rest weigh 0. None: all."""
 
 
-def read_batch(data: TrainingData, seq_len: int, first_position: int, samples: int) -> Batch:
-    """The samples at positions first_position .. first_position + samples."""
-    positions = np.arange(first_position, first_position + samples, dtype=np.int64)
-    sources, indices = data.order.lookup(positions)
-    tokens = np.stack(
-        [
-            data.splits[source].read(int(index) * seq_len, seq_len + 1)
-            for source, index in zip(sources, indices, strict=True)
-        ]
+@dataclass(frozen=True)
+class LoaderOptions:
+    """How batches are fetched; none of it changes what is in them."""
+
+    rank: int = 0
+    ranks: int = 1
+    documents: bool = False
+    """Also say where documents lie in the rows."""
+    prefetch_steps: int = 2
+    readers: int = 1
+    reader_kind: str = "thread"
+
+
+def rank_rows(samples: int, rank: int, ranks: int) -> tuple[int, int, int]:
+    """Of a global batch: this rank's first row, how many rows are its own, and how many every rank has."""
+    per_rank = -(-samples // ranks)
+    first = min(rank * per_rank, samples)
+    return first, min(per_rank, samples - first), per_rank
+
+
+def read_batch(
+    data: TrainingData,
+    first_token: int,
+    samples: int,
+    options: LoaderOptions | None = None,
+    lookup: Callable[[Segment, int, int], tuple[np.ndarray, np.ndarray]] | None = None,
+    allocate: Allocate = np.empty,
+) -> Batch:
+    """This rank's rows of the global batch of `samples` samples that begins at `first_token`."""
+    options = options or LoaderOptions()
+    segment = data.segment_at(first_token)
+    readers = data.samples[segment.number]
+    assert readers is not None, "a run never goes back to a segment that lies before the position it was opened at"
+    first_row, own, rows = rank_rows(samples, options.rank, options.ranks)
+    position = segment.position_at(first_token) + first_row
+    if lookup is None:
+        sources, indices = segment.order.lookup(np.arange(position, position + own, dtype=np.int64))
+    else:
+        sources, indices = lookup(segment, position, own)
+    tokens = allocate((rows, segment.seq_len + 1), "int64")
+    weighted = own < rows or any(readers[source].weighted for source in set(sources.tolist()))
+    weights = allocate((rows, segment.seq_len), "float32") if weighted else None
+    borders = Borders() if options.documents else None
+    for row, (source, index) in enumerate(zip(sources.tolist(), indices.tolist(), strict=True)):
+        readers[source].read(index, tokens[row], None if weights is None else weights[row], borders, row)
+    if own < rows:
+        tokens[own:] = 0
+        sources = np.append(sources, np.zeros(rows - own, dtype=np.int64))
+        if weights is not None:
+            weights[own:] = 0
+    documents = borders.documents(rows, segment.seq_len + 1) if borders is not None else None
+    return Batch(
+        tokens=tokens,
+        channels=data.channel_of[sources],
+        sources=sources,
+        first_position=position,
+        weights=weights,
+        counted=None if weights is None else float(weights.sum(dtype=np.float64)),
+        documents=documents,
+        segments=None if documents is None else documents.segments,
+        first_token=first_token,
+        step_samples=samples,
+        samples=own,
     )
-    channel_of = np.array([data.channels.index(split.channel) for split in data.splits], dtype=np.int64)
-    return Batch(tokens, channel_of[sources], sources, first_position)
+
+
+class BlockLookup:
+    """`Order.lookup` in large blocks that are kept for the steps that follow."""
+
+    def __init__(self) -> None:
+        self._blocks: OrderedDict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = OrderedDict()
+
+    def __call__(self, segment: Segment, position: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Sources and samples at `count` positions from `position` on."""
+        if count > LOOKUP_BLOCK:
+            return segment.order.lookup(np.arange(position, position + count, dtype=np.int64))
+        first, last = position // LOOKUP_BLOCK, (position + max(count, 1) - 1) // LOOKUP_BLOCK
+        blocks = [self._block(segment, number) for number in range(first, last + 1)]
+        offset = position - first * LOOKUP_BLOCK
+        sources, indices = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
+        return sources[offset : offset + count], indices[offset : offset + count]
+
+    def _block(self, segment: Segment, number: int) -> tuple[np.ndarray, np.ndarray]:
+        key = (segment.number, number)
+        block = self._blocks.get(key)  # two threads may both look a block up; they find the same
+        if block is None:
+            start = number * LOOKUP_BLOCK
+            block = self._blocks[key] = segment.order.lookup(np.arange(start, start + LOOKUP_BLOCK, dtype=np.int64))
+            while len(self._blocks) > KEPT_BLOCKS:
+                self._blocks.popitem(last=False)
+        return block
 
 
 class Loader:
-    """Iterate over the batches of `steps` steps from `first_position` on."""
+    """Iterate over the batches of `steps` steps of `tokens_per_step` tokens, from `first_token` on.
+
+    `finish` is applied to each batch as soon as it is read (by the reading thread, where readers are threads): it is
+    how batches get to a device, see `packed.transfer`.
+    """
 
     def __init__(
-        self, data: TrainingData, seq_len: int, samples_per_step: int, first_position: int, steps: int
+        self,
+        data: TrainingData,
+        tokens_per_step: int,
+        first_token: int,
+        steps: int,
+        options: LoaderOptions | None = None,
+        allocate: Allocate = np.empty,
+        finish: Callable[[Batch], Batch] | None = None,
     ) -> None:
+        self.options = options or LoaderOptions()
         self.wait_seconds = 0.0
         """How long the trainer waited for the batch it was handed last."""
-        self._data, self._seq_len, self._samples = data, seq_len, samples_per_step
-        self._positions = range(first_position, first_position + steps * samples_per_step, samples_per_step)
-        self._ready: queue.Queue[Batch | BaseException | None] = queue.Queue(maxsize=PREFETCH_STEPS)
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._read_ahead, name="z2a-loader", daemon=True)
-        self._thread.start()
+        self.total_wait_seconds = 0.0
+        self._data, self._tokens_per_step = data, tokens_per_step
+        self._allocate, self._finish = allocate, finish or (lambda batch: batch)
+        self._firsts = iter(range(first_token, first_token + steps * tokens_per_step, tokens_per_step))
+        self._lookup = BlockLookup()
+        self._pool = self._make_pool()
+        self._ahead: deque[Future[Batch]] = deque()
+        for _ in range(self.options.prefetch_steps):
+            self._ask_for_next()
 
     def __iter__(self) -> Iterator[Batch]:
-        while True:
+        while self._ahead:
             started = time.perf_counter()
-            item = self._ready.get()
+            batch = self._ahead[0].result()
+            if self._is_process:
+                batch = self._finish(batch)
             self.wait_seconds = time.perf_counter() - started
-            if item is None:
-                return
-            if isinstance(item, BaseException):
-                raise item
-            yield item
+            self.total_wait_seconds += self.wait_seconds
+            self._ahead.popleft()
+            self._ask_for_next()
+            yield batch
 
     def close(self) -> None:
         """Stop reading ahead."""
-        self._stopped.set()
-        self._thread.join(timeout=5)
+        self._firsts = iter(())
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._ahead.clear()
 
-    def _read_ahead(self) -> None:
-        try:
-            for position in self._positions:
-                if not self._put(read_batch(self._data, self._seq_len, position, self._samples)):
-                    return
-            self._put(None)
-        except BaseException as error:  # handed to the trainer, which raises it in its own thread
-            self._put(error)
+    @property
+    def _is_process(self) -> bool:
+        return self.options.reader_kind == "process"
 
-    def _put(self, item: Batch | BaseException | None) -> bool:
-        while not self._stopped.is_set():
-            try:
-                self._ready.put(item, timeout=0.2)
-                return True
-            except queue.Full:
-                continue
-        return False
+    def _make_pool(self) -> Executor:
+        if self._is_process:
+            import multiprocessing
+
+            # Pickled, the data is a list of paths: every process maps the files itself.
+            arguments = (self._data, self._tokens_per_step, self.options)
+            context = multiprocessing.get_context("spawn")
+            return ProcessPoolExecutor(self.options.readers, context, _start_reader, arguments)
+        return ThreadPoolExecutor(self.options.readers, thread_name_prefix="z2a-loader")
+
+    def _ask_for_next(self) -> None:
+        first_token = next(self._firsts, None)
+        if first_token is None:
+            return
+        job = self._pool.submit(_read_in_process if self._is_process else self._read, first_token)
+        self._ahead.append(job)
+
+    def _read(self, first_token: int) -> Batch:
+        samples = self._tokens_per_step // self._data.segment_at(first_token).seq_len
+        batch = read_batch(self._data, first_token, samples, self.options, self._lookup, self._allocate)
+        return self._finish(batch)
+
+
+_reader: Loader | None = None
+"""In a reading process: what it reads with."""
+
+
+def _start_reader(data: TrainingData, tokens_per_step: int, options: LoaderOptions) -> None:
+    global _reader
+    _reader = Loader(data, tokens_per_step, 0, 0, replace(options, reader_kind="thread", prefetch_steps=1))
+
+
+def _read_in_process(first_token: int) -> Batch:
+    assert _reader is not None, "the pool starts each process with _start_reader"
+    return _reader._read(first_token)

@@ -1,28 +1,49 @@
 """From the weights a person writes to the sources of a run.
 
-A name in the mixture is a source or a channel; a channel's weight is shared among its sources by their tokens.
+A name in the mixture is a source or a channel; a channel's weight is shared among its sources by their tokens. Weights
+are relative: they need not sum to one, but one of them must be above 0 and none below.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from zero2all.common.errors import BadInputError, UsageError
+from zero2all.common.files import read_json
 from zero2all.common.manifest import fingerprint
 from zero2all.common.schema import nearest_hint
+from zero2all.packed.bestfit import open_best_fit
 from zero2all.packed.config import DataConfig
-from zero2all.packed.layout import PACK_COMMAND, PackedSplit, open_split, packed_sources
-from zero2all.packed.order import WEIGHT_UNITS, Order, Source, rounded_weights
+from zero2all.packed.layout import PACK_COMMAND, REPORT_NAME, PackedSplit, open_split, packed_sources
+from zero2all.packed.order import WEIGHT_UNITS, rounded_weights
+from zero2all.packed.samples import Samples, open_samples
+from zero2all.packed.stages import (
+    PlannedStage,
+    Planner,
+    Segment,
+    Stage,
+    epochs_read,
+    segments_of,
+    stage_notes,
+    stage_records,
+    stages_from_records,
+)
 
 
 @dataclass(frozen=True)
-class Stage:
-    """A mixture that holds from a position on."""
+class Progress:
+    """How far a run has come, and the stages by which it came there."""
 
-    name: str
-    from_position: int
-    mixture: dict[str, float] | None
+    token: int = 0
+    stages: Sequence[Mapping[str, Any]] = ()
+    """What `TrainingData.record` gave as `stages`."""
 
 
 @dataclass(frozen=True)
@@ -31,66 +52,150 @@ class TrainingData:
 
     splits: list[PackedSplit]
     channels: list[str]
-    order: Order
-    shares: dict[str, list[float]]
-    """Per stage name, the share of each source after rounding."""
-    fingerprint: str
-    """Changes when any token, weight, or the seed changes."""
+    plan: list[PlannedStage]
+    segments: list[Segment]
+    samples: list[list[Samples] | None]
+    """Per segment, the samples of each source; None for segments that lie in the past."""
+    seed: int
+    packing: str
+
+    @cached_property
+    def channel_of(self) -> np.ndarray:
+        """Index into `channels` of each source."""
+        return np.array([self.channels.index(split.channel) for split in self.splits], dtype=np.int64)
+
+    @property
+    def shares(self) -> dict[str, list[float]]:
+        """Per stage name, the share of each source after rounding."""
+        return {
+            stage.name: [stage.units.get(split.name, 0) / WEIGHT_UNITS for split in self.splits] for stage in self.plan
+        }
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """Everything that decides which sample stands where, as plain values."""
+        return {
+            "seed": self.seed,
+            "packing": self.packing,
+            "sources": {split.name: split.fingerprint for split in self.splits},
+            "stages": stage_records(self.plan),
+        }
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when any token, weight, sequence length, or the seed changes."""
+        return fingerprint(self.record)
+
+    def segment_at(self, token: int) -> Segment:
+        """The segment that the sample beginning at `token` belongs to."""
+        return [segment for segment in self.segments if segment.from_token <= token][-1]
+
+    def notes(self, end: int) -> list[str]:
+        """What a person should know of the data before training to token `end`."""
+        names = [split.name for split in self.splits]
+        return [*stage_notes(self.plan, self.segments, names, end), "\n".join(self.epochs_table(end))]
+
+    def epochs_table(self, end: int) -> list[str]:
+        """Per source: tokens it has, tokens and share of the run up to `end`, and how often it is read."""
+        rows = epochs_read(self.segments, end)
+        read = [
+            sum(
+                float(row[number]) * segment.order.sources[number].samples * segment.seq_len
+                for row, segment in zip(rows, self.segments, strict=False)
+            )
+            for number in range(len(self.splits))
+        ]
+        total = sum(read) or 1.0
+        heading = ("source", "channel", "tokens", "read", "share", "epochs")
+        cells = [
+            (
+                split.name,
+                split.channel,
+                f"{split.tokens:,}",
+                f"{tokens:,.0f}",
+                f"{tokens / total:.2%}",
+                f"{sum(float(row[number]) for row in rows):.2f}",
+            )
+            for number, (split, tokens) in enumerate(zip(self.splits, read, strict=True))
+        ]
+        widths = [max(len(row[column]) for row in [heading, *cells]) for column in range(len(heading))]
+        lines = [f"epochs over the whole run ({end:,} tokens)"]
+        for row in [heading, *cells]:
+            words = [
+                cell.ljust(width) if column < 2 else cell.rjust(width)
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ]
+            lines.append("  " + "  ".join(words).rstrip())
+        return lines
 
 
-def open_training_data(packed: Path, config: DataConfig, stages: list[Stage]) -> TrainingData:
-    """Map the sources that any stage uses, check them, and lay out their order."""
-    every = [open_split(packed, name, "train") for name in packed_sources(packed)]
-    _check_one_tokenizer(every)
-    weights = [source_weights(every, stage.mixture) for stage in stages]
-    used = [index for index in range(len(every)) if any(stage[index] for stage in weights)]
+def open_training_data(
+    packed: Path,
+    config: DataConfig,
+    stages: Sequence[Stage],
+    progress: Progress | None = None,
+    end: int | None = None,
+) -> TrainingData:
+    """Open the sources that any stage uses, check them, and lay out their order.
+
+    `progress` is where a resumed run stands; what it recorded is kept, `stages` hold from there on. `end` is the token
+    at which the run is over: without it limits on epochs are not looked at.
+    """
+    progress = progress or Progress()
+    every = [open_split(packed, name, "train", config.verify_shards) for name in packed_sources(packed)]
+    _check_one_tokenizer(packed, every)
+    history = stages_from_records(progress.stages)
+    asked = [_planned(stage, every) for stage in stages]
+    used = {name for stage in [*history, *asked] for name in stage.units}
     if not used:
         raise BadInputError(f"The packed data in {packed} has no text for training. Build a corpus with more text.")
-    splits = [every[index] for index in used]
-    sources = []
-    for split in splits:
-        samples = split.samples(config.seq_len)
-        if samples == 0:
-            raise BadInputError(
-                f"The source `{split.name}` has {split.tokens} tokens, fewer than one sample of {config.seq_len} + 1. "
-                f"Give it weight 0 in data.mixture, add text to it, or lower data.seq_len."
-            )
-        sources.append(Source(split.name, samples))
-    units = [rounded_weights([stage[index] for index in used]) for stage in weights]
-    laid_out = [(stage.from_position, stage_units) for stage, stage_units in zip(stages, units, strict=True)]
+    gone = used - {split.name for split in every}
+    if gone:
+        raise BadInputError(
+            f"The run has read the source `{min(gone)}`, which is no longer among the packed sources of {packed}. "
+            f"Pack it again, or start over with --fresh."
+        )
+    splits = [split for split in every if split.name in used]
+    by_name = {split.name: split for split in splits}
+
+    def samples_of(name: str, seq_len: int) -> int:
+        if config.packing == "best_fit":
+            return int(open_best_fit(by_name[name], seq_len).manifest["rows"])
+        return by_name[name].samples(seq_len)
+
+    limits = _epoch_limits(config.max_epochs, every)
+    names = list(by_name)
+    planner = Planner(names, samples_of, config.seed, limits, config.when_used_up == "share")
+    for stage in asked:
+        _check_samples(stage, by_name, samples_of)
+    plan = planner.plan(asked, history, progress.token, end)
+    segments = segments_of(plan, names, samples_of, config.seed)
+    is_past = [after.from_token <= progress.token for after in segments[1:]] + [False]
     return TrainingData(
         splits=splits,
         channels=sorted({split.channel for split in splits}),
-        order=Order(sources, laid_out, config.seed),
-        shares={
-            stage.name: [unit / WEIGHT_UNITS for unit in stage_units]
-            for stage, stage_units in zip(stages, units, strict=True)
-        },
-        fingerprint=fingerprint(
-            {
-                "sources": {split.name: split.manifest["files"] for split in splits},
-                "stages": laid_out,
-                "seed": config.seed,
-                "seq_len": config.seq_len,
-            }
-        ),
+        plan=plan,
+        segments=segments,
+        samples=[
+            None if past else [open_samples(split, segment.seq_len, config.packing) for split in splits]
+            for segment, past in zip(segments, is_past, strict=True)
+        ],
+        seed=config.seed,
+        packing=config.packing,
     )
 
 
-def source_weights(splits: list[PackedSplit], mixture: dict[str, float] | None) -> list[float]:
+def source_weights(splits: Sequence[PackedSplit], mixture: Mapping[str, float] | None) -> list[float]:
     """One weight per source."""
     if mixture is None:
         return [float(split.tokens) for split in splits]
-    by_name = {split.name: index for index, split in enumerate(splits)}
     weights = [0.0] * len(splits)
     for name, weight in mixture.items():
-        members = [by_name[name]] if name in by_name else _channel_members(splits, name)
-        if not members:
-            known = [*by_name, *sorted({split.channel for split in splits})]
+        if not 0 <= weight < math.inf:
             raise UsageError(
-                f"data.mixture names `{name}`, which is neither a packed source nor a channel. "
-                f"{nearest_hint(name, known)}"
+                f"data.mixture gives `{name}` the weight {weight}; expected a number that is not negative."
             )
+        members = _members(splits, name, "data.mixture")
         tokens = sum(splits[index].tokens for index in members)
         for index in members:
             # An empty source keeps its weight, so that it is named when the samples are counted.
@@ -100,15 +205,57 @@ def source_weights(splits: list[PackedSplit], mixture: dict[str, float] | None) 
     return weights
 
 
-def _channel_members(splits: list[PackedSplit], channel: str) -> list[int]:
-    return [index for index, split in enumerate(splits) if split.channel == channel]
+def _planned(stage: Stage, splits: Sequence[PackedSplit]) -> PlannedStage:
+    weights = source_weights(splits, stage.mixture)
+    units = rounded_weights(weights) if any(weights) else [0] * len(weights)
+    named = {split.name: unit for split, unit in zip(splits, units, strict=True) if unit}
+    return PlannedStage(stage.name, stage.from_token, stage.seq_len, named)
 
 
-def _check_one_tokenizer(splits: list[PackedSplit]) -> None:
+def _epoch_limits(max_epochs: Mapping[str, float] | None, splits: Sequence[PackedSplit]) -> dict[str, float]:
+    """The limit of each source; one on a source stands before one on its channel."""
+    limits: dict[str, float] = {}
+    names = {split.name for split in splits}
+    for name, limit in sorted((max_epochs or {}).items(), key=lambda item: item[0] in names):
+        for index in _members(splits, name, "data.max_epochs"):
+            limits[splits[index].name] = limit
+    return limits
+
+
+def _members(splits: Sequence[PackedSplit], name: str, field: str) -> list[int]:
+    """The source of this name, or else the sources of the channel of this name."""
+    members = [index for index, split in enumerate(splits) if split.name == name] or [
+        index for index, split in enumerate(splits) if split.channel == name
+    ]
+    if not members:
+        known = [*(split.name for split in splits), *sorted({split.channel for split in splits})]
+        raise UsageError(
+            f"{field} names `{name}`, which is neither a packed source nor a channel. {nearest_hint(name, known)}"
+        )
+    return members
+
+
+def _check_samples(stage: PlannedStage, splits: Mapping[str, PackedSplit], samples_of: Any) -> None:
+    for name in stage.units:
+        if samples_of(name, stage.seq_len) == 0:
+            raise BadInputError(
+                f"The source `{name}` has {splits[name].tokens} tokens, fewer than one sample of {stage.seq_len} + 1 "
+                f"({splits[name].folder}). Give it weight 0 in data.mixture, add text to it, or lower data.seq_len."
+            )
+
+
+def _check_one_tokenizer(packed: Path, splits: Sequence[PackedSplit]) -> None:
     fingerprints = {split.manifest["tokenizer"] for split in splits}
     if len(fingerprints) > 1:
         names = ", ".join(f"{split.name} ({split.manifest['tokenizer'][:8]})" for split in splits)
         raise BadInputError(
             f"The packed sources were made with different tokenizers: {names}. Run `{PACK_COMMAND}` again, so that "
             f"all of them use the tokenizer of this workspace."
+        )
+    stated = read_json(packed / REPORT_NAME).get("tokenizer")
+    if fingerprints and stated is not None and {stated} != fingerprints:
+        split = splits[0]
+        raise BadInputError(
+            f"{split.folder / 'manifest.json'}: `tokenizer` is {split.manifest['tokenizer'][:8]}, but "
+            f"{packed / REPORT_NAME} says {stated[:8]}. Run `{PACK_COMMAND}` again."
         )

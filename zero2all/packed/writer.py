@@ -1,33 +1,78 @@
 """Corpus shards and a tokenizer in, token shards out.
 
+    pieces    some records of a corpus shard -> their tokens, in parallel                             pieces.py
+    shards    pieces -> numbered shards with their document index, in parallel                        shards.py
+    commit    manifest last, then the split appears under its name; `report.json` when all have
+
 Each document becomes <|begin_of_text|>, its tokens, <|end_of_text|>; documents follow one another without padding.
-A split is written to a temporary folder and appears when it is whole; packing again does nothing where neither the
-corpus nor the tokenizer has changed. `report.json` is written last (see `packed.layout`).
+Everything before the commit lives under `packed/.build/<inputs>/`. A packing that was killed, run again, goes on with
+what is there and writes byte for byte what an undisturbed one writes, whatever the number of workers; packing again
+does nothing where neither the corpus nor the tokenizer has changed.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from zero2all.common import jsonio
+from zero2all.common.engine import Engine, EngineConfig, open_engine
 from zero2all.common.errors import BadInputError
-from zero2all.common.files import require_free_space, staged_folder, sweep_partials, write_json
+from zero2all.common.files import (
+    PARTIAL_MARK,
+    fsync_folder,
+    put_in_place,
+    read_json,
+    require_free_space,
+    sweep_partials,
+    write_json,
+)
+from zero2all.common.lock import folder_lock
 from zero2all.common.manifest import fingerprint, is_current, read_manifest, write_manifest
-from zero2all.common.progress import Bar, progress
+from zero2all.common.progress import progress
 from zero2all.common.records import SPLITS, corpus_sources, iter_records, training_text
-from zero2all.packed.layout import PACK_COMMAND, REPORT_NAME, docs_name, token_dtype, tokens_name
+from zero2all.packed.bestfit import best_fit_folder, build_best_fit
+from zero2all.packed.layout import PACK_COMMAND, REPORT_NAME, open_split, token_dtype
+from zero2all.packed.pieces import COUNTS, LENGTHS, PIECE_BYTES, PieceTask, cut_part, keep_tools, make_piece
+from zero2all.packed.shards import SHARD_TOKENS, ShardTask, plan_shards, write_shard_of_pieces
+from zero2all.tokenizer.encoders import Encoder, EncoderConfig, open_encoder
 from zero2all.tokenizer.load import Tokenizer, load_tokenizer
 
-SHARD_TOKENS = 1 << 28
-"""A shard is closed after the document that takes it past this many tokens (512 MB as uint16)."""
-BATCH_DOCUMENTS = 256
+RULES = 2
+"""Raise it when packing changes what it writes from the same corpus and tokenizer."""
+BUILD_NAME = ".build"
+PRELOADED = ("zero2all.packed.writer",)
+"""What worker processes need."""
+SMALL_BYTES = 8_000_000
+"""Below this much text one process is faster than starting several."""
+SAMPLE_DOCUMENTS = 64
+SAMPLE_CHARACTERS = 100_000
+"""The first documents of each source, up to these limits, on which an encoder has to agree with the reference."""
 DISK_MARGIN_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class PackOptions:
+    """What a person may choose about packing."""
+
+    learn_prompts: bool = False
+    """Of conversations, count all tokens in the loss and not only what the assistant writes."""
+    best_fit: tuple[int, ...] = ()
+    """Sequence lengths for which best-fit indexes are built (see `packed.bestfit`)."""
+    encoder: EncoderConfig = field(default_factory=EncoderConfig)
+    """What turns text into ids; the ids do not depend on it."""
+    shard_tokens: int = SHARD_TOKENS
+    """A shard is closed after the document that takes it past this many tokens."""
+    piece_bytes: int = PIECE_BYTES
+    """About as much of a corpus shard is one task."""
 
 
 @dataclass(frozen=True)
@@ -38,126 +83,313 @@ class _Plan:
     split: str
     channel: str
     folder: Path
+    work: Path
+    """Where it is prepared."""
     inputs: str
-    corpus_bytes: int
+    parts: dict[Path, int]
+    """Corpus shards and their bytes."""
+
+    @property
+    def corpus_bytes(self) -> int:
+        return sum(self.parts.values())
 
 
-def pack_corpus(corpus: Path, tokenizer_folder: Path, packed: Path) -> dict[str, dict[str, Any]]:
+def pack_corpus(
+    corpus: Path,
+    tokenizer_folder: Path,
+    packed: Path,
+    options: PackOptions | None = None,
+    engine: EngineConfig | None = None,
+) -> dict[str, dict[str, Any]]:
     """Pack every split of every source; returns the manifests by 'source/split'."""
+    options = options or PackOptions()
+    corpus, tokenizer_folder, packed = (path.absolute() for path in (corpus, tokenizer_folder, packed))
     sources = corpus_sources(corpus)
     tokenizer = load_tokenizer(tokenizer_folder)
-    plans = _make_plans(sources, packed, tokenizer)
-    done = {plan.folder for plan in plans if is_current(plan.folder, "packed", plan.inputs)}
-    if len(done) < len(plans):
-        needed = sum(plan.corpus_bytes for plan in plans if plan.folder not in done)
-        require_free_space(packed, needed + DISK_MARGIN_BYTES, "the packed tokens")
-        (packed / REPORT_NAME).unlink(missing_ok=True)
-    results = {}
-    text_bytes = sum(int(manifest["report"]["bytes_kept"]) for manifest in sources.values())
-    with progress("pack", total=text_bytes, unit="B") as bar:
+    with writing_to(packed):
+        imported = _imported_sources(packed, sources, tokenizer)
+        plans = _make_plans(corpus, sources, packed, tokenizer, options)
+        stale = [plan for plan in plans if not is_current(plan.folder, "packed", plan.inputs)]
         for plan in plans:
             sweep_partials(plan.folder)
-            if plan.folder not in done:
-                _pack_split(corpus, plan, tokenizer, bar)
-            found = read_manifest(plan.folder, "packed", PACK_COMMAND)
-            if plan.folder in done:
-                bar.advance(found["text_bytes"])
-            results[f"{plan.source}/{plan.split}"] = found
-    if not any(result["tokens"] for result in results.values()):
-        raise BadInputError(f"The corpus in {corpus} holds no text to pack. Build it again from other sources.")
-    _write_report(packed, tokenizer, results)
+        _sweep_builds(packed, stale)
+        if stale or options.best_fit:
+            with open_engine(_engine_for(engine or EngineConfig(), plans), PRELOADED) as opened:
+                if stale:
+                    needed = sum(plan.corpus_bytes for plan in stale) + max(plan.corpus_bytes for plan in stale)
+                    require_free_space(packed, needed + DISK_MARGIN_BYTES, "the packed tokens")
+                    (packed / REPORT_NAME).unlink(missing_ok=True)
+                    encoder = _choose_encoder(corpus, stale, tokenizer, options)
+                    keep_tools(tokenizer_folder, tokenizer, encoder)
+                    _pack(stale, tokenizer_folder, tokenizer, encoder, options, opened)
+                _build_indexes(packed, plans, options.best_fit, opened)
+        _sweep_builds(packed, [])
+        results = {f"{plan.source}/{plan.split}": read_manifest(plan.folder, "packed", PACK_COMMAND) for plan in plans}
+        if not any(result["tokens"] for result in results.values()):
+            raise BadInputError(f"The corpus in {corpus} holds no text to pack. Build it again from other sources.")
+        write_report(packed, tokenizer.fingerprint, [*results.values(), *imported])
     return results
 
 
-def _make_plans(sources: dict[str, dict[str, Any]], packed: Path, tokenizer: Tokenizer) -> list[_Plan]:
+@contextmanager
+def writing_to(packed: Path) -> Iterator[None]:
+    """Keep every other packing or import out of `packed`."""
+    packed.mkdir(parents=True, exist_ok=True)
+    taken = f"Another process is packing in {packed}. Wait for it, or choose another --work."
+    with folder_lock(packed, taken):
+        yield
+
+
+# ---- planning -------------------------------------------------------------------------------------------------
+
+
+def _make_plans(
+    corpus: Path, sources: dict[str, dict[str, Any]], packed: Path, tokenizer: Tokenizer, options: PackOptions
+) -> list[_Plan]:
     plans = []
     for name, manifest in sources.items():
         for split in SPLITS:
             files = {part: file for part, file in manifest["files"].items() if part.startswith(f"{split}/")}
             decisive = {
+                "rules": RULES,
                 "files": files,
                 "channel": manifest["channel"],
                 "tokenizer": tokenizer.fingerprint,
-                "shard_tokens": SHARD_TOKENS,
+                "shard_tokens": options.shard_tokens,
+                "learn_prompts": options.learn_prompts,
             }
-            corpus_bytes = sum(file["bytes"] for file in files.values())
-            folder = packed / name / split
-            plans.append(_Plan(name, split, manifest["channel"], folder, fingerprint(decisive), corpus_bytes))
+            inputs = fingerprint(decisive)
+            # Two sources may hold the same text; each is prepared by itself.
+            work = packed / BUILD_NAME / fingerprint([name, split, inputs, options.piece_bytes])
+            parts = {corpus / name / part: int(file["bytes"]) for part, file in sorted(files.items())}
+            plans.append(_Plan(name, split, manifest["channel"], packed / name / split, work, inputs, parts))
     return plans
 
 
-def _write_report(packed: Path, tokenizer: Tokenizer, results: dict[str, dict[str, Any]]) -> None:
-    sources: dict[str, dict[str, Any]] = {}
-    for manifest in results.values():
-        counts = {name: manifest[name] for name in ("documents", "tokens", "text_bytes")}
-        sources.setdefault(manifest["source"], {"channel": manifest["channel"]})[manifest["split"]] = counts
-    report = {"tokenizer": tokenizer.fingerprint, "sources": sources}
-    path = packed / REPORT_NAME
-    sweep_partials(path)
-    if not path.is_file() or path.read_bytes() != jsonio.dumps_pretty(report):
-        write_json(path, report)
+def _engine_for(config: EngineConfig, plans: Sequence[_Plan]) -> EngineConfig:
+    is_small = sum(plan.corpus_bytes for plan in plans) < SMALL_BYTES
+    return EngineConfig("local", 1) if config.kind == "local" and config.workers is None and is_small else config
 
 
-def _pack_split(corpus: Path, plan: _Plan, tokenizer: Tokenizer, bar: Bar) -> None:
-    dtype = token_dtype(tokenizer.vocab_size)
-    with staged_folder(plan.folder) as partial:
-        shards = _ShardWriter(partial, dtype)
-        opening = [] if tokenizer.begin_id is None else [tokenizer.begin_id]  # imported tokenizers may have none
-        text_bytes = 0
-        for texts in _batches(map(training_text, iter_records(corpus, plan.source, plan.split))):
-            batch_bytes = 0
-            for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
-                shards.add([*opening, *ids, tokenizer.end_id])
-                batch_bytes += len(text.encode("utf-8", "replace"))
-            text_bytes += batch_bytes
-            bar.advance(batch_bytes, note=f"{plan.source}/{plan.split}")
-        shards.close()
+def _sweep_builds(packed: Path, wanted: Sequence[_Plan]) -> None:
+    """Remove what was prepared for something else than `wanted`."""
+    build = packed / BUILD_NAME
+    if not build.is_dir():
+        return
+    kept = {plan.work.name for plan in wanted}
+    for folder in build.iterdir():
+        if folder.name not in kept:
+            shutil.rmtree(folder, ignore_errors=True)
+    if not wanted:
+        shutil.rmtree(build, ignore_errors=True)
+
+
+def imported_manifests(packed: Path) -> list[dict[str, Any]]:
+    """Manifests of the splits that came in by `z2a data import`."""
+    found = []
+    for path in sorted(packed.glob("*/*/manifest.json")):
+        if path.parent.name in SPLITS:
+            manifest = read_json(path)
+            if manifest.get("imported"):
+                found.append(manifest)
+    return found
+
+
+def _imported_sources(packed: Path, sources: dict[str, Any], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """The imported splits, which stay beside those of the corpus; an error where they cannot."""
+    found = imported_manifests(packed)
+    for manifest in found:
+        name, folder = manifest["source"], packed / manifest["source"]
+        if name in sources:
+            raise BadInputError(
+                f"The source `{name}` is in the corpus, and {folder} was imported under the same name. Delete {folder} "
+                f"and import it under another name."
+            )
+        if manifest["tokenizer"] != tokenizer.fingerprint:
+            raise BadInputError(
+                f"The imported source {folder} was made with the tokenizer {manifest['tokenizer'][:8]}, this workspace "
+                f"has {tokenizer.fingerprint[:8]}. Sources of one workspace share a tokenizer: delete {folder}, or put "
+                f"the tokenizer back that it was made with."
+            )
+    return found
+
+
+def _choose_encoder(corpus: Path, stale: Sequence[_Plan], tokenizer: Tokenizer, options: PackOptions) -> Encoder:
+    sample = [text for source in dict.fromkeys(plan.source for plan in stale) for text in first_texts(corpus, source)]
+    encoder = open_encoder(tokenizer, options.encoder, sample, sum(plan.corpus_bytes for plan in stale))
+    if options.encoder.name not in ("auto", encoder.name):
+        reason = f"asked for the encoder {options.encoder.name}, got {encoder.name}: {encoder.reason}"
+        print(f"pack: {reason}", file=sys.stderr, flush=True)
+    return encoder
+
+
+def first_texts(corpus: Path, source: str) -> Iterator[str]:
+    """The beginning of a source, on which an encoder has to prove itself."""
+    characters = 0
+    records = itertools.chain.from_iterable(iter_records(corpus, source, split) for split in SPLITS)
+    for text in map(training_text, itertools.islice(records, SAMPLE_DOCUMENTS)):
+        yield text[: SAMPLE_CHARACTERS - characters]
+        characters += len(text)
+        if characters >= SAMPLE_CHARACTERS:
+            return
+
+
+# ---- the work -------------------------------------------------------------------------------------------------
+
+
+def _pack(
+    plans: Sequence[_Plan],
+    tokenizer_folder: Path,
+    tokenizer: Tokenizer,
+    encoder: Encoder,
+    options: PackOptions,
+    engine: Engine,
+) -> None:
+    """Pieces of all splits, then the shards of each; a split is committed with its last shard."""
+    cut = {plan.folder: _cut(plan, tokenizer_folder, tokenizer, encoder, options) for plan in plans}
+    tasks = [(plan, number) for plan in plans for number in range(len(cut[plan.folder]))]
+    facts: dict[Path, dict[int, dict[str, Any]]] = {plan.folder: {} for plan in plans}
+    with progress("pack", total=sum(plan.corpus_bytes for plan in plans), unit="B") as bar:
+        every = [cut[plan.folder][number] for plan, number in tasks]
+        for position, found in engine.run(make_piece, every, bar.advance):
+            plan, number = tasks[position]
+            facts[plan.folder][number] = found
+    splits = [_Split(plan, cut[plan.folder], facts[plan.folder], tokenizer, encoder, options) for plan in plans]
+    shard_tasks = [(split, task) for split in splits for task in split.tasks]
+    for split in splits:
+        if not split.tasks:
+            split.commit()
+    with progress("shards", total=sum(split.totals["tokens"] for split in splits), unit="tokens") as bar:
+        for position, files in engine.run(write_shard_of_pieces, [task for _, task in shard_tasks], bar.advance):
+            split, task = shard_tasks[position]
+            split.take(task, files)
+
+
+def _cut(
+    plan: _Plan, tokenizer_folder: Path, tokenizer: Tokenizer, encoder: Encoder, options: PackOptions
+) -> list[PieceTask]:
+    ranges = [
+        (part, start, end)
+        for part, size in plan.parts.items()
+        for start, end in cut_part(part, size, options.piece_bytes)
+    ]
+    return [
+        PieceTask(
+            part,
+            start,
+            end,
+            plan.source,
+            plan.work / f"piece-{number:05d}",
+            tokenizer_folder,
+            tokenizer.fingerprint,
+            encoder.name,
+            options.learn_prompts,
+        )
+        for number, (part, start, end) in enumerate(ranges)
+    ]
+
+
+class _Split:
+    """A split whose pieces are all there, on its way to its shards."""
+
+    def __init__(
+        self,
+        plan: _Plan,
+        pieces: Sequence[PieceTask],
+        facts: dict[int, dict[str, Any]],
+        tokenizer: Tokenizer,
+        encoder: Encoder,
+        options: PackOptions,
+    ) -> None:
+        self.plan, self._tokenizer, self._encoder, self._options = plan, tokenizer, encoder, options
+        self._dtype = token_dtype(tokenizer.vocab_size)
+        every = [facts[number] for number in range(len(pieces))]
+        self.totals = {
+            name: sum(fact[name] for fact in every) for name in ("documents", "tokens", "text_bytes", "conversations")
+        }
+        self.max_id = max((fact["max_id"] for fact in every), default=0)
+        self.masked = any((piece.folder / COUNTS).is_file() for piece in pieces)
+        self.tasks = self._plan_shards([piece.folder for piece in pieces])
+        self.files: dict[str, dict[str, Any]] = {}
+        self._taken = 0
+
+    def _plan_shards(self, folders: list[Path]) -> list[ShardTask]:
+        lengths = (np.fromfile(folder / LENGTHS, "<u4") for folder in folders)
+        return [
+            ShardTask(
+                self.plan.work / "out",
+                number,
+                self._dtype.str,
+                tuple(folders[stretches[0].piece : stretches[-1].piece + 1]),
+                tuple(stretches),
+                self.masked,
+            )
+            for number, stretches in enumerate(plan_shards(lengths, self._options.shard_tokens))
+        ]
+
+    def take(self, task: ShardTask, files: dict[str, dict[str, Any]]) -> None:
+        """Note a shard that is written; with the last of them the split is committed."""
+        assert task in self.tasks, "a shard of this split"
+        self.files.update(files)
+        self._taken += 1
+        if self._taken == len(self.tasks):
+            self.commit()
+
+    def commit(self) -> None:
+        """Write the manifest and put the split in its place; then its pieces are no longer needed."""
+        plan, out = self.plan, self.plan.work / "out"
+        out.mkdir(parents=True, exist_ok=True)
+        for leftover in out.glob(f"*{PARTIAL_MARK}*"):  # of a killed attempt
+            leftover.unlink()
         content = {
             "source": plan.source,
             "split": plan.split,
             "channel": plan.channel,
-            "tokenizer": tokenizer.fingerprint,
-            "vocab_size": tokenizer.vocab_size,
-            "dtype": dtype.str,
-            "shards": shards.number,
-            "documents": shards.documents,
-            "tokens": shards.tokens,
-            "text_bytes": text_bytes,
+            "tokenizer": self._tokenizer.fingerprint,
+            "vocab_size": self._tokenizer.vocab_size,
+            "dtype": self._dtype.str,
+            "shards": len(self.tasks),
+            **self.totals,
+            "max_id": self.max_id,
+            "loss_mask": self.masked,
+            "gids": True,
+            "encoder": self._encoder.choice.as_json(),
         }
-        write_manifest(partial, "packed", plan.inputs, content)
+        write_manifest(out, "packed", plan.inputs, content, self.files)
+        fsync_folder(out)
+        plan.folder.parent.mkdir(parents=True, exist_ok=True)
+        put_in_place(out, plan.folder)
+        fsync_folder(plan.folder.parent)
+        shutil.rmtree(plan.work, ignore_errors=True)
 
 
-def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
-    while batch := list(itertools.islice(texts, BATCH_DOCUMENTS)):
-        yield batch
+# ---- best fit, report -----------------------------------------------------------------------------------------
 
 
-class _ShardWriter:
-    """Appends documents to token shards and their starts to the index beside each."""
+def _build_indexes(packed: Path, plans: Sequence[_Plan], seq_lens: Sequence[int], engine: Engine) -> None:
+    tasks = [(packed, plan.source, plan.split, seq_len) for plan in plans for seq_len in seq_lens]
+    missing = [task for task in tasks if open_split(*task[:3]).tokens]
+    if missing:
+        with progress("best fit", total=len(missing), unit="indexes") as bar:
+            for _ in engine.run(_build_index, missing):
+                bar.advance(1)
 
-    def __init__(self, folder: Path, dtype: np.dtype) -> None:
-        self.folder, self.dtype = folder, dtype
-        self.number = self.documents = self.tokens = 0
-        self.in_shard = 0
-        self.tokens_file: BinaryIO | None = None
-        self.docs_file: BinaryIO | None = None
 
-    def add(self, ids: list[int]) -> None:
-        if self.tokens_file is None or self.docs_file is None:
-            self.tokens_file = (self.folder / tokens_name(self.number)).open("wb")
-            self.docs_file = (self.folder / docs_name(self.number)).open("wb")
-            self.number += 1
-            self.in_shard = 0
-        self.docs_file.write(np.uint64(self.in_shard).astype("<u8").tobytes())
-        self.tokens_file.write(np.asarray(ids, dtype=self.dtype).tobytes())
-        self.in_shard += len(ids)
-        self.tokens += len(ids)
-        self.documents += 1
-        if self.in_shard >= SHARD_TOKENS:
-            self.close()
+def _build_index(task: tuple[Path, str, str, int]) -> None:
+    packed, source, split, seq_len = task
+    opened = open_split(packed, source, split)
+    sweep_partials(best_fit_folder(opened, seq_len))
+    build_best_fit(opened, seq_len)
 
-    def close(self) -> None:
-        for file in (self.tokens_file, self.docs_file):
-            if file is not None:
-                file.close()
-        self.tokens_file = self.docs_file = None
+
+def write_report(packed: Path, tokenizer_fingerprint: str, manifests: Sequence[dict[str, Any]]) -> None:
+    """The list of sources that belong together, written last."""
+    sources: dict[str, dict[str, Any]] = {}
+    for manifest in manifests:
+        counts = {name: manifest[name] for name in ("documents", "tokens", "text_bytes")}
+        sources.setdefault(manifest["source"], {"channel": manifest["channel"]})[manifest["split"]] = counts
+    report = {"tokenizer": tokenizer_fingerprint, "sources": sources}
+    path = packed / REPORT_NAME
+    sweep_partials(path)
+    if not path.is_file() or path.read_bytes() != jsonio.dumps_pretty(report):
+        write_json(path, report)

@@ -1,4 +1,4 @@
-"""Records to vocabulary: train a byte-level BPE tokenizer, and load it (or anybody's) for encoding.
+"""Records to vocabulary: train a tokenizer, and load it (or anybody's) for encoding.
 
     train_tokenizer(texts, vocab_size=4096, folder=work / "tokenizer", inputs=fingerprint_of_inputs)
     tokenizer = load_tokenizer(work / "tokenizer")
@@ -9,9 +9,9 @@ through `encode_control`, and the saved folder keeps the rule in `AutoTokenizer`
 Importing this package imports neither `tokenizers` nor `transformers`; that happens at the first call.
 """
 
-from zero2all.tokenizer.bpe import train_tokenizer
 from zero2all.tokenizer.config import TokenizerConfig
 from zero2all.tokenizer.load import Tokenizer, load_tokenizer
-from zero2all.tokenizer.specials import CONTROL_TOKENS
+from zero2all.tokenizer.specials import CONTROL_TOKENS, SpecialsConfig
+from zero2all.tokenizer.train import train_tokenizer
 
-__all__ = ["CONTROL_TOKENS", "Tokenizer", "TokenizerConfig", "load_tokenizer", "train_tokenizer"]
+__all__ = ["CONTROL_TOKENS", "SpecialsConfig", "Tokenizer", "TokenizerConfig", "load_tokenizer", "train_tokenizer"]

@@ -2,25 +2,71 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from zero2all.common.schema import PositiveInt, Range
-from zero2all.tokenizer.specials import SMALLEST_VOCAB_SIZE
+from zero2all.common.schema import PositiveInt, Problem, Range
+from zero2all.tokenizer.sizes import parse_bytes
+from zero2all.tokenizer.specials import BYTE_COUNT, SpecialsConfig, smallest_vocab_size
+from zero2all.tokenizer.take import take_problem
+
+Kind = Literal["bpe", "hf-bbpe", "sentencepiece"]
+Normalisation = Literal["none", "nfc", "nfkc"]
+
+
+@dataclass(frozen=True)
+class SentencePieceConfig:
+    """Options of `kind: sentencepiece`, under SentencePiece's own names; byte fallback is always on."""
+
+    model_type: Literal["bpe", "unigram"] = "bpe"
+    """bpe: merges, highest score first; unigram: the likeliest segmentation under a probability per piece."""
+    character_coverage: Annotated[float, Range(minimum=0.9, maximum=1)] = 0.9995
+    """Share of the characters of the text that get a piece of their own; the others are spelled in bytes."""
+    max_sentence_length: PositiveInt = 4192
+    """Lines of more bytes than this are cut into several (SentencePiece itself would leave them out)."""
+    input_sentence_size: PositiveInt | None = None
+    """Train on this many lines drawn at random; None takes all. Bounds the memory, changes the result."""
+    split_digits: bool = True
+    """Every digit stands alone."""
+    split_by_unicode_script: bool = True
+    """No piece mixes scripts, such as Han and Latin."""
+    split_by_whitespace: bool = True
+    """No piece contains a space after its first character."""
+    add_dummy_prefix: bool = False
+    """Put a space before every text, as Llama 2 does; off, so that text comes back exactly."""
+    max_sentencepiece_length: PositiveInt = 16
+    """Longest piece in characters."""
+    seed_sentencepiece_size: PositiveInt = 1_000_000
+    """unigram: number of candidate pieces to start from."""
+    shrinking_factor: Annotated[float, Range(above=0, below=1)] = 0.75
+    """unigram: share of the pieces that each round keeps."""
+    num_sub_iterations: PositiveInt = 2
+    """unigram: steps of expectation and maximisation in each round."""
+    train_extremely_large_corpus: bool = False
+    """Use 64-bit positions, needed beyond 2^31 characters."""
 
 
 @dataclass(frozen=True)
 class TokenizerConfig:
     """The `tokenizer` section of the config, and the flags of `z2a tokenizer train`."""
 
-    vocab_size: Annotated[int, Range(minimum=SMALLEST_VOCAB_SIZE)] = 64_000
+    vocab_size: int = 64_000
     """Number of token ids: control tokens, the 256 bytes and the learned pieces together."""
 
-    kind: Literal["hf-bbpe"] = "hf-bbpe"
-    """Which trainer: `hf-bbpe` is byte-level BPE by the `tokenizers` library."""
+    kind: Kind = "bpe"
+    """Which trainer: `bpe` is ours, exact in little memory; `hf-bbpe` and `sentencepiece` are the libraries'."""
 
-    train_bytes: PositiveInt | None = None
-    """Train on the first this many bytes of text (the document on the border is cut); None trains on all of it."""
+    take: dict[str, str] | str | None = None
+    """Which share of the text to train on: {news: 20/44, wiki: 2GB} by source, or one share or amount for all of them
+    together; None trains on everything. Sources that are not named are taken whole."""
+
+    normalise: Normalisation = "none"
+    """Unicode form that text is brought into before it is cut: none keeps every text exactly; nfc joins accents to
+    their letters; nfkc also folds full-width letters, ligatures and the like. Text comes back in that form."""
+
+    pattern: str | None = None
+    """kind hf-bbpe: `qwen2`, `isolated-han` or a regular expression of yours that cuts text into pre-tokens; None
+    takes qwen2, which fast encoders know."""
 
     min_piece_count: PositiveInt = 2
     """A piece is learned only if it occurs at least this many times in the training text."""
@@ -28,3 +74,48 @@ class TokenizerConfig:
     max_piece_bytes: Annotated[int, Range(minimum=2)] | None = None
     """Longest piece in UTF-8 bytes (a Chinese character has 3). None sets no limit, so in text made from few
     templates, a whole Chinese clause (which has no spaces) may become one piece."""
+
+    max_memory: str | None = None
+    """Memory that training may use, such as 4GB: kind bpe keeps to it, the others refuse to start when they would need
+    more. None: half of what is free for bpe, nearly all of it for the others."""
+
+    exact: bool = True
+    """kind bpe: learn exactly the merges of plain BPE. false allows it to give that up, and to say so, where
+    `max_memory` leaves no other way."""
+
+    threads: PositiveInt | None = None
+    """Threads of training; the result does not depend on it (except for sentencepiece unigram). None: one per core."""
+
+    specials: SpecialsConfig = field(default_factory=SpecialsConfig)
+    """The control tokens."""
+
+    sentencepiece: SentencePieceConfig = field(default_factory=SentencePieceConfig)
+    """Options of kind sentencepiece."""
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """`max_memory` as a number."""
+        return None if self.max_memory is None else parse_bytes(self.max_memory)
+
+    def problems(self, place: str) -> list[Problem]:
+        """What is wrong between fields that are each fine alone."""
+        found = self.specials.problems(f"{place}.specials")
+        control = len(self.specials.names())
+        smallest = smallest_vocab_size(control) + (self.kind == "sentencepiece")
+        if self.vocab_size < smallest:
+            expected = f"at least {smallest}: {control} control tokens, {BYTE_COUNT} bytes and one piece"
+            found.append(Problem(f"{place}.vocab_size", self.vocab_size, expected))
+        if self.max_memory is not None and parse_bytes(self.max_memory) is None:
+            found.append(Problem(f"{place}.max_memory", self.max_memory, "an amount such as 4GB or 500MB"))
+        shares = {"": self.take} if isinstance(self.take, str) else (self.take or {})
+        for name, share in shares.items():
+            trouble = take_problem(share)
+            if trouble:
+                found.append(Problem(f"{place}.take{f'.{name}' if name else ''}", share, trouble))
+        if self.pattern is not None and self.kind != "hf-bbpe":
+            expected = f"nothing: kind {self.kind} has its own way to cut text (kind hf-bbpe takes a pattern)"
+            found.append(Problem(f"{place}.pattern", self.pattern, expected))
+        if self.kind == "sentencepiece" and self.max_piece_bytes is not None:
+            expected = "nothing: kind sentencepiece has tokenizer.sentencepiece.max_sentencepiece_length"
+            found.append(Problem(f"{place}.max_piece_bytes", self.max_piece_bytes, expected))
+        return found

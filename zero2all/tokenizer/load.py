@@ -18,7 +18,7 @@ from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import MANIFEST_NAME, read_json
 from zero2all.common.manifest import read_manifest
 from zero2all.tokenizer.fingerprint import tokenizer_fingerprint
-from zero2all.tokenizer.specials import special_map
+from zero2all.tokenizer.specials import byte_alphabet, special_map
 from zero2all.tokenizer.text import well_formed
 
 if TYPE_CHECKING:
@@ -39,11 +39,17 @@ class Tokenizer:
     end_id: int
     """Stands after every document."""
 
+    end_ids: tuple[int, ...]
+    """Every id at which a model stops: `end_id`, and what else a foreign generation_config.json names."""
+
     pad_id: int | None
     """Fills rows that are too short; None where a foreign tokenizer has no such token."""
 
     control: dict[str, int]
     """Name and id of every control token, in id order."""
+
+    control_roles: dict[str, str]
+    """Which control token plays which part (`message_start`, …), where the folder says so."""
 
     control_ids: frozenset[int]
     """The ids that no text can produce."""
@@ -51,20 +57,36 @@ class Tokenizer:
     vocab_size: int
     """One more than the largest id. A model may pad its embedding beyond that."""
 
+    is_byte_level: bool
+    """Whether pieces are strings of bytes, so that bytes are joined before characters are made."""
+
+    normalisation: str
+    """none, nfc, nfkc or other: the form in which text comes back from its ids."""
+
     fingerprint: str
     """Same fingerprint, same ids for every text."""
 
-    def __init__(self, tokenizer_json: dict[str, Any], control: dict[str, int], roles: dict[str, str]) -> None:
+    def __init__(
+        self,
+        tokenizer_json: dict[str, Any],
+        control: dict[str, int],
+        roles: dict[str, str],
+        control_roles: dict[str, str] | None = None,
+        more_ends: Iterable[int] = (),
+    ) -> None:
         self.backend = _backend(tokenizer_json, control)
         self.control = dict(sorted(control.items(), key=lambda item: item[1]))
         self.control_ids = frozenset(control.values())
         begin, end, pad = roles.get("bos_token"), roles["eos_token"], roles.get("pad_token")
         self.begin_id = None if begin is None else control[begin]
         self.end_id = control[end]
+        self.end_ids = (self.end_id, *(number for number in more_ends if number != self.end_id))
+        self.control_roles = control_roles or {}
+        self.normalisation = _normalisation(tokenizer_json.get("normalizer"))
         self.pad_id = None if pad is None else control[pad]
         self.vocab_size = max([*self.backend.get_vocab(with_added_tokens=True).values(), *self.control_ids]) + 1
         self.fingerprint = tokenizer_fingerprint(tokenizer_json, special_map(self.control, begin, end, pad))
-        self._byte_level = _has_part(tokenizer_json.get("decoder"), "ByteLevel")
+        self.is_byte_level = _has_part(tokenizer_json.get("decoder"), "ByteLevel")
 
     def encode_text(self, text: str) -> list[int]:
         """The ids of `text`, none of them a control id. Lone surrogates count as U+FFFD."""
@@ -91,7 +113,7 @@ class Tokenizer:
         Control tokens leave no trace, or their names where `skip_control` is off.
         """
         kept = [number for number in ids if not (skip_control and number in self.control_ids)]
-        if self._byte_level:
+        if self.is_byte_level:
             return b"".join(map(self.token_bytes, kept)).decode("utf-8", "replace")
         text: str = self.backend.decode(kept, skip_special_tokens=False)
         return text
@@ -103,9 +125,25 @@ class Tokenizer:
             raise ValueError(f"token id {token_id} is not in this vocabulary of {self.vocab_size} ids")
         return piece
 
+    def has_id(self, token_id: int) -> bool:
+        """Whether the vocabulary has this id; foreign ones may have gaps."""
+        return token_id in self._pieces
+
+    def ids_of_bytes(self, piece: bytes) -> list[int]:
+        """The ids of pieces that are exactly these bytes; a piece can stand in a vocabulary twice, or not at all."""
+        return self._ids_by_piece.get(piece, [])
+
+    @cached_property
+    def _ids_by_piece(self) -> dict[bytes, list[int]]:
+        found: dict[bytes, list[int]] = {}
+        for number, piece in sorted(self._pieces.items()):
+            if number not in self.control_ids:
+                found.setdefault(piece, []).append(number)
+        return found
+
     @cached_property
     def _pieces(self) -> dict[int, bytes]:
-        as_bytes = _byte_level_piece if self._byte_level else _sentencepiece_piece
+        as_bytes = _byte_level_piece if self.is_byte_level else _sentencepiece_piece
         pieces = {number: as_bytes(piece) for piece, number in self.backend.get_vocab(with_added_tokens=False).items()}
         added = {number: token.content.encode() for number, token in self.backend.get_added_tokens_decoder().items()}
         return {**pieces, **added, **{number: name.encode() for name, number in self.control.items()}}
@@ -125,7 +163,9 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     if "vocab" not in tokenizer_json.get("model", {}):
         raise BadInputError(f"{folder}/tokenizer.json has no vocabulary. Fetch it again, or run `{TRAIN_COMMAND}`.")
     control, roles = _declared_control(folder, tokenizer_json)
-    tokenizer = Tokenizer(tokenizer_json, control, roles)
+    played = _read_optional(folder / "tokenizer_config.json").get("control_roles", {})
+    more_ends = _more_ends(_read_optional(folder / "generation_config.json"))
+    tokenizer = Tokenizer(tokenizer_json, control, roles, played, more_ends)
     _check_against_manifest(folder, tokenizer)
     return tokenizer
 
@@ -163,6 +203,12 @@ def _declared_control(folder: Path, tokenizer_json: dict[str, Any]) -> tuple[dic
     if unknown not in roles.values():
         control.pop(unknown, None)
     return control, roles
+
+
+def _more_ends(generation: dict[str, Any]) -> list[int]:
+    """The ids at which the folder's model stops; chat models have several."""
+    ends = generation.get("eos_token_id")
+    return [end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)]
 
 
 def _usual_end(folder: Path, control: dict[str, int]) -> str:
@@ -245,15 +291,15 @@ def _has_part(part: Any, kind: str) -> bool:
     return False
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """The visible character that stands for each byte in a byte-level vocabulary (GPT-2's table)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
-
-
-_BYTE_OF = _byte_alphabet()
+_BYTE_OF = byte_alphabet()
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+def _normalisation(normalizer: Any) -> str:
+    """What a tokenizer.json's normalizer does to the characters of a text."""
+    parts = normalizer.get("normalizers", [normalizer]) if isinstance(normalizer, dict) else []
+    forms = {str(part.get("type")).lower() for part in parts} - {"prepend", "replace"}
+    return "none" if not forms else forms.pop() if forms <= {"nfc"} or forms <= {"nfkc"} else "other"
 
 
 def _byte_level_piece(piece: str) -> bytes:

@@ -1,10 +1,16 @@
 """The control tokens: marks that only the program may set, never the text.
 
-They take the first ids of every vocabulary that we train, in this order, so that an id means the same thing in all
-of them. The reserved ones let a later stage (tools, images) have marks without moving any id.
+They take the first ids of every vocabulary that we train, in the order of `SpecialsConfig.names()`, so that an id
+means the same thing in all of them. The reserved ones let a later stage (tools, images) have marks without moving any
+id. Their names may be changed in the config; what may be no name is said in `problems`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from zero2all.common.schema import NaturalInt, Problem
 
 BEGIN_OF_TEXT = "<|begin_of_text|>"
 END_OF_TEXT = "<|end_of_text|>"
@@ -14,20 +20,92 @@ MESSAGE_END = "<|message_end|>"
 PAD = "<|pad|>"
 RESERVED_COUNT = 8
 
-CONTROL_TOKENS: tuple[str, ...] = (
-    BEGIN_OF_TEXT,
-    END_OF_TEXT,
-    END_OF_PROMPT,
-    MESSAGE_START,
-    MESSAGE_END,
-    PAD,
-    *(f"<|reserved_{number}|>" for number in range(RESERVED_COUNT)),
-)
-"""All control tokens; the place in this tuple is the id."""
-
 BYTE_COUNT = 256
-SMALLEST_VOCAB_SIZE = len(CONTROL_TOKENS) + BYTE_COUNT + 1
-"""Control tokens, all bytes and one learned piece: below that there is nothing to train."""
+ROLES = ("begin", "end", "end_of_prompt", "message_start", "message_end", "pad")
+"""The parts that control tokens play; the place in this tuple is the id of its token in a vocabulary of ours."""
+
+
+@dataclass(frozen=True)
+class SpecialsConfig:
+    """The control tokens of a new vocabulary: `tokenizer.specials` of the config."""
+
+    begin: str = BEGIN_OF_TEXT
+    """Stands before every document (bos)."""
+    end: str = END_OF_TEXT
+    """Stands after every document (eos)."""
+    end_of_prompt: str = END_OF_PROMPT
+    """Ends what the model is given, before what it should write."""
+    message_start: str = MESSAGE_START
+    """Opens a message of a chat; the role follows it."""
+    message_end: str = MESSAGE_END
+    """Closes a message of a chat."""
+    pad: str = PAD
+    """Fills rows that are too short."""
+    reserved: NaturalInt = RESERVED_COUNT
+    """How many tokens `<|reserved_0|>`, `<|reserved_1|>`, … are kept for later stages."""
+    extra: list[str] = field(default_factory=list)
+    """Control tokens of your own; they take the ids after the reserved ones."""
+
+    def names(self) -> tuple[str, ...]:
+        """All control tokens; the place in this tuple is the id."""
+        parts = (getattr(self, role) for role in ROLES)
+        return (*parts, *(f"<|reserved_{number}|>" for number in range(self.reserved)), *self.extra)
+
+    def roles(self) -> dict[str, str]:
+        """Which token plays which part."""
+        return {role: getattr(self, role) for role in ROLES}
+
+    def problems(self, place: str) -> list[Problem]:
+        """Names that cannot be told from each other, or from text."""
+        names = self.names()
+        where = [*(f"{place}.{role}" for role in ROLES), *[f"{place}.reserved"] * self.reserved]
+        where += [f"{place}.extra[{index}]" for index in range(len(self.extra))]
+        found = []
+        for index, name in enumerate(names):
+            trouble = _name_trouble(name) or _trouble_among(name, index, names)
+            if trouble:
+                found.append(Problem(where[index], name, trouble))
+        return found
+
+
+def _name_trouble(name: str) -> str | None:
+    """What keeps `name` from being a control token, whatever the others are called; says what was expected."""
+    if not name:
+        return "a name: an empty control token stands everywhere in every text"
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return "a name that UTF-8 can hold (this one has half a surrogate pair)"
+    if len(name) == 1:
+        return "a name of several characters: single characters are pieces of text"
+    if any(character.isspace() or character == "▁" or ord(character) < 32 for character in name):
+        return "a name without white space and without ▁, which text encoders rewrite"
+    alphabet = byte_alphabet()
+    if not name.isascii() and all(character in alphabet for character in name):
+        # Such a name is, letter for letter, the spelling of some other text inside a byte-level vocabulary.
+        return "a name that is not the byte-level spelling of other text (Ġ, Ċ and the like); use <|…|>"
+    return None
+
+
+def _trouble_among(name: str, index: int, names: Sequence[str]) -> str | None:
+    if name in names[:index]:
+        return "a name that no other control token has"
+    for other in names:
+        if other != name and name and name in other:
+            return f"a name that is no part of another control token ({other!r} contains it)"
+    return None
+
+
+CONTROL_TOKENS: tuple[str, ...] = SpecialsConfig().names()
+"""The control tokens of a vocabulary made with the default names."""
+
+
+def smallest_vocab_size(control_tokens: int = len(CONTROL_TOKENS)) -> int:
+    """Control tokens, all bytes and one learned piece: below that there is nothing to train."""
+    return control_tokens + BYTE_COUNT + 1
+
+
+SMALLEST_VOCAB_SIZE = smallest_vocab_size()
 
 
 def special_map(control: dict[str, int], begin: str | None, end: str, pad: str | None) -> dict[str, object]:
@@ -35,7 +113,8 @@ def special_map(control: dict[str, int], begin: str | None, end: str, pad: str |
     return {"control": control, "begin": begin, "end": end, "pad": pad}
 
 
-def our_special_map() -> dict[str, object]:
-    """The special-token map of every vocabulary that we train."""
-    ids = {name: number for number, name in enumerate(CONTROL_TOKENS)}
-    return special_map(ids, BEGIN_OF_TEXT, END_OF_TEXT, PAD)
+def byte_alphabet() -> dict[str, int]:
+    """The visible character that stands for each byte in a byte-level vocabulary (GPT-2's table)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}

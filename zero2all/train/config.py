@@ -31,7 +31,9 @@ class TrainConfig:
     micro_batch_samples: PositiveInt = 8
     """Samples in one forward and backward pass; tokens_per_step / seq_len / this passes are accumulated."""
     precision: Literal["float32", "bfloat16"] = "float32"
-    """bfloat16 computes the blocks in bfloat16 over float32 weights (autocast)."""
+    """dtype of the weights the forward pass reads; the optimizer always works on float32 masters."""
+    z_loss: NaturalFloat = 0.0
+    """Times logsumexp(logits)^2, added to each token's loss: 1e-4 keeps logits from drifting; 0 leaves it out."""
     seed: Annotated[int, Range(minimum=0, maximum=2e9)] = 1234
     """Key of the initial weights and of dropout."""
 
@@ -76,14 +78,17 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class StageConfig:
-    """A stretch of the run with its own mixture."""
+    """A stretch of the run with a mixture or a sequence length of its own."""
 
     name: str
     """What this stage is called in logs."""
     from_step: NaturalInt
     """First step of this stage."""
-    mixture: dict[str, NaturalFloat]
-    """Weights as in data.mixture; each source continues where it stood."""
+    mixture: dict[str, NaturalFloat] | None = None
+    """Weights as in data.mixture; each source continues where it stood. None takes data.mixture."""
+    seq_len: PositiveInt | None = None
+    """Tokens per sample. None takes data.seq_len. Another length than before cuts and shuffles the text anew; a step
+    keeps its tokens, a pass (micro_batch_samples) about as many."""
 
     def problems(self, place: str) -> list[Problem]:
         """The mixture must leave something to read."""

@@ -24,7 +24,8 @@ from zero2all.common.progress import progress
 from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig
 from zero2all.limits.flops import model_flops_utilisation
-from zero2all.packed.loader import Loader
+from zero2all.packed.loader import LoaderOptions
+from zero2all.packed.transfer import batches_on
 from zero2all.track.writer import Run
 from zero2all.train.checkpoint import discard_folder, prune_checkpoints, save_checkpoint, sweep_checkpoints
 from zero2all.train.guards import check_skips
@@ -79,9 +80,15 @@ def _run_steps(prepared: Prepared, metrics: Run) -> TrainSummary:
     config, state, data = prepared.config, prepared.state, prepared.data
     last_step = config.train.steps
     metrics.event("start", state.step, {"notes": prepared.notes, "environment": prepared.environment})
-    # The position follows from the tokens seen, so that a changed train.tokens_per_step repeats and skips nothing.
-    position = state.tokens // config.data.seq_len
-    loader = Loader(data, config.data.seq_len, config.samples_per_step, position, last_step - state.step)
+    # The position in the data is the tokens seen, so that a changed train.tokens_per_step repeats and skips nothing.
+    options = LoaderOptions(
+        documents=config.data.document_mask,
+        prefetch_steps=config.data.prefetch_steps,
+        readers=config.data.readers,
+        reader_kind=config.data.reader_kind,
+    )
+    steps_left = last_step - state.step
+    loader = batches_on(prepared.device, data, config.train.tokens_per_step, state.tokens, steps_left, options)
     started = time.perf_counter()
     result: StepResult | None = None
     held_out: dict[str, float] = {}
@@ -103,7 +110,7 @@ def _run_steps(prepared: Prepared, metrics: Run) -> TrainSummary:
                     bar.advance(config.train.tokens_per_step, note=f"step {state.step} loss {result.loss:.3f}")
 
                 if done or _due(state.step, config.eval.every_steps):
-                    held_out = held_out_losses(state.model, prepared.valid, config.data.seq_len, config.eval)
+                    held_out = held_out_losses(state.model, prepared.valid, config.data, config.eval)
                     metrics.log(held_out, state.step, state.tokens)
                 if done or _due(state.step, config.checkpoint.every_steps):
                     _save(prepared, metrics)
@@ -112,7 +119,7 @@ def _run_steps(prepared: Prepared, metrics: Run) -> TrainSummary:
     finally:
         loader.close()
     if result is None:  # the run was finished before
-        held_out = held_out_losses(state.model, prepared.valid, config.data.seq_len, config.eval)
+        held_out = held_out_losses(state.model, prepared.valid, config.data, config.eval)
     seconds = time.perf_counter() - started
     metrics.event("finish", state.step, {"tokens": state.tokens, "seconds": seconds})
     return TrainSummary(
@@ -143,8 +150,9 @@ def _step_values(prepared: Prepared, result: StepResult, seconds: float, wait_se
         bytes_per_token = sum(s.bytes_per_token * s.tokens for s in splits) / max(1, sum(s.tokens for s in splits))
         values[f"loss/{channel}"] = loss
         values[f"bpb/{channel}"] = loss / math.log(2) / bytes_per_token
+    seq_len = data.segment_at(max(0, prepared.state.tokens - 1)).seq_len
     for convention, share in model_flops_utilisation(
-        config.model, config.data.seq_len, speed, prepared.environment["device"]
+        config.model, seq_len, speed, prepared.environment["device"]
     ).items():
         values[f"mfu/{convention}"] = share
     return values

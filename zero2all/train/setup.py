@@ -17,8 +17,11 @@ from zero2all.config import RunConfig, config_from_values, config_values, config
 from zero2all.model.config import parameter_counts
 from zero2all.model.z2all import Z2all
 from zero2all.ops.registry import resolve
+from zero2all.packed.config import FREE_ON_RESUME
 from zero2all.packed.layout import PackedSplit
-from zero2all.packed.mixture import Stage, TrainingData, open_training_data
+from zero2all.packed.mixture import Progress, TrainingData, open_training_data
+from zero2all.packed.remote import packed_root
+from zero2all.packed.stages import Stage
 from zero2all.parallel.device import environment, pick_device, set_cpu_threads
 from zero2all.train.checkpoint import Checkpoint, newest_checkpoint
 from zero2all.train.optim import build_optimizer
@@ -29,8 +32,9 @@ CONFIG_FILE = "config.yaml"
 VOCAB_MULTIPLE = 64
 """Matrix units like widths that are multiples of this; an odd vocabulary makes the head several times slower."""
 
-SECTIONS_FREE_ON_RESUME = ("ops", "parallel", "checkpoint", "resilience", "track", "eval", "guards")
+SECTIONS_FREE_ON_RESUME = ("ops", "parallel", "tokenizer", "checkpoint", "resilience", "track", "eval", "guards")
 """Changing these never changes which samples are seen or which rate is used."""
+FIELDS_FREE_ON_RESUME = tuple(f"data.{name}" for name in FREE_ON_RESUME)
 
 
 @dataclass
@@ -59,6 +63,7 @@ class Prepared:
         tokenizer = self.data.splits[0].manifest["tokenizer"]
         return {
             "data": self.data.fingerprint,
+            "order": self.data.record,
             "tokenizer": tokenizer,
             "environment": self.environment,
             "ops": choices,
@@ -68,16 +73,10 @@ class Prepared:
 def prepare(asked: RunConfig, workspace: Workspace, accept_changes: bool = False, fresh: bool = False) -> Prepared:
     """Open the data, build the model, and take over the newest checkpoint if the run has one and is not to be fresh."""
     run = workspace.run(asked.train.name)
-    stages = [Stage("main", 0, asked.data.mixture)]
-    for stage in asked.stages:
-        start = stage.from_step * asked.samples_per_step
-        if start == 0:
-            stages.clear()
-        stages.append(Stage(stage.name, start, stage.mixture))
-    data = open_training_data(workspace.packed, asked.data, stages)
-    config = with_vocabulary(asked, int(data.splits[0].manifest["vocab_size"]))
-    notes = _mixture_notes(config, data)
     checkpoint = None if fresh else newest_checkpoint(run, set_aside=True)
+    data, end = _open_data(asked, workspace, checkpoint)
+    config = with_vocabulary(asked, int(data.splits[0].manifest["vocab_size"]))
+    notes = data.notes(end)
     if checkpoint is not None:
         notes += _check_resume(config, run, checkpoint, data, accept_changes)
     elif not fresh and (run / CONFIG_FILE).is_file():
@@ -103,13 +102,43 @@ def prepare(asked: RunConfig, workspace: Workspace, accept_changes: bool = False
         notes.append(f"resumed {run.name} at step {state.step} from {checkpoint.folder.name}")
         if checkpoint.step:
             notes += _environment_notes(checkpoint.manifest["environment"], here)
-    valid = open_valid_splits(workspace.packed, [split.name for split in data.splits])
+    valid = open_valid_splits(packed_root(workspace.packed, config.data), [split.name for split in data.splits])
     too_short = [split.name for split in valid if split.samples(config.data.seq_len) == 0]
     if too_short:
         notes.append(f"held-out loss: left out for less than one sample of held-out text: {', '.join(too_short)}")
     counts = parameter_counts(config.model)
     notes.insert(0, f"model: {counts['total'] / 1e6:.2f} M parameters on {here['device']}, {config.train.precision}")
     return Prepared(config, run, data, valid, state, device, here, notes)
+
+
+def _open_data(config: RunConfig, workspace: Workspace, checkpoint: Checkpoint | None) -> tuple[TrainingData, int]:
+    """The data of the run as it goes on from `checkpoint`, and the token at which the run is over.
+
+    What the run has read stays as the checkpoint recorded it; the mixture and the stages of the config hold from there.
+    """
+    counters = {"step": 0, "tokens": 0} if checkpoint is None else checkpoint.counters()
+    recorded = None if checkpoint is None else checkpoint.manifest.get("order")
+    step, token = int(counters["step"]), int(counters["tokens"])
+
+    def token_of(a_step: int) -> int:
+        return max(0, token + (a_step - step) * config.train.tokens_per_step)
+
+    stages = [Stage("main", 0, config.data.mixture, config.data.seq_len)]
+    for stage in config.stages:
+        if stage.from_step == 0:
+            stages.clear()
+        mixture = config.data.mixture if stage.mixture is None else stage.mixture
+        seq_len = stage.seq_len or config.data.seq_len
+        stages.append(Stage(stage.name, token_of(stage.from_step), mixture, seq_len))
+    progress = Progress(token, recorded["stages"]) if recorded else Progress()
+    end = token_of(max(step, config.train.steps))
+    return open_training_data(packed_root(workspace.packed, config.data), config.data, stages, progress, end), end
+
+
+def open_run_data(config: RunConfig, workspace: Workspace, resumed: bool) -> tuple[TrainingData, int]:
+    """The data as a run of this config reads it (`resumed`: goes on reading it), and the token at which it is over."""
+    checkpoint = newest_checkpoint(workspace.run(config.train.name)) if resumed else None
+    return _open_data(config, workspace, checkpoint)
 
 
 def with_vocabulary(config: RunConfig, tokens_in_data: int) -> RunConfig:
@@ -152,12 +181,28 @@ def _check_resume(
     """Refuse a config or data that would make the resumed run another run, unless told to go on."""
     before, now = config_values(load_run_config(run)), config_values(config)
     changed = {name: f"{name}: {old!r} -> {new!r}" for name, old, new in _differences(before, now)}
-    strict = [text for name, text in changed.items() if name.split(".")[0] not in SECTIONS_FREE_ON_RESUME]
+    strict = [
+        text
+        for name, text in changed.items()
+        if name.split(".")[0] not in SECTIONS_FREE_ON_RESUME and name not in FIELDS_FREE_ON_RESUME
+    ]
     notes = [f"changed since the last attempt: {text}" for text in changed.values()]
     trained_on = checkpoint.manifest["data"]  # None for imported weights
+    theirs, ours = checkpoint.manifest.get("tokenizer"), data.splits[0].manifest["tokenizer"]
+    if theirs not in (None, ours) and not accept_changes:
+        raise BadInputError(
+            f"{checkpoint.folder} was trained with the tokenizer {theirs[:8]}, but the packed data was made with "
+            f"{ours[:8]} (`tokenizer` in {data.splits[0].folder / 'manifest.json'}), in which ids mean other pieces of "
+            f"text. Pack the data with the tokenizer of the run, or start over with --fresh."
+        )
     if trained_on is not None and trained_on != data.fingerprint:
-        strict.append("the packed data, or the order in which it is read, has changed since this run was started")
-        notes.append("the order of the data has changed, so samples may be repeated or left out from here on")
+        if _reads_on(checkpoint.manifest.get("order"), data.record):
+            strict.append("the mixture or the sequence length from here on has changed")
+            tokens = checkpoint.counters()["tokens"]
+            notes.append(f"other weights hold from token {tokens:,} on; every source continues where it stood")
+        else:
+            strict.append("the packed data, or the order in which it is read, has changed since this run was started")
+            notes.append("the order of the data has changed, so samples may be repeated or left out from here on")
     if strict and checkpoint.step and not accept_changes:
         lines = "\n".join(f"  - {text}" for text in strict)
         raise UsageError(
@@ -165,6 +210,13 @@ def _check_resume(
             f"new ones, --fresh to start over, or another --train.name to keep both."
         )
     return notes
+
+
+def _reads_on(before: dict[str, Any] | None, now: dict[str, Any]) -> bool:
+    """Whether only the plan has changed: the text that was read so far is the same, shuffled by the same key."""
+    if before is None or any(before[name] != now[name] for name in ("seed", "packing")):
+        return False
+    return all(now["sources"].get(name, files) == files for name, files in before["sources"].items())
 
 
 def _differences(before: Any, now: Any, place: str = "") -> list[tuple[str, Any, Any]]:
@@ -183,18 +235,3 @@ def _environment_notes(before: dict[str, Any], now: dict[str, Any]) -> list[str]
     if not changed:
         return []
     return [f"not bit-exact with the earlier attempt, because of: {', '.join(changed)}"]
-
-
-def _mixture_notes(config: RunConfig, data: TrainingData) -> list[str]:
-    """The shares after rounding, and how often each source will be read."""
-    notes = []
-    for stage, shares in data.shares.items():
-        parts = [f"{split.name} {share:.2%}" for split, share in zip(data.splits, shares, strict=True)]
-        notes.append(f"mixture ({stage}): {', '.join(parts)}")
-    taken = data.order.taken(config.train.steps * config.samples_per_step)
-    parts = [
-        f"{split.name} {count / split.samples(config.data.seq_len):.2f}"
-        for split, count in zip(data.splits, taken, strict=True)
-    ]
-    notes.append(f"epochs over the whole run: {', '.join(parts)}")
-    return notes

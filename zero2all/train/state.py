@@ -1,7 +1,7 @@
 """Everything that changes while a run trains, in one object that a test can build without a GPU.
 
 There is no random state to keep: dropout is seeded from (seed, step), and the data order is a pure function of the
-step. What a checkpoint must hold is therefore weights, optimizer moments and three counters.
+step. What a checkpoint must hold is therefore the master weights, the optimizer's moments and a few counters.
 """
 
 from __future__ import annotations
@@ -14,16 +14,20 @@ from torch import Tensor
 
 from zero2all.common.errors import BadInputError
 from zero2all.model.z2all import Z2all
+from zero2all.train.config import OptimConfig
+from zero2all.train.optim import Optimizer, decayed_names
+from zero2all.train.weights import FlatWeights
 
-MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass
 class TrainState:
-    """The run at one moment: `step` updates have been made."""
+    """The run at one moment: `step` steps have been made."""
 
     model: Z2all
-    optimizer: torch.optim.AdamW
+    weights: FlatWeights
+    optimizer: Optimizer
     step: int = 0
     tokens: int = 0
     skips_in_a_row: int = 0
@@ -33,43 +37,35 @@ class TrainState:
         return {"step": self.step, "tokens": self.tokens, "skips_in_a_row": self.skips_in_a_row}
 
     def model_tensors(self) -> dict[str, Tensor]:
-        """Weights by name."""
-        return dict(self.model.state_dict())
+        """The master weights by name."""
+        return self.weights.by_name(self.weights.masters)
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
-        """Moments as '<moment>/<parameter name>'; empty before the first update."""
-        tensors = {}
-        for name, parameter in self.model.named_parameters():
-            for moment, value in self.optimizer.state.get(parameter, {}).items():
-                tensors[f"{moment}/{name}"] = value
-        return tensors
+        """What the optimizer remembers, by name."""
+        return self.optimizer.state_tensors()
 
+    @torch.no_grad()
     def restore(self, model: dict[str, Tensor], optimizer: dict[str, Tensor], counters: dict[str, Any]) -> None:
-        """Take over what a checkpoint held; raises before touching anything when names or shapes do not match."""
-        own = self.model.state_dict()
-        parameters = dict(self.model.named_parameters())
-        check_shapes({name: tuple(value.shape) for name, value in own.items()}, model)
-        if optimizer:  # empty for imported weights, and while every update so far was skipped
-            check_shapes(
-                {
-                    f"{moment}/{name}": () if moment == "step" else tuple(parameter.shape)
-                    for name, parameter in parameters.items()
-                    for moment in MOMENTS
-                },
-                optimizer,
-            )
-        with torch.no_grad():
-            for name, value in own.items():
-                value.copy_(model[name])
-        self.optimizer.state.clear()
-        if optimizer:
-            for name, parameter in parameters.items():
-                # Copies, because loaded tensors are backed by the file; the fused kernel wants the step on the device.
-                self.optimizer.state[parameter] = {
-                    moment: optimizer[f"{moment}/{name}"].to(parameter.device, copy=True) for moment in MOMENTS
-                }
+        """Take over what a checkpoint held; raises before touching anything when names or shapes do not match.
+
+        `optimizer` is empty for imported weights: the moments then stay at zero.
+        """
+        own = self.model_tensors()
+        remembered = self.optimizer_tensors() if optimizer else {}
+        for held, found in ((own, model), (remembered, optimizer)):
+            check_shapes({name: tuple(value.shape) for name, value in held.items()}, found)
+        for held, found in ((own, model), (remembered, optimizer)):
+            for name, value in held.items():
+                value.copy_(found[name])
+        self.weights.publish()
         self.step, self.tokens = int(counters["step"]), int(counters["tokens"])
         self.skips_in_a_row = int(counters["skips_in_a_row"])
+
+
+def new_state(model: Z2all, optim: OptimConfig, dtype: torch.dtype) -> TrainState:
+    """The state of a run before its first step, with the model's weights in `dtype` from here on."""
+    weights = FlatWeights(model, decayed_names(model, optim), dtype)
+    return TrainState(model, weights, Optimizer(model, weights, optim))
 
 
 def check_shapes(expected: dict[str, tuple[int, ...]], found: dict[str, Tensor]) -> None:

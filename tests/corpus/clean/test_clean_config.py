@@ -3,12 +3,13 @@
 import dataclasses
 import pickle
 
+import numpy as np
 import pytest
 
 from zero2all.common.errors import UsageError
 from zero2all.common.schema import Problem, build, field_docs
 from zero2all.corpus.clean import RULES, CleanConfig, Cleaner, build_config, default_config
-from zero2all.corpus.clean.config import EDITS, MaxShare, Switch
+from zero2all.corpus.clean.config import EDITS, MEASURES, MaxShare, Switch
 
 
 def problems_of(values: object, channel: str = "zh") -> list[Problem]:
@@ -80,3 +81,12 @@ def test_every_rule_and_setting_is_documented() -> None:
         assert info.drops == (name not in EDITS)
     assert RULES["wrong_script"].channels == ("zh", "en", "code")
     assert RULES["generated"].channels == ("code",)
+
+
+def test_measures_of_a_rule_are_those_that_judge_it() -> None:
+    """What `z2a corpus show --dropped` prints beside a sample."""
+    from zero2all.corpus.clean.rules import JUDGES, measures_of
+
+    known = measures_of(np.zeros((1, 100)), default_config("zh"))
+    assert set(MEASURES) == set(JUDGES) - {"empty"}
+    assert {measure for measures in MEASURES.values() for measure in measures} <= set(known)

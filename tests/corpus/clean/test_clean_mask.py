@@ -20,7 +20,7 @@ SECRETS = {
     ],
     "id_numbers": ["11010519491231002X", "440524188001010014"],
     "keys": [
-        "AKIA" + "Q3EXAMPLE7ABCDEF",
+        "AKIA" + "Q3EXAMPLE7ABCDEF", "ASIA" + "QXEXAMPLEYABCDEF", "LTAI" + "AbCdEfGhIjKlMnOpQrSt",
         "ghp_" + "a1B2c3D4e5F6g7H8i9J0k1L2m3N4o5P6q7R8", "sk-" + "abc123DEF456ghi789JKL012mno",
         "AIza" + "Sy0a1b2c3d4e5f6g7h8i9j0k1l2m3n4o5p6", "xoxb-" + "123456789012-abcdefABCDEF",
         "hf_" + "AbCdEfGhIjKlMnOpQrStUvWxYz0123456789", "LTAI" + "5tAbCdEfGh1234567890",

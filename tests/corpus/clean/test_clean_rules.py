@@ -199,6 +199,21 @@ def test_repetition_is_counted_exactly(size: int) -> None:
     assert measures["duplicate_ngram_share"] == pytest.approx(duplicate)
 
 
+def test_word_and_character_may_meet_at_the_end_of_a_window() -> None:
+    """One place left: the word takes it, and the character that ends the word opens the next window."""
+    rng = random.Random(3)
+    units = [*rng.choices("天地玄黄宇宙洪荒", k=WINDOW_UNITS - 1), "word", *rng.choices("天地玄黄", k=200_000)]
+    rules = default_config("zh")
+    config = dataclasses.replace(
+        only("empty", "zh"), top_ngram=rules.top_ngram, duplicate_ngrams=rules.duplicate_ngrams
+    )
+    measures = Cleaner(config, "zh", measure_kept=True).clean(["".join(units)])[0].measures
+    assert measures is not None
+    top, duplicate = ngram_shares(units, rules.top_ngram.ngram_units, rules.duplicate_ngrams.ngram_units)
+    assert measures["top_ngram_share"] == pytest.approx(top)
+    assert measures["duplicate_ngram_share"] == pytest.approx(duplicate)
+
+
 def test_chinese_is_never_counted_in_words() -> None:
     """Ten thousand characters without a space are ten thousand units, not one word."""
     rng = random.Random(2)

@@ -30,7 +30,7 @@ from zero2all.corpus.readers import Format, sniff
         ("hello there".encode("utf-16"), ".txt", Format.TEXT),
         (b"BZh1 is how this sentence starts", ".txt", Format.TEXT),
         (b"PK is how this one starts", ".txt", Format.TEXT),
-        (gzip.compress(b"x"), ".jsonl", Format.ARCHIVE),
+        (gzip.compress(b"x", mtime=0), ".jsonl", Format.ARCHIVE),
         (zip_of({"a": b"x"}), ".jsonl", Format.ARCHIVE),
         (tar_of({"a": b"x"}), ".jsonl", Format.ARCHIVE),
         (b"\x04\x22\x4d\x18 lz4", ".jsonl", Format.COMPRESSED),

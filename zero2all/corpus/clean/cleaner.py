@@ -12,6 +12,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,10 @@ GROUP_CHARS = 1 << 19
 LAST_STAMP = 0xFFFF_0000
 
 _ART = re.compile("[\u2580-\u259f\u2800-\u28ff]")
+_MENDABLE = re.compile("[\u00c2-\u00f4]")
+"""Every text in a wrong encoding that repair can mend has one of these."""
+_SECRET_NUMBERS = 10**9
+"""A whole number from here on has the ten digits of a phone number."""
 _MIN_ART_CHARS = 3
 """Fewer on a line are an ornament, not a drawing."""
 
@@ -77,11 +82,38 @@ class Cleaner:
             done.extend(self._clean_group(group))
         return done
 
-    def tidy(self, text: str) -> str:
+    @property
+    def masks(self) -> bool:
+        """Whether anything is to be masked."""
+        return self._masks
+
+    def tidy(self, text: str, masked: Counter[str] | None = None) -> str:
         """A short text beside the documents, such as a title: repaired and masked, not judged."""
-        options = self.config.repair
-        text = repair(text, mojibake=options.mojibake, private_use=options.private_use)
-        return mask_text(text, self.config.mask)[0] if self._masks else text
+        if text.isprintable() and not _MENDABLE.search(text):  # most of them
+            text = text.strip()
+        else:
+            options = self.config.repair
+            text = repair(text, mojibake=options.mojibake, private_use=options.private_use)
+        return self.mask(text, masked)
+
+    def mask(self, value: Any, masked: Counter[str] | None = None) -> Any:
+        """A text, or anything JSON can hold with texts in it, with the marks; `masked` counts them."""
+        if not self._masks:
+            return value
+        if isinstance(value, str):
+            value, counts = mask_text(value, self.config.mask)
+            if masked is not None:
+                masked.update(counts)
+            return value
+        if isinstance(value, dict):
+            return {self.mask(key, masked): self.mask(item, masked) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self.mask(item, masked) for item in value]
+        if type(value) is int and abs(value) >= _SECRET_NUMBERS:
+            text = str(value)
+            marked = self.mask(text, masked)
+            return value if marked == text else marked
+        return value
 
     def _clean_group(self, originals: list[str]) -> list[Cleaned]:
         from zero2all.corpus.clean import kernels as k
@@ -102,7 +134,7 @@ class Cleaner:
         done = []
         for at, (text, reason, size) in enumerate(zip(texts, reasons, text_bytes, strict=True)):
             masked: dict[str, int] = {}
-            if self._masks and any(hints[at]):
+            if self._masks:
                 text, masked = mask_text(text, self.config.mask, Hints(*hints[at]))
                 size = _utf8_bytes(text) if masked else size
             done.append(Cleaned(text, reason, size, int(bytes_in[at]) - size, masked))

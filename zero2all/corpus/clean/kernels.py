@@ -165,6 +165,17 @@ def _duplicate_ngram_chars(units, sizes, count, n, keys):  # type: ignore[no-unt
     return covered
 
 
+@njit(
+    "int64(uint64[::1], uint32[::1], int64, int64[::1], uint64[::1], uint32[::1], int64[::1])", cache=True, nogil=True
+)
+def _close_window(units, sizes, count, settings, keys, tally, row):  # type: ignore[no-untyped-def]
+    """Measure the repetition among the units gathered so far; returns how many are left, 0."""
+    row[TOP_NGRAM_CHARS] += _top_ngram_chars(units, sizes, count, settings[TOP_NGRAM], keys, tally)
+    row[DUPLICATE_NGRAM_CHARS] += _duplicate_ngram_chars(units, sizes, count, settings[DUPLICATE_NGRAM], keys)
+    row[UNITS] += count
+    return 0
+
+
 @njit("int64(uint64[::1], uint32[::1], int64, uint64[::1])", cache=True, nogil=True)
 def _duplicate_line_chars(lines, sizes, count, keys):  # type: ignore[no-untyped-def]
     """Characters of the lines that occurred before."""
@@ -242,8 +253,6 @@ def scan(points, starts, table, function_words, settings, stamps, first_stamp, c
     loose_line = settings[LOOSE_LINE]
     blob_run = settings[BLOB_RUN]
     duplicate_line = settings[DUPLICATE_LINE]
-    top_n = settings[TOP_NGRAM]
-    duplicate_n = settings[DUPLICATE_NGRAM]
     keep_indent = settings[KEEP_INDENT]
 
     for text in range(len(starts) - 1):
@@ -352,6 +361,8 @@ def scan(points, starts, table, function_words, settings, stamps, first_stamp, c
                     slot = (slot + _ONE) & _FUNCTION_MASK
                 word_hash = _SEED
                 word_chars = 0
+                if unit_count == WINDOW_UNITS:
+                    unit_count = _close_window(units, unit_sizes, unit_count, settings, keys, tally, row)
             of_run = run_chars > 0 and (point == 43 or point == 45 or point == 47 or point == 61 or point == 95)
             if of_run:
                 run_chars += 1  # + - / = _
@@ -449,16 +460,11 @@ def scan(points, starts, table, function_words, settings, stamps, first_stamp, c
                     if LATIN_LOWER <= before_class <= PUNCTUATION and _is_email_at(points, at, end):
                         row[EMAILS] += 1
             if unit_count == WINDOW_UNITS:
-                row[TOP_NGRAM_CHARS] += _top_ngram_chars(units, unit_sizes, unit_count, top_n, keys, tally)
-                row[DUPLICATE_NGRAM_CHARS] += _duplicate_ngram_chars(units, unit_sizes, unit_count, duplicate_n, keys)
-                row[UNITS] += unit_count
-                unit_count = 0
+                unit_count = _close_window(units, unit_sizes, unit_count, settings, keys, tally, row)
             at += 1
 
         if unit_count > 0:
-            row[TOP_NGRAM_CHARS] += _top_ngram_chars(units, unit_sizes, unit_count, top_n, keys, tally)
-            row[DUPLICATE_NGRAM_CHARS] += _duplicate_ngram_chars(units, unit_sizes, unit_count, duplicate_n, keys)
-            row[UNITS] += unit_count
+            _close_window(units, unit_sizes, unit_count, settings, keys, tally, row)
         if line_count > 1:
             row[DUPLICATE_LINE_CHARS] += _duplicate_line_chars(lines, line_sizes, line_count, keys)
         row[DISTINCT] = distinct

@@ -44,11 +44,6 @@ _PRIVATE_KEY = re.compile(
     r"|(?:[\s\\\"',]{1,40}[A-Za-z0-9+/=]{16,20000})+)"  # cut off before its end
 )
 _KEY = re.compile(
-    r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY(?: BLOCK)?-----(?:(?!-----BEGIN ).)*?"
-    r"(?:-----END [A-Z ]{0,40}PRIVATE KEY(?: BLOCK)?-----|\Z|(?=-----BEGIN ))",
-    re.DOTALL,
-)
-_KEY = re.compile(
     r"(?<![A-Za-z0-9_])(?:"
     r"(?:AKIA|ASIA)[0-9A-Z]{16}"  # AWS
     r"|LTAI[0-9A-Za-z]{12,26}|AKID[0-9A-Za-z]{13,40}"  # Alibaba, Tencent
@@ -60,6 +55,9 @@ _KEY = re.compile(
     r"|eyJ[A-Za-z0-9_-]{10,8192}\.eyJ[A-Za-z0-9_-]{10,8192}\.[A-Za-z0-9_-]{10,8192}"  # JSON web token
     r")(?![A-Za-z0-9])"
 )
+_DIGITLESS_KEY = re.compile("AKIA|ASIA|LTAI|AKID")
+"""Beginnings of keys so short that one in thirty has no digit, without which the scans take them for a name."""
+_DIGITLESS_KEY_CHARS = 64
 _ASSIGNED_KEY = re.compile(
     r"((?:api|access|secret|private|auth)[_-]?(?:key|token)|secret|token|passwd|password)"
     r"([\"']?\s{0,4}[:=]\s{0,4}[\"']?)([A-Za-z0-9+/_-]{16,255}={0,2})(?![A-Za-z0-9+/_(.-])",
@@ -79,7 +77,7 @@ def mask_text(text: str, options: Mask, hints: Hints | None = None) -> tuple[str
     """`text` with the marks, and how many of each kind were set. Without `hints` everything is looked for."""
     counts: dict[str, int] = {}
     for kind, enabled, likely, replace in (
-        ("keys", options.keys, hints is None or hints.long_tokens > 0, _mask_keys),
+        ("keys", options.keys, hints is None or hints.long_tokens > 0 or _may_hold_key(text), _mask_keys),
         ("id_numbers", options.id_numbers, hints is None or hints.longest_number >= ID_DIGITS, _mask_id_numbers),
         ("emails", options.emails, hints is None or hints.emails > 0, _mask_emails),
         ("phones", options.phones, hints is None or hints.longest_number >= PHONE_DIGITS, _mask_phones),
@@ -97,12 +95,17 @@ def is_id_number(number: str) -> bool:
     return "10X98765432"[total % 11] == number[17].upper()
 
 
+def _may_hold_key(text: str) -> bool:
+    return _DIGITLESS_KEY.search(text) is not None
+
+
 def _mask_keys(text: str) -> tuple[str, int]:
     blocks = 0
     if "PRIVATE KEY" in text:
         text, blocks = _PRIVATE_KEY.subn(MARKS["keys"], text)
     places = [(start - 48, _token_end(text, start, end)) for start, end in _spans(text, TOKEN_CHARS, of_digits=False)]
-    text, known = _replace(_KEY, text, places, lambda _: MARKS["keys"])
+    digitless = [(key.start() - 1, key.start() + _DIGITLESS_KEY_CHARS) for key in _DIGITLESS_KEY.finditer(text)]
+    text, known = _replace(_KEY, text, sorted(places + digitless), lambda _: MARKS["keys"])
     if known:
         places = [(start - 48, end + 8) for start, end in _spans(text, TOKEN_CHARS, of_digits=False)]
     text, assigned = _replace(

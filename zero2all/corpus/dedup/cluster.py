@@ -82,7 +82,7 @@ HeldOut = Callable[[int, np.ndarray], np.ndarray]
 
 
 class Runner(Protocol):
-    """What runs tasks; `zero2all.corpus.engine.Engine` is one."""
+    """What runs tasks; `zero2all.common.engine.Engine` is one."""
 
     def run(self, function: Callable[[Any], Any], tasks: Sequence[Any]) -> Iterator[tuple[int, Any]]:
         """Results in any order, each with the position of its task."""

@@ -30,15 +30,11 @@ HEADER_BYTES = 256
 
 
 class IndexWriter:
-    """Appends records to the two files of a unit folder; close it, or use it as a context, to make them readable.
+    """Appends records to the two files of a unit folder; close it, or use it as a context, to make them readable."""
 
-    `resume_records` goes on after so many records of an earlier, interrupted writer; what it wrote beyond is cut off.
-    """
-
-    def __init__(self, folder: Path, near: bool, resume_records: int = 0) -> None:
-        self.records = resume_records
-        self._index = _NpyAppender(folder / INDEX_NAME, INDEX, resume_records)
-        self._signatures = _NpyAppender(folder / SIGNATURES_NAME, SIGNATURE, resume_records) if near else None
+    def __init__(self, folder: Path, near: bool) -> None:
+        self._index = _NpyAppender(folder / INDEX_NAME, INDEX)
+        self._signatures = _NpyAppender(folder / SIGNATURES_NAME, SIGNATURE) if near else None
 
     def add(self, described: Described, ordinals: np.ndarray) -> None:
         """Append a batch; `ordinals` are the places of its records among all items of the unit."""
@@ -51,13 +47,6 @@ class IndexWriter:
             if described.signatures is None:
                 raise AssertionError("near dedup is on, but the batch was described without signatures")
             self._signatures.append(described.signatures)
-        self.records += len(rows)
-
-    def flush(self) -> None:
-        """Make what was added so far durable, so that a later writer may resume after `records`."""
-        self._index.flush()
-        if self._signatures is not None:
-            self._signatures.flush()
 
     def close(self) -> None:
         """Write the headers."""
@@ -124,25 +113,13 @@ def _rows(path: Path, dtype: np.dtype) -> int:
 class _NpyAppender:
     """A .npy file that grows."""
 
-    def __init__(self, path: Path, dtype: np.dtype, resume_rows: int) -> None:
+    def __init__(self, path: Path, dtype: np.dtype) -> None:
         self.dtype = dtype
-        self.file: BinaryIO = open(path, "r+b" if resume_rows else "wb")  # noqa: SIM115, closed by close()
-        if resume_rows:
-            have = _rows(path, dtype)
-            if have < resume_rows:
-                raise BadInputError(f"{path} holds {have} records, {resume_rows} were expected: delete its folder.")
-        else:
-            self.file.write(bytes(HEADER_BYTES))
-        end = HEADER_BYTES + resume_rows * dtype.itemsize
-        self.file.truncate(end)
-        self.file.seek(end)
+        self.file: BinaryIO = open(path, "wb")  # noqa: SIM115, closed by close()
+        self.file.write(bytes(HEADER_BYTES))
 
     def append(self, rows: np.ndarray) -> None:
         self.file.write(np.ascontiguousarray(rows).data.cast("B") if rows.size else b"")
-
-    def flush(self) -> None:
-        self.file.flush()
-        os.fsync(self.file.fileno())
 
     def close(self) -> None:
         if self.file.closed:
@@ -153,5 +130,6 @@ class _NpyAppender:
         length = HEADER_BYTES - 10
         self.file.seek(0)
         self.file.write(b"\x93NUMPY\x01\x00" + length.to_bytes(2, "little") + header.ljust(length - 1).encode() + b"\n")
-        self.flush()
+        self.file.flush()
+        os.fsync(self.file.fileno())
         self.file.close()

@@ -1,13 +1,17 @@
-"""Boilerplate lines: menus, footers and share buttons that stand in many records, removed by option.
+"""Which lines are boilerplate: menus, footers and share buttons that stand in many records.
 
-Two passes. While units are read, `LineCounter` counts in how many records of the unit each line stands and leaves
-`lines.npy` in the unit folder: (hash, records), sorted by hash. Then `frequent_lines` merges all units, a range of
-hashes at a time, and keeps the lines that stand in at least `line_records` records; and while shards are written,
-`strip_lines` removes them from the texts. A line counts once a record, without the blanks at its ends. A paragraph
-without a line break in it is a line here, which is how most data sets store them.
+    LineCounter      while a segment is read: in how many of its records each line stands -> `lines.npy`
+    frequent_lines   all segments -> the hashes of the lines that stand in at least `line_records` records
+    strip_lines      texts -> the same texts without those lines
 
-`lines.npy` takes 12 bytes for each distinct line of a unit. Digests and signatures are those of the text before
-lines are removed.
+`boilerplate.py` brings the three together, between ingest and the search for duplicates.
+
+A line is compared without the blanks at its ends and counts once a record, however often it stands there. A paragraph
+without a line break in it is a line here, which is how most data sets store them. Lines are known by 64 bits of hash
+only: that any of a billion lines is taken for one of 10,000 frequent ones has a chance of 5e-7.
+
+`lines.npy` has (hash, records), sorted by hash, 12 bytes for each distinct line of a segment. They are merged a range
+of hashes at a time, so memory stays at about `memory_bytes` and does not grow with the corpus.
 """
 
 from __future__ import annotations

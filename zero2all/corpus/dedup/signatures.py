@@ -35,9 +35,23 @@ def text_digest(text: str) -> bytes:
     return xxhash.xxh3_128_digest(" ".join(text.split()).encode("utf-8", "surrogatepass"))
 
 
+class Encoded(NamedTuple):
+    """A batch of n texts as one buffer of UTF-8."""
+
+    buffer: np.ndarray
+    """(bytes,) uint8."""
+    offsets: np.ndarray
+    """(n + 1,) int64: where each text begins, and the end."""
+
+
 def describe(texts: Sequence[str], channel: str, config: DedupConfig) -> Described:
     """Digests, lengths and signatures, with one encoding of the texts."""
-    buffer, offsets = encode(texts)
+    return describe_encoded(encode(texts), channel, config)
+
+
+def describe_encoded(encoded: Encoded, channel: str, config: DedupConfig) -> Described:
+    """`describe` for texts that are encoded already."""
+    buffer, offsets = encoded
     signed = _sign(buffer, offsets, channel, config) if config.near != "off" else None
     return Described(_digest(buffer, offsets), np.diff(offsets).astype(np.uint32), signed)
 
@@ -52,12 +66,12 @@ def text_digests(texts: Sequence[str]) -> np.ndarray:
     return _digest(*encode(texts))
 
 
-def encode(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """The texts as one buffer of UTF-8, and where each begins; one offset more than texts."""
+def encode(texts: Sequence[str]) -> Encoded:
+    """The texts as one buffer of UTF-8."""
     pieces = [text.encode("utf-8", "surrogatepass") for text in texts]
     offsets = np.zeros(len(pieces) + 1, np.int64)
     np.cumsum([len(piece) for piece in pieces], out=offsets[1:])
-    return np.frombuffer(b"".join(pieces), np.uint8), offsets
+    return Encoded(np.frombuffer(b"".join(pieces), np.uint8), offsets)
 
 
 def _sign(buffer: np.ndarray, offsets: np.ndarray, channel: str, config: DedupConfig) -> np.ndarray:

@@ -31,6 +31,7 @@ from zero2all.corpus.readers.items import (
     Row,
     TextBy,
     Unit,
+    damaged_at,
     excerpt_of,
 )
 from zero2all.corpus.readers.plan import plan_units
@@ -51,6 +52,7 @@ __all__ = [
     "Row",
     "TextBy",
     "Unit",
+    "damaged_at",
     "excerpt_of",
     "plan_units",
     "read_unit",

@@ -198,19 +198,25 @@ class TarReader:
         return self._at > (self._size if self._file is not None else self._position)
 
     def _to_next_header(self) -> int:
-        start = self._at
-        while (block := self._block()) is not None:
-            if block[257:262] == b"ustar":
-                try:
-                    tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
-                except tarfile.HeaderError:
-                    continue
-                self._at -= TAR_BLOCK
-                if self._file is None:
-                    self._source.unread(block)
-                    self._position -= TAR_BLOCK
-                break
-        return self._at - start + TAR_BLOCK
+        start = self._at - TAR_BLOCK
+        try:
+            while (block := self._block()) is not None:
+                if block[257:262] == b"ustar":
+                    try:
+                        tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+                    except tarfile.HeaderError:
+                        continue
+                    self._at -= TAR_BLOCK
+                    if self._file is None:
+                        self._source.unread(block)
+                        self._position -= TAR_BLOCK
+                    return self._at - start
+        except StreamError as error:
+            error.lost_bytes = self._at - start
+            raise
+        nothing_left = StreamError("damaged_archive", "nothing readable follows a damaged tar header")
+        nothing_left.lost_bytes = self._at - start
+        raise nothing_left
 
 
 def _has_data(info: tarfile.TarInfo) -> bool:

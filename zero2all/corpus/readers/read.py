@@ -182,7 +182,7 @@ class _UnitReader:
             words = f"{kind}: {error.detail}"
             place = f"{member}, {kind} archive" if member else f"{kind} archive"
             cursor = [*path, FINISHED]
-            yield Damaged(place, error.reason, words[:400], 0, "", True, origin, cursor)
+            yield Damaged(place, error.reason, words[:400], error.lost_bytes, "", True, origin, cursor)
         finally:
             if spool is not None:
                 spool.close()

@@ -17,12 +17,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, NamedTuple, Protocol, cast
 
+from zero2all.common.errors import DiskError, is_disk_full
 from zero2all.corpus.readers.items import Limits, first_line_of
 
 Read = Callable[[int], bytes]
 
 CHUNK_BYTES = 1 << 20
-INPUT_BYTES = 1 << 17
+INPUT_BYTES = 1 << 15
+"""Compressed bytes taken at a time: an error costs what is in the piece it stands in."""
 MAX_WINDOW_BYTES = 1 << 27
 """The most memory a zst or xz stream may ask for (xz -9 needs 65 MB); beyond it the stream is reported, not read."""
 
@@ -33,6 +35,8 @@ class StreamError(Exception):
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason, self.detail = reason, detail
+        self.lost_bytes = 0
+        """What was passed over before this place, where somebody counted it."""
 
 
 class Source:
@@ -577,7 +581,12 @@ def spooled(source: Source, limits: Limits) -> BinaryIO:
                 )
             file.write(data)
         file.seek(0)
-    except BaseException:
+    except BaseException as error:
         file.close()
+        if is_disk_full(error):  # nothing is wrong with the input
+            raise DiskError(
+                f"The disk of temporary files, {tempfile.gettempdir()}, is full. Free some space there, or name "
+                f"another folder in the variable TMPDIR, and run the same command again."
+            ) from error
         raise
     return file

@@ -32,10 +32,12 @@ def _sum_of_squares(values, parts, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def _update(
-    weights, masters, gradients, firsts, seconds, norm, count, max_norm, lr, beta1, beta2, eps, decay,
-    correction1, correction2, BLOCK: tl.constexpr,
+    weights, masters, gradients, firsts, seconds, norm, corrections, count, max_norm, lr, beta1, beta2, eps, decay,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     length = tl.load(norm)
+    correction1 = tl.load(corrections)
+    correction2 = tl.load(corrections + 1)
     # Not finite: length - length is NaN, which compares unequal to everything.
     if length - length == 0.0:
         clip = tl.where((max_norm > 0.0) & (length > max_norm), max_norm / length, 1.0)
@@ -63,13 +65,19 @@ def gradient_norm(gradients: Tensor) -> Tensor:
     return parts.sum().sqrt().float()
 
 
+def bias_corrections(updates: Tensor, beta1: float, beta2: float) -> Tensor:
+    """1 - beta^n of both moments for update number n = `updates` + 1 (a float64 scalar on the device), in float32."""
+    number = updates + 1.0
+    return torch.stack((1.0 - beta1**number, 1.0 - beta2**number)).float()
+
+
 def adamw_update(
-    weights: Tensor, masters: Tensor, gradients: Tensor, firsts: Tensor, seconds: Tensor, norm: Tensor, *,
-    step: int, max_norm: float, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
+    weights: Tensor, masters: Tensor, gradients: Tensor, firsts: Tensor, seconds: Tensor, norm: Tensor,
+    corrections: Tensor, *, max_norm: float, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
 ) -> None:  # fmt: skip
-    """One step on flat buffers of equal length; `step` counts from 1."""
+    """One step on flat buffers of equal length."""
     count = weights.numel()
     _update[(triton.cdiv(count, BLOCK),)](
-        weights, masters, gradients, firsts, seconds, norm, count, max_norm, lr, beta1, beta2, eps, weight_decay,
-        1.0 - beta1**step, 1.0 - beta2**step, BLOCK=BLOCK, num_warps=8,
+        weights, masters, gradients, firsts, seconds, norm, corrections, count, max_norm, lr, beta1, beta2, eps,
+        weight_decay, BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip

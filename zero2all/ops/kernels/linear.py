@@ -1,6 +1,6 @@
 """Linear layers that add their weight gradient to a float32 buffer, in bfloat16 and in float8.
 
-A weight with a `main_grad` (see `zero2all.train.flat`) has its gradient added there in float32, over any number of
+A weight with a `main_grad` (see `zero2all.train.weights`) has its gradient added there in float32, over any number of
 micro-batches; a weight without one gets an ordinary gradient.
 
 float8: one scale per tensor, measured on the tensor itself. Weights and activations are e4m3 (more digits), gradients
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from zero2all.ops.autocast import for_autocast, without_autocast
 from zero2all.ops.kernels.launch import rows_of
 from zero2all.ops.kernels.quantise import quantise, scale_from_peaks, scale_of
 from zero2all.ops.kernels.swiglu import new_peaks, swiglu_backward, swiglu_forward
@@ -41,12 +42,14 @@ class LinearInto32(torch.autograd.Function):
     """Rows x W^T."""
 
     @staticmethod
+    @without_autocast
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight = weight
         return x @ weight.t()
 
     @staticmethod
+    @without_autocast
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (x,) = ctx.saved_tensors
         dy = dy.contiguous()
@@ -57,12 +60,14 @@ class SwigluLinearInto32(torch.autograd.Function):
     """Rows swiglu(gate_up) W^T. The product of SwiGLU is not kept: the backward kernel makes it again in passing."""
 
     @staticmethod
+    @without_autocast
     def forward(ctx: Any, gate_up: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up)
         ctx.weight = weight
         return swiglu_forward(gate_up) @ weight.t()
 
     @staticmethod
+    @without_autocast
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (gate_up,) = ctx.saved_tensors
         dy = dy.contiguous()
@@ -73,12 +78,14 @@ class SwigluLinearInto32(torch.autograd.Function):
 
 def linear_into_32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The registry's entry."""
+    x, weight, bias = for_autocast(x, weight, bias)
     y: Tensor = LinearInto32.apply(rows_of(x), weight).view(*x.shape[:-1], -1)
     return y if bias is None else y + bias
 
 
 def feed_forward_into_32(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """The registry's entry."""
+    x, gate_up, down = for_autocast(x, gate_up, down)
     y: Tensor = SwigluLinearInto32.apply(LinearInto32.apply(rows_of(x), gate_up), down).view(x.shape)
     return y
 
@@ -147,6 +154,7 @@ class Linear8(torch.autograd.Function):
     """Rows x W^T in float8."""
 
     @staticmethod
+    @without_autocast
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         y, turned, scale = _forward8(x, weight)
         ctx.save_for_backward(turned, scale)
@@ -154,6 +162,7 @@ class Linear8(torch.autograd.Function):
         return y
 
     @staticmethod
+    @without_autocast
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         turned, scale = ctx.saved_tensors
         return _backward8(dy.contiguous(), turned, scale, ctx.weight)
@@ -164,6 +173,7 @@ class FeedForward8(torch.autograd.Function):
     can measure what the matmuls behind them need to know."""
 
     @staticmethod
+    @without_autocast
     def forward(ctx: Any, x: Tensor, gate_up_weight: Tensor, down_weight: Tensor) -> Tensor:
         gate_up, x_turned, x_scale = _forward8(x, gate_up_weight)
         peaks = new_peaks(x.device)
@@ -174,6 +184,7 @@ class FeedForward8(torch.autograd.Function):
         return y
 
     @staticmethod
+    @without_autocast
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         gate_up, x_turned, x_scale, h_turned, h_scale = ctx.saved_tensors
         gate_up_weight, down_weight = ctx.weights
@@ -186,11 +197,13 @@ class FeedForward8(torch.autograd.Function):
 
 def linear_8(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The registry's entry."""
+    x, weight, bias = for_autocast(x, weight, bias)
     y: Tensor = Linear8.apply(rows_of(x), weight).view(*x.shape[:-1], -1)
     return y if bias is None else y + bias
 
 
 def feed_forward_8(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """The registry's entry."""
+    x, gate_up, down = for_autocast(x, gate_up, down)
     y: Tensor = FeedForward8.apply(rows_of(x), gate_up, down).view(x.shape)
     return y

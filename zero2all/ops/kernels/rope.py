@@ -14,14 +14,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zero2all.ops.autocast import without_autocast
+
 
 @triton.jit
-def _turn_in_place(qkv, cos, sin, length, row_stride, turned_heads, half, HEADS: tl.constexpr, HALF: tl.constexpr):
+def _turn_in_place(qkv, cos, sin, period, row_stride, turned_heads, half, HEADS: tl.constexpr, HALF: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS)[:, None]
     pair = tl.arange(0, HALF)[None, :]
     inside = (head < turned_heads) & (pair < half)
-    angle = (row % length) * half + pair
+    angle = (row % period) * half + pair
     c = tl.load(cos + angle, mask=pair < half, other=1.0)
     s = tl.load(sin + angle, mask=pair < half, other=0.0)
     first = qkv + row * row_stride + head * (2 * half) + pair
@@ -33,7 +35,7 @@ def _turn_in_place(qkv, cos, sin, length, row_stride, turned_heads, half, HEADS:
 
 @triton.jit
 def _gather_turned_back(
-    grad, out, cos, sin, length, out_stride, first_head, heads, half,
+    grad, out, cos, sin, length, period, out_stride, first_head, heads, half,
     batch_stride, head_stride, time_stride, TURN: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -46,23 +48,26 @@ def _gather_turned_back(
     b = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
     target = out + row * out_stride + (first_head + head) * (2 * half) + pair
     if TURN:
-        c = tl.load(cos + time * half + pair, mask=pair < half, other=1.0)
-        s = tl.load(sin + time * half + pair, mask=pair < half, other=0.0)
+        angle = (row % period) * half + pair
+        c = tl.load(cos + angle, mask=pair < half, other=1.0)
+        s = tl.load(sin + angle, mask=pair < half, other=0.0)
         a, b = a * c + b * s, b * c - a * s
     tl.store(target, a.to(out.dtype.element_ty), mask=inside)
     tl.store(target + half, b.to(out.dtype.element_ty), mask=inside)
 
 
 class RopeInPlace(torch.autograd.Function):
-    """(qkv (B, T, Hq + 2 Hk, D), cos, sin, Hq, Hk) -> query, key, value as (B, H, T, D) views."""
+    """(qkv (B, T, Hq + 2 Hk, D), cos and sin (T, D/2) or (B, T, D/2), Hq, Hk) -> query, key, value (B, H, T, D) views."""
 
     @staticmethod
+    @without_autocast
     def forward(
         ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         B, T, H, D = qkv.shape
+        cos, sin = cos.contiguous(), sin.contiguous()
         _turn_in_place[(B * T,)](
-            qkv, cos, sin, T, H * D, heads + kv_heads, D // 2,
+            qkv, cos, sin, cos.numel() // (D // 2), H * D, heads + kv_heads, D // 2,
             HEADS=triton.next_power_of_2(heads + kv_heads), HALF=triton.next_power_of_2(D // 2), num_warps=4,
         )  # fmt: skip
         ctx.save_for_backward(cos, sin)
@@ -71,6 +76,7 @@ class RopeInPlace(torch.autograd.Function):
         return query, key, value
 
     @staticmethod
+    @without_autocast
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         cos, sin = ctx.saved_tensors
         B, _, T, D = grads[0].shape
@@ -80,7 +86,7 @@ class RopeInPlace(torch.autograd.Function):
         for place, (grad, heads) in enumerate(zip(grads, ctx.sizes, strict=True)):
             grad = grad if grad.stride(-1) == 1 else grad.contiguous()
             _gather_turned_back[(B * T,)](
-                grad, out, cos, sin, T, total * D, first, heads, D // 2,
+                grad, out, cos, sin, T, cos.numel() // (D // 2), total * D, first, heads, D // 2,
                 grad.stride(0), grad.stride(1), grad.stride(2), TURN=place < 2,
                 HEADS=triton.next_power_of_2(heads), HALF=triton.next_power_of_2(D // 2), num_warps=4,
             )  # fmt: skip

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zero2all.ops.autocast import for_autocast, without_autocast
 from zero2all.ops.kernels.launch import rows_of
 
 BLOCK = 1024
@@ -97,12 +98,14 @@ class Swiglu(torch.autograd.Function):
     """(..., 2 F) -> (..., F)."""
 
     @staticmethod
+    @without_autocast
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         rows = rows_of(gate_up)
         ctx.save_for_backward(rows)
         return swiglu_forward(rows).view(*gate_up.shape[:-1], -1)
 
     @staticmethod
+    @without_autocast
     def backward(ctx: Any, dh: Tensor) -> Tensor:  # type: ignore[override]
         (rows,) = ctx.saved_tensors
         dgate_up, _ = swiglu_backward(rows_of(dh), rows)
@@ -111,5 +114,5 @@ class Swiglu(torch.autograd.Function):
 
 def triton_swiglu(gate_up: Tensor) -> Tensor:
     """The registry's entry."""
-    h: Tensor = Swiglu.apply(gate_up)
+    h: Tensor = Swiglu.apply(*for_autocast(gate_up))
     return h

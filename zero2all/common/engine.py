@@ -1,4 +1,4 @@
-"""Where corpus work runs: in this process, in worker processes on this machine, or as Ray tasks on many.
+"""Where the work of a stage runs: in this process, in worker processes on this machine, or as Ray tasks on many.
 
     with open_engine(EngineConfig(workers=8)) as engine:
         for number, result in engine.run(function, tasks, on_bytes=bar.advance):
@@ -44,8 +44,7 @@ EngineKind = Literal["local", "ray"]
 RETRIES = 3
 """How often work is tried again when a worker dies without any task having been finished in between."""
 POLL_SECONDS = 0.2
-PRELOADED = ("zero2all.corpus.ingest", "zero2all.corpus.finish", "zero2all.corpus.warm")
-ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
+ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "RAYON_NUM_THREADS")
 """Workers are processes; threads of numerical libraries inside them would only cost memory."""
 
 
@@ -99,15 +98,18 @@ class Shown:
             yield number, result
 
 
-def open_engine(config: EngineConfig) -> AbstractContextManager[Engine]:
-    """The engine that `config` asks for; processes are started with the first tasks and ended with the context."""
+def open_engine(config: EngineConfig, preloaded: Sequence[str] = ()) -> AbstractContextManager[Engine]:
+    """The engine that `config` asks for; processes are started with the first tasks and ended with the context.
+
+    `preloaded` names the modules that local workers need: the fork server imports them once for all of them.
+    """
     problems = config.problems()
     if problems:
         raise UsageError(f"The engine cannot be started: {'; '.join(problems)}.")
     if config.kind == "ray":
         return _RayEngine(config)
     workers = config.workers or available_cores()
-    return _InProcess() if workers == 1 else _Processes(workers)
+    return _InProcess() if workers == 1 else _Processes(workers, preloaded)
 
 
 def run_tasks(
@@ -180,8 +182,8 @@ class _InProcess:
 class _Processes:
     """A pool of processes, opened again when one of them was killed."""
 
-    def __init__(self, workers: int) -> None:
-        self.workers = workers
+    def __init__(self, workers: int, preloaded: Sequence[str]) -> None:
+        self.workers, self._preloaded = workers, preloaded
         methods = multiprocessing.get_all_start_methods()
         self._context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
         self._done = self._context.Value("q", 0)
@@ -207,7 +209,8 @@ class _Processes:
             while todo or running:
                 try:
                     while todo and len(running) < 2 * self.workers:
-                        running[self._opened_pool().submit(function, tasks[todo[0]])] = todo[0]
+                        with _one_thread():  # submitting is what starts processes
+                            running[self._opened_pool().submit(function, tasks[todo[0]])] = todo[0]
                         todo.popleft()
                     finished, _ = wait(running, POLL_SECONDS, FIRST_COMPLETED)
                     self._tell(on_bytes)
@@ -230,10 +233,8 @@ class _Processes:
 
     def _opened_pool(self) -> ProcessPoolExecutor:
         if self._pool is None:
-            for name in ONE_THREAD:
-                os.environ.setdefault(name, "1")
             if self._context.get_start_method() == "forkserver":
-                self._context.set_forkserver_preload(list(PRELOADED))
+                self._context.set_forkserver_preload(list(self._preloaded))
             self._pool = ProcessPoolExecutor(
                 self.workers, self._context, initializer=_start_worker, initargs=(self._done, self._stop)
             )
@@ -244,6 +245,18 @@ class _Processes:
         if on_bytes is not None and done > self._told:
             on_bytes(done - self._told)
         self._told = done
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """What is started meanwhile sees ONE_THREAD in its environment; this process, which may train next, does not."""
+    missing = [name for name in ONE_THREAD if name not in os.environ]
+    os.environ.update(dict.fromkeys(missing, "1"))
+    try:
+        yield
+    finally:
+        for name in missing:
+            del os.environ[name]
 
 
 def _start_worker(done: Any, stop: Any) -> None:
@@ -335,7 +348,7 @@ class _RayEngine:
                 for reference in finished:
                     try:
                         result = ray.get(reference)
-                    except ray.exceptions.WorkerCrashedError as error:
+                    except (ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError) as error:
                         raise _workers_die(RETRIES + 1) from error
                     except ray.exceptions.RayTaskError as error:
                         raise (error.cause if isinstance(error.cause, Exception) else error) from error

@@ -1,0 +1,41 @@
+"""Commands whose output nobody reads, or that were started without any output at all."""
+
+import io
+import os
+import subprocess
+import sys
+
+import pytest
+
+from zero2all.cli.main import main
+from zero2all.common import progress
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_command_works_with_its_streams_closed(tmp_path, closed):
+    command = f'"{sys.executable}" -m zero2all corpus rules en {closed}'
+    finished = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, check=False)
+    assert finished.returncode == 0, finished.stderr.decode()
+
+
+def test_a_table_that_nobody_reads_is_no_error(tmp_path):
+    command = f'"{sys.executable}" -m zero2all corpus rules en | true; exit ${{PIPESTATUS[0]}}'
+    finished = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, check=False)
+    assert (finished.returncode, finished.stderr) == (0, b"")
+
+
+def test_words_about_progress_that_nobody_reads_do_not_end_the_work(monkeypatch):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "wb", buffering=0) as pipe:
+        monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(pipe, write_through=True))
+        with progress.progress("work", total=1, unit="B") as bar:
+            bar.advance(1)
+
+
+def test_importing_what_is_no_model_leaves_no_workspace(tmp_path, capsys):
+    (tmp_path / "hf").mkdir()
+    work = tmp_path / "new"
+    assert main(["import", str(tmp_path / "hf"), "--name", "x", "--work", str(work)]) == 3
+    assert "is no Hugging Face model folder" in capsys.readouterr().err
+    assert not work.exists()

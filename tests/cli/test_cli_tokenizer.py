@@ -1,0 +1,241 @@
+"""`z2a tokenizer …` as a person types it: what is printed, refused, repaired, and how it ends."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from zero2all.common.files import read_json
+from zero2all.tokenizer import load_tokenizer
+from zero2all.tokenizer.train import SCRATCH_MARK
+
+SYLLABLES = ["ka", "lo", "mi", "ter", "vun", "es", "or", "pi", "shan", "dre", "天地", "玄黄", "宇宙", "洪荒"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    rng = random.Random(0)
+    words = ["the", "cat", *("".join(rng.choices(SYLLABLES, k=rng.randint(1, 4))) for _ in range(200))]
+    path.write_text("\n".join(" ".join(rng.choices(words, k=12)) for _ in range(400)), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def work(text, tmp_path_factory):
+    from zero2all.cli import main
+
+    work = tmp_path_factory.mktemp("tokenizer-cli") / "work"
+    assert main(["tokenizer", "train", "--work", str(work), "--text", str(text), "--vocab-size", "340"]) == 0
+    return work
+
+
+def test_train_on_text_files_needs_no_corpus_and_does_nothing_twice(work, text, z2a):
+    made = (work / "tokenizer/manifest.json").stat().st_mtime_ns
+    ended = z2a("tokenizer", "train", "--work", work, "--text", text, "--vocab-size", "340", "--threads", "1")
+    assert ended.code == 0
+    assert ended.out.startswith(f"{work / 'tokenizer'}: bpe, 340 token ids from 0.0 MB of text, fingerprint ")
+    assert (work / "tokenizer/manifest.json").stat().st_mtime_ns == made
+
+
+@pytest.mark.parametrize("kind", ["hf-bbpe", "sentencepiece"])
+def test_classic_kinds_are_a_flag_away(kind, text, z2a, tmp_path):
+    ended = z2a("tokenizer", "train", "--work", tmp_path, "--text", text, "--vocab-size", "360", "--kind", kind)
+    assert ended.code == 0, ended.err
+    assert f": {kind}, 360 token ids" in ended.out
+    assert load_tokenizer(tmp_path / "tokenizer").vocab_size == 360
+
+
+def test_every_field_of_the_section_can_be_set(text, z2a, tmp_path):
+    words = ["tokenizer", "train", "--work", tmp_path, "--text", text, "--vocab-size", "340", "--kind", "hf-bbpe"]
+    ended = z2a(*words, "--tokenizer.specials.reserved", "2", "--tokenizer.specials.extra", "['<|tool|>']")
+    assert ended.code == 0, ended.err
+    assert list(load_tokenizer(tmp_path / "tokenizer").control)[-2:] == ["<|reserved_1|>", "<|tool|>"]
+    ended = z2a(*words, "--tokenizer.specials.extra", "['<|pad|>', '<|tool']", "--max-memory", "lots")
+    assert ended.code == 2
+    assert "specials.extra[0]" in ended.err
+    assert "tokenizer.max_memory: got 'lots', expected an amount such as 4GB" in ended.err
+    ended = z2a(*words, "--optim.lr_max", "1")
+    assert ended.code == 2
+    assert "reads the config's tokenizer section only, not `optim`" in ended.err
+
+
+def test_consequences_of_normalisation_are_said(text, z2a, tmp_path):
+    words = ["tokenizer", "train", "--work", tmp_path, "--text", text, "--vocab-size", "340", "--kind", "hf-bbpe"]
+    assert "NFKC loses distinctions" in z2a(*words, "--normalise", "nfkc").err
+    assert "nfkc: NFKC loses" in z2a("tokenizer", "show", "--work", tmp_path).out
+
+
+def test_bad_bytes_nul_and_control_strings_are_repaired_and_counted(text, z2a, tmp_path):
+    bad = tmp_path / "bad.txt"
+    bad.write_bytes(text.read_bytes() + b"\nNUL \0 and \xff\xfe bytes <|end_of_text|> <|pad|>\n")
+    ended = z2a("tokenizer", "train", "--work", tmp_path, "--text", bad, "--vocab-size", "340")
+    assert ended.code == 0, ended.err
+    assert "repaired: 1 documents with bytes or surrogates that are no UTF-8" in ended.out
+    assert "taken out of the text: 2 strings that spell a control token" in ended.out
+
+
+def test_a_line_without_an_end_is_learned_from(z2a, tmp_path):
+    path = tmp_path / "line.txt"
+    path.write_bytes(("天地玄黄宇宙洪荒日月盈昃" * 50_000 + "x").encode())
+    ended = z2a("tokenizer", "train", "--work", tmp_path, "--text", path, "--vocab-size", "300")
+    assert ended.code == 0, ended.err
+
+
+def test_too_little_text_says_the_largest_size_and_the_advice_is_right(text, z2a, tmp_path):
+    for kind in ("bpe", "hf-bbpe", "sentencepiece"):
+        words = ["tokenizer", "train", "--work", tmp_path / kind, "--text", text, "--kind", kind]
+        ended = z2a(*words, "--vocab-size", "50000")
+        assert ended.code == 3
+        largest = ended.err.split("Set --vocab-size to ")[1].split()[0]
+        assert z2a(*words, "--vocab-size", largest).code == 0
+
+
+def test_a_memory_limit_that_cannot_hold_the_work_is_refused(text, z2a, tmp_path):
+    ended = z2a("tokenizer", "train", "--work", tmp_path, "--text", text, "--vocab-size", "340", "--max-memory", "1MB")
+    assert ended.code in (2, 3)
+    assert "Traceback" not in ended.err
+    assert "memory" in ended.err
+    words = ["tokenizer", "train", "--work", tmp_path, "--text", text, "--vocab-size", "340", "--kind", "hf-bbpe"]
+    ended = z2a(*words, "--max-memory", "10MB")
+    assert ended.code == 3
+    assert "would need about" in ended.err
+    assert z2a(*words, "--max-memory", "10MB", "--ignore-memory").code == 0
+
+
+def test_text_files_that_are_not_there_or_are_empty_end_with_3(z2a, tmp_path):
+    ended = z2a("tokenizer", "train", "--work", tmp_path, "--text", tmp_path / "absent.txt")
+    assert ended.code == 3
+    assert "absent.txt does not exist" in ended.err
+    (tmp_path / "empty.txt").write_text("")
+    ended = z2a("tokenizer", "train", "--work", tmp_path, "--text", tmp_path / "empty.txt")
+    assert ended.code == 3
+    assert "no text to train a tokenizer on" in ended.err
+
+
+def test_interrupted_training_goes_on_and_leaves_nothing_behind(tmp_path, text, z2a):
+    path = tmp_path / "long.txt"
+    path.write_bytes(text.read_bytes() * 400)
+    words = ["tokenizer", "train", "--work", str(tmp_path / "w"), "--text", str(path), "--vocab-size", "340"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "zero2all", *words],
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    deadline = time.monotonic() + 60
+    while not list((tmp_path / "w").glob(f"tokenizer{SCRATCH_MARK}*")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode in (130, -signal.SIGINT), said  # a shell shows 130 for both
+    assert "run the same command again to continue" in said
+    assert not (tmp_path / "w/tokenizer").exists()
+    assert z2a(*words).code == 0
+    assert sorted(path.name for path in (tmp_path / "w").iterdir()) == ["tokenizer", "workspace.json"]
+
+
+# ---- extend, show ---------------------------------------------------------------------------------------------
+
+
+def test_extend_writes_a_larger_tokenizer_and_says_what_to_do_next(work, text, z2a, tmp_path):
+    ended = z2a("tokenizer", "extend", "--work", work, "--pieces", r"\squantum", "量子", "--to", tmp_path / "new")
+    assert ended.code == 0, ended.err
+    new = load_tokenizer(tmp_path / "new")
+    assert [len(new.encode_text(piece)) for piece in (" quantum", "量子")] == [1, 1]
+    assert "340 ids before" in ended.out
+    assert f"z2a import FOLDER --tokenizer {tmp_path / 'new'} --resize-embeddings" in ended.out
+    field = tmp_path / "field.txt"
+    field.write_text("quantum entanglement " * 50)
+    words = ["tokenizer", "extend", "--tokenizer", tmp_path / "new", "--from-text", field]
+    assert z2a(*words, "--vocab-size", "360", "--to", tmp_path / "larger").code == 0
+    assert load_tokenizer(tmp_path / "larger").vocab_size == 360
+
+
+def test_extend_does_not_replace_what_data_and_runs_were_made_with(work, z2a, tmp_path):
+    import shutil
+
+    copy = shutil.copytree(work, tmp_path / "copy")
+    (copy / "packed").mkdir()
+    words = ["tokenizer", "extend", "--work", copy, "--pieces", "量子"]
+    ended = z2a(*words)
+    assert ended.code == 2
+    assert "packed in" in ended.err
+    assert "--to, or add --replace" in ended.err
+    assert z2a(*words, "--replace").code == 0
+    assert load_tokenizer(copy / "tokenizer").vocab_size > 340
+    assert z2a("tokenizer", "extend", "--work", copy).code == 2
+    assert z2a("tokenizer", "extend", "--work", copy, "--from-text", "x").code == 2
+
+
+def test_show_tells_what_the_tokenizer_is(work, z2a):
+    out = z2a("tokenizer", "show", "--work", work).out
+    assert out.startswith(f"{work / 'tokenizer'}: bpe, fingerprint ")
+    assert "340: 14 control tokens and 326 pieces" in out
+    assert "a model pads its rows to 384" in out
+    assert "pattern     qwen2" in out
+    assert "none: every text comes back byte for byte" in out
+    facts = json.loads(z2a("tokenizer", "show", "--work", work, "--json").out)
+    assert facts["control"]["<|end_of_text|>"] == 1
+    assert facts["text_reaches_control"] == []
+    assert facts["fingerprint"] == read_json(work / "tokenizer/manifest.json")["fingerprint"]
+
+
+# ---- encode, decode -------------------------------------------------------------------------------------------
+
+
+def piped(monkeypatch, data: bytes):
+    stdin = io.TextIOWrapper(io.BytesIO(data))
+    monkeypatch.setattr("sys.stdin", stdin)
+
+
+def test_encode_reads_the_line_a_file_or_a_pipe(work, z2a, tmp_path, monkeypatch):
+    (tmp_path / "t.txt").write_text("the cat")
+    expected = z2a("tokenizer", "encode", "--work", work, "the cat", "--ids").out
+    assert z2a("tokenizer", "encode", "--work", work, "--file", tmp_path / "t.txt", "--ids").out == expected
+    for words in ([], ["-"]):
+        piped(monkeypatch, b"the cat")
+        assert z2a("tokenizer", "encode", "--work", work, "--ids", *words).out == expected
+    piped(monkeypatch, b"bad \xff byte")
+    ended = z2a("tokenizer", "encode", "--work", work, "--json")
+    assert "1 bytes are no UTF-8" in ended.err
+    shown = json.loads(ended.out)
+    assert shown["tokens"] == len(shown["pieces"])
+    assert z2a("tokenizer", "encode", "--work", work, "x", "--file", tmp_path / "t.txt").code == 2
+    assert z2a("tokenizer", "encode", "--work", work, "--file", tmp_path / "absent").code == 3
+
+
+def test_encode_in_colour_shows_the_same_text(work, z2a):
+    import re
+
+    out = z2a("tokenizer", "encode", "--work", work, "the 天地 cat", "--colour").out
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", out)
+    assert plain.splitlines()[0] == "the 天地 cat"
+    assert out.count("\x1b[30;") == int(plain.splitlines()[1].split()[0])
+
+
+def test_decode_reads_ids_from_the_line_a_file_or_a_pipe(work, z2a, tmp_path, monkeypatch):
+    ids = z2a("tokenizer", "encode", "--work", work, "the cat 天", "--ids").out
+    assert z2a("tokenizer", "decode", "--work", work, *ids.split()).out == "the cat 天\n"
+    (tmp_path / "ids.json").write_text(json.dumps([int(word) for word in ids.split()]))
+    assert z2a("tokenizer", "decode", "--work", work, "--file", tmp_path / "ids.json").out == "the cat 天\n"
+    piped(monkeypatch, b"1 " + ids.encode())
+    shown = z2a("tokenizer", "decode", "--work", work, "--json").out
+    assert json.loads(shown) == {"text": "<|end_of_text|>the cat 天"}
+    piped(monkeypatch, b"one two")
+    ended = z2a("tokenizer", "decode", "--work", work)
+    assert ended.code == 2
+    assert "no token ids" in ended.err
+
+
+def test_any_folder_can_be_looked_at_without_a_workspace(work, z2a, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert z2a("tokenizer", "encode", "--tokenizer", work / "tokenizer", "the cat").code == 0
+    assert z2a("tokenizer", "show", "--tokenizer", tmp_path).code == 3

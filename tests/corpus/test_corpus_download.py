@@ -1,0 +1,559 @@
+"""Downloads, against a small hub on this machine that drops connections, lies, limits and forgets."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from corpus_helpers import tree
+from hub_server import HubServer
+
+from zero2all.cli import main
+from zero2all.common.errors import BadInputError, DiskError, RunLockedError, UsageError, UserError
+from zero2all.corpus.download import DownloadRequest, DownloadResult, download
+from zero2all.corpus.download import fetch as download_module
+from zero2all.corpus.listing import list_files
+
+KB = 1000
+REPO = "me/texts"
+
+
+def noise(size: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+FILES = {
+    "README.md": "# 一些文字\n".encode(),
+    "empty.txt": b"",
+    "zh/part 1.parquet": noise(300 * KB, 1),
+    "zh/part-2.parquet": noise(200 * KB, 2),
+    "en/part-1.parquet": noise(100 * KB, 3),
+}
+BIG = "zh/part 1.parquet"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    for name in ("HF_ENDPOINT", "HF_TOKEN", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
+    with HubServer() as server:
+        server.put(REPO, FILES)
+        yield server
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "raw"
+
+
+Fetch = Callable[..., DownloadResult]
+
+
+@pytest.fixture
+def said() -> list[str]:
+    """What the last downloads announced."""
+    return []
+
+
+@pytest.fixture
+def fetch(hub: HubServer, folder: Path, said: list[str]) -> Fetch:
+    """Download `REPO`, with waits too short to notice."""
+
+    def run(**changes: Any) -> DownloadResult:
+        wanted = {"repo": REPO, "folder": folder, "endpoint": hub.endpoint, "first_wait_seconds": 0.001, **changes}
+        return download(DownloadRequest(**wanted), said.append)
+
+    return run
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """The files a person sees: all but our own records."""
+    return {name: data for name, data in tree(folder).items() if not name.startswith(".download")}
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / ".download/download.json").read_bytes())
+
+
+# ---- what arrives ----------------------------------------------------------------------------------------------
+
+
+def test_every_file_arrives_and_the_manifest_says_what_it_is(fetch, hub, folder, said):
+    result = fetch()
+    assert content(folder) == FILES
+    facts = manifest(folder)
+    assert (facts["repo"], facts["type"], facts["endpoint"]) == (REPO, "dataset", hub.endpoint)
+    assert facts["commit"] == result.commit == hub.repos[REPO].head
+    assert facts["files"].keys() == FILES.keys()
+    assert len(facts["files"][BIG]["sha256"]) == 64
+    assert len(facts["files"]["README.md"]["git_sha1"]) == 40
+    assert facts["files"][BIG]["bytes"] == 300 * KB
+    assert [path.name for path in (folder / ".download").iterdir()] == ["download.json"]
+    assert "wanted are 5 of 5 files, 600.0 KB" in said[0]
+
+
+def test_the_records_of_a_download_are_no_text_for_the_corpus(fetch, folder):
+    fetch()
+    assert {file.name for file in list_files(folder).files} == FILES.keys()
+
+
+def test_models_come_from_their_own_addresses(fetch, hub, folder):
+    hub.put("me/model", {"config.json": b"{}"}, kind="model")
+    fetch(repo="me/model", kind="model")
+    assert content(folder) == {"config.json": b"{}"}
+
+
+def test_patterns_choose_the_files(fetch, folder):
+    fetch(include=("zh/*", "*.md"), exclude=("*part-2*",))
+    assert content(folder).keys() == {BIG, "README.md"}
+
+
+def test_a_long_listing_is_read_page_by_page_from_the_same_endpoint(fetch, hub, folder):
+    hub.page_entries = 2
+    fetch()
+    assert content(folder) == FILES
+
+
+def test_a_large_file_is_fetched_in_pieces_side_by_side(fetch, hub, folder):
+    fetch(include=("zh/*",), piece_bytes=64 * KB)
+    assert content(folder) == {name: FILES[name] for name in FILES if name.startswith("zh/")}
+    ranges = {request.range for request in hub.asked(BIG)}
+    assert ranges == {f"bytes={start * KB}-{min(start + 64, 300) * KB - 1}" for start in range(0, 300, 64)}
+
+
+def test_a_dry_run_lists_and_touches_nothing(fetch, hub, folder):
+    result = fetch(dry_run=True, include=("zh/*",))
+    assert [file.name for file in result.missing] == [BIG, "zh/part-2.parquet"]
+    assert not folder.exists()
+    assert hub.content_bytes_sent == 0
+
+
+# ---- doing it again --------------------------------------------------------------------------------------------
+
+
+def test_a_second_run_costs_only_the_listing(fetch, hub, folder):
+    fetch()
+    before = tree(folder)
+    hub.requests.clear()
+    assert fetch().missing == []
+    assert all(request.path.startswith("/api/") for request in hub.requests)
+    assert tree(folder) == before
+
+
+def test_a_removed_file_is_fetched_again_and_no_other(fetch, hub, folder, said):
+    fetch()
+    (folder / BIG).unlink()
+    hub.requests.clear()
+    fetch()
+    assert content(folder) == FILES
+    assert [request.name for request in hub.requests if request.name] == [BIG]
+    assert any("changed or removed since" in line for line in said)
+
+
+def test_verify_finds_a_changed_byte_that_sizes_do_not_show(fetch, hub, folder):
+    fetch()
+    (folder / BIG).write_bytes(bytes(300 * KB))
+    assert fetch().missing == []
+    assert [file.name for file in fetch(verify=True).missing] == [BIG]
+    assert content(folder) == FILES
+    assert fetch(verify=True).missing == []
+
+
+def test_other_patterns_add_to_the_folder(fetch, folder):
+    fetch(include=("zh/*",))
+    fetch(include=("en/*",))
+    assert content(folder).keys() == manifest(folder)["files"].keys() == {name for name in FILES if "/" in name}
+
+
+def test_files_copied_here_by_hand_are_known_by_their_checksum(fetch, hub, folder):
+    (folder / "zh").mkdir(parents=True)
+    (folder / BIG).write_bytes(FILES[BIG])
+    fetch()
+    assert content(folder) == FILES
+    assert not hub.asked(BIG)
+
+
+def test_a_file_of_somebody_else_is_not_overwritten(fetch, folder):
+    folder.mkdir()
+    (folder / "README.md").write_text("my own notes")
+    with pytest.raises(BadInputError, match=r"not downloaded by us.*README\.md"):
+        fetch()
+    assert (folder / "README.md").read_text() == "my own notes"
+
+
+# ---- lost connections ------------------------------------------------------------------------------------------
+
+
+def test_a_dropped_connection_is_taken_up_in_the_middle_of_the_file(fetch, hub, folder):
+    hub.drop_after[BIG] = [100 * KB, 50 * KB, 0, 60 * KB]
+    result = fetch()
+    assert content(folder) == FILES
+    assert result.interruptions == 4
+    assert [request.range for request in hub.asked(BIG)] == [
+        None,
+        *(f"bytes={start * KB}-{300 * KB - 1}" for start in (100, 150, 150, 210)),
+    ]
+    assert hub.content_bytes_sent == sum(map(len, FILES.values()))
+
+
+def test_connections_that_always_bring_something_never_exhaust_the_patience(fetch, hub, folder):
+    hub.drop_after[BIG] = [20 * KB] * 14
+    fetch(retries=1)
+    assert content(folder) == FILES
+
+
+def test_a_hub_that_brings_nothing_is_given_up_and_what_came_before_is_kept(fetch, hub, folder):
+    hub.drop_after[BIG] = [100 * KB] + [0] * 10
+    with pytest.raises(UserError, match=r"try 3 without getting any further.*run the same command again"):
+        fetch(retries=2)
+    assert not (folder / BIG).exists()
+    assert not (folder / ".download/download.json").exists()
+    hub.drop_after.clear()
+    hub.requests.clear()
+    fetch()
+    assert content(folder) == FILES
+    assert hub.asked(BIG)[0].range == f"bytes={100 * KB}-{300 * KB - 1}"
+
+
+def test_files_on_another_host_are_resumed_there_and_the_token_is_not_handed_on(fetch, hub, folder, monkeypatch):
+    monkeypatch.setenv("MINE", "secret")
+    hub.redirects, hub.needs_token = True, "secret"
+    hub.drop_after[BIG] = [100 * KB]
+    fetch(token_env="MINE")
+    assert content(folder) == FILES
+    there = [request for request in hub.asked(BIG) if request.path.startswith("/cdn/")]
+    assert [request.range for request in there] == [None, f"bytes={100 * KB}-{300 * KB - 1}"]
+    assert {request.authorization for request in there} == {None}
+
+
+def test_pieces_are_resumed_by_another_run_each_in_its_middle(fetch, hub, folder):
+    hub.drop_after[BIG] = [40 * KB] * 4
+    with pytest.raises(UserError):
+        fetch(retries=0, piece_bytes=64 * KB, include=(BIG,))
+    sent = hub.content_bytes_sent
+    assert sent >= 40 * KB
+    hub.drop_after.clear()
+    hub.requests.clear()
+    fetch(piece_bytes=64 * KB, include=(BIG,))
+    assert content(folder) == {BIG: FILES[BIG]}
+    assert any(int(request.range.removeprefix("bytes=").split("-")[0]) % (64 * KB) for request in hub.requests[2:])
+    assert hub.content_bytes_sent <= 260 * KB
+
+
+def test_a_hub_that_falls_silent_is_asked_again(fetch, hub, folder, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 0.3)
+    hub.silent_after[BIG] = 100 * KB
+    assert fetch().interruptions == 1
+    assert content(folder) == FILES
+    assert hub.asked(BIG)[1].range == f"bytes={100 * KB}-{300 * KB - 1}"
+
+
+def test_a_server_without_ranges_starts_the_file_again_and_says_so(fetch, hub, folder, said):
+    hub.has_ranges = False
+    hub.drop_after[BIG] = [100 * KB]
+    fetch(connections=1)
+    assert content(folder) == FILES
+    assert [line for line in said if "no Range" in line and BIG in line and "100.0 KB thrown away" in line]
+    assert [request.bytes_sent for request in hub.asked(BIG)] == [100 * KB, 300 * KB]
+
+
+def test_pieces_from_a_server_without_ranges_become_one_stream(fetch, hub, folder, said):
+    hub.has_ranges = False
+    hub.drop_after[BIG] = [10 * KB] * 3
+    hub.corrupt[BIG] = 4  # also the first whole answer: the file is then fetched once more
+    fetch(piece_bytes=32 * KB, include=("zh/*",))
+    assert (folder / BIG).read_bytes() == FILES[BIG]
+    assert any("no Range" in line for line in said)
+
+
+def test_passing_errors_of_the_server_are_waited_out(fetch, hub, folder):
+    hub.statuses = {"api": [(503, {}), (502, {})], BIG: [(500, {}), (504, {})]}
+    fetch()
+    assert content(folder) == FILES
+
+
+def test_retry_after_is_honoured_by_all_connections(fetch, hub, folder, said):
+    hub.statuses[BIG] = [(429, {"Retry-After": "1"})]
+    started = time.monotonic()
+    fetch()
+    assert time.monotonic() - started >= 1
+    assert content(folder) == FILES
+    assert any("429" in line and "waiting 1s, as the hub asks" in line for line in said)
+
+
+def test_a_wait_of_hours_is_left_to_the_person(fetch, hub):
+    hub.statuses["api"] = [(429, {"RateLimit": '"api";r=0;t=7200'})]
+    with pytest.raises(UserError, match="stay away for 2h00m"):
+        fetch()
+
+
+# ---- checksums -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["README.md", BIG])
+def test_a_wrong_checksum_is_mended_by_fetching_once_more(fetch, hub, folder, said, name):
+    hub.corrupt[name] = 1
+    fetch()
+    assert content(folder) == FILES
+    assert len(hub.asked(name)) == 2
+    assert any(f"{name}: wrong checksum" in line for line in said)
+
+
+def test_a_file_that_stays_wrong_is_an_error_and_not_left_under_its_name(fetch, hub, folder):
+    hub.corrupt[BIG] = 9
+    with pytest.raises(BadInputError, match=r"1 of 5 files.*part 1\.parquet arrived twice with a wrong checksum"):
+        fetch()
+    assert len(hub.asked(BIG)) == 2
+    assert content(folder).keys() == FILES.keys() - {BIG}
+    assert not list((folder / ".download").glob("*.part"))
+    assert not (folder / ".download/download.json").exists()
+    hub.corrupt.clear()
+    hub.requests.clear()
+    fetch()
+    assert content(folder) == FILES
+    assert [request.name for request in hub.requests if request.name] == [BIG]
+
+
+def test_bytes_spoiled_on_this_disk_between_two_runs_are_found(fetch, hub, folder):
+    hub.drop_after[BIG] = [100 * KB] + [0] * 9
+    with pytest.raises(UserError):
+        fetch(retries=1, include=(BIG,))
+    (part,) = (folder / ".download").glob("*.part")
+    with open(part, "r+b") as file:
+        file.write(b"\0" * 100)
+    hub.drop_after.clear()
+    fetch(include=(BIG,))
+    assert content(folder) == {BIG: FILES[BIG]}
+
+
+# ---- one commit ------------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_download_stays_with_its_commit_when_main_moves(fetch, hub, folder, said):
+    old = hub.repos[REPO].head
+    hub.drop_after[BIG] = [100 * KB] + [0] * 9
+    with pytest.raises(UserError):
+        fetch(retries=1, connections=1)
+    hub.drop_after.clear()
+    new = hub.put(REPO, {name: data + b"new" for name, data in FILES.items()})
+    assert fetch().commit == old
+    assert content(folder) == FILES
+    assert any(f"main has moved from {old[:12]} to {new[:12]}" in line for line in said)
+
+
+def test_update_replaces_what_changed_and_keeps_the_rest(fetch, hub, folder):
+    fetch()
+    newer = {**FILES, "README.md": b"another", "new.txt": b"new"}
+    del newer["en/part-1.parquet"]
+    new = hub.put(REPO, newer)
+    assert fetch().missing == []
+    hub.requests.clear()
+    fetch(update=True)
+    assert content(folder) == newer
+    assert manifest(folder)["commit"] == new
+    assert {request.name for request in hub.requests if request.name} == {"README.md", "new.txt"}
+
+
+def test_another_revision_or_repo_is_not_mixed_into_a_folder(fetch, hub):
+    first = fetch().commit
+    second = hub.put(REPO, {"a": b"b"})
+    hub.put("me/others", FILES)
+    with pytest.raises(UsageError, match=f"holds commit {first[:12]}.*--update"):
+        fetch(revision=second)
+    with pytest.raises(UsageError, match="holds the dataset me/texts"):
+        fetch(repo="me/others")
+    assert fetch(revision=first).missing == []
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_repo_and_an_unknown_revision_say_what_to_check(fetch, folder):
+    with pytest.raises(BadInputError, match=r"has no dataset me/nothing.*--type model"):
+        fetch(repo="me/nothing")
+    with pytest.raises(BadInputError, match=r"has no such revision.*--revision"):
+        fetch(revision="v9")
+    with pytest.raises(UsageError, match=r"cannot be the name of a repo"):
+        fetch(repo="a/b/c")
+    assert not folder.exists()
+
+
+def test_a_gated_repo_asks_for_a_token_which_a_mirror_gets_only_by_name(fetch, hub, folder, monkeypatch):
+    hub.needs_token = "secret"
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    with pytest.raises(UserError, match=r"gated.*--token-env"):
+        fetch()
+    assert {request.authorization for request in hub.requests} == {None}
+    with pytest.raises(UsageError, match="MINE, which is not set"):
+        fetch(token_env="MINE")
+    monkeypatch.setenv("MINE", "wrong")
+    with pytest.raises(UserError, match="refuses me/texts to the owner of this token"):
+        fetch(token_env="MINE")
+    fetch(token_env="HF_TOKEN")
+    assert content(folder) == FILES
+
+
+def test_an_endpoint_that_does_not_answer_is_named(fetch):
+    with pytest.raises(UserError, match=r"connection to http://127\.0\.0\.1:9 failed.*--endpoint"):
+        fetch(endpoint="http://127.0.0.1:9", retries=1)
+    with pytest.raises(UsageError, match="is no address"):
+        fetch(endpoint="mirror.example")
+
+
+def test_the_endpoint_of_the_environment_is_used_when_none_is_given(fetch, hub, folder, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", f"{hub.endpoint}/")
+    fetch(endpoint=None)
+    assert content(folder) == FILES
+
+
+def test_patterns_that_match_nothing_show_what_there_is(fetch):
+    with pytest.raises(UsageError) as error:
+        fetch(include=("fr/*",), exclude=("*.md",))
+    assert "of 5 files none matches --include fr/* without --exclude *.md" in str(error.value)
+    assert "zh/ (2 files, 500.0 KB)" in str(error.value)
+    assert "README.md" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside", "a/../../outside", "/absolute", "a//b", "a\\b", "./a", ".download/plan.json", "a\nb"]
+)
+def test_names_that_lead_outside_the_folder_are_refused(fetch, hub, folder, tmp_path, name):
+    hub.put(REPO, {**FILES, name: b"evil"})
+    with pytest.raises(BadInputError, match="outside the folder"):
+        fetch()
+    assert not content(folder)
+    fetch(exclude=(name.replace("\\", "?").replace("\n", "?"),))
+    assert content(folder) == FILES
+    assert {path.name for path in tmp_path.iterdir()} == {"raw"}
+
+
+def test_a_disk_without_the_room_is_refused_before_anything_is_fetched(fetch, hub, folder, monkeypatch):
+    small = shutil.disk_usage("/")._replace(free=500 * KB)
+    monkeypatch.setattr(download_module.shutil, "disk_usage", lambda _: small)
+    with pytest.raises(DiskError, match=r"600\.0 KB are still to be fetched, 500\.0 KB are free.*--to"):
+        fetch()
+    assert hub.content_bytes_sent == 0
+    fetch(include=("en/*",))
+
+
+def test_a_listed_file_that_is_not_there_does_not_hold_up_the_others(fetch, hub, folder):
+    hub.statuses[BIG] = [(404, {"X-Error-Code": "EntryNotFound"})]
+    with pytest.raises(BadInputError, match=r"part 1\.parquet is listed by the hub, which does not have it"):
+        fetch()
+    assert content(folder).keys() == FILES.keys() - {BIG}
+
+
+def test_a_server_that_is_no_hub_is_recognised(fetch, hub):
+    hub.statuses["api"] = [(200, {})]
+    with pytest.raises(UserError, match="does not answer like a Hugging Face-style hub"):
+        fetch()
+
+
+def test_two_downloads_into_one_folder_are_kept_apart(fetch, hub, folder):
+    hub.seconds_per_chunk = 0.05
+    first = threading.Thread(target=fetch, kwargs={"include": (BIG,)})
+    first.start()
+    while not hub.asked(BIG):
+        time.sleep(0.01)
+    with pytest.raises(RunLockedError, match="Another process is downloading"):
+        fetch()
+    hub.seconds_per_chunk = 0.0
+    first.join()
+    assert content(folder) == {BIG: FILES[BIG]}
+
+
+# ---- the command -----------------------------------------------------------------------------------------------
+
+
+def start_z2a(*words: str | Path, **variables: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "zero2all", "corpus", "download", *map(str, words)]
+    environment = {**os.environ, **variables}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def arrived(folder: Path) -> list[int]:
+    """Bytes on disk of each file under way that is one piece: the second number of its record."""
+    records = [path.read_bytes() for path in (folder / ".download").glob("*.done")]
+    return [int.from_bytes(record[8:16], "little") for record in records]
+
+
+def test_a_killed_command_goes_on_in_the_middle_of_its_files(hub, folder, capsys):
+    files = {"a.bin": noise(800 * KB, 4), "b.bin": noise(800 * KB, 5), "c.txt": b"small"}
+    hub.put("me/large", files)
+    hub.seconds_per_chunk = 0.02
+    words = ["me/large", "--to", folder, "--endpoint", hub.endpoint, "--connections", "3"]
+    victim = start_z2a(*words)
+    while len(counts := arrived(folder)) < 2 or min(counts) < 200 * KB:
+        assert victim.poll() is None, victim.communicate()
+        time.sleep(0.01)
+    victim.send_signal(signal.SIGKILL)
+    victim.communicate()
+    assert content(folder).keys() == {"c.txt"}
+
+    hub.seconds_per_chunk = 0.0
+    hub.requests.clear()
+    again = start_z2a(*words)
+    out, err = again.communicate()
+    assert again.returncode == 0, err
+    assert content(folder) == files
+    for name in ("a.bin", "b.bin"):
+        (request,) = hub.asked(name)
+        position = int(request.range.removeprefix("bytes=").split("-")[0])
+        assert position >= 200 * KB  # what came later than our last look is kept as well
+        assert request.bytes_sent == 800 * KB - position
+    assert not hub.asked("c.txt")
+    assert "going on:" in err
+    assert "3 files, 1.6 MB" in out
+
+    assert main(["corpus", "download", *map(str, words)]) == 0
+    assert "nothing to do" in capsys.readouterr().out
+
+
+def test_an_interrupted_command_ends_at_once_and_says_how_to_go_on(hub, folder):
+    hub.seconds_per_chunk = 0.1
+    process = start_z2a(REPO, "--to", folder, "--endpoint", hub.endpoint)
+    while not hub.asked(BIG):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=5)
+    assert process.returncode == 130
+    assert "run the same command again to continue" in err
+
+
+def test_the_command_refuses_to_work_offline(hub, folder):
+    process = start_z2a(REPO, "--to", folder, HF_ENDPOINT=hub.endpoint, HF_HUB_OFFLINE="1")
+    _, err = process.communicate()
+    assert process.returncode == 3
+    assert "Offline mode is on" in err
+    assert not hub.requests
+
+
+def test_the_command_says_when_its_library_is_missing(tmp_path):
+    script = (
+        "import sys; sys.modules['huggingface_hub'] = None; from zero2all.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", script, "corpus", "download", REPO, "--to", str(tmp_path / "raw")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 3
+    assert "pip install 'huggingface_hub" in done.stderr
+
+
+def test_the_dry_run_of_the_command_prints_names_and_sizes(hub, folder, capsys):
+    words = ["corpus", "download", REPO, "--include", "zh/*", "--endpoint", hub.endpoint, "--to", str(folder)]
+    assert main([*words, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "zh/part-2.parquet" in out
+    assert "would fetch 2 files, 500.0 KB" in out

@@ -1,0 +1,169 @@
+"""What cannot be read is named, counted and weighed; what the build itself ran into is not blamed on the input."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import os
+import random
+import tarfile
+
+import pytest
+from corpus_helpers import HERE, plain_options
+
+from zero2all.common.errors import BadInputError, DiskError
+from zero2all.common.files import read_json, write_json
+from zero2all.corpus import Source, build_corpus
+from zero2all.corpus import finish as finish_module
+from zero2all.corpus.readers import plan as plan_module
+from zero2all.corpus.readers import streams as streams_module
+
+
+def lines(count: int, seed: int = 0) -> bytes:
+    rng = random.Random(seed)
+    return b"".join(json.dumps({"text": f"{n} {rng.random()} {rng.random()}"}).encode() + b"\n" for n in range(count))
+
+
+def damaged(data: bytes) -> bytes:
+    """Forty wrong bytes after the first fifth."""
+    at = len(data) // 5
+    return data[:at] + bytes(40) + data[at + 40 :]
+
+
+# ---- how much is lost -----------------------------------------------------------------------------------------
+
+
+def test_what_lies_behind_damage_in_a_compressed_stream_counts_as_lost(tmp_path, build, quarantined):
+    (tmp_path / "a.jsonl.bz2").write_bytes(damaged(bz2.compress(lines(20_000), 1)))
+    with pytest.raises(BadInputError, match=r"1 of [\d,]+ records are damaged, and [\d,]{6,} bytes behind") as caught:
+        build(tmp_path / "a.jsonl.bz2")
+    share = float(str(caught.value).partition("could not be read: ")[2].partition("%")[0])
+    assert 60 < share <= 85, "damaged after a fifth"
+    assert quarantined()[0]["reason"] == "damaged_compression"
+    assert build(tmp_path / "a.jsonl.bz2", max_damaged_share=0.9)["records_kept"] > 1000
+
+
+def test_what_a_tar_loses_behind_a_damaged_header_counts_as_lost(tmp_path, build):
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as tar:
+        for number in range(10):
+            info = tarfile.TarInfo(f"{number}.jsonl")
+            data = lines(300, number)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    whole = packed.getvalue()
+    third = whole.index(b"2.jsonl\0")
+    broken = whole[:third] + random.Random(1).randbytes(len(whole) - third)
+    for name, data in {"a.tar": broken, "a.tar.gz": gzip.compress(broken)}.items():
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(BadInputError, match=r"1 of 601 records are damaged, and 1[0-9]{2},"):
+            build(tmp_path / name)
+        assert build(tmp_path / name, max_damaged_share=1)["records_kept"] == 600
+
+
+# ---- files that cannot be opened ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("unit_bytes", [1_000_000, 20_000], ids=["small file", "large file"])
+def test_unreadable_file_stops_the_build_and_is_tried_again(
+    tmp_path, build, kept, quarantined, monkeypatch, unit_bytes
+):
+    for name in "abc":
+        path = tmp_path / f"raw/{name}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(lines(1000, ord(name)))
+    opened = plan_module.open_input
+
+    def refuse(file):
+        if file.name == "b.jsonl":
+            raise PermissionError(13, "Permission denied", str(file.path))
+        return opened(file)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(plan_module, "open_input", refuse)
+        with pytest.raises(BadInputError, match=r"1 of 2,001 records.* 33\.\d+%.*unreadable \(first in b.jsonl"):
+            build(tmp_path / "raw", unit_bytes=unit_bytes)
+        assert [(line["file"], line["reason"]) for line in quarantined()] == [("b.jsonl", "unreadable")]
+    report = build(tmp_path / "raw", unit_bytes=unit_bytes)
+    assert (report["records_kept"], report["quarantined"]) == (3000, 0), "it can be read now, and nothing else changed"
+    assert [record["id"] for record in kept()] == list(range(3000))
+
+
+def test_full_disk_of_temporary_files_is_no_damage_of_the_input(tmp_path, build, monkeypatch):
+    import pyarrow
+    import pyarrow.parquet
+
+    packed = io.BytesIO()
+    texts = [f"{n} {random.Random(n).randbytes(300).hex()}" for n in range(1000)]
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), packed)
+    (tmp_path / "a.parquet.gz").write_bytes(gzip.compress(packed.getvalue()))
+    with monkeypatch.context() as patch:
+        patch.setattr(streams_module.tempfile, "TemporaryFile", lambda: open("/dev/full", "wb"))  # noqa: SIM115
+        with pytest.raises(DiskError, match="disk of temporary files"):
+            build(tmp_path / "a.parquet.gz")
+    assert build(tmp_path / "a.parquet.gz")["records_kept"] == 1000
+
+
+def test_file_names_that_are_not_utf8_are_read_and_named(tmp_path, build, quarantined, kept):
+    folder = tmp_path / "raw"
+    folder.mkdir()
+    try:
+        (folder / os.fsdecode(b"\xff\xfe.jsonl")).write_bytes(lines(300) + b"{bad\n")
+    except OSError:
+        pytest.skip("this file system takes UTF-8 names only")
+    assert build(folder)["records_kept"] == 300
+    assert quarantined()[0]["file"] == r"\xff\xfe.jsonl"
+
+
+# ---- what stays behind ----------------------------------------------------------------------------------------
+
+
+def test_leftover_of_a_killed_writer_does_not_get_into_the_corpus(tmp_path, build, monkeypatch):
+    written = finish_module.write_shard
+
+    def and_leave_something(path, *rest):
+        count = written(path, *rest)
+        path.with_name(f"{path.name}.partial-1").write_bytes(b"half")  # process 1 is always alive
+        return count
+
+    monkeypatch.setattr(finish_module, "write_shard", and_leave_something)
+    (tmp_path / "a.jsonl").write_bytes(lines(100))
+    build(tmp_path / "a.jsonl")
+    assert not list((tmp_path / "corpus").rglob("*.partial-*"))
+    assert not [name for name in read_json(tmp_path / "corpus/one/manifest.json")["files"] if "partial" in name]
+
+
+def test_kept_build_gives_its_clusters_to_every_format(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(lines(100) + lines(100))
+    clusters = []
+    sources = [Source("a", tmp_path / "a.jsonl", "en")]
+    for shard_format in ("jsonl", "parquet", "jsonl"):
+        build_corpus(tmp_path / "corpus", sources, plain_options(format=shard_format), HERE, keep_build=True)
+        clusters.append((tmp_path / "corpus/clusters.jsonl").read_bytes())
+    assert clusters[0].count(b"\n") == 100
+    assert clusters == clusters[:1] * 3
+
+
+def test_channel_that_is_given_later_is_no_longer_called_guessed(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(lines(100))
+    guessed, given = (
+        build_corpus(tmp_path / "corpus", [Source("a", tmp_path / "a.jsonl", channel)], plain_options(), HERE)
+        for channel in (None, "en")
+    )
+    assert guessed["sources"]["a"]["channel_guessed"]
+    assert not given["sources"]["a"]["channel_guessed"]
+
+
+def test_two_sources_with_one_number_are_refused(tmp_path, build):
+    (tmp_path / "a.jsonl").write_bytes(lines(100))
+    write_json(tmp_path / "corpus/sources.json", {"one": 0, "two": 0})
+    with pytest.raises(BadInputError, match="each to one of its own"):
+        build(tmp_path / "a.jsonl")
+
+
+def test_empty_corpus_says_where_to_look_when_everything_was_damaged(tmp_path, build):
+    (tmp_path / "a.jsonl").write_bytes(b"{bad\n{bad\n")
+    with pytest.raises(BadInputError, match=r"none was kept \(2 quarantined\).*quarantine"):
+        build(tmp_path / "a.jsonl", max_damaged_share=1)

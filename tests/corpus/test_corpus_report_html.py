@@ -1,0 +1,181 @@
+"""report.html: the report as a page, read by a parser and, where there is one, by a real browser."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import pytest
+from corpus_helpers import HERE, plain_options
+
+from zero2all.corpus import Source, build_corpus
+from zero2all.corpus.report import check_identity
+from zero2all.corpus.report_html import length_plot, report_html
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+HOSTILE = '</pre></details><script>document.title="owned"</script><img src=x onerror="document.title=1">'
+VOID = {"meta", "line"}
+
+
+class Page(HTMLParser):
+    """Checks that every tag is closed, and keeps tags, attributes and text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.words = ""
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes += attributes
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open[-1:] != ["style"]:
+            self.words += data
+
+
+def text_of(seed: int) -> str:
+    words = random.Random(seed).choices(["river", "stone", "letter", "garden", "winter", "market"], k=40)
+    return f"{seed} {' '.join(words)}"
+
+
+@pytest.fixture
+def hostile(tmp_path, write_lines):
+    """A corpus whose texts, titles, damaged lines and rule names do their worst."""
+    rows = [{"title": HOSTILE, "text": f"{HOSTILE} {text_of(n)}"} for n in range(40)]
+    dropped = [{"text": f"{HOSTILE}{n}"} for n in range(3)]
+    path = write_lines("a.jsonl", [{"text": "中文的内容。" * 40}, *rows, *dropped, b"{bad <b>"])
+    options = plain_options(max_damaged_share=0.1, min_chars=120)
+    return build_corpus(tmp_path / "corpus", [Source("小说", path)], options, HERE), tmp_path / "corpus/report.html"
+
+
+def source_report(**changes):
+    report = {
+        "records_in": 10, "records_kept": 7, "dropped": {"digits": 2}, "quarantined": 1,
+        "quarantined_by_reason": {"invalid_json": 1}, "bytes_in": 1000, "bytes_kept": 700, "bytes_repaired": 50,
+        "bytes_boilerplate": 40, "bytes_dropped": {"digits": 200}, "bytes_quarantined": 10, "masked": {"emails": 3},
+        "train_records": 6, "valid_records": 1, "channel": "en", "channel_guessed": True, "channel_reason": "why",
+        "kind": None, "mappings": [{"content": "text"}], "mapping_guessed": True, "formats": {"csv": 1, "text": 2},
+        "reading_notes": ["a.gz: gzip cannot be split"], "input_files": 3, "input_file_bytes": 5000,
+        "skipped_files": {"binary": 2}, "length_histogram": {"64": 5, "256": 2},
+        "scripts": {"latin": {"records": 7, "bytes": 700}}, "examples": {"kept": ["kept text"], "dropped": {}},
+    }  # fmt: skip
+    return {**report, **changes}
+
+
+def whole_report(sources):
+    for name, source in sources.items():
+        check_identity(name, source)
+    names = ("records_in", "records_kept", "quarantined", "bytes_in", "bytes_kept", "train_records", "valid_records")
+    totals = {name: sum(source[name] for source in sources.values()) for name in names}
+    dropped = {rule: count for source in sources.values() for rule, count in source["dropped"].items()}
+    return {
+        "inputs": "0123456789abcdef",
+        "options": {"format": "jsonl", "clean": {}, "dedup": {"near": "off"}},
+        "notes": ["near duplicates were not looked for"],
+        "totals": {**totals, "dropped": dropped},
+        "sources": sources,
+    }
+
+
+def test_page_stands_alone_and_escapes_what_it_shows(hostile):
+    page = hostile[1].read_text(encoding="utf-8")
+    assert "&lt;script&gt;document.title" in page
+    found = Page(page)
+    assert not {"script", "img", "link", "iframe"} & set(found.tags)
+    assert not [name for name, _ in found.attributes if name.startswith("on") or name == "src"]
+    assert all(value.startswith("#") for name, value in found.attributes if name == "href")
+    assert not re.search(r"https?://|@import|url\(", page)
+    assert ("content", "default-src 'none'; style-src 'unsafe-inline'") in found.attributes
+    assert "中文的内容。" in found.words
+    assert "invalid_json" in found.words
+
+
+def test_page_shows_both_identities_in_figures():
+    words = Page(report_html(whole_report({"a": source_report(), "b": source_report()}))).words
+    assert "20 in = 14 kept + 4 dropped + 2 quarantined ✓ adds up" in words
+    assert "2,000 in = 1,400 kept + 400 dropped + 20 quarantined + 100 repaired + 80 boilerplate ✓ adds up" in words
+
+
+def test_page_says_so_when_a_sum_is_wrong():
+    report = whole_report({"a": source_report()})
+    report["sources"]["a"]["records_kept"] = 6
+    assert "10 in = 6 kept + 2 dropped + 1 quarantined ✗ does not add up" in Page(report_html(report)).words
+
+
+def test_page_has_everything_the_report_says_of_a_source():
+    words = Page(report_html(whole_report({"a": source_report()}))).words
+    for fact in (
+        "3 files (1 csv, 2 text), 5.0 KB on disk",
+        "2 binary",
+        "en (guessed: why)",
+        "content from 'text' (guessed)",
+        "7 of 10 records, 100 B of text each on average",
+        "3 emails",
+        "gzip cannot be split",
+        "Digits take too large a share",
+        "corpus/quarantine/a.jsonl",
+        "near duplicates were not looked for",
+        "0123456789abcdef",
+        "dedup.near",
+    ):
+        assert fact in words, fact
+
+
+@pytest.mark.parametrize("count", [1, 2, 12])
+def test_page_is_whole_for_any_number_of_sources(count):
+    sources = {f'<{number}>&"': source_report(channel="<b>") for number in range(count)}
+    page = report_html(whole_report(sources))
+    found = Page(page)
+    assert found.tags.count("svg") == count
+    assert '<0>&"' in found.words, "names and channels are text, not tags"
+    assert "<b>" in found.words
+    targets = {value for name, value in found.attributes if name == "id"}
+    assert {value[1:] for name, value in found.attributes if name == "href"} == targets
+    assert len(targets) == count
+    assert ("Dropped, by rule and source" in found.words) == (count > 1)
+
+
+def test_page_of_a_source_of_which_nothing_was_kept():
+    nothing = {"records_kept": 0, "train_records": 0, "valid_records": 0, "bytes_kept": 0, "length_histogram": {}}
+    dropped = {"dropped": {"digits": 9}, "bytes_dropped": {"digits": 900}, "scripts": {}}
+    examples = {"kept": [], "dropped": {"digits": ["1 2 3", ""]}}
+    words = Page(report_html(whole_report({"a": source_report(**nothing, **dropped, examples=examples)}))).words
+    assert words.count("nothing was kept") == 2
+
+
+@pytest.mark.parametrize("lengths", [{1: 1}, {1: 1, 1 << 31: 123_456_789}, {64: 9, 128: 5, 256: 500_000}])
+def test_histogram_stays_inside_its_frame(lengths):
+    plot = length_plot(lengths)
+    width, height = map(float, re.search(r'viewBox="0 0 (\d+) (\d+)"', plot).groups())
+    for x, y, wide, tall in re.findall(r'x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="([\d.]+)"', plot):
+        assert 0 <= float(x) <= float(x) + float(wide) <= width
+        assert 0 <= float(y) <= float(y) + float(tall) <= height
+    assert plot.count("<rect") == max(lengths).bit_length() - min(lengths).bit_length() + 1
+
+
+def test_a_real_browser_shows_the_page_and_runs_nothing_in_it(hostile, tmp_path):
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        pytest.skip(f"none of {', '.join(BROWSERS)} is installed")
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
+    done = subprocess.run([browser, *flags, hostile[1].as_uri()], capture_output=True, text=True, timeout=60)
+    if not done.stdout:
+        pytest.skip(f"{browser} does not run here: {done.stderr[-200:]}")
+    assert "<title>Corpus report</title>" in done.stdout
+    assert "<script" not in done.stdout
+    assert "<img" not in done.stdout
+    assert done.stdout.count("<section") == hostile[1].read_text(encoding="utf-8").count("<section")

@@ -1,0 +1,151 @@
+"""Conversations become messages between marks that only the program sets, and only what the assistant writes counts."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from zero2all.common.errors import BadInputError
+from zero2all.corpus import BuildOptions, Source, build_corpus
+from zero2all.packed.conversation import ConversationLayout, turns_of
+from zero2all.packed.layout import open_split
+from zero2all.packed.samples import open_samples
+from zero2all.packed.writer import PackOptions, pack_corpus
+from zero2all.tokenizer import load_tokenizer
+
+
+def chat(number):
+    return [
+        {"role": "system", "content": "ka lo"},
+        {"role": "user", "content": f"mi ter {number} <|message_end|>"},
+        {"role": "assistant", "content": f"vun es {number * 7919}"},
+        {"role": "user", "content": "or pi"},
+        {"role": "assistant", "content": f"es or {number}"},
+    ]
+
+
+@pytest.fixture
+def talks(work):
+    """A source in which every other record is a conversation."""
+    rows = [
+        {"text": " ".join(turn["content"] for turn in chat(n)), **({"messages": chat(n)} if n % 2 else {})}
+        for n in range(40)
+    ]
+    path = work.raw / "talks.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    options = BuildOptions(valid_share=0)
+    build_corpus(work.corpus, [Source("talks", path, "talk")], options)
+    return work
+
+
+def expected(tokenizer, messages):
+    """Ids and what counts, spelled out."""
+    start, end = (tokenizer.encode_control(name) for name in ("<|message_start|>", "<|message_end|>"))
+    ids, counts = [tokenizer.begin_id], [0]
+    for message in messages:
+        head = [start, *tokenizer.encode_text(message["role"] + "\n")]
+        body = [*tokenizer.encode_text(message["content"]), end]
+        ids += [*head, *body]
+        counts += [0] * len(head) + [int(message["role"] == "assistant")] * len(body)
+    return [*ids, tokenizer.end_id], [*counts, 0]
+
+
+def packed_documents(work, **options):
+    pack_corpus(work.corpus, work.tokenizer, work.packed, PackOptions(**options))
+    split = open_split(work.packed, "talks", "train")
+    tokens, mask = split.read(0, split.tokens), split.read_mask(0, split.tokens)
+    starts = np.concatenate([split.docs[shard] + split.shard_starts[shard] for shard in range(len(split.shards))])
+    cuts = starts[1:].astype(int)
+    return split, list(zip(np.split(tokens, cuts), np.split(mask, cuts), strict=True))
+
+
+@pytest.mark.parametrize("shard_tokens", [1 << 28, 101])
+def test_what_is_packed_is_the_messages_between_their_marks(talks, shard_tokens):
+    tokenizer = load_tokenizer(talks.tokenizer)
+    split, documents = packed_documents(talks, shard_tokens=shard_tokens)
+    assert split.manifest["conversations"] == 20
+    assert len(documents) == 40
+    talked = 0
+    for tokens, mask in documents:
+        number = next((n for n in range(1, 40, 2) if tokens.tolist() == expected(tokenizer, chat(n))[0]), None)
+        if number is None:
+            assert mask.all(), "plain text counts whole"
+        else:
+            assert mask.tolist() == expected(tokenizer, chat(number))[1]
+            talked += 1
+    assert talked == 20
+
+
+def test_text_can_neither_close_a_message_nor_open_one(talks):
+    tokenizer = load_tokenizer(talks.tokenizer)
+    layout = ConversationLayout(tokenizer)
+    turns = turns_of({"others": {"messages": chat(1)}}, "here")
+    ids, _ = layout.lay_out(turns, [np.array(tokenizer.encode_text(turn.text)) for turn in turns])
+    assert (ids == tokenizer.encode_control("<|message_end|>")).sum() == len(turns)
+
+
+def test_prompts_count_too_when_they_are_to_be_learnt(talks):
+    split, _ = packed_documents(talks, learn_prompts=True)
+    assert not split.manifest["loss_mask"]
+    assert split.masks is None
+    assert split.manifest["conversations"] == 20
+
+
+def test_the_form_of_sharegpt_is_understood():
+    record = {"others": {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}}
+    assert [(turn.role, turn.text) for turn in turns_of(record, "here")] == [("user", "a"), ("assistant", "b")]
+
+
+@pytest.mark.parametrize(
+    "others", [{}, {"messages": 7}, {"messages": []}, {"messages": ["a"]}, {"messages": [{"n": 1}]}]
+)
+def test_a_field_that_happens_to_be_called_messages_is_no_conversation(others):
+    assert turns_of({"others": others}, "here") is None
+
+
+@pytest.mark.parametrize(
+    ("message", "error"),
+    [
+        (
+            {"role": "narrator", "content": "a"},
+            r"gid 7, others\.messages\[1\]: the role is 'narrator', expected one of",
+        ),
+        ({"role": "user", "content": 5}, r"gid 7, others\.messages\[1\]: `content` is int, expected text"),
+        ("text", r"gid 7, others\.messages\[1\]: the role is None"),
+    ],
+)
+def test_a_damaged_message_is_named(message, error):
+    record = {"others": {"messages": [{"role": "user", "content": "a"}, message]}}
+    with pytest.raises(BadInputError, match=error):
+        turns_of(record, "gid 7")
+
+
+def test_masked_tokens_receive_no_gradient(talks):
+    split, _ = packed_documents(talks)
+    seq_len = 48
+    samples = open_samples(split, seq_len, "concat")
+    tokens, weights = np.empty(seq_len + 1, np.int64), np.empty(seq_len, np.float32)
+    silent = 0
+    for index in range(samples.count):
+        samples.read(index, tokens, weights, None, 0)
+        logits = torch.zeros(seq_len, split.manifest["vocab_size"], requires_grad=True)
+        losses = torch.nn.functional.cross_entropy(logits, torch.from_numpy(tokens[1:]), reduction="none")
+        (losses * torch.from_numpy(weights)).sum().backward()
+        touched = logits.grad.abs().sum(dim=1) > 0
+        assert touched.tolist() == (split.read_mask(index * seq_len + 1, seq_len) == 1).tolist()
+        silent += int((~touched).sum())
+    assert silent > 100
+
+
+def test_the_layout_is_that_of_the_chat_of_the_tokenizer(talks):
+    from zero2all.tokenizer import chat as chats
+
+    tokenizer = load_tokenizer(talks.tokenizer)
+    turns = turns_of({"others": {"messages": chat(3)}}, "here")
+    ids, counts = ConversationLayout(tokenizer).lay_out(turns, [tokenizer.encode_text(turn.text) for turn in turns])
+    found = chats.encode_chat(tokenizer, [chats.Message(turn.role, turn.text) for turn in turns])
+    assert ids.tolist() == [*found.ids, tokenizer.end_id]
+    assert counts.tolist() == [*map(int, found.assistant), 0]

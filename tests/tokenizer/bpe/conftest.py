@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bpe_texts import TextList
+
+from zero2all.tokenizer.bpe import LearnedBpe, learn_bpe
+
+
+@pytest.fixture
+def learn(tmp_path: Path):
+    """Trains on texts in a scratch folder of its own, unless one is given."""
+    calls = 0
+
+    def run(texts: list[str] | list[TextList], wanted: int, **options: Any) -> LearnedBpe:
+        nonlocal calls
+        calls += 1
+        parts = [TextList(texts)] if not texts or isinstance(texts[0], str) else texts
+        options = {"threads": 1, "scratch": tmp_path / f"scratch-{calls}", **options}
+        return learn_bpe(parts, wanted, **options)
+
+    return run

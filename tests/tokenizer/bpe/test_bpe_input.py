@@ -1,0 +1,152 @@
+"""What is learned from odd text, and what is said when it cannot be learned."""
+
+from __future__ import annotations
+
+import pytest
+from bpe_texts import TextList, chinese_like, in_parts
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from zero2all.common.errors import BadInputError, UsageError
+from zero2all.tokenizer.bpe.memory import Memory
+from zero2all.tokenizer.bpe.reference import ReferenceEncoder
+
+TEXTS = chinese_like(seed=5, clauses=1000)
+
+
+def test_layout_of_the_vocabulary(learn):
+    learned = learn(TEXTS, 900)
+    assert learned.pieces[:256] == [bytes([byte]) for byte in range(256)]
+    assert len(learned.pieces) == 900
+    assert len(learned.merges) == 900 - 256
+    for number, (left, right) in enumerate(learned.merges):
+        assert max(left, right) < 256 + number
+        assert learned.pieces[256 + number] == learned.pieces[left] + learned.pieces[right]
+    assert len(set(learned.pieces)) == 900
+    for piece in learned.pieces[256 + 20 :]:
+        whole = piece.decode("utf-8", "ignore").encode() == piece
+        assert whole or len(piece) < 4, "only bytes and prefixes may be parts of characters"
+
+
+def test_a_byte_level_encoder_gives_what_the_merges_say(learn):
+    """The library's encoder, loaded with our pieces, agrees with the plain one on seen, unseen and odd text."""
+    learned = learn(TEXTS, 900)
+    visible = _byte_alphabet()
+    names = ["".join(visible[byte] for byte in piece) for piece in learned.pieces]
+    model = models.BPE(
+        {name: place for place, name in enumerate(names)},
+        [(names[left], names[right]) for left, right in learned.merges],
+    )
+    backend = Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([_pattern(), pre_tokenizers.ByteLevel(False, use_regex=False)])
+    backend.decoder = decoders.ByteLevel()
+    encoder = ReferenceEncoder(learned.merges)
+    odd = ["", "\x00\x00a", "龘龘 é😀\U00020000 don't", "\n\n  x\r\n", chinese_like(seed=77, clauses=20)[0]]
+    for text in [*TEXTS[:20], *odd]:
+        ids = backend.encode(text).ids
+        assert ids == encoder.encode(text)
+        assert b"".join(learned.pieces[place] for place in ids).decode() == text
+
+
+def test_lone_surrogates_are_repaired_and_counted(learn):
+    broken = [*TEXTS, "半个\ud83d表情", "\udc80", "好\ud83d\ude00的"]
+    mended = [*TEXTS, "半个\ufffd表情", "\ufffd", "好😀的"]
+    learned = learn(broken, 700)
+    assert learned.facts["text"]["documents_with_repaired_surrogates"] == 3
+    assert learned.merges == learn(mended, 700).merges
+
+
+def test_nul_and_control_bytes_are_text(learn):
+    learned = learn(["\x00\x01\x00\x01" * 50], 258)
+    assert learned.pieces[256:] == [b"\x00\x01", b"\x00\x01\x00\x01"]
+
+
+def test_strings_that_spell_control_tokens_are_taken_out_and_counted(learn):
+    control = ["<|end|>", "<|end|>2"]
+    learned = learn(["天地<|end|>2天地<|end|>" * 40], 261, forbidden=control)
+    assert learned.facts["text"]["control_strings_removed"] == 80
+    assert not any(b"end" in piece for piece in learned.pieces)
+    assert "天地".encode() in learned.pieces
+    assert "天地天".encode() not in learned.pieces, "what stood on the two sides are no neighbours"
+
+
+def test_a_control_token_spelled_only_after_normalising_is_taken_out(learn):
+    learned = learn(["天地＜|end|＞" * 40], 261, forbidden=["<|end|>"], normalisation="nfkc")
+    assert learned.facts["text"]["control_strings_removed"] == 40
+    assert learned.facts["text"]["documents_changed_by_normalisation"] == 1
+
+
+def test_normalisation_is_applied_before_learning(learn):
+    learned = learn(["e\u0301t" * 30], 258, normalisation="nfc")
+    assert learned.pieces[256:] == ["é".encode(), "ét".encode()]
+
+
+def test_pieces_are_no_longer_than_allowed(learn):
+    learned = learn(TEXTS, 700, max_piece_bytes=6)
+    assert max(map(len, learned.pieces)) == 6
+
+
+def test_too_large_a_vocabulary_names_the_largest_possible(learn):
+    texts = ["天地玄黄宇宙洪荒" * 3, "hello hello"]
+    with pytest.raises(BadInputError, match=r"vocabulary of 1,002 ids.* for (\d+) at most") as caught:
+        learn(texts, 1000, forbidden=["<|a|>", "<|b|>"])
+    largest = int(str(caught.value).split("--vocab-size to ")[1].split()[0])
+    assert len(learn(texts, largest - 2).pieces) == largest - 2
+    with pytest.raises(BadInputError):
+        learn(texts, largest - 1)
+
+
+@pytest.mark.parametrize("texts", [[], [""], ["", ""]])
+def test_no_text(learn, texts):
+    with pytest.raises(BadInputError, match="no text"):
+        learn(texts, 300)
+
+
+def test_no_room_for_anything_but_bytes(learn):
+    with pytest.raises(UsageError, match="too small"):
+        learn(TEXTS, 256)
+
+
+def test_memory_limit_below_what_the_program_needs(learn):
+    with pytest.raises(UsageError, match=r"too small to hold the alphabet.*--max-memory to"):
+        learn(TEXTS, 700, max_memory=64_000_000)
+
+
+def test_words_that_do_not_fit_are_an_error_or_by_leave_an_approximation(learn, monkeypatch):
+    needed = 2 * learn(TEXTS, 700).facts["symbols"]
+    monkeypatch.setattr(Memory, "for_words", lambda _: needed * 3 // 4)
+    with pytest.raises(UsageError, match=r"too small for an exact result.*approximate"):
+        learn(TEXTS, 700)
+    messages: list[str] = []
+    learned = learn(TEXTS, 700, exact=False, say=messages.append)
+    assert not learned.exact
+    assert learned.facts["dropped_pieces"] > 0
+    assert "APPROXIMATE" in messages[0]
+    again = learn(in_parts(TEXTS, 3), 700, exact=False, threads=2, say=messages.append)
+    assert again.merges == learned.merges
+
+
+def test_long_documents_are_split_only_where_no_pre_token_is(learn, monkeypatch):
+    from zero2all.tokenizer.bpe import blocks
+
+    lines = ["天地，玄黄\n", "  indented\n\n", "word word\n", "\u3000\u3000全角\n"] * 200
+    text = "".join(lines)
+    whole = learn([text], 285)
+    monkeypatch.setattr(blocks.batches, "__defaults__", (50,))
+    parts = [TextList([text])]
+    learned = learn(parts, 285)
+    assert learned.merges == whole.merges
+    assert learned.facts["text"] == whole.facts["text"]
+
+
+def _pattern():
+    from tokenizers import Regex
+
+    from zero2all.tokenizer.pattern import PRE_TOKEN_PATTERN
+
+    return pre_tokenizers.Split(Regex(PRE_TOKEN_PATTERN), "isolated")
+
+
+def _byte_alphabet() -> dict[int, str]:
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + place) for place, byte in enumerate(others)}

@@ -1,0 +1,208 @@
+"""`z2a tokenizer eval`: the figures are what they say, others can stand beside ours, and the page is safe."""
+
+from __future__ import annotations
+
+import json
+import sys
+from html.parser import HTMLParser
+
+import pytest
+
+from zero2all.common.errors import BadInputError, UsageError
+from zero2all.tokenizer.lab import EvalText, evaluate, evaluation_page, evaluation_tables, open_subjects
+from zero2all.tokenizer.lab.junk import DEFINITIONS, sort_of
+from zero2all.tokenizer.lab.text import FIXED_TEXTS
+
+NASTY = "<script>alert('1')</script> & \"quotes\" </div>\x00 <b onmouseover=x>\n\ttab"
+
+
+@pytest.fixture(scope="module")
+def eval_text(texts):
+    return EvalText("valid", {"mixed": texts[:40], "nasty <b>": [NASTY, "中文👍", "a"]})
+
+
+@pytest.fixture(scope="module")
+def report(folder, eval_text):
+    return evaluate(open_subjects(folder, [str(folder)], eval_text), eval_text)
+
+
+def test_figures_are_what_they_say(report, tokenizer, eval_text):
+    ours = report["tokenizers"][0]
+    for channel, texts in eval_text.channels.items():
+        tokens = sum(len(tokenizer.encode_text(text)) for text in texts)
+        figures = ours["channels"][channel]
+        assert figures["tokens"] == tokens
+        assert figures["bytes_per_token"] == sum(len(text.encode()) for text in texts) / tokens
+        assert figures["tokens_per_character"] == tokens / sum(map(len, texts))
+    used = {number for text in eval_text.documents for number in tokenizer.encode_text(text)}
+    use = ours["vocabulary_use"]
+    assert use["used"] == len(used)
+    assert ours["pieces"] == tokenizer.vocab_size - len(tokenizer.control)
+    assert sum(bucket["pieces"] for bucket in use["histogram"]) == ours["pieces"]
+    assert use["histogram"][0]["pieces"] == ours["pieces"] - len(used)
+    assert use["by_rank"][-1][0] == len(used)
+    assert ours["round_trip"] == {"documents": 43, "changed": 0, "example": ""}
+    assert ours["coverage"]["distinct_characters"] == len(set("".join(eval_text.documents)))
+    assert ours["fertility"]["tokens_per_digit"] == 1
+    assert ours["fertility"]["fixed_texts"]["code"] == len(tokenizer.encode_text(FIXED_TEXTS["code"]))
+
+
+def test_split_characters_are_counted_in_bytes(folder, tokenizer):
+    rare = "𠀀"
+    assert tokenizer.ids_of_bytes(rare.encode()) == []
+    text = EvalText("valid", {"zh": [f"a{rare}"]})
+    coverage = evaluate(open_subjects(folder, [], text), text)["tokenizers"][0]["coverage"]
+    assert coverage["share_bytes_split"] == pytest.approx(4 / 5)
+    assert coverage["share_single"] == pytest.approx(1 / 2)
+
+
+def test_the_same_tokenizer_twice_has_two_names_and_the_same_figures(report):
+    ours, again = report["tokenizers"]
+    assert (ours["name"], again["name"]) == ("ours", "tokenizer")
+    for figure in ("tokens", "vocabulary_use", "coverage", "junk", "segments"):
+        assert ours[figure] == again[figure]
+
+
+def test_the_report_is_plain_json(report):
+    assert json.loads(json.dumps(report)) == report
+
+
+@pytest.mark.parametrize(
+    ("piece", "used", "sort"),
+    [
+        ("中".encode()[:2], 5, "broken"),
+        (b"\xe4", 0, None),
+        (b"------------", 5, "repeated"),
+        ("哈哈哈哈哈哈".encode(), 0, "repeated"),
+        (b"    ", 3, None),
+        (b" " * 40, 3, "repeated"),
+        (b"https", 9, "web"),
+        (b"&nbsp", 9, "web"),
+        (b"</div", 9, "web"),
+        ("同中书门下平章事".encode(), 2, "clause"),
+        ("平章事".encode(), 2, None),
+        (b"word", 0, "unused"),
+        (b"word", 1, None),
+    ],
+)
+def test_sorts_of_junk(piece, used, sort):
+    assert sort_of(piece, used) == sort
+    assert sort is None or sort in DEFINITIONS
+
+
+class _Page(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.tags, self.cuts, self.open = [], [], 0
+
+    def handle_starttag(self, tag, attributes):
+        names = dict(attributes)
+        self.tags.append((tag, names))
+        if tag == "div":
+            self.open += 1
+            if names.get("class") == "tokens":
+                self.cuts.append("")
+                self.inside = self.open
+
+    def handle_endtag(self, tag):
+        if tag == "div":
+            if self.open == getattr(self, "inside", None):
+                self.inside = None
+            self.open -= 1
+
+    def handle_data(self, data):
+        if getattr(self, "inside", None):
+            self.cuts[-1] += data
+
+
+def _is_text(piece):
+    try:
+        piece.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def test_the_page_shows_every_excerpt_whole_and_runs_nothing(report):
+    page = _Page()
+    page.feed(evaluation_page(report))
+    kinds = {tag for tag, _ in page.tags}
+    assert not kinds & {"script", "link", "img", "iframe", "b onmouseover=x"}
+    assert not any(
+        name.startswith("on") or "http" in (value or "") for _, names in page.tags for name, value in names.items()
+    )
+    expected = [excerpt["text"] for excerpt in report["excerpts"] for _ in report["tokenizers"]]
+    assert NASTY in expected
+    tokens = [each["segments"][place] for place in range(len(report["excerpts"])) for each in report["tokenizers"]]
+    for text, cut, cut_tokens in zip(expected, page.cuts, tokens, strict=True):
+        pieces = [bytes.fromhex(digits) for _, digits in cut_tokens]
+        assert b"".join(pieces).decode() == text
+        shown = cut.replace("⏎\n", "\n").replace("⇥", "\t").replace("␀", "\x00")
+        if all(_is_text(piece) for piece in pieces):  # others show bytes where a character is split
+            assert shown == text
+    assert page.cuts[expected.index(NASTY)].startswith("<script>alert('1')</script> & \"quotes\" </div>␀")
+    ids = [names["data-tip"] for tag, names in page.tags if tag == "i" and "data-tip" in names]
+    assert len(ids) == sum(len(tokens) for each in report["tokenizers"] for tokens in each["segments"])
+
+
+def test_tables_have_a_row_for_each_tokenizer(report):
+    for table in evaluation_tables(report):
+        assert [row[0] for row in table.rows] == ["tokenizer", "ours", "tokenizer"]
+        assert len({len(row) for row in table.rows}) == 1
+
+
+def test_a_sentencepiece_model_can_be_compared(folder, texts, eval_text, tmp_path):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    lines = [line for text in texts for line in text.split("\n") if line]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines),
+        model_prefix=str(tmp_path / "small"),
+        vocab_size=600,
+        model_type="bpe",
+        byte_fallback=True,
+        character_coverage=0.99,
+        minloglevel=2,
+    )
+    report = evaluate(open_subjects(folder, [str(tmp_path / "small.model")], eval_text), eval_text)
+    small = report["tokenizers"][1]
+    model = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "small.model"))
+    assert (small["name"], small["kind"]) == ("small", "sentencepiece")
+    assert small["channels"]["mixed"]["tokens"] == sum(len(model.encode(text)) for text in eval_text.channels["mixed"])
+    assert small["round_trip"]["changed"] > 0  # it drops line breaks
+    (tmp_path / "bad.model").write_bytes(b"no model")
+    with pytest.raises(BadInputError, match=r"bad\.model is no SentencePiece model"):
+        open_subjects(folder, [str(tmp_path / "bad.model")], eval_text)
+
+
+def test_tiktoken_without_its_file_says_how_to_get_it(folder, eval_text, monkeypatch):
+    tiktoken = pytest.importorskip("tiktoken")
+
+    def offline(name):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(tiktoken, "get_encoding", offline)
+    with pytest.raises(BadInputError, match=r"could not be fetched \(ConnectionError\).*TIKTOKEN_CACHE_DIR"):
+        open_subjects(folder, ["tiktoken:o200k_base"], eval_text)
+    with pytest.raises(UsageError, match=r"no encoding 'o200k'.*o200k_base"):
+        open_subjects(folder, ["tiktoken:o200k"], eval_text)
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    with pytest.raises(UsageError, match="pip install tiktoken"):
+        open_subjects(folder, ["tiktoken:o200k_base"], eval_text)
+
+
+def test_a_tiktoken_encoding_can_be_compared(folder, tokenizer, eval_text, monkeypatch):
+    tiktoken = pytest.importorskip("tiktoken")
+    ranks = {tokenizer.token_bytes(number): number for number in range(tokenizer.vocab_size)}
+    encoding = tiktoken.Encoding("o200k_base", pat_str=r"\w+|\W+", mergeable_ranks=ranks, special_tokens={})
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda _: encoding)
+    report = evaluate(open_subjects(folder, ["tiktoken:o200k_base"], eval_text), eval_text)
+    other = report["tokenizers"][1]
+    assert (other["name"], other["round_trip"]["changed"]) == ("o200k_base", 0)
+    assert other["channels"]["mixed"]["tokens"] == sum(
+        len(encoding.encode_ordinary(text)) for text in eval_text.channels["mixed"]
+    )
+
+
+def test_what_is_neither_file_nor_folder_is_refused(folder, eval_text):
+    with pytest.raises(UsageError, match="nowhere: no such file or folder"):
+        open_subjects(folder, ["nowhere"], eval_text)

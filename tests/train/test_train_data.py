@@ -1,0 +1,125 @@
+"""What a run does with its data: mixtures that change on resume, longer sequences, limits, documents, best fit."""
+
+from __future__ import annotations
+
+import shutil
+from collections import defaultdict
+
+import numpy as np
+import pytest
+
+from zero2all.common.errors import BadInputError, UsageError
+from zero2all.packed.bestfit import build_best_fit
+from zero2all.packed.layout import open_split
+from zero2all.packed.writer import pack_corpus
+from zero2all.tokenizer.config import TokenizerConfig
+from zero2all.tokenizer.stage import train_on_corpus
+from zero2all.track.reader import read_run
+from zero2all.train import step as step_module
+from zero2all.train.loop import train
+from zero2all.train.setup import prepare
+
+STEP = 128
+"""Tokens in a step of the small config: 4 samples of 32."""
+
+
+def quiet(_text):
+    pass
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """The rows of every batch that is trained on, by source."""
+    rows: dict[int, list[bytes]] = defaultdict(list)
+    forward_backward = step_module._forward_backward
+
+    def watch(state, batch, *rest):
+        for source, row in zip(batch.sources, batch.tokens, strict=True):
+            rows[int(source)].append(np.asarray(row).tobytes())
+        return forward_backward(state, batch, *rest)
+
+    monkeypatch.setattr(step_module, "_forward_backward", watch)
+    return rows
+
+
+def test_a_mixture_changed_on_resume_lets_every_source_continue_where_it_stood(work, config, watched):
+    train(config(train={"steps": 3}), work, say=quiet)
+    other = config(train={"steps": 7}, data={"mixture": {"en": 1, "zh": 3}})
+    with pytest.raises(UsageError, match="the mixture or the sequence length from here on has changed"):
+        train(other, work, say=quiet)
+    notes: list[str] = []
+    train(other, work, accept_changes=True, say=notes.append)
+    assert "other weights hold from token 384 on; every source continues where it stood" in notes
+    assert not [note for note in notes if "repeated or left out" in note]
+    train(config(train={"steps": 9}, data={"mixture": {"en": 1, "zh": 3}}), work, accept_changes=True, say=quiet)
+    assert [len(watched[source]) for source in (0, 1)] == [9 + 6, 3 + 18]
+    for number, name in enumerate(("en", "zh")):
+        alone = prepare(config(data={"mixture": {name: 1}}), work, fresh=True).data
+        count = len(watched[number])
+        samples = alone.segments[0].order.lookup(np.arange(count))[1]
+        wanted = [alone.splits[0].read(int(sample) * 32, 33).tobytes() for sample in samples]
+        assert watched[number] == wanted  # the order of the source alone: nothing repeated, nothing skipped
+
+
+def test_a_stage_with_longer_sequences_keeps_the_tokens_of_a_step(work, config, watched):
+    settings = config(
+        model={"max_seq_len": 64}, stages=[{"name": "long", "from_step": 5, "mixture": {"en": 1}, "seq_len": 64}]
+    )
+    notes: list[str] = []
+    summary = train(settings, work, say=notes.append)
+    assert summary.tokens == 8 * STEP
+    assert sorted({len(row) // 8 for rows in watched.values() for row in rows}) == [33, 65]
+    assert sum(len(row) // 8 == 65 for row in watched[0]) == 3 * 2
+    assert any("sequences of 64 from token 640 on are cut and shuffled anew" in note for note in notes)
+
+
+def test_a_run_killed_around_a_change_of_length_ends_with_the_same_bits(work, config):
+    settings = config(model={"max_seq_len": 64}, stages=[{"name": "long", "from_step": 5, "seq_len": 64}])
+    train(settings, work, say=quiet)
+    wanted = (work.run("run") / "checkpoints/step-00000008/model.safetensors").read_bytes()
+    for step in (8, 6):
+        shutil.rmtree(work.run("run") / f"checkpoints/step-{step:08d}", ignore_errors=True)
+    train(settings, work, say=quiet)
+    assert (work.run("run") / "checkpoints/step-00000008/model.safetensors").read_bytes() == wanted
+
+
+def test_a_stage_longer_than_the_model_is_refused_with_its_field(config):
+    with pytest.raises(UsageError, match=r"stages\[0\]\.seq_len: got 64, expected at most model\.max_seq_len \(32\)"):
+        config(stages=[{"name": "long", "from_step": 5, "seq_len": 64}])
+    with pytest.raises(UsageError, match=r"stages\[0\]\.seq_len: got 24, expected a divisor of train\.tokens_per_step"):
+        config(stages=[{"name": "odd", "from_step": 5, "seq_len": 24}])
+
+
+def test_a_limit_on_epochs_is_held_before_the_first_step(work, config):
+    with pytest.raises(UsageError, match=r"zh: 0\.\d\d epochs, at most 0\.01 allowed"):
+        train(config(data={"max_epochs": {"zh": 0.01}}), work, say=quiet)
+    assert not (work.run("run") / "config.yaml").exists()
+
+
+def test_settings_of_fetching_may_change_on_resume_and_change_no_bit(work, config):
+    train(config(), work, say=quiet)
+    wanted = (work.run("run") / "checkpoints/step-00000008/model.safetensors").read_bytes()
+    train(config(train={"name": "other"}, data={"prefetch_steps": 5, "readers": 3}), work, say=quiet)
+    assert (work.run("other") / "checkpoints/step-00000008/model.safetensors").read_bytes() == wanted
+    train(config(data={"prefetch_steps": 1, "verify_shards": True}), work, say=quiet)
+
+
+def test_documents_apart_and_best_fit_rows_train(work, config):
+    for source in ("en", "zh"):
+        build_best_fit(open_split(work.packed, source, "train"), 32)
+    losses = []
+    for number, fields in enumerate(({}, {"document_mask": True}, {"packing": "best_fit", "document_mask": True})):
+        train(config(train={"name": f"run{number}"}, data=fields), work, say=quiet)
+        losses.append(read_run(work.run(f"run{number}")).series["loss"].value.tolist())
+    assert np.isfinite(losses).all()
+    assert losses[0] != losses[1] != losses[2]
+
+
+def test_data_packed_with_another_tokenizer_than_the_run_was_trained_with_is_refused(work, config):
+    train(config(model={"vocab_size": 448}, train={"steps": 3}), work, say=quiet)
+    train_on_corpus(work.corpus, work.tokenizer, TokenizerConfig(vocab_size=390))
+    pack_corpus(work.corpus, work.tokenizer, work.packed)
+    with pytest.raises(
+        BadInputError, match=r"step-00000003 was trained with the tokenizer .*`tokenizer` in .*manifest"
+    ):
+        train(config(model={"vocab_size": 448}, train={"steps": 3}), work, say=quiet)

@@ -1,0 +1,298 @@
+"""`z2a data show`, `stats`, `verify`, `export` and `import`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zero2all.cli.verb import Subparsers, add_group, add_verb, add_work, whole, workspace_of
+
+if TYPE_CHECKING:
+    from zero2all.common.workspace import Workspace
+    from zero2all.config import RunConfig
+
+
+def register(verbs: Subparsers) -> None:
+    """Add the verbs."""
+    inner = add_group(verbs, "data", "look at packed data, check it, bring it in or take it out", STATS_EXAMPLE)
+    _register_show(inner)
+    _register_stats(inner)
+    verify = add_verb(
+        inner,
+        "verify",
+        "read every packed file and name what is damaged",
+        "z2a data verify --work my-workspace",
+        _verify,
+    )
+    add_work(verify)
+    _register_exchange(inner)
+
+
+STATS_EXAMPLE = "z2a data stats --work my-workspace --config z2all-100m --tokens 2000000000"
+
+
+def _register_show(inner: Subparsers) -> None:
+    show = add_verb(
+        inner,
+        "show",
+        "print a sample: its documents, their borders, what counts, where each came from",
+        "z2a data show --at 12345 --config my-run --work my-workspace\n"
+        "  z2a data show --source zh --sample 7 --data.seq_len 512 --work my-workspace",
+        _show,
+    )
+    show.set_defaults(takes_overrides=True)
+    add_work(show)
+    show.add_argument("--at", type=whole(0), default=None, metavar="N", help="which sample of the run, counted from 0")
+    _add_config(show)
+    show.add_argument("--source", default=None, metavar="NAME", help="instead of --at: a sample of this source")
+    show.add_argument("--sample", type=whole(0), default=0, metavar="N", help="which one of --source (default 0)")
+    show.add_argument("--split", choices=("train", "valid"), default="train", help="split of --source (default train)")
+
+
+def _register_stats(inner: Subparsers) -> None:
+    stats = add_verb(
+        inner,
+        "stats",
+        "count tokens, document lengths, what packing loses and how often sources are read",
+        STATS_EXAMPLE,
+        _stats,
+    )
+    stats.set_defaults(takes_overrides=True)
+    add_work(stats)
+    _add_config(stats)
+    stats.add_argument(
+        "--tokens", type=whole(1), default=None, metavar="N", help="budget of the run (default: what the config trains)"
+    )
+    stats.add_argument("--json", type=Path, default=None, metavar="FILE", help="also write the figures as JSON")
+    stats.add_argument("--png", type=Path, default=None, metavar="FILE", help="also draw them")
+
+
+def _register_exchange(inner: Subparsers) -> None:
+    export = add_verb(
+        inner,
+        "export",
+        "write packed sources as token files that other tools read",
+        "z2a data export --to megatron --out exported --work my-workspace",
+        _export,
+    )
+    export.add_argument("sources", nargs="*", metavar="SOURCE", help="which sources (default: all)")
+    export.add_argument("--to", choices=("megatron", "numpy"), required=True, help="the format")
+    export.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write to")
+    add_work(export)
+
+    bring = add_verb(
+        inner,
+        "import",
+        "make a packed source of a token file from elsewhere",
+        "z2a data import pile=data/pile_text_document --from megatron --channel en --work my-workspace\n"
+        "  z2a data import own=tokens.bin --from numpy --dtype uint16 --work my-workspace",
+        _import,
+    )
+    bring.add_argument("source", metavar="NAME=PATH", help="name it gets; Megatron's PREFIX, or the .npy or .bin file")
+    bring.add_argument("--from", dest="form", choices=("megatron", "numpy"), required=True, help="the format")
+    bring.add_argument("--channel", default=None, help="channel its loss is reported under (default: its name)")
+    bring.add_argument("--split", choices=("train", "valid"), default="train", help="which split (default train)")
+    bring.add_argument(
+        "--dtype", default=None, metavar="TYPE", help="type of the tokens of a bare .bin: uint16, int32, …"
+    )
+    bring.add_argument(
+        "--tokenizer-fingerprint", default=None, metavar="HEX", help="of the tokenizer it was made with, to be checked"
+    )
+    add_work(bring)
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config",
+        default=None,
+        metavar="CONFIG",
+        help="a run of this workspace, a preset or a YAML file (default: sources by their tokens)",
+    )
+
+
+def _config_of(arguments: argparse.Namespace, workspace: Workspace) -> tuple[RunConfig, bool]:
+    """The config that --config names, and whether it is that of a run."""
+    from zero2all.common.schema import apply_overrides
+    from zero2all.config import config_from_values, load_config
+    from zero2all.train.setup import CONFIG_FILE
+
+    if arguments.config is None:
+        values: dict[str, Any] = {}
+        problems: list[Any] = []
+        apply_overrides(values, arguments.overrides, problems)
+        return config_from_values(values, "(the defaults and what was given here)", problems), False
+    run = workspace.run(arguments.config) / CONFIG_FILE
+    return load_config(run if run.is_file() else arguments.config, arguments.overrides), run.is_file()
+
+
+# ---- looking --------------------------------------------------------------------------------------------------
+
+
+def _show(arguments: argparse.Namespace) -> None:
+    from zero2all.common.errors import UsageError
+    from zero2all.packed.layout import open_split
+    from zero2all.packed.remote import packed_root
+    from zero2all.packed.show import sample_at, split_sample
+    from zero2all.tokenizer import load_tokenizer
+    from zero2all.train.setup import open_run_data
+
+    workspace = workspace_of(arguments)
+    config, is_run = _config_of(arguments, workspace)
+    if arguments.source is not None:
+        split = open_split(packed_root(workspace.packed, config.data), arguments.source, arguments.split)
+        sample = split_sample(split, arguments.sample, config.data.seq_len, config.data.packing, workspace.corpus)
+    elif arguments.at is not None:
+        data, _ = open_run_data(config, workspace, is_run)
+        sample = sample_at(data, arguments.at, workspace.corpus)
+    else:
+        raise UsageError("Say which sample: --at N of a run, or --source NAME --sample N.")
+    tokenizer = load_tokenizer(workspace.tokenizer)
+    print(sample.heading())
+    for document in sample.documents:
+        count = f"tokens {document.column:,} to {document.column + len(document.tokens) - 1:,}"
+        if document.number is None:
+            print(f"── padding, {count}")
+            continue
+        origin = document.origin.in_words() if document.origin is not None else "origin unknown"
+        title = f"  {document.origin.title}" if document.origin is not None and document.origin.title else ""
+        print(f"── document {document.number:,}, {count}; {origin}{_one_line(title)}")
+        print(document.text(tokenizer))
+
+
+def _one_line(text: str) -> str:
+    """A title that cannot break a heading, nor reach the terminal as a command."""
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
+def _stats(arguments: argparse.Namespace) -> None:
+    from zero2all.common.files import write_json
+    from zero2all.packed.picture import draw_stats
+    from zero2all.packed.remote import packed_root
+    from zero2all.packed.stats import packed_stats
+    from zero2all.train.setup import open_run_data
+
+    workspace = workspace_of(arguments)
+    config, is_run = _config_of(arguments, workspace)
+    data, budget = None, arguments.tokens
+    if arguments.config is not None or budget is not None:
+        data, end = open_run_data(config, workspace, is_run)
+        budget = budget or end
+    stats = packed_stats(packed_root(workspace.packed, config.data), config.data.seq_len, data, budget)
+    _print_stats(stats)
+    if arguments.json is not None:
+        write_json(arguments.json, stats)
+        print(arguments.json)
+    if arguments.png is not None:
+        draw_stats(stats, arguments.png)
+        print(arguments.png)
+
+
+def _print_stats(stats: dict[str, Any]) -> None:
+    from zero2all.cli.table import print_table
+    from zero2all.common.progress import human_count
+
+    rows = [["source", "channel", "split", "documents", "tokens", "share", "bytes/token", "mean length", "longest"]]
+    for row in stats["sources"]:
+        share = f"{row['share']:.1%}" if "share" in row else ""
+        figures = [f"{row['documents']:,}", f"{row['tokens']:,}", share, f"{row['bytes_per_token']:.2f}"]
+        lengths = [f"{row['mean_length']:,.0f}", f"{row['longest']:,}"]
+        rows.append([row["source"], row["channel"], row["split"], *figures, *lengths])
+    print_table(rows, "tokens")
+    channels = [["channel", "documents", "tokens", "share"]]
+    for name, channel in stats["channels"].items():
+        channels.append([name, f"{channel['documents']:,}", f"{channel['tokens']:,}", f"{channel['share']:.1%}"])
+    print_table(channels, "channels (train)")
+    lost = [["source", "packing", "samples", "tokens lost", "share lost", "documents cut", "counted in the loss"]]
+    for row in stats["sources"]:
+        for name, kind in row["packing"].items() if row["split"] == "train" else ():
+            name = f"{name} {stats['seq_len']}" if name == "concat" else name
+            cut, counted = f"{kind['documents_cut_share']:.1%}", f"{row['counted_share']:.1%}"
+            figures = [f"{kind['samples']:,}", f"{kind['lost_tokens']:,}", f"{kind['lost_share']:.3%}", cut, counted]
+            lost.append([row["source"], name, *figures])
+    print_table(lost, "packing")
+    if "budget" in stats:
+        epochs = [["source", "channel", "tokens", "read", "share", "epochs"]]
+        for name, source in stats["budget"]["sources"].items():
+            figures = [
+                f"{source['tokens']:,}",
+                f"{source['read']:,}",
+                f"{source['share']:.2%}",
+                f"{source['epochs']:.2f}",
+            ]
+            epochs.append([name, source["channel"], *figures])
+        print_table(epochs, f"a run of {human_count(stats['budget']['tokens'])} tokens")
+
+
+def _verify(arguments: argparse.Namespace) -> None:
+    from zero2all.common.errors import BadInputError
+    from zero2all.common.files import human_bytes
+    from zero2all.common.progress import progress
+    from zero2all.packed.verify import packed_bytes, verify_packed
+    from zero2all.tokenizer import load_tokenizer
+
+    workspace = workspace_of(arguments)
+    has_tokenizer = (workspace.tokenizer / "tokenizer.json").is_file()
+    tokenizer = load_tokenizer(workspace.tokenizer).fingerprint if has_tokenizer else None
+    total = packed_bytes(workspace.packed)
+    with progress("verify", total=total, unit="B") as bar:
+        problems = verify_packed(workspace.packed, tokenizer, bar.advance)
+    if problems:
+        lines = "\n".join(f"{number}. {problem}" for number, problem in enumerate(problems, 1))
+        raise BadInputError(
+            f"The packed data in {workspace.packed} is damaged:\n{lines}\nRun `z2a pack` to write it again."
+        )
+    print(f"{workspace.packed}: {human_bytes(total)}, every byte as it was written")
+
+
+# ---- in and out -----------------------------------------------------------------------------------------------
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    from zero2all.common.errors import UsageError
+    from zero2all.common.records import SPLITS
+    from zero2all.common.schema import nearest_hint
+    from zero2all.packed.foreign import export_split
+    from zero2all.packed.layout import open_split, packed_sources
+
+    workspace = workspace_of(arguments)
+    known = packed_sources(workspace.packed)
+    for name in arguments.sources:
+        if name not in known:
+            raise UsageError(f"There is no packed source `{name}`. {nearest_hint(name, known)}")
+    for name in arguments.sources or known:
+        for split in SPLITS:
+            opened = open_split(workspace.packed, name, split)
+            if opened.tokens:
+                for path in export_split(opened, arguments.out, arguments.to):
+                    print(path)
+                if opened.masks is not None and arguments.to == "megatron":
+                    print(f"{name}/{split}: its loss mask has no place in this format and was left out")
+
+
+def _import(arguments: argparse.Namespace) -> None:
+    from zero2all.common.errors import UsageError
+    from zero2all.packed.foreign import Import, import_source
+    from zero2all.tokenizer import load_tokenizer
+
+    name, equals, path = arguments.source.partition("=")
+    if not equals or not path:
+        raise UsageError(
+            f"`{arguments.source}` is not understood. Write NAME=PATH, such as pile=data/pile_text_document."
+        )
+    workspace = workspace_of(arguments, create=True)
+    tokenizer = load_tokenizer(workspace.tokenizer)
+    asked = Import(
+        name,
+        Path(path),
+        arguments.form,
+        arguments.channel,
+        arguments.split,
+        arguments.dtype,
+        arguments.tokenizer_fingerprint,
+    )
+    manifest = import_source(workspace.packed, tokenizer, asked)
+    print(
+        f"{name}/{arguments.split}: {manifest['documents']:,} documents, {manifest['tokens']:,} tokens, "
+        f"channel {manifest['channel']}"
+    )

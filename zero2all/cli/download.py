@@ -1,0 +1,121 @@
+"""`z2a corpus download`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zero2all.cli.verb import Subparsers, add_verb, whole
+
+if TYPE_CHECKING:
+    from zero2all.corpus.download import DownloadRequest, DownloadResult
+
+EXAMPLES = """z2a corpus download wikimedia/wikipedia --include '20231101.zh/*' --to raw/wiki_zh
+  z2a corpus download OWNER/MODEL --type model --exclude '*.bin' --endpoint https://mirror.example
+  z2a corpus download OWNER/DATASET --dry-run
+
+the same command again goes on in the middle of a file where the last one was cut off, and checks every file"""
+
+
+def register(inner: Subparsers) -> None:
+    """Add the verb."""
+    verb = add_verb(inner, "download", "fetch a data set or a model from a Hugging Face-style hub", EXAMPLES, _download)
+    verb.add_argument("repo", metavar="OWNER/NAME", help="the repo on the hub")
+    verb.add_argument("--type", choices=("dataset", "model"), default="dataset", help="what it is (default dataset)")
+    verb.add_argument(
+        "--include",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="only files such as 'data/*.parquet', where * also matches slashes; may be repeated (default: all)",
+    )
+    verb.add_argument(
+        "--exclude", action="append", default=[], metavar="PATTERN", help="no files that match this; may be repeated"
+    )
+    verb.add_argument(
+        "--to", type=Path, default=None, metavar="DIR", help="where they go (default raw/NAME, for models models/NAME)"
+    )
+    verb.add_argument("--revision", default="main", help="branch, tag or commit (default main)")
+    verb.add_argument(
+        "--endpoint", default=None, metavar="URL", help="hub or mirror (default: HF_ENDPOINT, or the hub)"
+    )
+    verb.add_argument(
+        "--token-env",
+        default=None,
+        metavar="VARIABLE",
+        help="environment variable with the token; a mirror gets none otherwise (default: HF_TOKEN or `hf auth login`)",
+    )
+    verb.add_argument(
+        "--connections", type=whole(1), default=4, metavar="N", help="files or pieces fetched at a time (default 4)"
+    )
+    verb.add_argument("--verify", action="store_true", help="read files that are here already and check them again")
+    verb.add_argument("--update", action="store_true", help="replace what is here by what the revision is now")
+    verb.add_argument("--dry-run", action="store_true", help="list the files and stop")
+
+
+def _download(arguments: argparse.Namespace) -> None:
+    from zero2all.common.progress import say
+    from zero2all.corpus.download import DownloadRequest, download
+
+    request = DownloadRequest(
+        repo=arguments.repo,
+        folder=arguments.to or _default_folder(arguments.repo, arguments.type),
+        kind=arguments.type,
+        include=tuple(arguments.include),
+        exclude=tuple(arguments.exclude),
+        revision=arguments.revision,
+        endpoint=arguments.endpoint,
+        token_env=arguments.token_env,
+        connections=arguments.connections,
+        verify=arguments.verify,
+        update=arguments.update,
+        dry_run=arguments.dry_run,
+    )
+    result = download(request, announce=say)
+    if request.dry_run:
+        _print_files(result)
+    else:
+        _print_summary(request, result)
+
+
+def _default_folder(repo: str, kind: str) -> Path:
+    name = repo.rstrip("/").rpartition("/")[2]
+    return Path("models" if kind == "model" else "raw") / name
+
+
+def _print_files(result: DownloadResult) -> None:
+    from zero2all.cli.table import print_table
+    from zero2all.common.files import human_bytes
+    from zero2all.corpus.download import count_files
+
+    missing = {file.name for file in result.missing}
+    rows = [
+        [file.name, human_bytes(file.size_bytes), "no" if file.name in missing else "yes", file.algorithm]
+        for file in result.files
+    ]
+    print_table([["file", "size", "here", "checked by"], *rows])
+    print(f"would fetch {count_files(len(missing))}, {human_bytes(sum(file.size_bytes for file in result.missing))}")
+
+
+def _print_summary(request: DownloadRequest, result: DownloadResult) -> None:
+    from zero2all.common.files import human_bytes
+    from zero2all.common.progress import human_seconds
+    from zero2all.corpus.download import MANIFEST_NAME, STATE_FOLDER, count_files
+
+    weight = f"{count_files(len(result.files))}, {human_bytes(sum(file.size_bytes for file in result.files))}"
+    if result.missing:
+        losses = f", lost connections taken up again: {result.interruptions:,}" if result.interruptions else ""
+        print(
+            f"fetched {count_files(len(result.missing))}, {human_bytes(result.bytes_fetched)} in "
+            f"{human_seconds(result.seconds)}, every checksum right{losses}"
+        )
+    else:
+        checked = "with the right checksums" if request.verify else "with the right sizes (--verify reads them again)"
+        print(f"nothing to do: all files are here {checked}")
+    print(f"{request.folder}: {weight}, commit {result.commit[:12]}")
+    print(f"manifest: {request.folder / STATE_FOLDER / MANIFEST_NAME}")
+    if request.kind == "dataset":
+        print(f"next: z2a corpus build {request.folder.name}={request.folder} --work my-workspace")
+    else:
+        print(f"next: z2a import {request.folder} --work my-workspace --name NAME")

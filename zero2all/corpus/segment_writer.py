@@ -1,0 +1,215 @@
+"""One segment of a task: documents in, cleaned records, index and samples of what was dropped out.
+
+Documents wait for a batch of about 1 MB, so that cleaning and signatures run over many at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from zero2all.common import jsonio
+from zero2all.common.records import ORIGINS_NAME
+from zero2all.corpus.clean.cleaner import Cleaned, Cleaner
+from zero2all.corpus.dedup.index import IndexWriter
+from zero2all.corpus.dedup.lines import LineCounter, uses_lines
+from zero2all.corpus.dedup.signatures import describe_encoded, encode
+from zero2all.corpus.quarantine import encodable, quarantine_line
+from zero2all.corpus.readers import EXCERPT_CHARS, Damaged, Row
+from zero2all.corpus.record import Document, encode_record, plain
+from zero2all.corpus.report import Tally
+from zero2all.corpus.scripts import scripts_of_encoded
+from zero2all.corpus.segments import (
+    DROPPED_NAME,
+    LAYOUT,
+    LAYOUT_NAME,
+    QUARANTINED_NAME,
+    RECORDS_NAME,
+    SAMPLE_CHARS,
+    SAMPLES_PER_RULE,
+)
+
+if TYPE_CHECKING:
+    from zero2all.corpus.ingest import IngestTask
+
+BATCH_CHARS = 1 << 19
+BATCH_RECORDS = 4096
+SEGMENT_BYTES = 64_000_000
+"""A segment is closed when this much text has been read for it …"""
+SEGMENT_ITEMS = 100_000
+"""… or this many items, so that a worker's memory stays small."""
+CUT_WORD = re.compile(r"^[\w.@+/=-]+|[\w.@+/=-]+$")
+
+
+class _Waiting(NamedTuple):
+    """A document of the current batch."""
+
+    number: int
+    item: Row | Damaged
+    document: Document
+
+
+class SegmentWriter:
+    """Fills the staging folder of one segment."""
+
+    def __init__(self, task: IngestTask, staging: Path, cleaner: Cleaner, stack: ExitStack) -> None:
+        self.task, self.staging, self.cleaner = task, staging, cleaner
+        self.tally = Tally()
+        self.unread_bytes = 0
+        self._items = 0
+        self._batch: list[_Waiting] = []
+        self._batch_chars = 0
+        self._batch_end = BATCH_RECORDS
+        self._samples: Counter[str] = Counter()
+        self._layout: list[np.ndarray] = []
+        self._records = stack.enter_context((staging / RECORDS_NAME).open("wb", buffering=1 << 20))
+        self._quarantined = stack.enter_context((staging / QUARANTINED_NAME).open("wb"))
+        self._dropped = stack.enter_context((staging / DROPPED_NAME).open("wb"))
+        self._origins = stack.enter_context((staging / ORIGINS_NAME).open("wb"))
+        self._origin: Any = None
+        """That of the last item."""
+        self._index = stack.enter_context(IndexWriter(staging, near=task.dedup.near != "off"))
+        self._lines = LineCounter(task.dedup) if uses_lines(task.channel, task.dedup) else None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the segment should end here."""
+        return self.tally.bytes_in >= SEGMENT_BYTES or self._items >= SEGMENT_ITEMS
+
+    def batch_is_full(self) -> bool:
+        """Whether the documents waiting should be cleaned now."""
+        return self._batch_chars >= BATCH_CHARS or self._items >= self._batch_end
+
+    def add(self, item: Row | Damaged, document: Document) -> None:
+        """Take a document into the batch."""
+        self._note_origin(item)
+        self._batch.append(_Waiting(self._items, item, document))
+        self._batch_chars += len(document.content)
+        self._items += 1
+
+    def add_damaged(self, item: Row | Damaged, damaged: Damaged, unread_bytes: int) -> None:
+        """Count and list an item that could not be read, and how much of its file is lost with it."""
+        self._note_origin(item)
+        self.tally.bytes_in += damaged.raw_bytes
+        self.unread_bytes += unread_bytes
+        self._quarantine(self._items, item, damaged)
+        self._items += 1
+
+    def _note_origin(self, item: Row | Damaged) -> None:
+        """Write down where a stretch of items from another file begins."""
+        if item.origin is not self._origin:
+            self._origin = item.origin
+            self._origins.write(jsonio.dumps_line(encodable({"first": self._items, "file": origin_name(item)})))
+
+    def clean_batch(self) -> None:
+        """Clean the documents waiting, and write those that are kept."""
+        batch, self._batch, self._batch_chars = self._batch, [], 0
+        self.tally.records_in += self._items - self._batch_end + BATCH_RECORDS
+        self._batch_end = self._items + BATCH_RECORDS
+        texts: list[str] = []
+        lines: list[bytes] = []
+        numbers: list[int] = []
+        bytes_kept = bytes_repaired = bytes_in = 0
+        for waiting, cleaned in zip(batch, self.cleaner.clean([one.document.content for one in batch]), strict=True):
+            bytes_in += cleaned.text_bytes + cleaned.repaired_bytes
+            if cleaned.reason is not None:
+                self._drop(waiting, cleaned)
+                continue
+            line = self._encode(waiting, cleaned)
+            if line is None:
+                continue
+            bytes_kept += cleaned.text_bytes
+            bytes_repaired += cleaned.repaired_bytes
+            if cleaned.masked:
+                self.tally.masked.update(cleaned.masked)
+            lines.append(line)
+            texts.append(cleaned.text)
+            numbers.append(waiting.number)
+        self.tally.bytes_in += bytes_in
+        if texts:
+            self.tally.records_kept += len(texts)
+            self.tally.bytes_kept += bytes_kept
+            self.tally.bytes_repaired += bytes_repaired
+            self._write(texts, lines, numbers)
+
+    def finish(self, notes: dict[str, Any]) -> dict[str, Any]:
+        """Write what is left; returns what is to be kept of this segment in words and figures, `notes` included."""
+        np.save(self.staging / LAYOUT_NAME, np.concatenate(self._layout) if self._layout else np.zeros(0, LAYOUT))
+        if self._lines is not None:
+            self._lines.write(self.staging)
+        return {
+            "items": self._items,
+            "tally": self.tally.as_report(),
+            "unread_bytes": self.unread_bytes,
+            **notes,
+        }
+
+    def _encode(self, waiting: _Waiting, cleaned: Cleaned) -> bytes | None:
+        document, tidy, masked = waiting.document, self.cleaner.tidy, self.tally.masked
+        title = document.title and tidy(document.title, masked)
+        category = document.category and tidy(document.category, masked)
+        desc = document.desc and tidy(document.desc, masked)
+        try:
+            others = document.others
+            if self.cleaner.masks:
+                others = self.cleaner.mask(plain(others), masked)
+            return encode_record(self.task.source, category, title, cleaned.text, desc, others)
+        except (ValueError, RecursionError) as error:
+            bytes_in = cleaned.text_bytes + cleaned.repaired_bytes
+            damaged = Damaged(waiting.item.place, "not_json", str(error), bytes_in, cleaned.text[:EXCERPT_CHARS])
+            self._quarantine(waiting.number, waiting.item, damaged)
+            return None
+
+    def _write(self, texts: list[str], lines: list[bytes], numbers: list[int]) -> None:
+        self._records.writelines(lines)
+        layout = np.empty(len(lines), LAYOUT)
+        layout["line_bytes"] = [len(line) for line in lines]
+        encoded = encode(texts)
+        layout["script"] = scripts_of_encoded(encoded)
+        self._layout.append(layout)
+        described = describe_encoded(encoded, self.task.channel, self.task.dedup)
+        self._index.add(described, np.array(numbers, np.uint64))
+        if self._lines is not None:
+            self._lines.add(texts)
+
+    def _drop(self, waiting: _Waiting, cleaned: Cleaned) -> None:
+        rule = cleaned.reason or ""
+        self.tally.dropped[rule] += 1
+        self.tally.bytes_dropped[rule] += cleaned.text_bytes + cleaned.repaired_bytes
+        if self._samples[rule] < SAMPLES_PER_RULE:
+            self._samples[rule] += 1
+            sample = {
+                "rule": rule,
+                "item": waiting.number,
+                "file": origin_name(waiting.item),
+                "place": waiting.item.place,
+                "title": self.cleaner.tidy(waiting.document.title)[:SAMPLE_CHARS],
+                "chars": len(cleaned.text),
+                "excerpt": cleaned.text[:SAMPLE_CHARS],
+                "measures": {name: round(value, 4) for name, value in (cleaned.measures or {}).items() if value},
+            }
+            self._dropped.write(jsonio.dumps_line(encodable(sample)))
+
+    def _quarantine(self, number: int, item: Row | Damaged, damaged: Damaged) -> None:
+        self.tally.quarantined[damaged.reason] += 1
+        self.tally.bytes_quarantined += damaged.raw_bytes
+        if self.cleaner.masks:
+            excerpt = self.cleaner.mask(_without_cut_words(damaged.excerpt))
+            damaged = replace(damaged, detail=self.cleaner.mask(damaged.detail), excerpt=excerpt)
+        self._quarantined.write(quarantine_line(number, origin_name(item), damaged))
+
+
+def _without_cut_words(excerpt: str) -> str:
+    """Without what an excerpt may have cut in two, which no mask would know."""
+    return CUT_WORD.sub("…", excerpt) if len(excerpt) >= EXCERPT_CHARS else excerpt
+
+
+def origin_name(item: Row | Damaged) -> str:
+    """The file an item came from, in words."""
+    return item.origin.name if item.origin is not None else ""

@@ -1,0 +1,50 @@
+"""How hand-written autograd functions live under autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def autocast_to(device: str) -> torch.dtype | None:
+    """The dtype autocast wants on this kind of device; None where it is off."""
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def for_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """The tensors in autocast's dtype where it is on, as torch's own matmuls would take them."""
+    first = next(tensor for tensor in tensors if tensor is not None)
+    dtype = autocast_to(first.device.type)
+    if dtype is None:
+        return tensors
+    return tuple(tensor if tensor is None else tensor.to(dtype) for tensor in tensors)
+
+
+def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
+    """Run an autograd function's forward or backward as written, whatever autocast is on around it.
+
+    Somebody who calls backward() inside an autocast region would otherwise have the matmuls of a hand-written backward
+    cast to that region's dtype (float16 unless said), in silence.
+    """
+
+    @wraps(function)
+    def plain(*args: P.args, **kwargs: P.kwargs) -> R:
+        on = [device for device in ("cuda", "cpu") if torch.is_autocast_enabled(device)]
+        if not on:
+            return function(*args, **kwargs)
+        for device in on:
+            torch.set_autocast_enabled(device, False)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            for device in on:
+                torch.set_autocast_enabled(device, True)
+
+    return plain

@@ -1,0 +1,100 @@
+"""Conversations: instruction data, packed as the messages of a chat.
+
+A record is a conversation when its `others.messages` is a list of `{"role": …, "content": …}`, or its
+`others.conversations` one of `{"from": …, "value": …}`, as ShareGPT writes it; its own `content` is then only what
+cleaning and dedup looked at. It becomes
+
+    <|begin_of_text|> <|message_start|> user\\n…text… <|message_end|> … assistant\\n… <|message_end|> <|end_of_text|>
+
+The marks are control ids that the program sets; role and text are encoded each by itself, so no text can close a
+message or speak in another's name. Counted in the loss is what the assistant writes: its text and the mark that ends
+its message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from zero2all.common.errors import BadInputError
+from zero2all.tokenizer.load import Tokenizer
+
+ROLES = ("system", "user", "assistant", "tool")
+LEARNED_ROLE = "assistant"
+OTHER_ROLE_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "chatgpt": "assistant", "function": "tool"}
+FORMS = {"messages": ("role", "content"), "conversations": ("from", "value")}
+"""Field of `others` -> what a message calls its role and its text."""
+MARKS = {"message_start": ("<|message_start|>", "<|im_start|>"), "message_end": ("<|message_end|>", "<|im_end|>")}
+"""What the marks are called, by us and elsewhere."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One message."""
+
+    role: str
+    text: str
+
+
+def turns_of(record: Mapping[str, Any], where: str) -> list[Turn] | None:
+    """The messages of a record; None when it is plain text. `where` names the record if its messages are damaged."""
+    others = record.get("others") or {}
+    for field, (role_key, text_key) in FORMS.items():
+        messages = others.get(field)
+        if isinstance(messages, list) and messages and isinstance(messages[0], dict) and role_key in messages[0]:
+            return [
+                _turn(message, role_key, text_key, f"{where}, others.{field}[{n}]")
+                for n, message in enumerate(messages)
+            ]
+    return None
+
+
+def _turn(message: Any, role_key: str, text_key: str, where: str) -> Turn:
+    role = message.get(role_key) if isinstance(message, dict) else None
+    text = message.get(text_key) if isinstance(message, dict) else None
+    role = OTHER_ROLE_NAMES.get(str(role), role)
+    if role not in ROLES:
+        raise BadInputError(
+            f"{where}: the role is {role!r}, expected one of {', '.join(ROLES)}. Mend it and build again."
+        )
+    if not isinstance(text, str):
+        raise BadInputError(f"{where}: `{text_key}` is {type(text).__name__}, expected text. Mend it and build again.")
+    return Turn(str(role), text)
+
+
+class ConversationLayout:
+    """Puts encoded messages between their marks."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._begin = [] if tokenizer.begin_id is None else [tokenizer.begin_id]
+        self._end = tokenizer.end_id
+        self._message_end = tokenizer.encode_control(_mark(tokenizer, "message_end"))
+        start = tokenizer.encode_control(_mark(tokenizer, "message_start"))
+        self._heads = {role: [start, *tokenizer.encode_text(f"{role}\n")] for role in ROLES}
+
+    def lay_out(self, turns: list[Turn], texts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of a conversation whose texts are encoded, and 1 for each that counts in the loss."""
+        ids: list[Any] = [self._begin]
+        counts: list[Any] = [np.zeros(len(self._begin), np.uint8)]
+        for turn, text in zip(turns, texts, strict=True):
+            head = self._heads[turn.role]
+            ids += [head, text, [self._message_end]]
+            counts.append(np.zeros(len(head), np.uint8))
+            counts.append(np.full(len(text) + 1, turn.role == LEARNED_ROLE, np.uint8))
+        ids.append([self._end])
+        counts.append(np.zeros(1, np.uint8))
+        return np.concatenate([np.asarray(part, np.uint32) for part in ids]), np.concatenate(counts)
+
+
+def _mark(tokenizer: Tokenizer, part: str) -> str:
+    named = getattr(tokenizer, "control_roles", {}).get(part)
+    for name in [named] if named else MARKS[part]:
+        if name in tokenizer.control:
+            return str(name)
+    raise BadInputError(
+        f"The corpus has conversations, but this tokenizer has no control token for {part} (looked for "
+        f"{', '.join(MARKS[part])}). Train one with `z2a tokenizer train`, which has."
+    )

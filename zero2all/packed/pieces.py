@@ -1,0 +1,260 @@
+"""Pieces: the unit of work of packing. Some records of one corpus shard in, their tokens out.
+
+    .build/<inputs>/piece-00000/
+        tokens.bin        the documents one after the other, in the split's own type
+        lengths.u4        tokens of each document
+        gids.u8           gid of each document's record; all bits set where the corpus has none (plain text shards)
+        counts.u1         one byte per token, 1 where it counts in the loss; only where a conversation is among them
+        facts.json        documents, tokens, text_bytes, max_id, conversations
+
+What a piece holds depends on its task alone, and it appears whole or not at all, so whoever was killed, the next one
+goes on with the pieces that are there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from zero2all.common import jsonio
+from zero2all.common.engine import advance
+from zero2all.common.errors import BadInputError
+from zero2all.common.files import read_json, staged_folder, write_json
+from zero2all.common.records import READERS, training_text
+from zero2all.packed.conversation import ConversationLayout, Turn, turns_of
+from zero2all.packed.layout import NO_GID, token_dtype
+from zero2all.tokenizer.encoders import EncodedBatch, Encoder, EncoderConfig, EncoderName, open_encoder
+from zero2all.tokenizer.load import Tokenizer, load_tokenizer
+
+PIECE_BYTES = 32 << 20
+"""About as much of a corpus shard is one task."""
+READ_BYTES = 1 << 20
+BATCH_DOCUMENTS = 256
+BATCH_CHARACTERS = 1 << 20
+"""A batch is encoded after the document that takes it past either of these."""
+
+TOKENS, LENGTHS, GIDS, COUNTS, FACTS = "tokens.bin", "lengths.u4", "gids.u8", "counts.u1", "facts.json"
+
+
+@dataclass(frozen=True)
+class PieceTask:
+    """Everything a worker needs to make one piece."""
+
+    part: Path
+    """A shard of the corpus."""
+    start: int
+    end: int
+    """Which bytes of it; records begin and end there. Shards that cannot be cut are taken whole."""
+    source: str
+    folder: Path
+    tokenizer: Path
+    tokenizer_fingerprint: str
+    encoder: EncoderName
+    learn_prompts: bool
+
+
+def cut_part(part: Path, size_bytes: int, piece_bytes: int = PIECE_BYTES) -> list[tuple[int, int]]:
+    """Where a corpus shard is cut into pieces: behind a line, near every multiple of `piece_bytes`."""
+    if part.suffix != ".jsonl" or size_bytes <= piece_bytes:
+        return [(0, size_bytes)]
+    cuts = [0]
+    with open(part, "rb") as file:
+        for target in range(piece_bytes, size_bytes, piece_bytes):
+            if target > cuts[-1]:
+                file.seek(target - 1)
+                file.readline()
+                cuts.append(file.tell())
+    cuts = [cut for cut in dict.fromkeys(cuts) if cut < size_bytes]
+    return list(zip(cuts, [*cuts[1:], size_bytes], strict=True))
+
+
+def make_piece(task: PieceTask) -> dict[str, Any]:
+    """Write one piece, unless an earlier attempt did; returns its facts."""
+    if (task.folder / FACTS).is_file():
+        advance(task.end - task.start)
+    else:
+        tokenizer, encoder = _tools(task)
+        with staged_folder(task.folder) as partial:
+            _write_piece(task, tokenizer, encoder, partial)
+    facts: dict[str, Any] = read_json(task.folder / FACTS)
+    return facts
+
+
+# ---- tools ----------------------------------------------------------------------------------------------------
+
+_kept_tools: dict[tuple[str, str, str], tuple[Tokenizer, Encoder]] = {}
+"""Of this process: opening them takes longer than a small piece."""
+
+
+def keep_tools(folder: Path, tokenizer: Tokenizer, encoder: Encoder) -> None:
+    """Tasks that run in this process use these."""
+    _kept_tools.clear()
+    _kept_tools[str(folder), tokenizer.fingerprint, encoder.name] = tokenizer, encoder
+
+
+def _tools(task: PieceTask) -> tuple[Tokenizer, Encoder]:
+    key = (str(task.tokenizer), task.tokenizer_fingerprint, task.encoder)
+    if key not in _kept_tools:
+        os.environ.setdefault("RAYON_NUM_THREADS", "1")  # in a worker, of which there is one per core
+        tokenizer = load_tokenizer(task.tokenizer)
+        if tokenizer.fingerprint != task.tokenizer_fingerprint:
+            raise BadInputError(
+                f"The tokenizer in {task.tokenizer} was changed while it was packing. Run `z2a pack` again."
+            )
+        keep_tools(task.tokenizer, tokenizer, open_encoder(tokenizer, EncoderConfig(task.encoder, True, threads=1)))
+    return _kept_tools[key]
+
+
+# ---- reading --------------------------------------------------------------------------------------------------
+
+
+class Document(NamedTuple):
+    """A record, ready to be encoded."""
+
+    gid: int
+    texts: list[str]
+    turns: list[Turn] | None
+    """None: plain text, the only one of `texts`."""
+
+
+def _documents(task: PieceTask) -> Iterator[Document]:
+    for record in _records(task):
+        gid = record.get("gid", NO_GID)
+        turns = turns_of(record, f"{task.part}, record gid {gid}")
+        texts = [training_text(record)] if turns is None else [turn.text for turn in turns]
+        yield Document(gid, texts, turns)
+
+
+def _records(task: PieceTask) -> Iterator[dict[str, Any]]:
+    if task.part.suffix != ".jsonl":
+        yield from READERS[task.part.name.partition(".")[2]](task.part, task.source)
+        advance(task.end - task.start)
+        return
+    told, at = 0, task.start
+    with open(task.part, "rb", buffering=READ_BYTES) as file:
+        file.seek(task.start)
+        while at < task.end:
+            line = file.readline()
+            try:
+                record = jsonio.loads(line)
+            except ValueError as error:
+                raise BadInputError(
+                    f"{task.part}, the line at byte {at}, is not JSON ({error}): the shard was changed or damaged "
+                    f"after it was written. Delete {task.part.parent.parent} and run `z2a corpus build` again."
+                ) from error
+            yield record
+            at += len(line)
+            if at - task.start - told > READ_BYTES:
+                advance(at - task.start - told)
+                told = at - task.start
+    advance(task.end - task.start - told)
+
+
+def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    characters = 0
+    for document in documents:
+        batch.append(document)
+        characters += sum(map(len, document.texts))
+        if len(batch) >= BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+# ---- writing --------------------------------------------------------------------------------------------------
+
+
+def _write_piece(task: PieceTask, tokenizer: Tokenizer, encoder: Encoder, folder: Path) -> None:
+    dtype = token_dtype(tokenizer.vocab_size)
+    totals = {"documents": 0, "tokens": 0, "text_bytes": 0, "max_id": 0, "conversations": 0}
+    layout: ConversationLayout | None = None
+    gids: list[int] = []
+    all_lengths: list[np.ndarray] = []
+    with open(folder / TOKENS, "wb") as tokens_file, open(folder / COUNTS, "wb") as counts_file:
+        for batch in _batches(_documents(task)):
+            texts = [text for document in batch for text in document.texts]
+            encoded = encoder.encode_batch(texts)
+            largest = int(encoded.ids.max(initial=0))
+            if largest >= tokenizer.vocab_size:
+                raise BadInputError(f"The encoder {encoder.name} gave the id {largest}, beyond {tokenizer.vocab_size}.")
+            conversations = sum(document.turns is not None for document in batch)
+            if conversations:
+                layout = layout or ConversationLayout(tokenizer)
+                tokens, lengths, counts = _mixed_tokens(batch, encoded, tokenizer, layout)
+            else:
+                tokens, lengths = _plain_tokens(encoded, tokenizer, dtype)
+                counts = None
+            if conversations and not totals["conversations"]:  # what came before was plain text
+                _write_ones(counts_file, totals["tokens"])
+            totals["conversations"] += conversations
+            if totals["conversations"]:
+                counts_file.write((np.ones(len(tokens), np.uint8) if counts is None else counts).tobytes())
+            tokens_file.write(tokens.astype(dtype, copy=False).data)
+            all_lengths.append(lengths)
+            gids += [document.gid for document in batch]
+            totals["documents"] += len(batch)
+            totals["tokens"] += len(tokens)
+            marks = int(tokens.max()) if conversations else max(tokenizer.end_id, tokenizer.begin_id or 0)
+            totals["max_id"] = max(totals["max_id"], largest, marks)
+            totals["text_bytes"] += sum(map(_utf8_bytes, texts))
+    if not totals["conversations"] or task.learn_prompts:
+        (folder / COUNTS).unlink()
+    lengths = np.concatenate(all_lengths) if all_lengths else np.empty(0, np.int64)
+    (folder / LENGTHS).write_bytes(lengths.astype("<u4").tobytes())
+    (folder / GIDS).write_bytes(np.array(gids, dtype="<u8").tobytes())
+    write_json(folder / FACTS, totals)
+
+
+def _plain_tokens(encoded: EncodedBatch, tokenizer: Tokenizer, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """Every text between its begin and end: all tokens, and how many each document has."""
+    begin = tokenizer.begin_id  # imported tokenizers may have none
+    lengths = np.diff(encoded.offsets) + (1 if begin is None else 2)
+    ends = np.cumsum(lengths)
+    tokens = np.empty(int(ends[-1]), dtype)
+    is_text = np.ones(len(tokens), bool)
+    is_text[ends - 1] = False
+    tokens[ends - 1] = tokenizer.end_id
+    if begin is not None:
+        is_text[ends - lengths] = False
+        tokens[ends - lengths] = begin
+    tokens[is_text] = encoded.ids
+    return tokens, lengths
+
+
+def _mixed_tokens(
+    batch: Sequence[Document], encoded: EncodedBatch, tokenizer: Tokenizer, layout: ConversationLayout
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The same where conversations are among the documents, and which tokens count in the loss."""
+    begin = [] if tokenizer.begin_id is None else [tokenizer.begin_id]
+    tokens, counts = [], []
+    text = 0
+    for document in batch:
+        texts = [
+            encoded.ids[encoded.offsets[number] : encoded.offsets[number + 1]]
+            for number in range(text, text + len(document.texts))
+        ]
+        text += len(document.texts)
+        if document.turns is None:
+            tokens.append(np.concatenate([np.array(begin, np.uint32), *texts, np.array([tokenizer.end_id], np.uint32)]))
+            counts.append(np.ones(len(tokens[-1]), np.uint8))
+        else:
+            ids, counted = layout.lay_out(document.turns, texts)
+            tokens.append(ids)
+            counts.append(counted)
+    return np.concatenate(tokens), np.array([len(ids) for ids in tokens], np.int64), np.concatenate(counts)
+
+
+def _utf8_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode("utf-8", "replace"))
+
+
+def _write_ones(file: Any, count: int) -> None:
+    for first in range(0, count, 1 << 20):
+        file.write(b"\1" * min(1 << 20, count - first))

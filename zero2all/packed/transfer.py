@@ -1,0 +1,74 @@
+"""Batches on the device by the time they are asked for.
+
+Rows are converted straight into page-locked memory, and copied from there on a stream of their own while the step
+before still computes. torch's host allocator hands the page-locked memory out again once the copy is through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from zero2all.packed.loader import Batch, Loader, LoaderOptions
+from zero2all.packed.mixture import TrainingData
+
+
+def batches_on(
+    device: torch.device,
+    data: TrainingData,
+    tokens_per_step: int,
+    first_token: int,
+    steps: int,
+    options: LoaderOptions | None = None,
+) -> Loader:
+    """A loader whose batches hold tensors on `device`; on the CPU they share memory with what was read."""
+    if device.type != "cuda":
+        return Loader(data, tokens_per_step, first_token, steps, options, finish=_as_tensors)
+    to_device = _ToDevice(device)
+    return Loader(data, tokens_per_step, first_token, steps, options, to_device.allocate, to_device.send)
+
+
+def _as_tensors(batch: Batch) -> Batch:
+    return _mapped(batch, torch.from_numpy)
+
+
+class _ToDevice:
+    """Page-locked memory and the stream that empties it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self.consumer = torch.cuda.current_stream(device)
+
+    def allocate(self, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+        """Like np.empty."""
+        return torch.empty(shape, dtype=getattr(torch, dtype), pin_memory=True).numpy()
+
+    def send(self, batch: Batch) -> Batch:
+        """Start the copies, and make sure that no kernel runs before they are through."""
+        with torch.cuda.stream(self.stream):
+            sent = _mapped(batch, self._copy)
+            done = torch.cuda.Event()
+            done.record(self.stream)
+        # Waiting here blocks the reading thread and nobody else: a batch that is handed out is on the device.
+        done.synchronize()
+        return sent
+
+    def _copy(self, array: np.ndarray) -> torch.Tensor:
+        host = torch.from_numpy(array)
+        sent = (host if host.is_pinned() else host.pin_memory()).to(self.device, non_blocking=True)
+        sent.record_stream(self.consumer)  # its memory is not handed out again while the trainer's kernels read it
+        return sent
+
+
+def _mapped(batch: Batch, convert: Callable[[np.ndarray], torch.Tensor]) -> Batch:
+    return replace(
+        batch,
+        tokens=convert(batch.tokens),
+        channels=convert(batch.channels),
+        weights=None if batch.weights is None else convert(batch.weights),
+        segments=None if batch.segments is None else convert(batch.segments),
+    )

@@ -1,0 +1,166 @@
+"""Is packed data what it says it is? Every file is read once: size, crc32c, ids, borders, and what belongs to what.
+
+Everything that is wrong is found in one go and named by file; nothing is mended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zero2all.common.errors import BadInputError
+from zero2all.common.files import MANIFEST_NAME, read_json
+from zero2all.common.manifest import fingerprint, read_manifest, verify_files
+from zero2all.common.records import SPLITS
+from zero2all.packed.layout import (
+    PACK_COMMAND,
+    REPORT_NAME,
+    check_split_manifest,
+    docs_name,
+    gids_name,
+    mask_name,
+    packed_sources,
+    tokens_name,
+)
+
+READ_BYTES = 8 << 20
+
+
+def packed_bytes(packed: Path) -> int:
+    """How much `verify_packed` has to read, as far as that can be told."""
+    total = 0
+    for name in packed_sources(packed):
+        for split in SPLITS:
+            try:
+                files = read_json(packed / name / split / MANIFEST_NAME)["files"]
+                total += sum(int(file["bytes"]) for file in files.values())
+            except (FileNotFoundError, BadInputError, KeyError, TypeError):
+                continue
+    return total
+
+
+def verify_packed(
+    packed: Path, tokenizer_fingerprint: str | None = None, on_bytes: Callable[[float], None] | None = None
+) -> list[str]:
+    """Everything that is wrong, a sentence each; empty when all is well."""
+    problems: list[str] = []
+    stated = str(read_json(packed / REPORT_NAME).get("tokenizer")) if packed_sources(packed) else None
+    if stated is not None and tokenizer_fingerprint not in (None, stated):
+        problems.append(
+            f"{packed / REPORT_NAME}: the data was packed with the tokenizer {stated[:8]}, the workspace has "
+            f"{str(tokenizer_fingerprint)[:8]}"
+        )
+    for name in packed_sources(packed):
+        for split in SPLITS:
+            folder = packed / name / split
+            try:
+                manifest = read_manifest(folder, "packed", PACK_COMMAND)
+                check_split_manifest(folder, manifest)
+            except BadInputError as error:
+                problems.append(str(error))
+                continue
+            if stated is not None and manifest["tokenizer"] != stated:
+                problems.append(
+                    f"{folder / MANIFEST_NAME}: `tokenizer` is {manifest['tokenizer'][:8]}, "
+                    f"{packed / REPORT_NAME} says {stated[:8]}"
+                )
+            problems += _Split(folder, manifest, on_bytes or (lambda _: None)).problems()
+    return problems
+
+
+class _Split:
+    def __init__(self, folder: Path, manifest: dict[str, Any], on_bytes: Callable[[float], None]) -> None:
+        self.folder, self.manifest, self.on_bytes = folder, manifest, on_bytes
+        self.found: list[str] = []
+
+    def problems(self) -> list[str]:
+        shards = range(self.manifest["shards"])
+        expected = [name(shard) for name in self._kinds() for shard in shards]
+        unlisted = [name for name in expected if name not in self.manifest["files"]]
+        self.found += [f"{self.folder / MANIFEST_NAME}: `files` does not list {name}" for name in unlisted]
+        sound = {name for name in self.manifest["files"] if self._has_its_bytes(name)}
+        tokens = documents = 0
+        for shard in shards:
+            names = [name(shard) for name in self._kinds()]
+            if not sound.issuperset(names):
+                continue
+            in_shard = int(self.manifest["files"][names[0]]["bytes"]) // np.dtype(self.manifest["dtype"]).itemsize
+            documents += self._check_borders(shard, in_shard)
+            tokens += in_shard
+        if sound.issuperset(expected):
+            for field, counted in (("tokens", tokens), ("documents", documents)):
+                said = self.manifest.get(field)
+                if said != counted:
+                    self.found.append(f"{self.folder / MANIFEST_NAME}: `{field}` is {said}, the shards hold {counted}")
+        self._check_indexes()
+        return self.found
+
+    def _kinds(self) -> list[Callable[[int], str]]:
+        optional = [(mask_name, "loss_mask"), (gids_name, "gids")]
+        return [tokens_name, docs_name, *(name for name, field in optional if self.manifest.get(field))]
+
+    def _has_its_bytes(self, name: str) -> bool:
+        """Whether a file is as it was written; the ids of token shards are looked at on the way."""
+        import google_crc32c
+
+        path, expected = self.folder / name, self.manifest["files"][name]
+        if not path.is_file():
+            self.found.append(f"{path} is missing")
+            return False
+        if path.stat().st_size != expected["bytes"]:
+            self.found.append(f"{path} has {path.stat().st_size} bytes, its manifest says {expected['bytes']}")
+            return False
+        crc = at = 0
+        beyond = None
+        with open(path, "rb") as file:
+            while data := file.read(READ_BYTES):
+                crc = google_crc32c.extend(crc, data)
+                if name.startswith("tokens-") and beyond is None:
+                    beyond = self._first_beyond(data, at)
+                at += len(data)
+                self.on_bytes(len(data))
+        if f"{crc:08x}" != expected["crc32c"]:
+            self.found.append(f"{path} has changed since it was written (crc32c differs)")
+        if beyond is not None:
+            self.found.append(
+                f"{path}: token {beyond[0]:,} is the id {beyond[1]}, beyond {self.manifest['vocab_size']} ids"
+            )
+        return f"{crc:08x}" == expected["crc32c"]
+
+    def _first_beyond(self, data: bytes, at: int) -> tuple[int, int] | None:
+        ids = np.frombuffer(data, self.manifest["dtype"])
+        if len(ids) == 0 or int(ids.max()) < self.manifest["vocab_size"]:
+            return None
+        first = int(np.argmax(ids >= self.manifest["vocab_size"]))
+        return at // ids.itemsize + first, int(ids[first])
+
+    def _check_borders(self, shard: int, tokens: int) -> int:
+        path = self.folder / docs_name(shard)
+        starts = np.fromfile(path, "<u8").astype(np.int64)
+        rising = len(starts) > 0 and starts[0] == 0 and bool((np.diff(starts) > 0).all()) and starts[-1] < tokens
+        if not rising:
+            self.found.append(f"{path}: the starts of documents do not rise from 0 to below {tokens}")
+        if self.manifest.get("gids"):
+            gids = self.folder / gids_name(shard)
+            if gids.stat().st_size != 8 * len(starts):
+                self.found.append(f"{gids} has {gids.stat().st_size // 8} gids for {len(starts)} documents")
+        if self.manifest.get("loss_mask"):
+            mask = self.folder / mask_name(shard)
+            if mask.stat().st_size != -(-tokens // 8):
+                self.found.append(f"{mask} has {mask.stat().st_size} bytes, expected a bit for each of {tokens} tokens")
+        return len(starts)
+
+    def _check_indexes(self) -> None:
+        for path in sorted(self.folder.glob(f"best-fit-*/{MANIFEST_NAME}")):
+            try:
+                manifest = read_manifest(path.parent, "best_fit", f"{PACK_COMMAND} --best-fit")
+            except BadInputError as error:
+                self.found.append(str(error))
+                continue
+            self.found += verify_files(path.parent, manifest)
+            facts = {"files": self.manifest["files"], "seq_len": manifest["seq_len"]}
+            if manifest["inputs"] != fingerprint(facts):
+                self.found.append(f"{path} is an index of other tokens than the shards beside it hold")

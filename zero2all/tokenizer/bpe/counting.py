@@ -1,0 +1,171 @@
+"""Run one counting pass over all parts: threads, progress, and going on after an interruption.
+
+One thread reads the text, the others count blocks of it; with a single thread it does both. Counts are sums of whole
+numbers, so the result is the same for any number of threads. Between two parts, now and then, everything counted so
+far is written to the scratch folder under a new name, and only then `progress.json` is replaced by one that names it:
+whenever the process is killed, the next run finds a whole state and goes on with the part after it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import numpy as np
+
+from zero2all.common.errors import BadInputError
+from zero2all.common.files import fsync_tree, read_json, write_json
+from zero2all.common.progress import Bar, progress
+from zero2all.tokenizer.bpe.blocks import BlockReader, batches, utf8_bytes
+from zero2all.tokenizer.parts import TextPart
+
+PROGRESS_NAME = "progress.json"
+SAVE_SHARE = 20
+"""Saving may take at most one part in so many of the time."""
+
+
+class Worker(Protocol):
+    """One thread's share of a count."""
+
+    def add(self, codes: np.ndarray, number: int) -> None:
+        """Count a block. Blocks are numbered alike for any number of threads."""
+
+    def flush(self) -> None:
+        """Hand everything over to the whole."""
+
+
+class Count(Protocol):
+    """The whole count."""
+
+    def worker(self) -> Any:
+        """A counter for one thread."""
+
+    def save(self, folder: Path) -> dict[str, Any]:
+        """Write the state."""
+
+    def load(self, folder: Path, facts: dict[str, Any]) -> None:
+        """Read it back."""
+
+
+@dataclass(frozen=True)
+class CountingRun:
+    """How the passes are run."""
+
+    parts: Sequence[TextPart]
+    reader: BlockReader
+    threads: int
+    scratch: Path
+    save_every_seconds: float
+    """0 saves after every part."""
+    identity: str
+    """Names everything that decides the counts: parts, options, version. A state of another identity is not used."""
+
+    def count(self, name: str, label: str, count: Count, settings: dict[str, Any], keep: bool = False) -> Counter[str]:
+        """Count all parts (or those that a saved state lacks) into `count`; returns what the reader did to the text.
+
+        With `keep`, the finished count is saved in any case.
+        """
+        folder = self.scratch / name
+        seen: Counter[str] = Counter()
+        finished = self._resume(folder, count, settings, seen)
+        total = sum(part.size_bytes for part in self.parts)
+        done = sum(part.size_bytes for part in self.parts[:finished])
+        workers = [count.worker() for _ in range(self.threads)]
+        started = saved_at = time.monotonic()
+        saving = 0.0
+        with progress(label, total=total, unit="B", done=done) as bar, ThreadPoolExecutor(self.threads) as threads:
+            for number in range(finished, len(self.parts)):
+                seen += self._count_part(self.parts[number], number, workers, threads, bar)
+                last = number + 1 == len(self.parts)
+                wait = max(self.save_every_seconds, SAVE_SHARE * saving) if self.save_every_seconds else 0.0
+                if last or time.monotonic() - saved_at >= wait:
+                    for worker in workers:
+                        worker.flush()
+                    before = time.monotonic()
+                    # What is counted sooner than a state is due is also counted again as soon.
+                    if not last or (not keep and before - started >= self.save_every_seconds):
+                        self._save(folder, count, settings, seen, number + 1)
+                    saved_at = time.monotonic()
+                    saving = saved_at - before
+        if keep and finished < len(self.parts):  # else the state that was loaded is this one
+            self._save(folder, count, settings, seen, len(self.parts))
+        return seen
+
+    def _count_part(
+        self, part: TextPart, first_number: int, workers: list[Any], threads: ThreadPoolExecutor, bar: Bar
+    ) -> Counter[str]:
+        seen: Counter[str] = Counter()
+        free: SimpleQueue[Worker] = SimpleQueue()
+        for worker in workers:
+            free.put(worker)
+        told = 0
+
+        def work(texts: list[str], number: int) -> tuple[Counter[str], int]:
+            codes, done = self.reader.codes(texts)
+            worker = free.get()
+            try:
+                worker.add(codes, number)
+            finally:
+                free.put(worker)
+            return done, utf8_bytes(codes)
+
+        def note(done: Counter[str], size: int) -> None:
+            nonlocal told
+            seen.update(done)
+            # The part's size is an estimate; the bar follows it, not beyond.
+            advance = min(size, max(0, part.size_bytes - told))
+            told += size
+            bar.advance(advance)
+
+        waiting: deque[Future[tuple[Counter[str], int]]] = deque()
+        for number, (texts, begun) in enumerate(batches(part.texts()), first_number):
+            seen["documents"] += begun
+            if self.threads == 1:
+                note(*work(texts, number))
+                continue
+            waiting.append(threads.submit(work, texts, number))
+            if len(waiting) > self.threads + 1:
+                note(*waiting.popleft().result())
+        while waiting:
+            note(*waiting.popleft().result())
+        bar.advance(max(0, part.size_bytes - told))
+        return seen
+
+    def _resume(self, folder: Path, count: Count, settings: dict[str, Any], seen: Counter[str]) -> int:
+        """Load the state of a run that was interrupted; the number of parts it had finished."""
+        try:
+            state = read_json(folder / PROGRESS_NAME)
+        except FileNotFoundError:
+            state = {}
+        if state.get("identity") != self.identity or state.get("settings") != settings:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            return 0
+        try:
+            count.load(folder / state["folder"], state["count"])
+        except (OSError, ValueError) as error:
+            raise BadInputError(
+                f"The saved state of the training in {folder} cannot be read ({error}). Delete "
+                f"{self.scratch} and start again."
+            ) from error
+        seen.update(state["seen"])
+        return int(state["finished"])
+
+    def _save(self, folder: Path, count: Count, settings: dict[str, Any], seen: Counter[str], finished: int) -> None:
+        fresh = folder / f"state-{finished:06d}"
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir(parents=True)
+        facts = count.save(fresh)
+        fsync_tree(folder)
+        state = {"identity": self.identity, "settings": settings, "finished": finished, "folder": fresh.name}
+        write_json(folder / PROGRESS_NAME, {**state, "count": facts, "seen": dict(seen)})
+        for old in folder.glob("state-*"):
+            if old != fresh:
+                shutil.rmtree(old, ignore_errors=True)

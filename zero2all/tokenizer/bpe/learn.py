@@ -1,0 +1,337 @@
+"""All of the training in order: count pairs of characters, choose T, count pieces, merge. And why it is exact.
+
+**What is learned.** Text is split into pre-tokens by the published pattern. Symbols are whole characters; a merge joins
+two neighbouring symbols, the most frequent pair first, ties by left and then right place in the vocabulary. A character
+enters the vocabulary when no pair is more frequent than it, with the UTF-8 prefixes by which a byte-level encoder
+builds it up; a rarer one stays a prefix and single bytes, and nothing is ever merged with it. Training ends when all
+pieces are given away. None of this mentions T.
+
+**Why cutting does not change it.** Pre-tokens are cut between characters x and y whenever xy occurs fewer than T times.
+Suppose cut and uncut training agree so far. Two neighbouring symbols u, v, where u ends in x and v begins with y, stand
+on an occurrence of xy. If xy occurs T times or more, no such place was cut, and both runs count (u, v) alike. If not,
+(u, v) occurs fewer than T times in either. So they can only disagree about pairs below T. The count of the best pair
+never rises (a new pair is no more frequent than the merge that made its newer symbol), so as long as the last merge has
+T occurrences, every choice was made among pairs on which both agree. That is checked at the end; if pairs run out
+before the vocabulary is full, T was too high, and pass 2 is done again with a lower one. Counts of single characters
+come from the uncut text. A limit on the length of a piece forbids the same pairs in both runs. Cutting less than
+allowed (a pair counted too high by a sketch, or let through by a filter) is always safe.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from zero2all.common.errors import BadInputError, UsageError
+from zero2all.common.files import human_bytes
+from zero2all.common.manifest import fingerprint
+from zero2all.common.progress import progress
+from zero2all.tokenizer.bpe.learned import LearnedBpe
+from zero2all.tokenizer.parts import TextPart
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from zero2all.tokenizer.bpe.bigrams import Bigrams
+    from zero2all.tokenizer.bpe.counting import CountingRun
+    from zero2all.tokenizer.bpe.memory import Memory
+    from zero2all.tokenizer.bpe.merging import Alphabet, Merged
+    from zero2all.tokenizer.bpe.pieces import Pieces
+    from zero2all.tokenizer.bpe.words import Words
+
+BYTE_COUNT = 256
+COUNTING_RULES = 1
+"""Raise this when the same text would be counted differently, so that no older state is taken over."""
+FIRST_PASS = "pairs"
+FIRST_SHARE = 0.8
+"""T begins at this share of what the last merge's count will be by the guess of `first_pass`: too high costs a pass."""
+NEXT_SHARE = 0.6
+"""T falls to this share of itself when pairs run out."""
+
+
+def learn_bpe(
+    parts: Sequence[TextPart],
+    pieces_wanted: int,
+    *,
+    scratch: Path,
+    max_memory: int | None = None,
+    threads: int | None = None,
+    normalisation: Literal["none", "nfc", "nfkc"] = "none",
+    min_piece_count: int = 2,
+    max_piece_bytes: int | None = None,
+    forbidden: Sequence[str] = (),
+    exact: bool = True,
+    cut: bool = True,
+    save_every_seconds: float = 60.0,
+    say: Callable[[str], None] | None = None,
+) -> LearnedBpe:
+    """Learn `pieces_wanted` pieces (vocabulary size less control tokens) from the text of `parts`.
+
+    `scratch` is a folder of ours: the state of an interrupted run, and what does not fit into memory. It is kept when
+    something goes wrong, and the next call with the same text and options goes on from it; on success the caller
+    removes it. `max_memory` bounds the resident memory of the process, in bytes; None does not. `threads`: None takes
+    one per core. `forbidden` are the control tokens: strings in the text that spell one are taken out and counted.
+    `exact=False` allows leaving out the rarest pieces where memory does not suffice, and says so in the result.
+    `cut=False` is training without any cut, to compare with. `save_every_seconds`: the counting is saved this often
+    at most (between parts). Messages go to `say`, by default to stderr.
+    """
+    if pieces_wanted <= BYTE_COUNT:
+        raise UsageError(
+            f"A vocabulary with {pieces_wanted:,} pieces is too small: the {BYTE_COUNT} bytes are always in it, and "
+            f"one piece must be learned. Ask for {BYTE_COUNT + 1 + len(forbidden)} token ids or more."
+        )
+    # Importing these compiles or loads native code.
+    from zero2all.tokenizer.bpe.blocks import BlockReader
+    from zero2all.tokenizer.bpe.counting import CountingRun
+    from zero2all.tokenizer.bpe.first_pass import FirstPass
+    from zero2all.tokenizer.bpe.memory import Memory, cores, return_freed_memory
+    from zero2all.tokenizer.bpe.scan import pre_tokens
+
+    started = time.monotonic()
+    threads = threads or cores()
+    say = say or _to_stderr
+    return_freed_memory()
+    pre_tokens("warm")  # brings the compiler's run-time into memory, so that it is counted as the program's own
+    memory = Memory(max_memory, threads)
+    identity = {
+        "rules": COUNTING_RULES,
+        "parts": [[part.name, part.fingerprint] for part in parts],
+        "normalisation": normalisation,
+        "forbidden": sorted(forbidden),
+    }
+    run = CountingRun(
+        parts,
+        BlockReader(normalisation, forbidden),
+        threads,
+        scratch,
+        save_every_seconds,
+        fingerprint(identity),
+    )
+    clock = _Clock()
+    total_bytes = sum(part.size_bytes for part in parts)
+    first = FirstPass(total_bytes, scratch / FIRST_PASS, memory.for_tables())
+    seen = run.count(FIRST_PASS, "bpe pairs", first, {}, keep=True)
+    bigrams = first.bigrams
+    _check_text(seen, bigrams)
+    clock.lap("pairs")
+    guess = int(FIRST_SHARE * first.guess(pieces_wanted - BYTE_COUNT, min_piece_count)) if cut else 0
+    del first
+    trainer = _Trainer(run, bigrams, memory, pieces_wanted, min_piece_count, max_piece_bytes, exact, say, clock)
+    threshold, merged, alphabet = trainer.train(max(guess, min_piece_count) if cut else 0)
+    if merged.short_of:
+        raise _too_few(pieces_wanted, merged, seen, bigrams, min_piece_count, len(forbidden))
+    last_count = int(merged.counts[-1]) if merged.counts.size else 0
+    if last_count and last_count < threshold:
+        raise AssertionError(f"the last merge has {last_count} occurrences and the cut {threshold}: a bug of ours")
+    pieces, merges = _vocabulary(alphabet, merged)
+    facts = {
+        "text": {
+            "bytes": bigrams.text_bytes(),
+            "documents": seen["documents"],
+            "documents_with_repaired_surrogates": seen["repaired_documents"],
+            "control_strings_removed": seen["control_strings_removed"],
+            "documents_changed_by_normalisation": seen["normalised_documents"],
+        },
+        **trainer.facts,
+        "characters": merged.admitted,
+        "learned": int(merged.counts.size),
+        "pairs_of_characters": bigrams.distinct,
+        "pairs_counted_by_sketch": bigrams.sketched,
+        "threads": threads,
+        "seconds": {**clock.seconds, "all": round(time.monotonic() - started, 2)},
+        "peak_memory_bytes": memory.peak(),
+    }
+    return LearnedBpe(pieces, merges, threshold, last_count, trainer.facts["dropped_pieces"] == 0, facts)
+
+
+class _Trainer:
+    """Pass 2 and merging, again with a lower T as long as pairs run out."""
+
+    def __init__(
+        self,
+        run: CountingRun,
+        bigrams: Bigrams,
+        memory: Memory,
+        wanted: int,
+        min_piece_count: int,
+        max_piece_bytes: int | None,
+        exact: bool,
+        say: Callable[[str], None],
+        clock: _Clock,
+    ) -> None:
+        self.run, self.bigrams, self.memory, self.wanted = run, bigrams, memory, wanted
+        self.min_piece_count, self.max_piece_bytes, self.exact = min_piece_count, max_piece_bytes, exact
+        self.say, self.clock = say, clock
+        self.facts: dict[str, Any] = {"thresholds_tried": []}
+
+    def train(self, threshold: int) -> tuple[int, Merged, Alphabet]:
+        """The merges and the threshold they were found with; 0 does not cut."""
+        while True:
+            self.facts["thresholds_tried"].append(threshold)
+            merged, alphabet = self._attempt(threshold)
+            if merged.short_of == 0 or threshold <= self.min_piece_count:
+                return threshold, merged, alphabet
+            lower = max(self.min_piece_count, int(NEXT_SHARE * threshold))
+            self.say(
+                f"Cutting at pairs of characters seen fewer than {threshold:,} times left {merged.short_of:,} of "
+                f"{self.wanted:,} pieces unfilled. Reading the text again with {lower:,}."
+            )
+            threshold = lower
+
+    def _attempt(self, threshold: int) -> tuple[Merged, Alphabet]:
+        from zero2all.tokenizer.bpe.bigrams import PairFilter
+        from zero2all.tokenizer.bpe.pieces import CharacterCode, Pieces
+
+        characters = self.bigrams.characters
+        lowest = max(1, threshold)  # a rarer character has no frequent pair
+        code_points = (characters >= lowest).nonzero()[0]
+        self.bigrams.restore(self.run.scratch / FIRST_PASS)
+        pairs = self.bigrams.filter(threshold) if threshold else PairFilter.of_everything()
+        self.bigrams.release()  # it stays on disk, and the memory is for the pieces
+        code = CharacterCode(code_points, characters[code_points])
+        pieces = Pieces(code, pairs, self.run.scratch / "pieces", self.memory.for_tables())
+        self.run.count("pieces", "bpe pieces", pieces, {"threshold": threshold})
+        self.facts["spills"], self.facts["spilled_bytes"] = pieces.spills, pieces.spilled_bytes()
+        if pieces.spills:
+            self.say(
+                f"Memory was not enough for all pieces at once: {human_bytes(pieces.spilled_bytes())} of them went "
+                f"through {self.run.scratch}. The result is still exact."
+            )
+        self.clock.lap("pieces")
+        alphabet = _alphabet(code_points, characters[code_points])
+        words = self._words(pieces, alphabet.ordered)
+        del pieces, pairs, code
+        self.facts["unique_pieces"], self.facts["dropped_pieces"] = words.unique_pieces, words.dropped_pieces
+        self.facts["symbols"] = words.size - 1
+        return self._merge(words, alphabet, threshold), alphabet
+
+    def _words(self, pieces: Pieces, ordered: np.ndarray) -> Words:
+        from zero2all.tokenizer.bpe.words import rarest_that_fit, words_of
+
+        limit = self.memory.for_words()
+        if limit is None or self.exact:
+            return words_of(pieces, ordered, limit)
+        drop_below = rarest_that_fit(pieces, ordered, limit)
+        words = words_of(pieces, ordered, None, drop_below)
+        if words.dropped_pieces:
+            self.say(
+                f"APPROXIMATE: {words.dropped_pieces:,} of {words.unique_pieces:,} pieces, those seen fewer than "
+                f"{drop_below:,} times, did not fit into the memory and were left out."
+            )
+        return words
+
+    def _merge(self, words: Words, alphabet: Alphabet, threshold: int) -> Merged:
+        from zero2all.tokenizer.bpe.merging import merge_words
+
+        to_give = self.wanted - BYTE_COUNT
+        least = max(threshold, self.min_piece_count)
+        pool_bytes = self.memory.for_places()
+        with progress("bpe merges", total=to_give, unit="pieces") as bar:
+            merged = merge_words(
+                words, alphabet, to_give, least, self.max_piece_bytes, pool_bytes, self.run.threads, bar
+            )
+        self.facts["arrangements"] = merged.arrangements
+        self.clock.lap("merges")
+        return merged
+
+
+class _Clock:
+    """Seconds per stage, added up over attempts."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.last = time.monotonic()
+
+    def lap(self, stage: str) -> None:
+        now = time.monotonic()
+        self.seconds[stage] = round(self.seconds.get(stage, 0.0) + now - self.last, 2)
+        self.last = now
+
+
+def _alphabet(code_points: np.ndarray, counts: np.ndarray) -> Alphabet:
+    import numpy as np
+
+    from zero2all.tokenizer.bpe.merging import Alphabet
+    from zero2all.tokenizer.bpe.words import symbol_order
+
+    ordered = symbol_order(code_points, counts)
+    count_of = dict(zip(code_points.tolist(), counts.tolist(), strict=True))
+    spelled = [chr(code).encode() for code in ordered.tolist()]
+    costs = []
+    prefixes: set[bytes] = set()
+    for character in spelled:
+        if len(character) > 1:
+            new = {character[:size] for size in range(2, len(character))} - prefixes
+            prefixes |= new
+            costs.append(1 + len(new))
+    return Alphabet(
+        ordered,
+        np.array([count_of[code] for code in ordered.tolist() if code >= 128], np.int64),
+        np.array(costs, np.int64),
+        np.array([len(character) for character in spelled], np.int32),
+    )
+
+
+def _vocabulary(alphabet: Alphabet, merged: Merged) -> tuple[list[bytes], list[tuple[int, int]]]:
+    """Pieces and merges as a byte-level encoder needs them: bytes, prefixes, characters, learned pieces.
+
+    First the encoder's merges build prefixes and characters from bytes. First and later bytes of UTF-8 differ, so these
+    merges neither cross characters nor compete with each other; having the lowest ranks, they are all done before the
+    first learned merge, and leave just the symbols that training started from.
+    """
+    from zero2all.tokenizer.bpe.words import FIRST_SYMBOL
+
+    codes = alphabet.ordered.tolist()
+    ascii_codes = [code for code in codes if code < 128]
+    characters = [chr(code).encode() for code in codes if code >= 128][: merged.admitted]
+    prefixes = {character[:size] for character in characters for size in range(2, len(character))}
+    pieces = [bytes([byte]) for byte in range(BYTE_COUNT)]
+    place_of = {piece: place for place, piece in enumerate(pieces)}
+    merges: list[tuple[int, int]] = []
+    for piece in [*sorted(prefixes, key=lambda prefix: (len(prefix), prefix)), *characters]:
+        merges.append((place_of[piece[:-1]], piece[-1]))
+        place_of[piece] = len(pieces)
+        pieces.append(piece)
+    first_character = len(pieces) - len(characters)
+    first_merge = FIRST_SYMBOL + len(codes)
+
+    def place(symbol: int) -> int:
+        if symbol >= first_merge:
+            return first_character + len(characters) + symbol - first_merge
+        number = symbol - FIRST_SYMBOL
+        return ascii_codes[number] if number < len(ascii_codes) else first_character + number - len(ascii_codes)
+
+    for left, right in zip(merged.lefts.tolist(), merged.rights.tolist(), strict=True):
+        pair = place(left), place(right)
+        merges.append(pair)
+        pieces.append(pieces[pair[0]] + pieces[pair[1]])
+    assert len(set(pieces)) == len(pieces), "two merges made the same piece: a bug of ours"
+    return pieces, merges
+
+
+def _check_text(seen: Counter[str], bigrams: Bigrams) -> None:
+    if bigrams.text_bytes() == 0:
+        raise BadInputError(
+            f"There is no text to train a tokenizer on ({seen['documents']:,} documents, 0 bytes). Build a corpus from "
+            f"files with text first: `z2a corpus build NAME=PATH`, then `z2a corpus show`."
+        )
+
+
+def _too_few(
+    wanted: int, merged: Merged, seen: Counter[str], bigrams: Bigrams, min_piece_count: int, control_tokens: int
+) -> BadInputError:
+    largest = wanted - merged.short_of + control_tokens
+    return BadInputError(
+        f"This text cannot support a vocabulary of {wanted + control_tokens:,} ids: "
+        f"{human_bytes(bigrams.text_bytes())} in {seen['documents']:,} documents have pieces (seen at least "
+        f"{min_piece_count} times) for {largest:,} at most. Set --vocab-size to {largest} or less, or build the corpus "
+        f"from more text."
+    )
+
+
+def _to_stderr(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)

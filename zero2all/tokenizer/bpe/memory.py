@@ -1,0 +1,95 @@
+"""How much memory each stage may take, out of a limit on the whole process."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import sys
+from contextlib import suppress
+
+import psutil
+
+from zero2all.common.errors import UsageError
+from zero2all.common.files import human_bytes
+
+LARGE_ARRAY = 1 << 17
+_M_MMAP_THRESHOLD = -3
+PER_THREAD = 12 << 20
+"""A worker's own tables, and the blocks that wait for it."""
+FOR_READING = 40 << 20
+"""Documents on their way from the files, the character tables, the pairs of the merge loop."""
+LEAST = 32 << 20
+"""Below this the tables could hardly hold the alphabet and its pairs."""
+TABLE_SHARE = 0.55
+"""While pieces become words, both stand in memory: the table may take this share."""
+PLACES_SHARE = 0.3
+"""The least share that must be left for the places of pairs when the words are in memory."""
+
+
+class Memory:
+    """A limit on the resident memory of this process, or none."""
+
+    def __init__(self, limit: int | None, threads: int) -> None:
+        self.limit = limit
+        self.used_by_program = _resident()
+        self.free: int | None = None
+        if limit is not None:
+            reserved = self.used_by_program + FOR_READING + threads * PER_THREAD
+            self.free = limit - reserved
+            if self.free < LEAST:
+                raise UsageError(
+                    f"A memory limit of {human_bytes(limit)} is too small to hold the alphabet and its pairs: the "
+                    f"program itself and {threads} thread(s) take {human_bytes(reserved)}. Set --max-memory to "
+                    f"{human_bytes(reserved + LEAST)} or more" + (", or --threads to 1." if threads > 1 else ".")
+                )
+
+    def for_tables(self) -> int | None:
+        """Bytes for the big table of a counting pass."""
+        return None if self.free is None else int(TABLE_SHARE * self.free)
+
+    def for_words(self) -> int | None:
+        """Bytes for all words together."""
+        return None if self.free is None else int((1 - PLACES_SHARE) * self.free)
+
+    def for_places(self) -> int | None:
+        """Bytes for the places of pairs, now that the words are in memory."""
+        if self.limit is None:
+            return None
+        return max(0, self.limit - _resident() - FOR_READING // 2)
+
+    def peak(self) -> int:
+        """The most that was resident at any time."""
+        return peak_resident()
+
+
+def return_freed_memory() -> None:
+    """Let large arrays come from the system and go back to it, instead of through the C library's heap.
+
+    By default glibc raises the size from which it does so with every large array that is freed, up to 32 MB; then holes
+    are left in the heap. Training 45 MB of Chinese took 20 MB more that way. Other C libraries go without.
+    """
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE_ARRAY)
+
+
+def peak_resident() -> int:
+    """The most memory that this process ever had resident, in bytes.
+
+    Linux hands `ru_maxrss` of the parent on to a child, so a program started by a large one would seem large.
+    """
+    with suppress(OSError), open("/proc/self/status") as file:
+        for line in file:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(peak if sys.platform == "darwin" else peak * 1024)
+
+
+def cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _resident() -> int:
+    return int(psutil.Process().memory_info().rss)

@@ -1,0 +1,101 @@
+r"""The published pre-token pattern as native code (numba; import this module only where it runs).
+
+The pattern (`tokenizer/pattern.py`), alternative by alternative, tried in this order at every place:
+
+    (?i:'s|'t|'re|'ve|'m|'ll|'d)      an English ending
+    [^\r\n\p{L}\p{N}]?\p{L}+          letters, with one character before them, no line end and no number
+    \p{N}                             one digit
+     ?[^\s\p{L}\p{N}]+[\r\n]*         punctuation and symbols, with a space before and line ends behind
+    \s*[\r\n]+                        white space up to the last line end in it
+    \s+(?!\S)                         white space but for its last character, or up to the end of the text
+    \s+                               that last character
+
+A document is an array of code points that ends with `DOCUMENT_END`, so looking one place ahead is always allowed.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+from numba import njit
+
+from zero2all.tokenizer.bpe.categories import (
+    BREAK,
+    DOCUMENT_END,
+    LETTER,
+    NEWLINE,
+    NUMBER,
+    OTHER,
+    SPACE,
+    character_kinds,
+)
+
+_APOSTROPHE = ord("'")
+_BLANK = ord(" ")
+_LONG_S = 0x17F
+"""ſ, which is an s where upper and lower case are the same."""
+
+
+@njit(cache=True, nogil=True)
+def pre_token_end(codes, at, kinds):  # type: ignore[no-untyped-def]
+    """Where the pre-token that begins at `at` (not at a document's end) ends."""
+    code = codes[at]
+    kind = kinds[code]
+    following = codes[at + 1]
+    if code == _APOSTROPHE:
+        letter = following | 0x20
+        if following < 128:
+            if letter == 115 or letter == 116 or letter == 109 or letter == 100:  # s, t, m, d
+                return at + 2
+            if letter == 114 or letter == 118 or letter == 108:  # re, ve, ll
+                second = codes[at + 2] | 0x20
+                if second == (108 if letter == 108 else 101) and codes[at + 2] < 128:
+                    return at + 3
+        elif following == _LONG_S:
+            return at + 2
+    if kind == LETTER or (kinds[following] == LETTER and kind != NEWLINE and kind != NUMBER):
+        end = at + 1
+        while kinds[codes[end]] == LETTER:
+            end += 1
+        return end
+    if kind == NUMBER:
+        return at + 1
+    if kind == OTHER or (code == _BLANK and kinds[following] == OTHER):
+        end = at + 1
+        while kinds[codes[end]] == OTHER:
+            end += 1
+        while kinds[codes[end]] == NEWLINE:
+            end += 1
+        return end
+    end = at
+    after_newline = at
+    while kinds[codes[end]] == SPACE or kinds[codes[end]] == NEWLINE:
+        end += 1
+        if kinds[codes[end - 1]] == NEWLINE:
+            after_newline = end
+    if after_newline > at:
+        return after_newline
+    if kinds[codes[end]] == BREAK or end == at + 1:
+        return end
+    return end - 1
+
+
+@njit(cache=True, nogil=True)
+def _all_ends(codes, kinds, ends):  # type: ignore[no-untyped-def]
+    count = 0
+    at = 0
+    while kinds[codes[at]] != BREAK:
+        at = pre_token_end(codes, at, kinds)
+        ends[count] = at
+        count += 1
+    return count
+
+
+def pre_tokens(text: str) -> list[str]:
+    """The pre-tokens of one text. The trainer works on whole blocks; this is the same scanner for people and tests."""
+    codes = np.frombuffer((text + chr(DOCUMENT_END)).encode("utf-32-le", "surrogatepass"), np.uint32)
+    ends = np.empty(len(codes), np.int64)
+    count = _all_ends(codes, character_kinds(), ends)
+    starts = [0, *ends[:count].tolist()]
+    return [text[start:end] for start, end in pairwise(starts)]

@@ -1,0 +1,170 @@
+"""Chooses, once and in the open, which encoder encodes, and guards what it returns.
+
+`auto` ranks the encoders by the speed expected on text like the sample and takes the first that runs here and agrees
+with the reference. A named one that cannot run, or that differs, is replaced by `auto` with the reason said, or, under
+`strict`, is an error. The ranking uses fixed speeds, not a stopwatch, so that the same text gives the same choice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from zero2all.common.errors import UsageError
+from zero2all.tokenizer.encoders.batch import EncodedBatch, joined
+from zero2all.tokenizer.encoders.config import ENCODER_NAMES, EncoderConfig, EncoderName
+from zero2all.tokenizer.encoders.kinds import KINDS, REFERENCE, EncoderKind, RawEncoder
+from zero2all.tokenizer.encoders.parity import Parity, ParityError, check_parity
+from zero2all.tokenizer.encoders.tables import NotSupported
+from zero2all.tokenizer.load import Tokenizer
+from zero2all.tokenizer.text import well_formed
+
+LONG_TEXT_CHARACTERS = 1 << 17
+"""Longer texts go to an encoder whose time and memory stay in proportion: for a line of 100 MB without a space, ours
+needs 0.3 GB beside the text, `tokenizers` 270 bytes a token; tiktoken may overflow its stack on a run of one letter."""
+SMALL_TEXT_BYTES = 4_000_000
+"""`auto` stays with the reference for less text than this: loading and checking another encoder would take longer."""
+
+
+@dataclass(frozen=True)
+class EncoderChoice:
+    """What was asked, what was taken, why, and what it was compared with the reference on. Goes into the manifest."""
+
+    asked: EncoderName
+    got: EncoderName
+    reason: str
+    parity: Parity | None
+    """None where the reference itself encodes."""
+
+    def as_json(self) -> dict[str, Any]:
+        """For the manifest."""
+        return dataclasses.asdict(self)
+
+    @property
+    def fell_back(self) -> bool:
+        """Whether something else was asked for by name."""
+        return self.asked not in ("auto", self.got)
+
+
+class Encoder:
+    """An encoder that was chosen. Texts may be anything that Python calls a string."""
+
+    def __init__(self, tokenizer: Tokenizer, raw: RawEncoder, choice: EncoderChoice, threads: int | None) -> None:
+        self.choice = choice
+        self._tokenizer, self._raw, self._threads = tokenizer, raw, threads
+        self._raw_for_long: RawEncoder | None = raw if KINDS[choice.got].long_texts else None
+        self._is_control = np.zeros(tokenizer.vocab_size, bool)
+        self._is_control[list(tokenizer.control_ids)] = True
+
+    @property
+    def name(self) -> EncoderName:
+        """Which one it is."""
+        return self.choice.got
+
+    @property
+    def reason(self) -> str:
+        """Why it was chosen."""
+        return self.choice.reason
+
+    def encode_batch(self, texts: Sequence[str]) -> EncodedBatch:
+        """The ids of every text, none of them a control id. Lone surrogates count as U+FFFD."""
+        whole = [well_formed(text) for text in texts]
+        if max(map(len, whole), default=0) <= LONG_TEXT_CHARACTERS:
+            batch = self._raw.encode(whole)
+        else:
+            batch = joined([self._raw_for(part).encode(part) for part in _runs_by_length(whole)])
+        self._refuse_control_ids(batch)
+        return batch
+
+    def _raw_for(self, texts: Sequence[str]) -> RawEncoder:
+        if len(texts[0]) <= LONG_TEXT_CHARACTERS:
+            return self._raw
+        if self._raw_for_long is None:
+            try:
+                self._raw_for_long = KINDS["numba"].open(self._tokenizer, self._threads)
+                check_parity(self._raw_for_long, self._tokenizer, [])
+            except (NotSupported, ParityError):  # then the reference takes them, at whatever cost
+                self._raw_for_long = KINDS[REFERENCE].open(self._tokenizer, self._threads)
+        return self._raw_for_long
+
+    def _refuse_control_ids(self, batch: EncodedBatch) -> None:
+        if len(batch.ids) and (
+            int(batch.ids.max()) >= len(self._is_control) or bool(self._is_control[batch.ids].any())
+        ):
+            raise ParityError(
+                f"The encoder {self.name} gave a control id for a text. Nothing was written. Use another one "
+                f"(--encoder {REFERENCE}) and tell us: text must never produce a control token."
+            )
+
+
+def open_encoder(
+    tokenizer: Tokenizer,
+    config: EncoderConfig | None = None,
+    sample: Sequence[str] = (),
+    text_bytes: int | None = None,
+) -> Encoder:
+    """The encoder for this tokenizer, checked against the reference on `sample` and on hard strings.
+
+    `text_bytes` is how much there will be to encode, where that is known.
+    """
+    config = config or EncoderConfig()
+    if config.name not in ENCODER_NAMES:
+        raise UsageError(f"There is no encoder {config.name!r}. There are: {', '.join(ENCODER_NAMES)}.")
+    passed_over: list[str] = []
+    for kind, why in _candidates(config, sample, text_bytes):
+        try:
+            raw = kind.open(tokenizer, config.threads)
+            parity = None if kind.name == REFERENCE else check_parity(raw, tokenizer, sample)
+        except (NotSupported, ParityError) as problem:
+            if config.strict and kind.name == config.name:
+                raise UsageError(
+                    f"The encoder {kind.name} cannot be used: {problem}. Choose another one "
+                    f"({', '.join(ENCODER_NAMES)}), or leave --strict-encoder out to fall back."
+                ) from problem
+            passed_over.append(f"{kind.name}: {problem}")
+            continue
+        reason = "; ".join([why, *(f"passed over {problem}" for problem in passed_over)])
+        return Encoder(tokenizer, raw, EncoderChoice(config.name, kind.name, reason, parity), config.threads)
+    raise AssertionError("unreachable: the reference always runs")
+
+
+def _candidates(config: EncoderConfig, sample: Sequence[str], text_bytes: int | None) -> list[tuple[EncoderKind, str]]:
+    """Encoders in the order in which to try them, each with the reason if it is the one."""
+    named = [] if config.name == "auto" else [(KINDS[config.name], "as asked")]
+    if config.name == REFERENCE:
+        return named
+    if not named and text_bytes is not None and text_bytes < SMALL_TEXT_BYTES:
+        return [(KINDS[REFERENCE], "so little text is encoded before a faster encoder is ready")]
+    ascii_share = _ascii_share(sample)
+    ranked = sorted(
+        (kind for kind in KINDS.values() if kind.by_list and kind.name != config.name),
+        key=lambda kind: ascii_share / kind.ascii_speed + (1 - ascii_share) / kind.other_speed,
+    )
+    why = f"expected to be the fastest on text that is {ascii_share:.0%} ASCII"
+    return [*named, *((kind, "the reference" if kind.name == REFERENCE else why) for kind in ranked)]
+
+
+def _ascii_share(sample: Sequence[str]) -> float:
+    """Share of the bytes that are ASCII; a half where there is no sample."""
+    total = plain = 0
+    for text in sample:
+        data = np.frombuffer(text.encode("utf-8", "replace"), np.uint8)
+        total += len(data)
+        plain += int(np.count_nonzero(data < 128))
+    return plain / total if total else 0.5
+
+
+def _runs_by_length(texts: Sequence[str]) -> list[list[str]]:
+    """The texts in order, in stretches that are either all short or one long text."""
+    stretches: list[list[str]] = []
+    for text in texts:
+        is_long = len(text) > LONG_TEXT_CHARACTERS
+        if stretches and not is_long and len(stretches[-1][0]) <= LONG_TEXT_CHARACTERS:
+            stretches[-1].append(text)
+        else:
+            stretches.append([text])
+    return stretches

@@ -1,0 +1,215 @@
+"""The encoders, one class each: whether it can run this tokenizer here, and how it encodes.
+
+`open` returns an encoder or raises NotSupported with the reason in words. No encoder ever sees control tokens: they are
+taken out of the tokenizer.json that it gets, so that it cannot recognise them in text.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, Protocol
+
+import numpy as np
+
+from zero2all.common import jsonio
+from zero2all.tokenizer.encoders.batch import EncodedBatch, batch_of, joined
+from zero2all.tokenizer.encoders.config import EncoderName
+from zero2all.tokenizer.encoders.tables import NotSupported, bpe_tables, pattern_of
+from zero2all.tokenizer.load import Tokenizer
+from zero2all.tokenizer.specials import byte_alphabet
+
+CACHE_ROWS = 1 << 17
+"""Pre-tokens that our encoder remembers: 4 MB for each thread."""
+TEXT_OF_THREAD = 1 << 16
+"""Characters below which a batch is not worth another thread."""
+
+
+class RawEncoder(Protocol):
+    """Texts (well-formed, no lone surrogates) to ids."""
+
+    def encode(self, texts: Sequence[str]) -> EncodedBatch:
+        """The ids of every text."""
+
+
+@dataclass(frozen=True)
+class EncoderKind:
+    """One encoder."""
+
+    name: EncoderName
+    open: Callable[[Tokenizer, int | None], RawEncoder]
+    """(tokenizer, threads) -> encoder; raises NotSupported."""
+    ascii_speed: float
+    other_speed: float
+    """About how many MB/s one core encodes of ASCII and of other text: what `auto` ranks encoders by. Measured by
+    benchmarks/tokenizer_encoding.py on two cores of a Neoverse N1, a vocabulary of ours with 32k pieces."""
+    long_texts: bool = False
+    """Memory and time stay in proportion for a long text without spaces."""
+    by_list: bool = True
+    """Merges by the list of merges. `auto` never takes an encoder that does not, since no sample proves it equal."""
+
+
+def json_without_control(tokenizer: Tokenizer) -> dict[str, Any]:
+    """tokenizer.json as the encoders may see it: nothing in it is special, and nothing is added around a text."""
+    content: dict[str, Any] = jsonio.loads(tokenizer.backend.to_str())
+    kept = [token for token in content.get("added_tokens", []) if not token["special"]]
+    return {**content, "added_tokens": kept, "post_processor": None, "truncation": None, "padding": None}
+
+
+def _require(module: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise NotSupported(f"{module} is not installed (pip install {module})")
+
+
+class _Tokenizers:
+    """The reference."""
+
+    def __init__(self, tokenizer: Tokenizer, _: int | None) -> None:
+        self.tokenizer = tokenizer
+
+    def encode(self, texts: Sequence[str]) -> EncodedBatch:
+        return batch_of(self.tokenizer.encode_batch(texts))
+
+
+class _Fastokens:
+    def __init__(self, tokenizer: Tokenizer, _: int | None) -> None:
+        _require("fastokens")
+        import fastokens
+
+        try:
+            content = jsonio.dumps_line(json_without_control(tokenizer)).decode()
+            self.backend = fastokens.Tokenizer.from_json_str(content)
+        except Exception as error:  # the library says with a ValueError or RuntimeError what it does not know
+            raise NotSupported(f"fastokens does not take this tokenizer ({error})") from error
+
+    def encode(self, texts: Sequence[str]) -> EncodedBatch:
+        ids, offsets = self.backend.encode_batch_flat(list(texts))
+        return EncodedBatch(np.frombuffer(ids, "<u4"), np.frombuffer(offsets, "<u8").astype(np.int64))
+
+
+class _Gigatoken:
+    def __init__(self, tokenizer: Tokenizer, threads: int | None) -> None:
+        _require("gigatoken")
+        import gigatoken
+
+        self.parallel = threads != 1
+        try:
+            content = jsonio.dumps_line(json_without_control(tokenizer))
+            self.backend = gigatoken.Tokenizer.from_json(content)
+        except Exception as error:  # likewise
+            raise NotSupported(f"gigatoken does not take this tokenizer ({error})") from error
+
+    def encode(self, texts: Sequence[str]) -> EncodedBatch:
+        import awkward
+
+        rows = self.backend.encode_batch(list(texts), parallel=self.parallel)
+        counts = np.asarray(awkward.num(rows), np.int64)
+        ids = np.asarray(awkward.flatten(rows), np.uint32)
+        return EncodedBatch(ids, np.concatenate(([0], np.cumsum(counts))).astype(np.int64))
+
+
+class _Tiktoken:
+    """Merges any two neighbours whose bytes together are a piece, by the order of ids: usually the same as the list."""
+
+    def __init__(self, tokenizer: Tokenizer, threads: int | None) -> None:
+        _require("tiktoken")
+        import tiktoken
+
+        content = json_without_control(tokenizer)
+        pattern = pattern_of(content)
+        if pattern is None or content.get("normalizer") or content["added_tokens"]:
+            raise NotSupported("tiktoken takes only byte-level BPE with a pattern, no normalisation, no added tokens")
+        alphabet = byte_alphabet()
+        names = [name for name in content["model"]["vocab"] if all(character in alphabet for character in name)]
+        ranks = {
+            bytes(alphabet[character] for character in name): content["model"]["vocab"][name]
+            for name in names
+            if name not in tokenizer.control
+        }
+        self.threads = threads or os.cpu_count() or 1
+        self.backend = tiktoken.Encoding("zero2all", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+
+    def encode(self, texts: Sequence[str]) -> EncodedBatch:
+        return batch_of(self.backend.encode_ordinary_batch(list(texts), num_threads=self.threads))
+
+
+class _Numba:
+    """Ours."""
+
+    def __init__(self, tokenizer: Tokenizer, threads: int | None) -> None:
+        _require("numba")
+        content = json_without_control(tokenizer)
+        self.tables = bpe_tables(content)
+        self.normalise = tokenizer.backend.normalizer.normalize_str if content.get("normalizer") else None
+        # Imported behind the checks above: compiling takes seconds where numba's cache is empty.
+        from zero2all.tokenizer.bpe.categories import character_kinds
+        from zero2all.tokenizer.encoders import kernels
+
+        self.kernels = kernels
+        self.kinds = character_kinds()
+        rows = 1 << (2 * len(self.tables.results) + 1).bit_length()
+        self.ranks = np.zeros((rows, 2), np.int64)
+        twice = kernels.fill_ranks(self.tables.lefts, self.tables.rights, self.ranks)
+        if twice >= 0:
+            raise NotSupported(f"its merge {twice:,} is listed twice")
+        self.threads = threads or os.cpu_count() or 1
+        self.caches = [np.zeros((CACHE_ROWS, 4), np.uint64) for _ in range(self.threads)]
+
+    def encode(self, texts: Sequence[str]) -> EncodedBatch:
+        if self.normalise:
+            texts = [self.normalise(text) for text in texts]
+        parts = _even_parts(texts, self.threads)
+        if len(parts) == 1:
+            return self._encode(parts[0], self.caches[0])
+        with ThreadPoolExecutor(len(parts)) as pool:
+            return joined(list(pool.map(self._encode, parts, self.caches)))
+
+    def _encode(self, texts: Sequence[str], cache: np.ndarray) -> EncodedBatch:
+        from zero2all.tokenizer.bpe.categories import DOCUMENT_END
+
+        tables = self.tables
+        spread = chr(DOCUMENT_END).join([*texts, ""]).encode("utf-32-le", "surrogatepass")
+        codes = np.frombuffer(spread, "<u4")
+        # Room for four bytes of every character; memory that is not written to is never given.
+        ids = np.empty(4 * len(codes) + self.kernels.ROOM, np.uint32)
+        offsets = np.empty(len(texts) + 1, np.int64)
+        written = self.kernels.encode_documents(
+            codes,
+            self.kinds,
+            tables.characters,
+            tables.byte_ids,
+            self.ranks,
+            tables.results,
+            tables.piece_starts,
+            tables.piece_bytes,
+            cache,
+            ids,
+            offsets,
+        )
+        return EncodedBatch(ids[:written].copy(), offsets)
+
+
+def _even_parts(texts: Sequence[str], threads: int) -> list[Sequence[str]]:
+    """The texts in at most `threads` stretches of about the same number of characters."""
+    totals = list(accumulate(map(len, texts), initial=0))
+    parts = max(1, min(threads, totals[-1] // TEXT_OF_THREAD))
+    borders = np.searchsorted(totals, [totals[-1] * part // parts for part in range(1, parts)]).tolist()
+    edges = [0, *borders, len(texts)]
+    return [texts[start:end] for start, end in pairwise(edges)]
+
+
+REFERENCE: EncoderName = "tokenizers"
+KINDS: dict[str, EncoderKind] = {
+    kind.name: kind
+    for kind in (
+        EncoderKind("fastokens", _Fastokens, ascii_speed=69, other_speed=20),
+        EncoderKind("numba", _Numba, ascii_speed=35, other_speed=33, long_texts=True),
+        EncoderKind("gigatoken", _Gigatoken, ascii_speed=80, other_speed=11),
+        EncoderKind("tiktoken", _Tiktoken, ascii_speed=5.5, other_speed=6, by_list=False),
+        EncoderKind(REFERENCE, _Tokenizers, ascii_speed=1, other_speed=2),
+    )
+}

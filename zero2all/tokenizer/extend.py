@@ -1,0 +1,355 @@
+"""Add pieces to a tokenizer that exists, ours or anybody's BPE, without moving an old id.
+
+New pieces take the ids after the last one, and their merges come after all old merges. Old merges therefore run first
+and exactly as before; a new merge only joins what they left. So a text changes only where a new piece applies, and an
+old model reads all other text as it did.
+
+Two ways to choose them:
+
+- *by name*: a piece is spelled with old ids a b c, and the merges a+b, ab+c are added. A piece of more than two old
+  ones needs helpers (here ab), which take ids as well and are counted.
+- *from text*: the text is encoded with the old tokenizer, and BPE goes on from there: the pair of neighbouring ids that
+  occurs most often becomes a piece, again and again. A plain algorithm on a bounded amount of text (`MOST_BYTES`),
+  which is enough to adapt a vocabulary to a field; for a vocabulary of its own, train one.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from zero2all.common.errors import BadInputError, UsageError
+from zero2all.common.files import read_json, staged_folder, write_atomic, write_json
+from zero2all.common.manifest import fingerprint, write_manifest
+from zero2all.common.progress import progress
+from zero2all.tokenizer.load import Tokenizer, load_tokenizer
+from zero2all.tokenizer.save import CONFIG_NAME, SENTENCEPIECE_NAME, TOKENIZER_NAME
+from zero2all.tokenizer.specials import byte_alphabet
+from zero2all.tokenizer.text import well_formed
+
+OTHER_FILES = ("special_tokens_map.json", "chat_template.jinja", "generation_config.json")
+MOST_BYTES = 50_000_000
+"""Text beyond this is not read when pieces are learned from text; what was left out is counted."""
+SMALLEST_COUNT = 2
+"""A pair must occur this often in the text to become a piece."""
+EXTEND_COMMAND = "z2a tokenizer extend"
+
+
+@dataclass
+class Extension:
+    """What is added, in order: each piece is the union of two that are there before it."""
+
+    pieces: list[str] = field(default_factory=list)
+    """Spelled as in the vocabulary."""
+    merges: list[tuple[str, str]] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+    already_there: list[str] = field(default_factory=list)
+    helpers: int = 0
+    text_bytes: int = 0
+    text_bytes_left_out: int = 0
+
+
+class Extender:
+    """A tokenizer to which pieces are added."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tokenizer: Tokenizer = load_tokenizer(folder)
+        self.json: dict[str, Any] = read_json(folder / TOKENIZER_NAME)
+        model = self.json["model"]
+        if model.get("type") != "BPE":
+            raise BadInputError(
+                f"The tokenizer in {folder} is a {model.get('type')} model. Pieces can be added to BPE tokenizers "
+                f"only: the pieces of others carry probabilities that text of yours would have to be weighed against."
+            )
+        self.byte_level = self.tokenizer.is_byte_level
+        self.vocab: dict[str, int] = dict(model["vocab"])
+        self.first_id = self.tokenizer.vocab_size
+        self.extension = Extension()
+        self.ranks: dict[tuple[str, str], int] = {}
+
+    def add(self, texts: Iterable[str]) -> None:
+        """Pieces by name: the text of each, with its leading space where it has one."""
+        for text in texts:
+            self._add(text)
+
+    def learn(self, texts: Iterable[str], vocab_size: int) -> None:
+        """Pieces from text, until there are `vocab_size` ids."""
+        if not self.byte_level:
+            raise BadInputError(
+                f"The tokenizer in {self.folder} has no pre-token pattern (SentencePiece style), so text cannot be "
+                f"cut into words to learn from. Add pieces by name with --pieces or --add."
+            )
+        wanted = vocab_size - self.first_id - len(self.extension.pieces)
+        if wanted <= 0:
+            raise UsageError(
+                f"The tokenizer has {self.first_id + len(self.extension.pieces):,} ids already; --vocab-size "
+                f"{vocab_size} adds none. Give a larger one."
+            )
+        words = self._words(texts)
+        learned = _learn(words, wanted, self._joinable)
+        if len(learned) < wanted:
+            largest = self.first_id + len(self.extension.pieces) + len(learned)
+            raise BadInputError(
+                f"This text has new pieces (seen at least {SMALLEST_COUNT} times) for {largest:,} ids at most, not "
+                f"{vocab_size:,}. Set --vocab-size to {largest} or less, or give more text."
+            )
+        for left, right in learned:
+            self._merge(left, right)
+
+    def save(self, target: Path) -> dict[str, Any]:
+        """Write the extended tokenizer to `target`, whole or not at all; returns what was done."""
+        made = self.extension
+        if not made.merges:
+            raise UsageError("Nothing was added: every piece you named is in the vocabulary already.")
+        model = self.json["model"]
+        # Added tokens get their ids by counting up from the model's vocabulary unless they are in it; put them there,
+        # or the new pieces would push them on.
+        added = {token["content"]: token["id"] for token in self.json.get("added_tokens", [])}
+        new_ids = {piece: self.first_id + place for place, piece in enumerate(made.pieces)}
+        vocab = {**model["vocab"], **added, **new_ids}
+        old_merges = model["merges"]
+        pairs_are_lists = not old_merges or not isinstance(old_merges[0], str)
+        new_merges: list[Any] = [[left, right] if pairs_are_lists else f"{left} {right}" for left, right in made.merges]
+        changed = {**self.json, "model": {**model, "vocab": vocab, "merges": [*old_merges, *new_merges]}}
+        facts = {
+            "old_vocab_size": self.first_id,
+            "pieces_added": len(made.pieces),
+            "helper_pieces": made.helpers,
+            "already_there": len(made.already_there),
+            "text": {"bytes": made.text_bytes, "bytes_left_out": made.text_bytes_left_out},
+        }
+        with staged_folder(target) as partial:
+            write_json(partial / TOKENIZER_NAME, changed)
+            for name in (CONFIG_NAME, *OTHER_FILES):
+                if (self.folder / name).is_file():
+                    write_atomic(partial / name, (self.folder / name).read_bytes())
+            extended = load_tokenizer(partial)
+            check_extends(self.tokenizer, extended, target)
+            assert extended.control == self.tokenizer.control, "the extension changed control tokens"
+            content = {
+                "tokenizer_kind": "extended",
+                "vocab_size": extended.vocab_size,
+                "fingerprint": extended.fingerprint,
+                "extended_from": self.tokenizer.fingerprint,
+                "extension": facts,
+            }
+            inputs = fingerprint([self.tokenizer.fingerprint, made.merges])
+            write_manifest(partial, "tokenizer", inputs, content)
+        lost = (self.folder / SENTENCEPIECE_NAME).is_file()
+        return {**facts, "vocab_size": extended.vocab_size, "sentencepiece_model_left_behind": lost}
+
+    def _add(self, text: str) -> None:
+        self.extension.asked.append(text)
+        if not text or well_formed(text) != text:
+            raise UsageError(f"{text!r} cannot be a piece: give text that is not empty and that UTF-8 can hold.")
+        if text in self.tokenizer.control:
+            raise UsageError(f"{text!r} is a control token; text may not make one.")
+        pieces = self._joined([self._piece(number) for number in self._spelling(text)])
+        whole = "".join(pieces)
+        if len(pieces) == 1:
+            self.extension.already_there.append(text)
+        while len(pieces) > 1:
+            left, right = pieces[:2]
+            if left + right in self.vocab:  # the union exists, but nothing leads to it from these two: add the way
+                self._add_merge(left, right)
+            else:
+                self._merge(left, right)
+                self.extension.helpers += left + right != whole
+            pieces = self._joined(pieces)
+
+    def _spelling(self, text: str) -> list[int]:
+        """The old ids of a text that is to be one piece; an error when it never could be one."""
+        backend = self.tokenizer.backend
+        normalised = backend.normalizer.normalize_str(text) if backend.normalizer else text
+        whole = [(normalised, (0, len(normalised)))]
+        words = backend.pre_tokenizer.pre_tokenize_str(normalised) if backend.pre_tokenizer else whole
+        if len(words) != 1:
+            cut = " | ".join(normalised[start:end] for _, (start, end) in words)
+            raise UsageError(
+                f"{text!r} cannot be one piece: this tokenizer cuts it into {cut} before any merge. Add the parts."
+            )
+        return self._old_ids(words[0][0])
+
+    def _old_ids(self, word: str) -> list[int]:
+        return [token.id for token in self.tokenizer.backend.model.tokenize(word)]
+
+    def _words(self, texts: Iterable[str]) -> Counter[tuple[str, ...]]:
+        """How often each pre-token occurs, spelled with the pieces there are."""
+        backend, made = self.tokenizer.backend, self.extension
+        counts: Counter[str] = Counter()
+        with progress("extend", total=None, unit="B") as bar:
+            for given in texts:
+                text = well_formed(given)
+                size = len(text.encode())
+                if made.text_bytes + size > MOST_BYTES:
+                    made.text_bytes_left_out += size
+                    continue
+                made.text_bytes += size
+                text = backend.normalizer.normalize_str(text) if backend.normalizer else text
+                counts.update(word for word, _ in backend.pre_tokenizer.pre_tokenize_str(text))
+                bar.advance(size)
+        if not made.text_bytes:
+            raise BadInputError("There is no text to learn pieces from.")
+        spelled: Counter[tuple[str, ...]] = Counter()
+        for word, count in counts.items():
+            spelled[tuple(self._joined([self._piece(number) for number in self._old_ids(word)]))] += count
+        return spelled
+
+    def _joined(self, pieces: list[str]) -> list[str]:
+        """What the merges that were added so far make of old pieces: lowest rank first, as in encoding."""
+        while True:
+            ranked = [(self.ranks[pair], pair) for pair in pairwise(pieces) if pair in self.ranks]
+            if not ranked:
+                return pieces
+            _, pair = min(ranked)
+            place, joined = 0, []
+            while place < len(pieces):
+                if tuple(pieces[place : place + 2]) == pair:
+                    joined.append(pair[0] + pair[1])
+                    place += 2
+                else:
+                    joined.append(pieces[place])
+                    place += 1
+            pieces = joined
+
+    def _joinable(self, left: str, right: str) -> bool:
+        """No piece of a character and a part of another, no second spelling of a piece that is there."""
+        return left + right not in self.vocab and _whole_or_one_character(_as_bytes(left + right))
+
+    def _merge(self, left: str, right: str) -> None:
+        self.vocab[left + right] = self.first_id + len(self.extension.pieces)
+        self.extension.pieces.append(left + right)
+        self._add_merge(left, right)
+
+    def _add_merge(self, left: str, right: str) -> None:
+        self.ranks[(left, right)] = len(self.extension.merges)
+        self.extension.merges.append((left, right))
+
+    def _piece(self, number: int) -> str:
+        return str(self.tokenizer.backend.id_to_token(number))
+
+
+def read_pieces(path: Path) -> list[str]:
+    """Pieces from a file, one a line; what a line cannot show may be written as `unescaped` reads it."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInputError(f"The pieces in {path} cannot be read ({error}). Give a UTF-8 file, one a line.") from error
+    return [unescaped(line.rstrip("\r")) for line in lines if line.strip("\r")]
+
+
+def unescaped(text: str) -> str:
+    """`\\\\n`, `\\\\t`, `\\\\s` as what they stand for."""
+    return text.replace("\\n", "\n").replace("\\t", "\t").replace("\\s", " ")
+
+
+def _learn(words: Counter[tuple[str, ...]], wanted: int, joinable: Callable[[str, str], bool]) -> list[tuple[str, str]]:
+    """Merges over words that are sequences of pieces: plain BPE, ties to the alphabetically first pair."""
+    sequences = [list(word) for word in words if len(word) > 1]
+    weights = [count for word, count in words.items() if len(word) > 1]
+    counts: Counter[tuple[str, str]] = Counter()
+    places: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
+    for number, (sequence, weight) in enumerate(zip(sequences, weights, strict=True)):
+        for pair in pairwise(sequence):
+            counts[pair] += weight
+            places[pair].add(number)
+    heap = [(-count, pair) for pair, count in counts.items()]
+    heapq.heapify(heap)
+    merges: list[tuple[str, str]] = []
+    made: set[str] = set()
+    with progress("extend", total=wanted, unit="piece") as bar:
+        while heap and len(merges) < wanted:
+            count, pair = heapq.heappop(heap)
+            if -count != counts[pair]:
+                if counts[pair] >= SMALLEST_COUNT:
+                    heapq.heappush(heap, (-counts[pair], pair))
+                continue
+            if -count < SMALLEST_COUNT:
+                break
+            whole = pair[0] + pair[1]
+            if whole in made or not joinable(*pair):
+                continue
+            merges.append(pair)
+            made.add(whole)
+            bar.advance(1)
+            touched: set[tuple[str, str]] = set()
+            for number in places.pop(pair, set()):
+                touched |= _rewrite(sequences[number], weights[number], number, pair, counts, places)
+            for other in touched:
+                if counts[other] >= SMALLEST_COUNT:
+                    heapq.heappush(heap, (-counts[other], other))
+    return merges
+
+
+def _rewrite(
+    sequence: list[str],
+    weight: int,
+    number: int,
+    pair: tuple[str, str],
+    counts: Counter[tuple[str, str]],
+    places: defaultdict[tuple[str, str], set[int]],
+) -> set[tuple[str, str]]:
+    """Join `pair` in one word; returns the pairs whose counts have risen."""
+    for old in pairwise(sequence):
+        counts[old] -= weight
+    place = 0
+    while place < len(sequence) - 1:
+        if (sequence[place], sequence[place + 1]) == pair:
+            sequence[place : place + 2] = [pair[0] + pair[1]]
+        place += 1
+    risen = set()
+    for new in pairwise(sequence):
+        counts[new] += weight
+        places[new].add(number)
+        risen.add(new)
+    return risen
+
+
+def _as_bytes(piece: str) -> bytes:
+    table = _BYTES
+    return bytes(table[character] for character in piece if character in table)
+
+
+_BYTES = byte_alphabet()
+
+
+def _whole_or_one_character(data: bytes) -> bool:
+    """Whether bytes are whole characters, or the beginning of a single one."""
+    try:
+        data.decode()
+        return True
+    except UnicodeDecodeError as error:
+        return error.start == 0 and error.end >= len(data) and error.reason == "unexpected end of data"
+
+
+def check_extends(old: Tokenizer, new: Tokenizer, folder: Path) -> None:
+    """Refuse a tokenizer whose ids are not, one by one, those of `old`, with new ones behind them."""
+    moved = next(
+        (
+            number
+            for number in range(old.vocab_size)
+            if number >= new.vocab_size or old.backend.id_to_token(number) != new.backend.id_to_token(number)
+        ),
+        None,
+    )
+    if moved is not None:
+        raise BadInputError(
+            f"The tokenizer in {folder} does not extend that of the model: id {moved} is "
+            f"{old.backend.id_to_token(moved)!r} in the model's and {new.backend.id_to_token(moved)!r} there. Make "
+            f"one with `{EXTEND_COMMAND}` from the model's own tokenizer."
+        )
+
+
+def spelled_by(old: Tokenizer, piece: bytes) -> list[int]:
+    """The old ids that spell a new piece."""
+    try:
+        ids = old.encode_text(piece.decode())
+    except UnicodeDecodeError:
+        ids = [number for byte in piece for number in old.ids_of_bytes(bytes([byte]))]
+    return ids or [old.end_id]

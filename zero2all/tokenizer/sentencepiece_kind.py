@@ -1,0 +1,275 @@
+"""The SentencePiece route: train with the `sentencepiece` library, then convert to a tokenizer.json with equal ids.
+
+Training runs in a child process: its memory returns to the system when it ends, and what the C++ library does when it
+is unhappy (logging, throwing, aborting) becomes one clear error. The training text goes through a file of lines in the
+scratch folder. Lines longer than `max_sentence_length` are cut and counted; SentencePiece would leave them out in
+silence, as it does with lines that hold ▅ (U+2585) or NUL, which are therefore taken out and counted as well.
+
+Two things a person should know about such a tokenizer: it has no pre-token pattern, so it needs no regular expression;
+and it writes spaces as ▁ (U+2581), so a ▁ of the text itself comes back as a space.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from zero2all.common.errors import BadInputError, UsageError, UserError
+from zero2all.common.files import human_bytes, require_free_space
+from zero2all.common.progress import Bar, progress
+from zero2all.tokenizer.config import SentencePieceConfig, TokenizerConfig
+from zero2all.tokenizer.save import NORMALIZERS, vocabulary_of
+from zero2all.tokenizer.text import CountedText
+
+SPACE = "▁"
+UNKNOWN = "<unk>"
+LEFT_OUT = re.compile("[\u2585\0]")
+"""SentencePiece keeps these for itself and drops every line that has one."""
+BYTE_PIECES = [f"<0x{byte:02X}>" for byte in range(256)]
+
+CHILD = """
+import json, sys
+import sentencepiece
+options = json.load(open(sys.argv[1], encoding="utf-8"))
+def lines():
+    with open(sys.argv[2], encoding="utf-8", newline="") as file:
+        for line in file:
+            yield json.loads(line)
+try:
+    with open(sys.argv[3], "wb") as model:
+        sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines(), model_writer=model, **options)
+except Exception as error:
+    print(f"FAILED {error}", file=sys.stderr)
+    sys.exit(3)
+"""
+
+
+def require_sentencepiece() -> None:
+    """An error that says how to get the library, where it is missing; before any work."""
+    try:
+        import sentencepiece  # noqa: F401
+    except ImportError:
+        raise UsageError(
+            "--kind sentencepiece needs the sentencepiece library, which is not installed. Install it with "
+            "`pip install sentencepiece` (or `pip install 'zero2all[sentencepiece]'`), or use --kind bpe, which needs "
+            "nothing and less memory."
+        ) from None
+
+
+def learn_sentencepiece(
+    text: CountedText, config: TokenizerConfig, total_bytes: int, scratch: Path
+) -> tuple[dict[str, Any], bytes, dict[str, Any]]:
+    """tokenizer.json, the library's own model file, and what to note in the manifest."""
+    require_sentencepiece()
+    require_free_space(scratch, int(total_bytes * 1.1), "the training text of SentencePiece")
+    scratch.mkdir(parents=True, exist_ok=True)
+    lines_path, options_path, model_path = (scratch / name for name in ("lines.jsonl", "options.json", "model"))
+    facts: dict[str, Any] = {"lines": 0, "lines_cut": 0, "characters_left_out": 0}
+    with progress("tokenizer", total=total_bytes, unit="B") as bar:
+        _write_lines(text, config, lines_path, facts, bar)
+        options = _options(config)
+        options_path.write_text(json.dumps(options, ensure_ascii=False), encoding="utf-8")
+        if text.text_bytes:
+            _run_child([str(options_path), str(lines_path), str(model_path)], config, bar)
+    model = model_path.read_bytes() if text.text_bytes else b""
+    converted = convert_sentencepiece(model, config) if model else {"model": {"vocab": {}}}
+    return converted, model, {"sentencepiece": dataclasses.asdict(config.sentencepiece), **facts}
+
+
+def _write_lines(text: CountedText, config: TokenizerConfig, path: Path, facts: dict[str, Any], bar: Bar) -> None:
+    """One JSON string a line: with its line end, so that line ends can become pieces too."""
+    limit = config.sentencepiece.max_sentence_length
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        for document in text.stream(bar):
+            kept, left_out = LEFT_OUT.subn("", document)
+            facts["characters_left_out"] += left_out
+            for line in kept.split("\n"):
+                for number, piece in enumerate(_short_enough(f"{line}\n" if line else "", limit)):
+                    facts["lines"] += 1
+                    facts["lines_cut"] += number == 1
+                    file.write(json.dumps(piece, ensure_ascii=False) + "\n")
+        if config.sentencepiece.model_type == "unigram":
+            file.write(json.dumps(" ".join(_spelling(config)), ensure_ascii=False) + "\n")
+
+
+def _short_enough(line: str, limit_bytes: int) -> Iterator[str]:
+    while line:
+        if len(line) * 4 <= limit_bytes or len(line.encode()) <= limit_bytes:
+            yield line
+            return
+        head = line[:limit_bytes].encode()[:limit_bytes].decode("utf-8", "ignore")
+        head = head or line[0]
+        yield head
+        line = line[len(head) :]
+
+
+def _spelling(config: TokenizerConfig) -> str:
+    """The characters of control tokens and byte pieces. A unigram encoder takes a listed piece over unknown
+    characters, so these must all be known: then spelling always wins (see `_unreachable_score`)."""
+    return "".join(sorted(set("".join([*config.specials.names(), UNKNOWN, *BYTE_PIECES]))))
+
+
+def _options(config: TokenizerConfig) -> dict[str, Any]:
+    """What the library's trainer is told, under its own names."""
+    names, own = config.specials.names(), config.sentencepiece
+    roles = {"bos": 0, "eos": 1, "pad": 5}
+    options: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "byte_fallback": True,
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+        "allow_whitespace_only_pieces": True,
+        "hard_vocab_limit": True,
+        **{f"{role}_id": number for role, number in roles.items()},
+        **{f"{role}_piece": names[number] for role, number in roles.items()},
+        "unk_id": len(names),
+        "unk_piece": UNKNOWN,
+        "control_symbols": [name for number, name in enumerate(names) if number not in roles.values()],
+        "minloglevel": 0,
+    }
+    options |= {field.name: getattr(own, field.name) for field in dataclasses.fields(SentencePieceConfig)}
+    options["input_sentence_size"] = own.input_sentence_size or 0
+    options["max_sentence_length"] = own.max_sentence_length + 8  # lines were cut already, no shorter than this
+    if own.model_type == "unigram":
+        options["required_chars"] = _spelling(config)
+    if config.threads is not None:
+        options["num_threads"] = config.threads
+    return options
+
+
+def _run_child(arguments: list[str], config: TokenizerConfig, bar: Bar) -> None:
+    said: list[str] = []
+    command = [sys.executable, "-c", CHILD, *arguments]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="replace") as child:
+        assert child.stderr is not None, "a pipe was asked for"
+        try:
+            for line in child.stderr:
+                said = [*said[-200:], line.rstrip()]
+                bar.advance(0, note=_note(line))
+        except BaseException:
+            child.kill()
+            raise
+    if child.returncode:
+        raise _failure(child.returncode, said, config)
+
+
+def _note(line: str) -> str:
+    """What the library is doing, from its log."""
+    found = re.search(r"\] (.*)", line)
+    return f"sentencepiece: {(found[1] if found else line).strip()[:50]}"
+
+
+def _failure(code: int, said: list[str], config: TokenizerConfig) -> UserError:
+    """What went wrong in the child, in our words where we know it."""
+    log = "\n".join(said)
+    if found := re.search(r"Vocabulary size too high \((\d+)\).*?<= (\d+)", log):
+        return BadInputError(
+            f"This text cannot support a vocabulary of {int(found[1]):,} ids: SentencePiece finds pieces for "
+            f"{int(found[2]):,} at most. Set --vocab-size to {found[2]} or less, or train on more text."
+        )
+    if found := re.search(r"smaller than required_chars\. (\d+) vs (\d+)", log):
+        return BadInputError(
+            f"A vocabulary of {config.vocab_size:,} ids is too small for SentencePiece: control tokens, bytes and the "
+            f"characters it must cover ({config.sentencepiece.character_coverage:.2%} of the text) need "
+            f"{int(found[2]):,}. Set --vocab-size to more than {found[2]}, or lower character_coverage."
+        )
+    if code == -signal.SIGKILL:
+        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+        return BadInputError(
+            f"SentencePiece was killed while training, most likely because memory ran out (it held "
+            f"{human_bytes(peak)}). Train on less text (--take), set sentencepiece.input_sentence_size, or use "
+            f"--kind bpe, which keeps to --max-memory."
+        )
+    reason = next((line.removeprefix("FAILED ") for line in reversed(said) if line.startswith("FAILED ")), None)
+    reason = reason or next((line for line in reversed(said) if "Check failed" in line), f"it ended with code {code}")
+    return BadInputError(
+        f"SentencePiece could not train on this text: {reason.strip()}. Its options stand under "
+        f"tokenizer.sentencepiece in the config; --kind bpe is the usual way out."
+    )
+
+
+# ---- conversion ---------------------------------------------------------------------------------------------------
+
+
+def convert_sentencepiece(model: bytes, config: TokenizerConfig) -> dict[str, Any]:
+    """A tokenizer.json that gives the ids of the SentencePiece model."""
+    from sentencepiece import SentencePieceProcessor
+
+    processor = SentencePieceProcessor(model_proto=model)
+    pieces = [str(processor.id_to_piece(number)) for number in range(processor.get_piece_size())]
+    scores = [float(processor.get_score(number)) for number in range(processor.get_piece_size())]
+    first = len(config.specials.names()) + 1 + len(BYTE_PIECES)
+    vocabulary_of(pieces[:first], pieces[first:])  # no learned piece spells a control token
+    prefix = [{"type": "Prepend", "prepend": SPACE}] if config.sentencepiece.add_dummy_prefix else []
+    unicode_form = NORMALIZERS[config.normalise]
+    normalizers = [*([unicode_form] if unicode_form else []), *prefix]
+    normalizers.append({"type": "Replace", "pattern": {"String": " "}, "content": SPACE})
+    decoders: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if prefix:
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    unigram = config.sentencepiece.model_type == "unigram"
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": {"type": "Sequence", "normalizers": normalizers},
+        "pre_tokenizer": None,
+        "post_processor": None,
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": _unigram(pieces, scores, first) if unigram else _bpe(pieces, scores, first),
+    }
+
+
+def _bpe(pieces: list[str], scores: list[float], first: int) -> dict[str, Any]:
+    """SentencePiece joins the neighbours whose joint piece scores highest; merges in the order of scores do the same.
+
+    A piece can arise from several pairs; all of them are merges, next to each other in rank.
+    """
+    learned = dict(zip(pieces[first:], scores[first:], strict=True))
+    merges = [
+        (-score, piece[:cut], piece[cut:])
+        for piece, score in learned.items()
+        for cut in range(1, len(piece))
+        if piece[:cut] in learned and piece[cut:] in learned
+    ]
+    merges.sort(key=lambda merge: merge[0])
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": UNKNOWN,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": True,
+        "byte_fallback": True,
+        "ignore_merges": False,
+        "vocab": {piece: number for number, piece in enumerate(pieces)},
+        "merges": [[left, right] for _, left, right in merges],
+    }
+
+
+def _unigram(pieces: list[str], scores: list[float], first: int) -> dict[str, Any]:
+    """Control tokens and byte pieces stand in the list that the encoder matches text against, with a score that no
+    path through them can win with."""
+    longest = max(len(piece) for piece in pieces[:first])
+    lowest = min(scores[first:])
+    unreachable = (longest + 2) * min(lowest, -1.0) - 100
+    listed = [unreachable] * first + scores[first:]
+    return {
+        "type": "Unigram",
+        "unk_id": first - len(BYTE_PIECES) - 1,
+        "vocab": [[piece, score] for piece, score in zip(pieces, listed, strict=True)],
+        "byte_fallback": True,
+    }

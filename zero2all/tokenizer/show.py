@@ -1,0 +1,102 @@
+"""What a tokenizer is, in facts: for `z2a tokenizer show`, and the coloured view of how a text is cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from zero2all.common.files import MANIFEST_NAME, read_json
+from zero2all.tokenizer.load import Tokenizer, load_tokenizer
+from zero2all.tokenizer.pattern import PATTERNS
+from zero2all.tokenizer.save import TOKENIZER_NAME
+from zero2all.tokenizer.train import CONSEQUENCES
+
+SAMPLES = 12
+COLOURS = (44, 42, 45, 43, 46, 41)
+"""ANSI background colours, one after the other, so that neighbours differ."""
+
+
+def tokenizer_facts(folder: Path, samples: int = SAMPLES) -> dict[str, Any]:
+    """Everything about a tokenizer that can be told without text. JSON."""
+    tokenizer = load_tokenizer(folder)
+    tokenizer_json: dict[str, Any] = read_json(folder / TOKENIZER_NAME)
+    manifest = read_json(folder / MANIFEST_NAME) if (folder / MANIFEST_NAME).is_file() else {}
+    pieces = {
+        number: tokenizer.token_bytes(number)
+        for number in range(tokenizer.vocab_size)
+        if number not in tokenizer.control_ids and tokenizer.has_id(number)
+    }
+    longest = sorted(pieces, key=lambda number: (-len(pieces[number]), number))[:samples]
+    step = max(1, len(pieces) // samples)
+    spread = sorted(pieces)[step // 2 :: step][:samples]
+    model = tokenizer_json["model"]
+    return {
+        "folder": str(folder),
+        "kind": manifest.get("tokenizer_kind", f"foreign {model.get('type', 'unknown')}"),
+        "model": model.get("type"),
+        "vocab_size": tokenizer.vocab_size,
+        "rows_of_a_model": -(-tokenizer.vocab_size // 64) * 64,
+        "pieces": len(pieces),
+        "merges": len(model.get("merges", [])),
+        "unused_ids": tokenizer.vocab_size - len(pieces) - len(tokenizer.control),
+        "fingerprint": tokenizer.fingerprint,
+        "normalisation": tokenizer.normalisation,
+        "normalisation_means": CONSEQUENCES.get(tokenizer.normalisation, "the folder rewrites text in its own way"),
+        "pattern": _pattern(tokenizer_json),
+        "control": tokenizer.control,
+        "control_roles": tokenizer.control_roles,
+        "begin_id": tokenizer.begin_id,
+        "end_ids": list(tokenizer.end_ids),
+        "pad_id": tokenizer.pad_id,
+        "text_reaches_control": _reachable(tokenizer_json, tokenizer),
+        "whole_characters": sum(_is_text(piece) for piece in pieces.values()),
+        "sample": {str(number): readable(pieces[number]) for number in spread},
+        "longest": {str(number): readable(pieces[number]) for number in longest},
+        "made": {name: manifest[name] for name in ("text", "taken", "training", "extension") if name in manifest},
+    }
+
+
+def readable(piece: bytes) -> str:
+    """A piece on one line: characters as they are, bytes that form none as \\\\xe4."""
+    return repr(piece.decode("utf-8", "backslashreplace"))[1:-1]
+
+
+def segments(tokenizer: Tokenizer, text: str) -> list[tuple[int, bytes]]:
+    """The pieces of a text: id and bytes."""
+    return [(number, tokenizer.token_bytes(number)) for number in tokenizer.encode_text(text)]
+
+
+def coloured(pieces: list[tuple[int, bytes]]) -> str:
+    """The text with a background colour for each piece; bytes that form no character alone are shown as \\\\xe4."""
+    shown = []
+    for place, (_, piece) in enumerate(pieces):
+        text = piece.decode("utf-8", "backslashreplace").replace("\n", "⏎\n").replace("\t", "→")
+        colour = COLOURS[place % len(COLOURS)]
+        lines = [f"\x1b[30;{colour}m{line}\x1b[0m" if line else "" for line in text.split("\n")]
+        shown.append("\n".join(lines))
+    return "".join(shown)
+
+
+def _pattern(tokenizer_json: dict[str, Any]) -> str | None:
+    """The regular expression of a Split pre-tokenizer, by its name where we know it."""
+    found = tokenizer_json.get("pre_tokenizer") or {}
+    for part in (found, *found.get("pretokenizers", [])):
+        if part.get("type") == "Split":
+            text = next(iter(part["pattern"].values()))
+            return next((name for name, known in PATTERNS.items() if known == text), str(text))
+    return None
+
+
+def _reachable(tokenizer_json: dict[str, Any], tokenizer: Tokenizer) -> list[str]:
+    """Control tokens that the plain `tokenizers` library would recognise in text; ours never does."""
+    return [
+        token["content"] for token in tokenizer_json.get("added_tokens", []) if token["content"] in tokenizer.control
+    ]
+
+
+def _is_text(piece: bytes) -> bool:
+    try:
+        piece.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
