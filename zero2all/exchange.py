@@ -28,7 +28,7 @@ from zero2all.tokenizer.extend import check_extends, spelled_by
 from zero2all.tokenizer.load import Tokenizer, load_tokenizer
 from zero2all.tokenizer.save import CHAT_TEMPLATE_NAME, CONFIG_NAME, TOKENIZER_NAME, compatible_files
 from zero2all.train.checkpoint import write_checkpoint
-from zero2all.train.setup import VOCAB_MULTIPLE, save_run_config
+from zero2all.train.setup import save_run_config
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
@@ -138,21 +138,22 @@ def _resize(
     model: ModelConfig, tensors: dict[str, Tensor], old: Tokenizer, new: Tokenizer
 ) -> tuple[ModelConfig, dict[str, Tensor], Resized]:
     """Rows for every id of `new`: those of `old` unchanged, each new one the mean of the old pieces that spelled it."""
-    rows = max(model.vocab_rows, -(-new.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE)
+    old_ids = model.vocab_ids
+    grown_model = dataclasses.replace(model, vocab_size=max(old_ids, new.vocab_size))
     spelled = {number: spelled_by(old, new.token_bytes(number)) for number in range(old.vocab_size, new.vocab_size)}
     changed = dict(tensors)
     for name in ("embedding.weight", "head.weight"):
         if name not in tensors:
             continue  # tied embeddings have no head of their own
-        grown = tensors[name].new_zeros(rows, tensors[name].shape[1])
-        grown[: model.vocab_rows] = tensors[name]
-        grown[model.vocab_rows :] = tensors[name][: old.vocab_size].mean(dim=0)
+        grown = tensors[name].new_zeros(grown_model.vocab_rows, tensors[name].shape[1])
+        grown[:old_ids] = tensors[name][:old_ids]
+        grown[old_ids : grown_model.vocab_ids] = tensors[name][: old.vocab_size].mean(dim=0)
         for number, pieces in spelled.items():
             grown[number] = tensors[name][pieces].mean(dim=0)
         changed[name] = grown
     mean = sum(map(len, spelled.values())) / max(1, len(spelled))
-    facts = Resized(model.vocab_rows, rows, len(spelled), mean)
-    return dataclasses.replace(model, vocab_size=rows), changed, facts
+    facts = Resized(old_ids, grown_model.vocab_ids, len(spelled), mean)
+    return grown_model, changed, facts
 
 
 def _config_for(model: ModelConfig, name: str) -> RunConfig:
@@ -174,9 +175,9 @@ def _adopt_tokenizer(
     folder: Path, theirs: Tokenizer, model_folder: Path, workspace: Workspace, model: ModelConfig
 ) -> None:
     """Make the folder's tokenizer that of the workspace, unless it already is."""
-    if theirs.vocab_size > model.vocab_rows:
+    if theirs.vocab_size > model.vocab_ids:
         raise BadInputError(
-            f"The tokenizer in {folder} has {theirs.vocab_size} ids, its model only {model.vocab_rows} rows: the "
+            f"The tokenizer in {folder} has {theirs.vocab_size} ids, its model only {model.vocab_ids} rows: the "
             f"folder does not fit together. If the tokenizer is meant to be larger, add --resize-embeddings."
         )
     if workspace.tokenizer.exists():

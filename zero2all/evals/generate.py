@@ -50,7 +50,7 @@ def stream(
 ) -> Iterator[bytes]:
     """The same, piece by piece as bytes (a character may be spread over pieces)."""
     sampling = sampling or Sampling()
-    vocabulary = vocabulary or Vocabulary(loaded.tokenizer, loaded.config.model.vocab_rows)
+    vocabulary = vocabulary or Vocabulary(loaded.tokenizer, loaded.config.model.vocab_ids)
     healed = heal(prompt, loaded.tokenizer, vocabulary)
     limit, prompt_tokens = loaded.config.model.max_seq_len, len(healed.ids) + len(healed.given_back)
     if prompt_tokens > limit:

@@ -93,7 +93,7 @@ def _read_probe(line: bytes, place: str) -> Probe:
 
 def run_probes(loaded: LoadedModel, probes: list[Probe]) -> list[ProbeResult]:
     """Ask them all."""
-    vocabulary = Vocabulary(loaded.tokenizer, loaded.config.model.vocab_rows)
+    vocabulary = Vocabulary(loaded.tokenizer, loaded.config.model.vocab_ids)
     results = []
     with progress("probes", total=len(probes), unit="probe") as bar:
         for probe in probes:

@@ -29,6 +29,7 @@ INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 TokenIds = Mapping[str, int | list[int] | None]
 """bos, eos and pad ids; a chat model may end at several."""
 SHARD_BYTES = 5_000_000_000
+VOCABULARY_TABLES = ("embedding.weight", "head.weight")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LAYOUTS = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 UNSUPPORTED_FIELDS = ("sliding_window", "layer_types", "quantization_config", "partial_rotary_factor")
@@ -83,8 +84,10 @@ def read_hf_folder(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], str]:
 
 
 def to_hf_tensors(config: ModelConfig, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Our tensors under their names, fused ones split."""
+    """Our tensors under their names, fused ones split, without the rows that pad the vocabulary."""
     for name, tensor in tensors.items():
+        if name in VOCABULARY_TABLES:
+            tensor = tensor[: config.vocab_ids]
         parts = _their_parts(config, name, len(tensor))
         yield from zip(parts, tensor.split(list(parts.values())), strict=True)
 
@@ -92,6 +95,7 @@ def to_hf_tensors(config: ModelConfig, tensors: dict[str, Tensor]) -> Iterator[t
 def from_hf_tensors(config: ModelConfig, theirs: dict[str, Tensor], origin: Path) -> dict[str, Tensor]:
     """Their tensors under our names, joined and in float32; complains about missing, unknown and misshapen ones."""
     shapes = _our_shapes(config)
+    shapes |= {name: (config.vocab_ids, *shapes[name][1:]) for name in VOCABULARY_TABLES if name in shapes}
     parts_of = {name: _their_parts(config, name, shape[0]) for name, shape in shapes.items()}
     wanted = {part: (rows, *shapes[name][1:]) for name, parts in parts_of.items() for part, rows in parts.items()}
     found = {name: tuple(tensor.shape) for name, tensor in theirs.items()}
@@ -110,7 +114,12 @@ def from_hf_tensors(config: ModelConfig, theirs: dict[str, Tensor], origin: Path
             f"The tensors in {origin} do not fit its config.json: {'; '.join(problems[:4])}{more}. Fetch the folder "
             f"again; only plain Llama and Qwen2 models can be imported."
         )
-    return {name: torch.cat([theirs[part].float() for part in parts]) for name, parts in parts_of.items()}
+    ours = {name: torch.cat([theirs[part].float() for part in parts]) for name, parts in parts_of.items()}
+    padding = config.vocab_rows - config.vocab_ids
+    for name in VOCABULARY_TABLES:
+        if name in ours and padding:
+            ours[name] = torch.nn.functional.pad(ours[name], (0, 0, 0, padding))
+    return ours
 
 
 def _our_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -151,7 +160,7 @@ def to_hf_config(config: ModelConfig, dtype: str, token_ids: TokenIds) -> dict[s
     values: dict[str, Any] = {
         "architectures": [LAYOUTS[layout]],
         "model_type": layout,
-        "vocab_size": config.vocab_rows,
+        "vocab_size": config.vocab_ids,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
         "num_hidden_layers": config.layers,

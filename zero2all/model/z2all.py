@@ -151,6 +151,8 @@ class Z2all(nn.Module):
             std = into_residual if name.endswith(("attention.out.weight", "down.weight")) else self.config.init_std
             # Drawn on the CPU in float32, so that a seed means the same weights on every device.
             parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+            if name in ("embedding.weight", "head.weight"):
+                parameter[self.config.vocab_size :] = 0.0  # padding
 
     def forward(self, tokens: Tensor, cache: KeyValueCache | None = None, segments: Tensor | None = None) -> Tensor:
         """Token ids (B, T) -> normalised hidden states (B, T, C). `cache` makes T the new positions only."""

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import math
-
 from zero2all.common.errors import AnomalyError
 from zero2all.train.config import GuardsConfig
-
-
-def update_is_safe(loss: float, grad_norm: float) -> bool:
-    """Whether this step may touch the weights. A skipped step leaves weights and moments exactly as they were."""
-    return math.isfinite(loss) and math.isfinite(grad_norm)
 
 
 def check_skips(step: int, skips_in_a_row: int, loss: float, grad_norm: float, config: GuardsConfig) -> None:

@@ -28,10 +28,11 @@ from zero2all.packed.loader import LoaderOptions
 from zero2all.packed.transfer import batches_on
 from zero2all.track.writer import Run
 from zero2all.train.checkpoint import discard_folder, prune_checkpoints, save_checkpoint, sweep_checkpoints
+from zero2all.train.garbage import scheduled_garbage_collection
 from zero2all.train.guards import check_skips
 from zero2all.train.lock import LOCK_NAME, run_lock
 from zero2all.train.setup import Prepared, prepare, save_run_config
-from zero2all.train.step import StepResult, train_step
+from zero2all.train.step import PendingStep, StepResult, train_step
 from zero2all.train.validate import held_out_losses
 
 
@@ -90,35 +91,40 @@ def _run_steps(prepared: Prepared, metrics: Run) -> TrainSummary:
     steps_left = last_step - state.step
     loader = batches_on(prepared.device, data, config.train.tokens_per_step, state.tokens, steps_left, options)
     started = time.perf_counter()
-    result: StepResult | None = None
     held_out: dict[str, float] = {}
     tokens_done = state.tokens
     total = tokens_done + max(0, last_step - state.step) * config.train.tokens_per_step
+    report = _StepReports(prepared, metrics)
     try:
-        with _stop_requests() as stop, progress("train", total=total, unit="tok", done=tokens_done) as bar:
+        with (
+            _stop_requests() as stop,
+            scheduled_garbage_collection() as collect_garbage,
+            progress("train", total=total, unit="tok", done=tokens_done) as bar,
+        ):
             for batch in loader:
-                step_started = time.perf_counter()
-                result = train_step(state, batch, len(data.channels), config, prepared.device)
-                seconds = time.perf_counter() - step_started + loader.wait_seconds
+                pending = train_step(state, batch, len(data.channels), config, prepared.device)
                 done = state.step == last_step
-                if done or not result.updated or _due(state.step, config.track.log_every_steps):
-                    metrics.log(_step_values(prepared, result, seconds, loader.wait_seconds), state.step, state.tokens)
-                if not result.updated:
-                    metrics.event("skipped_update", state.step, {"loss": result.loss, "grad_norm": result.grad_norm})
-                check_skips(state.step, state.skips_in_a_row, result.loss, result.grad_norm, config.guards)
-                with suppress(OSError):  # a terminal that is gone is no reason to stop
-                    bar.advance(config.train.tokens_per_step, note=f"step {state.step} loss {result.loss:.3f}")
-
-                if done or _due(state.step, config.eval.every_steps):
+                validates = done or _due(state.step, config.eval.every_steps)
+                stopping = stop.requested and not done
+                saves = done or stopping or _due(state.step, config.checkpoint.every_steps)
+                # The device works on this step while the one before is reported; only a pause waits for it.
+                result = report.take(pending, loader.wait_seconds, at_once=validates or saves or prepared.on_cpu)
+                if result is not None:
+                    with suppress(OSError):  # a terminal that is gone is no reason to stop
+                        bar.advance(config.train.tokens_per_step, note=f"step {result.step} loss {result.loss:.3f}")
+                collect_garbage(state.step)
+                if validates:
                     held_out = held_out_losses(state.model, prepared.valid, config.data, config.eval)
                     metrics.log(held_out, state.step, state.tokens)
-                if done or _due(state.step, config.checkpoint.every_steps):
-                    _save(prepared, metrics)
-                if stop.requested and not done:
+                if stopping:
                     _preempt(prepared, metrics)
+                if saves:
+                    _save(prepared, metrics)
+                if validates or saves:
+                    report.pause_ended()
     finally:
         loader.close()
-    if result is None:  # the run was finished before
+    if report.last is None:  # the run was finished before
         held_out = held_out_losses(state.model, prepared.valid, config.data, config.eval)
     seconds = time.perf_counter() - started
     metrics.event("finish", state.step, {"tokens": state.tokens, "seconds": seconds})
@@ -128,10 +134,49 @@ def _run_steps(prepared: Prepared, metrics: Run) -> TrainSummary:
         tokens=state.tokens,
         seconds=seconds,
         tokens_per_second=(state.tokens - tokens_done) / seconds if seconds else 0.0,
-        loss=result.loss if result else None,
-        channel_losses=_by_channel(prepared, result) if result else {},
+        loss=report.last.loss if report.last else None,
+        channel_losses=_by_channel(prepared, report.last) if report.last else {},
         held_out=held_out,
     )
+
+
+class _StepReports:
+    """Reads what steps did, one step late where the device works ahead, and writes it down."""
+
+    def __init__(self, prepared: Prepared, metrics: Run) -> None:
+        self.prepared, self.metrics = prepared, metrics
+        self.last: StepResult | None = None
+        self._pending: tuple[PendingStep, float] | None = None
+        self._ended = time.perf_counter()
+
+    def take(self, pending: PendingStep, wait_seconds: float, at_once: bool) -> StepResult | None:
+        """Report the step before this one, and this one too with `at_once`; returns the last one reported."""
+        reported = None
+        if self._pending is not None:
+            reported = self._report(*self._pending)
+        self._pending = (pending, wait_seconds)
+        if at_once:
+            reported = self._report(pending, wait_seconds)
+            self._pending = None
+        return reported
+
+    def pause_ended(self) -> None:
+        """The next step's time begins now."""
+        self._ended = time.perf_counter()
+
+    def _report(self, pending: PendingStep, wait_seconds: float) -> StepResult:
+        config, state = self.prepared.config, self.prepared.state
+        result = self.last = pending.result()
+        now = time.perf_counter()
+        seconds, self._ended = now - self._ended, now
+        state.skips_in_a_row = 0 if result.updated else state.skips_in_a_row + 1
+        if result.step == config.train.steps or not result.updated or _due(result.step, config.track.log_every_steps):
+            values = _step_values(self.prepared, result, seconds, wait_seconds)
+            self.metrics.log(values, result.step, result.tokens)
+        if not result.updated:
+            self.metrics.event("skipped_update", result.step, {"loss": result.loss, "grad_norm": result.grad_norm})
+        check_skips(result.step, state.skips_in_a_row, result.loss, result.grad_norm, config.guards)
+        return result
 
 
 def _step_values(prepared: Prepared, result: StepResult, seconds: float, wait_seconds: float) -> dict[str, float]:
@@ -150,7 +195,7 @@ def _step_values(prepared: Prepared, result: StepResult, seconds: float, wait_se
         bytes_per_token = sum(s.bytes_per_token * s.tokens for s in splits) / max(1, sum(s.tokens for s in splits))
         values[f"loss/{channel}"] = loss
         values[f"bpb/{channel}"] = loss / math.log(2) / bytes_per_token
-    seq_len = data.segment_at(max(0, prepared.state.tokens - 1)).seq_len
+    seq_len = data.segment_at(max(0, result.tokens - 1)).seq_len
     for convention, share in model_flops_utilisation(
         config.model, seq_len, speed, prepared.environment["device"]
     ).items():

@@ -14,8 +14,10 @@ from zero2all.common.files import sweep_partials, write_atomic
 from zero2all.common.manifest import fingerprint
 from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig, config_from_values, config_values, config_yaml
+from zero2all.model.compile import compile_model
 from zero2all.model.config import parameter_counts
 from zero2all.model.z2all import Z2all
+from zero2all.ops.implementation import Situation
 from zero2all.ops.registry import resolve
 from zero2all.packed.config import FREE_ON_RESUME
 from zero2all.packed.layout import PackedSplit
@@ -24,13 +26,10 @@ from zero2all.packed.remote import packed_root
 from zero2all.packed.stages import Stage
 from zero2all.parallel.device import environment, pick_device, set_cpu_threads
 from zero2all.train.checkpoint import Checkpoint, newest_checkpoint
-from zero2all.train.optim import build_optimizer
-from zero2all.train.state import TrainState
+from zero2all.train.state import DTYPES, TrainState, new_state
 from zero2all.train.validate import open_valid_splits
 
 CONFIG_FILE = "config.yaml"
-VOCAB_MULTIPLE = 64
-"""Matrix units like widths that are multiples of this; an odd vocabulary makes the head several times slower."""
 
 SECTIONS_FREE_ON_RESUME = ("ops", "parallel", "tokenizer", "checkpoint", "resilience", "track", "eval", "guards")
 """Changing these never changes which samples are seen or which rate is used."""
@@ -50,6 +49,11 @@ class Prepared:
     environment: dict[str, Any]
     notes: list[str]
     """What a person should know before the run starts: choices, fallbacks, what differs from an earlier attempt."""
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether a step is over when it returns."""
+        return self.device.type == "cpu"
 
     @property
     def inputs(self) -> str:
@@ -85,18 +89,14 @@ def prepare(asked: RunConfig, workspace: Workspace, accept_changes: bool = False
     set_cpu_threads(config.parallel.cpu_threads, recorded)
     device = pick_device(config.parallel.device)
     here = environment(device)
-    ops = resolve(config.ops, device.type)
-    notes += [f"ops: {', '.join(f'{choice.operator}={choice.got}' for choice in ops.choices)}"]
-    notes += [
-        f"ops: {choice.operator}: asked {choice.asked}, got {choice.got}: {choice.reason}"
-        for choice in ops.choices
-        if choice.asked not in ("auto", choice.got)
-    ]
+    dtype = DTYPES[config.train.precision]
+    ops = resolve(config.ops, situation(config, device.type, dtype))
+    notes += ops.notes()
     model = Z2all(config.model, ops)
     if checkpoint is None:
         model.init_weights(config.train.seed)
-    model.to(device).train()
-    state = TrainState(model, build_optimizer(model, config.optim))
+    state = new_state(model.to(device).train(), config.optim, dtype)
+    compile_model(model)
     if checkpoint is not None:
         state.restore(checkpoint.model_tensors(), checkpoint.optimizer_tensors(), checkpoint.counters())
         notes.append(f"resumed {run.name} at step {state.step} from {checkpoint.folder.name}")
@@ -109,6 +109,24 @@ def prepare(asked: RunConfig, workspace: Workspace, accept_changes: bool = False
     counts = parameter_counts(config.model)
     notes.insert(0, f"model: {counts['total'] / 1e6:.2f} M parameters on {here['device']}, {config.train.precision}")
     return Prepared(config, run, data, valid, state, device, here, notes)
+
+
+def situation(config: RunConfig, device: str, dtype: torch.dtype) -> Situation:
+    """All that the operators of this config may want to know before they are chosen."""
+    model = config.model
+    return Situation(
+        device=device,
+        dtype=dtype,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        head_size=model.head_size,
+        qkv_rows=(model.heads + 2 * model.kv_heads) * model.head_size,
+        vocab_size=model.vocab_rows,
+        documents=config.data.document_mask,
+        z_loss=config.train.z_loss > 0,
+        dropout=model.attention_dropout > 0,
+        compiled=config.ops.compile != "none",
+    )
 
 
 def _open_data(config: RunConfig, workspace: Workspace, checkpoint: Checkpoint | None) -> tuple[TrainingData, int]:
@@ -145,8 +163,7 @@ def with_vocabulary(config: RunConfig, tokens_in_data: int) -> RunConfig:
     """The config with model.vocab_size filled in, or an error when the data has ids the model lacks."""
     size = config.model.vocab_size
     if size is None:
-        size = -(-tokens_in_data // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-        return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
+        return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=tokens_in_data))
     if size < tokens_in_data:
         raise UsageError(
             f"model.vocab_size is {size}, but the data was packed with {tokens_in_data} token ids. Set it to at least "
