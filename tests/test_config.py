@@ -173,7 +173,8 @@ def test_all_problems_are_reported_together_with_field_value_expectation_and_nea
         "schedul: got {'warmup_steps': 1}, expected the name of a section. Did you mean `schedule`?",
         "modle: got {'heads': 3}, expected the name of a section. Did you mean `model`?",
         "data.seed: got True, expected a whole number.",
-        "ops.attention: got 'sdpaa', expected one of 'auto', 'math', 'sdpa'. Did you mean `sdpa`?",
+        "ops.attention: got 'sdpaa', expected one of 'auto', 'math', 'sdpa', 'sdpa_flash', "
+        "'sdpa_cudnn', 'flex', 'varlen', 'fa3', 'fa4'. Did you mean `sdpa`?",
         "parallel.device: got 'gpu', expected one of 'auto', 'cpu', 'cuda'. Did you mean `cpu`?",
         "optim.lr_maxx: got 0.1, expected a field of `optim`. Did you mean `lr_max`?",
         "optim.beta1: got 2, expected a number at least 0 and below 1.",

@@ -187,7 +187,7 @@ def test_exported_run_gives_our_logits_in_transformers(trained, theirs):
     for ids in [[tokenizer.begin_id, *tokenizer.encode_text(text)] for text in texts]:
         with torch.no_grad():
             assert_close_logits(our_logits(trained, torch.tensor([ids])), theirs(torch.tensor([ids])).logits)
-    ids = random_ids(rows=4, length=128, below=trained.config.model.vocab_rows)
+    ids = random_ids(rows=4, length=128, below=trained.config.model.vocab_ids)
     with torch.no_grad():
         assert_close_logits(our_logits(trained, ids), theirs(ids).logits)
 
@@ -215,7 +215,7 @@ def test_greedy_text_is_the_same_in_transformers(trained, exported, theirs, prom
     """
     from transformers import AutoTokenizer
 
-    vocabulary = Vocabulary(trained.tokenizer, trained.config.model.vocab_rows)
+    vocabulary = Vocabulary(trained.tokenizer, trained.config.model.vocab_ids)
     healed = heal(prompt, trained.tokenizer, vocabulary)
     for done, own in enumerate(healed.given_back):
         left = b"".join(vocabulary.pieces[token] for token in healed.given_back[done:])
@@ -264,7 +264,7 @@ def test_run_can_be_exported_in_a_narrower_dtype(trained, trained_workspace, tmp
     export_run(trained, trained_workspace.tokenizer, tmp_path / "hf", dtype)
     stored = tensors_of(tmp_path / "hf")
     assert {tensor.dtype for tensor in stored.values()} == {hf.DTYPES[dtype]}
-    expected = trained.model.embedding.weight.to(hf.DTYPES[dtype])
+    expected = trained.model.embedding.weight[: trained.config.model.vocab_ids].to(hf.DTYPES[dtype])
     assert torch.equal(stored["model.embed_tokens.weight"], expected)
 
 
@@ -427,7 +427,8 @@ def test_embeddings_grow_with_an_extended_tokenizer(make_folder, workspace, tmp_
     loaded = load_run(workspace, "grown")
     old, new = load_tokenizer(folder), load_tokenizer(larger)
     assert loaded.tokenizer.vocab_size == new.vocab_size > VOCAB_ROWS
-    assert loaded.config.model.vocab_rows == done.resized.rows == -(-new.vocab_size // 64) * 64
+    assert loaded.config.model.vocab_ids == done.resized.rows == new.vocab_size
+    assert len(loaded.model.embedding.weight) == -(-new.vocab_size // 64) * 64
     assert (done.resized.rows_before, done.resized.new_ids) == (VOCAB_ROWS, new.vocab_size - old.vocab_size)
     theirs = tensors_of(folder)
     for ours, name in (("embedding.weight", "model.embed_tokens.weight"), ("head.weight", "lm_head.weight")):
@@ -456,7 +457,7 @@ def test_padded_rows_take_new_ids_before_the_model_grows(make_folder, workspace,
     grown = load_run(workspace, "grown").model.embedding.weight
     torch.testing.assert_close(grown[number].detach().cpu(), before)
     import_folder(folder, open_workspace(tmp_path / "w2", create=True), "same", larger)
-    assert load_run(open_workspace(tmp_path / "w2"), "same").config.model.vocab_rows == VOCAB_ROWS
+    assert load_run(open_workspace(tmp_path / "w2"), "same").config.model.vocab_ids == VOCAB_ROWS
 
 
 def test_a_tokenizer_that_is_too_large_or_moves_ids_is_refused(make_folder, workspace, tmp_path, trained_workspace):
@@ -488,10 +489,10 @@ def test_compatible_export_renders_chats_as_text_with_our_ids(trained, trained_w
     assert load_tokenizer(tmp_path / "hf").control == trained.tokenizer.control
 
 
-def test_vocabulary_is_padded_on_the_model_side_and_its_real_size_is_known_apart(trained, exported):
-    rows, real = trained.config.model.vocab_rows, trained.tokenizer.vocab_size
-    assert (real, rows) == (420, 448)
-    assert read_json(exported / "config.json")["vocab_size"] == rows
+def test_padding_of_the_vocabulary_stays_inside(trained, exported):
+    real = trained.tokenizer.vocab_size
+    assert (real, len(trained.model.embedding.weight)) == (420, 448)
+    assert read_json(exported / "config.json")["vocab_size"] == real
     from transformers import AutoTokenizer
 
     assert len(AutoTokenizer.from_pretrained(exported)) == real

@@ -71,11 +71,14 @@ TRAINER = (
 TRAINER_THIRD_PARTY = {"torch", "numpy", "safetensors", "yaml", "rich", "psutil", "google_crc32c", "orjson"}
 """What a bare GPU image must have for training to start. `tokenizers` is needed only to pack, not to train."""
 
+KERNELS = "ops.kernels"
 LAZY_THIRD_PARTY = {
     "common.records": {"zstandard", "pyarrow"},
     "common.engine": {"ray"},
     "packed.remote": {"fsspec"},
     "packed.picture": {"matplotlib"},
+    **{f"ops.{name}": {"liger_kernel"} for name in ("rms_norm", "rope", "swiglu", "cross_entropy")},
+    "ops.linear_cross_entropy": {"liger_kernel"},
 }
 """Libraries a module may import when it meets what needs them (a corpus shard of their format, an address, …): never
 at the top."""
@@ -253,7 +256,15 @@ def is_lazy(each: Import) -> bool:
 @pytest.mark.parametrize("part", TRAINER)
 def test_the_trainer_needs_no_more_than_a_bare_gpu_image_has(part):
     beyond = [each for each in third_parties(part) if each.target.split(".")[0] not in TRAINER_THIRD_PARTY]
+    beyond = [each for each in beyond if not (inside(short(each.importer), KERNELS) and each.target[:6] == "triton")]
     assert [str(each) for each in beyond if each.at_top or not is_lazy(each)] == []
+
+
+def test_our_kernels_are_imported_only_where_one_is_chosen():
+    """They import Triton at their top; everything else must run without it."""
+    users = [each for each in ALL_IMPORTS if inside(each.target.removeprefix(f"{PACKAGE}."), KERNELS)]
+    assert users
+    assert [str(each) for each in users if each.at_top and not inside(short(each.importer), KERNELS)] == []
 
 
 def test_the_metrics_writer_and_the_limits_need_the_standard_library_only():

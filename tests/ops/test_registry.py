@@ -1,37 +1,67 @@
 """How an implementation is chosen, and what is said about it."""
 
 import dataclasses
+import importlib
+import importlib.util
 import typing
+from importlib.machinery import ModuleSpec
 
 import pytest
+import torch
 
 from zero2all.common.errors import UsageError
 from zero2all.ops.config import OpsConfig
-from zero2all.ops.implementation import Implementation
-from zero2all.ops.registry import OPERATORS, Choice, _choose, resolve
+from zero2all.ops.implementation import MAX_ROW, Implementation, Situation
+from zero2all.ops.registry import OPERATORS, OUTSIDE_COMPILATION, Choice, Ops, _choose, resolve
 
+CPU, CUDA = Situation("cpu"), Situation("cuda", dtype=torch.bfloat16)
 PLAIN = Implementation("plain", lambda: "plain")
 FAST = Implementation(
-    "fast", lambda: "fast", probe=lambda device: None if device == "cuda" else f"no kernel for {device}"
+    "fast", lambda: "fast", probe=lambda where: None if where.device == "cuda" else f"no kernel for {where.device}"
+)
+OPAQUE = Implementation("opaque", lambda: "opaque", compile_safe=False)
+EVERY = [(operator, one) for operator, implementations in OPERATORS.items() for one in implementations]
+every_implementation = pytest.mark.parametrize(
+    ("operator", "implementation"), EVERY, ids=[f"{operator}={one.name}" for operator, one in EVERY]
 )
 
 
-def test_auto_takes_the_first_implementation_of_each_operator_on_the_cpu():
-    ops = resolve(OpsConfig(), "cpu")
-    for operator, implementations in OPERATORS.items():
-        assert getattr(ops, operator) is implementations[0].function
-    assert [choice.operator for choice in ops.choices] == list(OPERATORS)
-    assert {choice.asked for choice in ops.choices} == {"auto"}
-    assert all(choice.reason == "first that runs on cpu" for choice in ops.choices)
+OPTIONAL_PACKAGES = ("triton", "liger_kernel", "flash_attn_interface", "flash_attn", "flash_attn.cute")
 
 
-def test_named_implementation_is_taken_as_asked():
-    for operator, implementations in OPERATORS.items():
-        for implementation in implementations:
-            ops = resolve(OpsConfig(**{operator: implementation.name}), "cpu")
-            assert getattr(ops, operator) is implementation.function
-            (choice,) = [choice for choice in ops.choices if choice.operator == operator]
-            assert choice == Choice(operator, implementation.name, implementation.name, "as asked")
+def pretend_packages(monkeypatch, there: tuple[str, ...]) -> None:
+    """Probes find these optional packages and no other ones, whatever is installed."""
+    real = importlib.util.find_spec
+
+    def find_spec(name, package=None):
+        if name not in OPTIONAL_PACKAGES:
+            return real(name, package)
+        return ModuleSpec(name, None) if name in there else None
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A machine with a GPU and all packages, as far as probes look."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    pretend_packages(monkeypatch, there=OPTIONAL_PACKAGES)
+
+
+@pytest.fixture
+def kernels():
+    """Our kernels, imported before a test bends the import machinery."""
+    pytest.importorskip("triton")
+    return importlib.import_module("zero2all.ops.kernels.linear")
+
+
+def probe(operator: str, name: str, situation: Situation) -> str | None:
+    (found,) = [one for one in OPERATORS[operator] if one.name == name]
+    return found.probe(situation)
+
+
+# ---- what there is -------------------------------------------------------------------------------------------------
 
 
 def test_config_offers_exactly_the_implementations_there_are():
@@ -39,30 +69,199 @@ def test_config_offers_exactly_the_implementations_there_are():
     for operator, implementations in OPERATORS.items():
         offered = set(typing.get_args(hints[operator]))
         assert offered == {"auto", *(implementation.name for implementation in implementations)}
-    assert {field.name for field in dataclasses.fields(OpsConfig)} == {*OPERATORS, "strict"}
+    assert {field.name for field in dataclasses.fields(OpsConfig)} == {*OPERATORS, "compile", "strict"}
+    assert {getattr(OpsConfig(), operator) for operator in OPERATORS} == {"auto"}
+    assert (OpsConfig().compile, OpsConfig().strict) == ("none", True)
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_probe_says_in_words_what_keeps_it_from_the_cpu(operator, implementation, dtype):
+    for others in ({}, {"documents": True}, {"z_loss": True}, {"dropout": True}, {"head_size": 33}, {"compiled": True}):
+        problem = implementation.probe(Situation("cpu", dtype=dtype, **others))
+        assert problem is None or (len(problem.split()) > 3 and not problem.endswith("."))
+
+
+def test_every_operator_has_a_reference_that_runs_anywhere():
+    odd = Situation("cpu", torch.float64, hidden_size=MAX_ROW + 1, head_size=7, documents=True, z_loss=True)
+    for operator, implementations in OPERATORS.items():
+        for situation in (odd, dataclasses.replace(odd, device="cuda")):
+            assert any(one.probe(situation) is None for one in implementations), operator
+
+
+# ---- what is taken -------------------------------------------------------------------------------------------------
+
+
+def test_auto_takes_the_first_of_each_operator_that_runs_on_the_cpu():
+    ops = resolve(OpsConfig(), "cpu")
+    assert [choice.operator for choice in ops.choices] == list(OPERATORS)
+    for choice in ops.choices:
+        first = next(one for one in OPERATORS[choice.operator] if one.probe(CPU) is None)
+        assert choice == Choice(choice.operator, "auto", first.name, "first that runs on cpu")
+        assert getattr(ops, choice.operator) is first.function
+
+
+@every_implementation
+def test_named_implementation_is_taken_or_refused_with_the_reason_of_its_probe(operator, implementation):
+    config, problem = OpsConfig(**{operator: implementation.name}), implementation.probe(CPU)
+    if problem is not None:
+        with pytest.raises(UsageError) as refusal:
+            resolve(config, "cpu")
+        assert f"ops.{operator} = {implementation.name} cannot run on this machine: {problem}. " in str(refusal.value)
+        assert "ops.strict" in str(refusal.value)
+        return
+    ops = resolve(config, "cpu")
+    (choice,) = [choice for choice in ops.choices if choice.operator == operator]
+    assert choice == Choice(operator, implementation.name, implementation.name, "as asked")
+    assert callable(getattr(ops, operator))
 
 
 def test_auto_passes_over_what_cannot_run_here():
-    taken, choice = _choose("twist", "auto", (FAST, PLAIN), "cpu", strict=True)
+    taken, choice = _choose("twist", "auto", (FAST, PLAIN), CPU, strict=True)
     assert taken is PLAIN
     assert choice == Choice("twist", "auto", "plain", "first that runs on cpu")
-    assert _choose("twist", "auto", (FAST, PLAIN), "cuda", strict=True)[0] is FAST
+    assert _choose("twist", "auto", (FAST, PLAIN), CUDA, strict=True)[0] is FAST
 
 
 def test_fallback_records_what_was_asked_what_was_taken_and_why():
-    taken, choice = _choose("twist", "fast", (FAST, PLAIN), "cpu", strict=False)
+    taken, choice = _choose("twist", "fast", (FAST, PLAIN), CPU, strict=False)
     assert taken is PLAIN
     assert (choice.asked, choice.got) == ("fast", "plain")
     assert choice.reason == "fast cannot run here (no kernel for cpu); first that runs on cpu"
 
 
-def test_strict_makes_a_fallback_an_error_with_the_reason_of_the_probe():
+def test_strict_makes_a_fallback_an_error_that_names_the_others():
     with pytest.raises(
         UsageError, match=r"ops.twist = fast cannot run .*: no kernel for cpu\. .*fast, plain.*ops.strict"
     ):
-        _choose("twist", "fast", (FAST, PLAIN), "cpu", strict=True)
+        _choose("twist", "fast", (FAST, PLAIN), CPU, strict=True)
 
 
 def test_operator_that_nothing_can_compute_is_an_error():
     with pytest.raises(UsageError, match="No implementation of twist runs on cpu"):
-        _choose("twist", "auto", (FAST,), "cpu", strict=False)
+        _choose("twist", "auto", (FAST,), CPU, strict=False)
+
+
+def test_loss_goes_through_the_cross_entropy_chosen_where_the_fused_head_is_off():
+    ops = resolve(OpsConfig(linear_cross_entropy="off", cross_entropy="eager"), "cpu")
+    hidden, head = torch.randn(3, 4), torch.randn(5, 4)
+    targets = torch.tensor([0, 4, 2])
+    _, losses = ops.linear_cross_entropy(hidden, head, targets, torch.ones(3), 5, 0.0)
+    assert torch.equal(losses, ops.cross_entropy(hidden @ head.t(), targets))
+
+
+# ---- what is said --------------------------------------------------------------------------------------------------
+
+
+def test_notes_say_what_was_taken_in_one_line():
+    (line,) = resolve(OpsConfig(), "cpu").notes()
+    for operator in OPERATORS:
+        assert f"{operator}=" in line
+    assert line.startswith("ops: attention=sdpa, rope=eager, ")
+    assert "compile" not in line
+
+
+def test_notes_name_compilation_and_each_choice_that_is_not_what_was_asked():
+    config = OpsConfig(attention="math", swiglu="triton", compile="block", strict=False)
+    first, *others = resolve(config, "cpu").notes()
+    assert first.endswith(", compile=block")
+    assert "attention=math" in first
+    (line,) = others
+    assert line.startswith("ops: swiglu: asked triton, got torch: triton cannot run here (it needs a CUDA device); ")
+
+
+# ---- compilation ---------------------------------------------------------------------------------------------------
+
+
+def test_auto_under_compilation_takes_what_the_compiler_can_look_into():
+    assert _choose("twist", "auto", (OPAQUE, PLAIN), CPU, True, inside_compilation=True)[0] is PLAIN
+    assert _choose("twist", "auto", (OPAQUE, PLAIN), CPU, True)[0] is OPAQUE
+    # Where there is no other, an opaque one is better than none.
+    assert _choose("twist", "auto", (OPAQUE,), CPU, True, inside_compilation=True)[0] is OPAQUE
+
+
+def test_compiled_model_on_a_gpu_leaves_its_inner_operators_to_the_compiler(hopper):
+    situation = dataclasses.replace(CUDA, compiled=True)
+    taken = {choice.operator: choice.got for choice in resolve(OpsConfig(compile="block"), situation).choices}
+    for operator in set(OPERATORS) - set(OUTSIDE_COMPILATION):
+        (implementation,) = [one for one in OPERATORS[operator] if one.name == taken[operator]]
+        assert implementation.compile_safe
+    assert {taken[operator] for operator in OUTSIDE_COMPILATION} == {"triton"}
+
+
+def is_hidden_from_the_compiler(function) -> bool:
+    return bool(getattr(function, "_torchdynamo_disable", False))
+
+
+def test_opaque_implementation_that_was_named_is_kept_out_of_the_graph(kernels, hopper):
+    config = OpsConfig(swiglu="triton", linear="into32", rope="triton", rms_norm="triton", compile="block")
+    inside = resolve(config, dataclasses.replace(CUDA, compiled=True))
+    outside = resolve(dataclasses.replace(config, compile="none"), CUDA)
+    for name in ("swiglu", "linear", "rope", "rms_norm", "feed_forward"):
+        assert is_hidden_from_the_compiler(getattr(inside, name)), name
+        assert not is_hidden_from_the_compiler(getattr(outside, name)), name
+    assert not is_hidden_from_the_compiler(inside.attention)
+
+
+# ---- sizes and settings a kernel cannot take, said when the model is built -------------------------------------------
+
+
+def refusal(situation: Situation, **names: str) -> str:
+    with pytest.raises(UsageError) as raised:
+        resolve(OpsConfig(**names), situation)
+    return str(raised.value)
+
+
+def test_kernels_say_at_once_which_size_they_cannot_take(hopper):
+    def cuda(**facts) -> Situation:
+        return dataclasses.replace(CUDA, **facts)
+
+    assert f"a row of {MAX_ROW + 1} values" in refusal(cuda(hidden_size=MAX_ROW + 1), rms_norm="triton")
+    assert "multiples of 8, and this model's are 36" in refusal(cuda(head_size=36), attention="sdpa_flash")
+    assert "at most 128, and this model's are 192" in refusal(cuda(head_size=192), attention="sdpa_cudnn")
+    assert "power of two, and this model's are 96" in refusal(cuda(head_size=96), attention="flex")
+    assert "multiples of 16, and intermediate_size is 200" in refusal(
+        cuda(hidden_size=64, intermediate_size=200), linear="fp8"
+    )
+    assert "the model is float64" in refusal(cuda(dtype=torch.float64), swiglu="triton")
+    assert "the model is float32" in refusal(cuda(dtype=torch.float32), attention="sdpa_flash")
+    assert "the model is float32" in refusal(cuda(dtype=torch.float32), linear="fp8")
+    # The same kernels take what fits.
+    fits = cuda(hidden_size=512, intermediate_size=1408, head_size=64, qkv_rows=1024)
+    for operator, name in (("rms_norm", "triton"), ("attention", "sdpa_cudnn"), ("linear", "fp8")):
+        assert probe(operator, name, fits) is None
+
+
+@pytest.mark.parametrize("name", ["sdpa_cudnn", "sdpa_flash", "fa3", "fa4"])
+def test_attention_without_a_mask_for_documents_refuses_them(hopper, name):
+    assert "it has no mask for documents" in refusal(dataclasses.replace(CUDA, documents=True), attention=name)
+
+
+@pytest.mark.parametrize("name", ["flex", "varlen", "fa3", "fa4"])
+def test_attention_without_dropout_refuses_it(hopper, name):
+    assert "it has no dropout" in refusal(dataclasses.replace(CUDA, dropout=True), attention=name)
+
+
+def test_z_term_is_refused_by_the_head_that_has_none():
+    if not hasattr(torch.nn.functional, "linear_cross_entropy"):
+        pytest.skip("this torch has no linear_cross_entropy of its own")
+    assert "it has no z term" in refusal(Situation("cpu", z_loss=True), linear_cross_entropy="torch")
+
+
+def test_old_gpu_and_missing_packages_are_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    pretend_packages(monkeypatch, there=())
+    assert "triton is not installed" in refusal(CUDA, swiglu="triton")
+    assert "liger-kernel is not installed" in refusal(CUDA, swiglu="liger")
+    assert "compute capability 9.0" in refusal(CUDA, attention="fa3")
+    pretend_packages(monkeypatch, there=("triton",))
+    assert "no float8 tensor cores" in refusal(CUDA, linear="fp8")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    assert "the package flash_attn_interface cannot be imported" in refusal(CUDA, attention="fa3")
+
+
+def test_resolved_operators_are_plain_functions():
+    ops = resolve(OpsConfig(), "cpu")
+    for field in dataclasses.fields(Ops):
+        if field.name not in ("choices", "compile"):
+            assert callable(getattr(ops, field.name))

@@ -12,17 +12,18 @@ from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
 from zero2all.train.config import OptimConfig, ScheduleConfig
-from zero2all.train.optim import build_optimizer, clip_gradient, parameter_groups
+from zero2all.train.optim import decayed_names
 from zero2all.train.schedule import learning_rate
+from zero2all.train.state import new_state
 
 
 def rates(steps, **options):
     return [learning_rate(step, steps, 2.0, ScheduleConfig(**options)) for step in range(steps)]
 
 
-def model_with(**options):
+def model_with(ops=None, **options):
     shape = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "layers": 2, "heads": 2, "kv_heads": 1}
-    model = Z2all(ModelConfig(**{**shape, "max_seq_len": 16, **options}), resolve(OpsConfig(), "cpu"))
+    model = Z2all(ModelConfig(**{**shape, "max_seq_len": 16, **options}), resolve(ops or OpsConfig(), "cpu"))
     model.init_weights(1)
     return model
 
@@ -53,38 +54,37 @@ def test_short_runs_have_a_rate_too():
 @pytest.mark.parametrize("decay_embeddings", [False, True])
 def test_norms_and_biases_never_decay_and_embeddings_by_option(tied, decay_embeddings):
     model = model_with(attention_bias="all", mlp_bias=True, tied_embeddings=tied)
-    config = OptimConfig(weight_decay=0.3, decay_embeddings=decay_embeddings)
-    decay = {id(p): group["weight_decay"] for group in parameter_groups(model, config) for p in group["params"]}
-    named = dict(model.named_parameters())
-    assert len(decay) == len(named)
-    for name, parameter in named.items():
+    decayed = decayed_names(model, OptimConfig(decay_embeddings=decay_embeddings))
+    for name, _ in model.named_parameters():
         if "norm" in name or name.endswith("bias"):
-            wanted = 0.0
+            assert name not in decayed
         elif name in ("embedding.weight", "head.weight"):
-            wanted = 0.3 if decay_embeddings else 0.0
+            assert (name in decayed) == decay_embeddings
         else:
-            wanted = 0.3
-        assert decay[id(parameter)] == wanted, name
+            assert name in decayed
 
 
 def test_decay_shrinks_matrices_and_leaves_norms_alone():
-    model = model_with()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    optimizer = build_optimizer(model, OptimConfig(lr_max=0.1, weight_decay=0.5))
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    for name, value in model.state_dict().items():
+    state = new_state(model_with(), OptimConfig(weight_decay=0.5), torch.float32)
+    before = {name: value.clone() for name, value in state.model_tensors().items()}
+    state.optimizer.step(0.1, state.optimizer.gradient_norm())
+    for name, value in state.model_tensors().items():
         torch.testing.assert_close(value, before[name] * (1.0 if "norm" in name else 0.95))
 
 
-def test_clipping_shortens_a_long_gradient_and_returns_its_length_before():
-    model = model_with()
-    for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, 0.5)
-    length = 0.5 * sum(parameter.numel() for parameter in model.parameters()) ** 0.5
-    assert float(clip_gradient(model, 0.0)) == pytest.approx(length)
-    assert float(clip_gradient(model, 0.0)) == pytest.approx(length)  # 0 leaves it alone
-    assert float(clip_gradient(model, 10 * length)) == pytest.approx(length)
-    assert float(clip_gradient(model, 1.0)) == pytest.approx(length)  # longer than allowed: shortened
-    assert float(clip_gradient(model, 1.0)) == pytest.approx(1.0, rel=1e-4)
+@pytest.mark.parametrize("optimizer", ["fused", "foreach", "eager"])
+def test_clipping_shortens_a_long_gradient_and_the_norm_is_its_length_before(optimizer):
+    def first_moments(longest, scale):
+        config = OptimConfig(clip_grad_norm=longest)
+        state = new_state(model_with(ops=OpsConfig(optimizer=optimizer)), config, torch.float32)
+        for place in state.weights.places:
+            state.weights.gradients[place.at] = scale
+        norm = state.optimizer.gradient_norm()
+        assert float(norm) == pytest.approx(scale * sum(p.numel() for p in state.model.parameters()) ** 0.5)
+        state.optimizer.step(0.1, norm)
+        assert not state.weights.gradients.any()
+        return state.optimizer.firsts, float(norm)
+
+    whole, length = first_moments(0.0, 0.5)
+    torch.testing.assert_close(first_moments(10 * length, 0.5)[0], whole)  # short enough
+    torch.testing.assert_close(first_moments(length / 4, 0.5)[0], whole / 4)  # longer than allowed: shortened

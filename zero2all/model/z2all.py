@@ -185,7 +185,7 @@ class Z2all(nn.Module):
         return self.embedding.weight if self.head is None else self.head.weight
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(..., C) -> (..., vocab_size); the rows that only pad the matrix are left out, so nothing can predict them."""
+        """(..., C) -> (..., vocab_size); rows that only pad the matrix are left out, so nothing can predict them."""
         return F.linear(hidden, self.head_weight[: self.config.vocab_size])
 
     def loss(
@@ -204,9 +204,7 @@ class Z2all(nn.Module):
         hidden = self(tokens, segments=segments)
         if weights is None:
             weights = torch.ones(targets.shape, dtype=torch.float32, device=targets.device)
-        return self.ops.linear_cross_entropy(
-            hidden, self.head_weight, targets, weights, self.config.vocab_size, z_loss
-        )
+        return self.ops.linear_cross_entropy(hidden, self.head_weight, targets, weights, self.config.vocab_size, z_loss)
 
 
 def _positions(segments: Tensor) -> Tensor:

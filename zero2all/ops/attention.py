@@ -139,17 +139,24 @@ def flex_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float, se
     attend, block_mask = _compiled_flex()
     T = query.shape[2]
     if segments is None:
-        mask = block_mask(lambda b, h, q, k: q >= k, None, None, T, T, device=query.device)
+        mask = block_mask(_past, None, None, T, T, device=query.device)
     else:
-        numbers = segments
-
-        def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            del h
-            return (q >= k) & (numbers[b, q] == numbers[b, k])
-
-        mask = block_mask(visible, segments.shape[0], None, T, T, device=query.device)
+        mask = block_mask(_past_of_the_document(segments), segments.shape[0], None, T, T, device=query.device)
     mixed: Tensor = attend(query, key, value, block_mask=mask, enable_gqa=query.shape[1] != key.shape[1])
     return mixed
+
+
+def _past(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    del batch, head
+    return query >= key
+
+
+def _past_of_the_document(segments: Tensor) -> Callable[..., Tensor]:
+    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        del head
+        return (query >= key) & (segments[batch, query] == segments[batch, key])
+
+    return visible
 
 
 def _probe_flex(situation: Situation) -> str | None:
@@ -167,11 +174,11 @@ def varlen_attention(
 ) -> Tensor:
     """Documents one after the other, each with attention of its own. Counting them waits for the device."""
     B, Hq, T, D = query.shape
-    if T != key.shape[2]:
+    if key.shape[2] != T:
         return sdpa_attention(query, key, value, dropout, segments)
     from torch.nn.attention.varlen import varlen_attn
 
-    borders = _borders(B, T, segments, query.device)
+    borders = _borders((B, T), segments, query.device)
     q, k, v = (heads.transpose(1, 2).reshape(B * T, -1, D) for heads in (query, key, value))
     parameters = inspect.signature(varlen_attn).parameters
     options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in parameters else {"is_causal": True}
@@ -184,8 +191,9 @@ def varlen_attention(
     return mixed.view(B, T, Hq, D).transpose(1, 2)
 
 
-def _borders(B: int, T: int, segments: Tensor | None, device: torch.device) -> Tensor:
+def _borders(shape: tuple[int, int], segments: Tensor | None, device: torch.device) -> Tensor:
     """Where documents begin in the B * T tokens, and the end: int32."""
+    B, T = shape
     if segments is None:
         return torch.arange(0, B * T + 1, T, dtype=torch.int32, device=device)
     begins = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=True).flatten()

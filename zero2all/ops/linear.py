@@ -47,6 +47,11 @@ IMPLEMENTATIONS = (
 )
 
 
+def is_fused(swiglu_name: str, linear_name: str) -> bool:
+    """Whether these two are fused into one feed-forward: our kernels, which torch.compile cannot look into."""
+    return swiglu_name == "triton" and linear_name in ("into32", "fp8")
+
+
 def feed_forward(swiglu_name: str, swiglu: Swiglu, linear_name: str, linear: Linear) -> FeedForward:
     """(x, gate_up weight and bias, down weight and bias) as one function: fused where all of it is our kernels and
     there are no biases, else one after the other."""
@@ -54,7 +59,7 @@ def feed_forward(swiglu_name: str, swiglu: Swiglu, linear_name: str, linear: Lin
     def one_after_the_other(x: Tensor, gate_up: Parameters, down: Parameters) -> Tensor:
         return linear(swiglu(linear(x, *gate_up)), *down)
 
-    if swiglu_name != "triton" or linear_name not in ("into32", "fp8"):
+    if not is_fused(swiglu_name, linear_name):
         return one_after_the_other
 
     from zero2all.ops.kernels.linear import feed_forward_8, feed_forward_into_32

@@ -84,7 +84,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             here = logits[: rows.stop - rows.start]
             torch.mm(hidden[rows], head.t(), out=here)
             losses[rows], of_z = kernel(here, targets[rows], weights[rows], vocab_size, z, needed)
-            if penalties is not None:
+            if penalties is not None and of_z is not None:
                 penalties[rows] = of_z
             if dhidden is not None and dhead is not None:
                 torch.mm(here, head, out=dhidden[rows])
@@ -101,10 +101,10 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @without_autocast
-    def backward(ctx: Any, dsum: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dsum: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         dhidden, dhead = ctx.saved_tensors
         main = getattr(ctx.head, "main_grad", None)
-        dhidden = dhidden * dsum.to(dhidden.dtype)
+        dhidden = dhidden * dsum  # a scalar tensor keeps its digits and leaves the dtype as it is
         if main is None:
             return dhidden, (dhead * dsum).to(ctx.head.dtype), None, None, None, None, None
         main.addcmul_(dhead, dsum.to(main.dtype).expand_as(dhead))
@@ -163,10 +163,10 @@ def torch_linear_cross_entropy(
     """torch's own, which chunks too."""
     assert z == 0.0, "the probe refuses a z term"
     rows, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    losses = F.linear_cross_entropy(  # type: ignore[attr-defined]
-        rows, head[:vocab_size], wanted, reduction="none", ignore_index=-1
+    losses = widened(
+        F.linear_cross_entropy(rows, head[:vocab_size], wanted.clamp(min=-1), reduction="none", ignore_index=-1)
     )
-    return (losses.float() * weights.reshape(-1)).sum(), losses.detach().view(targets.shape)
+    return (losses * weights.reshape(-1)).sum(), losses.detach().view(targets.shape)
 
 
 def liger_linear_cross_entropy(
@@ -176,9 +176,9 @@ def liger_linear_cross_entropy(
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as Liger
 
     rows, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    losses, *_ = Liger.apply(rows, head[:vocab_size], wanted, None, None, -1, z, 0.0, "none")
+    losses, *_ = Liger.apply(rows, head[:vocab_size], wanted.clamp(min=-1), None, None, -1, z, 0.0, "none")
     plain = losses.detach().view(targets.shape)
-    return (losses.float() * weights.reshape(-1)).sum(), plain
+    return (widened(losses) * weights.reshape(-1)).sum(), plain
 
 
 def _needs_torch_2_13(situation: Situation) -> str | None:

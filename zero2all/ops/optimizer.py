@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,13 +69,11 @@ def triton_adamw(groups: list[Flat], updates: Tensor, lr: float, norm: Tensor, c
     updates.add_(torch.isfinite(norm))
 
 
-def _torch_adamw(
-    loop: str, groups: list[Flat], updates: Tensor, lr: float, norm: Tensor, constants: AdamW
-) -> None:
+def _torch_adamw(loop: str, groups: list[Flat], updates: Tensor, lr: float, norm: Tensor, constants: AdamW) -> None:
     """One of torch's three loops."""
     longest = constants.max_norm
     shrink = (norm / longest).clamp(min=1.0) if longest > 0 else torch.ones_like(norm)
-    options: dict[str, Tensor] = {}
+    options: dict[str, Any] = {}
     if loop == "fused":
         finite = torch.isfinite(norm)
         options = {"grad_scale": torch.where(finite, shrink, 1.0).float(), "found_inf": (~finite).float()}

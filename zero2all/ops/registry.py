@@ -84,12 +84,14 @@ def resolve(config: OpsConfig, where: str | Situation) -> Ops:
         implementation, choice = _choose(
             operator, getattr(config, operator), implementations, situation, config.strict, inside
         )
+        opaque = inside and not implementation.compile_safe
         function = implementation.function
-        functions[operator] = function if implementation.compile_safe or not inside else torch.compiler.disable(function)
+        functions[operator] = torch.compiler.disable(function) if opaque else function
         choices.append(choice)
     taken = {choice.operator: choice.got for choice in choices}
     feed_forward = linear.feed_forward(taken["swiglu"], functions["swiglu"], taken["linear"], functions["linear"])
-    functions["feed_forward"] = feed_forward
+    opaque = situation.compiled and linear.is_fused(taken["swiglu"], taken["linear"])
+    functions["feed_forward"] = torch.compiler.disable(feed_forward) if opaque else feed_forward
     if taken["linear_cross_entropy"] == "off":
         functions["linear_cross_entropy"] = linear_cross_entropy.through_cross_entropy(functions["cross_entropy"])
     return Ops(**functions, compile=config.compile, choices=tuple(choices))

@@ -85,7 +85,7 @@ class CrossEntropyInPlace(torch.autograd.Function):
 
     @staticmethod
     @without_autocast
-    def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor | None, ...]:
         (slopes,) = ctx.saved_tensors
         return slopes.mul_(dlosses.unsqueeze(1).to(slopes.dtype)), None
 

@@ -50,7 +50,7 @@ class LinearInto32(torch.autograd.Function):
 
     @staticmethod
     @without_autocast
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         dy = dy.contiguous()
         return dy @ ctx.weight, add_weight_gradient(ctx.weight, dy, x)
@@ -68,7 +68,7 @@ class SwigluLinearInto32(torch.autograd.Function):
 
     @staticmethod
     @without_autocast
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (gate_up,) = ctx.saved_tensors
         dy = dy.contiguous()
         dgate_up, h = swiglu_backward(dy @ ctx.weight, gate_up, again=True)
@@ -109,7 +109,8 @@ def float8_weight(weight: Tensor) -> Float8Weight:
         with torch.no_grad():
             scale = scale_of(weight, E4M3)
             straight, turned = quantise(weight, E4M3, scale)
-        assert straight is not None and turned is not None
+        assert straight is not None
+        assert turned is not None
         known = Float8Weight(weight._version, straight, turned, scale)
         weight.float8 = known  # type: ignore[attr-defined]
     return known
@@ -125,7 +126,8 @@ def _forward8(x: Tensor, weight: Tensor, peaks: Tensor | None = None) -> tuple[T
     scale = scale_of(x, E4M3) if peaks is None else scale_from_peaks(peaks, E4M3)
     straight, turned = quantise(x, E4M3, scale)
     w = float8_weight(weight)
-    assert straight is not None and turned is not None
+    assert straight is not None
+    assert turned is not None
     return _matmul(straight, w.straight, scale, w.scale, True, x.dtype), turned, scale
 
 
@@ -135,7 +137,8 @@ def _backward8(
     """dx and, where the weight has no `main_grad`, dweight. `peaks` saves measuring dy."""
     dy_scale = scale_of(dy, E5M2) if peaks is None else scale_from_peaks(peaks, E5M2)
     dy_straight, dy_turned = quantise(dy, E5M2, dy_scale)
-    assert dy_straight is not None and dy_turned is not None
+    assert dy_straight is not None
+    assert dy_turned is not None
     w = float8_weight(weight)
     dx = _matmul(dy_straight, w.turned, dy_scale, w.scale, FAST_BACKWARD, dy.dtype)
     dweight = _matmul(dy_turned, turned, dy_scale, scale, FAST_BACKWARD, dy.dtype)
@@ -163,7 +166,7 @@ class Linear8(torch.autograd.Function):
 
     @staticmethod
     @without_autocast
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         turned, scale = ctx.saved_tensors
         return _backward8(dy.contiguous(), turned, scale, ctx.weight)
 
@@ -185,7 +188,7 @@ class FeedForward8(torch.autograd.Function):
 
     @staticmethod
     @without_autocast
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gate_up, x_turned, x_scale, h_turned, h_scale = ctx.saved_tensors
         gate_up_weight, down_weight = ctx.weights
         dh, ddown = _backward8(dy.contiguous(), h_turned, h_scale, down_weight)

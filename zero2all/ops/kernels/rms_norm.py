@@ -106,7 +106,7 @@ class AddRmsNorm(torch.autograd.Function):
 
     @staticmethod
     @without_autocast
-    def backward(ctx: Any, dnormed: Tensor, dtotal: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dnormed: Tensor, dtotal: Tensor | None) -> tuple[Tensor | None, ...]:
         kept, weight, rstd = ctx.saved_tensors
         width = weight.shape[0]
         kept = kept.view(-1, width)

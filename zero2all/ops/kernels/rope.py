@@ -57,7 +57,7 @@ def _gather_turned_back(
 
 
 class RopeInPlace(torch.autograd.Function):
-    """(qkv (B, T, Hq + 2 Hk, D), cos and sin (T, D/2) or (B, T, D/2), Hq, Hk) -> query, key, value (B, H, T, D) views."""
+    """(qkv (B, T, Hq + 2 Hk, D), cos and sin (T, D/2) or (B, T, D/2), Hq, Hk) -> query, key, value: (B, H, T, D)."""
 
     @staticmethod
     @without_autocast
@@ -77,7 +77,7 @@ class RopeInPlace(torch.autograd.Function):
 
     @staticmethod
     @without_autocast
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         B, _, T, D = grads[0].shape
         total = sum(ctx.sizes)

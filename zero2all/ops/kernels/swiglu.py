@@ -106,7 +106,7 @@ class Swiglu(torch.autograd.Function):
 
     @staticmethod
     @without_autocast
-    def backward(ctx: Any, dh: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, dh: Tensor) -> Tensor:
         (rows,) = ctx.saved_tensors
         dgate_up, _ = swiglu_backward(rows_of(dh), rows)
         return dgate_up.view(*dh.shape[:-1], -1)

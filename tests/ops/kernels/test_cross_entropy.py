@@ -1,0 +1,178 @@
+"""Cross-entropy whose gradient takes the place of the logits, alone and behind the head's matmul."""
+
+import pytest
+import torch
+from agreement import assert_agrees, assert_close, dtypes, error, random, random_ids, values_and_gradients
+from torch import Tensor
+
+pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
+
+from zero2all.ops import linear_cross_entropy
+from zero2all.ops.kernels import cross_entropy
+from zero2all.ops.kernels.cross_entropy import cross_entropy_in_place, triton_cross_entropy
+from zero2all.ops.linear_cross_entropy import through_cross_entropy, triton_linear_cross_entropy
+
+ROWS, COLUMNS, VOCAB = 11, 200, 190
+Z = 0.02
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Several blocks per row, the last one not full."""
+    monkeypatch.setattr(cross_entropy, "BLOCK", 64)
+
+
+def losses_and_penalties(logits: Tensor, targets: Tensor, z: float) -> tuple[Tensor, Tensor]:
+    logsum = logits.exp().sum(dim=-1).log()
+    counted = (targets >= 0).double()
+    losses = (logsum - logits.gather(1, targets.clamp(min=0).unsqueeze(1)).squeeze(1)) * counted
+    return losses, z * logsum.square() * counted
+
+
+def targets_with_some_ignored(count: int = ROWS) -> Tensor:
+    targets = random_ids(VOCAB, count)
+    targets[[1, count - 1]] = torch.tensor([-1, -100])
+    return targets
+
+
+def token_weights(count: int = ROWS) -> Tensor:
+    return random(count, seed=3).abs()
+
+
+# ---- in place ------------------------------------------------------------------------------------------------------
+
+
+@dtypes(torch.float32, torch.bfloat16)
+@pytest.mark.parametrize("z", [0.0, Z], ids=["plain", "z"])
+@pytest.mark.parametrize("columns", [COLUMNS, VOCAB], ids=["padded", "not padded"])
+def test_logits_become_the_gradient_of_the_weighted_sum(device, dtype, z, columns):
+    logits, targets, weights = random(ROWS, columns) * 2, targets_with_some_ignored(), token_weights()
+    exact = logits.clone().requires_grad_()
+    losses, penalties = losses_and_penalties(exact[:, :VOCAB], targets, z)
+    ((losses + penalties) * weights).sum().backward()
+    given = logits.to(device, dtype)
+    found, of_z = cross_entropy_in_place(given, targets.to(device), weights.float().to(device), VOCAB, z)
+    assert found.dtype == torch.float32
+    assert_close(found, losses, 3e-6)
+    if z:
+        assert_close(of_z, penalties, 3e-6)
+    else:
+        assert of_z is None
+    assert_close(given, exact.grad, 1e-2 if dtype == torch.bfloat16 else 3e-6)
+    assert not given[:, VOCAB:].any()
+    assert not given[targets.to(device) < 0].any()
+    assert not found[targets.to(device) < 0].any()
+
+
+def test_without_gradient_the_logits_stay(device):
+    logits = random(ROWS, COLUMNS).float().to(device)
+    before = logits.clone()
+    targets, weights = targets_with_some_ignored().to(device), token_weights().float().to(device)
+    losses, _ = cross_entropy_in_place(logits, targets, weights, VOCAB, gradient=False)
+    assert torch.equal(logits, before)
+    again, _ = cross_entropy_in_place(logits, targets, weights, VOCAB)
+    assert torch.equal(losses, again)
+
+
+def test_huge_logits_and_padding_that_is_not_finite_do_no_harm(device):
+    logits = torch.tensor([[1e4, -1e4, 0.0, float("inf")], [-1e30, 0.0, -1e30, float("nan")]], device=device)
+    targets, weights = torch.tensor([1, 1], device=device), torch.ones(2, device=device)
+    losses, _ = cross_entropy_in_place(logits, targets, weights, 3)
+    torch.testing.assert_close(losses.cpu(), torch.tensor([2e4, 0.0]))
+    assert torch.equal(logits.cpu(), torch.tensor([[1.0, -1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]))
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (1, 3), (5, 64), (30, 65)])
+def test_odd_sizes(device, rows, columns):
+    logits, targets = random(rows, columns), random_ids(columns, rows)
+
+    def reference(logits: Tensor, targets: Tensor) -> Tensor:
+        return losses_and_penalties(logits, targets, 0.0)[0]
+
+    assert_agrees(triton_cross_entropy, reference, [logits], torch.float32, targets, device=device, tolerance=1e-5)
+
+
+@dtypes(torch.float32, torch.bfloat16)
+def test_as_an_operator_it_has_the_gradient_of_each_loss(device, dtype):
+    def reference(logits: Tensor, targets: Tensor) -> Tensor:
+        return losses_and_penalties(logits, targets, 0.0)[0]
+
+    inputs = [random(ROWS, COLUMNS) * 2]
+    assert_agrees(triton_cross_entropy, reference, inputs, dtype, random_ids(COLUMNS, ROWS), device=device)
+
+
+def test_calling_backward_twice_is_refused_because_the_logits_are_gone(device):
+    logits = random(ROWS, COLUMNS).float().to(device).requires_grad_()
+    losses = triton_cross_entropy(logits * 1, random_ids(COLUMNS, ROWS).to(device))
+    losses.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        losses.sum().backward()
+
+
+# ---- behind the head -----------------------------------------------------------------------------------------------
+
+
+def head_and_loss(hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor, vocab_size: int, z: float):
+    losses, penalties = losses_and_penalties(hidden @ head[:vocab_size].t(), targets, z)
+    return ((losses + penalties) * weights).sum(), losses.detach()
+
+
+def head_inputs() -> list[Tensor]:
+    return [random(ROWS, 16) / 2, random(COLUMNS, 16, seed=1)]
+
+
+@dtypes(torch.float32, torch.bfloat16)
+@pytest.mark.parametrize("z", [0.0, Z], ids=["plain", "z"])
+@pytest.mark.parametrize("chunk", [4, ROWS, 8192])
+def test_head_and_loss_chunk_by_chunk(device, dtype, z, chunk, monkeypatch):
+    monkeypatch.setattr(linear_cross_entropy, "CHUNK_ROWS", chunk)
+    others = (targets_with_some_ignored(), token_weights().float(), VOCAB, z)
+    assert_agrees(triton_linear_cross_entropy, head_and_loss, head_inputs(), dtype, *others, device=device)
+
+
+@dtypes(torch.float32, torch.bfloat16)
+def test_padding_of_the_head_receives_exactly_nothing(device, dtype):
+    hidden, head = head_inputs()
+    head[VOCAB:] = 1000.0
+    given = [value.to(device, dtype) for value in (hidden, head)]
+    others = (targets_with_some_ignored().to(device), token_weights().float().to(device), VOCAB, Z)
+    (total, losses), gradients = values_and_gradients(triton_linear_cross_entropy, given, *others)
+    assert not gradients[1][VOCAB:].any()
+    head[VOCAB:] = 0.0
+    expected, wanted = head_and_loss(hidden, head, *(targets_with_some_ignored(), token_weights(), VOCAB, Z))
+    assert error(total, expected) < 1e-2
+    assert error(losses, wanted) < 1e-2
+
+
+def test_gradient_of_the_head_is_added_to_main_grad_over_micro_batches(device):
+    hidden, head = (value.bfloat16().to(device) for value in head_inputs())
+    others = (targets_with_some_ignored().to(device), token_weights().float().to(device), VOCAB, 0.0)
+    plain = head.clone().requires_grad_()
+    triton_linear_cross_entropy(hidden, plain, *others)[0].backward()
+    head.requires_grad_()
+    head.main_grad = torch.zeros(head.shape, device=device)
+    for factor in (1.0, 0.3):
+        (triton_linear_cross_entropy(hidden, head, *others)[0] * factor).backward()
+    assert head.grad is None
+    assert_close(head.main_grad, 1.3 * plain.grad.double(), 4e-3)
+
+
+def test_losses_alone_leave_nothing_to_keep(device):
+    hidden, head = (value.float().to(device) for value in head_inputs())
+    others = (targets_with_some_ignored(), token_weights().float(), VOCAB, Z)
+    with torch.no_grad():
+        total, losses = triton_linear_cross_entropy(
+            hidden, head, *(other.to(device) if isinstance(other, Tensor) else other for other in others)
+        )
+    expected, wanted = head_and_loss(*head_inputs(), *others)
+    assert_close(total, expected, 1e-5)
+    assert_close(losses, wanted, 1e-5)
+
+
+@dtypes(torch.float32, torch.bfloat16)
+@pytest.mark.parametrize("z", [0.0, Z], ids=["plain", "z"])
+def test_whole_logits_through_the_kernel_that_overwrites_them(device, dtype, z):
+    # The z term reads the same logits, and its gradient must not read what the kernel left there.
+    others = (targets_with_some_ignored(), token_weights().float(), VOCAB, z)
+    whole = through_cross_entropy(triton_cross_entropy)
+    assert_agrees(whole, head_and_loss, head_inputs(), dtype, *others, device=device)

@@ -1,0 +1,78 @@
+"""Rotary positions, in place."""
+
+import pytest
+import torch
+from agreement import assert_agrees, dtypes, random
+from torch import Tensor
+
+pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
+
+from zero2all.ops.kernels.rope import triton_rope
+
+
+def reference(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Each pair as one complex number, turned by multiplication."""
+    half = qkv.shape[-1] // 2
+    angles = torch.complex(cos.double(), sin.double()).unsqueeze(-2)
+    turned = torch.complex(qkv[..., :half], qkv[..., half:]) * angles
+    turned = torch.cat((turned.real, turned.imag), dim=-1)
+    query, key, value = turned[:, :, :heads], turned[:, :, heads : heads + kv_heads], qkv[:, :, heads + kv_heads :]
+    return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+
+
+def tables(*shape: int) -> tuple[Tensor, Tensor]:
+    angles = random(*shape, seed=3)
+    return angles.cos().float(), angles.sin().float()
+
+
+@dtypes(torch.float32, torch.bfloat16)
+@pytest.mark.parametrize(
+    ("B", "T", "heads", "kv_heads", "D"),
+    [(1, 1, 1, 1, 2), (2, 5, 6, 2, 12), (1, 7, 3, 3, 10), (2, 3, 5, 1, 64)],
+)
+@pytest.mark.parametrize("of_each_row", [False, True], ids=["one table", "a table per row"])
+def test_query_and_key_are_turned_and_value_is_not(device, dtype, B, T, heads, kv_heads, D, of_each_row):
+    cos, sin = tables(*([B] if of_each_row else []), T, D // 2)
+    qkv = random(B, T, heads + 2 * kv_heads, D)
+    assert_agrees(triton_rope, reference, [qkv], dtype, cos, sin, heads, kv_heads, device=device)
+
+
+def test_nothing_is_copied(device):
+    cos, sin = (table.to(device) for table in tables(5, 3))
+    qkv = random(2, 5, 4, 6).float().to(device)
+    before = qkv.clone()
+    query, key, value = triton_rope(qkv, cos, sin, 2, 1)
+    assert {part.untyped_storage().data_ptr() for part in (query, key, value)} == {qkv.untyped_storage().data_ptr()}
+    assert torch.equal(qkv[:, :, 3:], before[:, :, 3:])
+    assert not torch.equal(qkv[:, :, :3], before[:, :, :3])
+
+
+def test_gradient_that_arrives_in_another_layout_is_turned_back_too(device):
+    cos, sin = tables(5, 3)
+
+    def shuffled(function):
+        """Behind it something whose gradient comes back with the last dimension strided."""
+        return lambda qkv, *others: tuple(part.mT.contiguous() for part in function(qkv, *others))
+
+    qkv = random(2, 5, 5, 6)
+    assert_agrees(shuffled(triton_rope), shuffled(reference), [qkv], torch.float32, cos, sin, 3, 1, device=device)
+
+
+def test_part_that_goes_nowhere_has_no_gradient(device):
+    cos, sin = tables(5, 3)
+    qkv = random(2, 5, 5, 6)
+
+    def keys_only(function):
+        return lambda *given: function(*given)[1]
+
+    assert_agrees(keys_only(triton_rope), keys_only(reference), [qkv], torch.float32, cos, sin, 3, 1, device=device)
+
+
+def test_linear_layer_in_front_gets_its_gradient_though_its_output_is_overwritten(device):
+    cos, sin = tables(5, 3)
+
+    def projected(function):
+        return lambda x, weight, *others: function((x @ weight.t()).view(2, 5, 5, 6), *others)
+
+    inputs = [random(2, 5, 8), random(30, 8, seed=1)]
+    assert_agrees(projected(triton_rope), projected(reference), inputs, torch.float32, cos, sin, 3, 1, device=device)

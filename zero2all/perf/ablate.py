@@ -1,0 +1,230 @@
+"""The ablation: rows one after the other, each in a process of its own, resumable, within a budget.
+
+This process never touches the device: a row has all of it. Each finished row is on disk before the next begins.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from zero2all.common.files import read_json
+from zero2all.common.progress import human_seconds, say
+from zero2all.config import RunConfig
+from zero2all.perf.batch import BatchShape, check_batch, default_batches
+from zero2all.perf.environment import code_fingerprint, environment
+from zero2all.perf.measured_config import load_measured_config
+from zero2all.perf.results import Line, Results, row_key
+from zero2all.perf.variants import ANCHOR, BY_NAME, VARIANTS, Variant
+
+FIRST_GUESS_SECONDS = {False: 45.0, True: 150.0}
+"""What a row takes beside its steady state while nothing is known: plain, compiled."""
+LOG_TAIL_LINES = 12
+
+
+@dataclass(frozen=True)
+class AblateOptions:
+    """What to measure, how long, where to keep it."""
+
+    source: str
+    """Preset or path of the config."""
+    output: Path
+    overrides: list[str] = field(default_factory=list)
+    batches: list[BatchShape] | None = None
+    """None: the seed's batch and the config's own."""
+    variants: list[Variant] = field(default_factory=lambda: list(VARIANTS))
+    seconds: float = 8.0
+    """Least steady state of each row."""
+    warm_up_seconds: float = 3.0
+    budget_seconds: float | None = None
+    """No row is begun that would not be over by then. None: all of them."""
+    row_timeout_seconds: float = 900.0
+    """A row that takes longer is ended and counts as failed."""
+    again: bool = False
+    """Measure the rows although they are there."""
+    warm_starts: bool = False
+    """Start each compiled row a second time, to see its first step with a warm cache."""
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """What there is now."""
+
+    config: RunConfig
+    batches: list[BatchShape]
+    environment: dict[str, str | None]
+    lines: list[Line]
+    pending: list[tuple[BatchShape, Variant]]
+    """Rows that are still to be measured, those that failed included."""
+
+
+def ablate(options: AblateOptions) -> Ablation:
+    """Measure what is not there yet."""
+    started = time.monotonic()
+    config, notes = load_measured_config(options.source, options.overrides)
+    for note in notes:
+        say(f"ablate: {note}")
+    batches = options.batches or default_batches(config)
+    for batch in batches:
+        check_batch(batch, config)
+    here = environment()
+    results = Results(options.output)
+    sitting = _Sitting(options, config, here, results, started)
+    pending = sitting.pending(batches)
+    done = len(batches) * len(options.variants) - len(pending)
+    say(f"ablate: {done} rows are there, {len(pending)} to measure, into {options.output}")
+    for batch in batches:
+        if not sitting.measure_batch(batch, [variant for of, variant in pending if of == batch]):
+            break
+    return Ablation(config, batches, here, results.lines, sitting.pending(batches))
+
+
+class _Sitting:
+    """One command's worth of rows."""
+
+    def __init__(
+        self,
+        options: AblateOptions,
+        config: RunConfig,
+        here: dict[str, str | None],
+        results: Results,
+        started: float,
+    ) -> None:
+        self.options, self.config, self.here, self.results, self.started = options, config, here, results, started
+        self.number = results.next_sitting
+        self.code = code_fingerprint()
+
+    def pending(self, batches: list[BatchShape]) -> list[tuple[BatchShape, Variant]]:
+        """Rows without a final result; with `again`, also those that this sitting has not measured."""
+        return [
+            (batch, variant)
+            for batch in batches
+            for variant in self.options.variants
+            if not self._is_finished(batch, variant)
+        ]
+
+    def _is_finished(self, batch: BatchShape, variant: Variant) -> bool:
+        line = self.results.finished(row_key(self.config, variant, batch, self.here))
+        return line is not None and (not self.options.again or line["sitting"] == self.number)
+
+    def measure_batch(self, batch: BatchShape, variants: list[Variant]) -> bool:
+        """The anchor, then the rows; False where the budget is spent."""
+        anchor = BY_NAME[ANCHOR]
+        others = [variant for variant in variants if variant.name != ANCHOR]
+        if not variants:
+            return True
+        needed = self._estimate(anchor) + (self._estimate(others[0]) if others else 0.0)
+        if not self._fits(needed, f"{batch} {variants[0].name}"):
+            return False
+        self._run(batch, anchor, f"anchor of sitting {self.number}")
+        for number, variant in enumerate(others, 1):
+            if not self._fits(self._estimate(variant), f"{batch} {variant.name}"):
+                return False
+            self._run(batch, variant, f"{number}/{len(others)}")
+        return True
+
+    def _fits(self, needed: float, name: str) -> bool:
+        budget = self.options.budget_seconds
+        if budget is None:
+            return True
+        left = budget - (time.monotonic() - self.started)
+        if needed <= left:
+            return True
+        say(
+            f"ablate: stopped before {name}: it would take about {human_seconds(needed)}, and {human_seconds(left)} of "
+            f"the budget are left. Run the same command again to continue."
+        )
+        return False
+
+    def _estimate(self, variant: Variant) -> float:
+        """The longest that a row of this kind (compiled or not) took, else a guess."""
+        walls = [
+            line["wall_seconds"]
+            for line in self.results.lines
+            if BY_NAME[line["row"]].is_compiled == variant.is_compiled and line["status"] == "measured"
+        ]
+        guess = FIRST_GUESS_SECONDS[variant.is_compiled] + self.options.seconds + self.options.warm_up_seconds
+        return max(walls, default=guess)
+
+    def _run(self, batch: BatchShape, variant: Variant, place: str) -> None:
+        say(f"ablate: {batch} {variant.name} ({place}) …")
+        began = time.monotonic()
+        log = self.options.output / "logs" / f"{batch}-{variant.name}.log"
+        with tempfile.TemporaryDirectory(prefix="z2a-compiled-") as cache:
+            result = self._child(batch, variant, self.options.seconds, log, cache)
+            if self.options.warm_starts and variant.is_compiled and result["status"] == "measured":
+                second = self._child(batch, variant, 0.0, log.with_suffix(".warm.log"), cache)
+                result["warm_first_step_seconds"] = second.get("first_step_seconds")
+        wall = time.monotonic() - began
+        self.results.append(
+            {
+                "key": row_key(self.config, variant, batch, self.here),
+                "row": variant.name,
+                "batch": str(batch),
+                "sitting": self.number,
+                "status": result.pop("status"),
+                "when": datetime.now(UTC).isoformat(timespec="seconds"),
+                "wall_seconds": wall,
+                "seconds_asked": self.options.seconds,
+                "environment": self.here,
+                "code": self.code,
+                "result": result,
+            }
+        )
+        say(f"ablate: {batch} {variant.name}: {_in_short(self.results.lines[-1])} (took {human_seconds(wall)})")
+
+    def _child(self, batch: BatchShape, variant: Variant, seconds: float, log: Path, cache: str) -> dict[str, Any]:
+        """The row in its process: its result, or how it ended."""
+        log.parent.mkdir(parents=True, exist_ok=True)
+        variables = dict(os.environ)
+        variables.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+        if variant.is_compiled:  # from nothing, whatever was compiled before
+            variables |= {"TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor", "TRITON_CACHE_DIR": f"{cache}/triton"}
+        with tempfile.TemporaryDirectory(prefix="z2a-row-") as folder, open(log, "wb") as output:
+            result = Path(folder) / "result.json"
+            command = [
+                *(sys.executable, "-m", "zero2all.perf.row", self.options.source, "--row", variant.name),
+                *("--batch", str(batch), "--seconds", str(seconds)),
+                *("--warm-up-seconds", str(self.options.warm_up_seconds), "--result", str(result)),
+                *("--", *self.options.overrides),
+            ]
+            try:
+                code = subprocess.run(
+                    command,
+                    env=variables,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    timeout=self.options.row_timeout_seconds,
+                ).returncode
+            except subprocess.TimeoutExpired:
+                return {"status": "failed", "reason": f"not over after {self.options.row_timeout_seconds:g} s"}
+            if result.is_file():
+                found = read_json(result)
+                assert isinstance(found, dict)
+                return found
+        if code == -9:
+            return {"status": "out of memory", "reason": "the system ended the process (signal 9)"}
+        tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        for line in tail:
+            say(f"  | {line}")
+        return {"status": "failed", "reason": f"exit code {code}: {tail[-1] if tail else 'no output'}", "log": str(log)}
+
+
+def _in_short(line: Line) -> str:
+    result = line["result"]
+    if line["status"] != "measured":
+        return f"{line['status']}: {result.get('reason', '')}"
+    utilisation = result["mfu"].get("seed")
+    share = "" if utilisation is None else f", {100 * utilisation:.1f} % MFU (seed)"
+    return (
+        f"{result['seconds_per_iteration']:.3f} s, {result['tokens_per_second']:,.0f} tokens/s{share}, "
+        f"peak {result['peak_gib']:.1f} GiB"
+    )

@@ -1,0 +1,64 @@
+"""The batch of a measurement: MICROxSEQxACCUMULATION, as in 2x2048x16."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from zero2all.common.errors import UsageError
+from zero2all.config import RunConfig
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """What one iteration computes: `accumulation` passes over `samples` sequences, then one update."""
+
+    samples: int
+    seq_len: int
+    accumulation: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in one iteration."""
+        return self.samples * self.seq_len * self.accumulation
+
+    def __str__(self) -> str:
+        return f"{self.samples}x{self.seq_len}x{self.accumulation}"
+
+
+SEED_BATCH = BatchShape(2, 2048, 16)
+"""The batch of the seed's table."""
+
+
+def parse_batch(text: str) -> BatchShape:
+    """`2x2048x16` -> BatchShape(2, 2048, 16)."""
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", text.strip())
+    if match is None:
+        raise UsageError(
+            f"--batch {text} is not a batch. Expected SAMPLESxSEQUENCExACCUMULATION, for example 2x2048x16: two "
+            f"sequences of 2048 tokens a pass, 16 passes an iteration."
+        )
+    return BatchShape(*map(int, match.groups()))
+
+
+def own_batch(config: RunConfig) -> BatchShape:
+    """The batch a run of this config has."""
+    samples, seq_len = config.train.micro_batch_samples, config.data.seq_len
+    return BatchShape(samples, seq_len, max(1, config.train.tokens_per_step // (samples * seq_len)))
+
+
+def default_batches(config: RunConfig) -> list[BatchShape]:
+    """The seed's batch, where the model takes sequences that long, and the config's own."""
+    own = own_batch(config)
+    if SEED_BATCH.seq_len > config.model.max_seq_len or own == SEED_BATCH:
+        return [own]
+    return [SEED_BATCH, own]
+
+
+def check_batch(batch: BatchShape, config: RunConfig) -> None:
+    """Raise where the model has no positions for it."""
+    if batch.seq_len > config.model.max_seq_len:
+        raise UsageError(
+            f"--batch {batch} has sequences of {batch.seq_len} tokens, but model.max_seq_len is "
+            f"{config.model.max_seq_len}. Give shorter ones, or set --model.max_seq_len."
+        )

@@ -1,0 +1,59 @@
+"""What a figure depends on beside the program: card, driver, versions. Found without torch.
+
+Asking torch for the card would open a context on it, and the process that only hands out rows must not hold memory
+on the card that the rows measure.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+PACKAGES = ("torch", "triton", "liger-kernel")
+MEASURED_PARTS = ("model", "ops", "train")
+
+
+def environment() -> dict[str, str | None]:
+    """Results of equal environments can stand in one table."""
+    gpu, driver = _gpu()
+    found: dict[str, str | None] = {
+        "gpu": gpu,
+        "driver": driver,
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+    }
+    return found | {name: _version(name) for name in PACKAGES}
+
+
+def code_fingerprint() -> str:
+    """A short name for the source of what is measured, to notice that a table mixes two versions of it."""
+    root = Path(__file__).resolve().parent.parent
+    digest = sha256()
+    for part in MEASURED_PARTS:
+        for path in sorted((root / part).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _gpu() -> tuple[str | None, str | None]:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        lines = subprocess.run(
+            [*command, *([f"--id={visible}"] if visible else [])], capture_output=True, text=True, check=True, timeout=30
+        ).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return None, None
+    name, _, driver = lines[0].partition(",") if lines else ("", "", "")
+    return name.strip() or None, driver.strip() or None
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,238 @@
+"""The speed of a training step: real model, real optimizer, random tokens, no data.
+
+An iteration is what a run does between two updates: forward and backward over every micro-batch, norm, update. The
+host waits for the device once, at the end of an iteration, and Python's garbage collector keeps still, as in a run.
+Weights are drawn on the device: they have the right spread, but they are not those that a seed gives a run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import resource
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero2all.config import RunConfig
+from zero2all.limits.flops import model_flops_utilisation, peak_flops
+from zero2all.model import config as model_config
+from zero2all.model.compile import compile_model
+from zero2all.model.rope import rope_tables
+from zero2all.model.z2all import Z2all
+from zero2all.ops.registry import Ops, resolve
+from zero2all.perf.batch import BatchShape
+from zero2all.perf.gpu_watch import watched_gpu
+from zero2all.train.garbage import scheduled_garbage_collection
+from zero2all.train.setup import situation
+from zero2all.train.state import DTYPES, TrainState, new_state
+
+LEARNING_RATE = 1e-4
+WARM_UP_SECONDS = 3.0
+"""Enough for the clocks to come down to what the power limit allows."""
+SLOTS = 4
+"""Different micro-batches of random tokens; they take turns."""
+SEED = 1
+
+Iterate = Callable[[int], Tensor]
+"""(number of micro-batches) -> forward and backward over so many, update; returns the summed loss, on the device."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast something iterated."""
+
+    first_step_seconds: float
+    """One micro-batch and one update from a standing start: compilation and kernel builds are in it."""
+    iteration_seconds: list[float]
+    """Each measured iteration."""
+    queueing_seconds: list[float]
+    """How long the host took to queue each: near the iteration itself means that the host holds the card up."""
+    loss: float
+    """Of the last iteration."""
+    peak_bytes: int
+    """Most memory after the first step: of the device, or of the process where the device is the CPU."""
+    gpu: dict[str, Any]
+    """Power and clocks meanwhile."""
+
+    @property
+    def seconds(self) -> float:
+        """Mean seconds of an iteration."""
+        return sum(self.iteration_seconds) / len(self.iteration_seconds)
+
+
+def pace_of(
+    iterate: Iterate,
+    accumulation: int,
+    device: torch.device,
+    seconds: float,
+    warm_up_seconds: float = WARM_UP_SECONDS,
+) -> Pace:
+    """Make a first step, warm up, then iterate for at least `seconds` (and at least once)."""
+    with scheduled_garbage_collection() as after_step:
+        started = time.perf_counter()
+        iterate(1)
+        wait_for(device)
+        first = time.perf_counter() - started
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        warm_until = time.perf_counter() + warm_up_seconds
+        while True:
+            iterate(min(2, accumulation))
+            wait_for(device)
+            if time.perf_counter() >= warm_until:
+                break
+        whole: list[float] = []
+        queueing: list[float] = []
+        with watched_gpu(device) as gpu:
+            while not whole or sum(whole) < seconds:
+                started = time.perf_counter()
+                loss = iterate(accumulation)
+                queueing.append(time.perf_counter() - started)
+                wait_for(device)
+                whole.append(time.perf_counter() - started)
+                after_step(len(whole))
+    return Pace(first, whole, queueing, float(loss), _peak_bytes(device), gpu)
+
+
+def measure(
+    config: RunConfig,
+    batch: BatchShape,
+    device: torch.device,
+    seconds: float,
+    warm_up_seconds: float = WARM_UP_SECONDS,
+) -> dict[str, Any]:
+    """The figures of one config on one batch, as JSON values."""
+    dtype = DTYPES[config.train.precision]
+    ops = resolve(config.ops, situation(config, device.type, dtype))
+    state = random_state(config, ops, device)
+    state_bytes = _state_bytes(state, device)
+    compile_model(state.model)
+    iterate = _iterations(state, batch, config.train.z_loss, device)
+    pace = pace_of(iterate, batch.accumulation, device, seconds, warm_up_seconds)
+    return {**figures(config, batch, pace, device), "state_gib": state_bytes / 2**30, "ops": choices(ops)}
+
+
+def figures(config: RunConfig, batch: BatchShape, pace: Pace, device: torch.device) -> dict[str, Any]:
+    """What follows from a pace: tokens/s, MFU, memory."""
+    name = device_name(device)
+    tokens_per_second = batch.tokens / pace.seconds
+    utilisation = model_flops_utilisation(config.model, batch.seq_len, tokens_per_second, name)
+    return {
+        "device": name,
+        "seconds_per_iteration": pace.seconds,
+        "iterations": len(pace.iteration_seconds),
+        "iteration_seconds": pace.iteration_seconds,
+        "queueing_seconds": sum(pace.queueing_seconds) / len(pace.queueing_seconds),
+        "tokens_per_second": tokens_per_second,
+        "mfu": utilisation,
+        "mfu_note": None if peak_flops(name) else f"the peak of {name!r} is not known, so there is no MFU",
+        "peak_gib": pace.peak_bytes / 2**30,
+        "first_step_seconds": pace.first_step_seconds,
+        "loss": pace.loss if math.isfinite(pace.loss) else str(pace.loss),
+        "gpu": pace.gpu,
+    }
+
+
+def choices(ops: Ops) -> dict[str, dict[str, str]]:
+    """What was asked and taken for every operator."""
+    taken = {choice.operator: dataclasses.asdict(choice) for choice in ops.choices}
+    for choice in taken.values():
+        del choice["operator"]
+    return taken | {"compile": {"asked": ops.compile, "got": ops.compile, "reason": "as asked"}}
+
+
+def random_state(config: RunConfig, ops: Ops, device: torch.device) -> TrainState:
+    """Model and optimizer of a config on `device`, with random weights."""
+    with torch.device("meta"):
+        model = Z2all(config.model, ops)
+    model.to(DTYPES[config.train.precision]).to_empty(device=device)
+    model.cos, model.sin = rope_tables(config.model, config.model.max_seq_len, device)
+    generator = torch.Generator(device).manual_seed(SEED)
+    into_residual = config.model.init_std / math.sqrt(2 * config.model.layers)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+                continue
+            small = name.endswith(("attention.out.weight", "down.weight"))
+            parameter.normal_(0.0, into_residual if small else config.model.init_std, generator=generator)
+    return new_state(model.train(), config.optim, DTYPES[config.train.precision])
+
+
+def random_tokens(vocab_size: int, batch: BatchShape, device: torch.device) -> Tensor:
+    """(slots, samples, seq_len + 1) ids."""
+    generator = torch.Generator(device).manual_seed(SEED)
+    shape = (min(SLOTS, batch.accumulation), batch.samples, batch.seq_len + 1)
+    return torch.randint(0, vocab_size, shape, device=device, generator=generator)
+
+
+def _iterations(state: TrainState, batch: BatchShape, z_loss: float, device: torch.device) -> Iterate:
+    model, optimizer = state.model, state.optimizer
+    tokens = random_tokens(model.config.vocab_ids, batch, device)
+    # Of the mean over the tokens of an iteration, each has the same share.
+    shares = torch.full(
+        (batch.samples, batch.seq_len), 1.0 / batch.tokens, dtype=state.weights.masters.dtype, device=device
+    )
+
+    def iterate(micro_batches: int) -> Tensor:
+        loss = torch.zeros((), device=device)
+        for number in range(micro_batches):
+            rows = tokens[number % len(tokens)]
+            total, _ = model.loss(rows[:, :-1], rows[:, 1:], shares, None, z_loss)
+            total.backward()
+            loss = loss + total.detach()
+        optimizer.step(LEARNING_RATE, optimizer.gradient_norm())
+        return loss
+
+    return iterate
+
+
+@contextmanager
+def without_padding(active: bool = True) -> Iterator[None]:
+    """Heads and embeddings with exactly the vocabulary's rows: only to measure what padding saves."""
+    before = model_config.VOCAB_MULTIPLE
+    if active:
+        model_config.VOCAB_MULTIPLE = 1
+    try:
+        yield
+    finally:
+        model_config.VOCAB_MULTIPLE = before
+
+
+def wait_for(device: torch.device) -> None:
+    """Until everything queued is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def device_name(device: torch.device) -> str:
+    """As the table of peaks knows it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _state_bytes(state: TrainState, device: torch.device) -> int:
+    """Weights, masters, gradient and moments."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_allocated(device)
+    buffers = {
+        flat.data_ptr(): flat.nbytes
+        for flat in (
+            *(state.weights.weights, state.weights.masters, state.weights.gradients),
+            *(state.optimizer.firsts, state.optimizer.seconds),
+        )
+    }
+    return sum(buffers.values())
+
+
+def _peak_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,92 @@
+"""One row of the ablation, in a process of its own: what it allocates, compiles or breaks ends with it.
+
+    python -m zero2all.perf.row z2all-1b --row fp8 --batch 16x2048x16 --seconds 8 --result row.json -- --ops.strict false
+
+Prints the result as JSON, or writes it to --result. A row that does not fit in memory, or whose operators cannot run
+here, is a result too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+import torch
+
+from zero2all.common.errors import UsageError
+from zero2all.common.files import write_json
+from zero2all.config import RunConfig
+from zero2all.parallel.device import pick_device, set_cpu_threads
+from zero2all.perf.batch import BatchShape, parse_batch
+from zero2all.perf.measure import WARM_UP_SECONDS, measure, without_padding
+from zero2all.perf.measured_config import load_measured_config
+from zero2all.perf.variants import BY_NAME, Variant, vary
+
+MEASURED, OUT_OF_MEMORY, CANNOT_RUN, FAILED = "measured", "out of memory", "cannot run here", "failed"
+MEMORY_WORDS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator")
+
+
+def main(words: list[str] | None = None) -> int:
+    """Measure the row the words name."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", help="a preset or the path of a YAML file")
+    parser.add_argument("--row", required=True, choices=sorted(BY_NAME), help="which row")
+    parser.add_argument("--batch", required=True, help="SAMPLESxSEQUENCExACCUMULATION")
+    parser.add_argument("--seconds", type=float, default=8.0, help="least seconds of steady state")
+    parser.add_argument("--warm-up-seconds", type=float, default=WARM_UP_SECONDS, help="least seconds before that")
+    parser.add_argument("--result", type=Path, default=None, help="file for the result (default: standard output)")
+    parser.epilog = "after --: settings of the config, as in -- --ops.linear plain"
+    words = sys.argv[1:] if words is None else words
+    border = words.index("--") if "--" in words else len(words)
+    arguments, overrides = parser.parse_args(words[:border]), words[border + 1 :]
+    started = time.perf_counter()
+    config, _ = load_measured_config(arguments.config, overrides)
+    result = measure_row(
+        config, BY_NAME[arguments.row], parse_batch(arguments.batch), arguments.seconds, arguments.warm_up_seconds
+    )
+    result["process_seconds"] = time.perf_counter() - started
+    if arguments.result is None:
+        print(json.dumps(result, indent=2))
+    else:
+        write_json(arguments.result, result)
+    return 0
+
+
+def measure_row(
+    config: RunConfig, variant: Variant, batch: BatchShape, seconds: float, warm_up_seconds: float = WARM_UP_SECONDS
+) -> dict[str, Any]:
+    """Status and figures of one row; of one that cannot be measured, status and reason."""
+    try:
+        set_cpu_threads(config.parallel.cpu_threads, None)
+        device = pick_device(config.parallel.device)
+        varied = vary(config, variant)
+        with without_padding(variant.unpadded):
+            found = measure(varied, batch, device, seconds, warm_up_seconds)
+        return {"status": MEASURED, **found}
+    except UsageError as error:
+        return {"status": CANNOT_RUN, "reason": str(error)}
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".strip()
+        if is_out_of_memory(error):
+            return {"status": OUT_OF_MEMORY, "reason": reason.splitlines()[0]}
+        traceback.print_exc()
+        return {"status": FAILED, "reason": reason}
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether device or host had no room."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return any(word in str(error) for word in MEMORY_WORDS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,212 @@
+"""From the lines of an ablation to its tables: for the terminal, as JSON, as Markdown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from zero2all.limits.flops import CONVENTIONS
+from zero2all.perf.ablate import Ablation
+from zero2all.perf.batch import BatchShape
+from zero2all.perf.results import Line, anchors, newest, row_key
+from zero2all.perf.seed_table import DEVICE, SEED_ROWS, SeedRow, seed_mfu_percent
+from zero2all.perf.variants import ANCHOR, VARIANTS, Variant, title_of
+
+DRIFT_WORTH_SAYING = 0.01
+"""Anchors that differ by more get a second figure, scaled to the first sitting's pace."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a table."""
+
+    variant: Variant
+    title: str
+    line: Line
+    pace: float | None
+    """Anchor of the first sitting / anchor of this row's sitting; None where one of them is missing."""
+    seed: SeedRow | None
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """The figures."""
+        found: dict[str, Any] = self.line["result"]
+        return found
+
+    @property
+    def is_measured(self) -> bool:
+        """False for rows that only have a reason."""
+        return bool(self.line["status"] == "measured")
+
+    @property
+    def scaled_seconds(self) -> float | None:
+        """Seconds per iteration at the pace of the first sitting."""
+        if not self.is_measured or self.pace is None:
+            return None
+        seconds: float = self.result["seconds_per_iteration"]
+        return seconds * self.pace
+
+
+@dataclass(frozen=True)
+class BatchTable:
+    """All rows of one batch."""
+
+    batch: BatchShape
+    rows: list[Row]
+    anchors: dict[int, float]
+    """Sitting -> seconds per iteration of its anchor."""
+
+    @property
+    def drifted(self) -> bool:
+        """Whether the sittings were not equally fast."""
+        return bool(self.anchors) and max(self.anchors.values()) > (1 + DRIFT_WORTH_SAYING) * min(self.anchors.values())
+
+    @property
+    def anchor_seconds(self) -> float | None:
+        """Of the first sitting: what the others are compared with."""
+        return next(iter(self.anchors.values()), None)
+
+
+def batch_tables(ablation: Ablation) -> list[BatchTable]:
+    """What is there, batch by batch, in the order of the variants."""
+    return [_batch_table(ablation, batch) for batch in ablation.batches]
+
+
+def _batch_table(ablation: Ablation, batch: BatchShape) -> BatchTable:
+    found = anchors(str(batch), ablation.environment, ablation.lines)
+    reference = next(iter(found.values()), None)
+    rows = []
+    for variant in VARIANTS:
+        key = row_key(ablation.config, variant, batch, ablation.environment)
+        lines = [line for line in ablation.lines if line["key"] == key]
+        # The anchor stands for itself in the first sitting; of any other row the newest measurement counts.
+        line = lines[0] if variant.name == ANCHOR and lines else newest(lines)
+        if line is None:
+            continue
+        own = found.get(line["sitting"])
+        pace = reference / own if own and reference else None
+        rows.append(Row(variant, title_of(variant, ablation.config), line, pace, SEED_ROWS.get(variant.name)))
+    return BatchTable(batch, rows, found)
+
+
+# ---- cells -----------------------------------------------------------------------------------------------------------
+
+
+def heading(table: BatchTable) -> list[str]:
+    """The names of the columns."""
+    scaled = ["scaled s"] if table.drifted else []
+    return [
+        *("row", "s/iter", *scaled, "x fused", "tokens/s", f"MFU % {'/'.join(CONVENTIONS)}"),
+        *("peak GiB", "state GiB", "first s"),
+        *(f"{DEVICE} {name}" for name in ("s", "x fused", "MFU %", "GB")),
+    ]
+
+
+def cells(table: BatchTable) -> list[list[str]]:
+    """The rows as text."""
+    return [[row.title, *_own_cells(row, table), *_seed_cells(row)] for row in table.rows]
+
+
+def _own_cells(row: Row, table: BatchTable) -> list[str]:
+    count = len(heading(table)) - 5
+    if not row.is_measured:
+        return [str(row.line["status"]), *[""] * (count - 1)]
+    result, scaled = row.result, row.scaled_seconds
+    share = None if scaled is None or table.anchor_seconds is None else scaled / table.anchor_seconds
+    return [
+        f"{result['seconds_per_iteration']:.3f}",
+        *([_figure(scaled, ".3f")] if table.drifted else []),
+        _figure(share, ".3f"),
+        f"{result['tokens_per_second']:,.0f}",
+        " / ".join(f"{100 * result['mfu'][name]:.1f}" for name in CONVENTIONS if name in result["mfu"]),
+        f"{result['peak_gib']:.1f}",
+        f"{result['state_gib']:.1f}",
+        f"{result['first_step_seconds']:.1f}",
+    ]
+
+
+def _seed_cells(row: Row) -> list[str]:
+    if row.seed is None:
+        return ["", "", "", ""]
+    fused = SEED_ROWS["optimizer-eager"].seconds if row.variant.name != ANCHOR else SEED_ROWS[ANCHOR].seconds
+    share = row.seed.seconds / fused if row.seed.seconds is not None and fused is not None else None
+    utilisation, published = seed_mfu_percent(row.seed)
+    mark = "" if published else "*"
+    return [
+        _figure(row.seed.seconds, ".2f") or row.seed.remark,
+        _figure(share, ".3f"),
+        f"{utilisation:.1f}{mark}" if utilisation is not None else "",
+        _figure(row.seed.memory_gb, ".1f"),
+    ]
+
+
+def _figure(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+# ---- notes, JSON, Markdown -------------------------------------------------------------------------------------------
+
+
+def notes(ablation: Ablation, tables: list[BatchTable]) -> list[str]:
+    """What must be said below the tables."""
+    here = ablation.environment
+    versions = ", ".join(f"{name} {here[name]}" for name in ("driver", "torch", "triton", "liger-kernel") if here[name])
+    found = [f"{here['gpu'] or 'CPU'}; {versions}; random tokens, {ablation.config.train.precision}"]
+    for table in tables:
+        if len(table.anchors) > 1:
+            each = ", ".join(f"{number}: {seconds:.3f} s" for number, seconds in table.anchors.items())
+            found.append(f"{table.batch}: anchor (all fused) of each sitting: {each}")
+        found += [
+            f"{table.batch} {row.variant.name}: {row.line['status']}: {row.result.get('reason', '')}"
+            for row in table.rows
+            if not row.is_measured
+        ]
+    rows = [row for table in tables for row in table.rows]
+    found += sorted({row.result["mfu_note"] for row in rows if row.is_measured and row.result["mfu_note"]})
+    if len({row.line["code"] for row in rows}) > 1:
+        found.append("these rows were measured with more than one version of the code")
+    if rows:
+        found.append(
+            f"{DEVICE}: the seed's table, at 2x2048x16; * follows from its seconds. MFU in the seed "
+            f"convention; `x fused` against its all-fused row, whose AdamW was not fused"
+        )
+    return found
+
+
+def as_json(ablation: Ablation, tables: list[BatchTable]) -> dict[str, Any]:
+    """Everything in the tables and behind them."""
+    return {
+        "environment": ablation.environment,
+        "notes": notes(ablation, tables),
+        "pending": [f"{batch} {variant.name}" for batch, variant in ablation.pending],
+        "batches": {
+            str(table.batch): {
+                "anchors": table.anchors,
+                "rows": {
+                    row.variant.name: {
+                        "title": row.title,
+                        "status": row.line["status"],
+                        "sitting": row.line["sitting"],
+                        "when": row.line["when"],
+                        "code": row.line["code"],
+                        "scaled_seconds": row.scaled_seconds,
+                        **row.result,
+                    }
+                    for row in table.rows
+                },
+            }
+            for table in tables
+        },
+    }
+
+
+def as_markdown(ablation: Ablation, tables: list[BatchTable]) -> str:
+    """The tables for a README."""
+    parts = []
+    for table in tables:
+        names = heading(table)
+        parts += [f"**{table.batch}** ({table.batch.tokens:,} tokens an iteration)", ""]
+        parts += [f"| {' | '.join(names)} |", f"|---|{'---:|' * (len(names) - 1)}"]
+        parts += [f"| {' | '.join(row)} |" for row in cells(table)]
+        parts.append("")
+    return "\n".join([*parts, *(f"- {note}" for note in notes(ablation, tables))]) + "\n"

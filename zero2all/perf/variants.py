@@ -1,0 +1,146 @@
+"""The rows of the ablation table: what each changes in a config. No torch here.
+
+`all-fused` is the config as it stands: with `ops: auto` the best of everything. It is also the anchor, measured anew
+in every sitting, because a card is not equally fast on two days. The others change one thing in it, or build up from
+`naive`, where every operator is its formula in plain torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from zero2all.common.errors import UsageError
+from zero2all.common.schema import nearest_hint
+from zero2all.config import RunConfig
+
+NAIVE = {
+    "attention": "math",
+    "rope": "eager",
+    "rms_norm": "eager",
+    "swiglu": "eager",
+    "linear": "plain",
+    "linear_cross_entropy": "off",
+    "cross_entropy": "eager",
+    "optimizer": "eager",
+    "compile": "none",
+}
+"""Every operator by its formula: what somebody writes first."""
+
+ANCHOR = "all-fused"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row."""
+
+    name: str
+    title: str
+    """For people; {odd} stands for the odd vocabulary."""
+    group: str
+    """What it belongs to, for the picture."""
+    ops: Mapping[str, str] = field(default_factory=dict)
+    """Fields of `ops` that differ from the config's."""
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `model` that differ."""
+    odd_vocabulary: bool = False
+    """One id more than the vocabulary's padded size, so that it is no multiple of anything."""
+    unpadded: bool = False
+    """The head has exactly as many rows as there are ids."""
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether torch.compile is at work, which makes the first step long."""
+        return self.ops.get("compile", "none") != "none"
+
+
+KERNELS = {"rope": "triton", "rms_norm": "triton", "swiglu": "triton", "linear": "into32"}
+"""Our kernels by name, for the row in which compilation would choose otherwise."""
+
+VARIANTS = (
+    Variant(ANCHOR, "all fused", "whole"),
+    Variant("naive", "naive", "whole", NAIVE),
+    Variant("without-attention", "without fused attention (math)", "leave one out", {"attention": "math"}),
+    Variant("attention-flash", "attention: sdpa's flash", "leave one out", {"attention": "sdpa_flash"}),
+    Variant("without-rope", "without fused rope", "leave one out", {"rope": "eager"}),
+    Variant(
+        "without-cross-entropy",
+        "without fused cross-entropy",
+        "leave one out",
+        {"linear_cross_entropy": "off", "cross_entropy": "eager"},
+    ),
+    Variant("without-rms-norm", "without fused RMSNorm", "leave one out", {"rms_norm": "eager"}),
+    Variant("without-swiglu", "without fused SwiGLU", "leave one out", {"swiglu": "eager"}),
+    Variant("without-linear", "without float32 weight gradients", "leave one out", {"linear": "plain"}),
+    Variant("optimizer-fused", "AdamW: torch's fused", "leave one out", {"optimizer": "fused"}),
+    Variant("optimizer-eager", "AdamW: torch's loop", "leave one out", {"optimizer": "eager"}),
+    Variant("only-flash", "naive + flash attention", "step by step", {**NAIVE, "attention": "sdpa_flash"}),
+    Variant(
+        "flash-ce-adamw",
+        "naive + flash + cross-entropy + AdamW",
+        "step by step",
+        {
+            **NAIVE,
+            "attention": "sdpa_flash",
+            "linear_cross_entropy": "auto",
+            "cross_entropy": "auto",
+            "optimizer": "auto",
+        },
+    ),
+    Variant("fp8", "all fused, fp8 linears", "other choices", {"linear": "fp8"}),
+    Variant(
+        "liger",
+        "Liger's rope, norm, SwiGLU, linear-CE",
+        "other choices",
+        {"rope": "liger", "rms_norm": "liger", "swiglu": "liger", "linear_cross_entropy": "liger"},
+    ),
+    Variant("lean-norm", "norm that keeps no sum", "other choices", {"rms_norm": "triton_lean"}),
+    Variant("fp32-residual", "float32 residual", "other choices", model={"fp32_residual": True}),
+    Variant("odd-vocabulary", "vocabulary {odd}, padded", "vocabulary", odd_vocabulary=True),
+    Variant(
+        "odd-vocabulary-unpadded", "vocabulary {odd}, not padded", "vocabulary", odd_vocabulary=True, unpadded=True
+    ),
+    Variant("naive-compile-block", "naive + compile (blocks)", "compile", {**NAIVE, "compile": "block"}),
+    Variant("naive-compile-trunk", "naive + compile (trunk)", "compile", {**NAIVE, "compile": "trunk"}),
+    Variant("fused-compile-block", "all fused + compile (blocks)", "compile", {"compile": "block"}),
+    Variant("fused-compile-trunk", "all fused + compile (trunk)", "compile", {"compile": "trunk"}),
+    Variant("kernels-compile-block", "our kernels + compile (blocks)", "compile", {**KERNELS, "compile": "block"}),
+)
+"""In the order they are measured: what compiles, and therefore takes long, comes last."""
+
+BY_NAME = {variant.name: variant for variant in VARIANTS}
+
+
+def named_variants(names: list[str] | None) -> list[Variant]:
+    """The rows asked for, in the order of the table; None is all of them."""
+    for name in names or []:
+        if name not in BY_NAME:
+            hint = nearest_hint(name, BY_NAME)
+            raise UsageError(
+                f"There is no row {name}. {hint}{' ' if hint else ''}`z2a perf ablate CONFIG --list` shows them all."
+            )
+    return [variant for variant in VARIANTS if names is None or variant.name in names]
+
+
+def odd_vocabulary(config: RunConfig) -> int:
+    """The first size behind the padded vocabulary: 64,320 -> 64,321."""
+    return config.model.vocab_rows + 1
+
+
+def title_of(variant: Variant, config: RunConfig) -> str:
+    """The row's title for this config."""
+    return variant.title.format(odd=odd_vocabulary(config))
+
+
+def vary(config: RunConfig, variant: Variant) -> RunConfig:
+    """The config of a row. `unpadded` is not in it: see `zero2all.perf.measure.without_padding`."""
+    model = dict(variant.model)
+    if variant.odd_vocabulary:
+        model["vocab_size"] = odd_vocabulary(config)
+    return dataclasses.replace(
+        config,
+        ops=dataclasses.replace(config.ops, **variant.ops),  # type: ignore[arg-type]
+        model=dataclasses.replace(config.model, **model),
+    )
