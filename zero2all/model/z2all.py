@@ -201,9 +201,12 @@ class Z2all(nn.Module):
 
         The sum is that of weights * losses, plus z_loss * logsumexp(logits)^2 of each position where that is asked for.
         """
-        hidden = self(tokens, segments=segments)
         if weights is None:
             weights = torch.ones(targets.shape, dtype=torch.float32, device=targets.device)
+        return self.head_loss(self(tokens, segments=segments), targets, weights, z_loss)
+
+    def head_loss(self, hidden: Tensor, targets: Tensor, weights: Tensor, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
+        """The second half of `loss`: from hidden states (B, T, C) on."""
         return self.ops.linear_cross_entropy(hidden, self.head_weight, targets, weights, self.config.vocab_size, z_loss)
 
 

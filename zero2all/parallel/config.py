@@ -1,19 +1,25 @@
-"""Where a run computes."""
+"""Where a run computes, and how it is spread over processes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-from zero2all.common.schema import PositiveInt
+from zero2all.common.schema import PositiveFloat, PositiveInt
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """The device of a run and the CPU threads it may use."""
+    """The devices of a run and the CPU threads it may use."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA when there is a card, else the CPU."""
+    processes: PositiveInt | Literal["auto"] = "auto"
+    """Processes on this machine; auto: one per GPU, one without. With torchrun, what it says counts."""
+    data: Literal["replicate", "shard"] = "replicate"
+    """replicate: every process has all weights; shard: each keeps a part of every weight and moment (FSDP2)."""
+    timeout_seconds: PositiveFloat = 1800.0
+    """How long a process waits for the others before it gives up."""
     cpu_threads: PositiveInt | None = None
     """CPU threads for the arithmetic. None takes all cores when a run starts, and what it started with on resume:
     float sums depend on the number of threads, so an exact resume needs the same one."""

@@ -1,24 +1,49 @@
 """Everything that changes while a run trains, in one object that a test can build without a GPU.
 
-There is no random state to keep: dropout is seeded from (seed, step), and the data order is a pure function of the
-step. What a checkpoint must hold is therefore the master weights, the optimizer's moments and a few counters.
+There is no random state to keep: dropout is seeded from (seed, step, rank), and the data order is a pure function of
+the position. What a checkpoint must hold is therefore the master weights, the optimizer's moments, the loss scale of
+float16, a few counters, and what the guards remember.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from zero2all.common.errors import BadInputError
 from zero2all.model.z2all import Z2all
 from zero2all.train.config import OptimConfig
-from zero2all.train.optim import Optimizer, decayed_names
-from zero2all.train.weights import FlatWeights
+from zero2all.train.loss_scale import LossScale
+from zero2all.train.optimizers.factory import build_optimizer
+from zero2all.train.optimizers.flat_adamw import FlatAdamW
+from zero2all.train.optimizers.roles import model_roles
+from zero2all.train.weights import FlatWeights, ShardedWeights, Weights
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+class StepOptimizer(Protocol):
+    """What a training step asks of an optimizer; see `zero2all.train.optimizers.base`."""
+
+    writes_weights: bool
+    """Whether a step also writes the low-precision weights of the forward pass."""
+
+    def set_learning_rate(self, rate: float) -> None:
+        """The rate of the next steps."""
+
+    def step(self, grads_scale: Tensor, found_nonfinite: Tensor) -> None:
+        """One update, or none."""
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Everything to keep; live."""
 
 
 @dataclass
@@ -26,59 +51,64 @@ class TrainState:
     """The run at one moment: `step` steps have been made."""
 
     model: Z2all
-    weights: FlatWeights
-    optimizer: Optimizer
+    weights: Weights
+    optimizer: StepOptimizer
+    micro_batch_samples: int
+    """Rows of one pass at data.seq_len."""
+    loss_scale: LossScale | None = None
     step: int = 0
     tokens: int = 0
-    skips_in_a_row: int = 0
 
-    def counters(self) -> dict[str, int]:
-        """The small numbers, for state.json."""
-        return {"step": self.step, "tokens": self.tokens, "skips_in_a_row": self.skips_in_a_row}
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors of a checkpoint as 'group/name'; live, so that one can be loaded right into them."""
+        return {**self.model_tensors(), **self.optimizer_tensors()}
 
     def model_tensors(self) -> dict[str, Tensor]:
-        """The master weights by name."""
-        return self.weights.by_name(self.weights.masters)
+        """The master weights."""
+        return {f"model/{name}": value for name, value in self.weights.masters_by_name().items()}
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
-        """What the optimizer remembers, by name."""
-        return self.optimizer.state_tensors()
+        """Moments, the number of updates, and the loss scale."""
+        tensors = {f"optimizer/{name}": value for name, value in self.optimizer.state_tensors().items()}
+        if self.loss_scale is not None:
+            tensors |= {f"optimizer/loss_scale/{name}": value for name, value in self.loss_scale.tensors().items()}
+        return tensors
 
-    @torch.no_grad()
-    def restore(self, model: dict[str, Tensor], optimizer: dict[str, Tensor], counters: dict[str, Any]) -> None:
-        """Take over what a checkpoint held; raises before touching anything when names or shapes do not match.
+    def counters(self) -> dict[str, int]:
+        """The small numbers."""
+        return {"step": self.step, "tokens": self.tokens}
 
-        `optimizer` is empty for imported weights: the moments then stay at zero.
-        """
-        own = self.model_tensors()
-        remembered = self.optimizer_tensors() if optimizer else {}
-        for held, found in ((own, model), (remembered, optimizer)):
-            check_shapes({name: tuple(value.shape) for name, value in held.items()}, found)
-        for held, found in ((own, model), (remembered, optimizer)):
-            for name, value in held.items():
-                value.copy_(found[name])
-        self.weights.publish()
+    def loaded(self, counters: Mapping[str, Any]) -> None:
+        """The tensors hold what a checkpoint held: go on from its counters."""
+        self.weights.updated()
+        self.weights.zero_gradients()
         self.step, self.tokens = int(counters["step"]), int(counters["tokens"])
-        self.skips_in_a_row = int(counters["skips_in_a_row"])
 
 
-def new_state(model: Z2all, optim: OptimConfig, dtype: torch.dtype) -> TrainState:
-    """The state of a run before its first step, with the model's weights in `dtype` from here on."""
-    weights = FlatWeights(model, decayed_names(model, optim), dtype)
-    return TrainState(model, weights, Optimizer(model, weights, optim))
+def new_state(
+    model: Z2all,
+    optim: OptimConfig,
+    dtype: torch.dtype,
+    micro_batch_samples: int = 1,
+    sharded: bool = False,
+    seed: int = 0,
+) -> TrainState:
+    """The state of a run before its first step. A model that is not `sharded` has its weights in `dtype` from here on.
 
-
-def check_shapes(expected: dict[str, tuple[int, ...]], found: dict[str, Tensor]) -> None:
-    """Raise when a checkpoint is not of this model, naming the first differences."""
-    differences = [
-        f"{name}: {tuple(found[name].shape) if name in found else 'absent'} instead of {shape}"
-        for name, shape in expected.items()
-        if name not in found or tuple(found[name].shape) != shape
-    ]
-    differences += [f"{name}: unknown here" for name in found if name not in expected]
-    if differences:
-        more = f" and {len(differences) - 4} more" if len(differences) > 4 else ""
-        raise BadInputError(
-            f"The checkpoint is of another model: {'; '.join(differences[:4])}{more}. Use the config it was trained "
-            f"with (config.yaml in its run folder), or choose another train.name."
-        )
+    AdamW on whole weights takes the registry's fast path; every other optimizer works on the masters one by one.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    roles = model_roles(model.config, names)
+    weights: Weights
+    optimizer: Any
+    if sharded:
+        weights = ShardedWeights(model, dtype)
+    else:
+        weights = FlatWeights(model, {name: roles[name].kind for name in names}, dtype)
+    if isinstance(weights, FlatWeights) and optim.kind == "adamw":
+        optimizer = FlatAdamW(weights, model.ops.optimizer, optim)
+    else:
+        optimizer = build_optimizer(weights.masters_by_name().items(), optim, roles, seed=seed)
+    device = next(model.parameters()).device
+    scale = LossScale(device) if dtype == torch.float16 else None
+    return TrainState(model, weights, optimizer, micro_batch_samples, scale)

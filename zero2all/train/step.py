@@ -1,35 +1,57 @@
-"""One optimizer step: forward and backward over the micro-batches, check, update.
+"""One optimizer step: forward and backward over this process's micro-batches, exchange, check, update.
 
 The gradient is that of the mean loss over all tokens of the global batch that count (all of them, unless rows are
-padded or prompts masked), whatever the micro-batch; the loss of each channel comes from the same forward pass.
+padded, prompts masked or shards quarantined), whatever the micro-batch and the number of processes; the loss of each
+channel and of each row comes from the same forward pass.
 
-On a GPU the host only queues work. Whether the update may be made is decided on the device, and what the step did
-comes back as `PendingStep`, whose figures are copied in the background: reading them a step later waits for nothing.
+On a GPU the host only queues work. Whether the update may be made is decided on the device, by limits known before the
+step, and what the step did comes back as `PendingStep`, whose figures are copied in the background: reading them a step
+later waits for nothing.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from zero2all.config import RunConfig
-from zero2all.packed.loader import Batch
-from zero2all.train.schedule import learning_rate
+from zero2all.packed.loader import Batch, rank_rows
+from zero2all.parallel.data import set_gradient_sync
+from zero2all.parallel.world import World
+from zero2all.train.anatomy import Anatomy
+from zero2all.train.guards.detector import Limits
 from zero2all.train.state import TrainState
+
+HEAD = 4
+"""Figures before those of channels and rows: loss, norm, whether the update was refused, whether somebody asked to stop."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What is decided about a step before it begins."""
+
+    lr: float
+    limits: Limits | None = None
+    """Beyond these the device refuses the update; None: only what is not finite is refused."""
+    row_weights: Tensor | None = None
+    """(rows of this process,) what each row counts, where shards are quarantined."""
+    stop_requested: bool = False
+    """Whether this process was asked to stop; all learn of it with the figures."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did."""
+    """What a step did; the same in every process."""
 
     step: int
     """Steps made, this one included."""
-    tokens: int
-    """Tokens seen, those of this step included."""
+    tokens: tuple[int, int]
+    """Tokens of the run before and after this step."""
     loss: float
     """Mean nats per token over the global batch."""
     channel_losses: list[float | None]
@@ -38,7 +60,15 @@ class StepResult:
     """L2 norm of the gradient before clipping."""
     lr: float
     updated: bool
-    """False when the update was skipped because loss or gradient was not finite."""
+    """False when the update was refused: something was not finite, or beyond the limits."""
+    stop_requested: bool
+    """Whether any process was asked to stop."""
+    row_nats: np.ndarray
+    """Summed loss of each row of the global batch."""
+    row_counts: np.ndarray
+    """What the rows count."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Time of each part; see `anatomy`."""
 
 
 @dataclass(frozen=True)
@@ -46,76 +76,162 @@ class PendingStep:
     """A step whose figures may still be on their way from the device."""
 
     step: int
-    tokens: int
+    tokens: tuple[int, int]
     lr: float
+    channels: int
+    rows: int
     figures: Tensor
-    """(2 x channels + 1) on the host: nats and counts per channel, gradient norm."""
+    """On the host: HEAD figures, nats and counts per channel, nats and counts per row of the global batch."""
     arrived: torch.cuda.Event | None
+    anatomy: Anatomy
 
     def result(self) -> StepResult:
         """Wait for the figures, where they have not arrived yet."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        *sums, norm = self.figures.tolist()
-        nats, counts = sums[: len(sums) // 2], sums[len(sums) // 2 :]
-        loss = sum(nats) / (sum(counts) or 1.0)
-        channel_losses = [total / count if count else None for total, count in zip(nats, counts, strict=True)]
-        updated = math.isfinite(loss) and math.isfinite(norm)
-        return StepResult(self.step, self.tokens, loss, channel_losses, norm, self.lr, updated)
+        figures = self.figures.numpy()
+        loss, norm, refused, stop = figures[:HEAD].tolist()
+        sizes = (self.channels, self.channels, self.rows)
+        nats, counts, row_nats, row_counts = np.split(figures[HEAD:], np.cumsum(sizes))
+        channel_losses = [
+            float(total / count) if count else None for total, count in zip(nats, counts, strict=True)
+        ]
+        return StepResult(
+            step=self.step,
+            tokens=self.tokens,
+            loss=loss,
+            channel_losses=channel_losses,
+            grad_norm=norm,
+            lr=self.lr,
+            updated=not refused,
+            stop_requested=bool(stop),
+            row_nats=row_nats,
+            row_counts=row_counts,
+            seconds=self.anatomy.seconds(),
+        )
 
 
-def train_step(state: TrainState, batch: Batch, channels: int, config: RunConfig, device: torch.device) -> PendingStep:
+def train_step(
+    state: TrainState, batch: Batch, channels: int, config: RunConfig, world: World, plan: StepPlan
+) -> PendingStep:
     """Advance `state` by one step on `batch`."""
-    lr = learning_rate(state.step, config.train.steps, config.optim.lr_max, config.schedule)
-    # Dropout depends on (seed, step) alone, so a resumed run needs no stored random state.
-    torch.manual_seed(_step_key(config.train.seed, state.step))
+    anatomy = Anatomy(world.device)
+    # Dropout depends on (seed, step, rank) alone, so a resumed run needs no stored random state.
+    torch.manual_seed(_step_key(config.train.seed, state.step, world.rank))
+    figures = _forward_backward(state, batch, channels, config, world, plan, anatomy)
+    state.weights.exchange(world)
+    world.sum(figures)
+    norm = state.weights.squared_norm(world).sqrt()
+    if state.loss_scale is not None:
+        norm = norm / state.loss_scale.scale
+    anatomy.mark("reduce")
+    _update(state, figures, norm, channels, config, plan)
+    anatomy.mark("optimizer")
 
-    sums = _forward_backward(state, batch, channels, config, device)
-    norm = state.optimizer.gradient_norm()
-    # A loss that is not finite makes the norm so, and the optimizer then leaves everything as it was.
-    state.optimizer.step(lr, torch.where(torch.isfinite(sums[0].sum()), norm, math.nan))
-
+    before = state.tokens
+    rows = batch.step_samples if batch.step_samples is not None else batch.tokens.shape[0]
     state.step += 1
-    state.tokens += batch.tokens.shape[0] * (batch.tokens.shape[1] - 1)
-    figures = torch.cat((sums.flatten(), norm.double().reshape(1)))
-    if device.type != "cuda":
-        return PendingStep(state.step, state.tokens, lr, figures, None)
+    state.tokens += rows * (batch.tokens.shape[1] - 1)
+    facts = (state.step, (before, state.tokens), plan.lr, channels, rows)
+    if world.device.type != "cuda":
+        return PendingStep(*facts, figures, None, anatomy)
     host = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=True)
     host.copy_(figures, non_blocking=True)
     arrived = torch.cuda.Event()
     arrived.record()
-    return PendingStep(state.step, state.tokens, lr, host, arrived)
-
-
-def _step_key(seed: int, step: int) -> int:
-    """64 bits that depend on both in every part: torch's CPU generator looks at the lower 32 only."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{step}".encode(), digest_size=8).digest(), "little")
+    return PendingStep(*facts, host, arrived, anatomy)
 
 
 def _forward_backward(
-    state: TrainState, batch: Batch, channels: int, config: RunConfig, device: torch.device
+    state: TrainState,
+    batch: Batch,
+    channels: int,
+    config: RunConfig,
+    world: World,
+    plan: StepPlan,
+    anatomy: Anatomy,
 ) -> Tensor:
-    """Accumulate the gradient; returns (2, channels): summed nats and token counts, float64."""
+    """Accumulate the gradient; returns the figures, still only of this process's rows, in float64."""
+    device, wide = world.device, torch.promote_types(state.weights.dtype, torch.float32)
     tokens = torch.as_tensor(batch.tokens)
-    weights = None if batch.weights is None else torch.as_tensor(batch.weights)
     segments = None if batch.segments is None or not config.data.document_mask else torch.as_tensor(batch.segments)
     channel_of = torch.as_tensor(batch.channels).to(device, non_blocking=True)
-    seq_len = tokens.shape[1] - 1
-    # A stage of longer sequences keeps the tokens of a pass, so that it needs no more memory.
-    micro = max(1, config.train.micro_batch_samples * config.data.seq_len // seq_len)
-    counted = tokens.shape[0] * seq_len if batch.counted is None else max(1.0, batch.counted)
-    sums = torch.zeros(2, channels, dtype=torch.float64, device=device)
-    wide = state.weights.masters.dtype
-    for first in range(0, tokens.shape[0], micro):
-        rows = tokens[first : first + micro].to(device, non_blocking=True)  # (B, T + 1)
-        documents = None if segments is None else segments[first : first + micro, :-1].to(device, non_blocking=True)
-        if weights is None:
-            counts = torch.ones(rows.shape[0], seq_len, dtype=wide, device=device)
-        else:
-            counts = weights[first : first + micro].to(device, dtype=wide, non_blocking=True)
-        total, losses = state.model.loss(rows[:, :-1], rows[:, 1:], counts / counted, documents, config.train.z_loss)
-        total.backward()
-        channels_here = channel_of[first : first + micro]
-        sums[0].index_add_(0, channels_here, (losses * counts).sum(dim=1, dtype=torch.float64))
-        sums[1].index_add_(0, channels_here, counts.sum(dim=1, dtype=torch.float64))
-    return sums
+    own_rows, seq_len = tokens.shape[0], tokens.shape[1] - 1
+    rows = batch.step_samples if batch.step_samples is not None else own_rows
+    first_row, real_rows, _ = rank_rows(rows, world.rank, world.size)
+    counts = _counts(batch, plan, wide, device)  # (B, T)
+    counted = world.sum(counts.sum(dtype=torch.float64)).clamp(min=1.0)
+    figures = torch.zeros(HEAD + 2 * channels + 2 * rows, dtype=torch.float64, device=device)
+    figures[3] = float(plan.stop_requested)
+    nats_at, counts_at = HEAD, HEAD + channels
+    row_nats = torch.zeros(own_rows, dtype=torch.float64, device=device)
+    micro = micro_rows(config, state.micro_batch_samples, seq_len)
+    for first in range(0, own_rows, micro):
+        here = slice(first, min(first + micro, own_rows))
+        set_gradient_sync(state.model, here.stop == own_rows)
+        ids = tokens[here].to(device, non_blocking=True)  # (B, T + 1)
+        documents = None if segments is None else segments[here, :-1].to(device, non_blocking=True)
+        shares = (counts[here] / counted).to(wide)
+        anatomy.mark("collate")
+        hidden = state.model(ids[:, :-1], segments=documents)
+        anatomy.mark("forward")
+        total, losses = state.model.head_loss(hidden, ids[:, 1:], shares, config.train.z_loss)
+        anatomy.mark("loss")
+        (total if state.loss_scale is None else total * state.loss_scale.scale).backward()
+        row_nats[here] = (losses * counts[here]).sum(dim=1, dtype=torch.float64)
+        anatomy.mark("backward")
+    row_counts = counts.sum(dim=1, dtype=torch.float64)
+    figures[nats_at : nats_at + channels].index_add_(0, channel_of, row_nats)
+    figures[counts_at : counts_at + channels].index_add_(0, channel_of, row_counts)
+    row_at = HEAD + 2 * channels + first_row
+    figures[row_at : row_at + real_rows] = row_nats[:real_rows]
+    figures[row_at + rows : row_at + rows + real_rows] = row_counts[:real_rows]
+    return figures
+
+
+def micro_rows(config: RunConfig, micro_batch_samples: int, seq_len: int) -> int:
+    """Rows of one pass. A stage of longer sequences keeps the tokens of a pass, so that it needs no more memory."""
+    return max(1, micro_batch_samples * config.data.seq_len // seq_len)
+
+
+def _counts(batch: Batch, plan: StepPlan, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What each target counts in the loss, (B, T)."""
+    shape = (batch.tokens.shape[0], batch.tokens.shape[1] - 1)
+    if batch.weights is None:
+        counts = torch.ones(shape, dtype=dtype, device=device)
+    else:
+        counts = torch.as_tensor(batch.weights).to(device, dtype=dtype, non_blocking=True)
+    if plan.row_weights is not None:
+        counts = counts * plan.row_weights.to(device, dtype=dtype, non_blocking=True).unsqueeze(1)
+    return counts
+
+
+def _update(
+    state: TrainState, figures: Tensor, norm: Tensor, channels: int, config: RunConfig, plan: StepPlan
+) -> None:
+    """Fill in the head of the figures, and let the optimizer do what they allow. The host sees none of them here."""
+    nats, counts = figures[HEAD : HEAD + channels].sum(), figures[HEAD + channels : HEAD + 2 * channels].sum()
+    loss = nats / counts.clamp(min=1.0)
+    overflowed = ~(torch.isfinite(loss) & torch.isfinite(norm))
+    refused = overflowed
+    if plan.limits is not None:
+        limits = plan.limits
+        refused = refused | (loss > limits.loss) | (norm > limits.grad_norm) | (loss < limits.loss_low)
+    longest = config.optim.clip_grad_norm
+    scale = (longest / norm).clamp(max=1.0) if longest > 0 else torch.ones_like(norm)
+    if state.loss_scale is not None:
+        scale = scale / state.loss_scale.scale
+        state.loss_scale.after(overflowed)
+    state.optimizer.set_learning_rate(plan.lr)
+    state.optimizer.step(torch.where(refused, 1.0, scale).float(), refused)
+    state.weights.updated()
+    state.weights.zero_gradients()
+    figures[0], figures[1] = loss, norm
+    figures[2] = refused
+    figures[3] = (figures[3] > 0).double()
+
+
+def _step_key(seed: int, step: int, rank: int) -> int:
+    """64 bits that depend on all three in every part: torch's CPU generator looks at the lower 32 only."""
+    text = f"{seed}/{step}" if rank == 0 else f"{seed}/{step}/{rank}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

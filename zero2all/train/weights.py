@@ -1,28 +1,54 @@
-"""The weights of a model in flat buffers: what the forward pass reads, the float32 masters, the gradient.
+"""The weights of a model as the optimizer sees them: float32 masters, their gradients, and what the forward pass reads.
 
 A model in bfloat16 or float16 computes with low-precision weights, but an update of a thousandth of a weight would
 vanish in their rounding, so the optimizer works on float32 masters and writes the low-precision weights from them.
-Gradients are summed in float32 too, over all micro-batches of a step. In a float32 (or float64) model the masters are
-the weights themselves.
+Gradients are summed in float32 too, over all micro-batches of a step and over all processes. In a float32 (or float64)
+model the masters are the weights themselves.
 
-One buffer for each of the three, all parameters one after the other, makes the norm one reduction, zeroing one
-write, and the update one pass. Parameters that decay come first, so that each group is one stretch.
+`FlatWeights`: every process has all weights. One buffer each for masters, weights and gradients, all parameters one
+after the other, makes the norm one reduction, the exchange one call, and the update one pass. Parameters that share a
+group come one after the other, so that each group is one stretch.
 
-A kernel that can adds its weight gradient to `parameter.main_grad` itself; for any other the gradient that autograd
-leaves in `parameter.grad` is added there at once and let go.
+`ShardedWeights`: every process has a part of each weight (FSDP2), in float32; the low-precision weights come and go
+while a block computes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from zero2all.model.z2all import Z2all
+from zero2all.parallel.world import World
 
 ALIGNMENT = 128
 """Parameters begin at multiples of this many values, so that every kernel can load them in wide words."""
+
+
+class Weights(Protocol):
+    """What the training step and the optimizer need."""
+
+    dtype: torch.dtype
+
+    def masters_by_name(self) -> dict[str, Tensor]:
+        """The masters, each with its gradient in `.grad` after `exchange`."""
+
+    def exchange(self, world: World) -> None:
+        """Sum the gradients over the processes, once the last micro-batch is through."""
+
+    def squared_norm(self, world: World) -> Tensor:
+        """The square of the L2 norm of the whole gradient, float64, the same in every process."""
+
+    def updated(self) -> None:
+        """The masters have changed: let the forward pass see it."""
+
+    def zero_gradients(self) -> None:
+        """Begin a new sum."""
 
 
 @dataclass(frozen=True)
@@ -37,19 +63,21 @@ class Place:
 class FlatWeights:
     """Takes over the parameters of `model`: their storage becomes a view of flat buffers on the model's device."""
 
-    def __init__(self, model: Z2all, decays: frozenset[str], dtype: torch.dtype) -> None:
+    def __init__(self, model: Z2all, group_of: Mapping[str, str], dtype: torch.dtype) -> None:
+        """`group_of` names the group of each parameter; `groups` then says where each lies."""
         named = list(model.named_parameters())
-        ordered = [pair for pair in named if pair[0] in decays] + [pair for pair in named if pair[0] not in decays]
+        names = list(dict.fromkeys(group_of[name] for name, _ in named))
         self.places: list[Place] = []
+        self.groups: dict[str, slice] = {}
         length = 0
-        self.decayed = slice(0, 0)
-        for name, parameter in ordered:
-            self.places.append(Place(name, parameter, slice(length, length + parameter.numel())))
-            length += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
-            if name in decays:
-                self.decayed = slice(0, length)
-        self.kept = slice(self.decayed.stop, length)
-        device = ordered[0][1].device
+        for group in names:
+            start = length
+            for name, parameter in named:
+                if group_of[name] == group:
+                    self.places.append(Place(name, parameter, slice(length, length + parameter.numel())))
+                    length += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
+            self.groups[group] = slice(start, length)
+        device = named[0][1].device
         self.dtype, wide = dtype, torch.promote_types(dtype, torch.float32)
         self.masters = torch.zeros(length, dtype=wide, device=device)
         self.weights = self.masters if dtype == wide else torch.zeros(length, dtype=dtype, device=device)
@@ -68,11 +96,36 @@ class FlatWeights:
         if self.weights is self.masters:
             parameter.grad = gradient  # autograd adds to it in place
             return None
+        # A kernel that can adds to main_grad itself; what autograd leaves in .grad is added there at once and let go.
         parameter.main_grad = gradient  # type: ignore[attr-defined]
         return parameter.register_post_accumulate_grad_hook(_move_to_main)
 
-    def publish(self) -> None:
-        """Make the forward pass see masters that were changed otherwise than by an optimizer."""
+    def by_name(self, flat: Tensor) -> dict[str, Tensor]:
+        """A buffer of this length as views in the shapes of the parameters."""
+        return {place.name: flat[place.at].view(place.parameter.shape) for place in self.places}
+
+    def masters_by_name(self) -> dict[str, Tensor]:
+        """See `Weights`."""
+        masters, gradients = self.by_name(self.masters), self.by_name(self.gradients)
+        for name, master in masters.items():
+            master.grad = gradients[name]
+        return masters
+
+    def exchange(self, world: World) -> None:
+        """See `Weights`."""
+        world.sum(self.gradients)
+
+    def squared_norm(self, world: World) -> Tensor:
+        """See `Weights`; every process has the whole gradient."""
+        del world
+        if self.gradients.is_cuda and self.gradients.dtype == torch.float32 and _has_triton():
+            from zero2all.ops.kernels.adamw import sum_of_squares
+
+            return sum_of_squares(self.gradients)
+        return torch.linalg.vector_norm(self.gradients).double().square()
+
+    def updated(self) -> None:
+        """Write the low-precision weights; an optimizer that does so itself calls `touched` instead."""
         if self.weights is not self.masters:
             self.weights.copy_(self.masters)
         self.touched()
@@ -82,15 +135,54 @@ class FlatWeights:
         torch.autograd.graph.increment_version([place.parameter for place in self.places])
 
     def zero_gradients(self) -> None:
-        """Begin a new sum."""
+        """See `Weights`."""
         self.gradients.zero_()
 
-    def by_name(self, flat: Tensor) -> dict[str, Tensor]:
-        """A buffer of this length as views in the shapes of the parameters."""
-        return {place.name: flat[place.at].view(place.parameter.shape) for place in self.places}
+
+class ShardedWeights:
+    """The parameters of a model that `parallel.data.shard_model` has cut over the processes."""
+
+    def __init__(self, model: Z2all, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._parameters = dict(model.named_parameters())
+
+    def masters_by_name(self) -> dict[str, Tensor]:
+        """See `Weights`."""
+        return dict(self._parameters)
+
+    def exchange(self, world: World) -> None:
+        """FSDP has summed the gradients in the backward pass."""
+        del world
+
+    def squared_norm(self, world: World) -> Tensor:
+        """See `Weights`."""
+        squares = [
+            torch.linalg.vector_norm(_part(parameter.grad)).double().square()
+            for parameter in self._parameters.values()
+            if parameter.grad is not None
+        ]
+        return world.sum(torch.stack(squares).sum())
+
+    def updated(self) -> None:
+        """FSDP gathers the weights anew in every pass."""
+
+    def zero_gradients(self) -> None:
+        """See `Weights`."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
 
 
 def _move_to_main(parameter: nn.Parameter) -> None:
     if parameter.grad is not None:
         parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
         parameter.grad = None
+
+
+def _part(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _has_triton() -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec("triton") is not None

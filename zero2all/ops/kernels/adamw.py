@@ -1,8 +1,9 @@
 """AdamW over flat buffers: clip, skip, update and write the low-precision weights in one pass.
 
 Per value: gradient, master weight and both moments are read (16 bytes) and all but the gradient written back, the
-weight also in the model's dtype (14 bytes). The clip factor comes from the gradient's norm on the device; where the
-norm is not finite nothing is written at all, so a bad step leaves every state bit as it was, and the host never waits.
+weight also in the model's dtype (14 bytes). The factor on the gradient (clipping, loss scaling) and the word to skip
+come from the device; a skipped step writes nothing at all, so every bit of the state stays as it was, and the host
+never waits.
 """
 
 from __future__ import annotations
@@ -32,15 +33,13 @@ def _sum_of_squares(values, parts, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def _update(
-    weights, masters, gradients, firsts, seconds, norm, corrections, count, max_norm, lr, beta1, beta2, eps, decay,
+    weights, masters, gradients, firsts, seconds, scale, skip, corrections, count, lr, beta1, beta2, eps, decay,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    length = tl.load(norm)
     correction1 = tl.load(corrections)
     correction2 = tl.load(corrections + 1)
-    # Not finite: length - length is NaN, which compares unequal to everything.
-    if length - length == 0.0:
-        clip = tl.where((max_norm > 0.0) & (length > max_norm), max_norm / length, 1.0)
+    if tl.load(skip) == 0:
+        clip = tl.load(scale)
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = at < count
         g = tl.load(gradients + at, mask=inside, other=0.0).to(tl.float32) * clip
@@ -56,28 +55,28 @@ def _update(
         tl.store(weights + at, w.to(weights.dtype.element_ty), mask=inside)
 
 
-def gradient_norm(gradients: Tensor) -> Tensor:
-    """The L2 norm of a flat buffer, as a float32 scalar on its device."""
-    count = gradients.numel()
-    programs = min(triton.cdiv(count, NORM_BLOCK), processors(gradients.device) * NORM_PROGRAMS_PER_PROCESSOR)
-    parts = torch.empty(programs, dtype=torch.float64, device=gradients.device)
-    _sum_of_squares[(programs,)](gradients, parts, count, BLOCK=NORM_BLOCK, num_warps=8)
-    return parts.sum().sqrt().float()
+def sum_of_squares(values: Tensor) -> Tensor:
+    """The sum of squares of a flat buffer, as a float64 scalar on its device."""
+    count = values.numel()
+    programs = min(triton.cdiv(count, NORM_BLOCK), processors(values.device) * NORM_PROGRAMS_PER_PROCESSOR)
+    parts = torch.empty(programs, dtype=torch.float64, device=values.device)
+    _sum_of_squares[(programs,)](values, parts, count, BLOCK=NORM_BLOCK, num_warps=8)
+    return parts.sum()
 
 
 def bias_corrections(updates: Tensor, beta1: float, beta2: float) -> Tensor:
-    """1 - beta^n of both moments for update number n = `updates` + 1 (a float64 scalar on the device), in float32."""
-    number = updates + 1.0
+    """1 - beta^n of both moments for update number n = `updates` + 1 (a scalar on the device), in float32."""
+    number = updates.double() + 1.0
     return torch.stack((1.0 - beta1**number, 1.0 - beta2**number)).float()
 
 
 def adamw_update(
-    weights: Tensor, masters: Tensor, gradients: Tensor, firsts: Tensor, seconds: Tensor, norm: Tensor,
-    corrections: Tensor, *, max_norm: float, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
+    weights: Tensor, masters: Tensor, gradients: Tensor, firsts: Tensor, seconds: Tensor, scale: Tensor, skip: Tensor,
+    corrections: Tensor, *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
 ) -> None:  # fmt: skip
-    """One step on flat buffers of equal length."""
+    """One step on flat buffers of equal length; `scale` is a float32 scalar on their device, `skip` an int32 one."""
     count = weights.numel()
     _update[(triton.cdiv(count, BLOCK),)](
-        weights, masters, gradients, firsts, seconds, norm, corrections, count, max_norm, lr, beta1, beta2, eps,
+        weights, masters, gradients, firsts, seconds, scale, skip, corrections, count, lr, beta1, beta2, eps,
         weight_decay, BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip

@@ -1,0 +1,46 @@
+"""Data parallelism: every process works on its own rows with the same weights.
+
+`replicate`: each process has all weights; gradients are summed over the processes once a step.
+`shard`: FSDP2; each process keeps a part of every weight, gradient and moment, and gathers a block's weights while it
+computes with them. Memory for weights and optimizer falls with the number of processes; each pass moves the weights.
+
+Tensor, pipeline, context and expert parallelism will be further dimensions of the same mesh.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+from zero2all.model.z2all import Z2all
+from zero2all.parallel.world import World
+
+DATA = "data"
+
+
+def data_mesh(world: World) -> DeviceMesh:
+    """All processes in a row."""
+    return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=(DATA,))
+
+
+def shard_model(model: Z2all, world: World, dtype: torch.dtype) -> None:
+    """Cut every weight over the processes, in place. The parts are kept in float32 (or float64) and gathered in
+    `dtype`; gradients are summed, not averaged, in float32."""
+    wide = torch.promote_types(dtype, torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide, cast_forward_inputs=False)
+    mesh = data_mesh(world)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    register_fsdp_forward_method(model, "head_loss")
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def set_gradient_sync(model: Z2all, is_last_pass: bool) -> None:
+    """Exchange gradients after the last micro-batch of a step only."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(is_last_pass)

@@ -1,0 +1,110 @@
+"""The processes of a run: which one this is, and how it agrees with the others.
+
+A run of one process needs no process group and makes none; everything here then does nothing. With several, torchrun
+(or `z2a train`, which calls it) sets the environment that says who is who.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """All processes of a run, seen from one of them."""
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device = torch.device("cpu")
+    group: dist.ProcessGroup | None = None
+    """For tensors on the device; None for one process."""
+    control: dist.ProcessGroup | None = None
+    """For small objects between hosts, so that talking never waits for a device."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process speaks for the run: prints, logs, decides where only one may."""
+        return self.rank == 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sum a tensor over the processes, in place; queued on the device, the host does not wait."""
+        if self.group is not None:
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def first_says(self, value: T) -> T:
+        """What the first process gives, in all of them."""
+        if self.control is None:
+            return value
+        said: list[Any] = [value]
+        dist.broadcast_object_list(said, src=0, group=self.control)
+        answer: T = said[0]
+        return answer
+
+    def first_does(self, work: Callable[[], T]) -> T:
+        """What `work` returns in the first process, in all of them; what it raises there, all of them raise."""
+        if self.control is None:
+            return work()
+        outcome: tuple[T | None, Exception | None] = (None, None)
+        if self.is_first:
+            try:
+                outcome = (work(), None)
+            except Exception as error:
+                outcome = (None, error)
+        value, problem = self.first_says(outcome)
+        if problem is not None:
+            raise problem
+        return cast(T, value)
+
+    def gather(self, value: T) -> list[T]:
+        """What each process gives, by rank, in all of them."""
+        if self.control is None:
+            return [value]
+        said: list[Any] = [None] * self.size
+        dist.all_gather_object(said, value, group=self.control)
+        return said
+
+    def barrier(self) -> None:
+        """Wait for all."""
+        if self.control is not None:
+            dist.barrier(group=self.control)
+
+
+def asked_processes() -> int:
+    """How many processes whoever started this one says there are."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@contextmanager
+def join_world(device: torch.device, timeout_seconds: float) -> Iterator[World]:
+    """The world this process was started into; leaves it at the end of the block."""
+    if asked_processes() == 1 and not dist.is_initialized():
+        yield World(device=device)
+        return
+    own = not dist.is_initialized()  # tests bring a group of their own
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if own:
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            timeout=timedelta(seconds=timeout_seconds),
+            device_id=device if device.type == "cuda" else None,
+        )
+    try:
+        control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+        yield World(dist.get_rank(), dist.get_world_size(), device, dist.group.WORLD, control)
+    finally:
+        if own:
+            dist.destroy_process_group()

@@ -1,0 +1,47 @@
+"""`anneal now`: let the learning rate of a run fall to its end from where it stands.
+
+`z2a anneal RUN` writes a wish into the run's folder. A run that is training reads it within a step, one that is not
+when it is started again; either writes down from which step on the rate falls. From then on the rate is a function of
+that record, which lies in the run's folder and in every checkpoint, so a resumed run falls alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from zero2all.common.errors import BadInputError
+from zero2all.common.files import read_json, write_json
+from zero2all.train.config import AnnealConfig, DecayShape
+
+ANNEAL_FILE = "anneal.json"
+
+
+def wish_anneal(run: Path, steps: int, shape: DecayShape, to_share: float) -> None:
+    """Ask a run to anneal; replaces an earlier wish that has not begun."""
+    write_json(run / ANNEAL_FILE, {"from_step": None, "steps": steps, "shape": shape, "to_share": to_share})
+
+
+def read_anneal(run: Path, step: int) -> AnnealConfig | None:
+    """The record of a run that stands at `step`; a wish becomes a record here. None when there is neither."""
+    path = run / ANNEAL_FILE
+    try:
+        values: dict[str, Any] = read_json(path)
+    except FileNotFoundError:
+        return None
+    try:
+        if values["from_step"] is None:
+            values["from_step"] = step
+            write_json(path, values)
+        return AnnealConfig(**values)
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadInputError(
+            f"{path} is no record of an anneal ({error}). Write it anew with `z2a anneal`, or delete it to train on as "
+            f"scheduled."
+        ) from error
+
+
+def anneal_values(anneal: AnnealConfig | None) -> dict[str, Any] | None:
+    """For the checkpoint."""
+    return None if anneal is None else asdict(anneal)

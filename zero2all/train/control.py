@@ -1,0 +1,198 @@
+"""What the guards decide, the same in every process.
+
+They watch in the first process only, because they write files; what follows from them (limits of the next step, weights
+of its rows, data to leave out, going back, stopping) is told to all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from zero2all.config import RunConfig
+from zero2all.model.config import parameter_counts
+from zero2all.packed.loader import rank_rows
+from zero2all.packed.mixture import TrainingData
+from zero2all.parallel.world import World
+from zero2all.track.writer import Run
+from zero2all.train.guards.advice import Facts
+from zero2all.train.guards.documents import Decode
+from zero2all.train.guards.findings import Finding
+from zero2all.train.guards.incident import make_incident, usual_channels
+from zero2all.train.guards.ledger import SkipLedger
+from zero2all.train.guards.policy import Action, Continue, Rollback, SkipWindow
+from zero2all.train.guards.repeats import repeated_shards
+from zero2all.train.guards.watch import RunGuards
+from zero2all.train.guards.writer import IncidentWriter
+from zero2all.train.step import StepPlan, StepResult
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """What the first process tells the others after a step."""
+
+    action: Action
+    page: Path | None
+
+
+class Control:
+    """The guards of a run, seen from one process."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run: Path,
+        world: World,
+        data: TrainingData,
+        corpus: Path,
+        metrics: Run | None,
+        make_decode: Callable[[], Decode] | None,
+    ) -> None:
+        self._config, self._world, self._metrics, self._run = config, world, metrics, run
+        self._guards: RunGuards | None = None
+        self._pages: IncidentWriter | None = None
+        self._incidents = 0
+        if world.is_first:
+            self._guards = RunGuards(
+                run, config.guards, config.schedule.warmup_steps, data, quarantine=config.data.quarantine
+            )
+            self._pages = IncidentWriter(self._guards.folder, data, corpus, make_decode)
+        self.ledger = SkipLedger.from_state(world.first_says(self._ledger_state()))
+
+    def _ledger_state(self) -> list[dict[str, Any]]:
+        return [] if self._guards is None else self._guards.ledger.state()
+
+    def look_for_repeats(self, data: TrainingData, step: int) -> None:
+        """Compare the shards with each other before the first step: one that repeats another is named at once."""
+        if self._guards is None or self._config.data.quarantine == "off":
+            return
+        findings = [repeat.finding(step, (0, 0)) for repeat in repeated_shards(data.splits)]
+        self._guards.note_shards(findings, step)
+        self._report(findings, Continue("noted before the first step"), None)
+
+    def plan(self, step: int, lr: float, tokens: tuple[int, int], rows: int, stop_requested: bool) -> StepPlan:
+        """What to know before `step`, which reads `tokens` of the run in `rows` rows, is begun."""
+        limits, weights = None, None
+        if self._guards is not None:
+            limits = self._guards.refusal_limits(step)
+            if self._guards.finder is not None and self._guards.quarantine.mode == "auto":
+                weights = self._guards.row_weights(self._guards.finder.rows(tokens[0], rows), step)
+        limits, weights = self._world.first_says((limits, weights))
+        return StepPlan(lr, limits, self._own(weights, rows), stop_requested)
+
+    def _own(self, weights: np.ndarray | None, rows: int) -> torch.Tensor | None:
+        """This process's part of weights for all rows."""
+        if weights is None:
+            return None
+        first, own, per_rank = rank_rows(rows, self._world.rank, self._world.size)
+        part = torch.zeros(per_rank)
+        part[:own] = torch.from_numpy(weights[first : first + own])
+        return part
+
+    def observe(
+        self, result: StepResult, channels: Sequence[str], checkpoints: Sequence[int]
+    ) -> tuple[Action, Path | None]:
+        """Take in a step; returns what all processes must do now, and the page that explains it."""
+        verdict = self._world.first_does(lambda: self._judge(result, channels, checkpoints))
+        if isinstance(verdict.action, SkipWindow | Rollback):
+            self.ledger.add(verdict.action.skip)
+        return verdict.action, verdict.page
+
+    def _judge(self, result: StepResult, channels: Sequence[str], checkpoints: Sequence[int]) -> _Verdict:
+        assert self._guards is not None, "only the first process judges"
+        losses = {
+            name: loss for name, loss in zip(channels, result.channel_losses, strict=True) if loss is not None
+        }
+        seen = self._guards.observe(
+            result.step,
+            result.loss,
+            result.grad_norm,
+            losses,
+            result.tokens,
+            checkpoints,
+            result.row_nats,
+            result.row_counts,
+        )
+        page = self._report(seen.findings, seen.action, result) if seen.findings else None
+        return _Verdict(seen.action, page)
+
+    def _report(self, findings: Sequence[Finding], action: Action, result: StepResult | None) -> Path | None:
+        """Event rows for the board, and a page with the documents."""
+        if not findings or self._metrics is None or self._guards is None or self._pages is None:
+            return None
+        row_losses = [] if result is None else _row_losses(result)
+        incident = make_incident(
+            self._run.name,
+            findings,
+            action,
+            self._guards.detector,
+            self._facts(findings[0], result, row_losses),
+            row_losses,
+        )
+        page = self._pages.submit(incident)
+        self._incidents += 1
+        for finding in findings:
+            data = {**finding.as_json(), "action": incident.action, "done": incident.done, "page": page.name}
+            self._metrics.event(EVENT_KINDS.get(finding.kind, finding.kind), finding.step, data)
+        return page
+
+    def _facts(self, finding: Finding, result: StepResult | None, row_losses: Sequence[float | None]) -> Facts:
+        config, guards = self._config, self._guards
+        assert guards is not None, "only the first process writes pages"
+        adam = config.optim.kind.startswith("adamw") or config.optim.kind == "muon"
+        limits = guards.limits(finding.step)
+        return Facts(
+            kind=finding.kind,
+            step=finding.step,
+            lr=config.optim.lr_max if result is None else result.lr,
+            lr_max=config.optim.lr_max,
+            warmup_steps=config.schedule.warmup_steps,
+            beta1=config.optim.beta1 if adam else None,
+            beta2=config.optim.beta2 if adam else None,
+            eps=config.optim.eps if adam else None,
+            clip_grad_norm=config.optim.clip_grad_norm,
+            usual_grad_norm=limits.usual_grad_norm,
+            parameters=parameter_counts(config.model)["total"],
+            earlier_incidents=self._incidents,
+            channels_before=usual_channels(guards.detector, finding.step),
+            channels_now=finding.details.get("channel_losses"),
+            row_losses=[loss for loss in row_losses if loss is not None],
+            usual_loss=limits.usual_loss,
+            shards_named=[f"{name}" for name in guards.quarantine.state()],
+        )
+
+    def stage_begins(self) -> None:
+        """What the loss was before no longer counts."""
+        if self._guards is not None:
+            self._guards.restart()
+
+    def state(self) -> dict[str, Any] | None:
+        """For the checkpoint; the first process's is kept."""
+        return None if self._guards is None else self._guards.state()
+
+    def restore(self, state: Mapping[str, Any] | None) -> None:
+        """Go on where `state` was taken; decisions made since then stay."""
+        if self._guards is not None and state is not None:
+            self._guards.restore(state)
+        self.ledger.merge(SkipLedger.from_state(self._world.first_says(self._ledger_state())))
+
+    def close(self) -> list[str]:
+        """Finish the pages; returns what could not be written."""
+        if self._pages is None:
+            return []
+        finished = self._pages.close()
+        return [*self._pages.problems, *([] if finished else ["an incident page was not finished in time"])]
+
+
+EVENT_KINDS = {"loss_spike": "spike", "grad_spike": "spike", "loss_drop": "drop", "nonfinite": "skip"}
+
+
+def _row_losses(result: StepResult) -> list[float | None]:
+    with np.errstate(invalid="ignore", divide="ignore"):
+        means = result.row_nats / result.row_counts
+    return [float(mean) if np.isfinite(mean) else None for mean in means]

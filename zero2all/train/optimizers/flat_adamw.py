@@ -1,0 +1,75 @@
+"""AdamW over flat buffers, in the implementation the registry chose: the fast path of replicated weights.
+
+The same contract as every optimizer here (see `base`), but gradients are read from the buffers, and the low-precision
+weights of the forward pass are written in the same pass as their masters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from zero2all.ops.optimizer import AdamW as Constants
+from zero2all.ops.optimizer import Flat, Update
+from zero2all.train.config import OptimConfig
+from zero2all.train.optimizers.base import STEP_NAME, check_fits
+from zero2all.train.optimizers.roles import decay_of
+from zero2all.train.weights import FlatWeights
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class FlatAdamW:
+    """AdamW on `FlatWeights`; nothing here waits for the device."""
+
+    writes_weights = True
+
+    def __init__(self, weights: FlatWeights, update: Update, config: OptimConfig) -> None:
+        self._weights, self._update = weights, update
+        self._constants = Constants(config.beta1, config.beta2, config.eps)
+        self.firsts, self.seconds = torch.zeros_like(weights.masters), torch.zeros_like(weights.masters)
+        self.updates = torch.zeros((), dtype=torch.float32, device=weights.masters.device)
+        self._multipliers = [config.lr_multipliers.get(kind, 1.0) for kind in weights.groups]
+        self._groups = [self._group(at, decay_of(kind, config)) for kind, at in weights.groups.items()]
+
+    def _group(self, at: slice, weight_decay: float) -> Flat:
+        own = self._weights
+        inside = [place.at for place in own.places if at.start <= place.at.start < at.stop]
+        masters = own.masters[at]
+        return Flat(
+            weights=masters if own.weights is own.masters else own.weights[at],
+            masters=masters,
+            gradients=own.gradients[at],
+            firsts=self.firsts[at],
+            seconds=self.seconds[at],
+            slices=tuple(slice(place.start - at.start, place.stop - at.start) for place in inside),
+            weight_decay=weight_decay,
+        )
+
+    def set_learning_rate(self, rate: float) -> None:
+        """The rate of the next steps; groups with a multiplier take their share of it."""
+        for group, multiplier in zip(self._groups, self._multipliers, strict=True):
+            group.lr = rate * multiplier
+
+    @torch.no_grad()
+    def step(self, grads_scale: Tensor, found_nonfinite: Tensor) -> None:
+        """One update with gradients times `grads_scale`, or none at all where `found_nonfinite` is set."""
+        self._update(self._groups, self.updates, grads_scale, found_nonfinite, self._constants)
+        self._weights.touched()
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The moments by parameter, and the number of updates; live."""
+        tensors = {STEP_NAME: self.updates}
+        for moment, flat in zip(MOMENTS, (self.firsts, self.seconds), strict=True):
+            tensors |= {f"{moment}/{name}": view for name, view in self._weights.by_name(flat).items()}
+        return tensors
+
+    @torch.no_grad()
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over a saved state; raises before it changes anything where one is amiss."""
+        own = self.state_tensors()
+        check_fits(own, tensors)
+        for name, target in own.items():
+            target.copy_(tensors[name])
