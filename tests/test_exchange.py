@@ -586,7 +586,8 @@ REFUSED = {
     "unknown scaling": (rope(rope_type="longrope", factor=2.0), "'longrope'; only linear, llama3 and yarn"),
     "scaling without factor": (rope(rope_type="linear"), "names no factor"),
     "scaling per kind of layer": (rope(full_attention={"rope_type": "linear"}), "sets full_attention in its rope"),
-    "yarn with its own strength": (rope(rope_type="yarn", factor=2.0, attention_factor=1.5), "sets attention_factor"),
+    "yarn with the strength of others": (rope(rope_type="yarn", factor=2.0, mscale=1.5), "sets mscale"),
+    "a strength without yarn": (rope(rope_type="linear", factor=2.0, attention_factor=1.5), "sets attention_factor"),
     "missing tensor": (
         change_tensors(lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.weight")),
         "model.layers.1.self_attn.k_proj.weight is missing",

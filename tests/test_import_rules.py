@@ -51,7 +51,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 """Part -> what it may import. A name covers the modules below it."""
 
 SECTIONS_MAY_IMPORT: dict[str, tuple[str, ...]] = {
-    "train.config": ("packed.config",),
+    "train.config": ("packed.config", "model.config"),
     "tokenizer.config": ("tokenizer.specials", "tokenizer.sizes", "tokenizer.take"),
 }
 """A section of the config imports only `common`, with these exceptions."""

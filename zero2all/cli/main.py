@@ -8,7 +8,7 @@ import os
 import sys
 
 from zero2all import __version__
-from zero2all.cli import corpus, data, evaluate, exchange, pack, perf, quickstart, tokenizer, train
+from zero2all.cli import corpus, data, evaluate, exchange, inspect, pack, perf, quickstart, tokenizer, train
 from zero2all.cli.verb import HelpFormatter
 from zero2all.common.errors import BadInputError, DiskError, UsageError, UserError, is_disk_full
 
@@ -94,7 +94,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"z2a {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    for stage in (quickstart, corpus, tokenizer, pack, data, train, evaluate, exchange, perf):
+    for stage in (quickstart, corpus, tokenizer, pack, data, train, inspect, evaluate, exchange, perf):
         stage.register(verbs)
     return parser
 

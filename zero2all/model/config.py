@@ -15,8 +15,8 @@ VOCAB_MULTIPLE = 64
 class RopeScaling:
     """How rotary positions are stretched beyond the length a model was trained at."""
 
-    kind: Literal["none", "linear", "llama3", "yarn"] = "none"
-    """none; linear: position interpolation; llama3 and yarn: by wavelength, as the models of those names do."""
+    kind: Literal["none", "linear", "ntk", "llama3", "yarn"] = "none"
+    """none; linear: position interpolation; ntk: a larger base; llama3 and yarn: by wavelength, as those models do."""
     factor: PositiveFloat = 1.0
     """How many times longer than `original_seq_len` positions may become."""
     original_seq_len: PositiveInt | None = None
@@ -29,6 +29,19 @@ class RopeScaling:
     """yarn: rotations over the original length above which a dimension is left alone."""
     beta_slow: PositiveFloat = 1.0
     """yarn: rotations over the original length below which a dimension is fully interpolated."""
+    attention_factor: PositiveFloat | None = None
+    """yarn: factor on cos and sin, so that attention logits grow by its square. None takes 0.1 ln(factor) + 1."""
+
+    def problems(self, place: str) -> list[Problem]:
+        """What a kind needs and does not have."""
+        found = []
+        if self.kind in ("llama3", "yarn") and self.original_seq_len is None:
+            expected = f"the original length in tokens, for {self.kind}"
+            found.append(Problem(f"{place}.original_seq_len", None, expected))
+        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            expected = f"a number above low_freq_factor ({self.low_freq_factor:g})"
+            found.append(Problem(f"{place}.high_freq_factor", self.high_freq_factor, expected))
+        return found
 
 
 @dataclass(frozen=True)
@@ -103,21 +116,7 @@ class ModelConfig:
             found.append(Problem(f"{place}.head_dim", self.head_size, "an even width: positions turn pairs"))
         if self.heads % self.kv_heads:
             found.append(Problem(f"{place}.kv_heads", self.kv_heads, f"a divisor of {place}.heads ({self.heads})"))
-        scaling = self.rope_scaling
-        if scaling.kind in ("llama3", "yarn") and scaling.original_seq_len is None:
-            found.append(
-                Problem(
-                    f"{place}.rope_scaling.original_seq_len", None, f"the original length in tokens, for {scaling.kind}"
-                )
-            )
-        if scaling.kind == "llama3" and scaling.high_freq_factor <= scaling.low_freq_factor:
-            found.append(
-                Problem(
-                    f"{place}.rope_scaling.high_freq_factor",
-                    scaling.high_freq_factor,
-                    f"a number above low_freq_factor ({scaling.low_freq_factor:g})",
-                )
-            )
+        found += self.rope_scaling.problems(f"{place}.rope_scaling")
         return found
 
 

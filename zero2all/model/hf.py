@@ -21,6 +21,7 @@ from zero2all.common.errors import BadInputError
 from zero2all.common.files import require_free_space, write_json
 from zero2all.common.schema import build
 from zero2all.model.config import ModelConfig
+from zero2all.model.rope import rope_base
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
@@ -33,7 +34,7 @@ VOCABULARY_TABLES = ("embedding.weight", "head.weight")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LAYOUTS = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 UNSUPPORTED_FIELDS = ("sliding_window", "layer_types", "quantization_config", "partial_rotary_factor")
-UNSUPPORTED_SCALING = ("attention_factor", "mscale", "mscale_all_dim", "truncate")
+UNSUPPORTED_SCALING = ("mscale", "mscale_all_dim", "truncate")
 SCALING_NAMES = {
     "factor": "factor",
     "original_max_position_embeddings": "original_seq_len",
@@ -41,6 +42,7 @@ SCALING_NAMES = {
     "high_freq_factor": "high_freq_factor",
     "beta_fast": "beta_fast",
     "beta_slow": "beta_slow",
+    "attention_factor": "attention_factor",
 }
 """Their name of each field of the rope scaling, and ours."""
 
@@ -173,7 +175,7 @@ def to_hf_config(config: ModelConfig, dtype: str, token_ids: TokenIds) -> dict[s
         "initializer_range": config.init_std,
         "tie_word_embeddings": config.tied_embeddings,
         "attention_dropout": config.attention_dropout,
-        "rope_theta": config.rope_theta,
+        "rope_theta": rope_base(config),
         "rope_scaling": _to_hf_scaling(config),
         "torch_dtype": dtype,
         "use_cache": True,
@@ -240,8 +242,12 @@ def _matters(name: str, values: dict[str, Any]) -> bool:
 
 
 def _to_hf_scaling(config: ModelConfig) -> dict[str, Any] | None:
+    """Their record of the stretching; ntk is a base change and travels as rope_theta.
+
+    Their own `dynamic` recomputes the base for every length it meets, so it is not what a model was trained with.
+    """
     scaling = config.rope_scaling
-    if scaling.kind == "none":
+    if scaling.kind in ("none", "ntk"):
         return None
     values: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
     if scaling.kind in ("llama3", "yarn"):
@@ -250,6 +256,7 @@ def _to_hf_scaling(config: ModelConfig) -> dict[str, Any] | None:
         values |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
     if scaling.kind == "yarn":
         values |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
+        values |= {} if scaling.attention_factor is None else {"attention_factor": scaling.attention_factor}
     return values
 
 
@@ -257,9 +264,10 @@ def _from_hf_scaling(rope: dict[str, Any], max_seq_len: int | None, origin: Path
     odd = [name for name in UNSUPPORTED_SCALING if rope.get(name) is not None]
     odd += [name for name, value in rope.items() if isinstance(value, dict)]  # settings per kind of layer
     odd += ["partial_rotary_factor"] if rope.get("partial_rotary_factor") not in (None, 1.0) else []
+    odd += ["attention_factor"] if rope.get("attention_factor") is not None and _kind(rope) != "yarn" else []
     if odd:
         raise BadInputError(f"{origin} sets {', '.join(odd)} in its rope scaling, which Z2all does not have.")
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = _kind(rope)
     if kind == "default":
         return {}
     if kind not in ("linear", "llama3", "yarn"):
@@ -270,6 +278,10 @@ def _from_hf_scaling(rope: dict[str, Any], max_seq_len: int | None, origin: Path
     if kind != "linear":
         known.setdefault("original_seq_len", max_seq_len)
     return {"kind": kind, **known}
+
+
+def _kind(rope: dict[str, Any]) -> Any:
+    return rope.get("rope_type", rope.get("type", "default"))
 
 
 def _shards(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:

@@ -1,8 +1,16 @@
 """Frequencies of the rotary positions, with the ways to stretch them beyond the trained length.
 
-A head of width D has D/2 pairs; pair d turns by position x theta^(-2d/D). Fast pairs tell neighbours apart, slow
-pairs carry far positions. To reach farther than the model was trained, slow pairs are slowed down further:
-`linear` slows all of them alike, `llama3` and `yarn` leave the fast ones alone and blend in between.
+A head of width D has D/2 pairs; pair d turns by position x f(d), f(d) = theta^(-2d/D). Fast pairs tell neighbours
+apart, slow pairs carry far positions. To reach s (`factor`) times farther than the model was trained, slow pairs are
+slowed down further. L is `original_seq_len`; lambda(d) = 2 pi / f(d) is the wavelength of a pair, in positions.
+
+base      another theta (model.rope_theta, or a stage's): pair d slows by (theta / theta')^(2d/D), pair 0 not at all
+linear    f(d) / s: position interpolation, all pairs alike
+ntk       theta' = theta s^(D / (D - 2)): the base change that slows the last pair by exactly s
+llama3    k f(d) + (1 - k) f(d) / s;  k = (L / lambda(d) - low) / (high - low), held within 0 and 1
+yarn      the same blend with k = 1 - (d - a) / (b - a), held within 0 and 1; a and b are the pairs that turn beta_fast
+          and beta_slow times within L, rounded outwards: pair(r) = D ln(L / (2 pi r)) / (2 ln theta).
+          cos and sin times t = 0.1 ln(s) + 1 (`attention_factor`): logits times t^2, a sharper softmax over more keys
 """
 
 from __future__ import annotations
@@ -22,18 +30,27 @@ def rope_tables(config: ModelConfig, seq_len: int, device: torch.device | None =
     return (angles.cos() * magnitude).to(device), (angles.sin() * magnitude).to(device)
 
 
+def rope_base(config: ModelConfig) -> float:
+    """The base of the frequencies: `rope_theta`, or what ntk makes of it."""
+    D, scaling = config.head_size, config.rope_scaling
+    if scaling.kind != "ntk" or D == 2:  # a single pair turns by 1 whatever the base
+        return config.rope_theta
+    return config.rope_theta * scaling.factor ** (D / (D - 2))
+
+
 def _frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     """Turn per position of each pair, and the factor yarn puts on cos and sin."""
     D, scaling = config.head_size, config.rope_scaling
     exponents = torch.arange(0, D, 2, dtype=torch.int64).float() / D
-    spans = config.rope_theta**exponents  # positions per radian, (D/2,)
+    spans = rope_base(config) ** exponents  # positions per radian, (D/2,)
     frequencies = 1.0 / spans
     if scaling.kind == "linear":
         return frequencies / scaling.factor, 1.0
     if scaling.kind == "llama3":
         return _llama3(frequencies, scaling), 1.0
     if scaling.kind == "yarn":
-        return _yarn(spans, scaling, config.rope_theta), 0.1 * math.log(max(scaling.factor, 1.0)) + 1.0
+        sharpening = scaling.attention_factor or 0.1 * math.log(max(scaling.factor, 1.0)) + 1.0
+        return _yarn(spans, scaling, config.rope_theta), sharpening
     return frequencies, 1.0
 
 

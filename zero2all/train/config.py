@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from zero2all.common.schema import (
@@ -15,7 +16,14 @@ from zero2all.common.schema import (
     Share,
     ShareBelowOne,
 )
+from zero2all.model.config import ModelConfig, RopeScaling
 from zero2all.packed.config import mixture_problems
+
+ParameterKind = Literal["matrix", "embedding", "head", "norm", "bias"]
+PARAMETER_KINDS: tuple[ParameterKind, ...] = ("matrix", "embedding", "head", "norm", "bias")
+"""What a parameter is for; each kind is a group of the optimizer."""
+ScheduleKind = Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"]
+DecayShape = Literal["linear", "1-sqrt", "cosine"]
 
 
 @dataclass(frozen=True)
@@ -46,39 +54,117 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW and gradient clipping."""
+    """The optimizer and gradient clipping. docs/optimizers.md has the formulas and what each kind costs."""
 
+    kind: Literal["adamw", "muon", "lion", "adafactor", "sgd", "adamw_8bit", "adamw_bf16"] = "adamw"
+    """muon: matrices by Muon, the rest by AdamW; adamw_8bit: moments in 8 bits; adamw_bf16: everything in bfloat16."""
     lr_max: PositiveFloat = 3e-4
     """Learning rate at the top of the schedule."""
+    lr_multipliers: dict[str, NaturalFloat] = field(default_factory=dict)
+    """Factor on the learning rate by kind of parameter (matrix, embedding, head, norm, bias); 1 for those not named."""
     beta1: ShareBelowOne = 0.9
-    """Decay of the running mean of gradients."""
+    """Decay of the running mean of gradients (AdamW kinds); share of it in the update (lion)."""
     beta2: ShareBelowOne = 0.95
-    """Decay of the running mean of squared gradients."""
+    """Decay of the running mean of squared gradients (AdamW kinds), or of gradients (lion)."""
     eps: PositiveFloat = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the root of the second moment (AdamW kinds)."""
+    momentum: ShareBelowOne = 0.95
+    """Decay of the momentum of muon and sgd."""
+    nesterov: bool = True
+    """muon and sgd: look one step of momentum ahead."""
     weight_decay: NaturalFloat = 0.1
     """Decoupled decay of matrices; norms, biases and (unless decay_embeddings) embeddings are left alone."""
     decay_embeddings: bool = True
     """Whether weight decay also acts on the embedding and the output head."""
     clip_grad_norm: NaturalFloat = 1.0
     """Largest L2 norm of the whole gradient; 0 leaves it alone."""
+    muon_iterations: PositiveInt = 5
+    """Newton-Schulz iterations that make the update of a matrix nearly orthogonal."""
+    muon_update_rms: PositiveFloat = 0.2
+    """Root mean square of muon's update before the learning rate; about that of AdamW, so its settings carry over."""
+    muon_precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of those iterations; auto takes bfloat16 on CUDA and float32 elsewhere."""
+    adafactor_beta1: ShareBelowOne = 0.0
+    """Decay of adafactor's momentum; 0 keeps none, and no memory for it."""
+    adafactor_decay_power: Annotated[float, Range(above=0, maximum=1)] = 0.8
+    """adafactor: the second moment of step t decays by 1 - t^(-this)."""
+    adafactor_clip_rms: PositiveFloat = 1.0
+    """adafactor: largest root mean square of a parameter's update before the learning rate."""
+    bf16_rounding: Literal["stochastic", "kahan"] = "stochastic"
+    """adamw_bf16: how small updates survive; stochastic needs no memory, kahan 2 more bytes a parameter."""
+
+    def problems(self, place: str) -> list[Problem]:
+        """The multipliers must name kinds of parameters."""
+        expected = f"one of {', '.join(PARAMETER_KINDS)}"
+        return [
+            Problem(f"{place}.lr_multipliers.{name}", value, f"the name before it to be {expected}")
+            for name, value in self.lr_multipliers.items()
+            if name not in PARAMETER_KINDS
+        ]
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The learning rate over the steps: a linear warmup, then a cosine."""
+    """The learning rate over the steps: a linear warmup, then a shape."""
 
-    kind: Literal["cosine", "constant"] = "cosine"
-    """What follows the warmup."""
+    kind: ScheduleKind = "cosine"
+    """What follows the warmup; wsd: stays at the top, then decays."""
     warmup_steps: NaturalInt = 100
     """Steps of linear rise from 0 to lr_max."""
     lr_min_share: Share = 0.1
-    """Last learning rate as a share of lr_max (cosine only)."""
+    """Last learning rate as a share of lr_max; inverse_sqrt never falls below it, constant has no use for it."""
+    decay_share: Share = 0.2
+    """wsd: the decay takes this share of the steps."""
+    decay_steps: NaturalInt | None = None
+    """wsd: steps of the decay. None takes decay_share."""
+    decay_shape: DecayShape = "1-sqrt"
+    """wsd: how the rate falls during the decay."""
+
+
+@dataclass(frozen=True)
+class StageScheduleConfig:
+    """A schedule of a stage's own, over the steps of the stage; it starts from the rate the run has reached."""
+
+    lr_max: PositiveFloat | None = None
+    """Where the rate goes during warmup_steps. None keeps the rate the stage before ended with."""
+    warmup_steps: NaturalInt = 0
+    """Steps over which the rate moves, up or down, in equal steps from where it was to lr_max."""
+    kind: ScheduleKind | None = None
+    """As schedule.kind; None takes it from there."""
+    lr_min_share: Share | None = None
+    """As schedule.lr_min_share, a share of this stage's top; None takes it from there."""
+    decay_share: Share | None = None
+    """As schedule.decay_share, a share of this stage's steps; None takes it from there."""
+    decay_steps: NaturalInt | None = None
+    """As schedule.decay_steps; None takes it from there, or from decay_share where that is set here."""
+    decay_shape: DecayShape | None = None
+    """As schedule.decay_shape; None takes it from there."""
+
+    def problems(self, place: str) -> list[Problem]:
+        """A rate that jumps is what a warmup is there to prevent."""
+        if self.lr_max is None or self.warmup_steps:
+            return []
+        expected = "at least 1 step, in which the rate moves to lr_max"
+        return [Problem(f"{place}.warmup_steps", self.warmup_steps, expected)]
+
+
+@dataclass(frozen=True)
+class AnnealConfig:
+    """The record of `anneal now`: from a step on, the rate falls from where it stands, whatever the schedule says."""
+
+    from_step: NaturalInt
+    """First step of the fall."""
+    steps: PositiveInt
+    """Steps of the fall; the last of them has the lowest rate."""
+    shape: DecayShape = "1-sqrt"
+    """How the rate falls."""
+    to_share: Share = 0.0
+    """Last rate as a share of the rate before the fall."""
 
 
 @dataclass(frozen=True)
 class StageConfig:
-    """A stretch of the run with a mixture or a sequence length of its own."""
+    """A stretch of the run with a mixture, a sequence length, a schedule or rotary positions of its own."""
 
     name: str
     """What this stage is called in logs."""
@@ -89,10 +175,34 @@ class StageConfig:
     seq_len: PositiveInt | None = None
     """Tokens per sample. None takes data.seq_len. Another length than before cuts and shuffles the text anew; a step
     keeps its tokens, a pass (micro_batch_samples) about as many."""
+    schedule: StageScheduleConfig | None = None
+    """A schedule over the steps of this stage. None goes on with the one before."""
+    rope_theta: PositiveFloat | None = None
+    """Base of the rotary frequencies from this stage on. None keeps the one before."""
+    rope_scaling: RopeScaling | None = None
+    """Stretching of rotary positions from this stage on. None keeps the one before."""
 
     def problems(self, place: str) -> list[Problem]:
-        """The mixture must leave something to read."""
-        return mixture_problems(self.mixture, f"{place}.mixture")
+        """The mixture must leave something to read; a schedule must not jump; a stretching must be whole."""
+        found = mixture_problems(self.mixture, f"{place}.mixture")
+        found += self.schedule.problems(f"{place}.schedule") if self.schedule else []
+        found += self.rope_scaling.problems(f"{place}.rope_scaling") if self.rope_scaling else []
+        return found
+
+
+def model_at(step: int, model: ModelConfig, stages: list[StageConfig]) -> ModelConfig:
+    """The model as it computes at `step`: its rotary positions as the stages so far have set them.
+
+    A stretching stays until another stage sets one, because a model trained on with it has learned to read it.
+    """
+    for stage in stages:
+        if stage.from_step <= step:
+            model = dataclasses.replace(
+                model,
+                rope_theta=stage.rope_theta or model.rope_theta,
+                rope_scaling=stage.rope_scaling or model.rope_scaling,
+            )
+    return model
 
 
 @dataclass(frozen=True)
@@ -103,6 +213,43 @@ class GuardsConfig:
     """A loss or gradient that is not finite: skip the update, or stop the run (exit code 12)."""
     max_skips_in_a_row: PositiveInt = 10
     """Stop (exit code 12) after this many skipped updates in a row."""
+    loss_spike: Literal["log", "skip", "rollback"] = "rollback"
+    """A loss far above the steps before it. log: note it; skip: make no update with that step; rollback: skip, and
+    after rollback_after_spikes of them go back to the last good checkpoint and leave the offending data out."""
+    grad_spike: Literal["log", "skip", "rollback"] = "skip"
+    """The same for the norm of the gradient."""
+    loss_drop: Literal["log", "skip", "rollback"] = "log"
+    """The same for a loss far below the steps before it: duplicated or trivial data."""
+    spike_window_steps: Annotated[int, Range(minimum=8)] = 128
+    """Accepted steps that a step is compared with."""
+    spike_min_steps: Annotated[int, Range(minimum=8)] = 64
+    """Accepted steps without which nothing is called a spike."""
+    spike_from_step: NaturalInt | None = None
+    """First step that may be called a spike. None: the end of the warmup."""
+    spike_sigmas: PositiveFloat = 6.0
+    """Standard deviations above the mean of the window."""
+    spike_mads: PositiveFloat = 10.0
+    """The same by the robust rule: 1.4826 x median absolute deviation above the median. The lower limit counts."""
+    loss_min_rise: NaturalFloat = 0.05
+    """A loss spike is at least this share above the median: noise in a flat curve is none."""
+    grad_min_rise: NaturalFloat = 2.0
+    """A spike of the gradient norm is at least this share above the median (2: three times the median)."""
+    loss_min_drop: ShareBelowOne = 0.1
+    """A drop is at least this share below the median."""
+    rollback_after_spikes: PositiveInt = 3
+    """Spikes of a kind set to rollback, within rollback_within_steps, after which the run goes back."""
+    rollback_within_steps: PositiveInt = 16
+    """See rollback_after_spikes."""
+    rollback_margin_steps: NaturalInt = 8
+    """A checkpoint is good when the first spike came at least this many steps after it."""
+    skip_steps_after: NaturalInt = 16
+    """A rollback leaves out the data from the first spike to the last, and of this many steps more."""
+    max_rollbacks: NaturalInt = 3
+    """Stop (exit code 12) instead of going back once more than this often within max_rollbacks_within_steps."""
+    max_rollbacks_within_steps: PositiveInt = 2000
+    """See max_rollbacks."""
+    false_shard_alarms: Annotated[float, Range(above=0, below=1)] = 0.01
+    """Probability that a run names any shard at all although none is unusual."""
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,221 @@
-"""The learning rate as a pure function of the step: linear warmup, then cosine or constant."""
+"""The learning rate as a pure function of the step, so that a resumed run needs no stored state of it.
+
+A run has one stretch of steps per schedule: the whole run, or, where stages bring schedules of their own, one up to the
+first such stage and one per such stage. A stretch of n steps rises (or falls) linearly during its warmup from the rate
+the stretch before ended with (0 at the start of the run) to its top, then follows its kind. With k the step within the
+stretch, w the warmup, m = lr_min_share x top, and x how much of what follows the warmup is done, 0 at k = w and 1 at
+the last step:
+
+warmup        reached + (top - reached) (k + 1) / w                      for k < w
+cosine        m + (top - m) (1 + cos(pi x)) / 2
+linear        m + (top - m) (1 - x)
+constant      top
+inverse_sqrt  max(m, top sqrt(w / (k + 1)))                              w at least 1
+wsd           top, then over the last c steps m + (top - m) fall(y)      y = 1 / c, 2 / c, ..., 1
+fall(y)       linear 1 - y;  1-sqrt 1 - sqrt(y);  cosine (1 + cos(pi y)) / 2
+
+An anneal cuts in at its from_step, whatever is scheduled: from the rate of the step before, down to its to_share.
+No schedule jumps: each piece starts where the one before it ended.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from zero2all.train.config import ScheduleConfig
+import numpy as np
+from numpy.typing import NDArray
+
+from zero2all.common.schema import Problem
+from zero2all.train.config import AnnealConfig, DecayShape, ScheduleConfig, StageConfig, StageScheduleConfig
 
 
-def learning_rate(step: int, steps: int, lr_max: float, config: ScheduleConfig) -> float:
-    """The rate of step `step` (the first is 0) in a run of `steps`."""
-    if step < config.warmup_steps:
-        return lr_max * (step + 1) / config.warmup_steps
-    if config.kind == "constant":
-        return lr_max
-    done = (step - config.warmup_steps) / max(1, steps - 1 - config.warmup_steps)
-    lr_min = lr_max * config.lr_min_share
-    return lr_min + (lr_max - lr_min) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+def learning_rate(
+    step: int,
+    steps: int,
+    lr_max: float,
+    config: ScheduleConfig,
+    stages: Sequence[StageConfig] = (),
+    anneal: AnnealConfig | None = None,
+) -> float:
+    """The rate of step `step` (the first is 0) in a run of `steps`; a run that goes on keeps its last rate."""
+    if anneal is None or step < anneal.from_step:
+        return _scheduled(step, steps, lr_max, config, stages)
+    start = _scheduled(max(0, anneal.from_step - 1), steps, lr_max, config, stages)
+    done = min(1.0, (step - anneal.from_step + 1) / anneal.steps)
+    return start * (anneal.to_share + (1 - anneal.to_share) * _fall(anneal.shape, done))
+
+
+def steps_with_anneal(steps: int, anneal: AnnealConfig | None) -> int:
+    """How many steps a run of `steps` has once it is to be annealed: it ends where the anneal ends."""
+    return steps if anneal is None else anneal.from_step + anneal.steps
+
+
+def preview(
+    steps: int,
+    lr_max: float,
+    config: ScheduleConfig,
+    stages: Sequence[StageConfig] = (),
+    anneal: AnnealConfig | None = None,
+    points: int = 400,
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Steps and their rates, to plot: evenly spread, with both sides of every border of the schedule among them."""
+    end = steps_with_anneal(steps, anneal)
+    chosen = set(np.linspace(0, end - 1, min(points, end)).astype(int).tolist())
+    for border, _ in _borders(steps, lr_max, config, stages, anneal):
+        chosen |= {at for at in (border - 1, border) if 0 <= at < end}
+    at_steps = np.array(sorted(chosen), dtype=np.int64)
+    rates = [learning_rate(int(step), steps, lr_max, config, stages, anneal) for step in at_steps]
+    return at_steps, np.array(rates)
+
+
+def schedule_lines(
+    steps: int,
+    lr_max: float,
+    config: ScheduleConfig,
+    stages: Sequence[StageConfig] = (),
+    anneal: AnnealConfig | None = None,
+) -> list[str]:
+    """The schedule for a person: a line for each step at which something begins, with its rate."""
+    end = steps_with_anneal(steps, anneal)
+    begins = [(step, what) for step, what in _borders(steps, lr_max, config, stages, anneal) if step < end - 1]
+    return [
+        f"step {step:>9,}  lr {learning_rate(step, steps, lr_max, config, stages, anneal):.3e}  {what}"
+        for step, what in [*begins, (end - 1, "last step")]
+    ]
+
+
+def schedule_problems(
+    steps: int, lr_max: float, config: ScheduleConfig, stages: Sequence[StageConfig] = ()
+) -> list[Problem]:
+    """What does not fit into the steps there are, and stages that would train at a rate of 0."""
+    found = []
+    reached = 0.0
+    for stretch in _stretches(steps, lr_max, config, stages):
+        place, schedule = stretch.place, stretch.schedule
+        if schedule.warmup_steps > stretch.length:
+            expected = f"at most the {stretch.length} steps of this schedule"
+            found.append(Problem(f"{place}.warmup_steps", schedule.warmup_steps, expected))
+        elif schedule.kind == "wsd" and schedule.warmup_steps + _decay_steps(stretch) > stretch.length:
+            room = stretch.length - schedule.warmup_steps
+            field = "decay_share" if schedule.decay_steps is None else "decay_steps"
+            expected = f"a decay of at most the {room} steps that the warmup leaves of {stretch.length}"
+            found.append(Problem(f"{place}.{field}", getattr(schedule, field), expected))
+        if stretch.first and stretch.top is None and reached == 0.0:
+            expected = "a rate: the schedule before ends at 0, where nothing is learned"
+            found.append(Problem(f"{place}.lr_max", None, expected))
+        reached = _rate(stretch, stretch.length - 1, reached)
+    return found
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """The steps `first` up to but not including `end`, under one schedule."""
+
+    place: str
+    """Where the config has this schedule."""
+    first: int
+    end: int
+    top: float | None
+    """The rate after the warmup; None is the rate the stretch before ended with."""
+    schedule: ScheduleConfig
+
+    @property
+    def length(self) -> int:
+        return self.end - self.first
+
+
+def _scheduled(step: int, steps: int, lr_max: float, config: ScheduleConfig, stages: Sequence[StageConfig]) -> float:
+    reached = 0.0
+    *earlier, last = _stretches(steps, lr_max, config, stages)
+    for stretch in earlier:
+        if step < stretch.end:
+            return _rate(stretch, step - stretch.first, reached)
+        reached = _rate(stretch, stretch.length - 1, reached)
+    return _rate(last, step - last.first, reached)
+
+
+def _stretches(steps: int, lr_max: float, config: ScheduleConfig, stages: Sequence[StageConfig]) -> list[_Stretch]:
+    """At least one, none of them empty; stages that a shortened run never reaches are left out."""
+    own: list[tuple[str, int, float | None, ScheduleConfig]] = [("schedule", 0, lr_max, config)]
+    for index, stage in enumerate(stages):
+        if stage.schedule is None or (stage.from_step >= steps and stage.from_step > 0):
+            continue
+        top = stage.schedule.lr_max
+        if stage.from_step == 0:
+            own.clear()
+            top = lr_max if top is None else top
+        own.append((f"stages[{index}].schedule", stage.from_step, top, _with_override(config, stage.schedule)))
+    ends = [first for _, first, _, _ in own[1:]] + [max(steps, own[-1][1] + 1)]
+    return [_Stretch(place, first, end, top, here) for (place, first, top, here), end in zip(own, ends, strict=True)]
+
+
+def _with_override(config: ScheduleConfig, override: StageScheduleConfig) -> ScheduleConfig:
+    """The run's schedule with what a stage sets in place of it."""
+    values = {field.name: getattr(override, field.name) for field in dataclasses.fields(ScheduleConfig)}
+    if override.decay_share is not None and override.decay_steps is None:
+        config = dataclasses.replace(config, decay_steps=None)
+    return dataclasses.replace(config, **{name: value for name, value in values.items() if value is not None})
+
+
+def _rate(stretch: _Stretch, k: int, reached: float) -> float:
+    """The rate of step k of the stretch; after its end, that of its last step."""
+    schedule, n = stretch.schedule, stretch.length
+    top = reached if stretch.top is None else stretch.top
+    k, warmup = min(k, n - 1), schedule.warmup_steps
+    if k < warmup:
+        return reached + (top - reached) * (k + 1) / warmup
+    lowest = top * schedule.lr_min_share
+    if schedule.kind == "inverse_sqrt":
+        return max(lowest, top * math.sqrt(max(1, warmup) / (k + 1)))
+    if schedule.kind == "wsd":
+        decay = _decay_steps(stretch)
+        done = (k - (n - decay) + 1) / decay if k >= n - decay else 0.0
+        return lowest + (top - lowest) * _fall(schedule.decay_shape, done) if done else top
+    if schedule.kind == "constant":
+        return top
+    done = (k - warmup) / max(1, n - 1 - warmup)
+    return lowest + (top - lowest) * _fall(schedule.kind, done)
+
+
+def _decay_steps(stretch: _Stretch) -> int:
+    """Steps of a wsd decay."""
+    schedule = stretch.schedule
+    return round(stretch.length * schedule.decay_share) if schedule.decay_steps is None else schedule.decay_steps
+
+
+def _fall(shape: DecayShape, done: float) -> float:
+    """From 1 where nothing is done to 0 where all is."""
+    if shape == "linear":
+        return 1 - done
+    if shape == "1-sqrt":
+        return 1 - math.sqrt(done)
+    return 0.5 * (1 + math.cos(math.pi * done))
+
+
+def _borders(
+    steps: int, lr_max: float, config: ScheduleConfig, stages: Sequence[StageConfig], anneal: AnnealConfig | None
+) -> list[tuple[int, str]]:
+    """The steps at which a piece of the schedule or a stage begins, in order, and what begins there."""
+    found: list[tuple[int, str]] = []
+    names = {stage.from_step: stage.name for stage in stages if stage.from_step < steps}
+    for stretch in _stretches(steps, lr_max, config, stages):
+        schedule, after = stretch.schedule, stretch.first + stretch.schedule.warmup_steps
+        if schedule.warmup_steps:
+            found.append((stretch.first, "warmup"))
+        if schedule.kind == "wsd":
+            decay = _decay_steps(stretch)
+            found.append((after, "stable"))
+            found += [(stretch.end - decay, f"decay ({schedule.decay_shape})")] if decay else []
+        else:
+            found.append((after, schedule.kind))
+    found += [(step, "") for step in names if step not in dict(found)]
+    if anneal is not None:
+        found = [(step, what) for step, what in found if step < anneal.from_step]
+        found.append((anneal.from_step, f"anneal ({anneal.shape})"))
+    return [
+        (step, f"stage {names[step]}: {what}".removesuffix(": ") if step in names else what)
+        for step, what in sorted(found)
+    ]

@@ -1,0 +1,161 @@
+"""Optimizers: what does each cost, in bytes a parameter and in milliseconds a step?
+
+    python benchmarks/optimizers.py                                  the table, for a model that suits this device
+    python benchmarks/optimizers.py --config z2all-1b --compiled     another model, formulas as compiled kernels
+    python benchmarks/optimizers.py --save                           also benchmarks/results/optimizers.json
+
+Bytes are counted over the memory behind the tensors that exist: weights as the optimizer keeps them, gradients in the
+same precision, state. A bfloat16 copy of float32 weights for the forward pass is the trainer's and costs 2 bytes more.
+A step takes a clip factor and a cancel flag from the device, as in training; milliseconds are the median of some after
+a warmup (`--steps 0` counts bytes only). On CUDA, one more step runs with torch's check that raises where the host
+waits for the device, and `peak` is what a step takes in between, beyond what stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.machine import machine, save_result
+from zero2all.config import load_config
+from zero2all.model.config import ModelConfig
+from zero2all.model.z2all import Z2all
+from zero2all.ops.config import OpsConfig
+from zero2all.ops.registry import resolve
+from zero2all.train.config import OptimConfig
+from zero2all.train.optimizers import Implementation, Optimizer, build_optimizer, model_roles
+
+SMALL = ModelConfig(vocab_size=4096, hidden_size=512, intermediate_size=1408, layers=2, heads=8, kv_heads=4)
+"""10 M parameters: a few steps of each optimizer take about a minute on two slow cores."""
+KINDS: dict[str, tuple[OptimConfig, Implementation]] = {
+    "AdamW, torch's fused kernel": (OptimConfig("adamw"), "fused"),
+    "AdamW, formula": (OptimConfig("adamw"), "eager"),
+    "Muon + AdamW": (OptimConfig("muon"), "auto"),
+    "Lion": (OptimConfig("lion"), "auto"),
+    "Adafactor": (OptimConfig("adafactor"), "auto"),
+    "Adafactor with momentum": (OptimConfig("adafactor", adafactor_beta1=0.9), "auto"),
+    "SGD with momentum": (OptimConfig("sgd"), "auto"),
+    "AdamW, 8-bit moments": (OptimConfig("adamw_8bit"), "auto"),
+    "AdamW, all bfloat16": (OptimConfig("adamw_bf16"), "auto"),
+    "AdamW, all bfloat16, Kahan": (OptimConfig("adamw_bf16", bf16_rounding="kahan"), "auto"),
+}
+
+
+def measure(config: ModelConfig, kind: str, device: torch.device, steps: int, compiled: bool) -> dict[str, Any]:
+    """Bytes and times of one optimizer over all parameters of a model of this config."""
+    optim, implementation = KINDS[kind]
+    if compiled and implementation != "fused" and optim.kind not in ("muon", "adafactor"):
+        implementation = "compiled"
+    dtype = torch.bfloat16 if optim.kind == "adamw_bf16" else torch.float32
+    with torch.device("meta"):
+        shapes = {name: value.shape for name, value in Z2all(config, resolve(OpsConfig(), "cpu")).named_parameters()}
+    parameters = {name: torch.randn(shape, device=device).mul_(0.02).to(dtype) for name, shape in shapes.items()}
+    optimizer = build_optimizer(parameters.items(), optim, model_roles(config, shapes), implementation)
+    for parameter in parameters.values():
+        parameter.grad = torch.randn(parameter.shape, device=device).to(dtype)
+    count = sum(parameter.numel() for parameter in parameters.values())
+    gradients = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
+    weight, gradient = _bytes(parameters.values()) / count, _bytes(gradients) / count
+    state = _bytes(optimizer.state_tensors().values()) / count
+    times, peak = _times(optimizer, device, steps)
+    return {
+        "optimizer": kind,
+        "implementation": implementation,
+        "parameters": count,
+        "weight_bytes": round(weight, 3),
+        "gradient_bytes": round(gradient, 3),
+        "state_bytes": round(state, 3),
+        "total_bytes": round(weight + gradient + state, 3),
+        "peak_bytes": None if peak is None else round(peak / count, 3),
+        "step_ms": round(statistics.median(times), 2) if times else None,
+        "fastest_ms": round(min(times), 2) if times else None,
+        "host_waits": _host_waits(optimizer, device) if times else None,
+    }
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+def _times(optimizer: Optimizer, device: torch.device, steps: int) -> tuple[list[float], int | None]:
+    """Milliseconds of each step after two unmeasured ones, and the memory a step takes in between."""
+    scale, flag = torch.tensor(0.9, device=device), torch.tensor(0.0, device=device)
+    cuda = device.type == "cuda"
+    times = []
+    for step in range(steps + 2 if steps else 0):
+        if cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        started = time.perf_counter()
+        optimizer.step(scale, flag)
+        if cuda:
+            torch.cuda.synchronize()
+        if step >= 2:
+            times.append(1000 * (time.perf_counter() - started))
+    return times, torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated() if cuda else None
+
+
+def _host_waits(optimizer: Optimizer, device: torch.device) -> bool | None:
+    """Whether a step makes the host wait for the device; None where that cannot be asked."""
+    if device.type != "cuda":
+        return None
+    scale, flag = torch.tensor(0.9, device=device), torch.tensor(1.0, device=device)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step(scale, flag)
+    except RuntimeError as error:
+        print(f"  waits: {error}")
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return False
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", help="preset or YAML whose model is taken; else one that suits the device")
+    parser.add_argument("--steps", type=int, default=7, help="measured steps")
+    parser.add_argument("--compiled", action="store_true", help="formulas as compiled kernels")
+    parser.add_argument("--save", action="store_true", help="write the results file")
+    arguments = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name = arguments.config or ("z2all-1b" if device.type == "cuda" else None)
+    config = SMALL if name is None else load_config(name).model
+    if config.vocab_size is None:
+        config = dataclasses.replace(config, vocab_size=SMALL.vocab_size)
+    where = machine()
+    print(f"{where['gpu'] or where['cpu']}, torch {torch.__version__}, {torch.get_num_threads()} CPU threads")
+    print("| optimizer | weight | gradient | state | total | peak | ms a step | host waits |")
+    print("|---|---|---|---|---|---|---|---|")
+    rows = []
+    for kind in KINDS:
+        row = measure(config, kind, device, arguments.steps, arguments.compiled)
+        rows.append(row)
+        waits = {None: "–", True: "yes", False: "no"}[row["host_waits"]]
+        peak = "–" if row["peak_bytes"] is None else f"{row['peak_bytes']:.2f}"
+        took = "–" if row["step_ms"] is None else f"{row['step_ms']:.1f}"
+        print(
+            f"| {kind} ({row['implementation']}) | {row['weight_bytes']:.2f} | {row['gradient_bytes']:.2f} | "
+            f"{row['state_bytes']:.3f} | {row['total_bytes']:.2f} | {peak} | {took} | {waits} |",
+            flush=True,
+        )
+    print(f"bytes are per parameter, of {rows[0]['parameters'] / 1e6:.1f} M")
+    if arguments.save:
+        save_result("optimizers", {"device": device.type, "config": name or "small", "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

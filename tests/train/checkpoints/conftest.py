@@ -1,0 +1,118 @@
+"""Small checkpoints, forged ones, and ranks to save them with."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import pytest
+import torch
+from torch import Tensor
+
+from zero2all.train.checkpoints import documents
+from zero2all.train.checkpoints.manifest import OWN_FIELDS, manifest_bytes
+from zero2all.train.checkpoints.snapshot import Snapshot
+from zero2all.train.checkpoints.store import write_checkpoint
+
+DETAILS = {"inputs": "i", "environment": {"cpu_threads": 1, "machine": "机器"}}
+
+
+def make_tensors(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    weight, bias = torch.randn(5, 3, generator=generator), torch.randn(7, generator=generator)
+    return {
+        "model/blocks.0.weight": weight,
+        "model/blocks.0.bias": bias.bfloat16(),
+        "model/mask": bias > 0,
+        "model/nothing": torch.empty(0, 4),
+        "optimizer/exp_avg/blocks.0.weight": weight * 0.5,
+        "optimizer/step/blocks.0.weight": torch.tensor(float(seed)),
+    }
+
+
+@pytest.fixture(scope="session")
+def tensors_of() -> Callable[[int], dict[str, Tensor]]:
+    return make_tensors
+
+
+@pytest.fixture(scope="session")
+def good_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoints at steps 10 and 20. Read only: see `run`."""
+    run = tmp_path_factory.mktemp("checkpoints") / "run"
+    for step in (10, 20):
+        write_checkpoint(run, step, Snapshot(make_tensors(step), {"step": step, "tokens": step * 64}), DETAILS)
+    return run
+
+
+@pytest.fixture
+def run(good_run: Path, tmp_path: Path) -> Path:
+    shutil.copytree(good_run, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def reseal(folder: Path, **fields: Any) -> Path:
+    """Make a manifest that is right about whatever the files hold now; `fields` replace some of its own."""
+    old = json.loads((folder / "manifest.json").read_bytes())
+    (folder / "manifest.json").unlink()
+    files = {
+        path.name: {"bytes": path.stat().st_size, "crc32c": f"{google_crc32c.value(path.read_bytes()):08x}"}
+        for path in folder.iterdir()
+        if path.is_file() and path.stat().st_size < 1 << 24
+    }
+    files = {**files, **fields.pop("files", {})}
+    details = {name: value for name, value in old.items() if name not in OWN_FIELDS}
+    data = manifest_bytes(old["step"], old["world_size"], files, details)
+    if fields:
+        body = documents.dump({**json.loads(data), **fields})
+        content = {name: value for name, value in json.loads(body).items() if name != "seal"}
+        text = documents.dump(content).removesuffix(b"\n}\n")
+        data = text + f',\n "seal": "{hashlib.sha256(text).hexdigest()}"\n}}\n'.encode()
+    (folder / "manifest.json").write_bytes(data)
+    return folder
+
+
+@pytest.fixture(scope="session", name="reseal")
+def reseal_fixture() -> Callable[..., Path]:
+    return reseal
+
+
+RANK = """
+import os, sys
+from datetime import timedelta
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from zero2all.train.checkpoints.retention import Retention
+from zero2all.train.checkpoints.snapshot import Snapshot
+from zero2all.train.checkpoints.store import CheckpointStore
+rank, world, meeting, run = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+torch.set_num_threads(1)
+dist.init_process_group(
+    "gloo", init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=timedelta(seconds=30)
+)
+"""
+
+
+@pytest.fixture
+def ranks(start: Callable[..., Any], tmp_path: Path) -> Callable[..., list[str]]:
+    """Run code in `world` gloo ranks; returns what each printed. `exits` are the exit codes they must end with."""
+    meetings = iter(range(100))
+
+    def run_ranks(world: int, run: Path, code: str, exits: tuple[int, ...] | None = None) -> list[str]:
+        meeting = tmp_path / f"meeting-{next(meetings)}"
+        processes = [start(rank, world, meeting, run, code=RANK + code + "\nos._exit(0)") for rank in range(world)]
+        for process, expected in zip(processes, exits or (0,) * world, strict=True):
+            code_found = process.wait()
+            if code_found != expected:
+                for other in processes:
+                    other.signal(signal.SIGKILL)
+            assert code_found == expected, "\n".join(other.text() for other in processes)
+        return [process.text() for process in processes]
+
+    return run_ranks

@@ -1,0 +1,32 @@
+"""Saves from a GPU: pinned host memory taken once, and a copy that later changes on the device do not reach."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from zero2all.train.checkpoints.snapshot import Snapshot
+from zero2all.train.checkpoints.store import CheckpointStore
+
+
+@pytest.mark.gpu
+def test_a_save_from_a_gpu_is_the_moment_of_the_call_and_goes_through_pinned_memory(tmp_path):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    store = CheckpointStore(tmp_path)
+    tensors = {f"model/{n}": torch.randn(4096, 4096, device="cuda") for n in range(4)}
+    tensors |= {"model/turned": torch.randn(300, 200, device="cuda").t(), "optimizer/step": torch.tensor(3.0)}
+    store.prepare(tensors)
+    assert all(buffer.is_pinned() for buffer in store._buffers.buffers)
+    truth = {name: value.clone() for name, value in tensors.items()}
+    for step in (1, 2):
+        for value in tensors.values():
+            value.mul_(2)  # still under way on the device when the save begins
+        ticket = store.save(step, Snapshot(tensors), {})
+        for value in tensors.values():
+            value.zero_()
+        assert ticket.folder().is_dir()
+        store.at(step).load_into(tensors)
+        assert all(torch.equal(value, truth[name] * 2) for name, value in tensors.items())
+        truth = {name: value.clone() for name, value in tensors.items()}
+    assert store.close()

@@ -1,0 +1,163 @@
+"""Processes that die while they save: what is there afterwards is the old checkpoint or the new one, never half of one.
+
+A child is killed at random moments, and, because chance may miss a narrow gap, at every single file operation of a save
+and of the deletion that follows it. A power cut also loses what was written but not flushed; the order of flushes and
+renames is therefore checked on its own.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from zero2all.train.checkpoints.find import newest_checkpoint
+from zero2all.train.checkpoints.layout import list_checkpoints
+from zero2all.train.checkpoints.load import verified_checkpoint
+from zero2all.train.checkpoints.set_aside import sweep
+from zero2all.train.checkpoints.snapshot import Snapshot
+from zero2all.train.checkpoints.store import write_checkpoint
+
+SAVING = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from zero2all.train.checkpoints.retention import Retention
+from zero2all.train.checkpoints.snapshot import Snapshot
+from zero2all.train.checkpoints.store import CheckpointStore
+run = Path(sys.argv[1])
+store = CheckpointStore(run, retention=Retention(keep_last=2))
+def save(step, wait=False):
+    tensors = {f"{group}/{n}": torch.full((20_000,), float(step)) for group in ("model", "optimizer") for n in range(4)}
+    return store.save(step, Snapshot(tensors, {"step": step}), {}, wait)
+"""
+
+FOR_EVER = (
+    SAVING
+    + """
+for step in range(1, 10_000):
+    save(step)
+    for result in store.poll():
+        print(result.step, flush=True)
+"""
+)
+
+AT_EVERY_OPERATION = (
+    SAVING
+    + """
+import itertools, shutil
+operations = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.listdir", "os.scandir"}
+def save_until(operation):
+    left = operation
+    def count(event, arguments):
+        nonlocal left
+        if event in operations:
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+    sys.addaudithook(count)
+    result = save(3, wait=True).result
+    left = -1
+    os._exit(0 if result.problem is None and result.deleted_steps == [1] else 1)
+for operation in itertools.count(1):  # each in a child of its own
+    store.run = shutil.copytree(run, run.with_name(f"killed-{operation:03d}"))
+    child = os.fork()
+    if child == 0:
+        save_until(operation)
+    exit_code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if exit_code != -signal.SIGKILL:
+        sys.exit(exit_code)
+"""
+)
+
+
+def check(run: Path, possible: set[int]) -> int:
+    """The newest checkpoint is one of these, at least two are whole, and nothing half is taken for a checkpoint."""
+    found = newest_checkpoint(run)
+    assert found is not None
+    assert found.step in possible
+    for folder in list_checkpoints(run):
+        checkpoint = verified_checkpoint(folder)  # raises when anything under a final name is damaged
+        values = {float(value) for value in checkpoint.tensors("model/")["3"].unique()}
+        assert values == {float(checkpoint.step)}
+        assert checkpoint.document == {"step": checkpoint.step}
+    assert len(list_checkpoints(run)) >= 2
+    sweep(run)
+    assert not list(run.rglob("*.partial-*"))
+    return found.step
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """Memory, where there is some: hundreds of files are fsynced here, and a kill leaves what was written anyway."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def two_saved(place, start):
+    """A run with steps 1 and 2, to be copied."""
+    process = start(place / "two", code=SAVING + "assert all(save(step, wait=True).result.folder for step in (1, 2))")
+    assert process.wait() == 0, process.text()
+    return place / "two"
+
+
+def test_a_power_cut_finds_nothing_renamed_that_was_not_on_the_disk_before(tmp_path, monkeypatch):
+    flush, rename, durable, committed = os.fsync, Path.rename, [], []
+
+    def record_flush(handle):
+        flush(handle)
+        durable.append(Path(f"/proc/self/fd/{handle}").readlink())
+
+    def record_rename(source, target):
+        if target.name.startswith("step-"):
+            files = {path.name for path in source.iterdir()}
+            flushed = {path.name.partition(".partial-")[0] for path in durable if path.parent == source}
+            assert files == flushed  # the manifest was flushed under a temporary name
+            manifest = max(place for place, path in enumerate(durable) if path.name.startswith("manifest.json"))
+            assert source in durable[manifest:]  # its name, too
+            committed.append(len(durable))
+        return rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", record_flush)
+    monkeypatch.setattr(Path, "rename", record_rename)
+    write_checkpoint(tmp_path, 1, Snapshot({"model/a": torch.zeros(3), "optimizer/a": torch.zeros(3)}), {})
+    assert len(committed) == 1
+    assert durable[committed[0]] == tmp_path / "checkpoints"  # at once after the rename
+
+
+def test_a_kill_at_a_random_moment_leaves_old_or_new(place, start):
+    rng = random.Random(6)
+    for kill in range(6):
+        run = place / f"run{kill}"
+        process = start(run, code=FOR_EVER)
+        process.wait_until(lambda process=process: process.text().count("\n") >= 3)
+        time.sleep(rng.uniform(0, 0.05))
+        process.signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+        reported = int(process.text().split()[-1])
+        check(run, {reported, reported + 1, reported + 2})  # one committed but not yet reported, one just before
+
+
+def test_a_kill_at_every_file_operation_of_a_save_leaves_old_or_new(two_saved, place, start):
+    process = start(two_saved, code=AT_EVERY_OPERATION)
+    assert process.wait() == 0, process.text()
+    killed = sorted(place.glob("killed-*"))
+    left_half = [bool(list(run.rglob("*.partial-*"))) for run in killed]
+    newest = [check(run, {2, 3}) for run in killed]
+    assert newest == sorted(newest)  # once committed, for good
+    assert newest.count(2) > 8
+    assert newest.count(3) > 4  # killed while deleting
+    assert sum(left_half) > 10
+    # and where a save was cut short, the next one is whole
+    process = start(killed[5], code=SAVING + "assert save(3, wait=True).result.folder")
+    assert process.wait() == 0, process.text()
+    assert newest_checkpoint(killed[5]).step == 3

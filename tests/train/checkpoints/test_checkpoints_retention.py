@@ -1,0 +1,126 @@
+"""What stays: the newest, the multiples, the pinned, and always two that are whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from zero2all.common.errors import BadInputError
+from zero2all.train.checkpoints.layout import list_checkpoints, step_of
+from zero2all.train.checkpoints.retention import Retention, Verified, pin, pins, prune, unpin
+from zero2all.train.checkpoints.set_aside import sweep
+from zero2all.train.checkpoints.snapshot import Snapshot
+from zero2all.train.checkpoints.store import CheckpointStore, write_checkpoint
+
+
+@pytest.fixture
+def saved(tmp_path, tensors_of):
+    """A run with checkpoints at 10, 20, …, 60."""
+    for step in range(10, 70, 10):
+        write_checkpoint(tmp_path, step, Snapshot(tensors_of(step)), {})
+    return tmp_path
+
+
+def steps_of(run: Path) -> list[int]:
+    return [step_of(folder) for folder in list_checkpoints(run)]
+
+
+def spoil(run: Path, *steps: int) -> None:
+    for step in steps:
+        path = run / f"checkpoints/step-{step:08d}/model-00000-00000.safetensors"
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+
+
+def test_the_newest_and_the_multiples_stay(saved):
+    assert prune(saved, Retention(keep_last=2, keep_every_steps=20), Verified()) == [10, 30]
+    assert steps_of(saved) == [60, 50, 40, 20]
+    assert prune(saved, Retention(keep_last=2), Verified()) == [20, 40]
+    assert prune(saved, Retention(keep_last=2), Verified()) == []
+    assert sorted(path.name for path in (saved / "checkpoints").iterdir()) == [
+        "latest.json",
+        "step-00000050",
+        "step-00000060",
+    ]
+
+
+def test_pinned_ones_stay_until_they_are_let_go(saved):
+    pin(saved, 10, "last good")
+    pin(saved, 30, "for the paper")
+    assert pins(saved) == {10: "last good", 30: "for the paper"}
+    prune(saved, Retention(), Verified())
+    assert steps_of(saved) == [60, 50, 30, 10]
+    unpin(saved, 30)
+    prune(saved, Retention(), Verified())
+    assert steps_of(saved) == [60, 50, 10]
+
+
+def test_two_whole_ones_are_left_however_many_of_the_newest_are_damaged(saved):
+    spoil(saved, 60, 40)
+    prune(saved, Retention(keep_last=2), Verified())
+    assert steps_of(saved) == [60, 50, 30]  # 50 and 30 are whole; what is damaged among the newest is not judged here
+    spoil(saved, 50)
+    assert prune(saved, Retention(keep_last=2), Verified()) == []
+
+
+def test_nothing_is_deleted_when_fewer_than_two_are_whole(saved):
+    spoil(saved, 10, 20, 30, 40, 50)
+    assert prune(saved, Retention(keep_last=2), Verified()) == []
+    assert len(steps_of(saved)) == 6
+
+
+def test_bytes_are_read_once_but_a_lost_file_is_noticed_every_time(saved):
+    verified = Verified({60, 50})
+    spoil(saved, 60)  # known to be whole, so not read again
+    assert verified.is_whole(saved / "checkpoints/step-00000060")
+    (saved / "checkpoints/step-00000060/state.json").unlink()
+    assert not verified.is_whole(saved / "checkpoints/step-00000060")
+    assert verified.is_whole(saved / "checkpoints/step-00000040")
+    assert verified.steps == {50, 40}
+
+
+@pytest.mark.parametrize("text", ["nonsense", "[]", '{"ten": "x"}', '{"10": 3}'])
+def test_when_the_pins_cannot_be_read_nothing_is_deleted_and_the_save_still_counts(saved, tensors_of, text):
+    (saved / "checkpoints/pins.json").write_text(text)
+    with pytest.raises(BadInputError, match=r"pins.json"):
+        prune(saved, Retention(), Verified())
+    store = CheckpointStore(saved, retention=Retention())
+    result = store.save(70, Snapshot(tensors_of(1)), {}, wait=True).result
+    store.close()
+    assert result.folder.is_dir()
+    assert "pins.json" in result.notes[0]
+    assert len(steps_of(saved)) == 7
+
+
+def test_a_store_deletes_after_a_commit_and_says_what(tmp_path, tensors_of):
+    store = CheckpointStore(tmp_path, retention=Retention(keep_last=2, keep_every_steps=30))
+    deleted = [
+        store.save(step, Snapshot(tensors_of(step)), {}, wait=True).result.deleted_steps for step in range(10, 70, 10)
+    ]
+    store.close()
+    assert deleted == [[], [], [10], [20], [], [40]]
+    assert steps_of(tmp_path) == [60, 50, 30]
+
+
+def test_fewer_than_two_cannot_be_asked_for():
+    with pytest.raises(ValueError, match="at least 2 checkpoints must stay"):
+        Retention(keep_last=1)
+
+
+def test_the_disk_space_of_a_whole_run_can_be_told_before_it():
+    assert Retention(keep_last=2).most_at_once([10, 20, 30, 40]) == 3
+    assert Retention(keep_last=2, keep_every_steps=20).most_at_once([10, 20, 30, 40, 50, 60]) == 6
+    assert Retention(keep_last=3).most_at_once([10]) == 1
+
+
+def test_what_killed_saves_and_deletions_left_is_swept(saved):
+    folder = saved / "checkpoints"
+    (folder / "step-00000070.partial-123-1").mkdir()
+    (folder / "step-00000070.partial-123-1/model-00000-00000.safetensors").write_bytes(b"half")
+    (folder / "latest.json.partial-9").write_bytes(b"")
+    (folder / "step-00000005.partial-trash").symlink_to(folder / "step-00000010")
+    assert len(sweep(saved)) == 3
+    assert not list(folder.glob("*.partial-*"))
+    assert steps_of(saved) == [60, 50, 40, 30, 20, 10]

@@ -1,0 +1,143 @@
+"""One writer per run: the living are respected, the dead are taken over, and nobody guesses about other machines."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+
+import psutil
+import pytest
+
+from zero2all.common.errors import RunLockedError
+from zero2all.train.checkpoints.run_lock import hold_run
+
+HOLDING = """
+import sys, time
+from pathlib import Path
+from zero2all.train.checkpoints.run_lock import hold_run
+with hold_run(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+Z2A_LIKE = """
+import sys
+from pathlib import Path
+from zero2all.common.errors import UserError
+from zero2all.train.checkpoints.run_lock import hold_run
+try:
+    with hold_run(Path(sys.argv[1])):
+        pass
+except UserError as error:
+    sys.exit(error.exit_code)
+"""
+
+
+def write_record(run, age_seconds=0.0, **fields):
+    """A lock file as another process would have left it."""
+    run.mkdir(exist_ok=True)
+    record = {"host": "another-host", "boot": "b", "pid": 1, "started": 1.0, "token": "t", **fields}
+    (run / "lock").write_text(json.dumps(record))
+    then = time.time() - age_seconds
+    os.utime(run / "lock", (then, then))
+
+
+def test_a_lock_that_was_given_back_is_free_again_without_a_word(tmp_path):
+    for _ in range(2):
+        with hold_run(tmp_path / "run") as lock:
+            assert lock.notes == []
+            lock.check()
+            record = json.loads((tmp_path / "run/lock").read_text())
+            assert (record["host"], record["pid"]) == (socket.gethostname(), os.getpid())
+            assert record["started"] == psutil.Process().create_time()
+    assert (tmp_path / "run/lock").read_bytes() == b""
+
+
+def test_a_living_holder_is_named_and_respected_and_a_dead_one_taken_over(tmp_path, start):
+    holder = start(tmp_path / "run", code=HOLDING)
+    holder.wait_until(lambda: "held" in holder.text())
+    for take_over in (False, True):
+        with (
+            pytest.raises(RunLockedError, match=f"process {holder.pid} on {socket.gethostname()} is running"),
+            hold_run(tmp_path / "run", take_over=take_over),
+        ):
+            pass
+    assert start(tmp_path / "run", code=Z2A_LIKE).wait() == 13
+    holder.signal(signal.SIGKILL)
+    holder.wait()
+    with hold_run(tmp_path / "run") as lock:
+        assert lock.notes == [f"took over the lock of process {holder.pid} on {socket.gethostname()}, which is dead"]
+    assert start(tmp_path / "run", code=Z2A_LIKE).wait() == 0
+
+
+def own_record(tmp_path):
+    with hold_run(tmp_path / "other") as lock:
+        return json.loads(lock.path.read_text())
+
+
+def test_a_living_process_keeps_its_lock_where_the_disk_has_no_locks(tmp_path):
+    write_record(tmp_path / "run", **own_record(tmp_path))  # written, but not locked
+    with pytest.raises(RunLockedError, match=f"process {os.getpid()} .* is running"), hold_run(tmp_path / "run"):
+        pass
+
+
+def test_a_process_number_that_was_given_to_another_process_does_not_deceive(tmp_path):
+    record = own_record(tmp_path)
+    write_record(tmp_path / "run", **{**record, "started": record["started"] - 1000})
+    with hold_run(tmp_path / "run") as lock:
+        assert "which is dead" in lock.notes[0]
+
+
+def test_after_a_restart_of_the_machine_its_old_lock_is_taken_over_but_not_from_a_namesake(tmp_path):
+    record = {**own_record(tmp_path), "boot": "before"}
+    write_record(tmp_path / "run", age_seconds=5, **record)
+    with pytest.raises(RunLockedError, match="gave a sign of life 5 s ago"), hold_run(tmp_path / "run"):
+        pass
+    write_record(tmp_path / "run", age_seconds=90, **record)
+    with hold_run(tmp_path / "run") as lock:
+        assert "which is dead" in lock.notes[0]
+
+
+def test_a_holder_on_another_host_with_a_fresh_heartbeat_cannot_be_taken_over(tmp_path):
+    write_record(tmp_path / "run", age_seconds=20)
+    for take_over in (False, True):
+        with (
+            pytest.raises(RunLockedError, match="process 1 on another-host gave a sign of life 20 s ago"),
+            hold_run(tmp_path / "run", take_over=take_over),
+        ):
+            pass
+
+
+def test_a_silent_one_is_taken_over_only_when_a_person_says_so(tmp_path):
+    write_record(tmp_path / "run", age_seconds=3600)
+    with pytest.raises(RunLockedError, match=r"silent for 3600 s.*--take-over"), hold_run(tmp_path / "run"):
+        pass
+    with hold_run(tmp_path / "run", take_over=True) as lock:
+        assert lock.notes == ["took over the lock of process 1 on another-host, silent for 3600 s, as asked"]
+
+
+def test_who_was_taken_over_learns_it_and_leaves_the_new_lock_alone(tmp_path):
+    with hold_run(tmp_path / "run") as lock:
+        write_record(tmp_path / "run")
+        with pytest.raises(RunLockedError, match="was taken over by process 1 on another-host"):
+            lock.check()
+    assert json.loads((tmp_path / "run/lock").read_text())["host"] == "another-host"
+
+
+def test_the_heartbeat_beats(tmp_path):
+    with hold_run(tmp_path / "run", heartbeat_seconds=0.02) as lock:
+        os.utime(lock.path, (1, 1))
+        deadline = time.monotonic() + 30
+        while lock.path.stat().st_mtime < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense", b"[]", b"\x80\x04."])
+def test_a_lock_file_that_says_nothing_is_free(tmp_path, content):
+    (tmp_path / "lock").write_bytes(content)
+    with hold_run(tmp_path) as lock:
+        assert lock.notes == []

@@ -1,0 +1,107 @@
+"""Packed data of several shards, and the folder of a run over it that nobody had to train."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from zero2all.common.manifest import read_manifest, write_manifest
+from zero2all.common.workspace import Workspace
+from zero2all.config import config_from_values
+from zero2all.packed.config import DataConfig
+from zero2all.packed.layout import docs_name, tokens_name
+from zero2all.packed.mixture import TrainingData, open_training_data
+from zero2all.packed.stages import Stage
+from zero2all.packed.writer import PackOptions, pack_corpus
+from zero2all.track.writer import Run
+from zero2all.train.setup import save_run_config
+
+SEQ_LEN = 32
+STEP_SAMPLES = 4
+
+
+@pytest.fixture(scope="session")
+def sharded_work(shared_work: Workspace, tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    """The small workspace packed into shards of 1,500 tokens. Read only."""
+    work = Workspace(tmp_path_factory.mktemp("sharded") / "work")
+    shutil.copytree(shared_work.root, work.root)
+    shutil.rmtree(work.packed)
+    pack_corpus(work.corpus, work.tokenizer, work.packed, PackOptions(shard_tokens=1500, best_fit=(SEQ_LEN, 16)))
+    return work
+
+
+@pytest.fixture
+def sharded(sharded_work: Workspace, tmp_path: Path) -> Workspace:
+    """A copy that may be changed."""
+    shutil.copytree(sharded_work.root, tmp_path / "sharded")
+    return Workspace(tmp_path / "sharded")
+
+
+@pytest.fixture(scope="session")
+def open_data() -> Callable[..., TrainingData]:
+    """The data of a workspace with two stages: everything at first, then Chinese only, in shorter samples."""
+
+    def opened(work: Workspace, **fields: object) -> TrainingData:
+        stages = [Stage("main", 0, None, SEQ_LEN), Stage("late", 400 * SEQ_LEN, {"zh": 1.0}, 16)]
+        return open_training_data(work.packed, DataConfig(seq_len=SEQ_LEN, **fields), stages)
+
+    return opened
+
+
+@pytest.fixture
+def run_folder(sharded: Workspace) -> Path:
+    """The run `r` of 12 steps over it, of which 6 were logged; from step 9 on a stage of 16 tokens, Chinese only."""
+    config = config_from_values(
+        {
+            "data": {"seq_len": SEQ_LEN},
+            "schedule": {"warmup_steps": 2},
+            "stages": [{"name": "late", "from_step": 8, "mixture": {"zh": 1}, "seq_len": 16}],
+            "model": {"hidden_size": 32, "intermediate_size": 48, "heads": 2, "kv_heads": 1, "max_seq_len": 64},
+            "train": {
+                "name": "r",
+                "steps": 12,
+                "tokens_per_step": SEQ_LEN * STEP_SAMPLES,
+                "micro_batch_samples": STEP_SAMPLES,
+            },
+        },
+        "of a test",
+    )
+    folder = sharded.run("r")
+    folder.mkdir(parents=True)
+    save_run_config(config, folder)
+    metrics = Run(folder)
+    for step in range(1, 7):
+        metrics.log({"loss": 5.0 - step / 10}, step, step * SEQ_LEN * STEP_SAMPLES)
+    metrics.close()
+    return folder
+
+
+@pytest.fixture
+def append_shard() -> Callable[..., int]:
+    """Add a shard to a packed source by hand; returns its number."""
+
+    def append(work: Workspace, source: str, documents: list[np.ndarray]) -> int:
+        folder = work.packed / source / "train"
+        manifest = read_manifest(folder, "packed", "z2a pack")
+        number = int(manifest["shards"])
+        lengths = np.array([len(document) for document in documents])
+        tokens = np.concatenate(documents).astype(manifest["dtype"])
+        (folder / tokens_name(number)).write_bytes(tokens.tobytes())
+        (folder / docs_name(number)).write_bytes((np.cumsum(lengths) - lengths).astype("<u8").tobytes())
+        for gids in folder.glob("gids-*"):
+            gids.unlink()
+        inputs = manifest["inputs"]
+        fixed = ("kind", "format", "zero2all", "inputs", "files")
+        content = {name: value for name, value in manifest.items() if name not in fixed}
+        content |= {"shards": number + 1, "tokens": manifest["tokens"] + len(tokens), "gids": False}
+        (folder / "manifest.json").unlink()
+        for index in folder.glob("best-fit-*"):
+            shutil.rmtree(index)
+        write_manifest(folder, "packed", inputs, content)
+        return number
+
+    return append

@@ -1,0 +1,191 @@
+"""Planted spikes and drops are found, clean curves are left alone, and a restored detector goes on to the bit."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from zero2all.common import jsonio
+from zero2all.train.config import GuardsConfig
+from zero2all.train.guards.detector import Detector, SpikeRule, level_of
+
+WARMUP = 100
+
+
+def clean_curve(seed: int, steps: int) -> tuple[list[float], list[float]]:
+    """A power law from 10.8 to about 2, relative noise of 0.5 to 3 % with correlation between steps, and a log-normal
+    gradient norm that falls and scatters by 10 to 40 %."""
+    rng = np.random.default_rng(seed)
+    noise, correlation, scatter = (
+        (0.005, 0.01, 0.02, 0.03)[seed % 4],
+        (0.0, 0.3, 0.6)[seed % 3],
+        (0.1, 0.25, 0.4)[seed % 3],
+    )
+    at = np.arange(1, steps + 1)
+    errors = rng.standard_normal(steps) * noise
+    for step in range(1, steps):
+        errors[step] += correlation * errors[step - 1]
+    losses = (1.8 + 9 * (1 + at / 30) ** -0.55) * (1 + errors)
+    norms = (0.25 + 6 * (1 + at / 50) ** -0.7) * np.exp(scatter * rng.standard_normal(steps))
+    return losses.tolist(), norms.tolist()
+
+
+def observe_all(detector, losses, norms, first_step=1):
+    found = []
+    for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), first_step):
+        found += detector.observe(step, loss, norm, {"en": loss}, (step * 100, step * 100 + 100))
+    return found
+
+
+def test_twenty_clean_curves_of_ten_thousand_steps_give_no_alarm():
+    alarms = []
+    for seed in range(20):
+        alarms += observe_all(Detector(SpikeRule(from_step=WARMUP)), *clean_curve(seed, 10_000))
+    assert [alarm.text for alarm in alarms] == []
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_planted_spikes_are_found_at_their_step_and_nothing_else(seed):
+    losses, norms = clean_curve(seed, 1200)
+    planted = sorted(np.random.default_rng(seed + 50).choice(np.arange(300, 1190, 12), 10, replace=False).tolist())
+    for step in planted:
+        losses[step - 1] *= 1.5
+    found = observe_all(Detector(SpikeRule(from_step=WARMUP)), losses, norms)
+    assert [(one.kind, one.step) for one in found] == [("loss_spike", step) for step in planted]
+    assert all(one.tokens == (one.step * 100, one.step * 100 + 100) for one in found)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_spike_of_the_gradient_alone_is_found(seed):
+    losses, norms = clean_curve(seed, 600)
+    norms[499] *= 30
+    found = observe_all(Detector(SpikeRule(from_step=WARMUP)), losses, norms)
+    assert [(one.kind, one.step) for one in found] == [("grad_spike", 500)]
+
+
+def test_a_sudden_drop_is_found_and_learning_is_not():
+    losses, norms = clean_curve(3, 700)
+    assert losses[699] < 0.4 * losses[0], "the curve itself falls far"
+    losses[599] *= 0.6
+    found = observe_all(Detector(SpikeRule(from_step=WARMUP)), losses, norms)
+    assert [(one.kind, one.step) for one in found] == [("loss_drop", 600)]
+
+
+def test_noise_in_a_flat_curve_is_no_spike():
+    losses = [2.0 + 1e-6 * (step % 3) for step in range(400)]
+    losses[300] = 2.0 + 5e-3  # thousands of sigma, a quarter of a percent
+    detector = Detector()
+    assert observe_all(detector, losses, [1.0] * 400) == []
+    assert detector.limits(402).loss == pytest.approx(2.0 * 1.05, rel=1e-4)
+
+
+def test_nobody_is_judged_before_there_are_values_enough_or_before_from_step():
+    rule = SpikeRule(min_steps=64, from_step=200)
+    losses = [3.0] * 250
+    losses[60] = losses[150] = 30.0  # the first before min_steps, both before from_step
+    losses[240] = 300.0
+    assert [one.step for one in observe_all(Detector(rule), losses, [1.0] * 250)] == [241]
+
+
+def test_a_spike_does_not_enter_the_window():
+    losses, norms = clean_curve(1, 400)
+    spiked = [*losses]
+    for step in (300, 303, 306):
+        spiked[step] = 50.0
+    detector, left_alone = Detector(), Detector()
+    observe_all(detector, spiked, norms)
+    observe_all(left_alone, losses, norms)
+    assert detector.limits(410).loss < 1.3 * left_alone.limits(410).loss
+
+
+def test_a_step_is_judged_by_the_limits_the_device_had():
+    """Gate and verdict agree: limits(step) asked before the last two steps were observed are those used later."""
+    losses, norms = clean_curve(2, 500)
+    losses[449] *= 1.4
+    detector, asked = Detector(), {}
+    refused = []
+    for step in range(1, 501):
+        asked[step] = detector.limits(step)
+        if step > 2:  # values arrive two steps late
+            late = step - 2
+            found = detector.observe(late, losses[late - 1], norms[late - 1], {}, (late, late + 1))
+            gated = losses[late - 1] > asked[late].loss
+            assert gated == any(one.kind == "loss_spike" for one in found)
+            refused += [late] if gated else []
+    assert refused == [450]
+
+
+def test_limits_of_a_step_do_not_depend_on_how_early_values_arrive():
+    losses, norms = clean_curve(5, 300)
+    eager, late = Detector(), Detector()
+    for step in range(1, 299):
+        eager.observe(step, losses[step - 1], norms[step - 1], {}, (step, step + 1))
+        if step > 1:
+            late.observe(step - 1, losses[step - 2], norms[step - 2], {}, (step - 1, step))
+        assert eager.limits(step + 1) == late.limits(step + 1)
+
+
+def test_what_is_not_finite_is_reported_and_poisons_nothing():
+    losses, norms = clean_curve(4, 400)
+    losses[300], norms[310] = math.nan, math.inf
+    detector = Detector()
+    found = observe_all(detector, losses, norms)
+    assert [(one.kind, one.step) for one in found] == [("nonfinite", 301), ("nonfinite", 311)]
+    assert math.isfinite(detector.limits(402).loss)
+    assert json.loads(jsonio.dumps_line(detector.state())) == detector.state()
+
+
+def test_a_level_that_stays_is_the_new_level():
+    losses = [2.0 + 0.01 * (step % 5) for step in range(400)] + [4.0 + 0.01 * (step % 5) for step in range(400)]
+    found = observe_all(Detector(), losses, [1.0] * 800)
+    assert [one.kind for one in found].count("loss_spike") == 32
+    assert [one.step for one in found if one.kind == "level_shift"] == [432]
+    assert all(one.onset_step == 401 for one in found if one.kind == "loss_spike")
+
+
+def test_another_stage_starts_with_an_empty_window():
+    detector = Detector()
+    observe_all(detector, [2.0 + 0.01 * (step % 5) for step in range(200)], [1.0] * 200)
+    detector.restart()
+    assert observe_all(detector, [5.0 + 0.01 * (step % 5) for step in range(200)], [1.0] * 200, 201) == []
+
+
+@pytest.mark.parametrize("cut", [1, 63, 64, 127, 301, 303, 340, 399])
+def test_a_restored_detector_goes_on_to_the_bit(cut):
+    losses, norms = clean_curve(6, 400)
+    for step in (*range(300, 340), 380):
+        losses[step] *= 1.8
+    whole = Detector(SpikeRule(from_step=10))
+    expected = observe_all(whole, losses, norms)
+    first = Detector(SpikeRule(from_step=10))
+    found = observe_all(first, losses[:cut], norms[:cut])
+    resumed = Detector(SpikeRule(from_step=10))
+    resumed.restore(jsonio.loads(jsonio.dumps_line(first.state())))
+    assert resumed.limits(cut + 1) == first.limits(cut + 1)
+    found += observe_all(resumed, losses[cut:], norms[cut:], cut + 1)
+    assert found == expected
+    assert resumed.state() == whole.state()
+
+
+def test_steps_must_come_in_order():
+    detector = Detector()
+    detector.observe(5, 3.0, 1.0, {}, (0, 1))
+    with pytest.raises(ValueError, match="step 5 was observed after step 5"):
+        detector.observe(5, 3.0, 1.0, {}, (0, 1))
+
+
+def test_the_figures_of_a_window():
+    level = level_of([1.0, 2.0, 3.0, 4.0, 100.0])
+    assert (level.mean, level.median, level.mad) == (22.0, 3.0, 1.0)
+    assert level.sigma == pytest.approx(np.std([1, 2, 3, 4, 100]))
+
+
+def test_the_rule_follows_the_config():
+    rule = SpikeRule.of(GuardsConfig(spike_window_steps=32, spike_sigmas=4.0), warmup_steps=77)
+    assert (rule.window_steps, rule.min_steps, rule.sigmas, rule.from_step) == (32, 32, 4.0, 77)
+    assert SpikeRule.of(GuardsConfig(spike_from_step=5), warmup_steps=77).from_step == 5
+    defaults, own = SpikeRule.of(GuardsConfig(), 0), SpikeRule()
+    assert defaults == own

@@ -1,0 +1,257 @@
+"""The page is whole, escaped and without scripts; the advice follows from its rules; nothing here can stop a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import html.parser
+
+import pytest
+
+from zero2all.common.files import read_json
+from zero2all.train.config import GuardsConfig
+from zero2all.train.guards.advice import Facts, advice, data_is_suspect
+from zero2all.train.guards.detector import Detector
+from zero2all.train.guards.findings import Finding
+from zero2all.train.guards.incident import Incident, make_incident, recorded_row_losses, usual_channels
+from zero2all.train.guards.ledger import Skipped
+from zero2all.train.guards.page import incident_html, incident_text
+from zero2all.train.guards.policy import Continue, Rollback, Stop
+from zero2all.train.guards.repeats import Repeat
+from zero2all.train.guards.writer import IncidentWriter, incident_samples, write_incident
+
+SOUND = Facts(
+    kind="loss_spike",
+    step=5000,
+    lr=3e-4,
+    lr_max=3e-4,
+    warmup_steps=100,
+    beta1=0.9,
+    beta2=0.95,
+    eps=1e-8,
+    clip_grad_norm=1.0,
+    usual_grad_norm=0.5,
+    parameters=100_000_000,
+)
+NASTY = "<script>alert(1)</script>\x1b[31m\x00\u202e&\"'</pre>"
+
+
+def about(**changes):
+    return [line.about for line in advice(dataclasses.replace(SOUND, **changes))]
+
+
+# ---- advice ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, ["none"]),
+        ({"beta2": 0.999}, ["beta2"]),
+        ({"beta2": None, "beta1": None, "eps": None}, ["none"]),
+        ({"eps": 1e-5}, ["eps"]),
+        ({"clip_grad_norm": 0.0}, ["clip"]),
+        ({"clip_grad_norm": 5.0}, ["clip"]),
+        ({"clip_grad_norm": 1.4}, ["none"]),
+        ({"step": 150}, ["warmup"]),
+        ({"earlier_incidents": 2}, ["lr"]),
+        ({"last_loss_is_usual": False}, ["lr"]),
+        ({"beta2": 0.999, "clip_grad_norm": 0.0, "earlier_incidents": 1}, ["beta2", "clip", "lr"]),
+        ({"kind": "loss_drop", "beta2": 0.999}, ["data"]),
+        ({"kind": "easy_shard", "beta2": 0.999}, ["data"]),
+        ({"shards_named": ["shard 3 of web"], "beta2": 0.999}, ["data"]),
+        ({"channels_before": {"en": 3.0, "zh": 3.0}, "channels_now": {"en": 3.1, "zh": 8.0}}, ["data"]),
+        ({"channels_before": {"en": 3.0, "zh": 3.0}, "channels_now": {"en": 5.0, "zh": 5.5}}, ["none"]),
+        ({"row_losses": [3.0] * 28 + [10.0] * 2, "usual_loss": 3.0}, ["data"]),
+        ({"row_losses": [5.0] * 30, "usual_loss": 3.0}, ["none"]),
+    ],
+)
+def test_the_advice_follows_from_the_figures(changes, expected):
+    assert about(**changes) == expected
+
+
+def test_advice_names_the_setting_and_the_value():
+    (beta2,) = advice(dataclasses.replace(SOUND, beta2=0.999))
+    assert "optim.beta2 is 0.999" in beta2.text
+    assert "about 1,000 steps" in beta2.text
+    assert "3.2 times the learning rate" in beta2.text  # 0.1 / sqrt(0.001)
+    (eps,) = advice(dataclasses.replace(SOUND, eps=1e-5))  # a component is 0.5 / 1e4 = 5e-5
+    assert "5.0e-05" in eps.text
+    assert "1e-08 or less" in eps.text
+    (lr,) = advice(dataclasses.replace(SOUND, earlier_incidents=1))
+    assert "optim.lr_max 0.00021" in lr.text
+    assert data_is_suspect(SOUND) is None
+
+
+# ---- the page -------------------------------------------------------------------------------------------------
+
+
+def finding(kind: str = "loss_spike", **details) -> Finding:
+    channels = {"channel_losses": {"en": 8.0, f"zh{NASTY}": 3.1}}
+    return Finding(
+        kind, 300, (299_000, 300_000), f"it jumped {NASTY}", 8.0, 3.0, 4.0, 300, 299_000, {**channels, **details}
+    )
+
+
+def incident(action=None, **changes) -> Incident:
+    detector = Detector()
+    for step in range(1, 301):
+        detector.observe(step, 3.0 if step < 300 else 8.0, 1.0, {"en": 3.0, "zh": 3.1}, (step, step + 1))
+    made = make_incident(f"run{NASTY}", [finding()], action or Continue(f"done {NASTY}"), detector, SOUND)
+    document = {
+        **{"number": 7, "gid": 1 << 40, "title": f"T {NASTY}", "origin": f"file {NASTY}", "first_column": 0},
+        **{"tokens": 9, "text": f"text {NASTY}\nsecond line", "is_cut": True},
+    }
+    sample = {
+        **{"row": 3, "source": f"s{NASTY}", "channel": "en", "shard": 2, "sample": 12345, "stage": "main"},
+        **{"epoch": 0, "first_token": 0, "split_tokens": [0, 9], "loss": 7.5, "documents": [document]},
+    }
+    return dataclasses.replace(made, samples=[sample], samples_note=f"rows {NASTY}", **changes)
+
+
+class Page(html.parser.HTMLParser):
+    """Collects tags and text, and checks that tags are closed in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.text: list[str] = []
+        self.attributes: list[str] = []
+        self._open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [name for name, _ in attrs]
+        if tag not in ("meta", "br", "line", "circle", "polyline"):
+            self._open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in ("line", "circle", "polyline"):
+            assert self._open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def test_the_page_shows_everything_and_lets_nothing_through():
+    text = incident_html(incident())
+    page = Page(text)
+    shown = "".join(page.text)
+    assert "script" not in page.tags
+    assert not any(name.startswith("on") or name in ("src", "href") for name in page.attributes)
+    assert "default-src 'none'" in text
+    assert shown.count("<script>alert(1)</script>") == 9, "as text: every place that holds foreign words"
+    assert "\x1b" not in text
+    assert "\x00" not in text
+    assert "\u202e" not in text
+    assert page.tags.count("svg") == 2
+    assert page.tags.count("circle") == 2, "the step that stood out, on both curves"
+    assert "second line" in shown
+    assert "gid 1099511627776" in shown
+    assert "Data and settings look sound" in shown
+    assert "http" not in text.replace("http-equiv", "")
+
+
+def test_the_terminal_gets_no_commands():
+    text = incident_text(incident())
+    assert "\x1b" not in text
+    assert "\x00" not in text
+    assert "Loss spike, step 300" in text
+    assert "shard 2" in text
+    assert "to do: Data and settings look sound" in text
+
+
+@pytest.mark.parametrize(
+    ("action", "words"),
+    [
+        (Continue("x"), "Nothing was changed"),
+        (
+            Rollback(100, Skipped(0, 5, 300, "loss_spike", "rollback", "r", 100), "went back"),
+            "went back to a checkpoint",
+        ),
+        (Stop("ended"), "exit code 12"),
+    ],
+)
+def test_the_page_says_what_was_done(action, words):
+    assert words in incident_html(incident(action))
+
+
+def test_the_usual_loss_of_a_channel_leaves_out_what_stood_out():
+    detector = Detector()
+    for step in range(1, 200):
+        loss = 9.0 if step > 190 else 3.0
+        detector.observe(step, loss, 1.0, {"en": loss}, (step, step + 1))
+    assert usual_channels(detector, 200) == {"en": 3.0}
+
+
+def test_the_figures_are_kept_beside_the_page(tmp_path):
+    made = incident(row_losses=[3.0, None, 8.0])
+    page = write_incident(tmp_path, made)
+    assert page == tmp_path / "300-loss_spike.html"
+    assert read_json(page.with_suffix(".json"))["findings"][0]["kind"] == "loss_spike"
+    assert page.with_suffix(".txt").read_text().startswith("Loss spike")
+    assert recorded_row_losses(tmp_path, 300) == {0: 3.0, 2: 8.0}
+    assert recorded_row_losses(tmp_path, 30) == {}
+
+
+# ---- documents, in the background -----------------------------------------------------------------------------
+
+
+def test_the_writer_adds_the_documents_of_the_step(sharded_work, open_data, tmp_path):
+    data = open_data(sharded_work)
+    losses = [3.0, 9.0, 3.1, 3.0]
+    made = dataclasses.replace(incident(), tokens=[0, 4 * 32], row_losses=losses, samples=[], samples_note="")
+    writer = IncidentWriter(tmp_path, data, sharded_work.corpus, lambda: lambda ids: f"«{len(ids)} tokens»")
+    page = writer.submit(made)
+    assert writer.close()
+    assert writer.problems == []
+    assert writer.written == [page]
+    kept = read_json(page.with_suffix(".json"))
+    assert [sample["row"] for sample in kept["samples"]] == [1, 2, 0, 3], "the worst first"
+    assert "«" in page.read_text()
+    assert "z2a inspect" in kept["samples_note"]
+
+
+def test_a_shard_is_shown_by_its_most_extreme_samples(sharded_work, open_data):
+    data = open_data(sharded_work)
+    examples = [{"first_token": 10 * 32, "row": 2, "loss": 9.5}, {"first_token": 40 * 32, "row": 0, "loss": 9.0}]
+    made = dataclasses.replace(
+        incident(), findings=[finding("hard_shard", source="en", shard=1, examples=examples).as_json()]
+    )
+    samples, note = incident_samples(made, data, sharded_work.corpus, None)
+    assert [(one.first_token, one.loss) for one in samples] == [(12 * 32, 9.5), (40 * 32, 9.0)]
+    assert "shard 1 of en" in note
+
+
+def test_the_page_of_a_repeated_shard_shows_documents_of_that_shard(sharded_work, open_data, tmp_path):
+    data = open_data(sharded_work)
+    finding = Repeat("en", 2, "en", 1, 0.9, ((40, 20), (41, 21))).finding(0, (0, 0))
+    made = make_incident(
+        "r", [finding], Continue(finding.text), Detector(), dataclasses.replace(SOUND, kind=finding.kind)
+    )
+    samples, note = incident_samples(made, data, sharded_work.corpus, None)
+    assert [[one.number for one in sample.documents] for sample in samples] == [[40], [41]]
+    assert "repeats" in note
+    assert "A shard that repeats another" in incident_html(made)
+
+
+def test_a_writer_that_cannot_read_or_write_says_so_and_goes_on(sharded_work, open_data, tmp_path):
+    def no_tokenizer():
+        raise FileNotFoundError("no tokenizer here")
+
+    writer = IncidentWriter(tmp_path / "a", open_data(sharded_work), sharded_work.corpus, no_tokenizer)
+    page = writer.submit(dataclasses.replace(incident(), tokens=[0, 128]))
+    assert writer.close()
+    assert "no tokenizer here" in page.read_text()
+    (tmp_path / "file").write_text("")
+    blocked = IncidentWriter(tmp_path / "file", None, sharded_work.corpus)
+    blocked.submit(incident())
+    assert blocked.close()
+    assert "step 300 could not be written" in blocked.problems[0]
+
+
+def test_defaults_of_the_config_are_the_documented_ones():
+    config = GuardsConfig()
+    assert (config.loss_spike, config.grad_spike, config.loss_drop) == ("rollback", "skip", "log")

@@ -1,0 +1,188 @@
+"""What follows from findings: nothing, a step left out, a way back, or the end; and how that survives a crash."""
+
+from __future__ import annotations
+
+import pytest
+
+from zero2all.common import jsonio
+from zero2all.common.errors import BadInputError
+from zero2all.train.config import GuardsConfig
+from zero2all.train.guards.findings import Finding
+from zero2all.train.guards.ledger import LEDGER_FILE, SkipLedger, Skipped
+from zero2all.train.guards.policy import Continue, Policy, Rollback, SkipWindow, Stop
+
+STEP_TOKENS = 100
+
+
+def spike(step: int, kind: str = "loss_spike", onset: int | None = None) -> Finding:
+    tokens = ((step - 1) * STEP_TOKENS, step * STEP_TOKENS)
+    onset = onset or step
+    return Finding(kind, step, tokens, f"{kind} at {step}", 9.0, 3.0, 4.0, onset, (onset - 1) * STEP_TOKENS)
+
+
+def decide(policy, ledger, step, findings, checkpoints):
+    """Decide, and record as the run does."""
+    action = policy.decide(step, findings, ledger, checkpoints)
+    if isinstance(action, SkipWindow | Rollback):
+        ledger.add(action.skip)
+    return action
+
+
+def test_a_step_without_findings_goes_on():
+    assert Policy(GuardsConfig()).decide(5, [], SkipLedger(), []) == Continue()
+
+
+def test_log_changes_nothing_however_often():
+    policy, ledger = Policy(GuardsConfig(loss_spike="log")), SkipLedger()
+    actions = [decide(policy, ledger, step, [spike(step)], [1]) for step in range(100, 140)]
+    assert all(isinstance(action, Continue) for action in actions)
+    assert ledger.entries == ()
+
+
+def test_skip_leaves_out_the_data_of_the_step():
+    policy, ledger = Policy(GuardsConfig(loss_spike="skip")), SkipLedger()
+    action = decide(policy, ledger, 200, [spike(200)], [100])
+    assert isinstance(action, SkipWindow)
+    assert (action.skip.first, action.skip.end, action.skip.action) == (19_900, 20_000, "refuse")
+    assert ledger.skips(19_900, 20_000)
+    assert not ledger.skips(20_000, 20_100)
+    assert not ledger.skips(19_800, 19_900)
+
+
+def test_rollback_goes_to_the_newest_checkpoint_before_the_first_spike_and_leaves_the_window_out():
+    policy, ledger = Policy(GuardsConfig(loss_spike="rollback", skip_steps_after=4)), SkipLedger()
+    checkpoints = [100, 150, 195, 200]
+    first = decide(policy, ledger, 200, [spike(200)], checkpoints)
+    second = decide(policy, ledger, 201, [spike(201, onset=200)], checkpoints)
+    third = decide(policy, ledger, 203, [spike(203, onset=200)], checkpoints)
+    assert isinstance(first, SkipWindow)
+    assert isinstance(second, SkipWindow)
+    assert isinstance(third, Rollback)
+    assert third.to_step == 150, "195 is only 5 steps older than the first spike, and the margin is 8"
+    assert (third.skip.first, third.skip.end) == (19_900, 20_300 + 4 * STEP_TOKENS)
+    assert "back to the checkpoint of step 150" in third.reason
+
+
+def test_rollback_at_the_first_spike_where_told():
+    action = Policy(GuardsConfig(rollback_after_spikes=1)).decide(200, [spike(200)], SkipLedger(), [50])
+    assert isinstance(action, Rollback)
+    assert action.to_step == 50
+
+
+def test_spikes_far_apart_are_not_added_up():
+    policy, ledger = Policy(GuardsConfig()), SkipLedger()
+    actions = [decide(policy, ledger, step, [spike(step)], [1]) for step in range(100, 400, 17)]
+    assert all(isinstance(action, SkipWindow) for action in actions)
+
+
+def test_without_a_checkpoint_old_enough_only_the_data_is_left_out():
+    policy, ledger = Policy(GuardsConfig(rollback_after_spikes=1)), SkipLedger()
+    action = decide(policy, ledger, 20, [spike(20)], [15])
+    assert isinstance(action, SkipWindow)
+    assert "no checkpoint" in action.reason
+    assert action.skip.action == "window"
+
+
+def test_going_back_twice_to_the_same_checkpoint_goes_one_further():
+    policy, ledger = Policy(GuardsConfig(rollback_after_spikes=1)), SkipLedger()
+    assert decide(policy, ledger, 200, [spike(200)], [100, 150]).to_step == 150
+    assert decide(policy, ledger, 230, [spike(230)], [100, 150]).to_step == 100
+
+
+def test_a_run_that_keeps_failing_stops_with_its_own_exit_code():
+    policy, ledger = Policy(GuardsConfig(rollback_after_spikes=1, max_rollbacks=2)), SkipLedger()
+    actions = [decide(policy, ledger, step, [spike(step)], [10]) for step in (100, 200, 300)]
+    assert [type(action) for action in actions] == [Rollback, Rollback, Stop]
+    assert actions[-1].exit_code == 12
+    assert "gone back 2 times" in actions[-1].reason
+    assert isinstance(decide(policy, ledger, 5000, [spike(5000)], [10]), Rollback), "long ago does not count"
+
+
+def test_many_refused_updates_in_a_row_stop_the_run():
+    policy, ledger = Policy(GuardsConfig(loss_spike="skip", max_skips_in_a_row=4)), SkipLedger()
+    actions = [decide(policy, ledger, step, [spike(step)], [10]) for step in range(100, 104)]
+    assert [type(action) for action in actions] == [SkipWindow] * 3 + [Stop]
+    assert "weights are those of step 99" in actions[-1].reason
+
+
+def test_what_is_not_finite_is_not_recorded_as_bad_data_but_counts_in_a_row():
+    policy, ledger = Policy(GuardsConfig(max_skips_in_a_row=3)), SkipLedger()
+    for step in (100, 101):
+        assert isinstance(decide(policy, ledger, step, [spike(step, "nonfinite")], [10]), Continue)
+    assert ledger.entries == ()
+    restored = Policy(policy.config)
+    restored.restore(jsonio.loads(jsonio.dumps_line(policy.state())))
+    for one in (policy, restored):
+        assert isinstance(one.decide(102, [spike(102, "nonfinite")], ledger, [10]), Stop)
+    assert isinstance(Policy(GuardsConfig(nonfinite="stop")).decide(7, [spike(7, "nonfinite")], ledger, []), Stop)
+
+
+@pytest.mark.parametrize("resume_from", [90, 101, 102, 103])
+def test_a_resumed_run_decides_as_the_one_that_was_left_alone(resume_from):
+    """It passes over the steps it refused before, and still counts them."""
+    bad = (101, 102, 104)
+
+    def run(first: int, ledger: SkipLedger, last: int = 110) -> list[object]:
+        policy, actions = Policy(GuardsConfig()), []
+        for step in range(first, last):
+            tokens = ((step - 1) * STEP_TOKENS, step * STEP_TOKENS)
+            if ledger.skips(*tokens):
+                continue
+            action = decide(policy, ledger, step, [spike(step)] if step in bad else [], [50])
+            actions.append(action)
+            if isinstance(action, Rollback):
+                break
+        return actions
+
+    whole = SkipLedger()
+    run(90, whole)
+    cut = SkipLedger()
+    run(90, cut, last=103)
+    resumed = SkipLedger.from_state(jsonio.loads(jsonio.dumps_line(cut.state())))
+    assert isinstance(run(resume_from, resumed)[-1], Rollback)
+    assert resumed.entries == whole.entries
+
+
+# ---- the record -----------------------------------------------------------------------------------------------
+
+
+def entry(first: int, end: int) -> Skipped:
+    return Skipped(first, end, 7, "loss_spike", "refuse", "a reason")
+
+
+def test_the_record_survives_on_disk_and_merges(tmp_path):
+    ledger = SkipLedger([entry(100, 200), entry(500, 900)])
+    ledger.save(tmp_path)
+    loaded = SkipLedger.load(tmp_path)
+    assert loaded.entries == ledger.entries
+    loaded.merge(SkipLedger([entry(500, 900), entry(800, 1000)]))
+    assert len(loaded.entries) == 3
+    assert loaded.tokens() == 100 + 500
+    assert SkipLedger.load(tmp_path / "nowhere").entries == ()
+
+
+def test_the_next_batch_that_is_read_lies_beyond_the_window():
+    ledger = SkipLedger([entry(250, 450), entry(450, 500)])
+    assert ledger.first_clear(0, 100) == 0
+    assert ledger.first_clear(200, 100) == 500
+    assert ledger.first_clear(500, 100) == 500
+
+
+@pytest.mark.parametrize("content", ["[]", '{"format": 2, "skipped": []}', '{"format": 1, "skipped": [{}]}', "{"])
+def test_a_damaged_record_is_an_error_and_never_an_empty_one(tmp_path, content):
+    (tmp_path / LEDGER_FILE).write_text(content)
+    with pytest.raises(BadInputError, match=LEDGER_FILE):
+        SkipLedger.load(tmp_path)
+
+
+def test_a_checkpoint_of_the_way_that_was_given_up_is_known_by_its_ledger():
+    then = SkipLedger([entry(100, 200)])
+    now = SkipLedger([entry(100, 200), Skipped(300, 900, 90, "loss_spike", "rollback", "why", to_step=50)])
+    assert now.abandons(80, then), "written before the run went back from step 90 to step 50"
+    assert not now.abandons(50, then)
+    assert not now.abandons(80, now), "written after it"
+
+
+def test_an_empty_stretch_is_a_bug():
+    with pytest.raises(ValueError, match="no stretch"):
+        SkipLedger().add(entry(5, 5))

@@ -1,0 +1,234 @@
+"""Each optimizer against its formulas, written again in float64 with numpy, over 20 steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from zero2all.train.config import OptimConfig
+from zero2all.train.optimizers import Role, build_optimizer
+
+STEPS, LR, DECAY, SCALE = 20, 0.01, 0.3, 0.7
+ROLES = {
+    "qkv": Role("matrix", (6, 2, 2)),
+    "down": Role("matrix"),
+    "experts": Role("matrix"),
+    "table": Role("embedding"),
+    "norm": Role("norm"),
+}
+SHAPES = {"qkv": (10, 7), "down": (4, 9), "experts": (3, 4, 5), "table": (12, 5), "norm": (8,)}
+DECAYS = {"qkv": DECAY, "down": DECAY, "experts": DECAY, "table": DECAY, "norm": 0.0}
+
+
+def rates():
+    """A rate that changes: correction terms must not depend on it."""
+    return [LR * (1 + 0.5 * np.sin(step)) for step in range(STEPS)]
+
+
+def gradients(name):
+    generator = np.random.default_rng(len(name))
+    return [generator.normal(size=SHAPES[name]) * (0.1 + 0.1 * step) for step in range(STEPS)]
+
+
+def initial(name):
+    return np.random.default_rng(7 + len(name)).normal(size=SHAPES[name])
+
+
+def run(config, dtype=torch.float32, implementation="auto", grad_dtype=None):
+    parameters = {name: torch.tensor(initial(name)).to(dtype) for name in SHAPES}
+    optimizer = build_optimizer(parameters.items(), config, ROLES, implementation)
+    all_gradients = {name: gradients(name) for name in SHAPES}
+    for parameter in parameters.values():
+        parameter.grad_dtype = grad_dtype or dtype
+    for step, rate in enumerate(rates()):
+        for name, parameter in parameters.items():
+            # Reaches the optimizer too long by 1 / SCALE, which grads_scale takes back.
+            parameter.grad = (torch.tensor(all_gradients[name][step]) / SCALE).to(grad_dtype or dtype)
+        optimizer.set_learning_rate(rate)
+        optimizer.step(grads_scale=torch.tensor(SCALE, dtype=torch.float64 if dtype == torch.float64 else None))
+        optimizer.zero_grad()
+    return parameters, optimizer
+
+
+def config_of(kind, **options):
+    return OptimConfig(kind=kind, weight_decay=DECAY, **options)
+
+
+def adamw(name, b1=0.8, b2=0.9, eps=1e-6):
+    w, m, v = initial(name), 0.0, 0.0
+    for step, (lr, g) in enumerate(zip(rates(), gradients(name), strict=True), 1):
+        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
+        w = w - lr * DECAYS[name] * w - lr * (m / (1 - b1**step)) / (np.sqrt(v / (1 - b2**step)) + eps)
+    return w
+
+
+def lion(name, b1=0.8, b2=0.9):
+    w, m = initial(name), np.zeros(SHAPES[name])
+    for lr, g in zip(rates(), gradients(name), strict=True):
+        w = w - lr * DECAYS[name] * w - lr * np.sign(b1 * m + (1 - b1) * g)
+        m = b2 * m + (1 - b2) * g
+    return w
+
+
+def sgd(name, mu, nesterov):
+    w, b = initial(name), 0.0
+    for lr, g in zip(rates(), gradients(name), strict=True):
+        b = mu * b + g
+        w = w - lr * DECAYS[name] * w - lr * (g + mu * b if nesterov else b)
+    return w
+
+
+def adafactor(name, clip=1.0, b1=0.0, power=0.8):
+    w, shape = initial(name), SHAPES[name]
+    r, c, v, m = 0.0, 0.0, 0.0, 0.0
+    for t, (lr, g) in enumerate(zip(rates(), gradients(name), strict=True), 1):
+        b = 1 - t**-power
+        s = g**2 + 1e-30
+        if len(shape) > 1:
+            r, c = b * r + (1 - b) * s.mean(axis=-1), b * c + (1 - b) * s.mean(axis=-2)
+            v = r[..., :, None] * c[..., None, :] / r.mean(axis=-1)[..., None, None]
+        else:
+            v = b * v + (1 - b) * s
+        u = g / np.sqrt(v)
+        u = u / max(1.0, np.sqrt((u**2).mean()) / clip)
+        m = b1 * m + (1 - b1) * u
+        w = w - lr * DECAYS[name] * w - lr * m
+    return w
+
+
+def newton_schulz(u, iterations):
+    x = u / np.sqrt((u**2).sum(axis=(-2, -1), keepdims=True))
+    for _ in range(iterations):
+        t = np.swapaxes(x, -1, -2)
+        x = 3.4445 * x - 4.7750 * x @ t @ x + 2.0315 * x @ t @ x @ t @ x
+    return x
+
+
+def muon(name, mu, nesterov, rms=0.2):
+    if ROLES[name].kind != "matrix":
+        return adamw(name)
+    w, m = initial(name), 0.0
+    for lr, g in zip(rates(), gradients(name), strict=True):
+        m = mu * m + (1 - mu) * g
+        u = (1 - mu) * g + mu * m if nesterov else m
+        rows = ROLES[name].splits or (u.shape[-2],)
+        parts = np.split(u, np.cumsum(rows)[:-1], axis=-2)
+        o = np.concatenate([rms * max(p.shape[-2:]) ** 0.5 * newton_schulz(p, 5) for p in parts], axis=-2)
+        w = w - lr * DECAYS[name] * w - lr * o
+    return w
+
+
+BETAS = {"beta1": 0.8, "beta2": 0.9, "eps": 1e-6}
+CASES = {
+    "adamw, fused": (config_of("adamw", **BETAS), "fused", adamw),
+    "adamw, reference": (config_of("adamw", **BETAS), "eager", adamw),
+    "lion": (config_of("lion", beta1=0.8, beta2=0.9), "auto", lion),
+    "sgd": (config_of("sgd", momentum=0.7, nesterov=False), "auto", lambda name: sgd(name, 0.7, False)),
+    "sgd, nesterov": (config_of("sgd", momentum=0.7), "auto", lambda name: sgd(name, 0.7, True)),
+    "adafactor": (config_of("adafactor"), "auto", adafactor),
+    "adafactor, clipped and with momentum": (
+        config_of("adafactor", adafactor_beta1=0.6, adafactor_clip_rms=0.5, adafactor_decay_power=0.5),
+        "auto",
+        lambda name: adafactor(name, 0.5, 0.6, 0.5),
+    ),
+    "muon": (config_of("muon", momentum=0.7, **BETAS), "auto", lambda name: muon(name, 0.7, True)),
+    "muon, plain momentum": (
+        config_of("muon", momentum=0.7, nesterov=False, muon_update_rms=0.5, **BETAS),
+        "auto",
+        lambda name: muon(name, 0.7, False, 0.5),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 2e-5), (torch.float64, 1e-12)])
+def test_twenty_steps_follow_the_formulas(case, dtype, close):
+    config, implementation, reference = CASES[case]
+    if dtype == torch.float64 and implementation == "fused":
+        implementation = "auto"  # which takes the formula: the kernel reads its factor in float32
+    parameters, _ = run(config, dtype, implementation)
+    for name, parameter in parameters.items():
+        np.testing.assert_allclose(parameter.numpy(), reference(name), rtol=close, atol=close, err_msg=name)
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
+def test_bfloat16_weights_follow_adamw_to_their_precision(rounding):
+    config = config_of("adamw_bf16", bf16_rounding=rounding, **BETAS)
+    parameters, optimizer = run(config, torch.bfloat16)
+    state = optimizer.state_tensors()
+    errors = []
+    for name, parameter in parameters.items():
+        assert parameter.dtype == torch.bfloat16
+        exact = parameter.double()
+        if rounding == "kahan":
+            exact = exact + state[f"rest/{name}"].double()
+        # The reference starts at the weights as bfloat16 has them, which is not what is tested.
+        start = torch.tensor(initial(name))
+        exact += (start - start.bfloat16().double()) * np.prod([1 - rate * DECAYS[name] for rate in rates()])
+        errors.append((exact.numpy() - adamw(name)).ravel())
+    error = np.concatenate(errors)
+    # Twenty roundings of weights around 1 to steps of 2^-7 wander; what kahan keeps does not.
+    assert np.abs(error).max() < (0.06 if rounding == "stochastic" else 0.01)
+    assert abs(error.mean()) < (0.004 if rounding == "stochastic" else 0.001)
+
+
+def test_8_bit_moments_follow_adamw_closely():
+    parameters, optimizer = run(config_of("adamw_8bit", **BETAS))
+    state = optimizer.state_tensors()
+    assert state["exp_avg_codes/down"].dtype == torch.int8
+    assert state["exp_avg_sq_codes/down"].dtype == torch.uint8
+    assert state["exp_avg/norm"].dtype == torch.float32
+    np.testing.assert_allclose(parameters["norm"].numpy(), adamw("norm"), rtol=2e-5)
+    moved = sum(LR for _ in range(STEPS))
+    for name in ("qkv", "down", "experts", "table"):
+        error = np.abs(parameters[name].numpy() - adamw(name))
+        assert error.max() < 0.2 * moved, name
+        assert error.mean() < 0.03 * moved, name
+
+
+@pytest.mark.parametrize("kind", ["adamw", "lion", "adafactor", "sgd", "muon", "adamw_8bit"])
+def test_gradients_in_bfloat16_are_widened_first(kind):
+    config = config_of(kind, **BETAS)
+    exact, _ = run(config)
+    rounded, _ = run(config, grad_dtype=torch.bfloat16)
+    for name in SHAPES:
+        torch.testing.assert_close(rounded[name], exact[name], rtol=0.1, atol=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+@pytest.mark.parametrize("shape", [(16, 40), (40, 16), (24, 24), (3, 8, 20)])
+def test_orthogonalising_evens_out_the_singular_values(shape):
+    from zero2all.train.optimizers.muon import orthogonalise
+
+    found = torch.linalg.svdvals(orthogonalise(torch.randn(shape, generator=torch.Generator().manual_seed(1)), 5))
+    assert float(found.max()) < 1.3
+    assert float(found.min()) > 0.3
+    low = orthogonalise(torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16(), 5)
+    assert float(torch.linalg.svdvals(low.float()).max()) < 1.35
+
+
+def test_orthogonalising_ignores_the_length_of_a_matrix():
+    from zero2all.train.optimizers.muon import orthogonalise
+
+    matrix = torch.randn(5, 9, generator=torch.Generator().manual_seed(2))
+    torch.testing.assert_close(orthogonalise(matrix * 1e-12, 5), orthogonalise(matrix, 5))
+    assert not orthogonalise(torch.zeros(4, 4), 5).any()
+
+
+def test_muon_steps_have_the_root_mean_square_of_adamw_steps():
+    parameter = torch.zeros(64, 96)
+    optimizer = build_optimizer([("w", parameter)], OptimConfig("muon", lr_max=1.0), {"w": Role("matrix")})
+    parameter.grad = torch.randn(64, 96, generator=torch.Generator().manual_seed(3))
+    optimizer.step()
+    assert float(parameter.square().mean().sqrt()) == pytest.approx(0.2, rel=0.25)
+
+
+@pytest.mark.slow  # two compilations
+@pytest.mark.parametrize("kind", ["lion", "adamw_bf16"])
+def test_compiled_kernels_equal_the_formulas(kind):
+    dtype = torch.bfloat16 if kind == "adamw_bf16" else torch.float32
+    compiled, _ = run(config_of(kind, **BETAS), dtype, "compiled")
+    eager, _ = run(config_of(kind, **BETAS), dtype, "eager")
+    for name in SHAPES:
+        torch.testing.assert_close(compiled[name], eager[name])

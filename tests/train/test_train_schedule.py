@@ -1,0 +1,281 @@
+"""The learning rate over the steps: every kind, stages with schedules of their own, and an anneal on top."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zero2all.config import config_from_values, config_yaml
+from zero2all.model.config import ModelConfig, RopeScaling
+from zero2all.train.config import AnnealConfig, ScheduleConfig, StageConfig, StageScheduleConfig, model_at
+from zero2all.train.schedule import learning_rate, preview, schedule_lines, schedule_problems, steps_with_anneal
+
+KINDS = ["cosine", "linear", "constant", "wsd", "inverse_sqrt"]
+SHAPES = ["linear", "1-sqrt", "cosine"]
+
+
+def rates(steps, stages=(), anneal=None, until=None, **options):
+    config = ScheduleConfig(**options)
+    return [learning_rate(step, steps, 2.0, config, stages, anneal) for step in range(until or steps)]
+
+
+def stage(from_step, **options):
+    return StageConfig(f"from {from_step}", from_step, schedule=StageScheduleConfig(**options))
+
+
+def test_linear_falls_in_equal_steps_to_its_lowest_share():
+    found = rates(14, kind="linear", warmup_steps=4, lr_min_share=0.1)
+    assert found[4:] == pytest.approx([2.0 - 0.2 * k for k in range(10)])
+
+
+def test_inverse_sqrt_halves_when_the_steps_have_quadrupled():
+    found = rates(401, kind="inverse_sqrt", warmup_steps=25, lr_min_share=0.0)
+    assert found[24] == 2.0
+    assert found[99] == pytest.approx(1.0)
+    assert found[399] == pytest.approx(0.5)
+    assert min(rates(4000, kind="inverse_sqrt", warmup_steps=4, lr_min_share=0.25)) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("shape", "formula"),
+    [
+        ("linear", lambda y: 1 - y),
+        ("1-sqrt", lambda y: 1 - y**0.5),
+        ("cosine", lambda y: math.cos(math.pi * y / 2) ** 2),
+    ],
+)
+def test_wsd_stays_at_the_top_and_then_falls_in_its_shape(shape, formula):
+    found = rates(50, kind="wsd", warmup_steps=5, decay_steps=20, decay_shape=shape, lr_min_share=0.1)
+    assert found[5:30] == [2.0] * 25
+    assert found[30:] == pytest.approx([0.2 + 1.8 * formula((k + 1) / 20) for k in range(20)])
+    assert found == rates(50, kind="wsd", warmup_steps=5, decay_share=0.4, decay_shape=shape, lr_min_share=0.1)
+
+
+def test_wsd_without_decay_is_constant():
+    assert rates(9, kind="wsd", warmup_steps=2, decay_steps=0) == rates(9, kind="constant", warmup_steps=2)
+
+
+def test_a_stage_without_a_schedule_leaves_the_rate_alone():
+    stages = [StageConfig("data only", 20, mixture={"code": 1.0})]
+    assert rates(50, stages, warmup_steps=5) == rates(50, warmup_steps=5)
+
+
+def test_a_schedule_spans_the_steps_up_to_the_next_stage_that_brings_its_own():
+    stages = [StageConfig("data only", 10), stage(20, kind="linear", lr_min_share=0.0)]
+    found = rates(30, stages, warmup_steps=4, lr_min_share=0.5)
+    assert found[:20] == rates(20, warmup_steps=4, lr_min_share=0.5)
+    # The stage goes on at the rate that was reached, and takes it to 0.
+    assert found[20:] == pytest.approx([1.0 - k / 9 for k in range(10)])
+
+
+def test_a_stage_moves_from_the_rate_that_was_reached_to_its_own_in_equal_steps():
+    stages = [stage(10, kind="constant", lr_max=3.0, warmup_steps=4)]
+    found = rates(20, stages, kind="constant", warmup_steps=0)
+    assert found == [2.0] * 10 + [2.25, 2.5, 2.75] + [3.0] * 7
+    down = rates(20, [stage(10, kind="constant", lr_max=1.0, warmup_steps=2)], kind="constant", warmup_steps=0)
+    assert down[9:13] == [2.0, 1.5, 1.0, 1.0]
+
+
+def test_a_stage_takes_what_it_does_not_set_from_the_run():
+    options = {"kind": "wsd", "warmup_steps": 0, "decay_steps": 2, "decay_shape": "linear", "lr_min_share": 0.5}
+    found = rates(20, [stage(10)], **options)
+    assert found[8:10] == [1.5, 1.0]
+    assert found[10:18] == [1.0] * 8
+    assert found[18:] == [0.75, 0.5]
+    assert rates(20, [stage(10, decay_share=0.4)], **options)[16:] == [0.875, 0.75, 0.625, 0.5]
+
+
+def test_a_first_stage_replaces_the_schedule_of_the_run():
+    stages = [stage(0, kind="linear", lr_max=1.0, warmup_steps=2, lr_min_share=0.0)]
+    assert rates(5, stages, warmup_steps=3) == [0.5, 1.0, 1.0, 0.5, 0.0]
+    assert rates(5, [stage(0, kind="constant", warmup_steps=2)])[1:] == [2.0] * 4
+
+
+def test_a_stage_that_a_shortened_run_never_reaches_changes_nothing():
+    assert rates(20, [stage(20, kind="constant"), stage(99)], warmup_steps=2) == rates(20, warmup_steps=2)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_anneal_falls_from_the_rate_of_the_step_before_to_its_share_of_it(shape):
+    anneal = AnnealConfig(from_step=20, steps=10, shape=shape, to_share=0.25)
+    plain, found = rates(50, warmup_steps=5), rates(50, anneal=anneal, warmup_steps=5)
+    assert found[:20] == plain[:20]
+    assert found[29] == pytest.approx(0.25 * plain[19])
+    assert found[30:] == [found[29]] * 20
+    assert all(later < earlier for earlier, later in itertools.pairwise(found[19:30]))
+    assert steps_with_anneal(50, anneal) == 30
+    assert steps_with_anneal(50, None) == 50
+
+
+def test_a_finished_run_can_be_annealed():
+    anneal = AnnealConfig(from_step=50, steps=5, shape="linear")
+    found = rates(50, anneal=anneal, until=55, kind="constant", warmup_steps=5)
+    assert found[49:] == pytest.approx([2.0, 1.6, 1.2, 0.8, 0.4, 0.0])
+    assert steps_with_anneal(50, anneal) == 55
+
+
+def test_an_anneal_overrules_the_schedules_of_later_stages():
+    anneal = AnnealConfig(from_step=5, steps=10, shape="linear")
+    stages = [stage(8, lr_max=9.0, warmup_steps=1)]
+    assert rates(20, stages, anneal, kind="constant", warmup_steps=0)[5:15] == pytest.approx(
+        [2.0 - 0.2 * k for k in range(1, 11)]
+    )
+
+
+schedules = st.builds(
+    ScheduleConfig,
+    kind=st.sampled_from(KINDS),
+    warmup_steps=st.integers(0, 40),
+    lr_min_share=st.floats(0, 1),
+    decay_share=st.floats(0, 0.5),
+    decay_steps=st.none() | st.integers(0, 30),
+    decay_shape=st.sampled_from(SHAPES),
+)
+overrides = st.builds(
+    StageScheduleConfig,
+    lr_max=st.none() | st.floats(0.1, 4),
+    warmup_steps=st.integers(1, 20),
+    kind=st.none() | st.sampled_from(KINDS),
+    lr_min_share=st.none() | st.floats(0, 1),
+    decay_share=st.none() | st.floats(0, 0.5),
+    decay_steps=st.none() | st.integers(0, 20),
+    decay_shape=st.none() | st.sampled_from(SHAPES),
+)
+anneals = st.none() | st.builds(
+    AnnealConfig, st.integers(1, 160), st.integers(1, 40), st.sampled_from(SHAPES), st.floats(0, 1)
+)
+
+
+@given(schedules, st.lists(st.tuples(st.integers(1, 40), overrides), max_size=3), anneals, st.integers(60, 150))
+@settings(max_examples=150, deadline=None)
+def test_no_rate_jumps_and_none_leaves_its_bounds(config, later, anneal, steps):
+    borders = itertools.accumulate(gap for gap, _ in later)
+    stages = [
+        StageConfig(str(at), at + 45, schedule=override) for at, (_, override) in zip(borders, later, strict=True)
+    ]
+    if schedule_problems(steps, 2.0, config, stages):
+        return
+    end = max(steps, steps_with_anneal(steps, anneal))
+    found = [learning_rate(step, steps, 2.0, config, stages, anneal) for step in range(end)]
+    tops = [2.0] + [override.lr_max for _, override in later if override.lr_max is not None]
+    assert all(math.isfinite(rate) and 0 <= rate <= max(tops) * (1 + 1e-12) for rate in found)
+
+    # The longest stride any piece may take: 1 / warmup up, 1 / sqrt(decay) or 1 / length down.
+    def stride(warmup, decay, kind, length):
+        falls = {"wsd": decay and decay**-0.5, "constant": 0.0, "inverse_sqrt": 0.3 if warmup else 1.0}
+        down = falls.get(kind, math.pi / 2 / max(1, length - 1 - warmup))
+        return max(1 / warmup if warmup else 0.0, down)
+
+    border_steps = [0, *(s.from_step for s in stages if s.from_step < steps), steps]
+    lengths = [b - a for a, b in itertools.pairwise(border_steps)]
+    allowed = 0.0
+    for index, length in enumerate(lengths):
+        over = stages[index - 1].schedule if index else None
+        shares = over.decay_share if over and over.decay_share is not None else config.decay_share
+        decay = over.decay_steps if over and over.decay_steps is not None else config.decay_steps
+        if over and over.decay_share is not None and over.decay_steps is None:
+            decay = None
+        decay = round(length * shares) if decay is None else decay
+        warmup = over.warmup_steps if over else config.warmup_steps
+        allowed = max(allowed, stride(warmup, decay, (over and over.kind) or config.kind, length))
+    if anneal:
+        allowed = max(allowed, anneal.steps**-0.5, math.pi / 2 / anneal.steps)
+    jumps = np.abs(np.diff(found))
+    assert jumps.max() <= max(tops) * allowed * (1 + 1e-9)
+    if config.warmup_steps and not (anneal and anneal.from_step < config.warmup_steps):
+        assert found[0] <= 2.0 / config.warmup_steps
+
+
+@given(schedules, anneals, st.integers(60, 150), st.integers(2, 50))
+@settings(max_examples=40, deadline=None)
+def test_the_preview_shows_the_rates_the_run_will_use(config, anneal, steps, points):
+    at, found = preview(steps, 2.0, config, anneal=anneal, points=points)
+    assert at[0] == 0
+    assert at[-1] == steps_with_anneal(steps, anneal) - 1
+    assert (np.diff(at) > 0).all()
+    assert found.tolist() == [learning_rate(int(step), steps, 2.0, config, (), anneal) for step in at]
+
+
+def test_the_preview_has_both_sides_of_every_border():
+    config = ScheduleConfig(kind="wsd", warmup_steps=7, decay_steps=100)
+    at, _ = preview(1000, 1.0, config, [StageConfig("long", 333)], AnnealConfig(700, 50), points=3)
+    assert {0, 6, 7, 332, 333, 699, 700, 749} <= set(at.tolist())
+    assert 900 not in at
+
+
+def test_the_lines_of_a_schedule_name_what_begins_where():
+    config = ScheduleConfig(kind="wsd", warmup_steps=10, decay_steps=20, decay_shape="linear", lr_min_share=0.0)
+    stages = [StageConfig("long", 40), stage(60, kind="linear")]
+    assert schedule_lines(100, 2.0, config, stages) == [
+        "step         0  lr 2.000e-01  warmup",
+        "step        10  lr 2.000e+00  stable",
+        "step        40  lr 1.900e+00  stage long: decay (linear)",
+        "step        60  lr 0.000e+00  stage from 60: linear",
+        "step        99  lr 0.000e+00  last step",
+    ]
+    lines = schedule_lines(100, 2.0, config, [StageConfig("long", 35)], AnnealConfig(50, 10))
+    assert lines[2] == "step        35  lr 2.000e+00  stage long"
+    assert lines[3].endswith("anneal (1-sqrt)")
+    assert lines[-1] == "step        59  lr 0.000e+00  last step"
+
+
+@pytest.mark.parametrize(
+    ("config", "stages", "field"),
+    [
+        (ScheduleConfig(warmup_steps=101), [], "schedule.warmup_steps"),
+        (ScheduleConfig(warmup_steps=60), [stage(50)], "schedule.warmup_steps"),
+        (ScheduleConfig("wsd", warmup_steps=50, decay_share=0.51), [], "schedule.decay_share"),
+        (ScheduleConfig("wsd", warmup_steps=50, decay_steps=51), [], "schedule.decay_steps"),
+        (ScheduleConfig(warmup_steps=1), [stage(90, lr_max=1.0, warmup_steps=11)], "stages[0].schedule.warmup_steps"),
+        (ScheduleConfig(warmup_steps=1, lr_min_share=0.0), [stage(90)], "stages[0].schedule.lr_max"),
+    ],
+)
+def test_what_does_not_fit_is_named(config, stages, field):
+    (problem,) = schedule_problems(100, 2.0, config, stages)
+    assert problem.field == field
+
+
+def test_a_stage_that_would_jump_must_say_how_long_it_takes():
+    (problem,) = stage(10, lr_max=1.0).problems("stages[0]")
+    assert problem.field == "stages[0].schedule.warmup_steps"
+    assert stage(10, lr_max=1.0, warmup_steps=1).problems("s") == []
+
+
+def test_the_example_of_the_guide_is_a_config_without_problems():
+    text = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text(encoding="utf-8")
+    example = text.split("## Stages\n\n```yaml\n")[1].split("```")[0]
+    config = config_from_values(yaml.safe_load(example), "docs/optimizers.md")
+    assert config_from_values(yaml.safe_load(config_yaml(config)), "itself") == config
+    assert schedule_problems(config.train.steps, config.optim.lr_max, config.schedule, config.stages) == []
+    _, found = preview(config.train.steps, 3e-4, config.schedule, config.stages)
+    assert (found.max(), found[-1]) == (3e-4, 0.0)
+    assert model_at(99_999, config.model, config.stages).rope_scaling.kind == "yarn"
+
+
+def test_a_stretching_without_its_original_length_is_named():
+    (problem,) = StageConfig("long", 10, rope_scaling=RopeScaling("yarn", 4.0)).problems("stages[1]")
+    assert problem.field == "stages[1].rope_scaling.original_seq_len"
+
+
+def test_rotary_positions_stay_stretched_until_a_stage_says_otherwise():
+    model, yarn = ModelConfig(vocab_size=8), RopeScaling("yarn", 4.0, 2048)
+    stages = [
+        StageConfig("longer", 10, rope_theta=5e5),
+        StageConfig("longest", 20, rope_scaling=yarn),
+        StageConfig("anneal", 30),
+        StageConfig("back", 40, rope_theta=10000.0, rope_scaling=RopeScaling()),
+    ]
+    seen = [
+        (model_at(step, model, stages).rope_theta, model_at(step, model, stages).rope_scaling) for step in range(50)
+    ]
+    assert seen[0] == seen[9] == (10000.0, RopeScaling())
+    assert seen[10] == seen[19] == (5e5, RopeScaling())
+    assert seen[20] == seen[39] == (5e5, yarn)
+    assert seen[40] == seen[49] == (10000.0, RopeScaling())

@@ -1,0 +1,128 @@
+"""`z2a inspect RUN STEP`: the documents a run read in one step."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from zero2all.cli.verb import Subparsers, add_verb, add_work, whole, workspace_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from zero2all.config import RunConfig
+    from zero2all.train.guards.documents import SampleText
+
+
+def register(verbs: Subparsers) -> None:
+    """Add the verb."""
+    parser = add_verb(
+        verbs,
+        "inspect",
+        "print the documents of a step of a run, decoded",
+        "z2a inspect my-run 1200 --sample 3 --full --work my-workspace",
+        _inspect,
+    )
+    parser.add_argument("run", metavar="RUN", help="name of the run")
+    parser.add_argument("step", metavar="STEP", type=whole(1), help="the step, as in the metrics: the first is 1")
+    parser.add_argument("--sample", type=whole(0), default=None, metavar="N", help="only this row of the step, from 0")
+    parser.add_argument("--full", action="store_true", help="whole texts, not only the first 300 characters")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_work(parser)
+
+
+def _inspect(arguments: argparse.Namespace) -> None:
+    from zero2all.common.errors import UsageError
+    from zero2all.tokenizer import load_tokenizer
+    from zero2all.train.guards.documents import EXCERPT_CHARS, samples_of_step
+    from zero2all.train.guards.incident import recorded_row_losses
+    from zero2all.train.guards.watch import INCIDENTS_FOLDER
+    from zero2all.train.setup import load_run_config, open_run_data
+
+    workspace = workspace_of(arguments)
+    run = workspace.existing_run(arguments.run)
+    config = load_run_config(run)
+    first, end, known = _tokens_of(run, config, arguments.step)
+    data, run_end = open_run_data(config, workspace, True)
+    if first >= run_end:
+        last = arguments.step - 1 - (first - run_end) // config.train.tokens_per_step
+        raise UsageError(f"{arguments.run} ends with step {last:,}; there is no step {arguments.step:,}.")
+    count = (end - first) // data.segment_at(first).seq_len
+    if arguments.sample is not None and arguments.sample >= count:
+        raise UsageError(
+            f"Step {arguments.step:,} of {arguments.run} has {count:,} samples, so there is no sample "
+            f"{arguments.sample:,}. Give a number below that."
+        )
+    tokenizer = load_tokenizer(workspace.tokenizer)
+    samples = samples_of_step(
+        data,
+        first,
+        count,
+        workspace.corpus,
+        lambda ids: tokenizer.decode(ids, skip_control=False),
+        None if arguments.sample is None else [arguments.sample],
+        recorded_row_losses(run / INCIDENTS_FOLDER, arguments.step),
+        None if arguments.full else EXCERPT_CHARS,
+    )
+    facts = {"run": arguments.run, "step": arguments.step, "tokens": [first, end], **known}
+    if arguments.json:
+        from zero2all.common.jsonio import dumps_pretty
+
+        print(dumps_pretty({**facts, "samples": [sample.as_json() for sample in samples]}).decode(), end="")
+    else:
+        _print(facts, count, samples)
+
+
+def _tokens_of(run: Path, config: RunConfig, step: int) -> tuple[int, int, dict[str, Any]]:
+    """First and end token of a step, and what the metrics say of it.
+
+    The metrics know how many tokens a run had seen after each step, also where tokens_per_step was changed on the way.
+    """
+    from zero2all.common.errors import BadInputError
+    from zero2all.track.reader import read_run
+
+    length = config.train.tokens_per_step
+    end = step * length
+    known: dict[str, Any] = {"loss": None, "trained": False}
+    try:
+        series = read_run(run).series.get("loss")
+    except BadInputError:  # a run that has no metrics has still an order
+        series = None
+    if series is None or not len(series):
+        return end - length, end, known
+    at = int(series.step.searchsorted(step, side="right")) - 1
+    if at >= 0:
+        end = int(series.tokens[at]) + (step - int(series.step[at])) * length
+        if int(series.step[at]) == step:
+            known["loss"] = float(series.value[at])
+    known["trained"] = bool(step <= int(series.step[-1]))
+    return end - length, end, known
+
+
+def _print(facts: dict[str, Any], count: int, samples: list[SampleText]) -> None:
+    from zero2all.train.guards.page import terminal_safe
+
+    loss = "" if facts["loss"] is None else f", loss {facts['loss']:.4f}"
+    state = "" if facts["trained"] else ", not trained yet"
+    first, end = facts["tokens"]
+    print(f"{facts['run']}, step {facts['step']:,}: {count:,} samples, tokens {first:,} to {end - 1:,}{loss}{state}")
+    for sample in samples:
+        where = (
+            ""
+            if sample.split_tokens is None
+            else f", its tokens {sample.split_tokens[0]:,} to {sample.split_tokens[1] - 1:,}"
+        )
+        row_loss = "" if sample.loss is None else f", loss {sample.loss:.4f}"
+        print(
+            f"\n── sample {sample.row}: source {sample.source}, channel {sample.channel}, shard {sample.shard}, "
+            f"sample {sample.sample:,} of it{where}, epoch {sample.epoch}, stage {sample.stage}{row_loss}"
+        )
+        for document in sample.documents:
+            last = document.first_column + document.tokens - 1
+            title = f"  {terminal_safe(document.title)}" if document.title else ""
+            origin = (
+                f"; {document.origin}" if document.origin else "" if document.gid is None else f"; gid {document.gid}"
+            )
+            tokens = f"tokens {document.first_column:,} to {last:,}"
+            print(f"   document {document.number:,}, {tokens}{terminal_safe(origin)}{title}")
+            print(terminal_safe(document.text, keep="\n\t") + (" …" if document.is_cut else ""))

@@ -1,0 +1,182 @@
+"""From host memory to a committed checkpoint, by all ranks together.
+
+Every rank writes and fsyncs its files into one temporary folder and tells the others what it wrote, or why it could
+not. Only when all of them have written all of the plan does rank 0 add the index, the document and, last, the sealed
+manifest, and rename the folder; then it tells the others. Until the rename there is nothing that a reader would look
+at, so a rank that fails, or dies, at any point leaves the checkpoints as they were.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from zero2all.common.errors import UserError, is_disk_full
+from zero2all.common.files import MANIFEST_NAME, fsync_folder, human_bytes, write_atomic
+from zero2all.train.checkpoints import documents
+from zero2all.train.checkpoints.index import index_document
+from zero2all.train.checkpoints.layout import (
+    INDEX_NAME,
+    STATE_NAME,
+    checkpoint_folder,
+    partial_folder,
+)
+from zero2all.train.checkpoints.manifest import manifest_bytes
+from zero2all.train.checkpoints.peers import Peers
+from zero2all.train.checkpoints.planning import SaveLayout
+from zero2all.train.checkpoints.snapshot import Staged
+from zero2all.train.checkpoints.tensor_file import write_durably, write_tensor_file
+
+SMALL_FILES_BYTES = 4 << 20
+"""Room for manifest, index, document and what the file system itself takes, beside the tensors."""
+
+
+class SaveError(Exception):
+    """A save that came to nothing; the message says why."""
+
+
+def bytes_needed(layout: SaveLayout) -> int:
+    """Disk space for one checkpoint of this plan: tensors, index (under 300 bytes a piece), small files."""
+    pieces = sum(len(entry.pieces) + 1 for entry in layout.index.values())
+    return layout.total_bytes + 300 * pieces + SMALL_FILES_BYTES
+
+
+def lack_of_space(run: Path, layout: SaveLayout) -> str | None:
+    """Why a checkpoint cannot be begun now; None when there is room for it."""
+    needed, free = bytes_needed(layout), shutil.disk_usage(run).free
+    if free >= needed:
+        return None
+    return (
+        f"not enough disk space for a checkpoint: {human_bytes(needed)} are needed under {run}, {human_bytes(free)} "
+        f"are free"
+    )
+
+
+def commit(
+    run: Path,
+    staged: Staged,
+    attempt: str,
+    peers: Peers,
+    fence: Callable[[], None] = lambda: None,
+    problem: str | None = None,
+) -> Path:
+    """Write a staged snapshot and commit it; every rank calls it and gets the folder, or raises SaveError.
+
+    `attempt` is the same on all ranks and names the temporary folder. `fence` raises when this process has lost the
+    run's lock. `problem` is what went wrong on this rank before: then nothing is committed.
+    """
+    partial = partial_folder(run, staged.step, attempt)
+    own = _write_own(partial, staged, problem)
+    try:
+        reports = _gather(peers, own)
+    except SaveError:
+        if peers.is_first:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+    problem = _first_problem(reports, staged.layout)
+    if peers.is_first:
+        if problem is None:
+            files = {name: facts for report in reports for name, facts in report["files"].items()}
+            problem = _finish(run, partial, staged, files, peers.size, fence)
+        if problem is not None:
+            shutil.rmtree(partial, ignore_errors=True)
+    verdict = _verdict(peers, problem)
+    if verdict is not None:
+        raise SaveError(verdict)
+    return checkpoint_folder(run, staged.step)
+
+
+def _write_own(partial: Path, staged: Staged, problem: str | None) -> dict[str, Any]:
+    """Write this rank's files; returns what they are, or why they could not be written. Never raises."""
+    if problem is not None:
+        return {"problem": problem}
+    written = []
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        files = {}
+        for file in staged.files:
+            written.append(partial / file.plan.name)
+            files[file.plan.name] = write_tensor_file(partial / file.plan.name, file.plan.slots, file.buffer)
+        fsync_folder(partial)
+    except Exception as error:
+        for path in written:  # make room at once: the others may still be writing
+            _remove(path)
+        return {"problem": _why(error)}
+    return {"files": files}
+
+
+def _first_problem(reports: list[dict[str, Any]], layout: SaveLayout) -> str | None:
+    """Why the reports do not add up to the plan."""
+    for rank, report in enumerate(reports):
+        if report.get("problem") is not None:
+            return str(report["problem"]) if len(reports) == 1 else f"rank {rank}: {report['problem']}"
+    written = {name: facts["bytes"] for report in reports for name, facts in report["files"].items()}
+    if written != layout.file_bytes:
+        wrong = sorted(written.items() ^ layout.file_bytes.items())
+        return f"what was written is not what was planned: {', '.join(str(each) for each in wrong[:4])}"
+    return None
+
+
+def _finish(
+    run: Path,
+    partial: Path,
+    staged: Staged,
+    files: dict[str, dict[str, Any]],
+    world_size: int,
+    fence: Callable[[], None],
+) -> str | None:
+    """Complete the folder and rename it; returns why that failed."""
+    final = checkpoint_folder(run, staged.step)
+    try:
+        for name, facts in files.items():
+            if not (partial / name).is_file() or (partial / name).stat().st_size != facts["bytes"]:
+                return f"{name} of another rank is not in {partial}: is the run on a disk that all ranks share?"
+        files[INDEX_NAME] = write_durably(
+            partial / INDEX_NAME, documents.dump(index_document(staged.layout.index), None)
+        )
+        files[STATE_NAME] = write_durably(partial / STATE_NAME, staged.document)
+        manifest = manifest_bytes(staged.step, world_size, files, staged.details)
+        write_atomic(partial / MANIFEST_NAME, manifest)  # fsyncs the file and the folder
+        fence()
+        if final.exists():
+            return f"{final} exists already, and a committed checkpoint is never written again"
+        partial.rename(final)
+        fsync_folder(final.parent)
+    except Exception as error:
+        return _why(error)
+    return None
+
+
+def _verdict(peers: Peers, problem: str | None) -> str | None:
+    """What rank 0 decided. It has committed by now or not, whatever becomes of the others."""
+    try:
+        verdict: str | None = _gather(peers, problem)[0]
+    except SaveError:
+        if peers.is_first and problem is None:
+            return None
+        raise
+    return verdict
+
+
+def _gather(peers: Peers, value: Any) -> list[Any]:
+    try:
+        return peers.gather(value)
+    except Exception as error:
+        raise SaveError(f"a rank is gone, or did not finish its part of the save in time ({error})") from error
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink()
+    except OSError:
+        return  # swept with the rest of the folder
+
+
+def _why(error: Exception) -> str:
+    """An exception in words."""
+    if isinstance(error, UserError | SaveError):
+        return str(error)
+    what = "the disk is full" if is_disk_full(error) else "the save failed"
+    return f"{what} ({type(error).__name__}: {error})"

@@ -1,0 +1,105 @@
+"""The newest checkpoint that is whole, found by all ranks together.
+
+Each rank checks the bytes of its share of the files, and a checkpoint counts only when all of them found theirs right:
+so every rank starts from the same one. A damaged one is said aloud and, by the holder of the run's lock, set aside. A
+run that has committed something and has nothing whole left stops: starting over in silence would be the worst outcome.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from zero2all.common.errors import BadInputError
+from zero2all.train.checkpoints.latest import latest_noted
+from zero2all.train.checkpoints.layout import checkpoint_folder, checkpoints_folder, list_checkpoints, step_of
+from zero2all.train.checkpoints.load import Checkpoint
+from zero2all.train.checkpoints.manifest import OtherVersionError
+from zero2all.train.checkpoints.peers import Peers
+from zero2all.train.checkpoints.set_aside import has_quarantined, quarantine
+from zero2all.train.checkpoints.verify import check_bytes, read_contents
+
+Say = Callable[[str], None]
+
+
+def say_aloud(text: str) -> None:
+    """Print one notice at once."""
+    print(text, flush=True)
+
+
+def find_newest(run: Path, peers: Peers, set_aside: bool, say: Say = say_aloud) -> Checkpoint | None:
+    """The newest whole checkpoint; None when the run never committed one. Every rank calls it.
+
+    With `set_aside`, which only the holder of the run's lock may ask for, damaged ones go to `checkpoints/damaged/`.
+    """
+    steps = peers.gather([step_of(folder) for folder in list_checkpoints(run)] if peers.is_first else [])[0]
+    damaged = []
+    for step in steps:
+        try:
+            found = open_together(checkpoint_folder(run, step), peers)
+        except OtherVersionError:
+            raise
+        except BadInputError as error:
+            damaged.append(str(error))
+            if peers.is_first:
+                is_moved = set_aside and _is_moved(checkpoint_folder(run, step), str(error))
+                say(f"{'Set aside' if is_moved else 'Left out'} a damaged checkpoint: {error}")
+            continue
+        hint = latest_noted(run)
+        if peers.is_first and not damaged and hint is not None and hint > step:
+            say(f"Step {hint} was saved once, but its checkpoint is gone: step {step} is the newest there is.")
+        return found
+    _stop_unless_new(run, peers, damaged)
+    return None
+
+
+def open_at(run: Path, step: int, peers: Peers) -> Checkpoint:
+    """The checkpoint of one step; every rank calls it."""
+    folder = checkpoint_folder(run, step)
+    if not folder.is_dir():
+        steps = sorted(step_of(path) for path in list_checkpoints(run))
+        raise BadInputError(f"The run {run.name} has no checkpoint at step {step}; it has {steps or 'none'}.")
+    return open_together(folder, peers)
+
+
+def open_together(folder: Path, peers: Peers) -> Checkpoint:
+    """Open a checkpoint, each rank checking its share of the bytes; all of them raise when one finds damage."""
+    problem, is_other_version, contents = None, False, None
+    try:
+        contents = read_contents(folder)
+        check_bytes(contents, contents.files[peers.rank :: peers.size])
+    except BadInputError as error:
+        problem, is_other_version = str(error), isinstance(error, OtherVersionError)
+    for other_problem, other_version in peers.gather([problem, is_other_version]):
+        if other_problem is not None:
+            raise (OtherVersionError if other_version else BadInputError)(other_problem)
+    assert contents is not None, "a rank without a problem has read the contents"
+    return Checkpoint(contents)
+
+
+def newest_checkpoint(run: Path, set_aside: bool = False, say: Say = say_aloud) -> Checkpoint | None:
+    """`find_newest` for one process: tools that read a run."""
+    return find_newest(run, Peers(), set_aside, say)
+
+
+def _is_moved(folder: Path, reason: str) -> bool:
+    try:
+        quarantine(folder, reason)
+    except OSError:  # a disk that cannot be written must not keep anybody from reading
+        return False
+    return True
+
+
+def _stop_unless_new(run: Path, peers: Peers, damaged: list[str]) -> None:
+    reason = "; ".join(damaged)
+    if not reason and has_quarantined(run):
+        reason = "all of them were set aside before"
+    hint = latest_noted(run)
+    if not reason and hint is not None:
+        reason = f"step {hint} was saved once, but {checkpoints_folder(run)} does not hold it any more"
+    reason = next((each for each in peers.gather(reason) if each), "")
+    if reason:
+        raise BadInputError(
+            f"No checkpoint of {run} is whole: {reason}. To start over, give --fresh; to keep what is there, use "
+            f"another train.name."
+        )

@@ -1,0 +1,159 @@
+"""The index of a checkpoint: which tensor lies where, in which pieces.
+
+Ranks write the pieces they hold, so a tensor may lie in several files. The index is what torch's distributed checkpoint
+keeps in a pickle, as JSON: for every tensor its dtype, its whole shape, and for every piece the offset and the shape
+within the tensor, the file, and the key in that file. A tensor's pieces must fill it exactly: nothing missing, nothing
+twice. That, and every piece being exactly as long as its place in the file, is why loading a checkpoint can never take
+more memory than it has bytes on disk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from zero2all.common.errors import BadInputError
+from zero2all.train.checkpoints.layout import TENSOR_FILE_NAME, is_tensor_name
+from zero2all.train.checkpoints.manifest import is_count
+from zero2all.train.checkpoints.tensor_file import DTYPES, is_shape
+
+LARGEST_DIMENSIONS = 16
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor, and where it is stored."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+    key: str
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor of a checkpoint."""
+
+    dtype: str
+    """As safetensors spells it: F32, BF16, …"""
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+Index = dict[str, TensorEntry]
+"""Tensor name -> where it is."""
+
+
+def piece_key(name: str, offsets: tuple[int, ...], is_whole: bool) -> str:
+    """A piece's key in its file: the plain name for a whole tensor, name@offsets for a part of one."""
+    return name if is_whole else f"{name}@{','.join(map(str, offsets))}"
+
+
+def index_document(index: Index) -> dict[str, Any]:
+    """The index as JSON."""
+    return {
+        "tensors": {
+            name: {
+                "dtype": entry.dtype,
+                "shape": list(entry.shape),
+                "pieces": [
+                    {"offsets": list(piece.offsets), "shape": list(piece.shape), "file": piece.file, "key": piece.key}
+                    for piece in entry.pieces
+                ],
+            }
+            for name, entry in sorted(index.items())
+        }
+    }
+
+
+def parse_index(document: Any, where: str) -> Index:
+    """The index of a JSON value; BadInputError when a name, a size or a box is not what we would write."""
+    tensors = document.get("tensors") if isinstance(document, dict) else None
+    if not isinstance(tensors, dict):
+        raise BadInputError(f"{where} is no index of tensors")
+    index = {}
+    for name, entry in tensors.items():
+        if not is_tensor_name(name):
+            raise BadInputError(f"{where} names a tensor {name[:80]!r}; expected a name such as 'model/norm.weight'")
+        index[name] = _parse_entry(name, entry, where)
+        _check_filling(name, index[name], where)
+    return index
+
+
+def pieces_by_file(index: Index) -> dict[str, dict[str, tuple[str, tuple[int, ...]]]]:
+    """File -> key -> (dtype, shape): what each file's header must say."""
+    files: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
+    for name, entry in index.items():
+        for piece in entry.pieces:
+            keys = files.setdefault(piece.file, {})
+            if piece.key in keys:
+                raise BadInputError(f"two pieces (one of {name}) claim the key {piece.key!r} of {piece.file}")
+            keys[piece.key] = (entry.dtype, piece.shape)
+    return files
+
+
+def _parse_entry(name: str, entry: Any, where: str) -> TensorEntry:
+    dtype = entry.get("dtype") if isinstance(entry, dict) else None
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise BadInputError(f"{where}: {name} has the dtype {str(dtype)[:40]!r}, which is not known here")
+    shape = _sizes(entry.get("shape"), name, where)
+    pieces = entry.get("pieces")
+    if not isinstance(pieces, list):
+        raise BadInputError(f"{where}: {name} has no list of pieces")
+    return TensorEntry(dtype, shape, tuple(_parse_piece(piece, len(shape), name, where) for piece in pieces))
+
+
+def _parse_piece(piece: Any, dimensions: int, name: str, where: str) -> Piece:
+    if not isinstance(piece, dict) or not isinstance(piece.get("key"), str):
+        raise BadInputError(f"{where}: a piece of {name} is not described")
+    file = piece.get("file")
+    if not isinstance(file, str) or not TENSOR_FILE_NAME.fullmatch(file):
+        raise BadInputError(f"{where}: {name} is said to lie in {str(file)[:80]!r}, which no checkpoint of ours has")
+    offsets = _sizes(piece.get("offsets"), name, where)
+    shape = _sizes(piece.get("shape"), name, where)
+    if not len(offsets) == len(shape) == dimensions:
+        raise BadInputError(f"{where}: a piece of {name} has not the dimensions of the tensor")
+    return Piece(offsets, shape, file, piece["key"])
+
+
+def _sizes(value: Any, name: str, where: str) -> tuple[int, ...]:
+    if not isinstance(value, list) or len(value) > LARGEST_DIMENSIONS or not all(is_count(size) for size in value):
+        raise BadInputError(f"{where}: {name} has an impossible shape or offset {str(value)[:80]}")
+    if not is_shape(tuple(value)):
+        raise BadInputError(f"{where}: {name} has the shape {str(value)[:80]}, more elements than any memory holds")
+    return tuple(value)
+
+
+def _check_filling(name: str, entry: TensorEntry, where: str) -> None:
+    """The pieces lie inside the tensor, do not overlap, and have its volume together: so they fill it."""
+    for piece in entry.pieces:
+        if any(o + s > whole for o, s, whole in zip(piece.offsets, piece.shape, entry.shape, strict=True)):
+            raise BadInputError(f"{where}: a piece of {name} reaches beyond the tensor's shape {entry.shape}")
+        if 0 in piece.shape:
+            raise BadInputError(f"{where}: a piece of {name} is empty")
+    if sum(math.prod(piece.shape) for piece in entry.pieces) != math.prod(entry.shape):
+        raise BadInputError(f"{where}: the pieces of {name} do not fill its shape {entry.shape}")
+    for one, other in _neighbours(entry):
+        if _overlap(one, other):
+            raise BadInputError(f"{where}: two pieces of {name} overlap")
+
+
+def _neighbours(entry: TensorEntry) -> Iterator[tuple[Piece, Piece]]:
+    """Every pair of pieces that meets in the dimension cut into the most parts; the others cannot overlap."""
+    if not entry.shape:  # one element: the volumes have been compared
+        return
+    cut = max(range(len(entry.shape)), key=lambda d: len({piece.offsets[d] for piece in entry.pieces}))
+    active: list[Piece] = []
+    for piece in sorted(entry.pieces, key=lambda piece: piece.offsets[cut]):
+        active = [other for other in active if other.offsets[cut] + other.shape[cut] > piece.offsets[cut]]
+        for other in active:
+            yield piece, other
+        active.append(piece)
+
+
+def _overlap(one: Piece, other: Piece) -> bool:
+    return all(
+        a < b + m and b < a + n for a, n, b, m in zip(one.offsets, one.shape, other.offsets, other.shape, strict=True)
+    )

@@ -1,0 +1,81 @@
+"""Names and places: what the files and folders of a run's checkpoints are called.
+
+<run>/checkpoints/
+  step-00001000/                    a committed checkpoint; nothing in it is ever changed
+    manifest.json                   written last: size and crc32c of every other file, sealed
+    index.json                      which tensor lies in which file, in which pieces
+    state.json                      the counters, as the trainer gave them
+    model-00000-00000.safetensors   group of tensors, rank that wrote it, part
+  step-00001500.partial-4711-2/     being written, or left by a killed save: never read
+  latest.json                       a hint: the step that was committed last
+  pins.json                         steps that retention never deletes
+  damaged/, withdrawn/              set aside, each with its reason in a text file
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from zero2all.common.errors import BadInputError
+from zero2all.common.files import PARTIAL_MARK
+
+INDEX_NAME, STATE_NAME = "index.json", "state.json"
+LATEST_NAME, PINS_NAME = "latest.json", "pins.json"
+DAMAGED, WITHDRAWN = "damaged", "withdrawn"
+
+FOLDER_NAME = re.compile(r"step-([0-9]{8,18})")
+TENSOR_FILE_NAME = re.compile(r"[a-z][a-z0-9_]{0,40}-[0-9]{5,8}-[0-9]{5,8}\.safetensors")
+GROUP_NAME = re.compile(r"[a-z][a-z0-9_]{0,40}")
+
+
+def checkpoints_folder(run: Path) -> Path:
+    """Where the checkpoints of a run are."""
+    return run / "checkpoints"
+
+
+def checkpoint_folder(run: Path, step: int) -> Path:
+    """Where the checkpoint of one step is, or would be."""
+    return checkpoints_folder(run) / f"step-{step:08d}"
+
+
+def partial_folder(run: Path, step: int, attempt: str) -> Path:
+    """Where one attempt at a save is written before it is committed."""
+    final = checkpoint_folder(run, step)
+    return final.with_name(f"{final.name}{PARTIAL_MARK}{attempt}")
+
+
+def tensor_file_name(group: str, rank: int, part: int) -> str:
+    """The file for one part of what one rank writes of a group of tensors."""
+    return f"{group}-{rank:05d}-{part:05d}.safetensors"
+
+
+def step_of(folder: Path) -> int:
+    """The step in a checkpoint folder's name."""
+    match = FOLDER_NAME.fullmatch(folder.name)
+    if match is None:
+        raise BadInputError(f"{folder} is no checkpoint folder; expected a name such as step-00001000.")
+    return int(match[1])
+
+
+def list_checkpoints(run: Path) -> list[Path]:
+    """Committed checkpoints, newest first; whether they are whole is another question."""
+    try:
+        found = [path for path in checkpoints_folder(run).iterdir() if FOLDER_NAME.fullmatch(path.name)]
+    except FileNotFoundError:
+        return []
+    return sorted(found, key=step_of, reverse=True)
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """'model/blocks.0.weight' -> ('model', 'blocks.0.weight')."""
+    group, _, rest = name.partition("/")
+    return group, rest
+
+
+def is_tensor_name(name: object) -> bool:
+    """Whether a name may stand in an index: a group, a slash, and something that could never pass for a path."""
+    if not isinstance(name, str) or not 3 <= len(name) <= 1000 or not name.isprintable() or "\\" in name:
+        return False
+    group, rest = split_name(name)
+    return bool(GROUP_NAME.fullmatch(group)) and all(part not in ("", ".", "..") for part in rest.split("/"))

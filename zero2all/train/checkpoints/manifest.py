@@ -1,0 +1,105 @@
+"""The manifest that ends a checkpoint: what belongs to it, and a seal over its own bytes.
+
+It names the size and crc32c of every file, and its last line is the sha256 of all the bytes before that line. So
+every byte of a checkpoint is covered: those of the other files by the manifest, those of the manifest by its seal. The
+seal finds damage; it is no signature and keeps nobody from writing another checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+from typing import Any
+
+from zero2all import __version__
+from zero2all.common.errors import BadInputError
+from zero2all.common.files import MANIFEST_NAME
+from zero2all.common.manifest import fingerprint
+from zero2all.train.checkpoints import documents
+from zero2all.train.checkpoints.layout import INDEX_NAME, STATE_NAME, TENSOR_FILE_NAME
+
+FORMAT = 2
+"""Raise it when the layout changes. Format 1 held whole tensors, written by one process."""
+
+OWN_FIELDS = ("kind", "format", "zero2all", "step", "world_size", "files", "seal")
+SEAL = re.compile(rb',\n "seal": "([0-9a-f]{64})"\n}\n')
+SEAL_BYTES = len(b',\n "seal": ""\n}\n') + 64
+CRC = re.compile(r"[0-9a-f]{8}")
+
+
+class OtherVersionError(BadInputError):
+    """A whole checkpoint that another version of zero2all wrote: neither damaged nor usable."""
+
+
+def manifest_bytes(step: int, world_size: int, files: dict[str, dict[str, Any]], details: dict[str, Any]) -> bytes:
+    """The sealed text of a manifest; `details` are kept beside our own fields."""
+    taken = [name for name in OWN_FIELDS if name in details]
+    if taken:
+        raise ValueError(f"details of a checkpoint may not be called {', '.join(taken)}")
+    own = {"kind": "checkpoint", "format": FORMAT, "zero2all": __version__, "step": step, "world_size": world_size}
+    text = documents.dump({**own, **details, "files": dict(sorted(files.items()))})
+    body = text.removesuffix(b"\n}\n")
+    return body + f',\n "seal": "{hashlib.sha256(body).hexdigest()}"\n}}\n'.encode()
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint after checking its seal and its form; nothing else of the folder is looked at."""
+    path = folder / MANIFEST_NAME
+    if path.is_symlink() or not path.is_file():
+        raise BadInputError(f"{path} is missing" if not path.exists() else f"{path} is no plain file")
+    data = documents.read_limited(path)
+    body, seal = data[:-SEAL_BYTES], SEAL.fullmatch(data[-SEAL_BYTES:])
+    if seal is None or hashlib.sha256(body).hexdigest().encode() != seal[1]:
+        _stop_at_format_1(path, data)
+        raise BadInputError(f"{path} has changed since it was written (its seal is broken)")
+    manifest = documents.parse(data, str(path))
+    if not isinstance(manifest, dict) or manifest.get("kind") != "checkpoint":
+        raise BadInputError(f"{path} does not describe a checkpoint")
+    if manifest.get("format") != FORMAT:
+        raise _other_version(path, manifest)
+    _check_form(path, manifest)
+    return manifest
+
+
+def _check_form(path: Path, manifest: dict[str, Any]) -> None:
+    files = manifest.get("files")
+    if not is_count(manifest.get("step")) or not is_count(manifest.get("world_size")) or not isinstance(files, dict):
+        raise BadInputError(f"{path} lacks its step, its world size or its files")
+    for name, facts in files.items():
+        if name not in (INDEX_NAME, STATE_NAME) and not TENSOR_FILE_NAME.fullmatch(name):
+            raise BadInputError(f"{path} lists the file {name!r}, which no checkpoint of ours has")
+        if (
+            not isinstance(facts, dict)
+            or not is_count(facts.get("bytes"))
+            or not CRC.fullmatch(str(facts.get("crc32c")))
+        ):
+            raise BadInputError(f"{path} says nothing usable about {name}")
+    missing = {INDEX_NAME, STATE_NAME} - set(files)
+    if missing:
+        raise BadInputError(f"{path} does not list {', '.join(sorted(missing))}")
+
+
+def _stop_at_format_1(path: Path, data: bytes) -> None:
+    """Format 1 was sealed otherwise; one that is whole must not be taken for a damaged one."""
+    try:
+        manifest = documents.parse(data, str(path))
+    except BadInputError:
+        return
+    if isinstance(manifest, dict) and manifest.get("kind") == "checkpoint":
+        content = {name: value for name, value in manifest.items() if name != "digest"}
+        if manifest.get("digest") == fingerprint(content):
+            raise _other_version(path, manifest)
+
+
+def _other_version(path: Path, manifest: dict[str, Any]) -> OtherVersionError:
+    return OtherVersionError(
+        f"{path.parent} was written by zero2all {manifest.get('zero2all', 'of unknown version')} in checkpoint format "
+        f"{manifest.get('format')}; this is zero2all {__version__}, which reads format {FORMAT}. Use the version that "
+        f"wrote it, or start the run again with --fresh."
+    )
+
+
+def is_count(value: object) -> bool:
+    """A whole number from 0 to 2^62; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62

@@ -1,0 +1,30 @@
+"""What to read for a tensor: stretches of stored pieces, and the places they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from zero2all.train.checkpoints.index import Index, Piece
+
+
+@dataclass(frozen=True)
+class Read:
+    """One stretch of a stored piece, and the place it belongs to."""
+
+    piece: Piece
+    offsets: tuple[int, ...]
+    """Where the stretch begins within the piece."""
+    lengths: tuple[int, ...]
+    target: Tensor
+    """A view into the caller's tensor, of shape `lengths`."""
+
+
+def whole_reads(tensors: Mapping[str, Tensor], index: Index) -> Iterator[Read]:
+    """The reads for tensors that this process holds whole: every piece, all of it."""
+    for name, tensor in tensors.items():
+        for piece in index[name].pieces:
+            box = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.shape, strict=True))
+            yield Read(piece, (0,) * len(box), piece.shape, tensor.detach()[box])

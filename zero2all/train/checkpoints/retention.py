@@ -1,0 +1,121 @@
+"""Which checkpoints stay.
+
+The newest `keep_last`, those at multiples of `keep_every_steps`, and pinned ones. Whatever the settings, two that are
+known to be whole are left: when fewer of those to be kept verify, older ones are spared. Deleting is a rename first, so
+no half of a checkpoint ever stands under its name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from zero2all.common.errors import BadInputError
+from zero2all.common.files import write_atomic
+from zero2all.train.checkpoints import documents
+from zero2all.train.checkpoints.layout import PINS_NAME, checkpoints_folder, list_checkpoints, step_of
+from zero2all.train.checkpoints.load import verified_checkpoint
+from zero2all.train.checkpoints.set_aside import discard
+from zero2all.train.checkpoints.verify import read_contents
+
+LEAST_VERIFIED = 2
+
+
+@dataclass(frozen=True)
+class Retention:
+    """How many checkpoints stay."""
+
+    keep_last: int = 2
+    """Newest checkpoints that stay; at least 2."""
+    keep_every_steps: int = 0
+    """Checkpoints at multiples of this stay for ever; 0 keeps none for that reason."""
+
+    def __post_init__(self) -> None:
+        if self.keep_last < LEAST_VERIFIED:
+            raise ValueError(f"keep_last is {self.keep_last}; at least {LEAST_VERIFIED} checkpoints must stay")
+
+    def keeps(self, step: int, steps_newest_first: list[int]) -> bool:
+        """Whether a step stays by these rules alone."""
+        by_multiple = self.keep_every_steps > 0 and step % self.keep_every_steps == 0
+        return by_multiple or step in steps_newest_first[: self.keep_last]
+
+    def most_at_once(self, saved_steps: list[int]) -> int:
+        """How many checkpoints a run that saves at these steps has on disk at most, one of them half written."""
+        by_multiple = sum(1 for step in saved_steps if self.keep_every_steps and step % self.keep_every_steps == 0)
+        return min(len(saved_steps), self.keep_last + by_multiple + 1)
+
+
+@dataclass
+class Verified:
+    """The steps whose bytes this process has checked, or written with their checksums."""
+
+    steps: set[int] = field(default_factory=set)
+
+    def is_whole(self, folder: Path) -> bool:
+        """Whether a checkpoint is known to be whole; its bytes are read the first time only, its form every time."""
+        step = step_of(folder)
+        try:
+            if step in self.steps:
+                read_contents(folder)
+            else:
+                verified_checkpoint(folder)
+                self.steps.add(step)
+        except BadInputError:
+            self.steps.discard(step)
+            return False
+        return True
+
+
+def prune(run: Path, retention: Retention, verified: Verified) -> list[int]:
+    """Delete what need not stay; returns the deleted steps. Only for the holder of the run's lock."""
+    folders = list_checkpoints(run)
+    steps = [step_of(folder) for folder in folders]
+    pinned = pins(run)
+    surplus = [
+        folder for folder in folders if step_of(folder) not in pinned and not retention.keeps(step_of(folder), steps)
+    ]
+    if not surplus:
+        return []
+    whole = 0
+    for folder in folders:  # newest first: kept ones count, then the newest of the surplus are spared
+        if whole >= LEAST_VERIFIED:
+            break
+        if verified.is_whole(folder):
+            whole += 1
+            if folder in surplus:
+                surplus.remove(folder)
+    if whole < LEAST_VERIFIED:
+        return []
+    for folder in surplus:
+        discard(folder)
+        verified.steps.discard(step_of(folder))
+    return sorted(step_of(folder) for folder in surplus)
+
+
+def pins(run: Path) -> dict[int, str]:
+    """Pinned steps and why; BadInputError when the file cannot be understood (and then nothing may be deleted)."""
+    path = checkpoints_folder(run) / PINS_NAME
+    try:
+        data = documents.read_limited(path)
+    except FileNotFoundError:
+        return {}
+    found = documents.parse(data, str(path))
+    if not isinstance(found, dict) or not all(key.isdigit() and isinstance(why, str) for key, why in found.items()):
+        raise BadInputError(f'{path} should hold steps and reasons, such as {{"1000": "best so far"}}. Mend it.')
+    return {int(key): why for key, why in found.items()}
+
+
+def pin(run: Path, step: int, reason: str) -> None:
+    """Keep a step's checkpoint from being deleted, until `unpin`."""
+    _write_pins(run, {**pins(run), step: reason})
+
+
+def unpin(run: Path, step: int) -> None:
+    """Leave a step's checkpoint to the ordinary rules again."""
+    _write_pins(run, {pinned: why for pinned, why in pins(run).items() if pinned != step})
+
+
+def _write_pins(run: Path, pinned: dict[int, str]) -> None:
+    write_atomic(
+        checkpoints_folder(run) / PINS_NAME, documents.dump({str(s): why for s, why in sorted(pinned.items())})
+    )

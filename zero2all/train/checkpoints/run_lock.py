@@ -1,0 +1,188 @@
+"""One writer per run, and what happens to the lock of one that died.
+
+`<run>/lock` is locked with flock, which the kernel gives back when its holder dies, and says who holds it: host,
+process, when that process started, and a heartbeat (the file's own time of change, so that clocks of different machines
+are never compared). flock does not reach over every network disk, so what is written there counts too:
+
+- the holder lives on this host, or its heartbeat is fresh: refused (exit code 13);
+- it is dead, and was on this host: taken over, with a note;
+- it was on another host and its heartbeat is old: it may be dead or cut off, and a person must say (`take_over`).
+
+Whoever was taken over finds out at the latest before its next commit, because it asks `check` then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from zero2all.common.errors import RunLockedError, UserError
+from zero2all.train.checkpoints import documents
+
+LOCK_NAME = "lock"
+HEARTBEAT_SECONDS = 10.0
+STALE_SECONDS = 60.0
+SAME_START_SECONDS = 2.0
+"""The start of a process is known to a hundredth of a second, but the clock it is told by may be set meanwhile."""
+
+
+class RunLock:
+    """A lock that is held."""
+
+    def __init__(self, path: Path, token: str, notes: list[str]) -> None:
+        self.path, self.token = path, token
+        self.notes = notes
+        """What there is to say about taking it, for the log."""
+
+    def check(self) -> None:
+        """Raise RunLockedError when somebody has taken the lock over: then this process must write no more."""
+        holder = _read_holder(self.path)
+        if holder.get("token") != self.token:
+            raise RunLockedError(
+                f"The run {self.path.parent.name} was taken over by {_name(holder)}. This process stops writing to it; "
+                f"the other one continues from the last checkpoint."
+            )
+
+
+@contextmanager
+def hold_run(
+    run: Path,
+    take_over: bool = False,
+    stale_seconds: float = STALE_SECONDS,
+    heartbeat_seconds: float = HEARTBEAT_SECONDS,
+) -> Iterator[RunLock]:
+    """Hold a run's lock; raises RunLockedError, naming the holder, when another process has it or may have it."""
+    run.mkdir(parents=True, exist_ok=True)
+    path = run / LOCK_NAME
+    with open(path, "a+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunLockedError(_refusal(run, _read_holder(path), "is running")) from None
+        except OSError:  # a disk without locks: what is written in the file must do
+            pass
+        notes = _judge(run, _read_holder(path), take_over, stale_seconds)
+        lock = RunLock(path, secrets.token_hex(8), notes)
+        _write_holder(path, {**_self(), "token": lock.token})
+        ended = threading.Event()
+        beating = threading.Thread(target=_beat, args=(lock, ended, heartbeat_seconds), name="run-lock", daemon=True)
+        beating.start()
+        try:
+            yield lock
+        finally:
+            ended.set()
+            beating.join()
+            with contextlib.suppress(RunLockedError, OSError):
+                lock.check()
+                path.write_bytes(b"")  # given back in order: nothing to take over
+
+
+def _judge(run: Path, holder: dict[str, Any], take_over: bool, stale_seconds: float) -> list[str]:
+    """Notes on taking the lock from `holder`; raises when it may not be taken."""
+    if not holder:
+        return []
+    age = _heartbeat_age(run)
+    if holder.get("host") == socket.gethostname():
+        if holder.get("boot") == _boot():
+            if _is_alive(holder):
+                raise RunLockedError(_refusal(run, holder, "is running"))
+        elif age < stale_seconds:  # this machine before it was started anew, or another one of the same name
+            raise RunLockedError(_refusal(run, holder, f"gave a sign of life {age:.0f} s ago"))
+        return [f"took over the lock of {_name(holder)}, which is dead"]
+    if age < stale_seconds:
+        raise RunLockedError(_refusal(run, holder, f"gave a sign of life {age:.0f} s ago"))
+    if not take_over:
+        raise RunLockedError(
+            f"The run {run.name} belongs to {_name(holder)}, silent for {age:.0f} s. From here nobody can tell whether "
+            f"it is dead or only cut off. When you know that it is dead, start again with --take-over."
+        )
+    return [f"took over the lock of {_name(holder)}, silent for {age:.0f} s, as asked"]
+
+
+def _refusal(run: Path, holder: dict[str, Any], state: str) -> str:
+    return (
+        f"The run {run.name} is being written by another process: {_name(holder)} {state}. Wait for it, stop it, or "
+        f"give this run another name with --train.name."
+    )
+
+
+def _name(holder: dict[str, Any]) -> str:
+    return f"process {holder.get('pid', 'unknown')} on {holder.get('host', 'an unknown host')}"
+
+
+def _self() -> dict[str, Any]:
+    return {
+        "host": socket.gethostname(),
+        "boot": _boot(),
+        "pid": os.getpid(),
+        "started": psutil.Process().create_time(),
+    }
+
+
+def _boot() -> str:
+    """Which start of which machine this is."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return str(int(psutil.boot_time()))
+
+
+def _is_alive(holder: dict[str, Any]) -> bool:
+    """Whether the very process that wrote the record still runs: its number may have been given to another since."""
+    try:
+        started = psutil.Process(int(holder["pid"])).create_time()
+        return abs(started - float(holder["started"])) < SAME_START_SECONDS
+    except (psutil.NoSuchProcess, KeyError, TypeError, ValueError):
+        return False
+    except psutil.AccessDenied:
+        return True
+
+
+def _heartbeat_age(run: Path) -> float:
+    """Seconds since the holder's last sign of life, both ends told by the clock of the disk."""
+    probe = run / f"{LOCK_NAME}.partial-{os.getpid()}"
+    probe.touch()
+    try:
+        return probe.stat().st_mtime - (run / LOCK_NAME).stat().st_mtime
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def _read_holder(path: Path) -> dict[str, Any]:
+    """The record in a lock file; empty when it was given back, or is not readable as one."""
+    try:
+        holder = documents.parse(documents.read_limited(path), str(path))
+    except (OSError, UserError):
+        return {}
+    return holder if isinstance(holder, dict) else {}
+
+
+def _write_holder(path: Path, holder: dict[str, Any]) -> None:
+    """In place, for the lock is on this very file."""
+    with open(path, "r+b") as file:
+        file.truncate(0)
+        file.write(documents.dump(holder))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _beat(lock: RunLock, ended: threading.Event, every_seconds: float) -> None:
+    """Give signs of life until the end, or until somebody else holds the lock."""
+    while not ended.wait(every_seconds):
+        try:
+            lock.check()
+            os.utime(lock.path)
+        except RunLockedError:
+            return
+        except OSError:  # a disk that is away for a moment; the next beat tries again
+            continue

@@ -1,0 +1,128 @@
+"""The state at one moment, and its copy in host memory.
+
+The copy is all the training loop waits for. Its buffers are taken once, before the first step, pinned where there is a
+GPU, and laid out exactly like the files: one buffer per file, every tensor in its slot. Copies from a GPU go over a
+stream of their own, all at once, and the loop waits for their end, because the very next step changes the weights.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from zero2all.train.checkpoints.planning import FilePlan, SaveLayout, local_part
+from zero2all.train.checkpoints.tensor_file import view_of
+
+PORTABLE = 1
+"""cudaHostRegisterPortable: pinned for every device, not only the current one."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What to save: tensors named 'group/name' ('model/norm.weight', 'optimizer/exp_avg/norm.weight'), and counters.
+
+    The document is JSON; rank 0's is kept. Numbers that JSON cannot hold come back as strings that `float()` reads.
+    """
+
+    tensors: Mapping[str, Tensor]
+    document: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StagedFile:
+    """One file's tensors in host memory."""
+
+    plan: FilePlan
+    buffer: Tensor
+    """The data of the file, byte for byte (uint8)."""
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Key in the file and tensor, as views into the buffer."""
+        for key, slot in self.plan.slots.items():
+            yield key, view_of(self.buffer, slot)
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A snapshot in host memory: what this rank is to write of it. Valid until the next save of the same store."""
+
+    step: int
+    layout: SaveLayout
+    files: list[StagedFile]
+    document: bytes
+    """The snapshot's document as JSON text."""
+    details: dict[str, Any]
+
+
+class Sink(Protocol):
+    """Something else that wants every snapshot: shared memory that outlives the trainer, another machine, …
+
+    Called from the writing thread, before the disk, when the copy is complete; it must not keep the buffers. What it
+    raises is reported and hinders nothing.
+    """
+
+    def take(self, staged: Staged) -> None:
+        """Copy or send what is needed of a snapshot."""
+
+
+class HostBuffers:
+    """Memory for one snapshot, kept for the life of a plan."""
+
+    def __init__(self, layout: SaveLayout, device: torch.device | None, say: Callable[[str], None]) -> None:
+        """`device` is where most tensors are; pinned memory is taken when that is a GPU."""
+        self._files = layout.files
+        self._pinned: list[Tensor] = []
+        self._stream = torch.cuda.Stream(device) if device is not None and device.type == "cuda" else None
+        self.buffers = [torch.zeros(file.data_bytes, dtype=torch.uint8) for file in layout.files]
+        if self._stream is not None:
+            self._pin(say)
+
+    def copy(self, tensors: Mapping[str, Tensor]) -> float:
+        """Copy this rank's part of `tensors`; when it returns they may be changed. Returns the seconds it took."""
+        started = time.monotonic()
+        pairs = [
+            (view_of(buffer, file.slots[key]), local_part(tensors[name]))
+            for file, buffer in zip(self._files, self.buffers, strict=True)
+            for key, name in file.sources.items()
+        ]
+        if self._stream is None:
+            for target, source in pairs:
+                target.copy_(source)
+        else:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            with torch.cuda.stream(self._stream):
+                for target, source in pairs:
+                    target.copy_(source, non_blocking=True)
+                copied = torch.cuda.Event()
+                copied.record(self._stream)
+            copied.synchronize()
+        return time.monotonic() - started
+
+    def staged(self) -> list[StagedFile]:
+        """The buffers with what they hold."""
+        return [StagedFile(file, buffer) for file, buffer in zip(self._files, self.buffers, strict=True)]
+
+    def release(self) -> None:
+        """Give the memory back."""
+        for buffer in self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+        self._pinned, self.buffers = [], []
+
+    def _pin(self, say: Callable[[str], None]) -> None:
+        """Lock the pages in place. torch's own pinned allocator would round a buffer up to a power of two."""
+        for buffer in self.buffers:
+            if buffer.numel() == 0:
+                continue
+            error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), PORTABLE)
+            if int(error) != 0:
+                say(
+                    f"Host memory for checkpoints could not be pinned (CUDA error {int(error)}): saves will hold up "
+                    f"training longer. Raise the limit on locked memory (ulimit -l) to mend that."
+                )
+                return
+            self._pinned.append(buffer)

@@ -1,0 +1,281 @@
+"""The checkpoints of one run, for the training loop: save beside training, find the newest, delete the old.
+
+    store = CheckpointStore(run, group, Retention(keep_last=2))
+    store.prepare(state.tensors())                     # before step 0: plan, host memory
+    found = store.newest(set_aside=True)
+    if found: found.load_into(state.tensors())
+    ...
+    store.save(step, Snapshot(state.tensors(), state.counters()), details)
+    for result in store.poll(): ...                    # every step: events
+    store.close()
+
+Every method that says so is called by all ranks at the same point. Between a save's return and its result the loop may
+do as it likes with its tensors.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero2all.common.errors import UserError
+from zero2all.common.files import human_bytes, require_free_space
+from zero2all.train.checkpoints import documents
+from zero2all.train.checkpoints.commit import SaveError, bytes_needed, commit, lack_of_space
+from zero2all.train.checkpoints.find import Say, find_newest, open_at, say_aloud
+from zero2all.train.checkpoints.latest import note_latest
+from zero2all.train.checkpoints.layout import checkpoint_folder, checkpoints_folder
+from zero2all.train.checkpoints.load import Checkpoint
+from zero2all.train.checkpoints.peers import open_peers
+from zero2all.train.checkpoints.planning import SaveLayout, plan_save, signature_of
+from zero2all.train.checkpoints.retention import Retention, Verified, prune
+from zero2all.train.checkpoints.set_aside import sweep, withdraw_after
+from zero2all.train.checkpoints.snapshot import HostBuffers, Sink, Snapshot, Staged
+from zero2all.train.checkpoints.writer import SaveResult, SaveTicket, Writer
+
+LARGEST_FILE_BYTES = 4 << 30
+PEER_TIMEOUT_SECONDS = 1800.0
+
+
+class CheckpointStore:
+    """See the module's text."""
+
+    def __init__(
+        self,
+        run: Path,
+        group: dist.ProcessGroup | None = None,
+        retention: Retention | None = None,
+        *,
+        when_busy: Literal["wait", "skip"] = "wait",
+        largest_file_bytes: int = LARGEST_FILE_BYTES,
+        peer_timeout_seconds: float = PEER_TIMEOUT_SECONDS,
+        fence: Callable[[], None] = lambda: None,
+        sinks: Sequence[Sink] = (),
+        say: Say = say_aloud,
+    ) -> None:
+        """All ranks of `group` (any backend; None for one process) build the store at the same point.
+
+        Without `retention` nothing is deleted. `when_busy` says what a save does while the one before is still being
+        written. `fence` is asked right before a commit, and raises when this process may write no more. `say` gets
+        notices, on rank 0 only.
+        """
+        self.run = run
+        self._retention = retention
+        self._when_busy = when_busy
+        self._largest_file_bytes = largest_file_bytes
+        self._fence, self._sinks = fence, sinks
+        self._peers = open_peers(group, peer_timeout_seconds)  # for the caller's thread
+        self._writing_peers = open_peers(group, peer_timeout_seconds)  # for the writing thread
+        self._say: Say = say if self._peers.is_first else _say_nothing
+        self._writer = Writer()
+        self._layout: SaveLayout | None = None
+        self._buffers: HostBuffers | None = None
+        self._verified = Verified()
+        self._attempts = 0
+
+    # ---- before training
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> int:
+        """Plan the saves of these tensors and take the host memory for them; returns the bytes of one checkpoint.
+
+        Called by all ranks. Without it, or when the tensors are others later, the next save does it and takes longer.
+        """
+        self._writer.wait()
+        self._release()
+        layout = plan_save(tensors, self._peers, self._largest_file_bytes)
+        self._buffers = HostBuffers(layout, _gpu_of(tensors), self._say)
+        self._layout = layout
+        return bytes_needed(layout)
+
+    def require_space(self, checkpoints: int) -> None:
+        """DiskError when the disk cannot hold so many checkpoints of the prepared size beside what is there."""
+        assert self._layout is not None, "prepare() knows the size"
+        size = bytes_needed(self._layout)
+        require_free_space(self.run, size * checkpoints, f"{checkpoints} checkpoints of {human_bytes(size)}")
+
+    def sweep(self) -> list[str]:
+        """Remove what killed saves left behind; for the holder of the run's lock, before the first save."""
+        return sweep(self.run) if self._peers.is_first else []
+
+    # ---- reading
+
+    def newest(self, set_aside: bool = False) -> Checkpoint | None:
+        """The newest whole checkpoint, None when the run never had one; called by all ranks. See `find_newest`."""
+        found = find_newest(self.run, self._peers, set_aside, self._say)
+        if found is not None:
+            self._verified.steps.add(found.step)
+        return found
+
+    def at(self, step: int) -> Checkpoint:
+        """The checkpoint of one step, verified; called by all ranks."""
+        found = open_at(self.run, step, self._peers)
+        self._verified.steps.add(step)
+        return found
+
+    def withdraw_after(self, step: int, reason: str) -> list[int]:
+        """Move the checkpoints after `step` out of the way, for a rollback; called by all ranks."""
+        self._writer.wait()
+        self._peers.gather(None)  # nobody is writing any more
+        moved = withdraw_after(self.run, step, reason) if self._peers.is_first else []
+        return [int(each) for each in self._peers.gather(moved)[0]]
+
+    # ---- saving
+
+    def save(self, step: int, snapshot: Snapshot, details: Mapping[str, Any], wait: bool = False) -> SaveTicket:
+        """Save a snapshot; returns when its tensors may change again, or, with `wait`, when it is committed.
+
+        Called by all ranks with the same step. A failure is in the result, never raised. A step that is committed
+        already is left as it is.
+        """
+        started = time.monotonic()
+        ticket = SaveTicket(step)
+        try:
+            agreed = self._agree(step, snapshot.tensors, wait or self._when_busy == "wait")
+            if isinstance(agreed, SaveResult):
+                self._writer.enter(ticket, agreed)
+            else:
+                self._stage_and_submit(ticket, snapshot, details, agreed, started)
+        except Exception as error:
+            stall = time.monotonic() - started
+            self._writer.enter(ticket, SaveResult(step, None, _in_words(error), stall_seconds=stall))
+        if wait:
+            ticket.wait()
+        return ticket
+
+    def poll(self) -> list[SaveResult]:
+        """Saves that ended, well or badly, since the last call; never waits."""
+        return self._writer.poll()
+
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        """Wait until nothing is being written; False after the timeout."""
+        return self._writer.wait(timeout_seconds)
+
+    def close(self, timeout_seconds: float | None = None) -> bool:
+        """Finish the save under way and give the memory back; False when it did not finish in time."""
+        is_idle = self._writer.close(timeout_seconds)
+        if is_idle:
+            self._release()
+        return is_idle
+
+    def _agree(self, step: int, tensors: Mapping[str, Tensor], is_patient: bool) -> SaveResult | str:
+        """What all ranks do about a save: the name of the attempt to go on with, or the result at once."""
+        if is_patient:
+            self._writer.wait()
+        folder = checkpoint_folder(self.run, step)
+        self._attempts += 1
+        own: dict[str, Any] = {"step": step, "committed": folder.is_dir(), "attempt": f"{os.getpid()}-{self._attempts}"}
+        own["is_busy"] = self._writer.is_busy
+        own["is_planned"] = self._layout is not None and self._layout.signature == signature_of(tensors)
+        said = self._peers.gather(own)
+        if {each["step"] for each in said} != {step}:
+            raise SaveError(f"the ranks do not save the same step: {[each['step'] for each in said]}")
+        if said[0]["committed"]:
+            return SaveResult(step, folder)
+        if any(each["is_busy"] for each in said):
+            return SaveResult(step, None, "the save before is still being written", was_skipped=True)
+        problem = None
+        if not all(each["is_planned"] for each in said):
+            problem = self._plan_anew(tensors)
+        if problem is None and self._peers.is_first:
+            problem = self._lack_of_space()
+        for rank, each in enumerate(self._peers.gather(problem)):
+            if each is not None:
+                return SaveResult(step, None, f"rank {rank}: {each}" if self._peers.size > 1 else str(each))
+        return str(said[0]["attempt"])
+
+    def _plan_anew(self, tensors: Mapping[str, Tensor]) -> str | None:
+        try:
+            self.prepare(tensors)
+        except Exception as error:
+            return _in_words(error)
+        return None
+
+    def _lack_of_space(self) -> str | None:
+        assert self._layout is not None, "planned by now"
+        try:
+            checkpoints_folder(self.run).mkdir(parents=True, exist_ok=True)
+            return lack_of_space(checkpoints_folder(self.run), self._layout)
+        except OSError as error:
+            return _in_words(error)
+
+    def _stage_and_submit(
+        self, ticket: SaveTicket, snapshot: Snapshot, details: Mapping[str, Any], attempt: str, started: float
+    ) -> None:
+        """Copy, and hand over to the thread. The other ranks count on this one by now: problems go with the job."""
+        assert self._layout is not None, "planned by now"
+        assert self._buffers is not None, "planned by now"
+        problem, document, kept_details = None, b"", {}
+        try:
+            document = documents.dump(dict(snapshot.document))
+            kept_details = documents.parse(documents.dump(dict(details)), "the details")  # a copy all the way down
+            self._buffers.copy(snapshot.tensors)
+        except Exception as error:
+            problem = _in_words(error)
+        staged = Staged(ticket.step, self._layout, self._buffers.staged(), document, kept_details)
+        stall = time.monotonic() - started
+        self._writer.submit(ticket, lambda: self._write(staged, attempt, stall, problem))
+
+    def _write(self, staged: Staged, attempt: str, stall_seconds: float, problem: str | None) -> SaveResult:
+        """The job of the writing thread."""
+        started = time.monotonic()
+        notes, deleted, folder = [], [], None
+        for sink in self._sinks if problem is None else ():
+            try:
+                sink.take(staged)
+            except Exception as error:
+                notes.append(f"{type(sink).__name__}: {_in_words(error)}")
+        try:
+            folder = commit(self.run, staged, attempt, self._writing_peers, self._fence, problem)
+        except SaveError as error:
+            problem = str(error)
+        if folder is not None and self._writing_peers.is_first:
+            self._verified.steps.add(staged.step)
+            try:
+                note_latest(self.run, staged.step)
+                if self._retention is not None:
+                    deleted = prune(self.run, self._retention, self._verified)
+            except (UserError, OSError) as error:
+                notes.append(f"after the commit: {_in_words(error)}")
+        return SaveResult(
+            staged.step,
+            folder,
+            problem,
+            total_bytes=staged.layout.total_bytes,
+            stall_seconds=stall_seconds,
+            write_seconds=time.monotonic() - started,
+            deleted_steps=deleted,
+            notes=notes,
+        )
+
+    def _release(self) -> None:
+        if self._buffers is not None:
+            self._buffers.release()
+        self._buffers = self._layout = None
+
+
+def write_checkpoint(run: Path, step: int, snapshot: Snapshot, details: Mapping[str, Any]) -> Path:
+    """Commit one checkpoint from one process, waiting for it (an imported model, a tool); DiskError when it fails."""
+    store = CheckpointStore(run)
+    try:
+        return store.save(step, snapshot, details, wait=True).folder()
+    finally:
+        store.close()
+
+
+def _gpu_of(tensors: Mapping[str, Tensor]) -> torch.device | None:
+    return next((tensor.device for tensor in tensors.values() if tensor.device.type == "cuda"), None)
+
+
+def _in_words(error: Exception) -> str:
+    return str(error) if isinstance(error, UserError | SaveError) else f"{type(error).__name__}: {error}"
+
+
+def _say_nothing(text: str) -> None:
+    del text

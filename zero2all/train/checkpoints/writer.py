@@ -1,0 +1,148 @@
+"""The thread that writes checkpoints while the loop goes on, and what it reports.
+
+It takes one job at a time. Nothing it meets is raised into the loop: every save ends as a SaveResult, which the loop
+collects with `poll` and turns into events.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from zero2all.common.errors import DiskError
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """How a save ended."""
+
+    step: int
+    folder: Path | None
+    """The committed checkpoint; None when the save failed or was left out."""
+    problem: str | None = None
+    """Why there is no checkpoint; None when there is one."""
+    was_skipped: bool = False
+    """Left out, because the save before was still being written (`when_busy="skip"`)."""
+    total_bytes: int = 0
+    """Bytes of tensors, of all ranks."""
+    stall_seconds: float = 0.0
+    """How long the loop was held up: agreement and copy, and waiting for the save before."""
+    write_seconds: float = 0.0
+    """How long writing and committing took, beside the loop."""
+    deleted_steps: list[int] = field(default_factory=list)
+    """What retention deleted after this commit."""
+    notes: list[str] = field(default_factory=list)
+    """What went wrong beside the save itself: retention, another sink."""
+
+
+class SaveTicket:
+    """A save under way."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self._done = threading.Event()
+        self._result: SaveResult | None = None
+
+    @property
+    def result(self) -> SaveResult | None:
+        """How it ended; None while it is being written."""
+        return self._result
+
+    def wait(self, timeout_seconds: float | None = None) -> SaveResult | None:
+        """The result when it is there; None after the timeout."""
+        self._done.wait(timeout_seconds)
+        return self._result
+
+    def finish(self, result: SaveResult) -> None:
+        """Enter the result."""
+        self._result = result
+        self._done.set()
+
+    def folder(self) -> Path:
+        """The committed folder, waiting for it; DiskError when the save failed: for saves that must be."""
+        result = self.wait()
+        assert result is not None, "waiting without a timeout ends with a result"
+        if result.folder is None:
+            raise DiskError(
+                f"The checkpoint of step {self.step} was not saved: {result.problem}. Nothing half-written was kept; "
+                f"mend that and run the same command again to continue from the checkpoint before."
+            )
+        return result.folder
+
+
+class Writer:
+    """Runs jobs one after the other in a thread of its own, started with the first job."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._job: tuple[SaveTicket, Callable[[], SaveResult]] | None = None
+        self._results: deque[SaveResult] = deque()
+        self._thread: threading.Thread | None = None
+        self._is_closing = False
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a job is being worked on."""
+        with self._changed:
+            return self._job is not None
+
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        """Wait until nothing is being written; False after the timeout."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._job is None, timeout_seconds)
+
+    def submit(self, ticket: SaveTicket, job: Callable[[], SaveResult]) -> None:
+        """Start a job; the one before must have ended."""
+        with self._changed:
+            assert self._job is None, "the save before is still being written"
+            self._job = (ticket, job)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="checkpoint-writer", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def enter(self, ticket: SaveTicket, result: SaveResult) -> None:
+        """Finish a ticket without a job."""
+        with self._changed:
+            self._results.append(result)
+        ticket.finish(result)
+
+    def poll(self) -> list[SaveResult]:
+        """The results since the last call."""
+        with self._changed:
+            results = list(self._results)
+            self._results.clear()
+        return results
+
+    def close(self, timeout_seconds: float | None = None) -> bool:
+        """Wait for the last job and end the thread; False when it did not end in time."""
+        is_idle = self.wait(timeout_seconds)
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        if is_idle and self._thread is not None:
+            self._thread.join()
+        return is_idle
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._job is not None or self._is_closing)
+                if self._job is None:
+                    return
+                ticket, job = self._job
+            started = time.monotonic()
+            try:
+                result = job()
+            except BaseException as error:  # a job reports what it expects; this is a bug, and must not end the thread
+                problem = f"{type(error).__name__}: {error}"
+                result = SaveResult(ticket.step, None, problem, write_seconds=time.monotonic() - started)
+            ticket.finish(result)
+            with self._changed:
+                self._job = None
+                self._results.append(result)
+                self._changed.notify_all()

@@ -1,0 +1,188 @@
+"""What follows for the settings from a spike, by rules that are written down.
+
+First the data: where one channel, or a few rows, carry the rise, or where a shard was named, the text is to blame and
+no setting is changed. Only otherwise do the rules about the optimizer apply, each with the figures it rests on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+LARGE_BETA2 = 0.95
+CONCENTRATED_SHARE = 0.6
+"""Of the rise, carried by a tenth of the rows: then these rows are to blame."""
+CHANNEL_FACTOR = 3.0
+"""One channel rose this many times more than the others together."""
+TOO_LOOSE_CLIP = 3.0
+"""A clip this many times the usual norm seldom acts."""
+SMALL_GRADIENT = 10.0
+"""Times eps: below that, eps decides the step and not the gradient."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the rules look at."""
+
+    kind: str
+    step: int
+    lr: float
+    lr_max: float
+    warmup_steps: int
+    beta1: float | None
+    """None: the optimizer has no such setting."""
+    beta2: float | None
+    eps: float | None
+    clip_grad_norm: float
+    usual_grad_norm: float | None
+    parameters: int
+    earlier_incidents: int = 0
+    """Of this run, before this one."""
+    channels_before: Mapping[str, float] | None = None
+    channels_now: Mapping[str, float] | None = None
+    row_losses: Sequence[float] = ()
+    """Mean loss of each row of the step, where it is known."""
+    usual_loss: float | None = None
+    shards_named: Sequence[str] = ()
+    last_loss_is_usual: bool | None = None
+    """Whether the loss came back by itself; None while that is not known."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One line of advice."""
+
+    about: str
+    """data, beta2, eps, clip, lr, warmup, none."""
+    text: str
+
+
+def data_is_suspect(facts: Facts) -> str | None:
+    """Why the data is to blame, or None."""
+    if facts.shards_named:
+        return f"{', '.join(facts.shards_named)} stands out over the whole run"
+    if facts.kind == "loss_drop":
+        return "a loss does not fall like this by learning: look for repeated or trivial text among the documents"
+    channel = _rising_channel(facts.channels_before or {}, facts.channels_now or {})
+    if channel is not None:
+        return channel
+    return _few_rows(facts.row_losses, facts.usual_loss)
+
+
+def advice(facts: Facts) -> list[Advice]:
+    """What to do, the most likely cause first; always at least one line."""
+    if facts.kind in ("hard_shard", "easy_shard", "repeated_shard"):
+        return [
+            Advice(
+                "data",
+                "Look at the documents below. If they are not what you want the model to learn, set data.quarantine to "
+                "auto, which leaves out what is still to come, and take them out of the corpus before the next run.",
+            )
+        ]
+    suspect = data_is_suspect(facts)
+    if suspect is not None:
+        return [Advice("data", f"The data is to blame: {suspect}. Settings need not change; mend or drop that text.")]
+    lines = [*_beta2(facts), *_eps(facts), *_clip(facts), *_rate(facts)]
+    return lines or [
+        Advice(
+            "none",
+            "Data and settings look sound. A single spike from which the loss comes back needs no change; if it "
+            "happens again, lower optim.lr_max.",
+        )
+    ]
+
+
+def _beta2(facts: Facts) -> list[Advice]:
+    if facts.beta1 is None or facts.beta2 is None or facts.beta2 <= LARGE_BETA2:
+        return []
+    steps = 1 / (1 - facts.beta2)
+    largest = (1 - facts.beta1) / math.sqrt(1 - facts.beta2)
+    return [
+        Advice(
+            "beta2",
+            f"optim.beta2 is {facts.beta2:g}: the running mean of squares looks back about {steps:,.0f} steps, so "
+            f"after a quiet stretch one large gradient moves a weight by up to {largest:.1f} times the learning rate. "
+            f"Set it to {LARGE_BETA2}.",
+        )
+    ]
+
+
+def _eps(facts: Facts) -> list[Advice]:
+    if facts.eps is None or not facts.usual_grad_norm or facts.parameters < 1:
+        return []
+    typical = facts.usual_grad_norm / math.sqrt(facts.parameters)
+    if typical >= SMALL_GRADIENT * facts.eps:
+        return []
+    lower = 10.0 ** math.floor(math.log10(typical / 1000))
+    return [
+        Advice(
+            "eps",
+            f"A gradient component is {typical:.1e} as a rule, and optim.eps is {facts.eps:g}: eps is no longer small "
+            f"beside it, and steps grow suddenly when gradients do. Set optim.eps to {lower:.0e} or less.",
+        )
+    ]
+
+
+def _clip(facts: Facts) -> list[Advice]:
+    usual = facts.usual_grad_norm
+    if facts.clip_grad_norm == 0:
+        return [Advice("clip", "Gradients are not clipped (optim.clip_grad_norm is 0). Set it to 1.0.")]
+    if usual and facts.clip_grad_norm > TOO_LOOSE_CLIP * usual:
+        return [
+            Advice(
+                "clip",
+                f"optim.clip_grad_norm is {facts.clip_grad_norm:g}, and the gradient norm is {usual:.2g} as a rule, so "
+                f"a spike {facts.clip_grad_norm / usual:.1f} times as large passes whole. Set it to about "
+                f"{2 * usual:.1g}.",
+            )
+        ]
+    return []
+
+
+def _rate(facts: Facts) -> list[Advice]:
+    if facts.step <= 2 * facts.warmup_steps or (facts.warmup_steps == 0 and facts.step <= 100):
+        longer = max(100, 2 * facts.warmup_steps)
+        return [
+            Advice(
+                "warmup",
+                f"This is close to the warmup ({facts.warmup_steps:,} steps). Set schedule.warmup_steps to {longer:,}.",
+            )
+        ]
+    if facts.earlier_incidents or facts.last_loss_is_usual is False:
+        reason = (
+            f"this is incident {facts.earlier_incidents + 1} of the run"
+            if facts.earlier_incidents
+            else "the loss has not come back"
+        )
+        return [
+            Advice(
+                "lr",
+                f"The learning rate is {facts.lr:.2g} (optim.lr_max {facts.lr_max:g}), and {reason}. Continue from a "
+                f"checkpoint before it with optim.lr_max {facts.lr_max * 0.7:.2g}.",
+            )
+        ]
+    return []
+
+
+def _rising_channel(before: Mapping[str, float], now: Mapping[str, float]) -> str | None:
+    rises = {name: now[name] - before[name] for name in now if name in before}
+    if len(rises) < 2:
+        return None
+    top = max(rises, key=lambda name: rises[name])
+    others = [max(0.0, rise) for name, rise in rises.items() if name != top]
+    if rises[top] > 0.1 * before[top] and rises[top] > CHANNEL_FACTOR * max(others):
+        return f"the channel {top} rose from {before[top]:.3g} to {now[top]:.3g}, the others hardly at all"
+    return None
+
+
+def _few_rows(losses: Sequence[float], usual: float | None) -> str | None:
+    excess = sorted((max(0.0, loss - usual) for loss in losses if math.isfinite(loss)), reverse=True) if usual else []
+    few = max(1, len(excess) // 10)
+    total = sum(excess)
+    if len(excess) < 10 or total <= 0 or usual is None:
+        return None
+    share = sum(excess[:few]) / total
+    if share < CONCENTRATED_SHARE or excess[0] < 0.5 * usual:
+        return None
+    return f"{few} of {len(excess)} rows carry {share:.0%} of the rise"

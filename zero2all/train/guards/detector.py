@@ -1,0 +1,338 @@
+"""Finds steps whose loss or gradient norm stands out from the steps before them.
+
+The window holds the last 128 accepted steps. From it follow two upper limits, and the lower one counts:
+
+    mean + 6 sigma                     what is unlikely if steps scatter as they did
+    median + 10 x 1.4826 x MAD         the same, but a few odd values in the window cannot widen it
+
+and never less than a relative rise (5 % of the loss; three times the gradient norm), so that noise in a curve that has
+gone flat is no spike. The gradient norm is judged by its logarithm, because it scatters by factors: of a log-normal
+norm with sigma 0.3, mean + 6 sigma of the plain values is passed by one step in 7,000.
+
+A drop of the loss (duplicated or trivial data) must pass both lower limits and be at least 10 %.
+
+A curve that falls or rises steadily widens its own limits: its newest value lies sqrt(3) sigma from the mean of its
+window. So a warm-up needs no rule of its own but this: nobody is judged before `from_step`, and not with fewer than
+`min_steps` values.
+
+The limits of step s come from the steps up to s - lag_steps, whatever else has been read meanwhile. A loop that never
+waits for the GPU can therefore hand them to the device and let it refuse the update itself, and `observe`, called
+later, comes to the same verdict. A flagged step enters no window. A level that stays flagged for `settle_steps` steps
+is no spike but the new level: the window starts over with it.
+
+Limits are computed with every fourth accepted step: a few sorts of 128 floats. They come from the window alone and are
+kept in the state, so a restored detector gives the same bits. A flagged step changes neither: a resumed run that passes
+over the steps it refused before (see `ledger`) judges the others as it did.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import mul
+from typing import Any
+
+from zero2all.train.config import GuardsConfig
+from zero2all.train.guards.findings import Finding, Kind
+
+MAD_TO_SIGMA = 1.4826
+"""A normal distribution's sigma over its median absolute deviation."""
+HISTORY_STEPS = 256
+RENEW_STEPS = 4
+"""Accepted steps after which limits are computed anew; so few values hardly move a window of 128."""
+EPISODE_GAP_STEPS = 8
+"""Clean steps after which the next finding begins a new episode."""
+STATE_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class SpikeRule:
+    """When a step stands out."""
+
+    window_steps: int = 128
+    min_steps: int = 64
+    """Accepted steps without which nobody is judged."""
+    sigmas: float = 6.0
+    mads: float = 10.0
+    loss_min_rise: float = 0.05
+    grad_min_rise: float = 2.0
+    loss_min_drop: float = 0.1
+    from_step: int = 0
+    """First step that is judged."""
+    lag_steps: int = 2
+    """How far the values that judge a step lie behind it, at least."""
+    settle_steps: int = 32
+
+    @staticmethod
+    def of(config: GuardsConfig, warmup_steps: int) -> SpikeRule:
+        """As the config says; None for spike_from_step takes the end of the warmup."""
+        return SpikeRule(
+            window_steps=config.spike_window_steps,
+            min_steps=min(config.spike_min_steps, config.spike_window_steps),
+            sigmas=config.spike_sigmas,
+            mads=config.spike_mads,
+            loss_min_rise=config.loss_min_rise,
+            grad_min_rise=config.grad_min_rise,
+            loss_min_drop=config.loss_min_drop,
+            from_step=warmup_steps if config.spike_from_step is None else config.spike_from_step,
+        )
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a step's values must stay within. Infinite while nobody is judged."""
+
+    loss: float = math.inf
+    grad_norm: float = math.inf
+    loss_low: float = -math.inf
+    usual_loss: float | None = None
+    usual_grad_norm: float | None = None
+
+
+@dataclass(frozen=True)
+class Level:
+    """Where values lie and how they scatter."""
+
+    mean: float
+    sigma: float
+    median: float
+    mad: float
+
+
+def level_of(values: Sequence[float]) -> Level:
+    """Both pairs of figures of a window."""
+    mean = sum(values) / len(values)
+    away = [value - mean for value in values]
+    sigma = math.sqrt(sum(map(mul, away, away)) / len(values))
+    ordered = sorted(values)
+    median = _middle(ordered)
+    # Distances fall and then rise along the ordered values: a sort of two runs, which Python merges in one pass.
+    return Level(mean, sigma, median, _middle(sorted([abs(value - median) for value in ordered])))
+
+
+def _middle(ordered: Sequence[float]) -> float:
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One step as it was observed, for the curve on an incident's page."""
+
+    step: int
+    loss: float | None
+    grad_norm: float | None
+    flagged: bool
+    channels: dict[str, float]
+
+
+class Detector:
+    """The window of one run. Call `observe` once for each step, in order."""
+
+    def __init__(self, rule: SpikeRule | None = None) -> None:
+        self.rule = rule or SpikeRule()
+        self.history: list[Seen] = []
+        """The last steps, flagged ones included."""
+        self._losses: list[float] = []
+        self._log_norms: list[float] = []
+        self._limits: list[tuple[int, Limits]] = []  # (step after whose observation they hold, limits), newest last
+        self._accepted = 0
+        self._last_step = -1
+        self._last_flagged_step: int | None = None
+        self._onset: tuple[int, int] | None = None  # step and first token of the present episode
+        self._flagged_in_a_row: list[tuple[float, float]] = []
+
+    @property
+    def last_step(self) -> int:
+        """The step observed last; -1 before the first."""
+        return self._last_step
+
+    def limits(self, step: int) -> Limits:
+        """What `step` must stay within. Every step up to step - lag_steps must have been observed."""
+        known = [limits for observed, limits in self._limits if observed <= step - self.rule.lag_steps]
+        return known[-1] if known and step >= self.rule.from_step else Limits()
+
+    def observe(
+        self, step: int, loss: float, grad_norm: float, channel_losses: Mapping[str, float], tokens: tuple[int, int]
+    ) -> list[Finding]:
+        """Judge one step; `tokens` are the first and end token of its global batch. Returns what stands out."""
+        if step <= self._last_step:
+            raise ValueError(f"step {step} was observed after step {self._last_step}; steps come in order")
+        self._last_step = step
+        loss, grad_norm = float(loss), float(grad_norm)  # numpy's floats are no JSON
+        limits = self.limits(step)
+        verdicts = _verdicts(loss, grad_norm, limits)
+        if verdicts:
+            self._note_episode(step, tokens[0])
+        findings = [self._finding(kind, step, tokens, loss, grad_norm, limits, channel_losses) for kind in verdicts]
+        if not verdicts:
+            self._accept(step, loss, grad_norm)
+            self._flagged_in_a_row.clear()
+        elif "nonfinite" not in verdicts:
+            self._flagged_in_a_row.append((loss, _log(grad_norm)))
+            if len(self._flagged_in_a_row) >= self.rule.settle_steps:
+                findings.append(self._settle(step, tokens, limits))
+        channels = {name: float(value) for name, value in channel_losses.items() if math.isfinite(value)}
+        self.history.append(Seen(step, _finite(loss), _finite(grad_norm), bool(verdicts), channels))
+        del self.history[:-HISTORY_STEPS]
+        return findings
+
+    def restart(self) -> None:
+        """Forget the window, because the loss is expected to change: another stage, another mixture."""
+        self._losses.clear()
+        self._log_norms.clear()
+        self._limits.clear()
+        self._flagged_in_a_row.clear()
+        self._onset = self._last_flagged_step = None
+
+    def _accept(self, step: int, loss: float, grad_norm: float) -> None:
+        self._losses.append(loss)
+        self._log_norms.append(_log(grad_norm))
+        del self._losses[: -self.rule.window_steps]
+        del self._log_norms[: -self.rule.window_steps]
+        self._accepted += 1
+        if self._accepted % RENEW_STEPS == 0:
+            self._limits.append((step, self._limits_now()))
+            del self._limits[: -(self.rule.lag_steps + 1)]
+
+    def _note_episode(self, step: int, first_token: int) -> None:
+        last = self._last_flagged_step
+        if self._onset is None or last is None or step - last > EPISODE_GAP_STEPS:
+            self._onset = (step, first_token)
+        self._last_flagged_step = step
+
+    def _settle(self, step: int, tokens: tuple[int, int], limits: Limits) -> Finding:
+        """Take the steps that stood out for the new level."""
+        count = len(self._flagged_in_a_row)
+        losses = [loss for loss, _ in self._flagged_in_a_row]
+        usual, now = limits.usual_loss, _middle(sorted(losses))
+        self.restart()
+        self._losses = losses
+        self._log_norms = [norm for _, norm in self._flagged_in_a_row] or self._log_norms
+        words = "" if usual is None else f" (loss {usual:.4g} before, {now:.4g} now)"
+        text = f"{count} steps in a row stood out, so this is the new level{words}; the window starts over"
+        return Finding("level_shift", step, tokens, text, value=now, usual=usual)
+
+    def _limits_now(self) -> Limits:
+        if len(self._losses) < self.rule.min_steps:
+            return Limits()
+        rule, loss, norm = self.rule, level_of(self._losses), level_of(self._log_norms)
+        return Limits(
+            loss=max(_upper(loss, rule), loss.median + abs(loss.median) * rule.loss_min_rise),
+            grad_norm=_exp(max(_upper(norm, rule), norm.median + math.log1p(rule.grad_min_rise))),
+            loss_low=min(
+                loss.mean - rule.sigmas * loss.sigma,
+                loss.median - rule.mads * MAD_TO_SIGMA * loss.mad,
+                loss.median - abs(loss.median) * rule.loss_min_drop,
+            ),
+            usual_loss=loss.median,
+            usual_grad_norm=_exp(norm.median),
+        )
+
+    def _finding(
+        self,
+        kind: Kind,
+        step: int,
+        tokens: tuple[int, int],
+        loss: float,
+        grad_norm: float,
+        limits: Limits,
+        channel_losses: Mapping[str, float],
+    ) -> Finding:
+        assert self._onset is not None, "an episode is noted before its findings are made"
+        onset_step, onset_token = self._onset
+        value, usual, limit = {
+            "loss_spike": (loss, limits.usual_loss, limits.loss),
+            "grad_spike": (grad_norm, limits.usual_grad_norm, limits.grad_norm),
+            "loss_drop": (loss, limits.usual_loss, limits.loss_low),
+            "nonfinite": (None, None, None),
+        }[kind]
+        if kind == "nonfinite":
+            text = f"step {step}: loss {loss}, gradient norm {grad_norm}: not finite"
+        else:
+            name = "gradient norm" if kind == "grad_spike" else "loss"
+            side = "below" if kind == "loss_drop" else "above"
+            text = f"step {step}: {name} {value:.4g}, {side} the limit {limit:.4g} (usual: {usual:.4g})"
+        details = {
+            "loss": _finite(loss),
+            "grad_norm": _finite(grad_norm),
+            "channel_losses": {name: _finite(value) for name, value in channel_losses.items()},
+        }
+        return Finding(kind, step, tokens, text, value, usual, limit, onset_step, onset_token, details)
+
+    # ---- state ----
+
+    def state(self) -> dict[str, Any]:
+        """Everything `restore` needs, as plain values."""
+        return {
+            "format": STATE_FORMAT,
+            "losses": list(self._losses),
+            "log_norms": list(self._log_norms),
+            "limits": [[step, *(_finite(value) for value in _parts(limits))] for step, limits in self._limits],
+            "accepted": self._accepted,
+            "last_step": self._last_step,
+            "last_flagged_step": self._last_flagged_step,
+            "onset": None if self._onset is None else list(self._onset),
+            "flagged_in_a_row": [list(pair) for pair in self._flagged_in_a_row],
+            "history": [[s.step, s.loss, s.grad_norm, s.flagged, dict(s.channels)] for s in self.history],
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on exactly where `state` was taken."""
+        if state.get("format") != STATE_FORMAT:
+            raise ValueError(f"the detector's state has format {state.get('format')}, expected {STATE_FORMAT}")
+        self._losses = [float(value) for value in state["losses"]][-self.rule.window_steps :]
+        self._log_norms = [float(value) for value in state["log_norms"]][-self.rule.window_steps :]
+        self._limits = [(int(step), _limits_from(parts)) for step, *parts in state["limits"]]
+        self._accepted = int(state["accepted"])
+        self._last_step = int(state["last_step"])
+        self._last_flagged_step = state["last_flagged_step"]
+        self._onset = None if state["onset"] is None else (int(state["onset"][0]), int(state["onset"][1]))
+        self._flagged_in_a_row = [(float(loss), float(norm)) for loss, norm in state["flagged_in_a_row"]]
+        self.history = [Seen(step, loss, norm, flag, dict(chans)) for step, loss, norm, flag, chans in state["history"]]
+
+
+def _verdicts(loss: float, grad_norm: float, limits: Limits) -> list[Kind]:
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        return ["nonfinite"]
+    kinds: list[Kind] = []
+    if loss > limits.loss:
+        kinds.append("loss_spike")
+    if grad_norm > limits.grad_norm:
+        kinds.append("grad_spike")
+    if loss < limits.loss_low:
+        kinds.append("loss_drop")
+    return kinds
+
+
+def _upper(level: Level, rule: SpikeRule) -> float:
+    return min(level.mean + rule.sigmas * level.sigma, level.median + rule.mads * MAD_TO_SIGMA * level.mad)
+
+
+def _parts(limits: Limits) -> tuple[float | None, ...]:
+    return limits.loss, limits.grad_norm, limits.loss_low, limits.usual_loss, limits.usual_grad_norm
+
+
+def _limits_from(parts: Sequence[float | None]) -> Limits:
+    """JSON has no infinities: they were written as null."""
+    loss, norm, low, usual_loss, usual_norm = parts
+    return Limits(
+        math.inf if loss is None else loss,
+        math.inf if norm is None else norm,
+        -math.inf if low is None else low,
+        usual_loss,
+        usual_norm,
+    )
+
+
+def _log(norm: float) -> float:
+    return math.log(max(norm, 1e-30))  # a gradient of zero is possible where nothing counts in the loss
+
+
+def _exp(value: float) -> float:
+    return math.exp(min(value, 700.0))
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,181 @@
+"""The documents of a step, as text: what a person looks at when a step went wrong.
+
+Rows are a function of the data and the position, so they can be shown at any time, for any step, also of a stage that
+is over. Decoding needs the tokenizer, which training does without; whoever has one passes its `decode`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zero2all.packed.layout import PackedSplit
+from zero2all.packed.mixture import TrainingData
+from zero2all.packed.origin import Origins
+from zero2all.packed.show import ShownDocument, ShownSample, sample_at
+from zero2all.train.guards.rows import RowFinder
+
+Decode = Callable[[list[int]], str]
+"""Ids to text, control tokens by name."""
+
+EXCERPT_CHARS = 300
+
+
+@dataclass(frozen=True)
+class DocumentText:
+    """The part of a document that stands in a row."""
+
+    number: int
+    """Of the document in its split."""
+    gid: int | None
+    """Of its corpus record, where the corpus is known."""
+    title: str
+    origin: str
+    """Raw file and place, in words; empty where it is not known."""
+    first_column: int
+    tokens: int
+    text: str
+    is_cut: bool
+    """Whether `text` is only its beginning."""
+
+
+@dataclass(frozen=True)
+class SampleText:
+    """One row of a step's global batch, or a document by itself."""
+
+    row: int | None
+    """None: the document was not looked up in a step."""
+    source: str
+    channel: str
+    shard: int
+    sample: int | None
+    """Which sample of its source."""
+    stage: str
+    epoch: int
+    first_token: int | None
+    """Of the row in the run's order."""
+    split_tokens: tuple[int, int] | None
+    """Its tokens within the source; None for best-fit rows, whose documents lie apart."""
+    loss: float | None
+    documents: list[DocumentText]
+
+    def as_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self)
+
+
+def samples_of_step(
+    data: TrainingData,
+    first_token: int,
+    samples: int,
+    corpus: Path,
+    decode: Decode | None,
+    only_rows: Sequence[int] | None = None,
+    losses: Mapping[int, float] | None = None,
+    chars: int | None = EXCERPT_CHARS,
+) -> list[SampleText]:
+    """The rows of the global batch that begins at `first_token`; without `decode`, text is a list of ids.
+
+    `chars` None: whole texts. `losses`: mean loss of a row, where it was recorded.
+    """
+    rows = RowFinder(data).rows(first_token, samples)
+    segment = data.segment_at(first_token)
+    before = sum(
+        earlier.position_at(later.from_token)
+        for earlier, later in zip(data.segments[: segment.number], data.segments[1:], strict=False)
+    )
+    position = before + segment.position_at(first_token)
+    shown = []
+    for row in range(samples) if only_rows is None else only_rows:
+        sample = sample_at(data, position + row, corpus)
+        index = int(rows.samples[row])
+        start = index * segment.seq_len
+        shown.append(
+            SampleText(
+                row=row,
+                source=sample.split.name,
+                channel=sample.split.channel,
+                shard=int(rows.shards[row]),
+                sample=index,
+                stage=sample.stage or "",
+                epoch=sample.epoch or 0,
+                first_token=first_token + row * segment.seq_len,
+                split_tokens=None if data.packing == "best_fit" else (start, start + segment.seq_len + 1),
+                loss=None if losses is None else losses.get(row),
+                documents=_documents(sample, decode, chars),
+            )
+        )
+    return shown
+
+
+def documents_by_number(
+    data: TrainingData, source: str, shard: int, numbers: Sequence[int], corpus: Path, decode: Decode | None
+) -> list[SampleText]:
+    """Documents of a shard by their number in the split, whenever the run reads them."""
+    split = next(split for split in data.splits if split.name == source)
+    starts, first = split.docs[shard], sum(split.docs.lengths[:shard])
+    origins = Origins(corpus)
+    shown = []
+    for number in numbers:
+        within = number - first
+        start = int(starts[within])
+        end = int(starts[within + 1]) if within + 1 < len(starts) else split.shards.lengths[shard]
+        tokens = np.asarray(split.shards[shard][start:end]).astype(np.int64)
+        gid = split.gid_of(number)
+        origin = None if gid is None else origins.find(split.name, split.split, gid)
+        document = ShownDocument(number, 0, tokens, np.ones(len(tokens), np.int8), origin)
+        where = int(split.shard_starts[shard]) + start
+        shown.append(
+            SampleText(
+                row=None,
+                source=source,
+                channel=split.channel,
+                shard=shard,
+                sample=None,
+                stage="",
+                epoch=0,
+                first_token=None,
+                split_tokens=(where, where + len(tokens)),
+                loss=None,
+                documents=[_document_text(split, document, number, decode, EXCERPT_CHARS)],
+            )
+        )
+    return shown
+
+
+def _documents(sample: ShownSample, decode: Decode | None, chars: int | None) -> list[DocumentText]:
+    return [
+        _document_text(sample.split, document, document.number, decode, chars)
+        for document in sample.documents
+        if document.number is not None  # padding has none
+    ]
+
+
+def _document_text(
+    split: PackedSplit, document: ShownDocument, number: int, decode: Decode | None, chars: int | None
+) -> DocumentText:
+    origin = document.origin
+    text, is_cut = _text(document, decode, chars)
+    return DocumentText(
+        number=number,
+        gid=split.gid_of(number) if origin is None else origin.gid,
+        title="" if origin is None else origin.title,
+        origin="" if origin is None else origin.in_words(),
+        first_column=document.column,
+        tokens=len(document.tokens),
+        text=text,
+        is_cut=is_cut,
+    )
+
+
+def _text(document: ShownDocument, decode: Decode | None, chars: int | None) -> tuple[str, bool]:
+    ids = document.tokens.tolist()
+    enough = ids if chars is None else ids[: 4 * chars + 4]  # a character has at most four bytes, a token at least one
+    text = " ".join(map(str, enough)) if decode is None else decode(enough)
+    if chars is None or (len(text) <= chars and len(enough) == len(ids)):
+        return text, False
+    return text[:chars], True

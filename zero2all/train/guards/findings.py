@@ -1,0 +1,47 @@
+"""What a watcher reports: one thing that is not as it was, with the figures that say so."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+Kind = Literal[
+    "loss_spike", "grad_spike", "loss_drop", "nonfinite", "level_shift", "hard_shard", "easy_shard", "repeated_shard"
+]
+
+STEP_KINDS: frozenset[str] = frozenset({"loss_spike", "grad_spike", "loss_drop", "nonfinite"})
+"""Findings about one step; the others are about the run or about data scattered over it."""
+SPIKES: frozenset[str] = frozenset({"loss_spike", "grad_spike"})
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One finding."""
+
+    kind: Kind
+    step: int
+    """The step as the metrics count it: the first step of a run is 1."""
+    tokens: tuple[int, int]
+    """First and end token of that step's global batch in the run's order."""
+    text: str
+    """In a sentence."""
+    value: float | None = None
+    """What was measured; None where it was not finite."""
+    usual: float | None = None
+    """What was to be expected."""
+    limit: float | None = None
+    """What it would have had to stay within."""
+    onset_step: int | None = None
+    """Where the trouble began: the first step of an unbroken series of findings."""
+    onset_token: int | None = None
+    details: dict[str, Any] = field(default_factory=dict)
+    """Plain values: the shard, its samples, the losses of the channels."""
+
+    def as_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return {**asdict(self), "tokens": list(self.tokens)}
+
+    @staticmethod
+    def from_json(values: dict[str, Any]) -> Finding:
+        """The way back."""
+        return Finding(**{**values, "tokens": (int(values["tokens"][0]), int(values["tokens"][1]))})

@@ -1,0 +1,126 @@
+"""Which stretches of the data a run leaves out, and why: a record that outlives rollbacks and crashes.
+
+Positions are tokens in the run's order, as everywhere. A step whose global batch touches a recorded stretch is passed
+over: the step counter and the position advance, nothing is computed, no weight changes. So the position still follows
+from the step alone, the learning rate and the stages stay where they are, and which steps are left out is a function of
+this record and of nothing else.
+
+The record lies in `<run>/incidents/skipped.json`, written before a decision is carried out. It does not go back with a
+rollback, nor with a crash: a run killed at any moment after a decision leaves out the same data when it is resumed, and
+counts the same decisions when it has to make the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from zero2all.common.errors import BadInputError
+from zero2all.common.files import read_json, write_json
+
+LEDGER_FILE = "skipped.json"
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """One decision: tokens `first` to `end`, without `end`, are left out."""
+
+    first: int
+    end: int
+    decided_at_step: int
+    kind: str
+    """Of the finding that led to it."""
+    action: Literal["refuse", "window", "rollback"]
+    """refuse: one step, of which the update was not made; rollback: a window, after going back; window: a window where
+    there was nothing to go back to."""
+    reason: str
+    to_step: int | None = None
+    """The step a rollback went back to."""
+
+
+class SkipLedger:
+    """The decisions, in the order in which they were made. Stretches may overlap: each keeps its reason."""
+
+    def __init__(self, entries: Iterable[Skipped] = ()) -> None:
+        self._entries: list[Skipped] = []
+        for entry in entries:
+            self.add(entry)
+
+    @property
+    def entries(self) -> tuple[Skipped, ...]:
+        """Everything recorded."""
+        return tuple(self._entries)
+
+    def add(self, entry: Skipped) -> None:
+        """Record a decision; recording it twice changes nothing."""
+        if not 0 <= entry.first < entry.end:
+            raise ValueError(f"tokens {entry.first} to {entry.end} are no stretch")
+        if entry not in self._entries:
+            self._entries.append(entry)
+
+    def skips(self, first: int, end: int) -> bool:
+        """Whether a global batch of tokens `first` to `end` is passed over."""
+        return any(entry.first < end and first < entry.end for entry in self._entries)
+
+    def first_clear(self, first: int, length: int) -> int:
+        """The first batch of `length` tokens, counted on from `first` in whole batches, that is not passed over."""
+        while self.skips(first, first + length):
+            first += length
+        return first
+
+    def abandons(self, checkpoint_step: int, ledger_then: SkipLedger) -> bool:
+        """Whether a rollback has gone back behind a checkpoint that knows nothing of it.
+
+        `ledger_then` is the ledger in that checkpoint. Such a checkpoint is set aside, also when a crash came between
+        the decision and its execution; the run would otherwise be resumed where it went wrong.
+        """
+        return any(
+            entry.to_step is not None and entry.to_step < checkpoint_step and entry not in ledger_then.entries
+            for entry in self._entries
+        )
+
+    def tokens(self) -> int:
+        """Tokens left out, each counted once."""
+        total = reached = 0
+        for first, end in sorted((entry.first, entry.end) for entry in self._entries):
+            total += max(0, end - max(first, reached))
+            reached = max(reached, end)
+        return total
+
+    def state(self) -> list[dict[str, Any]]:
+        """As plain values."""
+        return [asdict(entry) for entry in self._entries]
+
+    @staticmethod
+    def from_state(state: Iterable[Mapping[str, Any]]) -> SkipLedger:
+        """The way back."""
+        return SkipLedger(Skipped(**entry) for entry in state)
+
+    def merge(self, other: SkipLedger) -> None:
+        """Also leave out what `other` does."""
+        for entry in other.entries:
+            self.add(entry)
+
+    def save(self, folder: Path) -> None:
+        """Write the record to `folder`, durably."""
+        write_json(folder / LEDGER_FILE, {"format": 1, "skipped": self.state()})
+
+    @staticmethod
+    def load(folder: Path) -> SkipLedger:
+        """What was recorded in `folder`; nothing where there is no record."""
+        path = folder / LEDGER_FILE
+        try:
+            values = read_json(path)
+        except FileNotFoundError:
+            return SkipLedger()
+        try:
+            if values["format"] != 1:
+                raise ValueError(f"format {values['format']}, expected 1")
+            return SkipLedger.from_state(values["skipped"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise BadInputError(
+                f"{path} is not a record of skipped data ({error}). It says which samples the run leaves out, so the "
+                f"run is not continued without it: restore the file, or start over with --fresh."
+            ) from error

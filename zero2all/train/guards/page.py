@@ -1,0 +1,212 @@
+"""An incident as one HTML page that needs nothing else, and as text for a terminal.
+
+The page holds text from the corpus, which nobody has vetted. Everything that goes into it is escaped, and a content
+security policy forbids scripts and addresses altogether, should an escape ever be forgotten. On the terminal,
+characters that could move the cursor or colour the screen are replaced.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from html import escape
+from typing import Any
+
+from zero2all.train.guards.incident import Incident
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+TITLES = {
+    "loss_spike": "Loss spike",
+    "grad_spike": "Gradient spike",
+    "loss_drop": "Sudden drop of the loss",
+    "nonfinite": "Not finite",
+    "level_shift": "The level changed",
+    "hard_shard": "A shard far harder than its channel",
+    "easy_shard": "A trivially easy shard",
+    "repeated_shard": "A shard that repeats another",
+}
+ACTIONS = {
+    "continue": "Nothing was changed; the run goes on.",
+    "skip": "The data was left out; the run goes on.",
+    "rollback": "The run went back to a checkpoint and leaves the data out.",
+    "stop": "The run was stopped (exit code 12).",
+}
+WIDTH, HEIGHT, LEFT, BOTTOM = 720, 180, 56, 22
+STYLE = """
+:root{color-scheme:light dark;--fg:#1c2024;--bg:#fff;--dim:#667;--line:#d8dce2;--bad:#c22;--curve:#2563a8;--box:#f5f6f8}
+@media(prefers-color-scheme:dark){:root{--fg:#e4e6e9;--bg:#15181c;--dim:#99a;--line:#363b42;--bad:#f66;--curve:#7ab3ee;
+--box:#1e2227}}
+body{font:15px/1.5 system-ui,sans-serif;color:var(--fg);background:var(--bg);margin:0}
+main{max-width:60rem;margin:0 auto;padding:1.5rem}
+h1{font-size:1.5rem;margin:0 0 .3rem}h2{font-size:1.1rem;margin:1.8rem 0 .5rem}
+.done{border-left:4px solid var(--bad);background:var(--box);padding:.6rem .9rem}
+.dim{color:var(--dim)}table{border-collapse:collapse}td,th{padding:.2rem .8rem .2rem 0;text-align:left;
+border-bottom:1px solid var(--line)}td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}
+td.up{color:var(--bad)}pre{white-space:pre-wrap;overflow-wrap:anywhere;background:var(--box);padding:.6rem .8rem;
+margin:.3rem 0 1rem}svg{display:block;max-width:100%;height:auto}svg text{fill:var(--dim);font-size:11px}
+.curve{fill:none;stroke:var(--curve);stroke-width:1.5}.axis{stroke:var(--line)}.bad{fill:var(--bad)}
+"""
+
+
+def incident_html(incident: Incident) -> str:
+    """The whole page."""
+    title = TITLES.get(incident.kind, incident.kind)
+    body = [
+        f"<h1>{_e(title)}, step {incident.step:,}</h1>",
+        f'<p class="dim">Run {_e(incident.run)}</p>',
+        f'<p class="done"><b>{_e(ACTIONS.get(incident.action, incident.action))}</b><br>{_e(incident.done)}</p>',
+        _findings(incident),
+        _advice(incident),
+        _curve(incident, 1, "Loss"),
+        _curve(incident, 2, "Gradient norm"),
+        _channels(incident),
+        _samples(incident),
+    ]
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{_e(title)}, step {incident.step}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n"
+        + "\n".join(filter(None, body))
+        + "\n</main>\n</body>\n</html>\n"
+    )
+
+
+def incident_text(incident: Incident) -> str:
+    """The same for a terminal."""
+    return "\n".join(_text_lines(incident)) + "\n"
+
+
+# ---- HTML -----------------------------------------------------------------------------------------------------
+
+
+def _findings(incident: Incident) -> str:
+    items = "".join(f"<li>{_e(finding['text'])}</li>" for finding in incident.findings)
+    return f"<h2>What was found</h2><ul>{items}</ul>"
+
+
+def _advice(incident: Incident) -> str:
+    items = "".join(f"<li>{_e(line['text'])}</li>" for line in incident.advice)
+    return f"<h2>What to do</h2><ul>{items}</ul>"
+
+
+def _channels(incident: Incident) -> str:
+    if not incident.channels:
+        return ""
+    rows = []
+    for name, before, now in incident.channels:
+        change = None if before is None or now is None else now - before
+        mark = " up" if change is not None and before and change > 0.1 * before else ""
+        cells = (
+            f'<td class="n">{_n(before)}</td><td class="n">{_n(now)}</td><td class="n{mark}">{_n(change, "+.4g")}</td>'
+        )
+        rows.append(f"<tr><td>{_e(name)}</td>{cells}</tr>")
+    head = '<tr><th>channel</th><th class="n">usual</th><th class="n">this step</th><th class="n">change</th></tr>'
+    return f"<h2>Loss by channel</h2><table>{head}{''.join(rows)}</table>"
+
+
+def _curve(incident: Incident, column: int, title: str) -> str:
+    """A line over the steps around the incident; steps that stood out are dots."""
+    points = [(row[0], row[column], row[3]) for row in incident.curve if row[column] is not None]
+    if len(points) < 2:
+        return ""
+    steps, values = [point[0] for point in points], [float(point[1]) for point in points]
+    low, high = min(values), max(values)
+    margin = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
+    low, high = low - margin, high + margin
+
+    def place(step: float, value: float) -> tuple[float, float]:
+        across = LEFT + (step - steps[0]) / max(1, steps[-1] - steps[0]) * (WIDTH - LEFT - 8)
+        return across, (HEIGHT - BOTTOM) * (1 - (value - low) / (high - low))
+
+    line = " ".join("{:.1f},{:.1f}".format(*place(step, value)) for step, value, _ in points)
+    dots = "".join(
+        '<circle class="bad" cx="{:.1f}" cy="{:.1f}" r="3"/>'.format(*place(step, value))
+        for step, value, flagged in points
+        if flagged
+    )
+    base = HEIGHT - BOTTOM
+    return (
+        f"<h2>{_e(title)}</h2>"
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'aria-label="{_e(title)} from {_n(values[0])} to {_n(values[-1])}">'
+        f'<line class="axis" x1="{LEFT}" y1="0" x2="{LEFT}" y2="{base}"/>'
+        f'<line class="axis" x1="{LEFT}" y1="{base}" x2="{WIDTH}" y2="{base}"/>'
+        f'<text x="2" y="11">{_n(high)}</text><text x="2" y="{base - 2}">{_n(low)}</text>'
+        f'<text x="{LEFT}" y="{HEIGHT - 6}">step {steps[0]:,}</text>'
+        f'<text x="{WIDTH - 4}" y="{HEIGHT - 6}" text-anchor="end">step {steps[-1]:,}</text>'
+        f'<polyline class="curve" points="{line}"/>{dots}</svg>'
+    )
+
+
+def _samples(incident: Incident) -> str:
+    if not incident.samples and not incident.samples_note:
+        return ""
+    parts = [f"<h2>Documents</h2><p class='dim'>{_e(incident.samples_note)}</p>"]
+    for sample in incident.samples:
+        parts.append(f"<h3>{_e(_sample_heading(sample))}</h3>")
+        for document in sample["documents"]:
+            heading, more = _document_heading(document), " …" if document["is_cut"] else ""
+            parts.append(f'<div class="dim">{_e(heading)}</div><pre>{_e(document["text"])}{more}</pre>')
+    return "".join(parts)
+
+
+def _e(value: Any) -> str:
+    """Escaped; control characters, which no page may hold, become visible."""
+    return escape("".join(char if char in "\n\t" or char.isprintable() else _visible(char) for char in str(value)))
+
+
+def _visible(char: str) -> str:
+    return "\N{REPLACEMENT CHARACTER}" if char not in "\u3000\xa0" else char
+
+
+def _n(value: float | None, style: str = ".4g") -> str:
+    return "–" if value is None or not math.isfinite(value) else format(value, style)
+
+
+# ---- text -----------------------------------------------------------------------------------------------------
+
+
+def _text_lines(incident: Incident) -> Iterator[str]:
+    yield f"{TITLES.get(incident.kind, incident.kind)}, step {incident.step:,}, run {terminal_safe(incident.run)}"
+    yield f"  {ACTIONS.get(incident.action, incident.action)}"
+    yield f"  {terminal_safe(incident.done)}"
+    yield ""
+    yield from (f"  found: {terminal_safe(finding['text'])}" for finding in incident.findings)
+    yield from (f"  to do: {terminal_safe(line['text'])}" for line in incident.advice)
+    if incident.channels:
+        yield ""
+        yield f"  {'channel':<20} {'usual':>10} {'this step':>10}"
+        yield from (f"  {terminal_safe(name):<20} {_n(old):>10} {_n(new):>10}" for name, old, new in incident.channels)
+    if incident.samples_note:
+        yield ""
+        yield f"  {terminal_safe(incident.samples_note)}"
+    for sample in incident.samples:
+        yield f"── {terminal_safe(_sample_heading(sample))}"
+        for document in sample["documents"]:
+            yield f"   {terminal_safe(_document_heading(document))}"
+            yield f"   {terminal_safe(document['text'])}{' …' if document['is_cut'] else ''}"
+
+
+def terminal_safe(text: str, keep: Sequence[str] = ()) -> str:
+    """Without characters that a terminal would obey; `keep` names those that may stay (a newline)."""
+    return "".join(char if char.isprintable() or char in keep else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+# ---- both -----------------------------------------------------------------------------------------------------
+
+
+def _sample_heading(sample: dict[str, Any]) -> str:
+    loss = f", loss {sample['loss']:.4g}" if sample.get("loss") is not None else ""
+    where = f"source {sample['source']}, channel {sample['channel']}, shard {sample['shard']}"
+    if sample["row"] is None:
+        return where
+    return f"row {sample['row']}{loss}: {where}, sample {sample['sample']:,}"
+
+
+def _document_heading(document: dict[str, Any]) -> str:
+    last = document["first_column"] + document["tokens"] - 1
+    gid = "" if document["gid"] is None else f", gid {document['gid']}"
+    title = f", “{document['title']}”" if document["title"] else ""
+    origin = f"; {document['origin']}" if document["origin"] else ""
+    return f"document {document['number']:,}, tokens {document['first_column']} to {last}{gid}{title}{origin}"

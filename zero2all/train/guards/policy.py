@@ -1,0 +1,193 @@
+"""From findings to what the loop does: go on, leave the data of a step out, go back, or stop.
+
+Each kind of finding has its own setting. `log` goes on. `skip` makes no update with the step: the device refuses it by
+the detector's limits, and the decision records its data as left out. `rollback` does the same, and when spikes keep
+coming (3 within 16 steps) goes back to the last good checkpoint and leaves out everything from the first spike to the
+last and 16 steps more. A run that has to go back more than 3 times within 2,000 steps has another problem than a bad
+stretch of data, and stops.
+
+The last good checkpoint is the newest that is at least `rollback_margin_steps` older than the first spike. If the run
+went back to that very one the time before, it goes back one further, if it can: what led to the spike may have been in
+the weights already.
+
+Earlier decisions are counted in the ledger, which neither a rollback nor a crash takes back, and not in a memory of
+its own: a run that is resumed passes over the steps it refused before, and must still come to the decisions of the run
+that was left alone. Only steps that were not finite are remembered here. They are not recorded as bad data, since an
+overflow says little about the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from zero2all.common.errors import AnomalyError
+from zero2all.train.config import GuardsConfig
+from zero2all.train.guards.findings import STEP_KINDS, Finding
+from zero2all.train.guards.ledger import SkipLedger, Skipped
+
+STATE_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Continue:
+    """Nothing is to be done; what was found is logged."""
+
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class SkipWindow:
+    """No update is made with this data: the device refused it, or it is still to come."""
+
+    skip: Skipped
+    reason: str
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """Load the checkpoint of `to_step` and leave `skip` out from then on."""
+
+    to_step: int
+    skip: Skipped
+    reason: str
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End the run."""
+
+    reason: str
+    exit_code: int = AnomalyError.exit_code
+
+
+Action = Continue | SkipWindow | Rollback | Stop
+
+ACTION_NAMES: dict[type, str] = {Continue: "continue", SkipWindow: "skip", Rollback: "rollback", Stop: "stop"}
+
+
+class Policy:
+    """Decides by the settings and by what was decided before."""
+
+    def __init__(self, config: GuardsConfig) -> None:
+        self.config = config
+        self._not_finite: list[int] = []  # the last steps that were not finite
+
+    def decide(self, step: int, findings: Sequence[Finding], ledger: SkipLedger, checkpoints: Sequence[int]) -> Action:
+        """What to do after `step`, in which `findings` were made; `checkpoints` are the steps of verified ones.
+
+        Adds nothing to the ledger: whoever carries out the action does.
+        """
+        harmful = [one for one in findings if one.kind in STEP_KINDS and self._setting(one) != "log"]
+        if not harmful:
+            return Continue(findings[0].text if findings else "")
+        worst = harmful[0]
+        if worst.kind == "nonfinite":
+            self._not_finite = [*self._not_finite, step][-self.config.max_skips_in_a_row :]
+            if self.config.nonfinite == "stop":
+                return Stop(f"{worst.text}. guards.nonfinite is `stop`, so the run ends here, unharmed.")
+        in_a_row = self._refused_in_a_row(step, ledger)
+        back = [one for one in harmful if self._setting(one) == "rollback"]
+        spikes = [entry for entry in self._open_spikes(step, ledger) if self._kind_setting(entry.kind) == "rollback"]
+        if back and len(spikes) + 1 >= self.config.rollback_after_spikes:
+            return self._go_back(step, back[0], spikes, ledger, checkpoints)
+        if in_a_row >= self.config.max_skips_in_a_row:
+            return Stop(
+                f"{worst.text}. {in_a_row} updates in a row were skipped, so the run ends here. The weights are those "
+                f"of step {step - in_a_row}."
+            )
+        if worst.kind == "nonfinite":
+            return Continue(f"{worst.text}; no update was made with this step")
+        chosen = back[0] if back else worst
+        return SkipWindow(
+            _skipped(chosen, step, *chosen.tokens, "refuse"), f"{chosen.text}; no update was made with this step"
+        )
+
+    def _setting(self, finding: Finding) -> str:
+        return self._kind_setting(finding.kind)
+
+    def _kind_setting(self, kind: str) -> str:
+        settings = {
+            "loss_spike": self.config.loss_spike,
+            "grad_spike": self.config.grad_spike,
+            "loss_drop": self.config.loss_drop,
+        }
+        return settings.get(kind, "skip")
+
+    def _open_spikes(self, step: int, ledger: SkipLedger) -> list[Skipped]:
+        """Steps refused lately, since the last time the run went back."""
+        entries = list(ledger.entries)
+        windows = [number for number, entry in enumerate(entries) if entry.action != "refuse"]
+        since = entries[windows[-1] + 1 :] if windows else entries
+        return [one for one in since if step - self.config.rollback_within_steps < one.decided_at_step < step]
+
+    def _refused_in_a_row(self, step: int, ledger: SkipLedger) -> int:
+        """How many steps up to `step`, which is one of them, made no update."""
+        refused = {entry.decided_at_step for entry in ledger.entries if entry.action == "refuse"}
+        refused.update(self._not_finite)
+        count = 1
+        while step - count in refused:
+            count += 1
+        return count
+
+    def _go_back(
+        self, step: int, finding: Finding, spikes: Sequence[Skipped], ledger: SkipLedger, checkpoints: Sequence[int]
+    ) -> Action:
+        onset_step, onset_token = step, finding.tokens[0]
+        if spikes:
+            onset_step, onset_token = spikes[0].decided_at_step, spikes[0].first
+        if finding.onset_step is not None and finding.onset_token is not None:
+            onset_step, onset_token = min((onset_step, onset_token), (finding.onset_step, finding.onset_token))
+        first, end = finding.tokens
+        end += (end - first) * self.config.skip_steps_after
+        within = self.config.max_rollbacks_within_steps
+        rollbacks = [one for one in ledger.entries if one.action == "rollback"]
+        recent = [one for one in rollbacks if abs(step - one.decided_at_step) < within]
+        if len(recent) >= self.config.max_rollbacks:
+            return Stop(
+                f"{finding.text}. The run has gone back {len(recent)} times within {within:,} steps "
+                f"(guards.max_rollbacks), and its loss jumps again: this is not one bad stretch of data."
+            )
+        to_step = self._last_good(onset_step, checkpoints, rollbacks)
+        if to_step is None:
+            return SkipWindow(
+                _skipped(finding, step, onset_token, end, "window"),
+                f"{finding.text}; there is no checkpoint at least {self.config.rollback_margin_steps} steps older than "
+                f"step {onset_step} to go back to, so only the data is left out",
+            )
+        return Rollback(
+            to_step,
+            _skipped(finding, step, onset_token, end, "rollback", to_step),
+            f"{finding.text}; {len(spikes) + 1} spikes since step {onset_step}: back to the checkpoint of step "
+            f"{to_step}, without tokens {onset_token:,} to {end:,}",
+        )
+
+    def _last_good(self, onset_step: int, checkpoints: Sequence[int], rollbacks: Sequence[Skipped]) -> int | None:
+        good = [step for step in sorted(checkpoints) if step <= onset_step - self.config.rollback_margin_steps]
+        if not good:
+            return None
+        if len(good) > 1 and rollbacks and rollbacks[-1].to_step == good[-1]:
+            return good[-2]
+        return good[-1]
+
+    def state(self) -> dict[str, Any]:
+        """As plain values."""
+        return {"format": STATE_FORMAT, "not_finite": list(self._not_finite)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on exactly where `state` was taken."""
+        if state.get("format") != STATE_FORMAT:
+            raise ValueError(f"the policy's state has format {state.get('format')}, expected {STATE_FORMAT}")
+        self._not_finite = [int(step) for step in state["not_finite"]]
+
+
+def _skipped(
+    finding: Finding,
+    step: int,
+    first: int,
+    end: int,
+    action: Literal["refuse", "window", "rollback"],
+    to_step: int | None = None,
+) -> Skipped:
+    return Skipped(first, end, step, finding.kind, action, finding.text, to_step)

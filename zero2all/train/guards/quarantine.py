@@ -1,0 +1,87 @@
+"""Shards whose samples no longer count in the loss.
+
+With `data.quarantine: auto`, the rows of a shard that was named get the loss weight 0 from the step `from_step` on.
+They are still read and still pass through the model, so the position, the shapes and the order stay as they are. `log`
+names shards and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from zero2all.train.guards.findings import Finding
+from zero2all.train.guards.rows import StepRows
+
+MODES = ("off", "log", "auto")
+
+
+@dataclass(frozen=True)
+class Quarantined:
+    """One shard."""
+
+    source: str
+    shard: int
+    kind: str
+    from_step: int
+    reason: str
+
+
+class Quarantine:
+    """The shards of one run that were named. Like the record of skipped data, it does not go back with a rollback."""
+
+    def __init__(self, mode: str) -> None:
+        if mode not in MODES:
+            raise ValueError(f"quarantine mode {mode!r}; expected one of {', '.join(MODES)}")
+        self.mode = mode
+        self._shards: dict[tuple[str, int], Quarantined] = {}
+
+    @property
+    def shards(self) -> tuple[Quarantined, ...]:
+        """Everything named, in order of the step."""
+        return tuple(sorted(self._shards.values(), key=lambda one: (one.from_step, one.source, one.shard)))
+
+    def add(self, finding: Finding, from_step: int) -> Quarantined | None:
+        """Note the shard a finding names; None when it is known already, or when the mode is `off`.
+
+        `from_step` must be a step that no rank has begun: then all of them agree, and so does a run that is resumed.
+        """
+        source, shard = str(finding.details["source"]), int(finding.details["shard"])
+        if self.mode == "off" or (source, shard) in self._shards:
+            return None
+        named = self._shards[source, shard] = Quarantined(source, shard, finding.kind, from_step, finding.text)
+        return named
+
+    def weight_of(self, source: str, shard: int, step: int | None = None) -> float:
+        """How much samples of a shard count: 0 or 1. Without `step`: from now on."""
+        named = self._shards.get((source, shard))
+        if self.mode != "auto" or named is None or (step is not None and step < named.from_step):
+            return 1.0
+        return 0.0
+
+    def row_weights(self, rows: StepRows, step: int) -> np.ndarray | None:
+        """(B,) float32: the weight of each row of a step; None when all count."""
+        if self.mode != "auto" or not self._shards:
+            return None
+        pairs = zip(rows.source_names(), rows.shards.tolist(), strict=True)
+        weights = np.array([self.weight_of(source, shard, step) for source, shard in pairs], dtype=np.float32)
+        return None if weights.all() else weights
+
+    def state(self) -> list[dict[str, Any]]:
+        """As plain values."""
+        return [asdict(named) for named in self.shards]
+
+    def restore(self, state: list[Mapping[str, Any]]) -> None:
+        """Take over what was named."""
+        named = [Quarantined(**one) for one in state]
+        self._shards = {(one.source, one.shard): one for one in named}
+
+    def merge(self, other: Quarantine) -> None:
+        """Also keep what `other` named; the earlier step counts."""
+        for one in other.shards:
+            known = self._shards.get((one.source, one.shard))
+            if known is None or one.from_step < known.from_step:
+                self._shards[one.source, one.shard] = one

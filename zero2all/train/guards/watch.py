@@ -1,0 +1,158 @@
+"""All guards of a run as one object with one state: what the loop talks to.
+
+The loop, on rank 0, calls `limits` before a step and `observe` when the values of a step have arrived, and carries out
+the action it returns. What belongs to the present (the detector's window, the statistics of the shards) goes back with
+a rollback; what was decided (skipped data, quarantined shards) does not, and is also written to the run's folder
+before it is carried out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zero2all.common.files import read_json, write_json
+from zero2all.packed.mixture import TrainingData
+from zero2all.train.config import GuardsConfig
+from zero2all.train.guards.detector import Detector, Limits, SpikeRule
+from zero2all.train.guards.findings import Finding
+from zero2all.train.guards.ledger import SkipLedger
+from zero2all.train.guards.policy import Action, Policy, Rollback, SkipWindow
+from zero2all.train.guards.quarantine import Quarantine
+from zero2all.train.guards.rows import RowFinder, StepRows
+from zero2all.train.guards.shards import ShardWatch
+
+INCIDENTS_FOLDER = "incidents"
+QUARANTINE_FILE = "quarantine.json"
+STATE_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What a step told."""
+
+    findings: list[Finding]
+    action: Action
+
+
+class RunGuards:
+    """Detector, policy, ledger, shard statistics and quarantine of one run."""
+
+    def __init__(
+        self,
+        run: Path,
+        config: GuardsConfig,
+        warmup_steps: int,
+        data: TrainingData | None = None,
+        quarantine: str = "log",
+    ) -> None:
+        """`data` None, or `quarantine: off`, leaves the shards alone."""
+        self.folder = run / INCIDENTS_FOLDER
+        self.detector = Detector(SpikeRule.of(config, warmup_steps))
+        self.policy = Policy(config)
+        self.ledger = SkipLedger.load(self.folder)
+        self.quarantine = Quarantine(quarantine)
+        self.shards: ShardWatch | None = None
+        self.finder: RowFinder | None = None
+        if data is not None and quarantine != "off":
+            counts = {split.name: len(split.shards) for split in data.splits}
+            self.shards = ShardWatch(counts, data.channels, config.false_shard_alarms)
+            self.finder = RowFinder(data)
+            self._load_quarantine()
+
+    def limits(self, step: int) -> Limits:
+        """What `step` must stay within; see `Detector.limits`."""
+        return self.detector.limits(step)
+
+    def refusal_limits(self, step: int) -> Limits:
+        """The limits by which the device refuses the update of `step`: infinite for kinds that are only logged."""
+        limits, config = self.limits(step), self.policy.config
+        return replace(
+            limits,
+            loss=math.inf if config.loss_spike == "log" else limits.loss,
+            grad_norm=math.inf if config.grad_spike == "log" else limits.grad_norm,
+            loss_low=-math.inf if config.loss_drop == "log" else limits.loss_low,
+        )
+
+    def row_weights(self, rows: StepRows, step: int) -> np.ndarray | None:
+        """The loss weight of each row; None when all count."""
+        return self.quarantine.row_weights(rows, step)
+
+    def observe(
+        self,
+        step: int,
+        loss: float,
+        grad_norm: float,
+        channel_losses: Mapping[str, float],
+        tokens: tuple[int, int],
+        checkpoints: Sequence[int],
+        row_nats: np.ndarray | None = None,
+        row_counts: np.ndarray | None = None,
+    ) -> Observation:
+        """Take in the values of one step, in order; decide, and record the decision before returning it.
+
+        `row_nats` and `row_counts` are over all rows of the global batch, in its order.
+        """
+        findings = self.detector.observe(step, loss, grad_norm, channel_losses, tokens)
+        action = self.policy.decide(step, findings, self.ledger, checkpoints)
+        if isinstance(action, SkipWindow | Rollback):
+            self.ledger.add(action.skip)
+            self.ledger.save(self.folder)
+            return Observation(findings, action)  # a resumed run passes over this step, so its rows must not count
+        if self.shards is not None and self.finder is not None and row_nats is not None and row_counts is not None:
+            rows = self.finder.rows(tokens[0], len(row_nats))
+            named = self.shards.observe(step, rows, row_nats, row_counts, tokens)
+            findings += named
+            self.note_shards(named, step)
+        return Observation(findings, action)
+
+    def note_shards(self, findings: Sequence[Finding], step: int) -> None:
+        """Quarantine the shards that findings of `step` name, from the first step that cannot have begun yet."""
+        from_step = step + self.detector.rule.lag_steps
+        added = [self.quarantine.add(finding, from_step) for finding in findings]
+        if any(added):
+            write_json(self.folder / QUARANTINE_FILE, {"format": 1, "shards": self.quarantine.state()})
+
+    def restart(self) -> None:
+        """A stage with other data begins: what the loss was before no longer counts."""
+        self.detector.restart()
+        if self.shards is not None:
+            self.shards.restart()
+
+    def state(self) -> dict[str, Any]:
+        """Everything, for a checkpoint."""
+        return {
+            "format": STATE_FORMAT,
+            "detector": self.detector.state(),
+            "policy": self.policy.state(),
+            "ledger": self.ledger.state(),
+            "quarantine": self.quarantine.state(),
+            "shards": None if self.shards is None else self.shards.state(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken, after a crash or a rollback alike; decisions made since then stay."""
+        if state.get("format") != STATE_FORMAT:
+            raise ValueError(f"the guards' state has format {state.get('format')}, expected {STATE_FORMAT}")
+        self.detector.restore(state["detector"])
+        self.policy.restore(state["policy"])
+        then = SkipLedger.from_state(state["ledger"])
+        then.merge(self.ledger)
+        self.ledger = then
+        named = Quarantine(self.quarantine.mode)
+        named.restore(state["quarantine"])
+        self.quarantine.merge(named)
+        if self.shards is not None and state["shards"] is not None:
+            self.shards.restore(state["shards"])
+
+    def _load_quarantine(self) -> None:
+        try:
+            values = read_json(self.folder / QUARANTINE_FILE)
+        except FileNotFoundError:
+            return
+        self.quarantine.restore(values["shards"])

@@ -1,0 +1,128 @@
+"""Writes incidents to the run's folder, in a thread of its own: the loop hands over what it knows and goes on.
+
+`<run>/incidents/<step>-<kind>.json`, `.html` and `.txt`. Looking up documents reads the packed data and, for titles,
+the corpus; that may take a second, and nothing of it may stop a run: whatever goes wrong is written on the page, or,
+where even that fails, kept in `problems`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from zero2all.common.files import write_atomic, write_json
+from zero2all.packed.mixture import TrainingData
+from zero2all.train.guards.documents import Decode, SampleText, documents_by_number, samples_of_step
+from zero2all.train.guards.incident import Incident
+from zero2all.train.guards.page import incident_html, incident_text
+
+MAX_ROWS = 16
+"""Rows whose documents are shown."""
+
+
+class IncidentWriter:
+    """The thread. `close` it at the end of the run."""
+
+    def __init__(
+        self,
+        folder: Path,
+        data: TrainingData | None,
+        corpus: Path,
+        make_decode: Callable[[], Decode] | None = None,
+    ) -> None:
+        """`make_decode` loads the tokenizer when the first incident needs it; without it ids are shown."""
+        self.folder, self._data, self._corpus, self._make_decode = folder, data, corpus, make_decode
+        self._decode: Decode | None = None
+        self.problems: list[str] = []
+        self.written: list[Path] = []
+        """The pages, in order."""
+        self._queue: SimpleQueue[Incident | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="incidents", daemon=True)
+        self._thread.start()
+
+    def submit(self, incident: Incident) -> Path:
+        """Have an incident written; returns where its page will be. Never blocks, never raises."""
+        self._queue.put(incident)
+        return self.folder / f"{incident.name()}.html"
+
+    def close(self, timeout_seconds: float = 30.0) -> bool:
+        """Wait until everything is written; False if that takes too long."""
+        self._queue.put(None)
+        self._thread.join(timeout_seconds)
+        return not self._thread.is_alive()
+
+    def _work(self) -> None:
+        while (incident := self._queue.get()) is not None:
+            try:
+                self.written.append(write_incident(self.folder, self._with_documents(incident)))
+            except Exception as error:  # a full disk, a folder that is gone: never the run's concern
+                self.problems.append(f"the page of step {incident.step} could not be written: {error}")
+
+    def _with_documents(self, incident: Incident) -> Incident:
+        if self._data is None or not incident.tokens:
+            return incident
+        try:
+            if self._decode is None and self._make_decode is not None:
+                self._decode = self._make_decode()
+            samples, note = incident_samples(incident, self._data, self._corpus, self._decode)
+        except Exception as error:
+            return dataclasses.replace(incident, samples_note=f"The documents could not be read: {error}")
+        return dataclasses.replace(incident, samples=[sample.as_json() for sample in samples], samples_note=note)
+
+
+def write_incident(folder: Path, incident: Incident) -> Path:
+    """Write the files of an incident; returns the page."""
+    page = folder / f"{incident.name()}.html"
+    write_json(page.with_suffix(".json"), incident.as_json())
+    write_atomic(page.with_suffix(".txt"), incident_text(incident).encode(errors="replace"))
+    write_atomic(page, incident_html(incident).encode(errors="replace"))
+    return page
+
+
+def incident_samples(
+    incident: Incident, data: TrainingData, corpus: Path, decode: Decode | None
+) -> tuple[list[SampleText], str]:
+    """The rows worth looking at, and a sentence that says which they are.
+
+    Of a step, those whose loss lies furthest to the side that stood out; of a shard, its most extreme rows, from the
+    steps they were in.
+    """
+    details = incident.findings[0]["details"]
+    if "examples" in details:
+        return _shard_samples(details, data, corpus, decode)
+    if "of_shard" in details:
+        source, shard = str(details["source"]), int(details["shard"])
+        numbers = [here for here, _ in details["documents"]]
+        note = f"Documents of shard {shard} of {source}, each of which repeats one of shard {details['of_shard']} of "
+        shown = documents_by_number(data, source, shard, numbers, corpus, decode)
+        return shown, f"{note}{details['of_source']}, word for word."
+    first, end = incident.tokens
+    count = (end - first) // data.segment_at(first).seq_len
+    losses = {row: loss for row, loss in enumerate(incident.row_losses) if loss is not None}
+    rows: Sequence[int] = range(min(count, MAX_ROWS))
+    note = f"The first {len(rows)} of {count} rows of this step."
+    if losses:
+        is_drop = incident.kind == "loss_drop"
+        ranked = sorted(losses, key=lambda row: (losses[row] if is_drop else -losses[row], row))
+        rows = ranked[:MAX_ROWS]
+        note = f"The {len(rows)} rows with the {'lowest' if is_drop else 'highest'} loss, of {count} in this step."
+    elif len(rows) == count:
+        note = f"All {count} rows of this step."
+    note += f" All of them: z2a inspect {incident.run} {incident.step}"
+    return samples_of_step(data, first, count, corpus, decode, rows, losses), note
+
+
+def _shard_samples(
+    details: dict[str, Any], data: TrainingData, corpus: Path, decode: Decode | None
+) -> tuple[list[SampleText], str]:
+    shown: list[SampleText] = []
+    for example in details["examples"]:
+        row = int(example["row"])
+        losses = {row: float(example["loss"])}
+        shown += samples_of_step(data, int(example["first_token"]), row + 1, corpus, decode, [row], losses)
+    note = f"The {len(shown)} most extreme samples of shard {details['shard']} of {details['source']} so far."
+    return shown, note

@@ -1,0 +1,100 @@
+"""Adafactor: the mean squared gradient of a matrix as an outer product of its row and column means.
+
+    b = 1 - t^(-0.8)               s = g^2 + 1e-30
+    r = b r + (1 - b) mean over columns of s          c = b c + (1 - b) mean over rows of s
+    u = g / sqrt(r c^T / mean(r))                     u = u / max(1, rms(u) / clip)
+    w = w (1 - lr wd) - lr u
+
+A matrix of R rows and C columns needs R + C numbers instead of R C: next to no state. Vectors keep their whole mean
+square. With `beta1` the update is averaged, which costs 4 bytes a parameter again. The learning rate is the schedule's
+(the relative step sizes of the original are not used). A stack of matrices is factored matrix by matrix.
+
+A matrix that is spread over processes needs three small sums over all of them each step: rows, columns, and rms(u).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zero2all.train.optimizers.base import (
+    Optimizer,
+    ParameterGroup,
+    Slot,
+    StepInputs,
+    master_dtype,
+    replace,
+    scaled,
+    zeros_like_master,
+)
+from zero2all.train.optimizers.shards import box, sum_over_parts
+
+TINY = 1e-30
+"""Added to squared gradients, so that a value that never had one divides by something."""
+
+
+class Adafactor(Optimizer):
+    """Factored second moments, no momentum unless asked for."""
+
+    def __init__(
+        self, groups: Sequence[ParameterGroup], decay_power: float, clip_rms: float, beta1: float = 0.0
+    ) -> None:
+        self.decay_power, self.clip_rms, self.beta1 = decay_power, clip_rms, beta1
+        super().__init__(groups)
+
+    def initial_state(self, slot: Slot) -> dict[str, Tensor]:
+        """Row and column means, whole in every process, or the mean square of a vector; momentum by option."""
+        shape, device, dtype = slot.parameter.shape, slot.weight.device, master_dtype(slot.weight)
+        momentum = {"momentum": zeros_like_master(slot)} if self.beta1 else {}
+        if len(shape) < 2:
+            return {"exp_avg_sq": zeros_like_master(slot), **momentum}
+        return {
+            "row_means": torch.zeros(shape[:-1], device=device, dtype=dtype),
+            "column_means": torch.zeros((*shape[:-2], shape[-1]), device=device, dtype=dtype),
+            **momentum,
+        }
+
+    def update(self, inputs: StepInputs) -> None:
+        """One parameter after the other."""
+        decay = 1 - inputs.count.double() ** -self.decay_power
+        for group in self.param_groups:
+            for slot in group.slots:
+                gradient = slot.gradient
+                if gradient is not None:
+                    self._update_one(slot, group, scaled(gradient, inputs.scale), decay, inputs.skip)
+
+    def _update_one(
+        self, slot: Slot, group: ParameterGroup, gradient: Tensor, decay: Tensor, skip: Tensor | None
+    ) -> None:
+        square = gradient * gradient + TINY
+        if "exp_avg_sq" in slot.state:
+            mean_square = decay * slot.moment("exp_avg_sq") + (1 - decay) * square
+            replace(slot.moment("exp_avg_sq"), mean_square, skip)
+        else:
+            mean_square = self._factored(slot, square, decay, skip)
+        direction = gradient * mean_square.rsqrt()
+        total = sum_over_parts((direction * direction).sum(), slot.parameter)
+        direction = direction / ((total / slot.parameter.numel()).sqrt() / self.clip_rms).clamp(min=1.0)
+        if self.beta1:
+            direction = self.beta1 * slot.moment("momentum") + (1 - self.beta1) * direction
+            replace(slot.moment("momentum"), direction, skip)
+        replace(slot.weight, slot.weight * (1 - group.lr * group.weight_decay) - group.lr * direction, skip)
+
+    def _factored(self, slot: Slot, square: Tensor, decay: Tensor, skip: Tensor | None) -> Tensor:
+        """The estimate of the mean square for the part of the matrix in this process."""
+        rows, columns = slot.state["row_means"], slot.state["column_means"]
+        place = box(slot.parameter)
+        in_rows, in_columns = place[:-1], (*place[:-2], place[-1])
+        row_sums, column_sums = torch.zeros_like(rows), torch.zeros_like(columns)
+        row_sums[in_rows] = square.sum(dim=-1)
+        column_sums[in_columns] = square.sum(dim=-2)
+        sum_over_parts(row_sums, slot.parameter)
+        sum_over_parts(column_sums, slot.parameter)
+        new_rows = decay * rows + (1 - decay) * row_sums / columns.shape[-1]
+        new_columns = decay * columns + (1 - decay) * column_sums / rows.shape[-1]
+        replace(rows, new_rows, skip)
+        replace(columns, new_columns, skip)
+        share = new_rows / new_rows.mean(dim=-1, keepdim=True)
+        return share[in_rows].unsqueeze(-1) * new_columns[in_columns].unsqueeze(-2)

@@ -1,0 +1,160 @@
+"""AdamW with both moments in 8 bits: about 2 bytes of state a parameter instead of 8.
+
+Each row of a matrix is cut into blocks of 256 values; a block has one float32 scale (its largest magnitude) and one
+byte per value. Codes are spread as squares, because most values of a block are far smaller than its largest:
+
+    mean           m = scale (q / 127)^2 sign(q)             q in -127 .. 127
+    mean square    v = scale (q / 255)^4                     q in 0 .. 255, so that sqrt(v) is spread like m
+
+A value between two codes takes the upper one with the probability of its distance from the lower one (`rounding`), so
+that on average nothing is lost; rounding to the nearest would freeze a slowly changing mean square. A mean square is
+never coded 0 unless it is 0: a step divides by its root.
+
+Blocks never cross rows, so a matrix that is cut by rows over processes has the same codes as a whole one. Vectors
+(norms, biases) and matrices whose rows are cut keep float32 moments. The arithmetic of a step is float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zero2all.train.optimizers.adamw import AdamW, adamw_formula
+from zero2all.train.optimizers.base import ParameterGroup, Slot, StepInputs, replace, row_pieces, scaled
+from zero2all.train.optimizers.rounding import dice, dice_key, fraction
+from zero2all.train.optimizers.shards import flat_index, spread_dimensions, spread_like
+
+BLOCK = 256
+MEAN_CODES, SQUARE_CODES = 127, 255
+MEAN_POWER, SQUARE_POWER = 2, 4
+
+
+class AdamW8bit(AdamW):
+    """AdamW whose moments of matrices are bytes with a scale per block."""
+
+    def __init__(
+        self,
+        groups: Sequence[ParameterGroup],
+        beta1: float,
+        beta2: float,
+        eps: float,
+        seed: int,
+        compiled: bool = False,
+    ) -> None:
+        self.seed = seed
+        super().__init__(groups, beta1, beta2, eps, compiled=compiled)
+        self.apply_coded = torch.compile(coded_step, dynamic=True) if compiled else coded_step
+
+    def initial_state(self, slot: Slot) -> dict[str, Tensor]:
+        """Codes and scales of both moments, or float32 moments where there is nothing to gain."""
+        weight = slot.weight
+        if weight.dim() < 2 or weight.dim() - 1 in spread_dimensions(slot.parameter):
+            return super().initial_state(slot)
+        blocks = -(-weight.shape[-1] // BLOCK)
+        scales_shape = (*slot.parameter.shape[:-1], blocks)
+
+        def scales() -> Tensor:
+            part = torch.zeros(*weight.shape[:-1], blocks, device=weight.device)
+            return spread_like(slot.parameter, part, scales_shape)
+
+        def codes(dtype: torch.dtype) -> Tensor:
+            return spread_like(slot.parameter, torch.zeros_like(weight, dtype=dtype))
+
+        return {
+            "exp_avg_codes": codes(torch.int8),
+            "exp_avg_scales": scales(),
+            "exp_avg_sq_codes": codes(torch.uint8),
+            "exp_avg_sq_scales": scales(),
+        }
+
+    def update_one(self, slot: Slot, numbers: tuple[Tensor, ...], inputs: StepInputs) -> None:
+        """Matrices by way of their codes, the rest as AdamW does."""
+        gradient = slot.gradient
+        if "exp_avg" in slot.state or gradient is None:
+            super().update_one(slot, numbers, inputs)
+            return
+        key = dice_key(self.seed, slot.index, inputs.count)
+        for rows in row_pieces(slot.weight):
+            self.apply_coded(
+                gradient[rows],
+                slot.weight[rows],
+                [slot.moment(name)[rows] for name in slot.state],
+                numbers,
+                flat_index(slot.parameter, rows),
+                key,
+                inputs.scale,
+                inputs.skip,
+                (self.beta1, self.beta2, self.eps),
+            )
+
+
+def coded_step(
+    gradient: Tensor,
+    weight: Tensor,
+    state: list[Tensor],
+    numbers: tuple[Tensor, ...],
+    index: Tensor,
+    key: Tensor,
+    scale: Tensor | None,
+    skip: Tensor | None,
+    constants: tuple[float, float, float],
+) -> None:
+    """Decode, update by AdamW's formula, encode and store."""
+    beta1, beta2, eps = constants
+    mean_codes, mean_scales, square_codes, square_scales = state
+    mean = decode(mean_codes, mean_scales, MEAN_CODES, MEAN_POWER)
+    square = decode(square_codes, square_scales, SQUARE_CODES, SQUARE_POWER)
+    new_weight, mean, square = adamw_formula(
+        scaled(gradient, scale), weight, mean, square, *numbers, beta1=beta1, beta2=beta2, eps=eps
+    )
+    new_mean_codes, new_mean_scales = encode(mean, MEAN_CODES, MEAN_POWER, fraction(dice(index, key, 0)))
+    new_codes, new_square_scales = encode(square, SQUARE_CODES, SQUARE_POWER, fraction(dice(index, key, 1)))
+    replace(weight, new_weight, skip)
+    replace(mean_codes, new_mean_codes, skip)
+    replace(mean_scales, new_mean_scales, skip)
+    replace(square_codes, torch.where(square > 0, new_codes.clamp(min=1), new_codes), skip)
+    replace(square_scales, new_square_scales, skip)
+
+
+def encode(values: Tensor, codes: int, power: int, chances: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes (as float32, shape of `values`) and the scale of each block (..., blocks); `chances` are in [0, 1)."""
+    magnitudes = values.abs().float()
+    scales = _in_blocks(magnitudes).amax(dim=-1)  # (..., blocks)
+    shares = magnitudes / _per_value(scales, values.shape[-1]).clamp(min=torch.finfo(torch.float32).tiny)
+    lower = (_root(shares, power) * codes).floor().clamp(max=codes - 1)
+    low, high = _raised(lower / codes, power), _raised((lower + 1) / codes, power)
+    up = chances < (shares - low) / (high - low)
+    return (lower + up) * values.sign(), scales
+
+
+def decode(codes: Tensor, scales: Tensor, largest: int, power: int) -> Tensor:
+    """The float32 values that codes and scales stand for."""
+    shares = codes.float() / largest
+    return shares.sign() * _raised(shares, power) * _per_value(scales, codes.shape[-1])
+
+
+def _raised(values: Tensor, power: int) -> Tensor:
+    """values^power for the powers in use, as products: pow is many times slower."""
+    square = values * values
+    return square * square if power == SQUARE_POWER else square
+
+
+def _root(values: Tensor, power: int) -> Tensor:
+    """The inverse of `_raised`."""
+    root = values.sqrt()
+    return root.sqrt() if power == SQUARE_POWER else root
+
+
+def _in_blocks(values: Tensor) -> Tensor:
+    """(..., C) -> (..., blocks, BLOCK), the last block filled up with zeros."""
+    missing = -values.shape[-1] % BLOCK
+    padded = F.pad(values, (0, missing)) if missing else values
+    return padded.unflatten(-1, (-1, BLOCK))
+
+
+def _per_value(scales: Tensor, width: int) -> Tensor:
+    """(..., blocks) -> (..., width): each value's scale."""
+    return scales.repeat_interleave(BLOCK, dim=-1)[..., :width]

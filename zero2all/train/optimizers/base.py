@@ -1,0 +1,271 @@
+"""The contract of every optimizer here, and what they share.
+
+An optimizer updates *master* parameters: float32 tensors (bfloat16 for `adamw_bf16`, float64 in tests), or DTensors
+with such parts; copies in a lower precision for the forward pass are the caller's. Gradients are read from
+`parameter.grad`; a parameter without one is left alone.
+
+    optimizer.set_learning_rate(rate)
+    optimizer.step(grads_scale=clip_coefficient, found_nonfinite=flag)
+    optimizer.zero_grad()
+
+`found_nonfinite` (a tensor on the device, 0 or 1) must be able to cancel a step that is already under way without the
+host ever learning of it. So every new value goes through `torch.where(flag, old, new)`, and the count of updates, on
+which bias corrections and stochastic rounding rest, is a tensor on the device too. A cancelled step leaves every bit of
+weights and state as it was.
+
+State is a flat dict of tensors, complete from construction on: `<moment>/<parameter name>`, and the count of updates as
+`step/all`. They are the live tensors, so a checkpoint may also be loaded right into them. There is no random state.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import EllipsisType
+
+import torch
+from torch import Tensor
+
+from zero2all.common.errors import BadInputError
+from zero2all.train.config import ParameterKind
+from zero2all.train.optimizers.roles import Role
+from zero2all.train.optimizers.shards import copy_values, gradient_part, local, spread_like, whole
+
+STEP_NAME = "step/all"
+PIECE_VALUES = 1 << 25
+"""Values updated at once, so that the intermediate results of a large table take little beside the model."""
+Formula = Callable[..., tuple[Tensor, ...]]
+
+
+@dataclass
+class Slot:
+    """A parameter with its state."""
+
+    index: int
+    """Its place among all parameters of the model: the key of its stochastic rounding."""
+    name: str
+    parameter: Tensor
+    role: Role
+    state: dict[str, Tensor] = field(default_factory=dict)
+    """Moments, spread over processes as the parameter is."""
+
+    @property
+    def weight(self) -> Tensor:
+        """The part of the parameter in this process."""
+        return local(self.parameter.detach())
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """The part of the gradient in this process."""
+        return gradient_part(self.parameter)
+
+    def moment(self, name: str) -> Tensor:
+        """The part of a moment in this process."""
+        return local(self.state[name])
+
+
+@dataclass
+class ParameterGroup:
+    """Parameters of one kind, which share a rate and a decay."""
+
+    kind: ParameterKind
+    slots: list[Slot]
+    weight_decay: float
+    lr_multiplier: float = 1.0
+    lr: float = 0.0
+    """Rate of the next step, the multiplier in it."""
+
+    @property
+    def params(self) -> list[Tensor]:
+        """The parameters, in the model's order."""
+        return [slot.parameter for slot in self.slots]
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What one step is made with, all of it on the device."""
+
+    count: Tensor
+    """Number of this update, from 1, if it is not cancelled (float32)."""
+    scale: Tensor | None
+    """Factor on every gradient."""
+    skip: Tensor | None
+    """Whether to leave everything as it is (bool)."""
+
+
+class Optimizer(ABC):
+    """What every optimizer here can do; see the module for the contract."""
+
+    def __init__(self, groups: Sequence[ParameterGroup]) -> None:
+        self.param_groups = list(groups)
+        for group in self.param_groups:
+            for slot in group.slots:
+                slot.state = self.initial_state(slot)
+        devices = [slot.weight.device for group in self.param_groups for slot in group.slots]
+        self.updates = torch.zeros((), dtype=torch.float32, device=devices[0] if devices else None)
+
+    @abstractmethod
+    def initial_state(self, slot: Slot) -> dict[str, Tensor]:
+        """The moments of a parameter before the first update."""
+
+    @abstractmethod
+    def update(self, inputs: StepInputs) -> None:
+        """Change weights and moments of every parameter that has a gradient."""
+
+    @torch.no_grad()
+    def step(self, grads_scale: Tensor | None = None, found_nonfinite: Tensor | None = None) -> None:
+        """One update with gradients times `grads_scale`, or none at all where `found_nonfinite` is set.
+
+        Neither tensor is read by the host. Gradients may be overwritten with their scaled values.
+        """
+        device = self.updates.device
+        scale = None if grads_scale is None else whole(grads_scale).detach().to(device).reshape(())
+        skip = None if found_nonfinite is None else whole(found_nonfinite).detach().to(device, torch.bool).reshape(())
+        count = self.updates + 1
+        self.update(StepInputs(count, scale, skip))
+        replace(self.updates, count, skip)
+
+    def set_learning_rate(self, rate: float) -> None:
+        """The rate of the next steps; groups with a multiplier take their share of it."""
+        for group in self.param_groups:
+            group.lr = rate * group.lr_multiplier
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, or with `set_to_none` false, fill them with zeros."""
+        for group in self.param_groups:
+            for parameter in group.params:
+                if set_to_none:
+                    parameter.grad = None
+                elif parameter.grad is not None:
+                    parameter.grad.zero_()
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Everything a checkpoint must hold, by name; DTensors where the parameters are."""
+        tensors = {STEP_NAME: self.updates}
+        for group in self.param_groups:
+            for slot in group.slots:
+                tensors |= {f"{moment}/{slot.name}": value for moment, value in slot.state.items()}
+        return tensors
+
+    @torch.no_grad()
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over a saved state, whole tensors or DTensors; raises before it changes anything where one is amiss."""
+        own = self.state_tensors()
+        _check_fits(own, tensors)
+        for name, target in own.items():
+            copy_values(target, tensors[name])
+
+
+class ElementwiseOptimizer(Optimizer):
+    """An optimizer whose update treats every value alone, by a formula.
+
+    The formula gets the scaled gradient, the weight, the moments in the order of `moments`, and the numbers of
+    `numbers`; it returns the new weight and moments. `compiled` turns it, the scaling and the skipping into one kernel
+    that reads and writes each value once; otherwise each operation of the formula is a pass over memory.
+    """
+
+    moments: tuple[str, ...] = ()
+
+    def __init__(self, groups: Sequence[ParameterGroup], formula: Formula, compiled: bool) -> None:
+        super().__init__(groups)
+        self.formula = formula
+        self.apply = torch.compile(apply_formula, dynamic=True) if compiled else apply_formula
+
+    @abstractmethod
+    def numbers(self, group: ParameterGroup, count: Tensor) -> tuple[Tensor, ...]:
+        """What the formula needs beside tensors, as scalars: rates, decays, corrections."""
+
+    def initial_state(self, slot: Slot) -> dict[str, Tensor]:
+        """Zeros, in float32 or better."""
+        return {moment: zeros_like_master(slot) for moment in self.moments}
+
+    def update(self, inputs: StepInputs) -> None:
+        """Run the formula over every parameter."""
+        for group in self.param_groups:
+            numbers = self.numbers(group, inputs.count)
+            for slot in group.slots:
+                self.update_one(slot, numbers, inputs)
+
+    def update_one(self, slot: Slot, numbers: tuple[Tensor, ...], inputs: StepInputs) -> None:
+        """Run the formula over one parameter; flat, so that a compiled one serves all shapes."""
+        gradient = slot.gradient
+        if gradient is None:
+            return
+        targets = [slot.weight, *(slot.moment(name) for name in self.moments)]
+        for rows in row_pieces(slot.weight):
+            flat = [target[rows].view(-1) for target in targets]
+            self.apply(self.formula, gradient[rows].reshape(-1), flat, numbers, inputs.scale, inputs.skip)
+
+
+def apply_formula(
+    formula: Formula,
+    gradient: Tensor,
+    targets: list[Tensor],
+    numbers: tuple[Tensor, ...],
+    scale: Tensor | None,
+    skip: Tensor | None,
+) -> None:
+    """Put what the formula makes of `targets` in their place."""
+    values = formula(scaled(gradient, scale), *targets, *numbers)
+    for target, value in zip(targets, values, strict=True):
+        replace(target, value, skip)
+
+
+def row_pieces(weight: Tensor) -> Iterator[slice | EllipsisType]:
+    """Indices that cut a tensor by rows into pieces of at most PIECE_VALUES, where a row is not longer."""
+    if weight.numel() <= PIECE_VALUES:
+        yield ...
+        return
+    at_once = max(1, PIECE_VALUES * len(weight) // weight.numel())
+    for first in range(0, len(weight), at_once):
+        yield slice(first, min(first + at_once, len(weight)))
+
+
+def replace(target: Tensor, value: Tensor, skip: Tensor | None) -> None:
+    """Write `value` into `target` unless `skip` is set, which the host does not look at."""
+    target.copy_(value if skip is None else torch.where(skip, target, value.to(target.dtype)))
+
+
+def scaled(gradient: Tensor, scale: Tensor | None) -> Tensor:
+    """The gradient in the precision of the arithmetic, times `scale`."""
+    gradient = gradient.to(master_dtype(gradient))
+    return gradient if scale is None else gradient * scale
+
+
+def master_dtype(tensor: Tensor) -> torch.dtype:
+    """float32, or float64 for tensors that are."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def zeros_like_master(slot: Slot) -> Tensor:
+    """A moment of zeros as fine as the arithmetic, spread as the parameter is."""
+    return spread_like(slot.parameter, torch.zeros_like(slot.weight, dtype=master_dtype(slot.weight)))
+
+
+def scalar(value: float) -> Tensor:
+    """A number as a tensor on the host: a compiled formula is not compiled again when it changes."""
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def bias_correction(beta: float, count: Tensor) -> Tensor:
+    """1 - beta^count in float64: in float32 the first steps of a beta near 1 would lose digits."""
+    return 1 - beta ** count.double()
+
+
+def _check_fits(own: dict[str, Tensor], found: Mapping[str, Tensor]) -> None:
+    def form(tensor: Tensor) -> str:
+        return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+    differences = [
+        f"{name} is {form(found[name]) if name in found else 'absent'} instead of {form(tensor)}"
+        for name, tensor in own.items()
+        if name not in found or form(found[name]) != form(tensor)
+    ]
+    differences += [f"{name} is unknown" for name in found if name not in own]
+    if differences:
+        more = f" and {len(differences) - 4} more" if len(differences) > 4 else ""
+        raise BadInputError(
+            f"The optimizer state is of another optimizer or model: {'; '.join(differences[:4])}{more}. Use the config "
+            f"the run was trained with (config.yaml in its folder), or start a new run from its weights."
+        )

@@ -1,0 +1,104 @@
+"""From named parameters and a config to an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from zero2all.common.errors import UsageError
+from zero2all.train.config import PARAMETER_KINDS, OptimConfig, ParameterKind
+from zero2all.train.optimizers.adafactor import Adafactor
+from zero2all.train.optimizers.adamw import AdamW
+from zero2all.train.optimizers.adamw_8bit import AdamW8bit
+from zero2all.train.optimizers.adamw_bf16 import AdamWBf16
+from zero2all.train.optimizers.base import Optimizer, ParameterGroup, Slot
+from zero2all.train.optimizers.lion import Lion
+from zero2all.train.optimizers.muon import Muon
+from zero2all.train.optimizers.roles import DECAYING, TABLES, Role
+from zero2all.train.optimizers.sgd import SGD
+
+Implementation = Literal["auto", "eager", "fused", "compiled"]
+"""eager: one operation after the other; fused: torch's kernel, AdamW only; compiled: torch.compile's kernel."""
+
+
+def build_optimizer(
+    named_parameters: Iterable[tuple[str, Tensor]],
+    config: OptimConfig,
+    roles: Mapping[str, Role],
+    implementation: Implementation = "auto",
+    seed: int = 0,
+) -> Optimizer:
+    """The optimizer `config` asks for, its rate at `lr_max`.
+
+    `auto` takes torch's fused kernel for AdamW on float32 and the eager formulas for the others. `seed` keys the
+    stochastic rounding of adamw_8bit and adamw_bf16.
+    """
+    groups = parameter_groups(named_parameters, config, roles)
+    optimizer = _build(groups, config, implementation, seed)
+    optimizer.set_learning_rate(config.lr_max)
+    return optimizer
+
+
+def parameter_groups(
+    named_parameters: Iterable[tuple[str, Tensor]], config: OptimConfig, roles: Mapping[str, Role]
+) -> list[ParameterGroup]:
+    """A group for each kind of parameter there is: matrices decay, tables by option, norms and biases never."""
+    slots: dict[ParameterKind, list[Slot]] = {kind: [] for kind in PARAMETER_KINDS}
+    for index, (name, parameter) in enumerate(named_parameters):
+        slots[roles[name].kind].append(Slot(index, name, parameter, roles[name]))
+    decaying = DECAYING + (TABLES if config.decay_embeddings else ())
+    return [
+        ParameterGroup(
+            kind, members, config.weight_decay if kind in decaying else 0.0, config.lr_multipliers.get(kind, 1.0)
+        )
+        for kind, members in slots.items()
+        if members
+    ]
+
+
+def _build(groups: list[ParameterGroup], config: OptimConfig, implementation: Implementation, seed: int) -> Optimizer:
+    _check_precision(groups, config)
+    beta1, beta2, eps, compiled = config.beta1, config.beta2, config.eps, implementation == "compiled"
+    if implementation == "fused" and config.kind not in ("adamw", "muon"):
+        raise UsageError(f"There is no fused kernel for optim.kind = {config.kind}. Use auto, eager or compiled.")
+    fused = implementation == "fused" or (implementation == "auto" and _all_float32(groups))
+    if config.kind == "adamw":
+        return AdamW(groups, beta1, beta2, eps, fused=fused, compiled=compiled)
+    if config.kind == "adamw_8bit":
+        return AdamW8bit(groups, beta1, beta2, eps, seed, compiled=compiled)
+    if config.kind == "adamw_bf16":
+        return AdamWBf16(groups, beta1, beta2, eps, seed, config.bf16_rounding == "kahan", compiled=compiled)
+    if config.kind == "lion":
+        return Lion(groups, beta1, beta2, compiled=compiled)
+    if config.kind == "sgd":
+        return SGD(groups, config.momentum, config.nesterov, compiled=compiled)
+    if config.kind == "adafactor":
+        return Adafactor(groups, config.adafactor_decay_power, config.adafactor_clip_rms, config.adafactor_beta1)
+    matrices = [group for group in groups if group.kind == "matrix"]
+    others = [group for group in groups if group.kind != "matrix"]
+    rest = AdamW(others, beta1, beta2, eps, fused=fused, compiled=compiled)
+    precision = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}[config.muon_precision]
+    return Muon(
+        matrices, rest, config.momentum, config.nesterov, config.muon_update_rms, config.muon_iterations, precision
+    )
+
+
+def _all_float32(groups: list[ParameterGroup]) -> bool:
+    """float64 takes the formula: the fused kernel reads its factor on gradients in float32."""
+    return all(parameter.dtype == torch.float32 for group in groups for parameter in group.params)
+
+
+def _check_precision(groups: list[ParameterGroup], config: OptimConfig) -> None:
+    """bfloat16 weights lose small updates unless the optimizer rounds for them."""
+    if config.kind == "adamw_bf16":
+        return
+    for group in groups:
+        for slot in group.slots:
+            if slot.parameter.dtype not in (torch.float32, torch.float64):
+                raise UsageError(
+                    f"optim.kind = {config.kind} updates float32 weights, and {slot.name} is {slot.parameter.dtype}. "
+                    f"Keep float32 master weights, or use optim.kind = adamw_bf16."
+                )

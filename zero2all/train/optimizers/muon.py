@@ -1,0 +1,129 @@
+"""Muon: the momentum of a matrix, made nearly orthogonal before it becomes a step; AdamW for everything else.
+
+    m = mu m + (1 - mu) g          u = (1 - mu) g + mu m with Nesterov, m without
+    o = orthogonalise(u): with u = U S V^T it is close to U V^T, every direction of the matrix gets an equal step
+    w = w (1 - lr wd) - lr rms sqrt(max(rows, columns)) o
+
+An orthogonal matrix has a root mean square of 1 / sqrt(max(rows, columns)); the factor makes it `rms` (0.2), about that
+of an AdamW step, so that AdamW's learning rate and weight decay carry over.
+
+Newton-Schulz finds o with products only: x = u / |u|, then a few times x = a x + b (x x^T) x + c (x x^T)^2 x. Those
+coefficients raise small singular values fast and leave all of them between about 0.7 and 1.2. Each iteration of an
+r by c matrix (r the smaller) is 4 r^2 c + 2 r^3 operations.
+
+A tensor that holds several matrices (q, k, v; gate, up) is cut into them first: orthogonalising them together would tie
+their scales. Equal shapes are stacked, so that small models need few products.
+
+A matrix that is spread over processes is gathered whole (in the precision of the iterations), orthogonalised by every
+process, and each takes its part back. Per step that moves one copy of the matrices, 2 bytes a parameter in bfloat16, as
+much as one all-gather of FSDP; the products are not shared out, so they take as long on many processes as on one. In
+return the result does not depend on how many there are. State: 4 bytes a parameter of a matrix, 8 of the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from zero2all.train.optimizers.adamw import AdamW
+from zero2all.train.optimizers.base import (
+    Optimizer,
+    ParameterGroup,
+    Slot,
+    StepInputs,
+    replace,
+    scaled,
+    zeros_like_master,
+)
+from zero2all.train.optimizers.shards import box, spread_like, whole
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+STACK_VALUES = 1 << 26
+"""Values orthogonalised at once: enough to keep a GPU busy, little beside the model."""
+
+
+class Muon(Optimizer):
+    """Orthogonalised momentum for matrices, AdamW for embeddings, head, norms and biases."""
+
+    def __init__(
+        self,
+        groups: Sequence[ParameterGroup],
+        rest: AdamW,
+        momentum: float,
+        nesterov: bool,
+        update_rms: float,
+        iterations: int,
+        precision: torch.dtype | None,
+    ) -> None:
+        super().__init__(groups)
+        self.matrices, self.rest = list(groups), rest
+        self.param_groups = [*groups, *rest.param_groups]
+        self.momentum, self.nesterov, self.update_rms, self.iterations = momentum, nesterov, update_rms, iterations
+        self.precision = precision
+        """None takes bfloat16 on CUDA and float32 elsewhere; float64 matrices stay as they are."""
+
+    def initial_state(self, slot: Slot) -> dict[str, Tensor]:
+        """The momentum."""
+        return {"momentum": zeros_like_master(slot)}
+
+    def update(self, inputs: StepInputs) -> None:
+        """Matrices of equal shape together, as many as STACK_VALUES allows; then the rest."""
+        for group in self.matrices:
+            for slots in _stacks(group.slots):
+                places = [box(slot.parameter) for slot in slots]
+                directions = torch.stack([self._direction(slot, inputs) for slot in slots])  # (n, ..., rows, columns)
+                splits = slots[0].role.splits or (directions.shape[-2],)
+                steps = torch.cat([self._orthogonal(part) for part in directions.split(splits, dim=-2)], dim=-2)
+                for slot, place, step in zip(slots, places, steps, strict=True):
+                    kept = slot.weight * (1 - group.lr * group.weight_decay)
+                    replace(slot.weight, kept - group.lr * step[place].to(kept.dtype), inputs.skip)
+        self.rest.update(inputs)
+
+    def _direction(self, slot: Slot, inputs: StepInputs) -> Tensor:
+        """Update the momentum; returns the whole matrix to orthogonalise."""
+        gradient, momentum = slot.gradient, slot.moment("momentum")
+        assert gradient is not None, "_stacks takes only slots with a gradient"
+        gradient = scaled(gradient, inputs.scale)
+        new = self.momentum * momentum + (1 - self.momentum) * gradient
+        replace(momentum, new, inputs.skip)
+        ahead = (1 - self.momentum) * gradient + self.momentum * new if self.nesterov else new
+        return whole(spread_like(slot.parameter, ahead.to(self._dtype(ahead))))
+
+    def _orthogonal(self, matrices: Tensor) -> Tensor:
+        """(..., rows, columns) -> the same, nearly orthogonal and of the wanted root mean square."""
+        scale = self.update_rms * max(matrices.shape[-2:]) ** 0.5
+        return scale * orthogonalise(matrices, self.iterations)
+
+    def _dtype(self, matrix: Tensor) -> torch.dtype:
+        if matrix.dtype == torch.float64:
+            return torch.float64
+        if self.precision is not None:
+            return self.precision
+        return torch.bfloat16 if matrix.is_cuda else torch.float32
+
+
+def orthogonalise(matrices: Tensor, iterations: int) -> Tensor:
+    """Newton-Schulz on each of (..., rows, columns), in their precision."""
+    a, b, c = COEFFICIENTS
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if tall else matrices  # x x^T is then the smaller product
+    length = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
+    x = (x / length.clamp(min=1e-30)).to(matrices.dtype)
+    for _ in range(iterations):
+        product = x @ x.mT
+        x = a * x + (b * product + c * product @ product) @ x
+    return x.mT if tall else x
+
+
+def _stacks(slots: list[Slot]) -> Iterator[list[Slot]]:
+    """Slots with a gradient, those of equal shape and splits together, each stack of at most STACK_VALUES."""
+    alike: dict[tuple[object, ...], list[Slot]] = {}
+    for slot in slots:
+        if slot.gradient is not None:
+            alike.setdefault((slot.parameter.shape, slot.role.splits), []).append(slot)
+    for same in alike.values():
+        at_once = max(1, STACK_VALUES // max(1, same[0].parameter.numel()))
+        for first in range(0, len(same), at_once):
+            yield same[first : first + at_once]

@@ -1,0 +1,44 @@
+"""What each parameter is for: it decides who decays, whose rate is multiplied, and which matrices Muon turns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from zero2all.model.config import ModelConfig
+from zero2all.train.config import ParameterKind
+
+DECAYING: tuple[ParameterKind, ...] = ("matrix",)
+TABLES: tuple[ParameterKind, ...] = ("embedding", "head")
+
+
+@dataclass(frozen=True)
+class Role:
+    """A parameter's kind and, where one tensor holds several matrices, their rows."""
+
+    kind: ParameterKind
+    splits: tuple[int, ...] = ()
+    """Rows of each matrix that is stored in this one, in order; empty where it is one matrix."""
+
+
+def model_roles(config: ModelConfig, names: Iterable[str]) -> dict[str, Role]:
+    """The role of every parameter of a Z2all model, by name."""
+    query, shared = config.heads * config.head_size, config.kv_heads * config.head_size
+    splits = {
+        "attention.qkv.weight": (query, shared, shared),
+        "feed_forward.gate_up.weight": (config.intermediate_size, config.intermediate_size),
+    }
+    roles = {}
+    for name in names:
+        if name.endswith("norm.weight"):
+            roles[name] = Role("norm")
+        elif name.endswith("bias"):
+            roles[name] = Role("bias")
+        elif name == "embedding.weight":
+            roles[name] = Role("embedding")
+        elif name == "head.weight":
+            roles[name] = Role("head")
+        else:
+            inside_block = ".".join(name.split(".")[-3:])
+            roles[name] = Role("matrix", splits.get(inside_block, ()))
+    return roles

@@ -1,0 +1,99 @@
+"""Parameters that are spread over processes (DTensor), for optimizers that mostly do not care.
+
+Most optimizers treat every value alone, so each process updates its own part and no word is exchanged. What does look
+across a matrix (Muon, Adafactor) or must not depend on how it is cut (stochastic rounding) asks here.
+"""
+
+from __future__ import annotations
+
+from types import EllipsisType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that lies in this process, sharing its memory; a plain tensor is its own part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, gathered from every process that has a part."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def box(tensor: Tensor) -> tuple[slice, ...]:
+    """Where the part of this process lies in the whole."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, length) for length in tensor.shape)
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(at, at + length) for at, length in zip(offset, shape, strict=True))
+
+
+def spread_like(parameter: Tensor, part: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
+    """`part` as this process's part of a tensor that is spread as `parameter` is, of the same shape or of `shape`."""
+    if not isinstance(parameter, DTensor):
+        return part
+    size = torch.Size(parameter.shape if shape is None else shape)
+    strides = torch.empty(size, device="meta").stride()
+    return DTensor.from_local(
+        part, parameter.device_mesh, parameter.placements, run_check=False, shape=size, stride=strides
+    )
+
+
+def spread_dimensions(parameter: Tensor) -> set[int]:
+    """The dimensions along which a parameter is cut."""
+    if not isinstance(parameter, DTensor):
+        return set()
+    return {placement.dim % parameter.dim() for placement in parameter.placements if hasattr(placement, "dim")}
+
+
+def gradient_part(parameter: Tensor) -> Tensor | None:
+    """This process's part of the gradient, cut as the parameter is."""
+    gradient = parameter.grad
+    if gradient is None:
+        return None
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+        if gradient.placements != parameter.placements:
+            gradient = gradient.redistribute(placements=parameter.placements)
+        return gradient.to_local()
+    return gradient
+
+
+def sum_over_parts(partial_sum: Tensor, parameter: Tensor) -> Tensor:
+    """Add up, in place, what every process computed from its part of `parameter`."""
+    if isinstance(parameter, DTensor):
+        for dimension, placement in enumerate(parameter.placements):
+            if placement.is_shard():
+                dist.all_reduce(partial_sum, group=parameter.device_mesh.get_group(dimension))
+    return partial_sum
+
+
+def flat_index(tensor: Tensor, rows: slice | EllipsisType = ...) -> Tensor:
+    """The place in the whole of each value of this process's part, or of some rows of that: int32, in their shape."""
+    device = local(tensor).device
+    index = torch.zeros((), dtype=torch.int32, device=device)
+    stride = tensor.numel()
+    place = list(box(tensor))
+    if isinstance(rows, slice):
+        place[0] = slice(place[0].start + rows.start, place[0].start + rows.stop)
+    for length, along in zip(tensor.shape, place, strict=True):
+        stride //= max(1, length)
+        steps = torch.arange(along.start, along.stop, dtype=torch.int32, device=device) * stride
+        index = index.unsqueeze(-1) + steps
+    return index
+
+
+def copy_values(target: Tensor, source: Tensor) -> None:
+    """Fill `target` from a tensor of the same global shape, however either of them is spread."""
+    if isinstance(source, DTensor) and isinstance(target, DTensor):
+        same = source.device_mesh == target.device_mesh and source.placements == target.placements
+        moved = source if same else source.redistribute(target.device_mesh, target.placements)
+        target.to_local().copy_(moved.to_local())
+    elif isinstance(target, DTensor):
+        target.to_local().copy_(source[box(target)])
+    else:
+        target.copy_(whole(source))
