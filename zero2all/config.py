@@ -32,6 +32,7 @@ from zero2all.train.config import (
     StageConfig,
     TrainConfig,
 )
+from zero2all.train.schedule import schedule_problems
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ def _cross_problems(config: RunConfig, known: list[Problem]) -> list[Problem]:
         return not troubled.intersection(sections) and (len(sections) == 1 or every_section_is_known)
 
     found: list[Problem] = []
-    for name in ("data", "tokenizer", "model", "train"):
+    for name in ("data", "tokenizer", "model", "optim", "train"):
         if sound(name):
             found.extend(getattr(config, name).problems(name))
     if sound("stages"):
@@ -204,9 +205,8 @@ def _cross_problems(config: RunConfig, known: list[Problem]) -> list[Problem]:
     if sound("stages", "model", "train", "data"):
         for index, stage in enumerate(config.stages):
             found.extend(_stage_length_problems(stage.seq_len, f"stages[{index}].seq_len", config))
-    if sound("schedule", "train") and config.schedule.warmup_steps > config.train.steps:
-        warmup, steps = config.schedule.warmup_steps, config.train.steps
-        found.append(Problem("schedule.warmup_steps", warmup, f"at most train.steps ({steps})"))
+    if sound("schedule", "train", "optim", "stages"):
+        found.extend(schedule_problems(config.train.steps, config.optim.lr_max, config.schedule, config.stages))
     return found
 
 
@@ -232,16 +232,11 @@ def _stage_length_problems(seq_len: int | None, place: str, config: RunConfig) -
 
 
 def _batch_problems(seq_len: int, train: TrainConfig) -> list[Problem]:
-    per_step, per_pass = train.tokens_per_step, train.micro_batch_samples
+    per_step = train.tokens_per_step
     if per_step % seq_len:
         near = max(1, round(per_step / seq_len)) * seq_len
         expected = f"a multiple of data.seq_len ({seq_len})"
         return [Problem("train.tokens_per_step", per_step, expected, f"Nearest: {near}.")]
-    samples = per_step // seq_len
-    if samples % per_pass:
-        near = min((n for n in range(1, samples + 1) if samples % n == 0), key=lambda n: abs(n - per_pass))
-        expected = f"a divisor of the {samples} samples in a step (train.tokens_per_step / data.seq_len)"
-        return [Problem("train.micro_batch_samples", per_pass, expected, f"Nearest: {near}.")]
     return []
 
 

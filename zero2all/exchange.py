@@ -27,7 +27,8 @@ from zero2all.tokenizer.chat import chat_template
 from zero2all.tokenizer.extend import check_extends, spelled_by
 from zero2all.tokenizer.load import Tokenizer, load_tokenizer
 from zero2all.tokenizer.save import CHAT_TEMPLATE_NAME, CONFIG_NAME, TOKENIZER_NAME, compatible_files
-from zero2all.train.checkpoint import write_checkpoint
+from zero2all.train.checkpoints.snapshot import Snapshot
+from zero2all.train.checkpoints.store import write_checkpoint
 from zero2all.train.setup import save_run_config
 
 TOKENIZER_FILES = (
@@ -127,10 +128,10 @@ def import_folder(
         "imported_from": str(folder),
         "imported_dtype": dtype,
     }
-    counters = {"step": 0, "tokens": 0, "skips_in_a_row": 0}
     with staged_folder(run) as partial:
         save_run_config(config, partial)
-        write_checkpoint(partial, 0, tensors, {}, counters, fingerprint(config_values(config)), details)
+        snapshot = Snapshot({f"model/{key}": value for key, value in tensors.items()}, {"step": 0, "tokens": 0})
+        write_checkpoint(partial, 0, snapshot, {"inputs": fingerprint(config_values(config)), **details})
     return Imported(run, resized)
 
 

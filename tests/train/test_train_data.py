@@ -16,11 +16,17 @@ from zero2all.tokenizer.config import TokenizerConfig
 from zero2all.tokenizer.stage import train_on_corpus
 from zero2all.track.reader import read_run
 from zero2all.train import step as step_module
+from zero2all.parallel.world import World
+from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.loop import train
 from zero2all.train.setup import prepare
 
 STEP = 128
 """Tokens in a step of the small config: 4 samples of 32."""
+
+
+def prepared_run(settings, work, fresh=False):
+    return prepare(settings, work, World(), CheckpointStore(work.run(settings.train.name)), fresh=fresh)
 
 
 def quiet(_text):
@@ -54,7 +60,7 @@ def test_a_mixture_changed_on_resume_lets_every_source_continue_where_it_stood(w
     train(config(train={"steps": 9}, data={"mixture": {"en": 1, "zh": 3}}), work, accept_changes=True, say=quiet)
     assert [len(watched[source]) for source in (0, 1)] == [9 + 6, 3 + 18]
     for number, name in enumerate(("en", "zh")):
-        alone = prepare(config(data={"mixture": {name: 1}}), work, fresh=True).data
+        alone = prepared_run(config(data={"mixture": {name: 1}}), work, fresh=True).data
         count = len(watched[number])
         samples = alone.segments[0].order.lookup(np.arange(count))[1]
         wanted = [alone.splits[0].read(int(sample) * 32, 33).tobytes() for sample in samples]
@@ -76,11 +82,11 @@ def test_a_stage_with_longer_sequences_keeps_the_tokens_of_a_step(work, config, 
 def test_a_run_killed_around_a_change_of_length_ends_with_the_same_bits(work, config):
     settings = config(model={"max_seq_len": 64}, stages=[{"name": "long", "from_step": 5, "seq_len": 64}])
     train(settings, work, say=quiet)
-    wanted = (work.run("run") / "checkpoints/step-00000008/model.safetensors").read_bytes()
+    wanted = (work.run("run") / "checkpoints/step-00000008/model-00000-00000.safetensors").read_bytes()
     for step in (8, 6):
         shutil.rmtree(work.run("run") / f"checkpoints/step-{step:08d}", ignore_errors=True)
     train(settings, work, say=quiet)
-    assert (work.run("run") / "checkpoints/step-00000008/model.safetensors").read_bytes() == wanted
+    assert (work.run("run") / "checkpoints/step-00000008/model-00000-00000.safetensors").read_bytes() == wanted
 
 
 def test_a_stage_longer_than_the_model_is_refused_with_its_field(config):
@@ -98,9 +104,9 @@ def test_a_limit_on_epochs_is_held_before_the_first_step(work, config):
 
 def test_settings_of_fetching_may_change_on_resume_and_change_no_bit(work, config):
     train(config(), work, say=quiet)
-    wanted = (work.run("run") / "checkpoints/step-00000008/model.safetensors").read_bytes()
+    wanted = (work.run("run") / "checkpoints/step-00000008/model-00000-00000.safetensors").read_bytes()
     train(config(train={"name": "other"}, data={"prefetch_steps": 5, "readers": 3}), work, say=quiet)
-    assert (work.run("other") / "checkpoints/step-00000008/model.safetensors").read_bytes() == wanted
+    assert (work.run("other") / "checkpoints/step-00000008/model-00000-00000.safetensors").read_bytes() == wanted
     train(config(data={"prefetch_steps": 1, "verify_shards": True}), work, say=quiet)
 
 

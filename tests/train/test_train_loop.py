@@ -14,9 +14,12 @@ from zero2all.common.errors import AnomalyError, BadInputError, RunLockedError, 
 from zero2all.packed.layout import open_split
 from zero2all.track.reader import read_run
 from zero2all.train import step as step_module
-from zero2all.train.checkpoint import list_checkpoints, newest_checkpoint
+from zero2all.parallel.world import World
+from zero2all.train.checkpoints.store import CheckpointStore
+from zero2all.train.checkpoints.find import newest_checkpoint
+from zero2all.train.checkpoints.layout import list_checkpoints
 from zero2all.train.config import EvalConfig
-from zero2all.train.lock import run_lock
+from zero2all.train.checkpoints.run_lock import hold_run
 from zero2all.train.loop import train
 from zero2all.train.setup import load_run_config, prepare
 from zero2all.train.validate import held_out_losses, open_valid_splits
@@ -28,6 +31,10 @@ def steps_of(run):
 
 def folder_bytes(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def prepared_run(settings, work, fresh=False):
+    return prepare(settings, work, World(), CheckpointStore(work.run(settings.train.name)), fresh=fresh)
 
 
 def quiet(_text):
@@ -142,7 +149,7 @@ def test_two_runs_of_one_config_are_bit_equal(work, config):
     for name in ("one", "other"):
         train(config(train={"name": name, "steps": 3}), work, say=quiet)
     one, other = (newest_checkpoint(work.run(name)).folder for name in ("one", "other"))
-    for file in ("model.safetensors", "optimizer.safetensors", "state.json"):
+    for file in ("model-00000-00000.safetensors", "optimizer-00000-00000.safetensors", "state.json"):
         assert (one / file).read_bytes() == (other / file).read_bytes()
 
 
@@ -175,7 +182,7 @@ def test_a_run_that_died_before_its_first_checkpoint_says_that_it_begins_again(w
 def test_a_damaged_newest_checkpoint_is_set_aside_and_the_run_ends_with_the_same_bits(work, config):
     train(config(), work, say=quiet)
     wanted = folder_bytes(work.run("run") / "checkpoints/step-00000008")
-    path = work.run("run") / "checkpoints/step-00000008/model.safetensors"
+    path = work.run("run") / "checkpoints/step-00000008/model-00000-00000.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     train(config(), work, say=quiet)
     assert folder_bytes(work.run("run") / "checkpoints/step-00000008") == wanted
@@ -186,7 +193,7 @@ def test_what_a_killed_save_left_is_gone_after_the_next_start(work, config):
     train(config(train={"steps": 3}), work, say=quiet)
     leftover = work.run("run") / "checkpoints/step-00000002.partial-99999"
     leftover.mkdir()
-    (leftover / "model.safetensors").write_bytes(b"half")
+    (leftover / "model-00000-00000.safetensors").write_bytes(b"half")
     train(config(train={"steps": 3}), work, say=quiet)
     assert steps_of(work.run("run")) == [3]
     assert not leftover.exists()
@@ -311,7 +318,7 @@ def test_no_packed_data_is_an_error_that_names_the_command(work, config):
 
 
 def test_a_run_that_is_held_cannot_be_taken(work, config):
-    with run_lock(work.run("run")), pytest.raises(RunLockedError, match="pid") as caught:
+    with hold_run(work.run("run")), pytest.raises(RunLockedError, match="process") as caught:
         train(config(), work, say=quiet)
     assert caught.value.exit_code == 13
     assert train(config(train={"steps": 3}), work, say=quiet).step == 3  # free again
@@ -331,7 +338,7 @@ def test_a_run_whose_loss_explodes_stops_with_its_own_code(work, config):
         train(settings, work, say=quiet)
     assert caught.value.exit_code == 12
     data = read_run(work.run("run"))
-    skipped = [event.step for event in data.events if event.kind == "skipped_update"]
+    skipped = [event.step for event in data.events if event.kind == "skip"]
     assert len(skipped) == 3
     assert not np.isfinite(data.series["grad_norm"].value[-3:]).any()  # logged, not hidden
 
@@ -375,7 +382,7 @@ def test_a_stage_changes_the_mixture_at_its_step(work, config):
 
 
 def test_held_out_loss_is_that_of_the_first_held_out_samples_without_dropout(work, config):
-    prepared = prepare(config(), work)
+    prepared = prepared_run(config(), work)
     model = prepared.state.model
     options = EvalConfig(valid_tokens_per_source=96, batch_samples=2)
     found = held_out_losses(model, prepared.valid, prepared.config.data, options)

@@ -15,7 +15,9 @@ import pytest
 
 from zero2all.common.workspace import Workspace
 from zero2all.config import config_yaml
-from zero2all.train.checkpoint import list_checkpoints, newest_checkpoint, verified_checkpoint
+from zero2all.train.checkpoints.find import newest_checkpoint
+from zero2all.train.checkpoints.layout import list_checkpoints
+from zero2all.train.checkpoints.load import verified_checkpoint
 
 STEPS = 24
 LENGTH = {"train": {"steps": STEPS}, "checkpoint": {"every_steps": 3}, "eval": {"every_steps": 8}}
@@ -39,7 +41,7 @@ def final(run: Path) -> dict[str, bytes]:
     """Every weight, every moment, every counter of the last step."""
     folder = run / f"checkpoints/step-{STEPS:08d}"
     assert verified_checkpoint(folder).step == STEPS
-    return {name: (folder / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors", "state.json")}
+    return {name: (folder / name).read_bytes() for name in ("model-00000-00000.safetensors", "optimizer-00000-00000.safetensors", "state.json")}
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +171,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_save_leaves_no_half_and_the_reru
 ):
     path = config_file(**LENGTH)
     wanted = left_alone(path, "dropout True")
-    assert len(wanted["model.safetensors"]) > 90_000
+    assert len(wanted["model-00000-00000.safetensors"]) > 90_000
     trainer = start(*train_words(path, work, "full"), code=SMALL_FILES)
     assert trainer.wait() == 4, trainer.text()
     assert "free some space" in trainer.text()

@@ -29,15 +29,32 @@ class Bar(Protocol):
 
 
 @contextmanager
-def progress(label: str, total: float | None, unit: str, done: float = 0) -> Iterator[Bar]:
-    """A bar named `label`; `done` units are counted as finished before (a resumed stage) and not in the speed."""
-    if sys.stderr.isatty():
+def progress(label: str, total: float | None, unit: str, done: float = 0, quiet: bool = False) -> Iterator[Bar]:
+    """A bar named `label`; `done` units are counted as finished before (a resumed stage) and not in the speed.
+
+    `quiet` shows nothing: of several processes one speaks.
+    """
+    if quiet:
+        yield _NoBar()
+    elif sys.stderr.isatty():
         with _rich_bar(label, total, unit, done) as bar:
             yield bar
     else:
         log = _LogBar(label, total, unit, done)
         yield log
         log.finish()
+
+
+class _NoBar:
+    """Shows nothing."""
+
+    def advance(self, amount: float, note: str = "") -> None:
+        """Nothing to see."""
+        del amount, note
+
+    def set_total(self, total: float) -> None:
+        """Nor this."""
+        del total
 
 
 def say(line: str) -> None:

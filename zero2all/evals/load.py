@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,15 +15,11 @@ from zero2all.model.z2all import Z2all
 from zero2all.ops.registry import resolve
 from zero2all.parallel.device import pick_device
 from zero2all.tokenizer.load import Tokenizer, load_tokenizer
-from zero2all.train.checkpoint import (
-    Checkpoint,
-    checkpoints_folder,
-    list_checkpoints,
-    newest_checkpoint,
-    verified_checkpoint,
-)
+from zero2all.train.checkpoints.find import newest_checkpoint
+from zero2all.train.checkpoints.layout import checkpoint_folder, list_checkpoints, step_of
+from zero2all.train.checkpoints.load import Checkpoint, verified_checkpoint
+from zero2all.train.config import model_at
 from zero2all.train.setup import load_run_config, with_vocabulary
-from zero2all.train.state import check_shapes
 
 
 @dataclass(frozen=True)
@@ -50,10 +47,9 @@ def load_run(workspace: Workspace, name: str, step: int | None = None) -> Loaded
     checkpoint = newest_checkpoint(run) if step is None else _checkpoint_at(run, step)
     if checkpoint is None:
         raise BadInputError(f"The run {name} has no checkpoint yet. Let `z2a train` reach its first one.")
-    tensors = checkpoint.model_tensors()
+    config = dataclasses.replace(config, model=model_at(checkpoint.step, config.model, config.stages))
     model = _bare_model(config)
-    check_shapes({key: tuple(value.shape) for key, value in model.state_dict().items()}, tensors)
-    model.load_state_dict(tensors)
+    checkpoint.load_into({f"model/{key}": value for key, value in model.state_dict().items()})
     stored_dtype = checkpoint.manifest.get("imported_dtype", "float32")
     tokenizer = load_tokenizer(workspace.tokenizer)
     if tokenizer.fingerprint != checkpoint.manifest.get("tokenizer"):
@@ -79,8 +75,8 @@ def _bare_model(config: RunConfig) -> Z2all:
 
 
 def _checkpoint_at(run: Path, step: int) -> Checkpoint:
-    folder = checkpoints_folder(run) / f"step-{step:08d}"
+    folder = checkpoint_folder(run, step)
     if not folder.is_dir():
-        steps = sorted(int(path.name.removeprefix("step-")) for path in list_checkpoints(run))
+        steps = sorted(step_of(path) for path in list_checkpoints(run))
         raise BadInputError(f"The run {run.name} has no checkpoint at step {step}; it has {steps or 'none'}.")
     return verified_checkpoint(folder)

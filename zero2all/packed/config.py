@@ -35,6 +35,9 @@ class DataConfig:
     """Threads (or processes) that read ahead."""
     reader_kind: Literal["thread", "process"] = "thread"
     """process: for the rare case that reading competes with the trainer for Python's lock."""
+    quarantine: Literal["off", "log", "auto"] = "log"
+    """Shards whose loss stands out over the run, or that repeat another one. log: named; auto: named, and the rest of
+    their samples counts nothing in the loss while the position still advances; off: not looked for."""
     verify_shards: bool = False
     """Check the crc32c of each shard when it is first read (about a second per GB)."""
 
@@ -50,7 +53,7 @@ class DataConfig:
         return mixture_problems(self.mixture, f"{place}.mixture")
 
 
-FREE_ON_RESUME = ("prefetch_steps", "readers", "reader_kind", "verify_shards", "packed", "cache", "cache_bytes")
+FREE_ON_RESUME = ("quarantine", "prefetch_steps", "readers", "reader_kind", "verify_shards", "packed", "cache", "cache_bytes")
 """Fields that say how samples are fetched and not which."""
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zero2all.common.schema import PositiveFloat
+
 
 @dataclass(frozen=True)
 class ResilienceConfig:
@@ -11,3 +13,5 @@ class ResilienceConfig:
 
     save_on_signal: bool = True
     """On Ctrl-C or SIGTERM finish the step, save a checkpoint and exit with code 10; False exits without saving."""
+    save_timeout_seconds: PositiveFloat = 600.0
+    """How long the end of a run waits for a checkpoint that is still being written."""

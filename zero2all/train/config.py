@@ -36,12 +36,19 @@ class TrainConfig:
     """Optimizer steps in the whole run."""
     tokens_per_step: PositiveInt = 524288
     """Tokens in one optimizer step, over all micro-batches."""
-    micro_batch_samples: PositiveInt = 8
-    """Samples in one forward and backward pass; tokens_per_step / seq_len / this passes are accumulated."""
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """dtype of the weights the forward pass reads; the optimizer always works on float32 masters."""
+    micro_batch_samples: PositiveInt | Literal["auto"] = 8
+    """Samples in one forward and backward pass of a process; as many passes as a step needs are accumulated. auto: the
+    most that fit into the device's memory, found once and remembered."""
+    precision: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    """dtype of the weights the forward pass reads; the optimizer works on float32 masters. float16 is for cards without
+    bfloat16 and scales the loss; float64 is for tests of exactness."""
     z_loss: NaturalFloat = 0.0
     """Times logsumexp(logits)^2, added to each token's loss: 1e-4 keeps logits from drifting; 0 leaves it out."""
+    recompute: Literal["none", "full", "every_n", "selective"] = "none"
+    """Activations made again in the backward pass instead of being kept: of no block, of all, of every n-th, or all but
+    the results of attention and matmuls."""
+    recompute_every: PositiveInt = 2
+    """every_n: each so many-th block is recomputed."""
     seed: Annotated[int, Range(minimum=0, maximum=2e9)] = 1234
     """Key of the initial weights and of dropout."""
 
@@ -262,6 +269,8 @@ class CheckpointConfig:
     """Newest checkpoints that are kept."""
     keep_every_steps: NaturalInt = 0
     """Checkpoints at multiples of this are never deleted; 0 keeps none beyond keep_last."""
+    when_busy: Literal["wait", "skip"] = "wait"
+    """A save that is due while the one before is still being written: wait for that, or leave this one out."""
 
 
 @dataclass(frozen=True)

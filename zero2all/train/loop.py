@@ -1,38 +1,50 @@
 """The training run: fetch, step, report, and at named moments validate and save.
 
-Ctrl-C and SIGTERM are asked for at the end of a step: the run saves and exits with code 10, and the same command
-continues it. Everything that decides a result is in the config, the data and the checkpoint, so a run that was
-killed at any moment ends with the same bits as one that was left alone.
+One loop for one process and for many. Ctrl-C and SIGTERM are asked for at the end of a step: the run saves and exits
+with code 10, and the same command continues it. Everything that decides a result is in the config, the data, the
+checkpoint and the record of what was left out, so a run that was killed at any moment ends with the same bits as one
+that was left alone.
+
+On a GPU the host works one step ahead of what it knows: while the device computes a step, the one before is read,
+judged and written down. Only a pause (validation, the end) waits for the device.
 """
 
 from __future__ import annotations
 
-import math
-import os
-import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from zero2all.common.errors import PreemptedError
-from zero2all.common.progress import progress
+from zero2all.common.errors import AnomalyError, PreemptedError
+from zero2all.common.progress import Bar, progress
 from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig
-from zero2all.limits.flops import model_flops_utilisation
-from zero2all.packed.loader import LoaderOptions
+from zero2all.model.rope import rope_tables
+from zero2all.packed.loader import Batch, Loader, LoaderOptions
 from zero2all.packed.transfer import batches_on
+from zero2all.parallel.device import pick_device
+from zero2all.parallel.world import World, join_world
 from zero2all.track.writer import Run
-from zero2all.train.checkpoint import discard_folder, prune_checkpoints, save_checkpoint, sweep_checkpoints
+from zero2all.train.anneal import anneal_values, read_anneal
+from zero2all.train.checkpoints.layout import list_checkpoints, step_of
+from zero2all.train.checkpoints.retention import Retention, pin
+from zero2all.train.checkpoints.run_lock import LOCK_NAME, RunLock, hold_run
+from zero2all.train.checkpoints.set_aside import discard
+from zero2all.train.checkpoints.snapshot import Snapshot
+from zero2all.train.checkpoints.store import CheckpointStore
+from zero2all.train.config import model_at
+from zero2all.train.control import Control
 from zero2all.train.garbage import scheduled_garbage_collection
-from zero2all.train.guards import check_skips
-from zero2all.train.lock import LOCK_NAME, run_lock
-from zero2all.train.setup import Prepared, prepare, save_run_config
+from zero2all.train.guards.documents import Decode
+from zero2all.train.guards.policy import Rollback, Stop
+from zero2all.train.reports import StepReports
+from zero2all.train.schedule import learning_rate
+from zero2all.train.setup import Prepared, load_checkpoint, prepare, save_run_config
 from zero2all.train.step import PendingStep, StepResult, train_step
+from zero2all.train.stop import StopRequest, stop_requests
 from zero2all.train.validate import held_out_losses
 
 
@@ -55,185 +67,348 @@ def train(
     workspace: Workspace,
     fresh: bool = False,
     accept_changes: bool = False,
+    take_over: bool = False,
+    make_decode: Callable[[], Decode] | None = None,
     say: Callable[[str], None] = print,
 ) -> TrainSummary:
-    """Train `config` to its last step, continuing the run where it stands."""
+    """Train `config` to its last step, continuing the run where it stands. Called by every process of the run.
+
+    `make_decode` loads what turns ids into text, for the pages that explain incidents.
+    """
     run = workspace.run(config.train.name)
-    with run_lock(run):
-        sweep_checkpoints(run)
-        prepared = prepare(config, workspace, accept_changes, fresh)
+    with ExitStack() as stack:
+        world = stack.enter_context(join_world(pick_device(config.parallel.device), config.parallel.timeout_seconds))
+        speak = say if world.is_first else _say_nothing
+        store = stack.enter_context(_locked_store(config, run, world, take_over, speak))
+        prepared = prepare(config, workspace, world, store, accept_changes, fresh)
         if fresh:  # only now, when nothing can be wrong any more
-            _clear_run(run)
+            world.first_does(lambda: _clear_run(run))
         for note in prepared.notes:
-            say(note)
-        save_run_config(prepared.config, run)
-        metrics = Run(run, queue_rows=config.track.queue_rows)
+            speak(note)
+        world.first_does(lambda: save_run_config(prepared.config, run))
+        metrics = Run(run, queue_rows=config.track.queue_rows) if world.is_first else None
         try:
-            return _run_steps(prepared, metrics)
+            return _Training(prepared, store, metrics, make_decode).run_to_the_end()
         finally:
-            metrics.close(config.track.close_timeout_seconds)
-            with suppress(OSError):
-                for problem in _tracking_problems(metrics):
-                    say(problem)
+            if metrics is not None:
+                metrics.close(config.track.close_timeout_seconds)
+                with suppress(OSError):
+                    for problem in _tracking_problems(metrics):
+                        speak(problem)
 
 
-def _run_steps(prepared: Prepared, metrics: Run) -> TrainSummary:
-    config, state, data = prepared.config, prepared.state, prepared.data
-    last_step = config.train.steps
-    metrics.event("start", state.step, {"notes": prepared.notes, "environment": prepared.environment})
-    # The position in the data is the tokens seen, so that a changed train.tokens_per_step repeats and skips nothing.
-    options = LoaderOptions(
-        documents=config.data.document_mask,
-        prefetch_steps=config.data.prefetch_steps,
-        readers=config.data.readers,
-        reader_kind=config.data.reader_kind,
-    )
-    steps_left = last_step - state.step
-    loader = batches_on(prepared.device, data, config.train.tokens_per_step, state.tokens, steps_left, options)
-    started = time.perf_counter()
-    held_out: dict[str, float] = {}
-    tokens_done = state.tokens
-    total = tokens_done + max(0, last_step - state.step) * config.train.tokens_per_step
-    report = _StepReports(prepared, metrics)
-    try:
-        with (
-            _stop_requests() as stop,
-            scheduled_garbage_collection() as collect_garbage,
-            progress("train", total=total, unit="tok", done=tokens_done) as bar,
-        ):
+@contextmanager
+def _locked_store(
+    config: RunConfig, run: Path, world: World, take_over: bool, say: Callable[[str], None]
+) -> Iterator[CheckpointStore]:
+    """The checkpoints of the run, with the run's lock held by the first process."""
+    with ExitStack() as stack:
+
+        def lock_run() -> list[str]:
+            held.append(stack.enter_context(hold_run(run, take_over)))
+            return held[0].notes
+
+        held: list[RunLock] = []
+        for note in world.first_does(lock_run):
+            say(note)
+        keep = config.checkpoint
+        store = CheckpointStore(
+            run,
+            world.group,
+            Retention(keep.keep_last, keep.keep_every_steps),
+            when_busy=keep.when_busy,
+            fence=held[0].check if held else lambda: None,
+            say=say,
+        )
+        try:
+            for note in store.sweep():
+                say(note)
+            yield store
+        finally:
+            store.close(config.resilience.save_timeout_seconds)
+
+
+class _Training:
+    """The run while it trains."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        store: CheckpointStore,
+        metrics: Run | None,
+        make_decode: Callable[[], Decode] | None,
+    ) -> None:
+        self.prepared, self.store, self.metrics = prepared, store, metrics
+        self.config, self.state, self.world = prepared.config, prepared.state, prepared.world
+        self.control = Control(
+            prepared.config,
+            prepared.run,
+            prepared.world,
+            prepared.data,
+            prepared.workspace.corpus,
+            metrics,
+            make_decode,
+        )
+        self.reports = StepReports(prepared, metrics)
+        self.pending: tuple[PendingStep, float] | None = None
+        self.held_out: dict[str, float] = {}
+        self.stage = ""
+
+    # ---- the whole run ----
+
+    def run_to_the_end(self) -> TrainSummary:
+        """Train until the last step."""
+        prepared, state = self.prepared, self.state
+        started, tokens_before = time.perf_counter(), state.tokens
+        self._event("start", {"notes": prepared.notes, "environment": prepared.environment})
+        if prepared.checkpoint is not None:
+            self.control.restore(prepared.checkpoint.document.get("guards"))
+        else:
+            self.control.look_for_repeats(prepared.data, state.step)
+        self.store.prepare(state.tensors())
+        self.store.require_space(1)
+        total = prepared.last_step * self.config.train.tokens_per_step
+        try:
+            with (
+                stop_requests() as stop,
+                scheduled_garbage_collection() as collect_garbage,
+                progress("train", total=total, unit="tok", done=state.tokens, quiet=not self.world.is_first) as bar,
+            ):
+                self.bar, self.stop, self.collect_garbage = bar, stop, collect_garbage
+                first_step = state.step
+                while self._stretch():
+                    pass
+            self._validate()
+            if state.step > first_step:
+                self._save(wait=True)
+            self._note_saves()
+        finally:
+            for problem in self.control.close():
+                self._event("warning", {"problem": problem})
+        seconds = time.perf_counter() - started
+        self._event("finish", {"tokens": state.tokens, "seconds": seconds})
+        last = self.reports.last
+        return TrainSummary(
+            run=self.config.train.name,
+            step=state.step,
+            tokens=state.tokens,
+            seconds=seconds,
+            tokens_per_second=(state.tokens - tokens_before) / seconds if seconds else 0.0,
+            loss=last.loss if last else None,
+            channel_losses=self.reports.by_channel(last) if last else {},
+            held_out=self.held_out,
+        )
+
+    def _stretch(self) -> bool:
+        """Train until the end, or until the data must be opened anew (gone back, anneal); True to go on then."""
+        prepared, state, config = self.prepared, self.state, self.config
+        options = LoaderOptions(
+            rank=self.world.rank,
+            ranks=self.world.size,
+            documents=config.data.document_mask,
+            prefetch_steps=config.data.prefetch_steps,
+            readers=config.data.readers,
+            reader_kind=config.data.reader_kind,
+        )
+        steps_left = max(0, prepared.last_step - state.step)
+        # The position in the data is the tokens seen, so that a changed train.tokens_per_step repeats and skips nothing.
+        loader = batches_on(
+            self.world.device, prepared.data, config.train.tokens_per_step, state.tokens, steps_left, options
+        )
+        try:
             for batch in loader:
-                pending = train_step(state, batch, len(data.channels), config, prepared.device)
-                done = state.step == last_step
-                validates = done or _due(state.step, config.eval.every_steps)
-                stopping = stop.requested and not done
-                saves = done or stopping or _due(state.step, config.checkpoint.every_steps)
-                # The device works on this step while the one before is reported; only a pause waits for it.
-                result = report.take(pending, loader.wait_seconds, at_once=validates or saves or prepared.on_cpu)
-                if result is not None:
-                    with suppress(OSError):  # a terminal that is gone is no reason to stop
-                        bar.advance(config.train.tokens_per_step, note=f"step {result.step} loss {result.loss:.3f}")
-                collect_garbage(state.step)
-                if validates:
-                    held_out = held_out_losses(state.model, prepared.valid, config.data, config.eval)
-                    metrics.log(held_out, state.step, state.tokens)
-                if stopping:
-                    _preempt(prepared, metrics)
-                if saves:
-                    _save(prepared, metrics)
-                if validates or saves:
-                    report.pause_ended()
-    finally:
-        loader.close()
-    if report.last is None:  # the run was finished before
-        held_out = held_out_losses(state.model, prepared.valid, config.data, config.eval)
-    seconds = time.perf_counter() - started
-    metrics.event("finish", state.step, {"tokens": state.tokens, "seconds": seconds})
-    return TrainSummary(
-        run=config.train.name,
-        step=state.step,
-        tokens=state.tokens,
-        seconds=seconds,
-        tokens_per_second=(state.tokens - tokens_done) / seconds if seconds else 0.0,
-        loss=report.last.loss if report.last else None,
-        channel_losses=_by_channel(prepared, report.last) if report.last else {},
-        held_out=held_out,
-    )
+                self._enter_stage()
+                tokens = batch.step_samples * (batch.tokens.shape[1] - 1)
+                if self.control.ledger.skips(state.tokens, state.tokens + tokens):
+                    rollback = self._drain()
+                    if rollback is None:
+                        self._pass_over(tokens)
+                else:
+                    rollback = self._one_step(batch, loader)
+                if rollback is not None:
+                    self._go_back(rollback)
+                    return True
+                if self._anneal_wished():
+                    return True
+            rollback = self._drain()
+            if rollback is not None:
+                self._go_back(rollback)
+                return True
+        finally:
+            loader.close()
+        return False
 
+    def _one_step(self, batch: Batch, loader: Loader) -> Rollback | None:
+        """One step and what is due after it; returns the decision to go back, if that was taken."""
+        prepared, state, config = self.prepared, self.state, self.config
+        lr = learning_rate(
+            state.step, config.train.steps, config.optim.lr_max, config.schedule, config.stages, prepared.anneal
+        )
+        tokens = (state.tokens, state.tokens + config.train.tokens_per_step)
+        plan = self.control.plan(state.step + 1, lr, tokens, batch.step_samples, self.stop.requested)
+        pending = train_step(state, batch, len(prepared.data.channels), config, self.world, plan)
+        done = state.step == prepared.last_step  # then validation and the last save follow behind the loop
+        validates = not done and _due(state.step, config.eval.every_steps)
+        saves = not done and _due(state.step, config.checkpoint.every_steps)
+        rollback = self._take(pending, loader.wait_seconds, at_once=prepared.on_cpu or validates or saves or done)
+        self.collect_garbage(state.step)
+        if rollback is not None:
+            return rollback
+        stopping = self.reports.stop_requested and not done
+        if stopping and self.pending is not None:
+            rollback = self._drain()
+            if rollback is not None:
+                return rollback
+        if validates:
+            self._validate()
+        if stopping:
+            self._preempt()
+        if saves:
+            self._save()
+        self._note_saves()
+        if validates or saves:
+            self.reports.pause_ended()
+        return None
 
-class _StepReports:
-    """Reads what steps did, one step late where the device works ahead, and writes it down."""
+    # ---- reading what steps did ----
 
-    def __init__(self, prepared: Prepared, metrics: Run) -> None:
-        self.prepared, self.metrics = prepared, metrics
-        self.last: StepResult | None = None
-        self._pending: tuple[PendingStep, float] | None = None
-        self._ended = time.perf_counter()
+    def _take(self, pending: PendingStep, wait_seconds: float, at_once: bool) -> Rollback | None:
+        """Read the step before this one, and with `at_once` this one too."""
+        rollback = self._drain()
+        if rollback is not None:
+            return rollback  # what is pending belongs to the branch that is left
+        self.pending = (pending, wait_seconds)
+        return self._drain() if at_once else None
 
-    def take(self, pending: PendingStep, wait_seconds: float, at_once: bool) -> StepResult | None:
-        """Report the step before this one, and this one too with `at_once`; returns the last one reported."""
-        reported = None
-        if self._pending is not None:
-            reported = self._report(*self._pending)
-        self._pending = (pending, wait_seconds)
-        if at_once:
-            reported = self._report(pending, wait_seconds)
-            self._pending = None
-        return reported
+    def _drain(self) -> Rollback | None:
+        if self.pending is None:
+            return None
+        pending, wait_seconds = self.pending
+        self.pending = None
+        result = pending.result()
+        self.reports.report(result, wait_seconds)
+        with suppress(OSError):  # a terminal that is gone is no reason to stop
+            note = f"step {result.step} loss {result.loss:.3f}"
+            self.bar.advance(result.tokens[1] - result.tokens[0], note=note)
+        return self._judge(result)
 
-    def pause_ended(self) -> None:
-        """The next step's time begins now."""
-        self._ended = time.perf_counter()
+    def _judge(self, result: StepResult) -> Rollback | None:
+        steps = sorted(step_of(folder) for folder in list_checkpoints(self.prepared.run)) if self.world.is_first else []
+        action, page = self.control.observe(result, self.prepared.data.channels, steps)
+        if isinstance(action, Stop):
+            where = f" {page} shows the step, its documents and what to try." if page else ""
+            raise AnomalyError(f"{action.reason}{where}")
+        return action if isinstance(action, Rollback) else None
 
-    def _report(self, pending: PendingStep, wait_seconds: float) -> StepResult:
-        config, state = self.prepared.config, self.prepared.state
-        result = self.last = pending.result()
-        now = time.perf_counter()
-        seconds, self._ended = now - self._ended, now
-        state.skips_in_a_row = 0 if result.updated else state.skips_in_a_row + 1
-        if result.step == config.train.steps or not result.updated or _due(result.step, config.track.log_every_steps):
-            values = _step_values(self.prepared, result, seconds, wait_seconds)
-            self.metrics.log(values, result.step, result.tokens)
-        if not result.updated:
-            self.metrics.event("skipped_update", result.step, {"loss": result.loss, "grad_norm": result.grad_norm})
-        check_skips(result.step, state.skips_in_a_row, result.loss, result.grad_norm, config.guards)
-        return result
+    # ---- what is due at named moments ----
 
+    def _validate(self) -> None:
+        prepared, state = self.prepared, self.state
+        self.held_out = held_out_losses(
+            state.model, prepared.valid, self.config.data, self.config.eval, self.world
+        )
+        if self.metrics is not None:
+            self.metrics.log(self.held_out, state.step, state.tokens)
 
-def _step_values(prepared: Prepared, result: StepResult, seconds: float, wait_seconds: float) -> dict[str, float]:
-    config, data = prepared.config, prepared.data
-    speed = config.train.tokens_per_step / seconds
-    values = {
-        "loss": result.loss,
-        "lr": result.lr,
-        "grad_norm": result.grad_norm,
-        "tokens_per_second": speed,
-        "time/step": seconds,
-        "time/data_wait": wait_seconds,
-    }
-    for channel, loss in _by_channel(prepared, result).items():
-        splits = [split for split in data.splits if split.channel == channel]
-        bytes_per_token = sum(s.bytes_per_token * s.tokens for s in splits) / max(1, sum(s.tokens for s in splits))
-        values[f"loss/{channel}"] = loss
-        values[f"bpb/{channel}"] = loss / math.log(2) / bytes_per_token
-    seq_len = data.segment_at(max(0, result.tokens - 1)).seq_len
-    for convention, share in model_flops_utilisation(
-        config.model, seq_len, speed, prepared.environment["device"]
-    ).items():
-        values[f"mfu/{convention}"] = share
-    return values
+    def _save(self, wait: bool = False) -> None:
+        state = self.state
+        document = {
+            **state.counters(),
+            "guards": self.control.state(),
+            "anneal": anneal_values(self.prepared.anneal),
+            "stage": self.stage,
+        }
+        self.store.save(state.step, Snapshot(state.tensors(), document), self.prepared.details, wait=wait)
 
+    def _note_saves(self) -> None:
+        """Saves that ended since the last look, as events."""
+        for result in self.store.poll():
+            facts = {
+                "folder": result.folder.name if result.folder else None,
+                "problem": result.problem,
+                "stall_seconds": result.stall_seconds,
+                "seconds": result.write_seconds,
+                "bytes": result.total_bytes,
+                "deleted": result.deleted_steps,
+                "notes": result.notes,
+            }
+            self._event("checkpoint" if result.folder else "checkpoint_failed", facts, result.step)
+            if result.problem and not result.was_skipped and self.world.is_first:
+                print(f"\nThe checkpoint of step {result.step} was not saved: {result.problem}. Training goes on.")
 
-def _by_channel(prepared: Prepared, result: StepResult) -> dict[str, float]:
-    pairs = zip(prepared.data.channels, result.channel_losses, strict=True)
-    return {channel: loss for channel, loss in pairs if loss is not None}
+    def _preempt(self) -> None:
+        """End the run because somebody asked for it, after saving where the config says so."""
+        step, name = self.state.step, self.config.train.name
+        saves = self.config.resilience.save_on_signal
+        if saves:
+            self._save(wait=True)
+            self._note_saves()
+        self._event("preempted", {"saved": saves})
+        where = f"saved at step {step}" if saves else "not saved (resilience.save_on_signal is false)"
+        raise PreemptedError(f"Training of `{name}` was stopped and {where}. Run the same command again to continue.")
 
+    def _go_back(self, decision: Rollback) -> None:
+        """Continue from an earlier checkpoint, without the data that led away from it."""
+        left = self.state.step
+        self.pending = None
+        withdrawn = self.store.withdraw_after(decision.to_step, decision.reason)
+        checkpoint = self.store.at(decision.to_step)
+        self.world.first_does(lambda: pin(self.prepared.run, decision.to_step, "a rollback went back to it"))
+        load_checkpoint(self.state, checkpoint)
+        self.control.restore(checkpoint.document.get("guards"))
+        self.prepared.reopen_data(checkpoint)
+        self.stage = ""
+        self.reports.pause_ended()
+        facts = {"from_step": left, "to_step": decision.to_step, "withdrawn": withdrawn, "reason": decision.reason}
+        self._event("rollback", facts)
+        if self.world.is_first:
+            print(f"\n{decision.reason}")
 
-def _save(prepared: Prepared, metrics: Run) -> None:
-    started = time.perf_counter()
-    folder = save_checkpoint(prepared.run, prepared.state, prepared.inputs, prepared.details)
-    keep = prepared.config.checkpoint
-    prune_checkpoints(prepared.run, keep.keep_last, keep.keep_every_steps)
-    data: dict[str, Any] = {"folder": folder.name, "seconds": time.perf_counter() - started}
-    metrics.event("checkpoint", prepared.state.step, data)
+    # ---- stages, skipped data, anneal ----
 
+    def _enter_stage(self) -> None:
+        """Positions and guards follow the stage that the next step belongs to."""
+        config, state = self.config, self.state
+        stage = next((each.name for each in reversed(config.stages) if each.from_step <= state.step), "main")
+        if stage == self.stage:
+            return
+        model = model_at(state.step, config.model, config.stages)
+        if (model.rope_theta, model.rope_scaling) != (state.model.config.rope_theta, state.model.config.rope_scaling):
+            state.model.config = model
+            cos, sin = rope_tables(model, model.max_seq_len, self.world.device)
+            state.model.cos, state.model.sin = cos.to(state.model.cos.dtype), sin.to(state.model.sin.dtype)
+        if self.stage:
+            self.control.stage_begins()
+        self.stage = stage
+        if config.stages:
+            self._event("stage", {"name": stage, "seq_len": self.prepared.data.segment_at(state.tokens).seq_len})
 
-def _preempt(prepared: Prepared, metrics: Run) -> None:
-    """End the run because somebody asked for it, after saving where the config says so."""
-    step, name = prepared.state.step, prepared.config.train.name
-    saves = prepared.config.resilience.save_on_signal
-    if saves:
-        _save(prepared, metrics)
-    metrics.event("preempted", step, {"saved": saves})
-    where = f"saved at step {step}" if saves else "not saved (resilience.save_on_signal is false)"
-    raise PreemptedError(f"Training of `{name}` was stopped and {where}. Run the same command again to continue.")
+    def _pass_over(self, tokens: int) -> None:
+        """Leave a batch out: position and step advance, and nothing else."""
+        self.state.step += 1
+        self.state.tokens += tokens
+        with suppress(OSError):
+            self.bar.advance(tokens, note=f"step {self.state.step} left out")
 
+    def _anneal_wished(self) -> bool:
+        """Whether `z2a anneal` was called since the last step; the run then ends elsewhere."""
+        if self.prepared.anneal is not None:
+            return False
+        run, step = self.prepared.run, self.state.step
+        anneal = self.world.first_does(lambda: read_anneal(run, step))
+        if anneal is None:
+            return False
+        self.prepared.anneal = anneal
+        self._event("anneal", {"steps": anneal.steps, "shape": anneal.shape, "to_share": anneal.to_share})
+        return True
 
-def _tracking_problems(metrics: Run) -> list[str]:
-    """What did not reach the metrics files, for the end of the run."""
-    problems = [f"metrics: {problem} ({count} times)" for problem, count in metrics.problems.items()]
-    if metrics.dropped_rows:
-        problems.append(f"metrics: {metrics.dropped_rows} rows were dropped and are missing from {metrics.path}")
-    return problems
+    def _event(self, kind: str, data: dict[str, Any], step: int | None = None) -> None:
+        if self.metrics is not None:
+            self.metrics.event(kind, self.state.step if step is None else step, data)
+
+    bar: Bar
+    stop: StopRequest
+    collect_garbage: Callable[[int], None]
 
 
 def _due(step: int, every_steps: int) -> bool:
@@ -244,37 +419,18 @@ def _clear_run(run: Path) -> None:
     """Forget a run, except for the lock that is being held."""
     for item in list(run.iterdir()):
         if item.is_dir():
-            discard_folder(item)
+            discard(item)
         elif item.name != LOCK_NAME:
             item.unlink()
 
 
-class _StopRequest:
-    """Set by a signal, read at the end of each step. The second signal is not held back."""
-
-    requested = False
-
-    def __call__(self, number: int, _frame: FrameType | None) -> None:
-        if self.requested:
-            raise KeyboardInterrupt
-        self.requested = True
-        text = f"\n{signal.Signals(number).name}: stopping after this step (again to stop at once)\n"
-        with suppress(OSError):  # past Python's buffers, which may be in the middle of a print
-            os.write(sys.stderr.fileno(), text.encode())
+def _tracking_problems(metrics: Run) -> list[str]:
+    """What did not reach the metrics files, for the end of the run."""
+    problems = [f"metrics: {problem} ({count} times)" for problem, count in metrics.problems.items()]
+    if metrics.dropped_rows:
+        problems.append(f"metrics: {metrics.dropped_rows} rows were dropped and are missing from {metrics.path}")
+    return problems
 
 
-@contextmanager
-def _stop_requests() -> Iterator[_StopRequest]:
-    """Turn Ctrl-C and SIGTERM into a request while the block runs; only the main thread may do so."""
-    request = _StopRequest()
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    try:
-        before = [signal.signal(number, request) for number in numbers]
-    except ValueError:  # not the main thread: whoever started us handles signals
-        yield request
-        return
-    try:
-        yield request
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
+def _say_nothing(text: str) -> None:
+    del text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig, config_from_values, config_values, config_yaml
 from zero2all.model.compile import compile_model
 from zero2all.model.config import parameter_counts
+from zero2all.model.recompute import apply_recompute
 from zero2all.model.z2all import Z2all
 from zero2all.ops.implementation import Situation
 from zero2all.ops.registry import resolve
@@ -24,8 +26,17 @@ from zero2all.packed.layout import PackedSplit
 from zero2all.packed.mixture import Progress, TrainingData, open_training_data
 from zero2all.packed.remote import packed_root
 from zero2all.packed.stages import Stage
-from zero2all.parallel.device import environment, pick_device, set_cpu_threads
-from zero2all.train.checkpoint import Checkpoint, newest_checkpoint
+from zero2all.parallel.data import shard_model
+from zero2all.parallel.device import environment, set_cpu_threads
+from zero2all.parallel.world import World
+from zero2all.train.anneal import read_anneal
+from zero2all.train.checkpoints.find import newest_checkpoint
+from zero2all.train.checkpoints.load import Checkpoint
+from zero2all.train.checkpoints.store import CheckpointStore
+from zero2all.train.config import AnnealConfig, model_at
+from zero2all.train.guards.ledger import SkipLedger
+from zero2all.train.guards.watch import INCIDENTS_FOLDER
+from zero2all.train.schedule import steps_with_anneal
 from zero2all.train.state import DTYPES, TrainState, new_state
 from zero2all.train.validate import open_valid_splits
 
@@ -33,7 +44,12 @@ CONFIG_FILE = "config.yaml"
 
 SECTIONS_FREE_ON_RESUME = ("ops", "parallel", "tokenizer", "checkpoint", "resilience", "track", "eval", "guards")
 """Changing these never changes which samples are seen or which rate is used."""
-FIELDS_FREE_ON_RESUME = tuple(f"data.{name}" for name in FREE_ON_RESUME)
+FIELDS_FREE_ON_RESUME = (
+    *(f"data.{name}" for name in FREE_ON_RESUME),
+    "train.micro_batch_samples",
+    "train.recompute",
+    "train.recompute_every",
+)
 
 
 @dataclass
@@ -41,24 +57,27 @@ class Prepared:
     """A run ready for its next step."""
 
     config: RunConfig
+    workspace: Workspace
     run: Path
+    world: World
     data: TrainingData
     valid: list[PackedSplit]
     state: TrainState
-    device: torch.device
     environment: dict[str, Any]
+    checkpoint: Checkpoint | None
+    anneal: AnnealConfig | None
     notes: list[str]
     """What a person should know before the run starts: choices, fallbacks, what differs from an earlier attempt."""
 
     @property
     def on_cpu(self) -> bool:
         """Whether a step is over when it returns."""
-        return self.device.type == "cpu"
+        return self.world.device.type == "cpu"
 
     @property
-    def inputs(self) -> str:
-        """Fingerprint of the config, for checkpoints."""
-        return fingerprint(config_values(self.config))
+    def last_step(self) -> int:
+        """The step at which the run is over."""
+        return steps_with_anneal(self.config.train.steps, self.anneal)
 
     @property
     def details(self) -> dict[str, Any]:
@@ -66,6 +85,7 @@ class Prepared:
         choices = {choice.operator: dataclasses.asdict(choice) for choice in self.state.model.ops.choices}
         tokenizer = self.data.splits[0].manifest["tokenizer"]
         return {
+            "inputs": fingerprint(config_values(self.config)),
             "data": self.data.fingerprint,
             "order": self.data.record,
             "tokenizer": tokenizer,
@@ -73,32 +93,40 @@ class Prepared:
             "ops": choices,
         }
 
+    def reopen_data(self, checkpoint: Checkpoint | None) -> None:
+        """Read on from `checkpoint`, to which the run has gone back."""
+        self.data, _ = _open_data(self.config, self.workspace, checkpoint, self.last_step)
 
-def prepare(asked: RunConfig, workspace: Workspace, accept_changes: bool = False, fresh: bool = False) -> Prepared:
+
+def prepare(
+    asked: RunConfig,
+    workspace: Workspace,
+    world: World,
+    store: CheckpointStore,
+    accept_changes: bool = False,
+    fresh: bool = False,
+) -> Prepared:
     """Open the data, build the model, and take over the newest checkpoint if the run has one and is not to be fresh."""
     run = workspace.run(asked.train.name)
-    checkpoint = None if fresh else newest_checkpoint(run, set_aside=True)
-    data, end = _open_data(asked, workspace, checkpoint)
+    checkpoint = None if fresh else _newest_on_this_branch(run, store)
+    anneal = None if fresh else world.first_does(lambda: read_anneal(run, checkpoint.step if checkpoint else 0))
+    last_step = steps_with_anneal(asked.train.steps, anneal)
+    data, end = _open_data(asked, workspace, checkpoint, last_step)
     config = with_vocabulary(asked, int(data.splits[0].manifest["vocab_size"]))
     notes = data.notes(end)
     if checkpoint is not None:
         notes += _check_resume(config, run, checkpoint, data, accept_changes)
     elif not fresh and (run / CONFIG_FILE).is_file():
         notes.append(f"{run.name} was started before but has no checkpoint yet, so it begins at step 0")
+    if anneal is not None:
+        notes.append(f"annealing over {anneal.steps:,} steps from step {anneal.from_step:,} on")
     recorded = checkpoint.manifest["environment"].get("cpu_threads") if checkpoint and checkpoint.step else None
     set_cpu_threads(config.parallel.cpu_threads, recorded)
-    device = pick_device(config.parallel.device)
-    here = environment(device)
-    dtype = DTYPES[config.train.precision]
-    ops = resolve(config.ops, situation(config, device.type, dtype))
-    notes += ops.notes()
-    model = Z2all(config.model, ops)
-    if checkpoint is None:
-        model.init_weights(config.train.seed)
-    state = new_state(model.to(device).train(), config.optim, dtype)
-    compile_model(model)
+    here = {**environment(world.device), "processes": world.size, "data_parallel": config.parallel.data}
+    state, model_notes = _build_state(config, run, world, checkpoint)
+    notes += model_notes
     if checkpoint is not None:
-        state.restore(checkpoint.model_tensors(), checkpoint.optimizer_tensors(), checkpoint.counters())
+        load_checkpoint(state, checkpoint)
         notes.append(f"resumed {run.name} at step {state.step} from {checkpoint.folder.name}")
         if checkpoint.step:
             notes += _environment_notes(checkpoint.manifest["environment"], here)
@@ -106,9 +134,56 @@ def prepare(asked: RunConfig, workspace: Workspace, accept_changes: bool = False
     too_short = [split.name for split in valid if split.samples(config.data.seq_len) == 0]
     if too_short:
         notes.append(f"held-out loss: left out for less than one sample of held-out text: {', '.join(too_short)}")
+    return Prepared(config, workspace, run, world, data, valid, state, here, checkpoint, anneal, notes)
+
+
+def _newest_on_this_branch(run: Path, store: CheckpointStore) -> Checkpoint | None:
+    """The newest checkpoint; those that a rollback has left behind are withdrawn first, in case a crash came between."""
+    ledger = SkipLedger.load(run / INCIDENTS_FOLDER)
+    while True:
+        checkpoint = store.newest(set_aside=True)
+        if checkpoint is None or not checkpoint.step:
+            return checkpoint
+        guards = checkpoint.document.get("guards") or {}
+        then = SkipLedger.from_state(guards.get("ledger", ()))
+        if not ledger.abandons(checkpoint.step, then):
+            return checkpoint
+        back = [entry.to_step for entry in ledger.entries if entry.to_step is not None and entry not in then.entries]
+        store.withdraw_after(min(back), "a rollback went back behind it")
+
+
+def _build_state(
+    config: RunConfig, run: Path, world: World, checkpoint: Checkpoint | None
+) -> tuple[TrainState, list[str]]:
+    """The model on its device, cut over the processes where asked, with its optimizer; and what to say about it."""
+    dtype = DTYPES[config.train.precision]
+    ops = resolve(config.ops, situation(config, world.device.type, dtype))
+    step = checkpoint.step if checkpoint else 0
+    model = Z2all(model_at(step, config.model, config.stages), ops)
+    if checkpoint is None:
+        model.init_weights(config.train.seed)
+    model.to(world.device).train()
+    if dtype == torch.float64:
+        model.double()
+    apply_recompute(model, config.train.recompute, config.train.recompute_every)
+    sharded = config.parallel.data == "shard" and world.size > 1
+    if sharded:
+        shard_model(model, world, dtype)
+    state = new_state(model, config.optim, dtype, 1, sharded, config.train.seed)
+    compile_model(model)
+    state.micro_batch_samples, micro_notes = int(config.train.micro_batch_samples), []
     counts = parameter_counts(config.model)
-    notes.insert(0, f"model: {counts['total'] / 1e6:.2f} M parameters on {here['device']}, {config.train.precision}")
-    return Prepared(config, run, data, valid, state, device, here, notes)
+    where = f"{world.size} x {environment(world.device)['device']}" if world.size > 1 else environment(world.device)["device"]
+    spread = f", {config.parallel.data}" if world.size > 1 else ""
+    size = f"model: {counts['total'] / 1e6:.2f} M parameters on {where}{spread}, {config.train.precision}"
+    return state, [size, *ops.notes(), *micro_notes]
+
+
+def load_checkpoint(state: TrainState, checkpoint: Checkpoint) -> None:
+    """Put what `checkpoint` holds in place of the state. Imported weights bring no moments: those stay as they are."""
+    has_moments = any(name.startswith("optimizer/") for name in checkpoint.index)
+    checkpoint.load_into(state.tensors() if has_moments else state.model_tensors())
+    state.loaded(checkpoint.document)
 
 
 def situation(config: RunConfig, device: str, dtype: torch.dtype) -> Situation:
@@ -129,12 +204,14 @@ def situation(config: RunConfig, device: str, dtype: torch.dtype) -> Situation:
     )
 
 
-def _open_data(config: RunConfig, workspace: Workspace, checkpoint: Checkpoint | None) -> tuple[TrainingData, int]:
+def _open_data(
+    config: RunConfig, workspace: Workspace, checkpoint: Checkpoint | None, last_step: int
+) -> tuple[TrainingData, int]:
     """The data of the run as it goes on from `checkpoint`, and the token at which the run is over.
 
     What the run has read stays as the checkpoint recorded it; the mixture and the stages of the config hold from there.
     """
-    counters = {"step": 0, "tokens": 0} if checkpoint is None else checkpoint.counters()
+    counters: Mapping[str, Any] = {"step": 0, "tokens": 0} if checkpoint is None else checkpoint.document
     recorded = None if checkpoint is None else checkpoint.manifest.get("order")
     step, token = int(counters["step"]), int(counters["tokens"])
 
@@ -149,14 +226,14 @@ def _open_data(config: RunConfig, workspace: Workspace, checkpoint: Checkpoint |
         seq_len = stage.seq_len or config.data.seq_len
         stages.append(Stage(stage.name, token_of(stage.from_step), mixture, seq_len))
     progress = Progress(token, recorded["stages"]) if recorded else Progress()
-    end = token_of(max(step, config.train.steps))
+    end = token_of(max(step, last_step))
     return open_training_data(packed_root(workspace.packed, config.data), config.data, stages, progress, end), end
 
 
 def open_run_data(config: RunConfig, workspace: Workspace, resumed: bool) -> tuple[TrainingData, int]:
     """The data as a run of this config reads it (`resumed`: goes on reading it), and the token at which it is over."""
     checkpoint = newest_checkpoint(workspace.run(config.train.name)) if resumed else None
-    return _open_data(config, workspace, checkpoint)
+    return _open_data(config, workspace, checkpoint, config.train.steps)
 
 
 def with_vocabulary(config: RunConfig, tokens_in_data: int) -> RunConfig:
@@ -215,7 +292,7 @@ def _check_resume(
     if trained_on is not None and trained_on != data.fingerprint:
         if _reads_on(checkpoint.manifest.get("order"), data.record):
             strict.append("the mixture or the sequence length from here on has changed")
-            tokens = checkpoint.counters()["tokens"]
+            tokens = checkpoint.document["tokens"]
             notes.append(f"other weights hold from token {tokens:,} on; every source continues where it stood")
         else:
             strict.append("the packed data, or the order in which it is read, has changed since this run was started")

@@ -104,7 +104,8 @@ def new_state(
     if sharded:
         weights = ShardedWeights(model, dtype)
     else:
-        weights = FlatWeights(model, {name: roles[name].kind for name in names}, dtype)
+        kinds = {name: roles[name].kind for name in names}
+        weights = FlatWeights(model, kinds, dtype, with_masters=optim.kind != "adamw_bf16")
     if isinstance(weights, FlatWeights) and optim.kind == "adamw":
         optimizer = FlatAdamW(weights, model.ops.optimizer, optim)
     else:

@@ -12,7 +12,6 @@ later waits for nothing.
 from __future__ import annotations
 
 import hashlib
-import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,7 +27,7 @@ from zero2all.train.guards.detector import Limits
 from zero2all.train.state import TrainState
 
 HEAD = 4
-"""Figures before those of channels and rows: loss, norm, whether the update was refused, whether somebody asked to stop."""
+"""Figures before those of channels and rows: loss, norm, was the update refused, did somebody ask to stop."""
 
 
 @dataclass(frozen=True)
@@ -224,7 +223,8 @@ def _update(
         state.loss_scale.after(overflowed)
     state.optimizer.set_learning_rate(plan.lr)
     state.optimizer.step(torch.where(refused, 1.0, scale).float(), refused)
-    state.weights.updated()
+    if not state.optimizer.writes_weights:
+        state.weights.updated()
     state.weights.zero_gradients()
     figures[0], figures[1] = loss, norm
     figures[2] = refused

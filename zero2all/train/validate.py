@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from zero2all.model.z2all import Z2all
 from zero2all.packed.config import DataConfig
 from zero2all.packed.layout import PackedSplit, open_split
 from zero2all.packed.samples import Borders, ConcatSamples
+from zero2all.parallel.world import World
 from zero2all.train.config import EvalConfig
 
 
@@ -20,41 +23,68 @@ def open_valid_splits(packed: Path, sources: list[str]) -> list[PackedSplit]:
     return [open_split(packed, source, "valid") for source in sources]
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """Some samples of one split, scored in one pass."""
+
+    split: PackedSplit
+    windows: ConcatSamples
+    first: int
+    count: int
+
+
 @torch.no_grad()
-def held_out_losses(model: Z2all, splits: list[PackedSplit], data: DataConfig, config: EvalConfig) -> dict[str, float]:
+def held_out_losses(
+    model: Z2all, splits: list[PackedSplit], data: DataConfig, config: EvalConfig, world: World | None = None
+) -> dict[str, float]:
     """`eval/valid/loss/<channel>` in nats per token and `eval/valid/bpb/<channel>` in bits per byte.
 
     Sources of a channel are summed token by token. A source with less than one held-out sample is left out. Samples are
-    windows of data.seq_len whatever the packing and the stage, so that figures can be compared along a run.
+    windows of data.seq_len whatever the packing and the stage, so that figures can be compared along a run. Processes
+    share the work; all make the same number of passes, because a sharded model gathers its weights in each.
     """
-    seq_len = data.seq_len
-    device = model.embedding.weight.device
-    nats: dict[str, float] = {}
-    tokens: dict[str, float] = {}
-    text_bytes: dict[str, float] = {}
+    world = world or World(device=model.embedding.weight.device)
+    pieces = _pieces(splits, data.seq_len, config)
+    channels = list(dict.fromkeys(piece.split.channel for piece in pieces))
+    sums = torch.zeros(3, len(channels), dtype=torch.float64, device=world.device)  # nats, tokens, bytes
     was_training = model.training
     model.eval()
+    for first in range(0, len(pieces), world.size):
+        is_mine = first + world.rank < len(pieces)
+        piece = pieces[first + world.rank if is_mine else first]
+        nats, counted = _score(model, piece, data, world.device)
+        if is_mine:
+            at = channels.index(piece.split.channel)
+            sums[:, at] += torch.stack((nats, counted, counted * piece.split.bytes_per_token))
+    model.train(was_training)
+    nats, tokens, text_bytes = world.sum(sums).tolist()
+    known = [at for at in range(len(channels)) if tokens[at]]
+    values = {f"eval/valid/loss/{channels[at]}": nats[at] / tokens[at] for at in known}
+    return values | {f"eval/valid/bpb/{channels[at]}": nats[at] / math.log(2) / text_bytes[at] for at in known}
+
+
+def _pieces(splits: list[PackedSplit], seq_len: int, config: EvalConfig) -> list[_Piece]:
+    found = []
     for split in splits:
         windows = ConcatSamples(split, seq_len)
         samples = min(windows.count, max(1, config.valid_tokens_per_source // seq_len))
         for first in range(0, samples, config.batch_samples):
-            count = min(config.batch_samples, samples - first)
-            rows, weights = np.empty((count, seq_len + 1), np.int64), np.empty((count, seq_len), np.float32)
-            borders = Borders() if data.document_mask else None
-            for row in range(count):
-                windows.read(first + row, rows[row], weights[row], borders, row)
-            batch = torch.from_numpy(rows).to(device)
-            segments = None
-            if borders is not None:
-                segments = torch.from_numpy(borders.documents(count, seq_len + 1).segments).to(device)[:, :-1]
-            _, losses = model.loss(batch[:, :-1], batch[:, 1:], segments=segments)
-            counted = float(weights.sum(dtype=np.float64))
-            channel_nats = float((losses.double() * torch.from_numpy(weights).to(device)).sum())
-            nats[split.channel] = nats.get(split.channel, 0.0) + channel_nats
-            tokens[split.channel] = tokens.get(split.channel, 0.0) + counted
-            text_bytes[split.channel] = text_bytes.get(split.channel, 0.0) + counted * split.bytes_per_token
-    model.train(was_training)
-    nats = {channel: total for channel, total in nats.items() if tokens[channel]}
-    values = {f"eval/valid/loss/{channel}": nats[channel] / tokens[channel] for channel in nats}
-    values |= {f"eval/valid/bpb/{channel}": nats[channel] / math.log(2) / text_bytes[channel] for channel in nats}
-    return values
+            found.append(_Piece(split, windows, first, min(config.batch_samples, samples - first)))
+    return found
+
+
+def _score(model: Z2all, piece: _Piece, data: DataConfig, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Summed nats, and the tokens they are of."""
+    seq_len, count = data.seq_len, piece.count
+    rows, weights = np.empty((count, seq_len + 1), np.int64), np.empty((count, seq_len), np.float32)
+    borders = Borders() if data.document_mask else None
+    for row in range(count):
+        piece.windows.read(piece.first + row, rows[row], weights[row], borders, row)
+    batch = torch.from_numpy(rows).to(device)
+    segments = None
+    if borders is not None:
+        segments = torch.from_numpy(borders.documents(count, seq_len + 1).segments).to(device)[:, :-1]
+    hidden = model(batch[:, :-1], segments=segments)
+    counts = torch.from_numpy(weights).to(device)
+    _, losses = model.head_loss(hidden, batch[:, 1:], counts)
+    return (losses.double() * counts).sum(), counts.sum(dtype=torch.float64)

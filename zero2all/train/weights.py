@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from zero2all.model.z2all import Z2all
 from zero2all.parallel.world import World
+from zero2all.train.config import ParameterKind
 
 ALIGNMENT = 128
 """Parameters begin at multiples of this many values, so that every kernel can load them in wide words."""
@@ -63,12 +64,15 @@ class Place:
 class FlatWeights:
     """Takes over the parameters of `model`: their storage becomes a view of flat buffers on the model's device."""
 
-    def __init__(self, model: Z2all, group_of: Mapping[str, str], dtype: torch.dtype) -> None:
-        """`group_of` names the group of each parameter; `groups` then says where each lies."""
+    def __init__(
+        self, model: Z2all, group_of: Mapping[str, ParameterKind], dtype: torch.dtype, with_masters: bool = True
+    ) -> None:
+        """`group_of` names the group of each parameter; `groups` then says where each lies. Without masters, an
+        optimizer that rounds for itself (adamw_bf16) works on the low-precision weights and gradients."""
         named = list(model.named_parameters())
         names = list(dict.fromkeys(group_of[name] for name, _ in named))
         self.places: list[Place] = []
-        self.groups: dict[str, slice] = {}
+        self.groups: dict[ParameterKind, slice] = {}
         length = 0
         for group in names:
             start = length
@@ -78,7 +82,7 @@ class FlatWeights:
                     length += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
             self.groups[group] = slice(start, length)
         device = named[0][1].device
-        self.dtype, wide = dtype, torch.promote_types(dtype, torch.float32)
+        self.dtype, wide = dtype, torch.promote_types(dtype, torch.float32) if with_masters else dtype
         self.masters = torch.zeros(length, dtype=wide, device=device)
         self.weights = self.masters if dtype == wide else torch.zeros(length, dtype=dtype, device=device)
         self.gradients = torch.zeros(length, dtype=wide, device=device)
@@ -122,7 +126,8 @@ class FlatWeights:
             from zero2all.ops.kernels.adamw import sum_of_squares
 
             return sum_of_squares(self.gradients)
-        return torch.linalg.vector_norm(self.gradients).double().square()
+        wide = torch.promote_types(self.gradients.dtype, torch.float32)
+        return torch.linalg.vector_norm(self.gradients, dtype=wide).double().square()
 
     def updated(self) -> None:
         """Write the low-precision weights; an optimizer that does so itself calls `touched` instead."""

@@ -3,7 +3,6 @@
 Everything here is plain logic on numbers the loop hands over, one step late and off the hot path: no torch, no clock,
 no random numbers. The whole state is JSON, so a resumed run decides as the run that was not interrupted.
 
-    nonfinite    a step whose loss or gradient is not finite
     findings     what a watcher reports
     detector     loss and gradient norm, step by step: spikes and drops
     policy       findings -> what the loop does: go on, skip, roll back, stop
@@ -19,7 +18,3 @@ no random numbers. The whole state is JSON, so a resumed run decides as the run 
     page         the same as HTML and as text
     writer       writes pages in a thread of its own
 """
-
-from zero2all.train.guards.nonfinite import check_skips, update_is_safe
-
-__all__ = ["check_skips", "update_is_safe"]

@@ -97,6 +97,9 @@ class StepInputs:
 class Optimizer(ABC):
     """What every optimizer here can do; see the module for the contract."""
 
+    writes_weights = False
+    """Whether a step also writes low-precision copies of the weights."""
+
     def __init__(self, groups: Sequence[ParameterGroup]) -> None:
         self.param_groups = list(groups)
         for group in self.param_groups:
@@ -152,7 +155,7 @@ class Optimizer(ABC):
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over a saved state, whole tensors or DTensors; raises before it changes anything where one is amiss."""
         own = self.state_tensors()
-        _check_fits(own, tensors)
+        check_fits(own, tensors)
         for name, target in own.items():
             copy_values(target, tensors[name])
 
@@ -253,7 +256,8 @@ def bias_correction(beta: float, count: Tensor) -> Tensor:
     return 1 - beta ** count.double()
 
 
-def _check_fits(own: dict[str, Tensor], found: Mapping[str, Tensor]) -> None:
+def check_fits(own: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+    """Raise when a saved state is of another optimizer or model, naming the first differences."""
     def form(tensor: Tensor) -> str:
         return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 

@@ -17,7 +17,7 @@ from zero2all.train.optimizers.adamw_bf16 import AdamWBf16
 from zero2all.train.optimizers.base import Optimizer, ParameterGroup, Slot
 from zero2all.train.optimizers.lion import Lion
 from zero2all.train.optimizers.muon import Muon
-from zero2all.train.optimizers.roles import DECAYING, TABLES, Role
+from zero2all.train.optimizers.roles import Role, decay_of
 from zero2all.train.optimizers.sgd import SGD
 
 Implementation = Literal["auto", "eager", "fused", "compiled"]
@@ -49,11 +49,8 @@ def parameter_groups(
     slots: dict[ParameterKind, list[Slot]] = {kind: [] for kind in PARAMETER_KINDS}
     for index, (name, parameter) in enumerate(named_parameters):
         slots[roles[name].kind].append(Slot(index, name, parameter, roles[name]))
-    decaying = DECAYING + (TABLES if config.decay_embeddings else ())
     return [
-        ParameterGroup(
-            kind, members, config.weight_decay if kind in decaying else 0.0, config.lr_multipliers.get(kind, 1.0)
-        )
+        ParameterGroup(kind, members, decay_of(kind, config), config.lr_multipliers.get(kind, 1.0))
         for kind, members in slots.items()
         if members
     ]

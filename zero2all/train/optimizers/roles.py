@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from zero2all.model.config import ModelConfig
-from zero2all.train.config import ParameterKind
+from zero2all.train.config import OptimConfig, ParameterKind
 
 DECAYING: tuple[ParameterKind, ...] = ("matrix",)
 TABLES: tuple[ParameterKind, ...] = ("embedding", "head")
@@ -19,6 +19,12 @@ class Role:
     kind: ParameterKind
     splits: tuple[int, ...] = ()
     """Rows of each matrix that is stored in this one, in order; empty where it is one matrix."""
+
+
+def decay_of(kind: ParameterKind, config: OptimConfig) -> float:
+    """Matrices decay, tables by option, norms and biases never."""
+    decaying = DECAYING + (TABLES if config.decay_embeddings else ())
+    return config.weight_decay if kind in decaying else 0.0
 
 
 def model_roles(config: ModelConfig, names: Iterable[str]) -> dict[str, Role]:

@@ -1,0 +1,267 @@
+"""Recomputation changes what is kept for the backward pass, and no bit of the loss or of a gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from zero2all.limits.recompute import recomputed_flops_per_token
+from zero2all.model.compile import compile_model
+from zero2all.model.config import ModelConfig
+from zero2all.model.recompute import KINDS, RecomputedBlock, apply_recompute
+from zero2all.model.z2all import KeyValueCache, Z2all
+from zero2all.ops.config import OpsConfig
+from zero2all.ops.linear import feed_forward
+from zero2all.ops.registry import Ops, resolve
+
+VOCAB_SIZE = 97
+ROWS, LENGTH = 2, 12
+SMALL = ModelConfig(
+    vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, layers=3, heads=4, kv_heads=2, max_seq_len=16
+)
+DROPOUT = {"residual_dropout": 0.2, "attention_dropout": 0.3, "embedding_dropout": 0.1}
+RECOMPUTING = [kind for kind in KINDS if kind != "none"]
+
+kinds = pytest.mark.parametrize("kind", RECOMPUTING)
+
+
+def build(kind: str, config: ModelConfig = SMALL, ops: Ops | None = None, dtype: torch.dtype = torch.float32) -> Z2all:
+    model = Z2all(config, ops or resolve(OpsConfig(), "cpu"))
+    model.init_weights(1)
+    model = model.to(dtype).train()
+    apply_recompute(model, kind, every_n=2)
+    return model
+
+
+def batch(seed: int = 0) -> Tensor:
+    return torch.randint(VOCAB_SIZE, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
+
+
+def segments() -> Tensor:
+    return torch.tensor([[0] * 5 + [1] * 7, [0] * 1 + [1] * 4 + [2] * 7])
+
+
+def loss_and_gradients(model: Z2all, documents: Tensor | None = None, passes: int = 2) -> list[Tensor]:
+    """Of several micro-batches, summed; the same dropout for every model that is asked."""
+    torch.manual_seed(3)
+    losses = []
+    for number in range(passes):
+        rows = batch(number)
+        total, each = model.loss(rows[:, :-1], rows[:, 1:], segments=documents)
+        total.backward()
+        losses += [total.detach(), each]
+    gradients = [getattr(parameter, "main_grad", parameter.grad) for parameter in model.parameters()]
+    return [*losses, *(gradient.clone() for gradient in gradients if gradient is not None), torch.rand(1)]
+
+
+def assert_same_bits(found: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(found) == len(expected)
+    for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        assert torch.equal(ours, theirs), f"tensor {number} differs"
+
+
+# ---- exactness -------------------------------------------------------------------------------------------------------
+
+
+@kinds
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("documents", [None, segments()], ids=["whole rows", "documents"])
+@pytest.mark.parametrize("dropout", [{}, DROPOUT], ids=["plain", "dropout"])
+@pytest.mark.parametrize("attention", ["sdpa", "math"])
+def test_loss_gradients_and_random_state_keep_their_bits(kind, dtype, documents, dropout, attention):
+    config = dataclasses.replace(SMALL, **dropout)
+    ops = resolve(OpsConfig(attention=attention), "cpu")
+    expected = loss_and_gradients(build("none", config, ops, dtype), documents)
+    assert_same_bits(loss_and_gradients(build(kind, config, ops, dtype), documents), expected)
+
+
+@kinds
+def test_biases_tied_tables_and_a_wide_residual_under_autocast(kind):
+    config = dataclasses.replace(SMALL, attention_bias="all", mlp_bias=True, tied_embeddings=True, fp32_residual=True)
+
+    def under_autocast(a_kind: str) -> list[Tensor]:
+        model = build(a_kind, config)
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss_and_gradients(model)
+
+    assert_same_bits(under_autocast(kind), under_autocast("none"))
+
+
+@kinds
+def test_generation_and_evaluation_are_as_before(kind):
+    model, plain, rows = build(kind), build("none"), batch()[:, :LENGTH]
+    cache = KeyValueCache(SMALL.layers)
+    with torch.no_grad():
+        assert torch.equal(model(rows), plain(rows))
+        parts = [model(part, cache) for part in rows.split(5, dim=1)]
+        torch.testing.assert_close(torch.cat(parts, dim=1), plain(rows))
+
+
+def test_parameters_keep_their_names_and_every_nth_block_is_another_kind_of_block():
+    names = [name for name, _ in build("none").named_parameters()]
+    for kind, recomputed in (("none", []), ("full", [0, 1, 2]), ("every_n", [0, 2]), ("selective", [0, 1, 2])):
+        model = build(kind)
+        assert [name for name, _ in model.named_parameters()] == names
+        assert [n for n, block in enumerate(model.blocks) if isinstance(block, RecomputedBlock)] == recomputed
+
+
+# ---- what it saves and what it costs ---------------------------------------------------------------------------------
+
+
+class _Kept:
+    """Bytes of distinct memory that autograd holds; what a checkpoint holds besides is not seen."""
+
+    def __init__(self) -> None:
+        self.storages: dict[int, torch.UntypedStorage] = {}
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        self.storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    def bytes(self) -> int:
+        return sum(storage.nbytes() for storage in self.storages.values())
+
+
+def test_full_recomputation_keeps_only_the_ends_for_the_backward_pass():
+    kept = {}
+    for kind in ("none", "every_n", "full"):
+        model, seen = build(kind), _Kept()
+        with torch.autograd.graph.saved_tensors_hooks(seen.pack, lambda tensor: tensor):
+            model(batch()[:, :-1])
+        kept[kind] = seen.bytes()
+    assert kept["full"] < 0.2 * kept["none"]
+    assert kept["full"] < kept["every_n"] < 0.5 * kept["none"]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("attention", ["sdpa", "math"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_work_that_is_done_again_is_what_the_formula_says(kind, attention, dropout):
+    from torch.utils.flop_counter import FlopCounterMode  # imports triton, whose interpreter has to be chosen first
+
+    config = dataclasses.replace(SMALL, attention_dropout=dropout)
+    ops = resolve(OpsConfig(attention=attention), "cpu")
+    spent = {}
+    for a_kind in ("none", kind):
+        model, rows = build(a_kind, config, ops), batch()
+        with FlopCounterMode(display=False) as counter:
+            model.loss(rows[:, :-1], rows[:, 1:])[0].backward()
+        # torch's counter knows neither the CPU's fused attention nor its backward.
+        spent[a_kind] = counter.get_total_flops()
+    taken = {choice.operator: choice.got for choice in ops.choices}
+    # Positions that are masked are multiplied all the same here, so the convention with all of them holds.
+    expected = recomputed_flops_per_token(config, LENGTH, kind, 2, taken)["palm"] * ROWS * LENGTH
+    if attention == "sdpa" and not dropout and kind != "selective":
+        expected -= _attention_forward(config, kind) * ROWS * LENGTH
+    assert spent[kind] - spent["none"] == expected
+
+
+def _attention_forward(config: ModelConfig, kind: str) -> int:
+    blocks = {"none": 0, "full": 3, "every_n": 2}[kind]
+    return 4 * blocks * config.heads * config.head_size * LENGTH
+
+
+# ---- with compilation, with shards -----------------------------------------------------------------------------------
+
+
+@kinds
+@pytest.mark.parametrize("scope", ["block", "trunk"])
+def test_it_holds_inside_compiled_blocks_and_trunks(kind, scope, monkeypatch):
+    compile_as_it_is = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda module, **options: compile_as_it_is(module, backend="aot_eager", **options)
+    )
+    torch._dynamo.reset()
+    expected = loss_and_gradients(build("none"), segments())
+    model = build(kind, ops=resolve(OpsConfig(compile=scope), "cpu"))
+    compile_model(model)
+    for ours, theirs in zip(loss_and_gradients(model, segments())[:-1], expected[:-1], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meet'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@kinds
+@pytest.mark.usefixtures("one_process")
+def test_it_holds_inside_shards_that_are_gathered_again_for_it(kind):
+    config = dataclasses.replace(SMALL, **DROPOUT)
+
+    def sharded(a_kind: str) -> list[Tensor]:
+        model = build(a_kind, config)
+        mesh = init_device_mesh("cpu", (1,))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        torch.manual_seed(3)
+        hidden = model(batch()[:, :-1], segments=segments())
+        hidden.float().square().sum().backward()
+        grads = [parameter.grad for name, parameter in model.named_parameters() if name.startswith("blocks")]
+        return [hidden.detach(), *(grad.full_tensor() for grad in grads)]
+
+    assert_same_bits(sharded(kind), sharded("none"))
+
+
+# ---- with our kernels ------------------------------------------------------------------------------------------------
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def kernel_ops() -> Ops:
+    """What `auto` takes on a GPU, through Triton's interpreter."""
+    pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("this test wants Triton's interpreter: TRITON_INTERPRET=1")
+    from zero2all.ops.linear import into_32_linear
+    from zero2all.ops.rms_norm import triton_rms_norm
+    from zero2all.ops.rope import triton_rope
+    from zero2all.ops.swiglu import triton_swiglu
+
+    plain = resolve(OpsConfig(), "cpu")
+    names = {"rope": "triton", "rms_norm": "triton", "swiglu": "triton", "linear": "into32"}
+    return dataclasses.replace(
+        plain,
+        rope=triton_rope,
+        rms_norm=triton_rms_norm,
+        swiglu=triton_swiglu,
+        linear=into_32_linear,
+        feed_forward=feed_forward("triton", triton_swiglu, "into32", into_32_linear),
+        choices=tuple(
+            dataclasses.replace(choice, got=names.get(choice.operator, choice.got)) for choice in plain.choices
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "bias", "documents"), [("full", "none", segments()), ("selective", "none", None), ("selective", "qkv", None)]
+)
+def test_our_kernels_add_each_gradient_once_and_turn_each_position_once(kind, bias, documents):
+    config = dataclasses.replace(SMALL, layers=1, attention_bias=bias, residual_dropout=0.2)
+    found = {}
+    for a_kind in ("none", kind):
+        model = build(a_kind, config, kernel_ops())
+        for parameter in model.parameters():
+            parameter.main_grad = torch.zeros_like(parameter)
+        torch.manual_seed(3)
+        rows = batch()[:1, :5]
+        total, _ = model.loss(rows[:, :-1], rows[:, 1:], segments=None if documents is None else documents[1:, :4])
+        total.backward()
+        found[a_kind] = [
+            parameter.main_grad if parameter.grad is None else parameter.grad for parameter in model.parameters()
+        ]
+        assert all(gradient.any() for gradient in found[a_kind])
+    assert_same_bits(found[kind], found["none"])

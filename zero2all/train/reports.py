@@ -1,0 +1,81 @@
+"""What steps did, as metric rows."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import torch
+
+from zero2all.limits.flops import model_flops_utilisation
+from zero2all.track.writer import Run
+from zero2all.train.setup import Prepared
+from zero2all.train.step import StepResult
+
+
+class StepReports:
+    """Turns results into rows and keeps the last; only the first process has `metrics`."""
+
+    def __init__(self, prepared: Prepared, metrics: Run | None) -> None:
+        self._prepared, self._metrics = prepared, metrics
+        self.last: StepResult | None = None
+        self.stop_requested = False
+        self._ended = time.perf_counter()
+        self._bytes_per_token = self._bytes_per_token_by_channel()
+
+    def pause_ended(self) -> None:
+        """The next step's time begins now."""
+        self._ended = time.perf_counter()
+
+    def report(self, result: StepResult, wait_seconds: float) -> None:
+        """Write down a step, in the order of steps."""
+        config = self._prepared.config
+        self.last = result
+        self.stop_requested = self.stop_requested or result.stop_requested
+        now = time.perf_counter()
+        seconds, self._ended = now - self._ended, now
+        is_last = result.step == self._prepared.last_step
+        due = result.step % config.track.log_every_steps == 0
+        if self._metrics is not None and (is_last or due or not result.updated):
+            self._metrics.log(self._values(result, seconds, wait_seconds), result.step, result.tokens[1])
+
+    def by_channel(self, result: StepResult) -> dict[str, float]:
+        """The loss of each channel that had a sample."""
+        pairs = zip(self._prepared.data.channels, result.channel_losses, strict=True)
+        return {channel: loss for channel, loss in pairs if loss is not None}
+
+    def _values(self, result: StepResult, seconds: float, wait_seconds: float) -> dict[str, float]:
+        prepared = self._prepared
+        tokens = result.tokens[1] - result.tokens[0]
+        speed = tokens / seconds if seconds else math.inf
+        values = {
+            "loss": result.loss,
+            "lr": result.lr,
+            "grad_norm": result.grad_norm,
+            "tokens_per_second": speed,
+            "time/step": seconds,
+            "time/data_wait": wait_seconds,
+        }
+        values |= {f"time/{part}": spent for part, spent in result.seconds.items()}
+        values["time/other"] = max(0.0, seconds - wait_seconds - sum(result.seconds.values()))
+        for channel, loss in self.by_channel(result).items():
+            values[f"loss/{channel}"] = loss
+            values[f"bpb/{channel}"] = loss / math.log(2) / self._bytes_per_token[channel]
+        seq_len = prepared.data.segment_at(max(0, result.tokens[1] - 1)).seq_len
+        shares = model_flops_utilisation(
+            prepared.config.model, seq_len, speed / prepared.world.size, prepared.environment["device"]
+        )
+        values |= {f"mfu/{convention}": share for convention, share in shares.items()}
+        if prepared.world.device.type == "cuda":
+            values["memory/allocated"] = torch.cuda.memory_allocated(prepared.world.device)
+            values["memory/peak"] = torch.cuda.max_memory_allocated(prepared.world.device)
+            values["memory/reserved"] = torch.cuda.memory_reserved(prepared.world.device)
+        return values
+
+    def _bytes_per_token_by_channel(self) -> dict[str, float]:
+        found = {}
+        for channel in self._prepared.data.channels:
+            splits = [split for split in self._prepared.data.splits if split.channel == channel]
+            total = max(1, sum(split.tokens for split in splits))
+            found[channel] = sum(split.bytes_per_token * split.tokens for split in splits) / total
+        return found
