@@ -247,7 +247,8 @@ def kernel_ops() -> Ops:
 
 
 @pytest.mark.parametrize(
-    ("kind", "bias", "documents"), [("full", "none", segments()), ("selective", "none", None), ("selective", "qkv", None)]
+    ("kind", "bias", "documents"),
+    [("full", "none", segments()), ("selective", "none", None), ("selective", "qkv", None)],
 )
 def test_our_kernels_add_each_gradient_once_and_turn_each_position_once(kind, bias, documents):
     config = dataclasses.replace(SMALL, layers=1, attention_bias=bias, residual_dropout=0.2)

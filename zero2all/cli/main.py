@@ -8,7 +8,7 @@ import os
 import sys
 
 from zero2all import __version__
-from zero2all.cli import corpus, data, evaluate, exchange, inspect, pack, perf, quickstart, tokenizer, train
+from zero2all.cli import anneal, corpus, data, evaluate, exchange, inspect, pack, perf, quickstart, tokenizer, train
 from zero2all.cli.verb import HelpFormatter
 from zero2all.common.errors import BadInputError, DiskError, UsageError, UserError, is_disk_full
 
@@ -34,10 +34,11 @@ def main(words: list[str] | None = None) -> int:
     """Run `z2a WORDS…`; returns the exit code."""
     _open_closed_streams()
     try:
-        plain, overrides = split_overrides(sys.argv[1:] if words is None else words)
+        words = sys.argv[1:] if words is None else words
+        plain, overrides = split_overrides(words)
         arguments, unknown = build_parser().parse_known_args(plain)
         _refuse_unknown(arguments, unknown, overrides)
-        arguments.overrides = overrides
+        arguments.overrides, arguments.words = overrides, words
         code = arguments.handler(arguments) or 0
         sys.stdout.flush()  # here, so that a reader who has gone is noticed while we can still take it calmly
         return code
@@ -94,7 +95,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"z2a {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    for stage in (quickstart, corpus, tokenizer, pack, data, train, inspect, evaluate, exchange, perf):
+    for stage in (quickstart, corpus, tokenizer, pack, data, train, anneal, inspect, evaluate, exchange, perf):
         stage.register(verbs)
     return parser
 

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zero2all.cli.verb import Subparsers, add_verb, add_work, workspace_of
+
+if TYPE_CHECKING:
+    from zero2all.common.workspace import Workspace
+    from zero2all.train.guards.documents import Decode
 
 
 def register(verbs: Subparsers) -> None:
@@ -23,11 +30,17 @@ def register(verbs: Subparsers) -> None:
     )
     add_work(parser)
     parser.add_argument("--print-config", action="store_true", help="show the resolved config and stop")
+    parser.add_argument("--print-schedule", action="store_true", help="show the learning rate over the steps and stop")
     parser.add_argument("--fresh", action="store_true", help="forget an earlier run of this name and start over")
     parser.add_argument("--accept-changes", action="store_true", help="continue a run although its settings changed")
+    parser.add_argument(
+        "--take-over",
+        action="store_true",
+        help="take the run from a process on another host that is silent and, as you know, dead",
+    )
     parser.usage = (
         "z2a train [-h] CONFIG [--work DIR] [--section.field VALUE …]\n"
-        "                 [--print-config] [--fresh] [--accept-changes]"
+        "                 [--print-config] [--print-schedule] [--fresh] [--accept-changes] [--take-over]"
     )
 
     plot = add_verb(
@@ -47,13 +60,44 @@ def _train(arguments: argparse.Namespace) -> None:
     if arguments.print_config:
         print(config_yaml(config), end="")
         return
+    if arguments.print_schedule:
+        from zero2all.train.schedule import schedule_lines
+
+        print("\n".join(schedule_lines(config.train.steps, config.optim.lr_max, config.schedule, config.stages)))
+        return
     workspace = workspace_of(arguments)
+    from zero2all.parallel.launch import become_torchrun, local_processes
+
+    processes = local_processes(config.parallel)
+    if processes > 1:
+        become_torchrun(processes, arguments.words)
     from zero2all.train.loop import train
 
-    summary = train(config, workspace, fresh=arguments.fresh, accept_changes=arguments.accept_changes)
+    summary = train(
+        config,
+        workspace,
+        fresh=arguments.fresh,
+        accept_changes=arguments.accept_changes,
+        take_over=arguments.take_over,
+        make_decode=_decoder(workspace),
+    )
+    if int(os.environ.get("RANK", "0")) > 0:
+        return  # the first process speaks for the run
     print(f"{summary.run}: step {summary.step}, {summary.tokens:,} tokens, {summary.tokens_per_second:,.0f} tokens/s")
     for name, value in summary.held_out.items():
         print(f"  {name:<28} {value:.4f}")
+
+
+def _decoder(workspace: Workspace) -> Callable[[], Decode]:
+    """Loads the tokenizer when the first page needs it; a run without incidents never does."""
+
+    def load() -> Decode:
+        from zero2all.tokenizer import load_tokenizer
+
+        tokenizer = load_tokenizer(workspace.tokenizer)
+        return lambda ids: tokenizer.decode(ids, skip_control=False)
+
+    return load
 
 
 def _plot(arguments: argparse.Namespace) -> None:

@@ -45,7 +45,9 @@ def recomputed_flops_per_token(
         kind == "selective" and (config.attention_dropout > 0 or taken.get("attention") == "math")
     )
     attention = 4.0 * heads * seq_len if attends else 0.0
-    others = (parameter_counts(config)["blocks"] - hidden) // config.layers - (qkv + hidden * heads + 3 * hidden * inner)
+    others = (parameter_counts(config)["blocks"] - hidden) // config.layers - (
+        qkv + hidden * heads + 3 * hidden * inner
+    )
     blocks = recomputed_blocks(config, kind, every_n)
     multiplied = matrices.get(kind, 0)
     return {

@@ -25,16 +25,30 @@ def wish_anneal(run: Path, steps: int, shape: DecayShape, to_share: float) -> No
 
 def read_anneal(run: Path, step: int) -> AnnealConfig | None:
     """The record of a run that stands at `step`; a wish becomes a record here. None when there is neither."""
-    path = run / ANNEAL_FILE
+    found = _read(run / ANNEAL_FILE, step)
+    if found is None:
+        return None
+    record, was_wish = found
+    if was_wish:
+        write_json(run / ANNEAL_FILE, asdict(record))
+    return record
+
+
+def begun_anneal(run: Path) -> AnnealConfig | None:
+    """The record of a run that has begun to anneal, for those who only look; None for a wish and for nothing."""
+    found = _read(run / ANNEAL_FILE, 0)
+    return None if found is None or found[1] else found[0]
+
+
+def _read(path: Path, step: int) -> tuple[AnnealConfig, bool] | None:
+    """The record, from `step` on where it is only a wish, and whether it is one."""
     try:
         values: dict[str, Any] = read_json(path)
     except FileNotFoundError:
         return None
     try:
-        if values["from_step"] is None:
-            values["from_step"] = step
-            write_json(path, values)
-        return AnnealConfig(**values)
+        was_wish = values["from_step"] is None
+        return AnnealConfig(**{**values, "from_step": step if was_wish else int(values["from_step"])}), was_wish
     except (KeyError, TypeError, ValueError) as error:
         raise BadInputError(
             f"{path} is no record of an anneal ({error}). Write it anew with `z2a anneal`, or delete it to train on as "

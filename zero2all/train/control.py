@@ -105,9 +105,7 @@ class Control:
 
     def _judge(self, result: StepResult, channels: Sequence[str], checkpoints: Sequence[int]) -> _Verdict:
         assert self._guards is not None, "only the first process judges"
-        losses = {
-            name: loss for name, loss in zip(channels, result.channel_losses, strict=True) if loss is not None
-        }
+        losses = {name: loss for name, loss in zip(channels, result.channel_losses, strict=True) if loss is not None}
         seen = self._guards.observe(
             result.step,
             result.loss,

@@ -35,6 +35,7 @@ from zero2all.train.checkpoints.run_lock import LOCK_NAME, RunLock, hold_run
 from zero2all.train.checkpoints.set_aside import discard
 from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import CheckpointStore
+from zero2all.train.checkpoints.writer import SaveTicket
 from zero2all.train.config import model_at
 from zero2all.train.control import Control
 from zero2all.train.garbage import scheduled_garbage_collection
@@ -179,12 +180,13 @@ class _Training:
                 while self._stretch():
                     pass
             self._validate()
-            if state.step > first_step:
-                self._save(wait=True)
+            last_save = self._save(wait=True) if state.step > first_step else None
             self._note_saves()
         finally:
             for problem in self.control.close():
                 self._event("warning", {"problem": problem})
+        if last_save is not None:
+            last_save.folder()  # an end that could not be saved is no end
         seconds = time.perf_counter() - started
         self._event("finish", {"tokens": state.tokens, "seconds": seconds})
         last = self.reports.last
@@ -304,13 +306,11 @@ class _Training:
 
     def _validate(self) -> None:
         prepared, state = self.prepared, self.state
-        self.held_out = held_out_losses(
-            state.model, prepared.valid, self.config.data, self.config.eval, self.world
-        )
+        self.held_out = held_out_losses(state.model, prepared.valid, self.config.data, self.config.eval, self.world)
         if self.metrics is not None:
             self.metrics.log(self.held_out, state.step, state.tokens)
 
-    def _save(self, wait: bool = False) -> None:
+    def _save(self, wait: bool = False) -> SaveTicket:
         state = self.state
         document = {
             **state.counters(),
@@ -318,7 +318,7 @@ class _Training:
             "anneal": anneal_values(self.prepared.anneal),
             "stage": self.stage,
         }
-        self.store.save(state.step, Snapshot(state.tensors(), document), self.prepared.details, wait=wait)
+        return self.store.save(state.step, Snapshot(state.tensors(), document), self.prepared.details, wait=wait)
 
     def _note_saves(self) -> None:
         """Saves that ended since the last look, as events."""
@@ -341,8 +341,9 @@ class _Training:
         step, name = self.state.step, self.config.train.name
         saves = self.config.resilience.save_on_signal
         if saves:
-            self._save(wait=True)
+            ticket = self._save(wait=True)
             self._note_saves()
+            ticket.folder()
         self._event("preempted", {"saved": saves})
         where = f"saved at step {step}" if saves else "not saved (resilience.save_on_signal is false)"
         raise PreemptedError(f"Training of `{name}` was stopped and {where}. Run the same command again to continue.")

@@ -29,7 +29,7 @@ from zero2all.packed.stages import Stage
 from zero2all.parallel.data import shard_model
 from zero2all.parallel.device import environment, set_cpu_threads
 from zero2all.parallel.world import World
-from zero2all.train.anneal import read_anneal
+from zero2all.train.anneal import begun_anneal, read_anneal
 from zero2all.train.checkpoints.find import newest_checkpoint
 from zero2all.train.checkpoints.load import Checkpoint
 from zero2all.train.checkpoints.store import CheckpointStore
@@ -173,7 +173,11 @@ def _build_state(
     compile_model(model)
     state.micro_batch_samples, micro_notes = int(config.train.micro_batch_samples), []
     counts = parameter_counts(config.model)
-    where = f"{world.size} x {environment(world.device)['device']}" if world.size > 1 else environment(world.device)["device"]
+    where = (
+        f"{world.size} x {environment(world.device)['device']}"
+        if world.size > 1
+        else environment(world.device)["device"]
+    )
     spread = f", {config.parallel.data}" if world.size > 1 else ""
     size = f"model: {counts['total'] / 1e6:.2f} M parameters on {where}{spread}, {config.train.precision}"
     return state, [size, *ops.notes(), *micro_notes]
@@ -232,8 +236,10 @@ def _open_data(
 
 def open_run_data(config: RunConfig, workspace: Workspace, resumed: bool) -> tuple[TrainingData, int]:
     """The data as a run of this config reads it (`resumed`: goes on reading it), and the token at which it is over."""
-    checkpoint = newest_checkpoint(workspace.run(config.train.name)) if resumed else None
-    return _open_data(config, workspace, checkpoint, config.train.steps)
+    run = workspace.run(config.train.name)
+    checkpoint = newest_checkpoint(run) if resumed else None
+    anneal = begun_anneal(run) if resumed else None
+    return _open_data(config, workspace, checkpoint, steps_with_anneal(config.train.steps, anneal))
 
 
 def with_vocabulary(config: RunConfig, tokens_in_data: int) -> RunConfig:

@@ -106,7 +106,8 @@ def new_state(
     else:
         kinds = {name: roles[name].kind for name in names}
         weights = FlatWeights(model, kinds, dtype, with_masters=optim.kind != "adamw_bf16")
-    if isinstance(weights, FlatWeights) and optim.kind == "adamw":
+    # torch's kernels round the factor on the gradient to float32, which a run in float64 is there to rule out.
+    if isinstance(weights, FlatWeights) and optim.kind == "adamw" and dtype != torch.float64:
         optimizer = FlatAdamW(weights, model.ops.optimizer, optim)
     else:
         optimizer = build_optimizer(weights.masters_by_name().items(), optim, roles, seed=seed)

@@ -92,9 +92,7 @@ class PendingStep:
         loss, norm, refused, stop = figures[:HEAD].tolist()
         sizes = (self.channels, self.channels, self.rows)
         nats, counts, row_nats, row_counts = np.split(figures[HEAD:], np.cumsum(sizes))
-        channel_losses = [
-            float(total / count) if count else None for total, count in zip(nats, counts, strict=True)
-        ]
+        channel_losses = [float(total / count) if count else None for total, count in zip(nats, counts, strict=True)]
         return StepResult(
             step=self.step,
             tokens=self.tokens,
@@ -205,9 +203,7 @@ def _counts(batch: Batch, plan: StepPlan, dtype: torch.dtype, device: torch.devi
     return counts
 
 
-def _update(
-    state: TrainState, figures: Tensor, norm: Tensor, channels: int, config: RunConfig, plan: StepPlan
-) -> None:
+def _update(state: TrainState, figures: Tensor, norm: Tensor, channels: int, config: RunConfig, plan: StepPlan) -> None:
     """Fill in the head of the figures, and let the optimizer do what they allow. The host sees none of them here."""
     nats, counts = figures[HEAD : HEAD + channels].sum(), figures[HEAD + channels : HEAD + 2 * channels].sum()
     loss = nats / counts.clamp(min=1.0)
@@ -222,7 +218,8 @@ def _update(
         scale = scale / state.loss_scale.scale
         state.loss_scale.after(overflowed)
     state.optimizer.set_learning_rate(plan.lr)
-    state.optimizer.step(torch.where(refused, 1.0, scale).float(), refused)
+    wide = torch.promote_types(state.weights.dtype, torch.float32)
+    state.optimizer.step(torch.where(refused, 1.0, scale).to(wide), refused)
     if not state.optimizer.writes_weights:
         state.weights.updated()
     state.weights.zero_gradients()

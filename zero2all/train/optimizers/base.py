@@ -258,6 +258,7 @@ def bias_correction(beta: float, count: Tensor) -> Tensor:
 
 def check_fits(own: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
     """Raise when a saved state is of another optimizer or model, naming the first differences."""
+
     def form(tensor: Tensor) -> str:
         return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 

@@ -1,0 +1,184 @@
+"""The memory of a run by arithmetic, held against measurements and against what torch really keeps."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from zero2all.config import load_config
+from zero2all.limits.memory import GIB, MemorySettings, estimate_memory, kept_bytes_per_token, optimizer_bytes
+from zero2all.limits.recompute import FUSED, hardware_flops_utilisation, recomputed_flops_per_token
+from zero2all.model.config import ModelConfig, parameter_counts
+from zero2all.model.z2all import Z2all
+from zero2all.ops.config import OpsConfig
+from zero2all.ops.registry import resolve
+
+
+def preset(name: str, vocab_size: int) -> ModelConfig:
+    return dataclasses.replace(load_config(name).model, vocab_size=vocab_size)
+
+
+BILLION = preset("z2all-1b", 64320)
+
+
+def fused(**others: str) -> dict[str, str]:
+    return {**FUSED, "linear_cross_entropy": "triton", **others}
+
+
+# ---- against a GPU ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("linear", "measured_gib"), [("into32", 56.1), ("fp8", 60.5)])
+def test_peak_of_the_1b_preset_is_within_one_percent_of_what_an_h200_measured(linear, measured_gib):
+    estimate = estimate_memory(BILLION, MemorySettings(2048, 16, operators=fused(linear=linear)))
+    assert estimate.total / GIB == pytest.approx(measured_gib, rel=0.01)
+    assert estimate.state / GIB == pytest.approx(21.0, rel=0.005)
+
+
+# ---- against torch on the CPU ----------------------------------------------------------------------------------------
+
+SMALL = ModelConfig(vocab_size=64, hidden_size=64, intermediate_size=160, layers=3, heads=8, kv_heads=2, max_seq_len=32)
+ROWS = 4
+
+
+def bytes_torch_keeps(model: Z2all, length: int, documents: bool) -> int:
+    """Distinct memory that autograd holds after a forward pass, weights and tables left out."""
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    tokens = torch.zeros(ROWS, length, dtype=torch.int64)
+    segments = torch.zeros_like(tokens) if documents else None
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        hidden = model(tokens, segments=segments)
+        kept[hidden.untyped_storage().data_ptr()] = hidden.untyped_storage()  # the head keeps it
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "operators",
+    [
+        {"attention": "sdpa", "swiglu": "torch"},
+        {"attention": "sdpa", "swiglu": "eager"},
+        {"attention": "math", "swiglu": "torch"},
+    ],
+    ids=lambda operators: "-".join(operators.values()),
+)
+def test_kept_bytes_are_those_that_torch_keeps(operators, precision):
+    length = 32
+    ops = resolve(OpsConfig(rms_norm="eager", **operators), "cpu")  # torch's norm is no fused one on the CPU
+    model = Z2all(SMALL, ops).to(getattr(torch, precision)).train()
+    taken = {choice.operator: choice.got for choice in ops.choices}
+    settings = MemorySettings(length, ROWS, precision=precision, operators=taken)
+    expected = kept_bytes_per_token(SMALL, settings) * ROWS * length
+    assert bytes_torch_keeps(model, length, documents=False) == pytest.approx(expected, rel=0.03)
+
+
+# ---- optimizers ------------------------------------------------------------------------------------------------------
+
+
+def test_optimizer_bytes_are_those_that_docs_optimizers_measured():
+    model = load_config("z2all-100m").model
+    total = parameter_counts(model)["total"]
+    found = {
+        kind: round(optimizer_bytes(model, kind) / total, 3)
+        for kind in ("adamw", "muon", "lion", "sgd", "adafactor", "adamw_8bit", "adamw_bf16")
+    }
+    assert found == {
+        **{"adamw": 8.0, "muon": 5.6, "lion": 4.0, "sgd": 4.0},
+        **{"adafactor": 0.007, "adamw_8bit": 2.032, "adamw_bf16": 4.0},
+    }
+    assert round(optimizer_bytes(model, "adafactor", adafactor_momentum=True) / total, 3) == 4.007
+    assert optimizer_bytes(model, "adamw_bf16", kahan=True) == 6 * total
+
+
+def test_pure_bfloat16_needs_8_bytes_a_parameter_and_float32_16():
+    total = parameter_counts(BILLION)["total"]
+    pure = estimate_memory(BILLION, MemorySettings(2048, 1, optimizer="adamw_bf16"))
+    wide = estimate_memory(BILLION, MemorySettings(2048, 1, precision="float32"))
+    assert pure.state == 8 * total
+    assert wide.state == 16 * total
+
+
+# ---- what settings change --------------------------------------------------------------------------------------------
+
+
+def total_of(**changes: object) -> float:
+    return estimate_memory(BILLION, dataclasses.replace(MemorySettings(2048, 16), **changes)).total
+
+
+def test_each_kind_of_recomputation_needs_less_than_the_one_before():
+    kinds = [
+        total_of(),
+        total_of(recompute="selective"),
+        total_of(recompute="every_n", recompute_every=2),
+        total_of(recompute="full"),
+    ]
+    assert kinds == sorted(kinds, reverse=True)
+    assert total_of(recompute="every_n", recompute_every=1) == total_of(recompute="full")
+
+
+def test_naive_attention_grows_with_the_square_of_the_length_and_fused_attention_does_not():
+    def kept(attention: str, length: int) -> float:
+        return kept_bytes_per_token(BILLION, MemorySettings(length, 1, operators=fused(attention=attention)))
+
+    assert kept("sdpa_cudnn", 8192) == kept("sdpa_cudnn", 2048)
+    assert kept("math", 8192) > 3 * kept("math", 2048)
+
+
+def test_all_logits_at_once_need_more_than_chunks():
+    assert total_of(operators=fused(linear_cross_entropy="off", cross_entropy="torch")) > total_of() + 20 * GIB
+
+
+def test_shards_divide_the_state_and_a_gradient_that_waits_does_not_shrink():
+    one, eight = MemorySettings(2048, 16), MemorySettings(2048, 16, processes=8, spread="shard")
+    copies = estimate_memory(BILLION, dataclasses.replace(eight, spread="replicate"))
+    assert copies.total == estimate_memory(BILLION, one).total
+    assert estimate_memory(BILLION, eight).state == pytest.approx(2 * parameter_counts(BILLION)["total"])
+    waiting = estimate_memory(BILLION, dataclasses.replace(eight, accumulates=True)).total
+    assert waiting > estimate_memory(BILLION, eight).total + 2 * GIB
+
+
+def test_table_has_a_line_for_each_part_and_the_sum():
+    lines = estimate_memory(BILLION, MemorySettings(2048, 16)).lines()
+    assert [line.split()[0] for line in lines] == [
+        *("weights", "masters", "gradients", "optimizer", "activations", "working", "total")
+    ]
+    assert lines[-1].split()[1:] == ["55.99", "GiB"]
+
+
+# ---- recomputation in FLOPs ------------------------------------------------------------------------------------------
+
+
+def test_full_recomputation_does_the_forward_of_the_blocks_again():
+    again = recomputed_flops_per_token(BILLION, 2048, "full")
+    matrices = 22 * (2048 * 3072 + 2048 * 2048 + 3 * 2048 * 5632)
+    attention = 4 * 22 * 2048 * 2048
+    assert again["palm"] == 2 * matrices + attention
+    assert again["causal"] == 2 * matrices + attention / 2
+    assert again["seed"] == 2 * (matrices + 22 * 2 * 2048) + attention
+
+
+def test_hfu_is_mfu_without_recomputation_and_more_with_it():
+    def hfu(kind: str) -> float:
+        return hardware_flops_utilisation(BILLION, 2048, 70_000, "NVIDIA H200", kind)["causal"]
+
+    assert hfu("none") == pytest.approx(70_000 * 7.296e9 / 989e12, rel=1e-3)
+    assert hfu("none") < hfu("selective") < hfu("full") < 4 / 3 * hfu("none")
+    assert hardware_flops_utilisation(BILLION, 2048, 70_000, "another device", "full") == {}
+
+
+def test_arithmetic_needs_no_torch():
+    code = "import sys, zero2all.limits.memory; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

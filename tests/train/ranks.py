@@ -1,0 +1,175 @@
+"""Real processes that train one run together over gloo, and a record of what every step of each of them read.
+
+The processes are forked from the one that has imported torch (warm_process.py), so that a test can start and kill a
+dozen of them; each is then a process of its own, started into a world by torchrun's environment variables. `main` is
+what runs in them: `z2a` itself, with a notebook on `train_step`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tests.train.conftest import Trainer, WarmProcess
+    from zero2all.config import RunConfig
+
+CODE = "import ranks; ranks.main()"  # the warm process has this folder on its path
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """A step as one process saw it."""
+
+    step: int
+    first_token: int
+    rows: list[str]
+    """The real rows of this process, in order, as digests of source and tokens."""
+    loss: float
+    lr: float
+    updated: bool
+    row_nats: list[float]
+    """Of the global batch."""
+    loss_scale: float | None
+
+
+@dataclass
+class Launch:
+    """The processes of one attempt."""
+
+    trainers: list[Trainer]
+    records: list[Path]
+
+    def wait(self) -> list[int]:
+        """The exit codes by rank, negative for a signal."""
+        return [trainer.wait() for trainer in self.trainers]
+
+    def text(self) -> str:
+        """What all of them printed."""
+        return "\n".join(f"--- rank {rank}\n{each.text()}" for rank, each in enumerate(self.trainers))
+
+    def steps(self, rank: int = 0) -> list[StepRecord]:
+        """What a process recorded."""
+        if not self.records[rank].exists():
+            return []
+        return [StepRecord(**json.loads(line)) for line in self.records[rank].read_text().splitlines()]
+
+    def global_rows(self) -> dict[int, list[str]]:
+        """The rows of each step's global batch by its first token: those of the processes one after the other."""
+        found: dict[int, list[str]] = {}
+        for rank in range(len(self.trainers)):
+            for step in self.steps(rank):
+                found.setdefault(step.first_token, []).extend(step.rows)
+        return found
+
+
+@dataclass
+class RankStarter:
+    """Starts runs in a workspace; `stop` kills what is left."""
+
+    warm: WarmProcess
+    trainer: Callable[[WarmProcess, str, list[str], Path], Trainer]
+    root: Path
+    """The workspace."""
+    folder: Path
+    """For outputs and records."""
+    launched: list[Launch] = field(default_factory=list)
+
+    def __call__(self, config: RunConfig, processes: int = 1, signals: dict[int, tuple[int, int]] | None = None) -> Launch:
+        """Start a run, or go on with it. `signals`: rank -> (step after which it sends itself a signal, the signal)."""
+        from zero2all.config import config_yaml
+
+        number, port = len(self.launched), _free_port()
+        path = self.folder / f"config-{number}.yaml"
+        path.write_text(config_yaml(config))
+        launch = Launch([], [self.folder / f"record-{number}-{rank}.jsonl" for rank in range(processes)])
+        self.launched.append(launch)
+        for rank, record in enumerate(launch.records):
+            job = {
+                "words": ["train", str(path), "--work", str(self.root)],
+                "rank": rank,
+                "processes": processes,
+                "port": port,
+                "record": str(record),
+                "signal": (signals or {}).get(rank),
+            }
+            output = self.folder / f"output-{number}-{rank}.txt"
+            launch.trainers.append(self.trainer(self.warm, CODE, [json.dumps(job)], output))
+        return launch
+
+    def finished(self, *arguments: Any, **options: Any) -> Launch:
+        """The same, waiting for a good end."""
+        launch = self(*arguments, **options)
+        assert set(launch.wait()) == {0}, launch.text()
+        return launch
+
+    def stop(self) -> None:
+        """Kill what is still running."""
+        for launch in self.launched:
+            for trainer in launch.trainers:
+                trainer.signal(signal.SIGKILL)
+                trainer.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# ---- inside a process ----
+
+
+def main() -> None:
+    """Be one process of a run, as sys.argv[1] describes."""
+    job = json.loads(sys.argv[1])
+    if job["processes"] > 1:
+        os.environ |= {
+            "RANK": str(job["rank"]),
+            "LOCAL_RANK": str(job["rank"]),
+            "WORLD_SIZE": str(job["processes"]),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(job["port"]),
+        }
+    _record_steps(Path(job["record"]), job["signal"])
+    from zero2all.cli import main as z2a
+
+    sys.exit(z2a(job["words"]))
+
+
+def _record_steps(path: Path, at_step: tuple[int, int] | None) -> None:
+    """Write a line for every step; after `at_step[0]` steps, signal `at_step[1]` to this process."""
+    from zero2all.train import loop
+    from zero2all.train.step import PendingStep
+
+    train_step = loop.train_step
+
+    def recorded(state: Any, batch: Any, *rest: Any) -> PendingStep:
+        pending = train_step(state, batch, *rest)
+        result = pending.result()
+        real = zip(batch.sources[: batch.samples].tolist(), batch.tokens[: batch.samples].numpy(), strict=True)
+        record = StepRecord(
+            step=result.step,
+            first_token=batch.first_token,
+            rows=[hashlib.sha256(bytes([source]) + row.tobytes()).hexdigest()[:16] for source, row in real],
+            loss=result.loss,
+            lr=result.lr,
+            updated=result.updated,
+            row_nats=result.row_nats.tolist(),
+            loss_scale=None if state.loss_scale is None else float(state.loss_scale.scale),
+        )
+        with path.open("a") as file:
+            file.write(json.dumps(asdict(record)) + "\n")
+        if at_step is not None and result.step == at_step[0]:
+            os.kill(os.getpid(), at_step[1])
+        return pending
+
+    loop.train_step = recorded

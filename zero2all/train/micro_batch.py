@@ -1,0 +1,254 @@
+"""`train.micro_batch_samples: auto`: the most samples of one pass that fit into the device's memory.
+
+On a GPU it is found by trying: forward and backward over random tokens, beginning with what `zero2all.limits.memory`
+expects to fit, doubling while it fits, then halving the gap. Running out of memory is the answer "no" and nothing more.
+torch may use a little less than the whole card meanwhile, so that a run has room for what the search did not see. Only
+divisors of the rows of a process are tried: every pass of a step then has the same shape.
+
+The result is kept in <run>/micro_batch.json with everything that decides it. A resumed run takes it from there, because
+another micro-batch adds up in another order; when one of the deciding things has changed, it is found anew.
+
+Processes that hold a part of every weight exchange them inside a pass, so one that runs out of memory there would leave
+the others waiting: such runs take what the estimate says. On a CPU, memory is not what limits a pass; a fixed rule holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero2all.common.errors import BadInputError, UsageError
+from zero2all.common.files import read_json, write_json
+from zero2all.config import RunConfig
+from zero2all.limits.memory import ALLOWANCE, MemorySettings, estimate_memory
+from zero2all.model.z2all import Z2all
+from zero2all.ops.registry import Ops
+from zero2all.packed.loader import rank_rows
+from zero2all.parallel.world import World
+
+FILE_NAME = "micro_batch.json"
+MARGIN = 0.05
+"""Share of the device's memory that torch may not use during the search."""
+MOST_ON_CPU = 8
+"""A few rows fill a CPU's caches; more only take memory."""
+PASSES = 2
+"""Passes of one try: the second finds memory that the first has cut up."""
+
+
+def choose_micro_batch(
+    config: RunConfig, model: Z2all, world: World, run: Path | None, zero_gradients: Callable[[], None]
+) -> tuple[int, list[str]]:
+    """Rows of one pass, the same in every process, and what to say about it. `run`: where to remember it, if at all."""
+    asked = config.train.micro_batch_samples
+    if asked != "auto":
+        return int(asked), []
+    candidates = divisors(rank_rows(config.samples_per_step, 0, world.size)[2])
+    if world.device.type != "cuda":
+        taken = max(number for number in candidates if number <= MOST_ON_CPU)
+        return taken, [
+            f"micro-batch: {taken} samples (auto on a CPU: the most up to {MOST_ON_CPU} that divide the rows)"
+        ]
+    decided_by = deciding(config, model.ops, world)
+    known = world.first_says(recall(run, decided_by) if run is not None and world.is_first else None)
+    if known in candidates:
+        return known, [f"micro-batch: {known} samples, as found before (delete {FILE_NAME} in the run to find it anew)"]
+    guess = largest_by_estimate(config, model.ops, world, candidates)
+    if world.size > 1 and config.parallel.data == "shard":
+        taken, how = guess, "by the estimate of memory: trying is for runs that do not shard"
+    else:
+        own = _find_on_device(config, model, world.device, candidates, guess, zero_gradients)
+        taken, how = min(world.gather(own)), f"the most that fit, {MARGIN:.0%} of the memory left free"
+    if run is not None and world.is_first:
+        remember(run, decided_by, taken)
+    return taken, [f"micro-batch: {taken} of {candidates[-1]} samples ({how})"]
+
+
+# ---- the search ------------------------------------------------------------------------------------------------------
+
+
+def divisors(rows: int) -> list[int]:
+    """The numbers that divide `rows`, smallest first."""
+    return [number for number in range(1, rows + 1) if rows % number == 0]
+
+
+def find_micro_batch(
+    try_pass: Callable[[int], None], candidates: Sequence[int], free: Callable[[], None], first_guess: int | None = None
+) -> int:
+    """The largest of the ascending `candidates` whose pass does not run out of memory.
+
+    Doubles from `first_guess` (else from the smallest) while passes fit, then halves the gap to the one that did not.
+    `free` is called after every try and gives back what it left behind.
+    """
+    fits, too_many = -1, len(candidates)
+    at = candidates.index(first_guess) if first_guess is not None else 0
+    while fits < at < too_many:
+        if _is_enough(try_pass, candidates[at], free):
+            fits = at
+            at = next((n for n in range(at + 1, too_many) if candidates[n] >= 2 * candidates[fits]), too_many - 1)
+        else:
+            too_many = at
+    while too_many - fits > 1:
+        middle = (fits + too_many) // 2
+        if _is_enough(try_pass, candidates[middle], free):
+            fits = middle
+        else:
+            too_many = middle
+    if fits < 0:
+        raise UsageError(
+            f"Not even a micro-batch of {candidates[0]} fits into the memory of this device. Make the model or "
+            f"data.seq_len smaller, set train.recompute to full, choose an optimizer with less state "
+            f"(optim.kind: adamw_8bit or adamw_bf16), or spread the weights over several GPUs (parallel.data: shard)."
+        )
+    return candidates[fits]
+
+
+def _is_enough(try_pass: Callable[[int], None], samples: int, free: Callable[[], None]) -> bool:
+    """Whether the memory is enough. The error and the tensors its traceback holds are gone before `free` is called."""
+    try:
+        try_pass(samples)
+        enough = True
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        enough = False
+    free()
+    return enough
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """torch's own error, or that of a library which asked the driver itself and was refused."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(
+        word in text for word in ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+    )
+
+
+# ---- on a real device ------------------------------------------------------------------------------------------------
+
+
+def model_pass(model: Z2all, config: RunConfig, device: torch.device) -> Callable[[int], None]:
+    """Forward and backward of so many rows of random tokens, as a run would do them."""
+    seq_len = config.data.seq_len
+
+    def run_passes(samples: int) -> None:
+        tokens = torch.randint(model.config.vocab_ids, (samples, seq_len + 1), device=device)
+        # Documents of different lengths, since some kernels make their own lists of them.
+        segments = (torch.arange(seq_len, device=device) // 97).expand(samples, -1).contiguous()
+        wide = torch.promote_types(next(model.parameters()).dtype, torch.float32)
+        shares = torch.full((samples, seq_len), 1.0 / (samples * seq_len), dtype=wide, device=device)
+        for _ in range(PASSES):
+            documents = segments if config.data.document_mask else None
+            total, _losses = model.loss(tokens[:, :-1], tokens[:, 1:], shares, documents, config.train.z_loss)
+            total.backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    return run_passes
+
+
+def _find_on_device(
+    config: RunConfig,
+    model: Z2all,
+    device: torch.device,
+    candidates: Sequence[int],
+    guess: int,
+    zero_gradients: Callable[[], None],
+) -> int:
+    def free() -> None:
+        zero_gradients()
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    before = torch.cuda.get_rng_state(device)
+    torch.cuda.set_per_process_memory_fraction(1.0 - MARGIN, device)
+    try:
+        return find_micro_batch(model_pass(model, config, device), candidates, free, guess)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        torch.cuda.reset_peak_memory_stats(device)
+        torch.cuda.set_rng_state(before, device)
+
+
+def memory_settings(config: RunConfig, ops: Ops, processes: int, samples: int) -> MemorySettings:
+    """What the estimate of memory needs to know of a run with micro-batches of so many samples."""
+    return MemorySettings(
+        seq_len=config.data.seq_len,
+        micro_batch_samples=samples,
+        precision=config.train.precision,
+        optimizer=config.optim.kind,
+        adafactor_momentum=config.optim.adafactor_beta1 > 0,
+        kahan=config.optim.bf16_rounding == "kahan",
+        operators=_operators(ops),
+        recompute=config.train.recompute,
+        recompute_every=config.train.recompute_every,
+        documents=config.data.document_mask,
+        processes=processes,
+        spread=config.parallel.data,
+        accumulates=rank_rows(config.samples_per_step, 0, processes)[2] > samples,
+    )
+
+
+def largest_by_estimate(config: RunConfig, ops: Ops, world: World, candidates: Sequence[int]) -> int:
+    """The largest candidate that the estimate expects to fit; the smallest where it expects none to."""
+    room = torch.cuda.get_device_properties(world.device).total_memory * (1.0 - ALLOWANCE)
+    fitting = [
+        samples
+        for samples in candidates
+        if estimate_memory(config.model, memory_settings(config, ops, world.size, samples)).total <= room
+    ]
+    return fitting[-1] if fitting else candidates[0]
+
+
+# ---- remembering -----------------------------------------------------------------------------------------------------
+
+
+def deciding(config: RunConfig, ops: Ops, world: World) -> dict[str, Any]:
+    """Everything that decides how much fits, as JSON values."""
+    on_cuda = world.device.type == "cuda"
+    properties = torch.cuda.get_device_properties(world.device) if on_cuda else None
+    return {
+        "model": dataclasses.asdict(config.model),
+        "seq_len": config.data.seq_len,
+        "documents": config.data.document_mask,
+        "rows": rank_rows(config.samples_per_step, 0, world.size)[2],
+        "precision": config.train.precision,
+        "recompute": [config.train.recompute, config.train.recompute_every],
+        "z_loss": config.train.z_loss > 0,
+        "optimizer": [config.optim.kind, config.optim.bf16_rounding, config.optim.adafactor_beta1 > 0],
+        "ops": {**_operators(ops), "compile": ops.compile},
+        "processes": [world.size, config.parallel.data],
+        "device": properties.name if properties else "cpu",
+        "device_bytes": properties.total_memory if properties else 0,
+        "torch": str(torch.__version__),
+    }
+
+
+def remember(run: Path, decided_by: Mapping[str, Any], samples: int) -> None:
+    """Keep what was found with the run."""
+    write_json(run / FILE_NAME, {"micro_batch_samples": samples, "decided_by": dict(decided_by)})
+
+
+def recall(run: Path, decided_by: Mapping[str, Any]) -> int | None:
+    """What was found before, if everything that decides it is as it was."""
+    path = run / FILE_NAME
+    if not path.is_file():
+        return None
+    try:
+        known = read_json(path)
+    except (BadInputError, ValueError):  # half a file of a crash: found anew
+        return None
+    if not isinstance(known, dict) or known.get("decided_by") != dict(decided_by):
+        return None
+    samples = known.get("micro_batch_samples")
+    return samples if isinstance(samples, int) else None
+
+
+def _operators(ops: Ops) -> dict[str, str]:
+    return {choice.operator: choice.got for choice in ops.choices}

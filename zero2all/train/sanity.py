@@ -1,0 +1,228 @@
+"""Checks before the first step: what costs a minute now instead of a night later.
+
+Each is a function of plain values that returns notes for a person, or raises an error that says how to mend what it
+found. None of them changes anything; `overfit_one_batch` trains, but nothing of it reaches the disk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from zero2all.common.errors import BadInputError, DiskError
+from zero2all.common.files import MANIFEST_NAME, human_bytes
+from zero2all.config import RunConfig
+from zero2all.limits.memory import ALLOWANCE, GIB, MemorySettings, estimate_memory
+from zero2all.model.config import ModelConfig
+from zero2all.packed.layout import PackedSplit
+from zero2all.packed.loader import Batch
+from zero2all.train.checkpoints.retention import Retention
+from zero2all.train.config import ScheduleConfig
+
+Decode = Callable[[Sequence[int]], str]
+
+# ---- the first loss --------------------------------------------------------------------------------------------------
+
+
+def expected_first_loss(model: ModelConfig) -> tuple[float, float]:
+    """The range in which the loss of a new model lies, in nats per token.
+
+    Logits of a new model are normal with deviation s = init_std * sqrt(hidden_size), so the softmax has ln(V) + s^2 / 2
+    nats; a batch scatters around that by some part of s. With tied embeddings a token's own logit can be as large as
+    init_std * hidden_size, because what comes out still resembles what went in.
+    """
+    deviation = model.init_std * math.sqrt(model.hidden_size)
+    middle = math.log(model.vocab_ids) + deviation**2 / 2
+    highest = np.logaddexp(middle, model.init_std * model.hidden_size) if model.tied_embeddings else middle
+    scatter = 0.1 + deviation / 2
+    return middle - scatter - deviation**2 / 2, float(highest) + scatter
+
+
+def check_first_loss(loss: float, model: ModelConfig) -> list[str]:
+    """A warning where the first loss of a fresh run is not that of a model that knows nothing."""
+    lowest, highest = expected_first_loss(model)
+    if lowest <= loss <= highest:
+        return []
+    usual = f"a new model should have about ln({model.vocab_ids:,}) = {math.log(model.vocab_ids):.2f}"
+    said = f"warning: the first loss is {loss:.3f}; {usual}, here between {lowest:.2f} and {highest:.2f}"
+    if not math.isfinite(loss):
+        return [f"{said}. Probably: model.init_std is far too large, or a kernel is wrong (try ops.* eager)."]
+    if loss > highest:
+        return [
+            f"{said}. Probably: model.init_std ({model.init_std:g}) is too large for a width of {model.hidden_size}, or "
+            f"the weights are not those that were drawn."
+        ]
+    return [
+        f"{said}. Probably: the weights are not new, the targets are not shifted against the inputs, or most of the batch "
+        f"is padding or masked. `z2a data` shows what is in it."
+    ]
+
+
+# ---- the data --------------------------------------------------------------------------------------------------------
+
+
+def preview(batch: Batch, channels: Sequence[str], decode: Decode | None, rows: int = 2, tokens: int = 40) -> list[str]:
+    """The beginning of the first rows of a batch, as text where there is a tokenizer, else as ids."""
+    lines = []
+    ids, channel_of = np.asarray(batch.tokens), np.asarray(batch.channels)
+    for row in range(min(rows, len(ids))):
+        beginning = [int(token) for token in ids[row, :tokens]]
+        text = " ".join(map(str, beginning)) if decode is None else repr(decode(beginning))
+        lines.append(f"data: row {row} ({channels[int(channel_of[row])]}) begins: {text} …")
+    return lines
+
+
+def check_batch_ids(batches: Iterable[Batch], vocab_size: int) -> None:
+    """Raise where one of these batches holds an id that the model has no row for."""
+    for batch in batches:
+        ids = np.asarray(batch.tokens)
+        wrong = (ids < 0) | (ids >= vocab_size)
+        if wrong.any():
+            row, column = (int(place) for place in np.argwhere(wrong)[0])
+            raise BadInputError(
+                f"The data has the token id {int(ids[row, column])} (row {row}, position {column} of the batch at token "
+                f"{batch.first_token:,}), but the model has the ids 0 to {vocab_size - 1}. {REPACK}"
+            )
+
+
+def check_packed_ids(splits: Iterable[PackedSplit], vocab_size: int) -> None:
+    """Raise where a split says that its largest id is one the model has no row for."""
+    for split in splits:
+        largest = split.manifest.get("max_id")
+        if isinstance(largest, int) and largest >= vocab_size:
+            raise BadInputError(
+                f"{split.folder / MANIFEST_NAME}: the largest token id there is {largest} (`max_id`), but the model has "
+                f"the ids 0 to {vocab_size - 1}. {REPACK}"
+            )
+
+
+REPACK = (
+    "Pack the data with the tokenizer of this model (`z2a pack`), or set model.vocab_size to the size of the tokenizer it "
+    "was packed with; `z2a data verify` finds damaged files."
+)
+
+# ---- room ------------------------------------------------------------------------------------------------------------
+
+
+def saved_steps(first_step: int, last_step: int, every_steps: int) -> list[int]:
+    """The steps after `first_step` at which a run saves."""
+    due = range((first_step // every_steps + 1) * every_steps, last_step + 1, every_steps) if every_steps else range(0)
+    return sorted({*due, last_step} - {first_step}) if last_step > first_step else []
+
+
+def check_disk(
+    run: Path,
+    retention: Retention,
+    every_steps: int,
+    first_step: int,
+    last_step: int,
+    checkpoint_bytes: int,
+    existing_steps: Sequence[int] = (),
+) -> str:
+    """A note on the room that the checkpoints of the whole run need; raises when it is not there.
+
+    What lies there already is counted as taken, and as given back when retention will delete it.
+    """
+    coming = saved_steps(first_step, last_step, every_steps)
+    at_once = retention.most_at_once([*existing_steps, *coming])
+    needed = max(0, at_once - len(existing_steps)) * checkpoint_bytes
+    folder = run
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    what = f"{at_once} checkpoints of {human_bytes(checkpoint_bytes)} at once"
+    if needed > free:
+        raise DiskError(
+            f"Not enough disk space for the checkpoints of the whole run: {what} need {human_bytes(needed)} more under "
+            f"{run}, {human_bytes(free)} are free. Free some space, choose another disk with --work, save or keep fewer "
+            f"(checkpoint.keep_last {retention.keep_last}, checkpoint.keep_every_steps {retention.keep_every_steps})."
+        )
+    return f"disk: {what}, {human_bytes(needed)} more to come; {human_bytes(free)} are free"
+
+
+def memory_notes(model: ModelConfig, settings: MemorySettings, device_bytes: int | None) -> list[str]:
+    """The estimate of memory as a table, with a warning where the device (None: not known) may be too small."""
+    estimate = estimate_memory(model, settings)
+    of = "" if device_bytes is None else f" of {device_bytes / GIB:.1f} GiB"
+    notes = [f"memory: about {estimate.total / GIB:.1f} GiB{of} at micro-batches of {settings.micro_batch_samples}"]
+    notes += estimate.lines()
+    if device_bytes is not None and estimate.total > (1.0 - ALLOWANCE) * device_bytes:
+        notes.append(
+            "warning: that may not fit. A smaller train.micro_batch_samples (or auto), train.recompute, or parallel.data: "
+            "shard over several GPUs need less."
+        )
+    return notes
+
+
+# ---- one batch, again and again --------------------------------------------------------------------------------------
+
+UPDATES = 30
+FALLS_TO = 0.8
+"""A model that sees one batch again and again should have at most this share of its first loss at the end."""
+
+
+@dataclass(frozen=True)
+class Overfit:
+    """What happened to the loss of one batch."""
+
+    losses: list[float]
+    """Before each update, and after the last."""
+    falls_to: float
+
+    @property
+    def learns(self) -> bool:
+        """Whether the loss fell as far as it should."""
+        return math.isfinite(self.losses[-1]) and self.losses[-1] <= self.falls_to * self.losses[0]
+
+    def lines(self) -> list[str]:
+        """The curve and a verdict."""
+        last = len(self.losses) - 1
+        shown = sorted({0, *(n for n in (1, 2, 5, 10, 20, 50, 100, 200, 500) if n < last), last})
+        curve = ", ".join(f"{number}: {self.losses[number]:.3f}" for number in shown)
+        share = f"{self.losses[-1] / self.losses[0]:.0%} of the first" if self.losses[0] else "the first was 0"
+        verdict = f"the loss of one batch fell to {share} in {last} updates"
+        if not self.learns:
+            verdict = (
+                f"warning: the loss of one batch is {share} after {last} updates; at most {self.falls_to:.0%} was "
+                f"expected. Probably: optim.lr_max is too small or so large that it diverges, the targets are masked, or "
+                f"the text is noise. Nothing was started."
+            )
+        return [f"dry run: loss by update: {curve}", f"dry run: {verdict}"]
+
+
+def overfit_one_batch(update: Callable[[], float], updates: int = UPDATES, falls_to: float = FALLS_TO) -> Overfit:
+    """Call `update`, which makes one update on always the same batch and returns the loss before it, so many times and
+    once more for the last loss; stops early where the loss is not finite."""
+    losses: list[float] = []
+    for _ in range(updates + 1):
+        losses.append(update())
+        if not math.isfinite(losses[-1]):
+            break
+    return Overfit(losses, falls_to)
+
+
+def dry_run_config(config: RunConfig, processes: int = 1, updates: int = UPDATES, samples: int = 8) -> RunConfig:
+    """A copy of the config for `overfit_one_batch`: one pass per update, full rate after a few updates, no dropout.
+
+    `samples`: rows of a pass where train.micro_batch_samples is auto.
+    """
+    asked = config.train.micro_batch_samples
+    rows = min(samples, config.samples_per_step) if asked == "auto" else int(asked)
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, embedding_dropout=0.0, attention_dropout=0.0, residual_dropout=0.0),
+        train=dataclasses.replace(
+            config.train,
+            steps=updates + 1,
+            tokens_per_step=rows * config.data.seq_len * processes,
+            micro_batch_samples=rows,
+        ),
+        schedule=ScheduleConfig(kind="constant", warmup_steps=min(3, updates)),
+        stages=[],
+    )
