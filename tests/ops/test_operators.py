@@ -153,8 +153,7 @@ def rms_norm_reference(x: Tensor, branch: Tensor | None, weight: Tensor, eps: fl
 
 @implementations("rms_norm")
 @dtypes()
-@pytest.mark.parametrize("shape", [(1, 2), (3, 5, 7), (2, 1, 64), (4, 33)])
-@pytest.mark.parametrize("eps", [1e-5, 0.5])
+@pytest.mark.parametrize(("shape", "eps"), [((1, 2), 1e-5), ((3, 5, 7), 0.5), ((2, 1, 64), 1e-5), ((4, 33), 1e-5)])
 def test_rms_norm_scales_each_row_of_the_sum_to_unit_mean_square(function, dtype, shape, eps):
     x, branch, weight = random(*shape), random(*shape, seed=1), random(shape[-1], seed=2)
     assert_agrees(lambda *given: function(*given, eps), lambda *given: rms_norm_reference(*given, eps),

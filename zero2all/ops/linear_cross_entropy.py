@@ -188,10 +188,14 @@ def _needs_torch_2_13(situation: Situation) -> str | None:
     return "it has no z term" if situation.z_loss else None
 
 
+def _needs_liger_without_z(situation: Situation) -> str | None:
+    return needs_liger(situation) or ("its losses would hold the z term" if situation.z_loss else None)
+
+
 IMPLEMENTATIONS = (
     Implementation("triton", triton_linear_cross_entropy, needs_triton, compile_safe=False),
     Implementation("chunked", chunked_linear_cross_entropy, compile_safe=False),
     Implementation("off", through_cross_entropy),
     Implementation("torch", torch_linear_cross_entropy, _needs_torch_2_13),
-    Implementation("liger", liger_linear_cross_entropy, needs_liger, compile_safe=False),
+    Implementation("liger", liger_linear_cross_entropy, _needs_liger_without_z, compile_safe=False),
 )
