@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0, help="least steady state of each (default 30)")
     parser.add_argument("--warm-up-seconds", type=float, default=5.0, help="least time before that (default 5)")
     parser.add_argument("--only", default=None, metavar="KIND,…", help=f"of {OURS}, {EAGER}, {COMPILED}, {LIGER}")
-    parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="also write the results here, as they come")
+    parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write results here as they come")
     parser.add_argument("--list", action="store_true", help="show what would run and stop")
     parser.add_argument("--no-save", action="store_true", help="leave benchmarks/results alone")
     arguments = parser.parse_args()
@@ -123,7 +123,8 @@ def main() -> None:
             continue
         say(f"peers: {entry.name} …")
         found = run_entry(entry, config, device, arguments.seconds, arguments.warm_up_seconds)
-        results["entries"][entry.name] = {"kind": entry.kind, "precision": entry.precision, "batch": str(entry.batch), **found}
+        named = {"kind": entry.kind, "precision": entry.precision, "batch": str(entry.batch)}
+        results["entries"][entry.name] = named | found
         print(f"{entry.name:<44} {in_short(found)}", flush=True)
         if arguments.json is not None:
             write_json(arguments.json, {"machine": machine(), **results})
@@ -260,7 +261,8 @@ def in_short(found: dict[str, Any]) -> str:
     clocks = f"  {found['gpu']['watts']:.0f} W {found['gpu']['sm_mhz']:.0f} MHz" if found["gpu"] else ""
     return (
         f"{found['tokens_per_second']:10,.0f} tokens/s  {share}peak {found['peak_gib']:6.1f} GiB  "
-        f"state {found['state_gib']:5.1f} GiB  first {found['first_step_seconds']:5.1f} s  loss {found['loss']:.3f}{clocks}"
+        f"state {found['state_gib']:5.1f} GiB  first {found['first_step_seconds']:5.1f} s  loss {found['loss']:.5}"
+        f"{clocks}"
     )
 
 

@@ -44,8 +44,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("resilience.config", "tokenizer.config", "track.config", "train.config"),
     ),
     # on top of everything
+    "perf": (*STAGES, "ops", "parallel", "limits"),
     "quickstart": STAGES,
-    "cli": (*STAGES, "quickstart"),
+    "cli": (*STAGES, "perf", "quickstart"),
     "__main__": ("cli",),
 }
 """Part -> what it may import. A name covers the modules below it."""
@@ -67,6 +68,7 @@ TRAINER = (
     "config",
     "common",
     "tokenizer.config",
+    "perf",
 )
 TRAINER_THIRD_PARTY = {"torch", "numpy", "safetensors", "yaml", "rich", "psutil", "google_crc32c", "orjson"}
 """What a bare GPU image must have for training to start. `tokenizers` is needed only to pack, not to train."""
@@ -77,6 +79,7 @@ LAZY_THIRD_PARTY = {
     "common.engine": {"ray"},
     "packed.remote": {"fsspec"},
     "packed.picture": {"matplotlib"},
+    "perf.chart": {"matplotlib"},
     **{f"ops.{name}": {"liger_kernel"} for name in ("rms_norm", "rope", "swiglu", "cross_entropy")},
     "ops.linear_cross_entropy": {"liger_kernel"},
 }

@@ -44,6 +44,7 @@ def test_the_verbs_of_the_issue_are_all_there():
         "pack",
         *(f"data {verb}" for verb in ("show", "stats", "verify", "export", "import")),
         *("train", "plot", "inspect", "eval", "generate", "export", "import"),
+        *("perf ops", "perf ablate"),
     )
     assert [" ".join(words) for words in VERBS] == list(expected)
 

@@ -28,12 +28,12 @@ def test_mfu_of_the_reference_speed_under_each_convention(reference):
 
 
 def test_conventions_counted_by_hand_for_a_tiny_model():
-    config = ModelConfig(vocab_size=10, hidden_size=4, intermediate_size=6, layers=1, heads=2, kv_heads=1)
+    config = ModelConfig(vocab_size=64, hidden_size=4, intermediate_size=6, layers=1, heads=2, kv_heads=1)
     # q and out 4x4, k and v 4x2, gate, up and down 4x6; three norms of 4 and the embedding are in no matmul.
-    matrices = 2 * 16 + 2 * 8 + 3 * 24 + 40
+    matrices = 2 * 16 + 2 * 8 + 3 * 24 + 256
     attention = 12 * 1 * 4 * 8
     assert flops_per_token(config, 8) == {
-        "seed": 6 * (matrices + 12 + 40) + attention,
+        "seed": 6 * (matrices + 12 + 256) + attention,
         "palm": 6 * matrices + attention,
         "causal": 6 * matrices + attention / 2,
     }

@@ -28,7 +28,10 @@ from zero2all.ops.registry import OPERATORS, resolve
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16 says so and goes on
 
 
-def implementations(operator, situation=Situation("cpu")):
+CPU = Situation("cpu")
+
+
+def implementations(operator, situation=CPU):
     """The test runs once per implementation that can run in that situation."""
     names = [one.name for one in OPERATORS[operator] if one.probe(situation) is None]
     assert names
@@ -129,13 +132,14 @@ def rope_reference(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: 
 @implementations("rope")
 @dtypes()
 @pytest.mark.parametrize(
-    ("B", "T", "heads", "kv_heads", "D"), [(1, 1, 1, 1, 2), (2, 5, 3, 1, 4), (1, 9, 4, 2, 6), (2, 3, 2, 2, 64)]
+    ("rows", "length", "heads", "kv_heads", "width"),
+    [(1, 1, 1, 1, 2), (2, 5, 3, 1, 4), (1, 9, 4, 2, 6), (2, 3, 2, 2, 64)],
 )
 @pytest.mark.parametrize("of_each_row", [False, True], ids=["one table", "a table per row"])
-def test_rope_turns_each_pair_by_its_angle(function, dtype, B, T, heads, kv_heads, D, of_each_row):
-    angles = random(*([B] if of_each_row else []), T, D // 2, seed=3)
+def test_rope_turns_each_pair_by_its_angle(function, dtype, rows, length, heads, kv_heads, width, of_each_row):
+    angles = random(*([rows] if of_each_row else []), length, width // 2, seed=3)
     tables = angles.cos().float(), angles.sin().float()
-    qkv = random(B, T, heads + 2 * kv_heads, D)
+    qkv = random(rows, length, heads + 2 * kv_heads, width)
     assert_agrees(function, rope_reference, [qkv], dtype, *tables, heads, kv_heads)
 
 
@@ -149,8 +153,7 @@ def rms_norm_reference(x: Tensor, branch: Tensor | None, weight: Tensor, eps: fl
 
 @implementations("rms_norm")
 @dtypes()
-@pytest.mark.parametrize("shape", [(1, 2), (3, 5, 7), (2, 1, 64), (4, 33)])
-@pytest.mark.parametrize("eps", [1e-5, 0.5])
+@pytest.mark.parametrize(("shape", "eps"), [((1, 2), 1e-5), ((3, 5, 7), 0.5), ((2, 1, 64), 1e-5), ((4, 33), 1e-5)])
 def test_rms_norm_scales_each_row_of_the_sum_to_unit_mean_square(function, dtype, shape, eps):
     x, branch, weight = random(*shape), random(*shape, seed=1), random(shape[-1], seed=2)
     assert_agrees(lambda *given: function(*given, eps), lambda *given: rms_norm_reference(*given, eps),

@@ -54,7 +54,7 @@ def _anneal(arguments: argparse.Namespace) -> None:
     begun = begun_anneal(run)
     if begun is not None:
         raise UsageError(
-            f"{run.name} has annealed since step {begun.from_step:,}, over {begun.steps:,} steps ({run / ANNEAL_FILE}). "
+            f"{run.name} anneals since step {begun.from_step:,}, over {begun.steps:,} steps (see {run / ANNEAL_FILE}). "
             f"A run anneals once; for another end, train a run of another name."
         )
     made = _steps_made(run)

@@ -1,4 +1,4 @@
-"""`z2a perf ops`, `z2a perf bench` and `z2a perf ablate`."""
+"""`z2a perf ops`, `z2a perf ops bench` and `z2a perf ablate`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from zero2all.cli.verb import Subparsers, add_group, add_verb, real, whole
+from zero2all.common.errors import UsageError
 
 ABLATE_EXAMPLE = "z2a perf ablate z2all-1b --batch 2x2048x16 --output ablation --budget-seconds 540"
 CONFIG_HELP = "a preset (quickstart, z2all-100m, z2all-1b) or the path of a YAML file"
@@ -15,7 +16,90 @@ CONFIG_HELP = "a preset (quickstart, z2all-100m, z2all-1b) or the path of a YAML
 def register(verbs: Subparsers) -> None:
     """Add the verbs."""
     inner = add_group(verbs, "perf", "measure operators and training steps on this machine", ABLATE_EXAMPLE)
+    _register_ops(inner)
     _register_ablate(inner)
+
+
+def _register_ops(inner: Subparsers) -> None:
+    parser = add_verb(
+        inner,
+        "ops",
+        "list the implementations of every operator here; with bench, measure each alone",
+        "z2a perf ops z2all-1b\n  z2a perf ops bench z2all-1b --only rms_norm --json norm.json",
+        _ops,
+        takes_overrides=True,
+    )
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="[bench] [CONFIG]",
+        help=f"bench: measure; CONFIG: {CONFIG_HELP} (default: list for this device, bench z2all-1b)",
+    )
+    parser.add_argument(
+        "--rows", type=whole(1), default=None, metavar="N", help="bench: tokens (default: a micro-batch; few on a CPU)"
+    )
+    parser.add_argument("--only", default=None, metavar="OP", help="bench: one operator: rms_norm, linear/qkv, …")
+    parser.add_argument(
+        "--seconds", type=real(0.0), default=0.2, metavar="N", help="bench: least seconds per figure (default 0.2)"
+    )
+    parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="also write it as JSON")
+    parser.usage = (
+        "z2a perf ops [-h] [bench] [CONFIG] [--rows N] [--only OP] [--seconds N] [--json FILE]\n"
+        "                    [--section.field VALUE …]"
+    )
+
+
+BENCH_CONFIG = "z2all-1b"
+
+
+def _ops(arguments: argparse.Namespace) -> None:
+    words = list(arguments.words)
+    is_bench = words[:1] == ["bench"]
+    words = words[is_bench:]
+    if len(words) > 1:
+        raise UsageError(f"`z2a perf ops` takes one config; got {' and '.join(words)}.")
+    if is_bench:
+        _bench(arguments, words[0] if words else BENCH_CONFIG)
+        return
+    from zero2all.cli.table import print_table
+    from zero2all.perf.op_list import describe, list_cells, listed_operators, situation_here
+
+    config = None
+    if words:
+        from zero2all.perf.measured_config import load_measured_config
+
+        config, _ = load_measured_config(words[0], arguments.overrides)
+    elif arguments.overrides:
+        raise UsageError(f"`{arguments.overrides[0]}` sets a field of a config; name the config too.")
+    entries = listed_operators(config)
+    print_table(list_cells(entries), describe(situation_here(config)))
+    _write_json(arguments.json, entries)
+
+
+def _bench(arguments: argparse.Namespace, source: str) -> None:
+    from zero2all.cli.table import print_table
+    from zero2all.perf.measured_config import load_measured_config
+    from zero2all.perf.op_bench import Bench, bench_cells, bench_operators
+
+    config, _ = load_measured_config(source, arguments.overrides)
+
+    def keep(bench: Bench) -> None:
+        _write_json(arguments.json, bench.as_json())
+
+    bench = bench_operators(config, arguments.rows, arguments.only, arguments.seconds, keep)
+    print_table(
+        bench_cells(bench),
+        f"{bench.device}, {bench.dtype}, {bench.samples} x {bench.seq_len} tokens; "
+        f"copy {bench.ceilings.copy_bytes_per_second / 1e9:,.0f} GB/s, "
+        f"matmul {bench.ceilings.matmul_flops_per_second / 1e12:.3g} TFLOPS",
+    )
+
+
+def _write_json(path: Path | None, value: object) -> None:
+    if path is not None:
+        from zero2all.common.files import write_json
+
+        write_json(path, value)
 
 
 def _register_ablate(inner: Subparsers) -> None:
@@ -55,6 +139,9 @@ def _register_ablate(inner: Subparsers) -> None:
     parser.add_argument(
         "--output", type=Path, default=None, metavar="DIR", help="folder of the results (default: ablation-CONFIG)"
     )
+    parser.add_argument(
+        "--report", action="store_true", help="measure nothing; show the results in --output, wherever they were made"
+    )
     parser.add_argument("--again", action="store_true", help="measure rows although their results are there")
     parser.add_argument(
         "--warm-starts", action="store_true", help="start compiled rows twice: first step with a warm cache, too"
@@ -78,7 +165,7 @@ def _ablate(arguments: argparse.Namespace) -> int:
     from zero2all.perf.ablate import AblateOptions, ablate
     from zero2all.perf.batch import parse_batch
     from zero2all.perf.report import write_report
-    from zero2all.perf.summary import batch_tables, cells, heading, notes
+    from zero2all.perf.summary import batch_tables, cells, device_of, heading, notes
 
     stem = Path(arguments.config).stem
     output = arguments.output or Path(f"ablation-{stem}")
@@ -95,6 +182,7 @@ def _ablate(arguments: argparse.Namespace) -> int:
             row_timeout_seconds=arguments.row_timeout_seconds,
             again=arguments.again,
             warm_starts=arguments.warm_starts,
+            report_only=arguments.report,
         )
     )
     tables = batch_tables(ablation)
@@ -102,7 +190,7 @@ def _ablate(arguments: argparse.Namespace) -> int:
         print_table([heading(table), *cells(table)], f"{table.batch}: {table.batch.tokens:,} tokens an iteration")
     for line in notes(ablation, tables):
         print(line)
-    written = write_report(ablation, output, f"{stem} on one {ablation.environment['gpu'] or 'CPU'}")
+    written = write_report(ablation, output, f"{stem} on one {device_of(ablation)}")
     for line in written:
         print(line)
     if ablation.pending:

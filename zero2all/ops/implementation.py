@@ -24,6 +24,7 @@ class Situation:
     qkv_rows: int = 0
     """Rows of the fused query, key and value projection."""
     vocab_size: int = 0
+    seq_len: int = 0
     documents: bool = False
     """Whether attention stops at the borders of documents."""
     z_loss: bool = False
@@ -93,7 +94,7 @@ def needs_float8(situation: Situation) -> str | None:
         return "this GPU has no float8 tensor cores"
     if situation.dtype != torch.bfloat16:
         return f"it makes float8 from bfloat16, and the model is {str(situation.dtype).removeprefix('torch.')}"
-    for name in ("hidden_size", "intermediate_size", "qkv_rows"):
+    for name in ("hidden_size", "intermediate_size", "qkv_rows", "seq_len"):
         if getattr(situation, name) % 16:
             return f"float8 matmuls want multiples of 16, and {name} is {getattr(situation, name)}"
     return None

@@ -44,8 +44,9 @@ def through_cross_entropy(cross_entropy: CrossEntropy) -> Callable[..., Loss]:
     def off(hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor, vocab_size: int, z: float = 0.0) -> Loss:
         logits = F.linear(hidden, head[:vocab_size] if len(head) > vocab_size else head).flatten(0, -2)
         wanted = targets.reshape(-1)
-        penalties = z * widened(logits).logsumexp(dim=-1).square() if z else None
-        # The operator may overwrite the logits, so nothing reads them behind it.
+        # The operator may overwrite the logits, so nothing reads them behind it: logsumexp's backward has a copy.
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        penalties = z * logits.to(wide, copy=True).logsumexp(dim=-1).square() if z else None
         losses = cross_entropy(logits, wanted.clamp(min=0)) * (wanted >= 0)
         counted = weights.reshape(-1)
         total = (losses * counted).sum()
@@ -187,10 +188,14 @@ def _needs_torch_2_13(situation: Situation) -> str | None:
     return "it has no z term" if situation.z_loss else None
 
 
+def _needs_liger_without_z(situation: Situation) -> str | None:
+    return needs_liger(situation) or ("its losses would hold the z term" if situation.z_loss else None)
+
+
 IMPLEMENTATIONS = (
     Implementation("triton", triton_linear_cross_entropy, needs_triton, compile_safe=False),
     Implementation("chunked", chunked_linear_cross_entropy, compile_safe=False),
     Implementation("off", through_cross_entropy),
     Implementation("torch", torch_linear_cross_entropy, _needs_torch_2_13),
-    Implementation("liger", liger_linear_cross_entropy, needs_liger, compile_safe=False),
+    Implementation("liger", liger_linear_cross_entropy, _needs_liger_without_z, compile_safe=False),
 )

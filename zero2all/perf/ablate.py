@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from zero2all.common.errors import BadInputError
 from zero2all.common.files import read_json
 from zero2all.common.progress import human_seconds, say
 from zero2all.config import RunConfig
@@ -51,6 +52,8 @@ class AblateOptions:
     """Measure the rows although they are there."""
     warm_starts: bool = False
     """Start each compiled row a second time, to see its first step with a warm cache."""
+    report_only: bool = False
+    """Measure nothing: show what the folder holds, wherever it was measured."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +77,17 @@ def ablate(options: AblateOptions) -> Ablation:
     batches = options.batches or default_batches(config)
     for batch in batches:
         check_batch(batch, config)
-    here = environment()
     results = Results(options.output)
+    if options.report_only:
+        if not results.lines:
+            raise BadInputError(f"{results.path} holds no results yet. Measure some first, without --report.")
+        here = results.lines[-1]["environment"]
+    else:
+        here = environment()
     sitting = _Sitting(options, config, here, results, started)
     pending = sitting.pending(batches)
+    if options.report_only:
+        return Ablation(config, batches, here, results.lines, pending)
     done = len(batches) * len(options.variants) - len(pending)
     say(f"ablate: {done} rows are there, {len(pending)} to measure, into {options.output}")
     for batch in batches:

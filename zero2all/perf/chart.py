@@ -5,18 +5,16 @@ MFU is the scale where the device's peak is known, because it can be compared be
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero2all.common.files import write_atomic
 from zero2all.perf.seed_table import DEVICE, seed_mfu_percent
 from zero2all.perf.summary import BatchTable, Row
-from zero2all.track.plot import COLORS, DPI_CHOICES, FAINT_INK, INK, MAX_PNG_BYTES, STYLE
+from zero2all.track.plot import COLORS, FAINT_INK, INK, STYLE, png_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 GROUPS = ("whole", "leave one out", "step by step", "other choices", "vocabulary", "compile")
 
@@ -37,7 +35,7 @@ def draw_ablation(tables: list[BatchTable], title: str, png: Path) -> None:
         figure.suptitle(title, x=0.012, ha="left", fontsize=14, fontweight="bold", color=INK)
         for number, table in enumerate(shown):
             _draw_batch(figure.add_subplot(1, len(shown), number + 1), table)
-        write_atomic(png, _png(figure))
+        write_atomic(png, png_bytes(figure))
 
 
 def _draw_batch(axis: Axes, table: BatchTable) -> None:
@@ -47,8 +45,9 @@ def _draw_batch(axis: Axes, table: BatchTable) -> None:
     for place, row in zip(places, table.rows, strict=True):
         length = _length(row, by_mfu)
         axis.barh(place, length, height=0.66, color=COLORS[GROUPS.index(row.variant.group) % len(COLORS)], zorder=2)
-        axis.text(length + 0.012 * longest, place, _label(row), va="center", fontsize=7.5, color=INK, zorder=4)
         seed = None if row.seed is None or not by_mfu else seed_mfu_percent(row.seed)[0]
+        behind = max(length, seed or 0.0) + 0.022 * longest
+        axis.text(behind, place, _label(row), va="center", fontsize=7.5, color=INK, zorder=4)
         if seed is not None:
             axis.plot([seed], [place], "D", color="white", markeredgecolor=INK, markersize=5, zorder=5)
     axis.set_yticks(list(places), [row.title for row in table.rows], fontsize=8.5, color=INK)
@@ -69,15 +68,3 @@ def _label(row: Row) -> str:
     if not row.is_measured:
         return str(row.line["status"])
     return f"{row.result['tokens_per_second']:,.0f} tok/s, {row.result['peak_gib']:.0f} GiB"
-
-
-def _png(figure: Figure) -> bytes:
-    """At the highest resolution that stays within MAX_PNG_BYTES."""
-    data = b""
-    for dpi in DPI_CHOICES:
-        picture = io.BytesIO()
-        figure.savefig(picture, format="png", dpi=dpi, metadata={"Software": None})
-        data = picture.getvalue()
-        if len(data) <= MAX_PNG_BYTES:
-            break
-    return data

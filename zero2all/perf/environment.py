@@ -42,10 +42,9 @@ def code_fingerprint() -> str:
 def _gpu() -> tuple[str | None, str | None]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    command += [f"--id={visible}"] if visible else []
     try:
-        lines = subprocess.run(
-            [*command, *([f"--id={visible}"] if visible else [])], capture_output=True, text=True, check=True, timeout=30
-        ).stdout.splitlines()
+        lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
         return None, None
     name, _, driver = lines[0].partition(",") if lines else ("", "", "")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import resource
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,8 +31,11 @@ from zero2all.perf.batch import BatchShape
 from zero2all.perf.gpu_watch import watched_gpu
 from zero2all.train.garbage import scheduled_garbage_collection
 from zero2all.train.setup import situation
+from zero2all.parallel.world import World
 from zero2all.train.state import DTYPES, TrainState, new_state
+from zero2all.train.step import update
 
+CLIP_NORM = 1.0
 LEARNING_RATE = 1e-4
 WARM_UP_SECONDS = 3.0
 """Enough for the clocks to come down to what the power limit allows."""
@@ -173,11 +177,11 @@ def random_tokens(vocab_size: int, batch: BatchShape, device: torch.device) -> T
 
 
 def _iterations(state: TrainState, batch: BatchShape, z_loss: float, device: torch.device) -> Iterate:
-    model, optimizer = state.model, state.optimizer
+    model, one_process = state.model, World(device=device)
     tokens = random_tokens(model.config.vocab_ids, batch, device)
     # Of the mean over the tokens of an iteration, each has the same share.
     shares = torch.full(
-        (batch.samples, batch.seq_len), 1.0 / batch.tokens, dtype=state.weights.masters.dtype, device=device
+        (batch.samples, batch.seq_len), 1.0 / batch.tokens, dtype=torch.float32, device=device
     )
 
     def iterate(micro_batches: int) -> Tensor:
@@ -187,7 +191,8 @@ def _iterations(state: TrainState, batch: BatchShape, z_loss: float, device: tor
             total, _ = model.loss(rows[:, :-1], rows[:, 1:], shares, None, z_loss)
             total.backward()
             loss = loss + total.detach()
-        optimizer.step(LEARNING_RATE, optimizer.gradient_norm())
+        norm = state.weights.squared_norm(one_process).sqrt()
+        update(state, LEARNING_RATE, (CLIP_NORM / norm).clamp(max=1.0), ~torch.isfinite(norm))
         return loss
 
     return iterate
@@ -222,17 +227,12 @@ def _state_bytes(state: TrainState, device: torch.device) -> int:
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         return torch.cuda.memory_allocated(device)
-    buffers = {
-        flat.data_ptr(): flat.nbytes
-        for flat in (
-            *(state.weights.weights, state.weights.masters, state.weights.gradients),
-            *(state.optimizer.firsts, state.optimizer.seconds),
-        )
-    }
-    return sum(buffers.values())
+    kept = [*state.tensors().values(), *(master.grad for master in state.weights.masters_by_name().values())]
+    return sum(tensor.nbytes for tensor in kept if tensor is not None)
 
 
 def _peak_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

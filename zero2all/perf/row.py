@@ -1,6 +1,6 @@
 """One row of the ablation, in a process of its own: what it allocates, compiles or breaks ends with it.
 
-    python -m zero2all.perf.row z2all-1b --row fp8 --batch 16x2048x16 --seconds 8 --result row.json -- --ops.strict false
+    python -m zero2all.perf.row z2all-1b --row fp8 --batch 16x2048x16 --result row.json -- --ops.strict false
 
 Prints the result as JSON, or writes it to --result. A row that does not fit in memory, or whose operators cannot run
 here, is a result too.

@@ -69,7 +69,8 @@ class BatchTable:
 
 def batch_tables(ablation: Ablation) -> list[BatchTable]:
     """What is there, batch by batch, in the order of the variants."""
-    return [_batch_table(ablation, batch) for batch in ablation.batches]
+    tables = [_batch_table(ablation, batch) for batch in ablation.batches]
+    return [table for table in tables if table.rows]
 
 
 def _batch_table(ablation: Ablation, batch: BatchShape) -> BatchTable:
@@ -151,7 +152,7 @@ def notes(ablation: Ablation, tables: list[BatchTable]) -> list[str]:
     """What must be said below the tables."""
     here = ablation.environment
     versions = ", ".join(f"{name} {here[name]}" for name in ("driver", "torch", "triton", "liger-kernel") if here[name])
-    found = [f"{here['gpu'] or 'CPU'}; {versions}; random tokens, {ablation.config.train.precision}"]
+    found = [f"{device_of(ablation)}; {versions}; random tokens, {ablation.config.train.precision}"]
     for table in tables:
         if len(table.anchors) > 1:
             each = ", ".join(f"{number}: {seconds:.3f} s" for number, seconds in table.anchors.items())
@@ -171,6 +172,13 @@ def notes(ablation: Ablation, tables: list[BatchTable]) -> list[str]:
             f"convention; `x fused` against its all-fused row, whose AdamW was not fused"
         )
     return found
+
+
+def device_of(ablation: Ablation) -> str:
+    """The card, from the driver or from a row that was on it; else CPU."""
+    measured = [line["result"].get("device", "cpu") for line in ablation.lines if line["status"] == "measured"]
+    name = ablation.environment["gpu"] or (measured[-1] if measured else "cpu")
+    return "CPU" if name == "cpu" else str(name)
 
 
 def as_json(ablation: Ablation, tables: list[BatchTable]) -> dict[str, Any]:

@@ -189,7 +189,7 @@ def _render(run: RunData, panels: list[_Panel], title: str) -> bytes:
             _draw_panel(axis, panel, run, colors)
             pad = max(1.0, 0.015 * (last_step - first_step))
             axis.set_xlim(first_step - pad, last_step + pad)
-        return _png(figure)
+        return png_bytes(figure)
 
 
 def _draw_heading(figure: Figure, run: RunData, title: str) -> None:
@@ -276,7 +276,7 @@ def _colors(panels: list[_Panel]) -> dict[str, str]:
     return {"": COLORS[0]} | {label: COLORS[1 + index % (len(COLORS) - 1)] for index, label in enumerate(labels)}
 
 
-def _png(figure: Figure) -> bytes:
+def png_bytes(figure: Figure) -> bytes:
     """The figure as PNG bytes, at the highest resolution that stays within MAX_PNG_BYTES."""
     from PIL import Image
 

@@ -201,6 +201,7 @@ def situation(config: RunConfig, device: str, dtype: torch.dtype) -> Situation:
         head_size=model.head_size,
         qkv_rows=(model.heads + 2 * model.kv_heads) * model.head_size,
         vocab_size=model.vocab_rows,
+        seq_len=config.data.seq_len,
         documents=config.data.document_mask,
         z_loss=config.train.z_loss > 0,
         dropout=model.attention_dropout > 0,

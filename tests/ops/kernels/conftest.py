@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -26,13 +29,44 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark them before pytest looks at the marks."""
-    if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-        for item in items:
-            if HERE in item.path.parents:
-                item.add_marker(pytest.mark.gpu)
+    on_a_gpu = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
+    for item in items:
+        if HERE not in item.path.parents:
+            continue
+        if on_a_gpu:
+            item.add_marker(pytest.mark.gpu)
+        # A CPU without bfloat16 says so and goes on; numpy, inside the interpreter, remarks on infinities.
+        item.add_marker(pytest.mark.filterwarnings("ignore:mkldnn_matmul failed"))
+        item.add_marker(pytest.mark.filterwarnings("ignore:.* encountered in :RuntimeWarning"))
 
 
 @pytest.fixture(scope="session")
 def device() -> str:
     """Where the kernels run."""
     return "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def round_to_nearest(device: str) -> Iterator[None]:
+    """Let the interpreter round as a GPU does.
+
+    Triton 3.9's cuts bfloat16 off instead, and loses the carry of a float8 whose digits round up to the next power
+    of two, which halves the value.
+    """
+    if device != "cpu":
+        yield
+        return
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    as_it_was = interpreter._convert_float
+
+    def converted(values: Any, given: Any, wanted: Any, rounding: Any) -> Any:
+        small = {"bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}.get(str(wanted))
+        if str(given) != "fp32" or small is None:
+            return as_it_was(values, given, wanted, rounding)
+        rounded = torch.from_numpy(np.array(values, dtype=np.float32)).to(small)
+        bits = np.uint16 if small is torch.bfloat16 else np.uint8
+        return rounded.view(torch.int16 if bits is np.uint16 else torch.int8).numpy().view(bits)
+
+    interpreter._convert_float = converted
+    yield
+    interpreter._convert_float = as_it_was

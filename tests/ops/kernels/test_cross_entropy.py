@@ -82,7 +82,7 @@ def test_huge_logits_and_padding_that_is_not_finite_do_no_harm(device):
     assert torch.equal(logits.cpu(), torch.tensor([[1.0, -1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]))
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (1, 3), (5, 64), (30, 65)])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (1, 3), (5, 64), (12, 65)])
 def test_odd_sizes(device, rows, columns):
     logits, targets = random(rows, columns), random_ids(columns, rows)
 
@@ -123,7 +123,7 @@ def head_inputs() -> list[Tensor]:
 
 @dtypes(torch.float32, torch.bfloat16)
 @pytest.mark.parametrize("z", [0.0, Z], ids=["plain", "z"])
-@pytest.mark.parametrize("chunk", [4, ROWS, 8192])
+@pytest.mark.parametrize("chunk", [4, 8192])
 def test_head_and_loss_chunk_by_chunk(device, dtype, z, chunk, monkeypatch):
     monkeypatch.setattr(linear_cross_entropy, "CHUNK_ROWS", chunk)
     others = (targets_with_some_ignored(), token_weights().float(), VOCAB, z)

@@ -2,16 +2,17 @@
 
 import pytest
 import torch
-from agreement import assert_agrees, assert_close, dtypes, random, values_and_gradients
+from agreement import TOLERANCE, assert_agrees, assert_close, dtypes, random, values_and_gradients
 from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 
 from zero2all.ops.kernels import rms_norm
 from zero2all.ops.kernels.rms_norm import triton_add_rms_norm
+from zero2all.ops.registry import OPERATORS
 
 EPS = 1e-5
-SHAPES = [(1, 1), (1, 48), (7, 100), (2, 3, 33), (41, 5)]
+SHAPES = [(1, 1), (1, 48), (7, 100), (2, 3, 33), (20, 5)]  # more rows than programs in the backward
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 variants = pytest.mark.parametrize("lean", [False, True], ids=["plain", "lean"])
 
@@ -26,8 +27,12 @@ def weights(width: int) -> Tensor:
     return 1.0 + random(width, seed=2) / 8
 
 
-def tolerance(dtype: torch.dtype) -> float:
-    return {torch.float32: 3e-6, torch.bfloat16: 1e-2}[dtype]
+def tolerance(dtype: torch.dtype, lean: bool) -> float:
+    """The lean variant's own in bfloat16."""
+    if dtype == torch.float32:
+        return TOLERANCE[dtype]
+    declared = {one.name: one.tolerance for one in OPERATORS["rms_norm"]}
+    return declared["triton_lean" if lean else "triton"] or TOLERANCE[dtype]
 
 
 @variants
@@ -35,18 +40,25 @@ def tolerance(dtype: torch.dtype) -> float:
 @shapes
 def test_sum_and_norm_of_a_residual_and_a_branch(device, lean, dtype, shape):
     inputs = [random(*shape), random(*shape, seed=1), weights(shape[-1])]
-    assert_agrees(lambda *given: triton_add_rms_norm(*given, EPS, lean), reference, inputs, dtype, device=device)
+    assert_agrees(
+        lambda *given: triton_add_rms_norm(*given, EPS, lean),
+        reference,
+        inputs,
+        dtype,
+        tolerance=tolerance(dtype, lean),
+        device=device,
+    )
 
 
 @variants
 @dtypes(torch.float32, torch.bfloat16)
-@shapes
-def test_norm_without_a_branch(device, lean, dtype, shape):
+def test_norm_without_a_branch(device, lean, dtype):
     assert_agrees(
         lambda x, weight: triton_add_rms_norm(x, None, weight, EPS, lean),
         lambda x, weight: reference(x, None, weight),
-        [random(*shape), weights(shape[-1])],
+        [random(2, 3, 33), weights(33)],
         dtype,
+        tolerance=tolerance(dtype, lean),
         device=device,
     )
 

@@ -27,13 +27,13 @@ def tables(*shape: int) -> tuple[Tensor, Tensor]:
 
 @dtypes(torch.float32, torch.bfloat16)
 @pytest.mark.parametrize(
-    ("B", "T", "heads", "kv_heads", "D"),
+    ("rows", "length", "heads", "kv_heads", "width"),
     [(1, 1, 1, 1, 2), (2, 5, 6, 2, 12), (1, 7, 3, 3, 10), (2, 3, 5, 1, 64)],
 )
 @pytest.mark.parametrize("of_each_row", [False, True], ids=["one table", "a table per row"])
-def test_query_and_key_are_turned_and_value_is_not(device, dtype, B, T, heads, kv_heads, D, of_each_row):
-    cos, sin = tables(*([B] if of_each_row else []), T, D // 2)
-    qkv = random(B, T, heads + 2 * kv_heads, D)
+def test_query_and_key_are_turned_and_value_is_not(device, dtype, rows, length, heads, kv_heads, width, of_each_row):
+    cos, sin = tables(*([rows] if of_each_row else []), length, width // 2)
+    qkv = random(rows, length, heads + 2 * kv_heads, width)
     assert_agrees(triton_rope, reference, [qkv], dtype, cos, sin, heads, kv_heads, device=device)
 
 

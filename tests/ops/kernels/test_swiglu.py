@@ -14,7 +14,7 @@ from zero2all.ops.kernels.swiglu import new_peaks, swiglu_backward, swiglu_forwa
 def reference(gate_up: Tensor) -> Tensor:
     half = gate_up.shape[-1] // 2
     gate, up = gate_up[..., :half], gate_up[..., half:]
-    return gate / (1 + (-gate).exp()) * up
+    return gate * torch.sigmoid(gate) * up
 
 
 @dtypes(torch.float32, torch.bfloat16)

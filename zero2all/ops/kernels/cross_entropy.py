@@ -87,7 +87,7 @@ class CrossEntropyInPlace(torch.autograd.Function):
     @without_autocast
     def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor | None, ...]:
         (slopes,) = ctx.saved_tensors
-        return slopes.mul_(dlosses.unsqueeze(1).to(slopes.dtype)), None
+        return slopes.mul_(dlosses.unsqueeze(1)), None
 
 
 def triton_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

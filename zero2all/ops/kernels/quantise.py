@@ -41,7 +41,9 @@ def _quantise(
     inside = (r[:, None] < rows) & (c[None, :] < columns)
     at = r[:, None] * columns + c[None, :]
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * (1.0 / tl.load(scale))
-    value = tl.minimum(tl.maximum(value, -largest), largest)
+    # NaN must stay NaN: the update is skipped because of it.
+    value = tl.maximum(value, -largest, propagate_nan=tl.PropagateNan.ALL)
+    value = tl.minimum(value, largest, propagate_nan=tl.PropagateNan.ALL)
     if STRAIGHT:
         tl.store(straight + at, value.to(straight.dtype.element_ty), mask=inside)
     if TURNED:

@@ -101,13 +101,16 @@ class AddRmsNorm(torch.autograd.Function):
         out = normed.view(x.shape)
         ctx.save_for_backward(out if lean else total, weight, rstd)
         ctx.lean, ctx.sum_dtype = lean, total.dtype
+        ctx.set_materialize_grads(False)  # of the last norm nobody uses the sum
         ctx.branch_dtype = None if branch is None else branch.dtype
         return out, total.view(x.shape)
 
     @staticmethod
     @without_autocast
-    def backward(ctx: Any, dnormed: Tensor, dtotal: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dnormed: Tensor | None, dtotal: Tensor | None) -> tuple[Tensor | None, ...]:
         kept, weight, rstd = ctx.saved_tensors
+        if dnormed is None:
+            dnormed = torch.zeros(kept.shape, dtype=weight.dtype, device=kept.device)
         width = weight.shape[0]
         kept = kept.view(-1, width)
         count = kept.shape[0]

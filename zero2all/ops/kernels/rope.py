@@ -64,6 +64,7 @@ class RopeInPlace(torch.autograd.Function):
     def forward(
         ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
     ) -> tuple[Tensor, Tensor, Tensor]:
+        assert qkv.is_contiguous(), "the heads are found by counting"
         B, T, H, D = qkv.shape
         cos, sin = cos.contiguous(), sin.contiguous()
         _turn_in_place[(B * T,)](

@@ -1,0 +1,52 @@
+"""Floors: bytes and FLOPs counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from zero2all.limits.floors import linear_shapes, operator_work, optimizer_work
+from zero2all.model.config import ModelConfig
+
+REFERENCE = ModelConfig(vocab_size=64320)
+TOKENS = 16 * 2048
+
+
+def per_token(name: str) -> tuple[float, float]:
+    work = operator_work(REFERENCE, TOKENS, 2048, 2)[name]
+    return work.forward_bytes / TOKENS, work.backward_bytes / TOKENS
+
+
+def test_bytes_of_one_token_of_the_reference_model():
+    assert per_token("rms_norm") == (4 * 2048 * 2, 4 * 2048 * 2)
+    assert per_token("rope") == (2 * 40 * 64 * 2, 2 * 48 * 64 * 2)
+    assert per_token("swiglu") == (3 * 5632 * 2, 5 * 5632 * 2)
+    assert sum(per_token("cross_entropy")) == 2 * 64320 * 2
+
+
+def test_flops_of_a_micro_batch_of_the_reference_model():
+    work = operator_work(REFERENCE, TOKENS, 2048, 2)
+    attention = work["attention"]
+    assert attention.forward_flops * 22 == pytest.approx(6.05e12, rel=1e-3)
+    assert attention.backward_flops * 22 == pytest.approx(15.1e12, rel=3e-3)
+    assert work["linear_cross_entropy"].total == pytest.approx(25.9e12, rel=1e-3)
+    matrices = sum(work[f"linear/{name}"].total for name in linear_shapes(REFERENCE)) * 22
+    assert matrices + work["linear_cross_entropy"].total == pytest.approx(220.9e12, rel=1e-3)
+
+
+def test_the_optimizer_moves_thirty_bytes_a_parameter_with_bfloat16_weights_and_28_without():
+    assert optimizer_work(1000, 2).total == 30_000
+    assert optimizer_work(1000, 4).total == 28_000
+
+
+def test_attention_counts_the_causal_half_only():
+    config = ModelConfig(vocab_size=64, hidden_size=8, intermediate_size=16, layers=1, heads=2, kv_heads=1)
+    # two matmuls of 2 T^2 D per head in the forward pass, half of it masked
+    assert operator_work(config, 32, 16, 4)["attention"].forward_flops == 2 * (2 * 2 * 16 * 16 * 4 * 2) / 2
+
+
+def test_what_arithmetic_limits_has_flops_and_what_memory_limits_has_bytes():
+    work = operator_work(REFERENCE, 64, 64, 2)
+    assert {name for name, each in work.items() if each.is_matmul} == {
+        *("attention", "linear_cross_entropy", "linear/qkv", "linear/out", "linear/gate_up", "linear/down")
+    }
+    assert all(each.total > 0 for each in work.values())

@@ -1,0 +1,121 @@
+"""AdamW over flat buffers in one pass, and the norm of the gradient it clips by."""
+
+import math
+
+import pytest
+import torch
+from agreement import assert_close, assert_same_bits, random
+from torch import Tensor
+
+pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
+
+from zero2all.ops.kernels import adamw
+from zero2all.ops.kernels.adamw import bias_corrections, gradient_norm
+from zero2all.ops.optimizer import AdamW, Flat, triton_adamw
+
+LR, BETA1, BETA2, EPS = 1e-2, 0.9, 0.95, 1e-8
+LENGTHS, DECAYS = (1300, 77), (0.1, 0.0)
+STEPS = 5
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Several programs per buffer, the last one not full."""
+    monkeypatch.setattr(adamw, "BLOCK", 512)
+    monkeypatch.setattr(adamw, "NORM_BLOCK", 256)
+
+
+def new_groups(device: str, weights_in: torch.dtype) -> list[Flat]:
+    groups = []
+    for number, (length, decay) in enumerate(zip(LENGTHS, DECAYS, strict=True)):
+        masters = random(length, seed=50 + number).float().to(device)
+        weights = masters if weights_in == torch.float32 else masters.to(weights_in)
+        zeros = [torch.zeros_like(masters) for _ in range(3)]
+        groups.append(Flat(weights, masters, *zeros, slices=(slice(0, length),), weight_decay=decay))
+    return groups
+
+
+def gradient_at(step: int, group: int) -> Tensor:
+    return random(LENGTHS[group], seed=100 * step + group)
+
+
+def updated(device: str, max_norm: float, weights_in: torch.dtype = torch.float32) -> tuple[list[Flat], Tensor]:
+    groups = new_groups(device, weights_in)
+    updates = torch.zeros((), dtype=torch.float64, device=device)
+    for step in range(STEPS):
+        for number, group in enumerate(groups):
+            group.gradients.copy_(gradient_at(step, number))
+        norm = gradient_norm(torch.cat([group.gradients for group in groups]))
+        triton_adamw(groups, updates, LR, norm, AdamW(BETA1, BETA2, EPS, max_norm))
+    return groups, updates
+
+
+def by_hand(max_norm: float) -> list[Tensor]:
+    results = []
+    for number, (length, decay) in enumerate(zip(LENGTHS, DECAYS, strict=True)):
+        weight = random(length, seed=50 + number)
+        mean, square = torch.zeros_like(weight), torch.zeros_like(weight)
+        for step in range(STEPS):
+            norm = float(torch.cat([gradient_at(step, group) for group in range(2)]).norm())
+            gradient = gradient_at(step, number) * (min(1.0, max_norm / norm) if max_norm else 1.0)
+            mean, square = BETA1 * mean + (1 - BETA1) * gradient, BETA2 * square + (1 - BETA2) * gradient**2
+            spread = (square / (1 - BETA2 ** (step + 1))).sqrt()
+            weight = weight * (1 - LR * decay) - LR * mean / (1 - BETA1 ** (step + 1)) / (spread + EPS)
+        results.append(weight)
+    return results
+
+
+@pytest.mark.parametrize("max_norm", [1.0, 1000.0, 0.0], ids=["clipped", "short enough", "not clipped"])
+def test_update_is_adamw_with_decoupled_decay_and_clipping(device, max_norm):
+    groups, updates = updated(device, max_norm)
+    assert float(updates) == STEPS
+    for group, expected in zip(groups, by_hand(max_norm), strict=True):
+        assert_close(group.masters, expected, 1e-6)
+
+
+def test_clipping_scales_the_moments_too(device):
+    # Adam's step hardly depends on the gradient's length; its memory does.
+    (clipped, *_), _ = updated(device, 1.0)
+    (free, *_), _ = updated(device, 0.0)
+    norm = float(torch.cat([gradient_at(0, group) for group in range(2)]).norm())
+    assert float(free.firsts.norm() / clipped.firsts.norm()) == pytest.approx(norm, rel=0.1)
+    assert float(free.seconds.norm() / clipped.seconds.norm()) == pytest.approx(norm**2, rel=0.2)
+
+
+def test_bfloat16_weights_are_written_from_the_masters(device):
+    groups, _ = updated(device, 1.0, torch.bfloat16)
+    alone, _ = updated(device, 1.0)
+    for group, wide in zip(groups, alone, strict=True):
+        assert torch.equal(group.masters, wide.masters)
+        assert torch.equal(group.weights, group.masters.bfloat16())
+
+
+@pytest.mark.parametrize("norm", [math.nan, math.inf])
+def test_norm_that_is_not_finite_leaves_every_bit_as_it_was(device, norm):
+    groups, updates = updated(device, 1.0, torch.bfloat16)
+    groups[1].weights[0] = 3.0  # not even written from the masters
+    buffers = [getattr(group, name) for group in groups for name in ("weights", "masters", "firsts", "seconds")]
+    before = [buffer.clone() for buffer in (*buffers, updates)]
+    groups[0].gradients[3] = norm
+    found = gradient_norm(torch.cat([group.gradients for group in groups]))
+    assert not bool(found.isfinite())
+    triton_adamw(groups, updates, LR, found, AdamW(BETA1, BETA2, EPS, 1.0))
+    assert_same_bits([*buffers, updates], before)
+
+
+def test_bias_corrections_are_those_of_the_update_to_come(device):
+    for made in (0, 1, 999, 1_000_000):
+        updates = torch.tensor(float(made), dtype=torch.float64, device=device)
+        first, second = bias_corrections(updates, BETA1, BETA2).tolist()
+        assert first == pytest.approx(1 - BETA1 ** (made + 1), rel=1e-6)
+        assert second == pytest.approx(1 - BETA2 ** (made + 1), rel=1e-6)
+
+
+@pytest.mark.parametrize("length", [1, 255, 256, 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradient_norm_is_the_root_of_the_sum_of_squares(device, length, dtype):
+    values = random(length)
+    norm = gradient_norm(values.to(device, dtype))
+    assert norm.shape == ()
+    assert norm.dtype == torch.float32
+    assert float(norm) == pytest.approx(math.sqrt(float((values * values).sum())), rel=1e-6)

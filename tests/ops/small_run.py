@@ -1,0 +1,79 @@
+"""Fifty steps of a model small enough to train in seconds, with operators of one's choice."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from zero2all.config import RunConfig, config_from_values
+from zero2all.model.z2all import Z2all
+from zero2all.ops.config import OpsConfig
+from zero2all.ops.registry import Ops, resolve
+from zero2all.packed.loader import Batch
+from zero2all.train.setup import situation
+from zero2all.train.state import DTYPES, new_state
+from zero2all.train.step import train_step
+
+VOCAB = 50
+EAGER = OpsConfig(
+    attention="math",
+    rope="eager",
+    rms_norm="eager",
+    swiglu="eager",
+    linear="plain",
+    linear_cross_entropy="off",
+    cross_entropy="eager",
+    optimizer="eager",
+)
+
+
+def run_config(precision: str, layers: int = 2, samples: int = 4) -> RunConfig:
+    return config_from_values(
+        {
+            "model": {
+                "vocab_size": VOCAB,
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "layers": layers,
+                "heads": 4,
+                "kv_heads": 2,
+                "max_seq_len": 16,
+            },
+            "data": {"seq_len": 8},
+            "optim": {"lr_max": 5e-3},
+            "schedule": {"warmup_steps": 5},
+            "train": {
+                "name": "run",
+                "steps": 50,
+                "tokens_per_step": 8 * samples,
+                "micro_batch_samples": 2,
+                "precision": precision,
+                "z_loss": 1e-3,
+            },
+        },
+        "of a test",
+    )
+
+
+def batch(step: int, samples: int) -> Batch:
+    """Counting up from a random start: something to learn."""
+    starts = np.random.default_rng(step).integers(0, VOCAB, (samples, 1))
+    zeros = np.zeros(samples, dtype=np.int64)
+    return Batch((starts + np.arange(9)) % VOCAB, zeros, zeros, 0)
+
+
+def losses_of_a_run(ops: Ops, precision: str, steps: int, device: str = "cpu", **sizes: int) -> torch.Tensor:
+    """The loss of each step."""
+    config = run_config(precision, **sizes)
+    model = Z2all(config.model, ops)
+    model.init_weights(0)
+    state = new_state(model.to(device).train(), config.optim, DTYPES[precision])
+    batches = [batch(step, config.train.tokens_per_step // config.data.seq_len) for step in range(steps)]
+    results = [train_step(state, each, 1, config, torch.device(device)).result() for each in batches]
+    assert all(result.updated for result in results)
+    return torch.tensor([result.loss for result in results], dtype=torch.float64)
+
+
+def resolved(config: OpsConfig, precision: str) -> Ops:
+    """The operators of such a run on the CPU."""
+    return resolve(config, situation(run_config(precision), "cpu", DTYPES[precision]))

@@ -1,0 +1,80 @@
+"""The least an operator must move or compute, whoever writes it: its floor.
+
+Bytes: each input read once and each output written once, at the width the values have; weights of a norm, targets and
+other small things are left out. FLOPs: a multiply-add counts as 2. Divided by what the device can copy or multiply per
+second, a floor is a time nobody can beat without changing what is computed; the share of it that an implementation
+reaches says how much is left to gain.
+
+Legend: N tokens, T sequence length, C width, F inner width, Hq and Hk heads, D head width, V vocabulary rows, e bytes
+of a value, P parameters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zero2all.model.config import ModelConfig, parameter_counts
+
+WIDE_BYTES = 4
+"""Of the masters, moments and gradients that the optimizer works on."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Forward and backward of an operator."""
+
+    forward_bytes: float = 0.0
+    backward_bytes: float = 0.0
+    forward_flops: float = 0.0
+    backward_flops: float = 0.0
+
+    @property
+    def is_matmul(self) -> bool:
+        """Whether arithmetic, not memory, is what limits it."""
+        return self.forward_flops > 0
+
+    @property
+    def total(self) -> float:
+        """FLOPs where arithmetic limits, else bytes."""
+        return self.forward_flops + self.backward_flops if self.is_matmul else self.forward_bytes + self.backward_bytes
+
+
+def operator_work(config: ModelConfig, tokens: int, seq_len: int, value_bytes: int) -> dict[str, Work]:
+    """The work of every operator on `tokens` tokens, once each (not once per layer); `linear/…` per matrix."""
+    N, T, C, F = tokens, seq_len, config.hidden_size, config.intermediate_size
+    Hq, Hk, D, V, e = config.heads, config.kv_heads, config.head_size, config.vocab_rows, value_bytes
+    matrices = linear_shapes(config)
+    work = {
+        # in: residual, branch; out: normed, sum. Back: two gradients and the sum in, one gradient out.
+        "rms_norm": Work(4.0 * N * C * e, 4.0 * N * C * e),
+        # query and key turned where they lie; back: three gradients are gathered into one.
+        "rope": Work(2.0 * N * (Hq + Hk) * D * e, 2.0 * N * (Hq + 2 * Hk) * D * e),
+        # gate and up in, product out. Back: gate, up and one gradient in, two out.
+        "swiglu": Work(3.0 * N * F * e, 5.0 * N * F * e),
+        # the logits are read, and their gradient written.
+        "cross_entropy": Work(1.0 * N * V * e, 1.0 * N * V * e),
+        # only the causal half counts; the backward recomputes the scores, which makes five matmuls of it.
+        "attention": Work(forward_flops=2.0 * N * T * Hq * D, backward_flops=5.0 * N * T * Hq * D),
+        "linear_cross_entropy": Work(forward_flops=2.0 * N * C * V, backward_flops=4.0 * N * C * V),
+        "optimizer": optimizer_work(parameter_counts(config)["total"], value_bytes),
+    }
+    for name, (rows, columns) in matrices.items():
+        work[f"linear/{name}"] = Work(forward_flops=2.0 * N * rows * columns, backward_flops=4.0 * N * rows * columns)
+    return work
+
+
+def optimizer_work(parameters: int, value_bytes: int) -> Work:
+    """AdamW: gradient, master and two moments in; master, moments and, where it is narrower, the weight out."""
+    per_parameter = 7 * WIDE_BYTES + (value_bytes if value_bytes < WIDE_BYTES else 0)
+    return Work(forward_bytes=1.0 * parameters * per_parameter)
+
+
+def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Rows and columns of the matrices of a block."""
+    heads = config.heads * config.head_size
+    return {
+        "qkv": (heads + 2 * config.kv_heads * config.head_size, config.hidden_size),
+        "out": (config.hidden_size, heads),
+        "gate_up": (2 * config.intermediate_size, config.hidden_size),
+        "down": (config.hidden_size, config.intermediate_size),
+    }

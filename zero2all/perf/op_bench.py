@@ -1,0 +1,331 @@
+"""Each operator and implementation alone: time, share of the floor, error against float64.
+
+An operator that fails is one row with the reason. Backward is the time of forward and backward less that of forward
+alone, because some implementations overwrite what they are given and cannot go back twice.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero2all.common.errors import UsageError
+from zero2all.common.progress import say
+from zero2all.common.schema import nearest_hint
+from zero2all.config import RunConfig
+from zero2all.limits.floors import Work, linear_shapes, operator_work, optimizer_work
+from zero2all.ops import linear_cross_entropy
+from zero2all.ops.implementation import Implementation, Situation
+from zero2all.ops.optimizer import AdamW, Flat, eager_adamw
+from zero2all.ops.registry import OPERATORS, resolve
+from zero2all.parallel.device import pick_device
+from zero2all.perf.clock import Ceilings, measured_ceilings, seconds_of
+from zero2all.perf.measure import device_name
+from zero2all.perf.op_cases import Case, Function, make_case
+from zero2all.perf.op_list import situation_here
+from zero2all.train.state import DTYPES
+
+REFERENCES = {
+    "attention": "math",
+    "rope": "eager",
+    "rms_norm": "eager",
+    "swiglu": "eager",
+    "linear": "plain",
+    "linear_cross_entropy": "off",
+    "cross_entropy": "eager",
+}
+"""Whose formula, in float64, the errors are taken against."""
+EXACT_ROWS = {"cuda": 512, "cpu": 64}
+"""Tokens of the comparison with float64: few enough that it fits."""
+CPU_TOKENS, CPU_PARAMETERS = 256, 2_000_000
+"""Default sizes where a full micro-batch would take minutes."""
+EXACT_PARAMETERS = 65_536
+
+
+@dataclass(frozen=True)
+class BenchRow:
+    """One implementation of one operator."""
+
+    operator: str
+    implementation: str
+    taken_by_auto: bool
+    problem: str | None = None
+    forward_ms: float | None = None
+    backward_ms: float | None = None
+    rate: float | None = None
+    """Bytes or FLOPs of the floor per second, forward and backward together."""
+    is_matmul: bool = False
+    floor_ms: float | None = None
+    floor_percent: float | None = None
+    """Floor / time: 100 is the best there can be."""
+    error: float | None = None
+    """Largest relative error (L2) of an output or gradient against float64."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """All rows, and what they were measured against."""
+
+    device: str
+    dtype: str
+    samples: int
+    seq_len: int
+    ceilings: Ceilings
+    rows: list[BenchRow]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+def operator_names(config: RunConfig) -> list[str]:
+    """What can be measured; the linear layers of a block each for themselves."""
+    names: list[str] = []
+    for operator in OPERATORS:
+        names += [f"linear/{part}" for part in linear_shapes(config.model)] if operator == "linear" else [operator]
+    return names
+
+
+def bench_operators(
+    config: RunConfig, tokens: int | None, only: str | None, least_seconds: float, each: Callable[[Bench], None]
+) -> Bench:
+    """Measure; `each` sees what there is after every operator."""
+    device, dtype = pick_device(config.parallel.device), DTYPES[config.train.precision]
+    names = operator_names(config)
+    wanted = [name for name in names if only is None or only in (name, name.partition("/")[0])]
+    if not wanted:
+        hint = nearest_hint(only or "", names)
+        raise UsageError(f"There is no operator {only}. {hint}{' ' if hint else ''}There are: {', '.join(names)}.")
+    samples, seq_len = batch_of(config, tokens, device)
+    say(f"ops bench: {device_name(device)}: measuring copy and matmul rates first")
+    bench = Bench(
+        device_name(device),
+        str(dtype).removeprefix("torch."),
+        samples,
+        seq_len,
+        measured_ceilings(device, dtype, least_seconds),
+        [],
+    )
+    where = situation_here(config)
+    automatic = {choice.operator: choice.got for choice in resolve(type(config.ops)(), where).choices}
+    for name in wanted:
+        operator = name.partition("/")[0]
+        say(f"ops bench: {name}")
+        for implementation in OPERATORS[operator]:
+            taken = automatic[operator] == implementation.name
+            bench.rows.append(_row(name, implementation, taken, config, bench, where, device, dtype, least_seconds))
+            if device.type == "cuda":
+                gc.collect()
+                torch.cuda.empty_cache()
+        each(bench)
+    return bench
+
+
+def batch_of(config: RunConfig, tokens: int | None, device: torch.device) -> tuple[int, int]:
+    """Samples and their length: the config's micro-batch, or what makes about `tokens`."""
+    seq_len = config.data.seq_len
+    if tokens is None:
+        tokens = config.train.micro_batch_samples * seq_len
+        tokens = tokens if device.type == "cuda" else min(tokens, CPU_TOKENS)
+    return max(1, tokens // seq_len), min(seq_len, tokens)
+
+
+def _row(
+    name: str,
+    implementation: Implementation,
+    taken: bool,
+    config: RunConfig,
+    bench: Bench,
+    where: Situation,
+    device: torch.device,
+    dtype: torch.dtype,
+    least_seconds: float,
+) -> BenchRow:
+    problem = implementation.probe(where)
+    if problem is not None:
+        return BenchRow(name, implementation.name, taken, problem)
+    try:
+        torch.manual_seed(0)
+        if name == "optimizer":
+            work, forward, backward, error = _optimizer(implementation.function, config, device, dtype, least_seconds)
+        else:
+            function = _function(name, implementation, where)
+            work = operator_work(config.model, bench.samples * bench.seq_len, bench.seq_len, dtype.itemsize)[name]
+            case = make_case(name, config.model, bench.samples, bench.seq_len, device)
+            forward, backward = _times(function, case, device, dtype, least_seconds)
+            del case
+            error = _error(name, function, config, bench.seq_len, device, dtype)
+    except Exception as failure:
+        first = str(failure).splitlines()[0] if str(failure) else ""
+        return BenchRow(name, implementation.name, taken, f"{type(failure).__name__}: {first}"[:200])
+    ceiling = bench.ceilings.matmul_flops_per_second if work.is_matmul else bench.ceilings.copy_bytes_per_second
+    floor = work.total / ceiling
+    return BenchRow(
+        operator=name,
+        implementation=implementation.name,
+        taken_by_auto=taken,
+        forward_ms=1e3 * forward,
+        backward_ms=1e3 * backward,
+        rate=work.total / (forward + backward),
+        is_matmul=work.is_matmul,
+        floor_ms=1e3 * floor,
+        floor_percent=100 * floor / (forward + backward),
+        error=error,
+    )
+
+
+def _function(name: str, implementation: Implementation, where: Situation) -> Function:
+    """The implementation as the model calls it."""
+    if name == "linear_cross_entropy" and implementation.name == "off":
+        from zero2all.ops.config import OpsConfig
+
+        return linear_cross_entropy.through_cross_entropy(resolve(OpsConfig(), where).cross_entropy)
+    return implementation.function
+
+
+def _times(
+    function: Function, case: Case, device: torch.device, dtype: torch.dtype, least_seconds: float
+) -> tuple[float, float]:
+    """Seconds of forward and of backward."""
+    inputs = [value.to(dtype).requires_grad_() for value in case.inputs]
+    case.inputs.clear()
+    if case.gathers_into_main and dtype != torch.float32:
+        _gather_into_main(inputs[-1])
+    outputs = case.call(function, inputs)
+    directions = [torch.randn_like(output) for output in outputs]
+    del outputs
+
+    def forward() -> tuple[Tensor, ...]:
+        return case.call(function, inputs)
+
+    def both() -> None:
+        torch.autograd.backward(forward(), directions)
+        for value in inputs:
+            value.grad = None
+
+    alone = seconds_of(forward, device, least_seconds)
+    together = seconds_of(both, device, least_seconds)
+    return alone, max(together - alone, 0.0)
+
+
+def _gather_into_main(weight: Tensor) -> None:
+    """As `zero2all.train.weights` does: gradients are summed in float32, by the operator or behind it."""
+    weight.main_grad = torch.zeros(weight.shape, device=weight.device)  # type: ignore[attr-defined]
+
+    def move(changed: Tensor) -> None:
+        if changed.grad is not None:
+            changed.main_grad.add_(changed.grad)  # type: ignore[attr-defined]
+            changed.grad = None
+
+    weight.register_post_accumulate_grad_hook(move)
+
+
+def _error(
+    name: str, function: Function, config: RunConfig, seq_len: int, device: torch.device, dtype: torch.dtype
+) -> float:
+    """Largest relative error of outputs and gradients on a few tokens."""
+    operator = name.partition("/")[0]
+    exact = {one.name: one.function for one in OPERATORS[operator]}[REFERENCES[operator]]
+    if operator == "linear_cross_entropy":
+        from zero2all.ops.cross_entropy import eager_cross_entropy
+
+        exact = linear_cross_entropy.through_cross_entropy(eager_cross_entropy)
+    case = make_case(name, config.model, 1, min(seq_len, EXACT_ROWS[device.type]), device)
+    rounded = [value.to(dtype) for value in case.inputs]  # both sides begin from the same values
+    found = list(_outputs_and_gradients(function, case, rounded))
+    wanted = list(_outputs_and_gradients(exact, case, [value.double() for value in rounded]))
+    return max(_relative(ours, theirs) for ours, theirs in zip(found, wanted, strict=True))
+
+
+def _outputs_and_gradients(function: Function, case: Case, given: list[Tensor]) -> Iterator[Tensor]:
+    leaves = [value.clone().requires_grad_() for value in given]
+    outputs = case.call(function, [leaf.clone() for leaf in leaves])  # an implementation may overwrite what it is given
+    yield from (output.detach() for output in outputs)
+    generator = torch.Generator(given[0].device).manual_seed(7)
+    total = torch.zeros((), dtype=torch.float64, device=given[0].device)
+    for output in outputs:
+        direction = torch.randn(output.shape, generator=generator, device=output.device).to(output.dtype)
+        total = total + (output * direction).sum(dtype=torch.float64)
+    yield from torch.autograd.grad(total, leaves)
+
+
+def _relative(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-300))
+
+
+# ---- the optimizer, which has no backward ----------------------------------------------------------------------------
+
+
+def _optimizer(
+    function: Function, config: RunConfig, device: torch.device, dtype: torch.dtype, least_seconds: float
+) -> tuple[Work, float, float, float]:
+    """Work, seconds (all of them called forward, none backward), error of the change of the weights."""
+    from zero2all.model.config import parameter_counts
+
+    whole = parameter_counts(config.model)["total"]
+    parameters = whole if device.type == "cuda" else min(whole, CPU_PARAMETERS)
+    constants = AdamW(config.optim.beta1, config.optim.beta2, config.optim.eps, config.optim.clip_grad_norm)
+    group = _random_flat(parameters, config, device, torch.float32, dtype)
+    updates = torch.ones((), dtype=torch.float64, device=device)
+    norm = torch.ones((), device=device)
+    seconds = seconds_of(lambda: function([group], updates, 0.0, norm, constants), device, least_seconds)
+    return optimizer_work(parameters, dtype.itemsize), seconds, 0.0, _optimizer_error(function, config, device, dtype)
+
+
+def _optimizer_error(function: Function, config: RunConfig, device: torch.device, dtype: torch.dtype) -> float:
+    constants = AdamW(config.optim.beta1, config.optim.beta2, config.optim.eps, config.optim.clip_grad_norm)
+    changes = []
+    for update, wide, narrow in ((function, torch.float32, dtype), (eager_adamw, torch.float64, torch.float64)):
+        group = _random_flat(EXACT_PARAMETERS, config, device, wide, narrow)
+        before = group.masters.clone()
+        updates = torch.full((), 3.0, dtype=torch.float64, device=device)
+        # A step of 1, so that the change is not lost in the rounding of the weight it is added to.
+        update([group], updates, 1.0, torch.full((), 2.0, dtype=wide, device=device), constants)
+        changes.append(group.masters - before)
+    return _relative(*changes)
+
+
+def _random_flat(
+    parameters: int, config: RunConfig, device: torch.device, wide: torch.dtype, narrow: torch.dtype
+) -> Flat:
+    torch.manual_seed(0)
+    masters, gradients, firsts, seconds = (torch.randn(parameters, device=device).to(wide) for _ in range(4))
+    seconds = seconds.abs_()
+    matrix = config.model.hidden_size * config.model.intermediate_size
+    starts = range(0, parameters, matrix)
+    return Flat(
+        weights=masters if narrow == wide else masters.to(narrow),
+        masters=masters,
+        gradients=gradients,
+        firsts=firsts,
+        seconds=seconds,
+        slices=tuple(slice(start, min(start + matrix, parameters)) for start in starts),
+        weight_decay=config.optim.weight_decay,
+    )
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+
+def bench_cells(bench: Bench) -> list[list[str]]:
+    """Heading and rows."""
+    rows = []
+    before = ""
+    for row in bench.rows:
+        shown = row.operator if row.operator != before else ""
+        before = row.operator
+        name = f"{row.implementation}{' (auto)' if row.taken_by_auto else ''}"
+        if row.problem is not None:
+            rows.append([shown, name, "", "", "", "", "", row.problem])
+            continue
+        assert row.rate is not None
+        rate = f"{row.rate / 1e12:.3g} TFLOPS" if row.is_matmul else f"{row.rate / 1e9:.4g} GB/s"
+        figures = [f"{row.forward_ms:.3f}", f"{row.backward_ms:.3f}", rate, f"{row.floor_percent:.1f}"]
+        rows.append([shown, name, *figures, f"{row.error:.1e}", ""])
+    heading = ["operator", "implementation", "forward ms", "backward ms", "rate", "% of floor", "error", "why not"]
+    return [heading, *rows]

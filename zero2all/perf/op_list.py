@@ -1,0 +1,83 @@
+"""Every implementation of every operator, with its state on this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from zero2all.config import RunConfig
+from zero2all.ops.config import OpsConfig
+from zero2all.ops.implementation import Situation
+from zero2all.ops.registry import OPERATORS, resolve
+from zero2all.parallel.device import pick_device
+from zero2all.train.setup import situation
+from zero2all.train.state import DTYPES
+
+
+def situation_here(config: RunConfig | None) -> Situation:
+    """That of a config, or, without one, of this machine's device in the dtype one would use there."""
+    if config is not None:
+        return situation(config, pick_device(config.parallel.device).type, DTYPES[config.train.precision])
+    device = pick_device("auto").type
+    return Situation(device, torch.bfloat16 if device == "cuda" else torch.float32)
+
+
+def listed_operators(config: RunConfig | None) -> list[dict[str, Any]]:
+    """One entry per implementation: operator, name, why it cannot run (None: it can), flags, and who takes it."""
+    where = situation_here(config)
+    asked = OpsConfig() if config is None else config.ops
+    automatic = _taken(OpsConfig(), where)
+    chosen = _taken(dataclasses.replace(asked, strict=False), where)
+    return [
+        {
+            "operator": operator,
+            "implementation": implementation.name,
+            "why_not": implementation.probe(where),
+            "compile_safe": implementation.compile_safe,
+            "deterministic": implementation.deterministic,
+            "taken_by_auto": automatic[operator] == implementation.name,
+            "asked_by_config": getattr(asked, operator) == implementation.name,
+            "taken": chosen[operator] == implementation.name,
+        }
+        for operator, implementations in OPERATORS.items()
+        for implementation in implementations
+    ]
+
+
+def _taken(config: OpsConfig, where: Situation) -> dict[str, str]:
+    return {choice.operator: choice.got for choice in resolve(config, where).choices}
+
+
+def describe(where: Situation) -> str:
+    """The situation in one line."""
+    device = torch.cuda.get_device_name() if where.device == "cuda" else "cpu"
+    compiled = ", inside torch.compile" if where.compiled else ""
+    return f"{device}, {str(where.dtype).removeprefix('torch.')}{compiled}"
+
+
+def list_cells(entries: list[dict[str, Any]]) -> list[list[str]]:
+    """Heading and rows of the table."""
+
+    def mark(entry: dict[str, Any]) -> str:
+        words = ["auto"] if entry["taken_by_auto"] else []
+        if entry["taken"] and not entry["taken_by_auto"]:
+            words.append("config")
+        return ", ".join(words)
+
+    rows = []
+    before = ""
+    for entry in entries:
+        rows.append(
+            [
+                entry["operator"] if entry["operator"] != before else "",
+                entry["implementation"],
+                mark(entry),
+                "runs" if entry["why_not"] is None else f"no: {entry['why_not']}",
+                "yes" if entry["compile_safe"] else "no",
+                "yes" if entry["deterministic"] else "no",
+            ]
+        )
+        before = entry["operator"]
+    return [["operator", "implementation", "taken by", "here", "compile-safe", "deterministic"], *rows]
