@@ -161,7 +161,7 @@ def _config_for(model: ModelConfig, name: str) -> RunConfig:
     """A config with the imported shape; everything else is left at its default for the person to set."""
     base = RunConfig()
     seq_len = min(base.data.seq_len, model.max_seq_len)
-    samples = base.train.micro_batch_samples
+    samples = 8
     tokens_per_step = max(1, base.train.tokens_per_step // (seq_len * samples)) * seq_len * samples
     config = dataclasses.replace(
         base,

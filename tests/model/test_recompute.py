@@ -13,11 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import CheckpointPolicy
 
 from zero2all.limits.recompute import recomputed_flops_per_token
 from zero2all.model.compile import compile_model
 from zero2all.model.config import ModelConfig
-from zero2all.model.recompute import KINDS, RecomputedBlock, apply_recompute
+from zero2all.model.recompute import KINDS, RecomputedBlock, _policy, apply_recompute
 from zero2all.model.z2all import KeyValueCache, Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.linear import feed_forward
@@ -170,6 +171,13 @@ def _attention_forward(config: ModelConfig, kind: str) -> int:
     return 4 * blocks * config.heads * config.head_size * LENGTH
 
 
+def test_fused_attention_is_kept_unless_it_draws_random_numbers():
+    flash = torch.ops.aten._scaled_dot_product_flash_attention.default
+    for dropout, kept in ((0.0, CheckpointPolicy.MUST_SAVE), (0.1, CheckpointPolicy.PREFER_RECOMPUTE)):
+        model = build("none", dataclasses.replace(SMALL, attention_dropout=dropout))
+        assert _policy(model)(None, flash) == kept
+
+
 # ---- with compilation, with shards -----------------------------------------------------------------------------------
 
 
@@ -251,18 +259,25 @@ def kernel_ops() -> Ops:
     [("full", "none", segments()), ("selective", "none", None), ("selective", "qkv", None)],
 )
 def test_our_kernels_add_each_gradient_once_and_turn_each_position_once(kind, bias, documents):
+    from torch.utils.flop_counter import FlopCounterMode
+
     config = dataclasses.replace(SMALL, layers=1, attention_bias=bias, residual_dropout=0.2)
-    found = {}
+    found, spent = {}, {}
     for a_kind in ("none", kind):
         model = build(a_kind, config, kernel_ops())
         for parameter in model.parameters():
             parameter.main_grad = torch.zeros_like(parameter)
         torch.manual_seed(3)
         rows = batch()[:1, :5]
-        total, _ = model.loss(rows[:, :-1], rows[:, 1:], segments=None if documents is None else documents[1:, :4])
-        total.backward()
+        with FlopCounterMode(display=False) as counter:
+            total, _ = model.loss(rows[:, :-1], rows[:, 1:], segments=None if documents is None else documents[1:, :4])
+            total.backward()
+        spent[a_kind] = counter.get_total_flops()
         found[a_kind] = [
             parameter.main_grad if parameter.grad is None else parameter.grad for parameter in model.parameters()
         ]
         assert all(gradient.any() for gradient in found[a_kind])
     assert_same_bits(found[kind], found["none"])
+    again = recomputed_flops_per_token(config, 4, kind)["palm"]
+    uncounted = 4 * 32 * 4 if kind == "full" and documents is None else 0  # the CPU's fused attention
+    assert spent[kind] - spent["none"] == 4 * (again - uncounted)

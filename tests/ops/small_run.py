@@ -10,9 +10,11 @@ from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import Ops, resolve
 from zero2all.packed.loader import Batch
+from zero2all.parallel.world import World
+from zero2all.train.schedule import learning_rate
 from zero2all.train.setup import situation
 from zero2all.train.state import DTYPES, new_state
-from zero2all.train.step import train_step
+from zero2all.train.step import StepPlan, train_step
 
 VOCAB = 50
 EAGER = OpsConfig(
@@ -69,7 +71,12 @@ def losses_of_a_run(ops: Ops, precision: str, steps: int, device: str = "cpu", *
     model.init_weights(0)
     state = new_state(model.to(device).train(), config.optim, DTYPES[precision])
     batches = [batch(step, config.train.tokens_per_step // config.data.seq_len) for step in range(steps)]
-    results = [train_step(state, each, 1, config, torch.device(device)).result() for each in batches]
+    state.micro_batch_samples = int(config.train.micro_batch_samples)
+    world = World(device=torch.device(device))
+    results = []
+    for number, each in enumerate(batches):
+        rate = learning_rate(number, config.train.steps, config.optim.lr_max, config.schedule)
+        results.append(train_step(state, each, 1, config, world, StepPlan(rate)).result())
     assert all(result.updated for result in results)
     return torch.tensor([result.loss for result in results], dtype=torch.float64)
 

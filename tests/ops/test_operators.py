@@ -414,7 +414,8 @@ def test_losses_alone_need_no_gradient(function):
 # ---- optimizer -----------------------------------------------------------------------------------------------------
 
 LR, BETA1, BETA2, EPS, MAX_NORM = 1e-2, 0.9, 0.95, 1e-8, 4.0
-CONSTANTS = AdamW(BETA1, BETA2, EPS, MAX_NORM)
+CONSTANTS = AdamW(BETA1, BETA2, EPS)
+NO, YES = torch.tensor(False), torch.tensor(True)
 LENGTHS, DECAYS = (33, 17), (0.1, 0.0)
 
 
@@ -431,7 +432,7 @@ def new_groups(dtype: torch.dtype, masters: torch.dtype = torch.float32) -> list
         weights = wide if dtype == masters else wide.to(dtype)
         slices = (slice(0, 5), slice(8, length)) if number == 0 else (slice(0, length),)
         zeros = [torch.zeros_like(wide) for _ in range(3)]
-        groups.append(Flat(weights, wide, *zeros, slices=slices, weight_decay=decay))
+        groups.append(Flat(weights, wide, *zeros, slices=slices, weight_decay=decay, lr=LR))
     return groups
 
 
@@ -439,14 +440,19 @@ def norm_of(gradients: list[Tensor]) -> Tensor:
     return torch.cat(gradients).norm()
 
 
-def updated(function, dtype=torch.float32, masters=torch.float32, constants=CONSTANTS) -> tuple[list[Flat], Tensor]:
-    groups, updates = new_groups(dtype, masters), torch.zeros((), dtype=torch.float64)
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    return (max_norm / norm).clamp(max=1.0) if max_norm else torch.ones_like(norm)
+
+
+def updated(function, dtype=torch.float32, masters=torch.float32, max_norm=MAX_NORM) -> tuple[list[Flat], Tensor]:
+    groups, updates = new_groups(dtype, masters), torch.zeros(())
     for step in range(10):
         for number, group in enumerate(groups):
             group.gradients.copy_(gradient_at(step, number))
             for gap in gaps(group):
                 group.gradients[gap] = 0.0
-        function(groups, updates, LR, norm_of([group.gradients for group in groups]), constants)
+        norm = norm_of([group.gradients for group in groups])
+        function(groups, updates, clip_factor(norm, max_norm), NO, CONSTANTS)
     return groups, updates
 
 
@@ -479,9 +485,8 @@ def adamw_by_hand(max_norm: float = MAX_NORM) -> list[Tensor]:
 @implementations("optimizer")
 @pytest.mark.parametrize("max_norm", [MAX_NORM, 0.0], ids=["clipped", "not clipped"])
 @pytest.mark.parametrize("masters", [torch.float32, torch.float64], ids=["float32", "float64"])
-def test_optimizer_is_adamw_with_decoupled_decay_and_clipping(function, masters, max_norm):
-    constants = AdamW(BETA1, BETA2, EPS, max_norm)
-    groups, updates = updated(function, masters, masters, constants)
+def test_optimizer_is_adamw_with_decoupled_decay_on_a_scaled_gradient(function, masters, max_norm):
+    groups, updates = updated(function, masters, masters, max_norm)
     assert float(updates) == 10
     for group, expected in zip(groups, adamw_by_hand(max_norm), strict=True):
         for at in group.slices:
@@ -499,15 +504,15 @@ def test_optimizer_writes_bfloat16_weights_from_float32_masters(function):
 
 @implementations("optimizer")
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
-def test_norm_that_is_not_finite_leaves_every_bit_as_it_was(function, norm):
+def test_a_skipped_step_leaves_every_bit_as_it_was(function, norm):
     groups, updates = updated(function, torch.bfloat16)
     buffers = [getattr(group, name) for group in groups for name in ("weights", "masters", "firsts", "seconds")]
     before = [buffer.clone() for buffer in (*buffers, updates)]
     groups[0].gradients[3] = norm
-    function(groups, updates, LR, torch.tensor(norm), CONSTANTS)
+    function(groups, updates, torch.tensor(1.0), YES, CONSTANTS)
     assert_same_bits([*buffers, updates], before)
     groups[0].gradients[3] = 1.0
-    function(groups, updates, LR, torch.tensor(1.0), CONSTANTS)
+    function(groups, updates, torch.tensor(1.0), NO, CONSTANTS)
     assert float(updates) == 11
 
 

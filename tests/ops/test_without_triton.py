@@ -28,7 +28,8 @@ from zero2all.ops.registry import resolve
 from zero2all.packed.loader import Batch
 from zero2all.train.setup import situation
 from zero2all.train.state import new_state
-from zero2all.train.step import train_step
+from zero2all.parallel.world import World
+from zero2all.train.step import StepPlan, train_step
 
 config = config_from_values({
     "model": {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "layers": 1, "heads": 2, "kv_heads": 1,
@@ -43,7 +44,7 @@ for dtype in (torch.float32, torch.bfloat16):
     state = new_state(model.train(), config.optim, dtype)
     tokens = np.random.default_rng(0).integers(0, 50, (4, 17))
     batch = Batch(tokens, np.zeros(4, dtype=np.int64), np.zeros(4, dtype=np.int64), 0)
-    results = [train_step(state, batch, 1, config, torch.device("cpu")).result() for _ in range(8)]
+    results = [train_step(state, batch, 1, config, World(), StepPlan(5e-3)).result() for _ in range(8)]
     assert all(result.updated for result in results)
     assert results[-1].loss < results[0].loss - 0.3, [result.loss for result in results]
 print(len(names), "modules")

@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from tests.train.conftest import Trainer, WarmProcess
     from zero2all.config import RunConfig
 
+Moment = tuple[int, int, float]
+"""The step after which a process is sent a signal, the signal, and how many seconds after the step."""
 CODE = "import ranks; ranks.main()"  # the warm process has this folder on its path
 
 
@@ -83,8 +86,8 @@ class RankStarter:
     """For outputs and records."""
     launched: list[Launch] = field(default_factory=list)
 
-    def __call__(self, config: RunConfig, processes: int = 1, signals: dict[int, tuple[int, int]] | None = None) -> Launch:
-        """Start a run, or go on with it. `signals`: rank -> (step after which it sends itself a signal, the signal)."""
+    def __call__(self, config: RunConfig, processes: int = 1, signals: dict[int, Moment] | None = None) -> Launch:
+        """Start a run, or go on with it; some of its processes get signals."""
         from zero2all.config import config_yaml
 
         number, port = len(self.launched), _free_port()
@@ -145,8 +148,8 @@ def main() -> None:
     sys.exit(z2a(job["words"]))
 
 
-def _record_steps(path: Path, at_step: tuple[int, int] | None) -> None:
-    """Write a line for every step; after `at_step[0]` steps, signal `at_step[1]` to this process."""
+def _record_steps(path: Path, moment: Moment | None) -> None:
+    """Write a line for every step; send a signal to this process at the moment for it."""
     from zero2all.train import loop
     from zero2all.train.step import PendingStep
 
@@ -168,8 +171,18 @@ def _record_steps(path: Path, at_step: tuple[int, int] | None) -> None:
         )
         with path.open("a") as file:
             file.write(json.dumps(asdict(record)) + "\n")
-        if at_step is not None and result.step == at_step[0]:
-            os.kill(os.getpid(), at_step[1])
+        if moment is not None and result.step == moment[0]:
+            _signal_self(moment[1], moment[2])
         return pending
 
     loop.train_step = recorded
+
+
+def _signal_self(number: int, seconds: float) -> None:
+    """Now, or from a thread, which hits this process wherever it is then."""
+    if seconds:
+        timer = threading.Timer(seconds, os.kill, (os.getpid(), number))
+        timer.daemon = True
+        timer.start()
+    else:
+        os.kill(os.getpid(), number)

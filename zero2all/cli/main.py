@@ -38,7 +38,7 @@ def main(words: list[str] | None = None) -> int:
         plain, overrides = split_overrides(words)
         arguments, unknown = build_parser().parse_known_args(plain)
         _refuse_unknown(arguments, unknown, overrides)
-        arguments.overrides, arguments.words = overrides, words
+        arguments.overrides, arguments.command_line = overrides, words
         code = arguments.handler(arguments) or 0
         sys.stdout.flush()  # here, so that a reader who has gone is noticed while we can still take it calmly
         return code

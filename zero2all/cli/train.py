@@ -31,6 +31,9 @@ def register(verbs: Subparsers) -> None:
     add_work(parser)
     parser.add_argument("--print-config", action="store_true", help="show the resolved config and stop")
     parser.add_argument("--print-schedule", action="store_true", help="show the learning rate over the steps and stop")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check everything, learn one batch by heart, and keep nothing of it"
+    )
     parser.add_argument("--fresh", action="store_true", help="forget an earlier run of this name and start over")
     parser.add_argument("--accept-changes", action="store_true", help="continue a run although its settings changed")
     parser.add_argument(
@@ -40,7 +43,8 @@ def register(verbs: Subparsers) -> None:
     )
     parser.usage = (
         "z2a train [-h] CONFIG [--work DIR] [--section.field VALUE …]\n"
-        "                 [--print-config] [--print-schedule] [--fresh] [--accept-changes] [--take-over]"
+        "                 [--print-config] [--print-schedule] [--dry-run]\n"
+        "                 [--fresh] [--accept-changes] [--take-over]"
     )
 
     plot = add_verb(
@@ -66,11 +70,16 @@ def _train(arguments: argparse.Namespace) -> None:
         print("\n".join(schedule_lines(config.train.steps, config.optim.lr_max, config.schedule, config.stages)))
         return
     workspace = workspace_of(arguments)
+    if arguments.dry_run:
+        from zero2all.train.dry_run import dry_run
+
+        dry_run(config, workspace, _decoder(workspace))
+        return
     from zero2all.parallel.launch import become_torchrun, local_processes
 
     processes = local_processes(config.parallel)
     if processes > 1:
-        become_torchrun(processes, arguments.words)
+        become_torchrun(processes, arguments.command_line)
     from zero2all.train.loop import train
 
     summary = train(

@@ -15,8 +15,8 @@ Against an H200 (1.2555 B parameters, 16 x 2048 tokens, fused operators; most by
     float8    60.5 GiB    60.5 GiB
     state     21.0 GiB    21.0 GiB
 
-The other operators are held against what torch keeps for small models on a CPU, within 3 % (tests/limits); recomputation
-and sharding have not been measured on a GPU.
+The other operators are held against what torch keeps for small models on a CPU, within 3 % (tests/limits);
+recomputation and sharding have not been measured on a GPU.
 """
 
 from __future__ import annotations

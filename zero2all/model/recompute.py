@@ -7,12 +7,12 @@ selective  of each block what goes in and what is dear to compute: the outputs o
            norms, rotary positions, SwiGLU and dropout are computed again
 
 Loss and gradients keep their bits: the same operations run on the same numbers, and dropout draws the same masks,
-because the random state of the first pass is put back. The backward pass walks the graph of the first forward pass, of
-which only the kept tensors are filled in anew, so whatever a backward does besides (adding to `main_grad`) happens once.
+because the random state of the first pass is put back. The backward pass walks the graph of the first forward pass, in
+which only the kept tensors are filled in anew, so what a backward does besides (adding to `main_grad`) happens once.
 
 Three things need care under `selective`, where some results come from the store instead of being computed:
-- Our rotary kernel overwrites the output of the qkv projection, so that one may not be stored: it would be turned twice.
-  It is computed again.
+- Our rotary kernel overwrites the output of the qkv projection, so that one may not be stored: it would be turned
+  twice. It is computed again.
 - Stored attention draws no random numbers the second time, and whatever draws after it would draw others. With
   attention dropout, attention is computed again.
 - Attention by plain matmuls (`ops.attention: math`) is computed again: its matrix of weights is what one wants rid of.
@@ -71,6 +71,7 @@ def apply_recompute(model: Z2all, kind: str, every_n: int = 1) -> None:
             continue
         assert type(block) is Block, "recomputation is applied once, before the model is sharded"
         block.__class__ = RecomputedBlock
+        assert isinstance(block, RecomputedBlock)
         block.run_twice = partial(checkpoint, use_reentrant=False, **options)
 
 

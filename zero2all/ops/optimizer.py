@@ -70,13 +70,16 @@ def triton_adamw(groups: list[Flat], updates: Tensor, scale: Tensor, skip: Tenso
     updates.add_(~skip)
 
 
-def _torch_adamw(
-    loop: str, groups: list[Flat], updates: Tensor, scale: Tensor, skip: Tensor, constants: AdamW
-) -> None:
+def _torch_adamw(loop: str, groups: list[Flat], updates: Tensor, scale: Tensor, skip: Tensor, constants: AdamW) -> None:
     """One of torch's three loops."""
     options: dict[str, Any] = {}
     if loop == "fused":
-        options = {"grad_scale": 1.0 / scale, "found_inf": skip.float()}  # the kernel divides by the first
+        # The kernel divides by grad_scale, and reads it in float32: not enough for a float64 model.
+        options = {"grad_scale": (1.0 / scale).float(), "found_inf": skip.float()}
+        if groups[0].masters.dtype != torch.float32:
+            options["grad_scale"] = None
+            for group in groups:
+                group.gradients.mul_(scale.to(group.gradients.dtype))
     elif skip:  # the host waits for the device here
         return
     else:

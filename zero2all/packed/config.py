@@ -53,7 +53,10 @@ class DataConfig:
         return mixture_problems(self.mixture, f"{place}.mixture")
 
 
-FREE_ON_RESUME = ("quarantine", "prefetch_steps", "readers", "reader_kind", "verify_shards", "packed", "cache", "cache_bytes")
+FREE_ON_RESUME = (
+    "quarantine",
+    *("prefetch_steps", "readers", "reader_kind", "verify_shards", "packed", "cache", "cache_bytes"),
+)
 """Fields that say how samples are fetched and not which."""
 
 

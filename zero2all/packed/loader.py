@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from zero2all.common.errors import BadInputError
 from zero2all.packed.mixture import TrainingData
 from zero2all.packed.samples import Borders, Documents
 from zero2all.packed.stages import Segment
@@ -59,6 +60,11 @@ class Batch:
     """Samples of the global batch, over all ranks. None: as many as there are rows here."""
     samples: int | None = None
     """How many of these rows are real; the rest weigh 0. None: all."""
+
+    @property
+    def global_rows(self) -> int:
+        """Rows of the global batch."""
+        return len(self.tokens) if self.step_samples is None else self.step_samples
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,7 @@ def read_batch(
     borders = Borders() if options.documents else None
     for row, (source, index) in enumerate(zip(sources.tolist(), indices.tolist(), strict=True)):
         readers[source].read(index, tokens[row], None if weights is None else weights[row], borders, row)
+    _check_ids(data, tokens[:own], sources, indices)
     if own < rows:
         tokens[own:] = 0
         sources = np.append(sources, np.zeros(rows - own, dtype=np.int64))
@@ -125,6 +132,20 @@ def read_batch(
         step_samples=samples,
         samples=own,
     )
+
+
+def _check_ids(data: TrainingData, tokens: np.ndarray, sources: np.ndarray, indices: np.ndarray) -> None:
+    """Refuse ids that no tokenizer gave: a model would read beyond its embedding, which a GPU reports as a crash."""
+    vocab_size = int(data.splits[0].manifest["vocab_size"])
+    if tokens.size and int(tokens.max()) >= vocab_size:
+        row, column = (int(place) for place in np.argwhere(tokens >= vocab_size)[0])
+        split = data.splits[int(sources[row])]
+        raise BadInputError(
+            f"{split.folder}: token {column} of sample {int(indices[row]):,} is the id {int(tokens[row, column])}, but "
+            f"the data was packed with {vocab_size:,} ids. A file was damaged or changed after packing: "
+            f"`z2a data verify` names it, `z2a pack` makes it anew."
+        )
+
 
 
 class BlockLookup:

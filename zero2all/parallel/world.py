@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 T = TypeVar("T")
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class World:
 
     rank: int = 0
     size: int = 1
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
     group: dist.ProcessGroup | None = None
     """For tensors on the device; None for one process."""
     control: dist.ProcessGroup | None = None

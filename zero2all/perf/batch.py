@@ -43,7 +43,8 @@ def parse_batch(text: str) -> BatchShape:
 
 def own_batch(config: RunConfig) -> BatchShape:
     """The batch a run of this config has."""
-    samples, seq_len = config.train.micro_batch_samples, config.data.seq_len
+    seq_len = config.data.seq_len
+    samples = 8 if config.train.micro_batch_samples == "auto" else config.train.micro_batch_samples
     return BatchShape(samples, seq_len, max(1, config.train.tokens_per_step // (samples * seq_len)))
 
 

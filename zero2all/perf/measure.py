@@ -27,11 +27,11 @@ from zero2all.model.compile import compile_model
 from zero2all.model.rope import rope_tables
 from zero2all.model.z2all import Z2all
 from zero2all.ops.registry import Ops, resolve
+from zero2all.parallel.world import World
 from zero2all.perf.batch import BatchShape
 from zero2all.perf.gpu_watch import watched_gpu
 from zero2all.train.garbage import scheduled_garbage_collection
 from zero2all.train.setup import situation
-from zero2all.parallel.world import World
 from zero2all.train.state import DTYPES, TrainState, new_state
 from zero2all.train.step import update
 
@@ -180,9 +180,7 @@ def _iterations(state: TrainState, batch: BatchShape, z_loss: float, device: tor
     model, one_process = state.model, World(device=device)
     tokens = random_tokens(model.config.vocab_ids, batch, device)
     # Of the mean over the tokens of an iteration, each has the same share.
-    shares = torch.full(
-        (batch.samples, batch.seq_len), 1.0 / batch.tokens, dtype=torch.float32, device=device
-    )
+    shares = torch.full((batch.samples, batch.seq_len), 1.0 / batch.tokens, dtype=torch.float32, device=device)
 
     def iterate(micro_batches: int) -> Tensor:
         loss = torch.zeros((), device=device)

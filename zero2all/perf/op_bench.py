@@ -24,6 +24,7 @@ from zero2all.ops.implementation import Implementation, Situation
 from zero2all.ops.optimizer import AdamW, Flat, eager_adamw
 from zero2all.ops.registry import OPERATORS, resolve
 from zero2all.parallel.device import pick_device
+from zero2all.perf.batch import own_batch
 from zero2all.perf.clock import Ceilings, measured_ceilings, seconds_of
 from zero2all.perf.measure import device_name
 from zero2all.perf.op_cases import Case, Function, make_case
@@ -130,7 +131,7 @@ def batch_of(config: RunConfig, tokens: int | None, device: torch.device) -> tup
     """Samples and their length: the config's micro-batch, or what makes about `tokens`."""
     seq_len = config.data.seq_len
     if tokens is None:
-        tokens = config.train.micro_batch_samples * seq_len
+        tokens = own_batch(config).samples * seq_len
         tokens = tokens if device.type == "cuda" else min(tokens, CPU_TOKENS)
     return max(1, tokens // seq_len), min(seq_len, tokens)
 
@@ -269,23 +270,23 @@ def _optimizer(
 
     whole = parameter_counts(config.model)["total"]
     parameters = whole if device.type == "cuda" else min(whole, CPU_PARAMETERS)
-    constants = AdamW(config.optim.beta1, config.optim.beta2, config.optim.eps, config.optim.clip_grad_norm)
+    constants = AdamW(config.optim.beta1, config.optim.beta2, config.optim.eps)
     group = _random_flat(parameters, config, device, torch.float32, dtype)
-    updates = torch.ones((), dtype=torch.float64, device=device)
-    norm = torch.ones((), device=device)
-    seconds = seconds_of(lambda: function([group], updates, 0.0, norm, constants), device, least_seconds)
+    updates = torch.ones((), device=device)
+    scale, skip = torch.ones((), device=device), torch.zeros((), dtype=torch.bool, device=device)
+    seconds = seconds_of(lambda: function([group], updates, scale, skip, constants), device, least_seconds)
     return optimizer_work(parameters, dtype.itemsize), seconds, 0.0, _optimizer_error(function, config, device, dtype)
 
 
 def _optimizer_error(function: Function, config: RunConfig, device: torch.device, dtype: torch.dtype) -> float:
-    constants = AdamW(config.optim.beta1, config.optim.beta2, config.optim.eps, config.optim.clip_grad_norm)
+    constants = AdamW(config.optim.beta1, config.optim.beta2, config.optim.eps)
     changes = []
     for update, wide, narrow in ((function, torch.float32, dtype), (eager_adamw, torch.float64, torch.float64)):
         group = _random_flat(EXACT_PARAMETERS, config, device, wide, narrow)
         before = group.masters.clone()
-        updates = torch.full((), 3.0, dtype=torch.float64, device=device)
-        # A step of 1, so that the change is not lost in the rounding of the weight it is added to.
-        update([group], updates, 1.0, torch.full((), 2.0, dtype=wide, device=device), constants)
+        group.lr = 1.0  # so that the change is not lost in the rounding of the weight it is added to
+        updates, scale = torch.full((), 3.0, device=device), torch.full((), 0.5, dtype=wide, device=device)
+        update([group], updates, scale, torch.zeros((), dtype=torch.bool, device=device), constants)
         changes.append(group.masters - before)
     return _relative(*changes)
 

@@ -43,4 +43,5 @@ def _between(before: torch.cuda.Event | float, after: torch.cuda.Event | float) 
     if isinstance(before, float) and isinstance(after, float):
         return after - before
     assert isinstance(before, torch.cuda.Event), "all marks of a step are of one kind"
+    assert isinstance(after, torch.cuda.Event), "all marks of a step are of one kind"
     return before.elapsed_time(after) / 1e3

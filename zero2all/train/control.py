@@ -161,7 +161,7 @@ class Control:
             channels_now=finding.details.get("channel_losses"),
             row_losses=[loss for loss in row_losses if loss is not None],
             usual_loss=limits.usual_loss,
-            shards_named=[f"{name}" for name in guards.quarantine.state()],
+            shards_named=[f"shard {one.shard} of {one.source}" for one in guards.quarantine.shards],
         )
 
     def stage_begins(self) -> None:

@@ -213,14 +213,14 @@ class _Training:
             reader_kind=config.data.reader_kind,
         )
         steps_left = max(0, prepared.last_step - state.step)
-        # The position in the data is the tokens seen, so that a changed train.tokens_per_step repeats and skips nothing.
+        # The position in the data is the tokens seen: a changed train.tokens_per_step repeats and skips nothing.
         loader = batches_on(
             self.world.device, prepared.data, config.train.tokens_per_step, state.tokens, steps_left, options
         )
         try:
             for batch in loader:
                 self._enter_stage()
-                tokens = batch.step_samples * (batch.tokens.shape[1] - 1)
+                tokens = batch.global_rows * (batch.tokens.shape[1] - 1)
                 if self.control.ledger.skips(state.tokens, state.tokens + tokens):
                     rollback = self._drain()
                     if rollback is None:
@@ -247,7 +247,7 @@ class _Training:
             state.step, config.train.steps, config.optim.lr_max, config.schedule, config.stages, prepared.anneal
         )
         tokens = (state.tokens, state.tokens + config.train.tokens_per_step)
-        plan = self.control.plan(state.step + 1, lr, tokens, batch.step_samples, self.stop.requested)
+        plan = self.control.plan(state.step + 1, lr, tokens, batch.global_rows, self.stop.requested)
         pending = train_step(state, batch, len(prepared.data.channels), config, self.world, plan)
         done = state.step == prepared.last_step  # then validation and the last save follow behind the loop
         validates = not done and _due(state.step, config.eval.every_steps)
@@ -295,7 +295,9 @@ class _Training:
         return self._judge(result)
 
     def _judge(self, result: StepResult) -> Rollback | None:
-        steps = sorted(step_of(folder) for folder in list_checkpoints(self.prepared.run)) if self.world.is_first else []
+        steps: list[int] = []
+        if self.world.is_first:  # imported weights, at step 0, are no state of this run that it could go back to
+            steps = sorted(filter(None, map(step_of, list_checkpoints(self.prepared.run))))
         action, page = self.control.observe(result, self.prepared.data.channels, steps)
         if isinstance(action, Stop):
             where = f" {page} shows the step, its documents and what to try." if page else ""

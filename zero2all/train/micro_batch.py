@@ -9,7 +9,8 @@ The result is kept in <run>/micro_batch.json with everything that decides it. A 
 another micro-batch adds up in another order; when one of the deciding things has changed, it is found anew.
 
 Processes that hold a part of every weight exchange them inside a pass, so one that runs out of memory there would leave
-the others waiting: such runs take what the estimate says. On a CPU, memory is not what limits a pass; a fixed rule holds.
+the others waiting: such runs take what the estimate says. On a CPU memory is not what limits a pass, and a fixed rule
+holds.
 """
 
 from __future__ import annotations

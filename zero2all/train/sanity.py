@@ -55,12 +55,12 @@ def check_first_loss(loss: float, model: ModelConfig) -> list[str]:
         return [f"{said}. Probably: model.init_std is far too large, or a kernel is wrong (try ops.* eager)."]
     if loss > highest:
         return [
-            f"{said}. Probably: model.init_std ({model.init_std:g}) is too large for a width of {model.hidden_size}, or "
-            f"the weights are not those that were drawn."
+            f"{said}. Probably: model.init_std ({model.init_std:g}) is too large for a width of {model.hidden_size}, "
+            f"or the weights are not those that were drawn."
         ]
     return [
-        f"{said}. Probably: the weights are not new, the targets are not shifted against the inputs, or most of the batch "
-        f"is padding or masked. `z2a data` shows what is in it."
+        f"{said}. Probably: the weights are not new, the targets are not shifted against the inputs, or most of the "
+        f"batch is padding or masked. The preview of the data shows what is in it."
     ]
 
 
@@ -86,8 +86,8 @@ def check_batch_ids(batches: Iterable[Batch], vocab_size: int) -> None:
         if wrong.any():
             row, column = (int(place) for place in np.argwhere(wrong)[0])
             raise BadInputError(
-                f"The data has the token id {int(ids[row, column])} (row {row}, position {column} of the batch at token "
-                f"{batch.first_token:,}), but the model has the ids 0 to {vocab_size - 1}. {REPACK}"
+                f"The data has the token id {int(ids[row, column])} (row {row}, position {column} of the batch at "
+                f"token {batch.first_token:,}), but the model has the ids 0 to {vocab_size - 1}. {REPACK}"
             )
 
 
@@ -97,14 +97,14 @@ def check_packed_ids(splits: Iterable[PackedSplit], vocab_size: int) -> None:
         largest = split.manifest.get("max_id")
         if isinstance(largest, int) and largest >= vocab_size:
             raise BadInputError(
-                f"{split.folder / MANIFEST_NAME}: the largest token id there is {largest} (`max_id`), but the model has "
-                f"the ids 0 to {vocab_size - 1}. {REPACK}"
+                f"{split.folder / MANIFEST_NAME}: the largest token id there is {largest} (`max_id`), but the model "
+                f"has the ids 0 to {vocab_size - 1}. {REPACK}"
             )
 
 
 REPACK = (
-    "Pack the data with the tokenizer of this model (`z2a pack`), or set model.vocab_size to the size of the tokenizer it "
-    "was packed with; `z2a data verify` finds damaged files."
+    "Pack the data with the tokenizer of this model (`z2a pack`), or set model.vocab_size to the size of the tokenizer "
+    "it was packed with; `z2a data verify` finds damaged files."
 )
 
 # ---- room ------------------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def check_disk(
     if needed > free:
         raise DiskError(
             f"Not enough disk space for the checkpoints of the whole run: {what} need {human_bytes(needed)} more under "
-            f"{run}, {human_bytes(free)} are free. Free some space, choose another disk with --work, save or keep fewer "
+            f"{run}, {human_bytes(free)} are free. Free some space, choose another disk with --work, or keep fewer "
             f"(checkpoint.keep_last {retention.keep_last}, checkpoint.keep_every_steps {retention.keep_every_steps})."
         )
     return f"disk: {what}, {human_bytes(needed)} more to come; {human_bytes(free)} are free"
@@ -154,8 +154,8 @@ def memory_notes(model: ModelConfig, settings: MemorySettings, device_bytes: int
     notes += estimate.lines()
     if device_bytes is not None and estimate.total > (1.0 - ALLOWANCE) * device_bytes:
         notes.append(
-            "warning: that may not fit. A smaller train.micro_batch_samples (or auto), train.recompute, or parallel.data: "
-            "shard over several GPUs need less."
+            "warning: that may not fit. A smaller train.micro_batch_samples (or auto), train.recompute, or "
+            "parallel.data: shard over several GPUs need less."
         )
     return notes
 
@@ -190,8 +190,8 @@ class Overfit:
         if not self.learns:
             verdict = (
                 f"warning: the loss of one batch is {share} after {last} updates; at most {self.falls_to:.0%} was "
-                f"expected. Probably: optim.lr_max is too small or so large that it diverges, the targets are masked, or "
-                f"the text is noise. Nothing was started."
+                f"expected. Probably: optim.lr_max is too small or so large that it diverges, the targets are masked, "
+                f"or the text is noise."
             )
         return [f"dry run: loss by update: {curve}", f"dry run: {verdict}"]
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from zero2all.common.errors import BadInputError, UsageError
-from zero2all.common.files import sweep_partials, write_atomic
+from zero2all.common.files import MANIFEST_NAME, read_json, sweep_partials, write_atomic
 from zero2all.common.manifest import fingerprint
 from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig, config_from_values, config_values, config_yaml
@@ -36,6 +36,7 @@ from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.config import AnnealConfig, model_at
 from zero2all.train.guards.ledger import SkipLedger
 from zero2all.train.guards.watch import INCIDENTS_FOLDER
+from zero2all.train.micro_batch import choose_micro_batch
 from zero2all.train.schedule import steps_with_anneal
 from zero2all.train.state import DTYPES, TrainState, new_state
 from zero2all.train.validate import open_valid_splits
@@ -112,6 +113,7 @@ def prepare(
     anneal = None if fresh else world.first_does(lambda: read_anneal(run, checkpoint.step if checkpoint else 0))
     last_step = steps_with_anneal(asked.train.steps, anneal)
     data, end = _open_data(asked, workspace, checkpoint, last_step)
+    _check_tokenizer(workspace, data)
     config = with_vocabulary(asked, int(data.splits[0].manifest["vocab_size"]))
     notes = data.notes(end)
     if checkpoint is not None:
@@ -138,7 +140,7 @@ def prepare(
 
 
 def _newest_on_this_branch(run: Path, store: CheckpointStore) -> Checkpoint | None:
-    """The newest checkpoint; those that a rollback has left behind are withdrawn first, in case a crash came between."""
+    """The newest checkpoint; those that a rollback left behind are withdrawn first: a crash may have come between."""
     ledger = SkipLedger.load(run / INCIDENTS_FOLDER)
     while True:
         checkpoint = store.newest(set_aside=True)
@@ -171,7 +173,7 @@ def _build_state(
         shard_model(model, world, dtype)
     state = new_state(model, config.optim, dtype, 1, sharded, config.train.seed)
     compile_model(model)
-    state.micro_batch_samples, micro_notes = int(config.train.micro_batch_samples), []
+    state.micro_batch_samples, micro_notes = choose_micro_batch(config, model, world, run, state.weights.zero_gradients)
     counts = parameter_counts(config.model)
     where = (
         f"{world.size} x {environment(world.device)['device']}"
@@ -241,6 +243,24 @@ def open_run_data(config: RunConfig, workspace: Workspace, resumed: bool) -> tup
     checkpoint = newest_checkpoint(run) if resumed else None
     anneal = begun_anneal(run) if resumed else None
     return _open_data(config, workspace, checkpoint, steps_with_anneal(config.train.steps, anneal))
+
+
+def _check_tokenizer(workspace: Workspace, data: TrainingData) -> None:
+    """Refuse data whose ids mean other text to the tokenizer of this workspace; one without a tokenizer can train."""
+    path = workspace.tokenizer / MANIFEST_NAME
+    try:
+        manifest = read_json(path)
+    except FileNotFoundError:
+        return
+    if not isinstance(manifest, dict) or manifest.get("kind") != "tokenizer":
+        return  # brought along from elsewhere
+    here, theirs = str(manifest.get("fingerprint")), str(data.splits[0].manifest["tokenizer"])
+    if here != theirs:
+        raise BadInputError(
+            f"The packed data was made with the tokenizer {theirs[:8]} (`tokenizer` in "
+            f"{data.splits[0].folder / MANIFEST_NAME}), but {workspace.tokenizer} holds {here[:8]}, in which ids mean "
+            f"other pieces of text. Run `z2a pack` again, or bring back the tokenizer the data was packed with."
+        )
 
 
 def with_vocabulary(config: RunConfig, tokens_in_data: int) -> RunConfig:

@@ -122,11 +122,11 @@ def train_step(
     if state.loss_scale is not None:
         norm = norm / state.loss_scale.scale
     anatomy.mark("reduce")
-    _update(state, figures, norm, channels, config, plan)
+    _judge_and_update(state, figures, norm, channels, config, plan)
     anatomy.mark("optimizer")
 
     before = state.tokens
-    rows = batch.step_samples if batch.step_samples is not None else batch.tokens.shape[0]
+    rows = batch.global_rows
     state.step += 1
     state.tokens += rows * (batch.tokens.shape[1] - 1)
     facts = (state.step, (before, state.tokens), plan.lr, channels, rows)
@@ -154,7 +154,7 @@ def _forward_backward(
     segments = None if batch.segments is None or not config.data.document_mask else torch.as_tensor(batch.segments)
     channel_of = torch.as_tensor(batch.channels).to(device, non_blocking=True)
     own_rows, seq_len = tokens.shape[0], tokens.shape[1] - 1
-    rows = batch.step_samples if batch.step_samples is not None else own_rows
+    rows = batch.global_rows
     first_row, real_rows, _ = rank_rows(rows, world.rank, world.size)
     counts = _counts(batch, plan, wide, device)  # (B, T)
     counted = world.sum(counts.sum(dtype=torch.float64)).clamp(min=1.0)
@@ -203,7 +203,9 @@ def _counts(batch: Batch, plan: StepPlan, dtype: torch.dtype, device: torch.devi
     return counts
 
 
-def _update(state: TrainState, figures: Tensor, norm: Tensor, channels: int, config: RunConfig, plan: StepPlan) -> None:
+def _judge_and_update(
+    state: TrainState, figures: Tensor, norm: Tensor, channels: int, config: RunConfig, plan: StepPlan
+) -> None:
     """Fill in the head of the figures, and let the optimizer do what they allow. The host sees none of them here."""
     nats, counts = figures[HEAD : HEAD + channels].sum(), figures[HEAD + channels : HEAD + 2 * channels].sum()
     loss = nats / counts.clamp(min=1.0)
@@ -217,15 +219,20 @@ def _update(state: TrainState, figures: Tensor, norm: Tensor, channels: int, con
     if state.loss_scale is not None:
         scale = scale / state.loss_scale.scale
         state.loss_scale.after(overflowed)
-    state.optimizer.set_learning_rate(plan.lr)
+    update(state, plan.lr, scale, refused)
+    figures[0], figures[1] = loss, norm
+    figures[2] = refused
+    figures[3] = (figures[3] > 0).double()
+
+
+def update(state: TrainState, lr: float, scale: Tensor, refused: Tensor) -> None:
+    """Let the optimizer work on the gradient times `scale`, unless `refused` (both on the device); begin a new one."""
     wide = torch.promote_types(state.weights.dtype, torch.float32)
+    state.optimizer.set_learning_rate(lr)
     state.optimizer.step(torch.where(refused, 1.0, scale).to(wide), refused)
     if not state.optimizer.writes_weights:
         state.weights.updated()
     state.weights.zero_gradients()
-    figures[0], figures[1] = loss, norm
-    figures[2] = refused
-    figures[3] = (figures[3] > 0).double()
 
 
 def _step_key(seed: int, step: int, rank: int) -> int:

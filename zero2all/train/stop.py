@@ -16,6 +16,7 @@ class StopRequest:
     requested = False
 
     def __call__(self, number: int, _frame: FrameType | None) -> None:
+        """What Python calls when the signal comes."""
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True

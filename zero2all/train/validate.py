@@ -68,8 +68,10 @@ def _pieces(splits: list[PackedSplit], seq_len: int, config: EvalConfig) -> list
     for split in splits:
         windows = ConcatSamples(split, seq_len)
         samples = min(windows.count, max(1, config.valid_tokens_per_source // seq_len))
-        for first in range(0, samples, config.batch_samples):
-            found.append(_Piece(split, windows, first, min(config.batch_samples, samples - first)))
+        found += [
+            _Piece(split, windows, first, min(config.batch_samples, samples - first))
+            for first in range(0, samples, config.batch_samples)
+        ]
     return found
 
 

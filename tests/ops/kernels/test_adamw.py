@@ -1,4 +1,4 @@
-"""AdamW over flat buffers in one pass, and the norm of the gradient it clips by."""
+"""AdamW over flat buffers in one pass, and the sum of squares that clipping needs."""
 
 import math
 
@@ -10,7 +10,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 
 from zero2all.ops.kernels import adamw
-from zero2all.ops.kernels.adamw import bias_corrections, gradient_norm
+from zero2all.ops.kernels.adamw import bias_corrections, sum_of_squares
 from zero2all.ops.optimizer import AdamW, Flat, triton_adamw
 
 LR, BETA1, BETA2, EPS = 1e-2, 0.9, 0.95, 1e-8
@@ -31,7 +31,7 @@ def new_groups(device: str, weights_in: torch.dtype) -> list[Flat]:
         masters = random(length, seed=50 + number).float().to(device)
         weights = masters if weights_in == torch.float32 else masters.to(weights_in)
         zeros = [torch.zeros_like(masters) for _ in range(3)]
-        groups.append(Flat(weights, masters, *zeros, slices=(slice(0, length),), weight_decay=decay))
+        groups.append(Flat(weights, masters, *zeros, slices=(slice(0, length),), weight_decay=decay, lr=LR))
     return groups
 
 
@@ -41,12 +41,13 @@ def gradient_at(step: int, group: int) -> Tensor:
 
 def updated(device: str, max_norm: float, weights_in: torch.dtype = torch.float32) -> tuple[list[Flat], Tensor]:
     groups = new_groups(device, weights_in)
-    updates = torch.zeros((), dtype=torch.float64, device=device)
+    updates = torch.zeros((), device=device)
     for step in range(STEPS):
         for number, group in enumerate(groups):
             group.gradients.copy_(gradient_at(step, number))
-        norm = gradient_norm(torch.cat([group.gradients for group in groups]))
-        triton_adamw(groups, updates, LR, norm, AdamW(BETA1, BETA2, EPS, max_norm))
+        norm = sum_of_squares(torch.cat([group.gradients for group in groups])).sqrt().float()
+        scale = (max_norm / norm).clamp(max=1.0) if max_norm else torch.ones_like(norm)
+        triton_adamw(groups, updates, scale, ~norm.isfinite(), AdamW(BETA1, BETA2, EPS))
     return groups, updates
 
 
@@ -91,15 +92,15 @@ def test_bfloat16_weights_are_written_from_the_masters(device):
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
-def test_norm_that_is_not_finite_leaves_every_bit_as_it_was(device, norm):
+def test_a_skipped_step_leaves_every_bit_as_it_was(device, norm):
     groups, updates = updated(device, 1.0, torch.bfloat16)
     groups[1].weights[0] = 3.0  # not even written from the masters
     buffers = [getattr(group, name) for group in groups for name in ("weights", "masters", "firsts", "seconds")]
     before = [buffer.clone() for buffer in (*buffers, updates)]
     groups[0].gradients[3] = norm
-    found = gradient_norm(torch.cat([group.gradients for group in groups]))
+    found = sum_of_squares(torch.cat([group.gradients for group in groups]))
     assert not bool(found.isfinite())
-    triton_adamw(groups, updates, LR, found, AdamW(BETA1, BETA2, EPS, 1.0))
+    triton_adamw(groups, updates, found.float(), ~found.isfinite(), AdamW(BETA1, BETA2, EPS))
     assert_same_bits([*buffers, updates], before)
 
 
@@ -113,9 +114,9 @@ def test_bias_corrections_are_those_of_the_update_to_come(device):
 
 @pytest.mark.parametrize("length", [1, 255, 256, 5000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gradient_norm_is_the_root_of_the_sum_of_squares(device, length, dtype):
+def test_sum_of_squares_is_in_float64(device, length, dtype):
     values = random(length)
-    norm = gradient_norm(values.to(device, dtype))
-    assert norm.shape == ()
-    assert norm.dtype == torch.float32
-    assert float(norm) == pytest.approx(math.sqrt(float((values * values).sum())), rel=1e-6)
+    found = sum_of_squares(values.to(device, dtype))
+    assert found.shape == ()
+    assert found.dtype == torch.float64
+    assert float(found) == pytest.approx(float((values * values).sum()), rel=1e-6)

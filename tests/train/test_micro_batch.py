@@ -1,0 +1,179 @@
+"""The largest micro-batch that fits: searched without ever failing for want of memory, and remembered."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from zero2all.common.errors import UsageError
+from zero2all.config import RunConfig, config_from_values
+from zero2all.model.z2all import Z2all
+from zero2all.ops.config import OpsConfig
+from zero2all.ops.registry import resolve
+from zero2all.parallel.world import World
+from zero2all.train.micro_batch import (
+    FILE_NAME,
+    choose_micro_batch,
+    deciding,
+    divisors,
+    find_micro_batch,
+    is_out_of_memory,
+    memory_settings,
+    model_pass,
+    recall,
+    remember,
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_garbage_collection() -> Iterator[None]:
+    """Leave out everything that was imported: a collection then looks at what a test made, and takes no time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+class SmallDevice:
+    """Real tensors, of which only so many bytes may be alive at once."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.in_use, self.tried = limit, 0, []
+
+    def allocate(self, count: int) -> Tensor:
+        if self.in_use + count > self.limit:
+            raise torch.OutOfMemoryError(f"tried to allocate {count} bytes, {self.limit - self.in_use} are left")
+        tensor = torch.zeros(count, dtype=torch.uint8)
+        self.in_use += count
+        weakref.finalize(tensor, self._give_back, count)
+        return tensor
+
+    def _give_back(self, count: int) -> None:
+        self.in_use -= count
+
+    def run_pass(self, samples: int) -> None:
+        assert self.in_use == 0, "an earlier try left something behind"
+        self.tried.append(samples)
+        layers = [self.allocate(samples * 100) for _ in range(10)]
+        layers.append(layers)  # a cycle: only the garbage collector gives this back
+
+
+@pytest.mark.parametrize("rows", [1, 24, 64, 97])
+@pytest.mark.parametrize("most", [1, 3, 8, 11, 50, 1000])
+def test_largest_divisor_that_fits_is_found_from_any_guess(rows, most):
+    candidates = divisors(rows)
+    expected = max(number for number in candidates if number <= most)
+    for guess in [None, *candidates]:
+        device = SmallDevice(most * 1000)
+        assert find_micro_batch(device.run_pass, candidates, gc.collect, guess) == expected
+        assert device.in_use == 0
+        assert len(device.tried) == len(set(device.tried)) <= 2 * math.log2(len(candidates)) + 4
+
+
+def test_sizes_double_and_then_the_gap_is_halved():
+    device = SmallDevice(20 * 1000)
+    assert find_micro_batch(device.run_pass, divisors(96), gc.collect) == 16
+    assert device.tried == [1, 2, 4, 8, 16, 32, 24]
+
+
+def test_a_good_guess_needs_two_tries():
+    device = SmallDevice(20 * 1000)
+    assert find_micro_batch(device.run_pass, divisors(64), gc.collect, first_guess=16) == 16
+    assert device.tried == [16, 32]
+
+
+def test_not_even_one_sample_is_an_error_that_says_what_helps():
+    with pytest.raises(UsageError, match=r"train\.recompute to full"):
+        find_micro_batch(SmallDevice(500).run_pass, divisors(8), gc.collect)
+
+
+def test_another_error_than_want_of_memory_is_not_swallowed():
+    def broken(samples: int) -> None:
+        raise RuntimeError(f"shapes of {samples} do not match")
+
+    with pytest.raises(RuntimeError, match="do not match"):
+        find_micro_batch(broken, [1, 2], gc.collect)
+    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"))
+    assert not is_out_of_memory(ValueError("out of memory"))
+
+
+# ---- with a config and a model ---------------------------------------------------------------------------------------
+
+
+def run_config(**train: object) -> RunConfig:
+    return config_from_values(
+        {
+            "model": {
+                **{"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "layers": 2},
+                **{"heads": 2, "kv_heads": 1, "max_seq_len": 16},
+            },
+            "data": {"seq_len": 16, "document_mask": True},
+            "train": {"tokens_per_step": 24 * 16, "micro_batch_samples": "auto", "steps": 200, **train},
+            "parallel": {"device": "cpu"},
+        },
+        "of a test",
+    )
+
+
+def model_of(config: RunConfig) -> Z2all:
+    model = Z2all(config.model, resolve(OpsConfig(), "cpu"))
+    model.init_weights(1)
+    return model
+
+
+def test_on_a_cpu_auto_is_a_fixed_rule_that_says_so(tmp_path):
+    config = run_config()
+    taken, notes = choose_micro_batch(config, model_of(config), World(), tmp_path, lambda: None)
+    assert taken == 8
+    assert "auto on a CPU" in notes[0]
+    assert choose_micro_batch(config, model_of(config), World(size=3), tmp_path, lambda: None)[0] == 8
+    assert choose_micro_batch(config, model_of(config), World(size=5), tmp_path, lambda: None)[0] == 5
+
+
+def test_a_number_is_taken_as_it_is(tmp_path):
+    config = run_config(micro_batch_samples=3)
+    assert choose_micro_batch(config, model_of(config), World(), tmp_path, lambda: None) == (3, [])
+
+
+def test_what_was_found_is_recalled_until_something_that_decides_it_changes(tmp_path):
+    config, world = run_config(), World()
+    ops = resolve(OpsConfig(), "cpu")
+    before = deciding(config, ops, world)
+    assert recall(tmp_path, before) is None
+    remember(tmp_path, before, 12)
+    assert recall(tmp_path, deciding(run_config(steps=300), ops, world)) == 12
+    for other in (
+        deciding(run_config(recompute="full"), ops, world),
+        deciding(run_config(precision="bfloat16"), ops, world),
+        deciding(run_config(tokens_per_step=12 * 16), ops, world),
+        deciding(config, resolve(OpsConfig(attention="math"), "cpu"), world),
+        deciding(config, ops, World(size=2)),
+        {**before, "torch": "another"},
+    ):
+        assert other != before
+        assert recall(tmp_path, other) is None
+
+
+def test_half_a_file_is_as_good_as_none(tmp_path):
+    (tmp_path / FILE_NAME).write_bytes(b'{"micro_batch_sam')
+    assert recall(tmp_path, {}) is None
+
+
+def test_a_try_runs_the_real_model_forward_and_backward():
+    config = run_config()
+    model = model_of(config)
+    model_pass(model, config, torch.device("cpu"))(3)
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in model.blocks.parameters())
+
+
+def test_estimate_of_memory_sees_the_settings_of_the_run():
+    settings = memory_settings(run_config(recompute="full"), resolve(OpsConfig(), "cpu"), 2, 4)
+    assert (settings.precision, settings.recompute, settings.documents) == ("float32", "full", True)
+    assert settings.accumulates  # 12 rows for each of 2 processes, 4 at a time
+    assert settings.operators["attention"] == "sdpa"

@@ -1,0 +1,203 @@
+"""Checks before the first step find what would cost a night, and say nothing where nothing is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from zero2all.common.errors import BadInputError, DiskError
+from zero2all.config import config_from_values
+from zero2all.limits.memory import MemorySettings
+from zero2all.model.config import ModelConfig
+from zero2all.model.z2all import Z2all
+from zero2all.ops.config import OpsConfig
+from zero2all.ops.registry import resolve
+from zero2all.packed.loader import Batch
+from zero2all.train.checkpoints.retention import Retention
+from zero2all.train.sanity import (
+    check_batch_ids,
+    check_disk,
+    check_first_loss,
+    check_packed_ids,
+    dry_run_config,
+    memory_notes,
+    overfit_one_batch,
+    preview,
+    saved_steps,
+)
+
+SMALL = ModelConfig(vocab_size=400, hidden_size=64, intermediate_size=96, layers=2, heads=4, kv_heads=2, max_seq_len=32)
+
+
+def build(config: ModelConfig) -> Z2all:
+    model = Z2all(config, resolve(OpsConfig(), "cpu"))
+    model.init_weights(0)
+    return model
+
+
+def make_batch(vocab_size: int = 400, rows: int = 4) -> Batch:
+    """Ids as skewed as those of text."""
+    frequency = 1.0 / np.arange(1, vocab_size + 1)
+    ids = np.random.default_rng(0).choice(vocab_size, (rows, 33), p=frequency / frequency.sum())
+    return Batch(ids, np.arange(rows) % 2, np.arange(rows) % 2, 0)
+
+
+def first_loss(model: Z2all) -> float:
+    ids = torch.as_tensor(make_batch(model.config.vocab_ids).tokens)
+    with torch.no_grad():
+        return float(model.loss(ids[:, :-1], ids[:, 1:])[1].mean())
+
+
+# ---- the first loss --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("init_std", [0.005, 0.02, 0.1, 0.2])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("vocab_size", [400, 3000])
+def test_a_new_model_passes_whatever_its_spread(init_std, tied, vocab_size):
+    config = dataclasses.replace(SMALL, init_std=init_std, tied_embeddings=tied, vocab_size=vocab_size)
+    assert check_first_loss(first_loss(build(config)), config) == []
+
+
+def test_weights_that_are_larger_than_init_std_says_are_noticed():
+    model = build(SMALL)
+    with torch.no_grad():
+        model.head_weight.mul_(40)
+    (warning,) = check_first_loss(first_loss(model), SMALL)
+    assert "model.init_std (0.02) is too large" in warning
+    assert "ln(400) = 5.99" in warning
+
+
+def test_a_model_that_knows_something_is_noticed():
+    (warning,) = check_first_loss(3.1, SMALL)
+    assert "the weights are not new" in warning
+    assert "init_std is far too large" in check_first_loss(math.nan, SMALL)[0]
+
+
+# ---- the data --------------------------------------------------------------------------------------------------------
+
+
+def test_preview_shows_text_where_there_is_a_tokenizer_and_ids_where_not():
+    batch = Batch(np.array([[72, 105, 10], [72, 111, 33]]), np.array([1, 0]), np.array([0, 0]), 0)
+    text = preview(batch, ["en", "zh"], lambda ids: bytes(ids).decode())
+    assert text == [r"data: row 0 (zh) begins: 'Hi\n' …", "data: row 1 (en) begins: 'Ho!' …"]
+    assert preview(batch, ["en", "zh"], None, rows=1) == ["data: row 0 (zh) begins: 72 105 10 …"]
+
+
+@pytest.mark.parametrize("wrong", [400, 65535, -1])
+def test_id_out_of_range_in_a_batch_is_named_with_its_place(wrong):
+    batch = make_batch()
+    check_batch_ids([batch], 400)
+    batch.tokens[2, 5] = wrong
+    with pytest.raises(BadInputError, match=rf"token id {wrong} \(row 2, position 5 .* ids 0 to 399"):
+        check_batch_ids([make_batch(), batch], 400)
+
+
+def test_largest_id_that_packing_has_noted_is_held_against_the_model(tmp_path):
+    def split(**manifest: int) -> SimpleNamespace:
+        return SimpleNamespace(folder=tmp_path / "en" / "train", manifest=manifest)
+
+    check_packed_ids([split(max_id=399), split()], 400)
+    with pytest.raises(BadInputError, match=r"largest token id there is 400 .*`z2a pack`"):
+        check_packed_ids([split(), split(max_id=400)], 400)
+
+
+# ---- room ------------------------------------------------------------------------------------------------------------
+
+
+def test_steps_at_which_a_run_saves():
+    assert saved_steps(0, 10, 4) == [4, 8, 10]
+    assert saved_steps(4, 8, 4) == [8]
+    assert saved_steps(0, 10, 0) == [10]
+    assert saved_steps(10, 10, 4) == []
+
+
+def test_room_for_the_checkpoints_of_the_whole_run(tmp_path):
+    run, free = tmp_path / "runs" / "later", shutil.disk_usage(tmp_path).free
+    note = check_disk(run, Retention(2, 0), 10, 0, 100, 1_000_000)
+    assert "3 checkpoints of 1.0 MB at once, 3.0 MB more to come" in note
+    # Two kept and one being written fit into what is free by far; all ten that are kept for ever do not.
+    large = free // 8
+    check_disk(run, Retention(2, 0), 10, 0, 100, large)
+    with pytest.raises(DiskError, match=r"11 checkpoints .*keep_every_steps 10\)") as caught:
+        check_disk(run, Retention(2, 10), 10, 0, 110, large)
+    assert str(run) in str(caught.value)
+    assert not run.exists()
+
+
+def test_checkpoints_that_are_there_already_need_no_more_room(tmp_path):
+    assert "1.0 MB more to come" in check_disk(tmp_path, Retention(2, 0), 10, 20, 100, 1_000_000, [10, 20])
+    assert "0 B more to come" in check_disk(tmp_path, Retention(2, 0), 10, 100, 100, 1_000_000, [90, 100])
+
+
+def test_memory_that_may_not_be_enough_is_a_warning():
+    config = dataclasses.replace(SMALL, hidden_size=2048, intermediate_size=5632, layers=22, heads=32, vocab_size=64320)
+    settings = MemorySettings(2048, 16)
+    plenty, little = memory_notes(config, settings, 140 << 30), memory_notes(config, settings, 40 << 30)
+    assert plenty[0].endswith("of 140.0 GiB at micro-batches of 16")
+    assert little[1:-1] == plenty[1:]
+    assert little[-1].startswith("warning: that may not fit")
+    assert memory_notes(config, settings, None)[1:] == plenty[1:]
+
+
+# ---- one batch, again and again --------------------------------------------------------------------------------------
+
+
+def updates_of(learning_rate: float):
+    model = build(SMALL)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    ids = torch.as_tensor(make_batch().tokens)
+
+    def update() -> float:
+        losses = model.loss(ids[:, :-1], ids[:, 1:])
+        (losses[0] / losses[1].numel()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(losses[1].mean())
+
+    return update
+
+
+def test_loss_of_one_batch_falls_where_the_model_can_learn():
+    result = overfit_one_batch(updates_of(3e-3))
+    assert len(result.losses) == 31
+    assert result.learns
+    curve, verdict = result.lines()
+    assert curve.startswith(f"dry run: loss by update: 0: {result.losses[0]:.3f}, 1: ")
+    assert f"fell to {result.losses[-1] / result.losses[0]:.0%} of the first in 30 updates" in verdict
+
+
+def test_a_rate_that_teaches_nothing_is_said():
+    result = overfit_one_batch(updates_of(1e-9), updates=5)
+    assert not result.learns
+    assert "optim.lr_max is too small" in result.lines()[1]
+
+
+def test_a_loss_that_is_not_finite_ends_it():
+    losses = iter([5.0, 4.0, math.inf, 3.0])
+    result = overfit_one_batch(lambda: next(losses))
+    assert result.losses == [5.0, 4.0, math.inf]
+    assert not result.learns
+
+
+def test_config_of_a_dry_run_is_one_pass_per_update_without_dropout_or_stages():
+    config = config_from_values(
+        {
+            "model": {"residual_dropout": 0.1, "max_seq_len": 64},
+            "data": {"seq_len": 32},
+            "train": {"tokens_per_step": 3200, "micro_batch_samples": "auto", "steps": 5000},
+            "stages": [{"name": "long", "from_step": 100, "seq_len": 64}],
+        },
+        "of a test",
+    )
+    dry = dry_run_config(config, processes=2, samples=5)
+    assert dry.train.micro_batch_samples == 5
+    assert dry.train.tokens_per_step == 5 * 32 * 2
+    assert (dry.train.steps, dry.schedule.kind, dry.model.residual_dropout, dry.stages) == (31, "constant", 0.0, [])
+    assert dry.optim == config.optim

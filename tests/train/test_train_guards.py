@@ -1,0 +1,425 @@
+"""Runs over bad data, from beginning to end: what is noticed, what is done about it, and how such a run ends.
+
+The data is poisoned where a disk or a crawler would have done it: in the packed shards. Which sample stands in which
+step is a function of config and data, so a test can write noise into exactly the samples of a few steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from zero2all.cli import main
+from zero2all.common.errors import AnomalyError, BadInputError, DiskError, UsageError
+from zero2all.common.manifest import read_manifest, write_manifest
+from zero2all.common.workspace import Workspace, open_workspace
+from zero2all.config import config_from_values, config_yaml
+from zero2all.corpus import BuildOptions, Source, build_corpus
+from zero2all.packed.layout import docs_name, gids_name, open_split, tokens_name
+from zero2all.packed.writer import PackOptions, pack_corpus
+from zero2all.tokenizer import load_tokenizer
+from zero2all.tokenizer.config import TokenizerConfig
+from zero2all.tokenizer.stage import train_on_corpus
+from zero2all.track.reader import read_run
+from zero2all.train import loop, step as step_module
+from zero2all.train.checkpoints.find import newest_checkpoint
+from zero2all.train.checkpoints.layout import list_checkpoints, step_of
+from zero2all.train.guards.ledger import SkipLedger
+from zero2all.train.guards.rows import RowFinder
+from zero2all.train.loop import train
+from zero2all.train.setup import open_run_data
+
+SEQ_LEN, ROWS, STEPS, VOCABULARY = 32, 8, 200, 400
+STEP_TOKENS = SEQ_LEN * ROWS
+FIRST_BAD, BAD_STEPS = 121, 8
+"""The poisoned window: steps as the metrics count them."""
+SETTINGS = {
+    "model": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "layers": 1,
+        "heads": 2,
+        "kv_heads": 1,
+        "max_seq_len": SEQ_LEN,
+    },
+    "data": {"seq_len": SEQ_LEN, "mixture": {"en": 3, "zh": 1}},
+    "train": {"name": "run", "steps": STEPS, "tokens_per_step": STEP_TOKENS, "micro_batch_samples": ROWS},
+    "optim": {"lr_max": 0.01},
+    "schedule": {"warmup_steps": 10},
+    "checkpoint": {"every_steps": 20},
+    "eval": {"every_steps": 0, "valid_tokens_per_source": 2048},
+    "parallel": {"device": "cpu", "cpu_threads": 1},
+}
+
+
+def settings(name="run", **sections):
+    values = {section: {**SETTINGS.get(section, {}), **sections.get(section, {})} for section in {**SETTINGS, **sections}}
+    values["train"] = {**values["train"], "name": name}
+    return config_from_values(values, "of a test")
+
+
+# ---- data -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def clean(tmp_path_factory):
+    """Text of two languages in which a word allows four next ones; shards of 4,000 tokens. Read only."""
+    work = open_workspace(tmp_path_factory.mktemp("guarded") / "work", create=True)
+    work.raw.mkdir()
+    rng = random.Random(0)
+    syllables = [consonant + vowel for consonant in "bdfgklmnprstv" for vowel in "aeiou"]
+    english = sorted({"".join(rng.choices(syllables, k=rng.randint(1, 3))) for _ in range(60)})
+    chinese = [*(chr(0x4E00 + number) for number in range(60)), *"的是在了"]
+    sources = []
+    for name, words, count, space in (("en", english, 1500, " "), ("zh", chinese, 400, "")):
+        following = {word: rng.choices(words, k=4) for word in words}
+        texts = []
+        for _ in range(count):
+            text = [rng.choice(words)]
+            while len(text) < rng.randint(25, 60):
+                text.append(rng.choice(following[text[-1]]))
+            texts.append(space.join(text))
+        path = work.raw / f"{name}.jsonl"
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        sources.append(Source(name, path, name))
+    build_corpus(work.corpus, sources, BuildOptions(valid_share=0.05))
+    train_on_corpus(work.corpus, work.tokenizer, TokenizerConfig(vocab_size=VOCABULARY))
+    pack_corpus(work.corpus, work.tokenizer, work.packed, PackOptions(shard_tokens=4000))
+    return work
+
+
+@pytest.fixture(scope="session")
+def copy_of(tmp_path_factory):
+    """A copy of a workspace, without runs unless asked for."""
+
+    def copied(work, runs=False):
+        root = tmp_path_factory.mktemp("copy") / "work"
+        shutil.copytree(work.root, root, ignore=None if runs else shutil.ignore_patterns("runs"))
+        return Workspace(root)
+
+    return copied
+
+
+@pytest.fixture
+def work(clean, copy_of):
+    return copy_of(clean)
+
+
+def rewrite_manifest(folder, **changes):
+    manifest = read_manifest(folder, "packed", "z2a pack")
+    fixed = ("kind", "format", "zero2all", "inputs", "files")
+    content = {name: value for name, value in manifest.items() if name not in fixed}
+    write_manifest(folder, "packed", manifest["inputs"], content | changes)
+
+
+def shard_tokens(work, source, shard):
+    folder = work.packed / source / "train"
+    dtype = read_manifest(folder, "packed", "z2a pack")["dtype"]
+    return np.memmap(folder / tokens_name(shard), dtype=dtype, mode="r+")
+
+
+def overwrite_shard(work, source, shard, ids):
+    """Every token of a shard; the borders of its documents stay."""
+    tokens = shard_tokens(work, source, shard)
+    tokens[:] = ids if np.isscalar(ids) else ids[: len(tokens)]
+    tokens.flush()
+    rewrite_manifest(work.packed / source / "train")
+
+
+def repeat_shard(work, source, shard):
+    """Append a copy of a shard; returns its number."""
+    folder = work.packed / source / "train"
+    manifest = read_manifest(folder, "packed", "z2a pack")
+    number = int(manifest["shards"])
+    for name in (tokens_name, docs_name, gids_name):
+        shutil.copy(folder / name(shard), folder / name(number))
+    split = open_split(work.packed, source, "train")
+    more = {"tokens": split.shards.lengths[shard], "documents": split.docs.lengths[shard]}
+    rewrite_manifest(folder, shards=number + 1, **{name: manifest[name] + count for name, count in more.items()})
+    return number
+
+
+def noise(count):
+    return np.random.default_rng(7).integers(10, VOCABULARY, count)
+
+
+def poison_steps(work, config, first, steps):
+    """Noise in place of every sample of `steps` global batches from step `first` on."""
+    data, _ = open_run_data(config, work, False)
+    finder, ids = RowFinder(data), noise(steps * STEP_TOKENS)
+    for number in range(steps):
+        rows = finder.rows((first - 1 + number) * STEP_TOKENS, ROWS)
+        for row, (source, sample) in enumerate(zip(rows.sources.tolist(), rows.samples.tolist(), strict=True)):
+            split = data.splits[source]
+            for column in range(SEQ_LEN):
+                token = sample * SEQ_LEN + column
+                shard = int(np.searchsorted(split.shard_starts, token, side="right")) - 1
+                tokens = shard_tokens(work, split.name, shard)
+                tokens[token - int(split.shard_starts[shard])] = ids[(number * ROWS + row) * SEQ_LEN + column]
+    for split in data.splits:
+        rewrite_manifest(split.folder)
+
+
+def decoder(work):
+    def load():
+        tokenizer = load_tokenizer(work.tokenizer)
+        return lambda ids: tokenizer.decode(ids, skip_control=False)
+
+    return load
+
+
+def trained(config, work, **arguments):
+    return train(config, work, make_decode=decoder(work), say=lambda _: None, **arguments)
+
+
+def events(run, *kinds):
+    return [event for event in read_run(run).events if event.kind in kinds]
+
+
+def page(run, name):
+    """An incident's JSON, after checking that its page and its text are there."""
+    folder = run / "incidents"
+    assert (folder / f"{name}.html").is_file()
+    assert (folder / f"{name}.txt").is_file()
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+def weights(run):
+    folder = newest_checkpoint(run).folder
+    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+
+
+@pytest.fixture(scope="session")
+def left_alone(clean, copy_of):
+    """The run over clean data, and how it ended."""
+    work = copy_of(clean)
+    return work.run("run"), trained(settings(data={"quarantine": "auto"}), work)
+
+
+def test_clean_data_raises_no_alarm(left_alone):
+    run, summary = left_alone
+    assert summary.step == STEPS
+    assert {event.kind for event in read_run(run).events} == {"start", "checkpoint", "finish"}
+    assert not (run / "incidents").exists()
+
+
+# ---- a poisoned window ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def poisoned(clean, copy_of):
+    """The same text with 8 consecutive global batches of noise."""
+    work = copy_of(clean)
+    poison_steps(work, settings(), FIRST_BAD, BAD_STEPS)
+    return work
+
+
+@pytest.fixture(scope="session")
+def recovered(poisoned):
+    return poisoned.run("run"), trained(settings(), poisoned)
+
+
+def mean_held_out(summary):
+    return np.mean([value for name, value in summary.held_out.items() if "/loss/" in name])
+
+
+def test_a_run_over_a_poisoned_window_goes_back_leaves_it_out_and_ends_like_the_clean_one(left_alone, recovered):
+    run, summary = recovered
+    assert summary.step == STEPS
+    assert mean_held_out(summary) == pytest.approx(mean_held_out(left_alone[1]), rel=0.01)
+    (rollback,) = events(run, "rollback")
+    assert rollback.data["to_step"] == 100
+    first, second, third = SkipLedger.load(run / "incidents").entries
+    assert [entry.action for entry in (first, second, third)] == ["refuse", "refuse", "rollback"]
+    assert (third.first, third.end) == ((FIRST_BAD - 1) * STEP_TOKENS, (FIRST_BAD + 2 + 16) * STEP_TOKENS)
+    spikes = [event.step for event in events(run, "spike") if event.data["kind"] == "loss_spike"]
+    assert spikes == [FIRST_BAD, FIRST_BAD + 1, FIRST_BAD + 2]
+
+
+def test_without_guards_the_same_window_does_harm(left_alone, poisoned):
+    """So that the test above shows something."""
+    summary = trained(settings("unguarded", guards={"loss_spike": "log", "grad_spike": "log"}), poisoned)
+    spikes = events(poisoned.run("unguarded"), "spike")
+    assert len(spikes) >= BAD_STEPS
+    assert not events(poisoned.run("unguarded"), "rollback")
+    losses = read_run(poisoned.run("unguarded")).series["loss"]
+    assert losses.value[losses.step == FIRST_BAD + 10] > 1.1 * summary.loss
+
+
+def test_the_page_of_the_spike_names_the_documents_and_shows_their_text(recovered, poisoned):
+    run, _ = recovered
+    incident = page(run, f"{FIRST_BAD + 2}-loss_spike")
+    assert incident["action"] == "rollback"
+    assert "back to the checkpoint of step 100" in incident["done"]
+    assert len(incident["samples"]) == ROWS
+    tokenizer = load_tokenizer(poisoned.tokenizer)
+    bad = noise(BAD_STEPS * STEP_TOKENS)[2 * STEP_TOKENS : 3 * STEP_TOKENS].reshape(ROWS, SEQ_LEN)
+    for sample in incident["samples"]:
+        assert sample["loss"] > 4
+        text = "".join(document["text"] for document in sample["documents"])
+        assert text.startswith(tokenizer.decode(bad[sample["row"]].tolist(), skip_control=False)[:20])
+        assert all(document["gid"] is not None for document in sample["documents"])
+        assert all(f"{sample['source']}.jsonl" in document["origin"] for document in sample["documents"])
+    html = (run / "incidents" / f"{FIRST_BAD + 2}-loss_spike.html").read_text()
+    assert f"gid {incident['samples'][0]['documents'][0]['gid']}" in html
+
+
+def test_inspect_prints_the_documents_of_the_step_with_the_loss_of_each_row(recovered, poisoned, capsys):
+    code = main(["inspect", "run", str(FIRST_BAD), "--work", str(poisoned.root)])
+    out = capsys.readouterr().out
+    assert code == 0
+    assert out.startswith(f"run, step {FIRST_BAD}: {ROWS} samples")
+    assert out.count("── sample ") == ROWS
+    first = load_tokenizer(poisoned.tokenizer).decode(noise(SEQ_LEN).tolist(), skip_control=False)
+    assert first[:10] in out
+    incident = page(poisoned.run("run"), f"{FIRST_BAD}-loss_spike")
+    for sample in incident["samples"]:
+        assert f"loss {sample['loss']:.4f}" in out
+
+
+KILL = """
+import os, signal, sys
+from zero2all.train import loop
+from zero2all.train.checkpoints.store import CheckpointStore
+
+def die(*_arguments):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def dying_after(method):
+    def call(*arguments):
+        method(*arguments)
+        die()
+    return call
+
+moment = sys.argv.pop()
+if moment == "decided":
+    CheckpointStore.withdraw_after = die
+elif moment == "withdrawn":
+    CheckpointStore.at = die
+else:
+    loop._Training._go_back = dying_after(loop._Training._go_back)
+from zero2all.cli import main
+sys.exit(main())
+"""
+
+
+@pytest.fixture(scope="session")
+def right_before(poisoned, tmp_path_factory):
+    """The run as it stands when it has saved step 120: what comes before is the same work for every test below."""
+    work = beside(poisoned, tmp_path_factory.mktemp("before"))
+    real_step = loop.train_step
+
+    def step_or_stop(state, *arguments):
+        if state.step == FIRST_BAD - 1:
+            raise InterruptedError
+        return real_step(state, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(InterruptedError):
+        patch.setattr(loop, "train_step", step_or_stop)
+        trained(settings(), work)
+    return work
+
+
+def beside(work, root):
+    """A workspace of its own over the same data."""
+    root.mkdir(exist_ok=True)
+    for item in work.root.iterdir():
+        if item.name != "runs":
+            (root / item.name).symlink_to(item)
+    return Workspace(root)
+
+
+@pytest.mark.parametrize("moment", ["decided", "withdrawn", "gone back"])
+def test_a_run_killed_while_it_goes_back_ends_like_the_one_left_alone(
+    moment, recovered, poisoned, right_before, start, tmp_path
+):
+    work, path = beside(poisoned, tmp_path / "work"), tmp_path / "config.yaml"
+    path.write_text(config_yaml(settings()))
+    shutil.copytree(right_before.runs, work.runs)
+    killed = start("train", path, "--work", work.root, moment, code=KILL)
+    assert killed.wait() == -9, killed.text()
+    run = work.run("run")
+    assert not events(run, "finish")
+    again = start("train", path, "--work", work.root)
+    assert again.wait() == 0, again.text()
+    assert weights(run) == weights(recovered[0])
+    assert SkipLedger.load(run / "incidents").entries == SkipLedger.load(recovered[0] / "incidents").entries
+
+
+# ---- bad shards -----------------------------------------------------------------------------------------------
+
+NOISE, NEWLINES, REPEATED = 3, 6, 1
+"""Shards of en: filled with noise, filled with newlines, and the one of which a copy is appended."""
+
+
+@pytest.fixture(scope="session")
+def bad_shards(clean, copy_of):
+    """The same text with three bad shards among the sixteen of `en`; and the number of the copy."""
+    work = copy_of(clean)
+    (newline,) = load_tokenizer(work.tokenizer).encode_text("\n")
+    overwrite_shard(work, "en", NOISE, noise(8000))
+    overwrite_shard(work, "en", NEWLINES, newline)
+    return work, repeat_shard(work, "en", REPEATED)
+
+
+@pytest.fixture(scope="session")
+def quarantined(bad_shards):
+    """A run with data.quarantine auto: its folder, its summary, and what it knew of each step."""
+    work, _ = bad_shards
+    results = []
+    real_observe = loop.Control.observe
+
+    def observe(control, result, *arguments):
+        results.append(result)
+        return real_observe(control, result, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop.Control, "observe", observe)
+        summary = trained(settings("auto", data={"quarantine": "auto"}), work)
+    return work.run("auto"), summary, results
+
+
+def test_bad_shards_scattered_over_the_run_are_each_named_with_their_documents(quarantined, bad_shards):
+    run, _, _ = quarantined
+    named = json.loads((run / "incidents/quarantine.json").read_text())["shards"]
+    kinds = {(one["source"], one["shard"]): one["kind"] for one in named}
+    copy = bad_shards[1]
+    assert kinds == {("en", NOISE): "hard_shard", ("en", NEWLINES): "easy_shard", ("en", copy): "repeated_shard"}
+    for event in events(run, "hard_shard", "easy_shard", "repeated_shard"):
+        incident = page(run, event.data["page"].removesuffix(".html"))
+        assert incident["samples"], incident["samples_note"]
+        assert {sample["shard"] for sample in incident["samples"]} == {event.data["details"]["shard"]}
+        for sample in incident["samples"]:
+            assert all("en.jsonl" in document["origin"] for document in sample["documents"])
+
+
+def test_the_rest_of_a_named_shard_counts_nothing_while_the_position_advances(quarantined, bad_shards):
+    run, summary, results = quarantined
+    work, _ = bad_shards
+    assert (summary.step, summary.tokens) == (STEPS, STEPS * STEP_TOKENS)
+    named = json.loads((run / "incidents/quarantine.json").read_text())["shards"]
+    since = {(one["source"], one["shard"]): one["from_step"] for one in named}
+    data, _ = open_run_data(settings("auto"), work, False)
+    finder, left_out = RowFinder(data), dict.fromkeys(since, 0)
+    for result in results:
+        rows = finder.rows(result.tokens[0], ROWS)
+        for row, key in enumerate(zip(rows.source_names(), rows.shards.tolist(), strict=True)):
+            counts = not (key in since and result.step >= since[key])
+            assert result.row_counts[row] == (SEQ_LEN if counts else 0)
+            if not counts:
+                left_out[key] += 1
+        assert result.loss == pytest.approx(result.row_nats.sum() / result.row_counts.sum(), rel=1e-6)
+    assert all(count > 16 for count in left_out.values()), left_out
+
+
+def test_quarantine_log_names_the_same_shards_and_lets_them_count(bad_shards):
+    work, copy = bad_shards
+    trained(settings("logged", data={"quarantine": "log"}, train={**SETTINGS["train"], "steps": 150}), work)
+    named = {event.data["details"]["shard"] for event in events(work.run("logged"), "hard_shard", "easy_shard", "repeated_shard")}
+    assert named == {NOISE, NEWLINES, copy}

@@ -1,0 +1,67 @@
+"""`z2a train --dry-run`: everything a run does before its first step, then one batch learned by heart.
+
+A model that cannot learn one batch learns nothing: the rate is wrong, the targets are masked, or there is a bug. The run
+itself is left alone: no checkpoint is read, and nothing is written to its folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from zero2all.common.errors import AnomalyError
+from zero2all.common.workspace import Workspace
+from zero2all.config import RunConfig
+from zero2all.limits.memory import MemorySettings
+from zero2all.packed.transfer import batches_on
+from zero2all.parallel.device import pick_device
+from zero2all.parallel.world import World
+from zero2all.train.checkpoints.store import CheckpointStore
+from zero2all.train.guards.documents import Decode
+from zero2all.train.sanity import Overfit, check_first_loss, dry_run_config, memory_notes, overfit_one_batch, preview
+from zero2all.train.schedule import learning_rate
+from zero2all.train.setup import prepare
+from zero2all.train.step import StepPlan, train_step
+
+
+def dry_run(
+    config: RunConfig,
+    workspace: Workspace,
+    make_decode: Callable[[], Decode] | None = None,
+    say: Callable[[str], None] = print,
+) -> Overfit:
+    """Say what a run of `config` would begin with; AnomalyError where it does not learn. One process, one device."""
+    world = World(device=pick_device(config.parallel.device))
+    short = dry_run_config(config)
+    store = CheckpointStore(workspace.run(config.train.name))
+    try:
+        prepared = prepare(short, workspace, world, store, fresh=True)
+    finally:
+        store.close()
+    for note in prepared.notes:
+        say(note)
+    short, state = prepared.config, prepared.state
+    loader = batches_on(world.device, prepared.data, short.train.tokens_per_step, 0, 1)
+    try:
+        batch = next(iter(loader))
+    finally:
+        loader.close()
+    decode = make_decode() if make_decode is not None and workspace.tokenizer.is_dir() else None
+    for line in preview(batch, prepared.data.channels, None if decode is None else lambda ids: decode(list(ids))):
+        say(line)
+
+    def update() -> float:
+        lr = learning_rate(state.step, short.train.steps, short.optim.lr_max, short.schedule)
+        pending = train_step(state, batch, len(prepared.data.channels), short, world, StepPlan(lr))
+        return pending.result().loss
+
+    result = overfit_one_batch(update)
+    settings = MemorySettings.of(short)
+    total = torch.cuda.mem_get_info(world.device)[1] if world.device.type == "cuda" else None
+    notes = [*check_first_loss(result.losses[0], short.model), *memory_notes(short.model, settings, total)]
+    for line in [*notes, *result.lines()]:
+        say(line)
+    if not result.learns:
+        raise AnomalyError("The dry run did not learn one batch by heart; see the warning above. Nothing was started.")
+    return result
