@@ -8,7 +8,7 @@ import os
 import sys
 
 from zero2all import __version__
-from zero2all.cli import corpus, data, evaluate, exchange, pack, quickstart, tokenizer, train
+from zero2all.cli import board, corpus, data, evaluate, exchange, pack, plot, quickstart, tokenizer, track, train, watch
 from zero2all.cli.verb import HelpFormatter
 from zero2all.common.errors import BadInputError, DiskError, UsageError, UserError, is_disk_full
 
@@ -94,7 +94,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"z2a {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    for stage in (quickstart, corpus, tokenizer, pack, data, train, evaluate, exchange):
+    for stage in (quickstart, corpus, tokenizer, pack, data, train, board, watch, plot, track, evaluate, exchange):
         stage.register(verbs)
     return parser
 

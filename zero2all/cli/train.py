@@ -1,15 +1,14 @@
-"""`z2a train` and `z2a plot`."""
+"""`z2a train`."""
 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from zero2all.cli.verb import Subparsers, add_verb, add_work, workspace_of
 
 
 def register(verbs: Subparsers) -> None:
-    """Add the verbs."""
+    """Add the verb."""
     parser = add_verb(
         verbs,
         "train",
@@ -30,15 +29,6 @@ def register(verbs: Subparsers) -> None:
         "                 [--print-config] [--fresh] [--accept-changes]"
     )
 
-    plot = add_verb(
-        verbs, "plot", "draw the curves of a run", "z2a plot my-run --work my-workspace --png run.png", _plot
-    )
-    plot.add_argument("run", help="name of the run")
-    add_work(plot)
-    plot.add_argument(
-        "--png", type=Path, default=None, metavar="FILE", help="picture to write (default: curves.png in the run)"
-    )
-
 
 def _train(arguments: argparse.Namespace) -> None:
     from zero2all.config import config_yaml, load_config
@@ -54,12 +44,3 @@ def _train(arguments: argparse.Namespace) -> None:
     print(f"{summary.run}: step {summary.step}, {summary.tokens:,} tokens, {summary.tokens_per_second:,.0f} tokens/s")
     for name, value in summary.held_out.items():
         print(f"  {name:<28} {value:.4f}")
-
-
-def _plot(arguments: argparse.Namespace) -> None:
-    from zero2all.track.plot import plot_run
-
-    run = workspace_of(arguments).existing_run(arguments.run)
-    png = arguments.png or run / "curves.png"
-    plot_run(run, png)
-    print(png)

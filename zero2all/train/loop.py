@@ -66,11 +66,16 @@ def train(
         for note in prepared.notes:
             say(note)
         save_run_config(prepared.config, run)
-        metrics = Run(run, queue_rows=config.track.queue_rows)
+        metrics = Run(run, queue_rows=config.track.queue_rows, resumed_from=prepared.state.step or None)
+        reason, message = "done", None
         try:
             return _run_steps(prepared, metrics)
+        except BaseException as error:
+            reason = "preempted" if isinstance(error, PreemptedError) else "failed"
+            message = f"{type(error).__name__}: {error}"
+            raise
         finally:
-            metrics.close(config.track.close_timeout_seconds)
+            metrics.close(config.track.close_timeout_seconds, reason, message)
             with suppress(OSError):
                 for problem in _tracking_problems(metrics):
                     say(problem)
