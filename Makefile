@@ -7,7 +7,7 @@
 BIN := .venv/bin
 RUNTIME := .venv/.runtime-ready
 DEV := .venv/.dev-ready
-SETUP_INPUTS := pyproject.toml requirements.lock scripts/setup.sh
+SETUP_INPUTS := pyproject.toml requirements.lock package.json package-lock.json $(wildcard scripts/*.sh)
 
 .PHONY: quickstart test lint bench gpu clean
 

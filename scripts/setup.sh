@@ -34,3 +34,9 @@ echo "Installing zero2all$extras into .venv (a few minutes the first time)"
     echo "The installation failed. Look at pip's message above; 'rm -rf .venv' starts over." >&2
     exit 1
 }
+
+./scripts/vendor_web.sh
+if [ "${1:-}" = "dev" ]; then
+    ./scripts/install_browser.sh
+    ./scripts/install_sshd.sh
+fi

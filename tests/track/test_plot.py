@@ -10,9 +10,11 @@ import matplotlib
 import numpy as np
 import pytest
 
-from zero2all.common.errors import BadInputError
+from zero2all.common.errors import BadInputError, UsageError
 from zero2all.track import Run
-from zero2all.track.plot import MAX_PNG_BYTES, plot_run, smooth, thin_out
+from zero2all.track.plot import COLORS, MAX_PNG_BYTES, PlotOptions, _run_labels, plot_run, plot_runs, thin_out
+from zero2all.track.reader import RunReader
+from zero2all.track.smoothing import Smoothing
 
 
 def write_realistic_run(folder: Path, steps: int = 400) -> None:
@@ -103,13 +105,61 @@ def test_a_run_without_metrics_is_a_clear_error_and_leaves_no_picture(tmp_path):
     assert not (tmp_path / "run.png").exists()
 
 
-def test_smoothing_keeps_constants_and_straight_lines_and_skips_what_is_not_finite():
-    line = np.arange(100, dtype=np.float64)
-    assert smooth(np.full(50, 3.0), 7) == pytest.approx(np.full(50, 3.0))
-    assert smooth(line, 5)[:85] == pytest.approx(line[:85])
-    line[40] = np.nan
-    assert smooth(line, 5)[40] == pytest.approx(40.0)
-    assert np.isnan(smooth(np.full(9, np.nan), 2)).all()
+def test_several_runs_are_drawn_over_each_other_with_one_color_each(tmp_path):
+    for name in ("first", "second"):
+        with Run(tmp_path / name) as run:
+            run.log({"loss/en": 2.0, "loss": 2.5}, step=1, tokens=1)
+    drawings = []
+    for _ in range(2):
+        plot_runs([tmp_path / "first", tmp_path / "second"], tmp_path / "both.svg", PlotOptions(title="two of them"))
+        drawings.append((tmp_path / "both.svg").read_text())
+    assert drawings[0] == drawings[1], "the same runs give the same bytes"
+    assert drawings[0].count(COLORS[1]) >= 2, "a line of the first run in every panel"
+    assert drawings[0].count(COLORS[2]) >= 2
+    assert drawings[0].count(COLORS[3]) == 0, "two runs, two colors: a channel has a panel of its own"
+
+
+def test_two_runs_of_the_same_name_are_told_apart(tmp_path):
+    for parent in ("a", "b"):
+        with Run(tmp_path / parent / "run") as run:
+            run.log({"loss": 2.0}, step=1, tokens=1)
+    readers = [RunReader(tmp_path / parent / "run") for parent in ("a", "b")]
+    assert _run_labels(readers) == ["a/run (1)", "b/run (2)"]
+
+
+@pytest.mark.parametrize("axis", ["step", "tokens", "time", "flops"])
+def test_every_x_axis_draws(tmp_path, axis):
+    with Run(tmp_path / "run") as run:
+        for step in range(200):
+            run.log({"loss": 5 - step / 100, "flops": step * 1e15}, step=step, tokens=step * 1024)
+    plot_runs([tmp_path / "run"], tmp_path / "run.png", PlotOptions(axis=axis, log_y=axis == "flops"))
+    size_of_png(tmp_path / "run.png")
+
+
+def test_a_flops_axis_without_flops_is_a_clear_error(tmp_path):
+    with Run(tmp_path / "run") as run:
+        run.log({"loss": 2.5}, step=1, tokens=1)
+    with pytest.raises(BadInputError, match="logs no `flops`"):
+        plot_runs([tmp_path / "run"], tmp_path / "run.png", PlotOptions(axis="flops"))
+
+
+@pytest.mark.parametrize("smoothing", [None, Smoothing("ema", 20), Smoothing("median", 9)])
+def test_metrics_smoothing_size_and_resolution_can_be_chosen(tmp_path, smoothing):
+    write_realistic_run(tmp_path / "run")
+    options = PlotOptions(metrics=("lr", "loss"), smoothing=smoothing, width_inches=4, height_inches=3, dpi=300)
+    plot_runs([tmp_path / "run"], tmp_path / "run.png", options)
+    assert size_of_png(tmp_path / "run.png") == (1200, 900)
+
+
+def test_a_pdf_is_a_pdf_and_other_endings_are_refused(tmp_path):
+    with Run(tmp_path / "run") as run:
+        run.log({"loss": 2.5}, step=1, tokens=1)
+    plot_runs([tmp_path / "run"], tmp_path / "run.PDF")
+    assert (tmp_path / "run.PDF").read_bytes().startswith(b"%PDF-")
+    with pytest.raises(UsageError, match=r"\.svg"):
+        plot_runs([tmp_path / "run"], tmp_path / "run.gif")
+    with pytest.raises(UsageError, match="No metric `los`"):
+        plot_runs([tmp_path / "run"], tmp_path / "run.png", PlotOptions(metrics=("los",)))
 
 
 def test_thinning_a_million_points_keeps_a_one_step_spike():

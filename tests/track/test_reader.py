@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +17,13 @@ import pytest
 
 from zero2all.common.errors import BadInputError
 from zero2all.track import Run
-from zero2all.track.reader import read_run
+from zero2all.track.reader import RunReader, Smoothing, read_run
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    """Sidecars of the tests stay with the tests."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
 def write(folder: Path, steps: range, value: float, writer: str = "train", key: str = "loss") -> None:
@@ -107,11 +119,13 @@ def test_half_a_last_line_and_garbage_are_skipped_counted_and_named(tmp_path):
         "{'python': 中文}".encode(),
     ]
     path.write_bytes(b"\n".join(garbage) + b"\n\n" + good + b'{"step":3,"time":1.5,"tokens":30,"val')
+    assert read_run(tmp_path).skipped_lines == len(garbage), "the last line may still be in the making"
+    long_ago = time.time() - 100
+    os.utime(path, (long_ago, long_ago))
     run = read_run(tmp_path)
     assert run.series["loss"].step.tolist() == [0, 1, 2]
     assert run.skipped_lines == len(garbage) + 1
-    assert len(run.problems) == 1
-    assert "train-1.jsonl" in run.problems[0]
+    assert run.problems == ["train-1.jsonl: unreadable lines: 8", "train-1.jsonl: half a last line: 1"]
 
 
 def test_values_that_are_no_numbers_are_counted_and_the_rest_of_the_row_is_used(tmp_path):
@@ -169,3 +183,345 @@ def test_a_running_run_can_be_read(tmp_path):
             break
     run.close()
     assert seen == 1
+
+
+# ---- following a run ----
+
+
+def test_a_reader_follows_a_run_row_by_row_and_says_when_something_is_new(tmp_path):
+    run = Run(tmp_path)
+    reader = RunReader(tmp_path)
+    for step in range(3):
+        version = reader.version
+        run.log({"loss": float(step)}, step=step, tokens=step)
+        run.event("note", step=step)
+        while not any((event.kind, event.step) == ("note", step) for event in reader.events()):
+            reader.refresh()
+        assert reader.version > version
+        assert reader.series("loss").step.tolist() == list(range(step + 1))
+    version = reader.version
+    assert reader.refresh() is False
+    assert reader.version == version
+    seen = len(reader.events())
+    run.close()
+    assert reader.refresh() is True
+    assert [event.kind for event in reader.events(after=seen)] == ["end"]
+
+
+def test_half_a_line_is_waited_for(tmp_path):
+    write(tmp_path, range(3), 0.0)
+    path = tmp_path / "metrics" / "train-1.jsonl"
+    reader = RunReader(tmp_path)
+    row = b'{"step":7,"time":1.5,"tokens":30,"values":{"loss":4.0}}\n'
+    for byte in range(len(row)):
+        with open(path, "ab") as file:
+            file.write(row[byte : byte + 1])
+        reader.refresh()
+        assert len(reader.series("loss")) == (4 if byte == len(row) - 1 else 3)
+    assert reader.problems == {}
+
+
+def test_a_second_attempt_appears_while_the_run_is_watched(tmp_path):
+    write(tmp_path, range(31), 0.0)
+    reader = RunReader(tmp_path)
+    assert len(reader.ghosts("loss")) == 0
+    write(tmp_path, range(21, 26), 100.0)
+    assert reader.refresh()
+    assert reader.series("loss").value.tolist() == [*range(21), *range(121, 126)]
+    assert reader.ghosts("loss").step.tolist() == list(range(21, 31))
+    assert reader.ghosts("loss").value.tolist() == list(range(21, 31))
+
+
+def test_a_resume_takes_back_all_after_its_checkpoint_even_what_it_has_not_repeated(tmp_path):
+    with Run(tmp_path) as run:
+        for step in range(10, 60, 10):
+            run.log({"loss": 1.0}, step=step)
+            run.log({"eval/score": 1.0}, step=step - 5)
+    with Run(tmp_path, resumed_from=20) as run:
+        run.log({"loss": 2.0}, step=40)
+    reader = RunReader(tmp_path)
+    assert reader.series("loss").step.tolist() == [10, 20, 40]
+    assert reader.series("eval/score").step.tolist() == [5, 15]
+    assert reader.ghosts("eval/score").step.tolist() == [25, 35, 45]
+
+
+def test_a_rollback_within_a_process_takes_back_what_it_left(tmp_path):
+    with Run(tmp_path) as run:
+        for step in range(31):
+            run.log({"loss": float(step), "other": 1.0}, step=step)
+        run.event("rollback", step=20, data={"from_step": 30, "to_step": 20})
+        for step in range(21, 26):
+            run.log({"loss": 100.0 + step}, step=step)
+        run.event("rollback", step=22, data={"from_step": 25, "to_step": 22})
+        run.log({"loss": 200.0}, step=23)
+    reader = RunReader(tmp_path)
+    assert reader.series("loss").value.tolist() == [*range(21), 121, 122, 200]
+    assert reader.series("other").step.tolist() == list(range(21))
+    assert reader.ghosts("loss").step.tolist() == [*range(21, 24), 23, 24, 24, 25, 25, *range(26, 31)]
+
+
+def test_a_replaced_file_is_read_anew_and_counted(tmp_path):
+    write(tmp_path, range(50), 0.0)
+    reader = RunReader(tmp_path)
+    path = tmp_path / "metrics" / "train-1.jsonl"
+    changed = path.read_bytes().replace(b'"loss":', b'"cost":')
+    path.write_bytes(changed + changed[-200:].split(b"\n", 1)[1])  # the same inode, longer, other bytes
+    assert reader.refresh()
+    assert reader.metrics() == ["cost"]
+    shutil.rmtree(tmp_path / "metrics")
+    write(tmp_path, range(5), 7.0)
+    assert reader.refresh()
+    assert reader.metrics() == ["loss"]
+    assert reader.problems["train-1.jsonl: replaced by another file"] >= 1
+
+
+def test_a_run_folder_that_disappears_leaves_what_was_read_and_may_come_back(tmp_path):
+    write(tmp_path / "run", range(5), 0.0)
+    reader = RunReader(tmp_path / "run")
+    shutil.move(tmp_path / "run", tmp_path / "elsewhere")
+    assert reader.refresh() is True
+    assert reader.refresh() is False
+    (tmp_path / "run").mkdir()
+    assert reader.refresh() is False
+    (tmp_path / "run").rmdir()
+    assert reader.refresh() is False
+    assert len(reader.series("loss")) == 5
+    assert reader.status.state == "unknown"
+    assert reader.problems == {"the metrics folder disappeared": 1}
+    shutil.move(tmp_path / "elsewhere", tmp_path / "run")
+    assert reader.refresh() is True
+    assert reader.problems == {}
+    assert reader.status.state == "finished"
+
+
+def test_a_folder_that_is_not_there_yet_can_be_watched(tmp_path):
+    reader = RunReader(tmp_path / "later")
+    assert (reader.metrics(), reader.events(), reader.status.state) == ([], [], "unknown")
+    write(tmp_path / "later", range(5), 0.0)
+    assert reader.refresh()
+    assert len(reader.series("loss")) == 5
+
+
+def test_a_clock_that_jumps_back_moves_no_step(tmp_path):
+    (tmp_path / "metrics").mkdir()
+    rows = [
+        {"step": step, "time": 1000.0 + step - (500 if step > 50 else 0), "tokens": step, "values": {"loss": step}}
+        for step in range(100)
+    ]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "metrics" / "train-1.jsonl").write_text(text)
+    reader = RunReader(tmp_path)
+    assert reader.series("loss").step.tolist() == list(range(100))
+    assert reader.buckets("loss", axis="time", count=10).count.sum() == 100
+
+
+def test_a_line_longer_than_memory_should_hold_is_skipped(tmp_path, monkeypatch):
+    monkeypatch.setattr("zero2all.track.segment.CHUNK_BYTES", 1000)
+    monkeypatch.setattr("zero2all.track.segment.MAX_LINE_BYTES", 4000)
+    write(tmp_path, range(40), 0.0)
+    path = tmp_path / "metrics" / "train-1.jsonl"
+    path.write_bytes(path.read_bytes() + b"x" * 50_000 + b"\n" + path.read_bytes())
+    reader = RunReader(tmp_path)
+    assert len(reader.series("loss")) == 40
+    assert reader.skipped_lines == 1
+
+
+def test_more_names_than_a_board_can_show_are_counted(tmp_path):
+    with Run(tmp_path) as run:
+        for step in range(20):
+            run.log({f"metric/{step}/{number}": 1.0 for number in range(500)}, step=step)
+    reader = RunReader(tmp_path)
+    assert len(reader.metrics()) == 5000
+    assert reader.problems == {"values of metrics beyond the first 5,000 names": 5000}
+
+
+def test_more_events_than_memory_should_hold_are_counted_and_the_end_is_still_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr("zero2all.track.segment.MAX_EVENTS", 50)
+    monkeypatch.setattr("zero2all.track.segment.MAX_TEXT_CHARACTERS", 10_000)
+    with Run(tmp_path) as run:
+        for step in range(20):
+            run.text("sample", "x" * 1000, step=step)
+        for step in range(60):
+            run.event("note", step=step)
+    reader = RunReader(tmp_path)
+    assert sum(event.kind == "text" for event in reader.events()) == 10
+    assert len(reader.events()) == 50
+    assert reader.problems == {"train-1.jsonl: events beyond what is kept": 32}
+    assert reader.status.state == "finished"
+
+
+def test_threads_may_ask_while_the_run_grows(tmp_path):
+    run = Run(tmp_path)
+    reader = RunReader(tmp_path)
+    lengths: list[int] = []
+    errors: list[Exception] = []
+
+    def watch() -> None:
+        try:
+            for _ in range(100):
+                reader.refresh()
+                series = reader.series("loss")
+                assert (np.diff(series.step) > 0).all()
+                lengths.append(len(series))
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=watch) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for step in range(2000):
+        run.log({"loss": 1.0}, step=step)
+    for thread in threads:
+        thread.join()
+    run.close()
+    reader.refresh()
+    assert errors == []
+    assert len(reader.series("loss")) == 2000
+    assert max(lengths) <= 2000
+
+
+# ---- axes ----
+
+
+def test_every_axis_has_its_own_x(tmp_path):
+    with Run(tmp_path) as run:
+        for step in range(1, 11):
+            run.log({"loss": 1.0, "flops": 1e18 * step}, step=step, tokens=100 * step)
+        run.log({"eval/score": 0.5}, step=5, tokens=500)
+    reader = RunReader(tmp_path)
+    assert reader.buckets("loss").x.tolist() == list(range(1, 11))
+    assert reader.buckets("loss", axis="tokens").x.tolist() == list(range(100, 1100, 100))
+    assert reader.buckets("eval/score", axis="flops").x.tolist() == [5e18]
+    assert reader.buckets("loss", axis="time").x.tolist() == reader.series("loss").time.tolist()
+    assert reader.buckets("loss", low=3, high=5).x.tolist() == [3, 4, 5]
+    assert len(reader.buckets("absent")) == 0
+    with pytest.raises(ValueError, match="axis"):
+        reader.buckets("loss", axis="weight")  # type: ignore[arg-type]
+
+
+def test_a_run_without_flops_has_an_empty_flops_axis(tmp_path):
+    write(tmp_path, range(5), 0.0)
+    assert len(RunReader(tmp_path).buckets("loss", axis="flops", smoothing=Smoothing("ema", 3))) == 0
+
+
+def test_smoothing_comes_before_the_buckets_and_does_not_depend_on_the_zoom(tmp_path):
+    with Run(tmp_path) as run:
+        for step in range(1000):
+            run.log({"loss": float(step % 2)}, step=step)
+    reader = RunReader(tmp_path)
+    whole = reader.buckets("loss", smoothing=Smoothing("window", 51), count=2000).smooth
+    zoomed = reader.buckets("loss", low=500, high=520, smoothing=Smoothing("window", 51)).smooth
+    assert whole is not None
+    assert zoomed is not None
+    assert whole[500:521].tolist() == zoomed.tolist()
+
+
+def test_the_config_of_a_run_is_read_and_a_broken_one_is_none(tmp_path):
+    reader = RunReader(tmp_path)
+    assert reader.config() is None
+    (tmp_path / "config.yaml").write_text("train:\n  # how long\n  steps: 70\n")
+    assert reader.config() == {"train": {"steps": 70}}
+    assert reader.status.total_steps == 70
+    (tmp_path / "config.yaml").write_text("train: [")
+    assert reader.config() is None
+
+
+# ---- sidecars ----
+
+
+def long_run(folder: Path, rows: int = 12_000) -> Path:
+    (folder / "metrics").mkdir(parents=True)
+    path = folder / "metrics" / "train-1.jsonl"
+    with open(path, "w") as file:
+        file.write(json.dumps({"step": 0, "time": 0.0, "kind": "segment", "data": {"pid": 1, "host": "x"}}) + "\n")
+        for step in range(rows):
+            values = {"loss": step / 7, "lr": 1e-3} | ({"eval": step / 3} if step % 10 == 0 else {})
+            row = {"step": step, "time": 0.5 * step, "tokens": step, "values": values}
+            file.write(json.dumps(row, separators=(",", ":")) + "\n")
+    return path
+
+
+def same(first: RunReader, second: RunReader) -> bool:
+    return first.metrics() == second.metrics() and all(
+        getattr(first.series(metric), column).tolist() == getattr(second.series(metric), column).tolist()
+        for metric in first.metrics()
+        for column in ("step", "value", "tokens", "time")
+    )
+
+
+def test_a_long_run_is_kept_as_a_sidecar_outside_the_run_and_opened_from_it(tmp_path, monkeypatch):
+    path = long_run(tmp_path / "run")
+    first = RunReader(tmp_path / "run", cache=tmp_path / "cache")
+    assert [file.name for file in (tmp_path / "run").iterdir()] == ["metrics"]
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+    monkeypatch.setattr("zero2all.track.rows.parse", None)  # nothing is parsed
+    second = RunReader(tmp_path / "run", cache=tmp_path / "cache")
+    assert same(first, second)
+    assert second.series("eval").step.tolist() == list(range(0, 12_000, 10))
+    assert [event.kind for event in second.events()] == ["segment"]
+    assert second.status.state == first.status.state
+    monkeypatch.undo()
+    with open(path, "ab") as file:
+        file.write(b'{"step":12000,"time":1.5,"tokens":30,"values":{"loss":4.0}}\n')
+    for reader in (second, RunReader(tmp_path / "run", cache=tmp_path / "cache")):
+        reader.refresh()
+        assert reader.series("loss").step.tolist() == list(range(12_001))
+        assert reader.series("loss").value[-1] == 4.0
+
+
+def test_a_sidecar_of_a_file_without_events_and_of_one_that_ended_is_used(tmp_path, monkeypatch):
+    bare, ended = long_run(tmp_path / "bare"), long_run(tmp_path / "ended")
+    bare.write_bytes(bare.read_bytes().split(b"\n", 1)[1])
+    with open(ended, "ab") as file:
+        file.write(b'{"step":12000,"time":1.5,"kind":"end","data":{"reason":"done"}}\n')
+    states = [RunReader(tmp_path / name, cache=tmp_path / "cache").status.state for name in ("bare", "ended")]
+    assert states == ["stalled", "finished"]
+    monkeypatch.setattr("zero2all.track.rows.parse", None)
+    states = [RunReader(tmp_path / name, cache=tmp_path / "cache").status.state for name in ("bare", "ended")]
+    assert states == ["stalled", "finished"]
+
+
+def test_a_sidecar_of_another_or_a_changed_file_is_not_used(tmp_path):
+    path = long_run(tmp_path / "run")
+    RunReader(tmp_path / "run", cache=tmp_path / "cache")
+    changed = path.read_bytes().replace(b'"lr":0.001', b'"lr":0.002')
+    path.write_bytes(changed)  # as long as before
+    assert set(RunReader(tmp_path / "run", cache=tmp_path / "cache").series("lr").value.tolist()) == {0.002}
+    path.write_bytes(changed.replace(b"loss", b"cost") + changed[-500:].split(b"\n", 1)[1])
+    assert "cost" in RunReader(tmp_path / "run", cache=tmp_path / "cache").metrics()
+
+
+def test_a_damaged_sidecar_and_an_unwritable_cache_cost_only_time(tmp_path):
+    long_run(tmp_path / "run")
+    expected = RunReader(tmp_path / "run", cache=tmp_path / "cache")
+    (sidecar,) = (tmp_path / "cache").iterdir()
+    good = sidecar.read_bytes()
+    for bad in (b"", b"z2acols1", good[:-1], good[: len(good) // 2], b"\0" * len(good), good[:20] + b"!" + good[21:]):
+        sidecar.write_bytes(bad)
+        assert same(RunReader(tmp_path / "run", cache=tmp_path / "cache"), expected)
+    (tmp_path / "file").write_text("in the way")
+    assert same(RunReader(tmp_path / "run", cache=tmp_path / "file"), expected)
+
+
+def test_sidecars_not_used_for_longest_make_room(tmp_path, monkeypatch):
+    sizes = []
+    for number in range(3):
+        long_run(tmp_path / f"run{number}")
+        RunReader(tmp_path / f"run{number}", cache=tmp_path / "cache")
+        sizes.append(sum(file.stat().st_size for file in (tmp_path / "cache").iterdir()))
+        monkeypatch.setattr("zero2all.track.sidecar.MAX_CACHE_BYTES", int(2.5 * sizes[0]))
+    assert sizes[1] > sizes[0]
+    assert sizes[2] <= 2.5 * sizes[0]
+
+
+def test_reading_needs_neither_torch_nor_the_libraries_of_other_stages(tmp_path):
+    write(tmp_path, range(5), 0.0)
+    code = """
+import sys
+from pathlib import Path
+sys.modules.update(dict.fromkeys(["torch", "pyarrow", "numba", "matplotlib", "orjson"]))
+from zero2all.track.reader import RunReader
+print(len(RunReader(Path(sys.argv[1])).series("loss")))
+"""
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True)
+    assert (done.stdout.strip(), done.stderr) == ("5", "")

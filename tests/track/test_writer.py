@@ -13,15 +13,23 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from zero2all.track import Run
 from zero2all.track.config import TrackConfig
-from zero2all.track.writer import REPORT_KIND
+from zero2all.track.writer import END_KIND, REPORT_KIND, SEGMENT_KIND
+
+
+def all_rows_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def rows_of(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """What the program wrote: without the first row, and without the last of a closed run, which are the writer's."""
+    rows = all_rows_of(path)
+    assert rows[0]["kind"] == SEGMENT_KIND
+    return [row for row in rows if row.get("kind") not in (SEGMENT_KIND, END_KIND)]
 
 
 def wait_until(condition, timeout_seconds: float = 10.0) -> None:
@@ -67,6 +75,123 @@ def test_rows_are_written_in_order_with_the_contract_fields(tmp_path):
     assert rows[-1]["data"] == {"path": "step-499", "bytes": 12, "parts": ["a", "b"]}
     assert run.problems == {}
     assert run.dropped_rows == 0
+
+
+def test_a_file_begins_with_who_writes_it_and_ends_with_how_it_ended(tmp_path):
+    with Run(tmp_path, resumed_from=40) as run:
+        run.log({"loss": 1.0}, step=41)
+    first, row, last = all_rows_of(run.path)
+    assert (first["kind"], first["step"]) == ("segment", 40)
+    data = first["data"]
+    assert (data["writer"], data["attempt"], data["resumed_from"], data["format"]) == ("train", 1, 40, 1)
+    assert (data["host"], data["pid"]) == (os.uname().nodename, os.getpid())
+    assert abs(data["process_start"] - psutil.Process().create_time()) < 2
+    assert row["tokens"] == 0
+    assert (last["kind"], last["step"], last["data"]) == ("end", 41, {"reason": "done"})
+
+
+def test_a_run_that_raises_is_marked_as_failed(tmp_path):
+    run = Run(tmp_path)
+
+    def train() -> None:
+        with run:
+            run.log({"loss": 1.0}, step=1)
+            raise RuntimeError("out of cheese")
+
+    with pytest.raises(RuntimeError):
+        train()
+    assert all_rows_of(run.path)[-1]["data"] == {"reason": "failed", "message": "RuntimeError: out of cheese"}
+
+
+def test_the_end_is_the_last_row_whatever_the_reason(tmp_path):
+    run = Run(tmp_path)
+    for step in range(1000):
+        run.log({"loss": 1.0}, step=step)
+    run.close(reason="preempted", message="asked to stop")
+    run.close(reason="done")
+    rows = all_rows_of(run.path)
+    assert rows[-1]["data"] == {"reason": "preempted", "message": "asked to stop"}
+    assert sum(row.get("kind") == "end" for row in rows) == 1
+
+
+@pytest.mark.parametrize(
+    ("last_line", "end"),
+    [("pass", {"reason": "exit"}), ("1 / 0", {"reason": "failed", "message": "ZeroDivisionError: division by zero"})],
+)
+def test_a_program_that_ends_without_closing_leaves_its_end_too(tmp_path, last_line, end):
+    code = f"import sys; from zero2all.track import Run\nrun = Run(sys.argv[1])\nrun.log({{'x': 1}}, 1)\n{last_line}"
+    process = run_python(code, tmp_path)
+    process.communicate(timeout=20)
+    assert all_rows_of(tmp_path / "metrics" / "train-1.jsonl")[-1]["data"] == end
+
+
+def test_texts_and_histograms_are_event_rows(tmp_path):
+    with Run(tmp_path) as run:
+        run.text("greeting", "你好\n" * 3, step=5)
+        run.text("long", "x" * 250_000, step=6)
+        counts, edges = np.histogram([0.0, 0.5, 1.0], bins=2)
+        run.histogram("weights", edges, counts, step=7)
+        run.histogram("wrong", [1.0, 2.0], [1, 2], step=8)
+    text, long, histogram = (row for row in rows_of(run.path) if row["kind"] != REPORT_KIND)
+    assert (text["kind"], text["step"], text["data"]) == ("text", 5, {"name": "greeting", "text": "你好\n" * 3})
+    assert (len(long["data"]["text"]), long["data"]["cut_characters"]) == (100_000, 150_000)
+    assert histogram["data"] == {"name": "weights", "edges": [0.0, 0.5, 1.0], "counts": [1, 2]}
+    assert run.dropped_rows == 1
+    assert any("one edge more" in problem for problem in run.problems)
+
+
+def test_pictures_become_png_files_beside_the_metrics(tmp_path):
+    from PIL import Image
+
+    pixels = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
+    before = pixels.copy()
+    with Run(tmp_path) as run:
+        run.image("attention/层 1", pixels, step=7)
+        run.image("cut", pixels[::2, ::3], step=7)
+        run.image("grey", pixels[:, :, 0], step=7)
+        pixels[:] = 0  # the caller's array is his again
+    names = [row["data"]["name"] for row in rows_of(run.path)]
+    assert names == ["attention/层 1", "cut", "grey"]
+    for row, expected in zip(rows_of(run.path), (before, before[::2, ::3], before[:, :, 0]), strict=True):
+        assert (row["kind"], row["step"]) == ("image", 7)
+        picture = Image.open(tmp_path / "media" / row["data"]["file"])
+        assert np.array_equal(np.asarray(picture), expected)
+        assert (row["data"]["height"], row["data"]["width"]) == expected.shape[:2]
+
+    png = (tmp_path / "media" / rows_of(run.path)[0]["data"]["file"]).read_bytes()
+    with Run(tmp_path) as run:
+        run.image("../../escape", png, step=8)
+        run.image("floats", np.zeros((2, 2, 3)), step=8)
+        run.image("jpeg", b"\xff\xd8\xff", step=8)
+    (row,) = (row for row in rows_of(run.path) if row["kind"] == "image")
+    file = (tmp_path / "media" / row["data"]["file"]).resolve()
+    assert file.read_bytes() == png
+    assert file.is_relative_to(tmp_path / "media")
+    assert (row["data"]["width"], row["data"]["height"], run.dropped_rows) == (30, 20, 2)
+
+
+def test_a_picture_the_disk_does_not_take_holds_up_nothing(tmp_path):
+    (tmp_path / "media").write_text("in the way")
+    with Run(tmp_path) as run:
+        run.image("a", np.zeros((2, 2, 3), np.uint8), step=1)
+        run.log({"loss": 1.0}, step=2)
+    assert rows_of(run.path)[0]["step"] == 2
+    assert run.dropped_rows == 1
+
+
+def test_pictures_that_wait_for_a_hung_disk_are_bounded_in_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr("zero2all.track.writer.MAX_HELD_BYTES", 1_000_000)
+    run = Run(tmp_path)
+    reading = replace_file_by_full_pipe(run)
+    run.log({"loss": 1.0}, step=0)
+    for step in range(100):
+        run.image("a", np.zeros((200, 200, 3), np.uint8), step=step)
+    assert run._held_bytes <= 1_000_000
+    assert run.dropped_rows == 100 - 1_000_000 // 120_000
+    run.log({f"metric/{number}": 1.0 for number in range(5_000)}, step=100)  # a row as large as a picture
+    assert run._held_bytes <= 1_000_000
+    os.close(reading)
+    run.close(0.1)
 
 
 def test_every_attempt_and_every_writer_has_its_own_file(tmp_path):
@@ -176,7 +301,7 @@ def test_remembered_problems_are_bounded(tmp_path):
 def test_log_never_raises_when_the_folder_is_deleted(tmp_path):
     run = Run(tmp_path / "run")
     run.log({"loss": 1.0}, step=0, tokens=0)
-    wait_until(lambda: run.path.stat().st_size > 0)
+    wait_until(lambda: run.path.read_bytes().count(b"\n") == 2)
     shutil.rmtree(tmp_path / "run")
     for step in range(2000):
         run.log({"loss": 1.0}, step=step, tokens=step)
@@ -191,7 +316,7 @@ def test_log_never_raises_when_the_folder_is_deleted(tmp_path):
 def test_writing_goes_on_when_only_the_metrics_folder_was_deleted(tmp_path):
     with Run(tmp_path) as run:
         run.log({"loss": 1.0}, step=1, tokens=1)
-        wait_until(lambda: run.path.stat().st_size > 0)
+        wait_until(lambda: run.path.read_bytes().count(b"\n") == 2)
         shutil.rmtree(tmp_path / "metrics")
         run.log({"loss": 2.0}, step=2, tokens=2)
     rows = rows_of(run.path)
@@ -238,7 +363,7 @@ def test_a_disk_that_stays_full_raises_nothing_and_the_loss_is_counted(tmp_path)
     output, errors = process.communicate(timeout=20)
     assert (process.returncode, errors) == (0, "")
     whole_lines = (tmp_path / "metrics" / "train-1.jsonl").read_bytes().count(b"\n")
-    assert int(output) + whole_lines == 500
+    assert int(output) + whole_lines == 501  # the first row is the writer's own
 
 
 def test_a_hung_disk_blocks_nothing_keeps_the_newest_rows_and_counts_the_dropped(tmp_path):
@@ -372,7 +497,8 @@ print(repr(children), sorted(heavy), ours)
 """
     process = run_python(code, tmp_path)
     output, _ = process.communicate(timeout=20)
-    ours = ["zero2all.common", "zero2all.common.jsonio", "zero2all.track", "zero2all.track.writer"]
+    ours = ["zero2all.common", "zero2all.common.jsonio"]
+    ours += ["zero2all.track", "zero2all.track.picture", "zero2all.track.writer"]
     assert output.strip() == f"'' [] {ours}"
 
 

@@ -12,11 +12,11 @@ from zero2all.common.errors import BadInputError, UsageError
 from zero2all.packed.bestfit import build_best_fit
 from zero2all.packed.layout import open_split
 from zero2all.packed.writer import pack_corpus
+from zero2all.parallel.world import World
 from zero2all.tokenizer.config import TokenizerConfig
 from zero2all.tokenizer.stage import train_on_corpus
 from zero2all.track.reader import read_run
 from zero2all.train import step as step_module
-from zero2all.parallel.world import World
 from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.loop import train
 from zero2all.train.setup import prepare

@@ -6,17 +6,14 @@ step is a function of config and data, so a test can write noise into exactly th
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import random
 import shutil
 
 import numpy as np
 import pytest
-import torch
 
 from zero2all.cli import main
-from zero2all.common.errors import AnomalyError, BadInputError, DiskError, UsageError
 from zero2all.common.manifest import read_manifest, write_manifest
 from zero2all.common.workspace import Workspace, open_workspace
 from zero2all.config import config_from_values, config_yaml
@@ -27,9 +24,8 @@ from zero2all.tokenizer import load_tokenizer
 from zero2all.tokenizer.config import TokenizerConfig
 from zero2all.tokenizer.stage import train_on_corpus
 from zero2all.track.reader import read_run
-from zero2all.train import loop, step as step_module
+from zero2all.train import loop
 from zero2all.train.checkpoints.find import newest_checkpoint
-from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.guards.ledger import SkipLedger
 from zero2all.train.guards.rows import RowFinder
 from zero2all.train.loop import train
@@ -59,7 +55,9 @@ SETTINGS = {
 
 
 def settings(name="run", **sections):
-    values = {section: {**SETTINGS.get(section, {}), **sections.get(section, {})} for section in {**SETTINGS, **sections}}
+    values = {
+        section: {**SETTINGS.get(section, {}), **sections.get(section, {})} for section in {**SETTINGS, **sections}
+    }
     values["train"] = {**values["train"], "name": name}
     return config_from_values(values, "of a test")
 
@@ -421,5 +419,8 @@ def test_the_rest_of_a_named_shard_counts_nothing_while_the_position_advances(qu
 def test_quarantine_log_names_the_same_shards_and_lets_them_count(bad_shards):
     work, copy = bad_shards
     trained(settings("logged", data={"quarantine": "log"}, train={**SETTINGS["train"], "steps": 150}), work)
-    named = {event.data["details"]["shard"] for event in events(work.run("logged"), "hard_shard", "easy_shard", "repeated_shard")}
+    named = {
+        event.data["details"]["shard"]
+        for event in events(work.run("logged"), "hard_shard", "easy_shard", "repeated_shard")
+    }
     assert named == {NOISE, NEWLINES, copy}

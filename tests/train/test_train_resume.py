@@ -41,7 +41,10 @@ def final(run: Path) -> dict[str, bytes]:
     """Every weight, every moment, every counter of the last step."""
     folder = run / f"checkpoints/step-{STEPS:08d}"
     assert verified_checkpoint(folder).step == STEPS
-    return {name: (folder / name).read_bytes() for name in ("model-00000-00000.safetensors", "optimizer-00000-00000.safetensors", "state.json")}
+    return {
+        name: (folder / name).read_bytes()
+        for name in ("model-00000-00000.safetensors", "optimizer-00000-00000.safetensors", "state.json")
+    }
 
 
 @pytest.fixture(scope="module")

@@ -6,13 +6,13 @@ import itertools
 
 import pytest
 import torch
+from zero2all.train.optim import decayed_names
 
 from zero2all.model.config import ModelConfig
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
 from zero2all.train.config import OptimConfig, ScheduleConfig
-from zero2all.train.optim import decayed_names
 from zero2all.train.schedule import learning_rate
 from zero2all.train.state import new_state
 

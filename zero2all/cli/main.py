@@ -8,7 +8,23 @@ import os
 import sys
 
 from zero2all import __version__
-from zero2all.cli import anneal, corpus, data, evaluate, exchange, inspect, pack, perf, quickstart, tokenizer, train
+from zero2all.cli import (
+    anneal,
+    board,
+    corpus,
+    data,
+    evaluate,
+    exchange,
+    inspect,
+    pack,
+    perf,
+    plot,
+    quickstart,
+    tokenizer,
+    track,
+    train,
+    watch,
+)
 from zero2all.cli.verb import HelpFormatter
 from zero2all.common.errors import BadInputError, DiskError, UsageError, UserError, is_disk_full
 
@@ -95,7 +111,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"z2a {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    for stage in (quickstart, corpus, tokenizer, pack, data, train, anneal, inspect, evaluate, exchange, perf):
+    stages = (quickstart, corpus, tokenizer, pack, data, train, anneal, inspect, board, watch, plot, track)
+    for stage in (*stages, evaluate, exchange, perf):
         stage.register(verbs)
     return parser
 

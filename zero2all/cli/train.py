@@ -1,11 +1,10 @@
-"""`z2a train` and `z2a plot`."""
+"""`z2a train`."""
 
 from __future__ import annotations
 
 import argparse
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zero2all.cli.verb import Subparsers, add_verb, add_work, workspace_of
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def register(verbs: Subparsers) -> None:
-    """Add the verbs."""
+    """Add the verb."""
     parser = add_verb(
         verbs,
         "train",
@@ -45,15 +44,6 @@ def register(verbs: Subparsers) -> None:
         "z2a train [-h] CONFIG [--work DIR] [--section.field VALUE …]\n"
         "                 [--print-config] [--print-schedule] [--dry-run]\n"
         "                 [--fresh] [--accept-changes] [--take-over]"
-    )
-
-    plot = add_verb(
-        verbs, "plot", "draw the curves of a run", "z2a plot my-run --work my-workspace --png run.png", _plot
-    )
-    plot.add_argument("run", help="name of the run")
-    add_work(plot)
-    plot.add_argument(
-        "--png", type=Path, default=None, metavar="FILE", help="picture to write (default: curves.png in the run)"
     )
 
 
@@ -107,12 +97,3 @@ def _decoder(workspace: Workspace) -> Callable[[], Decode]:
         return lambda ids: tokenizer.decode(ids, skip_control=False)
 
     return load
-
-
-def _plot(arguments: argparse.Namespace) -> None:
-    from zero2all.track.plot import plot_run
-
-    run = workspace_of(arguments).existing_run(arguments.run)
-    png = arguments.png or run / "curves.png"
-    plot_run(run, png)
-    print(png)

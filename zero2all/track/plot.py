@@ -1,7 +1,8 @@
-"""One picture of a run: a PNG for a paper, a chat or a README.
+"""Pictures of runs, for a paper, a chat or a README: PNG, SVG or PDF.
 
-Panels, each only when its metrics are there: loss, loss per channel, held-out bits per byte per channel, learning
-rate, gradient norm, tokens per second. Thin lines are the values as logged, thick lines are smoothed.
+One run: loss, loss per channel, held-out bits per byte per channel, learning rate, gradient norm, tokens per second,
+each only when its metrics are there. Several runs: one panel per metric, one color per run. Thin lines are the values
+as logged, thick lines are smoothed.
 
 The picture does not lie about what it cannot show: long curves are thinned to the minimum and maximum of each
 bucket, so a one-step spike stays visible; steps whose value was not finite are marked in red at the bottom; resumes
@@ -14,18 +15,20 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zero2all.common.errors import BadInputError
+from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import write_atomic
 from zero2all.common.progress import human_count
-from zero2all.track.reader import RunData, Series, read_run
+from zero2all.common.schema import nearest_hint
+from zero2all.track.reader import Axis, RunReader, Series
+from zero2all.track.smoothing import Smoothing, smooth
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,6 +39,10 @@ DPI_CHOICES = (140, 110, 80, 50, 30)
 """Tried in turn until the picture fits into MAX_PNG_BYTES."""
 MAX_LINE_POINTS = 3_000
 MAX_LEGEND_ENTRIES = 10
+MAX_PANELS = 8
+FORMATS = (".png", ".svg", ".pdf")
+BPB = "eval/valid/bpb/"
+AXIS_LABELS = {"step": "step", "tokens": "tokens", "time": "hours since the first row", "flops": "model FLOPs"}
 
 COLORS = ("#2563eb", "#ea580c", "#059669", "#9333ea", "#db2777", "#0891b2", "#ca8a04", "#4f46e5", "#65a30d", "#64748b")
 INK, FAINT_INK, GRID, ALARM = "#1e293b", "#64748b", "#e2e8f0", "#dc2626"
@@ -71,78 +78,174 @@ STYLE: dict[str, Any] = {
 }
 
 
+@dataclass(frozen=True)
+class PlotOptions:
+    """How a picture is drawn."""
+
+    title: str | None = None
+    """None takes the name of the run, or how many runs there are."""
+    axis: Axis = "step"
+    smoothing: Smoothing | Literal["auto"] | None = "auto"
+    """`auto` smooths long noisy curves over a fiftieth of their rows; None draws the values only."""
+    metrics: tuple[str, ...] = ()
+    """One panel for each of these; empty draws what there is of the usual ones."""
+    width_inches: float = 11.5
+    height_inches: float | None = None
+    """None makes room for the panels."""
+    dpi: int | None = None
+    """Dots per inch of a PNG; None takes the highest at which it stays below 200 KB."""
+    log_y: bool = False
+
+
 def plot_run(run_folder: Path, png: Path, title: str | None = None) -> None:
     """Draw the run in `run_folder` into `png`, at most 200 KB; `title` None takes the name of the run."""
-    run = read_run(run_folder)
-    if not run.series:
-        left_out = f" ({run.skipped_lines} lines could not be read)" if run.skipped_lines else ""
-        raise BadInputError(
-            f"The run {run_folder} has no metrics to draw: there are no rows in {run_folder / 'metrics'}{left_out}. "
-            f"Metrics appear with the first training step; check that this is the folder of a run that has started."
-        )
-    panels = _panels(run)
+    plot_runs([run_folder], png, PlotOptions(title=title))
+
+
+def plot_runs(folders: Sequence[Path], target: Path, options: PlotOptions | None = None) -> None:
+    """Draw one run, or several over each other, into `target`: a .png, .svg or .pdf."""
+    options = options or PlotOptions()
+    if target.suffix.lower() not in FORMATS:
+        raise UsageError(f"{target} has to end with one of {', '.join(FORMATS)}: the ending says what is written.")
+    runs = [_open(folder) for folder in folders]
+    panels = _chosen_panels(runs, options) if options.metrics or len(runs) > 1 else _usual_panels(runs[0])
     if not panels:
         raise BadInputError(
-            f"The run {run_folder} has none of the metrics this picture shows (loss, loss/<channel>, "
-            f"eval/valid/bpb/<channel>, lr, grad_norm, tokens_per_second). It has: {', '.join(list(run.series)[:10])}."
+            f"The run {folders[0]} has none of the metrics this picture shows (loss, loss/<channel>, "
+            f"{BPB}<channel>, lr, grad_norm, tokens_per_second). It has: {', '.join(runs[0].metrics()[:10])}. "
+            f"Name those to draw."
         )
-    write_atomic(png, _render(run, panels, title or run.name))
+    curves = [line for panel in panels for line in panel.lines.values()]
+    if options.axis == "flops" and not any(np.isfinite(curve.along("flops")).any() for curve in curves):
+        raise BadInputError(
+            f"The run {folders[0]} logs no `flops`, so there is nothing to draw over. Choose another axis."
+        )
+    write_atomic(target, _render(runs, panels, options, target.suffix.lower()))
 
 
-def smooth(values: NDArray[np.float64], half_width: int) -> NDArray[np.float64]:
-    """Two running means over `half_width` neighbours on either side; values that are not finite weigh nothing.
-
-    The window grows from nothing at the start, where a loss falls so fast that a full window would begin far below
-    it; at the end and at gaps it takes what is there.
-    """
-    return _running_mean(_running_mean(values, half_width), half_width)
-
-
-def thin_out(
-    steps: NDArray[np.int64], values: NDArray[np.float64], max_points: int
-) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+def thin_out(x: NDArray[Any], values: NDArray[np.float64], max_points: int) -> tuple[NDArray[Any], NDArray[np.float64]]:
     """At most `max_points` points that look the same: the lowest and the highest of every bucket, in order."""
-    if len(steps) <= max_points:
-        return steps, values
+    if len(x) <= max_points:
+        return x, values
     keep = []
-    for bucket in np.array_split(np.arange(len(steps)), max_points // 2):
+    for bucket in np.array_split(np.arange(len(x)), max_points // 2):
         if np.isfinite(values[bucket]).any():
             low, high = np.nanargmin(values[bucket]), np.nanargmax(values[bucket])
             keep += [bucket[min(low, high)], bucket[max(low, high)]]
     index = np.unique(np.asarray(keep, dtype=np.int64))
-    return steps[index], values[index]
+    return x[index], values[index]
 
 
 # ---- what to draw ----
 
 
 @dataclass(frozen=True)
+class _Curve:
+    """One metric of one run."""
+
+    run: RunReader
+    series: Series
+
+    def along(self, axis: Axis) -> NDArray[np.float64]:
+        """The x of every point."""
+        if axis == "tokens":
+            return self.series.tokens.astype(np.float64)
+        if axis == "time":
+            return (self.series.time - self.series.time.min()) / 3600
+        if axis == "flops":
+            flops = self.run.series("flops")
+            if not len(flops):
+                return np.full(len(self.series), np.nan)
+            return np.interp(self.series.step, flops.step, flops.value, left=np.nan, right=np.nan)
+        return self.series.step.astype(np.float64)
+
+
+@dataclass(frozen=True)
 class _Panel:
     title: str
-    lines: dict[str, Series]
+    lines: dict[str, _Curve] = field(default_factory=dict)
+    """By label; the only line of a panel may have none."""
     is_smoothed: bool = True
     tick: Callable[[float, int], str] | None = None
     starts_at_zero: bool = False
 
 
-def _panels(run: RunData) -> list[_Panel]:
-    choices = [
-        _Panel("Training loss (nats per token)", _one(run, "loss")),
+def _open(folder: Path) -> RunReader:
+    if not folder.is_dir():
+        raise BadInputError(f"There is no run in {folder}. Give a run's folder, for example work/runs/NAME.")
+    run = RunReader(folder)
+    if not run.metrics():
+        left_out = f" ({run.skipped_lines} lines could not be read)" if run.skipped_lines else ""
+        raise BadInputError(
+            f"The run {folder} has no metrics to draw: there are no rows in {folder / 'metrics'}{left_out}. "
+            f"Metrics appear with the first training step; check that this is the folder of a run that has started."
+        )
+    return run
+
+
+def _usual_panels(run: RunReader) -> list[_Panel]:
+    """One run: all channels of a kind in one panel."""
+    panels = [
+        replace(_panel_of("loss"), lines=_one(run, "loss")),
         _Panel("Training loss per channel", _channels(run, "loss/")),
-        _Panel("Held-out bits per byte", _channels(run, "eval/valid/bpb/"), is_smoothed=False),
-        _Panel("Learning rate", _one(run, "lr"), is_smoothed=False, tick=_scientific, starts_at_zero=True),
-        _Panel("Gradient norm", _one(run, "grad_norm"), starts_at_zero=True),
-        _Panel("Tokens per second", _one(run, "tokens_per_second"), tick=_count, starts_at_zero=True),
+        _Panel("Held-out bits per byte", _channels(run, BPB), is_smoothed=False),
+        *(replace(_panel_of(metric), lines=_one(run, metric)) for metric in ("lr", "grad_norm", "tokens_per_second")),
     ]
-    return [panel for panel in choices if panel.lines]
+    return [panel for panel in panels if panel.lines]
 
 
-def _one(run: RunData, key: str) -> dict[str, Series]:
-    return {"": run.series[key]} if key in run.series else {}
+def _chosen_panels(runs: list[RunReader], options: PlotOptions) -> list[_Panel]:
+    """Several runs, or metrics by name: one panel per metric, one line per run."""
+    known = sorted({metric for run in runs for metric in run.metrics()})
+    unknown = [metric for metric in options.metrics if metric not in known]
+    if unknown:
+        raise UsageError(f"No metric `{unknown[0]}` in {runs[0].name}. {nearest_hint(unknown[0], known)}")
+    usual = [metric for metric in ("loss", "grad_norm", "lr", "tokens_per_second") if metric in known]
+    by_channel = [metric for prefix in ("loss/", BPB) for metric in known if metric.startswith(prefix)]
+    metrics = list(options.metrics) or [*usual[:1], *by_channel, *usual[1:]][:MAX_PANELS]
+    labels = _run_labels(runs)
+    panels = []
+    for metric in metrics:
+        found = {label: run.series(metric) for label, run in zip(labels, runs, strict=True)}
+        lines = {label: _Curve(run, found[label]) for label, run in zip(labels, runs, strict=True) if len(found[label])}
+        if len(runs) == 1:
+            lines = dict.fromkeys([""], *lines.values())
+        panels.append(replace(_panel_of(metric), lines=lines))
+    return [panel for panel in panels if panel.lines]
 
 
-def _channels(run: RunData, prefix: str) -> dict[str, Series]:
-    return {key.removeprefix(prefix): series for key, series in run.series.items() if key.startswith(prefix)}
+def _run_labels(runs: list[RunReader]) -> list[str]:
+    """The name of each run; the folder above it too where two have the same."""
+    names = [run.name for run in runs]
+    return [
+        name if names.count(name) == 1 else f"{run.folder.resolve().parent.name}/{name} ({number})"
+        for number, (name, run) in enumerate(zip(names, runs, strict=True), start=1)
+    ]
+
+
+def _panel_of(metric: str) -> _Panel:
+    if metric == "loss":
+        return _Panel("Training loss (nats per token)")
+    if metric == "lr":
+        return _Panel("Learning rate", is_smoothed=False, tick=_scientific, starts_at_zero=True)
+    if metric == "grad_norm":
+        return _Panel("Gradient norm", starts_at_zero=True)
+    if metric == "tokens_per_second":
+        return _Panel("Tokens per second", tick=_count, starts_at_zero=True)
+    if metric.startswith("loss/"):
+        return _Panel(f"Training loss: {metric.removeprefix('loss/')}")
+    if metric.startswith(BPB):
+        return _Panel(f"Held-out bits per byte: {metric.removeprefix(BPB)}", is_smoothed=False)
+    return _Panel(metric, is_smoothed=not metric.startswith("eval/"))
+
+
+def _one(run: RunReader, key: str) -> dict[str, _Curve]:
+    series = run.series(key)
+    return {"": _Curve(run, series)} if len(series) else {}
+
+
+def _channels(run: RunReader, prefix: str) -> dict[str, _Curve]:
+    return {key.removeprefix(prefix): _Curve(run, run.series(key)) for key in run.metrics() if key.startswith(prefix)}
 
 
 def _scientific(value: float, _: int) -> str:
@@ -152,6 +255,14 @@ def _scientific(value: float, _: int) -> str:
     return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
 
 
+def _whole(value: float, _: int) -> str:
+    return f"{value:,.0f}"
+
+
+def _plain(value: float, _: int) -> str:
+    return f"{value:g}"
+
+
 def _count(value: float, _: int) -> str:
     return human_count(value).replace(".0", "")
 
@@ -159,22 +270,23 @@ def _count(value: float, _: int) -> str:
 # ---- how to draw it ----
 
 
-def _render(run: RunData, panels: list[_Panel], title: str) -> bytes:
+def _render(runs: list[RunReader], panels: list[_Panel], options: PlotOptions, suffix: str) -> bytes:
     import matplotlib.style
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    style: Any = {**STYLE, "font.sans-serif": _fonts()}
+    style: Any = {**STYLE, "font.family": _fonts(), "svg.hashsalt": "zero2all", "pdf.fonttype": 42}
     # "default" puts aside what the person has in matplotlibrc; both contexts give everything back at the end.
     with matplotlib.style.context("default"), rc_context(style):
         layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12, hspace=0.02, wspace=0.02)
         columns = 1 if len(panels) == 1 else 2
         grid_rows = math.ceil(len(panels) / columns)
-        figure = Figure(figsize=(11.5, 1.0 + 3.0 * grid_rows), facecolor="white", layout=layout)
+        height = options.height_inches or 1.0 + 3.0 * grid_rows
+        figure = Figure(figsize=(options.width_inches, height), facecolor="white", layout=layout)
         FigureCanvasAgg(figure)
-        _draw_heading(figure, run, title)
+        _draw_heading(figure, runs, options.title)
         grid = figure.add_gridspec(grid_rows, columns)
         cells = [(index // columns, index % columns) for index in range(grid_rows * columns)]
         axes: list[Axes] = []
@@ -183,83 +295,122 @@ def _render(run: RunData, panels: list[_Panel], title: str) -> bytes:
             cells = cells[columns:]
         axes += [figure.add_subplot(grid[cell]) for cell in cells[: len(panels) - len(axes)]]
         colors = _colors(panels)
-        last_step = max(int(series.step[-1]) for panel in panels for series in panel.lines.values())
-        first_step = min(int(series.step[0]) for panel in panels for series in panel.lines.values())
+        limits = _x_limits(panels, options.axis)
         for axis, panel in zip(axes, panels, strict=True):
-            _draw_panel(axis, panel, run, colors)
-            pad = max(1.0, 0.015 * (last_step - first_step))
-            axis.set_xlim(first_step - pad, last_step + pad)
-        return png_bytes(figure)
+            _draw_panel(axis, panel, colors, options)
+            axis.set_xlim(*limits)
+        return _saved(figure, suffix, options.dpi)
 
 
-def _draw_heading(figure: Figure, run: RunData, title: str) -> None:
-    last = max(run.series.values(), key=lambda series: series.step[-1])
+def _x_limits(panels: list[_Panel], axis: Axis) -> tuple[float, float]:
+    edges = []
+    for panel in panels:
+        for curve in panel.lines.values():
+            x = curve.along(axis)
+            x = x[np.isfinite(x)]
+            edges += [float(x.min()), float(x.max())] if len(x) else []
+    first, last = min(edges, default=0.0), max(edges, default=1.0)
+    pad = 0.015 * (last - first) or (1.0 if axis == "step" else 0.5)
+    return first - (max(1.0, pad) if axis == "step" else pad), last + (max(1.0, pad) if axis == "step" else pad)
+
+
+def _draw_heading(figure: Figure, runs: list[RunReader], title: str | None) -> None:
+    facts = _facts(runs[0]) if len(runs) == 1 else [", ".join(_shortened(_printable(run.name), 20) for run in runs[:4])]
+    if len(runs) > 4:
+        facts.append(f"and {len(runs) - 4} more")
+    title = title or (runs[0].name if len(runs) == 1 else f"{len(runs)} runs")
+    figure.suptitle(_shortened(_printable(title), 48), x=0.012, ha="left", fontsize=16, fontweight="bold", color=INK)
+    figure.text(0.988, 0.988, "   ·   ".join(facts), ha="right", va="top", fontsize=10, color=FAINT_INK)
+    left_out = {run.name: run.problems for run in runs if run.problems}
+    if left_out:
+        total = sum(sum(problems.values()) for problems in left_out.values())
+        note = f"left out {total:,}: " + "; ".join(problem for problems in left_out.values() for problem in problems)
+        figure.supxlabel(_shortened(_printable(note), 140), x=0.988, ha="right", fontsize=8.5, color=ALARM)
+
+
+def _facts(run: RunReader) -> list[str]:
+    last = max((run.series(metric) for metric in run.metrics()), key=lambda series: series.step[-1])
     facts = [f"step {int(last.step[-1]):,}"]
     if last.tokens[-1] > 0:
         facts.append(f"{human_count(float(last.tokens[-1]))} tokens")
-    if "loss" in run.series:
-        facts.append(f"last loss {run.series['loss'].value[-1]:.4g}")
-    if run.resumed_at_steps:
-        times = len(run.resumed_at_steps)
-        facts.append(f"resumed at step {run.resumed_at_steps[0]:,}" if times == 1 else f"resumed {times} times")
-    figure.suptitle(_shortened(_printable(title), 48), x=0.012, ha="left", fontsize=16, fontweight="bold", color=INK)
-    figure.text(0.988, 0.988, "   ·   ".join(facts), ha="right", va="top", fontsize=10, color=FAINT_INK)
-    if run.skipped_lines or run.skipped_values:
-        left_out = f"left out: {run.skipped_lines} unreadable lines, {run.skipped_values} values that are no numbers"
-        figure.supxlabel(left_out, x=0.988, ha="right", fontsize=8.5, color=ALARM)
+    loss = run.series("loss")
+    if len(loss):
+        facts.append(f"last loss {loss.value[-1]:.4g}")
+    resumed = run.resumed_at_steps
+    if resumed:
+        facts.append(f"resumed at step {resumed[0]:,}" if len(resumed) == 1 else f"resumed {len(resumed)} times")
+    return facts
 
 
-def _draw_panel(axis: Axes, panel: _Panel, run: RunData, colors: dict[str, str]) -> None:
+def _draw_panel(axis: Axes, panel: _Panel, colors: dict[str, str], options: PlotOptions) -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     not_finite = 0
-    half_width = 0
-    for label, series in panel.lines.items():
-        half_width = max(half_width, _draw_line(axis, series, colors[label], panel.is_smoothed))
-        bad_steps = series.step[~np.isfinite(series.value)]
-        not_finite += len(bad_steps)
-        if len(bad_steps):
+    used: Smoothing | None = None
+    for label, curve in panel.lines.items():
+        x = curve.along(options.axis)
+        how = _smoothing_for(len(x), options.smoothing) if panel.is_smoothed else None
+        used = how or used
+        _draw_line(axis, x, curve.series.value, colors[label], how)
+        bad = x[~np.isfinite(curve.series.value)]
+        not_finite += len(bad)
+        if len(bad):
             axis.plot(
-                bad_steps, np.full(len(bad_steps), 0.03), "x", color=ALARM, markersize=5, markeredgewidth=1.4,
+                bad, np.full(len(bad), 0.03), "x", color=ALARM, markersize=5, markeredgewidth=1.4,
                 transform=axis.get_xaxis_transform(), clip_on=False, zorder=5,
             )  # fmt: skip
-    for step in run.resumed_at_steps:
-        axis.axvline(step, color="#94a3b8", linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
-    axis.set_title(panel.title, color=INK)
-    notes = [f"smoothed over ±{half_width} rows"] if half_width else []
+    if options.axis == "step":
+        runs = {id(curve.run): curve.run for curve in panel.lines.values()}
+        for step in [step for run in runs.values() for step in run.resumed_at_steps]:
+            axis.axvline(step, color="#94a3b8", linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
+    axis.set_title(_shortened(_printable(panel.title), 60), color=INK)
+    notes = [f"smoothed ({used.kind}, {used.width:.0f} rows)"] if used else []
     notes += [f"{not_finite} not finite (×)"] if not_finite else []
     axis.set_title(", ".join(notes), loc="right", fontsize=8.5, fontweight="normal", color=FAINT_INK)
-    axis.set_xlabel("step")
-    axis.xaxis.set_major_locator(MaxNLocator(nbins=9, integer=True, steps=[1, 2, 2.5, 5, 10]))
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axis.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 2.5, 5, 10]))
-    if panel.tick:
-        axis.yaxis.set_major_formatter(FuncFormatter(panel.tick))
-    if panel.starts_at_zero and axis.get_ylim()[0] > 0:
-        axis.set_ylim(bottom=0)
+    axis.set_xlabel(AXIS_LABELS[options.axis])
+    axis.xaxis.set_major_locator(MaxNLocator(nbins=9, integer=options.axis == "step", steps=[1, 2, 2.5, 5, 10]))
+    x_tick: Callable[[float, int], str] = {"step": _whole, "tokens": _count, "time": _plain, "flops": _scientific}[
+        options.axis
+    ]
+    axis.xaxis.set_major_formatter(FuncFormatter(x_tick))
+    if options.log_y:
+        axis.set_yscale("log", nonpositive="mask")
+    else:
+        axis.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 2.5, 5, 10]))
+        if panel.tick:
+            axis.yaxis.set_major_formatter(FuncFormatter(panel.tick))
+        if panel.starts_at_zero and axis.get_ylim()[0] > 0:
+            axis.set_ylim(bottom=0)
     if list(panel.lines) != [""]:
         _draw_legend(axis, panel, colors)
 
 
-def _draw_line(axis: Axes, series: Series, color: str, is_smoothed: bool) -> int:
-    """Raw values thin and, where they are many and noisy, the smoothed curve thick; returns the smoothing used."""
-    values = np.where(np.isfinite(series.value), series.value, np.nan)
-    half_width = min(len(values) // 100, 2_000) if is_smoothed else 0
+def _smoothing_for(rows: int, wanted: Smoothing | Literal["auto"] | None) -> Smoothing | None:
+    if wanted != "auto":
+        return wanted
+    # A window that shrinks towards the ends: the others would begin below the steep start of a loss.
+    return Smoothing("window", min(rows / 50, 4_000)) if rows >= 150 else None
+
+
+def _draw_line(
+    axis: Axes, x: NDArray[np.float64], logged: NDArray[np.float64], color: str, smoothing: Smoothing | None
+) -> None:
+    """The values as logged, thin where the smoothed curve is drawn over them."""
+    values = np.where(np.isfinite(logged) & np.isfinite(x), logged, np.nan)
     marker: dict[str, Any] = {"marker": "o", "markersize": 4.5, "markeredgecolor": "white", "markeredgewidth": 0.8}
-    if half_width == 0:
-        line = thin_out(series.step, values, MAX_LINE_POINTS)
+    if smoothing is None:
+        line = thin_out(x, values, MAX_LINE_POINTS)
         axis.plot(*line, color=color, linewidth=1.9, zorder=3, **(marker if len(values) <= 60 else {}))
-        return 0
-    axis.plot(*thin_out(series.step, values, MAX_LINE_POINTS), color=color, linewidth=0.8, alpha=0.4, zorder=2)
-    axis.plot(*thin_out(series.step, smooth(values, half_width), MAX_LINE_POINTS), color=color, linewidth=2.0, zorder=3)
-    return 2 * half_width
+        return
+    axis.plot(*thin_out(x, values, MAX_LINE_POINTS), color=color, linewidth=0.8, alpha=0.4, zorder=2)
+    axis.plot(*thin_out(x, smooth(values, smoothing), MAX_LINE_POINTS), color=color, linewidth=2.0, zorder=3)
 
 
 def _draw_legend(axis: Axes, panel: _Panel, colors: dict[str, str]) -> None:
-    """Name and last value of each channel, the highest first, as the curves lie in the panel."""
+    """Name and last value of each line, the highest first, as the curves lie in the panel."""
     from matplotlib.lines import Line2D
 
-    last = {label: float(series.value[-1]) for label, series in panel.lines.items()}
+    last = {label: float(curve.series.value[-1]) for label, curve in panel.lines.items()}
     ranked = sorted(last, key=lambda label: -last[label] if math.isfinite(last[label]) else -math.inf)
     named = ranked[:MAX_LEGEND_ENTRIES]
     handles: list[Any] = [Line2D([], [], color=colors[label], linewidth=2.5) for label in named]
@@ -271,17 +422,27 @@ def _draw_legend(axis: Axes, panel: _Panel, colors: dict[str, str]) -> None:
 
 
 def _colors(panels: list[_Panel]) -> dict[str, str]:
-    """The first color for what has no channel; a channel has the same one in every panel."""
-    labels = sorted({label for panel in panels for label in panel.lines if label})
+    """The first color for what has no label; a channel, or a run, has the same one in every panel."""
+    labels = list(dict.fromkeys(label for panel in panels for label in panel.lines if label))
     return {"": COLORS[0]} | {label: COLORS[1 + index % (len(COLORS) - 1)] for index, label in enumerate(labels)}
 
 
-def png_bytes(figure: Figure) -> bytes:
-    """The figure as PNG bytes, at the highest resolution that stays within MAX_PNG_BYTES."""
+def _saved(figure: Figure, suffix: str, dpi: int | None) -> bytes:
+    if suffix == ".png":
+        return png_bytes(figure, DPI_CHOICES if dpi is None else (dpi,))
+    drawing = io.BytesIO()
+    # No date and no version: the same run gives the same file.
+    metadata = {"Date": None, "Creator": None} if suffix == ".svg" else {"CreationDate": None, "Producer": None}
+    figure.savefig(drawing, format=suffix[1:], metadata=metadata)
+    return drawing.getvalue()
+
+
+def png_bytes(figure: Figure, dpi_choices: Sequence[int] = DPI_CHOICES) -> bytes:
+    """The figure as PNG bytes, at the first resolution that stays within MAX_PNG_BYTES, or the last."""
     from PIL import Image
 
     data = b""
-    for dpi in DPI_CHOICES:
+    for dpi in dpi_choices:
         raw, picture = io.BytesIO(), io.BytesIO()
         figure.savefig(raw, format="png", dpi=dpi, metadata={"Software": None})
         # A chart has few colors: a palette of 256 looks the same and takes a third of the bytes.
@@ -313,15 +474,3 @@ def _printable(text: str) -> str:
     """Names from a run may hold any character; without a font for them they are escaped instead of boxes."""
     text = "".join(character if character.isprintable() else "?" for character in text)
     return text if _cjk_fonts() else text.encode("latin-1", "backslashreplace").decode("latin-1")
-
-
-def _running_mean(values: NDArray[np.float64], half_width: int) -> NDArray[np.float64]:
-    """Mean over `half_width` neighbours on either side; fewer, but as many on both sides, near the start."""
-    finite = np.isfinite(values)
-    index = np.arange(len(values))
-    reach = np.minimum(index, half_width)
-    first, end = index - reach, np.minimum(index + reach + 1, len(values))
-    totals = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
-    counts = np.concatenate([[0], np.cumsum(finite)])
-    count = counts[end] - counts[first]
-    return np.where(count > 0, (totals[end] - totals[first]) / np.maximum(count, 1), np.nan)

@@ -1,55 +1,324 @@
-"""Read the metrics of a run: all files of all attempts, as one run.
+"""Read a run: all files of all attempts as one, live, at full resolution.
 
-A resumed run repeats the steps after its checkpoint. The training process moves along one line, so the rows of a
-later attempt take back everything an earlier one wrote beyond their first step, even where the later attempt has
-not come that far again. Other writers (late evaluations) visit steps in any order; of theirs, only the same metric
-at the same step is replaced. Events are history and are all kept, with the attempt they belong to.
-
-Lines that cannot be read (torn by a kill, damaged) are skipped, counted and named in `problems`; they never stop a
-reader. Cost: 18 µs per row of 6 values (100,000 rows, 2-core VM, 2026-11), everything in memory.
+`RunReader` follows a run that is being written: `refresh` reads what was appended and is one stat per file when
+nothing was. `read_run` reads a run once, whole. How attempts become one curve is in `series.py`; lines that cannot
+be read (torn by a kill, damaged) are skipped and counted in `problems`, and never stop a reader.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError
-from zero2all.track.writer import FILE_NAME, METRICS_FOLDER
+from zero2all.track.buckets import Buckets, bucket
+from zero2all.track.columns import MAX_METRICS, MetricNames
+from zero2all.track.listing import (
+    CONFIG_FILE,
+    TRAIN_WRITER,
+    RunListing,
+    find_runs,
+    latest_attempt,
+    median_step_seconds,
+    metrics_files,
+    total_steps,
+)
+from zero2all.track.segment import Event, Segment
+from zero2all.track.series import NO_POINTS, Part, Series, by_step, concatenate, join_attempts, join_writers
+from zero2all.track.sidecar import default_cache
+from zero2all.track.smoothing import Smoothing, smooth
+from zero2all.track.spikes import Spike, find_spikes
+from zero2all.track.status import Evidence, RunStatus, is_writer_alive, judge
+from zero2all.track.writer import END_KIND, METRICS_FOLDER, SEGMENT_KIND
 
-TRAIN_WRITER = "train"
-NOT_FINITE = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
+__all__ = [
+    "Axis", "Buckets", "Event", "RunData", "RunListing", "RunReader", "RunStatus", "Series", "Smoothing", "Spike",
+    "find_runs", "read_run",
+]  # fmt: skip
+
+Axis = Literal["step", "tokens", "time", "flops"]
+FLOPS_METRIC = "flops"
+"""Cumulative model FLOPs: what the `flops` axis is made of."""
+MAX_SMOOTH_CURVES = 16
+ROLLBACK_KIND = "rollback"
+"""The process went back to an earlier checkpoint without being started again: data {to_step, …}."""
+VANISHED = "the metrics folder disappeared"
 
 
-@dataclass(frozen=True)
-class Series:
-    """One metric over the run: four columns of equal length, in order of steps, each step once."""
+class RunReader:
+    """One run, as it is now and as it grows. Methods may be called from several threads.
 
-    step: NDArray[np.int64]
-    value: NDArray[np.float64]
-    tokens: NDArray[np.int64]
-    time: NDArray[np.float64]
+    What is read is kept in memory as columns, 8 bytes per value and 24 per row.
+    """
 
-    def __len__(self) -> int:
-        return len(self.step)
+    def __init__(self, folder: Path, cache: Path | None = None) -> None:
+        """Open the run in `folder` and read it. `cache` is where binary copies live; None: the user's cache folder."""
+        self.folder = Path(folder)
+        self.version = 0
+        """Rises whenever `refresh` saw something new."""
+        self._cache = default_cache() if cache is None else Path(cache)
+        self._lock = threading.RLock()
+        self._names = MetricNames()
+        self._segments: dict[str, Segment] = {}
+        self._events: list[Event] = []
+        self._event_keys: set[tuple[str, int, str, int, float]] = set()
+        self._taken_events: dict[str, int] = {}
+        self._joined: dict[str, tuple[int, Series, Series]] = {}
+        self._found_spikes: dict[str, tuple[int, list[Spike]]] = {}
+        self._smooth_curves: dict[tuple[str, Smoothing], tuple[Series, NDArray[np.float64]]] = {}
+        self._problems: dict[str, int] = {}
+        self._gone = False
+        self.refresh()
+
+    @property
+    def name(self) -> str:
+        """The name of the run: that of its folder."""
+        return self.folder.resolve().name
+
+    def refresh(self) -> bool:
+        """Read what was appended since; whether there was anything new. Survives a folder that vanished."""
+        with self._lock:
+            changed = self._refresh()
+            self.version += changed
+            return changed
+
+    def metrics(self) -> list[str]:
+        """The names of all metrics, sorted. At most 5,000 are kept; the rest is counted in `problems`."""
+        with self._lock:
+            return sorted({name for segment in self._segments.values() for name in segment.columns.metrics})
+
+    def series(self, metric: str) -> Series:
+        """One metric over the run, every point of it; empty when there is no such metric."""
+        return self._join(metric)[0]
+
+    def ghosts(self, metric: str) -> Series:
+        """What later attempts took back, in order of steps; a step may be there more than once."""
+        return self._join(metric)[1]
+
+    def buckets(
+        self,
+        metric: str,
+        axis: Axis = "step",
+        low: float | None = None,
+        high: float | None = None,
+        count: int = 2000,
+        smoothing: Smoothing | None = None,
+    ) -> Buckets:
+        """The curve between `low` and `high` of `axis` in at most `count` buckets, smoothed before it is cut.
+
+        Without a `flops` metric the `flops` axis is empty.
+        """
+        points = self.series(metric)
+        x = self._along(points, axis)
+        smoothed = None if smoothing is None else self._smoothed(metric, points, smoothing)
+        return bucket(x, points.value if len(x) else x, smoothed if len(x) else None, low, high, count)
+
+    def events(self, after: int = 0) -> list[Event]:
+        """Events in the order they were found, without the first `after` of them."""
+        with self._lock:
+            return self._events[after:]
+
+    def spikes(self, metric: str = "loss") -> list[Spike]:
+        """Points far above those before them, computed from the curve itself; see `spikes.py` for the rules."""
+        points = self.series(metric)
+        with self._lock:
+            known = self._found_spikes.get(metric)
+            if known is None or known[0] != self.version:
+                known = self._found_spikes[metric] = (self.version, find_spikes(points))
+            return known[1]
+
+    def config(self) -> dict[str, Any] | None:
+        """The resolved config of the run, or None when there is none that can be read."""
+        import yaml
+
+        try:
+            loaded = yaml.load((self.folder / CONFIG_FILE).read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        except (OSError, yaml.YAMLError, ValueError):
+            return None
+        return loaded if isinstance(loaded, dict) else None
+
+    @property
+    def status(self) -> RunStatus:
+        """Where the run stands now, by its files and its process."""
+        with self._lock:
+            latest = latest_attempt([(each.path, each.writer, each.attempt) for each in self._in_order()])
+            if latest is None:
+                gone = "The folder is gone." if self._gone else "There are no metrics yet."
+                return RunStatus(total_steps=total_steps(self.folder), message=gone)
+            segment = self._segments[latest[0].name]
+            alive = is_writer_alive(segment.header)
+            if alive is False and not segment.has_ended:  # it may have written its end since we last read
+                self.refresh()
+                segment = self._segments.get(latest[0].name, segment)
+            rows = segment.columns
+            steps, times = rows.step.view[-256:], rows.time.view[-256:]
+            last_row_time = float(times[-1]) if len(times) else None
+            last_event = segment.events[-1] if segment.events else None
+            last_time = max((t for t in (last_row_time, last_event.time if last_event else None) if t), default=None)
+            evidence = Evidence(
+                header=segment.header,
+                end=segment.last_event.data if segment.has_ended and segment.last_event else None,
+                last_time=last_time,
+                modified=segment.modified,
+                median_step_seconds=median_step_seconds(steps, times),
+                alive=alive,
+            )
+            state, message = judge(evidence)
+            if self._gone:
+                state, message = "unknown", "The folder is gone; this is what it held when it was last seen."
+            step = int(steps[-1]) if len(steps) else last_event.step if last_event else None
+            tokens = int(rows.tokens.view[-1]) if len(rows) else None
+            return RunStatus(state, step, last_time, tokens, total_steps(self.folder), segment.attempt, message)
+
+    @property
+    def resumed_at_steps(self) -> list[int]:
+        """The first step of each training attempt after the first."""
+        with self._lock:
+            wrote = [each for each in self._in_order() if each.writer == TRAIN_WRITER and len(each.columns)]
+            return [int(each.columns.step.view[0]) for each in wrote[1:]]
+
+    @property
+    def skipped_lines(self) -> int:
+        """Lines that are not rows of ours: half-written, damaged, foreign."""
+        with self._lock:
+            return sum(each.skipped_lines + each.has_torn_line for each in self._segments.values())
+
+    @property
+    def problems(self) -> dict[str, int]:
+        """What was left out, and how often. Empty for a healthy run."""
+        with self._lock:
+            counts = dict(self._problems)
+            for segment in self._in_order():
+                name = segment.path.name
+                counts[f"{name}: unreadable lines"] = segment.skipped_lines
+                counts[f"{name}: half a last line"] = int(segment.has_torn_line)
+                counts[f"{name}: values that are no numbers"] = segment.skipped_values
+                counts[f"{name}: events beyond what is kept"] = segment.left_out_events
+                counts[f"{name}: replaced by another file"] = segment.replaced
+            counts[f"values of metrics beyond the first {MAX_METRICS:,} names"] = self._names.left_out_values
+            return {problem: count for problem, count in counts.items() if count}
+
+    # ---- reading ----
+
+    def _refresh(self) -> bool:
+        folder = self.folder / METRICS_FOLDER
+        if not folder.is_dir():
+            self._gone = not self.folder.is_dir()
+            vanished = bool(self._segments) and VANISHED not in self._problems
+            if vanished:
+                self._problems[VANISHED] = 1
+            return vanished
+        self._gone = False
+        came_back = self._problems.pop(VANISHED, None) is not None
+        files = metrics_files(folder)
+        names = {path.name for path, _, _ in files}
+        lost = [name for name in self._segments if name not in names]
+        for name in lost:
+            del self._segments[name]
+            self._taken_events.pop(name, None)
+        changed = bool(lost) or came_back
+        for path, writer, attempt in files:
+            segment = self._segments.get(path.name)
+            if segment is None:
+                segment = self._segments[path.name] = Segment(path, writer, attempt, self._names, self._cache)
+                changed = True
+            try:
+                changed |= segment.refresh()
+            except OSError as error:
+                key = f"{path.name}: cannot be read ({error.strerror})"
+                self._problems[key] = self._problems.get(key, 0) + 1
+        self._take_events()
+        return changed
+
+    def _take_events(self) -> None:
+        new: list[Event] = []
+        for name, segment in self._segments.items():
+            taken = self._taken_events.get(name, 0)
+            if taken > len(segment.events):  # the file was replaced
+                taken = 0
+            new += segment.events[taken:]
+            self._taken_events[name] = len(segment.events)
+        for event in sorted(new, key=lambda event: event.time):
+            key = (event.writer, event.attempt, event.kind, event.step, event.time)
+            if key in self._event_keys and event in self._events:
+                continue
+            self._event_keys.add(key)
+            self._events.append(event)
+
+    def _in_order(self) -> list[Segment]:
+        return sorted(self._segments.values(), key=lambda segment: (segment.writer, segment.attempt))
+
+    # ---- joining ----
+
+    def _join(self, metric: str) -> tuple[Series, Series]:
+        with self._lock:
+            known = self._joined.get(metric)
+            if known is not None and known[0] == self.version:
+                return known[1], known[2]
+            by_writer: dict[str, list[Segment]] = {}
+            for segment in self._in_order():
+                by_writer.setdefault(segment.writer, []).append(segment)
+            joined = [join_attempts(list(_parts(segments, metric))) for segments in by_writer.values()]
+            curve = join_writers([curve for curve, _ in joined])
+            ghosts = by_step(concatenate([ghost for _, ghost in joined]))
+            self._joined[metric] = (self.version, curve, ghosts)
+            return curve, ghosts
+
+    def _smoothed(self, metric: str, points: Series, how: Smoothing) -> NDArray[np.float64]:
+        """The smoothed curve, kept for the next zoom."""
+        with self._lock:
+            known = self._smooth_curves.pop((metric, how), None)
+        if known is None or known[0] is not points:
+            known = (points, smooth(points.value, how))
+        with self._lock:
+            self._smooth_curves[metric, how] = known
+            while len(self._smooth_curves) > MAX_SMOOTH_CURVES:
+                del self._smooth_curves[next(iter(self._smooth_curves))]
+        return known[1]
+
+    def _along(self, points: Series, axis: Axis) -> NDArray[np.float64]:
+        if axis == "step":
+            return points.step.astype(np.float64)
+        if axis == "tokens":
+            return points.tokens.astype(np.float64)
+        if axis == "time":
+            return points.time
+        if axis != "flops":
+            raise ValueError(f"axis={axis!r}: use step, tokens, time or flops.")
+        flops = self.series(FLOPS_METRIC)
+        if not len(flops):
+            return np.empty(0)
+        return np.interp(points.step, flops.step, flops.value, left=np.nan, right=np.nan)
 
 
-@dataclass(frozen=True)
-class Event:
-    """Something that happened at a step."""
-
-    step: int
-    time: float
-    kind: str
-    data: dict[str, Any]
-    writer: str
-    attempt: int
+def _parts(segments: list[Segment], metric: str) -> Iterable[Part]:
+    """What each attempt of one writer wrote of a metric, and from where on it takes the earlier ones back."""
+    earlier_rows = False
+    for segment in segments:
+        cut = None
+        if segment.writer == TRAIN_WRITER and earlier_rows and len(segment.columns):
+            # At the first step itself a metric gives way only to its own new value: an evaluation repeated right
+            # after the resume must not erase the training loss of that step.
+            cut = int(segment.columns.step.view[0])
+            resumed_from = segment.header.get("resumed_from")
+            if type(resumed_from) is int:
+                cut = min(cut, resumed_from)
+        earlier_rows = earlier_rows or len(segment.columns) > 0
+        points = segment.columns.points(metric) or NO_POINTS
+        if segment.writer == TRAIN_WRITER:
+            for event in segment.events:
+                to_step = event.data.get("to_step")
+                if event.kind == ROLLBACK_KIND and type(to_step) is int:
+                    is_before = points.time < event.time
+                    yield Part(points.take(is_before), cut)
+                    points, cut = points.take(~is_before), to_step
+        yield Part(points, cut)
 
 
 @dataclass
@@ -60,7 +329,7 @@ class RunData:
     series: dict[str, Series] = field(default_factory=dict)
     """One entry per metric key."""
     events: list[Event] = field(default_factory=list)
-    """All events of all attempts, in order of time."""
+    """All events of all attempts, in order of time, without the writer's own marks (`segment`, `end`)."""
     resumed_at_steps: list[int] = field(default_factory=list)
     """The first step of each training attempt after the first."""
     rows: int = 0
@@ -72,7 +341,7 @@ class RunData:
     skipped_values: int = 0
     """Values inside good rows that are not numbers."""
     problems: list[str] = field(default_factory=list)
-    """One sentence per file of which something was left out."""
+    """One sentence for everything that was left out."""
 
     @property
     def name(self) -> str:
@@ -80,145 +349,22 @@ class RunData:
         return self.folder.resolve().name
 
 
-def read_run(folder: Path) -> RunData:
+def read_run(folder: Path, cache: Path | None = None) -> RunData:
     """Read all metrics files of the run in `folder`. A run that wrote none yet gives empty data."""
     if not folder.is_dir():
         raise BadInputError(f"There is no run in {folder}. Give a run's folder, for example work/runs/NAME.")
-    run = RunData(folder)
-    by_writer: dict[str, list[_Attempt]] = {}
-    for path, writer, number in _metrics_files(folder / METRICS_FOLDER):
-        attempt = _read_attempt(path, writer, number, run)
-        by_writer.setdefault(writer, []).append(attempt)
-        run.events += attempt.events
-    run.events.sort(key=lambda event: event.time)
-
-    points: dict[str, dict[int, _Point]] = {}
-    for writer, attempts in by_writer.items():
-        for key, merged in _merge(attempts, is_one_line=writer == TRAIN_WRITER, run=run).items():
-            known = points.setdefault(key, {})
-            for step, point in merged.items():
-                if step not in known or point[2] >= known[step][2]:  # two writers, one metric: the newer row
-                    known[step] = point
-    run.series = {key: _series(points[key]) for key in sorted(points)}
-    return run
-
-
-_Point = tuple[float, int, float, int]
-"""Value, tokens, time, attempt."""
-
-
-@dataclass
-class _Attempt:
-    writer: str
-    number: int
-    rows: list[tuple[int, float, int, dict[str, float]]] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
-
-
-def _metrics_files(folder: Path) -> list[tuple[Path, str, int]]:
-    """Every metrics file, by writer and then by attempt as a number (10 comes after 9)."""
-    if not folder.is_dir():
-        return []
-    found = []
-    for path in folder.iterdir():
-        match = FILE_NAME.fullmatch(path.name)
-        if match and path.is_file():
-            found.append((path, match["writer"], int(match["attempt"])))
-    return sorted(found, key=lambda entry: entry[1:])
-
-
-def _read_attempt(path: Path, writer: str, number: int, run: RunData) -> _Attempt:
-    attempt = _Attempt(writer, number)
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        run.problems.append(f"{path.name} cannot be read ({error.strerror}).")
-        return attempt
-    lines, values = run.skipped_lines, run.skipped_values
-    for row in _rows(content, run):
-        step, time = row["step"], float(row["time"])
-        if "kind" in row:
-            attempt.events.append(Event(step, time, row["kind"], row["data"], writer, number))
-        else:
-            attempt.rows.append((step, time, row["tokens"], _numbers(row["values"], run)))
-    run.rows += len(attempt.rows)
-    lines, values = run.skipped_lines - lines, run.skipped_values - values
-    if lines or values:
-        run.problems.append(f"{path.name}: left out {lines} unreadable lines and {values} values that are no numbers.")
-    return attempt
-
-
-def _rows(content: bytes, run: RunData) -> Iterator[dict[str, Any]]:
-    for line in content.split(b"\n"):
-        if not line.strip():
-            continue
-        try:
-            row = jsonio.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if _is_row(row):
-            yield row
-        else:
-            run.skipped_lines += 1
-
-
-def _is_row(row: Any) -> bool:
-    if not isinstance(row, dict) or not _is_int64(row.get("step")) or not _is_number(row.get("time")):
-        return False
-    if "kind" in row:
-        return isinstance(row["kind"], str) and isinstance(row.get("data"), dict)
-    return isinstance(row.get("values"), dict) and _is_int64(row.get("tokens"))
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) is float or _is_int64(value)
-
-
-def _is_int64(value: Any) -> bool:
-    return type(value) is int and -(2**63) <= value < 2**63
-
-
-def _numbers(values: dict[str, Any], run: RunData) -> dict[str, float]:
-    numbers = {}
-    for key, value in values.items():
-        if _is_number(value):
-            numbers[key] = float(value)
-        elif isinstance(value, str) and value in NOT_FINITE:
-            numbers[key] = NOT_FINITE[value]
-        else:
-            run.skipped_values += 1
-    return numbers
-
-
-def _merge(attempts: list[_Attempt], is_one_line: bool, run: RunData) -> dict[str, dict[int, _Point]]:
-    """Lay the attempts of one writer over each other, the later over the earlier."""
-    points: dict[str, dict[int, _Point]] = {}
-    for attempt in attempts:
-        if is_one_line and points and attempt.rows:
-            first_step = attempt.rows[0][0]
-            run.resumed_at_steps.append(first_step)
-            for key, column in points.items():
-                # At the first step itself a metric gives way only to its own new value, written below: an
-                # evaluation repeated right after the resume must not erase the training loss of that step.
-                kept = {step: point for step, point in column.items() if step <= first_step}
-                run.superseded_values += len(column) - len(kept)
-                points[key] = kept
-        for step, time, tokens, values in attempt.rows:
-            for key, value in values.items():
-                column = points.setdefault(key, {})
-                if step in column and column[step][3] != attempt.number:
-                    run.superseded_values += 1
-                column[step] = (value, tokens, time, attempt.number)
-    return {key: column for key, column in points.items() if column}
-
-
-def _series(points: dict[int, _Point]) -> Series:
-    steps = np.fromiter(points, dtype=np.int64, count=len(points))
-    order = np.argsort(steps)
-    value, tokens, time, _ = zip(*points.values(), strict=True)
-    return Series(
-        step=steps[order],
-        value=np.asarray(value, dtype=np.float64)[order],
-        tokens=np.asarray(tokens, dtype=np.int64)[order],
-        time=np.asarray(time, dtype=np.float64)[order],
+    reader = RunReader(folder, cache)
+    metrics = reader.metrics()
+    segments = list(reader._segments.values())
+    events = [event for event in reader.events() if event.kind not in (SEGMENT_KIND, END_KIND)]
+    return RunData(
+        folder,
+        series={metric: reader.series(metric) for metric in metrics if len(reader.series(metric))},
+        events=sorted(events, key=lambda event: event.time),
+        resumed_at_steps=reader.resumed_at_steps,
+        rows=sum(len(segment.columns) for segment in segments),
+        superseded_values=sum(len(reader.ghosts(metric)) for metric in metrics),
+        skipped_lines=reader.skipped_lines,
+        skipped_values=sum(segment.skipped_values for segment in segments),
+        problems=[f"{problem}: {count}" for problem, count in reader.problems.items()],
     )

@@ -9,8 +9,10 @@ When the disk is full or the folder is gone the thread keeps trying, the queue k
 and what was dropped is counted, kept in `problems` and written as an event row as soon as rows can be written again.
 
 Files: `<run>/metrics/<writer>-<attempt>.jsonl`, one per process start, never reopened. Metric rows are
-`{step, time, tokens, values}`, event rows `{step, time, kind, data}`. NaN and the infinities are written as the
-strings "NaN", "Infinity" and "-Infinity", because JSON has no numbers for them.
+`{step, time, tokens, values}`, event rows `{step, time, kind, data}`. The first row is an event `segment` (who writes,
+and from which step a resumed run goes on), the last row of a run that ended by itself an event `end`. NaN and the
+infinities are written as the strings "NaN", "Infinity" and "-Infinity", because JSON has no numbers for them.
+Pictures go to `<run>/media/`; their event row names the file.
 """
 
 from __future__ import annotations
@@ -23,18 +25,24 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any
 
 from zero2all.common import jsonio
+from zero2all.track.picture import Picture, copy_of
 
 METRICS_FOLDER = "metrics"
+MEDIA_FOLDER = "media"
+SEGMENT_KIND = "segment"
+END_KIND = "end"
+FORMAT = 1
 FILE_NAME = re.compile(r"(?P<writer>.+)-(?P<attempt>\d+)\.jsonl")
 WRITER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-REPORT_KIND = "track_problems"
+REPORT_KIND = "tracking"
 """The kind of the event row in which the writer confesses what it had to drop."""
 
 REPORT_EVERY_SECONDS = 1.0
@@ -42,6 +50,10 @@ FIRST_RETRY_SECONDS = 0.1
 LAST_RETRY_SECONDS = 5.0
 MAX_PROBLEMS = 100
 """Different messages kept in `problems`; a million bad metric names must not fill the memory."""
+MAX_TEXT_CHARACTERS = 100_000
+MAX_HELD_BYTES = 128 << 20
+"""Pictures, texts and very large rows waiting for the disk; beyond this, new ones are dropped and counted."""
+LARGE_ROW_VALUES = 1_000
 
 
 class Run:
@@ -55,9 +67,17 @@ class Run:
     """
 
     def __init__(
-        self, folder: Path, writer: str = "train", attempt: int | None = None, queue_rows: int = 10_000
+        self,
+        folder: Path,
+        writer: str = "train",
+        attempt: int | None = None,
+        queue_rows: int = 10_000,
+        resumed_from: int | None = None,
     ) -> None:
         """Create the file of this attempt in `<folder>/metrics`.
+
+        `resumed_from` is the step of the checkpoint a resumed run goes on from: what earlier attempts wrote after it
+        is no longer part of the curve. None for a run that starts from nothing.
 
         `attempt` None takes the number after the highest there is; a number that is already taken is counted up to
         the next free one, so no attempt ever writes into another's file. An unwritable folder raises nothing: it
@@ -70,16 +90,22 @@ class Run:
         self.folder = Path(folder)
         self.writer = writer
         self.attempt = attempt
+        self.resumed_from = resumed_from
         self.dropped_rows = 0
         """Rows that will never be in the file: pushed out of a full queue, not encodable, or logged after close."""
         self.problems: dict[str, int] = {}
         """What went wrong so far, and how often. Empty in a healthy run."""
 
         self._queue: SimpleQueue[_Row | None] = SimpleQueue()
+        self._held_bytes = 0
+        self._end: dict[str, Any] = {}
         self._queue_rows = queue_rows
         self._lock = threading.RLock()  # re-entrant: a signal handler may log an event in the middle of log()
+        self._closed = False
+        self._is_abandoned = False
         self._closing = threading.Event()
         self._pid = os.getpid()
+        self._fork_count = _fork_count
         self._fd: int | None = None
         self._torn = False
         self._reported = (0, 0)
@@ -93,7 +119,7 @@ class Run:
             self._remember("opening the metrics file", error)
         try:
             self._thread.start()
-            atexit.register(self.close)
+            atexit.register(self._close_at_exit)
         except Exception as error:
             self._remember("starting the writer thread", error)
 
@@ -102,23 +128,17 @@ class Run:
         """The file this run writes to."""
         return self.folder / METRICS_FOLDER / f"{self.writer}-{self.attempt or 1}.jsonl"
 
-    def log(self, values: Mapping[str, Any], step: int, tokens: int) -> None:
+    def log(self, values: Mapping[str, Any], step: int, tokens: int = 0) -> None:
         """Write one row of metrics, some time soon. Never blocks, never raises."""
         try:
-            if os.getpid() != self._pid:
+            if self._fork_count != _fork_count:
                 return
-            kept: dict[str, Any] = {}
-            devices: set[Any] = set()
-            for key, value in values.items():
-                if type(value) is float:
-                    kept[key] = value
-                    continue
-                try:
-                    kept[key] = _snapshot(value, devices)
-                except Exception as error:
-                    self._remember(f"the value of {str(key)[:100]!r}", error)
+            kept = dict(values)
+            copies_done: list[Any] = []
+            if not _FLOATS.issuperset(map(type, kept.values())):
+                kept, copies_done = self._snapshots(kept)
             row = {"step": operator.index(step), "time": time.time(), "tokens": operator.index(tokens), "values": kept}
-            self._put((row, _copies_done(devices)))
+            self._put((row, copies_done, 0 if len(kept) < LARGE_ROW_VALUES else self._hold(200 * len(kept))))
         except Exception as error:
             self._drop("log()", error)
 
@@ -128,34 +148,94 @@ class Run:
         `data` may be nested; what JSON cannot hold is written as text.
         """
         try:
-            if os.getpid() != self._pid:
+            if self._fork_count != _fork_count:
                 return
             devices: set[Any] = set()
             content = _frozen(data or {}, devices)
             row = {"step": operator.index(step), "time": time.time(), "kind": _text(kind), "data": content}
-            self._put((row, _copies_done(devices)))
+            self._put((row, _copies_done(devices), 0))
         except Exception as error:
             self._drop("event()", error)
 
-    def close(self, timeout_seconds: float = 2.0) -> None:
-        """Write what is queued, for at most `timeout_seconds`, then end. Calling it again does nothing.
+    def text(self, name: str, text: str, step: int) -> None:
+        """Write a text sample, such as what the model generates at this step. Never blocks, never raises.
 
-        Called at interpreter exit if the program does not. Rows that did not make it are added to `dropped_rows`.
+        Beyond 100,000 characters it is cut, and says so in `cut_characters`.
         """
         try:
-            if os.getpid() != self._pid or self._closing.is_set():
+            if self._fork_count != _fork_count:
                 return
+            whole = _text(text)
+            data: dict[str, Any] = {"name": _text(name), "text": whole[:MAX_TEXT_CHARACTERS]}
+            if len(whole) > MAX_TEXT_CHARACTERS:
+                data["cut_characters"] = len(whole) - MAX_TEXT_CHARACTERS
+            self._event_holding("text", step, data, 4 * len(data["text"]))
+        except Exception as error:
+            self._drop("text()", error)
+
+    def histogram(self, name: str, edges: Sequence[float], counts: Sequence[float], step: int) -> None:
+        """Write a histogram: one edge more than there are counts, as numpy's `histogram` returns them (swapped).
+
+        Never blocks, never raises.
+        """
+        try:
+            if self._fork_count != _fork_count:
+                return
+            edge_list, count_list = _number_list(edges), _number_list(counts)
+            if len(edge_list) != len(count_list) + 1:
+                raise ValueError(f"{len(edge_list)} edges for {len(count_list)} counts: one edge more is needed")
+            data = {"name": _text(name), "edges": edge_list, "counts": count_list}
+            self._event_holding("histogram", step, data, 32 * len(edge_list))
+        except Exception as error:
+            self._drop("histogram()", error)
+
+    def image(self, name: str, image: Any, step: int) -> None:
+        """Write a picture: the bytes of a PNG, or an array of bytes (uint8), height × width × 1, 3 or 4.
+
+        The array is copied now and becomes a PNG in the thread. A picture the disk does not take at once is dropped
+        and counted, so that it does not hold up the rows behind it. Never blocks on the disk, never raises; a tensor
+        on a GPU is waited for.
+        """
+        try:
+            if self._fork_count != _fork_count:
+                return
+            picture = copy_of(image)
+            data = {"name": _text(name), "width": picture.width, "height": picture.height, "file": picture}
+            self._event_holding("image", step, data, len(picture.content))
+        except Exception as error:
+            self._drop("image()", error)
+
+    def close(self, timeout_seconds: float = 2.0, reason: str = "done", message: str | None = None) -> None:
+        """Write what is queued, for at most `timeout_seconds`, then say why the run ended. Again does nothing.
+
+        `reason`: "done"; "failed", with a `message` for whoever looks; "preempted", for a run that will go on. Rows
+        that did not make it are added to `dropped_rows`. Called at interpreter exit if the program does not.
+        """
+        try:
+            if self._fork_count != _fork_count or self._closed:
+                return
+            self._closed = True
+            self._end = {"reason": _text(reason)} | ({} if message is None else {"message": _text(message)[:2000]})
             self._closing.set()
             self._queue.put(None)
-            atexit.unregister(self.close)
+            atexit.unregister(self._close_at_exit)
             if self._thread.ident is not None:
                 self._thread.join(timeout_seconds)
             # One row is in the hands of a thread that did not end; the queue also holds the end mark.
             left_rows = self._queue.qsize() - (0 if self._thread.is_alive() else 1)
             if self._thread.is_alive() or left_rows > 0:
+                self._is_abandoned = True  # these rows are counted here, whatever the thread still does
                 self._drop("close()", TimeoutError("the last rows were not written in time"), max(left_rows, 1))
         except Exception as error:
             self._remember("close()", error)
+
+    def _close_at_exit(self) -> None:
+        """The program ended without closing: with an error that nobody caught, or just so."""
+        error = getattr(sys, "last_value", None)
+        if error is None:
+            self.close(reason="exit")
+        else:
+            self.close(reason="failed", message=_sentence(error))
 
     def __enter__(self) -> Run:
         return self
@@ -163,22 +243,50 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if error is None:
+            self.close()
+        else:
+            self.close(reason="failed", message=_sentence(error))
 
     # ---- the caller's side ----
 
+    def _event_holding(self, kind: str, step: int, data: dict[str, Any], size: int) -> None:
+        """Queue an event that is large, if there is room for it."""
+        row = {"step": operator.index(step), "time": time.time(), "kind": kind, "data": data}
+        self._put((row, [], self._hold(size)))
+
+    def _hold(self, size: int) -> int:
+        """Make sure that there is room for so many bytes, and count them until their row has left the queue."""
+        with self._lock:
+            if self._held_bytes + size > MAX_HELD_BYTES:
+                raise MemoryError(f"more than {MAX_HELD_BYTES >> 20} MiB of pictures and texts wait for the disk")
+            self._held_bytes += size
+        return size
+
+    def _snapshots(self, values: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+        """The values as they are now, and the CUDA events after which they are on the host."""
+        kept: dict[str, Any] = {}
+        devices: set[Any] = set()
+        for key, value in values.items():
+            try:
+                kept[key] = value if type(value) is float else _snapshot(value, devices)
+            except Exception as error:
+                self._remember(f"the value of {str(key)[:100]!r}", error)
+        return kept, _copies_done(devices)
+
     def _put(self, row: _Row) -> None:
-        if self._closing.is_set():
+        if self._closed:
             self._drop("log() or event()", RuntimeError("called after close()"))
             return
         if self._queue.qsize() >= self._queue_rows:
             try:
-                self._queue.get_nowait()
+                oldest = self._queue.get_nowait()
             except Empty:
                 pass  # the thread was faster
             else:
                 with self._lock:
                     self.dropped_rows += 1
+                    self._held_bytes -= oldest[2] if oldest else 0
         self._queue.put(row)
 
     def _drop(self, what: str, error: Exception, rows: int = 1) -> None:
@@ -204,28 +312,44 @@ class Run:
                 self._write(row)
             except Exception as error:
                 self._drop("writing a row", error)
+            if row[2]:
+                with self._lock:
+                    self._held_bytes -= row[2]
         try:
             self._report()
+            end = {"step": self._last_step, "time": time.time(), "kind": END_KIND, "data": self._end}
+            self._append(jsonio.dumps_line(end))
             if self._fd is not None:
                 os.close(self._fd)
         except Exception as error:
             self._remember("ending the writer thread", error)
 
     def _write(self, row: _Row) -> None:
-        content, copies_done = row
+        content, copies_done, _ = row
         for copy_done in copies_done:
             copy_done.synchronize()
-        if "values" in content:
-            content["values"] = self._numbers(content["values"])
-        else:
-            content["data"] = _plain(content["data"])
         self._last_step = content["step"]
-        if self._append(jsonio.dumps_line(content)):
+        if self._append(self._line(content)):
             if self._queue.empty() or time.monotonic() - self._reported_at > REPORT_EVERY_SECONDS:
                 self._report()
-        else:
+        elif not self._is_abandoned:
             with self._lock:
                 self.dropped_rows += 1
+
+    def _line(self, content: dict[str, Any]) -> bytes:
+        if "values" in content:
+            numbers = content["values"].values()
+            if _FLOATS.issuperset(map(type, numbers)) and all(map(math.isfinite, numbers)):
+                try:
+                    return jsonio.dumps_line(content)  # as nearly every row
+                except Exception:
+                    pass  # a name that is no text: it is made one below
+            content["values"] = self._numbers(content["values"])
+        elif isinstance(picture := content["data"].get("file"), Picture):
+            content["data"]["file"] = self._save_picture(picture, content["data"]["name"], content["step"])
+        else:
+            content["data"] = _plain(content["data"])
+        return jsonio.dumps_line(content)
 
     def _numbers(self, values: dict[str, Any]) -> dict[str, float | str]:
         numbers: dict[str, float | str] = {}
@@ -235,6 +359,22 @@ class Run:
             except Exception as error:
                 self._remember(f"the value of {str(key)[:100]!r}", error)
         return numbers
+
+    def _save_picture(self, picture: Picture, name: str, step: int) -> str:
+        """Write the PNG whole under its final name; returns that name below the media folder."""
+        safe_name = re.sub(r"[^A-Za-z0-9_.-]+", "_", name)[:80].strip(".") or "image"
+        folder = self.folder / MEDIA_FOLDER / f"{self.writer}-{self.attempt or 1}"
+        if not self.folder.is_dir():
+            raise FileNotFoundError("the run folder was deleted")
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{step:08d}-{zlib.crc32(name.encode()):08x}-{safe_name}.png"
+        partial = path.with_name(f"{path.name}.partial-{self._pid}")
+        try:
+            partial.write_bytes(picture.png())
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+        return f"{folder.name}/{path.name}"
 
     def _report(self) -> None:
         """Write an event row when rows were dropped or a new kind of problem appeared since the last one."""
@@ -279,24 +419,90 @@ class Run:
         self._open()
 
     def _open(self) -> None:
-        """Create the next free file. A run folder that someone deleted is not brought back to life."""
+        """Create the next free file and begin it. A run folder that someone deleted is not brought back to life."""
         folder = self.folder / METRICS_FOLDER
         folder.mkdir(exist_ok=True)
         if self.attempt is None:
             matches = (FILE_NAME.fullmatch(entry.name) for entry in os.scandir(folder))
             taken = [int(match["attempt"]) for match in matches if match and match["writer"] == self.writer]
             self.attempt = max(taken, default=0) + 1
-        while self._fd is None:
+        while True:
             try:
-                self._fd = os.open(
-                    self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, mode=0o666
-                )
+                fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, mode=0o666)
+                break
             except FileExistsError:
                 self.attempt += 1
+        header = jsonio.dumps_line(
+            {"step": self.resumed_from or 0, "time": time.time(), "kind": SEGMENT_KIND, "data": self._header()}
+        )
+        try:
+            if os.write(fd, header) != len(header):
+                raise OSError("there is no room for the first row")
+        except BaseException:  # a file without its beginning must not stay
+            os.close(fd)
+            self.path.unlink(missing_ok=True)
+            raise
+        self._fd = fd
+
+    def _header(self) -> dict[str, Any]:
+        """Who writes this file: enough to tell later whether that process still runs."""
+        return {
+            "writer": self.writer,
+            "attempt": self.attempt,
+            "host": os.uname().nodename,
+            "pid": self._pid,
+            "process_start": _process_start(),
+            "pid_namespace": _pid_namespace(),
+            "resumed_from": self.resumed_from,
+            "format": FORMAT,
+        }
 
 
-_Row = tuple[dict[str, Any], list[Any]]
-"""A row as it waits in the queue, and the CUDA events after which its values are on the host."""
+_FLOATS = frozenset((float,))
+
+_fork_count = 0
+"""Forks on the way to this process. Unlike asking the kernel for the process number it costs nothing per call."""
+
+
+def _count_fork() -> None:
+    global _fork_count
+    _fork_count += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
+_Row = tuple[dict[str, Any], list[Any], int]
+"""A row as it waits in the queue, the CUDA events after which its values are on the host, and the bytes it holds."""
+
+
+def _number_list(numbers: Any) -> list[float | str]:
+    return [_number(number) for number in (numbers.tolist() if hasattr(numbers, "tolist") else numbers)]
+
+
+def _process_start() -> float:
+    """When this process began, in seconds since the epoch; where the system does not say, now."""
+    try:
+        # The name of the program, in brackets, may hold anything; the start is the 20th field behind it.
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime "))
+        return float(boot.split()[1]) + ticks / os.sysconf("SC_CLK_TCK")
+    except Exception:
+        return time.time()
+
+
+def _pid_namespace() -> str | None:
+    """What tells the process numbers of one container from those of another."""
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return None
+
+
+def _sentence(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}".removesuffix(": ")
+    except Exception:
+        return type(error).__name__
 
 
 def _snapshot(value: Any, devices: set[Any]) -> Any:

@@ -87,12 +87,19 @@ def train(
         for note in prepared.notes:
             speak(note)
         world.first_does(lambda: save_run_config(prepared.config, run))
-        metrics = Run(run, queue_rows=config.track.queue_rows) if world.is_first else None
+        metrics = None
+        if world.is_first:
+            metrics = Run(run, queue_rows=config.track.queue_rows, resumed_from=prepared.state.step or None)
+        reason, message = "done", None
         try:
             return _Training(prepared, store, metrics, make_decode).run_to_the_end()
+        except BaseException as error:
+            reason = "preempted" if isinstance(error, PreemptedError) else "failed"
+            message = f"{type(error).__name__}: {error}"
+            raise
         finally:
             if metrics is not None:
-                metrics.close(config.track.close_timeout_seconds)
+                metrics.close(config.track.close_timeout_seconds, reason, message)
                 with suppress(OSError):
                     for problem in _tracking_problems(metrics):
                         speak(problem)

@@ -1,0 +1,446 @@
+"""What the board's server answers, and to whom."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from starlette.testclient import TestClient
+
+from zero2all.common.errors import UsageError
+from zero2all.track import Run
+from zero2all.track.api import make_app
+from zero2all.track.library import Root, RunLibrary
+from zero2all.track.live import stream_changes
+from zero2all.track.server import Board, BoardOptions, open_roots
+from zero2all.track.wire import Curve, pack_curves, unpack_curves
+
+from .conftest import HOSTILE, SPIKE_STEP
+
+LOCAL = "http://127.0.0.1"
+
+
+def client_of(*roots: Path, cache: Path, **gate: Any) -> TestClient:
+    library = RunLibrary([Root(str(root), root) for root in roots], cache)
+    return TestClient(make_app(library, **gate), base_url=LOCAL)
+
+
+@pytest.fixture(scope="module")
+def client(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
+    with client_of(runs, cache=tmp_path_factory.mktemp("cache")) as client:
+        yield client
+
+
+def curves(client: TestClient, *queries: dict[str, Any]) -> list[Curve]:
+    reply = client.post("/api/curves", json={"queries": list(queries)})
+    assert reply.status_code == 200, reply.text
+    return unpack_curves(reply.content)
+
+
+# ---- runs and curves ----
+
+
+def test_the_list_names_every_run_with_its_state_step_and_loss(client):
+    rows = {row["name"]: row for row in client.get("/api/runs").json()["rows"]}
+    assert set(rows) == {"base", "other", HOSTILE, "torn"}
+    assert rows["base"]["state"] == "finished"
+    assert (rows["base"]["step"], rows["base"]["total"]) == (400, 400)
+    assert client.get("/api/runs", params={"q": "OTH"}).json()["total"] == 1
+
+
+def test_200_runs_are_listed_within_a_second(tmp_path):
+    line = json.dumps({"step": 1, "time": 5.0, "tokens": 1, "values": {"loss": 2.0}}) + "\n"
+    for number in range(200):
+        folder = tmp_path / "runs" / f"run-{number}" / "metrics"
+        folder.mkdir(parents=True)
+        (folder / "train-1.jsonl").write_text(line * 50)
+    client = client_of(tmp_path, cache=tmp_path / "cache")
+    client.get("/api/config")  # whatever is made at the first request
+    started = time.monotonic()
+    found = client.get("/api/runs").json()
+    assert time.monotonic() - started < 1.0
+    assert found["total"] == 200
+
+
+def test_a_spike_of_one_step_is_in_the_band_however_few_buckets_there_are(client):
+    (curve,) = curves(client, {"run": "0/base", "metric": "loss", "count": 10})
+    assert len(curve.columns["x"]) == 10
+    assert curve.columns["high"].max() > 6.5
+    assert curve.columns["mean"].max() < 6.5
+    assert curve.facts["total"] == 400
+
+
+def test_the_end_of_a_curve_has_the_same_smoothed_values_as_the_whole(client):
+    query = {"run": "0/base", "metric": "loss", "count": 4000, "smooth": "ema:20"}
+    whole, end = curves(client, query, {**query, "after": 350})
+    assert end.facts["before"] == 350
+    assert end.columns["x"].tolist() == list(range(351, 401))
+    np.testing.assert_allclose(end.columns["smooth"], whole.columns["smooth"][-50:], rtol=1e-5)
+
+
+@pytest.mark.parametrize("axis", ["step", "tokens", "time"])
+def test_the_difference_to_the_run_itself_is_nothing(client, axis):
+    (curve,) = curves(client, {"run": "0/base", "metric": "loss", "base": "0/base", "axis": axis})
+    assert len(curve.columns["mean"]) == 400
+    assert np.abs(curve.columns["mean"]).max() < 1e-6
+
+
+def test_the_difference_ends_where_the_shorter_run_ends(client):
+    (curve,) = curves(client, {"run": "0/base", "metric": "lr", "base": "0/other"})
+    assert curve.facts["end"] == 300
+    np.testing.assert_allclose(curve.columns["mean"], -1e-4, rtol=1e-4)
+
+
+def test_values_that_are_not_finite_are_left_out_and_their_places_told(client):
+    (curve,) = curves(client, {"run": "0/torn", "metric": "loss"})
+    assert curve.columns["x"].tolist() == [1, 3]
+    assert curve.columns["bad"].tolist() == [2]
+    assert curve.facts["nonfinite"] == 1
+
+
+def test_a_curve_without_points_is_an_empty_answer(client):
+    flops, nothing = curves(
+        client, {"run": "0/base", "metric": "loss", "axis": "flops"}, {"run": "0/base", "metric": "no such metric"}
+    )
+    assert flops.facts == nothing.facts == {"total": 0, "before": 0, "start": None, "end": None, "nonfinite": 0}
+
+
+def test_steps_that_a_later_attempt_took_back_are_ghosts(tmp_path):
+    for resumed, steps in ((None, range(1, 11)), (5, range(6, 9))):
+        with Run(tmp_path / "r", resumed_from=resumed) as run:
+            for step in steps:
+                run.log({"loss": float(step)}, step=step)
+    client = client_of(tmp_path, cache=tmp_path / "cache")
+    curve, ghosts = curves(client, {"run": "0/r", "metric": "loss"}, {"run": "0/r", "metric": "loss", "ghosts": True})
+    assert curve.columns["x"].tolist() == list(range(1, 9))
+    assert ghosts.columns["x"].tolist() == [6, 7, 8, 9, 10]
+
+
+def test_packed_curves_come_out_as_they_went_in():
+    given = Curve({"total": 3, "说明": "é"}, {"x": np.arange(3.0), "mean": np.array([1, np.nan, 3], np.float32)})
+    (empty, found) = unpack_curves(pack_curves([Curve({}), given]))
+    assert empty == Curve({}, {})
+    assert found.facts == given.facts
+    np.testing.assert_array_equal(found.columns["x"], given.columns["x"])
+    np.testing.assert_array_equal(found.columns["mean"], given.columns["mean"])
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        {"metric": "loss"},
+        {"run": "0/base", "metric": "loss", "axis": "weeks"},
+        {"run": "0/base", "metric": "loss", "count": 10**9},
+        {"run": "0/base", "metric": "loss", "low": "1"},
+        {"run": "0/base", "metric": "loss", "smooth": "ema:-3"},
+        {"run": "0/base", "metric": "loss", "smooth": "spline:3"},
+        [],
+    ],
+)
+def test_a_bad_query_is_refused_with_a_reason(client, query):
+    reply = client.post("/api/curves", json={"queries": [query]})
+    assert reply.status_code == 400
+    assert len(reply.json()["error"]) > 20
+
+
+# ---- events and rich values ----
+
+
+def test_recorded_spikes_are_marked_with_value_and_documents(client):
+    marks = client.get("/api/events", params={"id": "0/base", "axis": "tokens"}).json()["marks"]
+    (spike,) = [mark for mark in marks if mark["kind"] == "spike"]
+    assert (spike["step"], spike["x"]) == (SPIKE_STEP, 100 * SPIKE_STEP)
+    facts = client.get("/api/event", params={"id": "0/base", "i": spike["i"]}).json()
+    assert facts["data"]["documents"] == [{"source": "web", "gid": 4242, "position": 17}]
+    assert facts["around"]["loss/zh"] > 7
+
+
+def test_spikes_nobody_recorded_are_found_in_the_loss(tmp_path):
+    with Run(tmp_path / "r") as run:
+        for step in range(1, 301):
+            run.log({"loss": 9.0 if step == 250 else 2.0 + 0.01 * math.sin(step), "loss/en": 1.0}, step=step)
+    client = client_of(tmp_path, cache=tmp_path / "cache")
+    (spike,) = [m for m in client.get("/api/events", params={"id": "0/r"}).json()["marks"] if m["kind"] == "spike"]
+    assert (spike["step"], spike["found"]) == (250, True)
+    facts = client.get("/api/event", params={"id": "0/r", "i": spike["i"]}).json()
+    assert facts["data"]["value"] == 9.0
+    assert facts["around"]["loss/en"] == 1.0
+
+
+def test_samples_are_listed_by_step_and_fetched_one_by_one(client):
+    found = client.get("/api/rich", params={"id": "0/base", "kind": "text", "name": "capital"}).json()["values"]
+    assert [each["step"] for each in found] == [100, 200, 300, 400]
+    assert "text" not in found[0]
+    facts = client.get("/api/event", params={"id": "0/base", "i": found[0]["i"]}).json()
+    assert facts["data"]["text"].startswith("step 100")
+
+
+def test_what_was_left_out_is_told(client):
+    facts = client.get("/api/run", params={"id": "0/torn"}).json()
+    assert facts["skipped_lines"] >= 2  # and, once it is known not to grow, half a last line
+    assert facts["problems"]
+
+
+def test_csv_has_every_point(client):
+    reply = client.get("/api/csv", params=[("id", "0/base"), ("metric", "loss"), ("metric", "eval/wiki/bpb")])
+    lines = reply.text.splitlines()
+    assert lines[0] == "step,tokens,time,loss,eval/wiki/bpb"
+    assert len(lines) == 401
+    assert lines[1].endswith(",")
+    assert not lines[100].endswith(",")
+
+
+def test_csv_names_cannot_be_formulas(client):
+    reply = client.get("/api/csv", params=[("id", "0/base"), ("metric", "=1+1")])
+    assert reply.text.splitlines() == ["step,tokens,time,'=1+1"]
+
+
+# ---- who may ask for what ----
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "127.0.0.1.evil.example", "evil.example:80", "", "192.168.0.9", "[::2]"]
+)
+def test_other_hosts_names_are_refused(client, host):
+    reply = client.get("/api/runs", headers={"Host": host})
+    assert reply.status_code == 421
+    assert "rows" not in reply.text
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:5"])
+def test_loopback_names_are_answered_on_any_port_since_tunnels_change_it(client, host):
+    assert client.get("/api/runs", headers={"Host": host}).status_code == 200
+
+
+def test_requests_that_another_site_makes_the_browser_send_are_refused(client):
+    headers = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}
+    assert client.get("/api/runs", headers=headers).status_code == 403
+    assert client.get("/", headers={**headers, "Sec-Fetch-Mode": "navigate"}).status_code == 200  # a link to us is fine
+
+
+@pytest.mark.parametrize("path", ["/", "/api/runs", "/api/run?id=nothing", "/no/such/file"])
+def test_every_answer_forbids_inline_scripts_and_framing(client, path):
+    headers = client.get(path).headers
+    policy = headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "script-src 'self'" in policy
+    assert "unsafe" not in policy
+    assert headers["x-content-type-options"] == "nosniff"
+
+
+def test_beyond_loopback_nothing_is_shown_without_the_token(runs, tmp_path):
+    library = RunLibrary([Root("runs", runs)], tmp_path)
+    client = TestClient(make_app(library, host="0.0.0.0", token="secret-token"), base_url="http://10.1.2.3:6106")
+    for path in ("/", "/api/runs", "/main.js", "/?token=wrong", "/api/runs?token="):
+        assert client.get(path).status_code == 401
+    reply = client.get("/?token=secret-token&x=1", follow_redirects=False)
+    assert (reply.status_code, reply.headers["location"]) == (303, "/?x=1")
+    assert "httponly" in reply.headers["set-cookie"].lower()
+    assert "samesite=strict" in reply.headers["set-cookie"].lower()
+    assert client.get("/api/runs").status_code == 200  # by the cookie
+    assert client.get("/api/runs", headers={"Host": "evil.example"}).status_code == 421  # the name still counts
+    bare = TestClient(client.app, base_url="http://10.1.2.3")
+    assert bare.get("/api/runs", headers={"Authorization": "Bearer secret-token"}).status_code == 200
+
+
+def test_the_redirect_after_the_token_cannot_lead_elsewhere(runs, tmp_path):
+    client = TestClient(make_app(RunLibrary([Root("runs", runs)], tmp_path), token="t"), base_url=LOCAL)
+    reply = client.get("//evil.example/?token=t", follow_redirects=False)
+    assert reply.status_code in (303, 401)
+    assert not reply.headers.get("location", "/").startswith("//")
+
+
+def test_a_board_on_loopback_has_no_token_unless_asked_and_others_always(tmp_path):
+    for options, has_token in [
+        (BoardOptions(port=0), False),
+        (BoardOptions(port=0, needs_token=True), True),
+        (BoardOptions(host="0.0.0.0", port=0), True),
+    ]:
+        board = Board([str(tmp_path)], options, tmp_path / "cache")
+        board.socket.close()
+        assert ("?token=" in board.url) is has_token
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/../pyproject.toml",
+        "/..%2fpyproject.toml",
+        "/vendor/../../__init__.py",
+        "/%2e%2e/api.py",
+        "/main.js%00",
+        "/api/run?id=0/../../etc",
+        "/api/run?id=../base",
+        "/api/config?id=/etc/passwd",
+    ],
+)
+def test_no_path_leaves_the_served_folders(client, path):
+    reply = client.get(path)
+    assert reply.status_code in (400, 404)
+    assert "zero2all" not in reply.text
+
+
+def test_pictures_are_served_from_the_media_folder_only(tmp_path):
+    run_folder = tmp_path / "runs" / "r"
+    with Run(run_folder) as run:
+        for step, name in enumerate(["ok.png", "../config.png", "/etc/passwd", "a.svg", "link.png", 7, "none.png"]):
+            run.event("image", step, {"name": "x", "file": name})
+    (run_folder / "media").mkdir(exist_ok=True)
+    (run_folder / "media" / "ok.png").write_bytes(b"\x89PNG")
+    (run_folder / "media" / "a.svg").write_text("<svg onload='alert(1)'/>")
+    (run_folder / "config.png").write_text("outside")
+    (run_folder / "media" / "link.png").symlink_to(run_folder / "config.png")
+    client = client_of(tmp_path, cache=tmp_path / "cache")
+    name = client.get("/api/runs").json()["rows"][0]["id"]
+    events = client.get("/api/rich", params={"id": name, "kind": "image", "name": "x"}).json()["values"]
+    replies = [client.get("/api/media", params={"id": name, "i": event["i"]}) for event in events]
+    assert [reply.status_code for reply in replies] == [200, 400, 400, 400, 400, 400, 400]
+    assert replies[0].headers["content-type"] == "image/png"
+
+
+def test_files_of_the_page_are_not_sent_twice(client):
+    first = client.get("/main.js")
+    again = client.get("/main.js", headers={"If-None-Match": first.headers["etag"]})
+    assert (first.status_code, again.status_code, again.content) == (200, 304, b"")
+
+
+# ---- live ----
+
+
+class Tab:
+    """Reads a stream of changes as a tab does, for as long as it is open."""
+
+    def __init__(self, library: RunLibrary, ids: list[str]) -> None:
+        self.pieces: list[bytes] = []
+        self.times: list[float] = []
+        self.came = threading.Condition()
+        self.is_closed = threading.Event()
+        self.thread = threading.Thread(target=self._read, args=(library, ids), daemon=True)
+        self.thread.start()
+
+    def _read(self, library: RunLibrary, ids: list[str]) -> None:
+        import asyncio
+
+        async def closed() -> bool:
+            return self.is_closed.is_set()
+
+        async def read() -> None:
+            async for piece in stream_changes(library, "boot", ids, 0, closed):
+                with self.came:
+                    self.pieces.append(piece)
+                    self.times.append(time.monotonic())
+                    self.came.notify_all()
+
+        asyncio.run(read())
+
+    def wait_for(self, text: str) -> None:
+        with self.came:
+            assert self.came.wait_for(lambda: any(text in piece.decode() for piece in self.pieces), timeout=10), (
+                self.pieces
+            )
+
+    def close(self) -> None:
+        self.is_closed.set()
+        self.thread.join(5)
+
+
+def test_a_stream_tells_what_moved_at_most_four_times_a_second_and_is_silent_while_idle(tmp_path):
+    run = Run(tmp_path / "r")
+    run.log({"loss": 1.0}, step=1)
+    library = RunLibrary([Root("r", tmp_path)], tmp_path / "cache")
+    tab = Tab(library, ["0/r"])
+    try:
+        tab.wait_for('"step":1')
+        for step in range(2, 40):
+            run.log({"loss": 1.0}, step=step)
+            time.sleep(0.02)  # a trainer that is faster than the limit
+        run.close()
+        tab.wait_for('"step":39')
+        tab.wait_for('"finished"')
+        assert min(np.diff(tab.times)) >= 0.24
+        before = len(tab.pieces)
+        time.sleep(1.2)  # silence cannot be waited for in another way
+        assert len(tab.pieces) - before <= 1  # the list may still tell that it is finished
+        before = len(tab.pieces)
+        time.sleep(0.6)
+        assert len(tab.pieces) == before
+    finally:
+        tab.close()
+
+
+def test_a_run_that_vanishes_or_never_was_does_not_end_the_stream(tmp_path):
+    with Run(tmp_path / "r") as run:
+        run.log({"loss": 1.0}, step=1)
+    library = RunLibrary([Root("r", tmp_path)], tmp_path / "cache")
+    tab = Tab(library, ["0/r", "0/never"])
+    try:
+        tab.wait_for('"0/never":{"gone":true}')
+        shutil.rmtree(tmp_path / "r")
+        tab.wait_for('"gone":["0/r"]')
+        assert re.search(rb'"0/r":\{[^}]*"gone":true', b"".join(tab.pieces))
+        with library.reading("0/r") as still:
+            assert len(still.reader.series("loss")) == 1
+    finally:
+        tab.close()
+
+
+def test_a_run_that_appeared_this_moment_can_be_opened_by_its_address(tmp_path):
+    client = client_of(tmp_path, cache=tmp_path / "cache")
+    assert client.get("/api/runs").json()["rows"] == []
+    with Run(tmp_path / "new") as run:
+        run.log({"loss": 1.0}, step=1)
+    assert client.get("/api/run", params={"id": "0/new"}).json()["step"] == 1
+
+
+# ---- places ----
+
+
+def test_places_may_be_folders_or_hosts_and_nothing_else(tmp_path):
+    local, remote = open_roots([str(tmp_path), "ssh://me@box.example/home/me/runs"], tmp_path / "cache")
+    assert local.facts()["state"] == "live"
+    assert remote.facts() == {"label": "me@box.example/home/me/runs", "remote": True, "state": "connecting"}
+    with pytest.raises(UsageError, match="ssh://user@host"):
+        open_roots(["http://x/y"], tmp_path / "cache")
+
+
+def test_a_port_in_use_is_an_error_that_says_what_to_do(tmp_path):
+    board = Board([str(tmp_path)], BoardOptions(port=0), tmp_path / "cache")
+    port = board.socket.getsockname()[1]
+    with pytest.raises(UsageError, match="--port"):
+        Board([str(tmp_path)], BoardOptions(port=port), tmp_path / "cache")
+    board.socket.close()
+
+
+def test_ctrl_c_ends_the_command_calmly_while_a_page_is_open(runs, tmp_path):
+    words = [sys.executable, "-c", "import sys; from zero2all.cli import main; sys.exit(main())"]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[3])}
+    with subprocess.Popen(
+        [*words, "board", str(runs), str(tmp_path / "nothing"), "--port", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+    ) as process:
+        assert process.stdout is not None
+        assert "does not exist yet" in process.stdout.readline()
+        port = int(re.search(r"127\.0\.0\.1:(\d+)/", process.stdout.readline())[1])
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        connection.request("GET", "/api/stream?run=0/base")
+        assert connection.getresponse().readline().startswith(b"data: ")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 0
+        assert process.stdout.read() == ""

@@ -1,0 +1,267 @@
+"""The page in a real browser: what a person sees and does."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zero2all.track import Run
+
+from .conftest import HOSTILE, SPIKE_STEP, ServedBoard
+
+expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra `dev`)").expect
+
+LOSS = '[data-chart="loss"]'
+
+
+def open_page(page: Any, served: ServedBoard, view: str) -> None:
+    """Open a view and wait until its first chart is painted."""
+    page.goto(f"{served.url}#{view}")
+    page.wait_for_selector('[data-state="painted"]')
+
+
+def words(locale: str, english: str, chinese: str) -> str:
+    return chinese if locale.startswith("zh") else english
+
+
+def test_a_live_training_moves_the_curve_and_ends_as_finished(page, served, live_root, training, locale):
+    name = f"live-{locale}"
+    small = training(live_root / name)
+    small.train(20)
+    open_page(page, served, f"runs=1/{name}")
+    page.wait_for_selector(f'{LOSS}[data-end="20"]')
+    page.get_by_role("main").get_by_text(words(locale, "running", "进行中")).wait_for()
+    assert small.train(15) == 35
+    page.wait_for_selector(f'{LOSS}[data-end="35"]')  # nobody reloaded: the stream brought it
+    small.process.stdin.close()
+    page.get_by_role("main").get_by_text(words(locale, "finished", "已完成")).wait_for()
+
+
+def test_a_killed_training_is_shown_as_crashed(page, served, live_root, training, locale):
+    name = f"killed-{locale}"
+    small = training(live_root / name)
+    small.train(5)
+    open_page(page, served, f"runs=1/{name}")
+    small.process.send_signal(signal.SIGKILL)
+    small.process.wait()
+    crashed = words(locale, "crashed", "已崩溃")
+    page.get_by_role("main").get_by_text(crashed, exact=True).wait_for()
+    page.locator(f'[data-run="1/{name}"]').get_by_text(crashed).wait_for()  # and in the list
+
+
+def test_the_marker_of_a_spike_opens_its_channel_losses_and_documents(page, served, locale):
+    open_page(page, served, "runs=0/base")
+    page.click(f'{LOSS} .marker[data-kind="spike"]')
+    drawer = page.locator("#drawer")
+    drawer.get_by_text(f"{words(locale, 'Spike', '尖峰')} · {words(locale, 'Step', '步数')} {SPIKE_STEP}").wait_for()
+    assert drawer.get_by_role("cell", name="4242").is_visible()  # the document
+    assert drawer.locator(".bars").get_by_text("7.900").is_visible()  # the loss of zh
+    page.keyboard.press("Escape")
+    assert not drawer.is_visible()
+
+
+def test_compared_runs_are_overlaid_and_their_difference_and_configs_shown(page, served, locale):
+    open_page(page, served, "runs=0/base,0/other")
+    legend = page.locator(f"{LOSS} .legend li")
+    assert [line.split("\n")[0] for line in legend.all_inner_texts()] == ["base", "other"]
+    page.locator('[data-run="0/base"] [data-tool="base"]').click()
+    expect(legend).to_have_count(1)
+    assert "base=0/base&diff=1" in page.url
+    row = page.locator('[data-group="config"] tr', has_text="optim.lr_max")
+    assert [cell.strip() for cell in row.locator("td").all_inner_texts()] == ["0.0001", "0.0002"]
+
+
+def test_a_chart_is_saved_as_png_and_all_its_points_as_csv(page, served):
+    open_page(page, served, "runs=0/base")
+    page.hover(LOSS)
+    with page.expect_download() as png:
+        page.click(f'{LOSS} [data-tool="png"]')
+    content = Path(png.value.path()).read_bytes()
+    assert png.value.suggested_filename == "loss.png"
+    assert content[:8] == b"\x89PNG\r\n\x1a\n"
+    assert len(content) > 4000
+    with page.expect_download() as csv:
+        page.click(f'{LOSS} [data-tool="csv"]')
+    assert len(Path(csv.value.path()).read_text().splitlines()) == 401
+
+
+def test_markup_in_names_and_samples_stays_text(page, served):
+    open_page(page, served, "runs=0/base")
+    sample = page.locator('[data-rich="text"]')
+    sample.scroll_into_view_if_needed()
+    sample.get_by_text("step 400: <script>alert(2)</script>").wait_for()
+    page.locator(".run-list").get_by_text(HOSTILE).click()
+    page.get_by_role("heading", name=HOSTILE).wait_for()
+    assert page.locator("main script, main img[src=x], aside img[src=x]").count() == 0
+
+
+def test_zoom_axis_scales_search_and_theme_are_in_the_address(page, served):
+    open_page(page, served, "runs=0/base")
+    plot = page.locator(f"{LOSS} .u-over").bounding_box()
+    page.mouse.move(plot["x"] + 100, plot["y"] + 80)
+    page.mouse.down()
+    page.mouse.move(plot["x"] + 300, plot["y"] + 80, steps=4)
+    page.mouse.up()
+    expect(page).to_have_url(re.compile("zoom="))
+    low, high = map(float, re.search(r"zoom=([\d.]+)~([\d.]+)", page.url).groups())
+    assert 1 < low < high < 400
+    page.keyboard.press("0")
+    page.click('[data-axis="tokens"]')
+    page.wait_for_selector(f'{LOSS}[data-end="40000"]')
+    page.keyboard.press("l")
+    page.click('[data-tool="theme"]')
+    page.keyboard.press("/")
+    page.keyboard.type("grad")
+    expect(page.locator(".groups .card")).to_have_count(1)
+    expect(page).to_have_url(re.compile("q=grad"))
+    for part in ("x=tokens", "ylog=1", "theme=dark"):
+        assert part in page.url
+    page.reload()
+    page.wait_for_selector('[data-chart="grad_norm"][data-state="painted"]')
+    assert page.locator(".groups .card").count() == 1
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+
+
+def test_what_was_left_out_is_said_and_nan_is_marked(page, served):
+    open_page(page, served, "runs=0/torn")
+    page.get_by_text(re.compile(r"Left out: [23] damaged lines")).wait_for()
+    page.locator(LOSS).get_by_text("1 not finite").wait_for()
+
+
+def test_a_run_that_vanishes_while_watched_stays_on_the_screen_with_a_word(page, served, live_root):
+    with Run(live_root / "gone") as run:
+        for step in range(1, 11):
+            run.log({"loss": 1 / step}, step=step)
+    open_page(page, served, "runs=1/gone")
+    shutil.rmtree(live_root / "gone")
+    page.get_by_text("The folder of gone is gone").wait_for()
+    assert page.locator(LOSS).get_attribute("data-points") == "10"
+    page.wait_for_selector('[data-run="1/gone"]', state="detached")
+
+
+def test_an_idle_page_moves_no_bytes(page, served):
+    open_page(page, served, "runs=0/base")
+    page.wait_for_selector('[data-group="config"]')
+    page.wait_for_load_state("load")
+    session = page.context.new_cdp_session(page)
+    session.send("Network.enable")
+    moved: list[float] = []
+    session.on("Network.dataReceived", lambda event: moved.append(event["dataLength"]))
+    session.on("Network.requestWillBeSent", lambda event: moved.append(len(event)))
+    page.wait_for_timeout(1500)  # silence cannot be waited for in another way
+    assert moved == []
+
+
+def test_the_keyboard_reaches_everything_and_help_lists_it(page, served, locale):
+    open_page(page, served, "runs=0/base")
+    page.keyboard.press("?")
+    page.get_by_role("dialog").get_by_text(words(locale, "Find a metric", "查找指标")).wait_for()
+    page.keyboard.press("Escape")
+    page.keyboard.press("n")
+    page.locator("#drawer h2").wait_for()
+    page.keyboard.press("Escape")
+    page.keyboard.press("r")
+    page.keyboard.press("Tab")
+    focused = page.evaluate(
+        "document.activeElement.getAttribute('role') + getComputedStyle(document.activeElement).outlineStyle"
+    )
+    assert focused == "checkboxsolid"
+    page.keyboard.press("Space")
+    expect(page.locator(".run.on")).not_to_have_count(1)
+
+
+def test_on_a_phone_nothing_is_wider_than_the_screen_and_the_list_opens(page, served):
+    page.set_viewport_size({"width": 390, "height": 844})
+    open_page(page, served, "runs=0/base")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    page.click("#menu")
+    page.locator('[data-run="0/other"] .only').click()
+    page.get_by_role("heading", name="other").wait_for()
+
+
+def test_thousands_of_metric_names_stay_usable(page, served, live_root):
+    with Run(live_root / "many") as run:
+        for start in range(0, 6000, 500):
+            run.log({f"m{number % 70}/x{number}": 1.0 for number in range(start, start + 500)}, step=1)
+        run.log({"loss": 1.0}, step=1)
+    open_page(page, served, "runs=1/many")
+    page.get_by_text("beyond the first 5,000 names").first.wait_for()
+    assert page.locator(".card").count() < 500
+    page.fill("#metric-search", "x4321")
+    page.wait_for_selector('[data-chart="m51/x4321"][data-state="painted"]')
+
+
+def test_without_the_chart_library_the_page_says_what_is_missing(page, served):
+    page.route("**/uPlot.iife.min.js", lambda route: route.fulfill(status=200, body=""))
+    page.goto(served.url)
+    page.get_by_text("scripts/vendor_web.sh").wait_for()
+
+
+def test_an_empty_folder_says_where_it_looked_and_notices_the_first_run(page, tmp_path):
+    root = tmp_path / "empty-workspace"
+    root.mkdir()
+    served = ServedBoard([root], tmp_path / "cache")
+    try:
+        page.goto(served.url)
+        page.get_by_text(f"Looked in {root}").wait_for()
+        with Run(root / "runs" / "first") as run:
+            run.log({"loss": 3.0}, step=1)
+            run.log({"loss": 2.0}, step=2)
+        page.wait_for_selector(f'{LOSS}[data-end="2"]')
+    finally:
+        page.goto("about:blank")
+        served.stop()
+
+
+def test_the_page_comes_back_by_itself_when_the_server_was_restarted(page, tmp_path):
+    run = Run(tmp_path / "runs" / "long")
+    run.log({"loss": 3.0}, step=1)
+    run.close()
+    served = ServedBoard([tmp_path / "runs"], tmp_path / "cache")
+    open_page(page, served, "runs=0/long")
+    port = served.board.socket.getsockname()[1]
+    served.stop()
+    with Run(tmp_path / "runs" / "long", writer="late") as late:
+        late.log({"loss": 2.0}, step=7)
+    from zero2all.track.server import BoardOptions
+
+    again = ServedBoard([tmp_path / "runs"], tmp_path / "cache", BoardOptions(port=port))
+    try:
+        page.wait_for_selector(f'{LOSS}[data-end="7"]')
+    finally:
+        page.goto("about:blank")
+        again.stop()
+
+
+def test_numbers_are_short_and_never_wrong(page, served):
+    page.goto(served.url)
+    shown = page.evaluate(
+        """async () => {
+            const {count, duration, number} = await import('/format.js');
+            return [
+                [999999, 1000, 1234567, 15, 2e12, -52300].map(count),
+                [0, 2.5, -0.00012345, 81890, NaN, Infinity, 1000].map(number),
+                [0.5, 59, 61, 3725, 200000].map(duration),
+            ];
+        }"""
+    )
+    assert shown == [
+        ["1000k", "1k", "1.23M", "15", "2T", "−52.3k"],
+        ["0", "2.500", "−1.23e−4", "81.9k", "–", "∞", "1000"],
+        ["0.5s", "59s", "1m01", "1h02", "2d07h"],
+    ]
+
+
+def test_the_front_end_is_small():
+    from zero2all.track.api import CHART_LIBRARY, page_files
+
+    if not CHART_LIBRARY.is_file():
+        pytest.skip("the chart library is missing; scripts/vendor_web.sh fetches it with npm")
+    sizes = {path.name: path.stat().st_size for path in page_files().values()}
+    assert sum(sizes.values()) <= 150_000, json.dumps(sizes)

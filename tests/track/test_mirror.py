@@ -1,0 +1,386 @@
+"""Runs on another machine, copied over ssh: a real sshd on loopback, real keys, real broken connections."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from sshd import Sshd, start_sshd
+
+from zero2all.cli import main
+from zero2all.common.errors import UsageError
+from zero2all.track import Run
+from zero2all.track.mirror import Mirror, is_safe_part, parse_line
+from zero2all.track.ssh import OPTIONS, Address, parse_address
+
+
+@pytest.fixture(scope="module")
+def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
+    with start_sshd(tmp_path_factory.mktemp("sshd")) as server:
+        yield server
+
+
+@pytest.fixture
+def mirror_of(sshd: Sshd, tmp_path: Path) -> Iterator[Callable[..., Mirror]]:
+    """Start a mirror of a folder on the far side (which is this machine)."""
+    started: list[Mirror] = []
+
+    def start(folder: Path, cache: str = "cache", **options: object) -> Mirror:
+        mirror = Mirror(sshd.url(folder), tmp_path / cache, sshd.command, retry_seconds=(0.05, 0.2), **options)  # type: ignore[arg-type]
+        started.append(mirror)
+        mirror.start()
+        return mirror
+
+    yield start
+    for mirror in started:
+        mirror.stop()
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 15.0, why: Callable[[], object] = str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"did not happen within {seconds} s: {why()}"
+        time.sleep(0.01)
+
+
+def synced(mirror: Mirror) -> Mirror:
+    assert mirror.wait_synced(15), mirror.state
+    return mirror
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def put(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+
+
+def append(path: Path, data: bytes) -> None:
+    with open(path, "ab") as file:
+        file.write(data)
+
+
+def rows(count: int, first: int = 0) -> bytes:
+    return b"".join(b'{"step":%d,"time":1.5,"tokens":0,"values":{"loss":2.5}}\n' % step for step in range(first, count))
+
+
+# ---- what is copied ----
+
+
+def test_metrics_config_and_media_of_every_run_are_copied_and_nothing_else(mirror_of, tmp_path):
+    far = tmp_path / "far"
+    put(far / "a" / "metrics" / "train-1.jsonl", rows(100))
+    put(far / "a" / "metrics" / "eval-12.jsonl", rows(3))
+    put(far / "a" / "config.yaml", b"name: a\n")
+    put(far / "中文 run" / "metrics" / "train-1.jsonl", rows(5))
+    put(far / "中文 run" / "media" / "sample" / "1.png", bytes(range(256)))
+    wanted = content(far)
+    put(far / "a" / "checkpoints" / "step-1" / "model.safetensors", b"large")
+    put(far / "a" / "metrics" / "notes.txt", b"?")
+    put(far / "a" / "metrics" / "deeper" / "train-1.jsonl", b"?")
+    mirror = synced(mirror_of(far))
+    assert content(mirror.folder) == wanted
+    assert mirror.state == "live"
+    assert mirror.problems == {"files whose names are not those of a run": 1}, "deeper/train-1.jsonl"
+
+
+def test_the_path_may_be_a_workspace_or_one_run_or_below_the_home_folder(mirror_of, sshd, tmp_path):
+    work = tmp_path / "work"
+    put(work / "config.yaml", b"not a run's")
+    put(work / "runs" / "a" / "metrics" / "train-1.jsonl", rows(10))
+    expected = {"a/metrics/train-1.jsonl": rows(10)}
+    assert content(synced(mirror_of(work)).folder) == expected
+    assert content(synced(mirror_of(work / "runs" / "a")).folder) == expected
+    below_home = os.path.relpath(work, Path.home())
+    mirror = Mirror(f"ssh://{sshd.alias}/~/{below_home}", tmp_path / "home", sshd.command)
+    with mirror:
+        assert content(synced(mirror).folder) == expected
+
+
+def test_a_run_reached_through_a_link_is_copied(mirror_of, tmp_path):
+    put(tmp_path / "scratch" / "a" / "metrics" / "train-1.jsonl", rows(10))
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "linked").symlink_to(tmp_path / "scratch" / "a")
+    assert content(synced(mirror_of(tmp_path / "far")).folder) == {"linked/metrics/train-1.jsonl": rows(10)}
+
+
+def test_several_hosts_at_once_share_nothing(mirror_of, tmp_path):
+    for name in ("one", "two"):
+        put(tmp_path / name / name / "metrics" / "train-1.jsonl", rows(len(name)))
+    first, second = mirror_of(tmp_path / "one"), mirror_of(tmp_path / "two")
+    assert list(content(synced(first).folder)) == ["one/metrics/train-1.jsonl"]
+    assert list(content(synced(second).folder)) == ["two/metrics/train-1.jsonl"]
+
+
+# ---- live ----
+
+
+def test_rows_of_a_live_run_arrive_within_one_and_a_half_seconds_over_one_connection(mirror_of, tmp_path):
+    far = tmp_path / "far"
+    with Run(far / "live") as run:
+        run.log({"loss": 1.0}, step=0, tokens=0)
+        mirror = synced(mirror_of(far))
+        here = mirror.folder / "live" / "metrics" / "train-1.jsonl"
+        for step in range(1, 4):
+            run.log({"loss": 1.0}, step=step, tokens=0)
+            began = time.monotonic()
+            wait_for(lambda step=step: b'"step":%d,' % step in here.read_bytes(), why=lambda: mirror.state)
+            assert time.monotonic() - began < 1.5
+    assert mirror.connections == 1
+
+
+def test_a_new_run_appears_and_a_deleted_one_goes(mirror_of, tmp_path, monkeypatch):
+    monkeypatch.setattr("zero2all.track.mirror.GONE_AFTER_SECONDS", 0.3)
+    far = tmp_path / "far"
+    put(far / "old" / "metrics" / "train-1.jsonl", rows(10))
+    mirror = synced(mirror_of(far))
+    put(far / "new" / "metrics" / "train-1.jsonl", rows(20))
+    (far / "old" / "metrics" / "train-1.jsonl").unlink()
+    wait_for(lambda: content(mirror.folder) == {"new/metrics/train-1.jsonl": rows(20)}, why=lambda: mirror.state)
+    assert not (mirror.folder / "old").exists()
+
+
+def test_an_idle_mirror_moves_next_to_nothing(mirror_of, tmp_path):
+    put(tmp_path / "far" / "a" / "metrics" / "train-1.jsonl", rows(10_000))
+    mirror = synced(mirror_of(tmp_path / "far"))
+    connection = mirror._connection
+    before = connection.received_bytes
+    connection_asked_again = before + 38  # one answer "same"
+    wait_for(lambda: connection.received_bytes >= connection_asked_again)
+    assert connection.received_bytes - before < 200
+
+
+@pytest.mark.parametrize("how", ["shrunk", "replaced by a longer one", "replaced by one of the same size"])
+def test_a_metrics_file_that_is_another_one_is_fetched_anew(mirror_of, tmp_path, how):
+    path = tmp_path / "far" / "a" / "metrics" / "train-1.jsonl"
+    put(path, rows(1_000))
+    mirror = synced(mirror_of(tmp_path / "far"))
+    fresh = {"shrunk": rows(3), "replaced by a longer one": rows(3_000, 1)}.get(how, b"x" * path.stat().st_size)
+    if how == "shrunk":
+        path.write_bytes(fresh)
+    else:
+        put(tmp_path / "fresh", fresh)
+        (tmp_path / "fresh").replace(path)
+    here = mirror.folder / "a" / "metrics" / "train-1.jsonl"
+    wait_for(lambda: here.read_bytes() == fresh, why=lambda: mirror.state)
+    append(path, b"more\n")
+    wait_for(lambda: here.read_bytes() == fresh + b"more\n", why=lambda: mirror.state)
+
+
+def test_a_config_written_anew_is_replaced_whole(mirror_of, tmp_path):
+    put(tmp_path / "far" / "a" / "config.yaml", b"lr: 1\n")
+    mirror = synced(mirror_of(tmp_path / "far"))
+    put(tmp_path / "fresh", b"lr: 2\n")
+    (tmp_path / "fresh").replace(tmp_path / "far" / "a" / "config.yaml")
+    wait_for(lambda: (mirror.folder / "a" / "config.yaml").read_bytes() == b"lr: 2\n")
+
+
+# ---- broken connections ----
+
+
+def test_a_connection_cut_in_the_middle_of_a_file_goes_on_where_it_was(mirror_of, sshd, tmp_path):
+    path = tmp_path / "far" / "a" / "metrics" / "train-1.jsonl"
+    put(path, os.urandom(6_000_000))
+    mirror = mirror_of(tmp_path / "far", bytes_per_second=6_000_000)
+    here = mirror.folder / "a" / "metrics" / "train-1.jsonl"
+    wait_for(lambda: here.exists() and here.stat().st_size > 300_000, why=lambda: mirror.state)
+    sshd.cut_connections()
+    wait_for(lambda: mirror.state.startswith("broken: "), why=lambda: mirror.state)
+    came_so_far = here.stat().st_size
+    assert 300_000 < came_so_far < 6_000_000
+    append(path, b"written while nobody listened\n")
+    synced(mirror)
+    assert here.read_bytes() == path.read_bytes()
+    assert mirror.connections == 2
+    total = mirror.received_bytes + mirror._connection.received_bytes
+    assert total < 6_000_000 * 1.5, "what had arrived was not sent again"
+
+
+def test_a_network_that_falls_silent_is_noticed_and_left(mirror_of, sshd, tmp_path, monkeypatch):
+    put(tmp_path / "far" / "a" / "metrics" / "train-1.jsonl", rows(10))
+    mirror = synced(mirror_of(tmp_path / "far"))
+    monkeypatch.setattr("zero2all.track.ssh.ANSWER_SECONDS", 1.0)
+    sshd.freeze_connections()
+    wait_for(lambda: mirror.state == "broken: no answer from far-box within 1 s", why=lambda: mirror.state)
+    monkeypatch.undo()
+    assert content(synced(mirror).folder) == content(tmp_path / "far")
+
+
+def test_many_cuts_while_a_run_is_writing_leave_identical_bytes(mirror_of, sshd, tmp_path):
+    far = tmp_path / "far"
+    path = far / "a" / "metrics" / "train-1.jsonl"
+    put(path, rows(10))
+    mirror = mirror_of(far)
+    for part in range(3):
+        synced(mirror)
+        append(path, rows(200, 150) * (part + 1) + b'{"half a li')
+        sshd.cut_connections()
+        wait_for(lambda: mirror.state != "live", why=lambda: mirror.state)
+        append(path, b'ne": 1}\n')
+    synced(mirror)
+    wait_for(lambda: content(mirror.folder) == content(far), why=lambda: mirror.state)
+
+
+def test_a_second_start_continues_from_what_the_first_copied(mirror_of, tmp_path):
+    path = tmp_path / "far" / "a" / "metrics" / "train-1.jsonl"
+    put(path, os.urandom(3_000_000))
+    synced(mirror_of(tmp_path / "far")).stop()
+    append(path, b"later\n")
+    mirror = synced(mirror_of(tmp_path / "far"))
+    assert (mirror.folder / "a" / "metrics" / "train-1.jsonl").read_bytes() == path.read_bytes()
+    assert mirror._connection.received_bytes < 10_000
+
+
+def test_two_viewers_of_one_address_do_not_write_into_the_same_copy(mirror_of, tmp_path):
+    put(tmp_path / "far" / "a" / "metrics" / "train-1.jsonl", rows(10))
+    first, second = synced(mirror_of(tmp_path / "far")), synced(mirror_of(tmp_path / "far"))
+    assert first.folder != second.folder
+    assert content(first.folder) == content(second.folder)
+
+
+def test_why_it_cannot_connect_is_said_and_stop_does_not_wait(mirror_of, sshd, tmp_path):
+    absent = mirror_of(tmp_path / "absent")
+    wait_for(lambda: absent.state.startswith("broken: there is no folder"), why=lambda: absent.state)
+    refused = Mirror(f"ssh://nobody-at-all@{sshd.alias}/x", tmp_path / "refused", sshd.command)
+    unreachable = Mirror("ssh://no-such-host.invalid/x", tmp_path / "unreachable", sshd.command)
+    for mirror, reason in ((refused, "Permission denied"), (unreachable, "no-such-host")):
+        with mirror:
+            wait_for(lambda m=mirror: m.state != "connecting", why=lambda m=mirror: m.state)
+            assert mirror.state.startswith("broken: ")
+            assert reason in mirror.state
+            began = time.monotonic()
+        assert time.monotonic() - began < 1
+    put(tmp_path / "absent" / "a" / "metrics" / "train-1.jsonl", rows(1))
+    assert content(synced(absent).folder) == {"a/metrics/train-1.jsonl": rows(1)}, "it kept trying"
+
+
+def test_what_login_scripts_print_is_not_taken_for_an_answer(sshd, tmp_path):
+    put(tmp_path / "far" / "a" / "metrics" / "train-1.jsonl", rows(1))
+    noisy = tmp_path / "noisy-ssh"
+    noisy.write_text('#!/bin/sh\necho "Welcome! list files end"\nprintf "no newline"\nexec ssh "$@"\n')
+    noisy.chmod(0o755)
+    with Mirror(sshd.url(tmp_path / "far"), tmp_path / "cache", [str(noisy), *sshd.command[1:]]) as mirror:
+        assert content(synced(mirror).folder) == {"a/metrics/train-1.jsonl": rows(1)}
+
+
+# ---- hostile names ----
+
+
+def test_names_with_shell_code_options_and_line_breaks_run_nothing_and_escape_nothing(mirror_of, tmp_path):
+    far = tmp_path / "far; touch PWNED $(touch PWNED) `touch PWNED` 'x"
+    names = ["-rf", "$(touch PWNED)", "`touch PWNED`", "'; touch PWNED; '", '" ; touch PWNED; "', "a b  c ", "*", "é"]
+    for name in names:
+        put(far / name / "metrics" / "train-1.jsonl", name.encode())
+    put(far / "line\nbreak" / "metrics" / "train-1.jsonl", b"?")
+    put(far / "back\\slash" / "metrics" / "train-1.jsonl", b"?")
+    mirror = synced(mirror_of(far))
+    assert content(mirror.folder) == {f"{name}/metrics/train-1.jsonl": name.encode() for name in names}
+    assert not list(tmp_path.rglob("PWNED"))
+    assert not (Path.home() / "PWNED").exists()
+    assert sum(mirror.problems.values()) == 3, "two halves of the line break, and the backslash"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        b"./../../etc/metrics/train-1.jsonl",
+        b"./a/metrics/../../../x-1.jsonl",
+        b"/etc/metrics/train-1.jsonl",
+        b"../a/metrics/train-1.jsonl",
+        b"./a/media/../../../x",
+        b"./a/media/b/../../../../../x",
+        b"./a//train-1.jsonl",
+        b"./a/metrics/tr\x00ain-1.jsonl",
+        b"./a/metrics/tr\x1bain-1.jsonl",
+        b"./a/metrics/tr\xffain-1.jsonl",
+        b"./a/media/1/2/3/4/5",
+        b"./" + b"x" * 300 + b"/config.yaml",
+        b"./config.yaml",
+    ],
+)
+def test_a_listed_path_that_could_escape_is_left_out(name):
+    assert parse_line(b"12 -rw-r--r-- 1 0 0 34 Nov 15 08:02 " + name, None) is None
+
+
+def test_a_good_line_is_understood_and_one_runs_files_get_its_name():
+    line = b"  12 -rw-r--r--+ 1 0 0  34 Nov  5 08:02 ./a/metrics/train-1.jsonl"
+    file = parse_line(line, None)
+    assert file is not None
+    assert (str(file.local), file.size, file.only_grows) == ("a/metrics/train-1.jsonl", 34, True)
+    config = parse_line(b"12 -rw-r--r-- 1 0 0 34 Nov 15 08:02 ./config.yaml", "my run")
+    assert config is not None
+    assert str(config.local) == "my run/config.yaml"
+    assert not is_safe_part("..")
+
+
+# ---- addresses ----
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("ssh://box/data/runs", Address("box", "/data/runs")),
+        ("ssh://me@box:2222/data/my%20runs", Address("box", "/data/my runs", "me", 2222)),
+        ("ssh://box/~/work", Address("box", "./work")),
+        ("ssh://box/~", Address("box", ".")),
+        ("ssh://[::1]:22/x", Address("::1", "/x", None, 22)),
+        ("ssh://Gpu_Box.site-1/x;y", Address("Gpu_Box.site-1", "/x;y")),
+    ],
+)
+def test_addresses(url, expected):
+    assert parse_address(url) == expected
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "ssh://-oProxyCommand=x/runs",
+        "ssh://-l@box/runs",
+        "ssh://me:secret@box/runs",
+        "ssh://box",
+        "ssh:///runs",
+        "ssh://box:port/runs",
+        "ssh://box:99999/runs",
+        "ssh://bo x/runs",
+        "ssh://$(x)/runs",
+        "ssh://box/a%0Ab",
+        "ssh://box/%ff",
+        "http://box/runs",
+        "ssh://box/runs?x",
+        "ssh://[::1/x",
+    ],
+)
+def test_what_is_no_address_is_refused_with_an_example(url):
+    with pytest.raises(UsageError, match="ssh://gpu-box"):
+        parse_address(url)
+
+
+def test_ssh_never_asks_never_forwards_and_never_becomes_a_master():
+    assert {"BatchMode=yes", "ClearAllForwardings=yes", "ControlMaster=no", "RemoteCommand=none"} <= set(OPTIONS)
+
+
+# ---- the command line ----
+
+
+def test_verbs_take_an_address_and_say_what_is_wrong_with_it(sshd, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("Z2A_SSH", shlex.join(sshd.command))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in ("one", "two"):
+        with Run(tmp_path / "runs" / name) as run:
+            run.log({"loss": 2.5}, step=7, tokens=0)
+    assert main(["watch", "--once", sshd.url(tmp_path / "runs" / "one")]) == 0
+    assert "step 7" in capsys.readouterr().out
+    to_csv = ["--to", "csv", str(tmp_path / "out.csv")]
+    assert main(["track", "export", sshd.url(tmp_path / "runs"), *to_csv]) == 2
+    assert "has 2 runs: one, two." in capsys.readouterr().err
+    assert main(["track", "export", sshd.url(tmp_path / "runs" / "two"), *to_csv]) == 0
+    assert (tmp_path / "out.csv").read_text().startswith("step,tokens,time,loss\n7,0,")
+    assert main(["watch", "--once", sshd.url(tmp_path / "nowhere")]) == 3
+    assert "there is no folder" in capsys.readouterr().err
+    assert main(["watch", "--once", "ssh://-oProxyCommand=x/y"]) == 2

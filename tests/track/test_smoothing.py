@@ -1,0 +1,89 @@
+"""Smoothing must not bend the start, spread a NaN, or let one spike spoil what lies far from it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from zero2all.track.smoothing import KINDS, Smoothing, smooth
+
+EVERY = [Smoothing(kind, width) for kind in KINDS for width in (1.5, 4, 9, 60, 500)]
+
+
+def plain(values: np.ndarray, how: Smoothing) -> np.ndarray:
+    """What the docstring promises, one point after the other."""
+    count = len(values)
+    result = np.full(count, np.nan)
+    total = weight = 0.0
+    for place in range(count):
+        if how.kind == "ema":
+            decay = 1 - 1 / how.width
+            known = np.isfinite(values[place])
+            total = decay * total + (values[place] if known else 0.0)
+            weight = decay * weight + known
+            result[place] = total / weight if weight else np.nan
+        elif how.kind == "window":
+            half = min(round((how.width - 1) / 2), place, count - 1 - place)
+            part = values[place - half : place + half + 1]
+            result[place] = np.mean(part[np.isfinite(part)]) if np.isfinite(part).any() else np.nan
+    return result
+
+
+@pytest.mark.parametrize("kind", ["ema", "window"])
+@pytest.mark.parametrize("width", [1.0, 1.5, 2, 7, 40, 1000])
+def test_the_fast_way_is_the_plain_way(kind, width):
+    values = np.random.default_rng(1).normal(3.0, 1.0, 700)
+    values[[0, 5, 6, 300]] = np.nan
+    values[100] = np.inf
+    np.testing.assert_allclose(smooth(values, Smoothing(kind, width)), plain(values, Smoothing(kind, width)), rtol=1e-9)
+
+
+@pytest.mark.parametrize("how", EVERY, ids=str)
+def test_a_constant_stays_a_constant_from_the_first_point_on(how):
+    np.testing.assert_allclose(smooth(np.full(1000, 2.5), how), 2.5, rtol=1e-12)
+
+
+@pytest.mark.parametrize("how", EVERY, ids=str)
+def test_nan_and_infinity_weigh_nothing(how):
+    values = np.full(1000, 2.5)
+    values[[0, 17, 400, 999]] = [np.nan, np.inf, -np.inf, np.nan]
+    smoothed = smooth(values, how)
+    finite = np.isfinite(smoothed)
+    np.testing.assert_allclose(smoothed[finite], 2.5, rtol=1e-12)
+    assert finite[500]
+    assert finite.sum() >= 996  # only a window of nothing but such a value has no mean
+
+
+@pytest.mark.parametrize("how", [each for each in EVERY if each.kind != "ema"], ids=str)
+def test_a_spike_of_1e30_leaves_no_noise_on_values_out_of_its_reach(how):
+    values = np.full(20_000, 1.0)
+    values[100] = 1e30
+    np.testing.assert_allclose(smooth(values, how)[10_000:], 1.0, rtol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["window", "median"])
+def test_a_slope_is_not_bent_at_the_ends(kind):
+    slope = np.linspace(5.0, 1.0, 400)
+    np.testing.assert_allclose(smooth(slope, Smoothing(kind, 101)), slope, rtol=1e-9)
+
+
+def test_the_median_ignores_a_single_spike_and_the_wide_gaussian_is_one():
+    values = np.zeros(5_000)
+    values[2_500] = 100.0
+    assert smooth(values, Smoothing("median", 9)).max() == 0
+    sigma = 100.0
+    bell = 100.0 * np.exp(-0.5 * ((np.arange(5_000) - 2_500) / sigma) ** 2) / (sigma * np.sqrt(2 * np.pi))
+    np.testing.assert_allclose(smooth(values, Smoothing("gaussian", sigma)), bell, atol=0.04 * bell.max())
+
+
+@pytest.mark.parametrize("how", EVERY, ids=str)
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 5])
+def test_short_and_empty_curves_are_smoothed_too(how, count):
+    assert len(smooth(np.ones(count), how)) == count
+    assert np.isnan(smooth(np.full(count, np.nan), how)).all()
+
+
+def test_unusable_widths_and_kinds_are_refused():
+    for kind, width in (("ema", 0), ("ema", float("nan")), ("mean", 3)):
+        with pytest.raises(ValueError, match=r"width|kind"):
+            Smoothing(kind, width)

@@ -1,0 +1,184 @@
+"""Running, stalled, finished, crashed: judged from the files and the process, and the list of many runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from zero2all.track import Run
+from zero2all.track.reader import RunReader, find_runs
+from zero2all.track.status import Evidence, is_writer_alive, judge, pid_namespace
+
+NOW = 1_000_000.0
+SOMEWHERE_ELSE = {"host": "another-machine", "pid": 1, "process_start": 0.0}
+
+
+def judged(silent: float, header: dict | None = None, end: dict | None = None, step_seconds: float = 0.1) -> str:
+    header = SOMEWHERE_ELSE if header is None else header
+    return judge(Evidence(header, end, NOW - silent, NOW - silent, step_seconds), now=NOW)[0]
+
+
+def test_on_another_machine_only_silence_can_be_seen():
+    assert judged(silent=5) == "running"
+    assert judged(silent=59) == "running"
+    assert judged(silent=61) == "stalled"
+    assert judged(silent=290, step_seconds=30) == "running", "ten of its steps take five minutes"
+    assert judged(silent=310, step_seconds=30) == "stalled"
+
+
+def test_the_writers_own_word_counts_most():
+    assert judged(silent=9e6, end={"reason": "done"}) == "finished"
+    assert judged(silent=0, end={"reason": "exit"}) == "finished"
+    assert judged(silent=0, end={"reason": "failed", "message": "out of memory"}) == "crashed"
+    assert judged(silent=0, end={"reason": "preempted"}) == "stalled"
+    assert judge(Evidence({}, {"reason": "failed", "message": "out of memory"}, None, NOW))[1] == "out of memory"
+
+
+def test_a_fresh_copy_of_an_old_run_is_not_running():
+    evidence = Evidence(SOMEWHERE_ELSE, None, last_time=NOW - 86_400, modified=NOW)
+    assert judge(evidence, now=NOW)[0] == "stalled"
+
+
+def test_clocks_that_differ_a_little_do_not_stall_a_run():
+    for difference in (-400, 0, 400):
+        evidence = Evidence(SOMEWHERE_ELSE, None, last_time=NOW - 1 + difference, modified=NOW - 1)
+        assert judge(evidence, now=NOW)[0] == "running"
+
+
+WRITE_AND_WAIT = """
+import sys, time
+from zero2all.track import Run
+run = Run(sys.argv[1])
+for step in range(100):
+    run.log({"loss": 2.0 - step / 100}, step=step, tokens=step * 10)
+time.sleep(60)
+"""
+
+
+def test_a_killed_process_is_a_crashed_run_at_once_and_a_stopped_one_is_not(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", WRITE_AND_WAIT, tmp_path / "run"])
+    try:
+        reader = RunReader(tmp_path / "run", cache=tmp_path / "cache")
+        while reader.status.last_step != 99:
+            reader.refresh()
+            assert process.poll() is None
+        assert reader.status.state == "running"
+        assert [each.status.state for each in find_runs([tmp_path])] == ["running"]
+        (path,) = (tmp_path / "run" / "metrics").iterdir()
+        os.utime(path, (time.time() - 300,) * 2)
+        reader.refresh()
+        assert reader.status.state == "stalled", "alive, but silent for five minutes"
+        process.send_signal(signal.SIGKILL)
+        while is_writer_alive(json.loads(path.read_text().split("\n")[0])["data"]):  # a zombie is dead as well
+            time.sleep(0.01)
+        assert reader.status.state == "crashed"
+    finally:
+        process.kill()
+        process.wait()
+    status = RunReader(tmp_path / "run", cache=tmp_path / "cache").status
+    assert (status.state, status.last_step, status.last_tokens, status.attempt) == ("crashed", 99, 990, 1)
+    assert str(process.pid) in status.message
+    listing = find_runs([tmp_path])[0]
+    assert (listing.status.state, listing.last_step) == ("crashed", 99)
+    assert listing.last_loss == pytest.approx(1.01)
+
+
+def test_an_end_written_after_the_last_look_is_not_a_crash(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", WRITE_AND_WAIT.replace("60", "0"), tmp_path / "run"])
+    reader = RunReader(tmp_path / "run", cache=tmp_path / "cache")
+    while reader.status.last_step is None:
+        reader.refresh()
+    process.wait()
+    assert (reader.status.state, reader.status.last_step) == ("finished", 99)
+
+
+def test_a_process_that_only_has_the_same_number_is_not_the_writer():
+    header = {"host": os.uname().nodename, "pid": os.getpid(), "pid_namespace": pid_namespace()}
+    assert is_writer_alive(header | {"process_start": time.time()}) is True
+    assert is_writer_alive(header | {"process_start": 1000.0}) is False
+    assert is_writer_alive(header | {"process_start": time.time(), "pid_namespace": "pid:[1]"}) is None
+    for broken in ({}, {"pid": "x", "host": os.uname().nodename}, header | {"pid": -1}, header | {"pid": 10**30}):
+        assert is_writer_alive(broken) is None
+
+
+def test_the_state_is_that_of_the_latest_training_attempt(tmp_path):
+    with Run(tmp_path) as run:
+        run.log({"loss": 1.0}, step=1)
+    second = Run(tmp_path, resumed_from=1)
+    with Run(tmp_path, writer="eval") as run:
+        run.log({"eval/score": 1.0}, step=1)
+    reader = RunReader(tmp_path)
+    assert (reader.status.state, reader.status.attempt) == ("running", 2)
+    second.close(reason="failed", message="no")
+    reader.refresh()
+    assert (reader.status.state, reader.status.message) == ("crashed", "no")
+
+
+# ---- the list ----
+
+
+def test_runs_are_found_at_and_below_the_given_folders(tmp_path):
+    for name in ("work/runs/b", "work/runs/a", "other", "work/runs/a/checkpoints/deeper"):
+        with Run(tmp_path / name) as run:
+            run.log({"loss": float("nan") if name.endswith("b") else 2.5, "lr": 1.0}, step=4, tokens=40)
+            run.log({"eval/score": 1.0}, step=4, tokens=40)
+    (tmp_path / "work/runs/a/config.yaml").write_text("data:\n  seed: 1\n\ntrain:\n  # length\n  steps: 900\n")
+    (tmp_path / "empty/metrics").mkdir(parents=True)
+    (tmp_path / "empty/config.yaml").write_text("")
+    (tmp_path / "library/metrics").mkdir(parents=True)
+    (tmp_path / "library/metrics/accuracy.py").write_text("no run")
+    found = find_runs([tmp_path, tmp_path / "work", tmp_path / "absent"])
+    assert [(each.name, each.status.state) for each in found] == [
+        ("empty", "unknown"),
+        ("other", "finished"),
+        ("work/runs/a", "finished"),
+        ("work/runs/b", "finished"),
+    ]
+    run_a = found[2]
+    assert (run_a.last_step, run_a.last_loss, run_a.status.total_steps) == (4, 2.5, 900)
+    assert run_a.folder == tmp_path / "work/runs/a"
+    assert found[3].last_loss != found[3].last_loss  # NaN
+    assert [each.name for each in find_runs([tmp_path / "other"])] == ["other"]
+
+
+def test_two_hundred_long_runs_are_listed_without_being_read(tmp_path):
+    with Run(tmp_path / "first") as run:
+        for step in range(2000):
+            run.log({"loss": 1.0, "lr": 1.0}, step=step)
+    text = run.path.read_bytes()
+    for number in range(200):
+        folder = tmp_path / f"run-{number:03}" / "metrics"
+        folder.mkdir(parents=True)
+        (folder / "train-1.jsonl").write_bytes(text)
+    started = time.perf_counter()
+    found = find_runs([tmp_path])
+    seconds = time.perf_counter() - started
+    print(f"{len(found)} runs listed in {seconds:.2f} s")
+    assert len(found) == 201
+    assert all(each.last_step == 1999 for each in found)
+    assert seconds < 5, "reading them whole would take longer"
+
+
+def test_the_last_loss_is_found_behind_a_long_text(tmp_path):
+    with Run(tmp_path / "run") as run:
+        run.log({"loss": 1.5}, step=3)
+        run.text("sample", "x" * 90_000, step=3)
+    (listing,) = find_runs([tmp_path])
+    assert (listing.last_loss, listing.last_step, listing.status.state) == (1.5, 3, "finished")
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff\xfe\x00", b'{"step":', b"x" * 200_000, b"\n" * 50_000])
+def test_a_damaged_run_does_not_keep_the_others_out_of_the_list(tmp_path, damage):
+    (tmp_path / "bad/metrics").mkdir(parents=True)
+    (tmp_path / "bad/metrics/train-1.jsonl").write_bytes(damage)
+    with Run(tmp_path / "good") as run:
+        run.log({"loss": 1.0}, step=1)
+    bad, good = find_runs([tmp_path])
+    assert (bad.name, bad.last_loss, good.last_step) == ("bad", None, 1)
+    assert RunReader(tmp_path / "bad").status.last_step is None

@@ -1,0 +1,185 @@
+"""A run in the terminal: what a frame says, and the live view in a real pseudo-terminal."""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+
+from zero2all.cli import main
+from zero2all.track import Run
+from zero2all.track.frame import change_of, frame
+from zero2all.track.reader import RunReader
+
+ROOT = Path(__file__).parents[2]
+
+
+def write_run(folder: Path, steps: int = 300) -> None:
+    with Run(folder) as run:
+        for step in range(steps):
+            loss = 3 + 5 * math.exp(-step / 30)
+            values = {"loss": loss + 4 * (step == 250), "loss/en": loss - 1, "loss/中文": loss, "bpb/en": loss / 3}
+            values |= {"tokens_per_second": 18_400.0, "mfu/model": 0.412, "memory/peak": 7.1e10, "lr": 3e-4}
+            run.log(values, step=step, tokens=step * 1000)
+        run.event("spike", step=250, data={"metric": "loss", "value": 7.0})
+    (folder / "config.yaml").write_text("train:\n  name: x\n  steps: 600\n")
+
+
+def text_of(folder: Path, columns: int = 80, rows: int = 24, note: str = "") -> str:
+    return "\n".join(line.plain for line in frame(RunReader(folder), columns, rows, time.time(), note))
+
+
+def test_a_frame_says_how_the_run_stands(tmp_path):
+    write_run(tmp_path / "my-run")
+    said = text_of(tmp_path / "my-run", note="gpu-box: live")
+    assert re.search(r"my-run  ● finished  step 299/600 \(50%\)", said)
+    assert re.search(r"loss 3\.000\d .*1 spike", said)
+    assert re.search(r"all +3\.000[0-9] +[+-]0\.\d{4}", said)
+    assert re.search(r"en +2\.000[0-9] +1\.000[0-9] +-0", said)
+    assert re.search(r"中文 +3\.00", said)
+    assert re.search(r"tokens/s +18\.4k", said)
+    assert re.search(r"MFU model +41\.2%", said)
+    assert re.search(r"memory peak +71\.0GB", said)
+    assert "250 spike metric loss" in said
+    assert "gpu-box: live" in said
+
+
+@pytest.mark.parametrize("size", [(80, 24), (132, 43), (40, 10), (200, 60), (5, 3)])
+def test_every_size_is_filled_exactly_and_nothing_is_wider(tmp_path, size):
+    write_run(tmp_path / "run", steps=30)
+    lines = frame(RunReader(tmp_path / "run"), *size, time.time())
+    assert len(lines) == max(size[1], 10)
+    assert all(cell_len(line.plain) <= max(size[0], 40) for line in lines)
+
+
+def test_the_spike_is_drawn_and_the_steep_start_does_not_flatten_the_rest(tmp_path):
+    write_run(tmp_path / "run")
+    chart = text_of(tmp_path / "run").splitlines()[2:14]
+    column = 9 + round(250 / 299 * 70)
+    drawn = sum(any(line[at : at + 1] not in ("", " ") for at in (column - 1, column, column + 1)) for line in chart)
+    assert drawn >= 9, "from the curve up to the edge"
+
+
+def test_the_time_left_is_that_of_the_last_rows(tmp_path):
+    metrics = tmp_path / "run" / "metrics"
+    metrics.mkdir(parents=True)
+    now = time.time()
+    row = '{{"step":{},"time":{},"tokens":0,"values":{{"loss":1.0}}}}\n'
+    (metrics / "train-1.jsonl").write_text("".join(row.format(step, now - 200 + 2 * step) for step in range(101)))
+    (tmp_path / "run" / "config.yaml").write_text("train:\n  steps: 1900\n")
+    assert "● running  step 100/1,900 (5%)  1h00m left" in text_of(tmp_path / "run")
+
+
+def test_a_run_without_metrics_or_with_only_nan_still_has_a_frame(tmp_path):
+    (tmp_path / "empty" / "metrics").mkdir(parents=True)
+    assert "no metrics yet" in text_of(tmp_path / "empty")
+    with Run(tmp_path / "nan") as run:
+        run.log({"loss": math.nan}, step=1, tokens=1)
+    assert "1 not finite" in text_of(tmp_path / "nan")
+
+
+def test_control_characters_from_a_run_do_not_reach_the_terminal(tmp_path):
+    with Run(tmp_path / "evil") as run:
+        run.log({"loss/\x1b[2J": 1.0, "loss": 1.0}, step=1, tokens=1)
+        run.event("note\x07", step=1, data={"text": "\x1b]0;owned\x07\nsecond line"})
+    said = text_of(tmp_path / "evil")
+    assert not any(ord(character) < 32 and character != "\n" for character in said)
+    assert "\x9b" not in said
+
+
+def test_change_compares_the_last_rows_with_as_many_before(tmp_path):
+    with Run(tmp_path / "run") as run:
+        for step in range(8):
+            run.log({"loss": [9, 9, 9, 9, 4, 6, 1, math.nan][step]}, step=step, tokens=0)
+    assert change_of(RunReader(tmp_path / "run").series("loss")) == pytest.approx(1 - 5)
+    assert change_of(RunReader(tmp_path / "run").series("absent")) is None
+
+
+def test_once_prints_one_frame_into_a_pipe(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("LINES", "30")
+    write_run(tmp_path / "run", steps=20)
+    assert main(["watch", str(tmp_path / "run"), "--once"]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert len(out.splitlines()) == 29
+    assert "step 19/600" in out
+
+
+# ---- live ----
+
+
+class Screen:
+    """The other side of a pseudo-terminal: everything that was written to it so far."""
+
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+        self.seen = b""
+
+    def resize(self, columns: int, rows: int) -> None:
+        fcntl.ioctl(self.handle, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    def wait_for(self, wanted: bytes, seconds: float = 20.0) -> None:
+        deadline = time.monotonic() + seconds
+        while wanted not in self.seen:
+            left = deadline - time.monotonic()
+            assert left > 0, f"{wanted!r} was not drawn: {self.seen[-2000:]!r}"
+            if select.select([self.handle], [], [], left)[0]:
+                try:
+                    self.seen += os.read(self.handle, 1 << 16)
+                except OSError:  # the program ended
+                    time.sleep(0.01)
+
+
+@contextmanager
+def terminal(*words: str) -> Iterator[tuple[Screen, subprocess.Popen[bytes]]]:
+    ours, theirs = pty.openpty()
+    screen = Screen(ours)
+    screen.resize(80, 24)
+    environment = {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": str(ROOT)}
+    for name in ("COLUMNS", "LINES", "NO_COLOR"):
+        environment.pop(name, None)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "zero2all", *words], stdin=theirs, stdout=theirs, stderr=theirs, env=environment
+    )
+    os.close(theirs)
+    try:
+        yield screen, process
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+def test_the_live_view_follows_the_run_and_the_window_and_ends_with_q(tmp_path):
+    with Run(tmp_path / "run") as run:
+        run.log({"loss": 2.0}, step=1, tokens=1)
+        with terminal("watch", str(tmp_path / "run")) as (screen, process):
+            screen.wait_for(b"step 1")
+            assert b"\x1b[?1049h" in screen.seen, "on the second screen"
+            run.event("checkpoint", step=1)
+            run.log({"loss": 1.5}, step=2_000, tokens=2)
+            screen.wait_for(b"step 2,000")
+            screen.seen = b""
+            screen.resize(150, 40)
+            screen.wait_for(b"last events")
+            plain = re.sub(rb"\x1b\[[0-9;?]*[a-zA-Z]", b"", screen.seen).decode(errors="replace")
+            widest = max(map(len, plain.split("\n")))
+            assert widest > 100
+            os.write(screen.handle, b"q")
+            screen.wait_for(b"\x1b[?1049l")
+            assert process.wait(10) == 0

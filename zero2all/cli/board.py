@@ -1,0 +1,60 @@
+"""`z2a board`: watch runs in the browser."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+
+from zero2all.cli.verb import Subparsers, add_verb, whole
+
+
+def register(verbs: Subparsers) -> None:
+    """Add the verb."""
+    board = add_verb(
+        verbs,
+        "board",
+        "watch runs in the browser, here or on other machines",
+        "z2a board my-workspace\n  z2a board runs ssh://me@gpu-box/home/me/work/runs",
+        _board,
+    )
+    board.add_argument(
+        "places",
+        nargs="*",
+        default=["."],
+        metavar="PATH",
+        help="folders with runs in them, at any depth, or ssh://[user@]host/path (default: here)",
+    )
+    board.add_argument(
+        "--port", type=whole(0), default=None, metavar="N", help="port (default: a free one from 6106 on)"
+    )
+    board.add_argument(
+        "--host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="address to listen on (default: 127.0.0.1); any other makes a token necessary, which is printed",
+    )
+    board.add_argument("--token", action="store_true", help="ask for a token on 127.0.0.1 too: for shared machines")
+    board.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="another name the board may be opened by, such as that of a proxy; can be repeated",
+    )
+    board.add_argument("--open", action="store_true", help="open the page in the browser")
+
+
+def _board(arguments: argparse.Namespace) -> None:
+    from zero2all.track.server import Board, BoardOptions
+
+    options = BoardOptions(arguments.host, arguments.port, arguments.token, arguments.allow_host)
+    board = Board(arguments.places, options)
+    for note in board.notes():
+        print(note)
+    print(f"The board is at {board.url}   (Ctrl-C ends it)", flush=True)
+    if arguments.open:
+        import webbrowser
+
+        webbrowser.open(board.url)
+    with contextlib.suppress(KeyboardInterrupt):  # the usual way to end it
+        board.serve()

@@ -1,0 +1,252 @@
+"""The routes of the board: a page of plain files, and what that page asks for.
+
+Nothing here takes a path from a request. Files of the page are looked up in a table made at the start; runs are looked
+up by id among those found; a picture of a run must be named by one of its events and lie below its `media` folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import secrets
+from collections.abc import AsyncIterator, Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from zero2all.common import jsonio
+from zero2all.common.errors import BadInputError
+from zero2all.track import facts
+from zero2all.track.access import Gate
+from zero2all.track.curves import Query, curve, read_query
+from zero2all.track.library import RunLibrary, UnknownRunError
+from zero2all.track.live import stream_changes
+from zero2all.track.wire import Curve, pack_curves
+
+WEB = Path(__file__).parent / "web"
+MODULES = sorted(path.name for path in WEB.glob("*.js") if path.name != "before.js")
+CHART_LIBRARY = WEB / "vendor" / "uPlot.iife.min.js"
+CONTENT_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+PICTURE_TYPES = {
+    ".png": "image/png",
+    ".jpg": "image/jpeg",
+    ".jpeg": "image/jpeg",
+    ".gif": "image/gif",
+    ".webp": "image/webp",
+}
+MEDIA_FOLDER = "media"
+MAX_QUERIES = 400
+MAX_BODY_BYTES = 1_000_000
+MAX_ROWS = 500
+
+
+def make_app(
+    library: RunLibrary,
+    host: str = "127.0.0.1",
+    token: str | None = None,
+    allowed_hosts: Iterable[str] = (),
+    is_stopping: Callable[[], bool] = lambda: False,
+) -> Starlette:
+    """The whole board as an ASGI application; mirrors run while it does, and streams end when `is_stopping` says so."""
+    api = _Api(library, is_stopping)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        library.start()
+        try:
+            yield
+        finally:
+            await run_in_threadpool(library.stop)
+
+    answers: dict[str, Callable[[Request], Any]] = {
+        "runs": api.runs,
+        "run": api.run,
+        "events": api.events,
+        "event": api.event,
+        "rich": api.rich,
+        "config": api.config,
+    }
+    routes = [Route(f"/api/{name}", _json_route(answer)) for name, answer in answers.items()]
+    routes += [
+        Route("/api/curves", _route(api.curves), methods=["POST"]),
+        Route("/api/csv", _route(api.csv)),
+        Route("/api/media", _route(api.media)),
+        Route("/api/stream", api.stream),
+        *(Route(path, _file_route(file)) for path, file in page_files().items()),
+    ]
+    gate = Middleware(Gate, host=host, token=token, allowed_hosts=list(allowed_hosts))
+    return Starlette(routes=routes, middleware=[gate], lifespan=lifespan)
+
+
+def page_files() -> dict[str, Path]:
+    """Address -> file, for everything the page is made of."""
+    files = {
+        f"/{path.relative_to(WEB).as_posix()}": path for path in sorted(WEB.rglob("*")) if path.suffix in CONTENT_TYPES
+    }
+    return {"/": WEB / "index.html", **files}
+
+
+class _Api:
+    """The answers; each is called in a thread of its own."""
+
+    def __init__(self, library: RunLibrary, is_stopping: Callable[[], bool]) -> None:
+        self.library = library
+        self.is_stopping = is_stopping
+        self.boot = secrets.token_hex(4)
+        """Tells a page that the server is another one, so that versions it remembers mean nothing."""
+
+    def runs(self, request: Request) -> Any:
+        self.library.refresh_list()
+        version = self.library.version
+        rows, total = self.library.rows(request.query_params.get("q", ""), MAX_ROWS)
+        roots = [root.facts() for root in self.library.roots]
+        return {"boot": self.boot, "version": version, "roots": roots, "rows": rows, "total": total}
+
+    def run(self, request: Request) -> Any:
+        with self.library.reading(_asked(request, "id")) as run:
+            return {"boot": self.boot, **facts.run_facts(run)}
+
+    def events(self, request: Request) -> Any:
+        axis = read_query({"run": "", "metric": "", "axis": request.query_params.get("axis", "step")}).axis
+        with self.library.reading(_asked(request, "id")) as run:
+            return facts.marks(run.reader, axis)
+
+    def event(self, request: Request) -> Any:
+        with self.library.reading(_asked(request, "id")) as run:
+            return facts.event_facts(run.reader, _asked(request, "i"))
+
+    def rich(self, request: Request) -> Any:
+        with self.library.reading(_asked(request, "id")) as run:
+            name = request.query_params.get("name", "")
+            return {"values": facts.rich_values(run.reader, _asked(request, "kind"), name)}
+
+    def config(self, request: Request) -> Any:
+        with self.library.reading(_asked(request, "id")) as run:
+            return {"config": run.reader.config()}
+
+    def curves(self, _: Request, body: bytes) -> Response:
+        try:
+            given = jsonio.loads(body)
+        except ValueError as error:
+            raise BadInputError(f"The request is not JSON ({error}).") from None
+        queries = given.get("queries") if isinstance(given, dict) else None
+        if not isinstance(queries, list) or len(queries) > MAX_QUERIES:
+            raise BadInputError(f"`queries` is a list of at most {MAX_QUERIES} queries.")
+        packed = pack_curves([self._curve(read_query(query)) for query in queries])
+        return Response(packed, media_type="application/octet-stream", headers={"Cache-Control": "no-store"})
+
+    def _curve(self, query: Query) -> Curve:
+        base = None
+        if query.base is not None:
+            with self.library.reading(query.base) as other:
+                base = other.reader  # readers may be used from several threads; two locks at once could wait forever
+        with self.library.reading(query.run) as run:
+            if base is not None or query.after is not None:
+                return curve(run.reader, query, base)
+            return run.remember(query, lambda: curve(run.reader, query))
+
+    def csv(self, request: Request, _: bytes) -> Response:
+        metrics = request.query_params.getlist("metric")
+        if not metrics or len(metrics) > MAX_QUERIES:
+            raise BadInputError("Name the metrics: ?metric=loss&metric=lr.")
+        with self.library.reading(_asked(request, "id")) as run:
+            reader = run.reader
+        return StreamingResponse(
+            facts.csv_lines(reader, metrics),
+            media_type="text/csv; charset=utf-8",
+            headers={"Content-Disposition": 'attachment; filename="metrics.csv"', "Cache-Control": "no-store"},
+        )
+
+    def media(self, request: Request, _: bytes) -> Response:
+        with self.library.reading(_asked(request, "id")) as run:
+            event = facts.event_facts(run.reader, _asked(request, "i"))
+            folder = (run.folder / MEDIA_FOLDER).resolve()
+        name = event["data"].get("file") if event["kind"] == "image" else None
+        if not isinstance(name, str) or "\0" in name or Path(name).suffix.lower() not in PICTURE_TYPES:
+            raise BadInputError("This event has no picture that can be shown.")
+        path = (folder / name).resolve()
+        if not path.is_relative_to(folder) or path.suffix.lower() not in PICTURE_TYPES:
+            raise BadInputError("A picture lies below the media folder of its run.")
+        try:
+            kind = PICTURE_TYPES[path.suffix.lower()]
+            return Response(path.read_bytes(), media_type=kind, headers={"Cache-Control": "private, max-age=3600"})
+        except OSError as error:
+            raise BadInputError(f"The picture cannot be read ({error.strerror}).") from None
+
+    async def stream(self, request: Request) -> Response:
+        ids = list(dict.fromkeys(request.query_params.getlist("run")))[:MAX_QUERIES]
+        known = request.query_params.get("list", "0")
+
+        async def is_over() -> bool:
+            return self.is_stopping() or await request.is_disconnected()
+
+        changes = stream_changes(self.library, self.boot, ids, int(known) if known.isdecimal() else 0, is_over)
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        return StreamingResponse(changes, media_type="text/event-stream", headers=headers)
+
+
+def _asked(request: Request, name: str) -> str:
+    value = request.query_params.get(name)
+    if value is None:
+        raise BadInputError(f"`{name}` is missing.")
+    return value
+
+
+def _json(value: Any, status_code: int = 200) -> Response:
+    headers = {"Cache-Control": "no-store"}
+    return Response(jsonio.dumps_line(value), status_code, headers, media_type="application/json")
+
+
+def _route(answer: Callable[[Request, bytes], Response]) -> Callable[[Request], Any]:
+    async def respond(request: Request) -> Response:
+        try:
+            body = b""
+            async for piece in request.stream():
+                body += piece
+                if len(body) > MAX_BODY_BYTES:
+                    return _json({"error": "The request is too large."}, 413)
+            return await run_in_threadpool(answer, request, body)
+        except UnknownRunError as error:
+            return _json({"error": f"There is no run {error}. It may have been moved or deleted."}, 404)
+        except BadInputError as error:
+            return _json({"error": str(error)}, 400)
+
+    return respond
+
+
+def _json_route(answer: Callable[[Request], Any]) -> Callable[[Request], Any]:
+    return _route(lambda request, _: _json(answer(request)))
+
+
+def _file_route(path: Path) -> Callable[[Request], Any]:
+    known: tuple[int, bytes, str] = (-1, b"", "")
+
+    async def respond(request: Request) -> Response:
+        nonlocal known
+        try:
+            changed = path.stat().st_mtime_ns
+            if changed != known[0]:
+                content = path.read_bytes()
+                known = (changed, content, f'"{hashlib.sha256(content).hexdigest()[:16]}"')
+        except OSError:
+            return PlainTextResponse("This file of the page is gone.", status_code=404)
+        _, content, tag = known
+        headers = {"ETag": tag, "Cache-Control": "no-cache"}
+        if path.suffix == ".html":  # all modules at once, instead of one wave of requests per level of imports
+            headers["Link"] = ", ".join(f"</{module}>; rel=modulepreload" for module in MODULES)
+        if request.headers.get("if-none-match") == tag:
+            return Response(status_code=304, headers=headers)
+        return Response(content, headers=headers, media_type=CONTENT_TYPES[path.suffix])
+
+    return respond

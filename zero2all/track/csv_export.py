@@ -1,0 +1,55 @@
+"""A run as one CSV table: a row per step, a column per metric, steps that were taken back left out."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from zero2all.common.errors import BadInputError, UsageError
+from zero2all.common.files import write_atomic
+from zero2all.common.schema import nearest_hint
+from zero2all.track.reader import RunReader
+
+FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
+
+
+def export_csv(folder: Path, target: Path, metrics: Sequence[str] | None = None) -> int:
+    """Write `target` with the columns step, tokens, time (seconds since 1970) and the metrics; returns its rows.
+
+    `metrics` None takes all. A step at which a metric was not logged has an empty cell.
+    """
+    reader = RunReader(folder)
+    known = reader.metrics()
+    if not known:
+        raise BadInputError(f"There are no metrics in {folder}. Give a run's folder, for example work/runs/NAME.")
+    for metric in metrics or ():
+        if metric not in known:
+            raise UsageError(f"The run {reader.name} has no metric `{metric}`. {nearest_hint(metric, known)}")
+    names = list(metrics) if metrics else known
+    series = {name: reader.series(name) for name in names}
+    steps = np.unique(np.concatenate([one.step for one in series.values()]))
+    tokens, times = np.zeros(len(steps), np.int64), np.zeros(len(steps))
+    columns: list[list[float | str]] = []
+    for name in names:
+        one = series[name]
+        places = np.searchsorted(steps, one.step)
+        tokens[places], times[places] = one.tokens, one.time
+        column: list[float | str] = [""] * len(steps)
+        for place, value in zip(places.tolist(), one.value.tolist(), strict=True):
+            column[place] = value
+        columns.append(column)
+    text = io.StringIO(newline="")
+    table = csv.writer(text)
+    table.writerow(["step", "tokens", "time", *map(_harmless, names)])
+    table.writerows(zip(steps.tolist(), tokens.tolist(), times.tolist(), *columns, strict=True))
+    write_atomic(target, text.getvalue().encode())
+    return len(steps)
+
+
+def _harmless(name: str) -> str:
+    """A name that a spreadsheet does not take for a formula."""
+    return f"'{name}" if name.startswith(FORMULA_STARTS) else name

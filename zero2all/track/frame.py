@@ -1,0 +1,312 @@
+"""One picture of a run for a terminal: the loss curve, channels, speed, memory, time left, the last events.
+
+`frame` draws for a size that is given and knows nothing of terminals, so a test can look at what it drew. Everything
+that comes from a run (names, event texts) is printed without the characters that steer a terminal.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.cells import set_cell_size
+from rich.text import Text
+
+from zero2all.common.progress import human_count, human_seconds
+from zero2all.track.braille import Canvas
+from zero2all.track.reader import Event, RunReader, RunStatus, Series
+from zero2all.track.smoothing import Smoothing
+
+MIN_COLUMNS, MIN_ROWS = 40, 10
+WIDE_COLUMNS = 120
+"""From here on the figures stand beside the curve instead of below it."""
+SIDE_COLUMNS = 46
+LABEL_COLUMNS = 9
+CHANGE_ROWS = 100
+
+COLORS = {"running": "green", "finished": "blue", "stalled": "yellow", "crashed": "red", "unknown": "white"}
+LAYER_STYLES = {-1: "", 0: "blue", 1: "bold cyan"}
+"""Nothing drawn, values as logged, smoothed."""
+QUIET_KINDS = frozenset({"segment"})
+ALARM_KINDS = frozenset({"spike", "warning", "rollback", "skip", "quarantine"})
+
+
+def frame(reader: RunReader, columns: int, rows: int, now: float, note: str = "") -> list[Text]:
+    """One picture: exactly `rows` lines, none wider than `columns`. `note` is shown in the last line."""
+    columns, rows = max(columns, MIN_COLUMNS), max(rows, MIN_ROWS)
+    status = reader.status
+    head = [_headline(reader, status, columns, now)]
+    foot = [_footline(reader, status, note)]
+    room = rows - len(head) - len(foot)
+    if columns >= WIDE_COLUMNS:
+        chart = _chart(reader, columns - SIDE_COLUMNS - 2, room)
+        side = _figures(reader, status, SIDE_COLUMNS, room // 2)
+        side += [Text(), *_events(reader, SIDE_COLUMNS, room - len(side) - 1)]
+        body = _beside(chart, side, columns - SIDE_COLUMNS - 2, room)
+    else:
+        below = max(4, min(10, room // 2))
+        body = _chart(reader, columns, room - below)
+        half = (columns - 2) // 2
+        figures = _figures(reader, status, half, below)
+        body += _beside(figures, _events(reader, columns - half - 2, below), half, below)
+    lines = head + body[:room] + [Text()] * (room - len(body)) + foot
+    for line in lines:
+        line.truncate(columns, overflow="ellipsis")
+    return lines
+
+
+# ---- the parts of a frame ----
+
+
+def _headline(reader: RunReader, status: RunStatus, columns: int, now: float) -> Text:
+    line = Text(_clean(reader.name)[: max(12, columns // 3)], style="bold")
+    line.append(f"  ● {status.state}", style=COLORS.get(status.state, ""))
+    if status.last_step is not None:
+        line.append(f"  step {status.last_step:,}")
+        if status.total_steps:
+            line.append(f"/{status.total_steps:,} ({status.last_step / status.total_steps:.0%})")
+    left = seconds_left(reader, status)
+    if left is not None and status.state == "running":
+        line.append(f"  {human_seconds(left)} left", style="cyan")
+    if status.attempt is not None and status.attempt > 1:
+        line.append(f"  attempt {status.attempt}", style="dim")
+    if status.last_time is not None and status.state != "finished":
+        line.append(f"  last row {human_seconds(now - status.last_time)} ago", style="dim")
+    return line
+
+
+def _footline(reader: RunReader, status: RunStatus, note: str) -> Text:
+    line = Text()
+    if status.message:
+        line.append(_clean(status.message), style=COLORS.get(status.state, ""))
+    problems = sum(reader.problems.values())
+    if problems:
+        line.append(("  " if line else "") + f"left out: {problems:,} (see `problems` on the board)", style="red")
+    if note:
+        line.append(("  " if line else "") + _clean(note), style="dim")
+    return line
+
+
+def _chart(reader: RunReader, columns: int, rows: int) -> list[Text]:
+    """The loss: values as logged dim, smoothed bright; the y axis on the left, steps below."""
+    metric = "loss" if "loss" in reader.metrics() else next(iter(reader.metrics()), None)
+    width, height = columns - LABEL_COLUMNS, rows - 2
+    if metric is None or height < 2 or width < 10:
+        return [Text("no metrics yet", style="dim")]
+    series = reader.series(metric)
+    points = max(1, len(series))
+    smoothing = Smoothing("ema", points / 50) if points >= 200 else None
+    buckets = reader.buckets(metric, count=2 * width, smoothing=smoothing)
+    low, high = _y_range(buckets.minimum.astype(float), buckets.maximum.astype(float))
+    x_range = (float(series.step[0]), float(max(series.step[-1], series.step[0] + 1)))
+    canvas = Canvas(width, height, x_range, (low, high), layers=2)
+    canvas.curve(buckets.x, buckets.minimum.astype(float), buckets.maximum.astype(float), layer=0 if smoothing else 1)
+    if buckets.smooth is not None:
+        canvas.curve(buckets.x, buckets.smooth.astype(float), layer=1)
+
+    title = Text(_clean(metric), style="bold")
+    last = float(series.value[-1])
+    title.append(f" {last:.4f}", style="red" if not math.isfinite(last) else "cyan")
+    above = int((series.value[np.isfinite(series.value)] > high).sum())
+    not_finite = int((~np.isfinite(series.value)).sum())
+    spikes = len(reader.spikes(metric))
+    for count, word in ((above, "above the top"), (not_finite, "not finite"), (spikes, f"spike{'s' * (spikes > 1)}")):
+        if count:
+            title.append(f"  {count:,} {word}", style="yellow" if word != "not finite" else "red")
+    lines = [title]
+    tops = canvas.top_layers()
+    for number, row in enumerate(canvas.lines()):
+        label = (
+            _label(high - (high - low) * number / max(1, height - 1)) if number % 3 == 0 or number == height - 1 else ""
+        )
+        line = Text().append(label.rjust(LABEL_COLUMNS - 1) + ("┤" if label else "│"), style="dim")
+        _append_colored(line, row, tops[number])
+        lines.append(line)
+    first_step, last_step = f"{int(x_range[0]):,}", f"{int(series.step[-1]):,}"
+    gap = max(1, width - len(first_step) - len(last_step))
+    lines.append(Text(" " * LABEL_COLUMNS + first_step + " " * gap + last_step, style="dim"))
+    return lines
+
+
+def _append_colored(line: Text, row: str, tops: NDArray[np.int64]) -> None:
+    start = 0
+    for end in range(1, len(row) + 1):
+        if end == len(row) or tops[end] != tops[start]:
+            blank = tops[start] < 0  # spaces: some fonts draw the braille blank as eight faint dots
+            line.append(" " * (end - start) if blank else row[start:end], style=LAYER_STYLES[tops[start]])
+            start = end
+
+
+def _y_range(low: NDArray[np.float64], high: NDArray[np.float64]) -> tuple[float, float]:
+    """From the lowest value to a top that the steep start and single spikes do not decide: they touch the edge."""
+    tops = high[np.isfinite(high)]
+    bottoms = low[np.isfinite(low)]
+    if not len(tops):
+        return 0.0, 1.0
+    floor = float(bottoms.min())
+    later = tops[len(tops) // 10 :]
+    top = min(float(tops.max()), floor + 1.3 * (float(np.quantile(later, 0.98)) - floor))
+    if top <= floor:
+        top = floor + max(abs(floor) * 0.01, 1e-6)
+    return floor, top
+
+
+def _figures(reader: RunReader, status: RunStatus, columns: int, rows: int) -> list[Text]:
+    """A table of channels, then the machine's figures, as many as there is room for."""
+    metrics = reader.metrics()
+    vitals = _vitals(reader, metrics, status)
+    channels = _channels(reader, metrics)
+    room = max(2, rows - min(len(vitals), rows // 2))
+    lines = []
+    if channels:
+        lines.append(Text(f"{'channel':<12}{'loss':>8}{'bpb':>8}{'change':>9}", style="dim"))
+        lines += [_channel_line(*channel) for channel in channels[: room - 1]]
+    lines += vitals[: rows - len(lines)]
+    for line in lines:
+        line.truncate(columns, overflow="ellipsis")
+    return lines
+
+
+def _channel_line(name: str, loss: float | None, bpb: float | None, change: float | None) -> Text:
+    line = Text(set_cell_size(_clean(name), 11) + " ")
+    line.append(f"{_figure(loss):>8}", style="red" if loss is not None and not math.isfinite(loss) else "cyan")
+    line.append(f"{_figure(bpb):>8}")
+    shown = "" if change is None or not math.isfinite(change) else f"{change:+.4f}"
+    line.append(f"{shown:>9}", style="green" if shown.startswith("-") else "yellow")
+    return line
+
+
+def _channels(reader: RunReader, metrics: list[str]) -> list[tuple[str, float | None, float | None, float | None]]:
+    """Name, last loss, last bits per byte and change of the loss, of the whole and of every channel."""
+    names = {metric.removeprefix("loss/") for metric in metrics if metric.startswith("loss/")}
+    bpb_of = {}
+    for metric in metrics:
+        for prefix in ("eval/valid/bpb/", "bpb/"):  # the second, measured while training, is the newer
+            if metric.startswith(prefix):
+                bpb_of[metric.removeprefix(prefix)] = metric
+    rows: list[tuple[str, float | None, float | None, float | None]] = []
+    if "loss" in metrics:
+        series = reader.series("loss")
+        rows.append(("all", _last(series), None, change_of(series)))
+    for name in sorted(names | set(bpb_of)):
+        series = reader.series(f"loss/{name}")
+        bpb = _last(reader.series(bpb_of[name])) if name in bpb_of else None
+        rows.append((name, _last(series) if len(series) else None, bpb, change_of(series)))
+    return rows
+
+
+def _vitals(reader: RunReader, metrics: list[str], status: RunStatus) -> list[Text]:
+    figures: list[tuple[str, str]] = []
+    if "tokens_per_second" in metrics:
+        figures.append(("tokens/s", human_count(_mean_of_last(reader.series("tokens_per_second")))))
+    for metric in (metric for metric in metrics if metric.split("/")[0] == "mfu"):
+        figures += [(f"MFU {metric[4:]}", f"{_last(reader.series(metric)):.1%}")]
+    for metric in (metric for metric in metrics if metric.startswith("memory/")):
+        figures += [(f"memory {metric[7:]}", _memory(metric, _last(reader.series(metric))))]
+    if status.last_tokens:
+        figures.append(("tokens", human_count(status.last_tokens)))
+    for metric, label in (("lr", "lr"), ("grad_norm", "gradient norm")):
+        if metric in metrics:
+            figures.append((label, f"{_last(reader.series(metric)):.3g}"))
+    lines = []
+    for label, value in figures:
+        lines.append(Text().append(set_cell_size(_clean(label), 20) + " ", style="dim").append(value))
+    return lines
+
+
+def _events(reader: RunReader, columns: int, rows: int) -> list[Text]:
+    """The last events, the newest first."""
+    if rows <= 0:
+        return []
+    events = [event for event in reader.events() if event.kind not in QUIET_KINDS]
+    lines = [Text("last events" if events else "no events yet", style="dim")]
+    for event in reversed(events[-(rows - 1) :] if rows > 1 else []):
+        line = Text().append(f"{event.step:>8,} ", style="dim")
+        line.append(_clean(event.kind), style="yellow" if event.kind in ALARM_KINDS else "")
+        line.append(f" {_summary(event)}")
+        line.truncate(columns, overflow="ellipsis")
+        lines.append(line)
+    return lines
+
+
+def _summary(event: Event) -> str:
+    parts = []
+    for key, value in event.data.items():
+        if isinstance(value, float):
+            parts.append(f"{key} {value:.4g}")
+        elif isinstance(value, str | int | bool):
+            parts.append(f"{key} {value}")
+    return _clean(", ".join(parts))[:200]
+
+
+def _beside(left: list[Text], right: list[Text], left_columns: int, rows: int) -> list[Text]:
+    lines = []
+    for number in range(rows):
+        line = left[number].copy() if number < len(left) else Text()
+        line.truncate(left_columns, overflow="ellipsis", pad=True)
+        if number < len(right):
+            line.append("  ")
+            line.append_text(right[number])
+        lines.append(line)
+    return lines
+
+
+# ---- figures ----
+
+
+def seconds_left(reader: RunReader, status: RunStatus) -> float | None:
+    """How long the rest takes at the pace of the last rows; None when the run has no end or no pace."""
+    if not status.total_steps or status.last_step is None:
+        return None
+    series = reader.series("loss")
+    steps, times = series.step[-257:], series.time[-257:]
+    advance = np.diff(steps)
+    pace = np.diff(times)[advance > 0] / advance[advance > 0]
+    if not len(pace):
+        return None
+    return max(0.0, float(np.median(pace)) * (status.total_steps - status.last_step))
+
+
+def change_of(series: Series) -> float | None:
+    """How far the mean of the last rows (up to 100, at most a quarter) is from that of as many before them."""
+    count = min(CHANGE_ROWS, len(series) // 4)
+    if count < 1:
+        return None
+    late, early = series.value[-count:], series.value[-2 * count : -count]
+    late, early = late[np.isfinite(late)], early[np.isfinite(early)]
+    return float(late.mean() - early.mean()) if len(late) and len(early) else None
+
+
+def _last(series: Series) -> float:
+    return float(series.value[-1]) if len(series) else math.nan
+
+
+def _mean_of_last(series: Series) -> float:
+    values = series.value[-20:]
+    values = values[np.isfinite(values)]
+    return float(values.mean()) if len(values) else math.nan
+
+
+def _memory(metric: str, value: float) -> str:
+    if not math.isfinite(value):
+        return "?"
+    if metric.endswith("gib"):
+        return f"{value:.1f} GiB"
+    if metric.endswith(("share", "fraction")):
+        return f"{value:.0%}"
+    return f"{human_count(value)}B" if value >= 1e6 else f"{value:.4g}"
+
+
+def _figure(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4f}" if math.isfinite(value) else f"{value}"
+
+
+def _label(value: float) -> str:
+    return f"{value:.3f}"[: LABEL_COLUMNS - 2] if 1e-3 <= abs(value) < 1e4 or value == 0 else f"{value:.1e}"
+
+
+def _clean(text: str) -> str:
+    return "".join(character if character.isprintable() else "?" for character in str(text))

@@ -1,0 +1,253 @@
+"""The runs a board knows: the folders it was given, the runs found below them, and the readers that are open.
+
+A run is named to the page by an id, `<number of the root>/<path below it>`, which is only ever looked up among the
+runs that were found. No part of a request becomes part of a path.
+
+Listing is cheap and repeated while somebody looks; reading a run is dear and done only for runs somebody opened. A
+reader is used by one thread at a time, under its lock. A run whose folder vanishes keeps its reader: what was read can
+still be looked at, and the page is told.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from zero2all.track.reader import RunListing, RunReader, find_runs
+
+MAX_OPEN_RUNS = 40
+MAX_ANSWERS = 100
+"""Curves kept per open run, each at most 100 KB."""
+LISTING_SHARE = 0.1
+"""At most this share of the time is spent listing, however many runs there are."""
+LISTING_SECONDS = 1.0
+
+
+class MirrorLike(Protocol):
+    """What the board needs of a mirrored remote folder."""
+
+    folder: Path
+    state: str
+
+    def start(self) -> None:
+        """Begin to mirror."""
+
+    def stop(self) -> None:
+        """End it."""
+
+
+@dataclass(frozen=True)
+class Root:
+    """One place that was given on the command line."""
+
+    label: str
+    folder: Path
+    mirror: MirrorLike | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """What the page shows about it."""
+        if self.mirror is not None:
+            return {"label": self.label, "remote": True, "state": self.mirror.state}
+        return {"label": self.label, "remote": False, "state": "live" if self.folder.is_dir() else "missing"}
+
+
+class OpenRun:
+    """A run somebody looks at. `lock` is held while the reader is used."""
+
+    def __init__(self, run_id: str, folder: Path, cache: Path | None) -> None:
+        self.run_id = run_id
+        self.folder = folder
+        self.lock = threading.Lock()
+        self.used_at = time.monotonic()
+        self.is_gone = False
+        self._cache = cache
+        self._answers: OrderedDict[Hashable, Any] = OrderedDict()
+        self._counted: tuple[int, dict[str, Any]] = (-1, {})
+
+    @cached_property
+    def reader(self) -> RunReader:
+        """The reader; the first use reads the whole run, so it is made under this run's lock and no other."""
+        return RunReader(self.folder, self._cache)
+
+    def remember(self, question: Hashable, answer: Callable[[], Any]) -> Any:
+        """The answer to a question about this version of the run, worked out once: pages are reloaded and shared."""
+        key = (self.reader.version, question)
+        if key not in self._answers:
+            self._answers[key] = answer()
+            if len(self._answers) > MAX_ANSWERS:
+                self._answers.popitem(last=False)
+        return self._answers[key]
+
+    def counts(self) -> dict[str, Any]:
+        """How many events and metrics there are, and the newest values, looked up once per version."""
+        if self._counted[0] != self.reader.version:
+            counts = {
+                "events": len(self.reader.events()),
+                "metrics": len(self.reader.metrics()),
+                "loss": self._newest("loss"),
+                "speed": self._newest("tokens_per_second"),
+            }
+            self._counted = (self.reader.version, counts)
+        return self._counted[1]
+
+    def _newest(self, metric: str) -> float | None:
+        values = self.reader.series(metric).value[-1:]
+        return float(values[0]) if len(values) and math.isfinite(values[0]) else None
+
+
+class UnknownRunError(Exception):
+    """An id that no run was found under."""
+
+
+class RunLibrary:
+    """All runs below some roots."""
+
+    def __init__(self, roots: Sequence[Root], cache: Path | None = None) -> None:
+        self.roots = list(roots)
+        self.cache = cache
+        self.version = 0
+        """Rises whenever the list of runs, or something in it, changed."""
+        self._rows: dict[str, dict[str, Any]] = {}
+        self._folders: dict[str, Path] = {}
+        self._changed_at: dict[str, int] = {}
+        self._open: dict[str, OpenRun] = {}
+        self._lock = threading.Lock()
+        self._listing_lock = threading.Lock()
+        self._listed_at = -math.inf
+        self._listing_took = 0.0
+
+    # ---- the list ----
+
+    def refresh_list(self, is_urgent: bool = False) -> None:
+        """Look for runs again, unless that was done a moment ago; when it `is_urgent`, a shorter moment will do."""
+        with self._listing_lock:
+            started = time.monotonic()
+            if started < self._listed_at + max(
+                0.0 if is_urgent else LISTING_SECONDS, self._listing_took / LISTING_SHARE
+            ):
+                return
+            rows: dict[str, dict[str, Any]] = {}
+            folders: dict[str, Path] = {}
+            for number, root in enumerate(self.roots):
+                for listing in find_runs([root.folder]):
+                    row = _row(number, listing)
+                    rows[row["id"]] = row
+                    folders[row["id"]] = listing.folder
+            self._take(rows, folders)
+            self._listed_at = time.monotonic()
+            self._listing_took = self._listed_at - started
+
+    def _take(self, rows: dict[str, dict[str, Any]], folders: dict[str, Path]) -> None:
+        changed = [run_id for run_id, row in rows.items() if self._rows.get(run_id) != row]
+        changed += [run_id for run_id in self._rows if run_id not in rows]
+        with self._lock:
+            if changed:
+                self.version += 1
+                self._changed_at.update(dict.fromkeys(changed, self.version))
+            self._rows, self._folders = rows, folders
+
+    def rows(self, search: str = "", limit: int = 500) -> tuple[list[dict[str, Any]], int]:
+        """The runs whose name contains `search`, the most recently written first, and how many there are."""
+        wanted = search.casefold()
+        found = [row for row in self._rows.values() if wanted in row["id"].casefold()]
+        found.sort(key=lambda row: (-(row["time"] or 0), row["id"]))
+        return found[:limit], len(found)
+
+    def rows_since(self, version: int) -> tuple[list[dict[str, Any]], list[str]]:
+        """Rows that changed after `version` of the list, and the ids that are gone."""
+        with self._lock:
+            changed = [run_id for run_id, changed_at in self._changed_at.items() if changed_at > version]
+            return [self._rows[run_id] for run_id in changed if run_id in self._rows], [
+                run_id for run_id in changed if run_id not in self._rows
+            ]
+
+    # ---- open runs ----
+
+    @contextmanager
+    def reading(self, run_id: str) -> Iterator[OpenRun]:
+        """The open run `run_id`, for this thread alone."""
+        run = self._opened(run_id)
+        with run.lock:
+            run.used_at = time.monotonic()
+            yield run
+
+    def refresh(self, run_id: str) -> tuple[int, dict[str, Any]]:
+        """Read what was appended to a run; returns its version and the facts the page follows live."""
+        run = self._opened(run_id)
+        with run.lock:
+            run.used_at = time.monotonic()
+            run.reader.refresh()
+            run.is_gone = not run.folder.is_dir()
+            return run.reader.version, live_facts(run)
+
+    def _opened(self, run_id: str) -> OpenRun:
+        with self._lock:
+            run = self._open.get(run_id)
+            if run is not None:
+                return run
+        if run_id not in self._folders:
+            self.refresh_list(is_urgent=True)
+        with self._lock:
+            folder = self._folders.get(run_id)
+            if folder is None:
+                raise UnknownRunError(run_id)
+            run = self._open.setdefault(run_id, OpenRun(run_id, folder, self.cache))
+            if len(self._open) > MAX_OPEN_RUNS:
+                oldest = min(self._open.values(), key=lambda each: each.used_at)
+                if oldest is not run and not oldest.lock.locked():
+                    del self._open[oldest.run_id]
+            return run
+
+    # ---- mirrors ----
+
+    def start(self) -> None:
+        """Begin to mirror what is remote."""
+        for root in self.roots:
+            if root.mirror is not None:
+                root.mirror.start()
+
+    def stop(self) -> None:
+        """End the mirrors."""
+        for root in self.roots:
+            if root.mirror is not None:
+                root.mirror.stop()
+
+
+def live_facts(run: OpenRun) -> dict[str, Any]:
+    """What changes while a run is watched, in a few hundred bytes."""
+    status = run.reader.status
+    return {
+        "state": status.state,
+        "step": status.last_step,
+        "total": status.total_steps,
+        "tokens": status.last_tokens,
+        "time": status.last_time,
+        "attempt": status.attempt,
+        "message": status.message,
+        "gone": run.is_gone,
+        **run.counts(),
+    }
+
+
+def _row(number: int, listing: RunListing) -> dict[str, Any]:
+    status = listing.status
+    return {
+        "id": f"{number}/{listing.name}",
+        "name": listing.name,
+        "root": number,
+        "state": status.state,
+        "step": status.last_step,
+        "total": status.total_steps,
+        "tokens": status.last_tokens,
+        "time": status.last_time,
+        "loss": listing.last_loss if listing.last_loss is not None and math.isfinite(listing.last_loss) else None,
+        "attempt": status.attempt,
+    }

@@ -1,0 +1,230 @@
+"""One metrics file, read as it grows.
+
+`refresh` costs one stat while nothing happens. When the file grew, only the new whole lines are read; a half-written
+last line waits for its end. A file that was replaced under its name (another inode, shorter, or other bytes where we
+have read already) is noticed and read again from the start. Long files are also kept as a binary sidecar.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zero2all.track import rows, sidecar
+from zero2all.track.columns import FileColumns, MetricNames
+from zero2all.track.writer import END_KIND, SEGMENT_KIND
+
+CHUNK_BYTES = 512 << 10
+"""As much as the second-level cache of a core holds together with its parsed numbers: 15 % faster than 2 MiB."""
+MAX_LINE_BYTES = 64 << 20
+"""A longer line is no row of ours: it is skipped without being held in memory."""
+MARK_BYTES = 256
+"""So many bytes at the start of a file, and before the place reading stopped, tell it from another."""
+SIDECAR_BYTES = 1 << 20
+"""Shorter files are parsed faster than a sidecar is worth."""
+SIDECAR_GROWTH = 0.05
+"""A sidecar is written again when the file has grown by this share."""
+MAX_EVENTS = 100_000
+MAX_TEXT_CHARACTERS = 256 << 20
+"""Events, and the text samples in them, kept per file; the rest is counted."""
+HALF_LINE_SECONDS = 10.0
+"""A last line that has no end for so long will never have one."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened at a step."""
+
+    step: int
+    time: float
+    kind: str
+    data: dict[str, Any]
+    writer: str
+    attempt: int
+
+
+class Segment:
+    """The rows and events of one file: one start of one writer."""
+
+    def __init__(self, path: Path, writer: str, attempt: int, names: MetricNames, cache: Path) -> None:
+        self.path = path
+        self.writer = writer
+        self.attempt = attempt
+        self.replaced = 0
+        """How often another file took the place of this one."""
+        self.modified = 0.0
+        """When the file was last written, by the clock of the file system."""
+        self._names = names
+        self._sidecar_path = sidecar.sidecar_path(cache, path)
+        self._seen: os.stat_result | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self.columns = FileColumns()
+        self.events: list[Event] = []
+        self.header: dict[str, Any] = {}
+        """The data of the `segment` event the file begins with; empty in files of other writers."""
+        self.last_event: Event | None = None
+        """The event in the last line, or None when that is a metric row."""
+        self.skipped_lines = 0
+        self.skipped_values = 0
+        self.left_out_events = 0
+        self.offset = 0
+        """Bytes read: all whole lines."""
+        self._text_characters = 0
+        self._newest_event: Event | None = None
+        self._half_line_bytes = 0
+        self._saved_offset = 0
+        self._head = b""
+        self._tail = b""
+        self._skipping = False
+
+    @property
+    def has_ended(self) -> bool:
+        """The last line says that the writer ended by itself."""
+        return self.last_event is not None and self.last_event.kind == END_KIND
+
+    @property
+    def has_torn_line(self) -> bool:
+        """The file ends with half a line that nobody is writing any more."""
+        return self._half_line_bytes > 0 and time.time() - self.modified > HALF_LINE_SECONDS
+
+    def refresh(self) -> bool:
+        """Read what was appended; whether there was anything new. OSError when the file cannot be read."""
+        stat = self.path.stat()
+        before = self._seen
+        if before is not None and _identity(stat) == _identity(before):
+            return False
+        with open(self.path, "rb", buffering=0) as file:
+            was_replaced = self.offset > 0 and not self._is_same(file.fileno(), stat)
+            if was_replaced:
+                self.replaced += 1
+                self._forget()
+            progress = (self.offset, self._half_line_bytes)
+            if self.offset == 0:
+                self._load(file.fileno(), stat)
+            self._read(file.fileno())
+        self._seen = stat
+        self.modified = stat.st_mtime
+        if self.offset - self._saved_offset >= max(SIDECAR_BYTES, SIDECAR_GROWTH * self.offset):
+            self._save()
+        return was_replaced or progress != (self.offset, self._half_line_bytes)
+
+    def _is_same(self, fd: int, stat: os.stat_result) -> bool:
+        if stat.st_size < self.offset or (self._seen is not None and self._seen.st_ino != stat.st_ino):
+            return False
+        return _has_marks(fd, self._head, self._tail, self.offset)
+
+    def _read(self, fd: int) -> None:
+        wanted = CHUNK_BYTES
+        while chunk := os.pread(fd, wanted, self.offset):
+            end = chunk.rfind(b"\n") + 1
+            if end == 0:
+                if len(chunk) < wanted:  # half a line: its end is not written yet
+                    break
+                if wanted < MAX_LINE_BYTES:
+                    wanted *= 2
+                    continue
+                self._skipping = True
+                self._advance(chunk)
+                continue
+            whole = chunk[:end]
+            self._advance(whole)
+            if self._skipping:
+                whole = whole[whole.index(b"\n") + 1 :]
+                self._skipping = False
+                self.skipped_lines += 1
+            self._take(whole)
+            wanted = CHUNK_BYTES
+        self._half_line_bytes = len(chunk)
+
+    def _advance(self, done: bytes) -> None:
+        if len(self._head) < MARK_BYTES:
+            self._head += done[: MARK_BYTES - len(self._head)]
+        self._tail = done[-MARK_BYTES:]
+        self.offset += len(done)
+
+    def _take(self, lines: bytes) -> None:
+        block = rows.parse(lines, self._names)
+        self.skipped_lines += block.skipped_lines
+        self.skipped_values += block.skipped_values
+        if block.events:
+            self._take_events(block.events)
+        if len(block.step):
+            self.columns.append(block)
+        if len(block.step) or block.events:
+            last_line = lines[lines.rstrip().rfind(b"\n") + 1 :]
+            is_event = bool(block.events) and (rows.read_row(last_line) or {}).get("kind") is not None
+            self.last_event = self._newest_event if is_event else None
+
+    def _take_events(self, events: list[dict[str, Any]]) -> None:
+        if events and not self.events and not len(self.columns) and events[0]["kind"] == SEGMENT_KIND:
+            self.header = events[0]["data"]
+        for row in events:
+            event = Event(row["step"], float(row["time"]), row["kind"], row["data"], self.writer, self.attempt)
+            self._newest_event = event
+            text = event.data.get("text")
+            size = len(text) if isinstance(text, str) else 0
+            if len(self.events) < MAX_EVENTS and self._text_characters + size <= MAX_TEXT_CHARACTERS:
+                self.events.append(event)
+                self._text_characters += size
+            else:
+                self.left_out_events += 1
+
+    # ---- the sidecar ----
+
+    def _load(self, fd: int, stat: os.stat_result) -> None:
+        """Start from the sidecar if there is one of this very file."""
+        if stat.st_size < SIDECAR_BYTES or (known := sidecar.load(self._sidecar_path)) is None:
+            return
+        is_untouched = (stat.st_size, stat.st_mtime_ns) == (known.size, known.modified_ns)
+        has_grown = stat.st_size > known.size and _has_marks(fd, known.head, known.tail, known.offset)
+        if not (is_untouched or has_grown):
+            return
+        self._take_events(known.events)
+        self.columns = known.columns
+        for name in list(self.columns.metrics):
+            if not self._names.admit(name, len(self.columns.metrics[name].values)):
+                del self.columns.metrics[name]
+        if known.last_event is not None:
+            row = known.last_event
+            self.last_event = Event(row["step"], row["time"], row["kind"], row["data"], self.writer, self.attempt)
+        self.skipped_lines, self.skipped_values = known.skipped_lines, known.skipped_values
+        self.left_out_events = known.left_out_events
+        self.offset = self._saved_offset = known.offset
+        self._head, self._tail = known.head, known.tail
+
+    def _save(self) -> None:
+        assert self._seen is not None, "a file is looked at before it is read"
+        content = sidecar.Sidecar(
+            offset=self.offset,
+            size=self._seen.st_size,
+            modified_ns=self._seen.st_mtime_ns,
+            head=self._head,
+            tail=self._tail,
+            events=[_row(event) for event in self.events],
+            last_event=_row(self.last_event) if self.last_event else None,
+            skipped_lines=self.skipped_lines,
+            skipped_values=self.skipped_values,
+            left_out_events=self.left_out_events,
+            columns=self.columns,
+        )
+        self._saved_offset = self.offset
+        with suppress(OSError, TypeError, ValueError):  # without a sidecar the next opening takes longer, that is all
+            sidecar.save(self._sidecar_path, content)
+
+
+def _row(event: Event) -> dict[str, Any]:
+    return {"step": event.step, "time": event.time, "kind": event.kind, "data": event.data}
+
+
+def _identity(stat: os.stat_result) -> tuple[int, int, int]:
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def _has_marks(fd: int, head: bytes, tail: bytes, offset: int) -> bool:
+    return os.pread(fd, len(head), 0) == head and os.pread(fd, len(tail), offset - len(tail)) == tail

@@ -1,0 +1,124 @@
+"""`z2a board`: open the folders and hosts that were named, and serve the page until it is stopped.
+
+Listening on loopback is the default and needs no token. Anything wider prints an address with a random token in it,
+which is the only way in.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import uvicorn
+from starlette.applications import Starlette
+
+from zero2all.common.errors import BadInputError, UsageError
+from zero2all.track.access import is_loopback
+from zero2all.track.api import CHART_LIBRARY, make_app
+from zero2all.track.library import Root, RunLibrary
+
+DEFAULT_PORT = 6106
+PORTS_TRIED = 20
+SSH_PREFIX = "ssh://"
+
+
+@dataclass(frozen=True)
+class BoardOptions:
+    """Where to listen, and to whom to answer."""
+
+    host: str = "127.0.0.1"
+    port: int | None = None
+    """None: the first free one from DEFAULT_PORT on. 0: any."""
+    needs_token: bool = False
+    """Ask for a token on loopback too: for machines that others also work on."""
+    allowed_hosts: Sequence[str] = field(default_factory=list)
+
+
+class Board:
+    """A board that is listening; `serve` answers until it is stopped."""
+
+    def __init__(self, places: Sequence[str], options: BoardOptions, cache: Path | None = None) -> None:
+        self.library = RunLibrary(open_roots(places, cache or default_cache()), cache)
+        is_open = not is_loopback(options.host)
+        self.token = secrets.token_urlsafe(24) if is_open or options.needs_token else None
+        self.app: Starlette = make_app(
+            self.library, options.host, self.token, options.allowed_hosts, lambda: self.server.should_exit
+        )
+        self.socket = listen(options.host, options.port)
+        port = self.socket.getsockname()[1]
+        name = socket.gethostname() if options.host in ("0.0.0.0", "::") else options.host
+        name = f"[{name}]" if ":" in name else name
+        self.url = f"http://{name}:{port}/" + (f"?token={self.token}" if self.token else "")
+        settings = uvicorn.Config(self.app, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
+        self.server = uvicorn.Server(settings)
+
+    def serve(self) -> None:
+        """Answer until `stop` or Ctrl-C."""
+        self.server.run(sockets=[self.socket])
+
+    def stop(self) -> None:
+        """Make `serve` return soon; may be called from another thread."""
+        self.server.should_exit = True
+
+    def notes(self) -> list[str]:
+        """What the person should know, one sentence each."""
+        notes = []
+        if not CHART_LIBRARY.is_file():
+            notes.append(
+                "The chart library is missing, so the page can show no curves. Install Node and run "
+                "scripts/vendor_web.sh in the source tree; wheels of zero2all contain it."
+            )
+        missing = [root.folder for root in self.library.roots if root.mirror is None and not root.folder.is_dir()]
+        return notes + [f"{folder} does not exist yet; runs in it will appear when they do." for folder in missing]
+
+
+def default_cache() -> Path:
+    """The user's cache folder for derived files."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zero2all"
+
+
+def open_roots(places: Sequence[str], cache: Path) -> list[Root]:
+    """A root per place: a folder, or `ssh://[user@]host/path`."""
+    roots = []
+    for place in places:
+        if place.startswith(SSH_PREFIX):
+            from zero2all.track.mirror import Mirror
+
+            mirror = Mirror(place, cache / "mirror")
+            roots.append(Root(place.removeprefix(SSH_PREFIX), mirror.folder, mirror))
+        elif "://" in place:
+            raise UsageError(f"`{place}` is not understood. Give folders, or ssh://user@host/path/to/runs.")
+        else:
+            folder = Path(place).expanduser()
+            if folder.is_file():
+                raise BadInputError(f"{folder} is a file. Give a folder with runs, a workspace, or one run's folder.")
+            roots.append(Root(str(folder), folder))
+    return roots
+
+
+def listen(host: str, port: int | None) -> socket.socket:
+    """A socket that listens there."""
+    tries = range(DEFAULT_PORT, DEFAULT_PORT + PORTS_TRIED) if port is None else [port]
+    for each in tries:
+        try:
+            family = socket.getaddrinfo(host, each, type=socket.SOCK_STREAM)[0][0]
+            listening = socket.socket(family, socket.SOCK_STREAM)
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind((host, each))
+            listening.listen(128)
+            return listening
+        except socket.gaierror as error:
+            raise UsageError(f"`--host {host}` is no address of this machine ({error.strerror}).") from None
+        except OSError as error:
+            listening.close()
+            if error.errno == errno.EADDRINUSE and port is None:
+                continue
+            raise UsageError(
+                f"Cannot listen on {host} port {each}: {error.strerror}. Choose another with --port, or leave it out."
+            ) from None
+    raise UsageError(f"The ports {tries[0]} to {tries[-1]} are all in use. Name a free one with --port.")

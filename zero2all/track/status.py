@@ -1,0 +1,136 @@
+"""Is a run still going? Judged from its files and, on the same machine, from the process that wrote them.
+
+- *finished*: the writer said so (`end` event, reason `done` or `exit`).
+- *crashed*: it said that it failed; or it said nothing, and its process is gone from this machine.
+- *running*: it wrote a row not long ago.
+- *stalled*: it has been silent for longer than a minute and than ten median steps; or it was preempted and waits to
+  be started again. On another machine, or in a mirrored copy, a dead process cannot be told from a slow one.
+- *unknown*: there is nothing to judge by.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+State = Literal["running", "stalled", "finished", "crashed", "unknown"]
+
+SILENCE_SECONDS = 60.0
+SILENCE_STEPS = 10
+CLOCK_DIFFERENCE_SECONDS = 600.0
+"""How far the clocks of two machines may be apart before a running run looks silent."""
+SAME_PROCESS_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """Where a run stands."""
+
+    state: State = "unknown"
+    last_step: int | None = None
+    last_time: float | None = None
+    """Seconds since the epoch, by the clock of the machine that trains."""
+    last_tokens: int | None = None
+    total_steps: int | None = None
+    """`train.steps` of the run's config; None when it has none."""
+    attempt: int | None = None
+    """The latest start of the training process."""
+    message: str = ""
+    """Why it is in this state, in one sentence for people; empty while it runs."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the files of the latest attempt say."""
+
+    header: dict[str, Any]
+    """Data of the `segment` event: host, pid, process_start, pid_namespace."""
+    end: dict[str, Any] | None
+    """Data of the `end` event if that is the last line."""
+    last_time: float | None
+    modified: float
+    """When the file was last written, by the clock of this machine."""
+    median_step_seconds: float = 0.0
+    alive: bool | None = None
+    """Whether the process still runs, looked up *before* the file was read: whoever was gone by then has written all
+    it ever will. None: unknown."""
+
+
+def judge(evidence: Evidence, now: float | None = None) -> tuple[State, str]:
+    """The state, and why."""
+    if evidence.end is not None:
+        return _ended(evidence.end)
+    now = time.time() if now is None else now
+    silence = max(0.0, now - evidence.modified)
+    if evidence.alive is False:
+        pid = evidence.header.get("pid")
+        return "crashed", f"Process {pid} is gone and did not say that it ended."
+    if evidence.alive is None and evidence.last_time is not None:  # a fresh copy of old files is not a running run
+        silence = max(silence, now - evidence.last_time - CLOCK_DIFFERENCE_SECONDS)
+    if silence > max(SILENCE_SECONDS, SILENCE_STEPS * evidence.median_step_seconds):
+        return "stalled", f"No row for {_duration(silence)}."
+    return "running", ""
+
+
+def _ended(end: dict[str, Any]) -> tuple[State, str]:
+    reason, message = str(end.get("reason", "done")), str(end.get("message") or "")
+    if reason == "done":
+        return "finished", message
+    if reason == "exit":
+        return "finished", message or "The program ended without closing the run."
+    if reason == "preempted":
+        return "stalled", message or "Preempted: start the same command again to continue."
+    return "crashed", message or f"It ended: {reason}."
+
+
+def is_writer_alive(header: dict[str, Any]) -> bool | None:
+    """Whether the process that wrote the file still runs; None when that cannot be known from here."""
+    pid, started = header.get("pid"), header.get("process_start")
+    if type(pid) is not int or pid <= 0 or header.get("host") != os.uname().nodename:
+        return None
+    if header.get("pid_namespace") != pid_namespace():
+        return None  # a container: the same number means another process there
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OverflowError:
+        return None
+    except OSError:
+        pass  # it is there, but not ours
+    begun = process_start(pid)
+    if begun is None:
+        return None
+    if begun == 0.0:
+        return False  # a zombie: it ended, and its parent has not looked yet
+    # A process that began after this file was opened only inherited the number.
+    return not (isinstance(started, int | float) and begun > started + SAME_PROCESS_SECONDS)
+
+
+def process_start(pid: int) -> float | None:
+    """When a process began, in seconds since the epoch; 0 for one that is dead but not collected; None: unknown."""
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        return 0.0 if process.status() == psutil.STATUS_ZOMBIE else float(process.create_time())
+    except psutil.Error:
+        return None
+
+
+def pid_namespace() -> str | None:
+    """What tells the process numbers of one container from those of another; None where there is no such thing."""
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return None
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("day", 86_400), ("hour", 3_600), ("minute", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}s"
+    return f"{seconds:.0f} seconds"

@@ -1,0 +1,12 @@
+// Runs before anything is painted: the theme, so that nothing flashes, and a guard for browsers whose locale no
+// number formatter accepts (uPlot makes one while it loads, and would throw).
+{
+	const asked = new URLSearchParams(location.hash.slice(1)).get('theme') || localStorage.getItem('z2a-theme');
+	const dark = asked ? asked === 'dark' : matchMedia('(prefers-color-scheme: dark)').matches;
+	document.documentElement.dataset.theme = dark ? 'dark' : 'light';
+	try {
+		new Intl.NumberFormat(navigator.language);
+	} catch {
+		Object.defineProperty(navigator, 'language', { value: 'en-US', configurable: true });
+	}
+}

@@ -1,0 +1,383 @@
+// One chart: some lines (a metric of a run each), the band between smallest and largest value, the smoothed line, what
+// happened as markers, and the values under the cursor. The server sends buckets; while a run is live only the points
+// after the last known one are fetched and put behind them.
+
+import { css, h, span } from './dom.js';
+import { axisValue, number } from './format.js';
+import { change, state } from './state.js';
+import { kindName, t } from './words.js';
+
+const COLORS = 10;
+const MAX_TAIL = 600; // points behind the buckets before all are fetched again
+const MAX_BUCKETS = 1600;
+const MARKER_WIDTH = 16;
+const TIME_STEPS = [1, 5, 10, 30, 60, 300, 600, 1800, 3600, 7200, 21600, 43200, 86400, 604800];
+
+export const color = (place) => css(`--series-${place % COLORS}`);
+const withAlpha = (hex, alpha) => hex + Math.round(alpha * 255).toString(16).padStart(2, '0');
+
+// The shared horizontal range of all charts while nothing is zoomed.
+export const domain = {
+	ends: new Map(),
+	set(key, low, high) {
+		if (Number.isFinite(low) && Number.isFinite(high)) this.ends.set(key, [low, high]);
+	},
+	forget() {
+		this.ends.clear();
+	},
+	range() {
+		let [low, high] = [Infinity, -Infinity];
+		for (const [from, to] of this.ends.values()) [low, high] = [Math.min(low, from), Math.max(high, to)];
+		return low <= high ? [low, high] : [0, 1];
+	},
+};
+
+export class Chart {
+	constructor(card, spec, lines, eventsOf) {
+		Object.assign(this, { card, spec, lines, eventsOf });
+		this.box = h('div', { class: 'plot' });
+		this.legend = h('ul', { class: 'legend' });
+		this.note = h('p', { class: 'nothing', hidden: true });
+		card.append(this.box, this.note, this.legend);
+		this.makeLegend();
+	}
+
+	// ---- asking ----
+
+	get width() {
+		return Math.max(200, Math.round(this.box.clientWidth));
+	}
+
+	get isDiff() {
+		return state.diff && state.base && this.lines.some((line) => line.run === state.base);
+	}
+
+	drawn() {
+		return this.isDiff ? this.lines.filter((line) => line.run !== state.base) : this.lines;
+	}
+
+	queries(isTail) {
+		const common = { axis: state.x, smooth: this.spec.raw ? 'none' : state.smooth, base: this.isDiff ? state.base : undefined };
+		const [low, high] = state.zoom ?? [];
+		const buckets = Math.min(MAX_BUCKETS, Math.round(this.width * Math.min(devicePixelRatio, 1.5)));
+		const asked = [];
+		for (const line of this.drawn()) {
+			const query = { ...common, run: line.run, metric: line.metric, low, high, count: buckets };
+			if (isTail && line.curve) asked.push({ line, query: { ...query, after: line.curve.end, count: 200 } });
+			else {
+				asked.push({ line, query });
+				if (line.hasGhosts && !this.isDiff) {
+					asked.push({ line, isGhost: true, query: { ...query, ghosts: true, smooth: 'none', count: 400 } });
+				}
+			}
+		}
+		return asked;
+	}
+
+	// Takes the answers; true when all curves have to be fetched anew (history changed, or too many single points).
+	accept(asked, curves) {
+		let isStale = false;
+		asked.forEach(({ line, query, isGhost }, place) => {
+			const curve = curves[place];
+			if (isGhost) line.ghost = columns(curve);
+			else if (query.after === undefined) {
+				line.curve = { ...columns(curve), tail: 0, ...facts(curve) };
+			} else if (curve.before !== line.curve.total) isStale = true;
+			else if (curve.x.length) {
+				const fresh = columns(curve);
+				for (const name of ['x', 'low', 'high', 'mean']) line.curve[name].push(...fresh[name]);
+				line.curve.smooth?.push(...(fresh.smooth ?? fresh.mean));
+				line.curve.bad.push(...fresh.bad);
+				line.curve.tail += curve.x.length;
+				Object.assign(line.curve, facts(curve));
+				isStale ||= line.curve.tail > MAX_TAIL;
+			}
+			if (!isGhost && line.curve.total) domain.set(`${this.spec.key} ${line.run} ${line.metric}`, line.curve.start, line.curve.end);
+		});
+		return isStale;
+	}
+
+	// ---- drawing ----
+
+	draw(isNew) {
+		const lines = this.drawn().filter((line) => line.curve);
+		const points = lines.reduce((sum, line) => sum + line.curve.x.length, 0);
+		this.note.hidden = points > 0;
+		this.note.textContent = points ? '' : this.isDiff ? t('noCommon') : t('noData');
+		const data = this.spec.stacked && !this.isDiff ? this.stack(lines) : this.table(lines);
+		// A plot has a fixed set of columns; with another set it is another plot.
+		const shape = `${data.length} ${lines.map((line) => line.run + line.metric)}`;
+		if (this.plot && !isNew && shape === this.shape) this.plot.setData(data);
+		else {
+			this.shape = shape;
+			this.plot?.destroy();
+			this.plot = new uPlot(this.options(lines), data, this.box);
+		}
+		this.showValues();
+		this.card.dataset.points = points;
+		this.card.dataset.end = lines.reduce((end, line) => Math.max(end, line.curve.end ?? 0), 0);
+	}
+
+	// Columns on one common x: per line the upper and lower edge of the band, the mean, the smoothed line, the ghost.
+	table(lines) {
+		const positive = (values) => (state.ylog ? values.map((value) => (value > 0 ? value : null)) : values);
+		const tables = lines.map(({ curve }) => {
+			const columns = [curve.high, curve.low, curve.mean, ...(curve.smooth ? [curve.smooth] : [])];
+			return [curve.x, ...columns.map(positive)];
+		});
+		for (const line of lines) if (line.ghost?.x.length) tables.push([line.ghost.x, positive(line.ghost.mean)]);
+		if (!tables.length) return [[]];
+		return tables.length === 1 ? tables[0] : uPlot.join(tables);
+	}
+
+	stack(lines) {
+		if (!lines.length) return [[]];
+		const joined = uPlot.join(lines.map(({ curve }) => [curve.x, curve.smooth ?? curve.mean]));
+		const sums = [joined[0]];
+		let below = new Array(joined[0].length).fill(0);
+		for (const column of joined.slice(1)) {
+			let last = 0;
+			below = below.map((sum, place) => sum + (last = column[place] ?? last));
+			sums.push(below);
+		}
+		return sums;
+	}
+
+	options(lines) {
+		const ink = css('--ink-2');
+		const font = `11px ${css('--font')}`;
+		const axis = { stroke: ink, font, grid: { stroke: css('--grid'), width: 1 }, ticks: { show: false } };
+		const series = [{}];
+		const bands = [];
+		if (this.spec.stacked && !this.isDiff) {
+			lines.forEach((line, place) => {
+				series.push({ stroke: line.color, width: 1, fill: place ? undefined : withAlpha(line.color, 0.55), points: { show: false } });
+				if (place) bands.push({ series: [place + 1, place], fill: withAlpha(line.color, 0.55) });
+			});
+		} else {
+			const alpha = lines.length <= 3 ? 0.2 : lines.length <= 8 ? 0.1 : 0;
+			const dots = { show: this.spec.dots || undefined, size: 5 };
+			for (const line of lines) {
+				const first = series.length;
+				const edge = { stroke: alpha ? withAlpha(line.color, alpha) : undefined, width: 0.5, points: { show: false } };
+				series.push(edge, edge);
+				if (alpha) bands.push({ series: [first, first + 1], fill: withAlpha(line.color, alpha) });
+				const isSmoothed = Boolean(line.curve.smooth);
+				series.push({ stroke: withAlpha(line.color, isSmoothed ? 0.35 : 1), width: isSmoothed ? 1 : 1.5, points: isSmoothed && !this.spec.dots ? { show: false } : dots });
+				if (isSmoothed) series.push({ stroke: line.color, width: 1.75, points: { show: false } });
+			}
+			for (const line of lines) {
+				if (line.ghost?.x.length) series.push({ stroke: withAlpha(line.color, 0.35), width: 1, dash: [3, 3], points: { show: false } });
+			}
+		}
+		return {
+			width: this.width,
+			height: this.box.clientHeight || 220,
+			padding: [MARKER_WIDTH, 22, 0, 0],
+			legend: { show: false },
+			cursor: {
+				sync: { key: 'z2a', scales: ['x', null], setSeries: false, filters: { pub: isMove, sub: isMove } },
+				drag: { x: true, y: false, setScale: false },
+				points: { show: false },
+				bind: { dblclick: () => () => change({ zoom: null }) },
+			},
+			scales: {
+				x: { time: false, distr: state.xlog ? 3 : 1, range: () => this.xRange() },
+				y: { distr: state.ylog && !this.isDiff ? 3 : 1, range: (plot, low, high) => this.yRange(plot, low, high) },
+			},
+			axes: [
+				{ ...axis, size: 26, gap: 4, space: 70, incrs: state.x === 'time' ? TIME_STEPS : undefined, values: (_, at) => at.map((x) => (x === null ? '' : axisValue(state.x, x))) },
+				{ ...axis, gap: 4, size: (_, texts) => 16 + 6.4 * Math.max(3, ...(texts ?? []).map((text) => text?.length ?? 0)), values: (_, at) => at.map((y) => (y === null ? '' : number(y).replace(/(\.\d*?)0+(?=$|e)/, '$1').replace(/\.(?=$|e)/, ''))) },
+			],
+			series,
+			bands,
+			hooks: {
+				setSelect: [(plot) => this.select(plot)],
+				setCursor: [() => this.showValues()],
+				draw: [(plot) => this.decorate(plot)],
+			},
+		};
+	}
+
+	xRange() {
+		let [low, high] = state.zoom ?? domain.range();
+		if (state.xlog) return [Math.max(low, high / 1e6, 1e-9), Math.max(high, 1e-8)];
+		if (low === high) [low, high] = [low - 1, high + 1];
+		return [low, high];
+	}
+
+	yRange(plot, low, high) {
+		if (low === null || high === null) return [0, 1];
+		const isLog = state.ylog && !this.isDiff;
+		if (state.robust) [low, high] = this.middle(plot) ?? [low, high];
+		if (isLog) return uPlot.rangeLog(low, high, 10, false);
+		if (this.spec.stacked) low = Math.min(0, low);
+		if (this.isDiff) [low, high] = [Math.min(0, low), Math.max(0, high)];
+		const room = low === high ? Math.abs(low) * 0.1 || 1 : (high - low) * 0.06;
+		return [this.spec.stacked && low >= 0 ? low : low - room, high + room];
+	}
+
+	// The range without the most extreme hundredth on either side.
+	middle(plot) {
+		const { min, max } = plot.scales.x;
+		const values = [];
+		for (const { curve } of this.drawn().filter((line) => line.curve)) {
+			curve.x.forEach((x, place) => x >= min && x <= max && values.push(curve.mean[place]));
+		}
+		if (values.length < 20) return null;
+		values.sort((a, b) => a - b);
+		return [values[Math.floor(values.length * 0.01)], values[Math.ceil(values.length * 0.99) - 1]];
+	}
+
+	select(plot) {
+		const { left, width } = plot.select;
+		if (width > 4) change({ zoom: [plot.posToVal(left, 'x'), plot.posToVal(left + width, 'x')] });
+		plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+	}
+
+	// Hairlines for what happened, rings around spikes, red ticks where a value was not a number, and the buttons on top.
+	decorate(plot) {
+		const { ctx, bbox } = plot;
+		const ratio = uPlot.pxRatio;
+		const { min, max } = plot.scales.x;
+		const isInside = (x) => x >= min && x <= max;
+		const shown = [];
+		ctx.save();
+		ctx.beginPath();
+		ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
+		ctx.clip();
+		if (this.isDiff) {
+			ctx.strokeStyle = css('--ink-3');
+			line(ctx, bbox.left, plot.valToPos(0, 'y', true), bbox.left + bbox.width, plot.valToPos(0, 'y', true), ratio);
+		}
+		for (const id of new Set(this.drawn().map((each) => each.run))) {
+			for (const event of this.eventsOf(id)) {
+				if (!isInside(event.x)) continue;
+				shown.push({ ...event, run: id });
+				const x = plot.valToPos(event.x, 'x', true);
+				ctx.strokeStyle = withAlpha(css(`--${event.tone}`), event.rank > 5 ? 0.18 : 0.5);
+				ctx.setLineDash(event.kind === 'segment' || event.kind === 'restart' ? [4 * ratio, 4 * ratio] : []);
+				if (event.rank <= 7) line(ctx, x, bbox.top, x, bbox.top + bbox.height, ratio);
+				const owner = event.kind === 'spike' && !this.isDiff && this.lines.find((each) => each.run === id && each.metric === event.metric);
+				if (owner && !this.spec.stacked && Number.isFinite(event.value)) {
+					const y = Math.max(bbox.top + 5 * ratio, plot.valToPos(event.value, 'y', true));
+					ctx.setLineDash([]);
+					ctx.strokeStyle = css('--bad');
+					ctx.lineWidth = 1.5 * ratio;
+					ctx.beginPath();
+					ctx.arc(x, y, 4 * ratio, 0, 7);
+					ctx.stroke();
+				}
+			}
+		}
+		ctx.setLineDash([]);
+		ctx.strokeStyle = css('--bad');
+		for (const { curve } of this.drawn().filter((each) => each.curve)) {
+			for (const at of curve.bad) {
+				const x = plot.valToPos(at, 'x', true);
+				if (isInside(at)) line(ctx, x, bbox.top + bbox.height - 7 * ratio, x, bbox.top + bbox.height, 2 * ratio);
+			}
+		}
+		ctx.restore();
+		this.placeMarkers(plot, shown);
+		if (this.card.dataset.state !== 'painted' && this.drawn().every((each) => each.curve)) {
+			this.card.dataset.state = 'painted';
+			performance.mark(`painted ${this.spec.key}`);
+		}
+	}
+
+	// Neighbours share a button: the worst of them gives the sign, a number says how many.
+	placeMarkers(plot, events) {
+		const places = new Map();
+		for (const event of events) {
+			const place = Math.round(plot.valToPos(event.x, 'x') / MARKER_WIDTH);
+			const known = places.get(place);
+			if (!known) places.set(place, { event, count: 1 });
+			else {
+				known.count += 1;
+				if (event.rank < known.event.rank) known.event = event;
+			}
+		}
+		const sign = JSON.stringify([...places].map(([, { event, count }]) => [Math.round(plot.valToPos(event.x, 'x')), event.run, event.i, count]));
+		if (sign === this.markerSign && this.markers?.isConnected) return;
+		this.markerSign = sign;
+		const buttons = [...places].map(([place, { event, count }]) => {
+			const label = `${kindName(event.kind)}, ${t('step')} ${event.step}${count > 1 ? ` (+${count - 1})` : ''}`;
+			return h('button', {
+				class: `marker ${event.tone}`, title: label, 'aria-label': label, tabIndex: -1,
+				data: { kind: event.kind, step: event.step },
+				vars: { left: `${plot.valToPos(event.x, 'x')}px` },
+				onclick: () => this.card.dispatchEvent(new CustomEvent('marker', { detail: event, bubbles: true })),
+			}, event.sign);
+		});
+		this.markers ??= h('div', { class: 'markers' });
+		this.markers.replaceChildren(...buttons);
+		if (this.markers.parentNode !== plot.over) plot.over.append(this.markers);
+	}
+
+	// ---- values ----
+
+	makeLegend() {
+		this.values = new Map();
+		const items = this.drawn().map((line) => {
+			const value = h('b');
+			const range = span('range');
+			this.values.set(line, { value, range });
+			return h('li', { title: line.label }, h('i', { vars: { background: line.color } }), span('name', line.label), value, range);
+		});
+		this.legend.replaceChildren(...items);
+	}
+
+	// What stands under the cursor; the newest values when it is elsewhere.
+	showValues() {
+		const left = this.plot?.cursor.left ?? -1;
+		const x = left >= 0 ? this.plot.posToVal(left, 'x') : null;
+		for (const [line, { value, range }] of this.values) {
+			const at = line.curve ? nearest(line.curve.x, x) : -1;
+			const text = at < 0 ? '–' : number((line.curve.smooth ?? line.curve.mean)[at]);
+			if (value.textContent !== text) value.textContent = text;
+			const [low, high] = at < 0 ? [] : [line.curve.low[at], line.curve.high[at]];
+			const spread = x !== null && low !== high && this.values.size === 1 ? `${number(low)} … ${number(high)}` : '';
+			if (range.textContent !== spread) range.textContent = spread;
+		}
+		const shown = x === null ? '' : `${t(state.x)} ${axisValue(state.x, x)}`;
+		const place = this.card.querySelector('.at');
+		if (place && place.textContent !== shown) place.textContent = shown;
+	}
+
+	resize() {
+		if (this.plot) this.plot.setSize({ width: this.width, height: this.box.clientHeight || 220 });
+	}
+
+	destroy() {
+		this.plot?.destroy();
+		for (const line of this.lines) domain.ends.delete(`${this.spec.key} ${line.run} ${line.metric}`);
+	}
+}
+
+const isMove = (type) => /^mouse(move|leave)$/.test(type);
+const numbers = (column) => Array.from(column, (value) => (Number.isNaN(value) ? null : value));
+const columns = (curve) => ({
+	x: Array.from(curve.x), low: numbers(curve.low), high: numbers(curve.high), mean: numbers(curve.mean),
+	smooth: curve.smooth ? numbers(curve.smooth) : null, bad: Array.from(curve.bad ?? []),
+});
+const facts = ({ total, start, end, nonfinite }) => ({ total, start, end, nonfinite });
+
+function line(ctx, x0, y0, x1, y1, width) {
+	ctx.lineWidth = width;
+	ctx.beginPath();
+	ctx.moveTo(x0, y0);
+	ctx.lineTo(x1, y1);
+	ctx.stroke();
+}
+
+function nearest(xs, x) {
+	if (x === null || !xs.length) return xs.length - 1;
+	let [low, high] = [0, xs.length - 1];
+	while (low < high) {
+		const middle = (low + high) >> 1;
+		if (xs[middle] < x) low = middle + 1;
+		else high = middle;
+	}
+	return low > 0 && x - xs[low - 1] < xs[low] - x ? low - 1 : low;
+}

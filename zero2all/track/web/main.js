@@ -1,0 +1,204 @@
+// Brings the parts together: what is chosen decides what is loaded, what arrives decides what is drawn.
+
+import { announce, h, span } from './dom.js';
+import { configTable } from './compare.js';
+import { eventList, loadMarks, openEvent } from './events.js';
+import { Grid } from './grid.js';
+import { listenToKeys } from './keys.js';
+import { richCards } from './rich.js';
+import { RunList } from './runs.js';
+import { get, Live } from './server.js';
+import { change, onChange, readAddress, state } from './state.js';
+import { summary } from './summary.js';
+import { drawToolbar } from './toolbar.js';
+import { language, t } from './words.js';
+
+const MARKS_EVERY = 10000; // milliseconds between looks for new spikes in a run that goes on
+
+const infos = new Map(); // run id -> what the server said about it
+const failed = new Map(); // run id -> why it could not be read
+const marksAt = new Map();
+const list = new RunList();
+const grid = new Grid((id) => infos.get(id));
+const live = new Live(onMessage, onLine);
+let boot = '';
+
+const main = document.getElementById('main');
+const top_ = h('div', { id: 'top' });
+const after = h('div', { id: 'after' });
+const chosen = () => state.runs.map((id) => infos.get(id)).filter(Boolean);
+
+async function begin() {
+	readAddress();
+	dress();
+	if (!globalThis.uPlot) {
+		main.replaceChildren(h('div', { class: 'blank' }, h('h1', {}, t('noCharts')), h('p', {}, t('noChartsLong'))));
+		return;
+	}
+	main.append(top_, grid.root, after);
+	main.addEventListener('marker', (event) => openEvent(event.detail));
+	listenToKeys();
+	onChange(onState);
+	drawToolbar();
+	const early = state.runs.map(load);
+	try {
+		await list.load();
+	} catch (error) {
+		main.replaceChildren(h('div', { class: 'blank' }, h('h1', {}, error.message)));
+		return;
+	}
+	boot = list.boot;
+	await Promise.all(early);
+	if (state.runs.length) await showRuns();
+	else if (!chooseSomething()) {
+		drawTop();
+		live.follow([], list.version);
+	}
+	setInterval(() => document.hidden || drawTop(), 10000);
+}
+
+function chooseSomething() {
+	if (!list.rows.size) return false;
+	const [newest] = [...list.rows.values()].sort((a, b) => (b.time ?? 0) - (a.time ?? 0));
+	change({ runs: [newest.id] });
+	return true;
+}
+
+// ---- what is shown ----
+
+async function load(id) {
+	try {
+		infos.set(id, { ...(await get('run', { id })) });
+		failed.delete(id);
+	} catch (error) {
+		failed.set(id, error.message);
+	}
+}
+
+async function showRuns() {
+	const missing = state.runs.filter((id) => !infos.has(id));
+	if (missing.length) {
+		const slow = setTimeout(() => top_.replaceChildren(h('p', { class: 'blank' }, t('reading', { name: missing.map((id) => id.split('/').slice(1).join('/')).join(', ') }))), 150);
+		await Promise.all(missing.map(load));
+		clearTimeout(slow);
+	}
+	grid.render();
+	drawTop();
+	await grid.first; // looking for spikes in a long run would hold it up
+	live.follow(state.runs.filter((id) => infos.has(id)), list.version);
+	await marks(state.runs);
+	drawAfter();
+}
+
+async function marks(ids) {
+	await Promise.all(ids.filter((id) => infos.has(id)).map(async (id) => {
+		marksAt.set(id, performance.now());
+		await loadMarks(id).catch((error) => console.warn(error.message));
+	}));
+	grid.redraw(false);
+}
+
+function drawTop() {
+	const shown = chosen();
+	const parts = [];
+	if (!list.rows.size && !list.search && !shown.length) {
+		parts.push(h('div', { class: 'blank' }, h('h1', {}, t('noRuns')), h('p', {}, t('noRunsLong', { places: list.roots.map((root) => root.label).join(', ') }))));
+	} else if (!state.runs.length) parts.push(h('p', { class: 'blank' }, t('choose')));
+	for (const id of state.runs) {
+		if (failed.has(id)) parts.push(h('p', { class: 'notice bad' }, t('readingFailed', { name: id.split('/').slice(1).join('/'), why: failed.get(id) })));
+	}
+	if (shown.length) parts.push(summary(shown));
+	const isOpen = top_.querySelector('details')?.open;
+	top_.replaceChildren(...parts);
+	if (isOpen) top_.querySelector('details')?.setAttribute('open', '');
+}
+
+let drawnAfter = 0;
+async function drawAfter() {
+	const turn = (drawnAfter += 1);
+	const shown = chosen();
+	const sections = [];
+	const section = (key, title, content) => sections.push(h('section', { class: 'group', data: { group: key } }, h('h2', {}, span('still', title)), content));
+	for (const [kind, title] of [['text', t('samples')], ['image', t('images')], ['histogram', t('histograms')]]) {
+		const cards = shown.flatMap((info) => richCards(info, kind));
+		if (cards.length) section(kind, title, h('div', { class: 'cards' }, cards));
+	}
+	if (shown.length) {
+		section('events', t('events'), eventList(shown.map((info) => info.id), (id) => infos.get(id).name, openEvent));
+		section('config', t(shown.length > 1 ? 'configDiff' : 'config'), await configTable(shown));
+	}
+	if (turn === drawnAfter) after.replaceChildren(...sections);
+}
+
+function dress() {
+	document.documentElement.lang = language() === 'zh' ? 'zh-CN' : 'en';
+	if (state.theme) document.documentElement.dataset.theme = state.theme;
+	document.querySelector('.skip').textContent = t('skip');
+}
+
+// ---- what changes ----
+
+async function onState(changed) {
+	const has = (...names) => names.some((name) => changed.has(name));
+	if (has('theme', 'lang')) dress();
+	if (has('lang')) {
+		list.relabel();
+		grid.all((card) => card.chart?.destroy());
+		grid.cards.clear();
+		grid.render();
+		drawAfter();
+	}
+	if (has('runs', 'base')) list.draw();
+	if (has('runs', 'zoom', 'x', 'smooth', 'ylog', 'xlog', 'robust', 'diff', 'theme', 'lang', 'base')) drawToolbar();
+	if (has('diff') && state.diff && !state.base) change({ base: state.runs[0] });
+	if (has('runs')) await showRuns();
+	else if (has('q', 'shut', 'wide')) grid.render();
+	if (has('wide')) grid.all((card) => card.chart?.resize());
+	if (has('x', 'zoom', 'smooth', 'diff', 'base')) grid.refetch();
+	else if (has('ylog', 'xlog', 'robust', 'theme')) grid.redraw(true);
+	if (has('x')) await marks(state.runs);
+	if (has('lang', 'base', 'diff')) drawTop();
+}
+
+async function onMessage(message) {
+	if (message.boot !== boot) {
+		boot = message.boot; // another server: nothing that is known of versions holds
+		infos.clear();
+		await list.load();
+		grid.all((card) => (card.need = 'all'));
+		await showRuns();
+		return;
+	}
+	if (message.rows || message.roots) {
+		list.merge(message);
+		list.version = message.list;
+		if (!state.runs.length) chooseSomething();
+	}
+	const moved = new Set();
+	let isOther = false;
+	for (const [id, facts] of Object.entries(message.runs ?? {})) {
+		const known = infos.get(id);
+		if (!known) continue;
+		if (facts.version !== undefined && facts.version !== known.version) moved.add(id);
+		const isRestart = facts.attempt !== known.attempt;
+		const isNew = isRestart || facts.metrics !== known.metrics;
+		const isEvent = facts.events !== known.events;
+		Object.assign(known, facts);
+		if (isNew || isEvent) {
+			await load(id);
+			isOther ||= isNew;
+		}
+		if (isEvent) marks([id]).then(drawAfter);
+		else if (moved.has(id) && performance.now() - (marksAt.get(id) ?? 0) > MARKS_EVERY) marks([id]);
+		if (isRestart) grid.all((card) => card.runs.includes(id) && (card.need = 'all'));
+	}
+	if (isOther) grid.render();
+	if (moved.size) grid.moved(moved);
+	if (message.runs) drawTop();
+}
+
+function onLine(isUp) {
+	if (!isUp) announce(t('offline'));
+}
+
+begin();
