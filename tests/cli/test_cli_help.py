@@ -43,7 +43,7 @@ def test_the_verbs_of_the_issue_are_all_there():
         *(f"tokenizer {verb}" for verb in ("train", "extend", "eval", "show", "encode", "decode")),
         "pack",
         *(f"data {verb}" for verb in ("show", "stats", "verify", "export", "import")),
-        *("train", "plot", "inspect", "eval", "generate", "export", "import"),
+        *("train", "plot", "anneal", "inspect", "eval", "generate", "export", "import"),
         *("perf ops", "perf ablate"),
     )
     assert [" ".join(words) for words in VERBS] == list(expected)

@@ -190,7 +190,7 @@ def test_float32_agrees_over_the_first_steps(ranks, lab, config):
 
 
 @pytest.mark.parametrize(
-    ("victim", "number", "step"), [(0, signal.SIGKILL, 7), (1, signal.SIGSTOP, 9)], ids=["dies", "hangs before a save"]
+    ("victim", "number", "step"), [(0, signal.SIGKILL, 7), (1, signal.SIGSTOP, 9)], ids=["dies", "hangs"]
 )
 def test_a_process_that_is_gone_ends_the_others_in_time_and_the_run_resumes(
     ranks, lab, config, alone, victim, number, step

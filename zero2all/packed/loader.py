@@ -147,7 +147,6 @@ def _check_ids(data: TrainingData, tokens: np.ndarray, sources: np.ndarray, indi
         )
 
 
-
 class BlockLookup:
     """`Order.lookup` in large blocks that are kept for the steps that follow."""
 
