@@ -77,19 +77,8 @@ def test_a_silent_run_of_another_host_is_taken_over_only_when_asked(copy, tiny, 
 
 
 def start_two(copy, tiny, *more):
-    words = [
-        "train",
-        "quickstart",
-        *tiny,
-        "--train.name",
-        "two",
-        "--parallel.processes",
-        "2",
-        *more,
-        "--work",
-        str(copy),
-    ]
-    command = [sys.executable, "-m", "zero2all", *words]
+    words = ["train", "quickstart", *tiny, "--train.name", "two", "--parallel.processes", "2", *more]
+    command = [sys.executable, "-m", "zero2all", *words, "--work", str(copy)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

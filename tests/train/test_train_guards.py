@@ -19,7 +19,7 @@ from zero2all.cli import main
 from zero2all.common.errors import AnomalyError, BadInputError, DiskError, UsageError
 from zero2all.common.manifest import read_manifest, write_manifest
 from zero2all.common.workspace import Workspace, open_workspace
-from zero2all.config import config_from_values, config_yaml
+from zero2all.config import config_from_values, config_values, config_yaml
 from zero2all.corpus import BuildOptions, Source, build_corpus
 from zero2all.packed.layout import docs_name, gids_name, open_split, tokens_name
 from zero2all.packed.writer import PackOptions, pack_corpus
@@ -568,3 +568,33 @@ def test_a_disk_that_cannot_hold_a_checkpoint_is_noticed_before_the_first_step(w
         trained(settings(**SHORT), work)
     assert caught.value.exit_code == 4
     assert "loss" not in read_run(work.run("run")).series
+
+
+# ---- guards and resume ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stopped_at", [7, 8, 9])
+def test_guards_of_a_run_stopped_around_the_start_of_a_stage_know_what_the_one_left_alone_knows(
+    stopped_at, work, monkeypatch
+):
+    """A checkpoint at the border is saved before the stage begins, and the window starts over with the stage."""
+    late = [{"name": "late", "from_step": 8, "mixture": {"zh": 1}}]
+    changes = {"train": {"steps": 12}, "checkpoint": {"every_steps": 1}}
+    plain = [config_values(settings(name, **changes)) for name in ("alone", "stopped")]
+    configs = [config_from_values({**values, "stages": late}, "of a test") for values in plain]
+    trained(configs[0], work)
+    real_step = loop.train_step
+
+    def step_or_stop(state, *arguments):
+        if state.step == stopped_at:
+            raise InterruptedError
+        return real_step(state, *arguments)
+
+    monkeypatch.setattr(loop, "train_step", step_or_stop)
+    with pytest.raises(InterruptedError):
+        trained(configs[1], work)
+    monkeypatch.undo()
+    trained(configs[1], work)
+    alone, stopped = (newest_checkpoint(work.run(name)).document["guards"] for name in ("alone", "stopped"))
+    assert len(alone["detector"]["losses"]) == 4
+    assert stopped == alone

@@ -12,7 +12,7 @@ judged and written down. Only a pause (validation, the end) waits for the device
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +45,7 @@ from zero2all.train.garbage import scheduled_garbage_collection
 from zero2all.train.guards.documents import Decode
 from zero2all.train.guards.policy import Rollback, Stop
 from zero2all.train.micro_batch import memory_settings
+from zero2all.train.ratios import UpdateRatios
 from zero2all.train.reports import StepReports
 from zero2all.train.sanity import check_batch_ids, check_disk, check_first_loss, memory_notes
 from zero2all.train.schedule import learning_rate
@@ -281,7 +282,11 @@ class _Training:
         )
         tokens = (state.tokens, state.tokens + config.train.tokens_per_step)
         plan = self.control.plan(state.step + 1, lr, tokens, batch.global_rows, self.stop.requested)
+        looks = _due(state.step + 1, config.track.update_ratios_every_steps)
+        ratios = UpdateRatios(state) if looks else None
         pending = train_step(state, batch, len(prepared.data.channels), config, self.world, plan)
+        if ratios is not None:
+            self._log(ratios.after(self.world))
         done = state.step == prepared.last_step  # then validation and the last save follow behind the loop
         validates = not done and _due(state.step, config.eval.every_steps)
         saves = not done and _due(state.step, config.checkpoint.every_steps)
@@ -348,8 +353,7 @@ class _Training:
     def _validate(self) -> None:
         prepared, state = self.prepared, self.state
         self.held_out = held_out_losses(state.model, prepared.valid, self.config.data, self.config.eval, self.world)
-        if self.metrics is not None:
-            self.metrics.log(self.held_out, state.step, state.tokens)
+        self._log(self.held_out)
 
     def _save(self, wait: bool = False) -> SaveTicket:
         state = self.state
@@ -375,9 +379,8 @@ class _Training:
             }
             self._event("checkpoint" if result.folder else "checkpoint_failed", facts, result.step)
             if result.problem and not result.was_skipped:
-                self.say_all(
-                    [f"The checkpoint of step {result.step} was not saved: {result.problem}. Training goes on."]
-                )
+                problem = f"The checkpoint of step {result.step} was not saved: {result.problem}."
+                self.say_all([f"{problem} Training goes on."])
 
     def _preempt(self) -> None:
         """End the run because somebody asked for it, after saving where the config says so."""
@@ -457,6 +460,10 @@ class _Training:
         self.prepared.anneal = anneal
         self._event("anneal", {"steps": anneal.steps, "shape": anneal.shape, "to_share": anneal.to_share})
         return True
+
+    def _log(self, values: Mapping[str, Any]) -> None:
+        if self.metrics is not None:
+            self.metrics.log(values, self.state.step, self.state.tokens)
 
     def say_all(self, lines: list[str]) -> None:
         """Lines for the person who watches."""
