@@ -41,12 +41,12 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # the one config gathers the sections, which live beside their owners
     "config": (
         *("model.config", "ops.config", "packed.config", "parallel.config"),
-        *("resilience.config", "tokenizer.config", "track.config", "train.config"),
+        *("resilience.config", "tokenizer.config", "track.config", "train.config", "train.schedule"),
     ),
     # on top of everything
     "perf": (*STAGES, "ops", "parallel", "limits"),
     "quickstart": STAGES,
-    "cli": (*STAGES, "perf", "quickstart"),
+    "cli": (*STAGES, "parallel.launch", "perf", "quickstart"),
     "__main__": ("cli",),
 }
 """Part -> what it may import. A name covers the modules below it."""

@@ -32,7 +32,6 @@ from zero2all.train.config import (
     StageConfig,
     TrainConfig,
 )
-from zero2all.train.schedule import schedule_problems
 
 
 @dataclass(frozen=True)
@@ -205,8 +204,11 @@ def _cross_problems(config: RunConfig, known: list[Problem]) -> list[Problem]:
     if sound("stages", "model", "train", "data"):
         for index, stage in enumerate(config.stages):
             found.extend(_stage_length_problems(stage.seq_len, f"stages[{index}].seq_len", config))
-    if sound("schedule", "train", "optim", "stages"):
-        found.extend(schedule_problems(config.train.steps, config.optim.lr_max, config.schedule, config.stages))
+    if sound("schedule", "train", "stages"):
+        from zero2all.train.schedule import schedule_problems  # it needs this module's sections
+
+        top = config.optim.lr_max if sound("optim") else 1.0
+        found.extend(schedule_problems(config.train.steps, top, config.schedule, config.stages))
     return found
 
 

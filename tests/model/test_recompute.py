@@ -74,8 +74,9 @@ def assert_same_bits(found: list[Tensor], expected: list[Tensor]) -> None:
 
 
 @kinds
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("documents", [None, segments()], ids=["whole rows", "documents"])
+@pytest.mark.parametrize(
+    ("dtype", "documents"), [(torch.float32, None), (torch.float64, None), (torch.float32, segments())], ids=str
+)
 @pytest.mark.parametrize("dropout", [{}, DROPOUT], ids=["plain", "dropout"])
 @pytest.mark.parametrize("attention", ["sdpa", "math"])
 def test_loss_gradients_and_random_state_keep_their_bits(kind, dtype, documents, dropout, attention):
@@ -181,16 +182,16 @@ def test_fused_attention_is_kept_unless_it_draws_random_numbers():
 # ---- with compilation, with shards -----------------------------------------------------------------------------------
 
 
-@kinds
-@pytest.mark.parametrize("scope", ["block", "trunk"])
+@pytest.mark.parametrize(("scope", "kind"), [("block", "full"), ("block", "selective"), ("trunk", "every_n")])
 def test_it_holds_inside_compiled_blocks_and_trunks(kind, scope, monkeypatch):
     compile_as_it_is = torch.nn.Module.compile
     monkeypatch.setattr(
         torch.nn.Module, "compile", lambda module, **options: compile_as_it_is(module, backend="aot_eager", **options)
     )
     torch._dynamo.reset()
-    expected = loss_and_gradients(build("none"), segments())
-    model = build(kind, ops=resolve(OpsConfig(compile=scope), "cpu"))
+    config = dataclasses.replace(SMALL, layers=2)
+    expected = loss_and_gradients(build("none", config), segments())
+    model = build(kind, config, resolve(OpsConfig(compile=scope), "cpu"))
     compile_model(model)
     for ours, theirs in zip(loss_and_gradients(model, segments())[:-1], expected[:-1], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
@@ -279,5 +280,5 @@ def test_our_kernels_add_each_gradient_once_and_turn_each_position_once(kind, bi
         assert all(gradient.any() for gradient in found[a_kind])
     assert_same_bits(found[kind], found["none"])
     again = recomputed_flops_per_token(config, 4, kind)["palm"]
-    uncounted = 4 * 32 * 4 if kind == "full" and documents is None else 0  # the CPU's fused attention
+    uncounted = 4 * 32 * 4 if kind == "full" else 0  # the CPU's fused attention
     assert spent[kind] - spent["none"] == 4 * (again - uncounted)

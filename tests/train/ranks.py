@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,8 +86,15 @@ class RankStarter:
     """For outputs and records."""
     launched: list[Launch] = field(default_factory=list)
 
-    def __call__(self, config: RunConfig, processes: int = 1, signals: dict[int, Moment] | None = None) -> Launch:
-        """Start a run, or go on with it; some of its processes get signals."""
+    def __call__(
+        self,
+        config: RunConfig,
+        processes: int = 1,
+        signals: dict[int, Moment] | None = None,
+        garbled: tuple[int, ...] = (),
+    ) -> Launch:
+        """Start a run, or go on with it. Some of its processes get signals; the batches that begin at the tokens
+        `garbled` hold nonsense, the same in every row whichever process reads it."""
         from zero2all.config import config_yaml
 
         number, port = len(self.launched), _free_port()
@@ -103,6 +110,7 @@ class RankStarter:
                 "port": port,
                 "record": str(record),
                 "signal": (signals or {}).get(rank),
+                "garbled": garbled,
             }
             output = self.folder / f"output-{number}-{rank}.txt"
             launch.trainers.append(self.trainer(self.warm, CODE, [json.dumps(job)], output))
@@ -142,20 +150,25 @@ def main() -> None:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(job["port"]),
         }
-    _record_steps(Path(job["record"]), job["signal"])
+    _record_steps(Path(job["record"]), job["signal"], job["garbled"])
     from zero2all.cli import main as z2a
 
     sys.exit(z2a(job["words"]))
 
 
-def _record_steps(path: Path, moment: Moment | None) -> None:
+def _record_steps(path: Path, moment: Moment | None, garbled: list[int]) -> None:
     """Write a line for every step; send a signal to this process at the moment for it."""
+    import torch
+
     from zero2all.train import loop
     from zero2all.train.step import PendingStep
 
     train_step = loop.train_step
 
     def recorded(state: Any, batch: Any, *rest: Any) -> PendingStep:
+        if batch.first_token in garbled:
+            places = torch.arange(batch.tokens.shape[1])
+            batch = replace(batch, tokens=(batch.tokens * 31 + places * places) % 300)
         pending = train_step(state, batch, *rest)
         result = pending.result()
         real = zip(batch.sources[: batch.samples].tolist(), batch.tokens[: batch.samples].numpy(), strict=True)

@@ -80,7 +80,7 @@ def test_a_run_of_60_steps_killed_five_times_ends_with_the_bits_of_the_run_left_
 # ---- many processes ----
 
 
-def spread_config(config, name, data="shard", precision="float64", micro=2, save_every=0, **parallel):
+def spread_config(config, name, data="shard", precision="float64", micro=2, save_every=0, optim=None, **parallel):
     """5 samples a step, which neither 2 nor 3 processes divide."""
     return config(
         model=NO_DROPOUT,
@@ -91,6 +91,7 @@ def spread_config(config, name, data="shard", precision="float64", micro=2, save
             "precision": precision,
             "micro_batch_samples": micro,
         },
+        optim=optim or {},
         checkpoint={"every_steps": save_every},
         eval={"every_steps": 6, "batch_samples": 2},  # 8 passes, which 3 processes do not divide
         parallel={"data": data, **parallel},
@@ -190,7 +191,7 @@ def test_float32_agrees_over_the_first_steps(ranks, lab, config):
 
 
 @pytest.mark.parametrize(
-    ("victim", "number", "step"), [(0, signal.SIGKILL, 7), (1, signal.SIGSTOP, 9)], ids=["dies", "hangs before a save"]
+    ("victim", "number", "step"), [(0, signal.SIGKILL, 7), (1, signal.SIGSTOP, 9)], ids=["dies", "hangs"]
 )
 def test_a_process_that_is_gone_ends_the_others_in_time_and_the_run_resumes(
     ranks, lab, config, alone, victim, number, step
@@ -209,6 +210,51 @@ def test_a_process_that_is_gone_ends_the_others_in_time_and_the_run_resumes(
     first = rest.steps()[0].step
     assert first in (4, 7)  # a save that nobody waited for may not have been through
     assert [step.loss for step in rest.steps()] == pytest.approx(alone.losses[first - 1 :], rel=1e-9, abs=0)
+
+
+def test_two_processes_go_back_together_and_leave_the_same_data_out(ranks, lab, config):
+    steps = {}
+    for processes in (1, 2):
+        name = f"garbled {processes}"
+        settings = config(
+            model=NO_DROPOUT,
+            train={"name": name, "steps": 16, "tokens_per_step": 160, "precision": "float64"},
+            checkpoint={"every_steps": 4},
+            eval={"every_steps": 0},
+            guards={
+                "spike_window_steps": 8,
+                "spike_min_steps": 8,
+                "spike_sigmas": 2.0,
+                "spike_mads": 3.0,
+                "rollback_after_spikes": 1,
+                "rollback_margin_steps": 2,
+                "skip_steps_after": 1,
+            },
+            parallel={"data": "shard"},
+        )
+        launch = ranks.finished(settings, processes, garbled=(12 * 160,))
+        steps[processes] = launch.steps()
+        for rank in range(processes):
+            assert [step.step for step in launch.steps(rank)] == [step.step for step in launch.steps()]
+        events = [event.kind for event in read_run(lab.run(name)).events]
+        assert "spike" in events
+        assert (events.count("rollback"), events.count("finish")) == (1, 1)
+    made = [step.step for step in steps[1]]
+    assert made == [*range(1, 14), 9, 10, 11, 12, 15, 16]  # 13 spiked; back to 8; 13 and the one after left out
+    assert [(step.step, step.first_token, step.updated) for step in steps[2]] == [
+        (step.step, step.first_token, step.updated) for step in steps[1]
+    ]
+    assert [step.loss for step in steps[2]] == pytest.approx([step.loss for step in steps[1]], rel=1e-9, abs=0)
+
+
+def test_bfloat16_without_masters_is_bfloat16_however_it_is_spread_and_resumes_in_one_process(ranks, lab, config):
+    def settings(name):
+        return spread_config(config, name, precision="bfloat16", optim={"kind": "adamw_bf16", "lr_max": 0.003})
+
+    wanted = course(lab.run("whole16"), ranks.finished(settings("whole16")))
+    first = ranks(settings("sharded16"), 2, signals={0: (3, signal.SIGTERM, 0.0)})
+    assert first.wait() == [10, 10], first.text()
+    course(lab.run("sharded16"), first, ranks.finished(settings("sharded16"))).assert_same(wanted, 3e-3)
 
 
 # ---- what changes in the middle of a run ----

@@ -6,17 +6,20 @@ step is a function of config and data, so a test can write noise into exactly th
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import shutil
 
 import numpy as np
 import pytest
+import torch
 
 from zero2all.cli import main
+from zero2all.common.errors import AnomalyError, BadInputError, DiskError, UsageError
 from zero2all.common.manifest import read_manifest, write_manifest
 from zero2all.common.workspace import Workspace, open_workspace
-from zero2all.config import config_from_values, config_yaml
+from zero2all.config import config_from_values, config_values, config_yaml
 from zero2all.corpus import BuildOptions, Source, build_corpus
 from zero2all.packed.layout import docs_name, gids_name, open_split, tokens_name
 from zero2all.packed.writer import PackOptions, pack_corpus
@@ -26,6 +29,7 @@ from zero2all.tokenizer.stage import train_on_corpus
 from zero2all.track.reader import read_run
 from zero2all.train import loop
 from zero2all.train.checkpoints.find import newest_checkpoint
+from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.guards.ledger import SkipLedger
 from zero2all.train.guards.rows import RowFinder
 from zero2all.train.loop import train
@@ -58,7 +62,7 @@ def settings(name="run", **sections):
     values = {
         section: {**SETTINGS.get(section, {}), **sections.get(section, {})} for section in {**SETTINGS, **sections}
     }
-    values["train"] = {**values["train"], "name": name}
+    values["train"]["name"] = name
     return config_from_values(values, "of a test")
 
 
@@ -318,9 +322,10 @@ def right_before(poisoned, tmp_path_factory):
             raise InterruptedError
         return real_step(state, *arguments)
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(InterruptedError):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "train_step", step_or_stop)
-        trained(settings(), work)
+        with pytest.raises(InterruptedError):
+            trained(settings(), work)
     return work
 
 
@@ -418,9 +423,178 @@ def test_the_rest_of_a_named_shard_counts_nothing_while_the_position_advances(qu
 
 def test_quarantine_log_names_the_same_shards_and_lets_them_count(bad_shards):
     work, copy = bad_shards
-    trained(settings("logged", data={"quarantine": "log"}, train={**SETTINGS["train"], "steps": 150}), work)
-    named = {
-        event.data["details"]["shard"]
-        for event in events(work.run("logged"), "hard_shard", "easy_shard", "repeated_shard")
-    }
-    assert named == {NOISE, NEWLINES, copy}
+    trained(settings("logged", train={"steps": 120}), work)
+    found = events(work.run("logged"), "hard_shard", "easy_shard", "repeated_shard")
+    assert {event.data["details"]["shard"] for event in found} == {NOISE, NEWLINES, copy}
+
+
+# ---- steps that are not finite, and runs that keep failing ----------------------------------------------------
+
+
+@pytest.fixture
+def not_finite(monkeypatch):
+    """Make the loss of these steps NaN, and with it every gradient; keeps the state before and after each."""
+    around = {}
+
+    def in_steps(*steps):
+        real_step = loop.train_step
+
+        def step(state, *arguments):
+            if state.step + 1 not in steps:
+                return real_step(state, *arguments)
+            before = {name: value.clone() for name, value in state.tensors().items()}
+            head_loss = state.model.head_loss
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(state.model, "head_loss", lambda *given: tuple(x * torch.nan for x in head_loss(*given)))
+                pending = real_step(state, *arguments)
+            around[state.step] = before, {name: value.clone() for name, value in state.tensors().items()}
+            return pending
+
+        monkeypatch.setattr(loop, "train_step", step)
+        return around
+
+    return in_steps
+
+
+SHORT = {"train": {"steps": 12}, "checkpoint": {"every_steps": 4}}
+
+
+def test_a_step_that_is_not_finite_changes_no_bit_of_weights_and_moments(work, not_finite):
+    around = not_finite(6)
+    summary = trained(settings(**SHORT), work)
+    assert summary.step == 12
+    before, after = around[6]
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    run = work.run("run")
+    assert [event.step for event in events(run, "skip")] == [6]
+    assert page(run, "6-nonfinite")["action"] == "continue"
+    losses = read_run(run).series["loss"]
+    assert np.isnan(losses.value).sum() == 1
+    assert losses.step.tolist() == list(range(1, 13))
+
+
+def command(work, tmp_path, config):
+    path = tmp_path / "config.yaml"
+    path.write_text(config_yaml(config))
+    return main(["train", str(path), "--work", str(work.root)])
+
+
+def test_with_stop_the_command_ends_with_code_12_and_names_its_page(work, not_finite, tmp_path, capsys):
+    not_finite(6)
+    assert command(work, tmp_path, settings(**SHORT, guards={"nonfinite": "stop"})) == 12
+    run, message = work.run("run"), capsys.readouterr().err
+    assert str(run / "incidents/6-nonfinite.html") in message
+    assert "Traceback" not in message
+    incident = page(run, "6-nonfinite")
+    assert incident["action"] == "stop"
+    assert incident["samples"][0]["documents"][0]["text"]
+    assert step_of(list_checkpoints(run)[0]) == 4
+
+
+def test_a_run_that_keeps_failing_ends_with_code_12_and_weights_from_before(work, not_finite, tmp_path, capsys):
+    not_finite(*range(6, 12))
+    assert command(work, tmp_path, settings(**SHORT, guards={"max_skips_in_a_row": 3})) == 12
+    message = capsys.readouterr().err
+    assert "3 updates in a row were skipped" in message
+    assert "The weights are those of step 5" in message
+    assert page(work.run("run"), "8-nonfinite")["action"] == "stop"
+
+
+def test_a_run_that_has_to_go_back_again_and_again_stops(work):
+    """All text from some step on is noise: no window to leave out helps."""
+    guards = {"spike_window_steps": 24, "spike_min_steps": 16, "skip_steps_after": 2, "max_rollbacks": 2}
+    config = settings(train={"steps": 110}, checkpoint={"every_steps": 10, "keep_last": 3}, guards=guards)
+    poison_steps(work, config, 81, 30)
+    with pytest.raises(AnomalyError, match="gone back 2 times") as caught:
+        trained(config, work)
+    assert caught.value.exit_code == 12
+    run = work.run("run")
+    assert [event.data["to_step"] for event in events(run, "rollback")] == [70, 60], "one further each time"
+    last = max((run / "incidents").glob("*-loss_spike.json"), key=lambda path: int(path.name.split("-")[0]))
+    assert json.loads(last.read_text())["action"] == "stop"
+
+
+# ---- bad input, before the first step -------------------------------------------------------------------------
+
+
+def test_data_packed_with_another_tokenizer_is_refused(work):
+    train_on_corpus(work.corpus, work.tokenizer, TokenizerConfig(vocab_size=360))
+    with pytest.raises(BadInputError, match=r"made with the tokenizer .* holds .* Run `z2a pack` again") as caught:
+        trained(settings(**SHORT), work)
+    assert caught.value.exit_code == 3
+    assert not list_checkpoints(work.run("run"))
+
+
+def test_a_run_is_not_continued_with_data_of_another_tokenizer(work):
+    trained(settings(**SHORT), work)
+    train_on_corpus(work.corpus, work.tokenizer, TokenizerConfig(vocab_size=360))
+    pack_corpus(work.corpus, work.tokenizer, work.packed)
+    config = settings(**SHORT)
+    with pytest.raises(BadInputError, match="ids mean other pieces of text"):
+        trained(dataclasses.replace(config, train=dataclasses.replace(config.train, steps=14)), work)
+
+
+def test_changes_of_rate_and_length_are_listed_and_go_on_when_accepted(work):
+    trained(settings(**SHORT), work)
+    changed = settings(train={"steps": 14}, checkpoint={"every_steps": 4}, optim={"lr_max": 0.02})
+    with pytest.raises(UsageError) as caught:
+        trained(changed, work)
+    assert "  - train.steps: 12 -> 14\n" in str(caught.value)
+    assert "  - optim.lr_max: 0.01 -> 0.02\n" in str(caught.value)
+    assert trained(changed, work, accept_changes=True).step == 14
+
+
+def test_a_checkpoint_of_another_shape_is_refused_with_the_first_difference(work):
+    trained(settings(**SHORT), work)
+    wider = settings(**SHORT, model={"hidden_size": 64})
+    with pytest.raises(BadInputError, match=r"\(448, 32\) instead of \(448, 64\)"):
+        trained(wider, work, accept_changes=True)
+
+
+def test_an_id_beyond_the_vocabulary_is_named_with_its_file_before_the_model_sees_it(work):
+    for shard in range(len(open_split(work.packed, "en", "train").shards)):
+        overwrite_shard(work, "en", shard, VOCABULARY + 7)
+    with pytest.raises(BadInputError, match=r"packed.en.train: token \d+ of sample .* is the id 407.*z2a data verify"):
+        trained(settings(**SHORT), work)
+    rewrite_manifest(work.packed / "en/train", max_id=VOCABULARY + 7)
+    with pytest.raises(BadInputError, match=r"`max_id` is 407, expected an id below vocab_size \(400\)"):
+        trained(settings(**SHORT), work)
+
+
+def test_a_disk_that_cannot_hold_a_checkpoint_is_noticed_before_the_first_step(work, monkeypatch):
+    usage = shutil.disk_usage(work.root)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=20_000))
+    with pytest.raises(DiskError, match="Free some space") as caught:
+        trained(settings(**SHORT), work)
+    assert caught.value.exit_code == 4
+    assert "loss" not in read_run(work.run("run")).series
+
+
+# ---- guards and resume ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stopped_at", [7, 8, 9])
+def test_guards_of_a_run_stopped_around_the_start_of_a_stage_know_what_the_one_left_alone_knows(
+    stopped_at, work, monkeypatch
+):
+    """A checkpoint at the border is saved before the stage begins, and the window starts over with the stage."""
+    late = [{"name": "late", "from_step": 8, "mixture": {"zh": 1}}]
+    changes = {"train": {"steps": 12}, "checkpoint": {"every_steps": 1}}
+    plain = [config_values(settings(name, **changes)) for name in ("alone", "stopped")]
+    configs = [config_from_values({**values, "stages": late}, "of a test") for values in plain]
+    trained(configs[0], work)
+    real_step = loop.train_step
+
+    def step_or_stop(state, *arguments):
+        if state.step == stopped_at:
+            raise InterruptedError
+        return real_step(state, *arguments)
+
+    monkeypatch.setattr(loop, "train_step", step_or_stop)
+    with pytest.raises(InterruptedError):
+        trained(configs[1], work)
+    monkeypatch.undo()
+    trained(configs[1], work)
+    alone, stopped = (newest_checkpoint(work.run(name)).document["guards"] for name in ("alone", "stopped"))
+    assert len(alone["detector"]["losses"]) == 4
+    assert stopped == alone

@@ -279,3 +279,17 @@ def test_rotary_positions_stay_stretched_until_a_stage_says_otherwise():
     assert seen[10] == seen[19] == (5e5, RopeScaling())
     assert seen[20] == seen[39] == (5e5, yarn)
     assert seen[40] == seen[49] == (10000.0, RopeScaling())
+
+
+def test_cosine_rises_in_equal_steps_and_falls_to_its_lowest_share_exactly_at_the_last_step():
+    found = rates(50, warmup_steps=4, lr_min_share=0.1)
+    assert found[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
+    assert found[-1] == pytest.approx(0.2, rel=1e-12)
+    assert all(later < earlier for earlier, later in itertools.pairwise(found[4:]))
+    assert rates(51, warmup_steps=0, lr_min_share=0.1)[25] == pytest.approx((2.0 + 0.2) / 2)
+
+
+def test_short_runs_have_a_rate_too():
+    assert rates(1, warmup_steps=0) == [2.0]
+    assert rates(3, warmup_steps=3) == [pytest.approx(2 / 3), pytest.approx(4 / 3), 2.0]
+    assert rates(50, until=100, warmup_steps=1, lr_min_share=0.5)[99] == 1.0  # a run that goes on

@@ -26,7 +26,16 @@ from zero2all.cli import (
     watch,
 )
 from zero2all.cli.verb import HelpFormatter
-from zero2all.common.errors import BadInputError, DiskError, UsageError, UserError, is_disk_full
+from zero2all.common.errors import (
+    AnomalyError,
+    BadInputError,
+    DiskError,
+    PreemptedError,
+    RunLockedError,
+    UsageError,
+    UserError,
+    is_disk_full,
+)
 
 EPILOG = """\
 start here:
@@ -38,6 +47,8 @@ help of a verb, with an example:
 exit codes: 0 done, 1 a bug of ours, 2 usage or config, 3 bad input, 4 disk full,
             10 stopped and saved, 12 run stopped itself, 13 run in use, 130 interrupted"""
 INTERRUPTED = 130
+DECIDED_TOGETHER = (PreemptedError.exit_code, AnomalyError.exit_code, RunLockedError.exit_code)
+"""Ends of a training run that all of its processes come to at once."""
 WHOLE_SECTIONS = ("stages",)
 """Sections that are lists, so that they are set as a whole: --stages '[{name: …}]'."""
 REFUSED_PATH_ERRNOS = frozenset(
@@ -59,6 +70,8 @@ def main(words: list[str] | None = None) -> int:
         sys.stdout.flush()  # here, so that a reader who has gone is noticed while we can still take it calmly
         return code
     except UserError as error:
+        if error.exit_code in DECIDED_TOGETHER and os.environ.get("RANK", "0") != "0":
+            return error.exit_code  # the first process says it for all
         return _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
         return _fail("interrupted. What was finished is kept; run the same command again to continue.", INTERRUPTED)

@@ -47,29 +47,30 @@ def register(verbs: Subparsers) -> None:
     )
 
 
-def _train(arguments: argparse.Namespace) -> None:
+def _train(arguments: argparse.Namespace) -> int:
     from zero2all.config import config_yaml, load_config
 
     config = load_config(arguments.config, arguments.overrides)
     if arguments.print_config:
         print(config_yaml(config), end="")
-        return
+        return 0
     if arguments.print_schedule:
         from zero2all.train.schedule import schedule_lines
 
         print("\n".join(schedule_lines(config.train.steps, config.optim.lr_max, config.schedule, config.stages)))
-        return
+        return 0
     workspace = workspace_of(arguments)
     if arguments.dry_run:
         from zero2all.train.dry_run import dry_run
 
         dry_run(config, workspace, _decoder(workspace))
-        return
-    from zero2all.parallel.launch import become_torchrun, local_processes
+        return 0
+    from zero2all.parallel.launch import end_with_parent, local_processes, run_processes
 
     processes = local_processes(config.parallel)
     if processes > 1:
-        become_torchrun(processes, arguments.command_line)
+        return run_processes(processes, arguments.command_line)
+    end_with_parent()
     from zero2all.train.loop import train
 
     summary = train(
@@ -81,10 +82,11 @@ def _train(arguments: argparse.Namespace) -> None:
         make_decode=_decoder(workspace),
     )
     if int(os.environ.get("RANK", "0")) > 0:
-        return  # the first process speaks for the run
+        return 0  # the first process speaks for the run
     print(f"{summary.run}: step {summary.step}, {summary.tokens:,} tokens, {summary.tokens_per_second:,.0f} tokens/s")
     for name, value in summary.held_out.items():
         print(f"  {name:<28} {value:.4f}")
+    return 0
 
 
 def _decoder(workspace: Workspace) -> Callable[[], Decode]:

@@ -24,9 +24,12 @@ def data_mesh(world: World) -> DeviceMesh:
     return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=(DATA,))
 
 
-def shard_model(model: Z2all, world: World, dtype: torch.dtype) -> None:
-    """Cut every weight over the processes, in place. The parts are kept in float32 (or float64) and gathered in
-    `dtype`; gradients are summed, not averaged, in float32."""
+def shard_model(model: Z2all, world: World, dtype: torch.dtype, with_masters: bool = True) -> None:
+    """Cut every weight over the processes, in place. The parts are kept in float32 (or float64; without masters in
+    `dtype`) and gathered in `dtype`; gradients are summed, not averaged, in float32."""
+    if not with_masters:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
     wide = torch.promote_types(dtype, torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide, cast_forward_inputs=False)
     mesh = data_mesh(world)

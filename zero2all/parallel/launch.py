@@ -1,20 +1,40 @@
-"""Starts one process per GPU of this machine, where the person has not done so with torchrun."""
+"""Starts one process per GPU of this machine, where the person has not done so with torchrun.
+
+Our own few lines instead of torchrun, because of how a run ends: torchrun turns every exit code into 1 and gives its
+processes 30 seconds after SIGTERM. Here a signal is passed on once, saving may take as long as it takes, and the
+command ends with the code of the process that failed first.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
+import socket
+import subprocess
 import sys
-
-import torch
+import time
+from types import FrameType
 
 from zero2all.common.errors import UsageError
 from zero2all.parallel.config import ParallelConfig
 
+PARENT = "ZERO2ALL_PARENT"
+"""Process number of the command that started this process."""
+GRACE_SECONDS = 60.0
+"""How long the others may go on after one has failed; they may be waiting for it for ever."""
+POLL_SECONDS = 0.05
+PR_SET_PDEATHSIG = 1
+
 
 def local_processes(config: ParallelConfig) -> int:
     """How many processes this machine should run: what was asked for, else one per GPU, else one."""
-    if "LOCAL_RANK" in os.environ:  # torchrun was here
+    if "LOCAL_RANK" in os.environ:  # torchrun was here, or we were
         return 1
+    if config.processes == 1 or (config.processes == "auto" and config.device == "cpu"):
+        return 1
+    import torch
+
     gpus = torch.cuda.device_count() if config.device != "cpu" else 0
     if config.processes == "auto":
         return max(1, gpus)
@@ -26,9 +46,64 @@ def local_processes(config: ParallelConfig) -> int:
     return config.processes
 
 
-def become_torchrun(processes: int, words: list[str]) -> None:
-    """Replace this process by torchrun with `z2a WORDS…` in each of its processes. Does not return."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.execv(sys.executable, [*command, "-m", "zero2all", *words])
+def run_processes(processes: int, words: list[str], grace_seconds: float = GRACE_SECONDS) -> int:
+    """Run `z2a WORDS…` in so many processes that find each other; returns the exit code of the whole."""
+    command = [sys.executable, "-m", "zero2all", *words]
+    shared = {
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        PARENT: str(os.getpid()),
+    }
+    started: list[subprocess.Popen[bytes]] = []
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        for process in started:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    before = [signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        for rank in range(processes):
+            env = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            # A group of its own: Ctrl-C in a terminal reaches the whole group, and would arrive twice.
+            started.append(subprocess.Popen(command, env=env, process_group=0))
+        return _wait(started, grace_seconds)
+    finally:
+        for process in started:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        for number, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
+            signal.signal(number, handler)
+
+
+def end_with_parent() -> None:
+    """In a process that `run_processes` started: be asked to stop (and so save) should the command itself be killed."""
+    parent = os.environ.get(PARENT)
+    if parent is None or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != int(parent):  # it died before that line
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _wait(started: list[subprocess.Popen[bytes]], grace_seconds: float) -> int:
+    """Wait for all, and once one has failed only so long for the others; the code of the first that failed, or 0."""
+    first_failure: int | None = None
+    deadline = float("inf")
+    while any(process.poll() is None for process in started) and time.monotonic() < deadline:
+        codes = [process.returncode for process in started if process.returncode]
+        if codes and first_failure is None:
+            first_failure, deadline = codes[0], time.monotonic() + grace_seconds
+        time.sleep(POLL_SECONDS)
+    codes = [process.returncode for process in started if process.returncode]
+    failure = first_failure or (codes[0] if codes else 0)
+    return failure if failure >= 0 else 128 - failure  # killed by a signal, as a shell says it
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])

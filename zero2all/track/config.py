@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zero2all.common.schema import NaturalFloat, PositiveInt
+from zero2all.common.schema import NaturalFloat, NaturalInt, PositiveInt
 
 
 @dataclass(frozen=True)
@@ -13,6 +13,9 @@ class TrackConfig:
 
     log_every_steps: PositiveInt = 1
     """Write one metric row every this many steps. A row with ten values takes about 250 bytes of disk."""
+
+    update_ratios_every_steps: NaturalInt = 100
+    """How often the length of the update over that of the weights is logged per kind of parameter; 0: never."""
 
     queue_rows: PositiveInt = 10_000
     """Rows held in memory while the disk does not take them; beyond this the oldest are dropped and counted."""

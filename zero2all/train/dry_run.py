@@ -1,7 +1,7 @@
 """`z2a train --dry-run`: everything a run does before its first step, then one batch learned by heart.
 
-A model that cannot learn one batch learns nothing: the rate is wrong, the targets are masked, or there is a bug. The run
-itself is left alone: no checkpoint is read, and nothing is written to its folder.
+A model that cannot learn one batch learns nothing: the rate is wrong, the targets are masked, or there is a bug. The
+run itself is left alone: no checkpoint is read, and nothing is written to its folder.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 from zero2all.common.errors import AnomalyError
 from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig
-from zero2all.limits.memory import MemorySettings
-from zero2all.packed.transfer import batches_on
+from zero2all.packed.loader import LoaderOptions, read_batch
 from zero2all.parallel.device import pick_device
 from zero2all.parallel.world import World
 from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.guards.documents import Decode
+from zero2all.train.micro_batch import memory_settings
 from zero2all.train.sanity import Overfit, check_first_loss, dry_run_config, memory_notes, overfit_one_batch, preview
 from zero2all.train.schedule import learning_rate
 from zero2all.train.setup import prepare
@@ -42,11 +42,8 @@ def dry_run(
     for note in prepared.notes:
         say(note)
     short, state = prepared.config, prepared.state
-    loader = batches_on(world.device, prepared.data, short.train.tokens_per_step, 0, 1)
-    try:
-        batch = next(iter(loader))
-    finally:
-        loader.close()
+    options = LoaderOptions(documents=short.data.document_mask)
+    batch = read_batch(prepared.data, 0, short.samples_per_step, options)
     decode = make_decode() if make_decode is not None and workspace.tokenizer.is_dir() else None
     for line in preview(batch, prepared.data.channels, None if decode is None else lambda ids: decode(list(ids))):
         say(line)
@@ -57,7 +54,7 @@ def dry_run(
         return pending.result().loss
 
     result = overfit_one_batch(update)
-    settings = MemorySettings.of(short)
+    settings = memory_settings(short, state.model.ops, world.size, state.micro_batch_samples)
     total = torch.cuda.mem_get_info(world.device)[1] if world.device.type == "cuda" else None
     notes = [*check_first_loss(result.losses[0], short.model), *memory_notes(short.model, settings, total)]
     for line in [*notes, *result.lines()]:

@@ -12,24 +12,27 @@ judged and written down. Only a pause (validation, the end) waits for the device
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from zero2all.common.errors import AnomalyError, PreemptedError
 from zero2all.common.progress import Bar, progress
 from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig
 from zero2all.model.rope import rope_tables
-from zero2all.packed.loader import Batch, Loader, LoaderOptions
+from zero2all.packed.loader import Batch, Loader, LoaderOptions, read_batch
 from zero2all.packed.transfer import batches_on
 from zero2all.parallel.device import pick_device
 from zero2all.parallel.world import World, join_world
 from zero2all.track.writer import Run
 from zero2all.train.anneal import anneal_values, read_anneal
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
+from zero2all.train.checkpoints.load import Checkpoint
 from zero2all.train.checkpoints.retention import Retention, pin
 from zero2all.train.checkpoints.run_lock import LOCK_NAME, RunLock, hold_run
 from zero2all.train.checkpoints.set_aside import discard
@@ -41,7 +44,10 @@ from zero2all.train.control import Control
 from zero2all.train.garbage import scheduled_garbage_collection
 from zero2all.train.guards.documents import Decode
 from zero2all.train.guards.policy import Rollback, Stop
+from zero2all.train.micro_batch import memory_settings
+from zero2all.train.ratios import UpdateRatios
 from zero2all.train.reports import StepReports
+from zero2all.train.sanity import check_batch_ids, check_disk, check_first_loss, memory_notes
 from zero2all.train.schedule import learning_rate
 from zero2all.train.setup import Prepared, load_checkpoint, prepare, save_run_config
 from zero2all.train.step import PendingStep, StepResult, train_step
@@ -92,7 +98,7 @@ def train(
             metrics = Run(run, queue_rows=config.track.queue_rows, resumed_from=prepared.state.step or None)
         reason, message = "done", None
         try:
-            return _Training(prepared, store, metrics, make_decode).run_to_the_end()
+            return _Training(prepared, store, metrics, make_decode, speak).run_to_the_end()
         except BaseException as error:
             reason = "preempted" if isinstance(error, PreemptedError) else "failed"
             message = f"{type(error).__name__}: {error}"
@@ -125,6 +131,7 @@ def _locked_store(
             world.group,
             Retention(keep.keep_last, keep.keep_every_steps),
             when_busy=keep.when_busy,
+            peer_timeout_seconds=config.parallel.timeout_seconds,
             fence=held[0].check if held else lambda: None,
             say=say,
         )
@@ -145,8 +152,9 @@ class _Training:
         store: CheckpointStore,
         metrics: Run | None,
         make_decode: Callable[[], Decode] | None,
+        say: Callable[[str], None],
     ) -> None:
-        self.prepared, self.store, self.metrics = prepared, store, metrics
+        self.prepared, self.store, self.metrics, self.say = prepared, store, metrics, say
         self.config, self.state, self.world = prepared.config, prepared.state, prepared.world
         self.control = Control(
             prepared.config,
@@ -170,11 +178,10 @@ class _Training:
         started, tokens_before = time.perf_counter(), state.tokens
         self._event("start", {"notes": prepared.notes, "environment": prepared.environment})
         if prepared.checkpoint is not None:
-            self.control.restore(prepared.checkpoint.document.get("guards"))
+            self._restore(prepared.checkpoint)
         else:
             self.control.look_for_repeats(prepared.data, state.step)
-        self.store.prepare(state.tensors())
-        self.store.require_space(1)
+        self._check_before_the_first_step()
         total = prepared.last_step * self.config.train.tokens_per_step
         try:
             with (
@@ -183,6 +190,7 @@ class _Training:
                 progress("train", total=total, unit="tok", done=state.tokens, quiet=not self.world.is_first) as bar,
             ):
                 self.bar, self.stop, self.collect_garbage = bar, stop, collect_garbage
+                self.shown_tokens = state.tokens
                 first_step = state.step
                 while self._stretch():
                     pass
@@ -208,6 +216,29 @@ class _Training:
             held_out=self.held_out,
         )
 
+    def _check_before_the_first_step(self) -> None:
+        """What can be found out without training: room for checkpoints, memory, ids that the model lacks."""
+        prepared, config, state = self.prepared, self.config, self.state
+        size = self.store.prepare(state.tensors())
+        if state.step == prepared.last_step:
+            return
+        run, keep = prepared.run, config.checkpoint
+        existing = [step_of(folder) for folder in list_checkpoints(run)]
+        retention = Retention(keep.keep_last, keep.keep_every_steps)
+        notes = [
+            self.world.first_does(
+                lambda: check_disk(run, retention, keep.every_steps, state.step, prepared.last_step, size, existing)
+            )
+        ]
+        if self.world.device.type == "cuda":
+            settings = memory_settings(config, state.model.ops, self.world.size, state.micro_batch_samples)
+            notes += memory_notes(config.model, settings, torch.cuda.mem_get_info(self.world.device)[1])
+        rows = prepared.data.segment_at(state.tokens).seq_len
+        first = read_batch(prepared.data, state.tokens, config.train.tokens_per_step // rows)
+        check_batch_ids([first], config.model.vocab_ids)
+        self._event("sanity", {"notes": notes})
+        self.say_all(notes)
+
     def _stretch(self) -> bool:
         """Train until the end, or until the data must be opened anew (gone back, anneal); True to go on then."""
         prepared, state, config = self.prepared, self.state, self.config
@@ -226,14 +257,7 @@ class _Training:
         )
         try:
             for batch in loader:
-                self._enter_stage()
-                tokens = batch.global_rows * (batch.tokens.shape[1] - 1)
-                if self.control.ledger.skips(state.tokens, state.tokens + tokens):
-                    rollback = self._drain()
-                    if rollback is None:
-                        self._pass_over(tokens)
-                else:
-                    rollback = self._one_step(batch, loader)
+                rollback = self._enter_stage() or self._one_batch(batch, loader)
                 if rollback is not None:
                     self._go_back(rollback)
                     return True
@@ -247,6 +271,16 @@ class _Training:
             loader.close()
         return False
 
+    def _one_batch(self, batch: Batch, loader: Loader) -> Rollback | None:
+        """Train on a batch, or pass it over; returns the decision to go back, if that was taken."""
+        tokens = batch.global_rows * (batch.tokens.shape[1] - 1)
+        if not self.control.ledger.skips(self.state.tokens, self.state.tokens + tokens):
+            return self._one_step(batch, loader)
+        rollback = self._drain()
+        if rollback is None:
+            self._pass_over(tokens)
+        return rollback
+
     def _one_step(self, batch: Batch, loader: Loader) -> Rollback | None:
         """One step and what is due after it; returns the decision to go back, if that was taken."""
         prepared, state, config = self.prepared, self.state, self.config
@@ -255,7 +289,11 @@ class _Training:
         )
         tokens = (state.tokens, state.tokens + config.train.tokens_per_step)
         plan = self.control.plan(state.step + 1, lr, tokens, batch.global_rows, self.stop.requested)
+        looks = _due(state.step + 1, config.track.update_ratios_every_steps)
+        ratios = UpdateRatios(state) if looks else None
         pending = train_step(state, batch, len(prepared.data.channels), config, self.world, plan)
+        if ratios is not None:
+            self._log(ratios.after(self.world))
         done = state.step == prepared.last_step  # then validation and the last save follow behind the loop
         validates = not done and _due(state.step, config.eval.every_steps)
         saves = not done and _due(state.step, config.checkpoint.every_steps)
@@ -296,10 +334,16 @@ class _Training:
         self.pending = None
         result = pending.result()
         self.reports.report(result, wait_seconds)
-        with suppress(OSError):  # a terminal that is gone is no reason to stop
-            note = f"step {result.step} loss {result.loss:.3f}"
-            self.bar.advance(result.tokens[1] - result.tokens[0], note=note)
+        if result.step == 1:
+            self.say_all(check_first_loss(result.loss, self.config.model))
+        self._show(result.tokens[1], f"step {result.step} loss {result.loss:.3f}")
         return self._judge(result)
+
+    def _show(self, tokens: int, note: str) -> None:
+        """Move the bar to `tokens`."""
+        with suppress(OSError):  # a terminal that is gone is no reason to stop
+            self.bar.advance(tokens - self.shown_tokens, note=note)
+        self.shown_tokens = tokens
 
     def _judge(self, result: StepResult) -> Rollback | None:
         steps: list[int] = []
@@ -316,8 +360,7 @@ class _Training:
     def _validate(self) -> None:
         prepared, state = self.prepared, self.state
         self.held_out = held_out_losses(state.model, prepared.valid, self.config.data, self.config.eval, self.world)
-        if self.metrics is not None:
-            self.metrics.log(self.held_out, state.step, state.tokens)
+        self._log(self.held_out)
 
     def _save(self, wait: bool = False) -> SaveTicket:
         state = self.state
@@ -342,8 +385,9 @@ class _Training:
                 "notes": result.notes,
             }
             self._event("checkpoint" if result.folder else "checkpoint_failed", facts, result.step)
-            if result.problem and not result.was_skipped and self.world.is_first:
-                print(f"\nThe checkpoint of step {result.step} was not saved: {result.problem}. Training goes on.")
+            if result.problem and not result.was_skipped:
+                problem = f"The checkpoint of step {result.step} was not saved: {result.problem}."
+                self.say_all([f"{problem} Training goes on."])
 
     def _preempt(self) -> None:
         """End the run because somebody asked for it, after saving where the config says so."""
@@ -365,40 +409,52 @@ class _Training:
         checkpoint = self.store.at(decision.to_step)
         self.world.first_does(lambda: pin(self.prepared.run, decision.to_step, "a rollback went back to it"))
         load_checkpoint(self.state, checkpoint)
-        self.control.restore(checkpoint.document.get("guards"))
+        self._restore(checkpoint)
+        self._set_positions()
         self.prepared.reopen_data(checkpoint)
-        self.stage = ""
         self.reports.pause_ended()
+        self._show(self.state.tokens, f"back at step {self.state.step}")
         facts = {"from_step": left, "to_step": decision.to_step, "withdrawn": withdrawn, "reason": decision.reason}
         self._event("rollback", facts)
-        if self.world.is_first:
-            print(f"\n{decision.reason}")
+        self.say_all([decision.reason])
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        """Guards and stage as they were. A stage that begins right behind the checkpoint has not begun there yet."""
+        self.control.restore(checkpoint.document.get("guards"))
+        self.stage = str(checkpoint.document.get("stage") or "")
 
     # ---- stages, skipped data, anneal ----
 
-    def _enter_stage(self) -> None:
+    def _enter_stage(self) -> Rollback | None:
         """Positions and guards follow the stage that the next step belongs to."""
         config, state = self.config, self.state
         stage = next((each.name for each in reversed(config.stages) if each.from_step <= state.step), "main")
         if stage == self.stage:
-            return
-        model = model_at(state.step, config.model, config.stages)
-        if (model.rope_theta, model.rope_scaling) != (state.model.config.rope_theta, state.model.config.rope_scaling):
-            state.model.config = model
-            cos, sin = rope_tables(model, model.max_seq_len, self.world.device)
-            state.model.cos, state.model.sin = cos.to(state.model.cos.dtype), sin.to(state.model.sin.dtype)
+            return None
+        rollback = self._drain()  # the last step of a stage is judged by what was usual there
+        if rollback is not None:
+            return rollback
+        self._set_positions()
         if self.stage:
             self.control.stage_begins()
         self.stage = stage
         if config.stages:
             self._event("stage", {"name": stage, "seq_len": self.prepared.data.segment_at(state.tokens).seq_len})
+        return None
+
+    def _set_positions(self) -> None:
+        """Rotary positions as the stage of the next step wants them."""
+        state, model = self.state, model_at(self.state.step, self.config.model, self.config.stages)
+        if (model.rope_theta, model.rope_scaling) != (state.model.config.rope_theta, state.model.config.rope_scaling):
+            state.model.config = model
+            cos, sin = rope_tables(model, model.max_seq_len, self.world.device)
+            state.model.cos, state.model.sin = cos.to(state.model.cos.dtype), sin.to(state.model.sin.dtype)
 
     def _pass_over(self, tokens: int) -> None:
         """Leave a batch out: position and step advance, and nothing else."""
         self.state.step += 1
         self.state.tokens += tokens
-        with suppress(OSError):
-            self.bar.advance(tokens, note=f"step {self.state.step} left out")
+        self._show(self.state.tokens, f"step {self.state.step} left out")
 
     def _anneal_wished(self) -> bool:
         """Whether `z2a anneal` was called since the last step; the run then ends elsewhere."""
@@ -412,11 +468,22 @@ class _Training:
         self._event("anneal", {"steps": anneal.steps, "shape": anneal.shape, "to_share": anneal.to_share})
         return True
 
+    def _log(self, values: Mapping[str, Any]) -> None:
+        if self.metrics is not None:
+            self.metrics.log(values, self.state.step, self.state.tokens)
+
+    def say_all(self, lines: list[str]) -> None:
+        """Lines for the person who watches."""
+        for line in lines:
+            with suppress(OSError):
+                self.say(line)
+
     def _event(self, kind: str, data: dict[str, Any], step: int | None = None) -> None:
         if self.metrics is not None:
             self.metrics.event(kind, self.state.step if step is None else step, data)
 
     bar: Bar
+    shown_tokens: int
     stop: StopRequest
     collect_garbage: Callable[[int], None]
 

@@ -28,9 +28,12 @@ class LossScale:
         return {"scale": self.scale, "good_steps": self.good_steps}
 
     @torch.no_grad()
-    def after(self, overflowed: Tensor) -> None:
-        """Move on after a step; `overflowed` is a bool on the device."""
-        good = torch.where(overflowed, 0, self.good_steps + 1)
+    def after(self, overflowed: Tensor, refused: Tensor) -> None:
+        """Move on after a step; both are bools on the device.
+
+        A step that was refused though it did not overflow counts nothing: a resumed run passes over it.
+        """
+        good = torch.where(overflowed, 0, self.good_steps + (~refused).long())
         grows = good >= GROWTH_STEPS
         factor = torch.where(overflowed, 0.5, torch.where(grows, 2.0, 1.0))
         self.scale.mul_(factor).clamp_(SMALLEST_SCALE, LARGEST_SCALE)

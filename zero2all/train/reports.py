@@ -7,7 +7,8 @@ import time
 
 import torch
 
-from zero2all.limits.flops import model_flops_utilisation
+from zero2all.limits.flops import flops_per_token, model_flops_utilisation
+from zero2all.limits.recompute import hardware_flops_utilisation
 from zero2all.track.writer import Run
 from zero2all.train.setup import Prepared
 from zero2all.train.step import StepResult
@@ -22,6 +23,9 @@ class StepReports:
         self.stop_requested = False
         self._ended = time.perf_counter()
         self._bytes_per_token = self._bytes_per_token_by_channel()
+        seq_len = prepared.config.data.seq_len
+        self._flops = flops_per_token(prepared.config.model, seq_len)["causal"] * prepared.state.tokens
+        """FLOPs of the model so far, causal convention; what was trained before this attempt at data.seq_len."""
 
     def pause_ended(self) -> None:
         """The next step's time begins now."""
@@ -66,6 +70,22 @@ class StepReports:
             prepared.config.model, seq_len, speed / prepared.world.size, prepared.environment["device"]
         )
         values |= {f"mfu/{convention}": share for convention, share in shares.items()}
+        train = prepared.config.train
+        if train.recompute != "none":
+            operators = {choice.operator: choice.got for choice in prepared.state.model.ops.choices}
+            spent = hardware_flops_utilisation(
+                prepared.config.model,
+                seq_len,
+                speed / prepared.world.size,
+                prepared.environment["device"],
+                train.recompute,
+                train.recompute_every,
+                operators,
+            )
+            values |= {f"hfu/{convention}": share for convention, share in spent.items()}
+        flops = flops_per_token(prepared.config.model, seq_len)["causal"]
+        self._flops += flops * tokens
+        values["flops"] = self._flops
         if prepared.world.device.type == "cuda":
             values["memory/allocated"] = torch.cuda.memory_allocated(prepared.world.device)
             values["memory/peak"] = torch.cuda.max_memory_allocated(prepared.world.device)

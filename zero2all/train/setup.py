@@ -170,7 +170,7 @@ def _build_state(
     apply_recompute(model, config.train.recompute, config.train.recompute_every)
     sharded = config.parallel.data == "shard" and world.size > 1
     if sharded:
-        shard_model(model, world, dtype)
+        shard_model(model, world, dtype, with_masters=config.optim.kind != "adamw_bf16")
     state = new_state(model, config.optim, dtype, 1, sharded, config.train.seed)
     compile_model(model)
     state.micro_batch_samples, micro_notes = choose_micro_batch(config, model, world, run, state.weights.zero_gradients)

@@ -218,7 +218,7 @@ def _judge_and_update(
     scale = (longest / norm).clamp(max=1.0) if longest > 0 else torch.ones_like(norm)
     if state.loss_scale is not None:
         scale = scale / state.loss_scale.scale
-        state.loss_scale.after(overflowed)
+        state.loss_scale.after(overflowed, refused)
     update(state, plan.lr, scale, refused)
     figures[0], figures[1] = loss, norm
     figures[2] = refused

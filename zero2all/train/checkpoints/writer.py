@@ -69,7 +69,7 @@ class SaveTicket:
         if result.folder is None:
             raise DiskError(
                 f"The checkpoint of step {self.step} was not saved: {result.problem}. Nothing half-written was kept; "
-                f"mend that and run the same command again to continue from the checkpoint before."
+                f"free some space and run the same command again to continue from the checkpoint before."
             )
         return result.folder
 

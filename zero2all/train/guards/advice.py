@@ -40,7 +40,8 @@ class Facts:
     earlier_incidents: int = 0
     """Of this run, before this one."""
     channels_before: Mapping[str, float] | None = None
-    channels_now: Mapping[str, float] | None = None
+    channels_now: Mapping[str, float | None] | None = None
+    """None where a loss was not finite."""
     row_losses: Sequence[float] = ()
     """Mean loss of each row of the step, where it is known."""
     usual_loss: float | None = None
@@ -165,14 +166,15 @@ def _rate(facts: Facts) -> list[Advice]:
     return []
 
 
-def _rising_channel(before: Mapping[str, float], now: Mapping[str, float]) -> str | None:
-    rises = {name: now[name] - before[name] for name in now if name in before}
+def _rising_channel(before: Mapping[str, float], now: Mapping[str, float | None]) -> str | None:
+    finite = {name: loss for name, loss in now.items() if loss is not None}
+    rises = {name: loss - before[name] for name, loss in finite.items() if name in before}
     if len(rises) < 2:
         return None
     top = max(rises, key=lambda name: rises[name])
     others = [max(0.0, rise) for name, rise in rises.items() if name != top]
     if rises[top] > 0.1 * before[top] and rises[top] > CHANNEL_FACTOR * max(others):
-        return f"the channel {top} rose from {before[top]:.3g} to {now[top]:.3g}, the others hardly at all"
+        return f"the channel {top} rose from {before[top]:.3g} to {finite[top]:.3g}, the others hardly at all"
     return None
 
 

@@ -1,0 +1,165 @@
+"""`z2a train` with its flags and `z2a anneal`, as a person types them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from zero2all.cli import main
+from zero2all.config import load_config
+from zero2all.track.reader import read_run
+from zero2all.train.checkpoints.layout import list_checkpoints, step_of
+from zero2all.train.checkpoints.run_lock import STALE_SECONDS
+
+LONG_SECONDS = 90.0
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + LONG_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.01)
+
+
+def rates(run):
+    return read_run(run).series["lr"]
+
+
+# ---- train ----------------------------------------------------------------------------------------------------
+
+
+def test_print_schedule_shows_where_the_rate_turns_and_starts_nothing(z2a):
+    ended = z2a("train", "quickstart", "--print-schedule", "--schedule.kind", "wsd", "--train.steps", "1000")
+    assert ended.code == 0
+    lines = ended.out.splitlines()
+    assert [line.split("  ")[-1] for line in lines] == ["warmup", "stable", "decay (1-sqrt)", "last step"]
+    assert f"lr {load_config('quickstart', []).optim.lr_max:.3e}" in lines[1]
+
+
+def test_a_dry_run_shows_the_data_learns_a_batch_and_leaves_no_trace(copy, tiny, z2a):
+    changes = ("--train.name", "dry", "--optim.lr_max", "0.01")
+    ended = z2a("train", "quickstart", *tiny, *changes, "--dry-run", "--work", copy)
+    assert ended.code == 0, ended.err
+    assert "data: row 0 (" in ended.out
+    assert "memory: about" in ended.out
+    assert "dry run: the loss of one batch fell to" in ended.out
+    assert not (copy / "runs/dry").exists()
+
+
+def test_a_dry_run_that_learns_nothing_ends_with_code_12(copy, tiny, z2a):
+    ended = z2a("train", "quickstart", *tiny, "--optim.lr_max", "1e-9", "--dry-run", "--work", copy)
+    assert ended.code == 12
+    assert "optim.lr_max is too small" in ended.out
+    assert "did not learn one batch" in ended.err
+
+
+def test_a_silent_run_of_another_host_is_taken_over_only_when_asked(copy, tiny, z2a):
+    lock = copy / "runs/tiny/lock"
+    lock.write_text(json.dumps({"host": "elsewhere", "boot": "x", "pid": 1, "started": 0.0, "token": "theirs"}))
+    old = time.time() - 2 * STALE_SECONDS
+    os.utime(lock, (old, old))
+    words = ("train", "quickstart", *tiny, "--work", copy)
+    refused = z2a(*words)
+    assert refused.code == 13
+    assert "process 1 on elsewhere" in refused.err
+    assert "--take-over" in refused.err
+    taken = z2a(*words, "--take-over")
+    assert taken.code == 0
+    assert "took over the lock of process 1 on elsewhere" in taken.out
+
+
+def start_two(copy, tiny, *more):
+    words = ["train", "quickstart", *tiny, "--train.name", "two", "--parallel.processes", "2", *more]
+    command = [sys.executable, "-m", "zero2all", *words, "--work", str(copy)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_two_processes_stopped_by_sigterm_save_once_say_it_once_and_end_with_code_10(copy, tiny):
+    process = start_two(copy, tiny, "--train.steps", "100000")
+    wait_until(lambda: list_checkpoints(copy / "runs/two") or process.poll() is not None)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=LONG_SECONDS)
+    assert process.returncode == 10, err
+    assert "2 x cpu" in out
+    assert err.count("was stopped and saved at step") == 1
+    saved = step_of(list_checkpoints(copy / "runs/two")[0])
+    assert f"saved at step {saved}." in err
+
+
+def test_a_mistake_with_two_processes_is_said_before_either_is_started(copy, tiny, z2a):
+    ended = z2a("train", "quickstart", *tiny, "--parallel.processes", "2", "--train.steps", "-1", "--work", copy)
+    assert ended.code == 2
+    assert ended.err.count("train.steps: got -1") == 1
+
+
+# ---- anneal ---------------------------------------------------------------------------------------------------
+
+
+def test_a_finished_run_is_annealed_to_a_later_end(copy, tiny, z2a):
+    run = copy / "runs/tiny"
+    last = float(rates(run).value[-1])
+    ended = z2a("anneal", "tiny", "--steps", "3", "--shape", "linear", "--work", copy)
+    assert ended.code == 0
+    assert "tiny, at step 4 of 4: the learning rate will fall from" in ended.out
+    assert z2a("train", "quickstart", *tiny, "--work", copy).code == 0
+    series = rates(run)
+    assert series.step.tolist() == list(range(1, 8))
+    assert series.value[4:] == pytest.approx([last * 2 / 3, last / 3, 0.0])
+    assert step_of(list_checkpoints(run)[0]) == 7
+    assert z2a("inspect", "tiny", "7", "--work", copy).code == 0
+
+    again = z2a("anneal", "tiny", "--work", copy)
+    assert again.code == 2
+    assert "tiny anneals since step 4, over 3 steps" in again.err
+
+
+def test_a_run_that_is_training_anneals_within_a_step_and_ends(copy, tiny, z2a):
+    words = ["train", "quickstart", *tiny, "--train.name", "live", "--train.steps", "100000", "--work", str(copy)]
+    codes: list[int] = []
+    training = threading.Thread(target=lambda: codes.append(main(words)))
+    training.start()
+    run = copy / "runs/live"
+    wait_until(lambda: bool(list_checkpoints(run)))
+    asked = z2a("anneal", "live", "--steps", "6", "--to-share", "0.5", "--work", copy)
+    assert asked.code == 0, asked.err
+    training.join(LONG_SECONDS)
+    assert codes == [0]
+    series, record = rates(run), json.loads((run / "anneal.json").read_text())
+    assert series.step[-1] == record["from_step"] + 6
+    assert series.value[-1] == pytest.approx(0.5 * series.value[-7])
+    assert (np.diff(series.value[-7:]) < 0).all()
+    assert [event.step for event in read_run(run).events if event.kind == "anneal"] == [record["from_step"]]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["tinny"], 3, "has no run `tinny`. Did you mean `tiny`?"),
+        (["tiny", "--steps", "0"], 2, "at least 1"),
+        (["tiny", "--shape", "square"], 2, "invalid choice"),
+        (["tiny", "--to-share", "2"], 2, "from 0 to 1"),
+    ],
+)
+def test_anneal_refuses_what_makes_no_sense(words, code, message, journey, z2a):
+    ended = z2a("anneal", *words, "--work", journey)
+    assert ended.code == code
+    assert message in ended.err
+
+
+def test_a_run_without_a_step_or_without_a_rate_has_nothing_to_anneal(copy, tiny, z2a):
+    (copy / "runs/new").mkdir()
+    (copy / "runs/new/config.yaml").write_text((copy / "runs/tiny/config.yaml").read_text())
+    assert "has made no step yet" in z2a("anneal", "new", "--work", copy).err
+    words = ("train", "quickstart", *tiny, "--train.name", "zero", "--schedule.lr_min_share", "0", "--work", copy)
+    assert z2a(*words).code == 0
+    ended = z2a("anneal", "zero", "--work", copy)
+    assert ended.code == 2
+    assert "is 0 at step 4" in ended.err

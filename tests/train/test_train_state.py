@@ -1,0 +1,184 @@
+"""The state of a run: flat buffers under the model's parameters, the optimizer that fits, tensors that can be kept."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from zero2all.model.config import ModelConfig
+from zero2all.model.z2all import Z2all
+from zero2all.ops.config import OpsConfig
+from zero2all.ops.registry import resolve
+from zero2all.parallel.world import World
+from zero2all.train.config import OptimConfig
+from zero2all.train.optimizers.adamw import AdamW
+from zero2all.train.optimizers.flat_adamw import FlatAdamW
+from zero2all.train.state import new_state
+from zero2all.train.weights import ALIGNMENT
+
+KINDS = ["adamw", "muon", "lion", "adafactor", "sgd", "adamw_8bit", "adamw_bf16"]
+GO, SKIP = torch.tensor(False), torch.tensor(True)
+
+
+def model_with(ops=None, seed=1, **options):
+    shape = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "layers": 2, "heads": 2, "kv_heads": 1}
+    model = Z2all(ModelConfig(**{**shape, "max_seq_len": 16, **options}), resolve(ops or OpsConfig(), "cpu"))
+    model.init_weights(seed)
+    return model
+
+
+def make_state(kind="adamw", dtype=torch.float32, seed=1, ops=None, **options):
+    return new_state(model_with(ops, seed), OptimConfig(kind, **options), dtype)
+
+
+def fill_gradients(state, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    for place in state.weights.places:
+        values = torch.randn(place.at.stop - place.at.start, generator=generator)
+        state.weights.gradients[place.at] = values.to(state.weights.gradients.dtype)
+
+
+def update(state, scale=1.0, flag=GO):
+    state.optimizer.step(torch.tensor(scale), flag)
+    if not state.optimizer.writes_weights:
+        state.weights.updated()
+
+
+def copies(state):
+    return {name: value.clone() for name, value in state.tensors().items()}
+
+
+# ---- flat buffers ----
+
+
+def test_parameters_become_views_of_one_buffer_in_which_each_group_is_one_stretch():
+    model = model_with(attention_bias="all")
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    weights = new_state(model, OptimConfig(), torch.float32).weights
+    assert set(weights.groups) == {"embedding", "head", "matrix", "norm", "bias"}
+    ends = sorted((at.start, at.stop) for at in weights.groups.values())
+    assert ends[0][0] == 0
+    assert ends[-1][1] == len(weights.masters)
+    assert all(stop == start for (_, stop), (start, _) in itertools.pairwise(ends))
+    assert all(place.at.start % ALIGNMENT == 0 for place in weights.places)
+    assert sum(place.at.stop - place.at.start for place in weights.places) == sum(p.numel() for p in model.parameters())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]), name
+    weights.masters.zero_()
+    assert not any(parameter.any() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_backward_passes_add_up_in_the_buffer_in_float32(dtype):
+    state = make_state(dtype=dtype)
+    for _ in range(2):
+        sum((parameter * 3).sum() for parameter in state.model.parameters()).backward()
+    state.weights.exchange(World())
+    for name, master in state.weights.masters_by_name().items():
+        assert master.dtype == master.grad.dtype == torch.float32
+        assert (master.grad == 6).all(), name
+    assert state.weights.gradients.sum() == 6 * sum(parameter.numel() for parameter in state.model.parameters())
+    length = float(state.weights.squared_norm(World()))
+    assert length == pytest.approx(36 * sum(parameter.numel() for parameter in state.model.parameters()), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_low_precision_weights_follow_their_masters(kind):
+    state = make_state(kind, torch.bfloat16)
+    parameters = dict(state.model.named_parameters())
+    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    versions = {name: parameter._version for name, parameter in parameters.items()}
+    state.optimizer.set_learning_rate(0.1)
+    fill_gradients(state)
+    update(state)
+    for name, master in state.weights.masters_by_name().items():
+        assert torch.equal(parameters[name], master.bfloat16()), name
+        assert not torch.equal(parameters[name], before[name]), name
+        assert parameters[name]._version > versions[name], "caches of the weights must learn of it"
+        assert master.dtype == (torch.bfloat16 if kind == "adamw_bf16" else torch.float32)
+
+
+# ---- the optimizer ----
+
+
+def test_adamw_on_whole_weights_takes_the_fast_path_and_float64_the_formula():
+    assert isinstance(make_state().optimizer, FlatAdamW)
+    assert isinstance(make_state(dtype=torch.bfloat16).optimizer, FlatAdamW)
+    assert isinstance(make_state(dtype=torch.float64).optimizer, AdamW)
+
+
+def test_the_fast_path_follows_the_formula():
+    fast, exact = make_state(), make_state(dtype=torch.float64)
+    for step in range(4):
+        for state in (fast, exact):
+            fill_gradients(state, step)
+            state.optimizer.set_learning_rate(0.01)
+            update(state, 0.5, SKIP if step == 2 else GO)
+    wanted = copies(exact)
+    assert float(wanted["optimizer/step/all"]) == 3
+    for name, value in copies(fast).items():
+        torch.testing.assert_close(value.double(), wanted[name].double(), rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_decay_shrinks_matrices_and_leaves_norms_alone():
+    state = make_state(weight_decay=0.5)
+    before = {name: value.clone() for name, value in state.model_tensors().items()}
+    state.optimizer.set_learning_rate(0.1)
+    update(state)
+    for name, value in state.model_tensors().items():
+        torch.testing.assert_close(value, before[name] * (1.0 if "norm" in name else 0.95))
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach", "eager"])
+def test_every_implementation_scales_the_gradient_and_skips_without_a_trace(implementation):
+    def after(scale, flag):
+        state = make_state(ops=OpsConfig(optimizer=implementation))
+        state.optimizer.set_learning_rate(0.1)
+        fill_gradients(state)
+        before = copies(state)
+        update(state, scale, flag)
+        return before, copies(state)
+
+    before, skipped = after(1.0, SKIP)
+    assert all(torch.equal(value, before[name]) for name, value in skipped.items())
+    whole, quarter = after(1.0, GO)[1], after(0.25, GO)[1]
+    for name, value in whole.items():
+        share = 0.25 if "/exp_avg/" in name else 0.0625 if "/exp_avg_sq/" in name else None
+        if share is not None:
+            torch.testing.assert_close(quarter[name], value * share)
+
+
+# ---- keeping and taking over ----
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [(kind, torch.bfloat16) for kind in KINDS] + [("adamw", torch.float32), ("muon", torch.float16)],
+)
+def test_a_state_whose_tensors_were_filled_from_another_goes_on_bit_for_bit(kind, dtype):
+    one, other = make_state(kind, dtype), make_state(kind, dtype, seed=2)
+    for state in (one, other):
+        state.optimizer.set_learning_rate(0.02)
+    fill_gradients(one)
+    update(one)
+    one.weights.zero_gradients()
+    one.step, one.tokens = 7, 70
+    fill_gradients(other)  # left over from a step that was not finished
+    for name, value in copies(one).items():
+        other.tensors()[name].copy_(value)
+    other.loaded(one.counters())
+    assert (other.step, other.tokens) == (7, 70)
+    for state in (one, other):
+        state.weights.gradients.add_(0.5)
+        update(state)
+    wanted = copies(one)
+    assert all(torch.equal(value, wanted[name]) for name, value in copies(other).items())
+    for mine, theirs in zip(one.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_float16_keeps_its_scale_with_the_state_and_the_others_have_none():
+    names = set(make_state(dtype=torch.float16).tensors()) - set(make_state(dtype=torch.bfloat16).tensors())
+    assert names == {"optimizer/loss_scale/scale", "optimizer/loss_scale/good_steps"}

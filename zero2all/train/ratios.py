@@ -1,0 +1,55 @@
+"""How far a step moves the weights: the length of the update over the length of the weights, per kind of parameter.
+
+About 1e-3 is healthy for matrices under AdamW; far below, nothing is learned; far above, training is about to break.
+It is taken from a sample of the values (every n-th), before and after the update, so that it costs little memory and
+holds for every optimizer. Everything stays on the device; the writer of the metrics reads it when it is there.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from zero2all.parallel.world import World
+from zero2all.train.config import ParameterKind
+from zero2all.train.optimizers.roles import model_roles
+from zero2all.train.state import TrainState
+
+MOST_VALUES = 1 << 16
+"""Values looked at of one parameter."""
+
+
+class UpdateRatios:
+    """Made before a step, asked after it."""
+
+    def __init__(self, state: TrainState) -> None:
+        self._state = state
+        self._before = _samples(state)
+
+    @torch.no_grad()
+    def after(self, world: World) -> dict[str, Tensor]:
+        """`update_ratio/<kind>`; called by every process."""
+        now = _samples(self._state)
+        kinds = sorted(self._before)
+        sums = torch.stack(
+            [
+                torch.stack(((now[kind] - old).square().sum(), old.square().sum()))
+                for kind, old in ((kind, self._before[kind]) for kind in kinds)
+            ]
+        )
+        moved, lengths = world.sum(sums).unbind(1)
+        ratios = (moved / lengths.clamp(min=1e-30)).sqrt()
+        return {f"update_ratio/{kind}": ratio for kind, ratio in zip(kinds, ratios, strict=True)}
+
+
+@torch.no_grad()
+def _samples(state: TrainState) -> dict[ParameterKind, Tensor]:
+    masters = state.weights.masters_by_name()
+    roles = model_roles(state.model.config, masters)
+    found: dict[ParameterKind, list[Tensor]] = {}
+    for name, master in masters.items():
+        values = (master.to_local() if isinstance(master, DTensor) else master).detach().reshape(-1)
+        stride = max(1, values.numel() // MOST_VALUES)
+        found.setdefault(roles[name].kind, []).append(values[::stride].double())
+    return {kind: torch.cat(parts) for kind, parts in found.items()}
