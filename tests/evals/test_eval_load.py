@@ -61,22 +61,22 @@ def test_unknown_step_is_answered_with_the_steps_there_are(trained_workspace):
 
 
 def test_damaged_checkpoint_is_refused_by_step(copied):
-    damage(copied.run("tiny") / "checkpoints/step-00000030/model.safetensors")
-    with pytest.raises(BadInputError, match=r"model.safetensors has changed since it was written"):
+    damage(copied.run("tiny") / "checkpoints/step-00000030/model-00000-00000.safetensors")
+    with pytest.raises(BadInputError, match=r"safetensors has changed since it was written"):
         load_run(copied, "tiny", 30)
 
 
 def test_newest_whole_checkpoint_is_taken_where_a_newer_one_is_damaged_and_nothing_is_moved(copied):
     checkpoints = copied.run("tiny") / "checkpoints"
-    damage(checkpoints / "step-00000030/model.safetensors")
+    damage(checkpoints / "step-00000030/model-00000-00000.safetensors")
     assert load_run(copied, "tiny").step == 15
-    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000015", "step-00000030"]
+    assert sorted(path.name for path in checkpoints.glob("step-*")) == ["step-00000015", "step-00000030"]
 
 
 def test_checkpoint_of_another_shape_is_refused(copied):
     config = copied.run("tiny") / "config.yaml"
     config.write_text(config.read_text().replace("layers: 2", "layers: 3"))
-    with pytest.raises(BadInputError, match=r"checkpoint is of another model: blocks.2"):
+    with pytest.raises(BadInputError, match=r"is of another model: model/blocks.2"):
         load_run(copied, "tiny")
 
 

@@ -188,7 +188,7 @@ def _record_steps(path: Path, moment: Moment | None, garbled: list[int]) -> None
             _signal_self(moment[1], moment[2])
         return pending
 
-    loop.train_step = recorded
+    loop.train_step = recorded  # type: ignore[assignment]
 
 
 def _signal_self(number: int, seconds: float) -> None:

@@ -249,7 +249,7 @@ def test_two_processes_go_back_together_and_leave_the_same_data_out(ranks, lab, 
 
 def test_bfloat16_without_masters_is_bfloat16_however_it_is_spread_and_resumes_in_one_process(ranks, lab, config):
     def settings(name):
-        return spread_config(config, name, precision="bfloat16", optim={"kind": "adamw_bf16", "lr_max": 0.003})
+        return spread_config(config, name, "shard", "bfloat16", 5, optim={"kind": "adamw_bf16", "lr_max": 0.003})
 
     wanted = course(lab.run("whole16"), ranks.finished(settings("whole16")))
     first = ranks(settings("sharded16"), 2, signals={0: (3, signal.SIGTERM, 0.0)})

@@ -39,6 +39,8 @@ SEQ_LEN, ROWS, STEPS, VOCABULARY = 32, 8, 200, 400
 STEP_TOKENS = SEQ_LEN * ROWS
 FIRST_BAD, BAD_STEPS = 121, 8
 """The poisoned window: steps as the metrics count them."""
+GUARDS = {"skip_steps_after": 8}
+"""16 by default; of a run of 200 steps, that is much to leave out."""
 SETTINGS = {
     "model": {
         "hidden_size": 32,
@@ -207,7 +209,7 @@ def left_alone(clean, copy_of):
 def test_clean_data_raises_no_alarm(left_alone):
     run, summary = left_alone
     assert summary.step == STEPS
-    assert {event.kind for event in read_run(run).events} == {"start", "checkpoint", "finish"}
+    assert not events(run, "spike", "drop", "skip", "rollback", "hard_shard", "easy_shard", "repeated_shard")
     assert not (run / "incidents").exists()
 
 
@@ -224,7 +226,7 @@ def poisoned(clean, copy_of):
 
 @pytest.fixture(scope="session")
 def recovered(poisoned):
-    return poisoned.run("run"), trained(settings(), poisoned)
+    return poisoned.run("run"), trained(settings(guards=GUARDS), poisoned)
 
 
 def mean_held_out(summary):
@@ -239,7 +241,7 @@ def test_a_run_over_a_poisoned_window_goes_back_leaves_it_out_and_ends_like_the_
     assert rollback.data["to_step"] == 100
     first, second, third = SkipLedger.load(run / "incidents").entries
     assert [entry.action for entry in (first, second, third)] == ["refuse", "refuse", "rollback"]
-    assert (third.first, third.end) == ((FIRST_BAD - 1) * STEP_TOKENS, (FIRST_BAD + 2 + 16) * STEP_TOKENS)
+    assert (third.first, third.end) == ((FIRST_BAD - 1) * STEP_TOKENS, (FIRST_BAD + 2 + 8) * STEP_TOKENS)
     spikes = [event.step for event in events(run, "spike") if event.data["kind"] == "loss_spike"]
     assert spikes == [FIRST_BAD, FIRST_BAD + 1, FIRST_BAD + 2]
 
@@ -247,11 +249,9 @@ def test_a_run_over_a_poisoned_window_goes_back_leaves_it_out_and_ends_like_the_
 def test_without_guards_the_same_window_does_harm(left_alone, poisoned):
     """So that the test above shows something."""
     summary = trained(settings("unguarded", guards={"loss_spike": "log", "grad_spike": "log"}), poisoned)
-    spikes = events(poisoned.run("unguarded"), "spike")
-    assert len(spikes) >= BAD_STEPS
+    assert len(events(poisoned.run("unguarded"), "spike")) >= BAD_STEPS
     assert not events(poisoned.run("unguarded"), "rollback")
-    losses = read_run(poisoned.run("unguarded")).series["loss"]
-    assert losses.value[losses.step == FIRST_BAD + 10] > 1.1 * summary.loss
+    assert mean_held_out(summary) > 1.01 * mean_held_out(left_alone[1])
 
 
 def test_the_page_of_the_spike_names_the_documents_and_shows_their_text(recovered, poisoned):
@@ -325,7 +325,7 @@ def right_before(poisoned, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "train_step", step_or_stop)
         with pytest.raises(InterruptedError):
-            trained(settings(), work)
+            trained(settings(guards=GUARDS), work)
     return work
 
 
@@ -343,7 +343,7 @@ def test_a_run_killed_while_it_goes_back_ends_like_the_one_left_alone(
     moment, recovered, poisoned, right_before, start, tmp_path
 ):
     work, path = beside(poisoned, tmp_path / "work"), tmp_path / "config.yaml"
-    path.write_text(config_yaml(settings()))
+    path.write_text(config_yaml(settings(guards=GUARDS)))
     shutil.copytree(right_before.runs, work.runs)
     killed = start("train", path, "--work", work.root, moment, code=KILL)
     assert killed.wait() == -9, killed.text()
@@ -573,10 +573,7 @@ def test_a_disk_that_cannot_hold_a_checkpoint_is_noticed_before_the_first_step(w
 # ---- guards and resume ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stopped_at", [7, 8, 9])
-def test_guards_of_a_run_stopped_around_the_start_of_a_stage_know_what_the_one_left_alone_knows(
-    stopped_at, work, monkeypatch
-):
+def test_guards_of_a_run_stopped_where_a_stage_begins_know_what_those_of_the_one_left_alone_know(work, monkeypatch):
     """A checkpoint at the border is saved before the stage begins, and the window starts over with the stage."""
     late = [{"name": "late", "from_step": 8, "mixture": {"zh": 1}}]
     changes = {"train": {"steps": 12}, "checkpoint": {"every_steps": 1}}
@@ -586,7 +583,7 @@ def test_guards_of_a_run_stopped_around_the_start_of_a_stage_know_what_the_one_l
     real_step = loop.train_step
 
     def step_or_stop(state, *arguments):
-        if state.step == stopped_at:
+        if state.step == 8:
             raise InterruptedError
         return real_step(state, *arguments)
 

@@ -38,6 +38,8 @@ class StepReports:
         self.stop_requested = self.stop_requested or result.stop_requested
         now = time.perf_counter()
         seconds, self._ended = now - self._ended, now
+        tokens = result.tokens[1] - result.tokens[0]
+        self._flops += flops_per_token(config.model, self._seq_len(result))["causal"] * tokens
         is_last = result.step == self._prepared.last_step
         due = result.step % config.track.log_every_steps == 0
         if self._metrics is not None and (is_last or due or not result.updated):
@@ -65,7 +67,7 @@ class StepReports:
         for channel, loss in self.by_channel(result).items():
             values[f"loss/{channel}"] = loss
             values[f"bpb/{channel}"] = loss / math.log(2) / self._bytes_per_token[channel]
-        seq_len = prepared.data.segment_at(max(0, result.tokens[1] - 1)).seq_len
+        seq_len = self._seq_len(result)
         shares = model_flops_utilisation(
             prepared.config.model, seq_len, speed / prepared.world.size, prepared.environment["device"]
         )
@@ -83,14 +85,15 @@ class StepReports:
                 operators,
             )
             values |= {f"hfu/{convention}": share for convention, share in spent.items()}
-        flops = flops_per_token(prepared.config.model, seq_len)["causal"]
-        self._flops += flops * tokens
         values["flops"] = self._flops
         if prepared.world.device.type == "cuda":
             values["memory/allocated"] = torch.cuda.memory_allocated(prepared.world.device)
             values["memory/peak"] = torch.cuda.max_memory_allocated(prepared.world.device)
             values["memory/reserved"] = torch.cuda.memory_reserved(prepared.world.device)
         return values
+
+    def _seq_len(self, result: StepResult) -> int:
+        return self._prepared.data.segment_at(max(0, result.tokens[1] - 1)).seq_len
 
     def _bytes_per_token_by_channel(self) -> dict[str, float]:
         found = {}
