@@ -89,6 +89,7 @@ def test_two_processes_stopped_by_sigterm_save_once_say_it_once_and_end_with_cod
     out, err = process.communicate(timeout=LONG_SECONDS)
     assert process.returncode == 10, err
     assert "2 x cpu" in out
+    assert err.count("SIGTERM: stopping after this step") == 1
     assert err.count("was stopped and saved at step") == 1
     saved = step_of(list_checkpoints(copy / "runs/two")[0])
     assert f"saved at step {saved}." in err

@@ -93,7 +93,8 @@ def spread_config(config, name, data="shard", precision="float64", micro=2, save
         },
         optim=optim or {},
         checkpoint={"every_steps": save_every},
-        eval={"every_steps": 6, "batch_samples": 2},  # 8 passes, which 3 processes do not divide
+        # 4 passes, which 3 processes do not divide
+        eval={"every_steps": 6, "valid_tokens_per_source": 128, "batch_samples": 2},
         parallel={"data": data, **parallel},
     )
 
@@ -366,27 +367,28 @@ def test_a_run_killed_before_the_checkpoint_after_an_anneal_began_anneals_from_t
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"rope_theta": 500_000.0}, {"rope_scaling": {"kind": "yarn", "factor": 2.0, "original_seq_len": 32}}],
+    ("change", "last_step"),
+    [
+        ({"rope_theta": 500_000.0}, 4),  # killed before the stage's first step was saved
+        ({"rope_scaling": {"kind": "yarn", "factor": 2.0, "original_seq_len": 32}}, 7),  # and after
+    ],
     ids=["theta", "yarn"],
 )
-def test_positions_changed_by_a_stage_survive_a_resume(work, config, after_step, change):
-    def settings(stages):
-        return config(model={"max_seq_len": 64}, stages=stages)
+def test_positions_changed_by_a_stage_survive_a_resume(work, config, after_step, change, last_step):
+    def settings(stage):
+        return config(model={"max_seq_len": 64}, stages=[{"name": "long", "from_step": 4, "seq_len": 64, **stage}])
 
-    stage = {"name": "long", "from_step": 4, "seq_len": 64, **change}
     run = work.run("run")
-    train(settings([{**stage, **dict.fromkeys(change)}]), work, say=quiet)
+    train(settings({}), work, say=quiet)
     unchanged = bits(run, 8)
     shutil.rmtree(run)
-    train(settings([stage]), work, say=quiet)
+    train(settings(change), work, say=quiet)
     wanted = bits(run, 8)
     assert wanted["model-00000-00000.safetensors"] != unchanged["model-00000-00000.safetensors"]
-    for last in (4, 7):  # before the stage's first step was saved, and after
-        shutil.rmtree(run)
-        after_step(last, crash)
-        with pytest.raises(CrashError):
-            train(settings([stage]), work, say=quiet)
-        after_step(0, crash)
-        train(settings([stage]), work, say=quiet)
-        assert bits(run, 8) == wanted
+    shutil.rmtree(run)
+    after_step(last_step, crash)
+    with pytest.raises(CrashError):
+        train(settings(change), work, say=quiet)
+    after_step(0, crash)
+    train(settings(change), work, say=quiet)
+    assert bits(run, 8) == wanted

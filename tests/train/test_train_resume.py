@@ -90,11 +90,11 @@ def killed_command(shared_work, config, tmp_path_factory):
         yield pool.submit(kill_and_run_again).result
 
 
-@pytest.mark.parametrize("dropout", [True, False])
-def test_a_run_killed_at_random_points_equals_the_run_left_alone(start, work, config_file, left_alone, dropout):
-    path = config_file(**LENGTH, **({} if dropout else NO_DROPOUT))
-    wanted = left_alone(path, f"dropout {dropout}")
-    rng = random.Random(dropout)
+def test_a_run_killed_at_random_points_equals_the_run_left_alone(start, work, config_file, left_alone):
+    """Without dropout; test_train_exact.py has a longer run with it."""
+    path = config_file(**LENGTH, **NO_DROPOUT)
+    wanted = left_alone(path, "dropout False")
+    rng = random.Random(1)
     run = work.run("killed")
     kills = 0
     for attempt in range(1, 5):

@@ -20,6 +20,8 @@ class StopRequest:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
+        if os.environ.get("RANK", "0") != "0":
+            return  # of several processes one speaks
         text = f"\n{signal.Signals(number).name}: stopping after this step (again to stop at once)\n"
         with suppress(OSError):  # past Python's buffers, which may be in the middle of a print
             os.write(sys.stderr.fileno(), text.encode())
