@@ -6,6 +6,7 @@ of its rows, data to leave out, going back, stopping) is told to all.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +58,7 @@ class Control:
         self._guards: RunGuards | None = None
         self._pages: IncidentWriter | None = None
         self._incidents = 0
+        self._overflows = 0
         if world.is_first:
             self._guards = RunGuards(
                 run, config.guards, config.schedule.warmup_steps, data, quarantine=config.data.quarantine
@@ -98,10 +100,24 @@ class Control:
         self, result: StepResult, channels: Sequence[str], checkpoints: Sequence[int]
     ) -> tuple[Action, Path | None]:
         """Take in a step; returns what all processes must do now, and the page that explains it."""
+        if self._is_overflow(result):
+            return Continue("the loss scale was too large for this step and has been halved"), None
         verdict = self._world.first_does(lambda: self._judge(result, channels, checkpoints))
         if isinstance(verdict.action, SkipWindow | Rollback):
             self.ledger.add(verdict.action.skip)
         return verdict.action, verdict.page
+
+    def _is_overflow(self, result: StepResult) -> bool:
+        """Whether float16 overflowed in the backward pass alone: part of finding the loss scale, and no incident.
+
+        Many in a row are one: then the scale is not what is wrong.
+        """
+        overflowed = math.isfinite(result.loss) and not math.isfinite(result.grad_norm)
+        self._overflows = self._overflows + 1 if overflowed else 0
+        usual = self._config.train.precision == "float16" and 0 < self._overflows <= USUAL_OVERFLOWS
+        if usual and self._metrics is not None:
+            self._metrics.event("loss_scale", result.step, {"halved": True, "in_a_row": self._overflows})
+        return usual
 
     def _judge(self, result: StepResult, channels: Sequence[str], checkpoints: Sequence[int]) -> _Verdict:
         assert self._guards is not None, "only the first process judges"
@@ -187,6 +203,8 @@ class Control:
         return [*self._pages.problems, *([] if finished else ["an incident page was not finished in time"])]
 
 
+USUAL_OVERFLOWS = 24
+"""Halvings in a row that lead from the largest scale to 1."""
 EVENT_KINDS = {"loss_spike": "spike", "grad_spike": "spike", "loss_drop": "drop", "nonfinite": "skip"}
 
 
