@@ -158,7 +158,7 @@ def notes(ablation: Ablation, tables: list[BatchTable]) -> list[str]:
             each = ", ".join(f"{number}: {seconds:.3f} s" for number, seconds in table.anchors.items())
             found.append(f"{table.batch}: anchor (all fused) of each sitting: {each}")
         found += [
-            f"{table.batch} {row.variant.name}: {row.line['status']}: {row.result.get('reason', '')}"
+            f"{table.batch} {row.variant.name}: {row.line['status']}: {_in_short(row.result.get('reason', ''))}"
             for row in table.rows
             if not row.is_measured
         ]
@@ -172,6 +172,11 @@ def notes(ablation: Ablation, tables: list[BatchTable]) -> list[str]:
             f"convention; `x fused` against its all-fused row, whose AdamW was not fused"
         )
     return found
+
+
+def _in_short(reason: str) -> str:
+    """Its first two sentences: torch says more about memory than a table can bear."""
+    return ". ".join(reason.split(". ")[:2])
 
 
 def device_of(ablation: Ablation) -> str:
