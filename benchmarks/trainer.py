@@ -84,7 +84,8 @@ def read_run(run: Path, tokens_per_step: int) -> dict[str, Any]:
     steps = {row["step"]: row for row in rows if "values" in row and "time/step" in row["values"]}
     saves = [row["data"] | {"time": row["time"]} for row in rows if row.get("kind") == "checkpoint"]
     writing = [(save["time"] - save["seconds"], save["time"]) for save in saves]
-    quiet, busy = [], []
+    quiet: list[float] = []
+    busy: list[float] = []
     for step, row in steps.items():
         if step <= FIRST_STEPS:
             continue

@@ -465,6 +465,8 @@ class _Training:
         if anneal is None:
             return False
         self.prepared.anneal = anneal
+        with suppress(OSError):
+            self.bar.set_total(self.prepared.last_step * self.config.train.tokens_per_step)
         self._event("anneal", {"steps": anneal.steps, "shape": anneal.shape, "to_share": anneal.to_share})
         return True
 

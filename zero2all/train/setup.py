@@ -124,7 +124,11 @@ def prepare(
         notes.append(f"annealing over {anneal.steps:,} steps from step {anneal.from_step:,} on")
     recorded = checkpoint.manifest["environment"].get("cpu_threads") if checkpoint and checkpoint.step else None
     set_cpu_threads(config.parallel.cpu_threads, recorded)
-    here = {**environment(world.device), "processes": world.size, "data_parallel": config.parallel.data}
+    here = {
+        **environment(world.device),
+        "processes": world.size,
+        "data_parallel": config.parallel.data if world.size > 1 else "none",
+    }
     state, model_notes = _build_state(config, run, world, checkpoint)
     notes += model_notes
     if checkpoint is not None:
