@@ -80,7 +80,7 @@ def killed_command(shared_work, config, tmp_path_factory):
 
     def kill_and_run_again():
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-            while rows_in(run, 1) < 6 and process.poll() is None:
+            while rows_in(run, 1) < 12 and process.poll() is None:
                 time.sleep(0.002)
             process.kill()
         assert newest_checkpoint(run).step < STEPS

@@ -84,6 +84,8 @@ def train(
     """
     run = workspace.run(config.train.name)
     with ExitStack() as stack:
+        # From here on: a request that comes while the run is being set up is met at the end of its first step.
+        stop = stack.enter_context(stop_requests())
         world = stack.enter_context(join_world(pick_device(config.parallel.device), config.parallel.timeout_seconds))
         speak = say if world.is_first else _say_nothing
         store = stack.enter_context(_locked_store(config, run, world, take_over, speak))
@@ -98,7 +100,7 @@ def train(
             metrics = Run(run, queue_rows=config.track.queue_rows, resumed_from=prepared.state.step or None)
         reason, message = "done", None
         try:
-            return _Training(prepared, store, metrics, make_decode, speak).run_to_the_end()
+            return _Training(prepared, store, metrics, make_decode, speak, stop).run_to_the_end()
         except BaseException as error:
             reason = "preempted" if isinstance(error, PreemptedError) else "failed"
             message = f"{type(error).__name__}: {error}"
@@ -153,8 +155,10 @@ class _Training:
         metrics: Run | None,
         make_decode: Callable[[], Decode] | None,
         say: Callable[[str], None],
+        stop: StopRequest,
     ) -> None:
-        self.prepared, self.store, self.metrics, self.say = prepared, store, metrics, say
+        self.prepared, self.store, self.metrics = prepared, store, metrics
+        self.say, self.stop = say, stop
         self.config, self.state, self.world = prepared.config, prepared.state, prepared.world
         self.control = Control(
             prepared.config,
@@ -185,11 +189,10 @@ class _Training:
         total = prepared.last_step * self.config.train.tokens_per_step
         try:
             with (
-                stop_requests() as stop,
                 scheduled_garbage_collection() as collect_garbage,
                 progress("train", total=total, unit="tok", done=state.tokens, quiet=not self.world.is_first) as bar,
             ):
-                self.bar, self.stop, self.collect_garbage = bar, stop, collect_garbage
+                self.bar, self.collect_garbage = bar, collect_garbage
                 self.shown_tokens = state.tokens
                 first_step = state.step
                 while self._stretch():
@@ -486,7 +489,6 @@ class _Training:
 
     bar: Bar
     shown_tokens: int
-    stop: StopRequest
     collect_garbage: Callable[[int], None]
 
 
