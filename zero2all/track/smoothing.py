@@ -48,13 +48,15 @@ def smooth(values: NDArray[np.floating], how: Smoothing) -> Floats:
     """The smoothed curve: as many points as `values`, NaN only where nothing finite is within reach."""
     known = np.isfinite(values)
     filled = np.where(known, values, 0.0).astype(np.float64, copy=False)
-    weights = known.astype(np.float64)
     if len(values) == 0 or how.width <= (0 if how.kind == "gaussian" else 1):
         return np.where(known, filled, np.nan)
     if how.kind == "median":
         return _running_median(np.where(known, filled, np.nan), max(1, round(how.width)))
     method = {"ema": _exponential, "window": _window, "gaussian": _gaussian}[how.kind]
-    total, weight = method(filled, how.width), method(weights, how.width)
+    total = method(filled, how.width)
+    if how.kind == "ema" and known.all():
+        return total / _exponential_weights(len(values), how.width)
+    weight = method(known.astype(np.float64), how.width)
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.where(weight > 0, total / weight, np.nan)
 
@@ -79,6 +81,14 @@ def _exponential(values: Floats, width: float) -> Floats:
         carried = last + step * carried
     inside += carries[:, None] * (decay * powers)
     return inside.reshape(-1)[:count]
+
+
+def _exponential_weights(count: int, width: float) -> Floats:
+    """What `_exponential` makes of ones: 1 + decay + decay^2 + …, which soon no longer changes."""
+    changing = min(count, int(np.ceil(40 * width)))
+    weights = np.full(count, float(width))
+    weights[:changing] = _exponential(np.ones(changing), width)
+    return weights
 
 
 def _window(values: Floats, width: float) -> Floats:
