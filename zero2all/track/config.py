@@ -20,5 +20,5 @@ class TrackConfig:
     queue_rows: PositiveInt = 10_000
     """Rows held in memory while the disk does not take them; beyond this the oldest are dropped and counted."""
 
-    close_timeout_seconds: NaturalFloat = 2.0
+    close_timeout_seconds: NaturalFloat = 0.5
     """The longest the end of a run waits for the disk to take the last rows."""

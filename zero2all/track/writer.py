@@ -205,7 +205,7 @@ class Run:
         except Exception as error:
             self._drop("image()", error)
 
-    def close(self, timeout_seconds: float = 2.0, reason: str = "done", message: str | None = None) -> None:
+    def close(self, timeout_seconds: float = 0.5, reason: str = "done", message: str | None = None) -> None:
         """Write what is queued, for at most `timeout_seconds`, then say why the run ended. Again does nothing.
 
         `reason`: "done"; "failed", with a `message` for whoever looks; "preempted", for a run that will go on. Rows
