@@ -21,6 +21,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from benchmarks.machine import save_result
 
 RUN = "benchmark-trainer"

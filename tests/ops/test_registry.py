@@ -260,6 +260,10 @@ def test_old_gpu_and_missing_packages_are_named(monkeypatch):
     assert "the package flash_attn_interface cannot be imported" in refusal(CUDA, attention="fa3")
 
 
+def test_float8_refuses_weights_that_are_gathered_for_each_pass(hopper):
+    assert "parallel.data is shard" in refusal(dataclasses.replace(CUDA, sharded=True), linear="fp8")
+
+
 def test_resolved_operators_are_plain_functions():
     ops = resolve(OpsConfig(), "cpu")
     for field in dataclasses.fields(Ops):

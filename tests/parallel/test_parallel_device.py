@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from zero2all.common.errors import UsageError
-from zero2all.parallel.device import environment, pick_device, set_cpu_threads
+from zero2all.parallel.device import (
+    ALLOCATOR_SETTINGS,
+    environment,
+    pick_device,
+    set_cpu_threads,
+    set_memory_settings,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -21,6 +27,29 @@ def threads_as_before():
 def test_auto_takes_cuda_where_there_is_a_card_and_the_cpu_elsewhere():
     assert pick_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
     assert pick_device("cpu") == torch.device("cpu")
+
+
+def test_a_gpu_is_named_with_its_number_which_some_of_torch_s_calls_insist_on(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert pick_device("auto") == pick_device("cuda") == torch.device("cuda", 0)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert pick_device("auto") == torch.device("cuda", 3)
+
+
+@pytest.mark.parametrize("name", ALLOCATOR_SETTINGS)
+def test_memory_settings_of_the_environment_count(monkeypatch, name):
+    for known in ALLOCATOR_SETTINGS:
+        monkeypatch.setenv(known, "")  # so that it is put back at the end, however it was
+        monkeypatch.delenv(known)
+    set_memory_settings(expandable_segments=False)
+    assert not any(known in os.environ for known in ALLOCATOR_SETTINGS)
+    monkeypatch.setenv(name, "max_split_size_mb:128")
+    set_memory_settings(expandable_segments=True)
+    assert [os.environ.get(known) for known in ALLOCATOR_SETTINGS].count("max_split_size_mb:128") == 1
+    monkeypatch.delenv(name)
+    set_memory_settings(expandable_segments=True)
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")

@@ -147,6 +147,20 @@ def test_runs_are_found_at_and_below_the_given_folders(tmp_path):
     assert [each.name for each in find_runs([tmp_path / "other"])] == ["other"]
 
 
+def test_a_run_that_anneals_ends_where_its_anneal_ends(tmp_path):
+    with Run(tmp_path / "a") as run:
+        run.log({"loss": 2.5}, step=4, tokens=40)
+    (tmp_path / "a/config.yaml").write_text("train:\n  steps: 900\n")
+    for record, expected in (
+        ('{"from_step": null, "steps": 50}', 900),
+        ('{"from_step": 4, "steps": 50}', 54),
+        ("[]", 900),
+        ("{", 900),
+    ):
+        (tmp_path / "a/anneal.json").write_text(record)
+        assert find_runs([tmp_path])[0].status.total_steps == expected
+
+
 def test_two_hundred_long_runs_are_listed_without_being_read(tmp_path):
     with Run(tmp_path / "first") as run:
         for step in range(2000):

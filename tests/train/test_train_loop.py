@@ -129,6 +129,13 @@ def test_logging_less_often_still_logs_the_last_step(work, config):
     assert read_run(work.run("run")).series["loss"].step.tolist() == [2, 4, 5]
 
 
+def test_sixteen_bits_on_a_cpu_are_said_to_be_slow_without_a_page_of_frames(work, config, recwarn):
+    notes: list[str] = []
+    train(config(train={"precision": "bfloat16"}), work, say=notes.append)
+    assert any("bfloat16 on a CPU" in note and "float32" in note for note in notes)
+    assert not [warning for warning in recwarn if "mkldnn" in str(warning.message)]
+
+
 # ---- run again ----
 
 

@@ -33,6 +33,8 @@ class Situation:
     """Whether attention weights are dropped out."""
     compiled: bool = False
     """Whether torch.compile is around the operators."""
+    sharded: bool = False
+    """Whether each process keeps a part of every weight and gathers the rest for each pass (FSDP2)."""
 
 
 Probe = Callable[[Situation], str | None]
@@ -94,6 +96,9 @@ def needs_float8(situation: Situation) -> str | None:
         return "this GPU has no float8 tensor cores"
     if situation.dtype != torch.bfloat16:
         return f"it makes float8 from bfloat16, and the model is {str(situation.dtype).removeprefix('torch.')}"
+    if situation.sharded:
+        # FSDP hides from a weight's version that it was gathered anew, so the float8 copy would never be made again.
+        return "it keeps float8 copies of whole weights, and parallel.data is shard"
     for name in ("hidden_size", "intermediate_size", "qkv_rows", "seq_len"):
         if getattr(situation, name) % 16:
             return f"float8 matmuls want multiples of 16, and {name} is {getattr(situation, name)}"

@@ -18,6 +18,9 @@ class ParallelConfig:
     """Processes on this machine; auto: one per GPU, one without. With torchrun, what it says counts."""
     data: Literal["replicate", "shard"] = "replicate"
     """replicate: every process has all weights; shard: each keeps a part of every weight and moment (FSDP2)."""
+    expandable_segments: bool = True
+    """Let pieces of a GPU's memory grow instead of taking new ones: less of it is lost between tensors of changing
+    sizes. PYTORCH_ALLOC_CONF, where it is set, counts instead."""
     timeout_seconds: PositiveFloat = 1800.0
     """How long a process waits for the others before it gives up."""
     cpu_threads: PositiveInt | None = None

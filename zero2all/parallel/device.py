@@ -10,17 +10,31 @@ import torch
 
 from zero2all.common.errors import UsageError
 
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Where torch looks: the name of today, and the one before it."""
+
 
 def pick_device(asked: str) -> torch.device:
-    """The torch device for `parallel.device`."""
+    """The torch device for `parallel.device`; a GPU with its number, which some of torch's calls insist on."""
     if asked == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        asked = "cuda" if torch.cuda.is_available() else "cpu"
     if asked == "cuda" and not torch.cuda.is_available():
         raise UsageError(
             "parallel.device is cuda, but torch sees no CUDA device here. Check the driver and that a CUDA build of "
             "torch is installed, or set parallel.device to cpu or auto."
         )
-    return torch.device(asked)
+    return torch.device("cuda", local_rank()) if asked == "cuda" else torch.device(asked)
+
+
+def local_rank() -> int:
+    """Which of this machine's processes of the run this is, and so which of its GPUs it has."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def set_memory_settings(expandable_segments: bool) -> None:
+    """How torch cuts up a GPU's memory. Before the first use of the GPU; what the environment says already counts."""
+    if expandable_segments and not any(name in os.environ for name in ALLOCATOR_SETTINGS):
+        os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
 
 
 def set_cpu_threads(asked: int | None, recorded: int | None) -> int:

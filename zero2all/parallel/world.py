@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -16,6 +16,8 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from zero2all.parallel.device import local_rank
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -89,13 +91,17 @@ def asked_processes() -> int:
 
 @contextmanager
 def join_world(device: torch.device, timeout_seconds: float) -> Iterator[World]:
-    """The world this process was started into; leaves it at the end of the block."""
+    """The world this process was started into; leaves it at the end of the block.
+
+    A process that fails leaves at once: taking proper leave of NCCL waits for exchanges that the others, who know
+    nothing of the failure, may never come to; and whoever started the processes only learns of it when one has ended.
+    """
     if asked_processes() == 1 and not dist.is_initialized():
         yield World(device=device)
         return
     own = not dist.is_initialized()  # tests bring a group of their own
     if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        device = torch.device("cuda", local_rank())
         torch.cuda.set_device(device)
     if own:
         dist.init_process_group(
@@ -106,6 +112,12 @@ def join_world(device: torch.device, timeout_seconds: float) -> Iterator[World]:
     try:
         control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         yield World(dist.get_rank(), dist.get_world_size(), device, dist.group.WORLD, control)
+    except BaseException:
+        if own and device.type == "cuda":
+            own = False
+            with suppress(Exception):  # the first error is the one to see
+                dist.distributed_c10d._abort_process_group()
+        raise
     finally:
         if own:
             dist.destroy_process_group()

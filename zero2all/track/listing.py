@@ -6,6 +6,7 @@ however long they are.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,7 @@ TAIL_BYTES = (16 << 10, 2 << 20)
 MAX_DEPTH = 4
 MAX_FOLDERS = 50_000
 """Folders looked into below one root, so that pointing at a whole disk ends."""
+ANNEAL_FILE = "anneal.json"
 TOTAL_STEPS = re.compile(r"^train:[^\n]*\n(?:(?:[ #][^\n]*)?\n)*?  steps: (\d+)", re.MULTILINE)
 
 
@@ -70,7 +72,12 @@ def metrics_files(folder: Path) -> list[tuple[Path, str, int]]:
 
 
 def total_steps(folder: Path) -> int | None:
-    """`train.steps` in the config of a run, found without parsing all of it."""
+    """The step a run ends with: where its anneal ends, else `train.steps` of its config, found without parsing all."""
+    try:
+        anneal = json.loads((folder / ANNEAL_FILE).read_text("utf-8"))
+        return int(anneal["from_step"]) + int(anneal["steps"])
+    except (OSError, ValueError, TypeError, KeyError):
+        pass  # no anneal, or one that has not begun
     try:
         match = TOTAL_STEPS.search((folder / CONFIG_FILE).read_text("utf-8", "replace"))
     except OSError:

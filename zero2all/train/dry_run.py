@@ -14,7 +14,7 @@ from zero2all.common.errors import AnomalyError
 from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig
 from zero2all.packed.loader import LoaderOptions, read_batch
-from zero2all.parallel.device import pick_device
+from zero2all.parallel.device import pick_device, set_memory_settings
 from zero2all.parallel.world import World
 from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.guards.documents import Decode
@@ -32,6 +32,7 @@ def dry_run(
     say: Callable[[str], None] = print,
 ) -> Overfit:
     """Say what a run of `config` would begin with; AnomalyError where it does not learn. One process, one device."""
+    set_memory_settings(config.parallel.expandable_segments)
     world = World(device=pick_device(config.parallel.device))
     short = dry_run_config(config)
     store = CheckpointStore(workspace.run(config.train.name))

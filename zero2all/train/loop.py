@@ -27,7 +27,7 @@ from zero2all.config import RunConfig
 from zero2all.model.rope import rope_tables
 from zero2all.packed.loader import Batch, Loader, LoaderOptions, read_batch
 from zero2all.packed.transfer import batches_on
-from zero2all.parallel.device import pick_device
+from zero2all.parallel.device import pick_device, set_memory_settings
 from zero2all.parallel.world import World, join_world
 from zero2all.track.writer import Run
 from zero2all.train.anneal import anneal_values, read_anneal
@@ -86,6 +86,7 @@ def train(
     with ExitStack() as stack:
         # From here on: a request that comes while the run is being set up is met at the end of its first step.
         stop = stack.enter_context(stop_requests())
+        set_memory_settings(config.parallel.expandable_segments)
         world = stack.enter_context(join_world(pick_device(config.parallel.device), config.parallel.timeout_seconds))
         speak = say if world.is_first else _say_nothing
         store = stack.enter_context(_locked_store(config, run, world, take_over, speak))
@@ -186,7 +187,7 @@ class _Training:
         else:
             self.control.look_for_repeats(prepared.data, state.step)
         self._check_before_the_first_step()
-        total = prepared.last_step * self.config.train.tokens_per_step
+        total = self._tokens_at_the_end()
         try:
             with (
                 scheduled_garbage_collection() as collect_garbage,
@@ -360,6 +361,11 @@ class _Training:
 
     # ---- what is due at named moments ----
 
+    def _tokens_at_the_end(self) -> int:
+        """Counted from where the run stands: steps of an earlier attempt may have had another number of tokens."""
+        state = self.state
+        return state.tokens + (self.prepared.last_step - state.step) * self.config.train.tokens_per_step
+
     def _validate(self) -> None:
         prepared, state = self.prepared, self.state
         self.held_out = held_out_losses(state.model, prepared.valid, self.config.data, self.config.eval, self.world)
@@ -469,7 +475,7 @@ class _Training:
             return False
         self.prepared.anneal = anneal
         with suppress(OSError):
-            self.bar.set_total(self.prepared.last_step * self.config.train.tokens_per_step)
+            self.bar.set_total(self._tokens_at_the_end())
         self._event("anneal", {"steps": anneal.steps, "shape": anneal.shape, "to_share": anneal.to_share})
         return True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,7 +164,8 @@ def _build_state(
 ) -> tuple[TrainState, list[str]]:
     """The model on its device, cut over the processes where asked, with its optimizer; and what to say about it."""
     dtype = DTYPES[config.train.precision]
-    ops = resolve(config.ops, situation(config, world.device.type, dtype))
+    sharded = config.parallel.data == "shard" and world.size > 1
+    ops = resolve(config.ops, situation(config, world.device.type, dtype, sharded))
     step = checkpoint.step if checkpoint else 0
     model = Z2all(model_at(step, config.model, config.stages), ops)
     if checkpoint is None:
@@ -172,7 +174,6 @@ def _build_state(
     if dtype == torch.float64:
         model.double()
     apply_recompute(model, config.train.recompute, config.train.recompute_every)
-    sharded = config.parallel.data == "shard" and world.size > 1
     if sharded:
         shard_model(model, world, dtype, with_masters=config.optim.kind != "adamw_bf16")
     state = new_state(model, config.optim, dtype, 1, sharded, config.train.seed)
@@ -186,7 +187,19 @@ def _build_state(
     )
     spread = f", {config.parallel.data}" if world.size > 1 else ""
     size = f"model: {counts['total'] / 1e6:.2f} M parameters on {where}{spread}, {config.train.precision}"
-    return state, [size, *ops.notes(), *micro_notes]
+    return state, [size, *_half_precision_notes(world.device, dtype), *ops.notes(), *micro_notes]
+
+
+def _half_precision_notes(device: torch.device, dtype: torch.dtype) -> list[str]:
+    """16-bit numbers work on a CPU, but rarely fast; torch's own warning about it is a page of stack frames."""
+    if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
+        return []
+    warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
+    name = str(dtype).removeprefix("torch.")
+    return [
+        f"train.precision {name} on a CPU: without instructions for it the products are a hundred times slower than in "
+        f"float32, and more; --train.precision float32 is meant for CPUs"
+    ]
 
 
 def load_checkpoint(state: TrainState, checkpoint: Checkpoint) -> None:
@@ -196,7 +209,7 @@ def load_checkpoint(state: TrainState, checkpoint: Checkpoint) -> None:
     state.loaded(checkpoint.document)
 
 
-def situation(config: RunConfig, device: str, dtype: torch.dtype) -> Situation:
+def situation(config: RunConfig, device: str, dtype: torch.dtype, sharded: bool = False) -> Situation:
     """All that the operators of this config may want to know before they are chosen."""
     model = config.model
     return Situation(
@@ -212,6 +225,7 @@ def situation(config: RunConfig, device: str, dtype: torch.dtype) -> Situation:
         z_loss=config.train.z_loss > 0,
         dropout=model.attention_dropout > 0,
         compiled=config.ops.compile != "none",
+        sharded=sharded,
     )
 
 

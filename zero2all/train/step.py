@@ -199,7 +199,9 @@ def _counts(batch: Batch, plan: StepPlan, dtype: torch.dtype, device: torch.devi
     else:
         counts = torch.as_tensor(batch.weights).to(device, dtype=dtype, non_blocking=True)
     if plan.row_weights is not None:
-        counts = counts * plan.row_weights.to(device, dtype=dtype, non_blocking=True).unsqueeze(1)
+        # Out of ordinary memory a copy waits for everything that is queued on the GPU.
+        rows = plan.row_weights.pin_memory() if device.type == "cuda" else plan.row_weights
+        counts = counts * rows.to(device, dtype=dtype, non_blocking=True).unsqueeze(1)
     return counts
 
 

@@ -161,8 +161,9 @@ class ShardedWeights:
 
     def squared_norm(self, world: World) -> Tensor:
         """See `Weights`."""
+        wide = torch.promote_types(self.dtype, torch.float32)
         squares = [
-            torch.linalg.vector_norm(_part(parameter.grad)).double().square()
+            torch.linalg.vector_norm(_part(parameter.grad), dtype=wide).double().square()
             for parameter in self._parameters.values()
             if parameter.grad is not None
         ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -120,9 +121,16 @@ class HostBuffers:
                 continue
             error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), PORTABLE)
             if int(error) != 0:
+                self._forget_error()
                 say(
                     f"Host memory for checkpoints could not be pinned (CUDA error {int(error)}): saves will hold up "
                     f"training longer. Raise the limit on locked memory (ulimit -l) to mend that."
                 )
                 return
             self._pinned.append(buffer)
+
+    def _forget_error(self) -> None:
+        """A call that CUDA refused leaves its error lying there, and the next kernel of the trainer would be blamed."""
+        assert self._stream is not None, "only pinning can be refused"
+        with suppress(RuntimeError):
+            torch.zeros(1, device=self._stream.device)

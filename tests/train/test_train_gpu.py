@@ -1,0 +1,184 @@
+"""A step on a GPU: the host never waits in it, a refused one leaves no trace, and float8 copies follow the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+
+from zero2all.model.z2all import Z2all
+from zero2all.ops.registry import resolve
+from zero2all.packed.loader import Batch, LoaderOptions, read_batch
+from zero2all.packed.transfer import batches_on
+from zero2all.parallel.device import pick_device
+from zero2all.parallel.world import World
+from zero2all.train.guards.detector import Limits
+from zero2all.train.loop import train
+from zero2all.train.micro_batch import choose_micro_batch
+from zero2all.train.ratios import UpdateRatios
+from zero2all.train.setup import open_run_data, situation
+from zero2all.train.state import DTYPES, TrainState, new_state
+from zero2all.train.step import StepPlan, train_step
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+SHAPE = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "layers": 2,
+    "heads": 4,
+    "kv_heads": 2,
+    "max_seq_len": 64,
+    "residual_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "embedding_dropout": 0.0,
+}
+CHANNELS, ROWS, SEQ_LEN = 2, 8, 64
+OPTIMIZERS = ("adamw", "muon", "lion", "adafactor", "sgd", "adamw_8bit", "adamw_bf16")
+
+
+def gpu_config(config, precision="bfloat16", kind="adamw", ops=None, **train):
+    return config(
+        model=SHAPE,
+        data={"seq_len": SEQ_LEN},
+        train={"tokens_per_step": ROWS * SEQ_LEN, "micro_batch_samples": 4, "precision": precision, **train},
+        optim={"kind": kind},
+        ops=ops or {},
+        parallel={"device": "cuda"},
+    )
+
+
+def gpu_state(settings) -> TrainState:
+    dtype = DTYPES[settings.train.precision]
+    model = Z2all(settings.model, resolve(settings.ops, situation(settings, "cuda", dtype)))
+    model.init_weights(1)
+    return new_state(model.to(pick_device("cuda")).train(), settings.optim, dtype, 4)
+
+
+def gpu_batch(seed=0) -> Batch:
+    rng = np.random.default_rng(seed)
+    tokens = torch.from_numpy(rng.integers(0, SHAPE["vocab_size"], (ROWS, SEQ_LEN + 1))).cuda()
+    channels = torch.from_numpy(np.arange(ROWS) % 2).cuda()
+    return Batch(tokens, channels, channels, 0)
+
+
+@contextmanager
+def any_wait_is_an_error() -> Iterator[None]:
+    """torch raises where one of its operators makes the host wait for the device."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def step(state, settings, plan=None, batch=None):
+    world = World(device=pick_device("cuda"))
+    return train_step(state, batch or gpu_batch(), CHANNELS, settings, world, plan or StepPlan(lr=0.01))
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("precision", ["bfloat16", "float16", "float32"])
+def test_the_host_never_waits_in_a_step(config, kind, precision):
+    if kind == "adamw_bf16" and precision != "bfloat16":
+        pytest.skip("it is for bfloat16")
+    settings = gpu_config(config, precision, kind)
+    state, batch = gpu_state(settings), gpu_batch()
+    step(state, settings, batch=batch).result()  # kernels are built
+    weights = torch.ones(ROWS)
+    weights[3] = 0.0
+    with any_wait_is_an_error():
+        ratios = UpdateRatios(state)
+        pending = step(state, settings, StepPlan(0.01, Limits(loss=100.0, grad_norm=1e9), weights), batch)
+        ratios.after(World(device=pick_device("cuda")))
+    result = pending.result()
+    assert np.isfinite(result.loss)
+    assert result.row_counts[3] == 0.0
+    assert sum(result.seconds.values()) > 0
+
+
+def test_a_step_of_the_gpu_is_that_of_the_cpu(config):
+    settings = gpu_config(config, "float32", ops={"attention": "math"})
+    on_gpu = gpu_state(settings)
+    model = Z2all(settings.model, resolve(type(settings.ops)(), "cpu"))
+    model.init_weights(1)
+    on_cpu = new_state(model.train(), settings.optim, torch.float32, 4)
+    for seed in range(3):
+        batch = gpu_batch(seed)
+        host = Batch(batch.tokens.cpu().numpy(), batch.channels.cpu().numpy(), batch.channels.cpu().numpy(), 0)
+        ours = step(on_gpu, settings, batch=batch).result()
+        theirs = train_step(on_cpu, host, CHANNELS, settings, World(), StepPlan(lr=0.01)).result()
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-3)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-2)
+        assert ours.channel_losses == pytest.approx(theirs.channel_losses, rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_refused_step_leaves_every_bit_as_it_was(config, kind):
+    settings = gpu_config(config, kind=kind)
+    state = gpu_state(settings)
+    step(state, settings).result()
+    before = {name: value.clone() for name, value in state.tensors().items()}
+    forward = {name: value.detach().clone() for name, value in state.model.named_parameters()}
+    assert not step(state, settings, StepPlan(0.01, Limits(loss=0.0))).result().updated
+    assert all(torch.equal(value, before[name]) for name, value in state.tensors().items())
+    assert all(torch.equal(value, forward[name]) for name, value in state.model.named_parameters())
+
+
+def test_float8_copies_follow_the_weights(config):
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no float8 tensor cores")
+    settings = gpu_config(config, ops={"linear": "fp8"})
+    state = gpu_state(settings)
+    weight = state.model.blocks[0].attention.qkv.weight
+    step(state, settings).result()
+    step(state, settings).result()  # its forward pass made the copies that lie there now
+    stale = weight.float8.straight.clone()
+    with torch.no_grad():
+        state.model(gpu_batch().tokens[:, :-1])
+    assert not torch.equal(weight.float8.straight.view(torch.uint8), stale.view(torch.uint8))
+
+
+def test_a_micro_batch_is_found_on_the_device_and_remembered(config, tmp_path):
+    settings = gpu_config(config, micro_batch_samples="auto")
+    state, world = gpu_state(settings), World(device=pick_device("cuda"))
+    found, _ = choose_micro_batch(settings, state.model, world, tmp_path, state.weights.zero_gradients)
+    assert found == ROWS  # all of them fit
+    assert not state.weights.gradients.any()  # the search left nothing behind
+    again, notes = choose_micro_batch(settings, state.model, world, tmp_path, state.weights.zero_gradients)
+    assert again == found
+    assert "as found before" in notes[0]
+
+
+def test_batches_reach_the_device_whole_while_it_is_busy(config, work):
+    settings = config()
+    data, _ = open_run_data(settings, work, resumed=False)
+    tokens_per_step = settings.train.tokens_per_step
+    busy = torch.randn(4096, 4096, device="cuda")
+    loader = batches_on(pick_device("cuda"), data, tokens_per_step, 0, 6, LoaderOptions(prefetch_steps=3))
+    try:
+        for number, batch in enumerate(loader):
+            for _ in range(20):
+                busy = (busy @ busy).clamp(-1, 1)
+            samples = tokens_per_step // data.segment_at(number * tokens_per_step).seq_len
+            wanted = read_batch(data, number * tokens_per_step, samples)
+            doubled = batch.tokens * 2  # queued behind the matmuls
+            del batch
+            assert np.array_equal(doubled.cpu().numpy(), wanted.tokens * 2)
+    finally:
+        loader.close()
+
+
+def test_a_run_goes_on_after_a_save_and_validates(config, work):
+    settings = {"parallel": {"device": "cuda"}, "track": {"update_ratios_every_steps": 2}}
+    precise = {"precision": "bfloat16", "micro_batch_samples": "auto"}
+    first = train(config(train={**precise, "steps": 5}, **settings), work, say=lambda _: None)
+    assert first.step == 5
+    whole = train(config(train={**precise, "steps": 8}, **settings), work, accept_changes=True, say=lambda _: None)
+    assert whole.step == 8
+    assert np.isfinite(whole.loss)
+    assert all(np.isfinite(loss) for loss in whole.held_out.values())
