@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import shutil
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,7 +23,6 @@ from zero2all.train.sanity import (
     check_batch_ids,
     check_disk,
     check_first_loss,
-    check_packed_ids,
     dry_run_config,
     memory_notes,
     overfit_one_batch,
@@ -97,15 +95,6 @@ def test_id_out_of_range_in_a_batch_is_named_with_its_place(wrong):
     batch.tokens[2, 5] = wrong
     with pytest.raises(BadInputError, match=rf"token id {wrong} \(row 2, position 5 .* ids 0 to 399"):
         check_batch_ids([make_batch(), batch], 400)
-
-
-def test_largest_id_that_packing_has_noted_is_held_against_the_model(tmp_path):
-    def split(**manifest: int) -> SimpleNamespace:
-        return SimpleNamespace(folder=tmp_path / "en" / "train", manifest=manifest)
-
-    check_packed_ids([split(max_id=399), split()], 400)
-    with pytest.raises(BadInputError, match=r"largest token id there is 400 .*`z2a pack`"):
-        check_packed_ids([split(), split(max_id=400)], 400)
 
 
 # ---- room ------------------------------------------------------------------------------------------------------------

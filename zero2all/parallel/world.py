@@ -78,11 +78,6 @@ class World:
         dist.all_gather_object(said, value, group=self.control)
         return said
 
-    def barrier(self) -> None:
-        """Wait for all."""
-        if self.control is not None:
-            dist.barrier(group=self.control)
-
 
 def asked_processes() -> int:
     """How many processes whoever started this one says there are."""

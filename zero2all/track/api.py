@@ -24,6 +24,7 @@ from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError
 from zero2all.track import facts
 from zero2all.track.access import Gate
+from zero2all.track.csv_export import csv_lines
 from zero2all.track.curves import Query, curve, read_query
 from zero2all.track.library import RunLibrary, UnknownRunError
 from zero2all.track.live import stream_changes
@@ -163,7 +164,7 @@ class _Api:
         with self.library.reading(_asked(request, "id")) as run:
             reader = run.reader
         return StreamingResponse(
-            facts.csv_lines(reader, metrics),
+            csv_lines(reader, metrics),
             media_type="text/csv; charset=utf-8",
             headers={"Content-Disposition": 'attachment; filename="metrics.csv"', "Cache-Control": "no-store"},
         )

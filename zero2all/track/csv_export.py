@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -30,24 +31,33 @@ def export_csv(folder: Path, target: Path, metrics: Sequence[str] | None = None)
         if metric not in known:
             raise UsageError(f"The run {reader.name} has no metric `{metric}`. {nearest_hint(metric, known)}")
     names = list(metrics) if metrics else known
-    series = {name: reader.series(name) for name in names}
-    steps = np.unique(np.concatenate([one.step for one in series.values()]))
+    lines = list(csv_lines(reader, names))
+    write_atomic(target, "".join(lines).encode())
+    return len(lines) - 1
+
+
+def csv_lines(reader: RunReader, metrics: Sequence[str]) -> Iterator[str]:
+    """Every point of some metrics, line by line: the head, then a line per step."""
+    series = [reader.series(name) for name in metrics]
+    steps = np.unique(np.concatenate([one.step for one in series])) if series else np.empty(0, np.int64)
     tokens, times = np.zeros(len(steps), np.int64), np.zeros(len(steps))
     columns: list[list[float | str]] = []
-    for name in names:
-        one = series[name]
+    for one in series:
         places = np.searchsorted(steps, one.step)
         tokens[places], times[places] = one.tokens, one.time
         column: list[float | str] = [""] * len(steps)
         for place, value in zip(places.tolist(), one.value.tolist(), strict=True):
             column[place] = value
         columns.append(column)
-    text = io.StringIO(newline="")
-    table = csv.writer(text)
-    table.writerow(["step", "tokens", "time", *map(_harmless, names)])
-    table.writerows(zip(steps.tolist(), tokens.tolist(), times.tolist(), *columns, strict=True))
-    write_atomic(target, text.getvalue().encode())
-    return len(steps)
+    yield _line(["step", "tokens", "time", *map(_harmless, metrics)])
+    for cells in zip(steps.tolist(), tokens.tolist(), times.tolist(), *columns, strict=True):
+        yield _line(cells)
+
+
+def _line(cells: Sequence[Any]) -> str:
+    line = io.StringIO()
+    csv.writer(line, lineterminator="\n").writerow(cells)
+    return line.getvalue()
 
 
 def _harmless(name: str) -> str:

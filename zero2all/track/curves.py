@@ -90,17 +90,11 @@ def start_time(reader: RunReader) -> float:
 
 
 def along(reader: RunReader, points: Series, axis: Axis) -> Floats:
-    """Where points stand on an axis; NaN (or nothing at all) where the axis does not reach."""
-    if axis == "step":
-        return points.step.astype(np.float64)
-    if axis == "tokens":
-        return points.tokens.astype(np.float64)
+    """Where points stand on an axis of the page, whose time begins with the run; NaN where the axis does not reach."""
     if axis == "time":
         return points.time - start_time(reader)
-    flops = reader.series("flops")
-    if not len(flops):
-        return np.full(len(points), np.nan)
-    return np.interp(points.step, flops.step, flops.value, left=np.nan, right=np.nan)
+    x = reader.along(points, axis)
+    return x if len(x) == len(points) else np.full(len(points), np.nan)
 
 
 def curve(reader: RunReader, query: Query, base: RunReader | None = None) -> Curve:

@@ -7,16 +7,13 @@ that runs of other programs have them marked too.
 
 from __future__ import annotations
 
-import csv
-import io
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from zero2all.common.errors import BadInputError
-from zero2all.track.csv_export import FORMULA_STARTS
 from zero2all.track.curves import along, start_time
 from zero2all.track.library import OpenRun, live_facts
 from zero2all.track.reader import Axis, Event, RunReader, Series, Spike
@@ -187,30 +184,3 @@ def rich_values(reader: RunReader, kind: str, name: str) -> list[dict[str, Any]]
         | {key: value for key, value in event.data.items() if key not in ("name", *hidden)}
         for number, event in found
     ]
-
-
-def csv_lines(reader: RunReader, metrics: Sequence[str]) -> Iterator[str]:
-    """Every point of some metrics as CSV: step, tokens, time, and a column per metric."""
-    series = {name: reader.series(name) for name in metrics}
-    places: dict[int, tuple[int, float]] = {}
-    values: dict[str, dict[int, float]] = {}
-    for name, points in series.items():
-        steps = points.step.tolist()
-        values[name] = dict(zip(steps, points.value.tolist(), strict=True))
-        for step, tokens, time in zip(steps, points.tokens.tolist(), points.time.tolist(), strict=True):
-            places.setdefault(step, (tokens, time))
-    yield _csv_line(["step", "tokens", "time", *map(_harmless, metrics)])
-    for step in sorted(places):
-        tokens, time = places[step]
-        yield _csv_line([step, tokens, time, *(values[name].get(step, "") for name in metrics)])
-
-
-def _harmless(name: str) -> str:
-    """A name that a spreadsheet does not take for a formula."""
-    return f"'{name}" if name.startswith(FORMULA_STARTS) else name
-
-
-def _csv_line(cells: Sequence[Any]) -> str:
-    line = io.StringIO()
-    csv.writer(line, lineterminator="\n").writerow(cells)
-    return line.getvalue()

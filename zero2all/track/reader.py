@@ -115,7 +115,7 @@ class RunReader:
         Without a `flops` metric the `flops` axis is empty.
         """
         points = self.series(metric)
-        x = self._along(points, axis)
+        x = self.along(points, axis)
         smoothed = None if smoothing is None else self._smoothed(metric, points, smoothing)
         return bucket(x, points.value if len(x) else x, smoothed if len(x) else None, low, high, count)
 
@@ -282,7 +282,8 @@ class RunReader:
                 del self._smooth_curves[next(iter(self._smooth_curves))]
         return known[1]
 
-    def _along(self, points: Series, axis: Axis) -> NDArray[np.float64]:
+    def along(self, points: Series, axis: Axis) -> NDArray[np.float64]:
+        """Where points stand on an axis: NaN where its metric does not reach, nothing at all where there is none."""
         if axis == "step":
             return points.step.astype(np.float64)
         if axis == "tokens":

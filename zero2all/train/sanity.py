@@ -16,11 +16,10 @@ from pathlib import Path
 import numpy as np
 
 from zero2all.common.errors import BadInputError, DiskError
-from zero2all.common.files import MANIFEST_NAME, human_bytes
+from zero2all.common.files import human_bytes
 from zero2all.config import RunConfig
 from zero2all.limits.memory import ALLOWANCE, GIB, MemorySettings, estimate_memory
 from zero2all.model.config import ModelConfig
-from zero2all.packed.layout import PackedSplit
 from zero2all.packed.loader import Batch
 from zero2all.train.checkpoints.retention import Retention
 from zero2all.train.config import ScheduleConfig
@@ -88,17 +87,6 @@ def check_batch_ids(batches: Iterable[Batch], vocab_size: int) -> None:
             raise BadInputError(
                 f"The data has the token id {int(ids[row, column])} (row {row}, position {column} of the batch at "
                 f"token {batch.first_token:,}), but the model has the ids 0 to {vocab_size - 1}. {REPACK}"
-            )
-
-
-def check_packed_ids(splits: Iterable[PackedSplit], vocab_size: int) -> None:
-    """Raise where a split says that its largest id is one the model has no row for."""
-    for split in splits:
-        largest = split.manifest.get("max_id")
-        if isinstance(largest, int) and largest >= vocab_size:
-            raise BadInputError(
-                f"{split.folder / MANIFEST_NAME}: the largest token id there is {largest} (`max_id`), but the model "
-                f"has the ids 0 to {vocab_size - 1}. {REPACK}"
             )
 
 

@@ -436,7 +436,10 @@ def test_ctrl_c_ends_the_command_calmly_while_a_page_is_open(runs, tmp_path):
         env=environment,
     ) as process:
         assert process.stdout is not None
-        assert "does not exist yet" in process.stdout.readline()
+        notes = [process.stdout.readline()]
+        if "chart library is missing" in notes[0]:  # set-up without Node
+            notes.append(process.stdout.readline())
+        assert "does not exist yet" in notes[-1]
         port = int(re.search(r"127\.0\.0\.1:(\d+)/", process.stdout.readline())[1])
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
         connection.request("GET", "/api/stream?run=0/base")

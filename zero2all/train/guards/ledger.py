@@ -64,12 +64,6 @@ class SkipLedger:
         """Whether a global batch of tokens `first` to `end` is passed over."""
         return any(entry.first < end and first < entry.end for entry in self._entries)
 
-    def first_clear(self, first: int, length: int) -> int:
-        """The first batch of `length` tokens, counted on from `first` in whole batches, that is not passed over."""
-        while self.skips(first, first + length):
-            first += length
-        return first
-
     def abandons(self, checkpoint_step: int, ledger_then: SkipLedger) -> bool:
         """Whether a rollback has gone back behind a checkpoint that knows nothing of it.
 
