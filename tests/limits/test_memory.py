@@ -40,6 +40,15 @@ def test_peak_of_the_1b_preset_is_within_one_percent_of_what_an_h200_measured(li
     assert estimate.state / GIB == pytest.approx(21.0, rel=0.005)
 
 
+def test_masters_in_halves_make_the_state_16_bytes_a_parameter():
+    settings = MemorySettings(2048, 16, operators=fused(optimizer="triton"))
+    parameters = parameter_counts(BILLION)["total"]
+    assert estimate_memory(BILLION, settings).state == 16 * parameters
+    for changes in ({"precision": "float16"}, {"optimizer": "lion"}, {"operators": fused(optimizer="fused")}):
+        parts = estimate_memory(BILLION, dataclasses.replace(settings, **changes)).parts
+        assert next(part.bytes for part in parts if part.name == "masters") == 4 * parameters, changes
+
+
 # ---- against torch on the CPU ----------------------------------------------------------------------------------------
 
 SMALL = ModelConfig(vocab_size=64, hidden_size=64, intermediate_size=160, layers=3, heads=8, kv_heads=2, max_seq_len=32)

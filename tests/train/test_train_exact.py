@@ -18,6 +18,7 @@ import torch
 
 from tests.train.conftest import Trainer
 from tests.train.ranks import Launch, RankStarter
+from tests.train.states import copies
 from zero2all.common.workspace import Workspace
 from zero2all.track.reader import read_run
 from zero2all.train import loop, loss_scale
@@ -298,11 +299,12 @@ def test_float16_skips_and_halves_where_gradients_overflow_and_resumes_exactly(w
     train_step, seen = loop.train_step, []
 
     def watched(state, *rest):
-        before = {name: value.clone() for name, value in state.tensors().items() if "loss_scale" not in name}
+        before = {name: value for name, value in copies(state).items() if "loss_scale" not in name}
         scale = float(state.loss_scale.scale)
         pending = train_step(state, *rest)
         result = pending.result()
-        changed = [name for name, value in before.items() if not torch.equal(value, state.tensors()[name])]
+        after = copies(state)
+        changed = [name for name, value in before.items() if not torch.equal(value, after[name])]
         assert bool(changed) == result.updated == math.isfinite(result.grad_norm)
         assert math.isfinite(result.loss)
         seen.append((result.updated, scale, float(state.loss_scale.scale)))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.train.states import copies
 from zero2all.model.z2all import Z2all
 from zero2all.ops.registry import resolve
 from zero2all.packed.loader import Batch, LoaderOptions, read_batch
@@ -122,10 +123,10 @@ def test_a_refused_step_leaves_every_bit_as_it_was(config, kind):
     settings = gpu_config(config, kind=kind)
     state = gpu_state(settings)
     step(state, settings).result()
-    before = {name: value.clone() for name, value in state.tensors().items()}
+    before = copies(state)
     forward = {name: value.detach().clone() for name, value in state.model.named_parameters()}
     assert not step(state, settings, StepPlan(0.01, Limits(loss=0.0))).result().updated
-    assert all(torch.equal(value, before[name]) for name, value in state.tensors().items())
+    assert all(torch.equal(value, before[name]) for name, value in copies(state).items())
     assert all(torch.equal(value, forward[name]) for name, value in state.model.named_parameters())
 
 

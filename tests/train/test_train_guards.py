@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.train.states import copies
 from zero2all.cli import main
 from zero2all.common.errors import AnomalyError, BadInputError, DiskError, UsageError
 from zero2all.common.manifest import read_manifest, write_manifest
@@ -442,12 +443,12 @@ def not_finite(monkeypatch):
         def step(state, *arguments):
             if state.step + 1 not in steps:
                 return real_step(state, *arguments)
-            before = {name: value.clone() for name, value in state.tensors().items()}
+            before = copies(state)
             head_loss = state.model.head_loss
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(state.model, "head_loss", lambda *given: tuple(x * torch.nan for x in head_loss(*given)))
                 pending = real_step(state, *arguments)
-            around[state.step] = before, {name: value.clone() for name, value in state.tensors().items()}
+            around[state.step] = before, copies(state)
             return pending
 
         monkeypatch.setattr(loop, "train_step", step)

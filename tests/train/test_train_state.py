@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
 import torch
 
+from tests.train.states import copies
 from zero2all.model.config import ModelConfig
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
-from zero2all.ops.registry import resolve
+from zero2all.ops.halves import join, split
+from zero2all.ops.optimizer import eager_adamw
+from zero2all.ops.registry import Choice, resolve
 from zero2all.parallel.world import World
 from zero2all.train.config import OptimConfig
 from zero2all.train.optimizers.adamw import AdamW
@@ -44,10 +48,6 @@ def update(state, scale=1.0, flag=GO):
     state.optimizer.step(torch.tensor(scale), flag)
     if not state.optimizer.writes_weights:
         state.weights.updated()
-
-
-def copies(state):
-    return {name: value.clone() for name, value in state.tensors().items()}
 
 
 # ---- flat buffers ----
@@ -100,6 +100,85 @@ def test_low_precision_weights_follow_their_masters(kind):
         assert master.dtype == (torch.bfloat16 if kind == "adamw_bf16" else torch.float32)
 
 
+# ---- masters in two halves ----
+
+
+def adamw_in_halves(groups, *rest):
+    """What our kernel does, by torch's loop on masters put together for it."""
+    whole = [dataclasses.replace(group, masters=join(group.weights, group.masters)) for group in groups]
+    eager_adamw(whole, *rest)
+    for group, updated in zip(groups, whole, strict=True):
+        group.weights[:], group.masters[:] = split(updated.masters)
+
+
+def state_in_halves(seed=1):
+    """A state as it is made where our kernel runs, without the kernel."""
+    model = model_with(seed=seed)
+    choices = [choice for choice in model.ops.choices if choice.operator != "optimizer"]
+    ours = Choice("optimizer", "auto", "triton", "for this test")
+    model.ops = dataclasses.replace(model.ops, optimizer=adamw_in_halves, choices=(*choices, ours))
+    return new_state(model, OptimConfig(), torch.bfloat16)
+
+
+def one_step(state, seed=0):
+    fill_gradients(state, seed)
+    state.optimizer.set_learning_rate(0.01)
+    update(state)
+    state.weights.zero_gradients()
+
+
+def test_a_bfloat16_weight_is_half_of_its_master_where_the_optimizer_can_put_them_together():
+    state, whole = state_in_halves(), make_state(dtype=torch.bfloat16, ops=OpsConfig(optimizer="eager"))
+    length = whole.weights.masters.numel()
+    assert state.weights.weights.nbytes + state.weights.masters.nbytes == 4 * length
+    assert whole.weights.weights.nbytes + whole.weights.masters.nbytes == 6 * length
+    for seed in range(3):
+        for each in (state, whole):
+            one_step(each, seed)
+    wanted = copies(whole)
+    for name, value in copies(state).items():
+        assert torch.equal(value, wanted[name]), name
+    for name, parameter in state.model.named_parameters():
+        assert torch.equal(parameter, split(wanted[f"model/{name}"])[0]), name
+
+
+def test_looking_at_masters_in_halves_between_steps_leaves_everything_as_it_was():
+    looked_at, alone = state_in_halves(), state_in_halves()
+    for seed in range(3):
+        for state in (looked_at, alone):
+            one_step(state, seed)
+        assert {value.dtype for value in copies(looked_at).values()} == {torch.float32}
+        assert not looked_at.weights.gradients.any()
+    for name in ("weights", "masters", "gradients"):
+        assert torch.equal(getattr(looked_at.weights, name), getattr(alone.weights, name)), name
+
+
+def test_a_state_in_halves_goes_on_bit_for_bit_from_one_with_whole_masters():
+    whole, state = make_state(dtype=torch.bfloat16, ops=OpsConfig(optimizer="eager")), state_in_halves(seed=2)
+    one_step(whole)
+    fill_gradients(state)  # left over from a step that was not finished
+    with state.tensors() as tensors:
+        for name, value in copies(whole).items():
+            tensors[name].copy_(value)
+    state.loaded(whole.counters())
+    for each in (state, whole):
+        one_step(each, 1)
+    wanted = copies(whole)
+    assert all(torch.equal(value, wanted[name]) for name, value in copies(state).items())
+
+
+def test_samples_of_masters_are_the_same_however_they_are_kept():
+    whole, state = make_state(dtype=torch.bfloat16, ops=OpsConfig(optimizer="eager")), state_in_halves()
+    samples = state.weights.master_samples(100)
+    for name, values in whole.weights.master_samples(100).items():
+        assert torch.equal(samples[name], values), name
+        assert 1 <= values.numel() <= 200
+    fill_gradients(state)
+    kept = state.weights.gradients.clone()
+    state.weights.master_samples(100)
+    assert torch.equal(state.weights.gradients, kept), "between backward pass and update too"
+
+
 # ---- the optimizer ----
 
 
@@ -124,10 +203,12 @@ def test_the_fast_path_follows_the_formula():
 
 def test_decay_shrinks_matrices_and_leaves_norms_alone():
     state = make_state(weight_decay=0.5)
-    before = {name: value.clone() for name, value in state.model_tensors().items()}
+    before = copies(state)
     state.optimizer.set_learning_rate(0.1)
     update(state)
-    for name, value in state.model_tensors().items():
+    for name, value in copies(state).items():
+        if not name.startswith("model/"):
+            continue
         torch.testing.assert_close(value, before[name] * (1.0 if "norm" in name else 0.95))
 
 
@@ -166,8 +247,9 @@ def test_a_state_whose_tensors_were_filled_from_another_goes_on_bit_for_bit(kind
     one.weights.zero_gradients()
     one.step, one.tokens = 7, 70
     fill_gradients(other)  # left over from a step that was not finished
-    for name, value in copies(one).items():
-        other.tensors()[name].copy_(value)
+    with other.tensors() as tensors:
+        for name, value in copies(one).items():
+            tensors[name].copy_(value)
     other.loaded(one.counters())
     assert (other.step, other.tokens) == (7, 70)
     for state in (one, other):
@@ -180,5 +262,5 @@ def test_a_state_whose_tensors_were_filled_from_another_goes_on_bit_for_bit(kind
 
 
 def test_float16_keeps_its_scale_with_the_state_and_the_others_have_none():
-    names = set(make_state(dtype=torch.float16).tensors()) - set(make_state(dtype=torch.bfloat16).tensors())
+    names = set(copies(make_state(dtype=torch.float16))) - set(copies(make_state(dtype=torch.bfloat16)))
     assert names == {"optimizer/loss_scale/scale", "optimizer/loss_scale/good_steps"}

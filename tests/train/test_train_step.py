@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.train.states import copies
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
@@ -51,10 +52,6 @@ def make_batch(seed=0, samples=8, seq_len=32):
     tokens = rng.integers(0, VOCAB_SIZE, (samples, seq_len + 1))
     channels = np.arange(samples) % 2  # the third channel has no sample
     return Batch(tokens, channels, channels, 0)
-
-
-def tensors(state):
-    return {name: value.clone() for name, value in state.tensors().items()}
 
 
 def assert_same_bits(one, other):
@@ -160,9 +157,10 @@ def test_bfloat16_computes_in_bfloat16_over_float32_weights(config):
     assert result.loss == pytest.approx(exact.loss, rel=1e-2)
     assert result.loss != exact.loss
     assert {parameter.dtype for parameter in narrow.model.parameters()} == {torch.bfloat16}
-    assert {value.dtype for value in tensors(narrow).values()} == {torch.float32}
+    masters = copies(narrow)
+    assert {value.dtype for value in masters.values()} == {torch.float32}
     for name, parameter in narrow.model.named_parameters():
-        assert torch.equal(parameter, narrow.model_tensors()[f"model/{name}"].bfloat16()), name
+        assert torch.equal(parameter, masters[f"model/{name}"].bfloat16()), name
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
@@ -202,11 +200,11 @@ def test_a_step_that_is_not_finite_leaves_weights_and_moments_bit_unchanged(conf
             weight[0] = torch.inf
     else:
         hook = weight.register_hook(lambda gradient: gradient * torch.inf)
-    before = tensors(state)
+    before = copies(state)
     result = train_step(state, make_batch(1), settings)
     assert not result.updated
     assert np.isfinite(result.loss) == (what == "gradient")
-    assert_same_bits(tensors(state), before)
+    assert_same_bits(copies(state), before)
     assert (state.step, state.tokens) == (2, 512)
     assert not state.weights.gradients.any()
     if what == "loss":
@@ -223,15 +221,15 @@ def test_a_step_that_is_not_finite_leaves_weights_and_moments_bit_unchanged(conf
 def test_a_step_beyond_its_limits_is_refused_and_leaves_no_trace(config, limits):
     settings = config(model={"vocab_size": VOCAB_SIZE}, train={"tokens_per_step": 256})
     state, other = make_state(settings), make_state(settings)
-    before = tensors(state)
+    before = copies(state)
     refused = train_step(state, make_batch(), settings, StepPlan(0.01, limits))
     assert not refused.updated
-    assert_same_bits(tensors(state), before)
+    assert_same_bits(copies(state), before)
     assert not state.weights.gradients.any()
     other.step, other.tokens = 1, 256
     assert train_step(state, make_batch(1), settings, StepPlan(0.01, Limits())).updated
     train_step(other, make_batch(1), settings)
-    assert_same_bits(tensors(state), tensors(other))
+    assert_same_bits(copies(state), copies(other))
 
 
 def test_clipping_shortens_a_long_gradient_and_the_norm_is_its_length_before(config):

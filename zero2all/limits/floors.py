@@ -56,17 +56,16 @@ def operator_work(config: ModelConfig, tokens: int, seq_len: int, value_bytes: i
         # only the causal half counts; the backward recomputes the scores, which makes five matmuls of it.
         "attention": Work(forward_flops=2.0 * N * T * Hq * D, backward_flops=5.0 * N * T * Hq * D),
         "linear_cross_entropy": Work(forward_flops=2.0 * N * C * V, backward_flops=4.0 * N * C * V),
-        "optimizer": optimizer_work(parameter_counts(config)["total"], value_bytes),
+        "optimizer": optimizer_work(parameter_counts(config)["total"]),
     }
     for name, (rows, columns) in matrices.items():
         work[f"linear/{name}"] = Work(forward_flops=2.0 * N * rows * columns, backward_flops=4.0 * N * rows * columns)
     return work
 
 
-def optimizer_work(parameters: int, value_bytes: int) -> Work:
-    """AdamW: gradient, master and two moments in; master, moments and, where it is narrower, the weight out."""
-    per_parameter = 7 * WIDE_BYTES + (value_bytes if value_bytes < WIDE_BYTES else 0)
-    return Work(forward_bytes=1.0 * parameters * per_parameter)
+def optimizer_work(parameters: int) -> Work:
+    """AdamW: gradient, master and two moments in; master and moments out. A bfloat16 weight is half of its master."""
+    return Work(forward_bytes=7.0 * WIDE_BYTES * parameters)
 
 
 def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:

@@ -8,7 +8,7 @@ The sizes of kept tensors are read off the operators (`zero2all.ops`), so they d
 what the CUDA context and libraries take, and what torch's allocator holds without using it. With torch.compile the
 compiler decides what is kept, mostly less than this.
 
-Against an H200 (1.2555 B parameters, 16 x 2048 tokens, fused operators; most bytes torch had allocated):
+Against an H200 (1.2555 B parameters, 16 x 2048 tokens, fused operators, whole masters; most bytes torch had allocated):
 
               measured    estimate
     bfloat16  56.1 GiB    56.0 GiB
@@ -62,6 +62,11 @@ class MemorySettings:
     """parallel.data."""
     accumulates: bool = False
     """Whether a step has more than one micro-batch."""
+
+    @property
+    def has_masters_in_halves(self) -> bool:
+        """Whether a bfloat16 weight is the upper half of its master, as our AdamW has it (`zero2all.ops.halves`)."""
+        return (self.precision, self.optimizer, self.operators.get("optimizer")) == ("bfloat16", "adamw", "triton")
 
 
 @dataclass(frozen=True)
@@ -177,11 +182,14 @@ def _state_parts(model: ModelConfig, settings: MemorySettings) -> list[MemoryPar
             optimizer,
         ]
     keeps_copies = width < wide and not sharded  # FSDP makes the low-precision weights when it gathers
+    in_halves = settings.has_masters_in_halves and not sharded
+    master_bytes = wide - width if in_halves else wide
+    beside = " beside the weights" if in_halves else ""
     return [
         MemoryPart(
             "weights", float(width * total) if keeps_copies else 0.0, f"{settings.precision}, for the forward pass"
         ),
-        MemoryPart("masters", wide * total * share, f"{wide} bytes a parameter{of}"),
+        MemoryPart("masters", master_bytes * total * share, f"{master_bytes} bytes a parameter{beside}{of}"),
         MemoryPart("gradients", wide * total * share, f"{wide} bytes a parameter{of}"),
         optimizer,
     ]

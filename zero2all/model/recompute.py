@@ -91,7 +91,7 @@ FUSED_ATTENTION = (
 
 def _policy(model: Z2all) -> Callable[..., CheckpointPolicy]:
     config = model.config
-    taken = {choice.operator: choice.got for choice in model.ops.choices}
+    taken = model.ops.taken
     qkv_columns = (config.heads + 2 * config.kv_heads) * config.head_size
     overwritten = qkv_columns if taken["rope"] == "triton" else None
     keeps_attention = config.attention_dropout == 0

@@ -30,6 +30,7 @@ class Flat:
     weights: Tensor
     """What the forward pass reads. The very tensor `masters` where no lower precision is used."""
     masters: Tensor
+    """float32 (or float64). `triton` also takes int16: what the bfloat16 `weights` lack (`zero2all.ops.halves`)."""
     gradients: Tensor
     firsts: Tensor
     """Running means of gradients."""
@@ -107,6 +108,9 @@ fused_adamw = partial(_torch_adamw, "fused")
 foreach_adamw = partial(_torch_adamw, "foreach")
 eager_adamw = partial(_torch_adamw, "eager")
 
+
+TAKES_HALVES = ("triton",)
+"""Implementations that work on masters in two halves."""
 
 IMPLEMENTATIONS = (
     Implementation("triton", triton_adamw, needs_triton),

@@ -62,6 +62,11 @@ class Ops:
     compile: str
     choices: tuple[Choice, ...]
 
+    @property
+    def taken(self) -> dict[str, str]:
+        """The name of the implementation of each operator."""
+        return {choice.operator: choice.got for choice in self.choices}
+
     def notes(self) -> list[str]:
         """The choices for a person: all on one line, then one line for each that is not what was asked."""
         lines = [f"ops: {', '.join(f'{choice.operator}={choice.got}' for choice in self.choices)}"]

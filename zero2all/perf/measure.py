@@ -34,6 +34,7 @@ from zero2all.train.garbage import scheduled_garbage_collection
 from zero2all.train.setup import situation
 from zero2all.train.state import DTYPES, TrainState, new_state
 from zero2all.train.step import update
+from zero2all.train.weights import FlatWeights
 
 CLIP_NORM = 1.0
 LEARNING_RATE = 1e-4
@@ -225,8 +226,10 @@ def _state_bytes(state: TrainState, device: torch.device) -> int:
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         return torch.cuda.memory_allocated(device)
-    kept = [*state.tensors().values(), *(master.grad for master in state.weights.masters_by_name().values())]
-    return sum(tensor.nbytes for tensor in kept if tensor is not None)
+    flat = state.weights
+    assert isinstance(flat, FlatWeights), "one process is not sharded"
+    buffers = {buffer.data_ptr(): buffer.nbytes for buffer in (flat.weights, flat.masters, flat.gradients)}
+    return sum(buffers.values()) + sum(tensor.nbytes for tensor in state.optimizer_tensors().values())
 
 
 def _peak_bytes(device: torch.device) -> int:

@@ -20,8 +20,9 @@ from zero2all.common.schema import nearest_hint
 from zero2all.config import RunConfig
 from zero2all.limits.floors import Work, linear_shapes, operator_work, optimizer_work
 from zero2all.ops import linear_cross_entropy
+from zero2all.ops.halves import join, split
 from zero2all.ops.implementation import Implementation, Situation
-from zero2all.ops.optimizer import AdamW, Flat, eager_adamw
+from zero2all.ops.optimizer import TAKES_HALVES, AdamW, Flat, eager_adamw
 from zero2all.ops.registry import OPERATORS, resolve
 from zero2all.parallel.device import pick_device
 from zero2all.perf.batch import own_batch
@@ -113,7 +114,7 @@ def bench_operators(
         [],
     )
     where = situation_here(config)
-    automatic = {choice.operator: choice.got for choice in resolve(type(config.ops)(), where).choices}
+    automatic = resolve(type(config.ops)(), where).taken
     for name in wanted:
         operator = name.partition("/")[0]
         say(f"ops bench: {name}")
@@ -153,7 +154,7 @@ def _row(
     try:
         torch.manual_seed(0)
         if name == "optimizer":
-            work, forward, backward, error = _optimizer(implementation.function, config, device, dtype, least_seconds)
+            work, forward, backward, error = _optimizer(implementation, config, device, dtype, least_seconds)
         else:
             function = _function(name, implementation, where)
             work = operator_work(config.model, bench.samples * bench.seq_len, bench.seq_len, dtype.itemsize)[name]
@@ -263,7 +264,7 @@ def _relative(found: Tensor, wanted: Tensor) -> float:
 
 
 def _optimizer(
-    function: Function, config: RunConfig, device: torch.device, dtype: torch.dtype, least_seconds: float
+    implementation: Implementation, config: RunConfig, device: torch.device, dtype: torch.dtype, least_seconds: float
 ) -> tuple[Work, float, float, float]:
     """Work, seconds (all of them called forward, none backward), error of the change of the weights."""
     from zero2all.model.config import parameter_counts
@@ -271,36 +272,52 @@ def _optimizer(
     whole = parameter_counts(config.model)["total"]
     parameters = whole if device.type == "cuda" else min(whole, CPU_PARAMETERS)
     constants = AdamW(config.optim.beta1, config.optim.beta2, config.optim.eps)
-    group = _random_flat(parameters, config, device, torch.float32, dtype)
-    updates = torch.ones((), device=device)
+    in_halves = implementation.name in TAKES_HALVES and dtype == torch.bfloat16
+    group = _random_flat(parameters, config, device, torch.float32, dtype, in_halves)
+    function, updates = implementation.function, torch.ones((), device=device)
     scale, skip = torch.ones((), device=device), torch.zeros((), dtype=torch.bool, device=device)
     seconds = seconds_of(lambda: function([group], updates, scale, skip, constants), device, least_seconds)
-    return optimizer_work(parameters, dtype.itemsize), seconds, 0.0, _optimizer_error(function, config, device, dtype)
+    error = _optimizer_error(function, config, device, dtype, in_halves)
+    return optimizer_work(parameters), seconds, 0.0, error
 
 
-def _optimizer_error(function: Function, config: RunConfig, device: torch.device, dtype: torch.dtype) -> float:
+def _optimizer_error(
+    function: Function, config: RunConfig, device: torch.device, dtype: torch.dtype, in_halves: bool
+) -> float:
     constants = AdamW(config.optim.beta1, config.optim.beta2, config.optim.eps)
     changes = []
     for update, wide, narrow in ((function, torch.float32, dtype), (eager_adamw, torch.float64, torch.float64)):
-        group = _random_flat(EXACT_PARAMETERS, config, device, wide, narrow)
-        before = group.masters.clone()
+        group = _random_flat(EXACT_PARAMETERS, config, device, wide, narrow, in_halves and update is function)
+        before = _masters_of(group).clone()
         group.lr = 1.0  # so that the change is not lost in the rounding of the weight it is added to
         updates, scale = torch.full((), 3.0, device=device), torch.full((), 0.5, dtype=wide, device=device)
         update([group], updates, scale, torch.zeros((), dtype=torch.bool, device=device), constants)
-        changes.append(group.masters - before)
+        changes.append(_masters_of(group) - before)
     return _relative(*changes)
 
 
+def _masters_of(group: Flat) -> Tensor:
+    return join(group.weights, group.masters) if group.masters.dtype == torch.int16 else group.masters
+
+
 def _random_flat(
-    parameters: int, config: RunConfig, device: torch.device, wide: torch.dtype, narrow: torch.dtype
+    parameters: int,
+    config: RunConfig,
+    device: torch.device,
+    wide: torch.dtype,
+    narrow: torch.dtype,
+    in_halves: bool = False,
 ) -> Flat:
     torch.manual_seed(0)
     masters, gradients, firsts, seconds = (torch.randn(parameters, device=device).to(wide) for _ in range(4))
     seconds = seconds.abs_()
+    weights = masters if narrow == wide else masters.to(narrow)
+    if in_halves:
+        weights, masters = split(masters)
     matrix = config.model.hidden_size * config.model.intermediate_size
     starts = range(0, parameters, matrix)
     return Flat(
-        weights=masters if narrow == wide else masters.to(narrow),
+        weights=weights,
         masters=masters,
         gradients=gradients,
         firsts=firsts,

@@ -47,7 +47,7 @@ def listed_operators(config: RunConfig | None) -> list[dict[str, Any]]:
 
 
 def _taken(config: OpsConfig, where: Situation) -> dict[str, str]:
-    return {choice.operator: choice.got for choice in resolve(config, where).choices}
+    return resolve(config, where).taken
 
 
 def describe(where: Situation) -> str:

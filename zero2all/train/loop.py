@@ -223,7 +223,8 @@ class _Training:
     def _check_before_the_first_step(self) -> None:
         """What can be found out without training: room for checkpoints, memory, ids that the model lacks."""
         prepared, config, state = self.prepared, self.config, self.state
-        size = self.store.prepare(state.tensors())
+        with state.tensors() as tensors:
+            size = self.store.prepare(tensors)
         if state.step == prepared.last_step:
             return
         run, keep = prepared.run, config.checkpoint
@@ -379,7 +380,8 @@ class _Training:
             "anneal": anneal_values(self.prepared.anneal),
             "stage": self.stage,
         }
-        return self.store.save(state.step, Snapshot(state.tensors(), document), self.prepared.details, wait=wait)
+        with state.tensors() as tensors:
+            return self.store.save(state.step, Snapshot(tensors, document), self.prepared.details, wait=wait)
 
     def _note_saves(self) -> None:
         """Saves that ended since the last look, as events."""

@@ -186,7 +186,7 @@ def memory_settings(config: RunConfig, ops: Ops, processes: int, samples: int) -
         optimizer=config.optim.kind,
         adafactor_momentum=config.optim.adafactor_beta1 > 0,
         kahan=config.optim.bf16_rounding == "kahan",
-        operators=_operators(ops),
+        operators=ops.taken,
         recompute=config.train.recompute,
         recompute_every=config.train.recompute_every,
         documents=config.data.document_mask,
@@ -223,7 +223,7 @@ def deciding(config: RunConfig, ops: Ops, world: World) -> dict[str, Any]:
         "recompute": [config.train.recompute, config.train.recompute_every],
         "z_loss": config.train.z_loss > 0,
         "optimizer": [config.optim.kind, config.optim.bf16_rounding, config.optim.adafactor_beta1 > 0],
-        "ops": {**_operators(ops), "compile": ops.compile},
+        "ops": {**ops.taken, "compile": ops.compile},
         "processes": [world.size, config.parallel.data],
         "device": properties.name if properties else "cpu",
         "device_bytes": properties.total_memory if properties else 0,
@@ -249,7 +249,3 @@ def recall(run: Path, decided_by: Mapping[str, Any]) -> int | None:
         return None
     samples = known.get("micro_batch_samples")
     return samples if isinstance(samples, int) else None
-
-
-def _operators(ops: Ops) -> dict[str, str]:
-    return {choice.operator: choice.got for choice in ops.choices}

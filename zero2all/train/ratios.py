@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from zero2all.parallel.world import World
 from zero2all.train.config import ParameterKind
@@ -45,11 +44,9 @@ class UpdateRatios:
 
 @torch.no_grad()
 def _samples(state: TrainState) -> dict[ParameterKind, Tensor]:
-    masters = state.weights.masters_by_name()
-    roles = model_roles(state.model.config, masters)
+    samples = state.weights.master_samples(MOST_VALUES)
+    roles = model_roles(state.model.config, samples)
     found: dict[ParameterKind, list[Tensor]] = {}
-    for name, master in masters.items():
-        values = (master.to_local() if isinstance(master, DTensor) else master).detach().reshape(-1)
-        stride = max(1, values.numel() // MOST_VALUES)
-        found.setdefault(roles[name].kind, []).append(values[::stride].double())
+    for name, values in samples.items():
+        found.setdefault(roles[name].kind, []).append(values.double())
     return {kind: torch.cat(parts) for kind, parts in found.items()}

@@ -74,7 +74,7 @@ class StepReports:
         values |= {f"mfu/{convention}": share for convention, share in shares.items()}
         train = prepared.config.train
         if train.recompute != "none":
-            operators = {choice.operator: choice.got for choice in prepared.state.model.ops.choices}
+            operators = prepared.state.model.ops.taken
             spent = hardware_flops_utilisation(
                 prepared.config.model,
                 seq_len,

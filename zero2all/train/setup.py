@@ -205,7 +205,8 @@ def _half_precision_notes(device: torch.device, dtype: torch.dtype) -> list[str]
 def load_checkpoint(state: TrainState, checkpoint: Checkpoint) -> None:
     """Put what `checkpoint` holds in place of the state. Imported weights bring no moments: those stay as they are."""
     has_moments = any(name.startswith("optimizer/") for name in checkpoint.index)
-    checkpoint.load_into(state.tensors() if has_moments else state.model_tensors())
+    with state.tensors() if has_moments else state.model_tensors() as tensors:
+        checkpoint.load_into(tensors)
     state.loaded(checkpoint.document)
 
 

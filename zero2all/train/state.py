@@ -7,7 +7,8 @@ float16, a few counters, and what the guards remember.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from zero2all.model.z2all import Z2all
+from zero2all.ops.optimizer import TAKES_HALVES
 from zero2all.train.config import OptimConfig
 from zero2all.train.loss_scale import LossScale
 from zero2all.train.optimizers.factory import build_optimizer
@@ -59,13 +61,18 @@ class TrainState:
     step: int = 0
     tokens: int = 0
 
-    def tensors(self) -> dict[str, Tensor]:
-        """All tensors of a checkpoint as 'group/name'; live, so that one can be loaded right into them."""
-        return {**self.model_tensors(), **self.optimizer_tensors()}
+    @contextmanager
+    def tensors(self) -> Iterator[dict[str, Tensor]]:
+        """Between two steps, all tensors of a checkpoint as 'group/name'. One can be loaded right into them; `loaded`
+        has to follow, after the context."""
+        with self.model_tensors() as masters:
+            yield {**masters, **self.optimizer_tensors()}
 
-    def model_tensors(self) -> dict[str, Tensor]:
-        """The master weights."""
-        return {f"model/{name}": value for name, value in self.weights.masters_by_name().items()}
+    @contextmanager
+    def model_tensors(self) -> Iterator[dict[str, Tensor]]:
+        """The master weights, likewise."""
+        with self.weights.masters_between_steps() as masters:
+            yield {f"model/{name}": value for name, value in masters.items()}
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """Moments, the number of updates, and the loss scale."""
@@ -97,6 +104,8 @@ def new_state(
 
     AdamW on whole weights takes the registry's fast path; every other optimizer works on the masters one by one.
     """
+    # torch's kernels round the factor on the gradient to float32, which a run in float64 is there to rule out.
+    is_fast = optim.kind == "adamw" and dtype != torch.float64 and not sharded
     names = [name for name, _ in model.named_parameters()]
     roles = model_roles(model.config, names)
     weights: Weights
@@ -105,9 +114,9 @@ def new_state(
         weights = ShardedWeights(model, dtype)
     else:
         kinds = {name: roles[name].kind for name in names}
-        weights = FlatWeights(model, kinds, dtype, with_masters=optim.kind != "adamw_bf16")
-    # torch's kernels round the factor on the gradient to float32, which a run in float64 is there to rule out.
-    if isinstance(weights, FlatWeights) and optim.kind == "adamw" and dtype != torch.float64:
+        in_halves = is_fast and dtype == torch.bfloat16 and model.ops.taken["optimizer"] in TAKES_HALVES
+        weights = FlatWeights(model, kinds, dtype, with_masters=optim.kind != "adamw_bf16", in_halves=in_halves)
+    if isinstance(weights, FlatWeights) and is_fast:
         optimizer = FlatAdamW(weights, model.ops.optimizer, optim)
     else:
         optimizer = build_optimizer(weights.masters_by_name().items(), optim, roles, seed=seed)

@@ -3,7 +3,8 @@
 A model in bfloat16 or float16 computes with low-precision weights, but an update of a thousandth of a weight would
 vanish in their rounding, so the optimizer works on float32 masters and writes the low-precision weights from them.
 Gradients are summed in float32 too, over all micro-batches of a step and over all processes. In a float32 (or float64)
-model the masters are the weights themselves.
+model the masters are the weights themselves. A bfloat16 weight is the upper half of its master, so that an optimizer
+that can put both together needs only the 16 bits that are missing (`zero2all.ops.halves`).
 
 `FlatWeights`: every process has all weights. One buffer each for masters, weights and gradients, all parameters one
 after the other, makes the norm one reduction, the exchange one call, and the update one pass. Parameters that share a
@@ -15,7 +16,8 @@ while a block computes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,11 +26,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zero2all.model.z2all import Z2all
+from zero2all.ops.halves import join, split
 from zero2all.parallel.world import World
 from zero2all.train.config import ParameterKind
 
 ALIGNMENT = 128
 """Parameters begin at multiples of this many values, so that every kernel can load them in wide words."""
+
+PIECE_VALUES = 1 << 25
+"""Values that are put together or split at once."""
 
 
 class Weights(Protocol):
@@ -36,8 +42,11 @@ class Weights(Protocol):
 
     dtype: torch.dtype
 
-    def masters_by_name(self) -> dict[str, Tensor]:
-        """The masters, each with its gradient in `.grad` after `exchange`."""
+    def masters_between_steps(self) -> AbstractContextManager[dict[str, Tensor]]:
+        """The masters by name, to read or to write, while no gradient is there; what is written holds afterwards."""
+
+    def master_samples(self, most: int) -> dict[str, Tensor]:
+        """Of each master at most about `most` values, evenly spread over the part in this process; at any time."""
 
     def exchange(self, world: World) -> None:
         """Sum the gradients over the processes, once the last micro-batch is through."""
@@ -65,10 +74,16 @@ class FlatWeights:
     """Takes over the parameters of `model`: their storage becomes a view of flat buffers on the model's device."""
 
     def __init__(
-        self, model: Z2all, group_of: Mapping[str, ParameterKind], dtype: torch.dtype, with_masters: bool = True
+        self,
+        model: Z2all,
+        group_of: Mapping[str, ParameterKind],
+        dtype: torch.dtype,
+        with_masters: bool = True,
+        in_halves: bool = False,
     ) -> None:
         """`group_of` names the group of each parameter; `groups` then says where each lies. Without masters, an
-        optimizer that rounds for itself (adamw_bf16) works on the low-precision weights and gradients."""
+        optimizer that rounds for itself (adamw_bf16) works on the low-precision weights and gradients. `in_halves`:
+        `masters` is only what bfloat16 weights lack of them."""
         named = list(model.named_parameters())
         names = list(dict.fromkeys(group_of[name] for name, _ in named))
         self.places: list[Place] = []
@@ -83,7 +98,9 @@ class FlatWeights:
             self.groups[group] = slice(start, length)
         device = named[0][1].device
         self.dtype, wide = dtype, torch.promote_types(dtype, torch.float32) if with_masters else dtype
-        self.masters = torch.zeros(length, dtype=wide, device=device)
+        assert dtype == torch.bfloat16 or not in_halves, "only a bfloat16 is one half of a float32"
+        self.in_halves = in_halves
+        self.masters = torch.zeros(length, dtype=torch.int16 if in_halves else wide, device=device)
         self.weights = self.masters if dtype == wide else torch.zeros(length, dtype=dtype, device=device)
         self.gradients = torch.zeros(length, dtype=wide, device=device)
         self._hooks = [self._take(place) for place in self.places]
@@ -91,11 +108,8 @@ class FlatWeights:
     @torch.no_grad()
     def _take(self, place: Place) -> torch.utils.hooks.RemovableHandle | None:
         parameter, shape = place.parameter, place.parameter.shape
-        self.masters[place.at].view(shape).copy_(parameter)
-        own = self.weights[place.at].view(shape)
-        if self.weights is not self.masters:
-            own.copy_(parameter)
-        parameter.data = own
+        self._write(place.at, parameter.detach().reshape(-1))
+        parameter.data = self.weights[place.at].view(shape)
         gradient = self.gradients[place.at].view(shape)
         if self.weights is self.masters:
             parameter.grad = gradient  # autograd adds to it in place
@@ -108,12 +122,53 @@ class FlatWeights:
         """A buffer of this length as views in the shapes of the parameters."""
         return {place.name: flat[place.at].view(place.parameter.shape) for place in self.places}
 
+    def _write(self, at: slice, values: Tensor) -> None:
+        """Masters and weights from new values of the masters."""
+        if self.in_halves:
+            self.weights[at], self.masters[at] = split(values.float())
+            return
+        self.masters[at] = values
+        if self.weights is not self.masters:
+            self.weights[at] = values
+
     def masters_by_name(self) -> dict[str, Tensor]:
-        """See `Weights`."""
+        """The masters, each with its gradient in `.grad`, for an optimizer that takes them one by one; live."""
+        assert not self.in_halves, "there are no whole masters"
         masters, gradients = self.by_name(self.masters), self.by_name(self.gradients)
         for name, master in masters.items():
             master.grad = gradients[name]
         return masters
+
+    @contextmanager
+    def masters_between_steps(self) -> Iterator[dict[str, Tensor]]:
+        """See `Weights`. Halves are put together in the gradient's buffer, which holds nothing between two steps."""
+        if not self.in_halves:
+            yield self.by_name(self.masters)
+            return
+        with torch.no_grad():
+            for at in self._pieces():
+                self.gradients[at] = join(self.weights[at], self.masters[at])
+            try:
+                yield self.by_name(self.gradients)
+            finally:
+                for at in self._pieces():
+                    self._write(at, self.gradients[at])
+                self.zero_gradients()
+
+    def _pieces(self) -> Iterator[slice]:
+        """The buffers in pieces, so that what halves are put together from takes little beside them."""
+        for start in range(0, self.gradients.numel(), PIECE_VALUES):
+            yield slice(start, min(start + PIECE_VALUES, self.gradients.numel()))
+
+    def master_samples(self, most: int) -> dict[str, Tensor]:
+        """See `Weights`."""
+        samples = {}
+        for place in self.places:
+            every = slice(place.at.start, place.at.stop, _stride(place.at.stop - place.at.start, most))
+            samples[place.name] = (
+                join(self.weights[every].contiguous(), self.masters[every]) if self.in_halves else self.masters[every]
+            )
+        return samples
 
     def exchange(self, world: World) -> None:
         """See `Weights`."""
@@ -131,7 +186,7 @@ class FlatWeights:
 
     def updated(self) -> None:
         """Write the low-precision weights; an optimizer that does so itself calls `touched` instead."""
-        if self.weights is not self.masters:
+        if self.weights is not self.masters and not self.in_halves:
             self.weights.copy_(self.masters)
         self.touched()
 
@@ -152,8 +207,18 @@ class ShardedWeights:
         self._parameters = dict(model.named_parameters())
 
     def masters_by_name(self) -> dict[str, Tensor]:
-        """See `Weights`."""
+        """The masters, each with its gradient in `.grad`, for an optimizer that takes them one by one; live."""
         return dict(self._parameters)
+
+    @contextmanager
+    def masters_between_steps(self) -> Iterator[dict[str, Tensor]]:
+        """See `Weights`."""
+        yield self.masters_by_name()
+
+    def master_samples(self, most: int) -> dict[str, Tensor]:
+        """See `Weights`."""
+        parts = {name: _part(parameter).detach().reshape(-1) for name, parameter in self._parameters.items()}
+        return {name: part[:: _stride(part.numel(), most)] for name, part in parts.items()}
 
     def exchange(self, world: World) -> None:
         """FSDP has summed the gradients in the backward pass."""
@@ -182,6 +247,10 @@ def _move_to_main(parameter: nn.Parameter) -> None:
     if parameter.grad is not None:
         parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
         parameter.grad = None
+
+
+def _stride(count: int, most: int) -> int:
+    return max(1, count // most)
 
 
 def _part(tensor: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """AdamW over flat buffers: clip, skip, update and write the low-precision weights in one pass.
 
 Per value: gradient, master weight and both moments are read (16 bytes) and all but the gradient written back, the
-weight also in the model's dtype (14 bytes). The factor on the gradient (clipping, loss scaling) and the word to skip
+weight also in the model's dtype (14 bytes; 12 where the bfloat16 weight is one half of its master, see
+`zero2all.ops.halves`). The factor on the gradient (clipping, loss scaling) and the word to skip
 come from the device; a skipped step writes nothing at all, so every bit of the state stays as it was, and the host
 never waits.
 """
@@ -13,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zero2all.ops.halves import QUIET_NAN
 from zero2all.ops.kernels.launch import processors
 
 BLOCK = 2048
@@ -34,7 +36,7 @@ def _sum_of_squares(values, parts, count, BLOCK: tl.constexpr):
 @triton.jit
 def _update(
     weights, masters, gradients, firsts, seconds, scale, skip, corrections, count, lr, beta1, beta2, eps, decay,
-    BLOCK: tl.constexpr,
+    HALVES: tl.constexpr, NAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     correction1 = tl.load(corrections)
     correction2 = tl.load(corrections + 1)
@@ -43,16 +45,27 @@ def _update(
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = at < count
         g = tl.load(gradients + at, mask=inside, other=0.0).to(tl.float32) * clip
-        w = tl.load(masters + at, mask=inside, other=0.0)
+        if HALVES:
+            upper = tl.load(weights + at, mask=inside, other=0).to(tl.int32)
+            w = ((upper << 16) + tl.load(masters + at, mask=inside, other=0)).to(tl.float32, bitcast=True)
+        else:
+            w = tl.load(masters + at, mask=inside, other=0.0)
         m = tl.load(firsts + at, mask=inside, other=0.0)
         v = tl.load(seconds + at, mask=inside, other=0.0)
         m = beta1 * m + (1.0 - beta1) * g
         v = beta2 * v + (1.0 - beta2) * g * g
         w = w * (1.0 - lr * decay) - lr * (m / correction1) / (tl.sqrt(v / correction2) + eps)
-        tl.store(masters + at, w, mask=inside)
         tl.store(firsts + at, m, mask=inside)
         tl.store(seconds + at, v, mask=inside)
-        tl.store(weights + at, w.to(weights.dtype.element_ty), mask=inside)
+        if HALVES:
+            bits = w.to(tl.int32, bitcast=True)
+            upper = tl.where(w == w, (bits + 0x8000) >> 16, NAN)
+            remainder = tl.where(w == w, bits - (upper << 16), 0)
+            tl.store(weights + at, upper.to(tl.int16), mask=inside)
+            tl.store(masters + at, remainder.to(tl.int16), mask=inside)
+        else:
+            tl.store(masters + at, w, mask=inside)
+            tl.store(weights + at, w.to(weights.dtype.element_ty), mask=inside)
 
 
 def sum_of_squares(values: Tensor) -> Tensor:
@@ -74,9 +87,14 @@ def adamw_update(
     weights: Tensor, masters: Tensor, gradients: Tensor, firsts: Tensor, seconds: Tensor, scale: Tensor, skip: Tensor,
     corrections: Tensor, *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
 ) -> None:  # fmt: skip
-    """One step on flat buffers of equal length; `scale` is a float32 scalar on their device, `skip` an int32 one."""
-    count = weights.numel()
+    """One step on flat buffers of equal length; `scale` is a float32 scalar on their device, `skip` an int32 one.
+
+    `masters` are float32, or the int16 remainders of masters whose nearest bfloat16 are the weights.
+    """
+    count, halves = weights.numel(), masters.dtype == torch.int16
+    if halves:
+        weights = weights.view(torch.int16)
     _update[(triton.cdiv(count, BLOCK),)](
         weights, masters, gradients, firsts, seconds, scale, skip, corrections, count, lr, beta1, beta2, eps,
-        weight_decay, BLOCK=BLOCK, num_warps=8,
+        weight_decay, HALVES=halves, NAN=QUIET_NAN, BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip

@@ -29,8 +29,8 @@ class FlatAdamW:
     def __init__(self, weights: FlatWeights, update: Update, config: OptimConfig) -> None:
         self._weights, self._update = weights, update
         self._constants = Constants(config.beta1, config.beta2, config.eps)
-        self.firsts, self.seconds = torch.zeros_like(weights.masters), torch.zeros_like(weights.masters)
-        self.updates = torch.zeros((), dtype=torch.float32, device=weights.masters.device)
+        self.firsts, self.seconds = torch.zeros_like(weights.gradients), torch.zeros_like(weights.gradients)
+        self.updates = torch.zeros((), dtype=torch.float32, device=weights.gradients.device)
         self._multipliers = [config.lr_multipliers.get(kind, 1.0) for kind in weights.groups]
         self._groups = [self._group(at, decay_of(kind, config)) for kind, at in weights.groups.items()]
 
