@@ -20,6 +20,7 @@ from agreement import (
 from torch import Tensor
 
 from zero2all.ops import linear_cross_entropy
+from zero2all.ops.attention import document_mask, once_a_pass
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.implementation import Situation
 from zero2all.ops.optimizer import AdamW, Flat
@@ -102,6 +103,20 @@ def test_attention_sees_nothing_of_other_documents(function, dtype, segments):
         dtype,
         tolerance=2 * TOLERANCE[dtype],
     )
+
+
+def test_what_documents_mean_for_attention_is_worked_out_once_for_all_layers_of_a_pass():
+    asked: list[Tensor] = []
+
+    def make(segments: Tensor) -> Tensor:
+        asked.append(segments)
+        return document_mask(segments)
+
+    one, other = torch.tensor([[0, 0, 1, 1]]), torch.tensor([[0, 1, 1, 1]])
+    masks = [once_a_pass(segments, make) for segments in (one, one, other, one)]
+    assert [id(segments) for segments in asked] == [id(one), id(other)]
+    assert masks[0] is masks[1] is masks[3]
+    assert not torch.equal(masks[0], masks[2])
 
 
 @implementations("attention", Situation("cpu", dropout=True))

@@ -21,7 +21,7 @@ import inspect
 import math
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from zero2all.ops.implementation import Implementation, Situation
 from zero2all.ops.widen import widened
+
+Made = TypeVar("Made")
 
 
 def math_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float, segments: Tensor | None = None) -> Tensor:
@@ -40,7 +42,7 @@ def math_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float, se
     scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])  # (B, Hq, T, S)
     T, S = scores.shape[-2:]
     future = torch.ones(T, S, dtype=torch.bool, device=scores.device).triu(S - T + 1)
-    hidden = future if segments is None else ~document_mask(segments)
+    hidden = future if segments is None else ~once_a_pass(segments, document_mask)
     weights = widened(scores).masked_fill(hidden, -math.inf).softmax(dim=-1).to(value.dtype)
     return F.dropout(weights, dropout) @ value  # (B, Hq, T, D)
 
@@ -55,10 +57,23 @@ def sdpa_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float, se
     # With a cache the causal mask hangs at the lower right corner; one query sees everything.
     mask = None if T == 1 else torch.ones(T, S, dtype=torch.bool, device=query.device).tril(S - T)
     if segments is not None:
-        mask = document_mask(segments)
+        mask = once_a_pass(segments, document_mask)
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, dropout_p=dropout, enable_gqa=query.shape[1] != key.shape[1]
     )
+
+
+def once_a_pass(segments: Tensor, make: Callable[[Tensor], Made]) -> Made:
+    """What `make` makes of the documents of a pass.
+
+    Every layer is given the very same tensor: the first makes it, and keeps it with the tensor for the others.
+    """
+    if torch.compiler.is_compiling():
+        return make(segments)
+    made: dict[Any, Made] = segments.__dict__.setdefault("made", {})
+    if make not in made:
+        made[make] = make(segments)
+    return made[make]
 
 
 def document_mask(segments: Tensor) -> Tensor:
@@ -141,9 +156,15 @@ def flex_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float, se
     if segments is None:
         mask = block_mask(_past, None, None, T, T, device=query.device)
     else:
-        mask = block_mask(_past_of_the_document(segments), segments.shape[0], None, T, T, device=query.device)
+        mask = once_a_pass(segments, _document_blocks)
     mixed: Tensor = attend(query, key, value, block_mask=mask, enable_gqa=query.shape[1] != key.shape[1])
     return mixed
+
+
+def _document_blocks(segments: Tensor) -> Any:
+    B, T = segments.shape
+    # Of an alias: what is kept with a tensor and refers back to it would live until the next collection of garbage.
+    return _compiled_flex()[1](_past_of_the_document(segments.detach()), B, None, T, T, device=segments.device)
 
 
 def _past(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -172,13 +193,16 @@ def _probe_flex(situation: Situation) -> str | None:
 def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, dropout: float, segments: Tensor | None = None
 ) -> Tensor:
-    """Documents one after the other, each with attention of its own. Counting them waits for the device."""
+    """Documents one after the other, each by itself. Counting them, once a pass, waits for the device."""
     B, Hq, T, D = query.shape
     if key.shape[2] != T:
         return sdpa_attention(query, key, value, dropout, segments)
     from torch.nn.attention.varlen import varlen_attn
 
-    borders = _borders((B, T), segments, query.device)
+    if segments is None:
+        borders = torch.arange(0, B * T + 1, T, dtype=torch.int32, device=query.device)
+    else:
+        borders = once_a_pass(segments, _borders)
     q, k, v = (heads.transpose(1, 2).reshape(B * T, -1, D) for heads in (query, key, value))
     parameters = inspect.signature(varlen_attn).parameters
     options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in parameters else {"is_causal": True}
@@ -191,13 +215,10 @@ def varlen_attention(
     return mixed.view(B, T, Hq, D).transpose(1, 2)
 
 
-def _borders(shape: tuple[int, int], segments: Tensor | None, device: torch.device) -> Tensor:
+def _borders(segments: Tensor) -> Tensor:
     """Where documents begin in the B * T tokens, and the end: int32."""
-    B, T = shape
-    if segments is None:
-        return torch.arange(0, B * T + 1, T, dtype=torch.int32, device=device)
     begins = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=True).flatten()
-    return F.pad(begins.nonzero().squeeze(1), (0, 1), value=B * T).int()
+    return F.pad(begins.nonzero().squeeze(1), (0, 1), value=segments.numel()).int()
 
 
 def _probe_varlen(situation: Situation) -> str | None:

@@ -44,8 +44,9 @@ class _ToDevice:
         self.consumer = torch.cuda.current_stream(device)
 
     def allocate(self, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-        """Like np.empty."""
-        return torch.empty(shape, dtype=getattr(torch, dtype), pin_memory=True).numpy()
+        """Like np.empty. A new thread begins on the first GPU, where this process may have no business."""
+        with torch.cuda.device(self.device):
+            return torch.empty(shape, dtype=getattr(torch, dtype), pin_memory=True).numpy()
 
     def send(self, batch: Batch) -> Batch:
         """Start the copies, and make sure that no kernel runs before they are through."""

@@ -178,12 +178,18 @@ def _forward_backward(
         row_nats[here] = (losses * counts[here]).sum(dim=1, dtype=torch.float64)
         anatomy.mark("backward")
     row_counts = counts.sum(dim=1, dtype=torch.float64)
-    figures[nats_at : nats_at + channels].index_add_(0, channel_of, row_nats)
-    figures[counts_at : counts_at + channels].index_add_(0, channel_of, row_counts)
+    figures[nats_at : nats_at + channels] = _by_channel(row_nats, channel_of, channels)
+    figures[counts_at : counts_at + channels] = _by_channel(row_counts, channel_of, channels)
     row_at = HEAD + 2 * channels + first_row
     figures[row_at : row_at + real_rows] = row_nats[:real_rows]
     figures[row_at + rows : row_at + rows + real_rows] = row_counts[:real_rows]
     return figures
+
+
+def _by_channel(of_rows: Tensor, channel_of: Tensor, channels: int) -> Tensor:
+    """Sums over the rows of each channel. index_add_ would add them in another order each time on a GPU."""
+    is_of = torch.arange(channels, device=of_rows.device).unsqueeze(1) == channel_of  # (channels, rows)
+    return torch.where(is_of, of_rows, 0.0).sum(dim=1)
 
 
 def micro_rows(config: RunConfig, micro_batch_samples: int, seq_len: int) -> int:
