@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from types import FrameType
 
 from zero2all.common.errors import UsageError
@@ -25,6 +26,10 @@ GRACE_SECONDS = 60.0
 """How long the others may go on after one has failed; they may be waiting for it for ever."""
 POLL_SECONDS = 0.05
 PR_SET_PDEATHSIG = 1
+SIGNAL_HINTS: dict[int, str] = {
+    signal.SIGKILL: " (by somebody, or by the system for want of memory)",
+    signal.SIGABRT: " (NCCL does that when another process is gone or does not answer within parallel.timeout_seconds)",
+}
 
 
 def local_processes(config: ParallelConfig) -> int:
@@ -69,7 +74,10 @@ def run_processes(processes: int, words: list[str], grace_seconds: float = GRACE
             env = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             # A group of its own: Ctrl-C in a terminal reaches the whole group, and would arrive twice.
             started.append(subprocess.Popen(command, env=env, process_group=0))
-        return _wait(started, grace_seconds)
+        code = _wait(started, grace_seconds)
+        for line in unusual_ends([process.returncode for process in started], grace_seconds):
+            print(f"z2a: {line}", file=sys.stderr)
+        return code
     finally:
         for process in started:
             if process.poll() is None:
@@ -87,6 +95,21 @@ def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != int(parent):  # it died before that line
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def unusual_ends(codes: Sequence[int | None], grace_seconds: float) -> list[str]:
+    """What to say of processes that could not say it themselves. `codes` by rank, None for one that still runs."""
+    lines = []
+    for rank, code in enumerate(codes):
+        if code is not None and code < 0:
+            hint = SIGNAL_HINTS.get(-code, "")
+            lines.append(f"The process of rank {rank} was ended by {signal.Signals(-code).name}{hint}.")
+    silent = [str(rank) for rank, code in enumerate(codes) if code is None]
+    if silent:
+        lines.append(f"Stopped what did not end by itself within {grace_seconds:g} s: rank {', '.join(silent)}.")
+    if lines:
+        lines.append("Checkpoints are whole; run the same command again to continue from the newest.")
+    return lines
 
 
 def _wait(started: list[subprocess.Popen[bytes]], grace_seconds: float) -> int:

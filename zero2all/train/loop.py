@@ -44,6 +44,7 @@ from zero2all.train.control import Control
 from zero2all.train.garbage import scheduled_garbage_collection
 from zero2all.train.guards.documents import Decode
 from zero2all.train.guards.policy import Rollback, Stop
+from zero2all.train.lost_peer import explain_lost_peer
 from zero2all.train.micro_batch import memory_settings
 from zero2all.train.ratios import UpdateRatios
 from zero2all.train.reports import StepReports
@@ -89,6 +90,7 @@ def train(
         set_memory_settings(config.parallel.expandable_segments)
         world = stack.enter_context(join_world(pick_device(config.parallel.device), config.parallel.timeout_seconds))
         speak = say if world.is_first else _say_nothing
+        stack.enter_context(explain_lost_peer(config, run, world))
         store = stack.enter_context(_locked_store(config, run, world, take_over, speak))
         prepared = prepare(config, workspace, world, store, accept_changes, fresh)
         if fresh:  # only now, when nothing can be wrong any more
@@ -101,7 +103,8 @@ def train(
             metrics = Run(run, queue_rows=config.track.queue_rows, resumed_from=prepared.state.step or None)
         reason, message = "done", None
         try:
-            return _Training(prepared, store, metrics, make_decode, speak, stop).run_to_the_end()
+            with explain_lost_peer(config, run, world, prepared.state):
+                return _Training(prepared, store, metrics, make_decode, speak, stop).run_to_the_end()
         except BaseException as error:
             reason = "preempted" if isinstance(error, PreemptedError) else "failed"
             message = f"{type(error).__name__}: {error}"
