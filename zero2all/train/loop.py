@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from zero2all.common.errors import AnomalyError, PreemptedError
+from zero2all.common.errors import AnomalyError, PreemptedError, UsageError
 from zero2all.common.progress import Bar, progress
 from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig
@@ -30,7 +30,7 @@ from zero2all.packed.transfer import batches_on
 from zero2all.parallel.device import pick_device, set_memory_settings
 from zero2all.parallel.world import World, join_world
 from zero2all.track.writer import Run
-from zero2all.train.anneal import anneal_values, read_anneal
+from zero2all.train.anneal import anneal_values, read_anneal, withdraw_wish
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.checkpoints.load import Checkpoint
 from zero2all.train.checkpoints.retention import Retention, pin
@@ -39,7 +39,7 @@ from zero2all.train.checkpoints.set_aside import discard
 from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.checkpoints.writer import SaveTicket
-from zero2all.train.config import model_at
+from zero2all.train.config import AnnealConfig, model_at
 from zero2all.train.control import Control
 from zero2all.train.garbage import scheduled_garbage_collection
 from zero2all.train.guards.documents import Decode
@@ -472,15 +472,28 @@ class _Training:
         """Whether `z2a anneal` was called since the last step; the run then ends elsewhere."""
         if self.prepared.anneal is not None:
             return False
-        run, step = self.prepared.run, self.state.step
-        anneal = self.world.first_does(lambda: read_anneal(run, step))
+        anneal, problem = self.world.first_does(self._read_wish)
+        if problem is not None:
+            self._event("warning", {"problem": problem})
+            self.say_all([f"{problem}\nTraining goes on as scheduled."])
         if anneal is None:
             return False
+        self.prepared.data = self.prepared.data_with(anneal)
         self.prepared.anneal = anneal
+        self.control.data_changed(self.prepared.data)
         with suppress(OSError):
             self.bar.set_total(self._tokens_at_the_end())
         self._event("anneal", {"steps": anneal.steps, "shape": anneal.shape, "to_share": anneal.to_share})
         return True
+
+    def _read_wish(self) -> tuple[AnnealConfig | None, str | None]:
+        """The anneal that was asked for, or why it cannot be."""
+        run = self.prepared.run
+        try:
+            return read_anneal(run, self.state.step, self.prepared.data_with), None
+        except UsageError as error:
+            withdraw_wish(run)
+            return None, str(error)
 
     def _log(self, values: Mapping[str, Any]) -> None:
         if self.metrics is not None:
