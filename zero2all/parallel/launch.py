@@ -102,8 +102,8 @@ def unusual_ends(codes: Sequence[int | None], grace_seconds: float) -> list[str]
     lines = []
     for rank, code in enumerate(codes):
         if code is not None and code < 0:
-            hint = SIGNAL_HINTS.get(-code, "")
-            lines.append(f"The process of rank {rank} was ended by {signal.Signals(-code).name}{hint}.")
+            name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
+            lines.append(f"The process of rank {rank} was ended by {name}{SIGNAL_HINTS.get(-code, '')}.")
     silent = [str(rank) for rank, code in enumerate(codes) if code is None]
     if silent:
         lines.append(f"Stopped what did not end by itself within {grace_seconds:g} s: rank {', '.join(silent)}.")
