@@ -17,13 +17,15 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
-from zero2all.common.errors import UsageError
+from zero2all.common.errors import LostPeerError, PreemptedError, UsageError
 from zero2all.parallel.config import ParallelConfig
 
 PARENT = "ZERO2ALL_PARENT"
 """Process number of the command that started this process."""
 GRACE_SECONDS = 60.0
 """How long the others may go on after one has failed; they may be waiting for it for ever."""
+ENDS_IN_TIME = (None, 0, PreemptedError.exit_code)
+"""After these the others may take as long as they need: one that was asked to stop has saved, and they are about to."""
 POLL_SECONDS = 0.05
 PR_SET_PDEATHSIG = 1
 SIGNAL_HINTS: dict[int, str] = {
@@ -116,14 +118,20 @@ def _wait(started: list[subprocess.Popen[bytes]], grace_seconds: float) -> int:
     """Wait for all, and once one has failed only so long for the others; the code of the first that failed, or 0."""
     first_failure: int | None = None
     deadline = float("inf")
-    while any(process.poll() is None for process in started) and time.monotonic() < deadline:
-        codes = [process.returncode for process in started if process.returncode]
-        if codes and first_failure is None:
-            first_failure, deadline = codes[0], time.monotonic() + grace_seconds
+    # A list, because any() would look no further than the first that runs, and learn nothing of those behind it.
+    while None in [process.poll() for process in started] and time.monotonic() < deadline:
+        failed = [process.returncode for process in started if process.returncode not in ENDS_IN_TIME]
+        if failed and first_failure is None:
+            first_failure, deadline = _cause(failed), time.monotonic() + grace_seconds
         time.sleep(POLL_SECONDS)
     codes = [process.returncode for process in started if process.returncode]
-    failure = first_failure or (codes[0] if codes else 0)
+    failure = first_failure or (_cause(codes) if codes else 0)
     return failure if failure >= 0 else 128 - failure  # killed by a signal, as a shell says it
+
+
+def _cause(codes: Sequence[int]) -> int:
+    """Of processes that ended between two looks, one that did not end because of another."""
+    return next((code for code in codes if code != LostPeerError.exit_code), codes[0])
 
 
 def _free_port() -> int:
