@@ -12,6 +12,7 @@ import time
 
 import numpy as np
 import pytest
+import yaml
 
 from zero2all.cli import main
 from zero2all.config import load_config
@@ -153,6 +154,20 @@ def test_anneal_refuses_what_makes_no_sense(words, code, message, journey, z2a):
     ended = z2a("anneal", *words, "--work", journey)
     assert ended.code == code
     assert message in ended.err
+
+
+def test_an_anneal_that_would_read_a_source_too_often_is_refused_when_it_is_asked_for(copy, z2a):
+    path = copy / "runs/tiny/config.yaml"
+    values = yaml.safe_load(path.read_text())
+    values["data"]["max_epochs"] = {"en": 1.0}
+    path.write_text(yaml.safe_dump(values))
+    ended = z2a("anneal", "tiny", "--steps", "100000", "--work", copy)
+    assert ended.code == 2
+    assert "tiny cannot anneal over 100,000 steps from step 4 on" in ended.err
+    assert "at most 1 allowed" in ended.err
+    assert "ask for fewer steps" in ended.err
+    assert not (copy / "runs/tiny/anneal.json").exists()
+    assert z2a("anneal", "tiny", "--steps", "2", "--work", copy).code == 0
 
 
 def test_a_run_without_a_step_or_without_a_rate_has_nothing_to_anneal(copy, tiny, z2a):

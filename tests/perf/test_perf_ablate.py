@@ -10,12 +10,13 @@ import pytest
 
 from zero2all.cli.main import main
 from zero2all.common.errors import UsageError
+from zero2all.config import load_config
 from zero2all.perf.ablate import AblateOptions, Ablation, ablate
-from zero2all.perf.batch import BatchShape
+from zero2all.perf.batch import SEED_BATCH, BatchShape
 from zero2all.perf.report import write_report
 from zero2all.perf.results import RESULTS_FILE, Results, row_key
 from zero2all.perf.summary import batch_tables, cells, heading, notes
-from zero2all.perf.variants import named_variants
+from zero2all.perf.variants import BY_NAME, named_variants
 
 BATCH = BatchShape(1, 16, 1)
 
@@ -139,13 +140,42 @@ def test_rows_are_compared_with_the_anchor_of_their_own_sitting(second):
     assert any("anchor" in note for note in notes(found, [table]))
 
 
-def test_the_seeds_figures_stand_beside_ours(second):
-    (table,) = batch_tables(made_up(second))
+def as_the_seed_measured(ablation: Ablation, **model: object) -> Ablation:
+    """The same rows as if they were of the seed's model and batch, with some fields of the model changed."""
+    config = load_config("z2all-1b")
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, **model))
+    lines = []
+    for line in made_up(ablation).lines:
+        key = row_key(config, BY_NAME[line["row"]], SEED_BATCH, ablation.environment)
+        lines.append(line | {"key": key, "batch": str(SEED_BATCH)})
+    return dataclasses.replace(ablation, config=config, batches=[SEED_BATCH], lines=lines)
+
+
+def test_the_seeds_figures_stand_beside_its_model(second):
+    found = as_the_seed_measured(second)
+    (table,) = batch_tables(found)
     rows = {row[0]: dict(zip(heading(table), row, strict=True)) for row in cells(table)}
     naive = rows["naive"]
     assert [naive[f"A800 {name}"] for name in ("s", "x fused", "MFU %", "GB")] == ["9.85", "3.050", "18.4", "71.3"]
     assert naive["MFU % seed/palm/causal"] == "60.0 / 55.0 / 50.0"
     assert rows["all fused, fp8 linears"]["A800 s"] == ""
+    assert any("A800" in note for note in notes(found, [table]))
+
+
+def test_another_model_has_none_of_the_seeds_figures(second):
+    for found in (made_up(second), as_the_seed_measured(second, layers=24), as_the_seed_measured(second, kv_heads=4)):
+        (table,) = batch_tables(found)
+        assert not any("A800" in name for name in heading(table))
+        assert {len(row) for row in cells(table)} == {len(heading(table))}
+        assert not any("A800" in note for note in notes(found, [table]))
+
+
+def test_a_row_without_figures_fills_its_line(second):
+    found = as_the_seed_measured(second)
+    last = found.lines[-1] | {"status": "out of memory", "result": {"reason": "CUDA out of memory"}}
+    for ablation in (dataclasses.replace(found, lines=[*found.lines[:-1], last]), second):
+        (table,) = batch_tables(ablation)
+        assert {len(row) for row in cells(table)} == {len(heading(table))}
 
 
 def test_the_report_is_json_markdown_and_a_small_picture(second, tmp_path):

@@ -13,7 +13,9 @@ from sshd import Sshd, start_sshd
 
 from zero2all.cli import main
 from zero2all.common.errors import UsageError
+from zero2all.common.files import write_json
 from zero2all.track import Run
+from zero2all.track.listing import total_steps
 from zero2all.track.mirror import Mirror, is_safe_part, parse_line
 from zero2all.track.ssh import OPTIONS, Address, parse_address
 
@@ -73,11 +75,12 @@ def rows(count: int, first: int = 0) -> bytes:
 # ---- what is copied ----
 
 
-def test_metrics_config_and_media_of_every_run_are_copied_and_nothing_else(mirror_of, tmp_path):
+def test_metrics_config_anneal_and_media_of_every_run_are_copied_and_nothing_else(mirror_of, tmp_path):
     far = tmp_path / "far"
     put(far / "a" / "metrics" / "train-1.jsonl", rows(100))
     put(far / "a" / "metrics" / "eval-12.jsonl", rows(3))
     put(far / "a" / "config.yaml", b"name: a\n")
+    put(far / "a" / "anneal.json", b'{"from_step": 90, "steps": 20}')
     put(far / "中文 run" / "metrics" / "train-1.jsonl", rows(5))
     put(far / "中文 run" / "media" / "sample" / "1.png", bytes(range(256)))
     wanted = content(far)
@@ -179,6 +182,17 @@ def test_a_config_written_anew_is_replaced_whole(mirror_of, tmp_path):
     put(tmp_path / "fresh", b"lr: 2\n")
     (tmp_path / "fresh").replace(tmp_path / "far" / "a" / "config.yaml")
     wait_for(lambda: (mirror.folder / "a" / "config.yaml").read_bytes() == b"lr: 2\n")
+
+
+def test_an_anneal_that_begins_moves_the_end_of_the_run_here_too(mirror_of, tmp_path):
+    run = tmp_path / "far" / "a"
+    put(run / "config.yaml", b"train:\n  steps: 5000\n")
+    put(run / "metrics" / "train-1.jsonl", rows(10))
+    mirror = synced(mirror_of(run))  # one run, listed without its name
+    here = mirror.folder / "a"
+    assert total_steps(here) == 5000
+    write_json(run / "anneal.json", {"from_step": 10, "steps": 40, "shape": "linear", "to_share": 0.0})
+    wait_for(lambda: total_steps(here) == 50, why=lambda: mirror.state)
 
 
 # ---- broken connections ----

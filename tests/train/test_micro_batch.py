@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import math
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from zero2all.common.errors import UsageError
 from zero2all.config import RunConfig, config_from_values
+from zero2all.limits.memory import ALLOWANCE, estimate_memory
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
@@ -177,3 +180,20 @@ def test_estimate_of_memory_sees_the_settings_of_the_run():
     assert (settings.precision, settings.recompute, settings.documents) == ("float32", "full", True)
     assert settings.accumulates  # 12 rows for each of 2 processes, 4 at a time
     assert settings.operators["attention"] == "sdpa"
+
+
+def test_processes_that_shard_take_the_estimate_without_a_try_and_say_what_to_do(tmp_path, monkeypatch):
+    def tried(*_: object) -> None:
+        raise AssertionError("an exchange in which one runs out of memory leaves the others waiting")
+
+    config = run_config()
+    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, data="shard"))
+    model, world = model_of(config), World(size=2, device=torch.device("cuda", 0))
+    for_four = estimate_memory(config.model, memory_settings(config, model.ops, 2, 4)).total
+    card = SimpleNamespace(name="a card", total_memory=int(for_four / (1.0 - ALLOWANCE)) + 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    monkeypatch.setattr(model, "loss", tried)
+    taken, notes = choose_micro_batch(config, model, world, tmp_path, lambda: None)
+    assert taken == 4
+    assert "4 of 12 samples (by the estimate" in notes[0]
+    assert "set train.micro_batch_samples yourself" in notes[0]

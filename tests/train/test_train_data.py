@@ -16,7 +16,11 @@ from zero2all.parallel.world import World
 from zero2all.tokenizer.config import TokenizerConfig
 from zero2all.tokenizer.stage import train_on_corpus
 from zero2all.track.reader import read_run
+from zero2all.train import loop
 from zero2all.train import step as step_module
+from zero2all.train.anneal import wish_anneal
+from zero2all.train.checkpoints.find import newest_checkpoint
+from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.loop import train
 from zero2all.train.setup import prepare
@@ -101,6 +105,68 @@ def test_a_limit_on_epochs_is_held_before_the_first_step(work, config):
     with pytest.raises(UsageError, match=r"zh: 0\.\d\d epochs, at most 0\.01 allowed"):
         train(config(data={"max_epochs": {"zh": 0.01}}), work, say=quiet)
     assert not (work.run("run") / "config.yaml").exists()
+
+
+@pytest.fixture
+def wished(monkeypatch):
+    """Asks a run that is training for an anneal after a step."""
+
+    def wish(run, step, steps):
+        real = loop.train_step
+
+        def asking(state, *rest):
+            pending = real(state, *rest)
+            if state.step == step:
+                wish_anneal(run, steps, "linear", 0.0)
+            return pending
+
+        monkeypatch.setattr(loop, "train_step", asking)
+
+    return wish
+
+
+ZH_AT_STEP_8 = {"max_epochs": {"zh": 0.04}}
+"""8 steps read 0.035 epochs of zh, 20 steps more than twice that."""
+
+
+def test_an_anneal_that_would_read_more_than_max_epochs_is_refused_by_the_run_which_goes_on(work, config, wished):
+    wished(work.run("run"), step=4, steps=16)
+    said: list[str] = []
+    assert train(config(data=ZH_AT_STEP_8), work, say=said.append).step == 8
+    text = "\n".join(said)
+    assert "run cannot anneal over 16 steps from step 4 on" in text
+    assert "at most 0.04 allowed" in text
+    assert "--steps N" in text
+    events = [(event.kind, event.step) for event in read_run(work.run("run")).events]
+    assert ("warning", 4) in events
+    assert "anneal" not in {kind for kind, _ in events}
+    assert not (work.run("run") / "anneal.json").exists()  # or every step would refuse it again
+
+
+def test_an_anneal_of_a_run_that_shares_what_is_used_up_stays_within_max_epochs(work, config, wished):
+    settings = config(data={**ZH_AT_STEP_8, "when_used_up": "share"}, checkpoint={"keep_last": 9})
+    run = work.run("run")
+    wished(run, step=4, steps=16)
+    assert train(settings, work, say=quiet).step == 20
+    last = newest_checkpoint(run)
+    assert [stage["name"] for stage in last.manifest["order"]["stages"]] == ["main", "main without zh"]
+    wanted = (last.folder / "model-00000-00000.safetensors").read_bytes()
+    for folder in list_checkpoints(run):
+        if step_of(folder) > 6:
+            shutil.rmtree(folder)
+    train(settings, work, say=quiet)
+    assert (last.folder / "model-00000-00000.safetensors").read_bytes() == wanted
+
+
+def test_a_wish_that_cannot_be_met_is_refused_at_the_start_and_may_be_replaced(work, config):
+    settings = config(data=ZH_AT_STEP_8)
+    train(settings, work, say=quiet)
+    run = work.run("run")
+    wish_anneal(run, 12, "linear", 0.0)
+    with pytest.raises(UsageError, match="cannot anneal over 12 steps from step 8 on"):
+        train(settings, work, say=quiet)
+    wish_anneal(run, 1, "linear", 0.0)
+    assert train(settings, work, say=quiet).step == 9
 
 
 def test_settings_of_fetching_may_change_on_resume_and_change_no_bit(work, config):

@@ -46,10 +46,13 @@ def register(verbs: Subparsers) -> None:
 def _anneal(arguments: argparse.Namespace) -> None:
     from zero2all.common.errors import UsageError
     from zero2all.train.anneal import ANNEAL_FILE, begun_anneal, wish_anneal
+    from zero2all.train.checkpoints.find import newest_checkpoint
+    from zero2all.train.config import AnnealConfig
     from zero2all.train.schedule import learning_rate
-    from zero2all.train.setup import load_run_config
+    from zero2all.train.setup import check_anneal, load_run_config
 
-    run = workspace_of(arguments).existing_run(arguments.run)
+    workspace = workspace_of(arguments)
+    run = workspace.existing_run(arguments.run)
     config = load_run_config(run)
     begun = begun_anneal(run)
     if begun is not None:
@@ -67,6 +70,9 @@ def _anneal(arguments: argparse.Namespace) -> None:
             f"learned on the way."
         )
     steps = arguments.steps or max(1, round(DEFAULT_SHARE * made))
+    if config.data.max_epochs:
+        asked = AnnealConfig(from_step=made, steps=steps, shape=arguments.shape, to_share=arguments.to_share)
+        check_anneal(config, workspace, newest_checkpoint(run), asked)
     wish_anneal(run, steps, arguments.shape, arguments.to_share)
     print(
         f"{run.name}, at step {made:,} of {config.train.steps:,}: the learning rate will fall from {rate:.3g} to "

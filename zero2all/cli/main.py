@@ -44,8 +44,9 @@ start here:
 help of a verb, with an example:
   z2a train --help
 
-exit codes: 0 done, 1 a bug of ours, 2 usage or config, 3 bad input, 4 disk full,
-            10 stopped and saved, 12 run stopped itself, 13 run in use, 130 interrupted"""
+exit codes: 0 done, 1 a bug of ours or a process lost, 2 usage or config, 3 bad input,
+            4 disk full, 10 stopped and saved, 12 run stopped itself, 13 run in use,
+            130 interrupted"""
 INTERRUPTED = 130
 DECIDED_TOGETHER = (PreemptedError.exit_code, AnomalyError.exit_code, RunLockedError.exit_code)
 """Ends of a training run that all of its processes come to at once."""

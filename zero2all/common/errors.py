@@ -48,6 +48,12 @@ class AnomalyError(UserError):
     exit_code = 12
 
 
+class LostPeerError(UserError):
+    """Another process of the run is gone or stuck. Nothing is wrong with this one, and running again is the remedy."""
+
+    exit_code = 1
+
+
 class RunLockedError(UserError):
     """Another live process is already writing to this run."""
 

@@ -14,17 +14,24 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from types import FrameType
 
-from zero2all.common.errors import UsageError
+from zero2all.common.errors import LostPeerError, PreemptedError, UsageError
 from zero2all.parallel.config import ParallelConfig
 
 PARENT = "ZERO2ALL_PARENT"
 """Process number of the command that started this process."""
 GRACE_SECONDS = 60.0
 """How long the others may go on after one has failed; they may be waiting for it for ever."""
+ENDS_IN_TIME = (None, 0, PreemptedError.exit_code)
+"""After these the others may take as long as they need: one that was asked to stop has saved, and they are about to."""
 POLL_SECONDS = 0.05
 PR_SET_PDEATHSIG = 1
+SIGNAL_HINTS: dict[int, str] = {
+    signal.SIGKILL: " (by somebody, or by the system for want of memory)",
+    signal.SIGABRT: " (NCCL does that when another process is gone or does not answer within parallel.timeout_seconds)",
+}
 
 
 def local_processes(config: ParallelConfig) -> int:
@@ -69,7 +76,10 @@ def run_processes(processes: int, words: list[str], grace_seconds: float = GRACE
             env = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             # A group of its own: Ctrl-C in a terminal reaches the whole group, and would arrive twice.
             started.append(subprocess.Popen(command, env=env, process_group=0))
-        return _wait(started, grace_seconds)
+        code = _wait(started, grace_seconds)
+        for line in unusual_ends([process.returncode for process in started], grace_seconds):
+            print(f"z2a: {line}", file=sys.stderr)
+        return code
     finally:
         for process in started:
             if process.poll() is None:
@@ -89,18 +99,39 @@ def end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+def unusual_ends(codes: Sequence[int | None], grace_seconds: float) -> list[str]:
+    """What to say of processes that could not say it themselves. `codes` by rank, None for one that still runs."""
+    lines = []
+    for rank, code in enumerate(codes):
+        if code is not None and code < 0:
+            name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
+            lines.append(f"The process of rank {rank} was ended by {name}{SIGNAL_HINTS.get(-code, '')}.")
+    silent = [str(rank) for rank, code in enumerate(codes) if code is None]
+    if silent:
+        lines.append(f"Stopped what did not end by itself within {grace_seconds:g} s: rank {', '.join(silent)}.")
+    if lines:
+        lines.append("Checkpoints are whole; run the same command again to continue from the newest.")
+    return lines
+
+
 def _wait(started: list[subprocess.Popen[bytes]], grace_seconds: float) -> int:
     """Wait for all, and once one has failed only so long for the others; the code of the first that failed, or 0."""
     first_failure: int | None = None
     deadline = float("inf")
-    while any(process.poll() is None for process in started) and time.monotonic() < deadline:
-        codes = [process.returncode for process in started if process.returncode]
-        if codes and first_failure is None:
-            first_failure, deadline = codes[0], time.monotonic() + grace_seconds
+    # A list, because any() would look no further than the first that runs, and learn nothing of those behind it.
+    while None in [process.poll() for process in started] and time.monotonic() < deadline:
+        failed = [process.returncode for process in started if process.returncode not in ENDS_IN_TIME]
+        if failed and first_failure is None:
+            first_failure, deadline = _cause(failed), time.monotonic() + grace_seconds
         time.sleep(POLL_SECONDS)
     codes = [process.returncode for process in started if process.returncode]
-    failure = first_failure or (codes[0] if codes else 0)
+    failure = first_failure or (_cause(codes) if codes else 0)
     return failure if failure >= 0 else 128 - failure  # killed by a signal, as a shell says it
+
+
+def _cause(codes: Sequence[int]) -> int:
+    """Of processes that ended between two looks, one that did not end because of another."""
+    return next((code for code in codes if code != LostPeerError.exit_code), codes[0])
 
 
 def _free_port() -> int:

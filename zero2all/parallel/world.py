@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from traceback import walk_tb
 from typing import Any, TypeVar, cast
 
 import torch
@@ -82,6 +83,22 @@ class World:
 def asked_processes() -> int:
     """How many processes whoever started this one says there are."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_failed_exchange(error: BaseException) -> bool:
+    """Whether `error` is an exchange between processes that did not come about, because another is gone or stuck.
+
+    NCCL and the store have types for it. gloo raises a bare RuntimeError in words that change with torch's version, and
+    FSDP's exchanges are made within the passes of the model, so the place decides: torch.distributed itself raised it.
+    """
+    if isinstance(error, dist.DistError):
+        return True
+    if type(error) is not RuntimeError:  # torch's other errors, such as OutOfMemoryError, have types of their own
+        return False
+    modules = [str(frame.f_globals.get("__name__", "")) for frame, _ in walk_tb(error.__traceback__)]
+    while modules and modules[-1] == "torch._ops":  # the door to operators in C++, exchanges of DTensors among them
+        modules.pop()
+    return bool(modules) and modules[-1].startswith("torch.distributed.")
 
 
 @contextmanager

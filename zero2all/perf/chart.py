@@ -1,4 +1,5 @@
-"""The ablation as a picture: one bar per row, one panel per batch; the seed's A800 as a mark on the same scale.
+"""The ablation as a picture: one bar per row, one panel per batch; the seed's A800 as a mark on the same scale, where
+it measured the same model.
 
 MFU is the scale where the device's peak is known, because it can be compared between devices; else tokens/s.
 """
@@ -54,7 +55,7 @@ def _draw_batch(axis: Axes, table: BatchTable) -> None:
     axis.set_xlim(0, 1.42 * longest)
     axis.set_ylim(0.3, len(table.rows) + 0.7)
     axis.set_title(f"{table.batch}", color=INK)
-    marks = f"; ◇ the seed on one {DEVICE}" if by_mfu else ""
+    marks = f"; ◇ the seed on one {DEVICE}" if by_mfu and table.has_seed else ""
     axis.set_xlabel(f"MFU, seed convention, %{marks}" if by_mfu else "tokens/s", color=FAINT_INK)
 
 

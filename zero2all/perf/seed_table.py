@@ -1,6 +1,7 @@
-"""The table this project set out to beat: the seed's ablation of the same model on one NVIDIA A800 80GB.
+"""The table this project set out to beat: the seed's ablation of z2all-1b's shape on one NVIDIA A800 80GB.
 
-22 layers, width 2048, vocabulary 64,320; an iteration is 16 passes over 2 x 2048 tokens. MFU in the convention called
+An iteration is 16 passes over 2 x 2048 tokens; beside another batch, compare shares and MFU, not seconds. Beside
+another model the figures would mean nothing, so they are shown beside that one only. MFU in the convention called
 `seed` in `zero2all.limits.flops`, against 312 TFLOPS. Only what was published stands here: None is a figure that was
 not. Its all-fused row still had an AdamW of many small kernels; fusing that too is its last row, so that one is beside
 our all-fused, and its all-fused beside the row of ours with torch's AdamW loop.
@@ -10,7 +11,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zero2all.model.config import ModelConfig
+
 DEVICE = "A800"
+SEED_SHAPE = {
+    "vocab_size": 64_320,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "layers": 22,
+    "heads": 32,
+    "kv_heads": 8,
+    "head_size": 64,
+    "tied_embeddings": False,
+    "attention_bias": "none",
+    "mlp_bias": False,
+}
+"""What decides the arithmetic of a step, as the seed's model had it."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +58,13 @@ SEED_ROWS = {
     "odd-vocabulary-unpadded": SeedRow("vocabulary 64321", remark="+13 %"),
 }
 """Our row -> the seed's."""
+
+
+def seed_row(variant: str, model: ModelConfig) -> SeedRow | None:
+    """What the seed published of our row of this name; None where it measured another model, or nothing."""
+    if any(getattr(model, name) != value for name, value in SEED_SHAPE.items()):
+        return None
+    return SEED_ROWS.get(variant)
 
 
 def seed_mfu_percent(row: SeedRow) -> tuple[float | None, bool]:

@@ -7,11 +7,12 @@ from typing import Any
 
 from zero2all.limits.flops import CONVENTIONS
 from zero2all.perf.ablate import Ablation
-from zero2all.perf.batch import BatchShape
+from zero2all.perf.batch import SEED_BATCH, BatchShape
 from zero2all.perf.results import Line, anchors, newest, row_key
-from zero2all.perf.seed_table import DEVICE, SEED_ROWS, SeedRow, seed_mfu_percent
+from zero2all.perf.seed_table import DEVICE, SEED_ROWS, SeedRow, seed_mfu_percent, seed_row
 from zero2all.perf.variants import ANCHOR, VARIANTS, Variant, title_of
 
+SEED_COLUMNS = tuple(f"{DEVICE} {name}" for name in ("s", "x fused", "MFU %", "GB"))
 DRIFT_WORTH_SAYING = 0.01
 """Anchors that differ by more get a second figure, scaled to the first sitting's pace."""
 
@@ -57,6 +58,11 @@ class BatchTable:
     """Sitting -> seconds per iteration of its anchor."""
 
     @property
+    def has_seed(self) -> bool:
+        """Whether the seed measured the same model."""
+        return any(row.seed is not None for row in self.rows)
+
+    @property
     def drifted(self) -> bool:
         """Whether the sittings were not equally fast."""
         return bool(self.anchors) and max(self.anchors.values()) > (1 + DRIFT_WORTH_SAYING) * min(self.anchors.values())
@@ -86,7 +92,8 @@ def _batch_table(ablation: Ablation, batch: BatchShape) -> BatchTable:
             continue
         own = found.get(line["sitting"])
         pace = reference / own if own and reference else None
-        rows.append(Row(variant, title_of(variant, ablation.config), line, pace, SEED_ROWS.get(variant.name)))
+        seed = seed_row(variant.name, ablation.config.model)
+        rows.append(Row(variant, title_of(variant, ablation.config), line, pace, seed))
     return BatchTable(batch, rows, found)
 
 
@@ -95,23 +102,25 @@ def _batch_table(ablation: Ablation, batch: BatchShape) -> BatchTable:
 
 def heading(table: BatchTable) -> list[str]:
     """The names of the columns."""
+    return ["row", *_own_columns(table), *(SEED_COLUMNS if table.has_seed else ())]
+
+
+def _own_columns(table: BatchTable) -> list[str]:
     scaled = ["scaled s"] if table.drifted else []
     return [
-        *("row", "s/iter", *scaled, "x fused", "tokens/s", f"MFU % {'/'.join(CONVENTIONS)}"),
+        *("s/iter", *scaled, "x fused", "tokens/s", f"MFU % {'/'.join(CONVENTIONS)}"),
         *("peak GiB", "state GiB", "first s"),
-        *(f"{DEVICE} {name}" for name in ("s", "x fused", "MFU %", "GB")),
     ]
 
 
 def cells(table: BatchTable) -> list[list[str]]:
     """The rows as text."""
-    return [[row.title, *_own_cells(row, table), *_seed_cells(row)] for row in table.rows]
+    return [[row.title, *_own_cells(row, table), *(_seed_cells(row) if table.has_seed else [])] for row in table.rows]
 
 
 def _own_cells(row: Row, table: BatchTable) -> list[str]:
-    count = len(heading(table)) - 5
     if not row.is_measured:
-        return [str(row.line["status"]), *[""] * (count - 1)]
+        return [str(row.line["status"]), *[""] * (len(_own_columns(table)) - 1)]
     result, scaled = row.result, row.scaled_seconds
     share = None if scaled is None or table.anchor_seconds is None else scaled / table.anchor_seconds
     return [
@@ -128,7 +137,7 @@ def _own_cells(row: Row, table: BatchTable) -> list[str]:
 
 def _seed_cells(row: Row) -> list[str]:
     if row.seed is None:
-        return ["", "", "", ""]
+        return [""] * len(SEED_COLUMNS)
     fused = SEED_ROWS["optimizer-eager"].seconds if row.variant.name != ANCHOR else SEED_ROWS[ANCHOR].seconds
     share = row.seed.seconds / fused if row.seed.seconds is not None and fused is not None else None
     utilisation, published = seed_mfu_percent(row.seed)
@@ -166,9 +175,9 @@ def notes(ablation: Ablation, tables: list[BatchTable]) -> list[str]:
     found += sorted({row.result["mfu_note"] for row in rows if row.is_measured and row.result["mfu_note"]})
     if len({row.line["code"] for row in rows}) > 1:
         found.append("these rows were measured with more than one version of the code")
-    if rows:
+    if any(table.has_seed for table in tables):
         found.append(
-            f"{DEVICE}: the seed's table, at 2x2048x16; * follows from its seconds. MFU in the seed "
+            f"{DEVICE}: the seed's table, at {SEED_BATCH}; * follows from its seconds. MFU in the seed "
             f"convention; `x fused` against its all-fused row, whose AdamW was not fused"
         )
     return found

@@ -4,8 +4,8 @@
     mirror.start()
     find_runs([mirror.folder])
 
-Copied are the metrics files, `config.yaml` and what is below `media/`; never a checkpoint. One thread and one
-connection per mirror ask for the list of files about twice a second and for the bytes that are new:
+Copied are the metrics files, `config.yaml`, `anneal.json` and what is below `media/`; never a checkpoint. One thread
+and one connection per mirror ask for the list of files about twice a second and for the bytes that are new:
 
 - A metrics file only grows, so only its end is fetched. Each request starts a little before what is already here, and
   those bytes must match: a file that shrank, or was replaced by another, is fetched anew beside the old one and then
@@ -34,11 +34,13 @@ from pathlib import Path, PurePosixPath
 from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError, RunLockedError
 from zero2all.common.lock import folder_lock
+from zero2all.track.listing import ANNEAL_FILE, CONFIG_FILE
 from zero2all.track.sidecar import default_cache as default_sidecars
 from zero2all.track.ssh import MAX_REQUESTS, Address, Connection, Piece, Request, SshError, parse_address
 from zero2all.track.writer import FILE_NAME, METRICS_FOLDER
 
-CONFIG_NAME = "config.yaml"
+WHOLE_FILES = (CONFIG_FILE, ANNEAL_FILE)
+"""Files of a run itself; an anneal changes where the run ends."""
 MEDIA_FOLDER = "media"
 MEDIA_DEPTH = 4
 
@@ -443,7 +445,7 @@ def is_safe_part(part: str) -> bool:
 
 def _is_wanted(parts: list[str]) -> bool:
     if len(parts) == 2:
-        return parts[1] == CONFIG_NAME
+        return parts[1] in WHOLE_FILES
     if len(parts) == 3 and parts[1] == METRICS_FOLDER:
         return FILE_NAME.fullmatch(parts[2]) is not None
     return 3 <= len(parts) <= 2 + MEDIA_DEPTH and parts[1] == MEDIA_FOLDER

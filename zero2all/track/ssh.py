@@ -78,9 +78,10 @@ else
     printf "%s missing\\n" "$mark"; exit 0;
 fi;
 listing() {
-    if [ "$kind" = run ]; then set -- ./metrics ./config.yaml ./media;
-    else set -- ./*/metrics ./*/config.yaml ./*/media; fi;
-    find -L "$@" -type f "(" -name "*.jsonl" -o -name config.yaml -o -path "*/media/*" ")" -exec ls -lin -L {} +;
+    if [ "$kind" = run ]; then set -- ./metrics ./config.yaml ./anneal.json ./media;
+    else set -- ./*/metrics ./*/config.yaml ./*/anneal.json ./*/media; fi;
+    find -L "$@" -type f "(" -name "*.jsonl" -o -name config.yaml -o -name anneal.json -o -path "*/media/*" ")"
+        -exec ls -lin -L {} +;
 };
 last=none;
 while read -r request offset limit; do

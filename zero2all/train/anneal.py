@@ -7,6 +7,7 @@ that record, which lies in the run's folder and in every checkpoint, so a resume
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,24 @@ def wish_anneal(run: Path, steps: int, shape: DecayShape, to_share: float) -> No
     write_json(run / ANNEAL_FILE, {"from_step": None, "steps": steps, "shape": shape, "to_share": to_share})
 
 
-def read_anneal(run: Path, step: int) -> AnnealConfig | None:
-    """The record of a run that stands at `step`; a wish becomes a record here. None when there is neither."""
+def read_anneal(run: Path, step: int, check: Callable[[AnnealConfig], object] = lambda _: None) -> AnnealConfig | None:
+    """The record of a run that stands at `step`; a wish becomes a record here. None when there is neither.
+
+    `check` sees what a wish would become, and by raising keeps it from becoming that.
+    """
     found = _read(run / ANNEAL_FILE, step)
     if found is None:
         return None
     record, was_wish = found
     if was_wish:
+        check(record)
         write_json(run / ANNEAL_FILE, asdict(record))
     return record
+
+
+def withdraw_wish(run: Path) -> None:
+    """Forget a wish that cannot be met."""
+    (run / ANNEAL_FILE).unlink(missing_ok=True)
 
 
 def begun_anneal(run: Path) -> AnnealConfig | None:

@@ -28,6 +28,7 @@ from zero2all.train.guards.incident import make_incident, usual_channels
 from zero2all.train.guards.ledger import SkipLedger
 from zero2all.train.guards.policy import Action, Continue, Rollback, SkipWindow
 from zero2all.train.guards.repeats import repeated_shards
+from zero2all.train.guards.rows import RowFinder
 from zero2all.train.guards.watch import RunGuards
 from zero2all.train.guards.writer import IncidentWriter
 from zero2all.train.step import StepPlan, StepResult
@@ -179,6 +180,13 @@ class Control:
             usual_loss=limits.usual_loss,
             shards_named=[f"shard {one.shard} of {one.source}" for one in guards.quarantine.shards],
         )
+
+    def data_changed(self, data: TrainingData) -> None:
+        """The same sources are read in another order from here on: find the documents of rows there."""
+        if self._guards is not None and self._guards.finder is not None:
+            self._guards.finder = RowFinder(data)
+        if self._pages is not None:
+            self._pages.read_from(data)
 
     def stage_begins(self) -> None:
         """What the loss was before no longer counts."""

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from zero2all.common.errors import AnomalyError, PreemptedError
+from zero2all.common.errors import AnomalyError, PreemptedError, UsageError
 from zero2all.common.progress import Bar, progress
 from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig
@@ -30,7 +30,7 @@ from zero2all.packed.transfer import batches_on
 from zero2all.parallel.device import pick_device, set_memory_settings
 from zero2all.parallel.world import World, join_world
 from zero2all.track.writer import Run
-from zero2all.train.anneal import anneal_values, read_anneal
+from zero2all.train.anneal import anneal_values, read_anneal, withdraw_wish
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.checkpoints.load import Checkpoint
 from zero2all.train.checkpoints.retention import Retention, pin
@@ -39,11 +39,12 @@ from zero2all.train.checkpoints.set_aside import discard
 from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.checkpoints.writer import SaveTicket
-from zero2all.train.config import model_at
+from zero2all.train.config import AnnealConfig, model_at
 from zero2all.train.control import Control
 from zero2all.train.garbage import scheduled_garbage_collection
 from zero2all.train.guards.documents import Decode
 from zero2all.train.guards.policy import Rollback, Stop
+from zero2all.train.lost_peer import explain_lost_peer
 from zero2all.train.micro_batch import memory_settings
 from zero2all.train.ratios import UpdateRatios
 from zero2all.train.reports import StepReports
@@ -89,6 +90,7 @@ def train(
         set_memory_settings(config.parallel.expandable_segments)
         world = stack.enter_context(join_world(pick_device(config.parallel.device), config.parallel.timeout_seconds))
         speak = say if world.is_first else _say_nothing
+        stack.enter_context(explain_lost_peer(config, run, world))
         store = stack.enter_context(_locked_store(config, run, world, take_over, speak))
         prepared = prepare(config, workspace, world, store, accept_changes, fresh)
         if fresh:  # only now, when nothing can be wrong any more
@@ -101,7 +103,8 @@ def train(
             metrics = Run(run, queue_rows=config.track.queue_rows, resumed_from=prepared.state.step or None)
         reason, message = "done", None
         try:
-            return _Training(prepared, store, metrics, make_decode, speak, stop).run_to_the_end()
+            with explain_lost_peer(config, run, world, prepared.state):
+                return _Training(prepared, store, metrics, make_decode, speak, stop).run_to_the_end()
         except BaseException as error:
             reason = "preempted" if isinstance(error, PreemptedError) else "failed"
             message = f"{type(error).__name__}: {error}"
@@ -471,15 +474,28 @@ class _Training:
         """Whether `z2a anneal` was called since the last step; the run then ends elsewhere."""
         if self.prepared.anneal is not None:
             return False
-        run, step = self.prepared.run, self.state.step
-        anneal = self.world.first_does(lambda: read_anneal(run, step))
+        anneal, problem = self.world.first_does(self._read_wish)
+        if problem is not None:
+            self._event("warning", {"problem": problem})
+            self.say_all([f"{problem}\nTraining goes on as scheduled."])
         if anneal is None:
             return False
+        self.prepared.data = self.prepared.data_with(anneal)
         self.prepared.anneal = anneal
+        self.control.data_changed(self.prepared.data)
         with suppress(OSError):
             self.bar.set_total(self._tokens_at_the_end())
         self._event("anneal", {"steps": anneal.steps, "shape": anneal.shape, "to_share": anneal.to_share})
         return True
+
+    def _read_wish(self) -> tuple[AnnealConfig | None, str | None]:
+        """The anneal that was asked for, or why it cannot be."""
+        run = self.prepared.run
+        try:
+            return read_anneal(run, self.state.step, self.prepared.data_with), None
+        except UsageError as error:
+            withdraw_wish(run)
+            return None, str(error)
 
     def _log(self, values: Mapping[str, Any]) -> None:
         if self.metrics is not None:

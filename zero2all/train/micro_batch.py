@@ -8,9 +8,14 @@ divisors of the rows of a process are tried: every pass of a step then has the s
 The result is kept in <run>/micro_batch.json with everything that decides it. A resumed run takes it from there, because
 another micro-batch adds up in another order; when one of the deciding things has changed, it is found anew.
 
-Processes that hold a part of every weight exchange them inside a pass, so one that runs out of memory there would leave
-the others waiting: such runs take what the estimate says. On a CPU memory is not what limits a pass, and a fixed rule
-holds.
+Processes that hold a part of every weight (`parallel.data: shard`) take what the estimate says, without trying. They
+gather the weights of a block from each other inside a pass, so one that runs out of memory in a block leaves the others
+waiting in the gather of the next: on the device, where no word from it reaches them, until the group is torn down. And
+FSDP stays where the error struck, with weights gathered and hooks queued, without a public way back. Trying only sizes
+that smaller ones predict to fit would not be safe either: with few rows the peak can be where gradients are reduced,
+with many where activations are kept, so what is measured below says too little about what is above.
+
+On a CPU memory is not what limits a pass, and a fixed rule holds.
 """
 
 from __future__ import annotations
@@ -37,6 +42,10 @@ MARGIN = 0.05
 """Share of the device's memory that torch may not use during the search."""
 MOST_ON_CPU = 8
 """A few rows fill a CPU's caches; more only take memory."""
+ESTIMATED = (
+    "by the estimate of memory: with parallel.data shard a try that does not fit would leave the other processes "
+    "waiting; where memory stays free, set train.micro_batch_samples yourself"
+)
 PASSES = 2
 """Passes of one try: the second finds memory that the first has cut up."""
 
@@ -60,7 +69,7 @@ def choose_micro_batch(
         return known, [f"micro-batch: {known} samples, as found before (delete {FILE_NAME} in the run to find it anew)"]
     guess = largest_by_estimate(config, model.ops, world, candidates)
     if world.size > 1 and config.parallel.data == "shard":
-        taken, how = guess, "by the estimate of memory: trying is for runs that do not shard"
+        taken, how = guess, ESTIMATED
     else:
         own = _find_on_device(config, model, world.device, candidates, guess, zero_gradients)
         taken, how = min(world.gather(own)), f"the most that fit, {MARGIN:.0%} of the memory left free"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,6 +101,14 @@ class Prepared:
         """Read on from `checkpoint`, to which the run has gone back."""
         self.data, _ = _open_data(self.config, self.workspace, checkpoint, self.last_step)
 
+    def data_with(self, anneal: AnnealConfig) -> TrainingData:
+        """The data from here to the end of `anneal`; UsageError when data.max_epochs does not allow so much of it."""
+        if not self.config.data.max_epochs:
+            return self.data  # only limits depend on where the run ends
+        place = (self.state.step, self.state.tokens, self.data.record["stages"])
+        with _explained(anneal, self.config):
+            return _plan_data(self.config, self.workspace, *place, anneal.from_step + anneal.steps)[0]
+
 
 def prepare(
     asked: RunConfig,
@@ -111,7 +121,11 @@ def prepare(
     """Open the data, build the model, and take over the newest checkpoint if the run has one and is not to be fresh."""
     run = workspace.run(asked.train.name)
     checkpoint = None if fresh else _newest_on_this_branch(run, store)
-    anneal = None if fresh else world.first_does(lambda: read_anneal(run, checkpoint.step if checkpoint else 0))
+    anneal = None
+    if not fresh:
+        step = checkpoint.step if checkpoint else 0
+        check = functools.partial(check_anneal, asked, workspace, checkpoint)
+        anneal = world.first_does(lambda: read_anneal(run, step, check))
     last_step = steps_with_anneal(asked.train.steps, anneal)
     data, end = _open_data(asked, workspace, checkpoint, last_step)
     _check_tokenizer(workspace, data)
@@ -239,7 +253,19 @@ def _open_data(
     """
     counters: Mapping[str, Any] = {"step": 0, "tokens": 0} if checkpoint is None else checkpoint.document
     recorded = None if checkpoint is None else checkpoint.manifest.get("order")
-    step, token = int(counters["step"]), int(counters["tokens"])
+    stages = recorded["stages"] if recorded else ()
+    return _plan_data(config, workspace, int(counters["step"]), int(counters["tokens"]), stages, last_step)
+
+
+def _plan_data(
+    config: RunConfig,
+    workspace: Workspace,
+    step: int,
+    token: int,
+    recorded: Sequence[Mapping[str, Any]],
+    last_step: int,
+) -> tuple[TrainingData, int]:
+    """The same for a run that stands at `step` and `token` and came there by the `recorded` stages."""
 
     def token_of(a_step: int) -> int:
         return max(0, token + (a_step - step) * config.train.tokens_per_step)
@@ -251,7 +277,7 @@ def _open_data(
         mixture = config.data.mixture if stage.mixture is None else stage.mixture
         seq_len = stage.seq_len or config.data.seq_len
         stages.append(Stage(stage.name, token_of(stage.from_step), mixture, seq_len))
-    progress = Progress(token, recorded["stages"]) if recorded else Progress()
+    progress = Progress(token, recorded) if recorded else Progress()
     end = token_of(max(step, last_step))
     return open_training_data(packed_root(workspace.packed, config.data), config.data, stages, progress, end), end
 
@@ -262,6 +288,27 @@ def open_run_data(config: RunConfig, workspace: Workspace, resumed: bool) -> tup
     checkpoint = newest_checkpoint(run) if resumed else None
     anneal = begun_anneal(run) if resumed else None
     return _open_data(config, workspace, checkpoint, steps_with_anneal(config.train.steps, anneal))
+
+
+def check_anneal(config: RunConfig, workspace: Workspace, checkpoint: Checkpoint | None, anneal: AnnealConfig) -> None:
+    """UsageError when a run that goes on from `checkpoint` to the end of `anneal` would break data.max_epochs."""
+    if config.data.max_epochs:
+        with _explained(anneal, config):
+            _open_data(config, workspace, checkpoint, anneal.from_step + anneal.steps)
+
+
+@contextmanager
+def _explained(anneal: AnnealConfig, config: RunConfig) -> Iterator[None]:
+    """Says of an error about the data that it comes from the length of an anneal, and what can be done about that."""
+    try:
+        yield
+    except UsageError as error:
+        name = config.train.name
+        raise UsageError(
+            f"{name} cannot anneal over {anneal.steps:,} steps from step {anneal.from_step:,} on. {error}\n"
+            f"For an anneal: ask for fewer steps (`z2a anneal {name} --steps N`). The other ways need a run that is "
+            f"not training: stop it, and start it again with the changed setting and --accept-changes."
+        ) from error
 
 
 def _check_tokenizer(workspace: Workspace, data: TrainingData) -> None:

@@ -44,6 +44,10 @@ class IncidentWriter:
         self._thread = threading.Thread(target=self._work, name="incidents", daemon=True)
         self._thread.start()
 
+    def read_from(self, data: TrainingData) -> None:
+        """Look documents up here from now on; the past must be the same there."""
+        self._data = data
+
     def submit(self, incident: Incident) -> Path:
         """Have an incident written; returns where its page will be. Never blocks, never raises."""
         self._queue.put(incident)

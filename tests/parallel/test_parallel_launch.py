@@ -1,0 +1,63 @@
+"""What the command that started the processes says of those that could not speak for themselves."""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+import pytest
+
+from zero2all.parallel.launch import run_processes, unusual_ends
+
+
+@pytest.fixture
+def in_each_process(tmp_path, monkeypatch):
+    """Lines of shell that run in place of `python -m zero2all …`."""
+
+    def become(*lines: str) -> None:
+        script = tmp_path / "python"
+        script.write_text("\n".join(["#!/bin/sh", *lines]) + "\n")
+        script.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(script))
+
+    return become
+
+
+def test_the_command_ends_with_the_code_of_the_process_that_was_killed_and_not_of_those_that_noticed(
+    in_each_process, capfd
+):
+    in_each_process('if [ "$RANK" = 1 ]; then kill -KILL $$; fi', "exit 1")
+    assert run_processes(3, []) == 128 + signal.SIGKILL
+    assert "z2a: The process of rank 1 was ended by SIGKILL" in capfd.readouterr().err
+
+
+def test_a_process_that_does_not_end_is_stopped_and_named(in_each_process, capfd):
+    in_each_process('if [ "$RANK" = 0 ]; then exec sleep 600; fi', "exit 12")
+    assert run_processes(2, [], grace_seconds=0.2) == 12
+    assert "did not end by itself within 0.2 s: rank 0." in capfd.readouterr().err
+
+
+def test_one_that_was_asked_to_stop_gives_the_others_all_the_time_to_save(in_each_process, capfd):
+    in_each_process('if [ "$RANK" = 0 ]; then sleep 0.6; fi', "exit 10")
+    assert run_processes(2, [], grace_seconds=0.1) == 10
+    assert capfd.readouterr().err == ""
+
+
+def test_processes_that_ended_by_themselves_have_said_what_there_is_to_say():
+    assert unusual_ends([0, 0], 60.0) == []
+    assert unusual_ends([12, 1], 60.0) == []
+
+
+def test_a_process_that_was_killed_is_named_with_its_signal_and_the_way_on():
+    killed, way_on = unusual_ends([1, -signal.SIGKILL], 60.0)
+    assert "rank 1 was ended by SIGKILL" in killed
+    assert "memory" in killed
+    assert "run the same command again" in way_on
+
+
+def test_a_process_that_nccl_ended_points_at_the_others():
+    assert "another process is gone or does not answer" in unusual_ends([-signal.SIGABRT, 137], 60.0)[0]
+
+
+def test_processes_that_had_to_be_stopped_are_named():
+    assert "within 5 s: rank 1, 2." in unusual_ends([1, None, None], 5.0)[0]
