@@ -68,8 +68,9 @@ class SaveTicket:
         assert result is not None, "waiting without a timeout ends with a result"
         if result.folder is None:
             raise DiskError(
-                f"The checkpoint of step {self.step} was not saved: {result.problem}. Nothing half-written was kept; "
-                f"free some space and run the same command again to continue from the checkpoint before."
+                f"The checkpoint of step {self.step} was not saved: {result.problem}. Nothing half-written was kept. "
+                f"If the disk is full, free some space and run the same command again; it continues from the "
+                f"checkpoint before."
             )
         return result.folder
 
