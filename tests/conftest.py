@@ -1,12 +1,18 @@
-"""A whole small workspace, from raw text to a trained run, made once for all tests that only read it."""
+"""A whole small workspace, from raw text to a trained run, made once for all tests that only read it.
+
+Properties (hypothesis) are tried on the same examples in every run, so that a change is what makes a test fail, not
+chance. `HYPOTHESIS_PROFILE=random` looks for new ones.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from zero2all.common.workspace import Workspace, open_workspace
@@ -16,6 +22,10 @@ from zero2all.evals.load import LoadedModel, load_run
 from zero2all.packed.writer import pack_corpus
 from zero2all.tokenizer.stage import train_on_corpus
 from zero2all.train.loop import train
+
+hypothesis.settings.register_profile("same", derandomize=True)
+hypothesis.settings.register_profile("random")
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 CAPITALS = {
     "zh": {"中国": "北京", "法国": "巴黎", "日本": "东京", "英国": "伦敦", "德国": "柏林"},

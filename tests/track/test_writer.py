@@ -9,6 +9,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -236,22 +237,25 @@ def test_numbers_of_other_libraries_are_understood(tmp_path):
     assert event["data"] == {"loss": 2.0}
 
 
-class SlowDeviceScalar:
-    """A scalar on a device that is still computing: reading it waits."""
+class DeviceScalar:
+    """A scalar on a device that computes until told to be ready: reading it waits."""
 
-    def detach(self) -> SlowDeviceScalar:
+    def __init__(self) -> None:
+        self.ready = threading.Event()
+
+    def detach(self) -> DeviceScalar:
         return self
 
     def item(self) -> float:
-        time.sleep(0.5)
+        assert self.ready.wait(20)
         return 4.5
 
 
 def test_a_device_scalar_is_waited_for_in_the_thread_and_not_in_log(tmp_path):
+    loss = DeviceScalar()
     with Run(tmp_path) as run:
-        started = time.monotonic()
-        run.log({"loss": SlowDeviceScalar()}, step=1, tokens=1)
-        assert time.monotonic() - started < 0.25
+        run.log({"loss": loss}, step=1, tokens=1)  # would wait 20 s here
+        loss.ready.set()
     assert rows_of(run.path)[0]["values"] == {"loss": 4.5}
 
 

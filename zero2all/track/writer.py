@@ -46,6 +46,8 @@ REPORT_KIND = "tracking"
 """The kind of the event row in which the writer confesses what it had to drop."""
 
 REPORT_EVERY_SECONDS = 1.0
+CLOSE_SECONDS = 0.5
+"""How long the end of a program may wait for its last rows, where nobody says otherwise."""
 FIRST_RETRY_SECONDS = 0.1
 LAST_RETRY_SECONDS = 5.0
 MAX_PROBLEMS = 100
@@ -205,9 +207,10 @@ class Run:
         except Exception as error:
             self._drop("image()", error)
 
-    def close(self, timeout_seconds: float = 0.5, reason: str = "done", message: str | None = None) -> None:
-        """Write what is queued, for at most `timeout_seconds`, then say why the run ended. Again does nothing.
+    def close(self, timeout_seconds: float | None = None, reason: str = "done", message: str | None = None) -> None:
+        """Write what is queued, for at most `timeout_seconds` (None: CLOSE_SECONDS), then say why the run ended.
 
+        Again does nothing.
         `reason`: "done"; "failed", with a `message` for whoever looks; "preempted", for a run that will go on. Rows
         that did not make it are added to `dropped_rows`. Called at interpreter exit if the program does not.
         """
@@ -220,7 +223,7 @@ class Run:
             self._queue.put(None)
             atexit.unregister(self._close_at_exit)
             if self._thread.ident is not None:
-                self._thread.join(timeout_seconds)
+                self._thread.join(CLOSE_SECONDS if timeout_seconds is None else timeout_seconds)
             # One row is in the hands of a thread that did not end; the queue also holds the end mark.
             left_rows = self._queue.qsize() - (0 if self._thread.is_alive() else 1)
             if self._thread.is_alive() or left_rows > 0:

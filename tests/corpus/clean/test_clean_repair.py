@@ -134,6 +134,8 @@ def test_code_keeps_the_indentation_of_its_first_line() -> None:
 @given(ANY_TEXT, st.booleans())
 @example("â\u200b€™", False)
 @example("ä\u00ad\u0085", False)
+@example("\u3000Ã©", False)
+@example("\u3000\nÃ©\u3000", True)
 def test_repairing_twice_is_repairing_once_and_never_lengthens(text: str, keep_indent: bool) -> None:
     once = repair(text, keep_indent=keep_indent)
     assert repair(once, keep_indent=keep_indent) == once

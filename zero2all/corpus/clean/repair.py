@@ -49,10 +49,11 @@ def repair(text: str, *, mojibake: bool = True, private_use: bool = True, keep_i
         return text.rstrip() if keep_indent else text.strip()
     table = table_for(private_use)
     while True:
-        mended = without_unwanted(mend_mojibake(text) if mojibake else text, table)
-        # Taking out a zero-width space can bring mojibake together; every round shortens the text, so this ends.
+        mended = strip_blank(without_unwanted(mend_mojibake(text) if mojibake else text, table), keep_indent)
+        # Without a zero-width space, or an ideographic one at an end, a line may be mojibake for certain. Every round
+        # shortens the text, so this ends.
         if mended == text or not mojibake or not _CANDIDATE.search(mended):
-            return strip_blank(mended, keep_indent)
+            return mended
         text = mended
 
 

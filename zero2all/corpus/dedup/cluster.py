@@ -421,6 +421,8 @@ class _Search:
 
     def _write_result(self, inputs: str) -> DedupResult:
         started = time.monotonic()
+        for leftover in self.work.glob(f"*{PARTIAL_MARK}*"):  # of searches that were killed here
+            leftover.unlink()
         for number, (first, end) in enumerate(pairwise(self.first_ids)):
             write_npy(self.work / f"drop-{number:05d}.npy", self.drop[first:end])
         clusters = self._write_clusters()
