@@ -84,15 +84,18 @@ def read_run(run: Path, tokens_per_step: int) -> dict[str, Any]:
     lines = [line for path in sorted((run / "metrics").glob("train-*.jsonl")) for line in path.read_text().splitlines()]
     rows = [json.loads(line) for line in lines]
     steps = {row["step"]: row for row in rows if "values" in row and "time/step" in row["values"]}
-    saves = [row["data"] | {"time": row["time"]} for row in rows if row.get("kind") == "checkpoint"]
-    writing = [(save["time"] - save["seconds"], save["time"]) for save in saves]
+    saves = [row["data"] for row in rows if row.get("kind") == "checkpoint"]
+    writing = [(save["ended_at"] - save["seconds"], save["ended_at"]) for save in saves]
     quiet: list[float] = []
     busy: list[float] = []
     for step, row in steps.items():
         if step <= FIRST_STEPS:
             continue
-        during = any(begin <= row["time"] <= end for begin, end in writing)
-        (busy if during else quiet).append(row["values"]["time/step"])
+        seconds, ended = row["values"]["time/step"], row["time"]
+        if any(begin <= ended - seconds and ended <= end for begin, end in writing):
+            busy.append(seconds)
+        elif not any(begin < ended and ended - seconds < end for begin, end in writing):
+            quiet.append(seconds)  # a step that a save began or ended in is neither
     usual = statistics.median(quiet)
     return {
         "tokens_per_second": tokens_per_step / usual,

@@ -394,6 +394,7 @@ class _Training:
                 "problem": result.problem,
                 "stall_seconds": result.stall_seconds,
                 "seconds": result.write_seconds,
+                "ended_at": result.ended_at,
                 "bytes": result.total_bytes,
                 "deleted": result.deleted_steps,
                 "notes": result.notes,

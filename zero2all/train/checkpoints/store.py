@@ -250,6 +250,7 @@ class CheckpointStore:
             total_bytes=staged.layout.total_bytes,
             stall_seconds=stall_seconds,
             write_seconds=time.monotonic() - started,
+            ended_at=time.time(),
             deleted_steps=deleted,
             notes=notes,
         )

@@ -33,6 +33,8 @@ class SaveResult:
     """How long the loop was held up: agreement and copy, and waiting for the save before."""
     write_seconds: float = 0.0
     """How long writing and committing took, beside the loop."""
+    ended_at: float = 0.0
+    """When that was over, by the clock on the wall; the loop hears of it up to a step later."""
     deleted_steps: list[int] = field(default_factory=list)
     """What retention deleted after this commit."""
     notes: list[str] = field(default_factory=list)
