@@ -209,10 +209,11 @@ class RunLibrary:
     # ---- mirrors ----
 
     def start(self) -> None:
-        """Begin to mirror what is remote."""
+        """Begin to mirror what is remote, and list what is there: whoever opens the page finds the list ready."""
         for root in self.roots:
             if root.mirror is not None:
                 root.mirror.start()
+        threading.Thread(target=self.refresh_list, name="first-list", daemon=True).start()
 
     def stop(self) -> None:
         """End the mirrors."""
