@@ -149,8 +149,9 @@ class Screen:
 
 
 def widest_line(drawn: bytes) -> int:
-    plain = re.sub(rb"\x1b\[[0-9;?]*[a-zA-Z]", b"", drawn).decode(errors="replace")
-    return max(map(len, plain.split("\n")))
+    """Of any frame: each begins with the cursor's way home, and its last line ends there."""
+    lines = re.split(rb"\r?\n|\x1b\[H", drawn)
+    return max(len(re.sub(rb"\x1b\[[0-9;?]*[a-zA-Z]", b"", line).decode(errors="replace")) for line in lines)
 
 
 @contextmanager

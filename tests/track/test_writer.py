@@ -412,9 +412,10 @@ def test_close_gives_up_on_a_hung_disk_after_its_timeout_and_is_idempotent(tmp_p
         run.log({"loss": 1.0}, step=step, tokens=step)
     started = time.monotonic()
     run.close(timeout_seconds=0.3)
-    run.close(timeout_seconds=0.3)
-    run.close(timeout_seconds=0.3)
-    assert 0.25 < time.monotonic() - started < 0.55
+    assert time.monotonic() - started > 0.25
+    run.close(timeout_seconds=30)
+    run.close(timeout_seconds=30)
+    assert time.monotonic() - started < 20
     assert run.dropped_rows > 0
     dropped = run.dropped_rows
     run.log({"loss": 1.0}, step=1, tokens=1)

@@ -30,18 +30,9 @@ from zero2all.perf.clock import Ceilings, measured_ceilings, seconds_of
 from zero2all.perf.measure import device_name
 from zero2all.perf.op_cases import Case, Function, make_case
 from zero2all.perf.op_list import situation_here
+from zero2all.perf.variants import NAIVE
 from zero2all.train.state import DTYPES
 
-REFERENCES = {
-    "attention": "math",
-    "rope": "eager",
-    "rms_norm": "eager",
-    "swiglu": "eager",
-    "linear": "plain",
-    "linear_cross_entropy": "off",
-    "cross_entropy": "eager",
-}
-"""Whose formula, in float64, the errors are taken against."""
 EXACT_ROWS = {"cuda": 512, "cpu": 64}
 """Tokens of the comparison with float64: few enough that it fits."""
 CPU_TOKENS, CPU_PARAMETERS = 256, 2_000_000
@@ -232,7 +223,7 @@ def _error(
 ) -> float:
     """Largest relative error of outputs and gradients on a few tokens."""
     operator = name.partition("/")[0]
-    exact = {one.name: one.function for one in OPERATORS[operator]}[REFERENCES[operator]]
+    exact = {one.name: one.function for one in OPERATORS[operator]}[NAIVE[operator]]
     if operator == "linear_cross_entropy":
         from zero2all.ops.cross_entropy import eager_cross_entropy
 

@@ -210,9 +210,9 @@ class Run:
     def close(self, timeout_seconds: float | None = None, reason: str = "done", message: str | None = None) -> None:
         """Write what is queued, for at most `timeout_seconds` (None: CLOSE_SECONDS), then say why the run ended.
 
-        Again does nothing.
         `reason`: "done"; "failed", with a `message` for whoever looks; "preempted", for a run that will go on. Rows
-        that did not make it are added to `dropped_rows`. Called at interpreter exit if the program does not.
+        that did not make it are added to `dropped_rows`. Called at interpreter exit if the program does not; a second
+        call does nothing.
         """
         try:
             if self._fork_count != _fork_count or self._closed:

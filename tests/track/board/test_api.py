@@ -62,6 +62,15 @@ def test_the_list_names_every_run_with_its_state_step_and_loss(client):
     assert client.get("/api/runs", params={"q": "OTH"}).json()["total"] == 1
 
 
+def test_the_list_is_there_before_anybody_asks(runs, tmp_path):
+    library = RunLibrary([Root("runs", runs)], tmp_path)
+    with TestClient(make_app(library), base_url=LOCAL):
+        deadline = time.monotonic() + 10
+        while not library.rows("", 9)[1] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert library.rows("", 9)[1] == 4
+
+
 def test_200_runs_are_listed_within_a_second(tmp_path):
     line = json.dumps({"step": 1, "time": 5.0, "tokens": 1, "values": {"loss": 2.0}}) + "\n"
     for number in range(200):
