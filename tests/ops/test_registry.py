@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from zero2all.common.errors import UsageError
+from zero2all.ops import flash_packages
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.implementation import MAX_ROW, Implementation, Situation
 from zero2all.ops.registry import OPERATORS, OUTSIDE_COMPILATION, Choice, Ops, _choose, resolve
@@ -46,6 +47,7 @@ def hopper(monkeypatch):
     """A machine with a GPU and all packages, as far as probes look."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    monkeypatch.setattr(flash_packages, "failure_in_trial", lambda *_: None)
     pretend_packages(monkeypatch, there=OPTIONAL_PACKAGES)
 
 
@@ -227,7 +229,7 @@ def test_kernels_say_at_once_which_size_they_cannot_take(hopper):
     assert "the model is float32" in refusal(cuda(dtype=torch.float32), attention="sdpa_flash")
     assert "the model is float32" in refusal(cuda(dtype=torch.float32), linear="fp8")
     # The same kernels take what fits.
-    fits = cuda(hidden_size=512, intermediate_size=1408, head_size=64, qkv_rows=1024)
+    fits = cuda(hidden_size=512, intermediate_size=1408, head_size=64, heads=8, kv_heads=4)
     for operator, name in (("rms_norm", "triton"), ("attention", "sdpa_cudnn"), ("linear", "fp8")):
         assert probe(operator, name, fits) is None
 
@@ -253,11 +255,11 @@ def test_old_gpu_and_missing_packages_are_named(monkeypatch):
     pretend_packages(monkeypatch, there=())
     assert "triton is not installed" in refusal(CUDA, swiglu="triton")
     assert "liger-kernel is not installed" in refusal(CUDA, swiglu="liger")
-    assert "compute capability 9.0" in refusal(CUDA, attention="fa3")
-    pretend_packages(monkeypatch, there=("triton",))
-    assert "no float8 tensor cores" in refusal(CUDA, linear="fp8")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     assert "the package flash_attn_interface cannot be imported" in refusal(CUDA, attention="fa3")
+    pretend_packages(monkeypatch, there=("triton", "flash_attn", "flash_attn.cute"))
+    assert "no float8 tensor cores" in refusal(CUDA, linear="fp8")
+    wanted = "it needs compute capability 9.x or 10.x, and this GPU's is 8.0"
+    assert wanted in refusal(CUDA, attention="fa4")
 
 
 def test_float8_refuses_weights_that_are_gathered_for_each_pass(hopper):

@@ -6,16 +6,15 @@ query then sees only keys of its own document (T = S: there is no cache in train
 
 math        the formula, with the whole (T, S) matrix of weights: the reference
 sdpa        torch's scaled_dot_product_attention, on whichever of its backends it likes best
-sdpa_cudnn  the same, on cuDNN's kernels: the fastest on Hopper
+sdpa_cudnn  the same, on cuDNN's kernels: the fastest on Hopper that torch brings
 sdpa_flash  the same, on FlashAttention 2
 flex        torch's FlexAttention, compiled: documents cost what they need, not a (T, S) mask
 varlen      torch's varlen_attn: documents as sequences of their own, packed
-fa3, fa4    FlashAttention 3 and 4, where their packages can be imported
+fa4, fa3    FlashAttention 4 and 3, packages of their own; 4 needs 13 % less time than cuDNN on an H200
 """
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import inspect
 import math
@@ -28,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from zero2all.ops import flash_packages
 from zero2all.ops.implementation import Implementation, Situation
 from zero2all.ops.widen import widened
 
@@ -233,39 +233,34 @@ def _probe_varlen(situation: Situation) -> str | None:
 # ---- packages of their own -----------------------------------------------------------------------------------------
 
 
-def _flash_package(
+def _of_package(
     module: str, query: Tensor, key: Tensor, value: Tensor, dropout: float, segments: Tensor | None = None
 ) -> Tensor:
     if query.shape[2] != key.shape[2]:
         return sdpa_attention(query, key, value, dropout, segments)
-    function = importlib.import_module(module).flash_attn_func
-    mixed = function(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), causal=True)
-    mixed = mixed[0] if isinstance(mixed, tuple) else mixed
-    return mixed.transpose(1, 2)
+    return flash_packages.flash_attention_of(module, query, key, value)
 
 
-def _probe_package(module: str, oldest: tuple[int, int], situation: Situation) -> str | None:
+def _probe_package(module: str, situation: Situation) -> str | None:
     problem = _half_precision_on_cuda(situation) or _no_documents(situation) or _sdpa_head(situation)
     if problem is None and situation.dropout:
         problem = "it has no dropout"
-    if problem is None and torch.cuda.get_device_capability() < oldest:
-        problem = f"it needs compute capability {oldest[0]}.{oldest[1]}"
-    if problem is None and (
-        importlib.util.find_spec(module.partition(".")[0]) is None or importlib.util.find_spec(module) is None
-    ):
-        problem = f"the package {module} cannot be imported"
-    return problem
+    return problem or flash_packages.problem_of(module, situation)
 
 
-FA3, FA4 = "flash_attn_interface", "flash_attn.cute"
+def _package(name: str, module: str) -> Implementation:
+    return Implementation(
+        name, partial(_of_package, module), partial(_probe_package, module), compile_safe=False, deterministic=False
+    )
+
 
 IMPLEMENTATIONS = (
+    _package("fa4", flash_packages.FA4),
     Implementation("sdpa_cudnn", cudnn_attention, _probe_cudnn, deterministic=False),
     Implementation("sdpa", sdpa_attention, deterministic=False),
     Implementation("sdpa_flash", flash_attention, _probe_flash, deterministic=False),
     Implementation("varlen", varlen_attention, _probe_varlen, compile_safe=False, deterministic=False),
     Implementation("flex", flex_attention, _probe_flex),
-    Implementation("fa3", partial(_flash_package, FA3), partial(_probe_package, FA3, (9, 0)), compile_safe=False),
-    Implementation("fa4", partial(_flash_package, FA4), partial(_probe_package, FA4, (9, 0)), compile_safe=False),
+    _package("fa3", flash_packages.FA3),
     Implementation("math", math_attention),
 )

@@ -21,8 +21,8 @@ class Situation:
     hidden_size: int = 0
     intermediate_size: int = 0
     head_size: int = 0
-    qkv_rows: int = 0
-    """Rows of the fused query, key and value projection."""
+    heads: int = 0
+    kv_heads: int = 0
     vocab_size: int = 0
     seq_len: int = 0
     documents: bool = False
@@ -35,6 +35,16 @@ class Situation:
     """Whether torch.compile is around the operators."""
     sharded: bool = False
     """Whether each process keeps a part of every weight and gathers the rest for each pass (FSDP2)."""
+
+    @property
+    def qkv_rows(self) -> int:
+        """Rows of the fused query, key and value projection."""
+        return (self.heads + 2 * self.kv_heads) * self.head_size
+
+    @property
+    def queries_per_key(self) -> int:
+        """Query heads that share a key head."""
+        return self.heads // self.kv_heads if self.kv_heads else 1
 
 
 Probe = Callable[[Situation], str | None]

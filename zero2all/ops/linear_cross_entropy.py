@@ -138,7 +138,7 @@ def torch_kernel(
         slopes = (wide - logsum.unsqueeze(1)).exp_().mul_((here * (1.0 + 2.0 * z * logsum)).unsqueeze(1))
         slopes.scatter_add_(1, at_target, -here.unsqueeze(1))
         logits[:, :vocab_size] = slopes
-        logits[:, vocab_size:] = 0.0
+        logits[:, vocab_size:].zero_()
     return losses, penalties
 
 

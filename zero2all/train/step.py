@@ -159,7 +159,7 @@ def _forward_backward(
     counts = _counts(batch, plan, wide, device)  # (B, T)
     counted = world.sum(counts.sum(dtype=torch.float64)).clamp(min=1.0)
     figures = torch.zeros(HEAD + 2 * channels + 2 * rows, dtype=torch.float64, device=device)
-    figures[3] = float(plan.stop_requested)
+    figures[3].fill_(plan.stop_requested)  # an assignment would copy the number over, and wait for that
     nats_at, counts_at = HEAD, HEAD + channels
     row_nats = torch.zeros(own_rows, dtype=torch.float64, device=device)
     micro = micro_rows(config, state.micro_batch_samples, seq_len)

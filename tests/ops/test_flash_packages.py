@@ -1,0 +1,117 @@
+"""FlashAttention's own packages: taken where they work, passed over with a reason where they do not."""
+
+import dataclasses
+import importlib.util
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from zero2all.ops import attention, flash_packages
+from zero2all.ops.config import OpsConfig
+from zero2all.ops.implementation import Situation
+from zero2all.ops.registry import resolve
+
+HOPPER = Situation("cuda", torch.bfloat16, hidden_size=256, head_size=64, heads=4, kv_heads=2)
+
+
+@pytest.fixture
+def package(monkeypatch):
+    """A package by the name of FlashAttention 4's, on a GPU that is this machine's CPU; its function can be set."""
+    module = ModuleType(flash_packages.FA4)
+    module.flash_attn_func = lambda q, k, v, **_: of_the_formula(q, k, v)
+    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, flash_packages.FA4, module)
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: module if "flash_attn" in name else real(name, *a)
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(flash_packages, "TRIAL_DEVICE", "cpu")
+    flash_packages.failure_in_trial.cache_clear()
+    flash_packages._function_of.cache_clear()
+    yield module
+    flash_packages.failure_in_trial.cache_clear()
+    flash_packages._function_of.cache_clear()
+
+
+def of_the_formula(query, key, value):
+    """As the package lays heads out: (B, T, H, D)."""
+    heads = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    return attention.math_attention(*heads, 0.0).transpose(1, 2)
+
+
+def test_it_is_the_first_choice_where_it_works(package):
+    assert resolve(OpsConfig(), HOPPER).taken["attention"] == "fa4"
+
+
+@pytest.mark.parametrize("returns", [lambda mixed: mixed, lambda mixed: (mixed, None)], ids=["alone", "with the sums"])
+def test_heads_are_handed_over_in_its_layout_and_back(package, returns):
+    package.flash_attn_func = lambda q, k, v, **_: returns(of_the_formula(q, k, v))
+    query, key, value = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8)
+    found = flash_packages.flash_attention_of(flash_packages.FA4, query, key, value)
+    torch.testing.assert_close(found, attention.math_attention(query, key, value, 0.0))
+
+
+def test_a_package_that_fails_is_passed_over_before_the_run_begins(package):
+    def breaks(*_, **__):
+        raise RuntimeError("no compiler for this driver\nmore lines")
+
+    package.flash_attn_func = breaks
+    ops = resolve(OpsConfig(attention="fa4", strict=False), HOPPER)
+    (choice,) = [choice for choice in ops.choices if choice.operator == "attention"]
+    assert choice.got != "fa4"
+    assert "it failed when it was tried: RuntimeError: no compiler for this driver" in choice.reason
+
+
+@pytest.mark.parametrize("wrong", ["values", "gradients", "not a number"])
+def test_a_package_that_computes_something_else_is_passed_over(package, wrong):
+    def computes(q, k, v, **_):
+        if wrong == "not a number":  # in one gradient
+            v.register_hook(lambda gradient: gradient * torch.nan)
+        right = of_the_formula(q, k, v)
+        if wrong == "not a number":
+            return right
+        return 1.1 * right if wrong == "values" else right.detach() + 0.5 * (right - right.detach())
+
+    package.flash_attn_func = computes
+    problem = flash_packages.problem_of(flash_packages.FA4, HOPPER)
+    assert problem is not None
+    assert problem.startswith("its results were wrong by")
+
+
+def test_it_is_tried_once_for_each_shape_of_heads(package):
+    calls = []
+
+    def counted(q, k, v, causal, deterministic):
+        calls.append((q.shape[2] // k.shape[2], q.shape[3], causal, deterministic))
+        return of_the_formula(q, k, v)
+
+    package.flash_attn_func = counted
+    for situation in (HOPPER, HOPPER, dataclasses.replace(HOPPER, heads=8), dataclasses.replace(HOPPER, seq_len=4096)):
+        assert flash_packages.problem_of(flash_packages.FA4, situation) is None
+    assert calls == [(2, 64, True, False), (4, 64, True, False)]
+
+
+def test_its_backward_is_deterministic_where_torch_is_asked_to_be(package):
+    asked = []
+
+    def noted(q, k, v, deterministic, **_):
+        asked.append(deterministic)
+        return of_the_formula(q, k, v)
+
+    package.flash_attn_func = noted
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert flash_packages.problem_of(flash_packages.FA4, HOPPER) is None
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert asked == [True]
+
+
+@pytest.mark.gpu
+def test_the_installed_package_passes_its_trial():
+    if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec(flash_packages.FA4) is None:
+        pytest.skip("flash-attn-4 is not installed")
+    assert flash_packages.problem_of(flash_packages.FA4, HOPPER) is None
