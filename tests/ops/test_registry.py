@@ -244,6 +244,11 @@ def test_attention_without_dropout_refuses_it(hopper, name):
     assert "it has no dropout" in refusal(dataclasses.replace(CUDA, dropout=True), attention=name)
 
 
+@pytest.mark.parametrize("name", ["fa3", "fa4"])
+def test_attention_that_torch_cannot_see_is_refused_where_its_results_are_to_be_kept(hopper, name):
+    assert "recompute: selective" in refusal(dataclasses.replace(CUDA, keeps_results=True), attention=name)
+
+
 def test_z_term_is_refused_by_the_head_that_has_none():
     if not hasattr(torch.nn.functional, "linear_cross_entropy"):
         pytest.skip("this torch has no linear_cross_entropy of its own")

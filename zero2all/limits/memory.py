@@ -8,12 +8,13 @@ The sizes of kept tensors are read off the operators (`zero2all.ops`), so they d
 what the CUDA context and libraries take, and what torch's allocator holds without using it. With torch.compile the
 compiler decides what is kept, mostly less than this.
 
-Against an H200 (1.2555 B parameters, 16 x 2048 tokens, fused operators, whole masters; most bytes torch had allocated):
+Against an H200 (1.2555 B parameters, 16 x 2048 tokens, fused operators; most bytes torch had allocated):
 
-              measured    estimate
-    bfloat16  56.1 GiB    56.0 GiB
-    float8    60.5 GiB    60.5 GiB
-    state     21.0 GiB    21.0 GiB
+                        masters in halves       whole masters
+                       measured   estimate   measured   estimate
+    bfloat16           53.7 GiB   53.6 GiB   56.1 GiB   56.0 GiB
+    float8             58.1 GiB   58.1 GiB   60.5 GiB   60.5 GiB
+    state              18.7 GiB   18.7 GiB   21.0 GiB   21.0 GiB
 
 The other operators are held against what torch keeps for small models on a CPU, within 3 % (tests/limits);
 recomputation and sharding have not been measured on a GPU.

@@ -245,6 +245,8 @@ def _probe_package(module: str, situation: Situation) -> str | None:
     problem = _half_precision_on_cuda(situation) or _no_documents(situation) or _sdpa_head(situation)
     if problem is None and situation.dropout:
         problem = "it has no dropout"
+    if problem is None and situation.keeps_results:
+        problem = "recompute: selective keeps results of torch's operators only, and would compute it twice"
     return problem or flash_packages.problem_of(module, situation)
 
 

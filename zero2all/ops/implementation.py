@@ -33,6 +33,8 @@ class Situation:
     """Whether attention weights are dropped out."""
     compiled: bool = False
     """Whether torch.compile is around the operators."""
+    keeps_results: bool = False
+    """Whether results of attention and matmuls are to be kept while the rest is recomputed (recompute: selective)."""
     sharded: bool = False
     """Whether each process keeps a part of every weight and gathers the rest for each pass (FSDP2)."""
 

@@ -241,6 +241,7 @@ def situation(config: RunConfig, device: str, dtype: torch.dtype, sharded: bool 
         z_loss=config.train.z_loss > 0,
         dropout=model.attention_dropout > 0,
         compiled=config.ops.compile != "none",
+        keeps_results=config.train.recompute == "selective",
         sharded=sharded,
     )
 
