@@ -35,8 +35,13 @@ def fused(**others: str) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("optimizer", "linear", "peak_gib", "state_gib"),
-    [("triton", "into32", 53.7, 18.7), ("triton", "fp8", 58.1, 18.7), ("fused", "into32", 56.1, 21.0), ("fused", "fp8", 60.5, 21.0)],
-)  # fmt: skip
+    [
+        ("triton", "into32", 53.7, 18.7),
+        ("triton", "fp8", 58.1, 18.7),
+        ("fused", "into32", 56.1, 21.0),
+        ("fused", "fp8", 60.5, 21.0),
+    ],
+)
 def test_peak_of_the_1b_preset_is_within_one_percent_of_what_an_h200_measured(optimizer, linear, peak_gib, state_gib):
     estimate = estimate_memory(BILLION, MemorySettings(2048, 16, operators=fused(optimizer=optimizer, linear=linear)))
     assert estimate.total / GIB == pytest.approx(peak_gib, rel=0.01)
