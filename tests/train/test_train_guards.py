@@ -33,6 +33,7 @@ from zero2all.train.checkpoints.find import newest_checkpoint
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.guards.ledger import SkipLedger
 from zero2all.train.guards.rows import RowFinder
+from zero2all.train.guards.shards import ShardWatch
 from zero2all.train.loop import train
 from zero2all.train.setup import open_run_data
 
@@ -427,6 +428,17 @@ def test_quarantine_log_names_the_same_shards_and_lets_them_count(bad_shards):
     trained(settings("logged", train={"steps": 120}), work)
     found = events(work.run("logged"), "hard_shard", "easy_shard", "repeated_shard")
     assert {event.data["details"]["shard"] for event in found} == {NOISE, NEWLINES, copy}
+
+
+def test_a_run_whose_checkpoint_judged_shards_by_older_rules_goes_on_and_says_so(work, monkeypatch):
+    real_state = ShardWatch.state
+    monkeypatch.setattr(ShardWatch, "state", lambda watch: {**real_state(watch), "format": 1})
+    trained(settings(**SHORT), work)
+    monkeypatch.undo()
+    longer = settings(train={"steps": 14}, checkpoint=SHORT["checkpoint"])
+    assert trained(longer, work, accept_changes=True).step == 14
+    (warning,) = events(work.run("run"), "warning")
+    assert "statistics of the shards" in warning.data["problem"]
 
 
 # ---- steps that are not finite, and runs that keep failing ----------------------------------------------------

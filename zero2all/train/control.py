@@ -197,11 +197,11 @@ class Control:
         """For the checkpoint; the first process's is kept."""
         return None if self._guards is None else self._guards.state()
 
-    def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Go on where `state` was taken; decisions made since then stay."""
-        if self._guards is not None and state is not None:
-            self._guards.restore(state)
+    def restore(self, state: Mapping[str, Any] | None) -> list[str]:
+        """Go on where `state` was taken; decisions made since then stay. Returns what could not be taken over."""
+        notes = [] if self._guards is None or state is None else self._guards.restore(state)
         self.ledger.merge(SkipLedger.from_state(self._world.first_says(self._ledger_state())))
+        return notes
 
     def close(self) -> list[str]:
         """Finish the pages; returns what could not be written."""

@@ -435,7 +435,9 @@ class _Training:
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         """Guards and stage as they were. A stage that begins right behind the checkpoint has not begun there yet."""
-        self.control.restore(checkpoint.document.get("guards"))
+        for note in self.control.restore(checkpoint.document.get("guards")):
+            self._event("warning", {"problem": note})
+            self.say_all([note])
         self.stage = str(checkpoint.document.get("stage") or "")
 
     # ---- stages, skipped data, anneal ----

@@ -123,10 +123,137 @@ def test_a_source_that_joins_later_changes_nothing_for_the_others():
     wider = ShardWatch({"new": 5, **SHARDS}, ["new", *CHANNELS])
     wider.restore(first.state())
     assert [row for row in wider.table() if row["source"] != "new"] == first.table()
+    again = ShardWatch(SHARDS, CHANNELS)
+    again.restore(wider.state())
+    assert again.state() == first.state(), "windows included"
+
+
+def test_a_source_packed_into_other_shards_begins_with_an_empty_window():
+    first, _ = watch_of(Simulation(8), 60)
+    packed_anew = ShardWatch({**SHARDS, "books": 7}, CHANNELS)
+    packed_anew.restore(first.state())
+    windows = packed_anew.state()["source_windows"]
+    assert "books" not in windows
+    assert windows["web"] == first.state()["source_windows"]["web"]
 
 
 def test_how_many_rows_it_takes_is_said():
     assert ShardWatch({"a": 1000}, ["a"]).rows_to_name == {"hard_shard": 16, "easy_shard": 21}
+    assert ShardWatch({"a": 999, "b": 1}, ["a"]).rows_to_name == {"hard_shard": 17, "easy_shard": 31}
+
+
+# ---- sources of one channel that differ -----------------------------------------------------------------------
+
+
+class Channel:
+    """One channel of sources with levels of their own that fall slowly; rows of a source are normal around its level.
+
+    `shares` says how much of the batch each shard of each source makes up, `bad` the loss of a bad shard.
+    """
+
+    def __init__(self, seed: int, levels: list[float], shares: list[list[float]], noise=0.8, bad=None, rows=64) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.levels, self.noise, self.rows, self.bad = np.array(levels), noise, rows, bad or {}
+        self.names = tuple(f"source-{number}" for number in range(len(levels)))
+        self.shards = dict(zip(self.names, map(len, shares), strict=True))
+        self.pairs = np.array([(source, shard) for source, few in enumerate(shares) for shard in range(len(few))])
+        self.shares = np.concatenate(shares) / np.concatenate(shares).sum()
+        self.step = 0
+
+    def found(self, steps: int, watch: ShardWatch | None = None) -> list[Finding]:
+        watch = watch or ShardWatch(self.shards, ["zh"])
+        found = []
+        for _ in range(steps):
+            self.step += 1
+            sources, shards = self.pairs[self.rng.choice(len(self.pairs), self.rows, p=self.shares)].T
+            falling = 1 - 0.2 * self.step / 600
+            losses = falling * self.levels[sources] + self.noise * self.rng.standard_normal(self.rows)
+            for (source, shard), loss in self.bad.items():
+                losses[(sources == source) & (shards == shard)] = loss
+            first, counts = self.step * self.rows, np.ones(self.rows)
+            rows = StepRows(first, 1, sources, shards, shards, np.zeros_like(sources), self.names)
+            found += watch.observe(self.step, rows, np.maximum(losses, 0.0), counts, (first, first + self.rows))
+        return found
+
+
+def named(found: list[Finding]) -> set[tuple[str, str, int]]:
+    return {(one.kind, one.details["source"], one.details["shard"]) for one in found}
+
+
+@pytest.mark.parametrize("share", [0.1, 0.35, 0.65, 0.9])
+def test_a_sound_source_of_one_shard_and_of_another_kind_of_text_is_not_named(share):
+    """Chronicles (8.5) and manuals (5.3) in one channel, each a source of one shard, in any proportion."""
+    for seed, noise in enumerate((0.6, 0.8, 1.0)):
+        assert named(Channel(seed, [8.5, 5.3], [[share], [1 - share]], noise).found(600)) == set()
+
+
+@pytest.mark.parametrize(("loss", "kind"), [(0.02, "easy_shard"), (11.0, "hard_shard")], ids=["newlines", "noise"])
+def test_a_bad_source_of_one_shard_is_still_named(loss, kind):
+    channel = Channel(1, [3.4, 3.0], [[1.0] * 9, [1.0]], noise=0.4, bad={(1, 0): loss})
+    (one,) = channel.found(60)
+    assert named([one]) == {(kind, "source-1", 0)}
+    assert one.text.endswith("; there is no other shard of source-1 to compare with")
+    assert one.details["usual_beside"] is None
+    assert one.details["rows"] <= 40
+
+
+def test_beside_a_bad_shard_the_good_one_of_its_source_is_not_named():
+    for seed in range(3):
+        levels, shares = [3.4, 3.3], [[1.0] * 8, [1.0, 1.0]]
+        for loss, kind in ((11.0, "hard_shard"), (0.1, "easy_shard")):
+            channel = Channel(seed, levels, shares, noise=0.4, bad={(1, 1): loss})
+            assert named(channel.found(200)) == {(kind, "source-1", 1)}
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
+def test_sources_of_several_shards_may_differ_and_a_bad_shard_in_either_is_named(share):
+    levels, shares = [4.0, 2.5], [[share / 5] * 5, [(1 - share) / 5] * 5]
+    assert named(Channel(4, levels, shares, noise=0.3).found(300)) == set()
+    for source in (0, 1):
+        hard = Channel(5, levels, shares, noise=0.3, bad={(source, 3): 11.0})
+        assert named(hard.found(300)) == {("hard_shard", f"source-{source}", 3)}
+        easy = Channel(6, levels, shares, noise=0.3, bad={(source, 3): 0.05})
+        assert named(easy.found(300)) == {("easy_shard", f"source-{source}", 3)}
+
+
+def test_a_bad_shard_that_is_most_of_its_source_is_compared_with_the_few_rows_of_the_others():
+    channel = Channel(7, [3.4, 3.3], [[0.09] * 10, [0.095, 0.005]], noise=0.4, bad={(1, 0): 11.0})
+    assert named(channel.found(500)) == {("hard_shard", "source-1", 0)}
+
+
+def test_a_restored_watch_also_knows_sources_of_one_shard_and_large_shards_to_the_bit():
+    def channel() -> Channel:
+        shares = [[0.09] * 8, [0.1, 0.006], [0.1]]
+        return Channel(10, [3.4, 3.3, 4.0], shares, noise=0.4, bad={(1, 0): 11.0, (2, 0): 0.02})
+
+    left_alone, interrupted = channel(), channel()
+    whole = ShardWatch(left_alone.shards, ["zh"])
+    expected = left_alone.found(300, whole)
+    assert named(expected) == {("hard_shard", "source-1", 0), ("easy_shard", "source-2", 0)}
+    found, watch = [], ShardWatch(left_alone.shards, ["zh"])
+    for steps in (5, 20, 125, 150):
+        found += interrupted.found(steps, watch)
+        state, watch = watch.state(), ShardWatch(left_alone.shards, ["zh"])
+        watch.restore(jsonio.loads(jsonio.dumps_line(state)))
+    assert found == expected
+    assert watch.state() == whole.state()
+
+
+def test_a_shard_is_judged_only_when_other_shards_of_its_source_were_read():
+    channel = Channel(8, [3.4, 3.3], [[0.9], [0.1, 0.0]], noise=0.4, bad={(1, 0): 11.0})
+    watch = ShardWatch(channel.shards, ["zh"])
+    assert channel.found(100, watch) == []
+    assert {row["source"] for row in watch.table()} == {"source-0"}
+
+
+def test_easy_is_called_trivial_only_below_a_quarter_of_what_is_usual():
+    for loss, words in ((0.3, "trivially easy"), (1.2, "far easier")):
+        (one,) = Channel(9, [4.0], [[1.0] * 8], noise=0.4, bad={(0, 2): loss}).found(60)
+        assert one.text == (
+            f"shard 2 of source-0 is {words}: mean loss {loss:g} over {one.details['rows']} samples, "
+            f"its channel {one.usual:.4g}, the other shards of source-0 {one.details['usual_beside']:.4g}"
+        )
+        assert one.usual < one.details["usual_beside"] == pytest.approx(4.0, rel=0.03)
 
 
 # ---- quarantine -----------------------------------------------------------------------------------------------

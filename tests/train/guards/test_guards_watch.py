@@ -81,6 +81,21 @@ def test_guards_restored_from_a_checkpoint_go_on_to_the_bit(sharded_work, open_d
         assert resumed.shards.state() == whole.shards.state()
 
 
+def test_statistics_of_shards_by_older_rules_begin_anew_and_the_rest_is_taken_over(sharded_work, open_data, tmp_path):
+    data = open_data(sharded_work)
+    finder = RowFinder(data)
+    first = RunGuards(tmp_path, CONFIG, 0, data, "auto")
+    run_steps(first, finder, 1, 49, [])
+    state = first.state()
+    resumed = RunGuards(tmp_path, CONFIG, 0, data, "auto")
+    assert resumed.restore(state) == []
+    (note,) = resumed.restore({**state, "shards": {**state["shards"], "format": 1}})
+    assert "statistics of the shards" in note
+    assert resumed.shards.table() == [], "nothing is left of what was known"
+    assert resumed.quarantine.shards == first.quarantine.shards != ()
+    assert resumed.detector.state() == first.detector.state()
+
+
 def test_a_rollback_keeps_what_was_decided_and_forgets_what_was_seen(tmp_path):
     guards = RunGuards(tmp_path, CONFIG, 0)
     state = None

@@ -8,6 +8,7 @@ no random numbers. The whole state is JSON, so a resumed run decides as the run 
     policy       findings -> what the loop does: go on, skip, roll back, stop
     ledger       which data is skipped, for ever
     rows         which sample, shard and documents stand in the rows of a step
+    levels       what was usual lately in each channel and source
     shards       loss per shard, over the whole run: poisoned and trivially easy ones
     repeats      shards that repeat another one, from their document lengths
     quarantine   shards whose samples no longer count

@@ -21,8 +21,8 @@ TITLES = {
     "loss_drop": "Sudden drop of the loss",
     "nonfinite": "Not finite",
     "level_shift": "The level changed",
-    "hard_shard": "A shard far harder than its channel",
-    "easy_shard": "A trivially easy shard",
+    "hard_shard": "A shard far harder than the rest",
+    "easy_shard": "A shard far easier than the rest",
     "repeated_shard": "A shard that repeats another",
 }
 ACTIONS = {

@@ -1,32 +1,44 @@
-"""Names shards whose samples are far harder or far easier than their channel, though scattered over the run.
+"""Names shards whose samples are far harder or far easier than the rest, though scattered over the run.
 
 The shuffle spreads a bad shard thinly over all steps: no step stands out. But the forward pass gives the loss of every
-row, and rows know their shard (`rows`). For a row with loss x, in a channel whose last 256 rows had the median m and
-the robust standard deviation s:
+row, and rows know their shard (`rows`). A row with loss x is compared with the last rows of its channel, and with the
+last rows of the other shards of its source (`levels`): with the median m and the robust standard deviation s of each,
 
     y = (x - m) / max(s, m / 4)
 
-one unit being a quarter of the channel's loss, or one standard deviation of its rows where that is more. Shards of
-real text differ, so a shard may lie 1.5 units from its channel. Beyond, it is *hard* (poisoned: random bytes, a wrong
-encoding, another tokenizer) or *easy* (newlines, tables of one value, text seen before).
+one unit being a quarter of the loss that is usual there, or one standard deviation of the rows where that is more.
+Texts differ. Sources of one channel may be of quite another kind (old books and manuals, both Chinese), so a shard that
+lies far from its channel need not be bad; and beside a bad shard of its source a good one looks unusual. A shard stands
+out only when it does so against both:
 
-The test is a bet. Against "the rows of this shard lie at most 1.5 units above, on average", one unit of money becomes
+    hard side    y = min( y_channel,  y_source)       poisoned: random bytes, a wrong encoding, another tokenizer
+    easy side    y = min(-y_channel, -y_source)       newlines, tables of one value, text seen before
+
+and may lie 1.5 units from either. A source of one shard, or whose other shards were all named, has no others. It is
+compared with its channel alone, and one unit more is allowed, because sources differ more than the shards of a source:
+y = y_channel - 1, or -y_channel - 1.
+
+The test is a bet. Against "the rows of this shard lie, on average, at most 1.5 units above their channel or at most 1.5
+above the other shards of their source", one unit of money becomes
 
     W = product over its rows of (1 + b (y' - 1.5))        y' = y kept within -1 ... 6;  b = 0.36, 0.1 or 0.02
 
-If that hypothesis holds (for y', whatever came before), W is a fair or losing game, and Ville's inequality says that W
-ever reaches 1/a with probability at most a. Looking after every step costs nothing extra: the bound holds for all times
-at once. The money is divided among the three b; a strong effect wins with the large one, a weak one with the small. For
-K shards and two sides, a = alpha / 2K (Bonferroni), so
+The smaller of two numbers is on average at most the smaller of their averages. So if the hypothesis holds for one of
+the two (for its y', whatever came before), it holds for the minimum, W is a fair or losing game, and Ville's inequality
+says that W ever reaches 1/a with probability at most a. Looking after every step costs nothing extra: the bound holds
+for all times at once. The money is divided among the three b; a strong effect wins with the large one, a weak one with
+the small. For K shards and two sides, a = alpha / 2K (Bonferroni), so
 
     P(a run without unusual shards names any) <= alpha          (guards.false_shard_alarms, 0.01)
 
 A shard of random bytes wins a factor of 2.6 with each row, one of newlines 1.9; `rows_to_name` says how many rows that
 takes. y' is capped so that one monstrous row decides nothing.
 
-While a channel's own level moves (early in the run), rows read some time apart cannot be compared: a channel is judged
-only when the medians of the older and the newer half of its window differ by less than half a unit. Rows of
-shards that were named no longer enter a window.
+A row counts only when both levels are known and steady (`levels`). A shard that was named is judged no more, and its
+rows no longer enter a window.
+
+What this cannot see: a shard that makes up most of its channel, for then it is the channel; and a source all of whose
+shards are bad alike, for that looks the same as a source of another kind.
 """
 
 from __future__ import annotations
@@ -38,21 +50,22 @@ from typing import Any
 
 import numpy as np
 
-from zero2all.train.guards.detector import MAD_TO_SIGMA
 from zero2all.train.guards.findings import Finding, Kind
+from zero2all.train.guards.levels import MIN_WINDOW_ROWS, NO_LIMIT, NO_SHARD, WINDOW_ROWS, Levels, Windows
 from zero2all.train.guards.rows import StepRows
 
-WINDOW_ROWS = 256
-MIN_WINDOW_ROWS = 64
 BETS = np.array([0.36, 0.1, 0.02])
 LOWEST, HIGHEST = -1.0, 6.0
 NULL_UNITS = 1.5
-"""A shard may lie this far from its channel without being called unusual."""
-LEVEL_UNITS = 0.5
+"""A shard may lie this far from its channel, or from the rest of its source, without being called unusual."""
+ALONE_UNITS = 1.0
+"""What is allowed beyond that where a source has no other shard to compare with."""
+TRIVIAL_SHARE = 0.25
+"""Of what is usual: a loss below it is called trivial."""
 EXAMPLES = 8
 """Rows that are remembered for each shard: its most extreme ones."""
 SIDES: tuple[Kind, Kind] = ("hard_shard", "easy_shard")
-STATE_FORMAT = 1
+STATE_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -61,6 +74,28 @@ class ShardKey:
 
     source: str
     shard: int
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of a step that can be judged, with what is usual for each. N rows."""
+
+    keys: np.ndarray
+    numbers: np.ndarray
+    """Which rows of the step they are."""
+    losses: np.ndarray
+    is_alone: np.ndarray
+    """Whether the source has no other shard."""
+    channel: Levels
+    source: Levels
+    """Of the other shards; without meaning where there are none."""
+
+    def sides(self) -> np.ndarray:
+        """(2, N) units by which each row stands out on the hard and on the easy side: y of the module's text."""
+        beyond_channel = self.channel.distances(self.losses)
+        beyond_source = np.where(self.is_alone, beyond_channel, self.source.distances(self.losses))
+        hard, easy = np.minimum(beyond_channel, beyond_source), np.minimum(-beyond_channel, -beyond_source)
+        return np.asarray(np.stack((hard, easy)) - ALONE_UNITS * self.is_alone)
 
 
 class ShardWatch:
@@ -72,25 +107,40 @@ class ShardWatch:
         """`shards`: how many shards each source has, in the order of the run's sources."""
         self.channels = list(channels)
         self._sources = list(shards)
-        counts = [shards[name] for name in self._sources]
-        self._first = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
-        total = int(self._first[-1])
+        self._counts = np.array([shards[name] for name in self._sources], np.int64)
+        self._first = np.concatenate(([0], np.cumsum(self._counts))).astype(np.int64)
         self._min_rows = min_rows
-        self._log_threshold = math.log(2 * max(1, total) / false_alarms)
+        self._log_threshold = math.log(2 * max(1, int(self._first[-1])) / false_alarms)
+        # However large one shard of a source is, enough rows of the others stay to judge it by.
+        most_of_a_shard = [WINDOW_ROWS - MIN_WINDOW_ROWS] * len(self._sources)
+        self._windows = Windows([*most_of_a_shard, *([NO_LIMIT] * len(self.channels))])  # of sources, then of channels
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin again with nothing known."""
+        total = int(self._first[-1])
         self._rows = np.zeros(total, np.int64)
         self._loss = np.zeros(total)
         self._usual = np.zeros(total)
+        self._rows_beside = np.zeros(total, np.int64)  # of them, those that were compared with other shards
+        self._usual_beside = np.zeros(total)
         self._wealth = np.zeros((2, total, len(BETS)))  # logarithms
         self._named: dict[int, Kind] = {}
-        self._windows = [np.empty(0) for _ in self.channels]
+        self._is_named = np.zeros(total, bool)
+        self._unnamed = self._counts.copy()  # of each source
         self._examples: dict[int, list[list[float]]] = {}  # [y, loss, first token of its step, row]
+        self.restart()
 
     @property
     def rows_to_name(self) -> dict[str, int]:
-        """Rows after which a shard is named whose every row lies 6 units above its channel, or 4 below."""
+        """Rows after which a shard is named whose every row lies 6 units above all it is compared with, or 4 below.
+
+        In a run that has sources of one shard: one of those, which takes longest.
+        """
+        allowed = ALONE_UNITS if (self._counts == 1).any() else 0.0
         needed = {}
         for kind, units in (("hard_shard", HIGHEST), ("easy_shard", 4.0)):
-            gain = math.log1p(float(BETS[0]) * (units - NULL_UNITS))
+            gain = math.log1p(float(BETS[0]) * (units - allowed - NULL_UNITS))
             needed[kind] = max(self._min_rows, math.ceil((self._log_threshold + math.log(len(BETS))) / gain))
         return needed
 
@@ -99,56 +149,48 @@ class ShardWatch:
     ) -> list[Finding]:
         """Take in the rows of a step: sums of nats and numbers of tokens that counted, (B,) each.
 
-        Rows that count nothing (padding, quarantined shards) are left out, and so are rows that are not finite.
+        Rows that count nothing (padding, quarantined shards) are left out, and so are rows that are not finite and
+        those of shards that were named.
         """
         nats, counts = np.asarray(nats, np.float64), np.asarray(counts, np.float64)
-        good = np.isfinite(nats) & (counts > 0)
-        losses = np.divide(nats, counts, out=np.zeros_like(nats), where=good)
         keys = self._first[rows.sources] + rows.shards
-        touched: set[int] = set()
-        for channel in range(len(self.channels)):
-            here = np.flatnonzero(good & (rows.channels == channel))
-            if not len(here):
-                continue
-            level = self._level(channel)
-            if level is not None:
-                self._bet(keys[here], losses[here], level, rows.first_token, here)
-                touched.update(keys[here].tolist())
-            if self._named:
-                here = here[[key not in self._named for key in keys[here].tolist()]]
-            self._windows[channel] = np.concatenate((self._windows[channel], losses[here]))[-WINDOW_ROWS:]
-        return self._verdicts(step, tokens, touched)
+        numbers = np.flatnonzero(np.isfinite(nats) & (counts > 0) & ~self._is_named[keys])
+        if not len(numbers):
+            return []
+        losses, keys = nats[numbers] / counts[numbers], keys[numbers]
+        groups = np.concatenate((rows.sources[numbers], len(self._sources) + rows.channels[numbers]))
+        shards = np.concatenate((keys, np.full_like(keys, NO_SHARD)))
+        levels = self._windows.levels(groups, left_out=shards)
+        self._windows.add(groups, np.tile(losses, 2), shards)
+        beside, of_channel = levels.of(np.arange(len(keys))), levels.of(len(keys) + np.arange(len(keys)))
+        is_alone = self._unnamed[rows.sources[numbers]] == 1
+        known = np.flatnonzero(of_channel.are_steady & (is_alone | beside.are_steady))
+        judged = _Rows(
+            keys[known], numbers[known], losses[known], is_alone[known], of_channel.of(known), beside.of(known)
+        )
+        self._bet(judged, rows.first_token)
+        return self._verdicts(step, tokens, judged.keys)
 
-    def _level(self, channel: int) -> tuple[float, float] | None:
-        """Median and unit of a channel; None while it cannot be judged."""
-        window = self._windows[channel]
-        if len(window) < MIN_WINDOW_ROWS:
-            return None
-        median = _median(window)
-        unit = max(MAD_TO_SIGMA * _median(np.abs(window - median)), median / 4, 1e-6)
-        half = len(window) // 2
-        moved = abs(_median(window[half:]) - _median(window[:half]))
-        return (median, unit) if moved < LEVEL_UNITS * unit else None
-
-    def _bet(
-        self, keys: np.ndarray, losses: np.ndarray, level: tuple[float, float], first_token: int, numbers: np.ndarray
-    ) -> None:
-        median, unit = level
-        units = (losses - median) / unit
+    def _bet(self, rows: _Rows, first_token: int) -> None:
+        keys, is_beside = rows.keys, ~rows.is_alone
+        sides = rows.sides()
         np.add.at(self._rows, keys, 1)
-        np.add.at(self._loss, keys, losses)
-        np.add.at(self._usual, keys, median)
-        for side, sign in enumerate((1.0, -1.0)):
-            stakes = np.clip(sign * units, LOWEST, HIGHEST) - NULL_UNITS
-            np.add.at(self._wealth[side], keys, np.log1p(stakes[:, None] * BETS))
-        for key, y, loss, number in zip(keys.tolist(), units.tolist(), losses.tolist(), numbers.tolist(), strict=True):
-            if abs(y) > NULL_UNITS:
-                best = [*self._examples.get(key, []), [y, loss, first_token, number]]
-                self._examples[key] = sorted(best, key=lambda one: -abs(one[0]))[:EXAMPLES]
+        np.add.at(self._loss, keys, rows.losses)
+        np.add.at(self._usual, keys, rows.channel.medians)
+        np.add.at(self._rows_beside, keys[is_beside], 1)
+        np.add.at(self._usual_beside, keys[is_beside], rows.source.medians[is_beside])
+        stakes = np.clip(sides, LOWEST, HIGHEST) - NULL_UNITS
+        for wealth, gains in zip(self._wealth, np.log1p(stakes[:, :, None] * BETS), strict=True):
+            np.add.at(wealth, keys, gains)
+        for row in np.flatnonzero((sides > NULL_UNITS).any(axis=0)).tolist():
+            hard, easy = sides[:, row].tolist()
+            key, y = int(keys[row]), hard if hard > 0 else -easy
+            best = [*self._examples.get(key, []), [y, float(rows.losses[row]), first_token, int(rows.numbers[row])]]
+            self._examples[key] = sorted(best, key=lambda one: -abs(one[0]))[:EXAMPLES]
 
-    def _verdicts(self, step: int, tokens: tuple[int, int], touched: set[int]) -> list[Finding]:
+    def _verdicts(self, step: int, tokens: tuple[int, int], touched: np.ndarray) -> list[Finding]:
         findings = []
-        keys = np.array(sorted(touched), dtype=np.int64)
+        keys = np.unique(touched)
         keys = keys[self._rows[keys] >= self._min_rows]
         # The three bets together are never worth more than the best of them, and most shards are far from it.
         promising = self._wealth[:, keys].max(axis=2, initial=-np.inf) >= self._log_threshold
@@ -157,65 +199,81 @@ class ShardWatch:
             for side, kind in enumerate(SIDES):
                 wealth = float(np.logaddexp.reduce(self._wealth[side, key])) - math.log(len(BETS))
                 if key not in self._named and wealth >= self._log_threshold:
-                    self._named[key] = kind
+                    self._name(key, kind)
                     findings.append(self._finding(kind, key, step, tokens))
         return findings
 
+    def _name(self, key: int, kind: Kind) -> None:
+        source = self._source_of(key)
+        self._named[key], self._is_named[key] = kind, True
+        self._unnamed[source] -= 1
+        self._windows.drop(source, key)
+
     def _finding(self, kind: Kind, key: int, step: int, tokens: tuple[int, int]) -> Finding:
         name = self.key(key)
-        count = int(self._rows[key])
-        loss, usual = float(self._loss[key] / count), float(self._usual[key] / count)
+        known = self._known(key)
+        count, loss, usual, beside = known["rows"], known["loss"], known["usual"], known["usual_beside"]
         sign = 1.0 if kind == "hard_shard" else -1.0
         examples = [one for one in self._examples.get(key, []) if one[0] * sign > 0]
-        words = "far harder" if kind == "hard_shard" else "trivially easy"
+        is_trivial = loss < TRIVIAL_SHARE * (usual if beside is None else min(usual, beside))
+        words = "far harder" if kind == "hard_shard" else "trivially easy" if is_trivial else "far easier"
+        no_others = f"; there is no other shard of {name.source} to compare with"
+        others = no_others if beside is None else f", the other shards of {name.source} {beside:.4g}"
         text = (
             f"shard {name.shard} of {name.source} is {words}: mean loss {loss:.4g} over {count} samples, "
-            f"its channel {usual:.4g}"
+            f"its channel {usual:.4g}{others}"
         )
         details = {
             "source": name.source,
             "shard": name.shard,
             "rows": count,
+            "usual_beside": beside,
             "examples": [
                 {"first_token": int(token), "row": int(row), "loss": one_loss} for _, one_loss, token, row in examples
             ],
         }
         return Finding(kind, step, tokens, text, value=loss, usual=usual, details=details)
 
+    def _known(self, number: int) -> dict[str, Any]:
+        """Means over the rows of a shard that were judged."""
+        rows, beside = int(self._rows[number]), int(self._rows_beside[number])
+        return {
+            "rows": rows,
+            "loss": float(self._loss[number] / rows),
+            "usual": float(self._usual[number] / rows),
+            "usual_beside": float(self._usual_beside[number] / beside) if beside else None,
+        }
+
+    def _source_of(self, number: int) -> int:
+        return int(np.searchsorted(self._first, number, side="right")) - 1
+
     def key(self, number: int) -> ShardKey:
         """The shard behind a number."""
-        source = int(np.searchsorted(self._first, number, side="right")) - 1
+        source = self._source_of(number)
         return ShardKey(self._sources[source], number - int(self._first[source]))
 
     def table(self) -> list[dict[str, Any]]:
-        """Per shard that had rows: what is known of it, for a page or a person."""
+        """Per shard that had rows: what is known of it, for a page or a person.
+
+        `usual` is the level of its channel, `usual_beside` that of the other shards of its source (None: it has none).
+        """
         rows = []
         for number in np.flatnonzero(self._rows).tolist():
-            name, count = self.key(number), int(self._rows[number])
-            loss, usual = float(self._loss[number] / count), float(self._usual[number] / count)
-            named = self._named.get(number)
-            rows.append(
-                {
-                    "source": name.source,
-                    "shard": name.shard,
-                    "rows": count,
-                    "loss": loss,
-                    "usual": usual,
-                    "named": named,
-                }
-            )
+            name = self.key(number)
+            about = {"source": name.source, "shard": name.shard, "named": self._named.get(number)}
+            rows.append(about | self._known(number))
         return rows
 
     def restart(self) -> None:
-        """Forget the levels of the channels (another stage); what is known of the shards stays."""
-        self._windows = [np.empty(0) for _ in self.channels]
+        """Forget the levels of channels and sources (another stage); what is known of the shards stays."""
+        self._windows.clear()
 
     def state(self) -> dict[str, Any]:
-        """As plain values; shards without a row are left out."""
+        """As plain values; shards without a row, and sources without a window, are left out."""
         seen = np.flatnonzero(self._rows).tolist()
         return {
             "format": STATE_FORMAT,
-            "sources": {name: int(n) for name, n in zip(self._sources, np.diff(self._first).tolist(), strict=True)},
+            "sources": dict(zip(self._sources, self._counts.tolist(), strict=True)),
             "channels": self.channels,
             "shards": [
                 [
@@ -223,42 +281,53 @@ class ShardWatch:
                     int(self._rows[number]),
                     float(self._loss[number]),
                     float(self._usual[number]),
+                    int(self._rows_beside[number]),
+                    float(self._usual_beside[number]),
                     self._wealth[:, number].tolist(),
                     self._named.get(number),
                     self._examples.get(number, []),
                 ]
                 for number in seen
             ],
-            "windows": [window.tolist() for window in self._windows],
+            "channel_windows": [
+                self._windows.rows(len(self._sources) + channel)[0] for channel in range(len(self.channels))
+            ],
+            "source_windows": {
+                name: [losses, [key - int(self._first[source]) for key in keys]]
+                for source, name in enumerate(self._sources)
+                for losses, keys in [self._windows.rows(source)]
+                if losses
+            },
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on exactly where `state` was taken. Sources that were not there then begin with nothing known."""
         if state.get("format") != STATE_FORMAT:
             raise ValueError(f"the shards' state has format {state.get('format')}, expected {STATE_FORMAT}")
+        self.forget()
         here = {name: number for number, name in enumerate(self._sources)}
         old_names = list(state["sources"])
         old_first = np.concatenate(([0], np.cumsum([state["sources"][name] for name in old_names])))
-        for array in (self._rows, self._loss, self._usual, self._wealth):
-            array[...] = 0
-        self._named, self._examples = {}, {}
-        for old, rows, loss, usual, wealth, named, examples in state["shards"]:
-            source = int(np.searchsorted(old_first, old, side="right")) - 1
-            shard = old - int(old_first[source])
-            known = here.get(old_names[source])
-            if known is None or shard >= self._first[known + 1] - self._first[known]:
+        for old, rows, loss, usual, rows_beside, usual_beside, wealth, named, examples in state["shards"]:
+            place = int(np.searchsorted(old_first, old, side="right")) - 1
+            shard = old - int(old_first[place])
+            source = here.get(old_names[place])
+            if source is None or shard >= self._counts[source]:
                 continue  # the source is no longer read, or has fewer shards now: packed anew
-            number = int(self._first[known]) + shard
+            number = int(self._first[source]) + shard
             self._rows[number], self._loss[number], self._usual[number] = rows, loss, usual
+            self._rows_beside[number], self._usual_beside[number] = rows_beside, usual_beside
             self._wealth[:, number] = wealth
             if named is not None:
-                self._named[number] = named
+                self._name(number, named)
             if examples:
                 self._examples[number] = [list(one) for one in examples]
-        windows = dict(zip(state["channels"], state["windows"], strict=True))
-        self._windows = [np.array(windows.get(channel, []), dtype=np.float64) for channel in self.channels]
-
-
-def _median(values: np.ndarray) -> float:
-    """The upper median; a fraction of the cost of np.median at this size."""
-    return float(np.partition(values, len(values) // 2)[len(values) // 2])
+        windows = dict(zip(state["channels"], state["channel_windows"], strict=True))
+        for number, channel in enumerate(self.channels):
+            losses = windows.get(channel, [])
+            self._windows.set_rows(len(self._sources) + number, losses, [NO_SHARD] * len(losses))
+        for name, (losses, shards) in state["source_windows"].items():
+            source = here.get(name)
+            if source is not None and state["sources"][name] == self._counts[source]:
+                first = int(self._first[source])
+                self._windows.set_rows(source, losses, [first + shard for shard in shards])

@@ -25,6 +25,7 @@ from zero2all.train.guards.ledger import SkipLedger
 from zero2all.train.guards.policy import Action, Policy, Rollback, SkipWindow
 from zero2all.train.guards.quarantine import Quarantine
 from zero2all.train.guards.rows import RowFinder, StepRows
+from zero2all.train.guards.shards import STATE_FORMAT as SHARDS_FORMAT
 from zero2all.train.guards.shards import ShardWatch
 
 INCIDENTS_FOLDER = "incidents"
@@ -135,8 +136,11 @@ class RunGuards:
             "shards": None if self.shards is None else self.shards.state(),
         }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken, after a crash or a rollback alike; decisions made since then stay."""
+    def restore(self, state: Mapping[str, Any]) -> list[str]:
+        """Go on where `state` was taken, after a crash or a rollback alike; decisions made since then stay.
+
+        Returns what could not be taken over, for a person.
+        """
         if state.get("format") != STATE_FORMAT:
             raise ValueError(f"the guards' state has format {state.get('format')}, expected {STATE_FORMAT}")
         self.detector.restore(state["detector"])
@@ -147,8 +151,19 @@ class RunGuards:
         named = Quarantine(self.quarantine.mode)
         named.restore(state["quarantine"])
         self.quarantine.merge(named)
-        if self.shards is not None and state["shards"] is not None:
-            self.shards.restore(state["shards"])
+        return self._restore_shards(state["shards"])
+
+    def _restore_shards(self, state: Mapping[str, Any] | None) -> list[str]:
+        if self.shards is None or state is None:
+            return []
+        if state.get("format") == SHARDS_FORMAT:
+            self.shards.restore(state)
+            return []
+        self.shards.forget()
+        return [
+            "The checkpoint holds statistics of the shards by the rules of another version of zero2all. They begin "
+            "anew, so that a bad shard is named somewhat later; shards that were named before stay named."
+        ]
 
     def _load_quarantine(self) -> None:
         try:
