@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from zero2all.ops import attention, flash_packages
+from zero2all.ops import attention, flash_packages, trial
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.implementation import Situation
 from zero2all.ops.registry import resolve
@@ -28,11 +28,11 @@ def package(monkeypatch):
         importlib.util, "find_spec", lambda name, *a: module if "flash_attn" in name else real(name, *a)
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(flash_packages, "TRIAL_DEVICE", "cpu")
-    flash_packages.failure_in_trial.cache_clear()
+    monkeypatch.setattr(trial, "DEVICE", "cpu")
+    flash_packages.problem_in_trial.cache_clear()
     flash_packages._function_of.cache_clear()
     yield module
-    flash_packages.failure_in_trial.cache_clear()
+    flash_packages.problem_in_trial.cache_clear()
     flash_packages._function_of.cache_clear()
 
 
@@ -63,6 +63,15 @@ def test_a_package_that_fails_is_passed_over_before_the_run_begins(package):
     (choice,) = [choice for choice in ops.choices if choice.operator == "attention"]
     assert choice.got != "fa4"
     assert "it failed when it was tried: RuntimeError: no compiler for this driver" in choice.reason
+
+
+def test_a_package_that_cannot_even_be_looked_into_is_not_there(monkeypatch):
+    def breaks(name, *_):
+        raise ImportError(f"{name} was built for another torch")
+
+    monkeypatch.setattr(importlib.util, "find_spec", breaks)
+    problem = flash_packages.problem_of(flash_packages.FA4, HOPPER)
+    assert problem == "the package flash_attn.cute cannot be imported"
 
 
 @pytest.mark.parametrize("wrong", ["values", "gradients", "not a number"])

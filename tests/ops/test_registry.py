@@ -47,7 +47,7 @@ def hopper(monkeypatch):
     """A machine with a GPU and all packages, as far as probes look."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
-    monkeypatch.setattr(flash_packages, "failure_in_trial", lambda *_: None)
+    monkeypatch.setattr(flash_packages, "problem_in_trial", lambda *_: None)
     pretend_packages(monkeypatch, there=OPTIONAL_PACKAGES)
 
 
