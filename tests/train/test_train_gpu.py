@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from tests.train.states import copies
+from tests.train.step_times import assert_parts_add_up
 from zero2all.model.z2all import Z2all
 from zero2all.ops.registry import resolve
 from zero2all.packed.loader import Batch, LoaderOptions, read_batch
 from zero2all.packed.transfer import batches_on
 from zero2all.parallel.device import pick_device
 from zero2all.parallel.world import World
+from zero2all.track.reader import read_run
 from zero2all.train.guards.detector import Limits
 from zero2all.train.loop import train
 from zero2all.train.micro_batch import choose_micro_batch
@@ -183,3 +185,9 @@ def test_a_run_goes_on_after_a_save_and_validates(config, work):
     assert whole.step == 8
     assert np.isfinite(whole.loss)
     assert all(np.isfinite(loss) for loss in whole.held_out.values())
+
+
+def test_the_parts_of_a_step_add_up_to_its_time_where_it_was_validated_and_saved_too(config, work):
+    settings = {"parallel": {"device": "cuda"}, "eval": {"every_steps": 4}, "checkpoint": {"every_steps": 6}}
+    train(config(train={"steps": 16}, **settings), work, say=lambda _: None)
+    assert_parts_add_up(read_run(work.run("run")))

@@ -13,35 +13,48 @@ import torch
 
 PARTS = ("collate", "forward", "loss", "backward", "reduce", "optimizer")
 
+Mark = torch.cuda.Event | float
+"""A moment: an event in the stream of a GPU, or the host's clock."""
+
 
 class Anatomy:
     """The parts of one step, in the order in which they end."""
 
     def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._marks: list[tuple[str, torch.cuda.Event | float]] = []
+        self._device = device
+        self._marks: list[tuple[str, Mark]] = []
         self.mark("")
 
     def mark(self, part: str) -> None:
         """`part` ends here; it began at the mark before."""
-        if self._on_gpu:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append((part, event))
-        else:
-            self._marks.append((part, time.perf_counter()))
+        self._marks.append((part, mark_now(self._device)))
+
+    @property
+    def end(self) -> Mark:
+        """The last mark."""
+        return self._marks[-1][1]
 
     def seconds(self) -> dict[str, float]:
         """Seconds of each part; on a GPU only once the last mark has been passed."""
         found = dict.fromkeys(PARTS, 0.0)
         for (_, before), (part, after) in zip(self._marks, self._marks[1:], strict=False):
-            found[part] += _between(before, after)
+            found[part] += seconds_between(before, after)
         return found
 
 
-def _between(before: torch.cuda.Event | float, after: torch.cuda.Event | float) -> float:
+def mark_now(device: torch.device) -> Mark:
+    """When the device is done with all it was given so far; on a CPU, now."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(before: Mark, after: Mark) -> float:
+    """Of two marks of one device, both passed."""
     if isinstance(before, float) and isinstance(after, float):
         return after - before
-    assert isinstance(before, torch.cuda.Event), "all marks of a step are of one kind"
-    assert isinstance(after, torch.cuda.Event), "all marks of a step are of one kind"
+    assert isinstance(before, torch.cuda.Event), "marks are of one kind"
+    assert isinstance(after, torch.cuda.Event), "marks are of one kind"
     return before.elapsed_time(after) / 1e3

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import time
 
 import torch
 
 from zero2all.limits.flops import flops_per_token, model_flops_utilisation
 from zero2all.limits.recompute import hardware_flops_utilisation
 from zero2all.track.writer import Run
+from zero2all.train.anatomy import mark_now, seconds_between
 from zero2all.train.setup import Prepared
 from zero2all.train.step import StepResult
 
@@ -21,23 +21,23 @@ class StepReports:
         self._prepared, self._metrics = prepared, metrics
         self.last: StepResult | None = None
         self.stop_requested = False
-        self._ended = time.perf_counter()
+        self.pause_ended()
         self._bytes_per_token = self._bytes_per_token_by_channel()
         seq_len = prepared.config.data.seq_len
         self._flops = flops_per_token(prepared.config.model, seq_len)["causal"] * prepared.state.tokens
         """FLOPs of the model so far, causal convention; what was trained before this attempt at data.seq_len."""
 
     def pause_ended(self) -> None:
-        """The next step's time begins now."""
-        self._ended = time.perf_counter()
+        """The next step's time begins now, or on a GPU when it is done with what it was given."""
+        self._before = mark_now(self._prepared.world.device)
 
     def report(self, result: StepResult, wait_seconds: float) -> None:
         """Write down a step, in the order of steps."""
         config = self._prepared.config
         self.last = result
         self.stop_requested = self.stop_requested or result.stop_requested
-        now = time.perf_counter()
-        seconds, self._ended = now - self._ended, now
+        # By the device's clock: the host may read a step early or late, but not wrong.
+        seconds, self._before = seconds_between(self._before, result.ended), result.ended
         tokens = result.tokens[1] - result.tokens[0]
         self._flops += flops_per_token(config.model, self._seq_len(result))["causal"] * tokens
         is_last = result.step == self._prepared.last_step
@@ -60,10 +60,12 @@ class StepReports:
             "grad_norm": result.grad_norm,
             "tokens_per_second": speed,
             "time/step": seconds,
-            "time/data_wait": wait_seconds,
         }
         values |= {f"time/{part}": spent for part, spent in result.seconds.items()}
-        values["time/other"] = max(0.0, seconds - wait_seconds - sum(result.seconds.values()))
+        # Between two steps; what the host waited for while a GPU was still busy cost nothing.
+        between = max(0.0, seconds - sum(result.seconds.values()))
+        values["time/data_wait"] = min(wait_seconds, between)
+        values["time/other"] = between - values["time/data_wait"]
         for channel, loss in self.by_channel(result).items():
             values[f"loss/{channel}"] = loss
             values[f"bpb/{channel}"] = loss / math.log(2) / self._bytes_per_token[channel]

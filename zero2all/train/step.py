@@ -12,7 +12,7 @@ later waits for nothing.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from zero2all.config import RunConfig
 from zero2all.packed.loader import Batch, rank_rows
 from zero2all.parallel.data import set_gradient_sync
 from zero2all.parallel.world import World
-from zero2all.train.anatomy import Anatomy
+from zero2all.train.anatomy import Anatomy, Mark
 from zero2all.train.guards.detector import Limits
 from zero2all.train.state import TrainState
 
@@ -66,8 +66,10 @@ class StepResult:
     """Summed loss of each row of the global batch."""
     row_counts: np.ndarray
     """What the rows count."""
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float]
     """Time of each part; see `anatomy`."""
+    ended: Mark
+    """When it was over."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ class PendingStep:
             row_nats=row_nats,
             row_counts=row_counts,
             seconds=self.anatomy.seconds(),
+            ended=self.anatomy.end,
         )
 
 
