@@ -311,6 +311,13 @@ def test_resume_says_so_when_the_environment_differs(work, config):
     assert "not bit-exact with the earlier attempt, because of: cpu_threads 2 -> 1" in notes
 
 
+def test_resume_says_so_when_it_computes_with_other_operators(work, config):
+    train(config(train={"steps": 3}), work, say=quiet)
+    notes: list[str] = []
+    train(config(train={"steps": 3}, ops={"attention": "math"}), work, say=notes.append)
+    assert "not bit-exact with the earlier attempt, because of: attention sdpa -> math" in notes
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 def test_cuda_without_a_card_is_an_error_before_anything_is_written(work, config):
     with pytest.raises(UsageError, match="torch sees no CUDA device"):

@@ -122,12 +122,10 @@ def _choose(
                 f"Choose another implementation ({', '.join(by_name)}), or set ops.strict to false to fall back."
             )
         obstacle = f"{asked} cannot run here ({problem}); "
-    runs = [implementation for implementation in implementations if implementation.probe(situation) is None]
-    if not runs:
+    # In order, and no further than needed: some probes try their kernels out, which takes seconds.
+    ordered = sorted(implementations, key=lambda one: inside_compilation and not one.compile_safe)
+    taken = next((one for one in ordered if one.probe(situation) is None), None)
+    if taken is None:
         raise UsageError(f"No implementation of {operator} runs on {situation.device}.")
-    if inside_compilation:
-        taken = next((implementation for implementation in runs if implementation.compile_safe), runs[0])
-        reason = f"{obstacle}first that runs on {situation.device} and can be compiled"
-    else:
-        taken, reason = runs[0], f"{obstacle}first that runs on {situation.device}"
-    return taken, Choice(operator, asked, taken.name, reason)
+    compiled = " and can be compiled" if inside_compilation and taken.compile_safe else ""
+    return taken, Choice(operator, asked, taken.name, f"{obstacle}first that runs on {situation.device}{compiled}")

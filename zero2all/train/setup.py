@@ -23,7 +23,6 @@ from zero2all.model.config import parameter_counts
 from zero2all.model.recompute import apply_recompute
 from zero2all.model.z2all import Z2all
 from zero2all.ops.implementation import Situation
-from zero2all.ops.registry import resolve
 from zero2all.packed.config import FREE_ON_RESUME
 from zero2all.packed.layout import PackedSplit
 from zero2all.packed.mixture import Progress, TrainingData, open_training_data
@@ -40,6 +39,7 @@ from zero2all.train.config import AnnealConfig, model_at
 from zero2all.train.guards.ledger import SkipLedger
 from zero2all.train.guards.watch import INCIDENTS_FOLDER
 from zero2all.train.micro_batch import choose_micro_batch
+from zero2all.train.operators import changed_operators, resolve_together
 from zero2all.train.schedule import steps_with_anneal
 from zero2all.train.state import DTYPES, TrainState, new_state
 from zero2all.train.validate import open_valid_splits
@@ -150,7 +150,8 @@ def prepare(
         load_checkpoint(state, checkpoint)
         notes.append(f"resumed {run.name} at step {state.step} from {checkpoint.folder.name}")
         if checkpoint.step:
-            notes += _environment_notes(checkpoint.manifest["environment"], here)
+            changed = changed_operators(checkpoint.manifest.get("ops", {}), state.model.ops.taken)
+            notes += _environment_notes(checkpoint.manifest["environment"], here, changed)
     valid = open_valid_splits(packed_root(workspace.packed, config.data), [split.name for split in data.splits])
     too_short = [split.name for split in valid if split.samples(config.data.seq_len) == 0]
     if too_short:
@@ -179,7 +180,7 @@ def _build_state(
     """The model on its device, cut over the processes where asked, with its optimizer; and what to say about it."""
     dtype = DTYPES[config.train.precision]
     sharded = config.parallel.data == "shard" and world.size > 1
-    ops = resolve(config.ops, situation(config, world.device.type, dtype, sharded))
+    ops = resolve_together(config.ops, situation(config, world.device.type, dtype, sharded), world)
     step = checkpoint.step if checkpoint else 0
     model = Z2all(model_at(step, config.model, config.stages), ops)
     if checkpoint is None:
@@ -419,8 +420,9 @@ def _differences(before: Any, now: Any, place: str = "") -> list[tuple[str, Any,
     return [] if before == now else [(place, before, now)]
 
 
-def _environment_notes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def _environment_notes(before: dict[str, Any], now: dict[str, Any], operators: list[str]) -> list[str]:
     changed = [f"{name} {before.get(name)} -> {value}" for name, value in now.items() if before.get(name) != value]
+    changed += operators
     if not changed:
         return []
     return [f"not bit-exact with the earlier attempt, because of: {', '.join(changed)}"]

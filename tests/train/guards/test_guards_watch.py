@@ -96,6 +96,21 @@ def test_statistics_of_shards_by_older_rules_begin_anew_and_the_rest_is_taken_ov
     assert resumed.detector.state() == first.detector.state()
 
 
+def test_a_shard_that_was_named_stays_named_when_its_statistics_begin_anew(sharded_work, open_data, tmp_path):
+    data = open_data(sharded_work)
+    finder = RowFinder(data)
+    first = RunGuards(tmp_path, CONFIG, 0, data, "log")  # its rows go on to count, and to stand out
+    run_steps(first, finder, 1, 49, [])
+    (before,) = first.quarantine.shards
+    resumed = RunGuards(tmp_path, CONFIG, 0, data, "log")
+    state = first.state()
+    resumed.restore({**state, "shards": {**state["shards"], "format": 1}})
+    log = []
+    run_steps(resumed, finder, 49, 120, log)
+    assert [text for _, _, texts, _ in log for text in texts] == []
+    assert resumed.quarantine.shards == (before,)
+
+
 def test_a_rollback_keeps_what_was_decided_and_forgets_what_was_seen(tmp_path):
     guards = RunGuards(tmp_path, CONFIG, 0)
     state = None

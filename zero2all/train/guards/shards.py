@@ -125,7 +125,7 @@ class ShardWatch:
         self._rows_beside = np.zeros(total, np.int64)  # of them, those that were compared with other shards
         self._usual_beside = np.zeros(total)
         self._wealth = np.zeros((2, total, len(BETS)))  # logarithms
-        self._named: dict[int, Kind] = {}
+        self._named: dict[int, str] = {}
         self._is_named = np.zeros(total, bool)
         self._unnamed = self._counts.copy()  # of each source
         self._examples: dict[int, list[list[float]]] = {}  # [y, loss, first token of its step, row]
@@ -203,7 +203,15 @@ class ShardWatch:
                     findings.append(self._finding(kind, key, step, tokens))
         return findings
 
-    def _name(self, key: int, kind: Kind) -> None:
+    def set_aside(self, source: str, shard: int, kind: str) -> None:
+        """A shard that somebody else named is judged no more, and no other is compared with it."""
+        if source not in self._sources or shard >= self._counts[self._sources.index(source)]:
+            return  # not of this run, or packed anew
+        key = int(self._first[self._sources.index(source)]) + shard
+        if key not in self._named:
+            self._name(key, kind)
+
+    def _name(self, key: int, kind: str) -> None:
         source = self._source_of(key)
         self._named[key], self._is_named[key] = kind, True
         self._unnamed[source] -= 1

@@ -106,6 +106,11 @@ class RunGuards:
             self.ledger.save(self.folder)
             return Observation(findings, action)  # a resumed run passes over this step, so its rows must not count
         if self.shards is not None and self.finder is not None and row_nats is not None and row_counts is not None:
+            # Named before the first step, or on a branch that was left. Not before their time: a run that is resumed
+            # must find what it found.
+            for one in self.quarantine.shards:
+                if one.from_step <= step:
+                    self.shards.set_aside(one.source, one.shard, one.kind)
             rows = self.finder.rows(tokens[0], len(row_nats))
             named = self.shards.observe(step, rows, row_nats, row_counts, tokens)
             findings += named
