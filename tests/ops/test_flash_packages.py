@@ -29,6 +29,7 @@ def package(monkeypatch):
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(trial, "DEVICE", "cpu")
+    monkeypatch.setattr(flash_packages, "TRIAL_LENGTH", 16)  # bfloat16 is slow on many CPUs
     flash_packages.problem_in_trial.cache_clear()
     flash_packages._function_of.cache_clear()
     yield module

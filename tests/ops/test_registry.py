@@ -3,8 +3,10 @@
 import dataclasses
 import importlib
 import importlib.util
+import re
 import typing
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 
 import pytest
 import torch
@@ -74,6 +76,13 @@ def test_config_offers_exactly_the_implementations_there_are():
     assert {field.name for field in dataclasses.fields(OpsConfig)} == {*OPERATORS, "compile", "strict"}
     assert {getattr(OpsConfig(), operator) for operator in OPERATORS} == {"auto"}
     assert (OpsConfig().compile, OpsConfig().strict) == ("none", True)
+
+
+def test_the_guide_lists_them_in_the_order_in_which_auto_tries_them():
+    guide = (Path(__file__).parents[2] / "docs" / "model.md").read_text().partition("## Operators")[2]
+    for operator, implementations in OPERATORS.items():
+        (line,) = [line for line in guide.splitlines() if line.startswith(f"| `{operator}` |")]
+        assert re.findall(r"`(\w+)`", line.split("|")[2]) == [one.name for one in implementations]
 
 
 @every_implementation

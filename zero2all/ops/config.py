@@ -11,7 +11,8 @@ class OpsConfig:
     """One name per operator; `auto` takes the best that can run here. `z2a perf ops` lists them all."""
 
     attention: Literal["auto", "math", "sdpa", "sdpa_flash", "sdpa_cudnn", "flex", "varlen", "fa3", "fa4"] = "auto"
-    """math: plain matmuls and softmax, the reference; sdpa…: torch's fused attention, on any or one of its backends."""
+    """math: plain matmuls and softmax, the reference; sdpa…: torch's fused attention, on any or one of its backends;
+    fa3, fa4: FlashAttention's own packages; flex, varlen: torch's for documents."""
     rope: Literal["auto", "eager", "triton", "liger"] = "auto"
     """Rotary position embedding."""
     rms_norm: Literal["auto", "eager", "torch", "triton", "triton_lean", "liger"] = "auto"
