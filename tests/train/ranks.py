@@ -92,9 +92,10 @@ class RankStarter:
         processes: int = 1,
         signals: dict[int, Moment] | None = None,
         garbled: tuple[int, ...] = (),
+        words: dict[int, list[str]] | None = None,
     ) -> Launch:
-        """Start a run, or go on with it. Some of its processes get signals; the batches that begin at the tokens
-        `garbled` hold nonsense, the same in every row whichever process reads it."""
+        """Start a run, or go on with it. Some of its processes get signals, or more words on their command line; the
+        batches that begin at the tokens `garbled` hold nonsense, the same in every row whichever process reads it."""
         from zero2all.config import config_yaml
 
         number, port = len(self.launched), _free_port()
@@ -104,7 +105,7 @@ class RankStarter:
         self.launched.append(launch)
         for rank, record in enumerate(launch.records):
             job = {
-                "words": ["train", str(path), "--work", str(self.root)],
+                "words": ["train", str(path), "--work", str(self.root), *(words or {}).get(rank, [])],
                 "rank": rank,
                 "processes": processes,
                 "port": port,

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tests.train.states import copies
-from tests.train.step_times import assert_parts_add_up
 from zero2all.model.z2all import Z2all
 from zero2all.ops.registry import resolve
 from zero2all.packed.loader import Batch, LoaderOptions, read_batch
@@ -18,6 +17,7 @@ from zero2all.packed.transfer import batches_on
 from zero2all.parallel.device import pick_device
 from zero2all.parallel.world import World
 from zero2all.track.reader import read_run
+from zero2all.train.anatomy import PARTS
 from zero2all.train.guards.detector import Limits
 from zero2all.train.loop import train
 from zero2all.train.micro_batch import choose_micro_batch
@@ -190,4 +190,8 @@ def test_a_run_goes_on_after_a_save_and_validates(config, work):
 def test_the_parts_of_a_step_add_up_to_its_time_where_it_was_validated_and_saved_too(config, work):
     settings = {"parallel": {"device": "cuda"}, "eval": {"every_steps": 4}, "checkpoint": {"every_steps": 6}}
     train(config(train={"steps": 16}, **settings), work, say=lambda _: None)
-    assert_parts_add_up(read_run(work.run("run")))
+    series = read_run(work.run("run")).series
+    parts = sum(series[f"time/{part}"].value for part in ("data_wait", *PARTS, "other"))
+    np.testing.assert_allclose(
+        parts, series["time/step"].value, rtol=1e-3, atol=1e-4
+    )  # by the host's clock they did not

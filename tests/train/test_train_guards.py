@@ -6,7 +6,6 @@ step is a function of config and data, so a test can write noise into exactly th
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import random
 import shutil
@@ -17,7 +16,7 @@ import torch
 
 from tests.train.states import copies
 from zero2all.cli import main
-from zero2all.common.errors import AnomalyError, BadInputError, DiskError, UsageError
+from zero2all.common.errors import AnomalyError, BadInputError, DiskError
 from zero2all.common.manifest import read_manifest, write_manifest
 from zero2all.common.workspace import Workspace, open_workspace
 from zero2all.config import config_from_values, config_values, config_yaml
@@ -536,32 +535,6 @@ def test_data_packed_with_another_tokenizer_is_refused(work):
         trained(settings(**SHORT), work)
     assert caught.value.exit_code == 3
     assert not list_checkpoints(work.run("run"))
-
-
-def test_a_run_is_not_continued_with_data_of_another_tokenizer(work):
-    trained(settings(**SHORT), work)
-    train_on_corpus(work.corpus, work.tokenizer, TokenizerConfig(vocab_size=360))
-    pack_corpus(work.corpus, work.tokenizer, work.packed)
-    config = settings(**SHORT)
-    with pytest.raises(BadInputError, match="ids mean other pieces of text"):
-        trained(dataclasses.replace(config, train=dataclasses.replace(config.train, steps=14)), work)
-
-
-def test_changes_of_rate_and_length_are_listed_and_go_on_when_accepted(work):
-    trained(settings(**SHORT), work)
-    changed = settings(train={"steps": 14}, checkpoint={"every_steps": 4}, optim={"lr_max": 0.02})
-    with pytest.raises(UsageError) as caught:
-        trained(changed, work)
-    assert "  - train.steps: 12 -> 14\n" in str(caught.value)
-    assert "  - optim.lr_max: 0.01 -> 0.02\n" in str(caught.value)
-    assert trained(changed, work, accept_changes=True).step == 14
-
-
-def test_a_checkpoint_of_another_shape_is_refused_with_the_first_difference(work):
-    trained(settings(**SHORT), work)
-    wider = settings(**SHORT, model={"hidden_size": 64})
-    with pytest.raises(BadInputError, match=r"\(448, 32\) instead of \(448, 64\)"):
-        trained(wider, work, accept_changes=True)
 
 
 def test_an_id_beyond_the_vocabulary_is_named_with_its_file_before_the_model_sees_it(work):

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.train.step_times import assert_parts_add_up
 from zero2all.common.errors import AnomalyError, BadInputError, RunLockedError, UsageError
 from zero2all.packed.layout import open_split
 from zero2all.parallel.world import World
@@ -63,11 +62,6 @@ def test_every_step_is_logged_with_loss_rate_norm_speed_and_each_channel(finishe
         assert np.isfinite(data.series[name].value).all()
     assert data.series["loss"].tokens.tolist() == [128 * step for step in range(1, 9)]
     assert data.problems == []
-
-
-def test_the_parts_of_a_step_add_up_to_its_time_where_it_was_validated_too(finished):
-    work, _, _ = finished
-    assert_parts_add_up(read_run(work.run("run")))
 
 
 def test_bits_per_byte_are_nats_over_the_bytes_of_a_token(finished):
