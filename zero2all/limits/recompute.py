@@ -62,7 +62,7 @@ FUSED = {"rope": "triton", "rms_norm": "triton", "swiglu": "triton", "linear": "
 
 
 def _feed_forward_is_fused(operators: Mapping[str, str]) -> bool:
-    return operators.get("swiglu") == "triton" and operators.get("linear") in ("into32", "fp8")
+    return operators.get("swiglu") in ("triton", "quack") and operators.get("linear") in ("into32", "fp8")
 
 
 def hardware_flops_utilisation(

@@ -17,7 +17,7 @@ class OpsConfig:
     """Rotary position embedding."""
     rms_norm: Literal["auto", "eager", "torch", "triton", "triton_lean", "liger"] = "auto"
     """Residual add and norm. triton_lean keeps 2 bytes per value less for the backward pass."""
-    swiglu: Literal["auto", "eager", "torch", "triton", "liger"] = "auto"
+    swiglu: Literal["auto", "eager", "torch", "triton", "quack", "liger"] = "auto"
     """eager: g * sigmoid(g) * u spelt out; torch: silu."""
     linear: Literal["auto", "plain", "into32", "fp8"] = "auto"
     """Of the blocks. into32: weight gradients are summed in float32; fp8: float8 tensor cores, never taken by auto."""

@@ -47,9 +47,13 @@ IMPLEMENTATIONS = (
 )
 
 
+FUSED = (("triton", "into32"), ("triton", "fp8"), ("quack", "into32"))
+"""SwiGLU and linear layers that come as one function."""
+
+
 def is_fused(swiglu_name: str, linear_name: str) -> bool:
     """Whether these two are fused into one feed-forward: our kernels, which torch.compile cannot look into."""
-    return swiglu_name == "triton" and linear_name in ("into32", "fp8")
+    return (swiglu_name, linear_name) in FUSED
 
 
 def feed_forward(swiglu_name: str, swiglu: Swiglu, linear_name: str, linear: Linear) -> FeedForward:
@@ -62,9 +66,7 @@ def feed_forward(swiglu_name: str, swiglu: Swiglu, linear_name: str, linear: Lin
     if not is_fused(swiglu_name, linear_name):
         return one_after_the_other
 
-    from zero2all.ops.kernels.linear import feed_forward_8, feed_forward_into_32
-
-    fused = feed_forward_into_32 if linear_name == "into32" else feed_forward_8
+    fused = _fused(swiglu_name, linear_name)
 
     def fused_without_biases(x: Tensor, gate_up: Parameters, down: Parameters) -> Tensor:
         if gate_up[1] is None and down[1] is None:
@@ -72,3 +74,13 @@ def feed_forward(swiglu_name: str, swiglu: Swiglu, linear_name: str, linear: Lin
         return one_after_the_other(x, gate_up, down)
 
     return fused_without_biases
+
+
+def _fused(swiglu_name: str, linear_name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    if swiglu_name == "quack":
+        from zero2all.ops.kernels.epilogue import feed_forward_in_epilogues
+
+        return feed_forward_in_epilogues
+    from zero2all.ops.kernels.linear import feed_forward_8, feed_forward_into_32
+
+    return feed_forward_into_32 if linear_name == "into32" else feed_forward_8

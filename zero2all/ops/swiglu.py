@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zero2all.ops.implementation import Implementation, needs_liger, needs_triton
+from zero2all.ops.implementation import Implementation, needs_liger, needs_quack, needs_triton
 
 
 def torch_swiglu(gate_up: Tensor) -> Tensor:
@@ -40,5 +40,7 @@ IMPLEMENTATIONS = (
     Implementation("triton", triton_swiglu, needs_triton, compile_safe=False),
     Implementation("torch", torch_swiglu),
     Implementation("eager", eager_swiglu),
+    # Inside the matmuls around it, where the linear layers are `into32` without biases; else as `triton`.
+    Implementation("quack", triton_swiglu, needs_quack, compile_safe=False),
     Implementation("liger", liger_swiglu, needs_liger, compile_safe=False),
 )
