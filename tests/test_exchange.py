@@ -336,6 +336,17 @@ def test_imported_model_gives_their_logits_and_leaves_bit_equal(make_folder, wor
     assert_same_config(folder, tmp_path / "again")
 
 
+@pytest.mark.parametrize("kind", ["weight", "bias"])
+def test_rows_of_gate_and_up_take_turns_in_ours(make_folder, workspace, kind):
+    folder = make_folder("llama", {"mlp_bias": True}, {})
+    import_folder(folder, workspace, "imported")
+    ours, theirs = load_run(workspace, "imported").model.state_dict(), tensors_of(folder)
+    for layer in range(2):
+        pairs = ours[f"blocks.{layer}.feed_forward.gate_up_pairs.{kind}"].cpu()
+        assert torch.equal(pairs[0::2], theirs[f"model.layers.{layer}.mlp.gate_proj.{kind}"].float())
+        assert torch.equal(pairs[1::2], theirs[f"model.layers.{layer}.mlp.up_proj.{kind}"].float())
+
+
 def assert_same_config(before, after):
     """Equal in all that transformers computes with, as its own config class reads both."""
     from transformers import AutoConfig

@@ -82,6 +82,7 @@ LAZY_THIRD_PARTY = {
     "perf.chart": {"matplotlib"},
     **{f"ops.{name}": {"liger_kernel"} for name in ("rms_norm", "rope", "swiglu", "cross_entropy")},
     "ops.linear_cross_entropy": {"liger_kernel"},
+    "ops.kernels.epilogue": {"quack"},
 }
 """Libraries a module may import when it meets what needs them (a corpus shard of their format, an address, …): never
 at the top."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
+import torch
 
 from zero2all.cli.main import main
 from zero2all.common.errors import UsageError
@@ -12,6 +14,7 @@ from zero2all.ops.implementation import Implementation
 from zero2all.ops.registry import OPERATORS
 from zero2all.perf.op_bench import bench_cells, bench_operators, operator_names
 from zero2all.perf.op_list import listed_operators
+from zero2all.perf.variants import NAIVE
 
 
 def nothing(_: object) -> None:
@@ -88,6 +91,31 @@ def test_an_error_is_seen(tiny, monkeypatch):
     monkeypatch.setitem(OPERATORS, "swiglu", (*OPERATORS["swiglu"], wrong))
     bench = bench_operators(tiny, tokens=16, only="swiglu", least_seconds=0.0, each=nothing)
     assert bench.rows[-1].error == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16 says so and goes on
+def test_only_weights_whose_gradients_are_summed_gather_them_in_the_timing(tiny, monkeypatch):
+    gathered = []
+
+    def watched(implementation):
+        def function(*given):
+            for number, value in enumerate(given):
+                if isinstance(value, torch.Tensor) and value.is_leaf and value.requires_grad:
+                    value.register_post_accumulate_grad_hook(lambda _, number=number: gathered.append(number))
+            return implementation.function(*given)
+
+        return dataclasses.replace(implementation, function=function)
+
+    for operator in ("rms_norm", "swiglu", "linear"):
+        by_name = {one.name: one for one in OPERATORS[operator]}
+        monkeypatch.setitem(OPERATORS, operator, (watched(by_name[NAIVE[operator]]),))
+    low = dataclasses.replace(tiny, train=dataclasses.replace(tiny.train, precision="bfloat16"))
+    for operator in ("rms_norm", "swiglu"):
+        bench = bench_operators(low, tokens=8, only=operator, least_seconds=0.0, each=nothing)
+        assert bench.rows[-1].problem is None
+        assert not gathered
+    bench_operators(low, tokens=8, only="linear/down", least_seconds=0.0, each=nothing)
+    assert 1 in gathered
 
 
 def test_one_matrix_or_all_of_them(tiny):

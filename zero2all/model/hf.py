@@ -1,8 +1,8 @@
 """To and from Hugging Face folders: Llama and Qwen2 layouts, tensor for tensor.
 
-Ours keeps q, k, v in one matrix and gate, up in one; theirs keeps them apart. Splitting and joining rows changes no
-bit, so a folder that is imported and exported again holds the same tensors. The biases decide the layout: q, k, v
-only is Qwen2; none or all four is Llama.
+Ours keeps q, k, v in one matrix, one behind the other, and gate, up in one, their rows alternating; theirs keeps them
+apart. Splitting and joining rows changes no bit, so a folder that is imported and exported again holds the same
+tensors. The biases decide the layout: q, k, v only is Qwen2; none or all four is Llama.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ TokenIds = Mapping[str, int | list[int] | None]
 """bos, eos and pad ids; a chat model may end at several."""
 SHARD_BYTES = 5_000_000_000
 VOCABULARY_TABLES = ("embedding.weight", "head.weight")
+ALTERNATING = "feed_forward.gate_up_pairs"
+"""The module whose rows are taken from its parts in turn."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LAYOUTS = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 UNSUPPORTED_FIELDS = ("sliding_window", "layer_types", "quantization_config", "partial_rotary_factor")
@@ -91,7 +93,7 @@ def to_hf_tensors(config: ModelConfig, tensors: dict[str, Tensor]) -> Iterator[t
         if name in VOCABULARY_TABLES:
             tensor = tensor[: config.vocab_ids]
         parts = _their_parts(config, name, len(tensor))
-        yield from zip(parts, tensor.split(list(parts.values())), strict=True)
+        yield from zip(parts, _taken_apart(name, tensor, list(parts.values())), strict=True)
 
 
 def from_hf_tensors(config: ModelConfig, theirs: dict[str, Tensor], origin: Path) -> dict[str, Tensor]:
@@ -116,7 +118,7 @@ def from_hf_tensors(config: ModelConfig, theirs: dict[str, Tensor], origin: Path
             f"The tensors in {origin} do not fit its config.json: {'; '.join(problems[:4])}{more}. Fetch the folder "
             f"again; only plain Llama and Qwen2 models can be imported."
         )
-    ours = {name: torch.cat([theirs[part].float() for part in parts]) for name, parts in parts_of.items()}
+    ours = {name: _put_together(name, [theirs[part].float() for part in parts]) for name, parts in parts_of.items()}
     padding = config.vocab_rows - config.vocab_ids
     for name in VOCABULARY_TABLES:
         if name in ours and padding:
@@ -132,7 +134,7 @@ def _our_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _their_parts(config: ModelConfig, name: str, rows: int) -> dict[str, int]:
-    """Their names for one of our tensors, each with its share of our `rows`, in order."""
+    """Their names for one of our tensors, each with its share of our `rows`, in order (in turn where ALTERNATING)."""
     top = {
         "embedding.weight": "model.embed_tokens.weight",
         "norm.weight": "model.norm.weight",
@@ -148,10 +150,24 @@ def _their_parts(config: ModelConfig, name: str, rows: int) -> dict[str, int]:
         "attention.qkv": {"self_attn.q_proj": query, "self_attn.k_proj": shared, "self_attn.v_proj": shared},
         "attention.out": {"self_attn.o_proj": rows},
         "feed_forward_norm": {"post_attention_layernorm": rows},
-        "feed_forward.gate_up": {"mlp.gate_proj": inner, "mlp.up_proj": inner},
+        ALTERNATING: {"mlp.gate_proj": inner, "mlp.up_proj": inner},
         "feed_forward.down": {"mlp.down_proj": rows},
     }
     return {f"model.layers.{layer}.{part}.{kind}": size for part, size in modules[module].items()}
+
+
+def _taken_apart(name: str, tensor: Tensor, rows: list[int]) -> tuple[Tensor, ...]:
+    """The parts of one of our tensors, each of so many rows."""
+    if ALTERNATING in name:
+        return tensor.unflatten(0, (-1, len(rows))).unbind(1)
+    return tensor.split(rows)
+
+
+def _put_together(name: str, parts: list[Tensor]) -> Tensor:
+    """One of our tensors from its parts."""
+    if ALTERNATING in name:
+        return torch.stack(parts, dim=1).flatten(0, 1)
+    return torch.cat(parts)
 
 
 def to_hf_config(config: ModelConfig, dtype: str, token_ids: TokenIds) -> dict[str, Any]:

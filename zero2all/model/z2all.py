@@ -78,17 +78,22 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU; gate and up come from one matmul."""
+    """SwiGLU; gate and up come from one matmul whose rows alternate: row 2 i is gate i, row 2 i + 1 is up i.
+
+    So gate and up of one unit lie side by side, where the matmul's epilogue can still multiply them, and a contiguous
+    slice of rows is a set of whole units, which is what a model that is cut over devices wants.
+    """
 
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
         self.ops = ops
-        self.gate_up = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
+        self.gate_up_pairs = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
         self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
-        return self.ops.feed_forward(x, (self.gate_up.weight, self.gate_up.bias), (self.down.weight, self.down.bias))
+        pairs, down = self.gate_up_pairs, self.down
+        return self.ops.feed_forward(x, (pairs.weight, pairs.bias), (down.weight, down.bias))
 
 
 class Block(nn.Module):

@@ -58,7 +58,7 @@ def is_fused(swiglu_name: str, linear_name: str) -> bool:
 
 def feed_forward(swiglu_name: str, swiglu: Swiglu, linear_name: str, linear: Linear) -> FeedForward:
     """(x, gate_up weight and bias, down weight and bias) as one function: fused where all of it is our kernels and
-    there are no biases, else one after the other."""
+    there are no biases, else one after the other. Rows of gate_up are in pairs, as SwiGLU wants them."""
 
     def one_after_the_other(x: Tensor, gate_up: Parameters, down: Parameters) -> Tensor:
         return linear(swiglu(linear(x, *gate_up)), *down)

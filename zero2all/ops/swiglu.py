@@ -1,4 +1,4 @@
-"""SwiGLU: silu(gate) * up, on the output of one fused gate-and-up projection."""
+"""SwiGLU: silu(gate) * up, on the output of one fused gate-and-up projection: gate 0, up 0, gate 1, up 1, and so on."""
 
 from __future__ import annotations
 
@@ -9,31 +9,38 @@ from torch import Tensor
 from zero2all.ops.implementation import Implementation, needs_liger, needs_quack, needs_triton
 
 
-def torch_swiglu(gate_up: Tensor) -> Tensor:
+def gate_and_up(pairs: Tensor) -> tuple[Tensor, Tensor]:
+    """(..., 2 F) -> the gates and the ups, views (..., F)."""
+    gate, up = pairs.unflatten(-1, (-1, 2)).unbind(-1)
+    return gate, up
+
+
+def torch_swiglu(pairs: Tensor) -> Tensor:
     """(..., 2 F) -> (..., F) with torch's silu."""
-    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate_and_up(pairs)
     return F.silu(gate) * up
 
 
-def eager_swiglu(gate_up: Tensor) -> Tensor:
+def eager_swiglu(pairs: Tensor) -> Tensor:
     """The formula spelt out."""
-    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate_and_up(pairs)
     return gate * torch.sigmoid(gate) * up
 
 
-def liger_swiglu(gate_up: Tensor) -> Tensor:
-    """liger-kernel's."""
+def liger_swiglu(pairs: Tensor) -> Tensor:
+    """liger-kernel's, which wants gates and ups apart."""
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
-    h: Tensor = LigerSiLUMulFunction.apply(*gate_up.chunk(2, dim=-1))
+    gate, up = gate_and_up(pairs)
+    h: Tensor = LigerSiLUMulFunction.apply(gate.contiguous(), up.contiguous())
     return h
 
 
-def triton_swiglu(gate_up: Tensor) -> Tensor:
+def triton_swiglu(pairs: Tensor) -> Tensor:
     """Our kernel: one pass each way."""
     from zero2all.ops.kernels.swiglu import triton_swiglu as kernel
 
-    return kernel(gate_up)
+    return kernel(pairs)
 
 
 IMPLEMENTATIONS = (

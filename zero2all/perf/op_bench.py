@@ -187,7 +187,8 @@ def _times(
     """Seconds of forward and of backward."""
     inputs = [value.to(dtype).requires_grad_() for value in case.inputs]
     case.inputs.clear()
-    if case.gathers_into_main and dtype != torch.float32:
+    gathers = case.gathers_into_main and dtype != torch.float32
+    if gathers:
         _gather_into_main(inputs[-1])
     outputs = case.call(function, inputs)
     directions = [torch.randn_like(output) for output in outputs]
@@ -197,6 +198,10 @@ def _times(
         return case.call(function, inputs)
 
     def both() -> None:
+        if not gathers:
+            # Not into `.grad`, where torch copies a gradient that two inputs share: a pass over it that no model makes.
+            torch.autograd.grad(forward(), inputs, directions)
+            return
         torch.autograd.backward(forward(), directions)
         for value in inputs:
             value.grad = None
@@ -248,7 +253,8 @@ def _outputs_and_gradients(function: Function, case: Case, given: list[Tensor]) 
 
 
 def _relative(found: Tensor, wanted: Tensor) -> float:
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-300))
+    found, wanted = found.detach().double(), wanted.detach().double()
+    return float((found - wanted).norm() / wanted.norm().clamp(min=1e-300))
 
 
 # ---- the optimizer, which has no backward ----------------------------------------------------------------------------

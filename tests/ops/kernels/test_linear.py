@@ -22,8 +22,8 @@ def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     return y if bias is None else y + bias
 
 
-def swiglu_reference(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
+def swiglu_reference(pairs: Tensor) -> Tensor:
+    gate, up = pairs[..., 0::2], pairs[..., 1::2]
     return gate / (1 + (-gate).exp()) * up
 
 

@@ -58,6 +58,31 @@ def test_gradient_that_arrives_in_another_layout_is_turned_back_too(device):
     assert_agrees(shuffled(triton_rope), shuffled(reference), [qkv], torch.float32, cos, sin, 3, 1, device=device)
 
 
+def test_gradients_of_query_key_and_value_may_each_lie_in_another_way(device):
+    cos, sin = tables(5, 3)
+
+    def shuffled(function):
+        """Gradients come back head by head, position by position, and with the last dimension strided."""
+
+        def parts(qkv, *others):
+            query, key, value = function(qkv, *others)
+            return query.contiguous(), key.transpose(1, 2).contiguous(), value.mT.contiguous()
+
+        return parts
+
+    qkv = random(2, 5, 7, 6)
+    assert_agrees(shuffled(triton_rope), shuffled(reference), [qkv], torch.float32, cos, sin, 3, 2, device=device)
+
+
+def test_gradient_of_value_keeps_every_bit(device):
+    qkv = random(1, 3, 3, 4).float().to(device).requires_grad_()
+    cos, sin = (table.to(device) for table in tables(3, 2))
+    _, _, value = triton_rope(qkv * 1, cos, sin, 1, 1)
+    gradient = torch.tensor([-0.0, torch.inf, 1e-40, -3.5], device=device).repeat(3, 1)
+    value.backward(gradient.expand(1, 1, 3, 4))
+    assert torch.equal(qkv.grad[0, :, 2].view(torch.int32), gradient.view(torch.int32))
+
+
 def test_part_that_goes_nowhere_has_no_gradient(device):
     cos, sin = tables(5, 3)
     qkv = random(2, 5, 5, 6)

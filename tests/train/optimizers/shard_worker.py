@@ -15,9 +15,18 @@ from zero2all.train.config import OptimConfig
 from zero2all.train.optimizers import Role, build_optimizer
 
 # Rows that do not divide evenly, fewer rows than processes, more columns than a block of the 8-bit codes.
-SHAPES = {"qkv": (9, 300), "out": (7, 5), "thin": (1, 6), "experts": (3, 4, 5), "table": (11, 4), "norm": (5,)}
+SHAPES = {
+    "qkv": (9, 300),
+    "pairs": (10, 6),
+    "out": (7, 5),
+    "thin": (1, 6),
+    "experts": (3, 4, 5),
+    "table": (11, 4),
+    "norm": (5,),
+}
 ROLES = {
     "qkv": Role("matrix", (5, 2, 2)),
+    "pairs": Role("matrix", alternating=2),
     "out": Role("matrix"),
     "thin": Role("matrix"),
     "experts": Role("matrix"),

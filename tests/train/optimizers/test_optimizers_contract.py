@@ -224,13 +224,14 @@ def test_roles_of_a_model():
     model = small_model("", attention_bias="qkv")
     roles = model_roles(model.config, [key for key, _ in model.named_parameters()])
     assert roles["blocks.1.attention.qkv.weight"] == Role("matrix", (24, 12, 12))
-    assert roles["blocks.0.feed_forward.gate_up.weight"] == Role("matrix", (40, 40))
+    assert roles["blocks.0.feed_forward.gate_up_pairs.weight"] == Role("matrix", alternating=2)
     assert roles["blocks.0.attention.out.weight"] == roles["blocks.0.feed_forward.down.weight"] == Role("matrix")
     assert roles["blocks.0.attention.qkv.bias"] == Role("bias")
     assert roles["blocks.0.attention_norm.weight"] == roles["norm.weight"] == Role("norm")
     assert (roles["embedding.weight"], roles["head.weight"]) == (Role("embedding"), Role("head"))
     for key, role in roles.items():
         assert not role.splits or sum(role.splits) == len(model.get_parameter(key))
+        assert len(model.get_parameter(key)) % role.alternating == 0
 
 
 @every_optimizer

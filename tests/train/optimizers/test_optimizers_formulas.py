@@ -12,13 +12,14 @@ from zero2all.train.optimizers import Role, build_optimizer
 STEPS, LR, DECAY, SCALE = 20, 0.01, 0.3, 0.7
 ROLES = {
     "qkv": Role("matrix", (6, 2, 2)),
+    "pairs": Role("matrix", alternating=2),
     "down": Role("matrix"),
     "experts": Role("matrix"),
     "table": Role("embedding"),
     "norm": Role("norm"),
 }
-SHAPES = {"qkv": (10, 7), "down": (4, 9), "experts": (3, 4, 5), "table": (12, 5), "norm": (8,)}
-DECAYS = {"qkv": DECAY, "down": DECAY, "experts": DECAY, "table": DECAY, "norm": 0.0}
+SHAPES = {"qkv": (10, 7), "pairs": (8, 5), "down": (4, 9), "experts": (3, 4, 5), "table": (12, 5), "norm": (8,)}
+DECAYS = {"qkv": DECAY, "pairs": DECAY, "down": DECAY, "experts": DECAY, "table": DECAY, "norm": 0.0}
 
 
 def rates():
@@ -105,6 +106,14 @@ def newton_schulz(u, iterations):
     return x
 
 
+def rows_of_parts(name):
+    """Which rows each matrix has that is stored in this one."""
+    every = np.arange(SHAPES[name][-2])
+    if ROLES[name].alternating > 1:
+        return [every[first :: ROLES[name].alternating] for first in range(ROLES[name].alternating)]
+    return np.split(every, np.cumsum(ROLES[name].splits)[:-1]) if ROLES[name].splits else [every]
+
+
 def muon(name, mu, nesterov, rms=0.2):
     if ROLES[name].kind != "matrix":
         return adamw(name)
@@ -112,9 +121,9 @@ def muon(name, mu, nesterov, rms=0.2):
     for lr, g in zip(rates(), gradients(name), strict=True):
         m = mu * m + (1 - mu) * g
         u = (1 - mu) * g + mu * m if nesterov else m
-        rows = ROLES[name].splits or (u.shape[-2],)
-        parts = np.split(u, np.cumsum(rows)[:-1], axis=-2)
-        o = np.concatenate([rms * max(p.shape[-2:]) ** 0.5 * newton_schulz(p, 5) for p in parts], axis=-2)
+        o = np.empty_like(u)
+        for rows in rows_of_parts(name):
+            o[..., rows, :] = rms * max(u[..., rows, :].shape[-2:]) ** 0.5 * newton_schulz(u[..., rows, :], 5)
         w = w - lr * DECAYS[name] * w - lr * o
     return w
 
@@ -181,7 +190,7 @@ def test_8_bit_moments_follow_adamw_closely():
     assert state["exp_avg/norm"].dtype == torch.float32
     np.testing.assert_allclose(parameters["norm"].numpy(), adamw("norm"), rtol=2e-5)
     moved = sum(LR for _ in range(STEPS))
-    for name in ("qkv", "down", "experts", "table"):
+    for name in ("qkv", "pairs", "down", "experts", "table"):
         error = np.abs(parameters[name].numpy() - adamw(name))
         assert error.max() < 0.2 * moved, name
         assert error.mean() < 0.03 * moved, name

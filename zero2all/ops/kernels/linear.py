@@ -57,23 +57,23 @@ class LinearInto32(torch.autograd.Function):
 
 
 class SwigluLinearInto32(torch.autograd.Function):
-    """Rows swiglu(gate_up) W^T. The product of SwiGLU is not kept: the backward kernel makes it again in passing."""
+    """Rows swiglu(pairs) W^T. The product of SwiGLU is not kept: the backward kernel makes it again in passing."""
 
     @staticmethod
     @without_autocast
-    def forward(ctx: Any, gate_up: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
+    def forward(ctx: Any, pairs: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(pairs)
         ctx.weight = weight
-        return swiglu_forward(gate_up) @ weight.t()
+        return swiglu_forward(pairs) @ weight.t()
 
     @staticmethod
     @without_autocast
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (gate_up,) = ctx.saved_tensors
+        (pairs,) = ctx.saved_tensors
         dy = dy.contiguous()
-        dgate_up, h = swiglu_backward(dy @ ctx.weight, gate_up, again=True)
+        dpairs, h = swiglu_backward(dy @ ctx.weight, pairs, again=True)
         assert h is not None
-        return dgate_up, add_weight_gradient(ctx.weight, dy, h)
+        return dpairs, add_weight_gradient(ctx.weight, dy, h)
 
 
 def linear_into_32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -177,25 +177,25 @@ class FeedForward8(torch.autograd.Function):
 
     @staticmethod
     @without_autocast
-    def forward(ctx: Any, x: Tensor, gate_up_weight: Tensor, down_weight: Tensor) -> Tensor:
-        gate_up, x_turned, x_scale = _forward8(x, gate_up_weight)
+    def forward(ctx: Any, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        pairs, x_turned, x_scale = _forward8(x, gate_up)
         peaks = new_peaks(x.device)
-        h = swiglu_forward(gate_up, peaks)
-        y, h_turned, h_scale = _forward8(h, down_weight, peaks)
-        ctx.save_for_backward(gate_up, x_turned, x_scale, h_turned, h_scale)
-        ctx.weights = (gate_up_weight, down_weight)
+        h = swiglu_forward(pairs, peaks)
+        y, h_turned, h_scale = _forward8(h, down, peaks)
+        ctx.save_for_backward(pairs, x_turned, x_scale, h_turned, h_scale)
+        ctx.weights = (gate_up, down)
         return y
 
     @staticmethod
     @without_autocast
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        gate_up, x_turned, x_scale, h_turned, h_scale = ctx.saved_tensors
-        gate_up_weight, down_weight = ctx.weights
-        dh, ddown = _backward8(dy.contiguous(), h_turned, h_scale, down_weight)
+        pairs, x_turned, x_scale, h_turned, h_scale = ctx.saved_tensors
+        gate_up, down = ctx.weights
+        dh, ddown = _backward8(dy.contiguous(), h_turned, h_scale, down)
         peaks = new_peaks(dy.device)
-        dgate_up, _ = swiglu_backward(dh, gate_up, peaks=peaks)
-        dx, dgate_up_weight = _backward8(dgate_up, x_turned, x_scale, gate_up_weight, peaks)
-        return dx, dgate_up_weight, ddown
+        dpairs, _ = swiglu_backward(dh, pairs, peaks=peaks)
+        dx, dgate_up = _backward8(dpairs, x_turned, x_scale, gate_up, peaks)
+        return dx, dgate_up, ddown
 
 
 def linear_8(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -2,7 +2,8 @@
 
 Forward turns the query and key heads where they lie and hands out views, so nothing is copied; the projection's own
 backward does not need its output, so overwriting it is safe. Backward turns the gradients by the opposite angle and
-writes them straight into one (B, T, heads, D) buffer, which is the gradient the projection wants.
+writes them straight into one (B, T, heads, D) buffer, which is the gradient the projection wants: one launch, which
+finds each head in the gradient it belongs to.
 """
 
 from __future__ import annotations
@@ -35,25 +36,29 @@ def _turn_in_place(qkv, cos, sin, period, row_stride, turned_heads, half, HEADS:
 
 @triton.jit
 def _gather_turned_back(
-    grad, out, cos, sin, length, period, out_stride, first_head, heads, half,
-    batch_stride, head_stride, time_stride, TURN: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+    query, key, value, out, cos, sin, length, period, out_stride, query_heads, shared_heads, half,
+    query_batch, query_head, query_time, key_batch, key_head, key_time, value_batch, value_head, value_time,
+    HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     batch, time = row // length, row % length
     head = tl.arange(0, HEADS)[:, None]
     pair = tl.arange(0, HALF)[None, :]
-    inside = (head < heads) & (pair < half)
-    source = grad + batch * batch_stride + time * time_stride + head.to(tl.int64) * head_stride + pair
+    inside = (head < query_heads + 2 * shared_heads) & (pair < half)
+    is_turned = head < query_heads + shared_heads
+    wide = head.to(tl.int64)
+    of_query = query + batch * query_batch + time * query_time + wide * query_head
+    of_key = key + batch * key_batch + time * key_time + (wide - query_heads) * key_head
+    of_value = value + batch * value_batch + time * value_time + (wide - query_heads - shared_heads) * value_head
+    source = tl.where(head < query_heads, of_query, tl.where(is_turned, of_key, of_value)) + pair
     a = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
-    target = out + row * out_stride + (first_head + head) * (2 * half) + pair
-    if TURN:
-        angle = (row % period) * half + pair
-        c = tl.load(cos + angle, mask=pair < half, other=1.0)
-        s = tl.load(sin + angle, mask=pair < half, other=0.0)
-        a, b = a * c + b * s, b * c - a * s
-    tl.store(target, a.to(out.dtype.element_ty), mask=inside)
-    tl.store(target + half, b.to(out.dtype.element_ty), mask=inside)
+    angle = (row % period) * half + pair
+    c = tl.load(cos + angle, mask=pair < half, other=1.0)
+    s = tl.load(sin + angle, mask=pair < half, other=0.0)
+    target = out + row * out_stride + head * (2 * half) + pair
+    tl.store(target, tl.where(is_turned, a * c + b * s, a).to(out.dtype.element_ty), mask=inside)
+    tl.store(target + half, tl.where(is_turned, b * c - a * s, b).to(out.dtype.element_ty), mask=inside)
 
 
 class RopeInPlace(torch.autograd.Function):
@@ -81,17 +86,15 @@ class RopeInPlace(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         B, _, T, D = grads[0].shape
+        heads, kv_heads, _ = ctx.sizes
         total = sum(ctx.sizes)
-        out = torch.empty(B, T, total, D, dtype=grads[0].dtype, device=grads[0].device)
-        first = 0
-        for place, (grad, heads) in enumerate(zip(grads, ctx.sizes, strict=True)):
-            grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-            _gather_turned_back[(B * T,)](
-                grad, out, cos, sin, T, cos.numel() // (D // 2), total * D, first, heads, D // 2,
-                grad.stride(0), grad.stride(1), grad.stride(2), TURN=place < 2,
-                HEADS=triton.next_power_of_2(heads), HALF=triton.next_power_of_2(D // 2), num_warps=4,
-            )  # fmt: skip
-            first += heads
+        query, key, value = (grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads)
+        out = torch.empty(B, T, total, D, dtype=query.dtype, device=query.device)
+        _gather_turned_back[(B * T,)](
+            query, key, value, out, cos, sin, T, cos.numel() // (D // 2), total * D, heads, kv_heads, D // 2,
+            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+            HEADS=triton.next_power_of_2(total), HALF=triton.next_power_of_2(D // 2), num_warps=4,
+        )  # fmt: skip
         return out, None, None, None, None
 
 

@@ -1,4 +1,8 @@
-"""SwiGLU: silu(gate) * up, on the output of one fused gate-and-up projection.
+"""SwiGLU: silu(gate) * up, on the output of one fused gate-and-up projection: gate 0, up 0, gate 1, up 1, and so on.
+
+Gate and up of a unit lie side by side, so rows do not matter: a program takes the next BLOCK units. It reads their
+pairs as one stretch of memory, 16 bytes a thread at a time, and parts them in registers; what else a thread reads and
+writes is of the same units, so that nothing has to move between threads.
 
 Backward, with q = sigmoid(gate): dup = dh * gate * q, dgate = dh * up * q * (1 + gate * (1 - q)). The backward kernel
 can write h itself again as well, so that nobody has to keep it. Both can note the largest magnitude they wrote, which
@@ -23,70 +27,79 @@ PEAK_SLOTS = 1024
 
 
 @triton.jit
-def _forward(gate_up, h, peaks, width, blocks, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
-    program = tl.program_id(0)
-    row = (program // blocks).to(tl.int64)
-    columns = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < width
-    at = row * (2 * width) + columns
-    gate = tl.load(gate_up + at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + at + width, mask=inside, other=0.0).to(tl.float32)
-    value = gate * tl.sigmoid(gate) * up
-    tl.store(h + row * width + columns, value.to(h.dtype.element_ty), mask=inside)
-    if SLOTS:
-        tl.atomic_max(peaks + program % SLOTS, tl.max(tl.abs(value), axis=0))
+def _load_pairs(pairs, first, left, BLOCK: tl.constexpr):
+    """Gates and ups of the BLOCK units from `first` on, of which `left` exist, in float32."""
+    value = tl.arange(0, 2 * BLOCK)
+    both = tl.load(pairs + 2 * first + value, mask=value < 2 * left, other=0.0)
+    gate, up = tl.split(tl.reshape(both, (BLOCK, 2)))
+    return gate.to(tl.float32), up.to(tl.float32)
 
 
 @triton.jit
-def _backward(
-    dh, gate_up, dgate_up, h, peaks, width, blocks, WRITE_H: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr
+def _own_units(pairs, BLOCK: tl.constexpr):
+    """0 to BLOCK; a thread takes as many side by side as 16 bytes of pairs hold, which are then its own."""
+    return tl.max_contiguous(tl.arange(0, BLOCK), 64 // pairs.dtype.element_ty.primitive_bitwidth)
+
+
+@triton.jit
+def _swiglu_forward(pairs, h, peaks, units, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
+    program = tl.program_id(0)
+    first = program.to(tl.int64) * BLOCK
+    left = units - first
+    gate, up = _load_pairs(pairs, first, left, BLOCK)
+    product = gate * tl.sigmoid(gate) * up
+    unit = _own_units(pairs, BLOCK)
+    tl.store(h + first + unit, product.to(h.dtype.element_ty), mask=unit < left)
+    if SLOTS:
+        tl.atomic_max(peaks + program % SLOTS, tl.max(tl.abs(product), axis=0))
+
+
+@triton.jit
+def _swiglu_backward(
+    dh, pairs, dpairs, h, peaks, units, WRITE_H: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr
 ):
     program = tl.program_id(0)
-    row = (program // blocks).to(tl.int64)
-    columns = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < width
-    at = row * (2 * width) + columns
-    gate = tl.load(gate_up + at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + at + width, mask=inside, other=0.0).to(tl.float32)
-    d = tl.load(dh + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+    first = program.to(tl.int64) * BLOCK
+    left = units - first
+    gate, up = _load_pairs(pairs, first, left, BLOCK)
+    unit = _own_units(pairs, BLOCK)
+    d = tl.load(dh + first + unit, mask=unit < left, other=0.0).to(tl.float32)
     q = tl.sigmoid(gate)
     silu = gate * q
     dgate = d * up * (q + silu * (1.0 - q))
     dup = d * silu
-    tl.store(dgate_up + at, dgate.to(dgate_up.dtype.element_ty), mask=inside)
-    tl.store(dgate_up + at + width, dup.to(dgate_up.dtype.element_ty), mask=inside)
+    both = tl.interleave(dgate.to(dpairs.dtype.element_ty), dup.to(dpairs.dtype.element_ty))
+    value = tl.arange(0, 2 * BLOCK)
+    tl.store(dpairs + 2 * first + value, both, mask=value < 2 * left)
     if SLOTS:
         tl.atomic_max(peaks + program % SLOTS, tl.max(tl.maximum(tl.abs(dgate), tl.abs(dup)), axis=0))
     if WRITE_H:
-        tl.store(h + row * width + columns, (silu * up).to(h.dtype.element_ty), mask=inside)
+        tl.store(h + first + unit, (silu * up).to(h.dtype.element_ty), mask=unit < left)
 
 
-def swiglu_forward(gate_up: Tensor, peaks: Tensor | None = None) -> Tensor:
+def swiglu_forward(pairs: Tensor, peaks: Tensor | None = None) -> Tensor:
     """Rows (N, 2 F) -> (N, F). `peaks`, from `new_peaks`, collects the largest magnitude."""
-    count, width = gate_up.shape[0], gate_up.shape[1] // 2
-    h = torch.empty(count, width, dtype=gate_up.dtype, device=gate_up.device)
-    blocks = triton.cdiv(width, BLOCK)
+    count, width = pairs.shape[0], pairs.shape[1] // 2
+    h = torch.empty(count, width, dtype=pairs.dtype, device=pairs.device)
     slots = 0 if peaks is None else PEAK_SLOTS
-    _forward[(count * blocks,)](
-        gate_up, h, gate_up if peaks is None else peaks, width, blocks, SLOTS=slots, BLOCK=BLOCK, num_warps=4
+    _swiglu_forward[(triton.cdiv(h.numel(), BLOCK),)](
+        pairs, h, pairs if peaks is None else peaks, h.numel(), SLOTS=slots, BLOCK=BLOCK, num_warps=4
     )
     return h
 
 
 def swiglu_backward(
-    dh: Tensor, gate_up: Tensor, again: bool = False, peaks: Tensor | None = None
+    dh: Tensor, pairs: Tensor, again: bool = False, peaks: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradient of rows `gate_up`, and, with `again`, h itself once more. `peaks` as in the forward."""
-    count, width = dh.shape
-    dgate_up = torch.empty_like(gate_up)
+    """The gradient of rows `pairs`, and, with `again`, h itself once more. `peaks` as in the forward."""
+    dpairs = torch.empty_like(pairs)
     h = torch.empty_like(dh) if again else None
-    blocks = triton.cdiv(width, BLOCK)
     slots = 0 if peaks is None else PEAK_SLOTS
-    _backward[(count * blocks,)](
-        dh, gate_up, dgate_up, dh if h is None else h, dh if peaks is None else peaks, width, blocks,
+    _swiglu_backward[(triton.cdiv(dh.numel(), BLOCK),)](
+        dh, pairs, dpairs, dh if h is None else h, dh if peaks is None else peaks, dh.numel(),
         WRITE_H=again, SLOTS=slots, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
-    return dgate_up, h
+    return dpairs, h
 
 
 def new_peaks(device: torch.device) -> Tensor:
@@ -99,20 +112,20 @@ class Swiglu(torch.autograd.Function):
 
     @staticmethod
     @without_autocast
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        rows = rows_of(gate_up)
+    def forward(ctx: Any, pairs: Tensor) -> Tensor:
+        rows = rows_of(pairs)
         ctx.save_for_backward(rows)
-        return swiglu_forward(rows).view(*gate_up.shape[:-1], -1)
+        return swiglu_forward(rows).view(*pairs.shape[:-1], -1)
 
     @staticmethod
     @without_autocast
     def backward(ctx: Any, dh: Tensor) -> Tensor:
         (rows,) = ctx.saved_tensors
-        dgate_up, _ = swiglu_backward(rows_of(dh), rows)
-        return dgate_up.view(*dh.shape[:-1], -1)
+        dpairs, _ = swiglu_backward(rows_of(dh), rows)
+        return dpairs.view(*dh.shape[:-1], -1)
 
 
-def triton_swiglu(gate_up: Tensor) -> Tensor:
+def triton_swiglu(pairs: Tensor) -> Tensor:
     """The registry's entry."""
-    h: Tensor = Swiglu.apply(*for_autocast(gate_up))
+    h: Tensor = Swiglu.apply(*for_autocast(pairs))
     return h

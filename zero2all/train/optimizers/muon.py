@@ -37,6 +37,7 @@ from zero2all.train.optimizers.base import (
     scaled,
     zeros_like_master,
 )
+from zero2all.train.optimizers.roles import Role
 from zero2all.train.optimizers.shards import box, spread_like, whole
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -74,8 +75,7 @@ class Muon(Optimizer):
             for slots in _stacks(group.slots):
                 places = [box(slot.parameter) for slot in slots]
                 directions = torch.stack([self._direction(slot, inputs) for slot in slots])  # (n, ..., rows, columns)
-                splits = slots[0].role.splits or (directions.shape[-2],)
-                steps = torch.cat([self._orthogonal(part) for part in directions.split(splits, dim=-2)], dim=-2)
+                steps = self._orthogonal_parts(directions, slots[0].role)
                 for slot, place, step in zip(slots, places, steps, strict=True):
                     kept = slot.weight * (1 - group.lr * group.weight_decay)
                     replace(slot.weight, kept - group.lr * step[place].to(kept.dtype), inputs.skip)
@@ -90,6 +90,14 @@ class Muon(Optimizer):
         replace(momentum, new, inputs.skip)
         ahead = (1 - self.momentum) * gradient + self.momentum * new if self.nesterov else new
         return whole(spread_like(slot.parameter, ahead.to(self._dtype(ahead))))
+
+    def _orthogonal_parts(self, matrices: Tensor, role: Role) -> Tensor:
+        """`_orthogonal` of each matrix that is stored in one of (..., rows, columns)."""
+        if role.alternating > 1:
+            apart = matrices.unflatten(-2, (-1, role.alternating)).transpose(-3, -2)  # (..., several, rows, columns)
+            return self._orthogonal(apart).transpose(-3, -2).flatten(-3, -2)
+        splits = role.splits or (matrices.shape[-2],)
+        return torch.cat([self._orthogonal(part) for part in matrices.split(splits, dim=-2)], dim=-2)
 
     def _orthogonal(self, matrices: Tensor) -> Tensor:
         """(..., rows, columns) -> the same, nearly orthogonal and of the wanted root mean square."""
@@ -118,11 +126,11 @@ def orthogonalise(matrices: Tensor, iterations: int) -> Tensor:
 
 
 def _stacks(slots: list[Slot]) -> Iterator[list[Slot]]:
-    """Slots with a gradient, those of equal shape and splits together, each stack of at most STACK_VALUES."""
+    """Slots with a gradient, those of equal shape and role together, each stack of at most STACK_VALUES."""
     alike: dict[tuple[object, ...], list[Slot]] = {}
     for slot in slots:
         if slot.gradient is not None:
-            alike.setdefault((slot.parameter.shape, slot.role.splits), []).append(slot)
+            alike.setdefault((slot.parameter.shape, slot.role), []).append(slot)
     for same in alike.values():
         at_once = max(1, STACK_VALUES // max(1, same[0].parameter.numel()))
         for first in range(0, len(same), at_once):

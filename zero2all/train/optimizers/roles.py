@@ -18,7 +18,9 @@ class Role:
 
     kind: ParameterKind
     splits: tuple[int, ...] = ()
-    """Rows of each matrix that is stored in this one, in order; empty where it is one matrix."""
+    """Rows of each matrix that is stored in this one, one behind the other; empty where it is one matrix."""
+    alternating: int = 1
+    """How many matrices take the rows of this one in turn."""
 
 
 def decay_of(kind: ParameterKind, config: OptimConfig) -> float:
@@ -30,9 +32,9 @@ def decay_of(kind: ParameterKind, config: OptimConfig) -> float:
 def model_roles(config: ModelConfig, names: Iterable[str]) -> dict[str, Role]:
     """The role of every parameter of a Z2all model, by name."""
     query, shared = config.heads * config.head_size, config.kv_heads * config.head_size
-    splits = {
-        "attention.qkv.weight": (query, shared, shared),
-        "feed_forward.gate_up.weight": (config.intermediate_size, config.intermediate_size),
+    several = {
+        "attention.qkv.weight": Role("matrix", splits=(query, shared, shared)),
+        "feed_forward.gate_up_pairs.weight": Role("matrix", alternating=2),
     }
     roles = {}
     for name in names:
@@ -46,5 +48,5 @@ def model_roles(config: ModelConfig, names: Iterable[str]) -> dict[str, Role]:
             roles[name] = Role("head")
         else:
             inside_block = ".".join(name.split(".")[-3:])
-            roles[name] = Role("matrix", splits.get(inside_block, ()))
+            roles[name] = several.get(inside_block, Role("matrix"))
     return roles
