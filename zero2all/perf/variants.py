@@ -63,6 +63,7 @@ VARIANTS = (
     Variant(ANCHOR, "all fused", "whole"),
     Variant("naive", "naive", "whole", NAIVE),
     Variant("without-attention", "without fused attention (math)", "leave one out", {"attention": "math"}),
+    Variant("attention-cudnn", "attention: cuDNN's", "leave one out", {"attention": "sdpa_cudnn"}),
     Variant("attention-flash", "attention: sdpa's flash", "leave one out", {"attention": "sdpa_flash"}),
     Variant("without-rope", "without fused rope", "leave one out", {"rope": "eager"}),
     Variant(
@@ -97,8 +98,6 @@ VARIANTS = (
         {"rope": "liger", "rms_norm": "liger", "swiglu": "liger", "linear_cross_entropy": "liger"},
     ),
     Variant("swiglu-quack", "SwiGLU inside the matmuls (QuACK)", "other choices", {"swiglu": "quack"}),
-    Variant("attention-fa4", "attention: FlashAttention 4", "other choices", {"attention": "fa4"}),
-    Variant("quack-fa4", "QuACK and FlashAttention 4", "other choices", {"swiglu": "quack", "attention": "fa4"}),
     Variant("lean-norm", "norm that keeps no sum", "other choices", {"rms_norm": "triton_lean"}),
     Variant("fp32-residual", "float32 residual", "other choices", model={"fp32_residual": True}),
     Variant("odd-vocabulary", "vocabulary {odd}, padded", "vocabulary", odd_vocabulary=True),
