@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from zero2all.common.errors import UsageError
-from zero2all.ops import flash_packages
+from zero2all.ops import flash_packages, swiglu
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.implementation import MAX_ROW, Implementation, Situation
 from zero2all.ops.registry import OPERATORS, OUTSIDE_COMPILATION, Choice, Ops, _choose, resolve
@@ -29,7 +29,7 @@ every_implementation = pytest.mark.parametrize(
 )
 
 
-OPTIONAL_PACKAGES = ("triton", "liger_kernel", "flash_attn_interface", "flash_attn", "flash_attn.cute")
+OPTIONAL_PACKAGES = ("triton", "liger_kernel", "quack", "flash_attn_interface", "flash_attn", "flash_attn.cute")
 
 
 def pretend_packages(monkeypatch, there: tuple[str, ...]) -> None:
@@ -50,6 +50,7 @@ def hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     monkeypatch.setattr(flash_packages, "problem_in_trial", lambda *_: None)
+    monkeypatch.setattr(swiglu, "problem_in_trial", lambda *_: None)
     pretend_packages(monkeypatch, there=OPTIONAL_PACKAGES)
 
 
@@ -253,9 +254,17 @@ def test_attention_without_dropout_refuses_it(hopper, name):
     assert "it has no dropout" in refusal(dataclasses.replace(CUDA, dropout=True), attention=name)
 
 
-@pytest.mark.parametrize("name", ["fa3", "fa4"])
-def test_attention_that_torch_cannot_see_is_refused_where_its_results_are_to_be_kept(hopper, name):
-    assert "recompute: selective" in refusal(dataclasses.replace(CUDA, keeps_results=True), attention=name)
+@pytest.mark.parametrize(("operator", "name"), [("attention", "fa3"), ("attention", "fa4"), ("swiglu", "quack")])
+def test_what_torch_cannot_see_is_refused_where_its_results_are_to_be_kept(hopper, operator, name):
+    assert "recompute: selective" in refusal(dataclasses.replace(CUDA, keeps_results=True), **{operator: name})
+
+
+def test_swiglu_in_epilogues_says_what_it_wants(hopper, monkeypatch):
+    assert probe("swiglu", "quack", CUDA) is None
+    assert "multiples of 8" in refusal(dataclasses.replace(CUDA, intermediate_size=1410), swiglu="quack")
+    assert "the model is float32" in refusal(dataclasses.replace(CUDA, dtype=torch.float32), swiglu="quack")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    assert "Hopper" in refusal(CUDA, swiglu="quack")
 
 
 def test_z_term_is_refused_by_the_head_that_has_none():

@@ -99,21 +99,6 @@ def needs_liger(situation: Situation) -> str | None:
     return None
 
 
-def needs_quack(situation: Situation) -> str | None:
-    """The probe of QuACK's matmuls."""
-    problem = needs_triton(situation)
-    if problem is None and importlib.util.find_spec("quack") is None:
-        problem = "quack-kernels is not installed"
-    if problem is None and torch.cuda.get_device_capability() < (9, 0):
-        problem = "it needs a GPU of the Hopper generation or newer"
-    if problem is None and situation.dtype not in (torch.bfloat16, torch.float16):
-        problem = f"it computes in bfloat16 or float16, and the model is {str(situation.dtype).removeprefix('torch.')}"
-    for name in ("hidden_size", "intermediate_size"):
-        if problem is None and getattr(situation, name) % 8:
-            problem = f"it wants multiples of 8, and {name} is {getattr(situation, name)}"
-    return problem
-
-
 def needs_float8(situation: Situation) -> str | None:
     """The probe of float8 matmuls."""
     problem = needs_triton(situation)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zero2all.ops.implementation import Implementation, needs_liger, needs_quack, needs_triton
+from zero2all.ops import trial
+from zero2all.ops.implementation import Implementation, Situation, needs_liger, needs_triton
 
 
 def gate_and_up(pairs: Tensor) -> tuple[Tensor, Tensor]:
-    """(..., 2 F) -> the gates and the ups, (..., F) each, apart: arithmetic on every other value takes twice as long."""
+    """(..., 2 F) -> gates and ups, (..., F) each, apart: arithmetic on every other value takes twice as long."""
     gate, up = pairs.unflatten(-1, (-1, 2)).unbind(-1)
     return gate.contiguous(), up.contiguous()
 
@@ -42,11 +45,38 @@ def triton_swiglu(pairs: Tensor) -> Tensor:
     return kernel(pairs)
 
 
+def _needs_quack(situation: Situation) -> str | None:
+    problem = needs_triton(situation)
+    if problem is None and not trial.is_there("quack"):
+        problem = "quack-kernels is not installed"
+    if problem is None and torch.cuda.get_device_capability()[0] not in (9, 10):
+        problem = "it needs a GPU of the Hopper or Blackwell generation"
+    if problem is None and situation.dtype not in (torch.bfloat16, torch.float16):
+        problem = f"it computes in bfloat16 or float16, and the model is {str(situation.dtype).removeprefix('torch.')}"
+    for name in ("hidden_size", "intermediate_size"):
+        if problem is None and getattr(situation, name) % 8:
+            problem = f"it wants multiples of 8, and {name} is {getattr(situation, name)}"
+    if problem is None and situation.keeps_results:
+        problem = "recompute: selective keeps results of torch's operators only, and would compute it twice"
+    return problem or problem_in_trial(situation.dtype)
+
+
+@cache
+def problem_in_trial(dtype: torch.dtype) -> str | None:
+    """What goes wrong when QuACK computes a little feed-forward; None: nothing does."""
+    from zero2all.ops.kernels.epilogue import feed_forward_in_epilogues
+
+    def formula(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        return torch_swiglu(x @ gate_up.t()) @ down.t()
+
+    return trial.problem_of(feed_forward_in_epilogues, formula, [(256, 128), (512, 128), (128, 256)], dtype)
+
+
 IMPLEMENTATIONS = (
     Implementation("triton", triton_swiglu, needs_triton, compile_safe=False),
     Implementation("torch", torch_swiglu),
     Implementation("eager", eager_swiglu),
     # Inside the matmuls around it, where the linear layers are `into32` without biases; else as `triton`.
-    Implementation("quack", triton_swiglu, needs_quack, compile_safe=False),
+    Implementation("quack", triton_swiglu, _needs_quack, compile_safe=False),
     Implementation("liger", liger_swiglu, needs_liger, compile_safe=False),
 )

@@ -14,11 +14,12 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels around it are written in Triton, which is not installed")
 
+from zero2all.ops import trial
 from zero2all.ops.kernels.epilogue import feed_forward_in_epilogues
 from zero2all.ops.kernels.linear import feed_forward_into_32
 from zero2all.ops.linear import feed_forward as build_feed_forward
 from zero2all.ops.linear import into_32_linear
-from zero2all.ops.swiglu import triton_swiglu
+from zero2all.ops.swiglu import problem_in_trial, triton_swiglu
 
 LOW = torch.bfloat16
 
@@ -99,3 +100,15 @@ def test_biases_are_left_to_one_step_after_the_other(device):
     zeros = torch.zeros(64, dtype=LOW, device=device), torch.zeros(16, dtype=LOW, device=device)
     apart = into_32_linear(triton_swiglu(into_32_linear(x, gate_up, zeros[0])), down, zeros[1])
     assert torch.equal(function(x, (gate_up, zeros[0]), (down, zeros[1])), apart)
+
+
+def test_it_is_tried_before_it_is_taken(device, monkeypatch):
+    monkeypatch.setattr(trial, "DEVICE", device)
+    problem_in_trial.cache_clear()
+    assert problem_in_trial(LOW) is None
+    if device == "cpu":
+        wrong = sys.modules["quack.gemm_interface"]
+        monkeypatch.setattr(wrong, "gemm_gated", lambda *a, **k: tuple(1.1 * part for part in gated(*a, **k)))
+        problem_in_trial.cache_clear()
+        assert "its results were wrong by" in str(problem_in_trial(LOW))
+    problem_in_trial.cache_clear()
