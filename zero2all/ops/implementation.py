@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from zero2all.ops import trial
+
 
 @dataclass(frozen=True)
 class Situation:
@@ -96,6 +98,23 @@ def needs_liger(situation: Situation) -> str | None:
         return "it needs a CUDA device"
     if importlib.util.find_spec("liger_kernel") is None:
         return "liger-kernel is not installed"
+    return None
+
+
+def needs_quack(situation: Situation) -> str | None:
+    """The probe of matmuls with more in their epilogue, by QuACK; each operator tries its own out besides."""
+    problem = needs_triton(situation)
+    if problem is not None:
+        return problem
+    if not trial.is_there("quack"):
+        return "quack-kernels is not installed"
+    if torch.cuda.get_device_capability()[0] not in (9, 10):
+        return "it needs a GPU of the Hopper or Blackwell generation"
+    if situation.dtype not in (torch.bfloat16, torch.float16):
+        return f"it computes in bfloat16 or float16, and the model is {str(situation.dtype).removeprefix('torch.')}"
+    for name in ("hidden_size", "intermediate_size"):
+        if getattr(situation, name) % 8:
+            return f"it wants multiples of 8, and {name} is {getattr(situation, name)}"
     return None
 
 

@@ -7,6 +7,7 @@ softmax and receive no gradient. A target below 0 is not counted.
 off      all logits at once, through the `cross_entropy` operator
 chunked  chunk by chunk with the gradient made in the forward pass, in plain torch
 triton   the same with our cross-entropy kernel, which overwrites the logits by their gradient
+quack    the softmax inside QuACK's matmuls: neither logits nor their gradient are written (Hopper)
 torch    torch's own linear_cross_entropy (2.13 and newer)
 liger    liger-kernel's; with a loss per token it makes the logits twice
 
@@ -18,14 +19,16 @@ the logits are at hand. The price: the weight of each token in the loss must be 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zero2all.ops import trial
 from zero2all.ops.autocast import for_autocast, without_autocast
-from zero2all.ops.implementation import Implementation, Situation, needs_liger, needs_triton
+from zero2all.ops.implementation import Implementation, Situation, needs_liger, needs_quack, needs_triton
 from zero2all.ops.widen import widened
 
 CHUNK_ROWS = 8192
@@ -57,8 +60,35 @@ def through_cross_entropy(cross_entropy: CrossEntropy) -> Callable[..., Loss]:
     return off
 
 
+class Results(NamedTuple):
+    """What the forward pass fills, by rows of hidden states: (N,), (N,), (N, C), and (V, C) in float32."""
+
+    losses: Tensor
+    penalties: Tensor | None
+    dhidden: Tensor | None
+    dhead: Tensor | None
+
+    @staticmethod
+    def empty(hidden: Tensor, head: Tensor, z: float, needed: bool, head_rows: int | None = None) -> Results:
+        """For these; `needed`: the gradients too. dhead is 0, or has `head_rows` rows that hold anything."""
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        losses = torch.empty(hidden.shape[0], dtype=wide, device=hidden.device)
+        penalties = torch.zeros_like(losses) if z else None
+        if not needed:
+            return Results(losses, penalties, None, None)
+        if head_rows is None:
+            dhead = torch.zeros(head.shape, dtype=wide, device=head.device)
+        else:
+            dhead = torch.empty(head_rows, head.shape[1], dtype=wide, device=head.device)
+        return Results(losses, penalties, torch.empty_like(hidden), dhead)
+
+
+Fill = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, bool], Results]
+"""(hidden (N, C), head (V, C), targets and weights (N,), vocab_size, z, whether gradients are needed) -> results."""
+
+
 class LinearCrossEntropy(torch.autograd.Function):
-    """(hidden (N, C), head (V, C), targets, weights, vocab_size, z, kernel) -> (the sum, the losses (N,))."""
+    """(hidden (N, C), head (V, C), targets, weights, vocab_size, z, fill) -> (the sum, the losses (N,))."""
 
     @staticmethod
     @without_autocast
@@ -70,31 +100,11 @@ class LinearCrossEntropy(torch.autograd.Function):
         weights: Tensor,
         vocab_size: int,
         z: float,
-        kernel: ChunkKernel,
+        fill: Fill,
     ) -> Loss:
-        count = hidden.shape[0]
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        losses = torch.empty(count, dtype=wide, device=hidden.device)
-        penalties = torch.zeros(count, dtype=wide, device=hidden.device) if z else None
         needed = any(ctx.needs_input_grad[:2])
-        logits = torch.empty(min(count, CHUNK_ROWS), head.shape[0], dtype=hidden.dtype, device=hidden.device)
-        dhidden = torch.empty_like(hidden) if needed else None
-        dhead = torch.zeros(head.shape, dtype=wide, device=head.device) if needed else None
-        for first in range(0, count, CHUNK_ROWS):
-            rows = slice(first, min(first + CHUNK_ROWS, count))
-            here = logits[: rows.stop - rows.start]
-            torch.mm(hidden[rows], head.t(), out=here)
-            losses[rows], of_z = kernel(here, targets[rows], weights[rows], vocab_size, z, needed)
-            if penalties is not None and of_z is not None:
-                penalties[rows] = of_z
-            if dhidden is not None and dhead is not None:
-                torch.mm(here, head, out=dhidden[rows])
-                if here.is_cuda and here.dtype != wide:
-                    # The matmul's own epilogue adds, in float32: no chunk's gradient is rounded to bfloat16.
-                    torch.addmm(dhead, here.t(), hidden[rows], out_dtype=wide, out=dhead)
-                else:
-                    dhead.add_(here.t() @ hidden[rows])
-        ctx.save_for_backward(dhidden, dhead)
+        losses, penalties, dhidden, dhead = fill(hidden, head, targets, weights, vocab_size, z, needed)
+        ctx.save_for_backward(dhidden, dhead if dhead is None else dhead[: head.shape[0]])
         ctx.head = head
         ctx.mark_non_differentiable(losses)
         total = losses if penalties is None else losses + penalties
@@ -105,6 +115,11 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, dsum: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         dhidden, dhead = ctx.saved_tensors
         main = getattr(ctx.head, "main_grad", None)
+        if main is not None and dhidden.is_cuda:  # a main_grad is there for our kernels, so Triton is too
+            from zero2all.ops.kernels.scaled import add_scaled_, scaled
+
+            add_scaled_(main, dhead, dsum)
+            return scaled(dhidden, dsum), None, None, None, None, None, None
         dhidden = dhidden * dsum  # a scalar tensor keeps its digits and leaves the dtype as it is
         if main is None:
             return dhidden, (dhead * dsum).to(ctx.head.dtype), None, None, None, None, None
@@ -112,14 +127,81 @@ class LinearCrossEntropy(torch.autograd.Function):
         return dhidden, None, None, None, None, None, None
 
 
+def fill_by_chunks(kernel: ChunkKernel) -> Fill:
+    """Three matmuls a chunk, and `kernel` between the first and the others."""
+
+    def fill(
+        hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor, vocab_size: int, z: float, needed: bool
+    ) -> Results:
+        results = Results.empty(hidden, head, z, needed)
+        _fill_rows(results, kernel, hidden, head, targets, weights, vocab_size, z, 0)
+        return results
+
+    return fill
+
+
+def _fill_rows(
+    results: Results,
+    kernel: ChunkKernel,
+    hidden: Tensor,
+    head: Tensor,
+    targets: Tensor,
+    weights: Tensor,
+    vocab_size: int,
+    z: float,
+    start: int,
+) -> None:
+    """Rows from `start` on; what the gradient of the head holds is added to."""
+    losses, penalties, dhidden, dhead = results
+    count = hidden.shape[0]
+    if start == count:
+        return
+    logits = torch.empty(min(count - start, CHUNK_ROWS), head.shape[0], dtype=hidden.dtype, device=hidden.device)
+    for first in range(start, count, CHUNK_ROWS):
+        rows = slice(first, min(first + CHUNK_ROWS, count))
+        here = logits[: rows.stop - rows.start]
+        torch.mm(hidden[rows], head.t(), out=here)
+        losses[rows], of_z = kernel(here, targets[rows], weights[rows], vocab_size, z, dhead is not None)
+        if penalties is not None and of_z is not None:
+            penalties[rows] = of_z
+        if dhidden is not None and dhead is not None:
+            torch.mm(here, head, out=dhidden[rows])
+            if here.is_cuda and here.dtype != dhead.dtype:
+                # The matmul's own epilogue adds, in float32: no chunk's gradient is rounded to bfloat16.
+                torch.addmm(dhead, here.t(), hidden[rows], out_dtype=dhead.dtype, out=dhead)
+            else:
+                dhead.add_(here.t() @ hidden[rows])
+
+
+def _fill_in_epilogues(
+    hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor, vocab_size: int, z: float, needed: bool
+) -> Results:
+    """With the softmax inside the matmuls: gradients are needed for that, and rows in whole tiles; for the rest of the
+    rows, our kernel."""
+    from zero2all.ops.kernels import softmax_epilogue as epilogue
+    from zero2all.ops.kernels.cross_entropy import cross_entropy_in_place
+
+    whole = hidden.shape[0] // epilogue.ROWS * epilogue.ROWS if needed else 0
+    if whole == 0:
+        return fill_by_chunks(cross_entropy_in_place)(hidden, head, targets, weights, vocab_size, z, needed)
+    results = Results.empty(hidden, head, z, needed, head_rows=epilogue.gradient_rows(head.shape[0]))
+    losses, penalties, dhidden, dhead = results
+    assert dhidden is not None
+    assert dhead is not None
+    epilogue.losses_and_gradients(
+        hidden[:whole], head, targets, weights, vocab_size, z, CHUNK_ROWS, losses, penalties, dhidden, dhead
+    )
+    rest = results._replace(dhead=dhead[: head.shape[0]])
+    _fill_rows(rest, cross_entropy_in_place, hidden, head, targets, weights, vocab_size, z, whole)
+    return results
+
+
 def _chunked(
-    kernel: ChunkKernel, hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor, vocab_size: int, z: float
+    fill: Fill, hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor, vocab_size: int, z: float
 ) -> Loss:
     hidden, head = for_autocast(hidden, head)
     rows = hidden.reshape(-1, hidden.shape[-1]).contiguous()
-    total, losses = LinearCrossEntropy.apply(
-        rows, head, targets.reshape(-1), weights.reshape(-1), vocab_size, z, kernel
-    )
+    total, losses = LinearCrossEntropy.apply(rows, head, targets.reshape(-1), weights.reshape(-1), vocab_size, z, fill)
     return total, losses.view(targets.shape)
 
 
@@ -146,7 +228,7 @@ def chunked_linear_cross_entropy(
     hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor, vocab_size: int, z: float = 0.0
 ) -> Loss:
     """Chunk by chunk in plain torch."""
-    return _chunked(torch_kernel, hidden, head, targets, weights, vocab_size, z)
+    return _chunked(fill_by_chunks(torch_kernel), hidden, head, targets, weights, vocab_size, z)
 
 
 def triton_linear_cross_entropy(
@@ -155,7 +237,14 @@ def triton_linear_cross_entropy(
     """Chunk by chunk with our kernel."""
     from zero2all.ops.kernels.cross_entropy import cross_entropy_in_place
 
-    return _chunked(cross_entropy_in_place, hidden, head, targets, weights, vocab_size, z)
+    return _chunked(fill_by_chunks(cross_entropy_in_place), hidden, head, targets, weights, vocab_size, z)
+
+
+def quack_linear_cross_entropy(
+    hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor, vocab_size: int, z: float = 0.0
+) -> Loss:
+    """Chunk by chunk with the softmax inside QuACK's matmuls."""
+    return _chunked(_fill_in_epilogues, hidden, head, targets, weights, vocab_size, z)
 
 
 def torch_linear_cross_entropy(
@@ -192,10 +281,42 @@ def _needs_liger_without_z(situation: Situation) -> str | None:
     return needs_liger(situation) or ("its losses would hold the z term" if situation.z_loss else None)
 
 
+def _needs_quack(situation: Situation) -> str | None:
+    problem = needs_quack(situation)
+    if problem is None and torch.cuda.get_device_capability()[0] != 9:
+        problem = "its matmuls take the softmax in on GPUs of the Hopper generation only"
+    if problem is None and situation.dtype != torch.bfloat16:
+        problem = f"it computes in bfloat16, and the model is {str(situation.dtype).removeprefix('torch.')}"
+    if problem is None and situation.vocab_size % 64:
+        problem = f"it wants rows of the head in multiples of 64, and there are {situation.vocab_size}"
+    return problem or problem_in_trial()
+
+
+@cache
+def problem_in_trial() -> str | None:
+    """What goes wrong when QuACK computes a little loss, z term, padding and all; None: nothing does."""
+    vocab_size, z, rows = 630, 1e-3, 300
+    generator = torch.Generator(trial.DEVICE).manual_seed(2)
+    targets = torch.randint(-1, vocab_size, (rows,), generator=generator, device=trial.DEVICE)
+    weights = torch.rand(rows, generator=generator, device=trial.DEVICE)
+
+    def function(hidden: Tensor, head: Tensor) -> Tensor:
+        return quack_linear_cross_entropy(hidden, head, targets, weights, vocab_size, z)[0]
+
+    def formula(hidden: Tensor, head: Tensor) -> Tensor:
+        logits = hidden @ head[:vocab_size].t()
+        penalties = z * logits.logsumexp(dim=-1).square() * (targets >= 0)
+        losses = F.cross_entropy(logits, targets, reduction="none", ignore_index=-1)
+        return ((losses + penalties) * weights).sum()
+
+    return trial.problem_of(function, formula, [(rows, 256), (640, 256)], torch.bfloat16)
+
+
 IMPLEMENTATIONS = (
     Implementation("triton", triton_linear_cross_entropy, needs_triton, compile_safe=False),
     Implementation("chunked", chunked_linear_cross_entropy, compile_safe=False),
     Implementation("off", through_cross_entropy),
     Implementation("torch", torch_linear_cross_entropy, _needs_torch_2_13),
+    Implementation("quack", quack_linear_cross_entropy, _needs_quack, compile_safe=False),
     Implementation("liger", liger_linear_cross_entropy, _needs_liger_without_z, compile_safe=False),
 )

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zero2all.ops import trial
-from zero2all.ops.implementation import Implementation, Situation, needs_liger, needs_triton
+from zero2all.ops.implementation import Implementation, Situation, needs_liger, needs_quack, needs_triton
 
 
 def gate_and_up(pairs: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,16 +46,7 @@ def triton_swiglu(pairs: Tensor) -> Tensor:
 
 
 def _needs_quack(situation: Situation) -> str | None:
-    problem = needs_triton(situation)
-    if problem is None and not trial.is_there("quack"):
-        problem = "quack-kernels is not installed"
-    if problem is None and torch.cuda.get_device_capability()[0] not in (9, 10):
-        problem = "it needs a GPU of the Hopper or Blackwell generation"
-    if problem is None and situation.dtype not in (torch.bfloat16, torch.float16):
-        problem = f"it computes in bfloat16 or float16, and the model is {str(situation.dtype).removeprefix('torch.')}"
-    for name in ("hidden_size", "intermediate_size"):
-        if problem is None and getattr(situation, name) % 8:
-            problem = f"it wants multiples of 8, and {name} is {getattr(situation, name)}"
+    problem = needs_quack(situation)
     if problem is None and situation.keeps_results:
         problem = "recompute: selective keeps results of torch's operators only, and would compute it twice"
     return problem or problem_in_trial(situation.dtype)

@@ -1,0 +1,186 @@
+"""The head and the loss with the softmax in the epilogues of QuACK's matmuls.
+
+Where there is no GPU, or no QuACK, formulas that answer as its functions do stand in for them: what is ours around
+them is then tested all the same.
+"""
+
+import importlib
+import math
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from agreement import assert_agrees, assert_close, random, random_ids, values_and_gradients
+from torch import Tensor
+
+pytest.importorskip("triton", reason="the kernels around it are written in Triton, which is not installed")
+
+from zero2all.ops import linear_cross_entropy, trial
+from zero2all.ops.linear_cross_entropy import quack_linear_cross_entropy, triton_linear_cross_entropy
+
+LOW, Z = torch.bfloat16, 1e-2
+OURS = "zero2all.ops.kernels.softmax_epilogue"
+
+
+class Epilogue:
+    """A matmul D (+)= A B^T, and what `fn` makes of its result."""
+
+    def __init__(self, fn):
+        self.fn = fn
+
+    def gemm(self, a, b, d, *, epi_args, transform_a=None, add_to_output=False, **tiles):
+        del transform_a, tiles
+        found = self.fn(a.double() @ b.double().t(), **{name: value[0, :, None] for name, value in epi_args.items()})
+        d.copy_(found["D"] + d if add_to_output else found["D"])
+
+
+class ScaledExponentials:
+    """Exponentials by tiles, each by a power of two of its own, and what is needed to put them together."""
+
+    def gemm(self, a, b, d, *, epi_args, tile_N, **tiles):
+        del tiles
+        width = epi_args["max_log2"]
+        assert width == tile_N
+        assert b.shape[0] % width == 0
+        logits = (a.double() @ b.double().t()).unflatten(1, (-1, width))
+        k = (logits.amax(dim=-1) * math.log2(math.e)).round()
+        e = torch.exp2(logits * math.log2(math.e) - k.unsqueeze(-1))
+        d.copy_(e.flatten(1))
+        epi_args["sum_exp"].copy_(e.sum(dim=-1))
+        epi_args["max_log2_out"].copy_(k)
+        target, out = epi_args["target"], epi_args["target_logit"]
+        out.fill_(math.nan)  # rows whose target lies elsewhere are not written
+        here = (target >= 0) & (target < b.shape[0])
+        out[here] = logits.flatten(1)[here].gather(1, target[here].unsqueeze(1)).squeeze(1).float()
+
+
+def operand(transform, matrix: Tensor, values: dict[str, Tensor], tile_m: int, tile_k: int) -> Tensor:
+    """The matrix as the tensor cores get it."""
+    assert matrix.shape[0] % tile_m == 0
+    u = values["u"]
+    assert u.is_contiguous()
+    by_columns = transform.kind == "colvec_ktile"
+    wide = u.t().repeat_interleave(tile_k, dim=1) if by_columns else u.repeat_interleave(64, dim=0)
+    assert wide.shape == matrix.shape
+    return transform.fn(matrix.double(), wide.double())
+
+
+class Transform:
+    def __init__(self, fn, kind):
+        self.fn, self.kind = fn, kind
+
+
+@pytest.fixture(autouse=True)
+def quack(device, monkeypatch):
+    """QuACK, or the formulas above in its place."""
+    if device != "cpu":
+        pytest.importorskip("quack", reason="quack-kernels is not installed")
+        if torch.cuda.get_device_capability()[0] != 9:
+            pytest.skip("the epilogues need a GPU of the Hopper generation")
+        return
+    modules = {
+        "quack": {},
+        "quack.epilogue": {},
+        "quack.epilogue.frontend": {"gemm_epilogue": lambda: Epilogue},
+        "quack.epilogue.library": {"identity_epi": Epilogue(lambda acc: {"D": acc})},
+        "quack.epilogue.scaled_exp": {"scaled_exp_target_epi": ScaledExponentials()},
+        "quack.operand_transform": {
+            "a_transform": lambda vec_size, args: lambda fn: Transform(fn, args["u"]),
+        },
+        "quack.operand_transform.host": {"transform_a_operand": operand},
+    }
+    for name, members in modules.items():
+        module = ModuleType(name)
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, OURS, raising=False)
+    monkeypatch.setitem(sys.modules, OURS, importlib.import_module(OURS))
+
+
+def head_and_loss(hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor, vocab_size: int, z: float):
+    logits = hidden @ head[:vocab_size].t()
+    logsum = logits.logsumexp(dim=-1)
+    counted = targets >= 0
+    losses = torch.where(counted, logsum - logits.gather(1, targets.clamp(min=0).unsqueeze(1)).squeeze(1), 0.0)
+    penalties = torch.where(counted, z * logsum.square(), 0.0)
+    return ((losses + penalties) * weights).sum(), losses.detach()
+
+
+def targets_for(vocab_size: int, rows: int) -> Tensor:
+    targets = random_ids(vocab_size, rows)
+    targets[:4] = torch.tensor([0, vocab_size - 1, -1, -100])
+    return targets
+
+
+def given(rows: int, columns: int, spread: float = 1.0) -> list[Tensor]:
+    return [random(rows, 64) / 8 * spread, random(columns, 64, seed=1)]
+
+
+@pytest.mark.parametrize("z", [0.0, Z], ids=["plain", "z"])
+@pytest.mark.parametrize(
+    ("vocab_size", "columns"),
+    [(384, 384), (192, 192), (448, 448), (500, 512), (577, 640), (574, 576)],
+    ids=["whole tiles", "one tile", "some behind", "padding behind", "one id behind", "padding in a tile"],
+)
+def test_loss_and_gradients_are_those_of_the_formula(device, vocab_size, columns, z):
+    others = (targets_for(vocab_size, 128), random(128, seed=3).abs().float(), vocab_size, z)
+    assert_agrees(quack_linear_cross_entropy, head_and_loss, given(128, columns), LOW, *others, device=device)
+
+
+@pytest.mark.parametrize("rows", [256, 300, 100], ids=["two chunks", "rows behind", "less than a tile"])
+def test_chunks_and_rows_that_fill_no_tile(device, rows, monkeypatch):
+    monkeypatch.setattr(linear_cross_entropy, "CHUNK_ROWS", 128)
+    others = (targets_for(448, rows), random(rows, seed=3).abs().float(), 448, Z)
+    assert_agrees(quack_linear_cross_entropy, head_and_loss, given(rows, 448), LOW, *others, device=device)
+
+
+def test_padding_takes_no_part_and_receives_exactly_nothing(device):
+    hidden, head = given(128, 448)
+    head[400:] = 1000.0
+    others = (targets_for(400, 128), random(128, seed=3).abs().float(), 400, Z)
+    moved = [value.to(device) if isinstance(value, Tensor) else value for value in others]
+    (total, _), gradients = values_and_gradients(
+        quack_linear_cross_entropy, [value.to(device, LOW) for value in (hidden, head)], *moved
+    )
+    assert not gradients[1][400:].any()
+    expected, _ = head_and_loss(hidden, head, *others)
+    assert_close(total, expected, 1e-2)
+
+
+def test_logits_far_apart_lose_nothing(device):
+    # The targets' tiles lie up to 60 nats below the largest logit.
+    others = (targets_for(576, 128), random(128, seed=3).abs().float(), 576, 0.0)
+    assert_agrees(quack_linear_cross_entropy, head_and_loss, given(128, 576, spread=16.0), LOW, *others, device=device)
+
+
+def test_gradient_of_the_head_is_added_to_main_grad_over_micro_batches(device):
+    hidden, head = (value.to(device, LOW) for value in given(128, 448))
+    others = (targets_for(448, 128).to(device), random(128, seed=3).abs().float().to(device), 448, 0.0)
+    plain = head.clone().requires_grad_()
+    triton_linear_cross_entropy(hidden, plain, *others)[0].backward()
+    head.requires_grad_()
+    head.main_grad = torch.zeros(head.shape, device=device)
+    for factor in (1.0, 0.3):
+        (quack_linear_cross_entropy(hidden, head, *others)[0] * factor).backward()
+    assert head.grad is None
+    assert_close(head.main_grad, 1.3 * plain.grad.double(), 6e-3)
+
+
+def test_losses_alone_take_the_kernel_that_writes_no_gradient(device):
+    hidden, head = (value.to(device, LOW) for value in given(128, 448))
+    others = (targets_for(448, 128).to(device), random(128, seed=3).abs().float().to(device), 448, 0.0)
+    with torch.no_grad():
+        found, wanted = (one(hidden, head, *others) for one in (quack_linear_cross_entropy, triton_linear_cross_entropy))
+    assert torch.equal(found[1], wanted[1])
+
+
+def test_the_trial_passes_what_is_right_and_names_what_is_wrong(device, monkeypatch):
+    monkeypatch.setattr(trial, "DEVICE", device)
+    linear_cross_entropy.problem_in_trial.cache_clear()
+    assert linear_cross_entropy.problem_in_trial() is None
+    if device == "cpu":
+        linear_cross_entropy.problem_in_trial.cache_clear()
+        monkeypatch.setattr(sys.modules[OURS], "identity_epi", Epilogue(lambda acc: {"D": acc * 1.1}))
+        assert "wrong by" in str(linear_cross_entropy.problem_in_trial())
+    linear_cross_entropy.problem_in_trial.cache_clear()
