@@ -86,6 +86,8 @@ LAZY_THIRD_PARTY = {
 }
 """Libraries a module may import when it meets what needs them (a corpus shard of their format, an address, …): never
 at the top."""
+EPILOGUES = {"ops.kernels.softmax_epilogue"}
+"""Kernels in the language of QuACK's epilogues: functions that it decorates, so it is imported at their top."""
 
 
 @dataclass(frozen=True)
@@ -261,6 +263,7 @@ def is_lazy(each: Import) -> bool:
 def test_the_trainer_needs_no_more_than_a_bare_gpu_image_has(part):
     beyond = [each for each in third_parties(part) if each.target.split(".")[0] not in TRAINER_THIRD_PARTY]
     beyond = [each for each in beyond if not (inside(short(each.importer), KERNELS) and each.target[:6] == "triton")]
+    beyond = [each for each in beyond if not (short(each.importer) in EPILOGUES and each.target[:5] == "quack")]
     assert [str(each) for each in beyond if each.at_top or not is_lazy(each)] == []
 
 
@@ -269,6 +272,13 @@ def test_our_kernels_are_imported_only_where_one_is_chosen():
     users = [each for each in ALL_IMPORTS if inside(each.target.removeprefix(f"{PACKAGE}."), KERNELS)]
     assert users
     assert [str(each) for each in users if each.at_top and not inside(short(each.importer), KERNELS)] == []
+
+
+def test_our_epilogues_are_imported_only_where_quack_was_found():
+    """They import QuACK at their top; the other kernels must run without it."""
+    users = [each for each in ALL_IMPORTS if each.target.removeprefix(f"{PACKAGE}.") in EPILOGUES]
+    assert {each.target.removeprefix(f"{PACKAGE}.") for each in users} == EPILOGUES
+    assert not any(each.at_top for each in users)
 
 
 def test_the_metrics_writer_and_the_limits_need_the_standard_library_only():

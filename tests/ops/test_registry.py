@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from zero2all.common.errors import UsageError
-from zero2all.ops import flash_packages, swiglu
+from zero2all.ops import flash_packages, linear_cross_entropy, swiglu
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.implementation import MAX_ROW, Implementation, Situation
 from zero2all.ops.registry import OPERATORS, OUTSIDE_COMPILATION, Choice, Ops, _choose, resolve
@@ -51,6 +51,7 @@ def hopper(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     monkeypatch.setattr(flash_packages, "problem_in_trial", lambda *_: None)
     monkeypatch.setattr(swiglu, "problem_in_trial", lambda *_: None)
+    monkeypatch.setattr(linear_cross_entropy, "problem_in_trial", lambda *_: None)
     pretend_packages(monkeypatch, there=OPTIONAL_PACKAGES)
 
 
@@ -198,7 +199,7 @@ def test_compiled_model_on_a_gpu_leaves_its_inner_operators_to_the_compiler(hopp
     for operator in set(OPERATORS) - set(OUTSIDE_COMPILATION):
         (implementation,) = [one for one in OPERATORS[operator] if one.name == taken[operator]]
         assert implementation.compile_safe
-    assert {taken[operator] for operator in OUTSIDE_COMPILATION} == {"triton"}
+    assert [taken[operator] for operator in OUTSIDE_COMPILATION] == ["quack", "triton", "triton"]
 
 
 def is_hidden_from_the_compiler(function) -> bool:
@@ -265,6 +266,16 @@ def test_swiglu_in_epilogues_says_what_it_wants(hopper, monkeypatch):
     assert "the model is float32" in refusal(dataclasses.replace(CUDA, dtype=torch.float32), swiglu="quack")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
     assert "Hopper" in refusal(CUDA, swiglu="quack")
+
+
+def test_softmax_in_epilogues_says_what_it_wants(hopper, monkeypatch):
+    assert probe("linear_cross_entropy", "quack", CUDA) is None
+    assert "multiples of 64" in refusal(dataclasses.replace(CUDA, vocab_size=1000), linear_cross_entropy="quack")
+    assert "the model is float16" in refusal(
+        dataclasses.replace(CUDA, dtype=torch.float16), linear_cross_entropy="quack"
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
+    assert "Hopper" in refusal(CUDA, linear_cross_entropy="quack")
 
 
 def test_z_term_is_refused_by_the_head_that_has_none():

@@ -31,7 +31,8 @@ from zero2all.model.config import ModelConfig, parameter_counts
 GIB = 2**30
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a value by train.precision."""
-HEAD_CHUNK_ROWS = 8192
+HEAD_CHUNK_ROWS = {"quack": 16384}
+OTHER_HEAD_CHUNK_ROWS = 8192
 """Tokens whose logits exist at once, where the head works in chunks (`zero2all.ops.linear_cross_entropy`)."""
 BLOCK_OF_8BIT_MOMENTS = 256
 """Values with one float32 scale (`zero2all.train.optimizers.adamw_8bit`)."""
@@ -313,7 +314,7 @@ def _head_peak(model: ModelConfig, settings: MemorySettings) -> float:
         per_logit = width if in_place else width + widened + 2 * wide  # log-probabilities and their gradient
         return float(tokens * model.vocab_rows * per_logit) + 2.0 * tokens * model.hidden_size * width
     per_logit = width + widened + 2 * wide if kind == "chunked" else width
-    chunk = float(min(tokens, HEAD_CHUNK_ROWS) * model.vocab_rows * per_logit)
+    chunk = float(min(tokens, HEAD_CHUNK_ROWS.get(kind, OTHER_HEAD_CHUNK_ROWS)) * model.vocab_rows * per_logit)
     return chunk + tokens * model.hidden_size * width + table * wide
 
 

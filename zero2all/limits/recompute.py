@@ -62,8 +62,7 @@ FUSED = {"rope": "triton", "rms_norm": "triton", "swiglu": "triton", "linear": "
 
 
 def _feed_forward_is_fused(operators: Mapping[str, str]) -> bool:
-    taken = operators.get("swiglu"), operators.get("linear")
-    return taken in (("triton", "into32"), ("triton", "fp8"), ("quack", "into32"))
+    return operators.get("swiglu") in ("triton", "quack") and operators.get("linear") in ("into32", "fp8")
 
 
 def hardware_flops_utilisation(

@@ -21,7 +21,7 @@ class OpsConfig:
     """eager: g * sigmoid(g) * u spelt out; torch: silu."""
     linear: Literal["auto", "plain", "into32", "fp8"] = "auto"
     """Of the blocks. into32: weight gradients are summed in float32; fp8: float8 tensor cores, never taken by auto."""
-    linear_cross_entropy: Literal["auto", "off", "chunked", "triton", "torch", "liger"] = "auto"
+    linear_cross_entropy: Literal["auto", "off", "chunked", "triton", "quack", "torch", "liger"] = "auto"
     """Head and loss. off: all logits at once; the others never hold them all."""
     cross_entropy: Literal["auto", "eager", "torch", "triton", "liger"] = "auto"
     """The loss on whole logits, where linear_cross_entropy is off."""

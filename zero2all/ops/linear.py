@@ -47,13 +47,9 @@ IMPLEMENTATIONS = (
 )
 
 
-FUSED = (("triton", "into32"), ("triton", "fp8"), ("quack", "into32"))
-"""SwiGLU and linear layers that come as one function."""
-
-
 def is_fused(swiglu_name: str, linear_name: str) -> bool:
     """Whether these two are fused into one feed-forward: our kernels, which torch.compile cannot look into."""
-    return (swiglu_name, linear_name) in FUSED
+    return swiglu_name in ("triton", "quack") and linear_name in ("into32", "fp8")
 
 
 def feed_forward(swiglu_name: str, swiglu: Swiglu, linear_name: str, linear: Linear) -> FeedForward:
@@ -77,7 +73,7 @@ def feed_forward(swiglu_name: str, swiglu: Swiglu, linear_name: str, linear: Lin
 
 
 def _fused(swiglu_name: str, linear_name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    if swiglu_name == "quack":
+    if linear_name == "into32" and swiglu_name == "quack":
         from zero2all.ops.kernels.epilogue import feed_forward_in_epilogues
 
         return feed_forward_in_epilogues

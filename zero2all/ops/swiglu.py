@@ -64,10 +64,10 @@ def problem_in_trial(dtype: torch.dtype) -> str | None:
 
 
 IMPLEMENTATIONS = (
+    # Inside the matmuls around it, where the linear layers are `into32` without biases; else as `triton`.
+    Implementation("quack", triton_swiglu, _needs_quack, compile_safe=False),
     Implementation("triton", triton_swiglu, needs_triton, compile_safe=False),
     Implementation("torch", torch_swiglu),
     Implementation("eager", eager_swiglu),
-    # Inside the matmuls around it, where the linear layers are `into32` without biases; else as `triton`.
-    Implementation("quack", triton_swiglu, _needs_quack, compile_safe=False),
     Implementation("liger", liger_swiglu, needs_liger, compile_safe=False),
 )

@@ -13,7 +13,7 @@ from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-PACKAGES = ("torch", "triton", "liger-kernel", "flash-attn-4")
+PACKAGES = ("torch", "triton", "liger-kernel", "flash-attn-4", "quack-kernels")
 MEASURED_PARTS = ("model", "ops", "train")
 
 

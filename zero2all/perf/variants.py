@@ -58,6 +58,8 @@ class Variant:
 
 KERNELS = {"rope": "triton", "rms_norm": "triton", "swiglu": "triton", "linear": "into32"}
 """Our kernels by name, for the row in which compilation would choose otherwise."""
+OWN_KERNELS = {"attention": "sdpa_cudnn", "rope": "triton", "swiglu": "triton", "linear_cross_entropy": "triton"}
+"""What `auto` takes where nothing is installed but torch and Triton."""
 
 VARIANTS = (
     Variant(ANCHOR, "all fused", "whole"),
@@ -97,7 +99,7 @@ VARIANTS = (
         "other choices",
         {"rope": "liger", "rms_norm": "liger", "swiglu": "liger", "linear_cross_entropy": "liger"},
     ),
-    Variant("swiglu-quack", "SwiGLU inside the matmuls (QuACK)", "other choices", {"swiglu": "quack"}),
+    Variant("own-kernels", "no FlashAttention 4, no QuACK", "other choices", OWN_KERNELS),
     Variant("lean-norm", "norm that keeps no sum", "other choices", {"rms_norm": "triton_lean"}),
     Variant("fp32-residual", "float32 residual", "other choices", model={"fp32_residual": True}),
     Variant("odd-vocabulary", "vocabulary {odd}, padded", "vocabulary", odd_vocabulary=True),

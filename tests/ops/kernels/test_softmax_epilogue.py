@@ -38,10 +38,9 @@ class Epilogue:
 class ScaledExponentials:
     """Exponentials by tiles, each by a power of two of its own, and what is needed to put them together."""
 
-    def gemm(self, a, b, d, *, epi_args, tile_N, **tiles):
-        del tiles
+    def gemm(self, a, b, d, *, epi_args, **tiles):
         width = epi_args["max_log2"]
-        assert width == tile_N
+        assert width == tiles["tile_N"]
         assert b.shape[0] % width == 0
         logits = (a.double() @ b.double().t()).unflatten(1, (-1, width))
         k = (logits.amax(dim=-1) * math.log2(math.e)).round()
@@ -82,11 +81,12 @@ def quack(device, monkeypatch):
     modules = {
         "quack": {},
         "quack.epilogue": {},
-        "quack.epilogue.frontend": {"gemm_epilogue": lambda: Epilogue},
+        "quack.epilogue.frontend": {"gemm_epilogue": lambda **_: Epilogue},
+        "quack.epilogue.ops": {"ColVecLoad": str},
         "quack.epilogue.library": {"identity_epi": Epilogue(lambda acc: {"D": acc})},
         "quack.epilogue.scaled_exp": {"scaled_exp_target_epi": ScaledExponentials()},
         "quack.operand_transform": {
-            "a_transform": lambda vec_size, args: lambda fn: Transform(fn, args["u"]),
+            "a_transform": lambda args, **_: lambda fn: Transform(fn, args["u"]),
         },
         "quack.operand_transform.host": {"transform_a_operand": operand},
     }
@@ -130,7 +130,7 @@ def test_loss_and_gradients_are_those_of_the_formula(device, vocab_size, columns
 
 @pytest.mark.parametrize("rows", [256, 300, 100], ids=["two chunks", "rows behind", "less than a tile"])
 def test_chunks_and_rows_that_fill_no_tile(device, rows, monkeypatch):
-    monkeypatch.setattr(linear_cross_entropy, "CHUNK_ROWS", 128)
+    monkeypatch.setattr(linear_cross_entropy, "EPILOGUE_CHUNK_ROWS", 128)
     others = (targets_for(448, rows), random(rows, seed=3).abs().float(), 448, Z)
     assert_agrees(quack_linear_cross_entropy, head_and_loss, given(rows, 448), LOW, *others, device=device)
 
@@ -171,7 +171,9 @@ def test_losses_alone_take_the_kernel_that_writes_no_gradient(device):
     hidden, head = (value.to(device, LOW) for value in given(128, 448))
     others = (targets_for(448, 128).to(device), random(128, seed=3).abs().float().to(device), 448, 0.0)
     with torch.no_grad():
-        found, wanted = (one(hidden, head, *others) for one in (quack_linear_cross_entropy, triton_linear_cross_entropy))
+        found, wanted = (
+            one(hidden, head, *others) for one in (quack_linear_cross_entropy, triton_linear_cross_entropy)
+        )
     assert torch.equal(found[1], wanted[1])
 
 

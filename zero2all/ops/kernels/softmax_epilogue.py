@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from quack.epilogue.frontend import gemm_epilogue
 from quack.epilogue.library import identity_epi
+from quack.epilogue.ops import ColVecLoad
 from quack.epilogue.scaled_exp import scaled_exp_target_epi
 from quack.operand_transform import a_transform
 from quack.operand_transform.host import transform_a_operand
@@ -56,9 +57,9 @@ def _rescaled_turned(x, u):
     return x * u
 
 
-@gemm_epilogue()
-def _times_factor(acc, v):
-    return {"D": acc * v}
+@gemm_epilogue(ops={"factor": ColVecLoad("factor")})
+def _times_factor(acc, factor):
+    return {"D": acc * factor}
 
 
 @triton.jit
@@ -199,7 +200,7 @@ def losses_and_gradients(
         )  # fmt: skip
         _times_factor.gemm(
             transform_a_operand(_rescaled, E[:, :V], {"u": scales[: V // GROUP]}, ROWS, GROUP), head.mT, dhidden[rows],
-            epi_args={"v": factors.unsqueeze(0)}, transform_a=_rescaled,
+            epi_args={"factor": factors.unsqueeze(0)}, transform_a=_rescaled,
             tile_M=ROWS, tile_N=256, tile_K=GROUP, cluster_M=2, cluster_N=1,
         )  # fmt: skip
         identity_epi.gemm(
