@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from zero2all.limits.floors import linear_shapes, operator_work, optimizer_work
+from zero2all.limits.floors import distinct_ids, linear_shapes, operator_work, optimizer_work
 from zero2all.model.config import ModelConfig
 
 REFERENCE = ModelConfig(vocab_size=64320)
@@ -21,6 +23,20 @@ def test_bytes_of_one_token_of_the_reference_model():
     assert per_token("rope") == (2 * 40 * 64 * 2, 2 * 48 * 64 * 2)
     assert per_token("swiglu") == (3 * 5632 * 2, 5 * 5632 * 2)
     assert sum(per_token("cross_entropy")) == 2 * 64320 * 2
+
+
+def test_an_embedding_moves_a_row_per_token_and_one_per_different_id():
+    work = operator_work(REFERENCE, TOKENS, 2048, 2)["embedding"]
+    different = distinct_ids(64320, TOKENS)
+    assert work.forward_bytes == pytest.approx((TOKENS + different) * 2048 * 2)
+    assert work.backward_bytes == pytest.approx(TOKENS * 2048 * 2 + different * 2048 * 4 * 2)
+
+
+def test_different_ids_are_those_of_text_in_which_a_few_are_much_of_it():
+    assert distinct_ids(1, 10) == 1
+    assert distinct_ids(100, 1) == pytest.approx(1)
+    assert distinct_ids(3, 2) == pytest.approx(2 - (1 / 2) ** 2 - math.log(1.5, 4) ** 2 - math.log(4 / 3, 4) ** 2)
+    assert 5_000 < distinct_ids(64320, TOKENS) < TOKENS / 3
 
 
 def test_flops_of_a_micro_batch_of_the_reference_model():

@@ -205,7 +205,7 @@ def test_all_implementations_give_the_same_loss_and_gradient_in_float64(config):
     ids = tokens(length=21)
     reference = loss_and_gradients(build(config).double(), ids)
     whole_logits = {"linear_cross_entropy": "off"}
-    for operator in ("attention", "rms_norm", "swiglu", "linear", "linear_cross_entropy", "cross_entropy"):
+    for operator in ("attention", "rms_norm", "swiglu", "linear", "embedding", "linear_cross_entropy", "cross_entropy"):
         for implementation in OPERATORS[operator]:
             if implementation.probe(Situation("cpu", torch.float64)) is not None:
                 continue

@@ -235,19 +235,21 @@ def kernel_ops() -> Ops:
     pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("this test wants Triton's interpreter: TRITON_INTERPRET=1")
+    from zero2all.ops.embedding import triton_embedding
     from zero2all.ops.linear import into_32_linear
     from zero2all.ops.rms_norm import triton_rms_norm
     from zero2all.ops.rope import triton_rope
     from zero2all.ops.swiglu import triton_swiglu
 
     plain = resolve(OpsConfig(), "cpu")
-    names = {"rope": "triton", "rms_norm": "triton", "swiglu": "triton", "linear": "into32"}
+    names = {"rope": "triton", "rms_norm": "triton", "swiglu": "triton", "linear": "into32", "embedding": "triton"}
     return dataclasses.replace(
         plain,
         rope=triton_rope,
         rms_norm=triton_rms_norm,
         swiglu=triton_swiglu,
         linear=into_32_linear,
+        embedding=triton_embedding,
         feed_forward=feed_forward("triton", triton_swiglu, "into32", into_32_linear),
         choices=tuple(
             dataclasses.replace(choice, got=names.get(choice.operator, choice.got)) for choice in plain.choices

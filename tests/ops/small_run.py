@@ -23,6 +23,7 @@ EAGER = OpsConfig(
     rms_norm="eager",
     swiglu="eager",
     linear="plain",
+    embedding="torch",
     linear_cross_entropy="off",
     cross_entropy="eager",
     optimizer="eager",

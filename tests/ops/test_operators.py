@@ -201,6 +201,21 @@ def test_mean_square_of_a_bfloat16_row_is_summed_in_float32(function):
     assert float(normed[0, 1]) == pytest.approx(expected, rel=2**-8)
 
 
+# ---- embedding -----------------------------------------------------------------------------------------------------
+
+
+@implementations("embedding")
+@dtypes()
+def test_embedding_looks_rows_up_and_sums_their_gradients_by_id(function, dtype):
+    tokens = random_ids(6, 14).view(2, 7)
+    assert_agrees(
+        lambda table: function(tokens, table),
+        lambda table: torch.nn.functional.one_hot(tokens, 6).double() @ table,
+        [random(6, 5)],
+        dtype,
+    )
+
+
 # ---- feed-forward --------------------------------------------------------------------------------------------------
 
 

@@ -207,10 +207,11 @@ def is_hidden_from_the_compiler(function) -> bool:
 
 
 def test_opaque_implementation_that_was_named_is_kept_out_of_the_graph(kernels, hopper):
-    config = OpsConfig(swiglu="triton", linear="into32", rope="triton", rms_norm="triton", compile="block")
+    names = {"swiglu": "triton", "linear": "into32", "rope": "triton", "rms_norm": "triton", "embedding": "triton"}
+    config = OpsConfig(**names, compile="block")
     inside = resolve(config, dataclasses.replace(CUDA, compiled=True))
     outside = resolve(dataclasses.replace(config, compile="none"), CUDA)
-    for name in ("swiglu", "linear", "rope", "rms_norm", "feed_forward"):
+    for name in (*names, "feed_forward"):
         assert is_hidden_from_the_compiler(getattr(inside, name)), name
         assert not is_hidden_from_the_compiler(getattr(outside, name)), name
     assert not is_hidden_from_the_compiler(inside.attention)

@@ -5,12 +5,13 @@ other small things are left out. FLOPs: a multiply-add counts as 2. Divided by w
 second, a floor is a time nobody can beat without changing what is computed; the share of it that an implementation
 reaches says how much is left to gain.
 
-Legend: N tokens, T sequence length, C width, F inner width, Hq and Hk heads, D head width, V vocabulary rows, e bytes
-of a value, P parameters.
+Legend: N tokens, T sequence length, C width, F inner width, Hq and Hk heads, D head width, V vocabulary rows, U
+different ids, e bytes of a value, P parameters.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from zero2all.model.config import ModelConfig, parameter_counts
@@ -44,6 +45,7 @@ def operator_work(config: ModelConfig, tokens: int, seq_len: int, value_bytes: i
     N, T, C, F = tokens, seq_len, config.hidden_size, config.intermediate_size
     Hq, Hk, D, V, e = config.heads, config.kv_heads, config.head_size, config.vocab_rows, value_bytes
     matrices = linear_shapes(config)
+    U = distinct_ids(config.vocab_ids, N)
     work = {
         # in: residual, branch; out: normed, sum. Back: two gradients and the sum in, one gradient out.
         "rms_norm": Work(4.0 * N * C * e, 4.0 * N * C * e),
@@ -51,6 +53,8 @@ def operator_work(config: ModelConfig, tokens: int, seq_len: int, value_bytes: i
         "rope": Work(2.0 * N * (Hq + Hk) * D * e, 2.0 * N * (Hq + 2 * Hk) * D * e),
         # gate and up in, product out. Back: gate, up and one gradient in, two out.
         "swiglu": Work(3.0 * N * F * e, 5.0 * N * F * e),
+        # the rows of the ids that occur in, one row per token out. Back: those gradients in, added to float32 rows.
+        "embedding": Work((U + N) * C * e, N * C * e + 2 * U * C * WIDE_BYTES),
         # the logits are read, and their gradient written.
         "cross_entropy": Work(1.0 * N * V * e, 1.0 * N * V * e),
         # only the causal half counts; the backward recomputes the scores, which makes five matmuls of it.
@@ -61,6 +65,13 @@ def operator_work(config: ModelConfig, tokens: int, seq_len: int, value_bytes: i
     for name, (rows, columns) in matrices.items():
         work[f"linear/{name}"] = Work(forward_flops=2.0 * N * rows * columns, backward_flops=4.0 * N * rows * columns)
     return work
+
+
+def distinct_ids(vocabulary: int, tokens: int) -> float:
+    """How many different ids to expect among `tokens` of them in text, where the id of rank r has about 1/r of the
+    share of the first (Zipf): log((r + 1) / r) / log(vocabulary + 1), so that the shares add up to 1."""
+    whole = math.log(vocabulary + 1)
+    return math.fsum(1.0 - (1.0 - math.log1p(1 / rank) / whole) ** tokens for rank in range(1, vocabulary + 1))
 
 
 def optimizer_work(parameters: int) -> Work:

@@ -171,7 +171,7 @@ class Z2all(nn.Module):
         else:
             positions = _positions(segments)
             cos, sin = self.cos[positions], self.sin[positions]  # (B, T, D/2)
-        x = self.embedding_dropout(self.embedding(tokens))  # (B, T, C)
+        x = self.embedding_dropout(self.ops.embedding(tokens, self.embedding.weight))  # (B, T, C)
         if self.config.fp32_residual:
             x = widened(x)
         elif torch.is_autocast_enabled(tokens.device.type):

@@ -21,6 +21,8 @@ class OpsConfig:
     """eager: g * sigmoid(g) * u spelt out; torch: silu."""
     linear: Literal["auto", "plain", "into32", "fp8"] = "auto"
     """Of the blocks. into32: weight gradients are summed in float32; fp8: float8 tensor cores, never taken by auto."""
+    embedding: Literal["auto", "torch", "triton"] = "auto"
+    """triton: the backward pass touches only the rows of ids that occur; torch: it makes a whole table."""
     linear_cross_entropy: Literal["auto", "off", "chunked", "triton", "quack", "torch", "liger"] = "auto"
     """Head and loss. off: all logits at once; the others never hold them all."""
     cross_entropy: Literal["auto", "eager", "torch", "triton", "liger"] = "auto"

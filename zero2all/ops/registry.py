@@ -18,7 +18,17 @@ from typing import Any
 import torch
 
 from zero2all.common.errors import UsageError
-from zero2all.ops import attention, cross_entropy, linear, linear_cross_entropy, optimizer, rms_norm, rope, swiglu
+from zero2all.ops import (
+    attention,
+    cross_entropy,
+    embedding,
+    linear,
+    linear_cross_entropy,
+    optimizer,
+    rms_norm,
+    rope,
+    swiglu,
+)
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.implementation import Implementation, Situation
 
@@ -28,6 +38,7 @@ OPERATORS: dict[str, tuple[Implementation, ...]] = {
     "rms_norm": rms_norm.IMPLEMENTATIONS,
     "swiglu": swiglu.IMPLEMENTATIONS,
     "linear": linear.IMPLEMENTATIONS,
+    "embedding": embedding.IMPLEMENTATIONS,
     "linear_cross_entropy": linear_cross_entropy.IMPLEMENTATIONS,
     "cross_entropy": cross_entropy.IMPLEMENTATIONS,
     "optimizer": optimizer.IMPLEMENTATIONS,
@@ -56,6 +67,7 @@ class Ops:
     swiglu: Callable[..., Any]
     linear: Callable[..., Any]
     feed_forward: Callable[..., Any]
+    embedding: Callable[..., Any]
     linear_cross_entropy: Callable[..., Any]
     cross_entropy: Callable[..., Any]
     optimizer: Callable[..., Any]

@@ -85,6 +85,14 @@ def _linear(part: str, config: ModelConfig, batch: tuple[int, int], device: torc
     return Case(inputs, lambda function, given: (function(given[0], given[1], None),), gathers_into_main=True)
 
 
+def _embedding(_: str, config: ModelConfig, batch: tuple[int, int], device: torch.device) -> Case:
+    # Drawn as `zero2all.limits.floors.distinct_ids` counts them: in text, too, a few ids are much of it.
+    ids = ((config.vocab_ids + 1.0) ** torch.rand(batch, dtype=torch.float64, device=device)).long() - 1
+    tokens = ids.clamp(max=config.vocab_ids - 1)
+    inputs = [_normal(device, config.vocab_rows, config.hidden_size, std=config.init_std)]
+    return Case(inputs, lambda function, given: (function(tokens, given[0]),), gathers_into_main=True)
+
+
 def _targets(config: ModelConfig, count: int, device: torch.device) -> Tensor:
     return torch.randint(0, config.vocab_ids, (count,), device=device)
 
@@ -118,6 +126,7 @@ _CASES: dict[str, Callable[[str, ModelConfig, tuple[int, int], torch.device], Ca
     "rms_norm": _rms_norm,
     "swiglu": _swiglu,
     "linear": _linear,
+    "embedding": _embedding,
     "linear_cross_entropy": _linear_cross_entropy,
     "cross_entropy": _cross_entropy,
 }

@@ -22,6 +22,7 @@ NAIVE = {
     "rms_norm": "eager",
     "swiglu": "eager",
     "linear": "plain",
+    "embedding": "torch",
     "linear_cross_entropy": "off",
     "cross_entropy": "eager",
     "optimizer": "eager",
@@ -56,7 +57,7 @@ class Variant:
         return self.ops.get("compile", "none") != "none"
 
 
-KERNELS = {"rope": "triton", "rms_norm": "triton", "swiglu": "triton", "linear": "into32"}
+KERNELS = {"rope": "triton", "rms_norm": "triton", "swiglu": "triton", "linear": "into32", "embedding": "triton"}
 """Our kernels by name, for the row in which compilation would choose otherwise."""
 OWN_KERNELS = {"attention": "sdpa_cudnn", "rope": "triton", "swiglu": "triton", "linear_cross_entropy": "triton"}
 """What `auto` takes where nothing is installed but torch and Triton."""
@@ -77,6 +78,7 @@ VARIANTS = (
     Variant("without-rms-norm", "without fused RMSNorm", "leave one out", {"rms_norm": "eager"}),
     Variant("without-swiglu", "without fused SwiGLU", "leave one out", {"swiglu": "eager"}),
     Variant("without-linear", "without float32 weight gradients", "leave one out", {"linear": "plain"}),
+    Variant("without-embedding", "without fused embedding gradient", "leave one out", {"embedding": "torch"}),
     Variant("optimizer-fused", "AdamW: torch's fused", "leave one out", {"optimizer": "fused"}),
     Variant("optimizer-eager", "AdamW: torch's loop", "leave one out", {"optimizer": "eager"}),
     Variant("only-flash", "naive + flash attention", "step by step", {**NAIVE, "attention": "sdpa_flash"}),

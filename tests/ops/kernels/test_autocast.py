@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="the kernels are written in Triton, which i
 
 from zero2all.ops.kernels import linear
 from zero2all.ops.kernels.cross_entropy import triton_cross_entropy
+from zero2all.ops.kernels.embedding import triton_embedding
 from zero2all.ops.kernels.rms_norm import triton_add_rms_norm
 from zero2all.ops.kernels.rope import triton_rope
 from zero2all.ops.kernels.swiglu import triton_swiglu
@@ -49,6 +50,7 @@ CASES = {
         [False, False, True],
     ),
     "rope": (rope, [random(2, 4, 4, 6)], [False]),
+    "embedding": (lambda table: triton_embedding(random_ids(5, 9).to(table.device), table), [random(5, 4)], [False]),
     "swiglu": (triton_swiglu, [random(3, 10)], [True]),
     "cross_entropy": (
         lambda logits: triton_cross_entropy(logits, random_ids(9, 4).to(logits.device)),

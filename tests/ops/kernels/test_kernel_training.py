@@ -7,6 +7,7 @@ from small_run import EAGER, losses_of_a_run, resolved
 
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 
+from zero2all.ops.embedding import triton_embedding
 from zero2all.ops.linear import feed_forward, fp8_linear, into_32_linear
 from zero2all.ops.linear_cross_entropy import triton_linear_cross_entropy
 from zero2all.ops.optimizer import triton_adamw
@@ -29,6 +30,7 @@ def with_our_kernels(rms_norm=triton_rms_norm, linear_name="into32", linear=into
         swiglu=triton_swiglu,
         linear=linear,
         feed_forward=feed_forward("triton", triton_swiglu, linear_name, linear),
+        embedding=triton_embedding,
         linear_cross_entropy=triton_linear_cross_entropy,
         optimizer=triton_adamw,
         choices=tuple(choices),

@@ -3,7 +3,8 @@
 Forward: s = x + branch, normed = s / sqrt(mean(s^2) + eps) * weight; s is written back as the new residual and
 1/sqrt(...) is kept, one float per row. Backward, with g = dnormed * weight and h = s * rstd:
 ds = rstd * (g - h * mean(g * h)) + (what comes down the residual); it is the gradient of both x and branch.
-dweight is summed by each program over its rows and then over the programs, always in the same order.
+dweight is summed by each program over its rows and then, by a small kernel, over the programs, always in the same
+order; that kernel adds it to the weight's `main_grad` (see `zero2all.train.weights`) where there is one.
 
 The lean variant does not keep s. Its backward takes h = normed / weight from the output, which the linear layer behind
 the norm keeps for itself anyway, so that a norm costs no memory of its own; h then has the rounding of the output, and
@@ -25,6 +26,8 @@ from zero2all.ops.kernels.launch import processors, rows_of
 PROGRAMS_PER_PROCESSOR = 6
 """Best on an H200 at width 2048 with 4 warps: 95 % of what a copy moves. Fewer leave loads waiting, more spill."""
 LEAST_WEIGHT = 1e-6
+SUM_ROWS, SUM_COLUMNS = 256, 16
+"""Of a tile of the sum over programs: columns few enough that many programs share the work, 64 bytes of each row."""
 
 
 @triton.jit
@@ -75,6 +78,31 @@ def _backward(
     tl.store(dweight_parts + program * width + columns, dweight, mask=inside)
 
 
+@triton.jit
+def _sum_parts(parts, target, count, width, ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = columns < width
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for first in range(0, count, ROWS):
+        row = first + tl.arange(0, ROWS)[:, None]
+        total += tl.load(parts + row * width + columns[None, :], mask=(row < count) & inside[None, :], other=0.0)
+    dweight = tl.sum(total, axis=0)
+    if ADD:
+        dweight += tl.load(target + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(target + columns, dweight.to(target.dtype.element_ty), mask=inside)
+
+
+def add_sum_of_parts(weight: Tensor, parts: Tensor) -> Tensor | None:
+    """The sum of float32 rows: added to `weight.main_grad` where there is one, else returned in the weight's dtype."""
+    count, width = parts.shape
+    main = getattr(weight, "main_grad", None)
+    target = torch.empty_like(weight) if main is None else main
+    _sum_parts[(triton.cdiv(width, SUM_COLUMNS),)](
+        parts, target, count, width, ADD=main is not None, ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS, num_warps=8
+    )
+    return target if main is None else None
+
+
 def _warps(block: int) -> int:
     return max(1, min(16, block // 512))
 
@@ -99,7 +127,8 @@ class AddRmsNorm(torch.autograd.Function):
             HAS_BRANCH=branch is not None, BLOCK=block, num_warps=_warps(block),
         )  # fmt: skip
         out = normed.view(x.shape)
-        ctx.save_for_backward(out if lean else total, weight, rstd)
+        ctx.save_for_backward(out if lean else total, rstd)
+        ctx.weight = weight  # itself: a saved tensor may come back as another one, without `main_grad`
         ctx.lean, ctx.sum_dtype = lean, total.dtype
         ctx.set_materialize_grads(False)  # of the last norm nobody uses the sum
         ctx.branch_dtype = None if branch is None else branch.dtype
@@ -108,7 +137,8 @@ class AddRmsNorm(torch.autograd.Function):
     @staticmethod
     @without_autocast
     def backward(ctx: Any, dnormed: Tensor | None, dtotal: Tensor | None) -> tuple[Tensor | None, ...]:
-        kept, weight, rstd = ctx.saved_tensors
+        kept, rstd = ctx.saved_tensors
+        weight = ctx.weight
         if dnormed is None:
             dnormed = torch.zeros(kept.shape, dtype=weight.dtype, device=kept.device)
         width = weight.shape[0]
@@ -126,7 +156,7 @@ class AddRmsNorm(torch.autograd.Function):
         )  # fmt: skip
         dx = ds.view(dnormed.shape)
         dbranch = None if ctx.branch_dtype is None else dx.to(ctx.branch_dtype)
-        return dx, dbranch, parts.sum(dim=0).to(weight.dtype), None, None
+        return dx, dbranch, add_sum_of_parts(weight, parts), None, None
 
 
 def triton_add_rms_norm(

@@ -1,0 +1,162 @@
+"""Rows of a table by id, and a gradient that touches only those."""
+
+import pytest
+import torch
+from agreement import TOLERANCE, assert_agrees, assert_close, assert_same_bits, dtypes, random, random_ids
+from torch import Tensor
+
+pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
+
+from zero2all.ops.kernels import embedding
+from zero2all.ops.kernels.cross_entropy import triton_cross_entropy
+from zero2all.ops.kernels.embedding import triton_embedding
+from zero2all.ops.linear import into_32_linear
+
+LOW = torch.bfloat16
+
+
+def looked_up(tokens: Tensor):
+    return lambda table: triton_embedding(tokens.to(table.device), table)
+
+
+def reference(tokens: Tensor):
+    """A matmul with a row of zeros and a one per token."""
+    return lambda table: torch.nn.functional.one_hot(tokens, len(table)).to(table.dtype) @ table
+
+
+RUNS = {
+    "one token": [3],
+    "each id once": [4, 2, 0, 3, 1],
+    "a run of one piece": [1, 1, 1, 1],
+    "a run up to a border, another behind it": [0, 0, 0, 0, 1, 1, 1],
+    "a run over one border": [0, 0, 0, 1, 1, 1, 2],
+    "a run over all borders": [2] * 29,
+    "a run that begins at a border and crosses one": [0, 0, 0, 0, 1, 1, 1, 1, 1, 1],
+    "a run that ends at a border": [0, 0, 1, 1, 1, 1, 1, 1, 2],
+    "several long runs": [0] * 9 + [1] * 2 + [3] * 14 + [4] * 6,
+}
+runs = pytest.mark.parametrize("tokens", [torch.tensor(run) for run in RUNS.values()], ids=RUNS)
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """Borders at every fourth position, two rows at a time."""
+    monkeypatch.setattr(embedding, "PIECE", 4)
+    monkeypatch.setattr(embedding, "ROWS", 2)
+
+
+def shuffled(tokens: Tensor) -> Tensor:
+    return tokens[torch.randperm(len(tokens), generator=torch.Generator().manual_seed(5))]
+
+
+@runs
+def test_each_row_gets_the_sum_of_its_positions_wherever_pieces_end(device, small_pieces, tokens):
+    for ids in (tokens, shuffled(tokens)):
+        assert_agrees(looked_up(ids), reference(ids), [random(5, 3)], torch.float32, device=device)
+
+
+@dtypes(torch.float32, torch.bfloat16)
+@pytest.mark.parametrize(
+    ("shape", "rows", "width"),
+    [((1, 1), 1, 1), ((2, 7), 5, 33), ((3, 2, 5), 100, 6), ((150,), 3, 20)],
+    ids=str,
+)
+def test_rows_are_looked_up_and_gradients_summed_by_id(device, dtype, shape, rows, width):
+    tokens = random_ids(rows, torch.Size(shape).numel()).view(shape)
+    assert_agrees(looked_up(tokens), reference(tokens), [random(rows, width)], dtype, device=device)
+
+
+def test_wide_rows_are_cut_over_programs(device, monkeypatch):
+    monkeypatch.setattr(embedding, "LARGEST_BLOCK", 8)
+    tokens = torch.tensor([0, 1, 1, 2, 1] * 3)
+    assert_agrees(looked_up(tokens), reference(tokens), [random(4, 21)], torch.float32, device=device)
+
+
+def test_gradient_that_is_not_contiguous_is_read_as_it_is(device):
+    tokens = random_ids(4, 9)
+
+    def turned(function):
+        """A gradient comes back transposed."""
+        return lambda table: function(table).t().contiguous()
+
+    assert_agrees(turned(looked_up(tokens)), turned(reference(tokens)), [random(4, 6)], torch.float32, device=device)
+
+
+@runs
+def test_gradients_are_added_to_main_grad_over_micro_batches(device, small_pieces, tokens):
+    table = random(5, 3).to(device, LOW).requires_grad_()
+    table.main_grad = torch.ones(5, 3, device=device)
+    exact = random(5, 3).requires_grad_()
+    for micro_batch in range(2):
+        ids, direction = shuffled(tokens), random(len(tokens), 3, seed=micro_batch)
+        triton_embedding(ids.to(device), table).backward(direction.to(device, LOW))
+        reference(ids)(exact).backward(direction)
+    assert table.grad is None
+    assert_close(table.main_grad, 1.0 + exact.grad, TOLERANCE[torch.float32])
+
+
+def test_sum_of_many_positions_is_not_rounded_to_bfloat16(device):
+    # 1 added to 256 is lost in bfloat16; 300 is rounded once where the gradient has that dtype.
+    tokens = torch.zeros(300, dtype=torch.int64, device=device)
+    table = torch.zeros(2, 1, dtype=LOW, device=device).requires_grad_()
+    triton_embedding(tokens, table).sum().backward()
+    assert table.grad.flatten().tolist() == [300.0, 0.0]
+    table.grad, table.main_grad = None, torch.full((2, 1), 1000.0, device=device)
+    triton_embedding(tokens, table).sum().backward()
+    assert table.main_grad.flatten().tolist() == [1300.0, 1000.0]
+
+
+def test_rows_of_ids_that_do_not_occur_are_not_touched(device):
+    table = torch.zeros(6, 2, dtype=LOW, device=device).requires_grad_()
+    untouched = torch.tensor([-0.0, torch.inf], device=device).repeat(6, 1)
+    table.main_grad = untouched.clone()
+    triton_embedding(torch.tensor([4, 1, 4], device=device), table).sum().backward()
+    others = [0, 2, 3, 5]
+    assert torch.equal(table.main_grad[others].view(torch.int32), untouched[others].view(torch.int32))
+
+
+def test_tied_table_gathers_the_gradients_of_both_its_uses(device):
+    tokens, targets = random_ids(9, 12), random_ids(9, 12, seed=1)
+    table = (random(9, 4) / 4).to(device, LOW).requires_grad_()
+    table.main_grad = torch.zeros(9, 4, device=device)
+    logits = into_32_linear(triton_embedding(tokens.to(device), table), table)
+    triton_cross_entropy(logits, targets.to(device)).sum().backward()
+    exact = (random(9, 4) / 4).to(LOW).double().requires_grad_()
+    torch.nn.functional.cross_entropy(exact[tokens] @ exact.t(), targets, reduction="sum").backward()
+    assert table.grad is None
+    assert_close(table.main_grad, exact.grad, TOLERANCE[LOW])
+
+
+def test_other_uses_of_the_table_may_leave_an_ordinary_gradient(device):
+    table = torch.zeros(3, 2, dtype=LOW, device=device).requires_grad_()
+    table.main_grad = torch.zeros(3, 2, device=device)
+    (triton_embedding(torch.tensor([1], device=device), table).sum() + 2.0 * table.sum()).backward()
+    assert torch.equal(table.main_grad.cpu(), torch.tensor([[0.0], [1.0], [0.0]]).expand(3, 2))
+    assert torch.equal(table.grad.cpu(), torch.full((3, 2), 2.0, dtype=LOW))
+
+
+def test_the_same_tokens_give_the_same_bits(device):
+    tokens, direction = random_ids(7, 200).to(device), random(200, 5).float().to(device)
+    found = []
+    for _ in range(3):
+        table = torch.zeros(7, 5, device=device, requires_grad=True)
+        triton_embedding(tokens, table).backward(direction)
+        found.append(table.grad)
+    assert_same_bits(found[1:], [found[0]] * 2)
+
+
+def test_ids_outside_the_table_write_nowhere(device, small_pieces):
+    around = torch.zeros(3 + 4 + 3, 2, device=device)
+    ids = torch.tensor([-1] * 9 + [2] * 5 + [4] * 6 + [2**31 - 1], device=device)
+    embedding._sum_by_id(torch.ones(len(ids), 2, device=device), shuffled(ids.cpu()).to(device), around[3:7], add=True)
+    wanted = torch.zeros(10, 2)
+    wanted[3 + 2] = 5.0
+    assert torch.equal(around.cpu(), wanted)
+
+
+def test_no_tokens_are_no_gradient(device):
+    table = torch.ones(3, 2, device=device, requires_grad=True)
+    rows = triton_embedding(torch.zeros(1, 0, dtype=torch.int64, device=device), table)
+    assert rows.shape == (1, 0, 2)
+    rows.sum().backward()
+    assert not table.grad.any()
