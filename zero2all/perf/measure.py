@@ -115,8 +115,9 @@ def measure(
     """The figures of one config on one batch, as JSON values."""
     dtype = DTYPES[config.train.precision]
     ops = resolve(config.ops, situation(config, device.type, dtype))
+    before = _allocated_bytes(device)
     state = random_state(config, ops, device)
-    state_bytes = _state_bytes(state, device)
+    state_bytes = _state_bytes(state, device, before)
     compile_model(state.model)
     iterate = _iterations(state, batch, config.train.z_loss, device)
     pace = pace_of(iterate, batch.accumulation, device, seconds, warm_up_seconds)
@@ -220,12 +221,19 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-def _state_bytes(state: TrainState, device: torch.device) -> int:
+def _allocated_bytes(device: torch.device) -> int:
+    """What is there already: a probe that tries kernels out leaves the libraries' workspaces behind."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated(device)
+
+
+def _state_bytes(state: TrainState, device: torch.device, before: int) -> int:
     """Weights, masters, gradient and moments."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
-        return torch.cuda.memory_allocated(device)
+        return _allocated_bytes(device) - before
     flat = state.weights
     assert isinstance(flat, FlatWeights), "one process is not sharded"
     buffers = {buffer.data_ptr(): buffer.nbytes for buffer in (flat.weights, flat.masters, flat.gradients)}

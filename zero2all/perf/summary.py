@@ -8,6 +8,7 @@ from typing import Any
 from zero2all.limits.flops import CONVENTIONS
 from zero2all.perf.ablate import Ablation
 from zero2all.perf.batch import SEED_BATCH, BatchShape
+from zero2all.perf.environment import PACKAGES
 from zero2all.perf.results import Line, anchors, newest, row_key
 from zero2all.perf.seed_table import DEVICE, SEED_ROWS, SeedRow, seed_mfu_percent, seed_row
 from zero2all.perf.variants import ANCHOR, VARIANTS, Variant, title_of
@@ -160,7 +161,7 @@ def _figure(value: float | None, form: str) -> str:
 def notes(ablation: Ablation, tables: list[BatchTable]) -> list[str]:
     """What must be said below the tables."""
     here = ablation.environment
-    versions = ", ".join(f"{name} {here[name]}" for name in ("driver", "torch", "triton", "liger-kernel") if here[name])
+    versions = ", ".join(f"{name} {here[name]}" for name in ("driver", *PACKAGES) if here.get(name))
     found = [f"{device_of(ablation)}; {versions}; random tokens, {ablation.config.train.precision}"]
     for table in tables:
         if len(table.anchors) > 1:
