@@ -269,6 +269,15 @@ def test_swiglu_in_epilogues_says_what_it_wants(hopper, monkeypatch):
     assert "Hopper" in refusal(CUDA, swiglu="quack")
 
 
+def test_swiglu_in_epilogues_is_taken_only_where_the_matmuls_around_it_are_ours(hopper):
+    taken = resolve(OpsConfig(), CUDA).taken
+    assert (taken["swiglu"], taken["linear"]) == ("quack", "into32")
+    for linear in ("plain", "fp8"):
+        assert resolve(OpsConfig(linear=linear), CUDA).taken["swiglu"] == "triton"
+        with pytest.raises(UsageError, match=f"linear is {linear}"):
+            resolve(OpsConfig(linear=linear, swiglu="quack"), CUDA)
+
+
 def test_softmax_in_epilogues_says_what_it_wants(hopper, monkeypatch):
     assert probe("linear_cross_entropy", "quack", CUDA) is None
     assert "multiples of 64" in refusal(dataclasses.replace(CUDA, vocab_size=1000), linear_cross_entropy="quack")

@@ -37,6 +37,8 @@ class Situation:
     """Whether torch.compile is around the operators."""
     keeps_results: bool = False
     """Whether results of attention and matmuls are to be kept while the rest is recomputed (recompute: selective)."""
+    linear: str = ""
+    """The implementation of the linear layers, where it is known: it is chosen before the operators between them."""
     sharded: bool = False
     """Whether each process keeps a part of every weight and gathers the rest for each pass (FSDP2)."""
 
@@ -76,11 +78,16 @@ class Implementation:
     """Largest relative error against float64 that its tests allow in bfloat16 (0: the operator's own default)."""
 
 
+def has_triton() -> bool:
+    """Whether it is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
 def needs_triton(situation: Situation) -> str | None:
     """The probe of our kernels."""
     if situation.device != "cuda":
         return "it needs a CUDA device"
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         return "triton is not installed"
     if situation.dtype == torch.float64:
         return "its sums are float32, and the model is float64"

@@ -19,7 +19,7 @@ the logits are at hand. The price: the weight of each token in the loss must be 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,14 @@ from torch import Tensor
 
 from zero2all.ops import trial
 from zero2all.ops.autocast import for_autocast, without_autocast
-from zero2all.ops.implementation import Implementation, Situation, needs_liger, needs_quack, needs_triton
+from zero2all.ops.implementation import (
+    Implementation,
+    Situation,
+    has_triton,
+    needs_liger,
+    needs_quack,
+    needs_triton,
+)
 from zero2all.ops.widen import widened
 
 CHUNK_ROWS = 8192
@@ -117,7 +124,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, dsum: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         dhidden, dhead = ctx.saved_tensors
         main = getattr(ctx.head, "main_grad", None)
-        if main is not None and dhidden.is_cuda:  # a main_grad is there for our kernels, so Triton is too
+        if main is not None and dhidden.is_cuda and has_triton():
             from zero2all.ops.kernels.scaled import add_scaled_, scaled
 
             add_scaled_(main, dhead, dsum)
@@ -176,22 +183,30 @@ def _fill_rows(
 
 
 def _fill_in_epilogues(
-    hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor, vocab_size: int, z: float, needed: bool
+    hidden: Tensor,
+    head: Tensor,
+    targets: Tensor,
+    weights: Tensor,
+    vocab_size: int,
+    z: float,
+    needed: bool,
+    chunk_rows: int | None = None,
 ) -> Results:
-    """With the softmax inside the matmuls: gradients are needed for that, and rows in whole tiles; for the rest of the
-    rows, our kernel."""
+    """With the softmax inside the matmuls: gradients are needed for that, rows in whole tiles, and a tile of columns;
+    for the rest, our kernel."""
     from zero2all.ops.kernels import softmax_epilogue as epilogue
     from zero2all.ops.kernels.cross_entropy import cross_entropy_in_place
 
     whole = hidden.shape[0] // epilogue.ROWS * epilogue.ROWS if needed else 0
-    if whole == 0:
+    if whole == 0 or vocab_size < epilogue.TILE:
         return fill_by_chunks(cross_entropy_in_place)(hidden, head, targets, weights, vocab_size, z, needed)
     results = Results.empty(hidden, head, z, needed, head_rows=epilogue.gradient_rows(head.shape[0]))
     losses, penalties, dhidden, dhead = results
     assert dhidden is not None
     assert dhead is not None
+    chunk = EPILOGUE_CHUNK_ROWS if chunk_rows is None else chunk_rows
     epilogue.losses_and_gradients(
-        hidden[:whole], head, targets, weights, vocab_size, z, EPILOGUE_CHUNK_ROWS, losses, penalties, dhidden, dhead
+        hidden[:whole], head, targets, weights, vocab_size, z, chunk, losses, penalties, dhidden, dhead
     )
     rest = results._replace(dhead=dhead[: head.shape[0]])
     _fill_rows(rest, cross_entropy_in_place, hidden, head, targets, weights, vocab_size, z, whole)
@@ -202,6 +217,8 @@ def _chunked(
     fill: Fill, hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor, vocab_size: int, z: float
 ) -> Loss:
     hidden, head = for_autocast(hidden, head)
+    if not torch.is_grad_enabled():  # a parameter asks for its gradient all the same
+        hidden, head = hidden.detach(), head.detach()
     rows = hidden.reshape(-1, hidden.shape[-1]).contiguous()
     total, losses = LinearCrossEntropy.apply(rows, head, targets.reshape(-1), weights.reshape(-1), vocab_size, z, fill)
     return total, losses.view(targets.shape)
@@ -298,12 +315,13 @@ def _needs_quack(situation: Situation) -> str | None:
 def problem_in_trial() -> str | None:
     """What goes wrong when QuACK computes a little loss, z term, padding and all; None: nothing does."""
     vocab_size, z, rows = 630, 1e-3, 300
+    fill = partial(_fill_in_epilogues, chunk_rows=128)  # two chunks: the second adds to the first one's gradient
     generator = torch.Generator(trial.DEVICE).manual_seed(2)
     targets = torch.randint(-1, vocab_size, (rows,), generator=generator, device=trial.DEVICE)
     weights = torch.rand(rows, generator=generator, device=trial.DEVICE)
 
     def function(hidden: Tensor, head: Tensor) -> Tensor:
-        return quack_linear_cross_entropy(hidden, head, targets, weights, vocab_size, z)[0]
+        return _chunked(fill, hidden, head, targets, weights, vocab_size, z)[0]
 
     def formula(hidden: Tensor, head: Tensor) -> Tensor:
         logits = hidden @ head[:vocab_size].t()

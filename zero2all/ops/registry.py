@@ -11,6 +11,7 @@ graph on either side; under compilation `auto` therefore takes the first that it
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -95,16 +96,19 @@ def resolve(config: OpsConfig, where: str | Situation) -> Ops:
     """The implementation of every operator for this device, or for all that is known of the situation."""
     situation = Situation(where) if isinstance(where, str) else where
     functions: dict[str, Callable[..., Any]] = {}
-    choices = []
-    for operator, implementations in OPERATORS.items():
+    by_operator: dict[str, Choice] = {}
+    for operator in sorted(OPERATORS, key=lambda name: name != "linear"):  # first what others are fused into
         inside = situation.compiled and operator not in OUTSIDE_COMPILATION
         implementation, choice = _choose(
-            operator, getattr(config, operator), implementations, situation, config.strict, inside
+            operator, getattr(config, operator), OPERATORS[operator], situation, config.strict, inside
         )
         opaque = inside and not implementation.compile_safe
         function = implementation.function
         functions[operator] = torch.compiler.disable(function) if opaque else function
-        choices.append(choice)
+        by_operator[operator] = choice
+        if operator == "linear":
+            situation = dataclasses.replace(situation, linear=choice.got)
+    choices = [by_operator[operator] for operator in OPERATORS]
     taken = {choice.operator: choice.got for choice in choices}
     feed_forward = linear.feed_forward(taken["swiglu"], functions["swiglu"], taken["linear"], functions["linear"])
     opaque = situation.compiled and linear.is_fused(taken["swiglu"], taken["linear"])

@@ -47,6 +47,8 @@ def triton_swiglu(pairs: Tensor) -> Tensor:
 
 def _needs_quack(situation: Situation) -> str | None:
     problem = needs_quack(situation)
+    if problem is None and situation.linear not in ("", "into32"):
+        problem = f"it is part of the matmuls of linear: into32, and linear is {situation.linear}"
     if problem is None and situation.keeps_results:
         problem = "recompute: selective keeps results of torch's operators only, and would compute it twice"
     return problem or problem_in_trial(situation.dtype)
@@ -64,7 +66,7 @@ def problem_in_trial(dtype: torch.dtype) -> str | None:
 
 
 IMPLEMENTATIONS = (
-    # Inside the matmuls around it, where the linear layers are `into32` without biases; else as `triton`.
+    # Inside the matmuls around it; where those have biases, as `triton`.
     Implementation("quack", triton_swiglu, _needs_quack, compile_safe=False),
     Implementation("triton", triton_swiglu, needs_triton, compile_safe=False),
     Implementation("torch", torch_swiglu),

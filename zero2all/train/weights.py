@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from zero2all.model.z2all import Z2all
 from zero2all.ops.halves import join, split
+from zero2all.ops.implementation import has_triton
 from zero2all.parallel.world import World
 from zero2all.train.config import ParameterKind
 
@@ -177,7 +178,7 @@ class FlatWeights:
     def squared_norm(self, world: World) -> Tensor:
         """See `Weights`; every process has the whole gradient."""
         del world
-        if self.gradients.is_cuda and self.gradients.dtype == torch.float32 and _has_triton():
+        if self.gradients.is_cuda and self.gradients.dtype == torch.float32 and has_triton():
             from zero2all.ops.kernels.adamw import sum_of_squares
 
             return sum_of_squares(self.gradients)
@@ -255,9 +256,3 @@ def _stride(count: int, most: int) -> int:
 
 def _part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _has_triton() -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec("triton") is not None

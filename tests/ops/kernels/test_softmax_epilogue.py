@@ -7,6 +7,8 @@ them is then tested all the same.
 import importlib
 import math
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 
 import pytest
@@ -39,6 +41,8 @@ class ScaledExponentials:
     """Exponentials by tiles, each by a power of two of its own, and what is needed to put them together."""
 
     def gemm(self, a, b, d, *, epi_args, **tiles):
+        assert b.shape[0] > 0
+        assert epi_args["target"].data_ptr() % 32 == 0, "QuACK refuses it"
         width = epi_args["max_log2"]
         assert width == tiles["tile_N"]
         assert b.shape[0] % width == 0
@@ -107,6 +111,20 @@ def head_and_loss(hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor
     return ((losses + penalties) * weights).sum(), losses.detach()
 
 
+@contextmanager
+def watched_gradients() -> Iterator[list[str]]:
+    """Notes every buffer that is made for gradients."""
+    made, empty = [], linear_cross_entropy.Results.empty
+
+    def watched(hidden, head, z, needed, head_rows=None):
+        made.extend(["gradient"] * needed)
+        return empty(hidden, head, z, needed, head_rows)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear_cross_entropy.Results, "empty", staticmethod(watched))
+        yield made
+
+
 def targets_for(vocab_size: int, rows: int) -> Tensor:
     targets = random_ids(vocab_size, rows)
     targets[:4] = torch.tensor([0, vocab_size - 1, -1, -100])
@@ -120,8 +138,8 @@ def given(rows: int, columns: int, spread: float = 1.0) -> list[Tensor]:
 @pytest.mark.parametrize("z", [0.0, Z], ids=["plain", "z"])
 @pytest.mark.parametrize(
     ("vocab_size", "columns"),
-    [(384, 384), (192, 192), (448, 448), (500, 512), (577, 640), (574, 576)],
-    ids=["whole tiles", "one tile", "some behind", "padding behind", "one id behind", "padding in a tile"],
+    [(384, 384), (192, 192), (448, 448), (500, 512), (577, 640), (574, 576), (150, 192)],
+    ids=["whole tiles", "one tile", "some behind", "padding behind", "one id behind", "padding in a tile", "no tile"],
 )
 def test_loss_and_gradients_are_those_of_the_formula(device, vocab_size, columns, z):
     others = (targets_for(vocab_size, 128), random(128, seed=3).abs().float(), vocab_size, z)
@@ -167,14 +185,35 @@ def test_gradient_of_the_head_is_added_to_main_grad_over_micro_batches(device):
     assert_close(head.main_grad, 1.3 * plain.grad.double(), 6e-3)
 
 
+def test_targets_may_begin_anywhere(device):
+    # So do the ids behind the first one, where a batch is one row.
+    ids = random_ids(448, 129).to(device).unsqueeze(0)
+    others = (ids[:, 1:], torch.ones(1, 128, device=device), 448, 0.0)
+    (total, _), _ = values_and_gradients(
+        quack_linear_cross_entropy, [value.to(device, LOW) for value in given(128, 448)], *others
+    )
+    expected, _ = head_and_loss(*given(128, 448), ids[0, 1:].cpu(), torch.ones(128), 448, 0.0)
+    assert_close(total, expected, 1e-2)
+
+
+@pytest.mark.parametrize("what", [math.nan, math.inf], ids=["nan", "inf"])
+def test_hidden_states_that_are_no_numbers_give_a_loss_that_is_none(device, what):
+    hidden, head = (value.to(device, LOW) for value in given(128, 448))
+    hidden[5, 3] = what
+    others = (targets_for(448, 128).to(device), torch.ones(128, device=device), 448, 0.0)
+    total, _ = quack_linear_cross_entropy(hidden.requires_grad_(), head, *others)
+    assert not torch.isfinite(total)
+
+
 def test_losses_alone_take_the_kernel_that_writes_no_gradient(device):
     hidden, head = (value.to(device, LOW) for value in given(128, 448))
+    head.requires_grad_()  # as a parameter does, also where no gradient is wanted
     others = (targets_for(448, 128).to(device), random(128, seed=3).abs().float().to(device), 448, 0.0)
-    with torch.no_grad():
-        found, wanted = (
-            one(hidden, head, *others) for one in (quack_linear_cross_entropy, triton_linear_cross_entropy)
-        )
+    both = (quack_linear_cross_entropy, triton_linear_cross_entropy)
+    with torch.no_grad(), watched_gradients() as made:
+        found, wanted = (function(hidden, head, *others) for function in both)
     assert torch.equal(found[1], wanted[1])
+    assert made == []
 
 
 def test_the_trial_passes_what_is_right_and_names_what_is_wrong(device, monkeypatch):

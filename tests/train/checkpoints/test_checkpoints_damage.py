@@ -161,9 +161,10 @@ def test_a_rollback_withdraws_the_newer_ones_so_that_their_steps_can_be_saved_ag
 # ---- other versions ----
 
 
-def test_a_whole_checkpoint_of_a_newer_version_stops_the_run_and_is_left_where_it_is(run, reseal):
-    reseal(run / "checkpoints/step-00000020", format=3)
-    with pytest.raises(OtherVersionError, match=r"in checkpoint format 3; .* reads format 2"):
+@pytest.mark.parametrize("number", [2, 4], ids=["older", "newer"])
+def test_a_whole_checkpoint_of_another_version_stops_the_run_and_is_left_where_it_is(run, reseal, number):
+    reseal(run / "checkpoints/step-00000020", format=number)
+    with pytest.raises(OtherVersionError, match=rf"in checkpoint format {number}; .* reads format 3"):
         newest_checkpoint(run, set_aside=True)
     assert steps_of(run) == [20, 10]
 

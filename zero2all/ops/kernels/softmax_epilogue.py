@@ -38,9 +38,11 @@ GROUP = 64
 """Rows or columns of the operand that share a value of u."""
 ROWS = 128
 """Rows of a tile: the epilogues take multiples of it only."""
+ALIGNMENT = 32
+"""Bytes: where QuACK lets the targets begin."""
 FURTHEST = 80.0
-"""Nats between the sum of all columns and the tile of the target beyond which its gradient is held: E is bfloat16,
-whose largest value is e^88. Logits that far apart are not those of a model that learns."""
+"""Nats between the sum of all columns and the tile of the target beyond which its gradient fades: E is bfloat16, whose
+largest value is e^88. Logits that far apart are not those of a model that learns."""
 
 _LN2 = tl.constexpr(math.log(2.0))
 _LOG2E = tl.constexpr(math.log2(math.e))
@@ -114,7 +116,8 @@ def _close_rows(
     if HAS_LAST:
         here = tl.where(in_tiles, here, last)
     fixed = (tl.exp(logit - logsum) - 1.0 / slope) * tl.exp(tl.minimum(logsum - here * _LN2, _FURTHEST))
-    tl.store(exponentials + row * row_stride + target, fixed.to(exponentials.dtype.element_ty), mask=counted)
+    inside = counted & (target < row_stride)
+    tl.store(exponentials + row * row_stride + target, fixed.to(exponentials.dtype.element_ty), mask=inside)
 
     weight = tl.where(counted, tl.load(weights + row).to(tl.float32), 0.0)
     factor = weight * slope * tl.exp(top * _LN2 - logsum)
@@ -162,6 +165,8 @@ def losses_and_gradients(
     whole = tiles * TILE
     chunk = min(chunk_rows, count)
     device, narrow = hidden.device, hidden.dtype
+    if targets.data_ptr() % ALIGNMENT:  # the ids of one row behind its first one begin in the middle of an address
+        targets = targets.clone()
     exponentials = torch.empty(chunk, padded, dtype=narrow, device=device)
     exponentials[:, V:] = 0.0  # read by the matmul, and 0 times what was there could be no number
     numbers = torch.empty(2, chunk, tiles, dtype=torch.float32, device=device)

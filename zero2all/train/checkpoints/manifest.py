@@ -19,8 +19,9 @@ from zero2all.common.manifest import fingerprint
 from zero2all.train.checkpoints import documents
 from zero2all.train.checkpoints.layout import INDEX_NAME, STATE_NAME, TENSOR_FILE_NAME
 
-FORMAT = 2
-"""Raise it when the layout changes. Format 1 held whole tensors, written by one process."""
+FORMAT = 3
+"""Raise it when the layout changes. Format 1 held whole tensors, written by one process; in format 2 the rows of all
+gates came before those of all ups."""
 
 OWN_FIELDS = ("kind", "format", "zero2all", "step", "world_size", "files", "seal")
 SEAL = re.compile(rb',\n "seal": "([0-9a-f]{64})"\n}\n')
