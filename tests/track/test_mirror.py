@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import time
@@ -55,7 +56,13 @@ def synced(mirror: Mirror) -> Mirror:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    """All files; the mirror may be at work, so what goes while we look is not there."""
+    found = {}
+    for place, _, names in os.walk(folder):
+        for path in (Path(place, name) for name in names):
+            with contextlib.suppress(FileNotFoundError):
+                found[str(path.relative_to(folder))] = path.read_bytes()
+    return found
 
 
 def put(path: Path, data: bytes) -> None:
