@@ -11,10 +11,18 @@ import torch
 from torch import Tensor
 
 from zero2all.config import load_config
-from zero2all.limits.memory import GIB, MemorySettings, estimate_memory, kept_bytes_per_token, optimizer_bytes
+from zero2all.limits.memory import (
+    GIB,
+    HEAD_CHUNK_ROWS,
+    MemorySettings,
+    estimate_memory,
+    kept_bytes_per_token,
+    optimizer_bytes,
+)
 from zero2all.limits.recompute import FUSED, hardware_flops_utilisation, recomputed_flops_per_token
 from zero2all.model.config import ModelConfig, parameter_counts
 from zero2all.model.z2all import Z2all
+from zero2all.ops import linear_cross_entropy
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
 
@@ -46,6 +54,19 @@ def test_peak_of_the_1b_preset_is_within_one_percent_of_what_an_h200_measured(op
     estimate = estimate_memory(BILLION, MemorySettings(2048, 16, operators=fused(optimizer=optimizer, linear=linear)))
     assert estimate.total / GIB == pytest.approx(peak_gib, rel=0.01)
     assert estimate.state / GIB == pytest.approx(state_gib, rel=0.005)
+
+
+@pytest.mark.parametrize(("changes", "peak_gib"), [({"swiglu": "quack"}, 54.9), ({"linear": "fp8"}, 59.1)], ids=str)
+def test_so_is_it_with_the_softmax_inside_the_matmuls(changes, peak_gib):
+    operators = fused(optimizer="triton", attention="fa4", linear_cross_entropy="quack", **changes)
+    assert estimate_memory(BILLION, MemorySettings(2048, 16, operators=operators)).total / GIB == pytest.approx(
+        peak_gib, rel=0.01
+    )
+
+
+def test_chunks_of_the_head_are_those_of_the_operators():
+    assert HEAD_CHUNK_ROWS["triton"] == HEAD_CHUNK_ROWS["chunked"] == linear_cross_entropy.CHUNK_ROWS
+    assert HEAD_CHUNK_ROWS["quack"] == linear_cross_entropy.EPILOGUE_CHUNK_ROWS
 
 
 def test_masters_in_halves_make_the_state_16_bytes_a_parameter():

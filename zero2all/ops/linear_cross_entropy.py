@@ -69,8 +69,19 @@ def through_cross_entropy(cross_entropy: CrossEntropy) -> Callable[..., Loss]:
     return off
 
 
+class Given(NamedTuple):
+    """What the forward pass is given: (N, C), (V, C), (N,), (N,)."""
+
+    hidden: Tensor
+    head: Tensor
+    targets: Tensor
+    weights: Tensor
+    vocab_size: int
+    z: float
+
+
 class Results(NamedTuple):
-    """What the forward pass fills, by rows of hidden states: (N,), (N,), (N, C), and (V, C) in float32."""
+    """What it fills: (N,), (N,), (N, C), and (V, C) in float32."""
 
     losses: Tensor
     penalties: Tensor | None
@@ -78,11 +89,12 @@ class Results(NamedTuple):
     dhead: Tensor | None
 
     @staticmethod
-    def empty(hidden: Tensor, head: Tensor, z: float, needed: bool, head_rows: int | None = None) -> Results:
+    def empty(given: Given, needed: bool, head_rows: int | None = None) -> Results:
         """For these; `needed`: the gradients too. dhead is 0, or has `head_rows` rows that hold anything."""
+        hidden, head = given.hidden, given.head
         wide = torch.promote_types(hidden.dtype, torch.float32)
         losses = torch.empty(hidden.shape[0], dtype=wide, device=hidden.device)
-        penalties = torch.zeros_like(losses) if z else None
+        penalties = torch.zeros_like(losses) if given.z else None
         if not needed:
             return Results(losses, penalties, None, None)
         if head_rows is None:
@@ -92,8 +104,8 @@ class Results(NamedTuple):
         return Results(losses, penalties, torch.empty_like(hidden), dhead)
 
 
-Fill = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, bool], Results]
-"""(hidden (N, C), head (V, C), targets and weights (N,), vocab_size, z, whether gradients are needed) -> results."""
+Fill = Callable[[Given, bool], Results]
+"""The bool: whether gradients are needed."""
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -112,7 +124,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         fill: Fill,
     ) -> Loss:
         needed = any(ctx.needs_input_grad[:2])
-        losses, penalties, dhidden, dhead = fill(hidden, head, targets, weights, vocab_size, z, needed)
+        given = Given(hidden, head, targets, weights, vocab_size, z)
+        losses, penalties, dhidden, dhead = fill(given, needed)
         ctx.save_for_backward(dhidden, dhead if dhead is None else dhead[: head.shape[0]])
         ctx.head = head
         ctx.mark_non_differentiable(losses)
@@ -139,28 +152,17 @@ class LinearCrossEntropy(torch.autograd.Function):
 def fill_by_chunks(kernel: ChunkKernel) -> Fill:
     """Three matmuls a chunk, and `kernel` between the first and the others."""
 
-    def fill(
-        hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor, vocab_size: int, z: float, needed: bool
-    ) -> Results:
-        results = Results.empty(hidden, head, z, needed)
-        _fill_rows(results, kernel, hidden, head, targets, weights, vocab_size, z, 0)
+    def fill(given: Given, needed: bool) -> Results:
+        results = Results.empty(given, needed)
+        _fill_rows(results, kernel, given, 0)
         return results
 
     return fill
 
 
-def _fill_rows(
-    results: Results,
-    kernel: ChunkKernel,
-    hidden: Tensor,
-    head: Tensor,
-    targets: Tensor,
-    weights: Tensor,
-    vocab_size: int,
-    z: float,
-    start: int,
-) -> None:
+def _fill_rows(results: Results, kernel: ChunkKernel, given: Given, start: int) -> None:
     """Rows from `start` on; what the gradient of the head holds is added to."""
+    hidden, head, targets, weights, vocab_size, z = given
     losses, penalties, dhidden, dhead = results
     count = hidden.shape[0]
     if start == count:
@@ -182,25 +184,17 @@ def _fill_rows(
                 dhead.add_(here.t() @ hidden[rows])
 
 
-def _fill_in_epilogues(
-    hidden: Tensor,
-    head: Tensor,
-    targets: Tensor,
-    weights: Tensor,
-    vocab_size: int,
-    z: float,
-    needed: bool,
-    chunk_rows: int | None = None,
-) -> Results:
+def _fill_in_epilogues(given: Given, needed: bool, chunk_rows: int | None = None) -> Results:
     """With the softmax inside the matmuls: gradients are needed for that, rows in whole tiles, and a tile of columns;
     for the rest, our kernel."""
     from zero2all.ops.kernels import softmax_epilogue as epilogue
     from zero2all.ops.kernels.cross_entropy import cross_entropy_in_place
 
+    hidden, head, targets, weights, vocab_size, z = given
     whole = hidden.shape[0] // epilogue.ROWS * epilogue.ROWS if needed else 0
     if whole == 0 or vocab_size < epilogue.TILE:
-        return fill_by_chunks(cross_entropy_in_place)(hidden, head, targets, weights, vocab_size, z, needed)
-    results = Results.empty(hidden, head, z, needed, head_rows=epilogue.gradient_rows(head.shape[0]))
+        return fill_by_chunks(cross_entropy_in_place)(given, needed)
+    results = Results.empty(given, needed, head_rows=epilogue.gradient_rows(head.shape[0]))
     losses, penalties, dhidden, dhead = results
     assert dhidden is not None
     assert dhead is not None
@@ -208,8 +202,7 @@ def _fill_in_epilogues(
     epilogue.losses_and_gradients(
         hidden[:whole], head, targets, weights, vocab_size, z, chunk, losses, penalties, dhidden, dhead
     )
-    rest = results._replace(dhead=dhead[: head.shape[0]])
-    _fill_rows(rest, cross_entropy_in_place, hidden, head, targets, weights, vocab_size, z, whole)
+    _fill_rows(results._replace(dhead=dhead[: head.shape[0]]), cross_entropy_in_place, given, whole)
     return results
 
 

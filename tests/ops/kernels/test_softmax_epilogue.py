@@ -116,9 +116,9 @@ def watched_gradients() -> Iterator[list[str]]:
     """Notes every buffer that is made for gradients."""
     made, empty = [], linear_cross_entropy.Results.empty
 
-    def watched(hidden, head, z, needed, head_rows=None):
+    def watched(given, needed, head_rows=None):
         made.extend(["gradient"] * needed)
-        return empty(hidden, head, z, needed, head_rows)
+        return empty(given, needed, head_rows)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(linear_cross_entropy.Results, "empty", staticmethod(watched))
