@@ -29,7 +29,7 @@ def row_key(config: RunConfig, variant: Variant, batch: BatchShape, environment:
     """Equal for measurements that may replace each other."""
     values = config_values(vary(config, variant))
     decisive = {name: values[name] for name in ("model", "ops", "optim", "parallel")}
-    decisive |= {name: values["train"][name] for name in ("precision", "z_loss")}
+    decisive |= {name: values["train"][name] for name in ("precision", "z_loss", "cuda_graph")}
     return fingerprint([variant.name, variant.unpadded, str(batch), decisive, environment])
 
 

@@ -49,6 +49,9 @@ class TrainConfig:
     the results of attention and matmuls."""
     recompute_every: PositiveInt = 2
     """every_n: each so many-th block is recomputed."""
+    cuda_graph: Literal["auto", "on", "off"] = "auto"
+    """Whether a pass is recorded once and then replayed, which spares the host from queueing its kernels one by one;
+    auto: where the host would take longer than the device (small micro-batches)."""
     seed: Annotated[int, Range(minimum=0, maximum=2e9)] = 1234
     """Key of the initial weights and of dropout."""
 

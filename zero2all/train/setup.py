@@ -40,6 +40,7 @@ from zero2all.train.guards.ledger import SkipLedger
 from zero2all.train.guards.watch import INCIDENTS_FOLDER
 from zero2all.train.micro_batch import choose_micro_batch
 from zero2all.train.operators import changed_operators, resolve_together
+from zero2all.train.recorded import recorded_passes
 from zero2all.train.schedule import steps_with_anneal
 from zero2all.train.state import DTYPES, TrainState, new_state
 from zero2all.train.validate import open_valid_splits
@@ -53,6 +54,7 @@ FIELDS_FREE_ON_RESUME = (
     "train.micro_batch_samples",
     "train.recompute",
     "train.recompute_every",
+    "train.cuda_graph",
 )
 
 
@@ -194,6 +196,9 @@ def _build_state(
     state = new_state(model, config.optim, dtype, 1, sharded, config.train.seed)
     compile_model(model)
     state.micro_batch_samples, micro_notes = choose_micro_batch(config, model, world, run, state.weights.zero_gradients)
+    state.recorded = recorded_passes(
+        config, model, world.device, world.size, state.micro_batch_samples * config.data.seq_len
+    )
     counts = parameter_counts(config.model)
     where = (
         f"{world.size} x {environment(world.device)['device']}"
@@ -202,7 +207,12 @@ def _build_state(
     )
     spread = f", {config.parallel.data}" if world.size > 1 else ""
     size = f"model: {counts['total'] / 1e6:.2f} M parameters on {where}{spread}, {config.train.precision}"
-    return state, [size, *_half_precision_notes(world.device, dtype), *ops.notes(), *micro_notes]
+    notes = [size, *_half_precision_notes(world.device, dtype), *ops.notes(), *micro_notes]
+    if state.recorded is not None:
+        notes.append(
+            "passes are recorded as a CUDA graph: the host would take longer to queue them than the device to run"
+        )
+    return state, notes
 
 
 def _half_precision_notes(device: torch.device, dtype: torch.dtype) -> list[str]:

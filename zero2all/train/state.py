@@ -22,6 +22,7 @@ from zero2all.train.loss_scale import LossScale
 from zero2all.train.optimizers.factory import build_optimizer
 from zero2all.train.optimizers.flat_adamw import FlatAdamW
 from zero2all.train.optimizers.roles import model_roles
+from zero2all.train.recorded import RecordedPasses
 from zero2all.train.weights import FlatWeights, ShardedWeights, Weights
 
 DTYPES = {
@@ -58,6 +59,8 @@ class TrainState:
     micro_batch_samples: int
     """Rows of one pass at data.seq_len."""
     loss_scale: LossScale | None = None
+    recorded: RecordedPasses | None = None
+    """Runs the passes, where they are recorded."""
     step: int = 0
     tokens: int = 0
 

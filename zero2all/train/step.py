@@ -173,11 +173,14 @@ def _forward_backward(
         documents = None if segments is None else segments[here, :-1].to(device, non_blocking=True)
         shares = (counts[here] / counted).to(wide)
         anatomy.mark("collate")
-        hidden = state.model(ids[:, :-1], segments=documents)
-        anatomy.mark("forward")
-        total, losses = state.model.head_loss(hidden, ids[:, 1:], shares, config.train.z_loss)
-        anatomy.mark("loss")
-        (total if state.loss_scale is None else total * state.loss_scale.scale).backward()
+        if state.recorded is not None:
+            losses = state.recorded(ids, shares)  # forward and loss with it: nothing can be measured inside
+        else:
+            hidden = state.model(ids[:, :-1], segments=documents)
+            anatomy.mark("forward")
+            total, losses = state.model.head_loss(hidden, ids[:, 1:], shares, config.train.z_loss)
+            anatomy.mark("loss")
+            (total if state.loss_scale is None else total * state.loss_scale.scale).backward()
         row_nats[here] = (losses * counts[here]).sum(dim=1, dtype=torch.float64)
         anatomy.mark("backward")
     row_counts = counts.sum(dim=1, dtype=torch.float64)

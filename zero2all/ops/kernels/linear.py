@@ -103,15 +103,21 @@ class Float8Weight(NamedTuple):
 
 
 def float8_weight(weight: Tensor) -> Float8Weight:
-    """`weight` in float8, made anew only when the weight has changed: once per optimizer step."""
+    """`weight` in float8, made anew only when the weight has changed: once per optimizer step. A copy stays where it
+    is, because a recording of a pass (`zero2all.train.recorded`) reads it there."""
     known: Float8Weight | None = getattr(weight, "float8", None)
     if known is None or known.version != weight._version:
         with torch.no_grad():
             scale = scale_of(weight, E4M3)
             straight, turned = quantise(weight, E4M3, scale)
-        assert straight is not None
-        assert turned is not None
-        known = Float8Weight(weight._version, straight, turned, scale)
+            assert straight is not None
+            assert turned is not None
+            if known is None:
+                known = Float8Weight(weight._version, straight, turned, scale)
+            else:
+                for kept, new in ((known.straight, straight), (known.turned, turned), (known.scale, scale)):
+                    kept.copy_(new)
+                known = known._replace(version=weight._version)
         weight.float8 = known  # type: ignore[attr-defined]
     return known
 
