@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.train.states import copies
-from tests.train.test_train_gpu import CHANNELS, ROWS, SEQ_LEN, any_wait_is_an_error, gpu_batch, gpu_config, gpu_state
+from tests.train.test_train_gpu import CHANNELS, ROWS, any_wait_is_an_error, gpu_batch, gpu_config, gpu_state
 from zero2all.common.errors import UsageError
 from zero2all.config import RunConfig
 from zero2all.model.z2all import Z2all
@@ -52,6 +52,7 @@ def test_a_plain_run_on_one_gpu_can_be_recorded():
         ({"recompute": "full"}, 1, {}, "train.recompute: full"),
         ({"precision": "float16"}, 1, {}, "float16 scales the loss"),
         ({}, 1, {"attention": "flex"}, "flex is compiled"),
+        ({"cuda_graph": "on", "micro_batch_samples": "auto"}, 1, {}, "would both want the memory"),
         ({}, 1, {"rope": "liger", "swiglu": "liger"}, "liger-kernel's rope, swiglu"),
     ],
 )
@@ -82,24 +83,23 @@ def test_a_wish_that_cannot_be_fulfilled_is_an_error():
     model = Z2all(dataclasses.replace(the_1b().model, layers=1, hidden_size=32, heads=2, kv_heads=1), taking())
     cpu = torch.device("cpu")
     with pytest.raises(UsageError, match=r"train.cuda_graph = on: .* it needs a CUDA device. Use auto or off"):
-        recorded_passes(the_1b(cuda_graph="on"), model, cpu, 1, 4096)
-    assert recorded_passes(the_1b(), model, cpu, 1, 4096) is None
-    assert recorded_passes(the_1b(cuda_graph="off"), model, cpu, 1, 4096) is None
+        recorded_passes(the_1b(cuda_graph="on"), model, cpu, 1, 2, 256)
+    assert recorded_passes(the_1b(), model, cpu, 1, 2, 256) is None
+    assert recorded_passes(the_1b(cuda_graph="off"), model, cpu, 1, 2, 256) is None
 
 
 # ---- what they compute ----
 
 
-def trained(config, ops, cuda_graph, steps=5, batches=gpu_batch):
+def trained(config, ops, cuda_graph, steps=5, batches=gpu_batch, precision="bfloat16"):
     """Losses of some steps, and the state behind them. Attention by its formula: the fused ones add up in any order."""
-    settings = gpu_config(config, ops={"attention": "math", **ops}, cuda_graph=cuda_graph)
+    settings = gpu_config(config, precision, ops={"attention": "math", **ops}, cuda_graph=cuda_graph)
     state, world = gpu_state(settings), World(device=pick_device("cuda"))
-    state.recorded = recorded_passes(settings, state.model, world.device, 1, 4 * SEQ_LEN)
+    state.recorded = recorded_passes(settings, state.model, world.device, 1, 4, ROWS)
     results = [
         train_step(state, batches(seed), CHANNELS, settings, world, StepPlan(lr=0.01)).result() for seed in range(steps)
     ]
-    if state.recorded is not None:
-        assert state.recorded.problem == ""
+    assert (state.recorded is not None and state.recorded.is_recorded) == (cuda_graph == "on")
     return results, state
 
 
@@ -135,3 +135,17 @@ class TestOnAGpu:
         with any_wait_is_an_error():
             pending = train_step(state, batch, CHANNELS, settings, world, StepPlan(lr=0.01))
         assert np.isfinite(pending.result().loss)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+class TestWhatAutoTakes:
+    def test_the_operators_of_auto_can_be_recorded(self, config):
+        plain, _ = trained(config, {"attention": "auto"}, "off")
+        replayed, _ = trained(config, {"attention": "auto"}, "on")
+        assert [each.loss for each in replayed] == pytest.approx([each.loss for each in plain], rel=1e-3)
+
+    def test_so_can_float32_whose_gradients_autograd_adds_up(self, config):
+        plain, _ = trained(config, {}, "off", precision="float32")
+        replayed, _ = trained(config, {}, "on", precision="float32")
+        assert [each.loss for each in replayed] == [each.loss for each in plain]

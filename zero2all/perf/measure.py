@@ -120,11 +120,12 @@ def measure(
     state = random_state(config, ops, device)
     state_bytes = _state_bytes(state, device, before)
     compile_model(state.model)
-    state.recorded = recorded_passes(config, state.model, device, 1, batch.samples * batch.seq_len)
+    whole = batch.samples * batch.accumulation
+    state.recorded = recorded_passes(config, state.model, device, 1, batch.samples, whole)
     iterate = _iterations(state, batch, config.train.z_loss, device)
     pace = pace_of(iterate, batch.accumulation, device, seconds, warm_up_seconds)
     found = {**figures(config, batch, pace, device), "state_gib": state_bytes / 2**30, "ops": choices(ops)}
-    return found | {"recorded": state.recorded is not None and not state.recorded.problem}
+    return found | {"recorded": state.recorded is not None and state.recorded.is_recorded}
 
 
 def figures(config: RunConfig, batch: BatchShape, pace: Pace, device: torch.device) -> dict[str, Any]:

@@ -11,6 +11,8 @@ What a pass decides on the host cannot be recorded: `why_not_recorded` says wher
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor
 
@@ -43,6 +45,8 @@ def why_not_recorded(config: RunConfig, device: torch.device, processes: int, op
         f"train.recompute: {config.train.recompute} looks at the device's random state": config.train.recompute
         != "none",
         "float16 scales the loss": config.train.precision == "float16",
+        "micro_batch_samples: auto and cuda_graph: on would both want the memory": config.train.cuda_graph == "on"
+        and config.train.micro_batch_samples == "auto",
         "dropout draws numbers anew in every pass": any(dropouts),
         "data.document_mask gives every pass another shape of attention": config.data.document_mask,
         "ops.attention: flex is compiled": taken["attention"] == "flex",
@@ -66,11 +70,11 @@ def is_worth_it(config: RunConfig, device_name: str, tokens: int, ops: Ops) -> b
 class RecordedPasses:
     """Runs passes of one model; the first ones of a shape as they come, the others from a recording."""
 
-    def __init__(self, model: Z2all, z_loss: float) -> None:
-        self._model, self._z_loss = model, z_loss
+    def __init__(self, model: Z2all, z_loss: float, device: torch.device, insists: bool = False) -> None:
+        self._model, self._z_loss, self._device, self._insists = model, z_loss, device, insists
         # A recording is made in a stream of its own, and what autograd keeps for each weight belongs to the stream of
-        # its first backward pass.
-        self._stream = torch.cuda.Stream()
+        # its first backward pass. Of another priority than those that copy batches, so that it is none of them.
+        self._stream = torch.cuda.Stream(device, priority=-1)
         self._key: tuple[object, ...] | None = None
         self._seen = 0
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -78,25 +82,33 @@ class RecordedPasses:
         self.problem = ""
         """Why recording failed, where it did."""
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether there is a recording."""
+        return self._graph is not None
+
     def __call__(self, ids: Tensor, shares: Tensor) -> Tensor:
         """Ids (B, T + 1) and what each position counts (B, T) -> losses (B, T), which the next pass overwrites. The
         gradient is added where the weights keep it."""
-        key = (ids.shape, shares.dtype, self._model.cos.data_ptr(), self._model.training)
+        model = self._model
+        key = (ids.shape, shares.dtype, model.cos.data_ptr(), model.sin.data_ptr(), model.training)
         if key != self._key:
-            self._key, self._seen, self._graph = key, 0, None
-        if self._graph is None and self._seen >= EAGER_PASSES and not self.problem:
+            self._key, self._seen, self._graph, self._losses = key, 0, None, torch.empty(0)
+        if self.problem:
+            return self._forward_backward(ids, shares)
+        if self._graph is None and self._seen >= EAGER_PASSES:
             self._record(ids, shares)
         if self._graph is None:
             self._seen += 1
             return self._as_it_comes(ids, shares)
         self._ids.copy_(ids)
         self._shares.copy_(shares)
-        _renew_float8(self._model)
+        _renew_float8(model)
         self._graph.replay()
         return self._losses
 
     def _as_it_comes(self, ids: Tensor, shares: Tensor) -> Tensor:
-        here = torch.cuda.current_stream()
+        here = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(here)
         with torch.cuda.stream(self._stream):
             losses = self._forward_backward(ids, shares)
@@ -114,33 +126,49 @@ class RecordedPasses:
     def _record(self, ids: Tensor, shares: Tensor) -> None:
         _renew_float8(self._model)
         self._ids, self._shares = ids.clone(), shares.clone()
-        graph = torch.cuda.CUDAGraph()
+        graph, pool, here = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), torch.cuda.current_stream()
         try:
             # Other threads (a checkpoint being written) go on meanwhile.
-            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
                 self._losses = self._forward_backward(self._ids, self._shares)
-        except (RuntimeError, torch.OutOfMemoryError) as error:
-            self.problem = str(error).splitlines()[0]
+        except Exception as error:  # the packages' compilers have errors of their own
+            torch.cuda.set_stream(here)  # torch leaves the recording's stream in force when its end fails
+            with contextlib.suppress(RuntimeError):  # and its allocator in the belief that the recording goes on
+                torch._C._cuda_endAllocateToPool(here.device_index, pool)
+            if self._insists:
+                raise
+            self.problem = str(_first(error)).splitlines()[0]
             say(f"a pass could not be recorded ({self.problem}); passes are queued kernel by kernel, as before")
             return
         self._graph = graph
 
 
+def _first(error: BaseException) -> BaseException:
+    """What went wrong before everything that went wrong because of it."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error
+
+
 def recorded_passes(
-    config: RunConfig, model: Z2all, device: torch.device, processes: int, tokens: int
+    config: RunConfig, model: Z2all, device: torch.device, processes: int, samples: int, samples_per_step: int
 ) -> RecordedPasses | None:
-    """As `train.cuda_graph` says, for passes of so many tokens; None: passes are not recorded."""
+    """As `train.cuda_graph` says, for passes of so many samples; None: passes are not recorded."""
     asked, ops = config.train.cuda_graph, model.ops
     if asked == "off":
         return None
     problem = why_not_recorded(config, device, processes, ops)
+    if problem is None and samples_per_step % samples:
+        problem = f"passes of {samples} samples do not divide a step of {samples_per_step}: the last differs"
     if problem is not None and asked == "on":
         raise UsageError(f"train.cuda_graph = on: a pass of this run cannot be recorded: {problem}. Use auto or off.")
     if problem is not None:
         return None
-    if asked == "auto" and not is_worth_it(config, torch.cuda.get_device_name(device), tokens, ops):
+    if asked == "auto" and not is_worth_it(
+        config, torch.cuda.get_device_name(device), samples * config.data.seq_len, ops
+    ):
         return None
-    return RecordedPasses(model, config.train.z_loss)
+    return RecordedPasses(model, config.train.z_loss, device, insists=asked == "on")
 
 
 def _renew_float8(model: Z2all) -> None:

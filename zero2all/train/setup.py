@@ -197,7 +197,7 @@ def _build_state(
     compile_model(model)
     state.micro_batch_samples, micro_notes = choose_micro_batch(config, model, world, run, state.weights.zero_gradients)
     state.recorded = recorded_passes(
-        config, model, world.device, world.size, state.micro_batch_samples * config.data.seq_len
+        config, model, world.device, world.size, state.micro_batch_samples, config.samples_per_step
     )
     counts = parameter_counts(config.model)
     where = (
