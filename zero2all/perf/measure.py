@@ -193,11 +193,11 @@ def _iterations(state: TrainState, batch: BatchShape, z_loss: float, device: tor
         for number in range(micro_batches):
             rows = tokens[number % len(tokens)]
             if state.recorded is not None:
-                loss = loss + (state.recorded(rows, shares) * shares).sum()
-                continue
-            total, _ = model.loss(rows[:, :-1], rows[:, 1:], shares, None, z_loss)
-            total.backward()
-            loss = loss + total.detach()
+                losses = state.recorded(rows, shares)
+            else:
+                total, losses = model.loss(rows[:, :-1], rows[:, 1:], shares, None, z_loss)
+                total.backward()
+            loss = loss + (losses * shares).sum()
         norm = state.weights.squared_norm(one_process).sqrt()
         update(state, LEARNING_RATE, (CLIP_NORM / norm).clamp(max=1.0), ~torch.isfinite(norm))
         return loss
