@@ -209,7 +209,7 @@ def _build_state(
     size = f"model: {counts['total'] / 1e6:.2f} M parameters on {where}{spread}, {config.train.precision}"
     notes = [size, *_half_precision_notes(world.device, dtype), *ops.notes(), *micro_notes]
     if state.recorded is not None:
-        why = "as asked" if config.train.cuda_graph == "on" else "the host would take longer to queue them than they run"
+        why = "as asked" if config.train.cuda_graph == "on" else "the host would queue them slower than they run"
         notes.append(f"passes are recorded as a CUDA graph: {why}")
     return state, notes
 
