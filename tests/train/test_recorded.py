@@ -1,8 +1,6 @@
-"""Which runs record their passes; on a GPU, that a recording computes what the passes themselves compute."""
+"""Recorded passes: on a GPU, that a replay computes what the passes compute, and what happens where there is none."""
 
 from __future__ import annotations
-
-import dataclasses
 
 import numpy as np
 import pytest
@@ -10,82 +8,66 @@ import torch
 
 from tests.train.states import copies
 from tests.train.test_train_gpu import CHANNELS, ROWS, any_wait_is_an_error, gpu_batch, gpu_config, gpu_state
-from zero2all.common.errors import UsageError
-from zero2all.config import RunConfig
-from zero2all.model.z2all import Z2all
-from zero2all.ops.config import OpsConfig
-from zero2all.ops.registry import Choice, Ops, resolve
 from zero2all.packed.loader import Batch
 from zero2all.parallel.device import pick_device
 from zero2all.parallel.world import World
-from zero2all.perf.measured_config import load_measured_config
-from zero2all.train.recorded import EAGER_PASSES, is_worth_it, recorded_passes, why_not_recorded
+from zero2all.train import setup
+from zero2all.train.loop import train
+from zero2all.train.recorded import EAGER_PASSES, MOST_RECORDINGS, RecordedPasses, reason_of
+from zero2all.train.recording_choice import recorded_passes
 from zero2all.train.step import StepPlan, train_step
 
-CUDA, H200 = torch.device("cuda"), "NVIDIA H200"
 needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
-def taking(**names: str) -> Ops:
-    """The CPU's operators under other names."""
-    ops = resolve(OpsConfig(), "cpu")
-    choices = tuple(Choice(each.operator, each.asked, names.get(each.operator, each.got), "") for each in ops.choices)
-    return dataclasses.replace(ops, choices=choices)
+# ---- where there is none ----
 
 
-def the_1b(**changes) -> RunConfig:
-    config, _ = load_measured_config("z2all-1b", [])
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, **changes))
+def fail_twice() -> None:
+    try:
+        raise ValueError("a list of kernels\nand more")
+    finally:
+        raise RuntimeError("the recording could not be ended")
 
 
-# ---- which runs ----
+def test_the_reason_is_what_went_wrong_first():
+    with pytest.raises(RuntimeError) as caught:
+        fail_twice()
+    assert reason_of(caught.value) == "a list of kernels"
 
 
-def test_a_plain_run_on_one_gpu_can_be_recorded():
-    assert why_not_recorded(the_1b(), CUDA, 1, taking()) is None
+def test_there_is_a_reason_even_where_an_error_says_nothing():
+    assert reason_of(AssertionError()) == "AssertionError"
+    assert reason_of(ValueError("\n  \nat last")) == "at last"
 
 
-@pytest.mark.parametrize(
-    ("changes", "processes", "ops", "reason"),
-    [
-        ({}, 2, {}, "processes exchange gradients"),
-        ({"recompute": "full"}, 1, {}, "train.recompute: full"),
-        ({"precision": "float16"}, 1, {}, "float16 scales the loss"),
-        ({}, 1, {"attention": "flex"}, "flex is compiled"),
-        ({"cuda_graph": "on", "micro_batch_samples": "auto"}, 1, {}, "would both want the memory"),
-        ({}, 1, {"rope": "liger", "swiglu": "liger"}, "liger-kernel's rope, swiglu"),
-    ],
-)
-def test_what_is_decided_on_the_host_cannot(changes, processes, ops, reason):
-    assert reason in str(why_not_recorded(the_1b(**changes), CUDA, processes, taking(**ops)))
+class GivesUp:
+    """Computes passes as they come, and says after three of them that they cannot be recorded."""
+
+    def __init__(self, model) -> None:
+        self.model, self.passes, self.problem = model, 0, ""
+
+    def __call__(self, ids, shares):
+        self.passes += 1
+        self.problem = "a made-up one" if self.passes >= 3 else ""
+        total, losses = self.model.loss(ids[:, :-1], ids[:, 1:], shares)
+        total.backward()
+        return losses
 
 
-def test_neither_can_dropout_documents_or_compiled_blocks():
-    config = the_1b()
-    dropping = dataclasses.replace(config, model=dataclasses.replace(config.model, residual_dropout=0.1))
-    assert "dropout" in str(why_not_recorded(dropping, CUDA, 1, taking()))
-    masked = dataclasses.replace(config, data=dataclasses.replace(config.data, document_mask=True))
-    assert "document_mask" in str(why_not_recorded(masked, CUDA, 1, taking()))
-    compiled = dataclasses.replace(taking(), compile="block")
-    assert "ops.compile" in str(why_not_recorded(config, CUDA, 1, compiled))
+def test_a_run_goes_on_without_and_says_so_once(work, config, monkeypatch):
+    made, said = [], []
 
+    def gives_up(_config, model, *_rest):
+        made.append(GivesUp(model))
+        return made[0]
 
-def test_auto_records_where_the_host_is_the_limit():
-    config, ours, fp8 = the_1b(), taking(linear="into32"), taking(linear="fp8")
-    assert is_worth_it(config, H200, 2 * 2048, ours)
-    assert not is_worth_it(config, H200, 16 * 2048, ours)
-    assert is_worth_it(config, H200, 4 * 2048, fp8)
-    assert not is_worth_it(config, H200, 4 * 2048, ours)
-    assert not is_worth_it(config, "a card nobody knows", 2048, ours)
-
-
-def test_a_wish_that_cannot_be_fulfilled_is_an_error():
-    model = Z2all(dataclasses.replace(the_1b().model, layers=1, hidden_size=32, heads=2, kv_heads=1), taking())
-    cpu = torch.device("cpu")
-    with pytest.raises(UsageError, match=r"train.cuda_graph = on: .* it needs a CUDA device. Use auto or off"):
-        recorded_passes(the_1b(cuda_graph="on"), model, cpu, 1, 2, 256)
-    assert recorded_passes(the_1b(), model, cpu, 1, 2, 256) is None
-    assert recorded_passes(the_1b(cuda_graph="off"), model, cpu, 1, 2, 256) is None
+    monkeypatch.setattr(setup, "recorded_passes", gives_up)
+    assert train(config(), work, say=said.append).step == 8
+    assert made[0].passes == 4, "two passes a step; the second step is the last that is recorded"
+    about = [line for line in said if "recorded" in line]
+    assert about[0].startswith("passes will be recorded as a CUDA graph")
+    assert about[1:] == ["a pass cannot be recorded: a made-up one. From here on its kernels are queued one by one."]
 
 
 # ---- what they compute ----
@@ -146,6 +128,64 @@ class TestWhatAutoTakes:
         assert [each.loss for each in replayed] == pytest.approx([each.loss for each in plain], rel=1e-3)
 
     def test_so_can_float32_whose_gradients_autograd_adds_up(self, config):
-        plain, _ = trained(config, {}, "off", precision="float32")
-        replayed, _ = trained(config, {}, "on", precision="float32")
+        plain, without = trained(config, {}, "off", precision="float32")
+        replayed, recorded = trained(config, {}, "on", precision="float32")
         assert [each.loss for each in replayed] == [each.loss for each in plain]
+        wanted = copies(without)
+        assert all(torch.equal(value, wanted[name]) for name, value in copies(recorded).items())
+
+
+def passes_of(config, monkeypatch=None, spoil=None):
+    """Recorded passes of a small model on the GPU, ids and shares to feed them; `spoil`: called within its loss."""
+    settings = gpu_config(config)
+    state = gpu_state(settings)
+    if spoil is not None:
+        loss = state.model.loss
+        monkeypatch.setattr(state.model, "loss", lambda ids, *rest: (spoil(ids), loss(ids, *rest))[1])
+    ids = gpu_batch().tokens[:4]
+    shares = torch.full((4, ids.shape[1] - 1), 1e-3, device=ids.device)
+    return RecordedPasses(state.model, 0.0, ids.device), ids, shares
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+class TestWhatCannotBeRecorded:
+    def test_a_pass_that_asks_the_device_runs_as_it_comes_and_keeps_no_memory(self, config, monkeypatch):
+        passes, ids, shares = passes_of(config, monkeypatch, lambda ids: ids.sum().item())
+        wanted = passes(ids, shares).clone()
+        for _ in range(EAGER_PASSES - 1):
+            passes(ids, shares)
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        again = [passes(ids, shares).clone() for _ in range(4)]
+        assert passes.problem
+        assert not passes.is_recorded
+        torch.testing.assert_close(again[-1], wanted)
+        del again
+        torch.cuda.empty_cache()
+        assert torch.cuda.memory_reserved() <= before
+
+    def test_who_insists_gets_the_error(self, config, monkeypatch):
+        passes, ids, shares = passes_of(config, monkeypatch, lambda ids: ids.sum().item())
+        passes._insists = True
+        for _ in range(EAGER_PASSES):
+            passes(ids, shares)
+        with pytest.raises(RuntimeError, match="captur"):
+            passes(ids, shares)
+
+    def test_a_recording_that_leaves_too_little_memory_is_dropped(self, config, monkeypatch):
+        passes, ids, shares = passes_of(config)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1, 2**40))
+        for _ in range(EAGER_PASSES + 2):
+            passes(ids, shares)
+        assert not passes.is_recorded
+        assert "GiB to itself" in passes.problem
+
+    def test_passes_that_keep_changing_their_shape_are_left_alone(self, config):
+        passes, ids, shares = passes_of(config)
+        for number in range(MOST_RECORDINGS + 1):
+            rows = 1 + number % 2
+            for _ in range(EAGER_PASSES + 1):
+                passes(ids[:rows], shares[:rows])
+        assert "its shape has changed" in passes.problem
+        assert not passes.is_recorded

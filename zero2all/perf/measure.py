@@ -31,7 +31,7 @@ from zero2all.parallel.world import World
 from zero2all.perf.batch import BatchShape
 from zero2all.perf.gpu_watch import watched_gpu
 from zero2all.train.garbage import scheduled_garbage_collection
-from zero2all.train.recorded import recorded_passes
+from zero2all.train.recording_choice import recorded_passes
 from zero2all.train.setup import situation
 from zero2all.train.state import DTYPES, TrainState, new_state
 from zero2all.train.step import update
@@ -120,8 +120,9 @@ def measure(
     state = random_state(config, ops, device)
     state_bytes = _state_bytes(state, device, before)
     compile_model(state.model)
+    shaped = dataclasses.replace(config, data=dataclasses.replace(config.data, seq_len=batch.seq_len))
     whole = batch.samples * batch.accumulation
-    state.recorded = recorded_passes(config, state.model, device, 1, batch.samples, whole)
+    state.recorded = recorded_passes(shaped, state.model, device, 1, batch.samples, whole)
     iterate = _iterations(state, batch, config.train.z_loss, device)
     pace = pace_of(iterate, batch.accumulation, device, seconds, warm_up_seconds)
     found = {**figures(config, batch, pace, device), "state_gib": state_bytes / 2**30, "ops": choices(ops)}

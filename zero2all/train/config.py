@@ -56,10 +56,14 @@ class TrainConfig:
     """Key of the initial weights and of dropout."""
 
     def problems(self, place: str) -> list[Problem]:
-        """A run's name becomes a folder."""
-        if self.name and not any(mark in self.name for mark in "/\\") and not self.name.startswith("."):
-            return []
-        return [Problem(f"{place}.name", self.name, "a plain folder name without slashes or a leading dot")]
+        """A run's name becomes a folder. A search for the largest micro-batch leaves no memory for a recording."""
+        found = []
+        if not self.name or any(mark in self.name for mark in "/\\") or self.name.startswith("."):
+            found.append(Problem(f"{place}.name", self.name, "a plain folder name without slashes or a leading dot"))
+        if self.cuda_graph == "on" and self.micro_batch_samples == "auto":
+            expected = f"auto or off, or a number for {place}.micro_batch_samples: the largest leaves no memory for it"
+            found.append(Problem(f"{place}.cuda_graph", self.cuda_graph, expected))
+        return found
 
 
 @dataclass(frozen=True)

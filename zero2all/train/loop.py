@@ -300,6 +300,7 @@ class _Training:
         looks = _due(state.step + 1, config.track.update_ratios_every_steps)
         ratios = UpdateRatios(state) if looks else None
         pending = train_step(state, batch, len(prepared.data.channels), config, self.world, plan)
+        self._note_recording()
         if ratios is not None:
             self._log(ratios.after(self.world))
         done = state.step == prepared.last_step  # then validation and the last save follow behind the loop
@@ -324,6 +325,16 @@ class _Training:
         if validates or saves:
             self.reports.pause_ended()
         return None
+
+    def _note_recording(self) -> None:
+        """Passes that turn out not to be recordable are queued as they always were, and someone should know."""
+        recorded = self.state.recorded
+        if recorded is None or not recorded.problem:
+            return
+        self.state.recorded = None
+        problem = f"a pass cannot be recorded: {recorded.problem}. From here on its kernels are queued one by one."
+        self._event("warning", {"problem": problem})
+        self.say_all([problem])
 
     # ---- reading what steps did ----
 

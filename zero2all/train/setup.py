@@ -40,7 +40,7 @@ from zero2all.train.guards.ledger import SkipLedger
 from zero2all.train.guards.watch import INCIDENTS_FOLDER
 from zero2all.train.micro_batch import choose_micro_batch
 from zero2all.train.operators import changed_operators, resolve_together
-from zero2all.train.recorded import recorded_passes
+from zero2all.train.recording_choice import check_recording, recorded_passes
 from zero2all.train.schedule import steps_with_anneal
 from zero2all.train.state import DTYPES, TrainState, new_state
 from zero2all.train.validate import open_valid_splits
@@ -183,6 +183,7 @@ def _build_state(
     dtype = DTYPES[config.train.precision]
     sharded = config.parallel.data == "shard" and world.size > 1
     ops = resolve_together(config.ops, situation(config, world.device.type, dtype, sharded), world)
+    check_recording(config, world.device, world.size, ops)
     step = checkpoint.step if checkpoint else 0
     model = Z2all(model_at(step, config.model, config.stages), ops)
     if checkpoint is None:
@@ -210,7 +211,7 @@ def _build_state(
     notes = [size, *_half_precision_notes(world.device, dtype), *ops.notes(), *micro_notes]
     if state.recorded is not None:
         why = "as asked" if config.train.cuda_graph == "on" else "the host would queue them slower than they run"
-        notes.append(f"passes are recorded as a CUDA graph: {why}")
+        notes.append(f"passes will be recorded as a CUDA graph: {why}")
     return state, notes
 
 

@@ -155,7 +155,20 @@ def test_weight_is_made_small_again_only_when_it_has_changed(device):
     weight = random(16, 16).to(device, LOW)
     first = linear.float8_weight(weight)
     assert linear.float8_weight(weight) is first
+    scale, numbers = float(first.scale), first.straight.float()
     weight.mul_(2.0)
     second = linear.float8_weight(weight)
-    assert float(second.scale) == pytest.approx(2 * float(first.scale))
-    assert torch.equal(second.straight.float(), first.straight.float())
+    assert float(second.scale) == pytest.approx(2 * scale)
+    assert torch.equal(second.straight.float(), numbers)
+
+
+def test_its_small_copy_stays_where_a_recording_reads_it(device):
+    weight = random(16, 16).to(device, LOW)
+    first = linear.float8_weight(weight)
+    weight.copy_(random(16, 16).to(device, LOW))
+    second = linear.float8_weight(weight)
+    for place in ("straight", "turned", "scale"):
+        assert getattr(second, place).data_ptr() == getattr(first, place).data_ptr()
+    fresh = linear.float8_weight(weight.clone())
+    assert torch.equal(second.turned.float(), fresh.turned.float())
+    assert torch.equal(second.scale, fresh.scale)
