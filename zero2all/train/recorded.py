@@ -12,6 +12,7 @@ What a pass decides on the host cannot be recorded: `zero2all.train.recording_ch
 from __future__ import annotations
 
 import contextlib
+import gc
 
 import torch
 from torch import Tensor
@@ -85,27 +86,32 @@ class RecordedPasses:
             return
         _renew_float8(self._model)
         self._ids, self._shares = ids.clone(), shares.clone()
-        graph, pool, here = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), torch.cuda.current_stream()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self._device)
+        self._capture()
+        kept = torch.cuda.memory_reserved(self._device) - before
+        if self._graph is not None and not self._insists and torch.cuda.mem_get_info(self._device)[0] < kept:
+            # Validation and the optimizer had the memory of a pass to themselves in between. They must still have it.
+            self.problem = f"it would keep {kept / 2**30:.1f} GiB to itself, and less than that would be left"
+            self._forget()
+
+    def _capture(self) -> None:
+        graph, pool, here = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), torch.cuda.current_stream()
         try:
             # Other threads (a checkpoint being written) go on meanwhile.
             with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
                 self._losses = self._forward_backward(self._ids, self._shares)
         except Exception as error:  # the packages' compilers have errors of their own
             torch.cuda.set_stream(here)  # torch leaves the recording's stream in force when its end fails
-            del graph
-            _give_back(pool, self._device)
             if self._insists:
                 raise
             self.problem = reason_of(error)
+        else:
+            self._graph = graph
             return
-        self._graph = graph
-        kept = torch.cuda.memory_reserved(self._device) - before
-        if not self._insists and torch.cuda.mem_get_info(self._device)[0] < kept:
-            # Validation and the optimizer had the memory of a pass to themselves in between. They must still have it.
-            self.problem = f"it would keep {kept / 2**30:.1f} GiB to itself, and less than that would be left"
-            self._forget()
+        del graph
+        gc.collect()  # the error is forgotten by now, and with it all that its frames held
+        _give_back(pool, self._device)
 
     def _forget(self) -> None:
         self._graph, self._losses = None, torch.empty(0)
