@@ -480,7 +480,15 @@ def test_two_downloads_into_one_folder_are_kept_apart(fetch, hub, folder):
 def start_z2a(*words: str | Path, **variables: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "zero2all", "corpus", "download", *map(str, words)]
     environment = {**os.environ, **variables}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        # Where the tests themselves run in the background, Ctrl-C may be switched off, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
 
 
 def arrived(folder: Path) -> list[int]:
