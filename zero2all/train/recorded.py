@@ -17,6 +17,7 @@ import gc
 import torch
 from torch import Tensor
 
+from zero2all.common.errors import UsageError
 from zero2all.model.z2all import Z2all
 
 EAGER_PASSES = 2
@@ -103,9 +104,9 @@ class RecordedPasses:
                 self._losses = self._forward_backward(self._ids, self._shares)
         except Exception as error:  # the packages' compilers have errors of their own
             torch.cuda.set_stream(here)  # torch leaves the recording's stream in force when its end fails
-            if self._insists:
-                raise
             self.problem = reason_of(error)
+            if self._insists:
+                raise refusal(self.problem) from error
         else:
             self._graph = graph
             return
@@ -115,6 +116,11 @@ class RecordedPasses:
 
     def _forget(self) -> None:
         self._graph, self._losses = None, torch.empty(0)
+
+
+def refusal(problem: str) -> UsageError:
+    """Of a recording that was asked for."""
+    return UsageError(f"train.cuda_graph = on: a pass of this run cannot be recorded: {problem}. Use auto or off.")
 
 
 def reason_of(error: BaseException) -> str:

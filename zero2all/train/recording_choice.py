@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from zero2all.common.errors import UsageError
 from zero2all.config import RunConfig
 from zero2all.limits.flops import flops_per_token, peak_flops
 from zero2all.model.z2all import Z2all
 from zero2all.ops.registry import Ops
-from zero2all.train.recorded import RecordedPasses
+from zero2all.train.recorded import RecordedPasses, refusal
 
 HOST_SECONDS_PER_BLOCK = {"fp8": 5e-3}
 OTHER_HOST_SECONDS_PER_BLOCK = 3e-3
@@ -30,7 +29,7 @@ def recorded_passes(
     if problem is None and samples_per_step % samples:
         problem = f"passes of {samples} samples do not divide a step of {samples_per_step}: the last differs"
     if problem is not None and asked == "on":
-        raise _refusal(problem)
+        raise refusal(problem)
     if problem is not None:
         return None
     if asked == "auto" and not is_worth_it(
@@ -44,11 +43,7 @@ def check_recording(config: RunConfig, device: torch.device, processes: int, ops
     """Refuse a recording that is asked for and cannot be, before anything long is begun."""
     problem = why_not_recorded(config, device, processes, ops)
     if config.train.cuda_graph == "on" and problem is not None:
-        raise _refusal(problem)
-
-
-def _refusal(problem: str) -> UsageError:
-    return UsageError(f"train.cuda_graph = on: a pass of this run cannot be recorded: {problem}. Use auto or off.")
+        raise refusal(problem)
 
 
 def why_not_recorded(config: RunConfig, device: torch.device, processes: int, ops: Ops) -> str | None:
