@@ -67,6 +67,7 @@ class Tally:
     bytes_dropped: Counter[str] = field(default_factory=Counter)
     bytes_quarantined: int = 0
     masked: Counter[str] = field(default_factory=Counter)
+    private_use: Counter[str] = field(default_factory=Counter)
 
     def as_report(self) -> dict[str, Any]:
         """The counts as they stand in `report.json`."""
@@ -83,6 +84,7 @@ class Tally:
             "bytes_dropped": dict(sorted(self.bytes_dropped.items())),
             "bytes_quarantined": self.bytes_quarantined,
             "masked": dict(sorted(self.masked.items())),
+            "private_use": dict(sorted(self.private_use.items())),
         }
 
     def add(self, counts: Mapping[str, Any]) -> None:
@@ -93,6 +95,7 @@ class Tally:
         self.bytes_dropped.update(counts["bytes_dropped"])
         self.quarantined.update(counts["quarantined_by_reason"])
         self.masked.update(counts["masked"])
+        self.private_use.update(counts["private_use"])
 
     def drop_kept(self, reason: str, records: int, text_bytes: int) -> None:
         """Records counted as kept turned out to be duplicates."""
@@ -189,6 +192,8 @@ def summary_notes(report: dict[str, Any]) -> list[str]:
                 notes.append(f"{name}: {rule} dropped {share:.0%} of the records; see whether it should: {look}{such}")
         if source["masked"]:
             notes.append(f"{name}: masked {counts_in_words(source['masked'])}")
+        if source["private_use"]:
+            notes.append(f"{name}: {private_use_in_words(source['private_use'])}")
         if source["quarantined"]:
             reasons = counts_in_words(source["quarantined_by_reason"])
             notes.append(f"{name}: quarantined {reasons}; see corpus/quarantine/{name}.jsonl")
@@ -198,6 +203,15 @@ def summary_notes(report: dict[str, Any]) -> list[str]:
         if not source["valid_records"] and report["options"]["valid_share"]:
             notes.append(f"{name}: too few records to hold any out for validation")
     return notes + report["notes"]
+
+
+def private_use_in_words(counts: Mapping[str, int]) -> str:
+    """What became of the characters that only some font knows."""
+    records = f"{counts['records']:,} record{'' if counts['records'] == 1 else 's'}"
+    return (
+        f"private-use characters in {records}: {counts.get('mapped', 0):,} became the standard characters of GB18030, "
+        f"{counts.get('removed', 0):,} were taken out"
+    )
 
 
 def mapping_in_words(mapping: Mapping[str, str]) -> str:
