@@ -192,6 +192,8 @@ def summary_notes(report: dict[str, Any]) -> list[str]:
                 notes.append(f"{name}: {rule} dropped {share:.0%} of the records; see whether it should: {look}{such}")
         if source["masked"]:
             notes.append(f"{name}: masked {counts_in_words(source['masked'])}")
+        if source["contained"].get("records"):
+            notes.append(f"{name}: {contained_in_words(source['contained'])}")
         if source["private_use"]:
             notes.append(f"{name}: {private_use_in_words(source['private_use'])}")
         if source["quarantined"]:
@@ -203,6 +205,15 @@ def summary_notes(report: dict[str, Any]) -> list[str]:
         if not source["valid_records"] and report["options"]["valid_share"]:
             notes.append(f"{name}: too few records to hold any out for validation")
     return notes + report["notes"]
+
+
+def contained_in_words(contained: Mapping[str, Any]) -> str:
+    """How many records stand inside longer ones."""
+    example = contained["examples"][0]
+    return (
+        f"{contained['records']:,} of {contained['looked_up']:,} records looked up stand to 80% or more inside a "
+        f"longer one and were kept, such as gid {example['gid']} in gid {example['inside']}"
+    )
 
 
 def private_use_in_words(counts: Mapping[str, int]) -> str:
