@@ -48,6 +48,8 @@ OTHER_REASONS = {
 STRIKING_SHARE = 0.05
 """A rule that drops a larger share of a source is pointed at, with samples: it may not suit the text."""
 SHOWN_SAMPLES, SHOWN_CHARS = 2, 60
+FOUND_BY_DOCUMENT = "found for each document"
+"""The reason for the channel of a part of an `auto` source."""
 EXAMPLE_CHARS = 300
 """How much of a text the report shows as an example."""
 
@@ -175,7 +177,7 @@ def summary_notes(report: dict[str, Any]) -> list[str]:
     """What the table cannot say, a sentence each: what was guessed, dropped, quarantined, skipped."""
     notes = []
     for name, source in report["sources"].items():
-        if source["channel_guessed"]:
+        if source["channel_guessed"] and source["channel_reason"] != FOUND_BY_DOCUMENT:
             notes.append(f"{name}: channel guessed as {source['channel']} ({source['channel_reason']})")
         if source["mapping_guessed"]:
             words = [mapping_in_words(mapping) for mapping in source["mappings"]]
