@@ -35,7 +35,7 @@ from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.checkpoints.load import Checkpoint
 from zero2all.train.checkpoints.manifest import NOT_GOOD
 from zero2all.train.checkpoints.retention import Retention
-from zero2all.train.checkpoints.run_lock import LOCK_NAME, Fence, RunLock, behind, hold_run
+from zero2all.train.checkpoints.run_lock import LOCK_NAME, Fence, RunLock, behind, hold_run, no_fence
 from zero2all.train.checkpoints.set_aside import discard
 from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import CheckpointStore
@@ -142,7 +142,7 @@ def _locked_store(
             Retention(keep.keep_last, keep.keep_every_steps),
             when_busy=keep.when_busy,
             peer_timeout_seconds=config.parallel.timeout_seconds,
-            fence=lock.check,
+            fence=lock.check if lock.is_held() else no_fence,  # a rank on another disk has no lock to look at
             say=say,
         )
         try:
