@@ -115,7 +115,7 @@ def train(
             if metrics is not None:
                 metrics.close(config.track.close_timeout_seconds, reason, message)
                 with suppress(OSError):
-                    for problem in _tracking_problems(metrics):
+                    for problem in _tracking_problems(metrics) if lock.is_held() else ():
                         speak(problem)
 
 

@@ -130,6 +130,13 @@ def test_rollback_for_what_is_not_finite_goes_back_to_the_good_checkpoint_right_
     assert again[-1].to_step == 150, "one further than the time before"
 
 
+def test_without_a_checkpoint_to_go_back_to_what_is_not_finite_ends_the_run_as_ever():
+    policy, ledger = Policy(GuardsConfig(nonfinite="rollback", max_skips_in_a_row=5)), SkipLedger()
+    actions = [decide(policy, ledger, step, [spike(step, "nonfinite", 3)], []) for step in range(3, 8)]
+    assert [type(action) for action in actions] == [Continue] * 4 + [Stop]
+    assert ledger.entries == ()
+
+
 @pytest.mark.parametrize("setting", ["skip", "rollback"])
 def test_a_run_resumed_from_a_state_of_no_use_goes_further_back_and_leaves_no_data_out(setting):
     policy, ledger = Policy(GuardsConfig(nonfinite=setting)), SkipLedger()

@@ -145,8 +145,10 @@ class Policy:
         count = sum(since < one <= step for one in self._not_finite)
         if self.config.nonfinite != "rollback" or count < self.config.rollback_after_spikes:
             return None
-        # Weights and moments of a good checkpoint are finite: the one right before will do.
-        return self._go_back(step, finding, (), ledger, checkpoints, 1, f"{count} steps that were not finite")
+        # Weights and moments of a good checkpoint are finite: the one right before will do. Without one, no window is
+        # left out: that helps no weights that are not finite, and max_skips_in_a_row must be able to end the run.
+        action = self._go_back(step, finding, (), ledger, checkpoints, 1, f"{count} steps that were not finite")
+        return None if isinstance(action, SkipWindow) else action
 
     def _setting(self, finding: Finding) -> str:
         return self._kind_setting(finding.kind)
