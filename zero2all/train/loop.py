@@ -142,7 +142,8 @@ def _locked_store(
             Retention(keep.keep_last, keep.keep_every_steps),
             when_busy=keep.when_busy,
             peer_timeout_seconds=config.parallel.timeout_seconds,
-            fence=lock.check if lock.is_held() else no_fence,  # a rank on another disk has no lock to look at
+            # A rank on a disk of its own has no lock to look at.
+            fence=lock.check if world.is_first or lock.is_held() else no_fence,
             say=say,
         )
         try:

@@ -38,7 +38,7 @@ from zero2all.train.checkpoints.manifest import NOT_GOOD
 from zero2all.train.checkpoints.run_lock import Fence, behind
 from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.config import AnnealConfig, model_at
-from zero2all.train.guards.ledger import DamagedLedgerError, SkipLedger, keep_damaged, rebuilt_ledger
+from zero2all.train.guards.ledger import LEDGER_FILE, DamagedLedgerError, SkipLedger, keep_damaged, rebuilt_ledger
 from zero2all.train.guards.watch import INCIDENTS_FOLDER
 from zero2all.train.micro_batch import choose_micro_batch
 from zero2all.train.operators import changed_operators, resolve_together
@@ -194,12 +194,12 @@ def _read_ledger(run: Path, store: CheckpointStore, world: World) -> tuple[SkipL
         try:
             return SkipLedger.load(folder).state(), ""
         except DamagedLedgerError as error:
-            return None, str(error).split(" It says")[0]
+            return None, str(error)
 
     def rebuild() -> list[dict[str, Any]]:
         ledger = rebuilt_ledger(folder, known)
         store.fence()
-        keep_damaged(folder)
+        keep_damaged(folder / LEDGER_FILE)
         ledger.save(folder)
         return ledger.state()
 

@@ -60,7 +60,8 @@ def compare_replicas(tensors: Mapping[str, Tensor], peers: Peers) -> None:
         f"The replicas differ: {who} of {peers.size} does not hold what the others hold in {', '.join(names[:3])}{more}"
         f"{unsure}. This state was not saved; earlier checkpoints were compared too, and stand. Run the same command "
         f"again to continue from the newest: all ranks then start from the same bits. If the same rank is named again, "
-        f"its memory or its GPU is to blame (look for ECC errors): leave that machine out."
+        f"its memory or its GPU is to blame (look for ECC errors): leave that machine out. Devices of different kinds "
+        f"round differently and cannot hold replicas of one run; parallel.data: shard takes them."
     )
 
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError
-from zero2all.common.files import write_json
+from zero2all.common.files import write_atomic, write_json
 
 LEDGER_FILE = "skipped.json"
 
@@ -114,14 +114,11 @@ class SkipLedger:
         except FileNotFoundError:
             return SkipLedger()
         except (KeyError, TypeError, ValueError) as error:
-            raise DamagedLedgerError(
-                f"{path} is no readable record of skipped data ({error}). It says which samples the run leaves out: do "
-                f"not delete it. `z2a train` rebuilds it from the newest checkpoint and the incident pages."
-            ) from error
+            raise DamagedLedgerError(f"{path} is no readable record of skipped data ({error}).") from error
 
 
 class DamagedLedgerError(BadInputError):
-    """The record is there and cannot be read."""
+    """The record is there and cannot be read: rebuild it. To go on without it would read what was left out."""
 
 
 def rebuilt_ledger(folder: Path, in_checkpoint: Iterable[Mapping[str, Any]]) -> SkipLedger:
@@ -142,7 +139,7 @@ def rebuilt_ledger(folder: Path, in_checkpoint: Iterable[Mapping[str, Any]]) -> 
     return ledger
 
 
-def keep_damaged(folder: Path) -> None:
-    """Leave the unreadable record beside the new one, for a person to look at."""
-    path = folder / LEDGER_FILE
-    path.rename(path.with_name(f"{path.name}.damaged"))
+def keep_damaged(path: Path) -> None:
+    """Copy an unreadable record, for a person to look at. It stays in place until the new one does: a kill in between
+    must not leave a run that has none."""
+    write_atomic(path.with_name(f"{path.name}.damaged"), path.read_bytes())

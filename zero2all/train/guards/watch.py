@@ -23,7 +23,7 @@ from zero2all.train.checkpoints.run_lock import Fence, no_fence
 from zero2all.train.config import GuardsConfig
 from zero2all.train.guards.detector import Detector, Limits, SpikeRule
 from zero2all.train.guards.findings import Finding
-from zero2all.train.guards.ledger import SkipLedger
+from zero2all.train.guards.ledger import SkipLedger, keep_damaged
 from zero2all.train.guards.policy import Action, Policy, Rollback, SkipWindow
 from zero2all.train.guards.quarantine import Quarantine
 from zero2all.train.guards.rows import RowFinder, StepRows
@@ -196,7 +196,7 @@ class RunGuards:
         self._is_quarantine_damaged = False
         self._fence()
         path = self.folder / QUARANTINE_FILE
-        path.rename(path.with_name(f"{path.name}.damaged"))
+        keep_damaged(path)
         self._save_quarantine()
         return [
             f"{path} could not be read and was written anew: {len(self.quarantine.shards)} shards that the checkpoint "
