@@ -137,8 +137,8 @@ def test_a_power_cut_finds_nothing_renamed_that_was_not_on_the_disk_before(tmp_p
     def record_rename(source, target):
         if target.name.startswith("step-"):
             files = {path.name for path in source.iterdir()}
-            flushed = {path.name.partition(".partial-")[0] for path in durable if path.parent == source}
-            assert files == flushed  # the manifest was flushed under a temporary name
+            flushed = {path.name for path in durable if path.parent == source}
+            assert files == flushed
             manifest = max(place for place, path in enumerate(durable) if path.name.startswith("manifest.json"))
             assert source in durable[manifest:]  # its name, too
             committed.append(len(durable))

@@ -11,11 +11,12 @@ import torch
 from safetensors.torch import load_file
 
 from zero2all.common.errors import AnomalyError, BadInputError, DiskError, LostRunError
-from zero2all.train.checkpoints import tensor_file
+from zero2all.train.checkpoints import commit, tensor_file
 from zero2all.train.checkpoints.find import newest_checkpoint
 from zero2all.train.checkpoints.layout import list_checkpoints
 from zero2all.train.checkpoints.load import verified_checkpoint
 from zero2all.train.checkpoints.retention import Retention
+from zero2all.train.checkpoints.set_aside import sweep
 from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import CheckpointStore, write_checkpoint
 
@@ -248,6 +249,20 @@ def test_a_process_that_lost_the_run_commits_nothing(run, open_store, tensors_of
     ]
     with pytest.raises(DiskError, match=r"step 30 was not saved: The run was taken over"):
         ticket.folder()
+
+
+def test_a_save_whose_folder_the_new_holder_has_swept_makes_it_not_anew(run, open_store, tensors_of, monkeypatch):
+    """A process stopped in the middle of a save, taken over, and continued before it asks the next time."""
+    real = commit.manifest_bytes
+
+    def swept(*arguments):
+        sweep(run)
+        return real(*arguments)
+
+    monkeypatch.setattr(commit, "manifest_bytes", swept)
+    result = open_store(run=run).save(30, Snapshot(tensors_of(1)), {}, wait=True).result
+    assert "FileNotFoundError" in result.problem
+    assert not list((run / "checkpoints").glob("*.partial-*"))
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])

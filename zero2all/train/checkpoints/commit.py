@@ -4,6 +4,9 @@ Every rank writes and fsyncs its files into one temporary folder and tells the o
 not. Only when all of them have written all of the plan does rank 0 add the index, the document and, last, the sealed
 manifest, and rename the folder; then it tells the others. Until the rename there is nothing that a reader would look
 at, so a rank that fails, or dies, at any point leaves the checkpoints as they were.
+
+A process that was stopped anywhere in here and taken over meanwhile commits nothing: the new holder has swept its
+temporary folder away, no file is made in a folder that is gone, and there is nothing left to rename.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.common.errors import LostRunError, UserError, is_disk_full
-from zero2all.common.files import MANIFEST_NAME, fsync_folder, human_bytes, write_atomic
+from zero2all.common.files import MANIFEST_NAME, fsync_folder, human_bytes
 from zero2all.train.checkpoints import documents
 from zero2all.train.checkpoints.index import index_document
 from zero2all.train.checkpoints.layout import (
@@ -142,7 +145,8 @@ def _finish(
         )
         files[STATE_NAME] = write_durably(partial / STATE_NAME, staged.document)
         manifest = manifest_bytes(staged.step, world_size, files, staged.details)
-        write_atomic(partial / MANIFEST_NAME, manifest)  # fsyncs the file and the folder
+        write_durably(partial / MANIFEST_NAME, manifest)
+        fsync_folder(partial)
         fence()
         if final.exists():
             return f"{final} exists already, and a committed checkpoint is never written again"
