@@ -1,6 +1,6 @@
 """The training run: fetch, step, report, and at named moments validate and save.
 
-One loop for one process and for many. Ctrl-C and SIGTERM are asked for at the end of a step: the run saves and exits
+One loop for one process and for many. Signals to stop are asked for at the end of a step: the run saves and exits
 with code 10, and the same command continues it. Everything that decides a result is in the config, the data, the
 checkpoint and the record of what was left out, so a run that was killed at any moment ends with the same bits as one
 that was left alone.
