@@ -6,6 +6,7 @@ import shutil
 from collections import defaultdict
 
 import numpy as np
+import psutil
 import pytest
 
 from zero2all.common.errors import BadInputError, UsageError
@@ -175,6 +176,25 @@ def test_settings_of_fetching_may_change_on_resume_and_change_no_bit(work, confi
     train(config(train={"name": "other"}, data={"prefetch_steps": 5, "readers": 3}), work, say=quiet)
     assert (work.run("other") / "checkpoints/step-00000008/model-00000-00000.safetensors").read_bytes() == wanted
     train(config(data={"prefetch_steps": 1, "verify_shards": True}), work, say=quiet)
+
+
+def test_a_run_whose_reading_process_is_killed_goes_on_to_the_same_bits_and_writes_it_down(work, config, monkeypatch):
+    train(config(), work, say=quiet)
+    one_batch = loop._Training._one_batch
+
+    def kill_reader(training, batch, loader):
+        if training.state.step == 3:
+            for child in psutil.Process().children():
+                if "zero2all.packed.readers" in " ".join(child.cmdline()):
+                    child.kill()
+        return one_batch(training, batch, loader)
+
+    monkeypatch.setattr(loop._Training, "_one_batch", kill_reader)
+    train(config(train={"name": "killed"}, data={"reader_kind": "process", "prefetch_steps": 1}), work, say=quiet)
+    weights = "checkpoints/step-00000008/model-00000-00000.safetensors"
+    assert (work.run("killed") / weights).read_bytes() == (work.run("run") / weights).read_bytes()
+    (warning,) = [event for event in read_run(work.run("killed")).events if event.kind == "warning"]
+    assert warning.data["problem"] == "a reading process ended by SIGKILL; another one reads the same again"
 
 
 def test_documents_apart_and_best_fit_rows_train(work, config):

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from zero2all.common.errors import AnomalyError, PreemptedError, UsageError
-from zero2all.common.progress import Bar, progress
+from zero2all.common.progress import Bar, progress, say
 from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig
 from zero2all.model.rope import rope_tables
@@ -260,9 +260,8 @@ class _Training:
         )
         steps_left = max(0, prepared.last_step - state.step)
         # The position in the data is the tokens seen: a changed train.tokens_per_step repeats and skips nothing.
-        loader = batches_on(
-            self.world.device, prepared.data, config.train.tokens_per_step, state.tokens, steps_left, options
-        )
+        per_step, warn = config.train.tokens_per_step, self._warn
+        loader = batches_on(self.world.device, prepared.data, per_step, state.tokens, steps_left, options, warn)
         try:
             for batch in loader:
                 rollback = self._enter_stage() or self._one_batch(batch, loader)
@@ -514,6 +513,11 @@ class _Training:
     def _log(self, values: Mapping[str, Any]) -> None:
         if self.metrics is not None:
             self.metrics.log(values, self.state.step, self.state.tokens)
+
+    def _warn(self, problem: str) -> None:
+        """What went wrong in this process and was mended; only the first has metrics, so it is said in any case."""
+        self._event("warning", {"problem": problem})
+        say(problem if self.world.size == 1 else f"rank {self.world.rank}: {problem}")
 
     def say_all(self, lines: list[str]) -> None:
         """Lines for the person who watches."""
