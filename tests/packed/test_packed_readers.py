@@ -64,7 +64,7 @@ def test_readers_that_keep_dying_end_the_run_with_the_way_on(data, monkeypatch):
     monkeypatch.setattr(readers_module, "START", "import os; os.kill(os.getpid(), 9)")
     said: list[str] = []
     loader = Loader(data, STEP, 0, 6, LoaderOptions(reader_kind="process"), on_problem=said.append)
-    with pytest.raises(BadInputError, match="4 times in a row .* by SIGKILL.*data.reader_kind to thread"):
+    with pytest.raises(BadInputError, match=r"4 times in a row .* by SIGKILL.*data\.reader_kind to thread"):
         next(iter(loader))
     assert len(said) == readers_module.RETRIES
     loader.close()
