@@ -28,15 +28,19 @@ from zero2all.common.engine import ONE_THREAD
 from zero2all.common.errors import BadInputError
 
 RETRIES = 3
-START = "import sys; from zero2all.packed.readers import serve; serve(int(sys.argv[1]))"
+START = "import sys; from zero2all.packed.readers import serve; serve(*map(int, sys.argv[1:]))"
+
+
+class ReadersEndedError(RuntimeError):
+    """Raised by a call that `close` has overtaken."""
 
 
 class ReaderProcesses:
     """A function that runs in other processes; as many threads as like may call it at once, each has its own."""
 
-    def __init__(self, function: Callable[[int], Any], on_problem: Callable[[str], None]) -> None:
+    def __init__(self, function: Callable[[int], Any], on_problem: Callable[[str], None], niceness: int = 0) -> None:
         """`function` is pickled; `on_problem` is told in a sentence when a process had to be replaced."""
-        self._frozen, self._on_problem = pickle.dumps(function), on_problem
+        self._frozen, self._on_problem, self._niceness = pickle.dumps(function), on_problem, niceness
         self._idle: deque[_Process] = deque()
         self._all: set[_Process] = set()
         self._lock = threading.Lock()
@@ -73,8 +77,8 @@ class ReaderProcesses:
             pass
         with self._lock:
             if self._closed:
-                raise RuntimeError("the reading processes were ended")
-            process = _Process(self._frozen)
+                raise ReadersEndedError("the reading processes were ended")
+            process = _Process(self._frozen, self._niceness)
             self._all.add(process)
             return process
 
@@ -82,7 +86,7 @@ class ReaderProcesses:
         with self._lock:
             self._all.discard(process)
             if self._closed:
-                raise RuntimeError("the reading processes were ended")
+                raise ReadersEndedError("the reading processes were ended")
             self._deaths += 1
             deaths = self._deaths
         how = process.end()
@@ -96,14 +100,14 @@ class ReaderProcesses:
 
 
 class _Process:
-    def __init__(self, frozen: bytes) -> None:
+    def __init__(self, frozen: bytes, niceness: int) -> None:
         self._connection, theirs = Pipe()
         package = str(Path(zero2all.__file__).parent.parent)
         paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
         # A group of its own: Ctrl-C in a terminal is for the trainer, which then ends us.
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", START, str(theirs.fileno())],
+                [sys.executable, "-P", "-c", START, str(theirs.fileno()), str(niceness)],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **dict.fromkeys(ONE_THREAD, "1"), "PYTHONPATH": os.pathsep.join(paths)},
                 pass_fds=[theirs.fileno()],
@@ -129,8 +133,9 @@ class _Process:
         return f"by {names.get(-code, f'signal {-code}')}" if code < 0 else f"with exit code {code}"
 
 
-def serve(number: int) -> None:
+def serve(number: int, niceness: int) -> None:
     """In a reading process: answer until the trainer is gone."""
+    os.nice(niceness)
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # these are for the trainer
         signal.signal(signal_number, signal.SIG_IGN)
     connection = Connection(number)
