@@ -25,7 +25,7 @@ from zero2all.packed.readers import ReaderProcesses, ReadersEndedError
 
 BYTES_PER_SECOND = 32_000_000
 CHUNK_BYTES = 1 << 18
-IN_THREAD_BYTES = 64_000_000
+IN_THREAD_BYTES = 16_000_000
 """Up to this much is not worth a process."""
 CACHED_SHARE = 0.25
 """Files larger together than this share of the free memory are not left in the page cache, which others need."""

@@ -174,7 +174,7 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
 def _write_piece(task: PieceTask, tokenizer: Tokenizer, encoder: Encoder, folder: Path) -> None:
     dtype = token_dtype(tokenizer.vocab_size)
     totals = {"documents": 0, "tokens": 0, "text_bytes": 0, "max_id": 0, "conversations": 0}
-    crc32c = crc32c_of(task.part, task.start, task.end)  # under 1 % of the work; what follows comes from the page cache
+    crc32c = crc32c_of(task.part, task.start, task.end)  # about 1 % of the work; what follows comes from the page cache
     layout: ConversationLayout | None = None
     gids: list[int] = []
     all_lengths: list[np.ndarray] = []
