@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from zero2all import __version__
-from zero2all.common.engine import advance
+from zero2all.common.engine import EngineConfig, advance, open_engine
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import MANIFEST_NAME, crc32c_of, read_json, write_json
+from zero2all.common.progress import progress
 
 FORMATS = {"corpus": 1, "tokenizer": 1, "packed": 1, "best_fit": 1, "checkpoint": 1, "raw": 1}
 """The format number this version writes and reads, per kind of artifact. Raise it when the layout changes."""
+ONE_PROCESS_BYTES = 4_000_000_000
+"""Files of less than this together are checked sooner than processes are started for it."""
 
 
 def fingerprint(value: Any) -> str:
@@ -126,6 +129,19 @@ def check_file(check: FileCheck) -> str | None:
     if crc32c_of(path, on_bytes=advance) != expected["crc32c"]:
         return f"{path} has changed since it was written (crc32c differs)"
     return None
+
+
+def damaged_files(checks: Sequence[FileCheck], workers: int | None = None) -> Iterator[tuple[FileCheck, str]]:
+    """The files of `checks` that are not as they were written, and what is wrong; read with a bar, and in processes
+    where there is much to read (`workers` of them, None: one per core)."""
+    total = sum(int(check.expected["bytes"]) for check in checks)
+    if not checks:
+        return
+    config = EngineConfig("local", 1 if total < ONE_PROCESS_BYTES else workers)
+    with open_engine(config) as engine, progress("check", total, "B") as bar:
+        for position, problem in engine.run(check_file, checks, bar.advance):
+            if problem is not None:
+                yield checks[position], problem
 
 
 def verify_files(folder: Path, manifest: dict[str, Any]) -> list[str]:

@@ -37,7 +37,7 @@ from zero2all.common.files import (
     write_json,
 )
 from zero2all.common.lock import folder_lock
-from zero2all.common.manifest import MANIFEST_NAME, check_file, checks_of_current, fingerprint
+from zero2all.common.manifest import MANIFEST_NAME, checks_of_current, damaged_files, fingerprint
 from zero2all.common.progress import progress, say
 from zero2all.corpus.boilerplate import strip_boilerplate
 from zero2all.corpus.duplicates import (
@@ -77,8 +77,6 @@ PRELOADED = ("zero2all.corpus.ingest", "zero2all.corpus.finish", "zero2all.corpu
 """What worker processes need."""
 SMALL_BYTES = 24_000_000
 """Below this much input one process is faster than starting several."""
-SMALL_CHECK_BYTES = 4_000_000_000
-"""The same for checking, which runs at gigabytes a second."""
 DISK_SHARE = 2.4
 DISK_SHARE_COMPRESSED = 10.0
 COMPRESSED_SUFFIXES = frozenset({".parquet", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".zip", ".7z", ".rar"})
@@ -184,17 +182,12 @@ class _Build:
 
     def find_damage(self, config: EngineConfig) -> list[str]:
         """Look at every byte of the finished sources: what is no longer as it was written makes its source stale."""
-        checks = [(name, check) for name, files in self.finished.items() for check in files]
+        source_of = {check.path: name for name, files in self.finished.items() for check in files}
+        checks = [check for files in self.finished.values() for check in files]
         problems: dict[str, str] = {}
-        if checks:
-            total = sum(check.expected["bytes"] for _, check in checks)
-            workers = 1 if total < SMALL_CHECK_BYTES else (config.workers if config.kind == "local" else None)
-            tasks = [check for _, check in checks]
-            with open_engine(EngineConfig("local", workers)) as engine, progress("check", total, "B") as bar:
-                for position, problem in engine.run(check_file, tasks, bar.advance):
-                    if problem:
-                        name = checks[position][0]
-                        problems.setdefault(name, f"{problem}; the source {name} is built again")
+        for check, problem in damaged_files(checks, config.workers if config.kind == "local" else None):
+            name = source_of[check.path]
+            problems.setdefault(name, f"{problem}; the source {name} is built again")
         self.stale = [plan for plan in self.plans if plan.name not in self.finished or plan.name in problems]
         return list(problems.values())
 

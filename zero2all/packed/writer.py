@@ -43,8 +43,8 @@ from zero2all.common.files import (
 from zero2all.common.lock import folder_lock
 from zero2all.common.manifest import (
     FileCheck,
-    check_file,
     checks_of_current,
+    damaged_files,
     file_checks,
     fingerprint,
     read_manifest,
@@ -124,20 +124,23 @@ def pack_corpus(
         plans = _make_plans(corpus, sources, packed, tokenizer, options)
         for plan in plans:
             sweep_partials(plan.folder)
-        with open_engine(_engine_for(engine or EngineConfig(), plans), PRELOADED) as opened:
-            indexes = [(plan, seq_len) for plan in plans for seq_len in options.best_fit]
-            stale, lost = _find_stale(plans, imported, packed, opened)
-            _sweep_builds(packed, stale)
-            if stale:
-                for plan in stale:
-                    _check_sizes(plan)
-                needed = sum(plan.corpus_bytes for plan in stale) + max(plan.corpus_bytes for plan in stale)
-                require_free_space(packed, needed + DISK_MARGIN_BYTES, "the packed tokens")
-                (packed / REPORT_NAME).unlink(missing_ok=True)
-                encoder = _choose_encoder(corpus, stale, tokenizer, options)
-                keep_tools(tokenizer_folder, tokenizer, encoder)
-                _pack(stale, tokenizer_folder, tokenizer, encoder, options, opened)
-            _build_indexes(packed, [*indexes, *(each for each in lost if each not in indexes)], opened)
+        engine = engine or EngineConfig()
+        stale, lost = _find_stale(plans, imported, packed, engine.workers)
+        indexes = [(plan, seq_len) for plan in plans for seq_len in options.best_fit]
+        indexes += [index for index in lost if index not in indexes]
+        _sweep_builds(packed, stale)
+        if stale or indexes:
+            with open_engine(_engine_for(engine, plans), PRELOADED) as opened:
+                if stale:
+                    for plan in stale:
+                        _check_sizes(plan)
+                    needed = sum(plan.corpus_bytes for plan in stale) + max(plan.corpus_bytes for plan in stale)
+                    require_free_space(packed, needed + DISK_MARGIN_BYTES, "the packed tokens")
+                    (packed / REPORT_NAME).unlink(missing_ok=True)
+                    encoder = _choose_encoder(corpus, stale, tokenizer, options)
+                    keep_tools(tokenizer_folder, tokenizer, encoder)
+                    _pack(stale, tokenizer_folder, tokenizer, encoder, options, opened)
+                _build_indexes(packed, indexes, opened)
         _sweep_builds(packed, [])
         results = {f"{plan.source}/{plan.split}": read_manifest(plan.folder, "packed", PACK_COMMAND) for plan in plans}
         if not any(result["tokens"] for result in results.values()):
@@ -182,7 +185,7 @@ def _make_plans(
 
 
 def _find_stale(
-    plans: Sequence[_Plan], imported: Sequence[dict[str, Any]], packed: Path, engine: Engine
+    plans: Sequence[_Plan], imported: Sequence[dict[str, Any]], packed: Path, workers: int | None
 ) -> tuple[list[_Plan], list[tuple[_Plan, int]]]:
     """The splits that must be packed: those of other inputs, and those of which a file is no longer what was written.
 
@@ -200,13 +203,10 @@ def _find_stale(
     for folder in [*indexes, *(packed / manifest["source"] / manifest["split"] for manifest in imported)]:
         checks += file_checks(folder, read_json(folder / MANIFEST_NAME))
     damaged: set[Path] = set()
-    if checks:
-        with progress("check", total=sum(check.expected["bytes"] for check in checks), unit="B") as bar:
-            for position, problem in engine.run(check_file, checks, bar.advance):
-                folder = checks[position].path.parent
-                if problem and folder not in damaged:
-                    damaged.add(folder)
-                    _say_damaged(problem, folder, current)
+    for check, problem in damaged_files(checks, workers):
+        if check.path.parent not in damaged:
+            damaged.add(check.path.parent)
+            _say_damaged(problem, check.path.parent, current)
     lost = []
     for index in indexes:
         if damaged & {index, index.parent}:
@@ -242,8 +242,8 @@ def _check_sizes(plan: _Plan) -> None:
 
 def _damaged_part(problem: str) -> BadInputError:
     return BadInputError(
-        f"{problem}: the shard was changed or damaged after it was written. Run `z2a corpus build` again with the same "
-        f"sources: it finds the damage and writes the source anew. Then run `{PACK_COMMAND}` again."
+        f"{problem}. Run `z2a corpus build` again with the same sources: it finds the damage and writes the source "
+        f"anew. Then run `{PACK_COMMAND}` again."
     )
 
 
