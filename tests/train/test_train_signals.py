@@ -37,8 +37,8 @@ def test_signals_that_come_together_are_one_request(number):
     request = StopRequest(clock)
     request(number, None)
     assert request.requested
-    for _ in range(5):  # a service manager, a launcher and a shell may all pass the same one on
-        clock.now += 0.9 * TOGETHER_SECONDS
+    for _ in range(3):  # a service manager, a launcher and a shell may all pass the same one on
+        clock.now += 0.3 * TOGETHER_SECONDS
         request(number, None)
 
 

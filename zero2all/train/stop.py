@@ -17,7 +17,7 @@ from types import FrameType
 from zero2all.common.signals import stop_signals_to
 
 TOGETHER_SECONDS = 1.0
-"""Signals that follow one another faster than this have one cause."""
+"""Signals that follow the first within this time have the same cause."""
 
 
 class StopRequest:
@@ -27,16 +27,16 @@ class StopRequest:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._last = 0.0
+        self._first = 0.0
 
     def __call__(self, number: int, _frame: FrameType | None) -> None:
         """What Python calls when the signal comes."""
-        before, self._last = self._last, self._clock()
+        now = self._clock()
         if self.requested:
-            if number == signal.SIGHUP or self._last - before < TOGETHER_SECONDS:
+            if number == signal.SIGHUP or now - self._first < TOGETHER_SECONDS:
                 return
             raise KeyboardInterrupt
-        self.requested = True
+        self.requested, self._first = True, now
         if os.environ.get("RANK", "0") != "0":
             return  # of several processes one speaks
         text = f"\n{signal.Signals(number).name}: stopping after this step (again to stop at once)\n"
