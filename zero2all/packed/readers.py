@@ -123,12 +123,11 @@ class _Process:
         return self._connection.recv()
 
     def end(self) -> str:
-        """End it, where it has not ended; returns how it did."""
+        """End it, where it has not ended; returns how it did. A thread that waits for its answer learns of it."""
         code = self._process.poll()
         if code is None:
             self._process.kill()
             code = self._process.wait()
-        self._connection.close()
         names = {int(number): number.name for number in signal.Signals}
         return f"by {names.get(-code, f'signal {-code}')}" if code < 0 else f"with exit code {code}"
 
