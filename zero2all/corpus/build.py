@@ -12,7 +12,8 @@ goes on behind it, and writes byte for byte what an uninterrupted build writes, 
 `.build` is removed at the end, unless it is to be kept: then a source that has not changed need not be read again
 when another is added or another dedup is tried.
 
-A source left out of a later build keeps its folder, but no stage reads it.
+A source left out of a later build keeps its folder, but no stage reads it. A build that finds all sources finished
+still reads their files (gigabytes a second): one that is no longer as it was written is built again.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from zero2all.common.files import (
     write_json,
 )
 from zero2all.common.lock import folder_lock
-from zero2all.common.manifest import MANIFEST_NAME, fingerprint, is_current
-from zero2all.common.progress import progress
+from zero2all.common.manifest import MANIFEST_NAME, checks_of_current, damaged_files, fingerprint
+from zero2all.common.progress import progress, say
 from zero2all.corpus.boilerplate import strip_boilerplate
 from zero2all.corpus.duplicates import (
     CLUSTERS_NAME,
@@ -114,6 +115,8 @@ def build_corpus(
             for source, listing in zip(sources, listings, strict=True)
         ]
         build = _Build(corpus_folder, plans, options, keep_build)
+        for problem in build.find_damage(engine):
+            (announce or say)(problem)
         try:
             if build.stale:
                 if announce is not None:
@@ -170,9 +173,23 @@ class _Build:
         }
         self.inputs = {plan.name: fingerprint([decisive, plan.number, plan.inputs]) for plan in plans}
         self.cuts: dict[str, Cut] = {}
-        self.stale = [
-            plan for plan in plans if not is_current(corpus_folder / plan.name, "corpus", self.inputs[plan.name])
-        ]
+        self.finished = {
+            plan.name: checks
+            for plan in plans
+            if (checks := checks_of_current(corpus_folder / plan.name, "corpus", self.inputs[plan.name])) is not None
+        }
+        self.stale = [plan for plan in plans if plan.name not in self.finished]
+
+    def find_damage(self, config: EngineConfig) -> list[str]:
+        """Look at every byte of the finished sources: what is no longer as it was written makes its source stale."""
+        source_of = {check.path: name for name, files in self.finished.items() for check in files}
+        checks = [check for files in self.finished.values() for check in files]
+        problems: dict[str, str] = {}
+        for check, problem in damaged_files(checks, config.workers if config.kind == "local" else None):
+            name = source_of[check.path]
+            problems.setdefault(name, f"{problem}; the source {name} is built again")
+        self.stale = [plan for plan in self.plans if plan.name not in self.finished or plan.name in problems]
+        return list(problems.values())
 
     # ---- the steps --------------------------------------------------------------------------------------------
 

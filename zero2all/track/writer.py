@@ -137,8 +137,11 @@ class Run:
         """The file this run writes to."""
         return self.folder / METRICS_FOLDER / f"{self.writer}-{self.attempt or 1}.jsonl"
 
-    def log(self, values: Mapping[str, Any], step: int, tokens: int = 0) -> None:
-        """Write one row of metrics, some time soon. Never blocks, never raises."""
+    def log(self, values: Mapping[str, Any], step: int, tokens: int = 0, at: float | None = None) -> None:
+        """Write one row of metrics, some time soon. Never blocks, never raises.
+
+        `at` is when it was, in seconds since the epoch. None: now.
+        """
         try:
             if self._fork_count != _fork_count:
                 return
@@ -146,7 +149,8 @@ class Run:
             copies_done: list[Any] = []
             if not _FLOATS.issuperset(map(type, kept.values())):
                 kept, copies_done = self._snapshots(kept)
-            row = {"step": operator.index(step), "time": time.time(), "tokens": operator.index(tokens), "values": kept}
+            when = time.time() if at is None else float(at)
+            row = {"step": operator.index(step), "time": when, "tokens": operator.index(tokens), "values": kept}
             self._put((row, copies_done, 0 if len(kept) < LARGE_ROW_VALUES else self._hold(200 * len(kept))))
         except Exception as error:
             self._drop("log()", error)
