@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
-from pathlib import PurePosixPath
 
 import numpy as np
 
 from zero2all.corpus.clean.tables import FUNCTION_WORDS
 from zero2all.corpus.dedup.signatures import encode
 from zero2all.corpus.listing import CODE_SUFFIXES
+from zero2all.corpus.readers.items import suffix_of
 from zero2all.corpus.scripts import HAN, LATIN, NONE, scripts_of_encoded
 
 CHANNELS = ("zh", "en", "code", "other")
@@ -62,7 +62,7 @@ def channel_name(name: str) -> str:
 
 def is_code_name(name: str) -> bool:
     """Whether a title or path is that of a program file."""
-    return bool(name) and PurePosixPath(name).suffix.lower() in CODE_SUFFIXES
+    return "." in name and suffix_of(name) in CODE_SUFFIXES
 
 
 def channels_of(titles: Sequence[str], contents: Sequence[str]) -> list[str | None]:

@@ -19,6 +19,7 @@ from zero2all.common.errors import BadInputError
 from zero2all.common.files import human_bytes, read_json, write_json
 from zero2all.common.manifest import fingerprint
 from zero2all.corpus.channels import CHANNELS
+from zero2all.corpus.clean.config import CleanConfig
 from zero2all.corpus.ingest import PEEKED_ROWS, IngestTask, Piece, first_rows
 from zero2all.corpus.listing import InputFile, Listing, list_files
 from zero2all.corpus.look import Look
@@ -50,6 +51,8 @@ class SourcePlan:
     """How the rows of the files looked into were mapped."""
     formats: list[str]
     """What those files were."""
+    cleans: Mapping[str, CleanConfig]
+    """The rules of every channel a document of it may get."""
     inputs: str
     """Names everything that decides what ingest writes for this source."""
     folder: Path
@@ -134,9 +137,8 @@ def plan_source(source: Source, listing: Listing, corpus_folder: Path, options: 
     guessed, reason = look.guess.result()
     is_auto = source.is_auto
     channel = guessed if is_auto else source.given_channel or guessed
-    channels = CHANNELS if is_auto else (channel,)
-    cleans = [asdict(options.clean_config(each)) for each in channels]
-    signings = [options.signing(each) for each in channels]
+    cleans = {each: options.clean_config(each) for each in (CHANNELS if is_auto else (channel,))}
+    signings = [options.signing(each) for each in cleans]
     inputs = fingerprint(
         {
             "rules": RULES,
@@ -146,7 +148,7 @@ def plan_source(source: Source, listing: Listing, corpus_folder: Path, options: 
             "channel": [channel, source.given_channel, source.kind],
             "mapping": source.given_mapping,
             "limits": asdict(limits),
-            "clean": cleans,
+            "clean": [asdict(clean) for clean in cleans.values()],
             "dedup": signings,
             "sizes": [options.unit_bytes, SEGMENT_BYTES, SEGMENT_ITEMS, FILES_PER_TASK],
         }
@@ -154,7 +156,7 @@ def plan_source(source: Source, listing: Listing, corpus_folder: Path, options: 
     folder = corpus_folder / BUILD_NAME / inputs / source.name
     if not is_auto and source.given_channel:
         reason = "given" if source.channel else f"of the kind {source.kind}"
-    return SourcePlan(source, listing, channel, reason, look.mappings, look.formats, inputs, folder)
+    return SourcePlan(source, listing, channel, reason, look.mappings, look.formats, cleans, inputs, folder)
 
 
 def whole_file(file: InputFile, limits: Limits) -> Unit:
@@ -223,8 +225,6 @@ def plan_large_file(task: LargeFile) -> dict[str, Any]:
 
 def _cut(plan: SourcePlan, large: Mapping[str, Any], options: BuildOptions) -> Cut:
     notes: list[str] = []
-    channels = CHANNELS if plan.source.is_auto else (plan.channel,)
-    cleans = {channel: options.clean_config(channel) for channel in channels}
     tasks = [
         IngestTask(
             plan.name,
@@ -234,7 +234,7 @@ def _cut(plan: SourcePlan, large: Mapping[str, Any], options: BuildOptions) -> C
             tuple(pieces),
             plan.folder / f"unit-{number:05d}",
             options.limits,
-            cleans,
+            plan.cleans,
             options.dedup,
         )
         for number, pieces in enumerate(_pieces(plan.listing, large, options.unit_bytes, notes))

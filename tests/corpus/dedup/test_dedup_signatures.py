@@ -126,7 +126,7 @@ def test_width_of_punctuation_and_traditional_characters_do_not_matter() -> None
     assert len(set(described.keys[:3].tolist())) == 1, "held out together"
     assert len({row.tobytes() for row in described.digests}) == 5, "but no exact duplicates"
     assert np.array_equal(
-        describe(["Ｈｅｌｌｏ，１２３"], "en", DedupConfig()).keys, describe(["hello 123"], "en", DedupConfig()).keys
+        describe(["Ｈｅｌｌｏ，　１２３"], "en", DedupConfig()).keys, describe(["hello 123"], "en", DedupConfig()).keys
     )
     code = describe(["x = '這'", "x = '这'"], "code", DedupConfig()).signatures
     assert not np.array_equal(code[0], code[1]), "code is not folded"

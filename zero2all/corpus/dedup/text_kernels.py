@@ -181,8 +181,8 @@ def sign_texts(
     """The signature of every text, all zeros for a text without units; its anchors; and its key.
 
     The anchors are the least hashes of its shingles: those of a piece of a text are likely among those of the text. The
-    key is a hash of all its letters and digits, without white space and signs; 0 for a text that has none. With `out`
-    of no rows there are only keys.
+    key is a hash of all its units but signs, so of its letters and digits in order; 0 for a text that has none. With
+    `out` of no rows there are only keys.
     """
     near = out.shape[0] > 0
     minima = np.empty(VALUES, np.uint32)
@@ -220,7 +220,7 @@ def sign_texts(
                     | (np.int64(text[at + 3]) & 0x3F)
                 )
                 at += 4
-            if mode != TOKEN and code < 0x10000:
+            if mode != TOKEN and 0x80 <= code < 0x10000:
                 code = np.int64(fold[code])
             kind = _class_of(code, classes)
             if mode == TOKEN:
@@ -228,10 +228,6 @@ def sign_texts(
                     kind = np.uint8(LETTER)
             elif 0x41 <= code <= 0x5A:
                 code += 0x20
-            if kind >= LETTER:
-                key = (key + np.uint64(code) + np.uint64(1)) * BASE
-            if not near:
-                continue
             alone = False
             if mode == CHARACTER:
                 if kind == SPACE:
@@ -249,7 +245,8 @@ def sign_texts(
                 shingle = shingle * BASE + word - ring[slot] * leave
                 ring[slot] = word
                 slot = slot + 1 if slot + 1 < length else 0
-                if units >= length:
+                key = (key + word) * BASE
+                if near and units >= length:
                     _add(minima, shingle)
                 word = np.uint64(0)
                 in_word = False
@@ -259,14 +256,17 @@ def sign_texts(
                 shingle = shingle * BASE + unit - ring[slot] * leave
                 ring[slot] = unit
                 slot = slot + 1 if slot + 1 < length else 0
-                if units >= length:
+                if kind >= LETTER:
+                    key = (key + unit) * BASE
+                if near and units >= length:
                     _add(minima, shingle)
         if in_word:
             units += 1
             shingle = shingle * BASE + word - ring[slot] * leave
-            if units >= length:
+            key = (key + word) * BASE
+            if near and units >= length:
                 _add(minima, shingle)
-        if 0 < units < length:
+        if near and 0 < units < length:
             _add(minima, shingle + np.uint64(units) * SHORT)
         keys[number] = max(_mix(key), np.uint64(1)) if key else np.uint64(0)
         if near:
