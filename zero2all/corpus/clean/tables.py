@@ -44,6 +44,12 @@ FUNCTION_HAN = 16
 """On Han: one of the commonest function characters, which running text cannot do without."""
 GBK_SUSPECT = 32
 """On Han: what the lead bytes of Chinese UTF-8 become when read as GBK, and 锟 of 锟斤拷."""
+MODERN_HAN = 64
+"""On function characters: of modern Chinese (的 了 们 这), hardly ever in classical prose and verse."""
+CLASSICAL_HAN = 128
+"""On function characters: of classical Chinese (之 其 矣 曰), rare in modern prose."""
+SPAM_HAN = 64
+"""On other Han: a character of the words of gambling and sales; a text with many is searched for such words."""
 CONTINUATION = 16
 """On anything but Han: what a UTF-8 continuation byte becomes when read as Windows-1252."""
 CAN_JOIN = 64
@@ -54,14 +60,24 @@ CLOSER = 128
 FUNCTION_CHARACTERS = (
     "的一是了不在有我他她它这为之来以个中上们到说时要就出会可也你对能而那得于着下自过后里其者所与则及或并把被让从但因如此等"
     "都还没又只很么什吗呢吧啊将已向由使用果去看好最多两些何无乃曰若故皆亦"
-    "這為來個們說時會對過後裡與則並從還沒麼嗎將無"
+    "這為來個們說時會對過後裡與則並從還沒麼嗎將無於矣焉哉兮乎夫盖蓋岂豈耶尔爾未莫非欲犹猶遂既且即吾汝"
 )
+MODERN_CHARACTERS = "的了是们們这這那个個么麼什吗嗎呢吧啊她它很还還没沒把被让"
+CLASSICAL_CHARACTERS = "之其而以於于者也乃曰矣焉哉兮乎夫盖蓋岂豈耶尔爾吾汝若皆亦则則故遂既莫犹猶何"
 FUNCTION_WORDS = tuple(
     """
     the of and to a in is that for it as was with be by on not he his but at are this have from or had an they which
     one you were all her she there would their we him been has when who will no more if out so what up its about
     than into them can only other some could these may then do any my our me i also did must where your should
     because each just those how too very here both between being
+    """.split()  # noqa: SIM905
+)
+
+SPAM_CHARACTERS = "博彩赌賭投注庄莊赔賠娱娛乐樂棋牌码碼押盘盤奖獎赢贏钱錢竞競猜荷虎轮輪利返佣代充提款户戶送优優惠惠金票肖期赛賽"
+SPAM_WORDS = tuple(
+    """
+    casino casinos jackpot jackpots betting bet bets gambling gamble poker blackjack roulette baccarat sportsbook
+    bookmaker bookmakers wager wagers wagering bonus bonuses spins payout payouts odds winnings cashback
     """.split()  # noqa: SIM905
 )
 
@@ -127,6 +143,9 @@ def private_use_ranges() -> tuple[tuple[int, int], ...]:
 
 def _add_flags(table: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
     table[_points(FUNCTION_CHARACTERS)] |= FUNCTION_HAN
+    table[sorted(set(_points(MODERN_CHARACTERS)) & set(_points(FUNCTION_CHARACTERS)))] |= MODERN_HAN
+    table[_points(CLASSICAL_CHARACTERS)] |= CLASSICAL_HAN
+    table[sorted(set(_points(SPAM_CHARACTERS)) - set(_points(FUNCTION_CHARACTERS)))] |= SPAM_HAN
     suspects = {ord(character) for lead in range(0xE3, 0xEA) for character in _gbk_row(lead, range(0x80, 0xC0))}
     table[sorted(suspects - {ord(character) for character in FUNCTION_CHARACTERS} | {ord("锟")})] |= GBK_SUSPECT
     table[_points(CONTINUATION_CHARACTERS)] |= CONTINUATION
