@@ -134,7 +134,8 @@ class MaxShareBesideProse(MaxShare):
 
     spare_prose_share: Share = 0.3
     """Documents are spared that have at least this share of their characters, addresses not counted, in lines of 20
-    and more characters that end as sentences do: a page about binary numbers, a list of links with a text to each."""
+    and more characters that end as sentences do: a page about binary numbers, a list of links with a text to each.
+    Not above a share of 0.8."""
 
 
 @dataclass(frozen=True)
@@ -314,11 +315,11 @@ class Scrambled:
 
     on: bool = True
     """Whether the rule is applied."""
-    min_excess: Share = 0.17
+    min_excess: Share = 0.1
     """Least excess of frequent pairs: their share among neighbouring Han characters, less that among characters six
-    places apart, plus two standard errors."""
-    min_old_excess: Share = 0.1
-    """The same for verse and classical text."""
+    places apart, plus one standard error."""
+    min_old_excess: Share = 0.055
+    """The same where modern function characters are few (`kinds.max_modern_share`)."""
     from_pairs: NaturalInt = 40
     """Documents with fewer neighbouring Han characters are not judged by this rule."""
 
@@ -329,12 +330,14 @@ class Garbled:
 
     on: bool = True
     """Whether the rule is applied."""
-    max_share: Share = 0.085
-    """Largest share of the Han characters that stand behind a single letter or symbol between Han, stand alone
-    between separators, or are rare."""
-    max_old_share: Share = 0.12
-    """The same for verse and classical text, where rare characters are not counted."""
-    max_word_share: Share = 0.04
+    max_share: Share = 0.07
+    """Largest share of Han characters that stand alone between spaces or on a line, or are rare; those behind a
+    single letter or symbol between Han count twice."""
+    max_old_share: Share = 0.07
+    """The same where modern function characters are few (`kinds.max_modern_share`)."""
+    max_old_rare_share: Share = 0.1
+    """There, only the share of rare characters above this one is counted; in verse, none."""
+    max_word_share: Share = 0.06
     """Largest share of words with a digit or a sign such as ! ~ ^ | between two lower-case letters."""
     from_units: NaturalInt = 40
     """Documents with fewer Han characters, or fewer words, are not judged by them."""
@@ -353,9 +356,9 @@ class KeywordLists:
     max_old_function_share: Share = 0.12
     """The same for verse and classical text."""
     min_old_pair_share: Share = 0.45
-    """Verse and classical text are spared up to this share of frequent pairs (see scrambled): a list of modern words
-    has more than verse ever has."""
-    from_chars: NaturalInt = 30
+    """Verse and classical text are spared up to this share of frequent pairs (see scrambled), less 0.08 for phrases
+    of less than 4 characters on average: lists of modern words have more than verse has."""
+    from_chars: NaturalInt = 50
     """Documents with fewer Han characters are not judged by this rule."""
 
 
@@ -564,6 +567,7 @@ def _zh() -> CleanConfig:
         unended_lines=UnendedLines(spare_function_share=0.2),
         few_sentences=FewSentences(min_per_1000_chars=1.0, spare_function_share=0.2),
         few_function_words=FewFunctionWords(of="han", min_share=0.09),
+        garbled=Garbled(max_word_share=0.15),
     )
 
 
@@ -673,8 +677,8 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "few_sentences": ("sentences_per_1000_chars", "function_share"),
     "few_function_words": ("function_word_share", "function_han_share"),
     "keyword_lists": ("bare_share", "function_han_share", "pair_share", "verse", "classical"),
-    "scrambled": ("pair_excess", "pair_share", "verse", "classical"),
-    "garbled": ("noise_share", "rare_share", "broken_word_share", "verse", "classical"),
+    "scrambled": ("pair_excess", "pair_share", "modern_share"),
+    "garbled": ("noise_share", "rare_share", "broken_word_share", "modern_share"),
     "spam": ("spam_share", "spam_terms"),
     "long_lines": ("longest_line_chars", "mean_line_chars"),
 }

@@ -25,6 +25,7 @@ from zero2all.corpus.clean.tables import (
     CLASSICAL_HAN,
     CLOSER,
     CONTINUATION,
+    COUNTING_HAN,
     DIGIT,
     FUNCTION_HAN,
     GBK_SUSPECT,
@@ -68,7 +69,7 @@ COUNTS = (
     "top_ngram_chars", "duplicate_ngram_chars", "sentences", "url_chars", "emails", "blob_chars", "mojibake_pairs",
     "split_pairs", "longest_number", "long_tokens", "bytes_in", "bytes_out", "changed", "keep_from", "keep_to",
     "classical_han", "modern_han", "spam_han", "spam_words", "rare_han", "pairs", "pair_hits", "far_pairs", "far_hits",
-    "phrases", "ended_phrases", "lone_han", "bare_chars", "verse_chars", "even_chars", "longest_phrase",
+    "phrases", "ended_phrases", "line_phrases", "lone_han", "bare_chars", "verse_chars", "even_chars", "longest_phrase",
     "noise", "broken_words", "menu_chars", "table_chars", "table_rules", "prose_chars", "stopped_lines",
 )  # fmt: skip
 """Columns of the counts, one row per text; the first sixteen are the character classes of `tables`. `changed` is 0
@@ -79,7 +80,7 @@ for a text that stays as it was, 1 when only its ends are cut off, 2 when it nee
     TOP_NGRAM_CHARS, DUPLICATE_NGRAM_CHARS, SENTENCES, URL_CHARS, EMAILS, BLOB_CHARS, MOJIBAKE_PAIRS,
     SPLIT_PAIRS, LONGEST_NUMBER, LONG_TOKENS, BYTES_IN, BYTES_OUT, CHANGED, KEEP_FROM, KEEP_TO,
     CLASSICAL_HANS, MODERN_HANS, SPAM_HANS, SPAM_WORDS, RARE_HANS, PAIRS, PAIR_HITS, FAR_PAIRS, FAR_HITS,
-    PHRASES, ENDED_PHRASES, LONE_HANS, BARE_CHARS, VERSE_CHARS, EVEN_CHARS, LONGEST_PHRASE,
+    PHRASES, ENDED_PHRASES, LINE_PHRASES, LONE_HANS, BARE_CHARS, VERSE_CHARS, EVEN_CHARS, LONGEST_PHRASE,
     NOISE, BROKEN_WORDS, MENU_CHARS, TABLE_CHARS, TABLE_RULES, PROSE_CHARS, STOPPED_LINES,
 ) = range(16, len(COUNTS))  # fmt: skip
 
@@ -259,17 +260,23 @@ def _is_pair(pairs, one, two):  # type: ignore[no-untyped-def]
     return one != 0 and two != 0 and (pairs[place >> np.uint32(3)] >> np.uint8(place & np.uint32(7))) & 1
 
 
-@njit("int64(int64, int64, int64, boolean, int64[::1])", cache=True, nogil=True)
-def _close_phrase(size, functions, size_before, is_end, row):  # type: ignore[no-untyped-def]
-    """Count a phrase, the Han characters between two separators; returns its size."""
+@njit("int64(int64, int64, int64, int64, int64[::1])", cache=True, nogil=True)
+def _close_phrase(size, bound, size_before, closed_by, row):  # type: ignore[no-untyped-def]
+    """Count a phrase, the Han characters between two separators; returns its size.
+
+    `bound` is how many of them are function or counting characters, `closed_by` the class of the separator.
+    """
     row[PHRASES] += 1
-    row[ENDED_PHRASES] += is_end
     row[LONGEST_PHRASE] = max(row[LONGEST_PHRASE], size)
-    if size == 1:
-        row[LONE_HANS] += 1
-    elif size == 5 or size == 7:
+    if closed_by == SENTENCE_END:
+        row[ENDED_PHRASES] += 1
+    elif closed_by == NEWLINE:
+        row[LINE_PHRASES] += 1
+    if size == 5 or size == 7:
         row[VERSE_CHARS] += size
-    if functions == 0 and size <= BARE_PHRASE_CHARS:
+    elif size == 1 and (closed_by == SPACE or closed_by == NEWLINE):
+        row[LONE_HANS] += 1
+    if bound == 0 and size <= BARE_PHRASE_CHARS:
         row[BARE_CHARS] += size
     if size == size_before and size > 2:
         row[EVEN_CHARS] += size
@@ -278,15 +285,18 @@ def _close_phrase(size, functions, size_before, is_end, row):  # type: ignore[no
 
 @njit(f"boolean({_U32}, int64, int64, Array(uint8, 1, 'C', readonly=True))", cache=True, nogil=True)
 def _is_broken(points, start, end, table):  # type: ignore[no-untyped-def]
-    """Whether a digit stands between lower-case letters, as in br0wn."""
-    for at in range(start + 1, end - 1):
-        if (
-            table[points[at]] & CLASS_MASK == DIGIT
-            and table[points[at - 1]] & CLASS_MASK == LATIN_LOWER
-            and table[points[at + 1]] & CLASS_MASK == LATIN_LOWER
-        ):
-            return True
-    return False
+    """Whether a digit stands between lower-case letters, as in br0wn; not in words of many digits, as in a hash."""
+    digits = 0
+    between = False
+    for at in range(start, end):
+        if table[points[at]] & CLASS_MASK == DIGIT:
+            digits += 1
+            between |= (
+                start < at < end - 1
+                and table[points[at - 1]] & CLASS_MASK == LATIN_LOWER
+                and table[points[at + 1]] & CLASS_MASK == LATIN_LOWER
+            )
+    return between and 3 * digits <= end - start
 
 
 @njit(f"boolean({_U32}, int64, int64)", cache=True, nogil=True)
@@ -356,7 +366,7 @@ def scan(points, starts, table, han_codes, pairs, known_words, word_marks, setti
         last_han = start - 9
         hans = 0
         phrase = 0
-        phrase_functions = 0
+        phrase_bound = 0
         phrase_before = 0
         before_kind = 0
         first_kept = -1
@@ -477,16 +487,16 @@ def scan(points, starts, table, han_codes, pairs, known_words, word_marks, setti
                         if class_between in (LATIN_LOWER, LATIN_UPPER, SYMBOL) or between in (35, 37, 38, 42, 92, 95):
                             row[NOISE] += 1  # a letter, a symbol, # % & * \ _
                     if phrase > 0 and line_end_kind == HAN and last_han != at - 1:
-                        phrase_before = _close_phrase(phrase, phrase_functions, phrase_before, False, row)
+                        phrase_before = _close_phrase(phrase, phrase_bound, phrase_before, SPACE, row)
                         phrase = 0
-                        phrase_functions = 0
+                        phrase_bound = 0
                     if hans >= FAR:
                         row[FAR_PAIRS] += 1
                         row[FAR_HITS] += _is_pair(pairs, recent[(hans - FAR) & 7], code)
                     recent[hans & 7] = code
                     hans += 1
                     phrase += 1
-                    phrase_functions += (kind & FUNCTION_HAN) != 0
+                    phrase_bound += (kind & FUNCTION_HAN) != 0 or (kind & COUNTING_HAN) != 0
                     last_han = at
                 line_chars += 1
                 line_end_kind = of_class
@@ -509,9 +519,9 @@ def scan(points, starts, table, han_codes, pairs, known_words, word_marks, setti
                 elif point != 10:
                     repaired = True
                 if phrase > 0:
-                    phrase_before = _close_phrase(phrase, phrase_functions, phrase_before, False, row)
+                    phrase_before = _close_phrase(phrase, phrase_bound, phrase_before, NEWLINE, row)
                     phrase = 0
-                    phrase_functions = 0
+                    phrase_bound = 0
                 if line_chars > 0:
                     row[LINES] += 1
                     row[LINE_CHARS_MAX] = max(row[LINE_CHARS_MAX], at - line_start)
@@ -559,11 +569,9 @@ def scan(points, starts, table, han_codes, pairs, known_words, word_marks, setti
                     first_kept = at
                     first_line = line_start
                 if phrase > 0:
-                    phrase_before = _close_phrase(
-                        phrase, phrase_functions, phrase_before, of_class == SENTENCE_END, row
-                    )
+                    phrase_before = _close_phrase(phrase, phrase_bound, phrase_before, of_class, row)
                     phrase = 0
-                    phrase_functions = 0
+                    phrase_bound = 0
                 if point in (33, 36, 37, 42, 43, 59, 64, 94, 124, 126):  # ! $ % * + ; @ ^ | ~
                     if (
                         start < at < end - 1

@@ -63,13 +63,13 @@ def measures_of(counts: Array, config: CleanConfig) -> Measures:
         "spam_han_share": _share(column[k.SPAM_HANS], column[t.HAN]),
         "spam_word_share": _share(column[k.SPAM_WORDS], column[k.WORDS]),
         "bare_share": _share(column[k.BARE_CHARS], column[t.HAN]),
-        "noise_share": _share(column[k.NOISE] + column[k.LONE_HANS], column[t.HAN]),
+        "noise_share": _share(2 * column[k.NOISE] + column[k.LONE_HANS], column[t.HAN]),
         "rare_share": _share(column[k.RARE_HANS], column[t.HAN]),
         "broken_word_share": _share(column[k.BROKEN_WORDS], column[k.WORDS]),
         "menu_share": _share(
             column[k.MENU_CHARS] + np.where(column[k.TABLE_RULES] > 0, 0, column[k.TABLE_CHARS]), column[k.LINE_CHARS]
         ),
-        "prose_share": _share(column[k.PROSE_CHARS], column[k.LINE_CHARS]),
+        "prose_share": _share(column[k.PROSE_CHARS], column[k.LINE_CHARS] - column[k.URL_CHARS]),
         **_pairs(column),
         **_kinds(column, chars, latin, config),
     }
@@ -78,12 +78,13 @@ def measures_of(counts: Array, config: CleanConfig) -> Measures:
 def _pairs(column: Array) -> Measures:
     """How many neighbours are frequent pairs, beyond what the same characters in any order would have.
 
-    Two standard errors are added, so that a short text is only judged by what cannot be chance.
+    A standard error is added, so that a short text is judged more leniently than a long one.
     """
     pairs = column[k.PAIRS]
     share = _share(column[k.PAIR_HITS], pairs)
+    # Of one share; the spread of the difference is larger by half.
     error = np.sqrt(np.maximum(share, 0.02) * (1 - share) / np.maximum(pairs, 1))
-    excess = share - _share(column[k.FAR_HITS], column[k.FAR_PAIRS]) + 2 * error
+    excess = share - _share(column[k.FAR_HITS], column[k.FAR_PAIRS]) + error
     return {"pairs": pairs, "pair_share": share, "pair_excess": excess}
 
 
@@ -96,11 +97,11 @@ def _kinds(column: Array, chars: Array, latin: Array, config: CleanConfig) -> Me
     classical = _share(column[k.CLASSICAL_HANS], han)
     rhythm = _share(np.maximum(column[k.VERSE_CHARS], column[k.EVEN_CHARS]), han)
     phrase_chars = _share(han, column[k.PHRASES])
-    old = (han >= 0.8 * chars - column[t.PUNCTUATION] - column[t.SENTENCE_END]) & (modern <= rule.max_modern_share)
-    song = (  # ci and qu: phrases of any length, none long, and sentences of two or three of them
-        (phrase_chars >= 3)
-        & (column[k.LONGEST_PHRASE] <= rule.max_phrase_chars)
-        & (column[k.ENDED_PHRASES] >= 0.2 * column[k.PHRASES])
+    old = (modern <= rule.max_modern_share) & (han >= latin)
+    on_lines = _share(column[k.LINE_PHRASES], column[k.PHRASES])
+    paused = (column[k.ENDED_PHRASES] >= 0.15 * column[k.PHRASES]) | (on_lines >= 0.15)
+    song = (  # ci and qu: phrases of any length, none long, several to a sentence or a line
+        (phrase_chars >= 3) & (column[k.LONGEST_PHRASE] <= rule.max_phrase_chars) & (on_lines <= 0.8)
     )
     words = column[k.WORDS]
     spoken = (column[k.FUNCTION_WORDS] >= 0.15 * words) | (column[k.STOPPED_LINES] >= 0.3 * lines)
@@ -110,7 +111,9 @@ def _kinds(column: Array, chars: Array, latin: Array, config: CleanConfig) -> Me
         "modern_share": modern,
         "classical_share": classical,
         "rhythm_share": rhythm,
-        "verse": (old & ((rhythm >= rule.min_rhythm_share) | song)) | (plain & short & spoken),
+        "old": old,
+        "phrase_chars": phrase_chars,
+        "verse": (old & paused & ((rhythm >= rule.min_rhythm_share) | song)) | (plain & short & spoken),
         "classical": old & (classical >= rule.min_classical_share),
     }
 
@@ -126,7 +129,7 @@ def _over(rule: str, measure: str) -> Callable[[Measures, CleanConfig], Array]:
         settings = getattr(config, rule)
         over = (measures[measure] > settings.max_share) & (measures["chars"] >= settings.from_chars)
         spare = getattr(settings, "spare_prose_share", None)
-        return over if spare is None else over & (measures["prose_share"] < spare)
+        return over if spare is None else over & ((measures["prose_share"] < spare) | (measures[measure] > 0.8))
 
     return judge
 
@@ -199,15 +202,15 @@ def _duplicate_ngrams(m: Measures, c: CleanConfig) -> Array:
 
 def _scrambled(m: Measures, c: CleanConfig) -> Array:
     rule = c.scrambled
-    limit = np.where(m["verse"] | m["classical"], rule.min_old_excess, rule.min_excess)
+    limit = np.where(m["old"], rule.min_old_excess, rule.min_excess)
     return (m["pair_excess"] < limit) & (m["pairs"] >= rule.from_pairs)
 
 
 def _garbled(m: Measures, c: CleanConfig) -> Array:
     rule = c.garbled
-    old = m["verse"] | m["classical"]
-    noise = m["noise_share"] + np.where(old, 0, m["rare_share"])
-    han = (noise > np.where(old, rule.max_old_share, rule.max_share)) & (m["han"] >= rule.from_units)
+    rare = np.where(m["old"], np.maximum(0, m["rare_share"] - rule.max_old_rare_share), m["rare_share"])
+    noise = m["noise_share"] + np.where(m["verse"], 0, rare)
+    han = (noise > np.where(m["old"], rule.max_old_share, rule.max_share)) & (m["han"] >= rule.from_units)
     return han | ((m["broken_word_share"] > rule.max_word_share) & (m["words"] >= rule.from_units))
 
 
@@ -215,8 +218,10 @@ def _keyword_lists(m: Measures, c: CleanConfig) -> Array:
     rule = c.keyword_lists
     old = m["verse"] | m["classical"]
     bare = (m["bare_share"] > rule.max_bare_share) & (m["han"] >= rule.from_chars)
-    few = m["function_han_share"] < np.where(old, rule.max_old_function_share, rule.max_function_share)
-    return bare & few & (~old | (m["pair_share"] > rule.min_old_pair_share))
+    listed = (m["function_han_share"] < rule.max_function_share) & ~old
+    many = rule.min_old_pair_share - np.where(m["phrase_chars"] < 4, 0.08, 0)  # short phrases are words alone
+    words = (m["function_han_share"] < rule.max_old_function_share) & (m["pair_share"] > many)
+    return bare & (listed | (words & (m["classical_share"] < 0.005)))
 
 
 JUDGES: dict[str, Callable[[Measures, CleanConfig], Array]] = {

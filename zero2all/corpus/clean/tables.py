@@ -48,6 +48,8 @@ MODERN_HAN = 64
 """On function characters: of modern Chinese (的 了 们 这), hardly ever in classical prose and verse."""
 CLASSICAL_HAN = 128
 """On function characters: of classical Chinese (之 其 矣 曰), rare in modern prose."""
+COUNTING_HAN = 128
+"""On other Han: numerals, units of time and the signs of the calendar. Annals and registers are full of them."""
 SPAM_HAN = 64
 """On other Han: a character of the words of gambling and sales; a text with many is searched for such words."""
 CONTINUATION = 16
@@ -73,6 +75,7 @@ FUNCTION_WORDS = tuple(
     """.split()  # noqa: SIM905
 )
 
+COUNTING_CHARACTERS = "二三四五六七八九十百千万萬亿億年月日春夏秋冬朔闰閏甲乙丙丁戊己庚辛壬癸子丑寅卯辰巳午未申酉戌亥两兩斤钱錢分寸尺卷"
 SPAM_CHARACTERS = "博彩赌賭投注庄莊赔賠娱娛乐樂棋牌码碼押盘盤奖獎赢贏钱錢竞競猜荷虎轮輪利返佣代充提款户戶送优優惠惠金票肖期赛賽"
 SPAM_WORDS = tuple(
     """
@@ -145,6 +148,7 @@ def _add_flags(table: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
     table[_points(FUNCTION_CHARACTERS)] |= FUNCTION_HAN
     table[sorted(set(_points(MODERN_CHARACTERS)) & set(_points(FUNCTION_CHARACTERS)))] |= MODERN_HAN
     table[_points(CLASSICAL_CHARACTERS)] |= CLASSICAL_HAN
+    table[sorted(set(_points(COUNTING_CHARACTERS)) - set(_points(FUNCTION_CHARACTERS)))] |= COUNTING_HAN
     table[sorted(set(_points(SPAM_CHARACTERS)) - set(_points(FUNCTION_CHARACTERS)))] |= SPAM_HAN
     suspects = {ord(character) for lead in range(0xE3, 0xEA) for character in _gbk_row(lead, range(0x80, 0xC0))}
     table[sorted(suspects - {ord(character) for character in FUNCTION_CHARACTERS} | {ord("锟")})] |= GBK_SUSPECT
