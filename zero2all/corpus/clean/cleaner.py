@@ -25,7 +25,7 @@ from zero2all.corpus.clean.config import CleanConfig, config_problems, default_c
 from zero2all.corpus.clean.han import pair_tables
 from zero2all.corpus.clean.mask import Hints, mask_text
 from zero2all.corpus.clean.repair import repair, strip_blank, table_for
-from zero2all.corpus.clean.spam import add_spam_measures
+from zero2all.corpus.clean.spam import set_spam_measures
 from zero2all.corpus.clean.tables import ART, CODE_POINTS, FUNCTION_WORDS, JOINER, SPACE, SPAM_WORDS
 
 GROUP_CHARS = 1 << 19
@@ -131,7 +131,7 @@ class Cleaner:
                 texts[place] = text
         measures = rules.measures_of(counts, self.config)
         if self.config.spam.on:
-            add_spam_measures(texts, measures)
+            set_spam_measures(texts, measures)
         reasons = self._reasons(texts, measures)
         hints = counts[:, [k.EMAILS, k.LONGEST_NUMBER, k.LONG_TOKENS]].tolist()
         text_bytes = counts[:, k.BYTES_OUT].tolist()

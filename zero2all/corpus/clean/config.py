@@ -129,13 +129,19 @@ class MaxShare:
 
 
 @dataclass(frozen=True)
-class MaxShareBesideProse(MaxShare):
-    """An upper limit of a share, for documents that are nothing else."""
+class MaxShareBesideProse:
+    """An upper limit of a share, for documents that are hardly anything else."""
 
+    on: bool = True
+    """Whether the rule is applied."""
+    max_share: Share = 1.0
+    """Documents with a larger share are dropped."""
     spare_prose_share: Share = 0.3
     """Documents are spared that have at least this share of their characters, addresses not counted, in lines of 20
     and more characters that end as sentences do: a page about binary numbers, a list of links with a text to each.
     Not above a share of 0.8."""
+    from_chars: NaturalInt = 0
+    """Documents with fewer characters, white space not counted, are not judged by this rule."""
 
 
 @dataclass(frozen=True)
@@ -148,9 +154,9 @@ class Mojibake:
     """Largest share of pairs such as Ã© or â€ (UTF-8 read as Windows-1252) among the characters."""
     max_han_share: Share = 0.15
     """Largest share of Han characters that are typical of UTF-8 read as GBK (鐨 銆 锛), and of 锟 (锟斤拷)."""
-    spare_pair_share: Share = 0.1
-    """Spared are documents in which at least this share of neighbouring Han characters are a frequent pair (see
-    scrambled): old poems are full of such characters too."""
+    min_rare_share: Share = 0.12
+    """They must be such that at least this share of the Han characters is rare (in none of the frequent pairs, see
+    scrambled): short poems have some of them too."""
 
 
 @dataclass(frozen=True)
@@ -301,7 +307,7 @@ class Kinds:
     min_rhythm_share: Share = 0.6
     """It is verse when this share of its Han characters is in phrases of 5 or 7, or of the length of the phrase
     before. A phrase is what stands between two separators."""
-    max_phrase_chars: PositiveInt = 12
+    max_phrase_chars: Annotated[int, Range(minimum=1, maximum=14)] = 12
     """It is also verse (ci, qu) when no phrase is longer, they have 3 characters or more on average, and a fifth of
     them ends a sentence."""
     max_line_chars: PositiveInt = 90
@@ -658,7 +664,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "too_short": ("chars",),
     "too_long": ("chars",),
     "replacement_characters": ("replacement_share",),
-    "mojibake": ("mojibake_latin_share", "mojibake_han_share", "pair_share"),
+    "mojibake": ("mojibake_latin_share", "mojibake_han_share", "rare_share"),
     "block_art": ("art_share",),
     "wrong_script": ("han_share", "latin_share", "ascii_share"),
     "blobs": ("blob_share",),

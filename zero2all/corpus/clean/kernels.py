@@ -39,6 +39,7 @@ from zero2all.corpus.clean.tables import (
     PUNCTUATION,
     REMOVE,
     SENTENCE_END,
+    SIGN,
     SINGLE,
     SPACE,
     SPAM_HAN,
@@ -52,11 +53,19 @@ FUNCTION_SLOTS = 1024
 SPAM_WORD = 2
 """The mark of a spam word among the function words."""
 PAIR_BITS = 20
+PAIR_HANS = 2048
+"""Pairs are looked up among so many Han characters of a text: enough to tell, and a third of the time of this pass."""
 FAR = 6
 """Characters this far apart are the control of the pairs: what a text would have of them in any order."""
 MENU_PIECE_CHARS = 20
 """Pieces between bars that are shorter on average are entries of a menu."""
+LONG_PHRASE = 15
+"""Phrases of so many characters and more are counted as one size."""
+BY_SIGN, BY_SPACE, BY_LINE_END, BY_SENTENCE_END = range(4)
+"""What closes a phrase."""
 BARE_PHRASE_CHARS = 8
+BINDING = FUNCTION_HAN | COUNTING_HAN
+"""Flags of the characters that a bare phrase has none of. (A bit of it on a spam character is not set.)"""
 PROSE_LINE_CHARS = 20
 MASK_TOKEN_CHARS = 16
 """A run of letters and digits at least this long may be a key, and is looked at by the masks."""
@@ -254,33 +263,45 @@ def _url_end(points, at, end):  # type: ignore[no-untyped-def]
     return place
 
 
-@njit("boolean(uint8[::1], uint32, uint32)", cache=True, nogil=True, inline="always")
+@njit("int64(uint8[::1], uint32, uint32)", cache=True, nogil=True, inline="always")
 def _is_pair(pairs, one, two):  # type: ignore[no-untyped-def]
+    """1 for a frequent pair; for others, and for characters without a code, 1 in some 40 by chance."""
     place = np.uint32(one * np.uint32(31) + two) >> np.uint32(32 - PAIR_BITS)
-    return one != 0 and two != 0 and (pairs[place >> np.uint32(3)] >> np.uint8(place & np.uint32(7))) & 1
+    return np.int64((pairs[place >> np.uint32(3)] >> (place & np.uint32(7))) & np.uint32(1))
 
 
-@njit("int64(int64, int64, int64, int64, int64[::1])", cache=True, nogil=True)
-def _close_phrase(size, bound, size_before, closed_by, row):  # type: ignore[no-untyped-def]
-    """Count a phrase, the Han characters between two separators; returns its size.
+@njit("int64(int64[::1], int64, int64, int64, int64)", cache=True, nogil=True, inline="always")
+def _close_phrase(phrases, size, bound, size_before, closed_by):  # type: ignore[no-untyped-def]
+    """Count a phrase, the Han characters between two separators; returns its size if the one before had it too.
 
-    `bound` is how many of them are function or counting characters, `closed_by` the class of the separator.
+    `bound` is not 0 if it has a function or counting character.
     """
-    row[PHRASES] += 1
-    row[LONGEST_PHRASE] = max(row[LONGEST_PHRASE], size)
-    if closed_by == SENTENCE_END:
-        row[ENDED_PHRASES] += 1
-    elif closed_by == NEWLINE:
-        row[LINE_PHRASES] += 1
-    if size == 5 or size == 7:
-        row[VERSE_CHARS] += size
-    elif size == 1 and (closed_by == SPACE or closed_by == NEWLINE):
-        row[LONE_HANS] += 1
-    if bound == 0 and size <= BARE_PHRASE_CHARS:
-        row[BARE_CHARS] += size
-    if size == size_before and size > 2:
-        row[EVEN_CHARS] += size
-    return size
+    phrases[(min(size, LONG_PHRASE) << 3) | (closed_by << 1) | (bound != 0)] += 1
+    return size * (size == size_before and size > 2)
+
+
+@njit("void(int64[::1], int64[::1])", cache=True, nogil=True)
+def _add_phrases(phrases, row):  # type: ignore[no-untyped-def]
+    """The measures of phrases from their counts by size, what closed them and whether they are bare; clears these."""
+    for entry in range(len(phrases)):
+        number = phrases[entry]
+        if number == 0:
+            continue
+        phrases[entry] = 0
+        size = entry >> 3
+        closed_by = (entry >> 1) & 3
+        row[PHRASES] += number
+        row[LONGEST_PHRASE] = size
+        if closed_by == BY_SENTENCE_END:
+            row[ENDED_PHRASES] += number
+        elif closed_by == BY_LINE_END:
+            row[LINE_PHRASES] += number
+        if size == 5 or size == 7:
+            row[VERSE_CHARS] += number * size
+        elif size == 1 and (closed_by == BY_SPACE or closed_by == BY_LINE_END):
+            row[LONE_HANS] += number
+        if entry & 1 == 0 and size <= BARE_PHRASE_CHARS:
+            row[BARE_CHARS] += number * size
 
 
 @njit(f"boolean({_U32}, int64, int64, Array(uint8, 1, 'C', readonly=True))", cache=True, nogil=True)
@@ -331,6 +352,7 @@ def scan(points, starts, table, han_codes, pairs, known_words, word_marks, setti
     tally = np.empty(TABLE_SLOTS, np.uint32)
     histogram = np.empty(256, np.int64)
     recent = np.empty(8, np.uint32)
+    phrases = np.zeros((LONG_PHRASE + 1) << 3, np.int64)
     loose_line = settings[LOOSE_LINE]
     blob_run = settings[BLOB_RUN]
     duplicate_line = settings[DUPLICATE_LINE]
@@ -365,6 +387,13 @@ def scan(points, starts, table, han_codes, pairs, known_words, word_marks, setti
         line_urls = 0
         last_han = start - 9
         hans = 0
+        even = 0
+        rare = 0
+        pair_count = 0
+        pair_hits = 0
+        far_hits = 0
+        for entry in range(8):
+            recent[entry] = 0
         phrase = 0
         phrase_bound = 0
         phrase_before = 0
@@ -475,28 +504,33 @@ def scan(points, starts, table, han_codes, pairs, known_words, word_marks, setti
                     distinct += 1
                 line_hash = (line_hash ^ np.uint64(point)) * _PRIME
                 if of_class == HAN:
-                    code = han_codes[point] if point < len(han_codes) else np.uint32(0)
-                    if code == 0:
-                        row[RARE_HANS] += 1
-                    if last_han == at - 1:
-                        row[PAIRS] += 1
-                        row[PAIR_HITS] += _is_pair(pairs, recent[(hans - 1) & 7], code)
-                    elif last_han == at - 2:
-                        between = points[at - 1]
-                        class_between = table[between] & CLASS_MASK
-                        if class_between in (LATIN_LOWER, LATIN_UPPER, SYMBOL) or between in (35, 37, 38, 42, 92, 95):
-                            row[NOISE] += 1  # a letter, a symbol, # % & * \ _
-                    if phrase > 0 and line_end_kind == HAN and last_han != at - 1:
-                        phrase_before = _close_phrase(phrase, phrase_bound, phrase_before, SPACE, row)
-                        phrase = 0
-                        phrase_bound = 0
-                    if hans >= FAR:
-                        row[FAR_PAIRS] += 1
-                        row[FAR_HITS] += _is_pair(pairs, recent[(hans - FAR) & 7], code)
-                    recent[hans & 7] = code
+                    adjacent = last_han == at - 1
+                    if hans < PAIR_HANS:
+                        code = han_codes[point] if point < len(han_codes) else np.uint32(0)
+                        rare += code == 0
+                        if adjacent:
+                            pair_count += 1
+                            pair_hits += _is_pair(pairs, recent[(hans - 1) & 7], code)
+                        far_hits += _is_pair(pairs, recent[(hans - FAR) & 7], code)
+                        recent[hans & 7] = code
+                    if not adjacent:
+                        if last_han == at - 2:
+                            between = points[at - 1]
+                            class_between = table[between] & CLASS_MASK
+                            if (
+                                LATIN_LOWER <= class_between <= LATIN_UPPER
+                                or class_between == SYMBOL
+                                or between in (35, 37, 38, 42, 92, 95)  # % & * \ _
+                            ):
+                                row[NOISE] += 1
+                        if phrase > 0 and line_end_kind == HAN:
+                            even += _close_phrase(phrases, phrase, phrase_bound, phrase_before, BY_SPACE)
+                            phrase_before = phrase
+                            phrase = 0
+                            phrase_bound = 0
                     hans += 1
                     phrase += 1
-                    phrase_bound += (kind & FUNCTION_HAN) != 0 or (kind & COUNTING_HAN) != 0
+                    phrase_bound += kind & BINDING
                     last_han = at
                 line_chars += 1
                 line_end_kind = of_class
@@ -519,7 +553,8 @@ def scan(points, starts, table, han_codes, pairs, known_words, word_marks, setti
                 elif point != 10:
                     repaired = True
                 if phrase > 0:
-                    phrase_before = _close_phrase(phrase, phrase_bound, phrase_before, NEWLINE, row)
+                    even += _close_phrase(phrases, phrase, phrase_bound, phrase_before, BY_LINE_END)
+                    phrase_before = phrase
                     phrase = 0
                     phrase_bound = 0
                 if line_chars > 0:
@@ -569,19 +604,19 @@ def scan(points, starts, table, han_codes, pairs, known_words, word_marks, setti
                     first_kept = at
                     first_line = line_start
                 if phrase > 0:
-                    phrase_before = _close_phrase(phrase, phrase_bound, phrase_before, of_class, row)
+                    by = BY_SENTENCE_END if of_class == SENTENCE_END else BY_SIGN
+                    even += _close_phrase(phrases, phrase, phrase_bound, phrase_before, by)
+                    phrase_before = phrase
                     phrase = 0
                     phrase_bound = 0
-                if point in (33, 36, 37, 42, 43, 59, 64, 94, 124, 126):  # ! $ % * + ; @ ^ | ~
+                if kind & SIGN:
+                    line_bars += point == 124 or point > 127
                     if (
                         start < at < end - 1
                         and table[points[at - 1]] & CLASS_MASK == LATIN_LOWER
                         and table[points[at + 1]] & CLASS_MASK == LATIN_LOWER
                     ):
                         row[BROKEN_WORDS] += 1
-                    line_bars += point == 124
-                elif point in (0xB7, 0xBB, 0x203A, 0x2022, 0x2502, 0xFF5C):  # · » › • │ ｜
-                    line_bars += 1
                 if kind & CLOSER == 0:
                     line_end_kind = of_class
                     line_end_point = point
@@ -621,6 +656,13 @@ def scan(points, starts, table, han_codes, pairs, known_words, word_marks, setti
         if line_count > 1:
             row[DUPLICATE_LINE_CHARS] += _duplicate_line_chars(lines, line_sizes, line_count, keys)
         row[DISTINCT] = distinct
+        row[EVEN_CHARS] = even
+        _add_phrases(phrases, row)
+        row[RARE_HANS] = rare
+        row[PAIRS] = pair_count
+        row[PAIR_HITS] = pair_hits
+        row[FAR_PAIRS] = max(0, min(hans, PAIR_HANS) - FAR)
+        row[FAR_HITS] = far_hits
         for entry in range(256):
             number = histogram[entry]
             if number:

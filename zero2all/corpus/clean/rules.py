@@ -60,11 +60,13 @@ def measures_of(counts: Array, config: CleanConfig) -> Measures:
         "function_han_share": _share(column[k.FUNCTION_HANS], column[t.HAN]),
         "longest_line_chars": column[k.LINE_CHARS_MAX],
         "mean_line_chars": _share(column[k.LINE_CHARS], lines),
+        "spam_share": np.zeros(len(chars)),  # these two are worked out by `spam`, for the few texts that need it
+        "spam_terms": np.zeros(len(chars)),
         "spam_han_share": _share(column[k.SPAM_HANS], column[t.HAN]),
         "spam_word_share": _share(column[k.SPAM_WORDS], column[k.WORDS]),
         "bare_share": _share(column[k.BARE_CHARS], column[t.HAN]),
         "noise_share": _share(2 * column[k.NOISE] + column[k.LONE_HANS], column[t.HAN]),
-        "rare_share": _share(column[k.RARE_HANS], column[t.HAN]),
+        "rare_share": _share(column[k.RARE_HANS], np.minimum(column[t.HAN], k.PAIR_HANS)),
         "broken_word_share": _share(column[k.BROKEN_WORDS], column[k.WORDS]),
         "menu_share": _share(
             column[k.MENU_CHARS] + np.where(column[k.TABLE_RULES] > 0, 0, column[k.TABLE_CHARS]), column[k.LINE_CHARS]
@@ -95,11 +97,13 @@ def _kinds(column: Array, chars: Array, latin: Array, config: CleanConfig) -> Me
     lines = column[k.LINES]
     modern = _share(column[k.MODERN_HANS], han)
     classical = _share(column[k.CLASSICAL_HANS], han)
-    rhythm = _share(np.maximum(column[k.VERSE_CHARS], column[k.EVEN_CHARS]), han)
+    ended = column[k.ENDED_PHRASES] >= 0.15 * column[k.PHRASES]
+    even = np.where(ended, column[k.EVEN_CHARS], 0)  # a list of words has phrases of one length too
+    rhythm = _share(np.maximum(column[k.VERSE_CHARS], even), han)
     phrase_chars = _share(han, column[k.PHRASES])
     old = (modern <= rule.max_modern_share) & (han >= latin)
     on_lines = _share(column[k.LINE_PHRASES], column[k.PHRASES])
-    paused = (column[k.ENDED_PHRASES] >= 0.15 * column[k.PHRASES]) | (on_lines >= 0.15)
+    paused = ended | (on_lines >= 0.15)
     song = (  # ci and qu: phrases of any length, none long, several to a sentence or a line
         (phrase_chars >= 3) & (column[k.LONGEST_PHRASE] <= rule.max_phrase_chars) & (on_lines <= 0.8)
     )
@@ -176,7 +180,7 @@ def _few_function_words(m: Measures, c: CleanConfig) -> Array:
 
 def _mojibake(m: Measures, c: CleanConfig) -> Array:
     rule = c.mojibake
-    han = (m["mojibake_han_share"] > rule.max_han_share) & (m["pair_share"] < rule.spare_pair_share)
+    han = (m["mojibake_han_share"] > rule.max_han_share) & (m["rare_share"] >= rule.min_rare_share)
     return (m["mojibake_latin_share"] > rule.max_latin_share) | han
 
 

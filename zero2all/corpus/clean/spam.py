@@ -17,9 +17,11 @@ from zero2all.corpus.clean.tables import SPAM_WORDS
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-LEAST_HAN_SHARE = 0.05
+LEAST_HAN_SHARE = 0.025
 """Texts with a smaller share of the characters of spam are not searched."""
 LEAST_WORD_SHARE = 0.02
+SEARCHED_CHARS = 20_000
+"""Longer texts are searched up to here."""
 
 GAMBLING = """
 博彩 赌博 赌场 赌网 赌城 赌客 赌桌 赌球 投注 下注 押注 注码 加注 彩金 彩票 彩民 特码 六合彩 时时彩 双色球 一肖 平特 百家乐 老虎机 角子机
@@ -32,29 +34,35 @@ OFFERS = """
 牌照 下载 玩家 玩法 技巧 计划 推荐 免费 在线 网上 线上 点击 链接 微信 支付宝 群 领取 彩头 资金 安全 手机 app
 """.split()  # noqa: SIM905
 _TRADITIONAL = str.maketrans(
-    "賭場網錢樂龍鬥馬將魚發牌娛臺視訊現號皇賠盤讓競閒莊車賽飛獎勢圖贏穩賺碼遊藝體買圍註冊開戶會員儲值優惠紅禮驗援傭"
-    "務線點擊鏈領計劃薦費載譽照業寶頭資錄單雙組選",
-    "赌场网钱乐龙斗马将鱼发牌娱台视讯现号皇赔盘让竞闲庄车赛飞奖势图赢稳赚码游艺体买围注册开户会员储值优惠红礼验援佣"
-    "务线点击链领计划荐费载誉照业宝头资录单双组选",
+    "赌场网钱乐龙斗马将鱼发娱台视讯现赔盘让竞闲庄车赛飞奖势图赢稳赚码游艺体买围开户会员优红礼验录线点击链领计划荐费载誉宝头资单双组选轮战",
+    "賭場網錢樂龍鬥馬將魚發娛臺視訊現賠盤讓競閒莊車賽飛獎勢圖贏穩賺碼遊藝體買圍開戶會員優紅禮驗錄線點擊鏈領計劃薦費載譽寶頭資單雙組選輪戰",
 )
-_GAMBLING = re.compile("|".join(sorted(map(re.escape, GAMBLING), key=len, reverse=True)), re.IGNORECASE)
-_OFFERS = re.compile("|".join(sorted(map(re.escape, OFFERS), key=len, reverse=True)), re.IGNORECASE)
+
+
+def _pattern(terms: list[str]) -> re.Pattern[str]:
+    """Any of the terms, in both scripts, the longest first."""
+    forms = {*terms, *(term.translate(_TRADITIONAL) for term in terms)}
+    return re.compile("|".join(map(re.escape, sorted(forms, key=len, reverse=True))), re.IGNORECASE)
+
+
+_GAMBLING = _pattern(GAMBLING)
+_OFFERS = _pattern(OFFERS)
 _WORDS = re.compile(rf"\b(?:{'|'.join(SPAM_WORDS)})\b", re.IGNORECASE)
 
 
-def add_spam_measures(texts: list[str], measures: dict[str, Array]) -> None:
-    """Add `spam_share`, the share of Han characters or of words in such terms, and `spam_terms`, how many differ.
+def set_spam_measures(texts: list[str], measures: dict[str, Array]) -> None:
+    """Set `spam_share`, the share of Han characters or of words in such terms, and `spam_terms`, how many differ.
 
     Offers count only up to the weight of the gambling terms beside them: every shop has them.
     """
-    share, terms = np.zeros(len(texts)), np.zeros(len(texts))
+    share, terms = measures["spam_share"], measures["spam_terms"]
     for at in np.flatnonzero(measures["spam_han_share"] >= LEAST_HAN_SHARE).tolist():
-        text = texts[at].translate(_TRADITIONAL)
-        found = _GAMBLING.findall(text)
-        offered = min(sum(map(len, _OFFERS.findall(text))), sum(map(len, found)))
-        share[at] = (sum(map(len, found)) + offered) / max(1.0, measures["han"][at])
+        found = _GAMBLING.findall(texts[at], 0, SEARCHED_CHARS)
+        if not found:
+            continue
+        offered = min(sum(map(len, _OFFERS.findall(texts[at], 0, SEARCHED_CHARS))), sum(map(len, found)))
+        share[at] = (sum(map(len, found)) + offered) / max(1.0, min(measures["han"][at], SEARCHED_CHARS))
         terms[at] = len(set(found))
     for at in np.flatnonzero(measures["spam_word_share"] >= LEAST_WORD_SHARE).tolist():
         share[at] = max(share[at], measures["spam_word_share"][at])
         terms[at] = max(terms[at], len(set(map(str.lower, _WORDS.findall(texts[at])))))
-    measures["spam_share"], measures["spam_terms"] = share, terms

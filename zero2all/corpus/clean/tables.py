@@ -54,6 +54,8 @@ SPAM_HAN = 64
 """On other Han: a character of the words of gambling and sales; a text with many is searched for such words."""
 CONTINUATION = 16
 """On anything but Han: what a UTF-8 continuation byte becomes when read as Windows-1252."""
+SIGN = 32
+"""On anything but Han: a sign that stands between the entries of a menu (| · » •) or in a badly read word (! ~ ^)."""
 CAN_JOIN = 64
 """A joiner may follow."""
 CLOSER = 128
@@ -75,8 +77,10 @@ FUNCTION_WORDS = tuple(
     """.split()  # noqa: SIM905
 )
 
-COUNTING_CHARACTERS = "二三四五六七八九十百千万萬亿億年月日春夏秋冬朔闰閏甲乙丙丁戊己庚辛壬癸子丑寅卯辰巳午未申酉戌亥两兩斤钱錢分寸尺卷"
-SPAM_CHARACTERS = "博彩赌賭投注庄莊赔賠娱娛乐樂棋牌码碼押盘盤奖獎赢贏钱錢竞競猜荷虎轮輪利返佣代充提款户戶送优優惠惠金票肖期赛賽"
+COUNTING_CHARACTERS = (
+    "二三四五六七八九十百千万萬亿億年月日春夏秋冬朔闰閏甲乙丙丁戊己庚辛壬癸子丑寅卯辰巳午未申酉戌亥两兩斤钱錢分寸尺卷"
+)
+SPAM_CHARACTERS = "博彩赌賭庄莊赔賠娱娛乐樂棋牌押盘盤奖獎赢贏竞競猜荷虎轮輪肖佣钱錢玩票投"
 SPAM_WORDS = tuple(
     """
     casino casinos jackpot jackpots betting bet bets gambling gamble poker blackjack roulette baccarat sportsbook
@@ -84,6 +88,8 @@ SPAM_WORDS = tuple(
     """.split()  # noqa: SIM905
 )
 
+BARS = "|·»›•│｜"
+_ODD_IN_WORDS = "!$%*+;@^|~"
 _SENTENCE_ENDS = "．.!?。！？…⋯｡‥‼⁇⁈⁉؟।"
 _CLOSERS = ")]}）】」』”’\"'》〉>*_`］｝〕〗＂＇›»"
 _LINE_BREAKS = "\n\r\x0b\x0c\x85\u2028\u2029"
@@ -154,6 +160,7 @@ def _add_flags(table: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
     table[sorted(suspects - {ord(character) for character in FUNCTION_CHARACTERS} | {ord("锟")})] |= GBK_SUSPECT
     table[_points(CONTINUATION_CHARACTERS)] |= CONTINUATION
     table[_points(_CLOSERS)] |= CLOSER
+    table[_points(BARS + _ODD_IN_WORDS)] |= SIGN
     for start, end in _JOINING:
         piece = table[start:end]
         piece[piece >= SINGLE] |= CAN_JOIN
