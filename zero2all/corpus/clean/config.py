@@ -324,7 +324,7 @@ class Scrambled:
     min_excess: Share = 0.1
     """Least excess of frequent pairs: their share among neighbouring Han characters, less that among characters six
     places apart, plus one standard error."""
-    min_old_excess: Share = 0.055
+    min_old_excess: Share = 0.05
     """The same where modern function characters are few (`kinds.max_modern_share`)."""
     from_pairs: NaturalInt = 40
     """Documents with fewer neighbouring Han characters are not judged by this rule."""
@@ -357,6 +357,8 @@ class KeywordLists:
     """Whether the rule is applied."""
     max_bare_share: Share = 0.6
     """Largest share of Han characters in phrases of at most 8 without a function character."""
+    max_unended_bare_share: Share = 0.3
+    """The same where less than 3 % of the phrases end a sentence; not for verse and classical text."""
     max_function_share: Share = 0.2
     """Documents with a larger share of function characters are spared."""
     max_old_function_share: Share = 0.12
@@ -682,7 +684,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "ellipsis_lines": ("ellipsis_line_share",),
     "few_sentences": ("sentences_per_1000_chars", "function_share"),
     "few_function_words": ("function_word_share", "function_han_share"),
-    "keyword_lists": ("bare_share", "function_han_share", "pair_share", "verse", "classical"),
+    "keyword_lists": ("bare_share", "ended_phrase_share", "function_han_share", "pair_share", "verse", "classical"),
     "scrambled": ("pair_excess", "pair_share", "modern_share"),
     "garbled": ("noise_share", "rare_share", "broken_word_share", "modern_share"),
     "spam": ("spam_share", "spam_terms"),

@@ -298,7 +298,7 @@ def _add_phrases(phrases, row):  # type: ignore[no-untyped-def]
             row[LINE_PHRASES] += number
         if size == 5 or size == 7:
             row[VERSE_CHARS] += number * size
-        elif size == 1 and (closed_by == BY_SPACE or closed_by == BY_LINE_END):
+        elif size == 1 and BY_SPACE <= closed_by <= BY_LINE_END:
             row[LONE_HANS] += number
         if entry & 1 == 0 and size <= BARE_PHRASE_CHARS:
             row[BARE_CHARS] += number * size
@@ -339,7 +339,9 @@ def _is_table_rule(points, start, end):  # type: ignore[no-untyped-def]
     cache=True,
     nogil=True,
 )
-def scan(points, starts, table, han_codes, pairs, known_words, word_marks, settings, stamps, first_stamp, counts):  # type: ignore[no-untyped-def]
+def scan(  # type: ignore[no-untyped-def]
+    points, starts, table, han_codes, pairs, known_words, word_marks, settings, stamps, first_stamp, counts
+):
     """Fill `counts` (a row per text, columns `COUNTS`) for the texts that begin at `starts` in `points`.
 
     `han_codes` and `pairs` are those of `han`, `known_words` and `word_marks` of `word_table`. `stamps` has a place for every code point and remembers the last text it was seen in; text t is `first_stamp` + t.

@@ -117,6 +117,7 @@ def _kinds(column: Array, chars: Array, latin: Array, config: CleanConfig) -> Me
         "rhythm_share": rhythm,
         "old": old,
         "phrase_chars": phrase_chars,
+        "ended_phrase_share": _share(column[k.ENDED_PHRASES], column[k.PHRASES]),
         "verse": (old & paused & ((rhythm >= rule.min_rhythm_share) | song)) | (plain & short & spoken),
         "classical": old & (classical >= rule.min_classical_share),
     }
@@ -221,7 +222,8 @@ def _garbled(m: Measures, c: CleanConfig) -> Array:
 def _keyword_lists(m: Measures, c: CleanConfig) -> Array:
     rule = c.keyword_lists
     old = m["verse"] | m["classical"]
-    bare = (m["bare_share"] > rule.max_bare_share) & (m["han"] >= rule.from_chars)
+    limit = np.where(m["ended_phrase_share"] < 0.03, rule.max_unended_bare_share, rule.max_bare_share)
+    bare = (m["bare_share"] > np.where(old, rule.max_bare_share, limit)) & (m["han"] >= rule.from_chars)
     listed = (m["function_han_share"] < rule.max_function_share) & ~old
     many = rule.min_old_pair_share - np.where(m["phrase_chars"] < 4, 0.08, 0)  # short phrases are words alone
     words = (m["function_han_share"] < rule.max_old_function_share) & (m["pair_share"] > many)
