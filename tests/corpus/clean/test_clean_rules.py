@@ -189,7 +189,8 @@ def test_short_lines_of_verse_are_kept_in_any_language() -> None:
         f"{line},"
         for line in (
             "Der Wald wird still", "Die Nacht ist weit", "Ein Licht geht auf", "Der Weg ist lang",
-            "Kein Wind, kein Laut", "Der Mond steht hoch", "Das Feld ist weiß", "Ein Stern, ein Baum", "Ein Haus am Fluss", "Die Zeit vergeht",
+            "Kein Wind, kein Laut", "Der Mond steht hoch", "Das Feld ist weiß", "Ein Stern, ein Baum",
+            "Ein Haus am Fluss", "Die Zeit vergeht",
         )
     )  # fmt: skip
     assert Cleaner(channel="en").clean([en])[0].reason is None

@@ -344,7 +344,8 @@ def scan(  # type: ignore[no-untyped-def]
 ):
     """Fill `counts` (a row per text, columns `COUNTS`) for the texts that begin at `starts` in `points`.
 
-    `han_codes` and `pairs` are those of `han`, `known_words` and `word_marks` of `word_table`. `stamps` has a place for every code point and remembers the last text it was seen in; text t is `first_stamp` + t.
+    `han_codes` and `pairs` are those of `han`, `known_words` and `word_marks` of `word_table`. `stamps` has a place
+    for every code point and remembers the last text it was seen in; text t is `first_stamp` + t.
     """
     units = np.empty(WINDOW_UNITS, np.uint64)
     unit_sizes = np.empty(WINDOW_UNITS, np.uint32)
@@ -463,7 +464,7 @@ def scan(  # type: ignore[no-untyped-def]
                     repaired = True
                 at += 1
                 continue
-            before_kind = kind if of_class != HAN else np.uint8(HAN)  # its flags have other meanings
+            before_kind = HAN if of_class == HAN else kind  # the flags of Han have other meanings
 
             # Everything below ends a word.
             if word_chars > 0:
@@ -717,7 +718,7 @@ def compact(points, start, end, table, kept):  # type: ignore[no-untyped-def]
             if before_kind & CAN_JOIN == 0:
                 continue
             kind = np.uint8(MARK)
-        before_kind = kind if of_class != HAN else np.uint8(HAN)
+        before_kind = HAN if of_class == HAN else kind
         kept[count] = point
         count += 1
     return count
