@@ -336,13 +336,15 @@ class Garbled:
 
     on: bool = True
     """Whether the rule is applied."""
-    max_share: Share = 0.07
+    max_share: Share = 0.055
     """Largest share of Han characters that stand alone between spaces or on a line, or are rare; those behind a
-    single letter or symbol between Han count twice."""
+    single letter or symbol between Han count three times."""
     max_old_share: Share = 0.07
     """The same where modern function characters are few (`kinds.max_modern_share`)."""
+    max_rare_share: Share = 0.03
+    """Only the share of rare characters (in none of the frequent pairs, see scrambled) above this one is counted."""
     max_old_rare_share: Share = 0.1
-    """There, only the share of rare characters above this one is counted; in verse, none."""
+    """The same where modern function characters are few; in verse, none are counted."""
     max_word_share: Share = 0.06
     """Largest share of words with a digit or a sign such as ! ~ ^ | between two lower-case letters."""
     from_units: NaturalInt = 40

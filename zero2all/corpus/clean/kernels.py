@@ -522,8 +522,8 @@ def scan(  # type: ignore[no-untyped-def]
                             class_between = table[between] & CLASS_MASK
                             if (
                                 LATIN_LOWER <= class_between <= LATIN_UPPER
-                                or class_between == SYMBOL
-                                or between in (35, 37, 38, 42, 92, 95)  # % & * \ _
+                                or (class_between == SYMBOL and between != 96)  # not Markdown's `
+                                or between in (35, 37, 38, 92)  # # % & \
                             ):
                                 row[NOISE] += 1
                         if phrase > 0 and line_end_kind == HAN:

@@ -65,7 +65,7 @@ def measures_of(counts: Array, config: CleanConfig) -> Measures:
         "spam_han_share": _share(column[k.SPAM_HANS], column[t.HAN]),
         "spam_word_share": _share(column[k.SPAM_WORDS], column[k.WORDS]),
         "bare_share": _share(column[k.BARE_CHARS], column[t.HAN]),
-        "noise_share": _share(2 * column[k.NOISE] + column[k.LONE_HANS], column[t.HAN]),
+        "noise_share": _share(3 * column[k.NOISE] + column[k.LONE_HANS], column[t.HAN]),
         "rare_share": _share(column[k.RARE_HANS], np.minimum(column[t.HAN], k.PAIR_HANS)),
         "broken_word_share": _share(column[k.BROKEN_WORDS], column[k.WORDS]),
         "menu_share": _share(
@@ -213,8 +213,8 @@ def _scrambled(m: Measures, c: CleanConfig) -> Array:
 
 def _garbled(m: Measures, c: CleanConfig) -> Array:
     rule = c.garbled
-    rare = np.where(m["old"], np.maximum(0, m["rare_share"] - rule.max_old_rare_share), m["rare_share"])
-    noise = m["noise_share"] + np.where(m["verse"], 0, rare)
+    rare = m["rare_share"] - np.where(m["old"], rule.max_old_rare_share, rule.max_rare_share)
+    noise = m["noise_share"] + np.where(m["verse"], 0, np.maximum(0, rare))
     han = (noise > np.where(m["old"], rule.max_old_share, rule.max_share)) & (m["han"] >= rule.from_units)
     return han | ((m["broken_word_share"] > rule.max_word_share) & (m["words"] >= rule.from_units))
 
