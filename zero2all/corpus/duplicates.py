@@ -108,7 +108,12 @@ def search_duplicates(
     _write_gids(folder / GIDS_NAME, sources, result.documents)
     _write_clusters(folder)
     first_segment = {name: owners.index(name) for name in dict.fromkeys(owners)}
-    facts: dict[str, Any] = {"documents": result.documents, "clusters": result.clusters, "exact": result.exact, "near": result.near}
+    facts: dict[str, Any] = {
+        "documents": result.documents,
+        "clusters": result.clusters,
+        "exact": result.exact,
+        "near": result.near,
+    }
     facts["contained"] = _contained(folder, units, result, owners) if config.near != "off" else {}
     write_json(
         folder / FOUND_NAME,
