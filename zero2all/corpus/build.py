@@ -12,7 +12,8 @@ goes on behind it, and writes byte for byte what an uninterrupted build writes, 
 `.build` is removed at the end, unless it is to be kept: then a source that has not changed need not be read again
 when another is added or another dedup is tried.
 
-A source left out of a later build keeps its folder, but no stage reads it.
+A source left out of a later build keeps its folder, but no stage reads it. A build that finds all sources finished
+still reads their files (gigabytes a second): one that is no longer as it was written is built again.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from zero2all.common.files import (
     write_json,
 )
 from zero2all.common.lock import folder_lock
-from zero2all.common.manifest import MANIFEST_NAME, fingerprint, is_current
-from zero2all.common.progress import progress
+from zero2all.common.manifest import MANIFEST_NAME, FileCheck, checks_of_current, damaged_files, fingerprint
+from zero2all.common.progress import progress, say
 from zero2all.corpus.boilerplate import strip_boilerplate
 from zero2all.corpus.duplicates import (
     CLUSTERS_NAME,
@@ -128,6 +129,8 @@ def build_corpus(
             for source, listing in zip(sources, listings, strict=True)
         ]
         build = _Build(corpus_folder, plans, options, keep_build)
+        for problem in build.find_damage(engine):
+            (announce or say)(problem)
         try:
             if build.has_work:
                 if announce is not None:
@@ -179,6 +182,7 @@ class _Build:
         self.cuts: dict[str, Cut] = {}
         self.parts: list[Part] = []
         self.stale: list[Part] = []
+        self.finished: dict[str, list[FileCheck]] = {}
         self._wanted = {plan.inputs for plan in plans}
         """Folders under `.build` that belong to this build."""
         channels = {plan.name: known_channels(corpus_folder, plan) for plan in plans}
@@ -204,13 +208,25 @@ class _Build:
             "valid_share": options.valid_share,
         }
         self.inputs = {part.name: fingerprint([decisive, part.number, part.inputs]) for part in self.parts}
-        self.stale = [
-            part
+        current = {
+            part.name: checks_of_current(self.corpus_folder / part.name, "corpus", self.inputs[part.name])
             for part in self.parts
-            if not is_current(self.corpus_folder / part.name, "corpus", self.inputs[part.name])
-        ]
+        }
+        self.finished = {name: checks for name, checks in current.items() if checks is not None}
+        self.stale = [part for part in self.parts if part.name not in self.finished]
         self._wanted |= {self.dedup_inputs, self.lines_inputs, *self.inputs.values()}
         self.is_settled = True
+
+    def find_damage(self, config: EngineConfig) -> list[str]:
+        """Look at every byte of the finished sources: what is no longer as it was written makes its source stale."""
+        source_of = {check.path: name for name, files in self.finished.items() for check in files}
+        checks = [check for files in self.finished.values() for check in files]
+        problems: dict[str, str] = {}
+        for check, problem in damaged_files(checks, config.workers if config.kind == "local" else None):
+            name = source_of[check.path]
+            problems.setdefault(name, f"{problem}; the source {name} is built again")
+        self.stale = [part for part in self.parts if part.name not in self.finished or part.name in problems]
+        return list(problems.values())
 
     @property
     def has_work(self) -> bool:

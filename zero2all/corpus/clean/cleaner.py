@@ -22,6 +22,7 @@ import numpy as np
 from zero2all.common.errors import UsageError
 from zero2all.corpus.clean.code import is_broken_python, is_generated, without_licence
 from zero2all.corpus.clean.config import CleanConfig, config_problems, default_config
+from zero2all.corpus.clean.han import pair_tables
 from zero2all.corpus.clean.mask import Hints, mask_text
 from zero2all.corpus.clean.repair import (
     private_use_count,
@@ -31,7 +32,8 @@ from zero2all.corpus.clean.repair import (
     with_standard_characters,
     without_unwanted,
 )
-from zero2all.corpus.clean.tables import ART, CODE_POINTS, FUNCTION_WORDS, JOINER, SPACE
+from zero2all.corpus.clean.spam import set_spam_measures
+from zero2all.corpus.clean.tables import ART, CODE_POINTS, FUNCTION_WORDS, JOINER, SPACE, SPAM_WORDS
 
 GROUP_CHARS = 1 << 19
 """Texts are put together up to this many characters (4 bytes each) before they are scanned."""
@@ -138,6 +140,8 @@ class Cleaner:
             for place, text in zip(places, again, strict=True):
                 texts[place] = text
         measures = rules.measures_of(counts, self.config)
+        if self.config.spam.on:
+            set_spam_measures(texts, measures)
         reasons = self._reasons(texts, measures)
         hints = counts[:, [k.EMAILS, k.LONGEST_NUMBER, k.LONG_TOKENS]].tolist()
         text_bytes = counts[:, k.BYTES_OUT].tolist()
@@ -175,9 +179,9 @@ class Cleaner:
             np.int64,
         )
         first_stamp = self._stamp(len(texts))
-        k.scan(
-            points, starts, self._table, k.function_table(FUNCTION_WORDS), settings, self._stamps, first_stamp, counts
-        )
+        pairs = pair_tables(k.PAIR_BITS)
+        words = k.word_table(FUNCTION_WORDS, SPAM_WORDS)
+        k.scan(points, starts, self._table, *pairs, *words, settings, self._stamps, first_stamp, counts)
         cleaned = list(texts)
         for at in np.flatnonzero(counts[:, k.CHANGED]).tolist():
             first, end = int(counts[at, k.KEEP_FROM]), int(counts[at, k.KEEP_TO])
