@@ -580,7 +580,7 @@ REFUSED = {
     "pickled weights only": (pickled_only, r"only pickled weights \(pytorch_model.bin\).*never loads"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
     "half a file": (truncated, "no readable safetensors file"),
-    "a shard is missing": (shard_missing, "model-00002-of-00002.safetensors is no readable"),
+    "a shard is missing": (shard_missing, "model-00002-of-00002.safetensors is missing"),
     "config is no object": (lambda folder: (folder / "config.json").write_text("[1]"), "should hold a JSON object"),
     "config is no JSON": (lambda folder: (folder / "config.json").write_text("{"), "cannot be read as JSON"),
     "unknown model type": (change_config(model_type="gpt2"), "model_type 'gpt2'; only llama and qwen2"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from zero2all import __version__
@@ -19,6 +19,14 @@ from zero2all.common.files import MANIFEST_NAME, crc32c_of, read_json, write_jso
 
 FORMATS = {"corpus": 1, "tokenizer": 1, "packed": 1, "best_fit": 1, "checkpoint": 1, "raw": 1}
 """The format number this version writes and reads, per kind of artifact. Raise it when the layout changes."""
+
+
+FIELDS: dict[str, dict[str, type]] = {
+    "tokenizer": {"fingerprint": str, "vocab_size": int},
+    "corpus": {"source": str, "number": int, "channel": str, "report": dict},
+    "best_fit": {"seq_len": int, "rows": int, "pieces": int},
+}
+"""What a manifest has to say for others to read on; `packed.layout` checks that of packed data in more depth."""
 
 
 def fingerprint(value: Any) -> str:
@@ -65,7 +73,7 @@ def read_manifest(folder: Path, kind: str, made_by: str) -> dict[str, Any]:
         ) from None
     if not isinstance(manifest, dict) or manifest.get("kind") != kind:
         found = manifest.get("kind") if isinstance(manifest, dict) else None
-        what = f"it describes a {found}" if found else "it is none of ours"
+        what = f"it describes a {found}" if isinstance(found, str) else "it is none of ours"
         raise BadInputError(
             f"{path} does not describe a {kind} ({what}). Check the path, or delete {folder} and run `{made_by}` again."
         )
@@ -75,7 +83,32 @@ def read_manifest(folder: Path, kind: str, made_by: str) -> dict[str, Any]:
             f"{manifest.get('format')}; this is zero2all {__version__}, which reads format {FORMATS[kind]}. "
             f"Run `{made_by}` again to rebuild it, or use the version that wrote it."
         )
+    odd = _oddity(manifest, FIELDS.get(kind, {}))
+    if odd:
+        raise BadInputError(f"{path} cannot be right: {odd}. Delete {folder} and run `{made_by}` again.")
     return manifest
+
+
+def is_count(value: object) -> bool:
+    """A whole number from 0 to 2^62; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+
+
+def _oddity(manifest: dict[str, Any], fields: Mapping[str, type]) -> str | None:
+    """What no manifest of ours says, in words; None when all is well."""
+    for name, kind in fields.items():
+        value = manifest.get(name)
+        if not is_count(value) if kind is int else not isinstance(value, kind):
+            return f"its `{name}` is {str(value)[:80]!r}"
+    files = manifest.get("files")
+    if not isinstance(files, dict):
+        return "it lists no files"
+    for name, facts in files.items():
+        if not name or "\0" in name or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            return f"it lists the file {name[:80]!r}"
+        if not isinstance(facts, dict) or not is_count(facts.get("bytes")) or not isinstance(facts.get("crc32c"), str):
+            return f"it does not say how long {name[:80]!r} is, or what its crc32c is"
+    return None
 
 
 def is_current(folder: Path, kind: str, inputs: str) -> bool:
@@ -92,7 +125,8 @@ def is_current(folder: Path, kind: str, inputs: str) -> bool:
         and manifest.get("kind") == kind
         and manifest.get("format") == FORMATS[kind]
         and manifest.get("inputs") == inputs
-        and all(_has_size(folder / name, file["bytes"]) for name, file in manifest.get("files", {}).items())
+        and _oddity(manifest, FIELDS.get(kind, {})) is None
+        and all(_has_size(folder / name, file["bytes"]) for name, file in manifest["files"].items())
     )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,21 @@ class Checkpoint:
             raise BadInputError(f"{path} cannot be read ({error})") from error
         finally:
             os.close(handle)
+
+
+@contextmanager
+def reading_record(checkpoint: Checkpoint) -> Iterator[None]:
+    """While parts of the record are read that only their owners know (guards, data, stages): odd ones are bad input.
+
+    The seal finds damage; whoever writes another record and seals it anew gets past it, but no further than this.
+    """
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise BadInputError(
+            f"{checkpoint.folder} keeps a record that no run of ours would write ({type(error).__name__}: {error}). "
+            f"Move it away to go on from an older checkpoint, or start over with --fresh."
+        ) from error
 
 
 def verified_checkpoint(folder: Path) -> Checkpoint:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import read_json, write_json
+from zero2all.common.schema import Problem, build
 
 LEDGER_FILE = "skipped.json"
 
@@ -90,7 +91,11 @@ class SkipLedger:
     @staticmethod
     def from_state(state: Iterable[Mapping[str, Any]]) -> SkipLedger:
         """The way back."""
-        return SkipLedger(Skipped(**entry) for entry in state)
+        problems: list[Problem] = []
+        entries = [build(Skipped, entry, "skipped", problems) for entry in state]
+        if problems:
+            raise ValueError(str(problems[0]))
+        return SkipLedger(entries)
 
     def merge(self, other: SkipLedger) -> None:
         """Also leave out what `other` does."""
