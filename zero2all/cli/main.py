@@ -49,6 +49,7 @@ exit codes: 0 done, 1 a bug of ours or a process lost, 2 usage or config, 3 bad 
             4 disk or memory full, 10 stopped and saved, 12 run stopped itself, 13 run in use,
             130 interrupted"""
 INTERRUPTED = 130
+LEAST_ADDRESS_SPACE_BYTES = 512 << 20
 DECIDED_TOGETHER = (PreemptedError.exit_code, AnomalyError.exit_code, RunLockedError.exit_code)
 """Ends of a training run that all of its processes come to at once."""
 WHOLE_SECTIONS = ("stages",)
@@ -68,6 +69,7 @@ def main(words: list[str] | None = None) -> int:
         arguments, unknown = build_parser().parse_known_args(plain)
         _refuse_unknown(arguments, unknown, overrides)
         arguments.overrides, arguments.command_line = overrides, words
+        _require_address_space()
         check_outputs(arguments)
         code = arguments.handler(arguments) or 0
         sys.stdout.flush()  # here, so that a reader who has gone is noticed while we can still take it calmly
@@ -92,6 +94,18 @@ def _open_closed_streams() -> None:
         if getattr(sys, name) is None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
+
+
+def _require_address_space() -> None:
+    """Below this limit C++ libraries end the process while they are loaded, before anybody could say why."""
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != resource.RLIM_INFINITY and limit < LEAST_ADDRESS_SPACE_BYTES:
+        raise DiskError(
+            f"This process may use only {limit >> 20} MB of address space (`ulimit -v`), and loading torch alone takes "
+            f"more than {LEAST_ADDRESS_SPACE_BYTES >> 20}. Raise the limit, or lift it with `ulimit -v unlimited`."
+        )
 
 
 def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:

@@ -77,6 +77,23 @@ def read_json_object(path: Path, remedy: str = "Delete it and run its stage agai
     return value
 
 
+@contextmanager
+def as_written(what: object, remedy: str) -> Iterator[None]:
+    """While values are taken out of `what`, a file or folder: one that is built otherwise than ours is bad input."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {str(error)[:200]}"
+        raise BadInputError(f"{what} is not what this version of zero2all writes ({reason}). {remedy}") from error
+
+
+def is_inner_path(name: object) -> bool:
+    """Whether a name from a file, with forward slashes, can only lead to something below the folder it stands for."""
+    if not isinstance(name, str) or not name or "\0" in name:
+        return False
+    return not name.startswith("/") and ".." not in name.split("/")
+
+
 def read_regular(path: Path, largest_bytes: int) -> bytes:
     """The bytes of a plain file, links followed. Anything else (a fifo would never end) and too many are an OSError."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a fifo does not wait for its writer

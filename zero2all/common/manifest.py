@@ -10,12 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from zero2all import __version__
 from zero2all.common.errors import BadInputError
-from zero2all.common.files import MANIFEST_NAME, crc32c_of, read_json, write_json
+from zero2all.common.files import MANIFEST_NAME, crc32c_of, is_inner_path, read_json, write_json
 
 FORMATS = {"corpus": 1, "tokenizer": 1, "packed": 1, "best_fit": 1, "checkpoint": 1, "raw": 1}
 """The format number this version writes and reads, per kind of artifact. Raise it when the layout changes."""
@@ -96,7 +96,7 @@ def is_count(value: object) -> bool:
 
 def _oddity(manifest: dict[str, Any], fields: Mapping[str, type]) -> str | None:
     """What no manifest of ours says, in words; None when all is well."""
-    for name, kind in fields.items():
+    for name, kind in {"inputs": str, **fields}.items():
         value = manifest.get(name)
         if not is_count(value) if kind is int else not isinstance(value, kind):
             return f"its `{name}` is {str(value)[:80]!r}"
@@ -104,7 +104,7 @@ def _oddity(manifest: dict[str, Any], fields: Mapping[str, type]) -> str | None:
     if not isinstance(files, dict):
         return "it lists no files"
     for name, facts in files.items():
-        if not name or "\0" in name or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+        if not is_inner_path(name):
             return f"it lists the file {name[:80]!r}"
         if not isinstance(facts, dict) or not is_count(facts.get("bytes")) or not isinstance(facts.get("crc32c"), str):
             return f"it does not say how long {name[:80]!r} is, or what its crc32c is"

@@ -153,8 +153,9 @@ def prepare(
         load_checkpoint(state, checkpoint)
         notes.append(f"resumed {run.name} at step {state.step} from {checkpoint.folder.name}")
         if checkpoint.step:
-            changed = changed_operators(checkpoint.manifest.get("ops", {}), state.model.ops.taken)
-            notes += _environment_notes(checkpoint.manifest["environment"], here, changed)
+            with reading_record(checkpoint):
+                changed = changed_operators(checkpoint.manifest.get("ops") or {}, state.model.ops.taken)
+                notes += _environment_notes(checkpoint.manifest["environment"], here, changed)
     valid = open_valid_splits(packed_root(workspace.packed, config.data), [split.name for split in data.splits])
     too_short = [split.name for split in valid if split.samples(config.data.seq_len) == 0]
     if too_short:

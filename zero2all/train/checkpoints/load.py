@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from zero2all.common.errors import BadInputError
+from zero2all.common.files import as_written
 from zero2all.train.checkpoints.index import Index
 from zero2all.train.checkpoints.layout import split_name
 from zero2all.train.checkpoints.reads import Read, whole_reads
@@ -129,13 +130,9 @@ def reading_record(checkpoint: Checkpoint) -> Iterator[None]:
 
     The seal finds damage; whoever writes another record and seals it anew gets past it, but no further than this.
     """
-    try:
+    remedy = "Move it away to go on from an older checkpoint, or start over with --fresh."
+    with as_written(f"The record of the run in {checkpoint.folder}", remedy):
         yield
-    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
-        raise BadInputError(
-            f"{checkpoint.folder} keeps a record that no run of ours would write ({type(error).__name__}: {error}). "
-            f"Move it away to go on from an older checkpoint, or start over with --fresh."
-        ) from error
 
 
 def verified_checkpoint(folder: Path) -> Checkpoint:
