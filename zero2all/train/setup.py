@@ -47,6 +47,8 @@ from zero2all.train.state import DTYPES, TrainState, new_state
 from zero2all.train.validate import open_valid_splits
 
 CONFIG_FILE = "config.yaml"
+SECTIONS_OF_EVERY_RUN = ("data", "model", "train", "eval")
+"""A run keeps its config whole, so that one which was cut off is not filled up with defaults."""
 
 SECTIONS_FREE_ON_RESUME = ("ops", "parallel", "tokenizer", "checkpoint", "resilience", "track", "eval", "guards")
 """Changing these never changes which samples are seen or which rate is used."""
@@ -396,7 +398,11 @@ def load_run_config(run: Path) -> RunConfig:
             + (f"Runs in this workspace: {', '.join(known)}." if known else "Train one with `z2a train`.")
         )
     try:
-        return config_from_values(read_config_values(path), str(path))
+        values = read_config_values(path)
+        missing = [name for name in SECTIONS_OF_EVERY_RUN if name not in values]
+        if missing:
+            raise UsageError(f"It has no section {', '.join(missing)}.")
+        return config_from_values(values, str(path))
     except UsageError as error:
         raise BadInputError(
             f"{path}, which a run keeps of its settings, has been changed or damaged. {error}\n"
