@@ -231,7 +231,7 @@ def _convert(kind: Any, value: Any, where: str, problems: list[Problem]) -> Any:
         found: list[Problem] = []
         converted = _convert(inner, value, where, found)
         if found or not all(mark.admits(converted) for mark in marks if isinstance(mark, Range)):
-            problems.append(Problem(where, value, _type_words(kind)))
+            problems.append(Problem(where, value, _type_words(kind), found[0].hint if found else ""))
         return converted
     if origin in (typing.Union, types.UnionType):
         options = typing.get_args(kind)
