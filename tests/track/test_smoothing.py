@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
-from zero2all.track.smoothing import KINDS, Smoothing, smooth
+from zero2all.track.smoothing import KINDS, LARGEST_WIDTH, Smoothing, smooth
 
 EVERY = [Smoothing(kind, width) for kind in KINDS for width in (1.5, 4, 9, 60, 500)]
 
@@ -84,6 +86,18 @@ def test_short_and_empty_curves_are_smoothed_too(how, count):
 
 
 def test_unusable_widths_and_kinds_are_refused():
-    for kind, width in (("ema", 0), ("ema", float("nan")), ("mean", 3)):
+    for kind, width in (("ema", 0), ("ema", float("nan")), ("mean", 3), ("gaussian", 1e300), ("gaussian", 1.1e6)):
         with pytest.raises(ValueError, match=r"width|kind"):
             Smoothing(kind, width)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_widest_smoothing_of_a_short_curve_takes_no_more_memory_than_the_curve(kind):
+    tracemalloc.start()
+    smoothed = smooth(np.arange(100.0), Smoothing(kind, LARGEST_WIDTH))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20
+    assert np.isfinite(smoothed).all()
+    if kind == "gaussian":
+        np.testing.assert_allclose(smoothed, 49.5, atol=2.0)  # nearly flat: the mean of all

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from zero2all.common.errors import BadInputError
 from zero2all.track.buckets import bucket
 from zero2all.track.reader import Axis, RunReader, Series
-from zero2all.track.smoothing import KINDS, Smoothing, smooth
+from zero2all.track.smoothing import KINDS, LARGEST_WIDTH, Smoothing, smooth
 from zero2all.track.wire import Curve
 
 MAX_BUCKETS = 4_000
@@ -78,7 +78,10 @@ def read_smoothing(text: Any) -> Smoothing | None:
         kind, _, width = str(text).partition(":")
         return Smoothing(kind, float(width))  # type: ignore[arg-type]
     except ValueError:
-        raise BadInputError(f"`smooth` is {text!r}; use none, or a kind ({', '.join(KINDS)}) as in ema:20.") from None
+        raise BadInputError(
+            f"`smooth` is {str(text)[:80]!r}; use none, or a kind ({', '.join(KINDS)}) and a width in points, at most "
+            f"{LARGEST_WIDTH:,}, as in ema:20."
+        ) from None
 
 
 def start_time(reader: RunReader) -> float:

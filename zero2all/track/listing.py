@@ -6,7 +6,6 @@ however long they are.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from zero2all.common import jsonio
+from zero2all.common.files import read_regular
+from zero2all.common.yamlio import LARGEST_BYTES
 from zero2all.track.rows import NOT_FINITE, read_row
 from zero2all.track.status import Evidence, RunStatus, is_writer_alive, judge
 from zero2all.track.writer import END_KIND, FILE_NAME, METRICS_FOLDER, SEGMENT_KIND
@@ -74,15 +76,15 @@ def metrics_files(folder: Path) -> list[tuple[Path, str, int]]:
 def total_steps(folder: Path) -> int | None:
     """The step a run ends with: where its anneal ends, else `train.steps` of its config, found without parsing all."""
     try:
-        anneal = json.loads((folder / ANNEAL_FILE).read_text("utf-8"))
+        anneal = jsonio.loads_strict(read_regular(folder / ANNEAL_FILE, HEAD_BYTES))
         return int(anneal["from_step"]) + int(anneal["steps"])
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, OverflowError):
         pass  # no anneal, or one that has not begun
     try:
-        match = TOTAL_STEPS.search((folder / CONFIG_FILE).read_text("utf-8", "replace"))
+        match = TOTAL_STEPS.search(read_regular(folder / CONFIG_FILE, LARGEST_BYTES).decode("utf-8", "replace"))
     except OSError:
         return None
-    return int(match[1]) if match else None
+    return int(match[1]) if match and len(match[1]) < 19 else None
 
 
 def _run_folders(root: Path) -> Iterator[Path]:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zero2all.common.errors import BadInputError
+from zero2all.common.yamlio import read_yaml
 from zero2all.track.buckets import Buckets, bucket
 from zero2all.track.columns import MAX_METRICS, MetricNames
 from zero2all.track.listing import (
@@ -135,11 +136,9 @@ class RunReader:
 
     def config(self) -> dict[str, Any] | None:
         """The resolved config of the run, or None when there is none that can be read."""
-        import yaml
-
         try:
-            loaded = yaml.load((self.folder / CONFIG_FILE).read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        except (OSError, yaml.YAMLError, ValueError):
+            loaded = read_yaml(self.folder / CONFIG_FILE)
+        except (OSError, ValueError):
             return None
         return loaded if isinstance(loaded, dict) else None
 

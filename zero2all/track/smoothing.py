@@ -22,8 +22,12 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 EXACT_SIGMA = 16
 """Gaussians up to this wide are summed directly; wider ones are four running means in a row, within 4 % of them."""
+LARGEST_WIDTH = 1_000_000
 MEDIANS_PER_WINDOW = 16
 """A running median is computed this often per window and drawn straight in between."""
+FLAT = 4
+"""A Gaussian this many times as wide as the whole curve weighs all its points within 4 % alike; wider ones are not
+computed, so that memory is bounded by the curve."""
 _ROWS = 16_384
 _GROWTH = 1e12
 
@@ -40,8 +44,8 @@ class Smoothing:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"kind={self.kind!r}: use one of {', '.join(KINDS)}.")
-        if not 0 < self.width < float("inf"):
-            raise ValueError(f"width={self.width}: the width is a positive number of points.")
+        if not 0 < self.width <= LARGEST_WIDTH:
+            raise ValueError(f"width={self.width}: the width is a number of points, at most {LARGEST_WIDTH:,}.")
 
 
 def smooth(values: NDArray[np.floating], how: Smoothing) -> Floats:
@@ -125,6 +129,7 @@ def _gaussian(values: Floats, sigma: float) -> Floats:
         reach = int(np.ceil(4 * sigma))
         kernel = np.exp(-0.5 * (np.arange(-reach, reach + 1) / sigma) ** 2)
         return np.convolve(values, kernel)[reach : reach + len(values)]
+    sigma = min(sigma, max(EXACT_SIGMA, FLAT * len(values)))
     # Four boxes of this length have together the variance of the Gaussian.
     half = max(1, round((np.sqrt(12 * sigma * sigma / 4 + 1) - 1) / 2))
     padded = np.concatenate([np.zeros(4 * half), values, np.zeros(4 * half)])

@@ -33,7 +33,7 @@ from zero2all.parallel.world import World, join_world
 from zero2all.track.writer import Run
 from zero2all.train.anneal import anneal_values, read_anneal, withdraw_wish
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
-from zero2all.train.checkpoints.load import Checkpoint
+from zero2all.train.checkpoints.load import Checkpoint, reading_record
 from zero2all.train.checkpoints.manifest import NOT_GOOD
 from zero2all.train.checkpoints.retention import Retention
 from zero2all.train.checkpoints.run_lock import LOCK_NAME, Fence, RunLock, behind, hold_run, no_fence
@@ -506,7 +506,9 @@ class _Training:
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         """Guards and stage as they were. A stage that begins right behind the checkpoint has not begun there yet."""
-        for note in self.control.restore(checkpoint.document.get("guards"), checkpoint.step):
+        with reading_record(checkpoint):
+            notes = self.control.restore(checkpoint.document.get("guards"), checkpoint.step)
+        for note in notes:
             self._event("warning", {"problem": note})
             self.say_all([note])
         self.stage = str(checkpoint.document.get("stage") or "")

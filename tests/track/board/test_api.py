@@ -27,6 +27,7 @@ from zero2all.track.api import make_app
 from zero2all.track.library import Root, RunLibrary
 from zero2all.track.live import stream_changes
 from zero2all.track.server import Board, BoardOptions, open_roots
+from zero2all.track.smoothing import KINDS
 from zero2all.track.wire import Curve, pack_curves, unpack_curves
 
 from .conftest import HOSTILE, SPIKE_STEP
@@ -157,6 +158,12 @@ def test_packed_curves_come_out_as_they_went_in():
         {"run": "0/base", "metric": "loss", "low": "1"},
         {"run": "0/base", "metric": "loss", "smooth": "ema:-3"},
         {"run": "0/base", "metric": "loss", "smooth": "spline:3"},
+        *({"run": "0/base", "metric": "loss", "smooth": f"{kind}:1e300"} for kind in KINDS),
+        {"run": "0/base", "metric": "loss", "smooth": "gaussian:1e7"},
+        {"run": "0/base", "metric": "loss", "smooth": "gaussian:nan"},
+        {"run": "0/base", "metric": "loss", "smooth": ["gaussian", 5]},
+        {"run": "0/base", "metric": "loss", "smooth": {"gaussian": 10**400}},
+        {"run": "0/base", "metric": "loss", "low": 10**400},
         [],
     ],
 )
