@@ -1,11 +1,13 @@
 """Smooth a curve at full resolution, before anything is thinned out for the screen.
 
-Values that are not finite weigh nothing, and the start is debiased: no method pulls the first points towards zero or
-towards a neighbour that is not there. None of them subtracts running totals from each other, so a spike of 1e30
-leaves no rounding noise behind on the values around it.
+Values that are not finite weigh nothing, and the ends are debiased: no method pulls the first points towards zero or
+towards a neighbour that is not there. All of them look as far ahead as back, the exponential mean too: one that only
+looks back trails a falling loss and lies above all of its points. None of them subtracts running totals from each
+other, so a spike of 1e30 leaves no rounding noise behind on the values around it.
 
 `width` is counted in points: the time constant of the exponential mean, the length of the window and of the median,
-the standard deviation of the Gaussian.
+the standard deviation of the Gaussian. A curve of fewer than MIN_POINTS points is not smoothed (`smoothing_of`): each
+of its points can be seen, and a mean over a tenth of a steep curve says nothing true about it.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from numpy.typing import NDArray
 Kind = Literal["ema", "window", "gaussian", "median"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
+MIN_POINTS = 50
+"""Finite points without which a curve is drawn as it is."""
 EXACT_SIGMA = 16
 """Gaussians up to this wide are summed directly; wider ones are four running means in a row, within 4 % of them."""
 MEDIANS_PER_WINDOW = 16
@@ -44,6 +48,11 @@ class Smoothing:
             raise ValueError(f"width={self.width}: the width is a positive number of points.")
 
 
+def smoothing_of(values: NDArray[np.floating], wanted: Smoothing | None) -> Smoothing | None:
+    """What is wanted, where the whole curve `values` has enough points for it."""
+    return wanted if wanted is not None and np.count_nonzero(np.isfinite(values)) >= MIN_POINTS else None
+
+
 def smooth(values: NDArray[np.floating], how: Smoothing) -> Floats:
     """The smoothed curve: as many points as `values`, NaN only where nothing finite is within reach."""
     known = np.isfinite(values)
@@ -52,13 +61,20 @@ def smooth(values: NDArray[np.floating], how: Smoothing) -> Floats:
         return np.where(known, filled, np.nan)
     if how.kind == "median":
         return _running_median(np.where(known, filled, np.nan), max(1, round(how.width)))
-    method = {"ema": _exponential, "window": _window, "gaussian": _gaussian}[how.kind]
+    method = {"ema": _two_sided, "window": _window, "gaussian": _gaussian}[how.kind]
     total = method(filled, how.width)
     if how.kind == "ema" and known.all():
-        return total / _exponential_weights(len(values), how.width)
+        return total / _two_sided_weights(len(values), how.width)
     weight = method(known.astype(np.float64), how.width)
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.where(weight > 0, total / weight, np.nan)
+
+
+def _two_sided(values: Floats, width: float) -> Floats:
+    """Each value and its neighbours on both sides, each counting `decay` times the one before."""
+    total = _exponential(values, width)
+    total[:-1] += (1.0 - 1.0 / width) * _exponential(values[::-1], width)[::-1][1:]
+    return total
 
 
 def _exponential(values: Floats, width: float) -> Floats:
@@ -83,11 +99,14 @@ def _exponential(values: Floats, width: float) -> Floats:
     return inside.reshape(-1)[:count]
 
 
-def _exponential_weights(count: int, width: float) -> Floats:
-    """What `_exponential` makes of ones: 1 + decay + decay^2 + …, which soon no longer changes."""
-    changing = min(count, int(np.ceil(40 * width)))
-    weights = np.full(count, float(width))
-    weights[:changing] = _exponential(np.ones(changing), width)
+def _two_sided_weights(count: int, width: float) -> Floats:
+    """What `_two_sided` makes of ones: it only changes near the ends."""
+    reach = int(np.ceil(40 * width))
+    if count <= 2 * reach:
+        return _two_sided(np.ones(count), width)
+    weights = np.full(count, 2.0 * width - 1.0)
+    weights[:reach] = _exponential(np.ones(reach), width) + (width - 1.0)
+    weights[count - reach :] = weights[:reach][::-1]
     return weights
 
 

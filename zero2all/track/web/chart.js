@@ -85,6 +85,8 @@ export class Chart {
 			} else if (curve.before !== line.curve.total) isStale = true;
 			else if (curve.x.length) {
 				const fresh = columns(curve);
+				isStale ||= !fresh.smooth !== !line.curve.smooth; // now there are enough points
+				this.smoothAgain(line.curve, curve);
 				for (const name of ['x', 'low', 'high', 'mean']) line.curve[name].push(...fresh[name]);
 				line.curve.smooth?.push(...(fresh.smooth ?? fresh.mean));
 				line.curve.bad.push(...fresh.bad);
@@ -95,6 +97,11 @@ export class Chart {
 			if (!isGhost && line.curve.total) domain.set(`${this.spec.key} ${line.run} ${line.metric}`, line.curve.start, line.curve.end);
 		});
 		return isStale;
+	}
+
+	// New points move the smoothed line before them, too.
+	smoothAgain({ x, smooth }, { again_x: places, again }) {
+		for (let at = x.length - 1; smooth && places?.length && x[at] >= places[0]; at -= 1) smooth[at] = again[nearest(places, x[at])];
 	}
 
 	// ---- drawing ----
@@ -114,8 +121,21 @@ export class Chart {
 			this.plot = new uPlot(this.options(lines), data, this.box);
 		}
 		this.showValues();
+		this.describe(lines);
 		this.card.dataset.points = points;
 		this.card.dataset.end = lines.reduce((end, line) => Math.max(end, line.curve.end ?? 0), 0);
+	}
+
+	// The chart in words, for those who do not see it.
+	describe(lines) {
+		const { x: axis } = state;
+		const words = lines.filter(({ curve }) => curve.x.length).map(({ label, curve }) => t('inWords', {
+			name: label, axis: t(axis), first: number(curve.mean[0]), from: axisValue(axis, curve.x[0]), last: number(curve.last), to: axisValue(axis, curve.end),
+			low: number(Math.min(...curve.low.filter(isNumber))), high: number(Math.max(...curve.high.filter(isNumber))),
+		}));
+		const canvas = this.plot.ctx.canvas;
+		canvas.setAttribute('role', 'img');
+		canvas.ariaLabel = [`${this.spec.title} ${this.spec.unit}`, ...words, this.note.textContent].filter(Boolean).join('. ');
 	}
 
 	// Columns on one common x: per line the upper and lower edge of the band, the mean, the smoothed line, the ghost.
@@ -130,17 +150,16 @@ export class Chart {
 		return tables.length === 1 ? tables[0] : uPlot.join(tables);
 	}
 
+	// The parts on top of each other; their total comes last and stays as it is.
 	stack(lines) {
 		if (!lines.length) return [[]];
 		const joined = uPlot.join(lines.map(({ curve }) => [curve.x, curve.smooth ?? curve.mean]));
-		const sums = [joined[0]];
 		let below = new Array(joined[0].length).fill(0);
-		for (const column of joined.slice(1)) {
+		return joined.map((column, place) => {
+			if (!place || lines[place - 1].isTotal) return column;
 			let last = 0;
-			below = below.map((sum, place) => sum + (last = column[place] ?? last));
-			sums.push(below);
-		}
-		return sums;
+			return (below = below.map((sum, at) => sum + (last = column[at] ?? last)));
+		});
 	}
 
 	options(lines) {
@@ -151,8 +170,9 @@ export class Chart {
 		const bands = [];
 		if (this.spec.stacked && !this.isDiff) {
 			lines.forEach((line, place) => {
-				series.push({ stroke: line.color, width: 1, fill: place ? undefined : withAlpha(line.color, 0.55), points: { show: false } });
-				if (place) bands.push({ series: [place + 1, place], fill: withAlpha(line.color, 0.55) });
+				const fill = withAlpha(line.color, 0.55);
+				series.push({ stroke: line.color, width: line.isTotal ? 1.5 : 1, dash: line.isTotal ? [5, 3] : undefined, fill: place || line.isTotal ? undefined : fill, points: { show: false } });
+				if (place && !line.isTotal) bands.push({ series: [place + 1, place], fill });
 			});
 		} else {
 			const alpha = lines.length <= 3 ? 0.2 : lines.length <= 8 ? 0.1 : 0;
@@ -289,7 +309,7 @@ export class Chart {
 	// Neighbours share a button: the worst of them gives the sign, a number says how many.
 	placeMarkers(plot, events) {
 		const places = new Map();
-		for (const event of events) {
+		for (const event of events.sort((a, b) => a.x - b.x)) {
 			const place = Math.round(plot.valToPos(event.x, 'x') / MARKER_WIDTH);
 			const known = places.get(place);
 			if (!known) places.set(place, { event, count: 1 });
@@ -301,18 +321,32 @@ export class Chart {
 		const sign = JSON.stringify([...places].map(([, { event, count }]) => [Math.round(plot.valToPos(event.x, 'x')), event.run, event.i, count]));
 		if (sign === this.markerSign && this.markers?.isConnected) return;
 		this.markerSign = sign;
-		const buttons = [...places].map(([place, { event, count }]) => {
+		const held = this.markers?.contains(document.activeElement) && document.activeElement.title;
+		const buttons = [...places.values()].map(({ event, count }, place) => {
 			const label = `${kindName(event.kind)}, ${t('step')} ${event.step}${count > 1 ? ` (+${count - 1})` : ''}`;
 			return h('button', {
-				class: `marker ${event.tone}`, title: label, 'aria-label': label, tabIndex: -1,
+				class: `marker ${event.tone}`, title: label, 'aria-label': label, tabIndex: place ? -1 : 0,
 				data: { kind: event.kind, step: event.step },
 				vars: { left: `${plot.valToPos(event.x, 'x')}px` },
 				onclick: () => this.card.dispatchEvent(new CustomEvent('marker', { detail: event, bubbles: true })),
 			}, event.sign);
 		});
-		this.markers ??= h('div', { class: 'markers' });
+		this.markers ??= h('div', { class: 'markers', role: 'group', 'aria-label': t('events'), onkeydown: (event) => this.stepMarker(event) });
 		this.markers.replaceChildren(...buttons);
 		if (this.markers.parentNode !== plot.over) plot.over.append(this.markers);
+		buttons.find((each) => each.title === held)?.focus();
+	}
+
+	// Tab reaches the first one, the arrows the others.
+	stepMarker(event) {
+		const to = { ArrowLeft: 'previousSibling', ArrowRight: 'nextSibling' }[event.key];
+		const next = to && event.target[to];
+		if (!next) return;
+		event.stopPropagation();
+		event.preventDefault();
+		event.target.tabIndex = -1;
+		next.tabIndex = 0;
+		next.focus();
 	}
 
 	// ---- values ----
@@ -320,25 +354,28 @@ export class Chart {
 	makeLegend() {
 		this.values = new Map();
 		const items = this.drawn().map((line) => {
-			const value = h('b');
-			const range = span('range');
-			this.values.set(line, { value, range });
-			return h('li', { title: line.label }, h('i', { vars: { background: line.color } }), span('name', line.label), value, range);
+			const [what, value, range] = [span('range'), h('b'), span('range')];
+			this.values.set(line, [what, value, range]);
+			return h('li', { title: line.label }, h('i', { vars: { background: line.color } }), span('name', line.label), what, value, range);
 		});
 		this.legend.replaceChildren(...items);
 	}
 
-	// What stands under the cursor; the newest values when it is elsewhere.
+	// What stands under the cursor; the newest values when it is elsewhere. First the value as it was logged (of several
+	// points in one place their mean, and how far they reach), then, by its name, the smoothed one.
 	showValues() {
 		const left = this.plot?.cursor.left ?? -1;
 		const x = left >= 0 ? this.plot.posToVal(left, 'x') : null;
-		for (const [line, { value, range }] of this.values) {
-			const at = line.curve ? nearest(line.curve.x, x) : -1;
-			const text = at < 0 ? '–' : number((line.curve.smooth ?? line.curve.mean)[at]);
-			if (value.textContent !== text) value.textContent = text;
-			const [low, high] = at < 0 ? [] : [line.curve.low[at], line.curve.high[at]];
-			const spread = x !== null && low !== high && this.values.size === 1 ? `${number(low)} … ${number(high)}` : '';
-			if (range.textContent !== spread) range.textContent = spread;
+		for (const [line, places] of this.values) {
+			const { low, high, mean, smooth, last, ...curve } = line.curve ?? {};
+			const at = curve.x ? nearest(curve.x, x) : -1;
+			const isMean = x !== null && low?.[at] !== high?.[at];
+			const texts = at < 0 ? ['', '–', ''] : [
+				isMean ? t('pointMean') : smooth ? t('asLogged') : '',
+				number(x === null ? last : mean[at]),
+				[isMean && `(${number(low[at])} … ${number(high[at])})`, smooth && `${t('smoothed')} ${number(smooth[at])}`].filter(Boolean).join(' '),
+			];
+			texts.forEach((text, place) => places[place].textContent !== text && (places[place].textContent = text));
 		}
 		const shown = x === null ? '' : `${t(state.x)} ${axisValue(state.x, x)}`;
 		const place = this.card.querySelector('.at');
@@ -361,7 +398,8 @@ const columns = (curve) => ({
 	x: Array.from(curve.x), low: numbers(curve.low), high: numbers(curve.high), mean: numbers(curve.mean),
 	smooth: curve.smooth ? numbers(curve.smooth) : null, bad: Array.from(curve.bad ?? []),
 });
-const facts = ({ total, start, end, nonfinite }) => ({ total, start, end, nonfinite });
+const facts = ({ total, start, end, nonfinite, last }) => ({ total, start, end, nonfinite, last });
+const isNumber = (value) => value !== null;
 
 function line(ctx, x0, y0, x1, y1, width) {
 	ctx.lineWidth = width;

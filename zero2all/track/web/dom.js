@@ -16,6 +16,8 @@ export function h(tag, props = {}, ...children) {
 	return element;
 }
 
+// What may be wider or higher than its place: the keyboard can reach and move it.
+export const scroll = (label, content, tag = 'div') => h(tag, { class: 'scroll', tabIndex: 0, role: 'region', 'aria-label': label }, content);
 export const span = (name, ...children) => h('span', { class: name }, ...children);
 
 const PATHS = {

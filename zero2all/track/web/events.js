@@ -1,27 +1,11 @@
 // What happened in a run: marks for the charts, the list of them, and the drawer with everything about one.
 
-import { button, h, span } from './dom.js';
+import { button, h, scroll, span } from './dom.js';
 import { number, whole } from './format.js';
 import { get } from './server.js';
 import { change, state } from './state.js';
 import { kindName, t } from './words.js';
 
-// kind: [rank (0 is worst), tone, sign]
-const KINDS = {
-	spike: [0, 'bad', '▲'],
-	rollback: [1, 'warn', '↶'],
-	skip: [1, 'warn', '!'],
-	quarantine: [2, 'warn', '!'],
-	warning: [2, 'warn', '!'],
-	restart: [3, 'accent', '↻'],
-	segment: [3, 'accent', '↻'],
-	stage: [4, 'accent', '◆'],
-	anneal: [4, 'accent', '◆'],
-	drop: [5, 'warn', '!'],
-	tracking: [6, 'warn', '!'],
-	end: [7, 'ink-3', '■'],
-	checkpoint: [8, 'ink-3', '●'],
-};
 const LISTED = 200;
 const DOCUMENTS = 100;
 
@@ -33,12 +17,7 @@ export async function loadMarks(id) {
 	const axis = state.x;
 	const found = await get('events', { id, axis });
 	if (axis !== state.x) return;
-	found.marks = found.marks
-		.filter((mark) => !/^(start|finish)$/.test(mark.kind) && !(mark.kind === 'segment' && mark.attempt <= 1))
-		.map((mark) => {
-			const [rank, tone, sign] = KINDS[mark.kind] ?? [6, 'accent', '◦'];
-			return { ...mark, rank, tone, sign, run: id };
-		});
+	for (const mark of found.marks) mark.run = id;
 	marks.set(id, found);
 }
 
@@ -89,7 +68,7 @@ export async function openEvent(mark) {
 	try {
 		facts = await get('event', { id: mark.run, i: mark.i });
 	} catch (error) {
-		facts = { ...mark, data: { error: error.message }, around: {} };
+		facts = { fields: [['', error.message]], around: {} };
 	}
 	if (shown !== mark) return;
 	const close = button('close', t('close'), closeDrawer);
@@ -102,8 +81,8 @@ export async function openEvent(mark) {
 			close),
 		h('p', { class: 'hint' }, [mark.run.split('/').slice(1).join('/'), new Date(mark.time * 1000).toLocaleString(), mark.found ? t('found') : (mark.note ?? '')].filter(Boolean).join(' · ')),
 		...(mark.kind === 'spike' ? spikeParts(facts) : []),
+		...(facts.fields.length ? [part(t('fields'), h('dl', {}, facts.fields.map(([name, text]) => [h('dt', {}, name), h('dd', {}, text)])))] : []),
 		part(t('around'), pairs(Object.entries(facts.around).map(([name, value]) => [name, number(value)]))),
-		part(t('raw'), h('pre', {}, JSON.stringify(facts.data, null, 2).slice(0, 20000))),
 		h('button', { class: 'plain', onclick: () => zoomTo(mark) }, t('zoomHere')));
 	box.querySelector('h2').focus();
 }
@@ -116,14 +95,12 @@ function zoomTo(mark) {
 const part = (title, content) => h('section', {}, h('h3', {}, title), content);
 const pairs = (rows) => h('table', { class: 'pairs' }, h('tbody', {}, rows.map(([name, value]) => h('tr', {}, h('th', { scope: 'row' }, name), h('td', { class: 'num' }, value)))));
 
-function spikeParts({ data, around }) {
-	const far = data.sigma > 0 ? t('sigmas', { count: ((data.value - data.mean) / data.sigma).toFixed(1) }) : '–';
-	const own = Object.entries(around).filter(([name]) => name.startsWith('loss/')).map(([name, value]) => [name.slice(5), value]);
-	const losses = Object.entries(data.channel_losses ?? {}).length ? Object.entries(data.channel_losses) : own;
-	const documents = Array.isArray(data.documents) ? data.documents : [];
+// `measures` say how far it lies from what was usual, each with the limit of the rule that looks at it.
+function spikeParts({ measures = [], losses = {}, documents = [] }) {
+	const measure = ([word, value, unit, limit]) => [t(word), `${number(value)} ${unit}${limit ? ` (${t('limit')} ${limit} σ)` : ''}`];
 	return [
-		pairs([[t('value'), number(data.value)], [t('mean'), number(data.mean)], [t('sigma'), number(data.sigma)], [t('howFar'), far]]),
-		losses.length ? part(t('channelLosses'), bars(losses)) : null,
+		pairs(measures.map(measure)),
+		Object.keys(losses).length ? part(t('channelLosses'), bars(Object.entries(losses))) : null,
 		part(`${t('documents')}${documents.length ? ` (${documents.length})` : ''}`,
 			documents.length ? documentTable(documents.slice(0, DOCUMENTS)) : h('p', { class: 'hint' }, t('noDocuments'))),
 	].filter(Boolean);
@@ -137,7 +114,7 @@ function bars(losses) {
 
 function documentTable(documents) {
 	const columns = [...new Set(documents.flatMap((each) => Object.keys(each ?? {})))].slice(0, 6);
-	return h('div', { class: 'scroll' }, h('table', { class: 'grid' },
+	return scroll(t('documents'), h('table', { class: 'grid' },
 		h('thead', {}, h('tr', {}, columns.map((name) => h('th', {}, name)))),
 		h('tbody', {}, documents.map((each) => h('tr', {}, columns.map((name) => h('td', {}, each?.[name] === undefined ? '' : String(each[name]))))))));
 }

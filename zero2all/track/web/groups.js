@@ -1,6 +1,8 @@
 // Which charts there are: metric names in, groups of charts out. Names are paths (`loss/zh`, `time/forward`); a family
 // is what lies below one first word, and is drawn in one chart when one run is shown, in one chart each when several are.
 
+import { t } from './words.js';
+
 const GROUPS = [
 	['loss', (name) => /^(loss|perplexity|bpb)$/.test(name)],
 	['channels', (name) => /^(loss|bpb)\//.test(name)],
@@ -13,12 +15,29 @@ const GROUPS = [
 	['host', (name) => /^(host|cpu|disk|network)(\/|$)/.test(name)],
 ];
 const STACKED = new Set(['time', 'mixture']);
+const isTotal = (name) => name === 'time/step'; // the sum of its family: a line over the stack, not a part of it
 const LINES_PER_CHART = 24;
+const QUANTITY = /^(loss|bpb|perplexity|ppl|acc|accuracy|probability|share_among_foils|f1|exact_match)(_|$)/;
+const UNITS = [
+	['nats', /(^|\/)loss(\/|$)/],
+	['bits', /(^|\/)bpb(\/|$)/],
+	['tokensPerSecond', /^tokens_per_second$/],
+	['seconds', /^time(\/|$)|_seconds$/],
+	['GiB', /gib$/],
+	['share', /^(mfu|hfu|mixture)(\/|$)|(^|\/)(acc\w*|probability|share\w*|fraction)(\/|$)/],
+	['bytes', /^memory\//],
+	['flops', /^flops$/],
+	['W', /power/],
+	['°C', /temperature/],
+	['%', /utili[sz]ation|percent/],
+];
 
+// What a metric is counted in; nothing for plain numbers.
+export const unitOf = (name) => t(UNITS.find(([, matches]) => matches.test(name))?.[0] ?? '');
 const family = (name) => name.split('/')[0];
 const below = (name) => name.slice(name.indexOf('/') + 1);
 
-// [{key, charts: [{key, title, metrics: [{name, label}], stacked, dots}]}] for these metric names.
+// [{key, charts: [{key, title, unit, metrics: [{name, label}], stacked, dots}]}] for these metric names.
 export function arrange(names, search, isCompared) {
 	const wanted = search.trim().toLowerCase().split(/\s+/).filter(Boolean);
 	const found = wanted.length ? names.filter((name) => wanted.every((word) => name.toLowerCase().includes(word))) : names;
@@ -39,11 +58,11 @@ export function arrange(names, search, isCompared) {
 }
 
 function charts(group, names, isCompared) {
-	const single = (name) => ({ key: name, title: name, metrics: [{ name, label: name }], dots: group === 'eval', raw: isRaw(group, name) });
+	const single = (name) => ({ key: name, title: name, unit: unitOf(name), metrics: [{ name, label: name }], dots: group === 'eval', raw: isRaw(group, name) });
 	if (isCompared) return names.sort(bySize).map(single);
 	const together = new Map();
 	for (const name of names) {
-		const key = group === 'eval' ? `*/${name.split('/').at(-1)}` : name.includes('/') ? `${family(name)}/*` : name;
+		const key = group === 'eval' ? evalChart(name)[0] : name.includes('/') ? `${family(name)}/*` : name;
 		if (!together.has(key)) together.set(key, []);
 		together.get(key).push(name);
 	}
@@ -53,13 +72,15 @@ function charts(group, names, isCompared) {
 		const isMixed = group === 'gpu' || group === 'host' || !GROUPS.some(([known]) => known === group);
 		if (members.length === 1 || isMixed) result.push(...members.map(single));
 		else {
+			members.sort((a, b) => isTotal(a) - isTotal(b));
 			for (let start = 0; start < members.length; start += LINES_PER_CHART) {
 				const part = members.slice(start, start + LINES_PER_CHART);
-				const title = group === 'eval' ? key.slice(2) : family(key);
+				const title = group === 'eval' ? key : family(key);
 				result.push({
 					key: start ? `${key}+${start}` : key,
 					title: start ? `${title} (${start + 1}–${start + part.length})` : title,
-					metrics: part.map((name) => ({ name, label: group === 'eval' ? evalLabel(name) : below(name) })),
+					unit: unitOf(part[0]),
+					metrics: part.map((name) => ({ name, label: group === 'eval' ? evalChart(name)[1] : below(name), isTotal: isTotal(name) })),
 					stacked: STACKED.has(family(key)),
 					dots: group === 'eval',
 					raw: isRaw(group, key),
@@ -72,7 +93,16 @@ function charts(group, names, isCompared) {
 
 // Plans, sums and scores are drawn as they are: smoothing would only bend them.
 const isRaw = (group, name) => ['eval', 'memory', 'mixture'].includes(group) || /^(lr|flops)(\/|$)/.test(name);
-const evalLabel = (name) => name.split('/').slice(1, -1).join('/') || name;
+
+// Scores of one quantity share a chart: `eval/valid/bpb/en` is the line en of `eval/valid/bpb`, and `eval/wiki/bpb` the
+// line wiki of `bpb`. What is no quantity we know has a chart of its own.
+function evalChart(name) {
+	const parts = name.split('/');
+	const at = parts.findLastIndex((part) => QUANTITY.test(part));
+	if (at < 0) return [name, name];
+	return at < parts.length - 1 ? [parts.slice(0, at + 1).join('/'), parts.slice(at + 1).join('/')] : [parts[at], parts.slice(1, at).join('/') || name];
+}
+
 const FIRST = ['loss', 'bpb', 'lr', 'grad_norm', 'tokens_per_second', 'mfu', 'time'];
 const bySize = (a, b) => rank(a) - rank(b) || a.localeCompare(b);
 const rank = (key) => (FIRST.indexOf(key.replace('/*', '')) + 99) % 99;

@@ -6,7 +6,7 @@ import { eventList, loadMarks, openEvent } from './events.js';
 import { Grid } from './grid.js';
 import { listenToKeys } from './keys.js';
 import { richCards } from './rich.js';
-import { RunList } from './runs.js';
+import { fullName, RunList } from './runs.js';
 import { get, Live } from './server.js';
 import { change, onChange, readAddress, state } from './state.js';
 import { summary } from './summary.js';
@@ -68,7 +68,8 @@ function chooseSomething() {
 
 async function load(id) {
 	try {
-		infos.set(id, { ...(await get('run', { id })) });
+		const info = await get('run', { id });
+		infos.set(id, { ...info, name: fullName(info) });
 		failed.delete(id);
 	} catch (error) {
 		failed.set(id, error.message);
@@ -102,8 +103,11 @@ function drawTop() {
 	const shown = chosen();
 	const parts = [];
 	if (!list.rows.size && !list.search && !shown.length) {
-		parts.push(h('div', { class: 'blank' }, h('h1', {}, t('noRuns')), h('p', {}, t('noRunsLong', { places: list.roots.map((root) => root.label).join(', ') }))));
-	} else if (!state.runs.length) parts.push(h('p', { class: 'blank' }, t('choose')));
+		const work = list.roots.find((root) => root.work)?.work;
+		const command = (line) => h('pre', {}, `z2a ${line}${work ? ` --work ${work}` : ''}`);
+		parts.push(h('div', { class: 'blank' }, h('h1', {}, t('noRuns')), h('p', {}, t('noRunsLong', { places: list.roots.map((root) => root.label).join(', ') })),
+			h('p', {}, t('nextTry')), command('quickstart'), h('p', {}, t('nextTrain')), command('train quickstart')));
+	} else if (!state.runs.length) parts.push(h('div', { class: 'blank' }, h('h1', {}, t('choose'))));
 	for (const id of state.runs) {
 		if (failed.has(id)) parts.push(h('p', { class: 'notice bad' }, t('readingFailed', { name: id.split('/').slice(1).join('/'), why: failed.get(id) })));
 	}
@@ -134,6 +138,8 @@ function dress() {
 	document.documentElement.lang = language() === 'zh' ? 'zh-CN' : 'en';
 	if (state.theme) document.documentElement.dataset.theme = state.theme;
 	document.querySelector('.skip').textContent = t('skip');
+	document.getElementById('runs').ariaLabel = t('runs');
+	document.getElementById('drawer').ariaLabel = t('events');
 }
 
 // ---- what changes ----

@@ -1,8 +1,9 @@
 // What stands above the charts: how the chosen runs are doing, and what was left out of them.
 
 import { color } from './chart.js';
-import { h, span } from './dom.js';
+import { h, scroll, span } from './dom.js';
 import { age, axisValue, count, duration, number, whole } from './format.js';
+import { unitOf } from './groups.js';
 import { statePill } from './runs.js';
 import { state } from './state.js';
 import { t } from './words.js';
@@ -15,7 +16,7 @@ export function summary(infos) {
 		const what = leftOut(info);
 		if (what) parts.push(h('details', { class: 'notice warn' }, h('summary', {}, `${infos.length > 1 ? `${info.name} · ` : ''}${t('left', { what })}`), h('ul', {}, Object.entries(info.problems).map(([problem, times]) => h('li', {}, `${problem}: ${whole(times)}`)))));
 	}
-	return h('div', { class: 'summary' }, parts);
+	return h('div', { class: 'summary' }, parts.flat());
 }
 
 function leftOut(info) {
@@ -36,22 +37,22 @@ function single(info) {
 	const left = rest(info);
 	const facts = [
 		[t('step'), whole(info.step), info.total ? t('of', { total: whole(info.total) }) : ''],
-		[t('loss'), number(info.loss), ''],
+		[t('loss'), number(info.loss), unitOf('loss')],
 		[t('tokens'), count(info.tokens), ''],
-		[t('speed'), count(info.speed), 'tok/s'],
+		[t('speed'), count(info.speed), unitOf('tokens_per_second')],
 		[t('time'), info.time ? duration(info.time - info.start) : '–', left === null ? '' : t('eta', { time: duration(left) })],
 		[t('updated'), !info.time ? '–' : age(info.time) ? t('ago', { time: age(info.time) }) : t('now'), info.attempt > 1 ? t('attempt', { number: info.attempt }) : (info.host ?? '')],
 	];
 	return h('div', { class: 'run-head' },
 		h('div', { class: 'title' }, h('h1', {}, info.name), statePill(info.gone ? 'gone' : info.state)),
 		h('dl', { class: 'facts' }, facts.map(([name, big, small]) => h('div', {}, h('dt', {}, name), h('dd', {}, big, small ? h('small', {}, small) : null)))),
-		done === null ? null : h('div', { class: 'progress', role: 'progressbar', 'aria-valuenow': Math.round(100 * done) }, h('i', { vars: { width: `${100 * done}%` } })));
+		done === null ? null : h('div', { class: 'progress', role: 'progressbar', 'aria-label': t('progress'), 'aria-valuenow': Math.round(100 * done) }, h('i', { vars: { width: `${100 * done}%` } })));
 }
 
 function table(infos) {
-	const head = ['', t('runs'), t('step'), t('tokens'), t('loss'), 'tok/s', t('time')];
-	return h('div', { class: 'scroll' }, h('table', { class: 'grid compare' },
-		h('thead', {}, h('tr', {}, head.map((name) => h('th', {}, name)))),
+	const head = [t('runs'), t('step'), t('tokens'), t('loss'), t('speed'), t('time')];
+	return [h('h1', {}, t('compared', { count: infos.length })), scroll(t('runs'), h('table', { class: 'grid compare' },
+		h('thead', {}, h('tr', {}, h('td'), head.map((name) => h('th', {}, name)))),
 		h('tbody', {}, infos.map((info) => h('tr', {},
 			h('td', {}, h('i', { class: 'chip', vars: { background: color(state.runs.indexOf(info.id)) } })),
 			h('td', {}, info.name, ' ', statePill(info.gone ? 'gone' : info.state), state.base === info.id ? span('base', t('baseline')) : null),
@@ -59,5 +60,5 @@ function table(infos) {
 			h('td', { class: 'num' }, count(info.tokens)),
 			h('td', { class: 'num' }, number(info.loss)),
 			h('td', { class: 'num' }, count(info.speed)),
-			h('td', { class: 'num' }, info.time ? axisValue('time', info.time - info.start) : '–'))))));
+			h('td', { class: 'num' }, info.time ? axisValue('time', info.time - info.start) : '–'))))))];
 }
