@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from zero2all.common.errors import BadInputError
+from zero2all.track.charts import arrange
 from zero2all.track.curves import along, start_time
 from zero2all.track.library import OpenRun, live_facts
 from zero2all.track.reader import Axis, Event, RunReader, Series, Spike
@@ -71,6 +72,7 @@ def run_facts(run: OpenRun) -> dict[str, Any]:
         "version": reader.version,
         **live_facts(run),
         "names": reader.metrics(),
+        "groups": arrange(reader.metrics()),
         "channels": channel_names(reader.metrics()),
         "start": start_time(reader),
         "host": header.get("host"),

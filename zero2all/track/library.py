@@ -22,6 +22,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
+from zero2all.track.frame import seconds_left
 from zero2all.track.listing import distinct_names
 from zero2all.track.reader import RunListing, RunReader, find_runs
 
@@ -263,6 +264,7 @@ def live_facts(run: OpenRun) -> dict[str, Any]:
         "time": status.last_time,
         "attempt": status.attempt,
         "message": status.message,
+        "left": seconds_left(run.reader, status) if status.state == "running" else None,
         "gone": run.is_gone,
         **run.counts(),
     }

@@ -28,6 +28,9 @@ EXACT_SIGMA = 16
 """Gaussians up to this wide are summed directly; wider ones are four running means in a row, within 4 % of them."""
 MEDIANS_PER_WINDOW = 16
 """A running median is computed this often per window and drawn straight in between."""
+_START_WIDTHS = 8
+"""Beyond so many widths a neighbour counts less than a thousandth."""
+_MAX_START = 20_000
 _ROWS = 16_384
 _GROWTH = 1e12
 
@@ -71,9 +74,20 @@ def smooth(values: NDArray[np.floating], how: Smoothing) -> Floats:
 
 
 def _two_sided(values: Floats, width: float) -> Floats:
-    """Each value and its neighbours on both sides, each counting `decay` times the one before."""
+    """Each value and its neighbours on both sides, each counting `decay` times the one before.
+
+    Near the start it looks no further ahead than back, so that the steep start of a loss is not cut off; at the end it
+    looks back only: the newest point is the mean of those before it.
+    """
+    decay, count = 1.0 - 1.0 / width, len(values)
     total = _exponential(values, width)
-    total[:-1] += (1.0 - 1.0 / width) * _exponential(values[::-1], width)[::-1][1:]
+    first = min(count, int(np.ceil(_START_WIDTHS * width)), _MAX_START)
+    if first < count:
+        total[first:-1] += decay * _exponential(values[first:][::-1], width)[::-1][1:]
+    powers = decay ** np.arange(1, first + 1)
+    for place in range(1, first):
+        reach = min(place, count - 1 - place)
+        total[place] += powers[:reach] @ values[place + 1 : place + 1 + reach]
     return total
 
 
@@ -102,12 +116,10 @@ def _exponential(values: Floats, width: float) -> Floats:
 def _two_sided_weights(count: int, width: float) -> Floats:
     """What `_two_sided` makes of ones: it only changes near the ends."""
     reach = int(np.ceil(40 * width))
+    ends = _two_sided(np.ones(min(count, 2 * reach)), width)
     if count <= 2 * reach:
-        return _two_sided(np.ones(count), width)
-    weights = np.full(count, 2.0 * width - 1.0)
-    weights[:reach] = _exponential(np.ones(reach), width) + (width - 1.0)
-    weights[count - reach :] = weights[:reach][::-1]
-    return weights
+        return ends
+    return np.concatenate([ends[:reach], np.full(count - 2 * reach, 2.0 * width - 1.0), ends[reach:]])
 
 
 def _window(values: Floats, width: float) -> Floats:

@@ -1,6 +1,5 @@
-// One chart: some lines (a metric of a run each), the band between smallest and largest value, the smoothed line, what
-// happened as markers, and the values under the cursor. The server sends buckets; while a run is live only the points
-// after the last known one are fetched and put behind them.
+// One chart: lines (a metric of a run each) with the band between smallest and largest value, markers for what happened,
+// and the values under the cursor. While a run is live only the points after the last known one are fetched.
 
 import { css, h, span } from './dom.js';
 import { axisValue, number } from './format.js';
@@ -11,6 +10,7 @@ const COLORS = 10;
 const MAX_TAIL = 600; // points behind the buckets before all are fetched again
 const MAX_BUCKETS = 1600;
 const MARKER_WIDTH = 16;
+const HIDDEN = { show: false };
 const TIME_STEPS = [1, 5, 10, 30, 60, 300, 600, 1800, 3600, 7200, 21600, 43200, 86400, 604800];
 
 export const color = (place) => css(`--series-${place % COLORS}`);
@@ -74,7 +74,7 @@ export class Chart {
 		return asked;
 	}
 
-	// Takes the answers; true when all curves have to be fetched anew (history changed, or too many single points).
+	// Takes the answers; true when all curves have to be fetched anew.
 	accept(asked, curves) {
 		let isStale = false;
 		asked.forEach(({ line, query, isGhost }, place) => {
@@ -135,10 +135,10 @@ export class Chart {
 		}));
 		const canvas = this.plot.ctx.canvas;
 		canvas.setAttribute('role', 'img');
-		canvas.ariaLabel = [`${this.spec.title} ${this.spec.unit}`, ...words, this.note.textContent].filter(Boolean).join('. ');
+		canvas.ariaLabel = [`${this.spec.title} ${t(this.spec.unit)}`, ...words, this.note.textContent].filter(Boolean).join('. ');
 	}
 
-	// Columns on one common x: per line the upper and lower edge of the band, the mean, the smoothed line, the ghost.
+	// Columns on one common x: per line the edges of the band, the mean, the smoothed line; then the ghosts.
 	table(lines) {
 		const positive = (values) => (state.ylog ? values.map((value) => (value > 0 ? value : null)) : values);
 		const tables = lines.map(({ curve }) => {
@@ -156,7 +156,7 @@ export class Chart {
 		const joined = uPlot.join(lines.map(({ curve }) => [curve.x, curve.smooth ?? curve.mean]));
 		let below = new Array(joined[0].length).fill(0);
 		return joined.map((column, place) => {
-			if (!place || lines[place - 1].isTotal) return column;
+			if (!place || lines[place - 1].total) return column;
 			let last = 0;
 			return (below = below.map((sum, at) => sum + (last = column[at] ?? last)));
 		});
@@ -165,40 +165,40 @@ export class Chart {
 	options(lines) {
 		const ink = css('--ink-2');
 		const font = `11px ${css('--font')}`;
-		const axis = { stroke: ink, font, grid: { stroke: css('--grid'), width: 1 }, ticks: { show: false } };
+		const axis = { stroke: ink, font, grid: { stroke: css('--grid'), width: 1 }, ticks: HIDDEN };
 		const series = [{}];
 		const bands = [];
 		if (this.spec.stacked && !this.isDiff) {
 			lines.forEach((line, place) => {
 				const fill = withAlpha(line.color, 0.55);
-				series.push({ stroke: line.color, width: line.isTotal ? 1.5 : 1, dash: line.isTotal ? [5, 3] : undefined, fill: place || line.isTotal ? undefined : fill, points: { show: false } });
-				if (place && !line.isTotal) bands.push({ series: [place + 1, place], fill });
+				series.push({ stroke: line.color, width: line.total ? 1.5 : 1, dash: line.total ? [5, 3] : undefined, fill: place || line.total ? undefined : fill, points: HIDDEN });
+				if (place && !line.total) bands.push({ series: [place + 1, place], fill });
 			});
 		} else {
 			const alpha = lines.length <= 3 ? 0.2 : lines.length <= 8 ? 0.1 : 0;
 			const dots = { show: this.spec.dots || undefined, size: 5 };
 			for (const line of lines) {
 				const first = series.length;
-				const edge = { stroke: alpha ? withAlpha(line.color, alpha) : undefined, width: 0.5, points: { show: false } };
+				const edge = { stroke: alpha ? withAlpha(line.color, alpha) : undefined, width: 0.5, points: HIDDEN };
 				series.push(edge, edge);
 				if (alpha) bands.push({ series: [first, first + 1], fill: withAlpha(line.color, alpha) });
 				const isSmoothed = Boolean(line.curve.smooth);
 				series.push({ stroke: withAlpha(line.color, isSmoothed ? 0.35 : 1), width: isSmoothed ? 1 : 1.5, points: isSmoothed && !this.spec.dots ? { show: false } : dots });
-				if (isSmoothed) series.push({ stroke: line.color, width: 1.75, points: { show: false } });
+				if (isSmoothed) series.push({ stroke: line.color, width: 1.75, points: HIDDEN });
 			}
 			for (const line of lines) {
-				if (line.ghost?.x.length) series.push({ stroke: withAlpha(line.color, 0.35), width: 1, dash: [3, 3], points: { show: false } });
+				if (line.ghost?.x.length) series.push({ stroke: withAlpha(line.color, 0.35), width: 1, dash: [3, 3], points: HIDDEN });
 			}
 		}
 		return {
 			width: this.width,
 			height: this.box.clientHeight || 220,
 			padding: [MARKER_WIDTH, 22, 0, 0],
-			legend: { show: false },
+			legend: HIDDEN,
 			cursor: {
 				sync: { key: 'z2a', scales: ['x', null], setSeries: false, filters: { pub: isMove, sub: isMove } },
 				drag: { x: true, y: false, setScale: false },
-				points: { show: false },
+				points: HIDDEN,
 				bind: { dblclick: () => () => change({ zoom: null }) },
 			},
 			scales: {
@@ -255,7 +255,7 @@ export class Chart {
 		plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
 	}
 
-	// Hairlines for what happened, rings around spikes, red ticks where a value was not a number, and the buttons on top.
+	// Hairlines for what happened, rings around spikes, red ticks where a value was not a number.
 	decorate(plot) {
 		const { ctx, bbox } = plot;
 		const ratio = uPlot.pxRatio;
@@ -361,8 +361,8 @@ export class Chart {
 		this.legend.replaceChildren(...items);
 	}
 
-	// What stands under the cursor; the newest values when it is elsewhere. First the value as it was logged (of several
-	// points in one place their mean, and how far they reach), then, by its name, the smoothed one.
+	// What stands under the cursor, else the newest: the value as logged (of several points in one place their mean and
+	// range), then the smoothed one, each by its name.
 	showValues() {
 		const left = this.plot?.cursor.left ?? -1;
 		const x = left >= 0 ? this.plot.posToVal(left, 'x') : null;

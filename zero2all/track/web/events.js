@@ -1,6 +1,6 @@
 // What happened in a run: marks for the charts, the list of them, and the drawer with everything about one.
 
-import { button, h, scroll, span } from './dom.js';
+import { button, byId, h, scroll, span } from './dom.js';
 import { number, whole } from './format.js';
 import { get } from './server.js';
 import { change, state } from './state.js';
@@ -37,7 +37,7 @@ export function eventList(ids, nameOf, open) {
 
 // ---- the drawer ----
 
-const drawer = () => document.getElementById('drawer');
+const drawer = () => byId('drawer');
 let shown = null;
 let openedFrom = null;
 
@@ -95,7 +95,6 @@ function zoomTo(mark) {
 const part = (title, content) => h('section', {}, h('h3', {}, title), content);
 const pairs = (rows) => h('table', { class: 'pairs' }, h('tbody', {}, rows.map(([name, value]) => h('tr', {}, h('th', { scope: 'row' }, name), h('td', { class: 'num' }, value)))));
 
-// `measures` say how far it lies from what was usual, each with the limit of the rule that looks at it.
 function spikeParts({ measures = [], losses = {}, documents = [] }) {
 	const measure = ([word, value, unit, limit]) => [t(word), `${number(value)} ${unit}${limit ? ` (${t('limit')} ${limit} σ)` : ''}`];
 	return [

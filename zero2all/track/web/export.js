@@ -27,7 +27,7 @@ export function pngOf(chart, { title, unit }) {
 	context.textBaseline = 'middle';
 	context.fillStyle = css('--ink');
 	context.font = `600 ${14 * ratio}px ${font}`;
-	context.fillText(`${title}${unit && ` (${unit})`}${chart.isDiff ? ` (${t('diff')})` : ''}`, edge, head / 2);
+	context.fillText(`${title}${unit && ` (${t(unit)})`}${chart.isDiff ? ` (${t('diff')})` : ''}`, edge, head / 2);
 	context.drawImage(source, edge, head);
 	context.font = `${11 * ratio}px ${font}`;
 	let x = edge;

@@ -1,7 +1,7 @@
 // The list of runs on the left.
 
 import { color } from './chart.js';
-import { button, h, later, span } from './dom.js';
+import { button, byId, h, later, span } from './dom.js';
 import { age, count, number } from './format.js';
 import { get } from './server.js';
 import { change, state } from './state.js';
@@ -35,7 +35,7 @@ export class RunList {
 	}
 
 	draw() {
-		const box = document.getElementById('runs');
+		const box = byId('runs');
 		if (!this.list) this.frame(box);
 		const rows = [...this.rows.values()].sort((a, b) => (b.time ?? 0) - (a.time ?? 0) || a.id.localeCompare(b.id));
 		const focused = document.activeElement?.dataset?.focus;

@@ -3,7 +3,6 @@
 import { color } from './chart.js';
 import { h, scroll, span } from './dom.js';
 import { age, axisValue, count, duration, number, whole } from './format.js';
-import { unitOf } from './groups.js';
 import { statePill } from './runs.js';
 import { state } from './state.js';
 import { t } from './words.js';
@@ -26,21 +25,14 @@ function leftOut(info) {
 
 const share = (info) => (info.total ? Math.min(1, (info.step ?? 0) / info.total) : null);
 
-// Seconds to go, from the pace of the whole run.
-function rest(info) {
-	if (info.state !== 'running' || !info.total || !info.step || !info.time) return null;
-	return ((info.time - info.start) / info.step) * (info.total - info.step);
-}
-
 function single(info) {
 	const done = share(info);
-	const left = rest(info);
 	const facts = [
 		[t('step'), whole(info.step), info.total ? t('of', { total: whole(info.total) }) : ''],
-		[t('loss'), number(info.loss), unitOf('loss')],
+		[t('loss'), number(info.loss), t('nats')],
 		[t('tokens'), count(info.tokens), ''],
-		[t('speed'), count(info.speed), unitOf('tokens_per_second')],
-		[t('time'), info.time ? duration(info.time - info.start) : '–', left === null ? '' : t('eta', { time: duration(left) })],
+		[t('speed'), count(info.speed), t('tokensPerSecond')],
+		[t('time'), info.time ? duration(info.time - info.start) : '–', info.left === null ? '' : t('eta', { time: duration(info.left) })],
 		[t('updated'), !info.time ? '–' : age(info.time) ? t('ago', { time: age(info.time) }) : t('now'), info.attempt > 1 ? t('attempt', { number: info.attempt }) : (info.host ?? '')],
 	];
 	return h('div', { class: 'run-head' },
