@@ -112,7 +112,8 @@ def _charts(group: str, names: list[str]) -> list[Chart]:
     together: dict[str, list[Line]] = {}
     for name in sorted(names, key=lambda name: name in TOTALS):
         chart, label = _place(group, name)
-        together.setdefault(chart, []).append(Line(name, label, name in TOTALS))
+        is_total = name in TOTALS
+        together.setdefault(chart, []).append(Line(name, f"Σ {label}" if is_total else label, is_total))
     charts = []
     for key, lines in together.items():
         if len(lines) == 1:

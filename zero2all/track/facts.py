@@ -122,7 +122,9 @@ def event_facts(reader: RunReader, name: str) -> dict[str, Any]:
         facts |= {"measures": _measures(facts["data"]), "documents": _documents(reader, data)}
         losses = data.get("channel_losses") or (data.get("details") or {}).get("channel_losses")
         own = {key[5:]: value for key, value in facts["around"].items() if key.startswith("loss/")}
-        facts["losses"] = losses if isinstance(losses, dict) and losses else own
+        losses = losses if isinstance(losses, dict) and losses else own
+        known = [[str(channel), number] for channel, loss in losses.items() if (number := _finite(loss)) is not None]
+        facts["losses"] = sorted(known, key=lambda row: -row[1])
     return facts
 
 

@@ -163,8 +163,8 @@ def _figures(reader: RunReader, status: RunStatus, columns: int, rows: int) -> l
     room = max(2, rows - min(len(vitals), rows // 2 - 1))
     lines = []
     if channels:
-        lines.append(Text(f"{'':<9}{'training':>14}{'held-out':>9}{'training':>9}"[:columns], style="dim"))
-        lines.append(Text(f"{'channel':<9}{'loss':>7}{'bpb':>7}{'bpb':>9}{'change':>9}"[:columns], style="dim"))
+        lines.append(Text(f"{'':<8}{'training':^22}{'held-out':>9}", style="dim"))
+        lines.append(Text(f"{'channel':<8}{'loss':>7}{'bpb':>7}{'change':>8}{'bpb':>9}", style="dim"))
         lines += [_channel_line(channel) for channel in channels[: room - 2]]
     lines += vitals[: rows - len(lines)]
     for line in lines:
@@ -186,12 +186,13 @@ class _Channel:
 
 
 def _channel_line(channel: _Channel) -> Text:
-    line = Text(set_cell_size(_clean(channel.name), 8) + " ")
+    line = Text(set_cell_size(_clean(channel.name), 7) + " ")
     bad = channel.loss is not None and not math.isfinite(channel.loss)
     line.append(f"{_figure(channel.loss):>7}", style="red" if bad else "cyan")
-    line.append(f"{_figure(channel.bpb):>7}{_figure(channel.held_out_bpb):>9}")
-    shown = "" if channel.change is None or not math.isfinite(channel.change) else f"{channel.change:+.4f}"
-    line.append(f"{shown:>9}", style="green" if shown.startswith("-") else "yellow")
+    line.append(f"{_figure(channel.bpb):>7}")
+    shown = "" if channel.change is None or not math.isfinite(channel.change) else f"{channel.change:+.4f}"[:7]
+    line.append(f"{shown:>8}", style="green" if shown.startswith("-") else "yellow")
+    line.append(f"{_figure(channel.held_out_bpb):>9}")
     return line
 
 

@@ -6,8 +6,8 @@ looks back trails a falling loss and lies above all of its points. None of them 
 other, so a spike of 1e30 leaves no rounding noise behind on the values around it.
 
 `width` is counted in points: the time constant of the exponential mean, the length of the window and of the median,
-the standard deviation of the Gaussian. A curve of fewer than MIN_POINTS points is not smoothed (`smoothing_of`): each
-of its points can be seen, and a mean over a tenth of a steep curve says nothing true about it.
+the standard deviation of the Gaussian. `smoothing_of` says how a whole curve may be smoothed: not at all where it has
+fewer than MIN_POINTS points, for each of them can be seen, and over no more than a twentieth of it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 MIN_POINTS = 50
 """Finite points without which a curve is drawn as it is."""
+WIDTHS_PER_CURVE = 20
+"""A wider mean of a short and steep curve lies beside it."""
 EXACT_SIGMA = 16
 """Gaussians up to this wide are summed directly; wider ones are four running means in a row, within 4 % of them."""
 MEDIANS_PER_WINDOW = 16
@@ -52,8 +54,11 @@ class Smoothing:
 
 
 def smoothing_of(values: NDArray[np.floating], wanted: Smoothing | None) -> Smoothing | None:
-    """What is wanted, where the whole curve `values` has enough points for it."""
-    return wanted if wanted is not None and np.count_nonzero(np.isfinite(values)) >= MIN_POINTS else None
+    """What is wanted, no wider than a twentieth of the whole curve `values`; None where it has too few points."""
+    points = np.count_nonzero(np.isfinite(values))
+    if wanted is None or points < MIN_POINTS:
+        return None
+    return Smoothing(wanted.kind, min(wanted.width, points / WIDTHS_PER_CURVE))
 
 
 def smooth(values: NDArray[np.floating], how: Smoothing) -> Floats:

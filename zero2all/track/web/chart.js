@@ -12,6 +12,7 @@ const MAX_BUCKETS = 1600;
 const MARKER_WIDTH = 16;
 const HIDDEN = { show: false };
 const TIME_STEPS = [1, 5, 10, 30, 60, 300, 600, 1800, 3600, 7200, 21600, 43200, 86400, 604800];
+const WHOLE_STEPS = Array.from({ length: 60 }, (_, place) => [1, 2, 5][place % 3] * 10 ** Math.floor(place / 3));
 
 export const color = (place) => css(`--series-${place % COLORS}`);
 const withAlpha = (hex, alpha) => hex + Math.round(alpha * 255).toString(16).padStart(2, '0');
@@ -176,7 +177,7 @@ export class Chart {
 			});
 		} else {
 			const alpha = lines.length <= 3 ? 0.2 : lines.length <= 8 ? 0.1 : 0;
-			const dots = { show: this.spec.dots || undefined, size: 5 };
+			const dots = this.spec.dots ? { show: true, size: 5 } : { size: 5 };
 			for (const line of lines) {
 				const first = series.length;
 				const edge = { stroke: alpha ? withAlpha(line.color, alpha) : undefined, width: 0.5, points: HIDDEN };
@@ -206,7 +207,7 @@ export class Chart {
 				y: { distr: state.ylog && !this.isDiff ? 3 : 1, range: (plot, low, high) => this.yRange(plot, low, high) },
 			},
 			axes: [
-				{ ...axis, size: 26, gap: 4, space: 70, incrs: state.x === 'time' ? TIME_STEPS : undefined, values: (_, at) => at.map((x) => (x === null ? '' : axisValue(state.x, x))) },
+				{ ...axis, size: 26, gap: 4, space: 70, incrs: state.x === 'time' ? TIME_STEPS : WHOLE_STEPS, values: (_, at) => at.map((x) => (x === null ? '' : axisValue(state.x, x))) },
 				{ ...axis, gap: 4, size: (_, texts) => 16 + 6.4 * Math.max(3, ...(texts ?? []).map((text) => text?.length ?? 0)), values: (_, at) => at.map((y) => (y === null ? '' : number(y).replace(/(\.\d*?)0+(?=$|e)/, '$1').replace(/\.(?=$|e)/, ''))) },
 			],
 			series,
