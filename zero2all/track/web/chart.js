@@ -307,7 +307,7 @@ export class Chart {
 		}
 	}
 
-	// Neighbours share a button: the worst of them gives the sign, a number says how many.
+	// Neighbours share a button: the worst of them gives the sign.
 	placeMarkers(plot, events) {
 		const places = new Map();
 		for (const event of events.sort((a, b) => a.x - b.x)) {
@@ -322,20 +322,21 @@ export class Chart {
 		const sign = JSON.stringify([...places].map(([, { event, count }]) => [Math.round(plot.valToPos(event.x, 'x')), event.run, event.i, count]));
 		if (sign === this.markerSign && this.markers?.isConnected) return;
 		this.markerSign = sign;
-		const held = this.markers?.contains(document.activeElement) && document.activeElement.title;
-		const buttons = [...places.values()].map(({ event, count }, place) => {
+		const held = document.activeElement;
+		const known = new Map([...(this.markers?.children ?? [])].map((each) => [each.title, each]));
+		const buttons = [...places.values()].map(({ event, count }) => {
 			const label = `${kindName(event.kind)}, ${t('step')} ${event.step}${count > 1 ? ` (+${count - 1})` : ''}`;
-			return h('button', {
-				class: `marker ${event.tone}`, title: label, 'aria-label': label, tabIndex: place ? -1 : 0,
-				data: { kind: event.kind, step: event.step },
-				vars: { left: `${plot.valToPos(event.x, 'x')}px` },
-				onclick: () => this.card.dispatchEvent(new CustomEvent('marker', { detail: event, bubbles: true })),
-			}, event.sign);
+			const data = { kind: event.kind, step: event.step };
+			const button = known.get(label) ?? h('button', { class: `marker ${event.tone}`, title: label, 'aria-label': label, tabIndex: -1, data }, event.sign);
+			button.style.left = `${plot.valToPos(event.x, 'x')}px`;
+			button.onclick = () => this.card.dispatchEvent(new CustomEvent('marker', { detail: event, bubbles: true }));
+			return button;
 		});
+		if (buttons.length && !buttons.some((each) => each.tabIndex === 0)) buttons[0].tabIndex = 0;
 		this.markers ??= h('div', { class: 'markers', role: 'group', 'aria-label': t('events'), onkeydown: (event) => this.stepMarker(event) });
 		this.markers.replaceChildren(...buttons);
 		if (this.markers.parentNode !== plot.over) plot.over.append(this.markers);
-		buttons.find((each) => each.title === held)?.focus();
+		if (buttons.includes(held)) held.focus();
 	}
 
 	// Tab reaches the first one, the arrows the others.
@@ -362,7 +363,7 @@ export class Chart {
 		this.legend.replaceChildren(...items);
 	}
 
-	// What stands under the cursor, else the newest: the value as logged (of several points in one place their mean and
+	// Under the cursor, else the newest: the value as logged (of several points in one place their mean and
 	// range), then the smoothed one, each by its name.
 	showValues() {
 		const left = this.plot?.cursor.left ?? -1;
