@@ -201,9 +201,14 @@ def test_two_workspaces_with_a_run_of_the_same_name_are_told_apart(page, tmp_pat
         served.stop()
 
 
-def test_ages_in_the_list_are_shown_whole(page, served):
-    open_page(page, served, "runs=0/base")
-    page.locator('[data-run="0/torn"] .when', has_text="d").wait_for()  # written in 1970
+def test_ages_in_the_list_are_shown_whole(page, served, live_root):
+    metrics = live_root / "old-and-long" / "metrics"
+    metrics.mkdir(parents=True)
+    row = '{"step":1234567,"time":5.0,"tokens":1,"values":{"loss":12.345}}\n'  # written in 1970
+    (metrics / "train-1.jsonl").write_text(row)
+    (metrics.parent / "config.yaml").write_text("train:\n  steps: 1500000\n")
+    open_page(page, served, "runs=0/base,1/old-and-long")  # compared, so that a flag stands beside it
+    page.locator('[data-run="1/old-and-long"] .when', has_text="d").wait_for()
     clipped = page.locator(".when").evaluate_all(
         "(all) => all.filter((each) => each.scrollWidth > each.clientWidth + 1).length"
     )
