@@ -20,8 +20,10 @@ from zero2all.common.errors import BadInputError
 from zero2all.track.charts import arrange
 from zero2all.track.curves import along, start_time
 from zero2all.track.library import OpenRun, live_facts
+from zero2all.track.listing import TRAIN_WRITER
 from zero2all.track.reader import Axis, Event, RunReader, Series, Spike
 from zero2all.track.spikes import ROBUST_SIGMAS, SIGMA_OF_MAD, SIGMAS
+from zero2all.track.writer import END_KIND, SEGMENT_KIND
 
 RICH_KINDS = ("text", "image", "histogram")
 MAX_MARKS = 3_000
@@ -160,7 +162,9 @@ def channel_names(metrics: Sequence[str]) -> list[str]:
 
 
 def _is_hidden(event: Event) -> bool:
-    return event.kind in HIDDEN_KINDS or (event.kind == "segment" and event.attempt <= 1)
+    if event.kind in (SEGMENT_KIND, END_KIND) and event.writer != TRAIN_WRITER:
+        return True  # an evaluation began and ended; training did not
+    return event.kind in HIDDEN_KINDS or (event.kind == SEGMENT_KIND and event.attempt <= 1)
 
 
 def _mark(event: Event) -> dict[str, Any]:

@@ -16,8 +16,10 @@ from rich.text import Text
 
 from zero2all.common.progress import human_count, human_seconds
 from zero2all.track.braille import Canvas
+from zero2all.track.listing import TRAIN_WRITER
 from zero2all.track.reader import Event, RunReader, RunStatus, Series
 from zero2all.track.smoothing import MIN_POINTS, Smoothing
+from zero2all.track.writer import END_KIND, SEGMENT_KIND
 
 MIN_COLUMNS, MIN_ROWS = 40, 10
 WIDE_COLUMNS = 120
@@ -29,7 +31,6 @@ CHANGE_ROWS = 100
 COLORS = {"running": "green", "finished": "blue", "stalled": "yellow", "crashed": "red", "unknown": "white"}
 LAYER_STYLES = {-1: "", 0: "blue", 1: "bold cyan"}
 """Nothing drawn, values as logged, smoothed."""
-QUIET_KINDS = frozenset({"segment"})
 ALARM_KINDS = frozenset({"spike", "warning", "rollback", "skip", "quarantine"})
 
 
@@ -233,7 +234,7 @@ def _events(reader: RunReader, columns: int, rows: int) -> list[Text]:
     """The last events, the newest first."""
     if rows <= 0:
         return []
-    events = [event for event in reader.events() if event.kind not in QUIET_KINDS]
+    events = [event for event in reader.events() if not _is_quiet(event)]
     lines = [Text("last events" if events else "no events yet", style="dim")]
     for event in reversed(events[-(rows - 1) :] if rows > 1 else []):
         line = Text().append(f"{event.step:>8,} ", style="dim")
@@ -244,6 +245,11 @@ def _events(reader: RunReader, columns: int, rows: int) -> list[Text]:
     return lines
 
 
+def _is_quiet(event: Event) -> bool:
+    """The writers' own marks; also the end of an evaluation, which is none of the training."""
+    return event.kind == SEGMENT_KIND or (event.kind == END_KIND and event.writer != TRAIN_WRITER)
+
+
 def _summary(event: Event) -> str:
     parts = []
     for key, value in event.data.items():
@@ -251,6 +257,8 @@ def _summary(event: Event) -> str:
             parts.append(f"{key} {value:.4g}")
         elif isinstance(value, str | int | bool):
             parts.append(f"{key} {value}")
+        elif isinstance(value, list) and value and isinstance(value[0], str):
+            parts.append(f"{key} {'; '.join(map(str, value))}")
     return _clean(", ".join(parts))[:200]
 
 

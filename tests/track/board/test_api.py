@@ -234,6 +234,20 @@ def test_a_spike_of_the_trainers_guards_shows_limit_channels_and_documents_of_it
     assert client.get("/api/event", params={"id": "0/r", "i": second["i"]}).json()["documents"] == []
 
 
+def test_an_evaluation_beside_the_training_is_no_restart_and_no_end_of_it(tmp_path):
+    with Run(tmp_path / "r") as run:
+        run.log({"loss": 2.0}, step=1)
+    for step in (1, 2):
+        with Run(tmp_path / "r", writer="eval") as late:
+            late.log({"eval/probes/accuracy/en": 0.5}, step=step)
+    client = client_of(tmp_path, cache=tmp_path / "cache")
+    marks = client.get("/api/events", params={"id": "0/r"}).json()["marks"]
+    assert [(mark["kind"], mark["writer"]) for mark in marks] == [("end", "train")]
+    facts = client.get("/api/run", params={"id": "0/r"}).json()
+    assert facts["attempt"] == 1
+    assert [group["key"] for group in facts["groups"]] == ["loss", "eval"]
+
+
 def test_the_fields_of_an_event_are_rows_to_read(tmp_path):
     notes = ["disk: 12 checkpoints fit", "memory: 10 of 80 GB"]
     data = {
