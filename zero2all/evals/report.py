@@ -10,7 +10,8 @@ from zero2all.common.files import write_json
 from zero2all.common.workspace import Workspace
 from zero2all.evals.load import LoadedModel
 from zero2all.evals.perplexity import held_out_bits_per_byte
-from zero2all.evals.probes import read_probes, run_probes, summarize
+from zero2all.evals.probe_file import read_probes
+from zero2all.evals.probes import run_probes, summarize
 
 
 def evaluate_run(

@@ -26,7 +26,8 @@ from zero2all.corpus import BuildOptions, Source, build_corpus, source_from_path
 from zero2all.corpus.dedup.config import DedupConfig
 from zero2all.evals.generate import Sampling, generate
 from zero2all.evals.load import LoadedModel, load_run, untrained
-from zero2all.evals.probes import read_probes, run_probes, summarize
+from zero2all.evals.probe_file import read_probes
+from zero2all.evals.probes import run_probes, summarize
 from zero2all.evals.report import evaluate_run
 from zero2all.exchange import export_run
 from zero2all.model.config import parameter_counts
