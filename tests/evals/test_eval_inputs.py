@@ -31,7 +31,7 @@ def test_all_that_is_missing_is_listed_at_once_before_the_model_is_looked_at(cop
     assert main(words) == 3
     said = capsys.readouterr().err
     assert "4 things are missing" in said
-    for part in ("no checkpoint at step 7; it has [15, 30]", "no finished tokenizer", "no finished corpus", "none.jsonl"):
+    for part in ("no checkpoint at step 7; it has [15, 30]", "finished tokenizer", "finished corpus", "none.jsonl"):
         assert part in said
 
 
