@@ -26,8 +26,13 @@ def register(verbs: Subparsers) -> None:
         help="workspace (default: quickstart, or quickstart-own with --data)",
     )
     parser.add_argument("--data", type=Path, default=None, metavar="PATH", help="use your own file or folder of text")
+    parser.add_argument(
+        "--map", default=None, metavar="FIELD=RAW,…", help="raw fields of your data to use: content=body,title=name"
+    )
     parser.add_argument("--fresh", action="store_true", help="delete an earlier quickstart in this workspace")
-    parser.usage = "z2a quickstart [-h] [--work DIR] [--data PATH] [--fresh] [--section.field VALUE …]"
+    parser.usage = (
+        "z2a quickstart [-h] [--work DIR] [--data PATH] [--map FIELD=RAW,…] [--fresh] [--section.field VALUE …]"
+    )
 
 
 def _quickstart(arguments: argparse.Namespace) -> None:
@@ -35,8 +40,14 @@ def _quickstart(arguments: argparse.Namespace) -> None:
 
     config = load_config("quickstart", arguments.overrides)  # before torch: a typing error is answered at once
 
+    from zero2all.corpus import parse_mapping
+
+    mapping = parse_mapping(arguments.map) if arguments.map else None
+
+    from zero2all.quickstart.choices import given_fields
     from zero2all.quickstart.journey import run_journey
     from zero2all.quickstart.summary import print_summary
 
     work = arguments.work or Path("quickstart" if arguments.data is None else "quickstart-own")
-    print_summary(run_journey(config, work, arguments.data, arguments.fresh))
+    given = given_fields(arguments.overrides)
+    print_summary(run_journey(config, work, arguments.data, arguments.fresh, given=given, mapping=mapping))

@@ -31,10 +31,15 @@ def evaluate_run(
 
 def report_lines(report: dict[str, Any]) -> list[str]:
     """The report for a terminal."""
-    lines = [f"{report['run']} at step {report['step']}", "", "held-out text        bits/byte   documents      bytes"]
+    lines = [
+        f"{report['run']} at step {report['step']}",
+        "",
+        "held-out text        bits/byte   gzip -9   documents      bytes",
+    ]
     for channel, values in report["held_out"].items():
         lines.append(
-            f"  {channel:<18} {values['bits_per_byte']:>9.4f} {values['documents']:>11,} {values['bytes']:>10,}"
+            f"  {channel:<18} {values['bits_per_byte']:>9.4f} {values['gzip_bits_per_byte']:>9.4f} "
+            f"{values['documents']:>11,} {values['bytes']:>10,}"
         )
     if "probes" in report:
         lines += ["", "probes                          accuracy   P(answer)  among foils  probes"]

@@ -1,8 +1,8 @@
 """Plain text by file, by blank line, and long texts cut into documents.
 
 A long text is cut at the first blank line behind `text_piece_bytes` (8 KB), else at the last line end before four times
-as many, else between two characters. It is also cut at the first line end behind every multiple of `text_block_bytes`: units begin at such
-places, so that splitting a file among workers does not change its documents.
+as many, else between two characters. It is also cut at the first line end behind every multiple of `text_block_bytes`:
+units begin at such places, so that splitting a file among workers does not change its documents.
 """
 
 from __future__ import annotations
