@@ -45,8 +45,9 @@ OTHER_REASONS = {
     "boilerplate": "Nothing was left after lines that stand in many records had been removed.",
 }
 """Why records are dropped by others than the rules of cleaning."""
-STRIKING_SHARE = 0.2
-"""A rule that drops a larger share of a source is pointed at: more often than not it does not suit the text."""
+STRIKING_SHARE = 0.05
+"""A rule that drops a larger share of a source is pointed at, with samples: it may not suit the text."""
+SHOWN_SAMPLES, SHOWN_CHARS = 2, 60
 EXAMPLE_CHARS = 300
 """How much of a text the report shows as an example."""
 
@@ -181,8 +182,11 @@ def summary_notes(report: dict[str, Any]) -> list[str]:
         for rule, count in source["dropped"].items():
             share = count / source["records_in"]
             if share > STRIKING_SHARE:
+                samples = source["examples"]["dropped"].get(rule, [])[:SHOWN_SAMPLES]
+                such = "".join(f"; such as: {in_short(sample, SHOWN_CHARS)}" for sample in samples[:1])
+                such += "".join(f" | {in_short(sample, SHOWN_CHARS)}" for sample in samples[1:])
                 look = f"z2a corpus show {name} --dropped {rule}"
-                notes.append(f"{name}: {rule} dropped {share:.0%} of the records; see whether it should: {look}")
+                notes.append(f"{name}: {rule} dropped {share:.0%} of the records; see whether it should: {look}{such}")
         if source["masked"]:
             notes.append(f"{name}: masked {counts_in_words(source['masked'])}")
         if source["quarantined"]:
@@ -199,6 +203,12 @@ def summary_notes(report: dict[str, Any]) -> list[str]:
 def mapping_in_words(mapping: Mapping[str, str]) -> str:
     """{'content': 'text'} -> "content from 'text'"."""
     return ", ".join(f"{target} from '{raw}'" for target, raw in mapping.items())
+
+
+def in_short(text: str, chars: int = 100) -> str:
+    """The beginning of a text in one line, without anything a terminal would take for a command."""
+    line = " ".join("".join(char if char.isprintable() else " " for char in text).split())
+    return line if len(line) <= chars else f"{line[:chars]} …"
 
 
 def counts_in_words(counts: Mapping[str, int]) -> str:
