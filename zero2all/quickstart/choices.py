@@ -16,7 +16,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zero2all.common.files import human_bytes
 from zero2all.common.progress import human_seconds
 from zero2all.config import RunConfig
 from zero2all.model.config import parameter_counts
@@ -24,10 +23,10 @@ from zero2all.model.config import parameter_counts
 PIECES_WANTED = 60
 """Documents a single text file is cut into, at least: from fewer than 20, none could be held out."""
 PIECE_BYTES = (300, 8_000)
-VALID_SHARES = ((300_000, 0.1), (1_500_000, 0.05))
-"""(below so many bytes, share held out): little text needs a larger share to judge by. Above: 2 %."""
+VALID_SHARES = ((4_000_000, 0.1), (15_000_000, 0.05))
+"""(below so many bytes, share held out): little text, or few files, need a larger share to judge by. Above: 2 %."""
 
-BYTES_PER_TOKEN_ID = 40
+BYTES_PER_TOKEN_ID = 25
 SMALLEST_VOCABULARY = 320
 VOCABULARY_MULTIPLE = 64
 
@@ -153,10 +152,10 @@ def train_seconds(config: RunConfig) -> float:
     return steps * SECONDS_PER_STEP + tokens * parameter_counts(config.model)["total"] * SECONDS_PER_TOKEN_AND_PARAMETER
 
 
-def vocabulary_in_words(size: int, text_bytes: int, is_given: bool) -> str:
+def vocabulary_in_words(size: int, most: int, is_given: bool) -> str:
     """What was chosen, and why."""
-    why = "as you asked" if is_given else f"about one for every {human_bytes(text_bytes // size)} of text"
-    return f"vocabulary {size:,} token ids, {why}"
+    why = "as many as so small a model has use for" if size == most else "more would be seen too seldom to learn them"
+    return f"vocabulary of {size:,} token ids: {'as you asked' if is_given else why}"
 
 
 def settings_in_words(tokens: Mapping[str, int], config: RunConfig, given: Collection[str]) -> list[str]:
@@ -173,7 +172,7 @@ def settings_in_words(tokens: Mapping[str, int], config: RunConfig, given: Colle
     elif epochs < next(scale.epochs for scale in SCALES if total < scale.below_tokens) - 0.1:
         why_steps = "as much as minutes on a CPU allow; --train.steps sets more"
     lines = [
-        f"samples of {data.seq_len} tokens, {run.tokens_per_step // data.seq_len} a step; the text has {total:,} tokens",
+        f"samples of {data.seq_len} tokens, {run.tokens_per_step // data.seq_len} a step; there are {total:,} tokens",
         f"model of {parameter_counts(model)['total'] / 1e6:.2f} M parameters, {model.layers} layers: {why_model}",
         f"{run.steps:,} steps, which read the text {epochs:.1f} times: {why_steps}",
     ]

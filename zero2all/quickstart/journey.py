@@ -151,7 +151,7 @@ def run_journey(
         totals = report["totals"]
         kept, seen = totals["records_kept"], totals["records_in"]
         if own is not None:
-            _print_lines(corpus_in_words(report, workspace.corpus))
+            _print_lines(corpus_in_words(report, workspace))
         done(f"{kept:,} of {seen:,} records, {human_bytes(totals['bytes_kept'])} of text")
     with timer.stage("tokenizer") as done:
         if own is not None:
@@ -217,13 +217,14 @@ def _sources(workspace: Workspace, own: OwnText | None) -> list[Source]:
 
 
 def _own_options(own: OwnText) -> BuildOptions:
-    """Cleaning as `z2a corpus build` does it; damage is left out and named, not a reason to stop at a first look."""
+    """Cleaning as `z2a corpus build` does it, but damage and rules that drop much are named, no reason to stop."""
     cut = cutting(own.size_bytes)
     return BuildOptions(
         valid_share=cut.valid_share,
         split_text_above_bytes=cut.split_text_above_bytes,
         text_piece_bytes=cut.text_piece_bytes,
         max_damaged_share=1.0,
+        accept_drops=True,
     )
 
 
@@ -243,7 +244,7 @@ def _with_vocabulary(config: RunConfig, workspace: Workspace, text_bytes: int, g
             ) from None
         size = error.largest
         config = with_settings(config, {"tokenizer.vocab_size": size})
-    _print_lines([vocabulary_in_words(size, text_bytes, is_given)])
+    _print_lines([vocabulary_in_words(size, wanted, is_given)])
     return config
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from zero2all.common.records import corpus_sources
 from zero2all.common.workspace import Workspace
 from zero2all.corpus import Source, source_from_path
 from zero2all.corpus.listing import list_files
-from zero2all.corpus.report import counts_in_words, summary_notes
+from zero2all.corpus.report import counts_in_words, mapping_in_words, summary_notes
 
 NAMED_FILES = 4
 """Files named for each reason why they were left out; the others are counted."""
@@ -69,7 +70,7 @@ def refuse_other_text(workspace: Workspace, name: str, source: Source) -> None:
         )
 
 
-def corpus_in_words(report: Mapping[str, Any], corpus: Path) -> list[str]:
+def corpus_in_words(report: Mapping[str, Any], workspace: Workspace) -> list[str]:
     """What was found in each channel, dropped, and left out, a line each."""
     lines = []
     for name, source in report["sources"].items():
@@ -77,13 +78,22 @@ def corpus_in_words(report: Mapping[str, Any], corpus: Path) -> list[str]:
             f"{source['channel']:<6} {source['records_kept']:,} of {source['records_in'] - source['quarantined']:,} "
             f"documents kept, {human_bytes(source['bytes_kept'])}; {source['valid_records']:,} held out ({name})"
         )
-    lines += [note for note in summary_notes(dict(report)) if not _is_said(note)]
-    return lines + [f"left out: {line}" for line in _left_out(report, corpus)]
+    lines += _fields_in_words(report)
+    show = f"z2a corpus show --work {shlex.quote(str(workspace.root))}"
+    lines += [note.replace("z2a corpus show", show) for note in summary_notes(dict(report)) if not _is_said(note)]
+    return lines + [f"left out: {line}" for line in _left_out(report, workspace.corpus)]
+
+
+def _fields_in_words(report: Mapping[str, Any]) -> list[str]:
+    """Which fields of records were taken for the text; the parts of one source share them."""
+    found = [mapping_in_words(each) for source in report["sources"].values() for each in source["mappings"]]
+    return [f"fields of records: {words} (--map sets others)" for words in dict.fromkeys(found)]
 
 
 def _is_said(note: str) -> bool:
     """Whether a note is said by the lines around it, with more detail."""
-    return any(words in note for words in (": quarantined ", ": files not read: ", ": channel "))
+    said = (": quarantined ", ": files not read: ", ": channel ", ": fields guessed: ", ": too few records to hold")
+    return any(words in note for words in said)
 
 
 def _left_out(report: Mapping[str, Any], corpus: Path) -> Iterator[str]:
