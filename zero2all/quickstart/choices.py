@@ -16,7 +16,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zero2all.common.progress import human_seconds
 from zero2all.config import RunConfig
 from zero2all.model.config import parameter_counts
 
@@ -185,4 +184,5 @@ def forecast(raw_bytes: int, config: RunConfig, given: Collection[str]) -> str:
     size = vocabulary_size(raw_bytes, config.tokenizer.vocab_size)
     settings = run_settings({"": raw_bytes * 2 // 5}, config, given)
     likely = with_settings(config, {**settings, "model.vocab_size": size, "data.mixture": None})
-    return human_seconds(SECONDS_BESIDE_TRAINING + train_seconds(likely))
+    minutes = max(1, round((SECONDS_BESIDE_TRAINING + train_seconds(likely)) / 60))
+    return "a minute" if minutes == 1 else f"{minutes:,} minutes"

@@ -43,7 +43,7 @@ from zero2all.quickstart.choices import (
     vocabulary_size,
     with_settings,
 )
-from zero2all.quickstart.own_text import OwnText, corpus_in_words, look_at, refuse_other_text
+from zero2all.quickstart.own_text import OwnText, corpus_in_words, look_at, losses_in_words, refuse_other_text
 from zero2all.quickstart.raw import CHINESE_NAME, CODE_NAME, ENGLISH_NAME, PROBES_NAME, write_raw
 from zero2all.tokenizer.sizes import TooFewPiecesError
 from zero2all.tokenizer.stage import train_on_corpus
@@ -109,6 +109,8 @@ class Journey:
     picture: Path | None = None
     exported: Path | None = None
     own_data: bool = False
+    losses: list[str] = field(default_factory=list)
+    """Rules of cleaning that dropped much of a person's own text."""
 
 
 def run_journey(
@@ -142,9 +144,7 @@ def run_journey(
         refuse_other_text(workspace, name, own.source)
         # The preset's mixture speaks of the small world's channels.
         config = config if "data.mixture" in given else with_settings(config, {"data.mixture": None})
-        _print_lines(
-            [f"{own.in_words()}. All of it takes about {forecast(own.size_bytes, config, given)} on two CPU cores."]
-        )
+        print(f"{own.in_words()}. This takes about {forecast(own.size_bytes, config, given)} on two idle CPU cores.")
     with timer.stage("corpus") as done:
         options, announce = (WORLD_OPTIONS, None) if own is None else (_own_options(own), say)
         report = build_corpus(workspace.corpus, _sources(workspace, own), options, announce=announce)
@@ -152,6 +152,7 @@ def run_journey(
         kept, seen = totals["records_kept"], totals["records_in"]
         if own is not None:
             _print_lines(corpus_in_words(report, workspace))
+            journey.losses = losses_in_words(report, workspace)
         done(f"{kept:,} of {seen:,} records, {human_bytes(totals['bytes_kept'])} of text")
     with timer.stage("tokenizer") as done:
         if own is not None:

@@ -79,9 +79,20 @@ def corpus_in_words(report: Mapping[str, Any], workspace: Workspace) -> list[str
             f"documents kept, {human_bytes(source['bytes_kept'])}; {source['valid_records']:,} held out ({name})"
         )
     lines += _fields_in_words(report)
-    show = f"z2a corpus show --work {shlex.quote(str(workspace.root))}"
-    lines += [note.replace("z2a corpus show", show) for note in summary_notes(dict(report)) if not _is_said(note)]
+    lines += _with_work([note for note in summary_notes(dict(report)) if not _is_said(note)], workspace)
     return lines + [f"left out: {line}" for line in _left_out(report, workspace.corpus)]
+
+
+def losses_in_words(report: Mapping[str, Any], workspace: Workspace) -> list[str]:
+    """The rules that dropped much of the text, for the end of the journey, where nobody can miss them."""
+    notes = [note.split("; such as:")[0] for note in summary_notes(dict(report)) if "see whether it should" in note]
+    return _with_work(notes, workspace)
+
+
+def _with_work(notes: list[str], workspace: Workspace) -> list[str]:
+    """The commands in `notes` as they must be typed here."""
+    show = f"z2a corpus show --work {shlex.quote(str(workspace.root))}"
+    return [note.replace("z2a corpus show", show) for note in notes]
 
 
 def _fields_in_words(report: Mapping[str, Any]) -> list[str]:

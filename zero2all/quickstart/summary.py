@@ -17,6 +17,8 @@ def print_summary(journey: Journey) -> None:
 
     console = Console(highlight=False)
     console.print(_stage_table(journey))
+    for line in journey.losses:
+        console.print(f"  cleaning: {line}", markup=False, soft_wrap=True)
     if journey.evaluation["held_out"]:
         console.print(_channel_table(journey))
     if journey.own_data:
