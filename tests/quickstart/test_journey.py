@@ -188,7 +188,7 @@ def test_a_single_small_text_is_cut_so_that_some_of_it_is_held_out_and_cleaned_w
 def test_the_same_command_again_chooses_the_same_and_finds_everything_done(own: tuple[Path, str], novel: Path) -> None:
     overrides = ["--train.steps", "30"]
     journey = run_journey(load_config("quickstart", overrides), own[0], data=novel, given=given_fields(overrides))
-    assert {stage.name for stage in journey.stages if stage.done_before} >= {"corpus", "pack", "train"}
+    assert "train" in {stage.name for stage in journey.stages if stage.done_before}
     assert len(journey.samples) == 2
 
 
@@ -209,9 +209,7 @@ def test_missing_data_path_is_said_before_anything_is_written(tmp_path: Path) ->
 
 
 def test_a_vocabulary_of_ones_own_that_is_too_large_names_the_flag_the_quickstart_has(tmp_path: Path) -> None:
-    (tmp_path / "own.txt").write_text(
-        "A few words, however well chosen, are not enough for a vocabulary of such a size."
-    )
+    (tmp_path / "own.txt").write_text("A few words, however well chosen, do not fill a large vocabulary.")
     overrides = ["--tokenizer.vocab_size", "900"]
     with pytest.raises(BadInputError, match=r"--tokenizer.vocab_size asks for 900.* set it to \d+ or less") as caught:
         run_journey(
