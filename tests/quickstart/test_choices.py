@@ -11,6 +11,7 @@ from zero2all.quickstart.choices import (
     given_fields,
     run_settings,
     settings_in_words,
+    vocabulary_settings,
     vocabulary_size,
     with_settings,
 )
@@ -38,6 +39,12 @@ def test_a_single_text_is_cut_into_enough_documents_to_hold_some_out(
 )
 def test_the_vocabulary_grows_with_the_text_up_to_the_presets(text_bytes: int, size: int) -> None:
     assert vocabulary_size(text_bytes, 3_072) == size
+
+
+def test_a_vocabulary_is_learned_from_no_more_text_than_it_has_use_for(preset: RunConfig) -> None:
+    assert vocabulary_settings(3_000_000, preset) == {"tokenizer.vocab_size": 3_072}
+    assert vocabulary_settings(10**9, preset) == {"tokenizer.vocab_size": 3_072, "tokenizer.take": "20MB"}
+    assert vocabulary_settings(10**9, preset, {"tokenizer.take", "tokenizer.vocab_size"}) == {}
 
 
 @pytest.mark.parametrize(
@@ -98,5 +105,5 @@ def test_a_source_smaller_than_one_sample_is_left_out_and_named(preset: RunConfi
 
 
 def test_the_forecast_grows_with_the_text(preset: RunConfig) -> None:
-    assert [forecast(size, preset, ()) for size in (20_000, 3_000_000)] == ["a minute", "4 minutes"]
+    assert [forecast(size, preset, ()) for size in (20_000, 3_000_000)] == ["a minute", "5 minutes"]
     assert forecast(3_000_000, with_settings(preset, {"train.steps": 5250}), ["train.steps"]) == "39 minutes"

@@ -1,9 +1,9 @@
 """What the quickstart chooses for a person's own text: how it is cut, vocabulary, samples, model and steps.
 
 The preset is made for some megabytes. With less text the same settings fail (no such vocabulary can be learned) or
-learn the text by heart (hundreds of epochs), so everything shrinks with it, down to some kilobytes. The sizes were
-tried on English, Chinese verse and Chinese prose from 20 KB to 3 MB: what gave the fewest bits per byte on held-out
-text in a few minutes on two cores.
+learn the text by heart (hundreds of epochs), so everything shrinks with it, down to some kilobytes. The smallest sizes
+were measured: 20 KB of English and 40 KB of Chinese verse, fewest bits per byte on held-out text. The largest are the
+preset's; those between lie between.
 
 Everything here is a pure function of amounts: run again, the quickstart chooses the same and goes on. What a person
 sets on the command line is never changed.
@@ -29,11 +29,15 @@ BYTES_PER_TOKEN_ID = 25
 SMALLEST_VOCABULARY = 320
 VOCABULARY_MULTIPLE = 64
 
+VOCABULARY_TEXT_BYTES = 20_000_000
+"""More text than this teaches so small a vocabulary nothing, and costs memory."""
+
 SMALLEST_SAMPLE = 32
 SECONDS_PER_STEP = 0.015
 SECONDS_PER_TOKEN_AND_PARAMETER = 1.5e-10
 """Measured on two ARM cores: 1.1 M tokens through 1.4 M parameters in 3 min 50 s. Only for the forecast."""
 SECONDS_BESIDE_TRAINING = 40
+CORPUS_BYTES_PER_SECOND = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,14 @@ def vocabulary_size(text_bytes: int, most: int) -> int:
     """Token ids for so much text: a piece that is seen a few times only teaches nothing."""
     wanted = text_bytes // BYTES_PER_TOKEN_ID // VOCABULARY_MULTIPLE * VOCABULARY_MULTIPLE
     return min(max(wanted, SMALLEST_VOCABULARY), most)
+
+
+def vocabulary_settings(text_bytes: int, config: RunConfig, given: Collection[str] = ()) -> dict[str, Any]:
+    """Field -> value for a tokenizer learned from so much text; fields in `given` are left alone."""
+    chosen: dict[str, Any] = {"tokenizer.vocab_size": vocabulary_size(text_bytes, config.tokenizer.vocab_size)}
+    if text_bytes > VOCABULARY_TEXT_BYTES:
+        chosen["tokenizer.take"] = f"{VOCABULARY_TEXT_BYTES // 1_000_000}MB"
+    return {name: value for name, value in chosen.items() if name not in given}
 
 
 def run_settings(tokens: Mapping[str, int], config: RunConfig, given: Collection[str] = ()) -> dict[str, Any]:
@@ -151,10 +163,12 @@ def train_seconds(config: RunConfig) -> float:
     return steps * SECONDS_PER_STEP + tokens * parameter_counts(config.model)["total"] * SECONDS_PER_TOKEN_AND_PARAMETER
 
 
-def vocabulary_in_words(size: int, most: int, is_given: bool) -> str:
+def vocabulary_in_words(config: RunConfig, most: int, given: Collection[str]) -> str:
     """What was chosen, and why."""
+    size, take = config.tokenizer.vocab_size, config.tokenizer.take
     why = "as many as so small a model has use for" if size == most else "more would be seen too seldom to learn them"
-    return f"vocabulary of {size:,} token ids: {'as you asked' if is_given else why}"
+    taken = f", learned from {take} of the text" if take else ""
+    return f"vocabulary of {size:,} token ids{taken}: {'as you asked' if 'tokenizer.vocab_size' in given else why}"
 
 
 def settings_in_words(tokens: Mapping[str, int], config: RunConfig, given: Collection[str]) -> list[str]:
@@ -184,5 +198,6 @@ def forecast(raw_bytes: int, config: RunConfig, given: Collection[str]) -> str:
     size = vocabulary_size(raw_bytes, config.tokenizer.vocab_size)
     settings = run_settings({"": raw_bytes * 2 // 5}, config, given)
     likely = with_settings(config, {**settings, "model.vocab_size": size, "data.mixture": None})
-    minutes = max(1, round((SECONDS_BESIDE_TRAINING + train_seconds(likely)) / 60))
+    seconds = SECONDS_BESIDE_TRAINING + raw_bytes / CORPUS_BYTES_PER_SECOND + train_seconds(likely)
+    minutes = max(1, round(seconds / 60))
     return "a minute" if minutes == 1 else f"{minutes:,} minutes"

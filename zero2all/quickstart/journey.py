@@ -40,7 +40,7 @@ from zero2all.quickstart.choices import (
     run_settings,
     settings_in_words,
     vocabulary_in_words,
-    vocabulary_size,
+    vocabulary_settings,
     with_settings,
 )
 from zero2all.quickstart.own_text import OwnText, corpus_in_words, look_at, losses_in_words, refuse_other_text
@@ -121,11 +121,13 @@ def run_journey(
     size: WorldSize | None = None,
     given: Collection[str] = (),
     mapping: Mapping[str, str] | None = None,
+    accept_changes: bool = False,
 ) -> Journey:
     """Run or continue the quickstart in `work`.
 
     `data` takes the place of the small world, which has `size`; then settings are chosen for it, all but those in
-    `given`, which the person set. `mapping` says which raw fields of the data to use.
+    `given`, which the person set. `mapping` says which raw fields of the data to use. `accept_changes` continues a run
+    although its settings changed.
     """
     size = size or WorldSize()
     own = None if data is None else look_at(data, mapping)
@@ -171,7 +173,7 @@ def run_journey(
             journey.before = _untrained_probes(workspace, config, probes)
             done(f"{journey.before['accuracy']:.1%} right")
     with timer.stage("train") as done:
-        summary = train(config, workspace)
+        summary = train(config, workspace, accept_changes=accept_changes)
         held_out = [value for key, value in summary.held_out.items() if key.startswith("eval/valid/loss/")]
         loss = f"held-out loss {sum(held_out) / len(held_out):.3f}" if held_out else "no held-out text"
         done(f"{summary.tokens:,} tokens in {summary.step} steps, {loss}")
@@ -231,21 +233,18 @@ def _own_options(own: OwnText) -> BuildOptions:
 
 def _with_vocabulary(config: RunConfig, workspace: Workspace, text_bytes: int, given: Collection[str]) -> RunConfig:
     """`config` with a vocabulary that this text can support, which is also trained."""
-    is_given = "tokenizer.vocab_size" in given
-    wanted = config.tokenizer.vocab_size
-    size = wanted if is_given else vocabulary_size(text_bytes, wanted)
-    config = with_settings(config, {"tokenizer.vocab_size": size})
+    most = config.tokenizer.vocab_size
+    config = with_settings(config, vocabulary_settings(text_bytes, config, given))
     try:
         train_on_corpus(workspace.corpus, workspace.tokenizer, config.tokenizer)
     except TooFewPiecesError as error:
-        if is_given:
+        if "tokenizer.vocab_size" in given:
             raise BadInputError(
                 f"This text has pieces for {error.largest:,} token ids at most; --tokenizer.vocab_size asks for "
-                f"{wanted:,}. Leave it out, and the quickstart chooses; or set it to {error.largest} or less."
+                f"{most:,}. Leave it out, and the quickstart chooses; or set it to {error.largest} or less."
             ) from None
-        size = error.largest
-        config = with_settings(config, {"tokenizer.vocab_size": size})
-    _print_lines([vocabulary_in_words(size, wanted, is_given)])
+        config = with_settings(config, {"tokenizer.vocab_size": error.largest})
+    _print_lines([vocabulary_in_words(config, most, given)])
     return config
 
 
