@@ -109,8 +109,10 @@ class Journey:
     picture: Path | None = None
     exported: Path | None = None
     own_data: bool = False
+    dropped: int = 0
+    """Records of a person's own text that cleaning and dedup dropped."""
     losses: list[str] = field(default_factory=list)
-    """Rules of cleaning that dropped much of a person's own text."""
+    """The rules that dropped much of it, in words."""
 
 
 def run_journey(
@@ -154,6 +156,7 @@ def run_journey(
         kept, seen = totals["records_kept"], totals["records_in"]
         if own is not None:
             _print_lines(corpus_in_words(report, workspace))
+            journey.dropped = sum(totals["dropped"].values())
             journey.losses = losses_in_words(report, workspace)
         done(f"{kept:,} of {seen:,} records, {human_bytes(totals['bytes_kept'])} of text")
     with timer.stage("tokenizer") as done:
@@ -187,7 +190,7 @@ def run_journey(
     with timer.stage("generate") as done:
         prompts = SAMPLE_PROMPTS if own is None else _own_prompts(workspace, report)
         journey.samples = _samples(loaded, prompts)
-        done(f"{len(journey.samples)} samples")
+        done("1 sample" if len(journey.samples) == 1 else f"{len(journey.samples)} samples")
     with timer.stage("export") as done:
         journey.exported = workspace.root / "hf"
         shutil.rmtree(journey.exported, ignore_errors=True)

@@ -140,10 +140,11 @@ def _next_commands(journey: Journey) -> list[tuple[str, str]]:
             (f"z2a train {name} {in_work} --train.name longer --train.steps 2000", "train longer on the same data"),
         ]
     config = shlex.quote(str(journey.workspace.run(name) / "config.yaml"))
-    steps = 2 * journey.config.train.steps
+    longer = f"--train.name longer --train.steps {2 * journey.config.train.steps}"
+    look = [(f"z2a corpus show --dropped {in_work}", "what cleaning dropped, with samples")] if journey.dropped else []
     return [
         talk,
-        (f"z2a corpus show --dropped {in_work}", "what cleaning threw away, with samples"),
+        *look,
         (f"z2a board {shlex.quote(str(work))}", "the curves as a page"),
-        (f"z2a train {config} {in_work} --train.name longer --train.steps {steps}", "train longer on the same data"),
+        (f"z2a train {config} {in_work} {longer}", "train longer on the same data"),
     ]
