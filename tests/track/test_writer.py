@@ -467,8 +467,9 @@ for step in range(2000):
 
 def test_a_forked_child_writes_nothing_and_ends_at_once(tmp_path):
     code = """
-import os, sys
+import os, sys, warnings
 from zero2all.track import Run
+warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on: a process with threads forks, which is meant
 run = Run(sys.argv[1])
 for step in range(200):
     run.log({"loss": 1.0}, step=step, tokens=step)
