@@ -89,7 +89,8 @@ def test_members_behind_the_first_one_of_an_archive_count(tmp_path):
 def test_samples_come_from_all_over_a_file(write_lines):
     rows = [{"text": english(n)} for n in range(600)] + [{"text": han(n)} for n in range(1400)]
     channel, reason = guess(write_lines("a.jsonl", rows))
-    assert channel == "zh" and "30% en" in reason.replace("29%", "30%").replace("31%", "30%"), reason
+    assert channel == "zh"
+    assert 25 <= int(reason.partition("% en")[0].rpartition(" ")[2]) <= 35, reason
 
 
 def test_known_channels_are_known_in_any_case(tmp_path):

@@ -381,7 +381,10 @@ class _Build:
         if plan.source.is_auto:
             channels = [each.channel for each in self.parts if each.plan is plan]
             content[PART_KEY] = {"source": plan.name, "inputs": plan.inputs, "channels": channels}
-        finish.commit(self.inputs[part.name], content, report_fields(part, self.cuts[plan.name], states))
+        fields = report_fields(part, self.cuts[plan.name], states)
+        contained = finish.duplicates.facts["contained"] if finish.duplicates is not None else {}
+        fields["contained"] = contained.get(part.name, {})
+        finish.commit(self.inputs[part.name], content, fields)
         self.stale = [each for each in self.stale if each is not part]
         if not self.keep_build and all(each.plan is not plan for each in self.stale):
             shutil.rmtree(self.work / plan.inputs, ignore_errors=True)

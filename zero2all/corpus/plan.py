@@ -24,7 +24,7 @@ from zero2all.corpus.listing import InputFile, Listing, list_files
 from zero2all.corpus.look import Look
 from zero2all.corpus.options import BuildOptions
 from zero2all.corpus.readers import NOT_READ, Format, Limits, Row, Unit, plan_units, read_unit
-from zero2all.corpus.report import counts_in_words, mapping_in_words
+from zero2all.corpus.report import FOUND_BY_DOCUMENT, counts_in_words, mapping_in_words
 from zero2all.corpus.segment_writer import SEGMENT_BYTES, SEGMENT_ITEMS
 from zero2all.corpus.segments import BUILD_NAME
 from zero2all.corpus.sources import FIELD_NAMES, Source, guess_mapping, part_name
@@ -295,7 +295,7 @@ def report_fields(part: Part, cut: Cut, states: list[dict[str, Any]]) -> dict[st
     return {
         "channel": part.channel,
         "channel_guessed": part.is_guessed,
-        "channel_reason": "found for each document" if plan.source.is_auto else plan.channel_reason,
+        "channel_reason": FOUND_BY_DOCUMENT if plan.source.is_auto else plan.channel_reason,
         "kind": plan.source.kind,
         "mappings": mappings,
         "mapping_guessed": any(set(mapping) - set(given) for mapping in mappings),

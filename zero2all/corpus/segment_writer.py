@@ -138,6 +138,8 @@ class SegmentWriter:
             bytes_repaired += cleaned.repaired_bytes
             if cleaned.masked:
                 self.tally.masked.update(cleaned.masked)
+            if cleaned.private_use:
+                self.tally.private_use.update({"records": 1, **cleaned.private_use})
             lines.append(line)
             texts.append(cleaned.text)
             numbers.append(waiting.number)

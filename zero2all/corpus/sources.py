@@ -20,7 +20,7 @@ from zero2all.corpus.record import Document
 
 FIELD_NAMES = {
     "content": "content text body article document answer response output completion code markdown passage story "
-    "messages conversations",
+    "messages conversations paragraphs",
     "title": "title name headline subject question instruction prompt path file_path filename file_name",
     "category": "category topic datatype label type section",
     "desc": "desc description summary abstract",
