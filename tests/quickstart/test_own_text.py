@@ -100,12 +100,16 @@ def test_a_rule_that_drops_much_is_named_with_a_command_that_works_here(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("held_out", "words"),
+    ("bits", "epochs", "words"),
     [
-        ({"en": {"bits_per_byte": 2.0, "gzip_bits_per_byte": 4.0}}, "en: 2.00, 50% less than gzip -9 (4.00)"),
-        ({"zh": {"bits_per_byte": 4.5, "gzip_bits_per_byte": 4.0}}, "zh: 4.50, more than gzip -9 (4.00): too little"),
-        ({}, "No text was held out"),
+        (2.0, 1.0, "en: 2.00, 50% less than gzip -9 (4.00): it has learned from your text"),
+        (4.5, 1.0, "en: 4.50, more than gzip -9 (4.00): too little was learned yet; more steps help most"),
+        (4.5, 10.0, "en: 4.50, more than gzip -9 (4.00): too little was learned yet; more text helps most"),
     ],
 )
-def test_bits_per_byte_are_put_into_words_beside_gzip(held_out: dict[str, dict[str, float]], words: str) -> None:
-    assert words in "\n".join(verdicts(held_out))
+def test_bits_per_byte_are_put_into_words_beside_gzip(bits: float, epochs: float, words: str) -> None:
+    assert words in "\n".join(verdicts({"en": {"bits_per_byte": bits, "gzip_bits_per_byte": 4.0}}, epochs))
+
+
+def test_that_no_text_was_held_out_is_said() -> None:
+    assert "No text was held out" in "\n".join(verdicts({}, 1.0))

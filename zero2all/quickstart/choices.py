@@ -171,12 +171,23 @@ def vocabulary_in_words(config: RunConfig, most: int, given: Collection[str]) ->
     return f"vocabulary of {size:,} token ids{taken}: {'as you asked' if 'tokenizer.vocab_size' in given else why}"
 
 
+def epochs_of(tokens: Mapping[str, int], config: RunConfig) -> float:
+    """How often a run reads its text."""
+    return config.train.steps * config.train.tokens_per_step / max(1, sum(_used(tokens, config).values()))
+
+
+def _used(tokens: Mapping[str, int], config: RunConfig) -> dict[str, int]:
+    """The sources that a run reads."""
+    mixture = config.data.mixture
+    return {name: count for name, count in tokens.items() if mixture is None or mixture.get(name, 1)}
+
+
 def settings_in_words(tokens: Mapping[str, int], config: RunConfig, given: Collection[str]) -> list[str]:
     """The run that was chosen, and why, a line each."""
     data, run, model = config.data, config.train, config.model
-    used = {name: count for name, count in tokens.items() if data.mixture is None or data.mixture.get(name, 1)}
+    used = _used(tokens, config)
     total = sum(used.values())
-    epochs = run.steps * run.tokens_per_step / max(1, total)
+    epochs = epochs_of(tokens, config)
     is_largest = model.hidden_size >= SCALES[-1].hidden_size
     why_model = "as large as minutes on a CPU allow" if is_largest else "a larger one would learn so little by heart"
     why_steps = "then it begins to learn it by heart"

@@ -36,6 +36,7 @@ from zero2all.model.config import parameter_counts
 from zero2all.packed.writer import pack_corpus
 from zero2all.quickstart.choices import (
     cutting,
+    epochs_of,
     forecast,
     run_settings,
     settings_in_words,
@@ -59,6 +60,7 @@ WORLD_OPTIONS = BuildOptions(
     rules="none",
     dedup=DedupConfig(near="off"),
 )
+PROMPT_LETTERS = 4
 PROMPT_COLUMNS = 32
 """How much of a document of one's own a sample begins with; a Chinese character takes two columns."""
 TIMES_NAME = "quickstart.json"
@@ -109,6 +111,8 @@ class Journey:
     picture: Path | None = None
     exported: Path | None = None
     own_data: bool = False
+    epochs: float = 0.0
+    """How often a person's own text was read."""
     dropped: int = 0
     """Records of a person's own text that cleaning and dedup dropped."""
     losses: list[str] = field(default_factory=list)
@@ -168,7 +172,9 @@ def run_journey(
         packed = pack_corpus(workspace.corpus, workspace.tokenizer, workspace.packed)
         done(f"{sum(split['tokens'] for split in packed.values()):,} tokens, {_folder_size(workspace.packed)}")
     if own is not None:
-        config = _with_run_settings(config, packed, vocabulary["vocab_size"], given)
+        tokens = {name.removesuffix("/train"): each["tokens"] for name, each in packed.items() if "/train" in name}
+        config = _with_run_settings(config, tokens, vocabulary["vocab_size"], given)
+        journey.epochs = epochs_of(tokens, config)
     journey.config = config
     probes = None if own is not None else workspace.raw / PROBES_NAME
     if probes is not None:
@@ -252,10 +258,9 @@ def _with_vocabulary(config: RunConfig, workspace: Workspace, text_bytes: int, g
 
 
 def _with_run_settings(
-    config: RunConfig, packed: Mapping[str, Mapping[str, Any]], vocab_size: int, given: Collection[str]
+    config: RunConfig, tokens: Mapping[str, int], vocab_size: int, given: Collection[str]
 ) -> RunConfig:
-    """`config` with samples, model and steps for as many tokens as there are."""
-    tokens = {name.removesuffix("/train"): split["tokens"] for name, split in packed.items() if name.endswith("/train")}
+    """`config` with samples, model and steps for as many tokens as each source has."""
     config = with_settings(config, run_settings(tokens, config, given))
     sized = with_settings(config, {"model.vocab_size": vocab_size})
     _print_lines(settings_in_words(tokens, sized, given))
@@ -314,8 +319,9 @@ def _own_prompts(workspace: Workspace, report: dict[str, Any]) -> dict[str, tupl
 
 
 def _beginning(text: str) -> str:
-    """Some words of the first line, so that they can be typed as a prompt."""
-    line = text.strip().partition("\n")[0]
+    """Some words of the first line that has any, so that they can be typed as a prompt."""
+    lines = text.strip().split("\n")
+    line = next((line.strip() for line in lines if sum(map(str.isalpha, line)) >= PROMPT_LETTERS), lines[0])
     columns = list(itertools.accumulate(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in line))
     taken = line[: sum(width <= PROMPT_COLUMNS for width in columns)]
     words = taken.rpartition(" ")[0]

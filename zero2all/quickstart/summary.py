@@ -10,6 +10,9 @@ from typing import Any
 from zero2all.common.progress import human_seconds
 from zero2all.quickstart.journey import Journey
 
+FEW_EPOCHS = 3
+"""Text that was read less often than this has more to teach."""
+
 
 def print_summary(journey: Journey) -> None:
     """Print everything to the terminal."""
@@ -22,7 +25,7 @@ def print_summary(journey: Journey) -> None:
     if journey.evaluation["held_out"]:
         console.print(_channel_table(journey))
     if journey.own_data:
-        for line in verdicts(journey.evaluation["held_out"]):
+        for line in verdicts(journey.evaluation["held_out"], journey.epochs):
             console.print(f"  {line}")
     if journey.before is not None:
         console.print(_probe_table(journey))
@@ -65,8 +68,9 @@ def _channel_table(journey: Journey) -> Any:
     return table
 
 
-def verdicts(held_out: Mapping[str, Mapping[str, float]]) -> list[str]:
+def verdicts(held_out: Mapping[str, Mapping[str, float]], epochs: float) -> list[str]:
     """What bits per byte mean, in words: the model beside gzip, on text that neither has seen."""
+    advice = "more steps help most (--train.steps)" if epochs < FEW_EPOCHS else "more text helps most"
     if not held_out:
         return [
             "No text was held out (a channel needs 20 documents for that), so nothing says how well the model reads "
@@ -81,7 +85,7 @@ def verdicts(held_out: Mapping[str, Mapping[str, float]]) -> list[str]:
         verdict = (
             f"{better:.0%} less than gzip -9 ({theirs:.2f}): it has learned from your text"
             if better > 0
-            else f"more than gzip -9 ({theirs:.2f}): too little was learned yet; more text helps most, then more steps"
+            else f"more than gzip -9 ({theirs:.2f}): too little was learned yet; {advice}"
         )
         lines.append(f"{channel}: {ours:.2f}, {verdict}.")
     return lines
@@ -119,7 +123,7 @@ def _print_samples(journey: Journey, console: Any) -> None:
 
     console.print("\n[bold]Samples[/bold]  (prompt in colour, the rest is the model's)")
     for channel, prompt, continuation in journey.samples:
-        console.print(Text.assemble((f"  {channel:<5}", "dim"), (prompt, "cyan"), continuation.rstrip()))
+        console.print(Text.assemble((f"  {channel + ' ':<5}", "dim"), (prompt, "cyan"), continuation.rstrip()))
 
 
 def _print_next(journey: Journey, console: Any) -> None:
