@@ -199,6 +199,8 @@ def test_other_text_is_not_put_into_a_workspace_that_has_learned_from_some(
     before = (own[0] / "corpus/report.json").read_bytes()
     with pytest.raises(UsageError, match=r"learned from .*novel.*--fresh.*another --work"):
         run_journey(load_config("quickstart"), own[0], data=tmp_path / "other.txt")
+    with pytest.raises(UsageError, match=r"learned from .*novel.*--fresh"):
+        run_journey(load_config("quickstart"), own[0])
     assert (own[0] / "corpus/report.json").read_bytes() == before
 
 

@@ -143,13 +143,13 @@ def run_journey(
     name = config.train.name
     journey = Journey(workspace, config, own_data=own is not None)
     timer = _Timer(journey)
+    refuse_other_text(workspace, name, _sources(workspace, own))
 
     if own is None:
         with timer.stage("raw data") as done:
             write_raw(workspace.raw, WORLD_SEED, size.bytes_per_language, size.code_bytes)
             done(f"en.jsonl, zh.json, code.parquet: {_folder_size(workspace.raw)}")
     else:
-        refuse_other_text(workspace, name, own.source)
         # The preset's mixture speaks of the small world's channels.
         config = config if "data.mixture" in given else with_settings(config, {"data.mixture": None})
         print(f"{own.in_words()}. This takes about {forecast(own.size_bytes, config, given)} on two idle CPU cores.")
@@ -172,7 +172,7 @@ def run_journey(
         packed = pack_corpus(workspace.corpus, workspace.tokenizer, workspace.packed)
         done(f"{sum(split['tokens'] for split in packed.values()):,} tokens, {_folder_size(workspace.packed)}")
     if own is not None:
-        tokens = {name.removesuffix("/train"): each["tokens"] for name, each in packed.items() if "/train" in name}
+        tokens = {key.removesuffix("/train"): each["tokens"] for key, each in packed.items() if key.endswith("/train")}
         config = _with_run_settings(config, tokens, vocabulary["vocab_size"], given)
         journey.epochs = epochs_of(tokens, config)
     journey.config = config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,15 +55,18 @@ def look_at(data: Path, mapping: Mapping[str, str] | None = None) -> OwnText:
     return OwnText(Source(named.name, named.path, "auto", mapping), len(listing.files), size)
 
 
-def refuse_other_text(workspace: Workspace, name: str, source: Source) -> None:
-    """A workspace whose run learned from something else would fail at training, its corpus replaced already."""
+def refuse_other_text(workspace: Workspace, name: str, sources: Sequence[Source]) -> None:
+    """A workspace whose run learned from something else would fail at training, its corpus replaced already.
+
+    Sources are told apart by file name: a folder that was moved is still the same text.
+    """
     if not (workspace.run(name) / "checkpoints").is_dir():
         return
     try:
         before = {str(manifest["path"]) for manifest in corpus_sources(workspace.corpus).values()}
     except BadInputError:  # an interrupted build: there is nothing to lose
         return
-    if before != {source.location}:
+    if {Path(path).name for path in before} != {Path(source.location).name for source in sources}:
         raise UsageError(
             f"{workspace.root} holds a quickstart that learned from {', '.join(sorted(before))}. Give --fresh to "
             f"replace it, or another --work to keep both."
