@@ -298,9 +298,9 @@ def run_python(script: str) -> str:
     return done.stdout
 
 
-def test_limits_and_every_section_of_the_config_load_without_torch():
+def test_limits_every_section_of_the_config_and_the_check_of_an_evaluation_load_without_torch():
     modules = [name for name in MODULES if inside(short(name), "limits") or is_section(short(name))]
-    modules.append(f"{PACKAGE}.config")
+    modules += [f"{PACKAGE}.config", f"{PACKAGE}.evals.inputs"]
     run_python(f"""
         import importlib, sys
         sys.modules["torch"] = sys.modules["numpy"] = None  # from here on, importing them is an ImportError

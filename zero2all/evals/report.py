@@ -10,7 +10,8 @@ from zero2all.common.files import write_json
 from zero2all.common.workspace import Workspace
 from zero2all.evals.load import LoadedModel
 from zero2all.evals.perplexity import held_out_bits_per_byte
-from zero2all.evals.probes import read_probes, run_probes, summarize
+from zero2all.evals.probe_file import read_probes
+from zero2all.evals.probes import run_probes, summarize
 from zero2all.track.writer import Run
 
 PROBE_SCORES = ("accuracy", "probability", "share_among_foils")
@@ -49,10 +50,15 @@ def log_report(run: Path, report: dict[str, Any]) -> None:
 
 def report_lines(report: dict[str, Any]) -> list[str]:
     """The report for a terminal."""
-    lines = [f"{report['run']} at step {report['step']}", "", "held-out text        bits/byte   documents      bytes"]
+    lines = [
+        f"{report['run']} at step {report['step']}",
+        "",
+        "held-out text        bits/byte   gzip -9   documents      bytes",
+    ]
     for channel, values in report["held_out"].items():
         lines.append(
-            f"  {channel:<18} {values['bits_per_byte']:>9.4f} {values['documents']:>11,} {values['bytes']:>10,}"
+            f"  {channel:<18} {values['bits_per_byte']:>9.4f} {values['gzip_bits_per_byte']:>9.4f} "
+            f"{values['documents']:>11,} {values['bytes']:>10,}"
         )
     if "probes" in report:
         lines += ["", "probes                          accuracy   P(answer)  among foils  probes"]
