@@ -149,10 +149,12 @@ def _build(arguments: argparse.Namespace) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> None:
+    from zero2all.common.files import as_written
     from zero2all.corpus import read_report
 
     corpus = workspace_of(arguments).corpus
-    _print_report(read_report(corpus))
+    with as_written(corpus / "report.json", "Run `z2a corpus build` again."):
+        _print_report(read_report(corpus))
     print(f"report: {corpus / 'report.html'}")
 
 
@@ -218,13 +220,15 @@ def _show_dropped(corpus: Any, names: list[str], arguments: argparse.Namespace) 
     import itertools
 
     from zero2all.common.errors import UsageError
+    from zero2all.common.files import as_written
     from zero2all.common.schema import nearest_hint
     from zero2all.corpus import iter_dropped, read_report
     from zero2all.corpus.clean.config import MEASURES, RULES
     from zero2all.corpus.report import OTHER_REASONS
 
     sources = read_report(corpus)["sources"]
-    dropped = {rule: None for name in names for rule in sources[name]["dropped"]}
+    with as_written(corpus / "report.json", "Run `z2a corpus build` again."):
+        dropped = {rule: None for name in names for rule in sources[name]["dropped"]}
     if arguments.dropped and arguments.dropped not in dropped:
         if arguments.dropped in RULES or arguments.dropped in OTHER_REASONS:
             print(f"{arguments.dropped} dropped nothing.")

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero2all.cli.verb import Subparsers, add_group, add_verb, add_work, whole, workspace_of
+from zero2all.cli.verb import Subparsers, add_group, add_output, add_verb, add_work, whole, workspace_of
 
 if TYPE_CHECKING:
     from zero2all.common.workspace import Workspace
@@ -64,8 +64,8 @@ def _register_stats(inner: Subparsers) -> None:
     stats.add_argument(
         "--tokens", type=whole(1), default=None, metavar="N", help="budget of the run (default: what the config trains)"
     )
-    stats.add_argument("--json", type=Path, default=None, metavar="FILE", help="also write the figures as JSON")
-    stats.add_argument("--png", type=Path, default=None, metavar="FILE", help="also draw them")
+    add_output(stats, "--json", help="also write the figures as JSON")
+    add_output(stats, "--png", help="also draw them")
 
 
 def _register_exchange(inner: Subparsers) -> None:
@@ -78,7 +78,7 @@ def _register_exchange(inner: Subparsers) -> None:
     )
     export.add_argument("sources", nargs="*", metavar="SOURCE", help="which sources (default: all)")
     export.add_argument("--to", choices=("megatron", "numpy"), required=True, help="the format")
-    export.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write to")
+    add_output(export, "--out", is_folder=True, required=True, help="folder to write to")
     add_work(export)
 
     bring = add_verb(

@@ -31,7 +31,9 @@ class BuildOptions:
     max_record_bytes: int = 32_000_000
     """A JSON line, JSON object or whole-file document above this size goes to quarantine unread."""
     split_text_above_bytes: int = 1_000_000
-    """A plain text file above this size is cut into documents of 8 to 32 KB; below, it is one document."""
+    """A plain text file above this size is cut into documents; below, it is one document."""
+    text_piece_bytes: int = 8_000
+    """Documents cut from a long text have 1 to 4 times so many bytes."""
     text_by: Literal["auto", "line", "blank line", "file"] = "auto"
     """What one document of a plain text is. auto: the file, or above `split_text_above_bytes` pieces of it."""
     unit_bytes: int = 32_000_000
@@ -57,7 +59,7 @@ class BuildOptions:
             found.append(f"valid_share is {self.valid_share}; expected 0 to 0.5")
         if not 0 <= self.max_damaged_share <= 1:
             found.append(f"max_damaged_share is {self.max_damaged_share}; expected 0 to 1")
-        names = ("shard_bytes", "max_record_bytes", "split_text_above_bytes", "unit_bytes")
+        names = ("shard_bytes", "max_record_bytes", "split_text_above_bytes", "text_piece_bytes", "unit_bytes")
         found += [f"{name} is {getattr(self, name)}; expected at least 1" for name in names if getattr(self, name) < 1]
         return found + self.dedup.problems() + [str(problem) for problem in self.clean_problems()]
 
@@ -67,6 +69,7 @@ class BuildOptions:
         return Limits(
             max_record_bytes=self.max_record_bytes,
             split_text_above_bytes=self.split_text_above_bytes,
+            text_piece_bytes=self.text_piece_bytes,
             unit_bytes=self.unit_bytes,
             text_by=TextBy(self.text_by),
         )

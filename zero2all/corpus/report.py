@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.common.errors import BadInputError
-from zero2all.common.files import human_bytes, read_json
-from zero2all.common.records import REPORT_NAME
+from zero2all.common.files import human_bytes, read_json_object
+from zero2all.common.records import REPORT_NAME, report_sources
 
 SUMMED = ("records_in", "records_kept", "quarantined", "bytes_in", "bytes_kept", "train_records", "valid_records")
 ADDED = (
@@ -151,12 +151,13 @@ def accounted_bytes(source: Mapping[str, Any]) -> dict[str, int]:
 def read_report(corpus_folder: Path) -> dict[str, Any]:
     """The report of the last finished build."""
     try:
-        report: dict[str, Any] = read_json(corpus_folder / REPORT_NAME)
+        report = read_json_object(corpus_folder / REPORT_NAME, "Run `z2a corpus build` again.")
     except FileNotFoundError:
         raise BadInputError(
             f"There is no finished corpus in {corpus_folder} (no {REPORT_NAME}). Run `z2a corpus build NAME=PATH` "
             f"first; if it was interrupted, running it again continues."
         ) from None
+    report_sources(report, corpus_folder / REPORT_NAME, "Run `z2a corpus build` again.")
     return report
 
 
