@@ -38,6 +38,10 @@ def english(number: int) -> str:
     return " ".join(rng.choice(ENGLISH.split()) for _ in range(60)).capitalize() + "."
 
 
+def one_rule(**options) -> BuildOptions:
+    return plain_options(**{"clean": {"wrong_script": {"on": True}}, "accept_drops": False, **options})
+
+
 def guess(path: Path, **options) -> tuple[str, str]:
     return Look(Source("one", path), list_files(path), Options(**options).limits).guess.result()
 
@@ -181,7 +185,7 @@ def test_a_rule_that_drops_a_fifth_under_a_guess_stops_the_build(tmp_path, write
     path = write_lines("a.jsonl", [{"text": han(n) if n % 10 < 7 else english(n)} for n in range(400)])
     corpus = tmp_path / "corpus"
     with pytest.raises(BadInputError) as caught:
-        build_corpus(corpus, [Source("one", path)], BuildOptions(), HERE)
+        build_corpus(corpus, [Source("one", path)], one_rule(), HERE)
     message = str(caught.value)
     assert caught.value.exit_code == 3
     assert all(part in message for part in ("wrong_script dropped 120 of 400", "30%", "--accept-drops", "auto"))
@@ -191,9 +195,9 @@ def test_a_rule_that_drops_a_fifth_under_a_guess_stops_the_build(tmp_path, write
     assert not (corpus / "sources.json").exists(), "no number is used"
     with monkeypatch.context() as patch:
         patch.setattr("zero2all.corpus.build.ingest_unit", None)  # what was read is not read again
-        report = build_corpus(corpus, [Source("one", path)], BuildOptions(accept_drops=True), HERE)
+        report = build_corpus(corpus, [Source("one", path)], one_rule(accept_drops=True), HERE)
     assert report["sources"]["one"]["dropped"]["wrong_script"] == 120
-    named = build_corpus(tmp_path / "named", [Source("one", path, "zh")], BuildOptions(), HERE)
+    named = build_corpus(tmp_path / "named", [Source("one", path, "zh")], one_rule(), HERE)
     assert named["sources"]["one"]["dropped"]["wrong_script"] == 120, "under a name that was given, a note is enough"
 
 
@@ -201,19 +205,19 @@ def test_a_refused_build_leaves_the_corpus_that_is_there(tmp_path, write_lines):
     good = write_lines("good.jsonl", [{"text": han(n)} for n in range(50)])
     bad = write_lines("bad.jsonl", [{"text": han(n) if n % 2 else english(n)} for n in range(100)])
     corpus = tmp_path / "corpus"
-    build_corpus(corpus, [Source("good", good)], BuildOptions(), HERE)
+    build_corpus(corpus, [Source("good", good)], one_rule(), HERE)
     before = tree(corpus)
     with pytest.raises(BadInputError, match="accept-drops"):
-        build_corpus(corpus, [Source("bad", bad), Source("good", good)], BuildOptions(), HERE)
+        build_corpus(corpus, [Source("bad", bad), Source("good", good)], one_rule(), HERE)
     after = tree(corpus)
     assert {name: data for name, data in after.items() if not name.startswith(".build")} == before
-    build_corpus(corpus, [Source("new", good)], BuildOptions(), HERE)
+    build_corpus(corpus, [Source("new", good)], one_rule(), HERE)
     assert json.loads((corpus / "sources.json").read_text()) == {"good": 0, "new": 1}
 
 
 def test_a_rule_that_drops_a_twentieth_is_shown_with_samples(tmp_path, write_lines):
     path = write_lines("a.jsonl", [{"text": han(n) if n % 10 else english(n)} for n in range(200)])
-    report = build_corpus(tmp_path / "corpus", [Source("one", path)], BuildOptions(), HERE)
+    report = build_corpus(tmp_path / "corpus", [Source("one", path)], one_rule(), HERE)
     note = next(note for note in summary_notes(report) if "wrong_script dropped 10%" in note)
     assert english(0)[:30] in note
 

@@ -103,7 +103,7 @@ class BuildOptions:
     def _built(self, channel: str, problems: list[Problem]) -> CleanConfig | None:
         values: dict[str, Any] = {}
         if self.rules == "none":
-            kept_on = (*EDITS[:2], "empty")
+            kept_on = ("repair", "mask", "kinds", "empty")
             values = {name: {"on": False} for name in RULES if name not in kept_on}
         for name, settings in self.clean.items():
             if name in RULES:
