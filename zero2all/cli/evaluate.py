@@ -68,15 +68,23 @@ def register(verbs: Subparsers) -> None:
         help="draw only among the likeliest tokens that together have this probability (default 1: all)",
     )
     generate.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="another number, another draw (default 0); needs a temperature"
+        "--seed",
+        type=whole(0),
+        default=0,
+        metavar="N",
+        help="another number, another draw (default 0); needs a temperature",
     )
 
 
 def _eval(arguments: argparse.Namespace) -> None:
+    from zero2all.evals.inputs import check_inputs
+
+    workspace = workspace_of(arguments)
+    check_inputs(workspace, arguments.run, arguments.step, arguments.probes)  # before torch and the weights are loaded
+
     from zero2all.evals.load import load_run
     from zero2all.evals.report import evaluate_run, report_lines
 
-    workspace = workspace_of(arguments)
     loaded = load_run(workspace, arguments.run, arguments.step)
     report = evaluate_run(loaded, workspace, arguments.probes, arguments.max_bytes)
     print("\n".join(report_lines(report)))

@@ -6,6 +6,7 @@ import argparse
 import errno
 import os
 import sys
+from contextlib import suppress
 
 from zero2all import __version__
 from zero2all.cli import (
@@ -25,16 +26,18 @@ from zero2all.cli import (
     train,
     watch,
 )
-from zero2all.cli.verb import HelpFormatter
+from zero2all.cli.verb import HelpFormatter, check_outputs
 from zero2all.common.errors import (
     AnomalyError,
     BadInputError,
     DiskError,
+    LostRunError,
     PreemptedError,
     RunLockedError,
     UsageError,
     UserError,
     is_disk_full,
+    is_out_of_memory,
 )
 
 EPILOG = """\
@@ -45,10 +48,11 @@ help of a verb, with an example:
   z2a train --help
 
 exit codes: 0 done, 1 a bug of ours or a process lost, 2 usage or config, 3 bad input,
-            4 disk full, 10 stopped and saved, 12 run stopped itself, 13 run in use,
-            130 interrupted"""
+            4 disk or memory full, 10 stopped and saved, 12 run stopped itself,
+            13 run in use, 14 run taken over, 130 interrupted"""
 INTERRUPTED = 130
-DECIDED_TOGETHER = (PreemptedError.exit_code, AnomalyError.exit_code, RunLockedError.exit_code)
+LEAST_ADDRESS_SPACE_BYTES = 512 << 20
+DECIDED_TOGETHER = tuple(error.exit_code for error in (PreemptedError, AnomalyError, RunLockedError, LostRunError))
 """Ends of a training run that all of its processes come to at once."""
 WHOLE_SECTIONS = ("stages",)
 """Sections that are lists, so that they are set as a whole: --stages '[{name: …}]'."""
@@ -61,12 +65,20 @@ REFUSED_PATH_ERRNOS = frozenset(
 def main(words: list[str] | None = None) -> int:
     """Run `z2a WORDS…`; returns the exit code."""
     _open_closed_streams()
+    code = _run(words)
+    _close_dead_streams()
+    return code
+
+
+def _run(words: list[str] | None) -> int:
     try:
         words = sys.argv[1:] if words is None else words
         plain, overrides = split_overrides(words)
         arguments, unknown = build_parser().parse_known_args(plain)
         _refuse_unknown(arguments, unknown, overrides)
         arguments.overrides, arguments.command_line = overrides, words
+        _require_address_space()
+        check_outputs(arguments)
         code = arguments.handler(arguments) or 0
         sys.stdout.flush()  # here, so that a reader who has gone is noticed while we can still take it calmly
         return code
@@ -77,9 +89,7 @@ def main(words: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted. What was finished is kept; run the same command again to continue.", INTERRUPTED)
     except BrokenPipeError:
-        # Whoever read our output (`| head`) has seen enough; the interpreter must not try to write there at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return 0  # whoever read our output (`| head`) has seen enough
     except Exception as error:
         return _fail_for_disk_or_path(error)
 
@@ -90,6 +100,27 @@ def _open_closed_streams() -> None:
         if getattr(sys, name) is None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
+
+
+def _close_dead_streams() -> None:
+    """Send what cannot be written any more (reader or terminal gone) nowhere, or the interpreter ends with code 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _require_address_space() -> None:
+    """Below this limit C++ libraries end the process while they are loaded, before anybody could say why."""
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != resource.RLIM_INFINITY and limit < LEAST_ADDRESS_SPACE_BYTES:
+        raise DiskError(
+            f"This process may use only {limit >> 20} MB of address space (`ulimit -v`), and loading torch alone takes "
+            f"more than {LEAST_ADDRESS_SPACE_BYTES >> 20}. Raise the limit, or lift it with `ulimit -v unlimited`."
+        )
 
 
 def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:
@@ -150,13 +181,20 @@ def _refuse_unknown(arguments: argparse.Namespace, unknown: list[str], overrides
 
 
 def _fail_for_disk_or_path(error: Exception) -> int:
-    """End for what the disk refused; anything else is a bug of ours and keeps its traceback."""
+    """End for what the disk or the memory refused; anything else is a bug of ours and keeps its traceback."""
     if is_disk_full(error):
         place = f" while writing {error.filename}" if isinstance(error, OSError) and error.filename else ""
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         return _fail(
             f"the disk is full{place} ({reason}). Nothing half-written was kept; free some space and run the same "
             f"command again to continue.",
+            DiskError.exit_code,
+        )
+    if is_out_of_memory(error):
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        return _fail(
+            f"there is not enough memory ({reason[:300]}). Nothing half-written was kept; give the process more (see "
+            f"`ulimit -v` and what else runs on the machine or the GPU), or ask for less at a time.",
             DiskError.exit_code,
         )
     if isinstance(error, OSError) and error.errno in REFUSED_PATH_ERRNOS and error.filename:
@@ -169,5 +207,6 @@ def _fail_for_disk_or_path(error: Exception) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"z2a: {message}", file=sys.stderr)
+    with suppress(OSError):  # without a terminal the code still says how it ended
+        print(f"z2a: {message}", file=sys.stderr)
     return code

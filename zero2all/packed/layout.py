@@ -22,8 +22,9 @@ from typing import Any, cast
 import numpy as np
 
 from zero2all.common.errors import BadInputError
-from zero2all.common.files import MANIFEST_NAME, crc32c_of, read_json
+from zero2all.common.files import MANIFEST_NAME, read_json_object
 from zero2all.common.manifest import fingerprint, read_manifest
+from zero2all.common.records import report_sources
 from zero2all.packed.remote import Remote, remote_of
 
 PACK_COMMAND = "z2a pack"
@@ -95,13 +96,12 @@ class ShardFiles:
         names: list[str],
         dtype: str,
         files: dict[str, Any],
-        verify: bool = False,
         remote: Remote | None = None,
         in_blocks: bool = False,
     ) -> None:
         """`remote`: the files lie at an address; `in_blocks`: of which only what is touched is fetched."""
         self._folder, self._names, self._dtype = folder, names, np.dtype(dtype)
-        self._files, self._verify, self._remote, self._in_blocks = files, verify, remote, in_blocks
+        self._files, self._remote, self._in_blocks = files, remote, in_blocks
         self.lengths = [self._checked_bytes(name) // self._dtype.itemsize for name in names]
         self._maps: dict[int, np.ndarray] = {}
 
@@ -143,20 +143,15 @@ class ShardFiles:
             if self._in_blocks:
                 return cast(np.ndarray, self._remote.blocks(path, facts, self._dtype))  # it is only ever sliced
             return map_array(self._remote.whole(path, facts), self._dtype)
-        if self._verify and crc32c_of(path) != self._files[path.name]["crc32c"]:
-            raise BadInputError(
-                f"The packed file {path} is damaged: its bytes have changed since it was written (crc32c differs). "
-                f"Run `{PACK_COMMAND}` again."
-            )
         return map_array(path, self._dtype)
 
 
 class PackedSplit:
     """One split of one source: tokens, document borders and loss mask by position within the split."""
 
-    def __init__(self, packed: Path, name: str, split: str, manifest: dict[str, Any], verify: bool = False) -> None:
+    def __init__(self, packed: Path, name: str, split: str, manifest: dict[str, Any]) -> None:
         self.name, self.split, self.folder, self.manifest = name, split, packed / name / split, manifest
-        self._packed, self._verify, self.remote = packed, verify, remote_of(packed)
+        self._packed, self.remote = packed, remote_of(packed)
         self.shards = self._files(tokens_name, manifest["dtype"], in_blocks=True)
         self.docs = self._files(docs_name, "<u8")
         self.masks = self._files(mask_name, "u1", in_blocks=True) if manifest.get("loss_mask") else None
@@ -169,7 +164,7 @@ class PackedSplit:
         """Position of each shard's first token within the split, and the total at the end."""
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return open_split, (self._packed, self.name, self.split, self._verify)  # another process maps the files itself
+        return open_split, (self._packed, self.name, self.split)  # another process maps the files itself
 
     @property
     def channel(self) -> str:
@@ -282,18 +277,15 @@ class PackedSplit:
     def _files(self, name_of: Callable[[int], str], dtype: str, in_blocks: bool = False) -> ShardFiles:
         names = [name_of(number) for number in range(self.manifest["shards"])]
         files = self.manifest["files"]
-        return ShardFiles(self.folder, names, dtype, files, self._verify, self.remote, in_blocks)
+        return ShardFiles(self.folder, names, dtype, files, self.remote, in_blocks)
 
 
-def open_split(packed: Path, source: str, split: str, verify: bool = False) -> PackedSplit:
-    """One split of a packed source; its manifest must be sound, every file must be there and have its size.
-
-    `verify` also checks the bytes of each file, when it is first read.
-    """
+def open_split(packed: Path, source: str, split: str) -> PackedSplit:
+    """One split of a packed source; its manifest must be sound, every file must be there and have its size."""
     folder = packed / source / split
     manifest = read_manifest(folder, "packed", PACK_COMMAND)
     check_split_manifest(folder, manifest)
-    opened = PackedSplit(packed, source, split, manifest, verify)
+    opened = PackedSplit(packed, source, split, manifest)
     if opened.tokens != manifest["tokens"]:
         raise _bad_field(folder, "tokens", manifest["tokens"], f"{opened.tokens}, which is what the shards hold")
     if opened.masks is not None:
@@ -315,6 +307,10 @@ def check_split_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     for field in ("vocab_size", "shards", "tokens", "text_bytes"):
         if manifest[field] < 0:
             raise _bad_field(folder, field, manifest[field], "a number that is not negative")
+    if manifest["shards"] > len(manifest["files"]):
+        raise _bad_field(
+            folder, "shards", manifest["shards"], f"at most one for each of {len(manifest['files'])} files"
+        )
     if manifest["dtype"] not in TOKEN_DTYPES:
         raise _bad_field(folder, "dtype", manifest["dtype"], f"one of {', '.join(TOKEN_DTYPES)}")
     if manifest["vocab_size"] > 1 << 8 * np.dtype(manifest["dtype"]).itemsize:
@@ -330,10 +326,20 @@ def _bad_field(folder: Path, field: str, value: Any, expected: str) -> BadInputE
     )
 
 
+def packed_report(packed: Path) -> dict[str, Any]:
+    """What was packed together: `tokenizer`, and `sources` by name; FileNotFoundError when nothing was."""
+    path = packed / REPORT_NAME
+    report = read_json_object(path, f"Run `{PACK_COMMAND}` again.")
+    report_sources(report, path, f"Run `{PACK_COMMAND}` again.")
+    if not isinstance(report.get("tokenizer"), str | None):
+        raise BadInputError(f"{path}: `tokenizer` is no fingerprint. Run `{PACK_COMMAND}` again.")
+    return report
+
+
 def packed_sources(packed: Path) -> list[str]:
     """Names of the packed sources, sorted."""
     try:
-        return sorted(read_json(packed / REPORT_NAME)["sources"])
+        return sorted(packed_report(packed)["sources"])
     except FileNotFoundError:
         raise BadInputError(
             f"There is no finished packed data in {packed} (no {REPORT_NAME}). Run `{PACK_COMMAND}` first; if it was "

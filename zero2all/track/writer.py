@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import TracebackType
@@ -56,6 +56,21 @@ MAX_TEXT_CHARACTERS = 100_000
 MAX_HELD_BYTES = 128 << 20
 """Pictures, texts and very large rows waiting for the disk; beyond this, new ones are dropped and counted."""
 LARGE_ROW_VALUES = 1_000
+TAKEN_OVER = "the run belongs to another process now"
+END_ROW_BYTES = 16 << 10
+
+
+def has_finished(folder: Path, writer: str = "train") -> bool:
+    """Whether the latest attempt of `writer` in the run `folder` said that it was done."""
+    try:
+        found = [match for path in (folder / METRICS_FOLDER).iterdir() if (match := FILE_NAME.fullmatch(path.name))]
+        attempts = [int(match["attempt"]) for match in found if match["writer"] == writer]
+        with open(folder / METRICS_FOLDER / f"{writer}-{max(attempts)}.jsonl", "rb") as file:
+            file.seek(-min(END_ROW_BYTES, file.seek(0, os.SEEK_END)), os.SEEK_END)
+            row = jsonio.loads(file.read().splitlines()[-1])
+        return bool(row["kind"] == END_KIND and row["data"]["reason"] == "done")
+    except (OSError, ValueError, LookupError, TypeError):  # no metrics, or an end that is none
+        return False
 
 
 class Run:
@@ -75,6 +90,7 @@ class Run:
         attempt: int | None = None,
         queue_rows: int = 10_000,
         resumed_from: int | None = None,
+        may_write: Callable[[], bool] = lambda: True,
     ) -> None:
         """Create the file of this attempt in `<folder>/metrics`.
 
@@ -84,6 +100,9 @@ class Run:
         `attempt` None takes the number after the highest there is; a number that is already taken is counted up to
         the next free one, so no attempt ever writes into another's file. An unwritable folder raises nothing: it
         is remembered in `problems` and tried again.
+
+        `may_write` is asked in the thread before each row: False, for good, when the run belongs to another process by
+        now. Rows are dropped and counted from then on.
         """
         if not WRITER_NAME.fullmatch(writer):
             raise ValueError(f"writer={writer!r} becomes part of a file name: use letters, digits, '_', '.' and '-'.")
@@ -98,6 +117,7 @@ class Run:
         self.problems: dict[str, int] = {}
         """What went wrong so far, and how often. Empty in a healthy run."""
 
+        self._may_write = may_write
         self._queue: SimpleQueue[_Row | None] = SimpleQueue()
         self._held_bytes = 0
         self._end: dict[str, Any] = {}
@@ -115,8 +135,9 @@ class Run:
         self._last_step = 0
         self._thread = threading.Thread(target=self._work, name=f"track-{writer}", daemon=True)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._open()
+            if may_write():
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._open()
         except Exception as error:
             self._remember("opening the metrics file", error)
         try:
@@ -130,8 +151,11 @@ class Run:
         """The file this run writes to."""
         return self.folder / METRICS_FOLDER / f"{self.writer}-{self.attempt or 1}.jsonl"
 
-    def log(self, values: Mapping[str, Any], step: int, tokens: int = 0) -> None:
-        """Write one row of metrics, some time soon. Never blocks, never raises."""
+    def log(self, values: Mapping[str, Any], step: int, tokens: int = 0, at: float | None = None) -> None:
+        """Write one row of metrics, some time soon. Never blocks, never raises.
+
+        `at` is when it was, in seconds since the epoch. None: now.
+        """
         try:
             if self._fork_count != _fork_count:
                 return
@@ -139,7 +163,8 @@ class Run:
             copies_done: list[Any] = []
             if not _FLOATS.issuperset(map(type, kept.values())):
                 kept, copies_done = self._snapshots(kept)
-            row = {"step": operator.index(step), "time": time.time(), "tokens": operator.index(tokens), "values": kept}
+            when = time.time() if at is None else float(at)
+            row = {"step": operator.index(step), "time": when, "tokens": operator.index(tokens), "values": kept}
             self._put((row, copies_done, 0 if len(kept) < LARGE_ROW_VALUES else self._hold(200 * len(kept))))
         except Exception as error:
             self._drop("log()", error)
@@ -365,6 +390,8 @@ class Run:
 
     def _save_picture(self, picture: Picture, name: str, step: int) -> str:
         """Write the PNG whole under its final name; returns that name below the media folder."""
+        if not self._may_write():
+            raise PermissionError(TAKEN_OVER)
         safe_name = re.sub(r"[^A-Za-z0-9_.-]+", "_", name)[:80].strip(".") or "image"
         folder = self.folder / MEDIA_FOLDER / f"{self.writer}-{self.attempt or 1}"
         if not self.folder.is_dir():
@@ -390,7 +417,10 @@ class Run:
             self._append(jsonio.dumps_line(row))
 
     def _append(self, line: bytes) -> bool:
-        """Hand one line to the kernel, trying until it is taken; False when the run closes before that."""
+        """Hand one line to the kernel, trying until it is taken; False when the run closes before that, or is lost."""
+        if not self._may_write():
+            self._remember(f"writing to the {METRICS_FOLDER} folder", PermissionError(TAKEN_OVER))
+            return False
         if self._torn:
             line = b"\n" + line
         sent = 0

@@ -5,8 +5,8 @@ as the reason of a dropped document, in the report and in `z2a corpus show --dro
 
 The defaults were fitted on good text of many kinds: modern and classical Chinese prose, Tang and Song verse, ci, modern
 verse in Chinese and English, technical documentation in eight languages. What they drop of each stands in
-docs/corpus.md, and `benchmarks/corpus_rules.py` measures it. The tests hold that they drop at least 95 % of each kind of
-planted garbage, and keep planted good text, verse, classical text and short answers.
+docs/corpus.md, and `benchmarks/corpus_rules.py` measures it. The tests hold that they drop at least 95 % of each kind
+of planted garbage, and keep planted good text, verse, classical text and short answers.
 """
 
 from __future__ import annotations

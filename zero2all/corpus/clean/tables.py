@@ -150,6 +150,22 @@ def private_use_ranges() -> tuple[tuple[int, int], ...]:
     return ((0xE000, 0xF900), (0xF0000, 0xFFFFE), (0x100000, 0x10FFFE))
 
 
+def standard_characters() -> dict[int, int]:
+    """Private-use code point -> standard one, for what GB18030 and GBK put there before Unicode had it.
+
+    The editions of 2005 and 2022 moved these: vertical punctuation, two letters of pinyin, the signs that describe a
+    Han character, and parts and characters of Han. Six of them lie in plane 2 and take four bytes of UTF-8, not three.
+    """
+    runs = {
+        0xE78D: "\ufe10\ufe12\ufe11\ufe13\ufe14\ufe15\ufe16\ufe17\ufe18\ufe19",
+        0xE7C7: "ḿǹ",
+        0xE7E7: "\u303e\u2ff0\u2ff1\u2ff2\u2ff3\u2ff4\u2ff5\u2ff6\u2ff7\u2ff8\u2ff9\u2ffa\u2ffb",
+        0xE815: "⺁𠂇𠂉𠃌⺄㑳㑇⺈⺋龴㖞㘚㘎⺌⺗㥮㤘龵㧏㧟㩳㧐龶龷㭎㱮㳠⺧𡗗龸⺪䁖䅟⺮䌷⺳⺶⺷𢦏䎱"
+        "䎬⺻䏝䓖䙡䙌龹䜣䜩䝼䞍⻊䥇䥺䥽䦂䦃䦅䦆䦟䦛䦷䦶龺𤇾䲣䲟䲠䲡䱷䲢䴓䴔䴕䴖䴗䴘䴙䶮龻",
+    }
+    return {first + at: ord(character) for first, run in runs.items() for at, character in enumerate(run)}
+
+
 def _add_flags(table: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
     table[_points(FUNCTION_CHARACTERS)] |= FUNCTION_HAN
     table[sorted(set(_points(MODERN_CHARACTERS)) & set(_points(FUNCTION_CHARACTERS)))] |= MODERN_HAN

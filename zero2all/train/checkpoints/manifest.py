@@ -15,7 +15,7 @@ from typing import Any
 from zero2all import __version__
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import MANIFEST_NAME
-from zero2all.common.manifest import fingerprint
+from zero2all.common.manifest import fingerprint, is_count
 from zero2all.train.checkpoints import documents
 from zero2all.train.checkpoints.layout import INDEX_NAME, STATE_NAME, TENSOR_FILE_NAME
 
@@ -24,6 +24,8 @@ FORMAT = 3
 gates came before those of all ups."""
 
 OWN_FIELDS = ("kind", "format", "zero2all", "step", "world_size", "files", "seal")
+NOT_GOOD = "not_good"
+"""A detail: why a whole checkpoint is nothing to go back to. Absent in good ones."""
 SEAL = re.compile(rb',\n "seal": "([0-9a-f]{64})"\n}\n')
 SEAL_BYTES = len(b',\n "seal": ""\n}\n') + 64
 CRC = re.compile(r"[0-9a-f]{8}")
@@ -99,8 +101,3 @@ def _other_version(path: Path, manifest: dict[str, Any]) -> OtherVersionError:
         f"{manifest.get('format')}; this is zero2all {__version__}, which reads format {FORMAT}. Use the version that "
         f"wrote it, or start the run again with --fresh."
     )
-
-
-def is_count(value: object) -> bool:
-    """A whole number from 0 to 2^62; True and False are none."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
