@@ -1,7 +1,7 @@
 """Which Han characters go together: 24,000 frequent pairs, against which text that is no language stands out.
 
-`han_pairs.txt` has a line per character: the character, then those that often follow it, in simplified forms; a line
-that starts with = has traditional forms, each before its simplified one. They are the pairs with the greatest
+`han_pairs.txt` has a line per character: the character, then those that often follow it, in simplified forms
+(`corpus/han_forms.py` has the traditional ones). They are the pairs with the greatest
 b · log2(b / expected), counted with equal care in four kinds of Chinese: Tang and Song verse (the chinese-poetry
 collection), classical and modern prose (both sides of NiuTrans' Classical-Modern) and the words of a dictionary of
 modern Chinese with their frequencies (jieba's). All three are published under the MIT licence; only counts were taken.
@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from zero2all.corpus.han_forms import simplified_of
+
 Array = np.ndarray[Any, np.dtype[Any]]
 
 CODES = 0xA000
@@ -33,12 +35,12 @@ def pair_tables(bits: int) -> tuple[Array, Array]:
     """
     lines = resources.files(__package__).joinpath("han_pairs.txt").read_text(encoding="utf-8").splitlines()
     codes = np.zeros(CODES, np.uint32)
-    firsts = [line[0] for line in lines if line[0] != "=" for _ in line[1:]]
-    seconds = [follower for line in lines if line[0] != "=" for follower in line[1:]]
+    firsts = [line[0] for line in lines for _ in line[1:]]
+    seconds = [follower for line in lines for follower in line[1:]]
     members = np.array(sorted({ord(character) for character in firsts + seconds}), np.uint64)
     codes[members] = _random(members)
-    forms = "".join(line[1:] for line in lines if line[0] == "=")
-    codes[[ord(form) for form in forms[::2]]] = codes[[ord(form) for form in forms[1::2]]]
+    forms = simplified_of()
+    codes[list(forms)] = codes[list(forms.values())]
     one, two = (codes[[ord(character) for character in half]].astype(np.uint64) for half in (firsts, seconds))
     places = ((one * np.uint64(31) + two) & np.uint64(0xFFFF_FFFF)) >> np.uint64(32 - bits)
     pairs = np.zeros(1 << bits, bool)
