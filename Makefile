@@ -3,13 +3,14 @@
 # make lint         ruff and mypy
 # make bench        the programs under benchmarks/; what they print lands in benchmarks/results/
 # make gpu          the tests that need a CUDA device
+# make lock         resolves requirements.lock for x86_64 and aarch64, Python 3.11 to 3.13
 
 BIN := .venv/bin
 RUNTIME := .venv/.runtime-ready
 DEV := .venv/.dev-ready
 SETUP_INPUTS := pyproject.toml requirements.lock package.json package-lock.json $(wildcard scripts/*.sh)
 
-.PHONY: quickstart test lint bench gpu clean
+.PHONY: quickstart test lint bench gpu lock clean
 
 quickstart: $(RUNTIME)
 	$(BIN)/z2a quickstart $(ARGS)
@@ -28,6 +29,9 @@ bench: $(RUNTIME)
 
 gpu: $(DEV)
 	$(BIN)/pytest -m gpu
+
+lock: $(DEV)
+	./scripts/check_lock.sh
 
 clean:
 	rm -rf .venv quickstart quickstart-own

@@ -236,7 +236,10 @@ def test_nothing_is_concluded_from_a_section_that_has_problems_of_its_own():
         ({"tokenizer": {"vocab_size": 100}}, "tokenizer.vocab_size: got 100, expected at least 271"),
         ({"model": {"attention_dropout": 1}}, "model.attention_dropout: got 1, expected a number at least 0 and below"),
         ({"eval": {"valid_tokens_per_source": 0}}, "eval.valid_tokens_per_source: got 0"),
-        ({"guards": {"nonfinite": "ignore"}}, "guards.nonfinite: got 'ignore', expected one of 'skip', 'stop'"),
+        (
+            {"guards": {"nonfinite": "ignore"}},
+            "guards.nonfinite: got 'ignore', expected one of 'skip', 'rollback', 'stop'",
+        ),
         ({"resilience": {"save_on_signal": "yes"}}, "resilience.save_on_signal: got 'yes', expected true or false"),
         ({"data": {"mixture": {False: 1}}}, "data.mixture.False: got False, expected a name"),
         ({"stages": {"name": "a"}}, "stages: got {'name': 'a'}, expected a list of mappings"),

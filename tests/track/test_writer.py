@@ -467,8 +467,9 @@ for step in range(2000):
 
 def test_a_forked_child_writes_nothing_and_ends_at_once(tmp_path):
     code = """
-import os, sys
+import os, sys, warnings
 from zero2all.track import Run
+warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on: a process with threads forks, which is meant
 run = Run(sys.argv[1])
 for step in range(200):
     run.log({"loss": 1.0}, step=step, tokens=step)
@@ -531,3 +532,22 @@ def test_the_cost_of_a_call_is_printed(tmp_path):
     p50, p99 = statistics.median(seconds), statistics.quantiles(seconds, n=100)[98]
     print(f"log() of 10 scalars, one call per 2 ms: p50 {1e6 * p50:.1f} µs, p99 {1e6 * p99:.1f} µs")
     assert len(rows_of(run.path)) == 300
+
+
+def test_a_writer_whose_run_belongs_to_another_process_writes_not_one_byte_more(tmp_path):
+    held = True
+    run = Run(tmp_path, may_write=lambda: held)
+    run.log({"loss": 1.0}, step=1)
+    wait_until(lambda: len(all_rows_of(run.path)) == 2)
+    held, before = False, run.path.read_bytes()
+    run.log({"loss": 2.0}, step=2)
+    run.image("picture", np.zeros((2, 2, 3), np.uint8), step=2)
+    run.close(10.0)
+    assert run.path.read_bytes() == before
+    assert [path.name for path in tmp_path.rglob("*")] == ["metrics", run.path.name]
+    assert run.dropped_rows == 2
+    assert any("belongs to another process" in problem for problem in run.problems)
+    late = Run(tmp_path / "late", may_write=lambda: False)
+    late.log({"loss": 1.0}, step=1)
+    late.close(10.0)
+    assert not (tmp_path / "late").exists()

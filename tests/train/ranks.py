@@ -93,9 +93,12 @@ class RankStarter:
         signals: dict[int, Moment] | None = None,
         garbled: tuple[int, ...] = (),
         words: dict[int, list[str]] | None = None,
+        spoiled: dict[int, int] | None = None,
+        code: str = CODE,
     ) -> Launch:
         """Start a run, or go on with it. Some of its processes get signals, or more words on their command line; the
-        batches that begin at the tokens `garbled` hold nonsense, the same in every row whichever process reads it."""
+        batches that begin at the tokens `garbled` hold nonsense, the same in every row whichever process reads it. The
+        processes that are `spoiled` have one weight changed after a step. `code` ends in CODE."""
         from zero2all.config import config_yaml
 
         number, port = len(self.launched), _free_port()
@@ -112,9 +115,10 @@ class RankStarter:
                 "record": str(record),
                 "signal": (signals or {}).get(rank),
                 "garbled": garbled,
+                "spoiled": (spoiled or {}).get(rank),
             }
             output = self.folder / f"output-{number}-{rank}.txt"
-            launch.trainers.append(self.trainer(self.warm, CODE, [json.dumps(job)], output))
+            launch.trainers.append(self.trainer(self.warm, code, [json.dumps(job)], output))
         return launch
 
     def finished(self, *arguments: Any, **options: Any) -> Launch:
@@ -151,14 +155,14 @@ def main() -> None:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(job["port"]),
         }
-    _record_steps(Path(job["record"]), job["signal"], job["garbled"])
+    _record_steps(Path(job["record"]), job["signal"], job["garbled"], job["spoiled"])
     from zero2all.cli import main as z2a
 
     sys.exit(z2a(job["words"]))
 
 
-def _record_steps(path: Path, moment: Moment | None, garbled: list[int]) -> None:
-    """Write a line for every step; send a signal to this process at the moment for it."""
+def _record_steps(path: Path, moment: Moment | None, garbled: list[int], spoiled: int | None) -> None:
+    """Write a line for every step; send a signal to this process at the moment for it, or change one weight."""
     import torch
 
     from zero2all.train import loop
@@ -185,6 +189,9 @@ def _record_steps(path: Path, moment: Moment | None, garbled: list[int]) -> None
         )
         with path.open("a") as file:
             file.write(json.dumps(asdict(record)) + "\n")
+        if result.step == spoiled:
+            with torch.no_grad():
+                next(state.model.parameters()).view(-1)[0] += 1e-3
         if moment is not None and result.step == moment[0]:
             _signal_self(moment[1], moment[2])
         return pending

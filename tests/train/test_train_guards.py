@@ -30,6 +30,8 @@ from zero2all.track.reader import read_run
 from zero2all.train import loop
 from zero2all.train.checkpoints.find import newest_checkpoint
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
+from zero2all.train.checkpoints.manifest import read_manifest as read_checkpoint_manifest
+from zero2all.train.checkpoints.retention import pins
 from zero2all.train.guards.ledger import SkipLedger
 from zero2all.train.guards.rows import RowFinder
 from zero2all.train.guards.shards import ShardWatch
@@ -302,7 +304,7 @@ def dying_after(method):
 
 moment = sys.argv.pop()
 if moment == "decided":
-    CheckpointStore.withdraw_after = die
+    CheckpointStore.go_back_to = die
 elif moment == "withdrawn":
     CheckpointStore.at = die
 else:
@@ -354,6 +356,29 @@ def test_a_run_killed_while_it_goes_back_ends_like_the_one_left_alone(
     assert again.wait() == 0, again.text()
     assert weights(run) == weights(recovered[0])
     assert SkipLedger.load(run / "incidents").entries == SkipLedger.load(recovered[0] / "incidents").entries
+    assert list(pins(run)) == [100]
+    assert (run / "checkpoints/step-00000100").is_dir(), "what was gone back to stays"
+
+
+def test_a_truncated_record_of_skipped_data_is_rebuilt_and_the_run_ends_with_the_same_bits(
+    recovered, poisoned, tmp_path
+):
+    work, lines = beside(poisoned, tmp_path / "work"), []
+    shutil.copytree(recovered[0], work.run("run"))
+    run = work.run("run")
+    wanted, entries = weights(run), SkipLedger.load(run / "incidents").entries
+    shutil.rmtree(newest_checkpoint(run).folder)
+    for page_file in (run / "incidents").glob(f"{FIRST_BAD}-*"):
+        page_file.unlink()  # the checkpoint knows of it, too
+    path = run / "incidents/skipped.json"
+    path.write_bytes(path.read_bytes()[:100])
+    train(settings(guards=GUARDS), work, say=lines.append)
+    (said,) = [line for line in lines if "skipped.json" in line]
+    assert "rebuilt from step-00000180 and the incident pages: 3 decisions" in said
+    assert "elete" not in said
+    assert SkipLedger.load(run / "incidents").entries == entries
+    assert (run / "incidents/skipped.json.damaged").stat().st_size == 100
+    assert weights(run) == wanted
 
 
 # ---- bad shards -----------------------------------------------------------------------------------------------
@@ -483,6 +508,27 @@ def test_a_step_that_is_not_finite_changes_no_bit_of_weights_and_moments(work, n
     losses = read_run(run).series["loss"]
     assert np.isnan(losses.value).sum() == 1
     assert losses.step.tolist() == list(range(1, 13))
+    doubts = {step_of(folder): read_checkpoint_manifest(folder).get("not_good") for folder in list_checkpoints(run)}
+    # Two are kept, and 4 was the last good one until 12 was saved.
+    assert doubts == {8: "refused since the save before, for not being finite: step 6", 12: None}
+
+
+def test_what_came_before_steps_that_are_not_finite_stays_until_there_is_something_good_again(work, not_finite):
+    not_finite(6, 10, 14, 18)
+    trained(settings(train={"steps": 20}, checkpoint={"every_steps": 4}), work)
+    assert [step_of(folder) for folder in list_checkpoints(work.run("run"))] == [20, 16, 4]
+
+
+def test_with_rollback_steps_that_are_not_finite_lead_back_to_the_last_good_checkpoint(work, not_finite):
+    not_finite(*range(10, 16))
+    guards = {"nonfinite": "rollback", "skip_steps_after": 3}
+    summary = trained(settings(train={"steps": 20}, checkpoint={"every_steps": 4}, guards=guards), work)
+    assert summary.step == 20
+    (rollback,) = events(work.run("run"), "rollback")
+    assert (rollback.data["from_step"], rollback.data["to_step"]) == (12, 8)
+    (entry,) = SkipLedger.load(work.run("run") / "incidents").entries
+    assert (entry.first, entry.end) == (9 * STEP_TOKENS, 15 * STEP_TOKENS)
+    assert list(pins(work.run("run"))) == [8]
 
 
 def command(work, tmp_path, config):

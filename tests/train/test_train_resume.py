@@ -221,6 +221,20 @@ def test_changed_settings_stop_the_command_with_code_2(start, work, config_file)
     assert "No checkpoint of" in damaged.text()
 
 
+def test_a_run_whose_checkpoints_are_gone_does_not_start_over_without_asking(start, work, config_file):
+    words = train_words(config_file(train={"steps": 3}), work, "gone")
+    assert start(*words).wait() == 0
+    shutil.rmtree(work.run("gone") / "checkpoints")
+    before = sorted((work.run("gone") / "metrics").iterdir())
+    refused = start(*words)
+    assert refused.wait() == 3
+    assert "its metrics say that step 3 was saved, but" in refused.text()
+    assert "--fresh" in refused.text()
+    assert "another train.name" in refused.text()
+    assert sorted((work.run("gone") / "metrics").iterdir()) == before
+    assert start(*words, "--fresh").wait() == 0
+
+
 def test_the_command_itself_killed_and_run_again_equals_the_run_left_alone(
     killed_command, work, config_file, left_alone
 ):

@@ -31,6 +31,7 @@ from zero2all.common.errors import (
     AnomalyError,
     BadInputError,
     DiskError,
+    LostRunError,
     PreemptedError,
     RunLockedError,
     UsageError,
@@ -47,9 +48,9 @@ help of a verb, with an example:
 
 exit codes: 0 done, 1 a bug of ours or a process lost, 2 usage or config, 3 bad input,
             4 disk full, 10 stopped and saved, 12 run stopped itself, 13 run in use,
-            130 interrupted"""
+            14 run taken over, 130 interrupted"""
 INTERRUPTED = 130
-DECIDED_TOGETHER = (PreemptedError.exit_code, AnomalyError.exit_code, RunLockedError.exit_code)
+DECIDED_TOGETHER = tuple(error.exit_code for error in (PreemptedError, AnomalyError, RunLockedError, LostRunError))
 """Ends of a training run that all of its processes come to at once."""
 WHOLE_SECTIONS = ("stages",)
 """Sections that are lists, so that they are set as a whole: --stages '[{name: …}]'."""

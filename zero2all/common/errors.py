@@ -60,6 +60,12 @@ class RunLockedError(UserError):
     exit_code = 13
 
 
+class LostRunError(UserError):
+    """This process had the run, and another one has it now: nothing more may be written to it from here."""
+
+    exit_code = 14
+
+
 def is_disk_full(error: BaseException) -> bool:
     """Whether a write failed for want of room.
 

@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import TracebackType
@@ -56,6 +56,7 @@ MAX_TEXT_CHARACTERS = 100_000
 MAX_HELD_BYTES = 128 << 20
 """Pictures, texts and very large rows waiting for the disk; beyond this, new ones are dropped and counted."""
 LARGE_ROW_VALUES = 1_000
+TAKEN_OVER = "the run belongs to another process now"
 
 
 class Run:
@@ -75,6 +76,7 @@ class Run:
         attempt: int | None = None,
         queue_rows: int = 10_000,
         resumed_from: int | None = None,
+        may_write: Callable[[], bool] = lambda: True,
     ) -> None:
         """Create the file of this attempt in `<folder>/metrics`.
 
@@ -84,6 +86,9 @@ class Run:
         `attempt` None takes the number after the highest there is; a number that is already taken is counted up to
         the next free one, so no attempt ever writes into another's file. An unwritable folder raises nothing: it
         is remembered in `problems` and tried again.
+
+        `may_write` is asked in the thread before each row: False, for good, when the run belongs to another process by
+        now. Rows are dropped and counted from then on.
         """
         if not WRITER_NAME.fullmatch(writer):
             raise ValueError(f"writer={writer!r} becomes part of a file name: use letters, digits, '_', '.' and '-'.")
@@ -98,6 +103,7 @@ class Run:
         self.problems: dict[str, int] = {}
         """What went wrong so far, and how often. Empty in a healthy run."""
 
+        self._may_write = may_write
         self._queue: SimpleQueue[_Row | None] = SimpleQueue()
         self._held_bytes = 0
         self._end: dict[str, Any] = {}
@@ -115,8 +121,9 @@ class Run:
         self._last_step = 0
         self._thread = threading.Thread(target=self._work, name=f"track-{writer}", daemon=True)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._open()
+            if may_write():
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._open()
         except Exception as error:
             self._remember("opening the metrics file", error)
         try:
@@ -369,6 +376,8 @@ class Run:
 
     def _save_picture(self, picture: Picture, name: str, step: int) -> str:
         """Write the PNG whole under its final name; returns that name below the media folder."""
+        if not self._may_write():
+            raise PermissionError(TAKEN_OVER)
         safe_name = re.sub(r"[^A-Za-z0-9_.-]+", "_", name)[:80].strip(".") or "image"
         folder = self.folder / MEDIA_FOLDER / f"{self.writer}-{self.attempt or 1}"
         if not self.folder.is_dir():
@@ -394,7 +403,10 @@ class Run:
             self._append(jsonio.dumps_line(row))
 
     def _append(self, line: bytes) -> bool:
-        """Hand one line to the kernel, trying until it is taken; False when the run closes before that."""
+        """Hand one line to the kernel, trying until it is taken; False when the run closes before that, or is lost."""
+        if not self._may_write():
+            self._remember(f"writing to the {METRICS_FOLDER} folder", PermissionError(TAKEN_OVER))
+            return False
         if self._torn:
             line = b"\n" + line
         sent = 0

@@ -223,8 +223,10 @@ def model_at(step: int, model: ModelConfig, stages: list[StageConfig]) -> ModelC
 class GuardsConfig:
     """What the loop does when a step goes wrong."""
 
-    nonfinite: Literal["skip", "stop"] = "skip"
-    """A loss or gradient that is not finite: skip the update, or stop the run (exit code 12)."""
+    nonfinite: Literal["skip", "rollback", "stop"] = "skip"
+    """A loss or gradient that is not finite. skip: make no update with that step; rollback: skip, and after
+    rollback_after_spikes of them go back to the last good checkpoint and leave the data out; stop: end the run (exit
+    code 12)."""
     max_skips_in_a_row: PositiveInt = 10
     """Stop (exit code 12) after this many skipped updates in a row."""
     loss_spike: Literal["log", "skip", "rollback"] = "rollback"

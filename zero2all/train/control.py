@@ -21,7 +21,9 @@ from zero2all.packed.loader import rank_rows
 from zero2all.packed.mixture import TrainingData
 from zero2all.parallel.world import World
 from zero2all.track.writer import Run
+from zero2all.train.checkpoints.run_lock import Fence, no_fence
 from zero2all.train.guards.advice import Facts
+from zero2all.train.guards.detector import Limits
 from zero2all.train.guards.documents import Decode
 from zero2all.train.guards.findings import Finding
 from zero2all.train.guards.incident import make_incident, usual_channels
@@ -54,7 +56,11 @@ class Control:
         corpus: Path,
         metrics: Run | None,
         make_decode: Callable[[], Decode] | None,
+        fence: Fence = no_fence,
     ) -> None:
+        """`fence` is asked before every step, for all processes, and before everything that is written."""
+        self._fence = fence
+        self._not_finite: list[int] = []
         self._config, self._world, self._metrics, self._run = config, world, metrics, run
         self._guards: RunGuards | None = None
         self._pages: IncidentWriter | None = None
@@ -62,9 +68,9 @@ class Control:
         self._overflows = 0
         if world.is_first:
             self._guards = RunGuards(
-                run, config.guards, config.schedule.warmup_steps, data, quarantine=config.data.quarantine
+                run, config.guards, config.schedule.warmup_steps, data, config.data.quarantine, fence
             )
-            self._pages = IncidentWriter(self._guards.folder, data, corpus, make_decode)
+            self._pages = IncidentWriter(self._guards.folder, data, corpus, make_decode, fence)
         self.ledger = SkipLedger.from_state(world.first_says(self._ledger_state()))
 
     def _ledger_state(self) -> list[dict[str, Any]]:
@@ -79,14 +85,18 @@ class Control:
         self._report(findings, Continue("noted before the first step"), None)
 
     def plan(self, step: int, lr: float, tokens: tuple[int, int], rows: int, stop_requested: bool) -> StepPlan:
-        """What to know before `step`, which reads `tokens` of the run in `rows` rows, is begun."""
-        limits, weights = None, None
-        if self._guards is not None:
-            limits = self._guards.refusal_limits(step)
-            if self._guards.finder is not None and self._guards.quarantine.mode == "auto":
-                weights = self._guards.row_weights(self._guards.finder.rows(tokens[0], rows), step)
-        limits, weights = self._world.first_says((limits, weights))
+        """What to know before `step`, which reads `tokens` of the run in `rows` rows, is begun. LostRunError, in every
+        process, when the run has another writer by now."""
+        limits, weights = self._world.first_does(lambda: self._limits_and_weights(step, tokens[0], rows))
         return StepPlan(lr, limits, self._own(weights, rows), stop_requested)
+
+    def _limits_and_weights(self, step: int, first_token: int, rows: int) -> tuple[Limits, np.ndarray | None]:
+        assert self._guards is not None, "only the first process plans"
+        self._fence()
+        weights = None
+        if self._guards.finder is not None and self._guards.quarantine.mode == "auto":
+            weights = self._guards.row_weights(self._guards.finder.rows(first_token, rows), step)
+        return self._guards.refusal_limits(step), weights
 
     def _own(self, weights: np.ndarray | None, rows: int) -> torch.Tensor | None:
         """This process's part of weights for all rows."""
@@ -103,8 +113,10 @@ class Control:
         """Take in a step; returns what all processes must do now, and the page that explains it."""
         if self._is_overflow(result):
             return Continue("the loss scale was too large for this step and has been halved"), None
+        if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
+            self._not_finite.append(result.step)
         verdict = self._world.first_does(lambda: self._judge(result, channels, checkpoints))
-        if isinstance(verdict.action, SkipWindow | Rollback):
+        if isinstance(verdict.action, SkipWindow | Rollback) and verdict.action.skip is not None:
             self.ledger.add(verdict.action.skip)
         return verdict.action, verdict.page
 
@@ -197,9 +209,22 @@ class Control:
         """For the checkpoint; the first process's is kept."""
         return None if self._guards is None else self._guards.state()
 
-    def restore(self, state: Mapping[str, Any] | None) -> list[str]:
-        """Go on where `state` was taken; decisions made since then stay. Returns what could not be taken over."""
-        notes = [] if self._guards is None or state is None else self._guards.restore(state)
+    def doubt(self) -> str | None:
+        """Why a state saved now is nothing to go back to; None when every step since `saved` was finite."""
+        if not self._not_finite:
+            return None
+        steps = ", ".join(map(str, self._not_finite[:5])) + (", …" if len(self._not_finite) > 5 else "")
+        return f"refused since the save before, for not being finite: step {steps}"
+
+    def saved(self) -> None:
+        """A state was saved; what comes now is judged on its own."""
+        self._not_finite.clear()
+
+    def restore(self, state: Mapping[str, Any] | None, step: int) -> list[str]:
+        """Go on at `step`, where `state` was taken; decisions made since then stay. Returns what could not be taken
+        over."""
+        self._not_finite.clear()
+        notes = [] if self._guards is None or state is None else self._guards.restore(state, step)
         self.ledger.merge(SkipLedger.from_state(self._world.first_says(self._ledger_state())))
         return notes
 

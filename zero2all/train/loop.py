@@ -34,8 +34,9 @@ from zero2all.track.writer import Run
 from zero2all.train.anneal import anneal_values, read_anneal, withdraw_wish
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.checkpoints.load import Checkpoint
-from zero2all.train.checkpoints.retention import Retention, pin
-from zero2all.train.checkpoints.run_lock import LOCK_NAME, RunLock, hold_run
+from zero2all.train.checkpoints.manifest import NOT_GOOD
+from zero2all.train.checkpoints.retention import Retention
+from zero2all.train.checkpoints.run_lock import LOCK_NAME, Fence, RunLock, behind, hold_run, no_fence
 from zero2all.train.checkpoints.set_aside import discard
 from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import CheckpointStore
@@ -92,20 +93,21 @@ def train(
         world = stack.enter_context(join_world(pick_device(config.parallel.device), config.parallel.timeout_seconds))
         speak = say if world.is_first else _say_nothing
         stack.enter_context(explain_lost_peer(config, run, world))
-        store = stack.enter_context(_locked_store(config, run, world, take_over, speak))
+        lock, store = stack.enter_context(_locked_store(config, run, world, take_over, speak))
         prepared = prepare(config, workspace, world, store, accept_changes, fresh)
         if fresh:  # only now, when nothing can be wrong any more
-            world.first_does(lambda: _clear_run(run))
+            world.first_does(lambda: _clear_run(run, lock.check))
         for note in prepared.notes:
             speak(note)
-        world.first_does(lambda: save_run_config(prepared.config, run))
+        world.first_does(lambda: behind(lock.check, lambda: save_run_config(prepared.config, run)))
         metrics = None
         if world.is_first:
-            metrics = Run(run, queue_rows=config.track.queue_rows, resumed_from=prepared.state.step or None)
+            resumed_from = prepared.state.step or None
+            metrics = Run(run, queue_rows=config.track.queue_rows, resumed_from=resumed_from, may_write=lock.is_held)
         reason, message = "done", None
         try:
-            with explain_lost_peer(config, run, world, prepared.state):
-                return _Training(prepared, store, metrics, make_decode, speak, stop).run_to_the_end()
+            with explain_lost_peer(config, run, world, prepared.state, lock.check):
+                return _Training(prepared, store, lock, metrics, make_decode, speak, stop).run_to_the_end()
         except BaseException as error:
             reason = "preempted" if isinstance(error, PreemptedError) else "failed"
             message = f"{type(error).__name__}: {error}"
@@ -114,23 +116,25 @@ def train(
             if metrics is not None:
                 metrics.close(config.track.close_timeout_seconds, reason, message)
                 with suppress(OSError):
-                    for problem in _tracking_problems(metrics):
+                    for problem in _tracking_problems(metrics) if lock.is_held() else ():
                         speak(problem)
 
 
 @contextmanager
 def _locked_store(
     config: RunConfig, run: Path, world: World, take_over: bool, say: Callable[[str], None]
-) -> Iterator[CheckpointStore]:
-    """The checkpoints of the run, with the run's lock held by the first process."""
+) -> Iterator[tuple[RunLock, CheckpointStore]]:
+    """The checkpoints of the run, with the run's lock held by the first process; the others see it, too."""
     with ExitStack() as stack:
 
-        def lock_run() -> list[str]:
+        def lock_run() -> tuple[str, list[str]]:
             held.append(stack.enter_context(hold_run(run, take_over)))
-            return held[0].notes
+            return held[0].token, held[0].notes
 
         held: list[RunLock] = []
-        for note in world.first_does(lock_run):
+        token, notes = world.first_does(lock_run)
+        lock = held[0] if held else RunLock(run / LOCK_NAME, token, notes)
+        for note in notes:
             say(note)
         keep = config.checkpoint
         store = CheckpointStore(
@@ -139,13 +143,14 @@ def _locked_store(
             Retention(keep.keep_last, keep.keep_every_steps),
             when_busy=keep.when_busy,
             peer_timeout_seconds=config.parallel.timeout_seconds,
-            fence=held[0].check if held else lambda: None,
+            # A rank on a disk of its own has no lock to look at.
+            fence=lock.check if world.is_first or lock.is_held() else no_fence,
             say=say,
         )
         try:
-            for note in store.sweep():
+            for note in world.first_does(store.sweep):
                 say(note)
-            yield store
+            yield lock, store
         finally:
             store.close(config.resilience.save_timeout_seconds)
 
@@ -157,12 +162,13 @@ class _Training:
         self,
         prepared: Prepared,
         store: CheckpointStore,
+        lock: RunLock,
         metrics: Run | None,
         make_decode: Callable[[], Decode] | None,
         say: Callable[[str], None],
         stop: StopRequest,
     ) -> None:
-        self.prepared, self.store, self.metrics = prepared, store, metrics
+        self.prepared, self.store, self.lock, self.metrics = prepared, store, lock, metrics
         self.say, self.stop = say, stop
         self.config, self.state, self.world = prepared.config, prepared.state, prepared.world
         self.control = Control(
@@ -173,6 +179,7 @@ class _Training:
             prepared.workspace.corpus,
             metrics,
             make_decode,
+            lock.check,
         )
         self.reports = StepReports(prepared, metrics)
         self.pending: tuple[PendingStep, float] | None = None
@@ -200,6 +207,7 @@ class _Training:
             ):
                 self.bar, self.collect_garbage = bar, collect_garbage
                 self.shown_tokens = state.tokens
+                self._leave_not_finite()
                 self.first_step = state.step
                 while self._stretch():
                     pass
@@ -211,7 +219,7 @@ class _Training:
             for problem in self.control.close():
                 self._event("warning", {"problem": problem})
         if last_save is not None:
-            last_save.folder()  # an end that could not be saved is no end
+            self._require(last_save)  # an end that could not be saved is no end
         seconds = time.perf_counter() - started
         self._event("finish", {"tokens": state.tokens, "seconds": seconds})
         last = self.reports.last
@@ -368,9 +376,7 @@ class _Training:
         self.shown_tokens = tokens
 
     def _judge(self, result: StepResult) -> Rollback | None:
-        steps: list[int] = []
-        if self.world.is_first:  # imported weights, at step 0, are no state of this run that it could go back to
-            steps = sorted(filter(None, map(step_of, list_checkpoints(self.prepared.run))))
+        steps = self.store.good_steps() if self.world.is_first else []
         action, page = self.control.observe(result, self.prepared.data.channels, steps)
         if isinstance(action, Stop):
             where = f" {page} shows the step, its documents and what to try." if page else ""
@@ -397,8 +403,19 @@ class _Training:
             "anneal": anneal_values(self.prepared.anneal),
             "stage": self.stage,
         }
+        details, doubt = self.prepared.details, self.control.doubt()
+        if doubt is not None:
+            details[NOT_GOOD] = doubt
         with state.tensors() as tensors:
-            return self.store.save(state.step, Snapshot(tensors, document), self.prepared.details, wait=wait)
+            ticket = self.store.save(state.step, Snapshot(tensors, document), details, wait=wait)
+        if ticket.result is None or ticket.result.folder is not None:
+            self.control.saved()
+        return ticket
+
+    def _require(self, ticket: SaveTicket) -> None:
+        """A save that must be. One that failed because the run has another writer is no matter of the disk."""
+        self.world.first_does(self.lock.check)
+        ticket.folder()
 
     def _note_saves(self) -> None:
         """Saves that ended since the last look, as events."""
@@ -414,7 +431,7 @@ class _Training:
                 "notes": result.notes,
             }
             self._event("checkpoint" if result.folder else "checkpoint_failed", facts, result.step)
-            if result.problem and not result.was_skipped:
+            if result.problem and not result.was_skipped and self.lock.is_held():
                 problem = f"The checkpoint of step {result.step} was not saved: {result.problem}."
                 self.say_all([f"{problem} Training goes on."])
 
@@ -426,7 +443,7 @@ class _Training:
         if saves:
             ticket = self._save(wait=True)
             self._note_saves()
-            ticket.folder()
+            self._require(ticket)
         self._event("preempted", {"saved": saves})
         where = f"saved at step {step}" if saves else "not saved (resilience.save_on_signal is false)"
         raise PreemptedError(f"Training of `{name}` was stopped and {where}. Run the same command again to continue.")
@@ -458,9 +475,8 @@ class _Training:
         """Continue from an earlier checkpoint, without the data that led away from it."""
         left = self.state.step
         self.pending = None
-        withdrawn = self.store.withdraw_after(decision.to_step, decision.reason)
+        withdrawn = self.store.go_back_to(decision.to_step, decision.reason)
         checkpoint = self.store.at(decision.to_step)
-        self.world.first_does(lambda: pin(self.prepared.run, decision.to_step, "a rollback went back to it"))
         load_checkpoint(self.state, checkpoint)
         self._restore(checkpoint)
         self._set_positions()
@@ -471,9 +487,26 @@ class _Training:
         self._event("rollback", facts)
         self.say_all([decision.reason])
 
+    def _leave_not_finite(self) -> None:
+        """Go on from an older checkpoint when the one that was loaded holds values that are not finite."""
+        while self.prepared.checkpoint is not None:
+            with self.state.tensors() as tensors:
+                bad = self.store.not_finite(tensors)
+            if bad is None:
+                return
+            step = self.state.step
+            older = [one for one in self.world.first_does(self.store.good_steps) if one < step]
+            what = f"the checkpoint of step {step} holds values that are not finite, in {bad}"
+            if not older:
+                raise BadInputError(
+                    f"{self.config.train.name}: {what}, and there is no older one that is good. Start over with "
+                    f"--fresh, or bring back a checkpoint from before it went wrong."
+                )
+            self._go_back(Rollback(older[-1], None, f"{what}: back to the checkpoint of step {older[-1]}"))
+
     def _restore(self, checkpoint: Checkpoint) -> None:
         """Guards and stage as they were. A stage that begins right behind the checkpoint has not begun there yet."""
-        for note in self.control.restore(checkpoint.document.get("guards")):
+        for note in self.control.restore(checkpoint.document.get("guards"), checkpoint.step):
             self._event("warning", {"problem": note})
             self.say_all([note])
         self.stage = str(checkpoint.document.get("stage") or "")
@@ -532,6 +565,7 @@ class _Training:
     def _read_wish(self) -> tuple[AnnealConfig | None, str | None]:
         """The anneal that was asked for, or why it cannot be."""
         run = self.prepared.run
+        self.lock.check()
         try:
             return read_anneal(run, self.state.step, self.prepared.data_with), None
         except UsageError as error:
@@ -568,9 +602,10 @@ def _due(step: int, every_steps: int) -> bool:
     return every_steps > 0 and step % every_steps == 0
 
 
-def _clear_run(run: Path) -> None:
+def _clear_run(run: Path, fence: Fence) -> None:
     """Forget a run, except for the lock that is being held."""
     for item in list(run.iterdir()):
+        fence()
         if item.is_dir():
             discard(item)
         elif item.name != LOCK_NAME:

@@ -15,14 +15,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from zero2all.common.errors import LostPeerError
+from zero2all.common.errors import LostPeerError, LostRunError
 from zero2all.config import RunConfig
 from zero2all.parallel.world import World, is_failed_exchange
+from zero2all.train.checkpoints.run_lock import Fence, no_fence
 from zero2all.train.state import TrainState
 
 
 @contextmanager
-def explain_lost_peer(config: RunConfig, run: Path, world: World, state: TrainState | None = None) -> Iterator[None]:
+def explain_lost_peer(
+    config: RunConfig, run: Path, world: World, state: TrainState | None = None, fence: Fence = no_fence
+) -> Iterator[None]:
     """Turns a failed exchange in the block into LostPeerError; any other error passes as it is."""
     try:
         yield
@@ -36,15 +39,16 @@ def explain_lost_peer(config: RunConfig, run: Path, world: World, state: TrainSt
             f"not answered for parallel.timeout_seconds ({config.parallel.timeout_seconds:g} s). If one of them "
             f"printed an error, that is the cause. The checkpoints are whole: end what is left of the run, then run "
             f"the same command again to continue from the newest.\n"
-            f"What the exchange said: {said}\n{_keep_traceback(run, world)}"
+            f"What the exchange said: {said}\n{_keep_traceback(run, world, fence)}"
         ) from error
 
 
-def _keep_traceback(run: Path, world: World) -> str:
+def _keep_traceback(run: Path, world: World, fence: Fence) -> str:
     """Write the error that is being handled into the run's folder; says where."""
     path = run / f"lost_peer-{world.rank}.txt"
     try:
+        fence()
         path.write_text(traceback.format_exc(), encoding="utf-8")
-    except OSError as problem:
+    except (OSError, LostRunError) as problem:
         return f"Its traceback could not be written to {path} ({problem})."
     return f"Its traceback: {path}"

@@ -36,6 +36,7 @@ from zero2all.model.z2all import Z2all
 from zero2all.ops.registry import Ops
 from zero2all.packed.loader import rank_rows
 from zero2all.parallel.world import World
+from zero2all.train.checkpoints.run_lock import Fence, behind, no_fence
 
 FILE_NAME = "micro_batch.json"
 MARGIN = 0.05
@@ -51,9 +52,15 @@ PASSES = 2
 
 
 def choose_micro_batch(
-    config: RunConfig, model: Z2all, world: World, run: Path | None, zero_gradients: Callable[[], None]
+    config: RunConfig,
+    model: Z2all,
+    world: World,
+    run: Path | None,
+    zero_gradients: Callable[[], None],
+    fence: Fence = no_fence,
 ) -> tuple[int, list[str]]:
-    """Rows of one pass, the same in every process, and what to say about it. `run`: where to remember it, if at all."""
+    """Rows of one pass, the same in every process, and what to say about it. `run`: where to remember it, if at all;
+    `fence` is asked before that."""
     asked = config.train.micro_batch_samples
     if asked != "auto":
         return int(asked), []
@@ -73,8 +80,9 @@ def choose_micro_batch(
     else:
         own = _find_on_device(config, model, world.device, candidates, guess, zero_gradients)
         taken, how = min(world.gather(own)), f"the most that fit, {MARGIN:.0%} of the memory left free"
-    if run is not None and world.is_first:
-        remember(run, decided_by, taken)
+    if run is not None:
+        folder = run
+        world.first_does(lambda: behind(fence, lambda: remember(folder, decided_by, taken)))
     return taken, [f"micro-batch: {taken} of {candidates[-1]} samples ({how})"]
 
 

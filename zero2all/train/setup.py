@@ -34,9 +34,11 @@ from zero2all.parallel.world import World
 from zero2all.train.anneal import begun_anneal, read_anneal
 from zero2all.train.checkpoints.find import newest_checkpoint
 from zero2all.train.checkpoints.load import Checkpoint
+from zero2all.train.checkpoints.manifest import NOT_GOOD
+from zero2all.train.checkpoints.run_lock import Fence, behind
 from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.config import AnnealConfig, model_at
-from zero2all.train.guards.ledger import SkipLedger
+from zero2all.train.guards.ledger import LEDGER_FILE, DamagedLedgerError, SkipLedger, keep_damaged, rebuilt_ledger
 from zero2all.train.guards.watch import INCIDENTS_FOLDER
 from zero2all.train.micro_batch import choose_micro_batch
 from zero2all.train.operators import changed_operators, resolve_together
@@ -122,17 +124,17 @@ def prepare(
 ) -> Prepared:
     """Open the data, build the model, and take over the newest checkpoint if the run has one and is not to be fresh."""
     run = workspace.run(asked.train.name)
-    checkpoint = None if fresh else _newest_on_this_branch(run, store)
+    checkpoint, ledger_notes = (None, []) if fresh else _newest_on_this_branch(run, store, world)
     anneal = None
     if not fresh:
         step = checkpoint.step if checkpoint else 0
         check = functools.partial(check_anneal, asked, workspace, checkpoint)
-        anneal = world.first_does(lambda: read_anneal(run, step, check))
+        anneal = world.first_does(lambda: behind(store.fence, lambda: read_anneal(run, step, check)))
     last_step = steps_with_anneal(asked.train.steps, anneal)
     data, end = _open_data(asked, workspace, checkpoint, last_step)
     _check_tokenizer(workspace, data)
     config = with_vocabulary(asked, int(data.splits[0].manifest["vocab_size"]))
-    notes = data.notes(end)
+    notes = ledger_notes + data.notes(end)
     if checkpoint is not None:
         notes += _check_resume(config, run, checkpoint, data, accept_changes)
     elif not fresh and (run / CONFIG_FILE).is_file():
@@ -146,11 +148,13 @@ def prepare(
         "processes": world.size,
         "data_parallel": config.parallel.data if world.size > 1 else "none",
     }
-    state, model_notes = _build_state(config, run, world, checkpoint)
+    state, model_notes = _build_state(config, run, world, checkpoint, store.fence)
     notes += model_notes
     if checkpoint is not None:
         load_checkpoint(state, checkpoint)
         notes.append(f"resumed {run.name} at step {state.step} from {checkpoint.folder.name}")
+        if NOT_GOOD in checkpoint.manifest:
+            notes.append(f"{checkpoint.folder.name} is not marked as good ({checkpoint.manifest[NOT_GOOD]})")
         if checkpoint.step:
             changed = changed_operators(checkpoint.manifest.get("ops", {}), state.model.ops.taken)
             notes += _environment_notes(checkpoint.manifest["environment"], here, changed)
@@ -161,23 +165,60 @@ def prepare(
     return Prepared(config, workspace, run, world, data, valid, state, here, checkpoint, anneal, notes)
 
 
-def _newest_on_this_branch(run: Path, store: CheckpointStore) -> Checkpoint | None:
-    """The newest checkpoint; those that a rollback left behind are withdrawn first: a crash may have come between."""
-    ledger = SkipLedger.load(run / INCIDENTS_FOLDER)
+def _newest_on_this_branch(run: Path, store: CheckpointStore, world: World) -> tuple[Checkpoint | None, list[str]]:
+    """The newest checkpoint; those that a rollback left behind are withdrawn first: a crash may have come between. And
+    what to say about the record of skipped data, where it had to be rebuilt."""
+    ledger, notes = _read_ledger(run, store, world)
     while True:
         checkpoint = store.newest(set_aside=True)
         if checkpoint is None or not checkpoint.step:
-            return checkpoint
-        guards = checkpoint.document.get("guards") or {}
-        then = SkipLedger.from_state(guards.get("ledger", ()))
+            return checkpoint, notes
+        then = SkipLedger.from_state(_recorded(checkpoint))
         if not ledger.abandons(checkpoint.step, then):
-            return checkpoint
+            return checkpoint, notes
         back = [entry.to_step for entry in ledger.entries if entry.to_step is not None and entry not in then.entries]
-        store.withdraw_after(min(back), "a rollback went back behind it")
+        store.go_back_to(min(back), "a rollback went back behind it")
+
+
+def _recorded(checkpoint: Checkpoint | None) -> Sequence[Mapping[str, Any]]:
+    """Which data was to be left out, as a checkpoint remembers it."""
+    guards = checkpoint.document.get("guards") if checkpoint is not None else None
+    return list((guards or {}).get("ledger", ()))
+
+
+def _read_ledger(run: Path, store: CheckpointStore, world: World) -> tuple[SkipLedger, list[str]]:
+    """Which data is left out; a damaged record is rebuilt, for without it the run would read what it had left out."""
+    folder = run / INCIDENTS_FOLDER
+
+    def read() -> tuple[list[dict[str, Any]] | None, str]:
+        try:
+            return SkipLedger.load(folder).state(), ""
+        except DamagedLedgerError as error:
+            return None, str(error)
+
+    def rebuild() -> list[dict[str, Any]]:
+        ledger = rebuilt_ledger(folder, known)
+        store.fence()
+        keep_damaged(folder / LEDGER_FILE)
+        ledger.save(folder)
+        return ledger.state()
+
+    state, problem = world.first_does(read)
+    if state is not None:
+        return SkipLedger.from_state(state), []
+    newest = store.newest(set_aside=True)
+    known = _recorded(newest)
+    ledger = SkipLedger.from_state(world.first_does(rebuild))
+    where = f"{newest.folder.name} and " if newest is not None else ""
+    note = (
+        f"{problem} It was rebuilt from {where}the incident pages: {len(ledger.entries)} decisions, "
+        f"{ledger.tokens():,} tokens left out. The damaged file is kept beside it."
+    )
+    return ledger, [note]
 
 
 def _build_state(
-    config: RunConfig, run: Path, world: World, checkpoint: Checkpoint | None
+    config: RunConfig, run: Path, world: World, checkpoint: Checkpoint | None, fence: Fence
 ) -> tuple[TrainState, list[str]]:
     """The model on its device, cut over the processes where asked, with its optimizer; and what to say about it."""
     dtype = DTYPES[config.train.precision]
@@ -196,7 +237,9 @@ def _build_state(
         shard_model(model, world, dtype, with_masters=config.optim.kind != "adamw_bf16")
     state = new_state(model, config.optim, dtype, 1, sharded, config.train.seed)
     compile_model(model)
-    state.micro_batch_samples, micro_notes = choose_micro_batch(config, model, world, run, state.weights.zero_gradients)
+    state.micro_batch_samples, micro_notes = choose_micro_batch(
+        config, model, world, run, state.weights.zero_gradients, fence
+    )
     state.recorded = recorded_passes(
         config, model, world.device, world.size, state.micro_batch_samples, config.samples_per_step
     )

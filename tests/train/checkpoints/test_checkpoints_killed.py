@@ -1,8 +1,8 @@
 """Processes that die while they save: what is there afterwards is the old checkpoint or the new one, never half of one.
 
 A child is killed at random moments, and, because chance may miss a narrow gap, at every single file operation of a save
-and of the deletion that follows it. A power cut also loses what was written but not flushed; the order of flushes and
-renames is therefore checked on its own.
+and of the deletion that follows it, or of going back. A power cut also loses what was written but not flushed; the
+order of flushes and renames is therefore checked on its own.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import pytest
 import torch
 
 from zero2all.train.checkpoints.find import newest_checkpoint
-from zero2all.train.checkpoints.layout import list_checkpoints
+from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.checkpoints.load import verified_checkpoint
+from zero2all.train.checkpoints.retention import Retention, Verified, pins, prune
 from zero2all.train.checkpoints.set_aside import sweep
 from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import write_checkpoint
@@ -49,12 +50,10 @@ for step in range(1, 10_000):
 """
 )
 
-AT_EVERY_OPERATION = (
-    SAVING
-    + """
+AT_EVERY_OPERATION = """
 import itertools, shutil
 operations = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.listdir", "os.scandir"}
-def save_until(operation):
+def work_until(operation):
     left = operation
     def count(event, arguments):
         nonlocal left
@@ -63,18 +62,36 @@ def save_until(operation):
             if left == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
     sys.addaudithook(count)
-    result = save(3, wait=True).result
+    is_done = work()
     left = -1
-    os._exit(0 if result.problem is None and result.deleted_steps == [1] else 1)
+    os._exit(0 if is_done else 1)
 for operation in itertools.count(1):  # each in a child of its own
     store.run = shutil.copytree(run, run.with_name(f"killed-{operation:03d}"))
     child = os.fork()
     if child == 0:
-        save_until(operation)
+        work_until(operation)
     exit_code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if exit_code != -signal.SIGKILL:
         sys.exit(exit_code)
 """
+
+SAVE_KILLED = (
+    SAVING
+    + """
+def work():
+    result = save(3, wait=True).result
+    return result.problem is None and result.deleted_steps == [1]
+"""
+    + AT_EVERY_OPERATION
+)
+
+GOING_BACK_KILLED = (
+    SAVING
+    + """
+def work():
+    return store.go_back_to(1, "spikes") == [4, 3, 2]
+"""
+    + AT_EVERY_OPERATION
 )
 
 
@@ -120,8 +137,8 @@ def test_a_power_cut_finds_nothing_renamed_that_was_not_on_the_disk_before(tmp_p
     def record_rename(source, target):
         if target.name.startswith("step-"):
             files = {path.name for path in source.iterdir()}
-            flushed = {path.name.partition(".partial-")[0] for path in durable if path.parent == source}
-            assert files == flushed  # the manifest was flushed under a temporary name
+            flushed = {path.name for path in durable if path.parent == source}
+            assert files == flushed
             manifest = max(place for place, path in enumerate(durable) if path.name.startswith("manifest.json"))
             assert source in durable[manifest:]  # its name, too
             committed.append(len(durable))
@@ -148,7 +165,7 @@ def test_a_kill_at_a_random_moment_leaves_old_or_new(place, start):
 
 
 def test_a_kill_at_every_file_operation_of_a_save_leaves_old_or_new(two_saved, place, start):
-    process = start(two_saved, code=AT_EVERY_OPERATION)
+    process = start(two_saved, code=SAVE_KILLED)
     assert process.wait() == 0, process.text()
     killed = sorted(place.glob("killed-*"))
     left_half = [bool(list(run.rglob("*.partial-*"))) for run in killed]
@@ -161,3 +178,23 @@ def test_a_kill_at_every_file_operation_of_a_save_leaves_old_or_new(two_saved, p
     process = start(killed[5], code=SAVING + "assert save(3, wait=True).result.folder")
     assert process.wait() == 0, process.text()
     assert newest_checkpoint(killed[5]).step == 3
+
+
+def test_a_kill_at_every_file_operation_of_going_back_never_costs_the_checkpoint_that_is_gone_back_to(place, start):
+    run = place / "four"
+    for step in range(1, 5):
+        write_checkpoint(run, step, Snapshot({"model/3": torch.full((3,), float(step))}, {"step": step}), {})
+    process = start(run, code=GOING_BACK_KILLED)
+    assert process.wait() == 0, process.text()
+    moved = []
+    for killed in sorted(place.glob("killed-*")):
+        left = [step_of(folder) for folder in list_checkpoints(killed)]
+        moved.append(4 - len(left))
+        assert left[-1] == 1
+        assert 1 in pins(killed) or left == [4, 3, 2, 1], "pinned before the first is moved"
+        sweep(killed)
+        for step in (5, 6):  # the run goes on from there
+            write_checkpoint(killed, step, Snapshot({"model/3": torch.full((3,), float(step))}), {})
+        prune(killed, Retention(keep_last=2), Verified())
+        assert (killed / "checkpoints/step-00000001").is_dir() or moved[-1] == 0
+    assert sorted(set(moved)) == [0, 1, 2, 3]

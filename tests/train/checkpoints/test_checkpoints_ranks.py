@@ -198,7 +198,7 @@ def test_ranks_that_disagree_are_told_so_instead_of_writing_nonsense(ranks, tmp_
 TOGETHER = """
 store = CheckpointStore(run, dist.group.WORLD)
 print(store.newest(set_aside=True).step)
-print(store.withdraw_after(5, "rolled back"))
+print(store.go_back_to(5, "rolled back"))
 try:
     store.newest()
 except Exception as error:
@@ -244,3 +244,68 @@ def test_tensors_spread_over_a_mesh_of_two_dimensions_come_back_whole(ranks, tmp
     }
     for tensor in found.tensors("model/").values():
         assert torch.equal(tensor, torch.arange(35.0).view(5, 7))
+
+
+DIFFERENT = """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from zero2all.train.checkpoints.replicas import ReplicasDifferError
+store = CheckpointStore(run, dist.group.WORLD)
+own = torch.arange(9000.0)
+mesh = init_device_mesh("cpu", (3,))
+tensors = {
+    "model/plain": own.clone(),
+    "model/shard": DTensor.from_local(own[:10] + rank, mesh, [Shard(0)], run_check=False),
+    "model/copies": DTensor.from_local(own.clone(), mesh, [Replicate()], run_check=False),
+    f"rng/rank{rank}": torch.tensor([rank]),
+}
+def save(step):
+    try:
+        print(store.save(step, Snapshot(tensors), {}, wait=True).result.problem)
+    except ReplicasDifferError as error:
+        print(str(error).split(".")[0])
+save(1)
+for step, name in ((2, "model/plain"), (3, "model/copies")):
+    local = tensors[name].to_local() if isinstance(tensors[name], DTensor) else tensors[name]
+    if rank == 1:
+        local[8999] = -local[8999]
+    save(step)
+    local[8999] = 8999.0
+if rank == 2:
+    tensors["model/plain"][[5, 6]] = tensors["model/plain"][[6, 5]]
+save(4)
+"""
+
+
+def test_a_copy_that_differs_in_one_bit_or_in_its_order_is_not_saved_and_its_rank_is_named(ranks, tmp_path):
+    for text in ranks(3, tmp_path / "run", DIFFERENT):
+        assert text.splitlines() == [
+            "None",
+            "The replicas differ: rank 1 of 3 does not hold what the others hold in model/plain",
+            "The replicas differ: rank 1 of 3 does not hold what the others hold in model/copies",
+            "The replicas differ: rank 2 of 3 does not hold what the others hold in model/plain",
+        ]
+    assert [folder.name for folder in list_checkpoints(tmp_path / "run")] == ["step-00000001"]
+
+
+LOST = """
+from zero2all.common.errors import LostRunError
+def fence():
+    raise LostRunError("taken over")
+store = CheckpointStore(run, dist.group.WORLD, fence=fence if rank == 0 else lambda: None)
+try:
+    store.go_back_to(10, "spikes")
+except LostRunError as error:
+    print(error)
+print(store.save(30, Snapshot({"model/a": torch.zeros(3)}), {}, wait=True).result.problem)
+"""
+
+
+def test_ranks_whose_run_was_lost_all_learn_it_and_move_nothing(run, ranks):
+    for text in ranks(2, run, LOST):
+        assert text.splitlines() == ["taken over", "rank 0: taken over"]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir() if "partial" not in path.name) == [
+        "latest.json",
+        "step-00000010",
+        "step-00000020",
+    ]

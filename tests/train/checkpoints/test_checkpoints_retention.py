@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zero2all.common.errors import BadInputError
+from zero2all.common.errors import BadInputError, LostRunError
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.checkpoints.retention import Retention, Verified, pin, pins, prune, unpin
 from zero2all.train.checkpoints.set_aside import sweep
@@ -63,6 +63,25 @@ def test_two_whole_ones_are_left_however_many_of_the_newest_are_damaged(saved):
     assert steps_of(saved) == [60, 50, 30]  # 50 and 30 are whole; what is damaged among the newest is not judged here
     spoil(saved, 50)
     assert prune(saved, Retention(keep_last=2), Verified()) == []
+
+
+def test_the_last_good_one_is_left_however_many_came_after_it(saved, tensors_of):
+    for step in (70, 80, 90):
+        write_checkpoint(saved, step, Snapshot(tensors_of(step)), {"not_good": "steps 65 to 89 were refused"})
+    assert prune(saved, Retention(keep_last=2), Verified()) == [10, 20, 30, 40, 50, 70]
+    assert steps_of(saved) == [90, 80, 60]
+    spoil(saved, 60)
+    write_checkpoint(saved, 100, Snapshot(tensors_of(1)), {"not_good": "still"})
+    assert prune(saved, Retention(keep_last=2), Verified()) == [60, 80], "a damaged one is none"
+
+
+def test_nothing_is_deleted_once_the_run_is_lost(saved):
+    def fence():
+        raise LostRunError("taken over")
+
+    with pytest.raises(LostRunError):
+        prune(saved, Retention(), Verified(), fence)
+    assert len(steps_of(saved)) == 6
 
 
 def test_nothing_is_deleted_when_fewer_than_two_are_whole(saved):

@@ -10,12 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from zero2all.common.errors import BadInputError, DiskError, RunLockedError
-from zero2all.train.checkpoints import tensor_file
+from zero2all.common.errors import AnomalyError, BadInputError, DiskError, LostRunError
+from zero2all.train.checkpoints import commit, tensor_file
 from zero2all.train.checkpoints.find import newest_checkpoint
 from zero2all.train.checkpoints.layout import list_checkpoints
 from zero2all.train.checkpoints.load import verified_checkpoint
 from zero2all.train.checkpoints.retention import Retention
+from zero2all.train.checkpoints.set_aside import sweep
 from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import CheckpointStore, write_checkpoint
 
@@ -236,7 +237,7 @@ def test_a_committed_step_is_never_written_again(run, open_store, tensors_of):
 
 def test_a_process_that_lost_the_run_commits_nothing(run, open_store, tensors_of):
     def fence():
-        raise RunLockedError("The run was taken over.")
+        raise LostRunError("The run was taken over.")
 
     store = open_store(run=run, fence=fence)
     ticket = store.save(30, Snapshot(tensors_of(1)), {}, wait=True)
@@ -248,6 +249,40 @@ def test_a_process_that_lost_the_run_commits_nothing(run, open_store, tensors_of
     ]
     with pytest.raises(DiskError, match=r"step 30 was not saved: The run was taken over"):
         ticket.folder()
+
+
+def test_a_save_whose_folder_the_new_holder_has_swept_makes_it_not_anew(run, open_store, tensors_of, monkeypatch):
+    """A process stopped in the middle of a save, taken over, and continued before it asks the next time."""
+    real = commit.manifest_bytes
+
+    def swept(*arguments):
+        sweep(run)
+        return real(*arguments)
+
+    monkeypatch.setattr(commit, "manifest_bytes", swept)
+    result = open_store(run=run).save(30, Snapshot(tensors_of(1)), {}, wait=True).result
+    assert "FileNotFoundError" in result.problem
+    assert not list((run / "checkpoints").glob("*.partial-*"))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("name", ["model/blocks.0.weight", "model/blocks.0.bias", "optimizer/step/blocks.0.weight"])
+def test_a_state_that_is_not_finite_is_not_saved_and_the_tensor_is_named(run, open_store, tensors_of, name, value):
+    store, tensors = open_store(run=run, retention=Retention()), tensors_of(1)
+    tensors[name].view(-1)[-1] = value
+    ticket = store.save(30, Snapshot(tensors), {}, wait=True)
+    assert ticket.result.problem == f"{name} holds values that are not finite"
+    with pytest.raises(AnomalyError, match="step 30 was not saved"):
+        ticket.folder()
+    with pytest.raises(BadInputError, match="not finite"):
+        write_checkpoint(run, 30, Snapshot(tensors), {})
+    assert [folder.name for folder in list_checkpoints(run)] == ["step-00000020", "step-00000010"]
+    assert store.save(40, Snapshot(tensors_of(2)), {}, wait=True).result.folder is not None
+
+
+def test_a_large_number_is_a_number(open_store):
+    huge = {"model/a": torch.full((3,), 1e300, dtype=torch.float64), "model/b": torch.tensor([True]).view(1)}
+    assert open_store().save(1, Snapshot(huge), {}, wait=True).result.problem is None
 
 
 def test_a_document_that_is_no_json_is_a_failed_save_and_the_next_one_works(open_store, tensors_of):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -11,7 +12,8 @@ import time
 import psutil
 import pytest
 
-from zero2all.common.errors import RunLockedError
+from zero2all.common.errors import LostRunError, RunLockedError
+from zero2all.train.checkpoints import run_lock
 from zero2all.train.checkpoints.run_lock import hold_run
 
 HOLDING = """
@@ -122,9 +124,45 @@ def test_a_silent_one_is_taken_over_only_when_a_person_says_so(tmp_path):
 def test_who_was_taken_over_learns_it_and_leaves_the_new_lock_alone(tmp_path):
     with hold_run(tmp_path / "run") as lock:
         write_record(tmp_path / "run")
-        with pytest.raises(RunLockedError, match="was taken over by process 1 on another-host"):
+        with pytest.raises(LostRunError, match="was taken over by process 1 on another-host"):
             lock.check()
+    assert LostRunError.exit_code == 14
     assert json.loads((tmp_path / "run/lock").read_text())["host"] == "another-host"
+
+
+def test_a_lock_that_was_removed_is_lost_for_good_even_when_it_comes_back(tmp_path):
+    with hold_run(tmp_path / "run") as lock:
+        content = lock.path.read_bytes()
+        assert lock.is_held()
+        lock.path.unlink()
+        with pytest.raises(LostRunError, match="may have had another writer"):
+            lock.check()
+        lock.path.write_bytes(content)
+        assert not lock.is_held()
+    assert lock.path.read_bytes() == content  # given back by nobody
+
+
+def test_asking_reads_the_lock_only_when_it_has_changed(tmp_path, monkeypatch):
+    with hold_run(tmp_path / "run") as lock:
+        lock.check()
+        with monkeypatch.context() as patch:
+            patch.setattr(run_lock, "_holder_in", None)  # nothing to call
+            lock.check()
+        os.utime(lock.path, (1, 1))  # a sign of life
+        lock.check()
+        write_record(tmp_path / "run", age_seconds=3600)
+        assert not lock.is_held()
+
+
+def test_a_disk_that_is_away_for_a_moment_takes_nobodys_run(tmp_path, monkeypatch):
+    def fail(_path):
+        raise OSError(errno.EIO, "away")
+
+    with hold_run(tmp_path / "run") as lock:
+        with monkeypatch.context() as patch:
+            patch.setattr(run_lock, "_holder_in", fail)
+            assert lock.is_held()
+        assert lock.is_held()
 
 
 def test_the_heartbeat_beats(tmp_path):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import asdict
+
 import pytest
 
 from zero2all.common import jsonio
-from zero2all.common.errors import BadInputError
 from zero2all.train.config import GuardsConfig
 from zero2all.train.guards.findings import Finding
-from zero2all.train.guards.ledger import LEDGER_FILE, SkipLedger, Skipped
+from zero2all.train.guards.ledger import LEDGER_FILE, DamagedLedgerError, SkipLedger, Skipped, rebuilt_ledger
 from zero2all.train.guards.policy import Continue, Policy, Rollback, SkipWindow, Stop
 
 STEP_TOKENS = 100
@@ -23,7 +25,7 @@ def spike(step: int, kind: str = "loss_spike", onset: int | None = None) -> Find
 def decide(policy, ledger, step, findings, checkpoints):
     """Decide, and record as the run does."""
     action = policy.decide(step, findings, ledger, checkpoints)
-    if isinstance(action, SkipWindow | Rollback):
+    if isinstance(action, SkipWindow | Rollback) and action.skip is not None:
         ledger.add(action.skip)
     return action
 
@@ -79,7 +81,7 @@ def test_without_a_checkpoint_old_enough_only_the_data_is_left_out():
     policy, ledger = Policy(GuardsConfig(rollback_after_spikes=1)), SkipLedger()
     action = decide(policy, ledger, 20, [spike(20)], [15])
     assert isinstance(action, SkipWindow)
-    assert "no checkpoint" in action.reason
+    assert "no good checkpoint" in action.reason
     assert action.skip.action == "window"
 
 
@@ -115,6 +117,47 @@ def test_what_is_not_finite_is_not_recorded_as_bad_data_but_counts_in_a_row():
     for one in (policy, restored):
         assert isinstance(one.decide(102, [spike(102, "nonfinite")], ledger, [10]), Stop)
     assert isinstance(Policy(GuardsConfig(nonfinite="stop")).decide(7, [spike(7, "nonfinite")], ledger, []), Stop)
+
+
+def test_rollback_for_what_is_not_finite_goes_back_to_the_good_checkpoint_right_before_and_leaves_the_data_out():
+    policy, ledger = Policy(GuardsConfig(nonfinite="rollback", skip_steps_after=4)), SkipLedger()
+    actions = [decide(policy, ledger, step, [spike(step, "nonfinite", 200)], [150, 199]) for step in (200, 202, 203)]
+    assert [type(action) for action in actions] == [Continue, Continue, Rollback]
+    assert actions[-1].to_step == 199
+    assert (actions[-1].skip.first, actions[-1].skip.end) == (19_900, 20_300 + 4 * STEP_TOKENS)
+    policy.restore(Policy(policy.config).state())  # as it was at step 199
+    again = [decide(policy, ledger, step, [spike(step, "nonfinite", 210)], [150, 199]) for step in (210, 211, 212)]
+    assert again[-1].to_step == 150, "one further than the time before"
+
+
+def test_without_a_checkpoint_to_go_back_to_what_is_not_finite_ends_the_run_as_ever():
+    policy, ledger = Policy(GuardsConfig(nonfinite="rollback", max_skips_in_a_row=5)), SkipLedger()
+    actions = [decide(policy, ledger, step, [spike(step, "nonfinite", 3)], []) for step in range(3, 8)]
+    assert [type(action) for action in actions] == [Continue] * 4 + [Stop]
+    assert ledger.entries == ()
+
+
+@pytest.mark.parametrize("setting", ["skip", "rollback"])
+def test_a_run_resumed_from_a_state_of_no_use_goes_further_back_and_leaves_no_data_out(setting):
+    policy, ledger = Policy(GuardsConfig(nonfinite=setting)), SkipLedger()
+    policy.resumed(200)
+    actions = [
+        decide(policy, ledger, step, [spike(step, "nonfinite", 201)], [100, 150, 200]) for step in (201, 202, 203)
+    ]
+    assert [type(action) for action in actions] == [Continue, Continue, Rollback]
+    assert (actions[-1].to_step, actions[-1].skip) == (150, None)
+    assert ledger.entries == ()
+    for step in (204, 205, 206):  # nothing older that is good: the usual rules
+        policy.resumed(150)
+        assert not isinstance(decide(policy, SkipLedger(), step, [spike(step, "nonfinite")], [150]), Stop)
+
+
+def test_one_finite_step_after_a_resume_is_proof_enough():
+    policy, ledger = Policy(GuardsConfig()), SkipLedger()
+    policy.resumed(200)
+    decide(policy, ledger, 201, [], [100])
+    actions = [decide(policy, ledger, step, [spike(step, "nonfinite", 202)], [100]) for step in range(202, 211)]
+    assert {type(action) for action in actions} == {Continue}
 
 
 @pytest.mark.parametrize("resume_from", [90, 101, 102, 103])
@@ -169,8 +212,20 @@ def test_a_batch_is_passed_over_exactly_when_it_touches_a_window():
 @pytest.mark.parametrize("content", ["[]", '{"format": 2, "skipped": []}', '{"format": 1, "skipped": [{}]}', "{"])
 def test_a_damaged_record_is_an_error_and_never_an_empty_one(tmp_path, content):
     (tmp_path / LEDGER_FILE).write_text(content)
-    with pytest.raises(BadInputError, match=LEDGER_FILE):
+    with pytest.raises(DamagedLedgerError, match=rf"{LEDGER_FILE} is no readable record"):
         SkipLedger.load(tmp_path)
+
+
+def test_a_damaged_record_is_rebuilt_from_the_checkpoint_and_the_pages_in_their_order(tmp_path):
+    before, *since = [entry(100, 200), entry(700, 800), entry(300, 400)]
+    for number, one in enumerate(since):
+        page = tmp_path / f"{one.first}-loss_spike.json"
+        page.write_bytes(jsonio.dumps_line({"skipped": asdict(one)}))
+        os.utime(page, (number, number))
+    (tmp_path / "5-loss_drop.json").write_text('{"skipped": null}')
+    (tmp_path / "6-loss_spike.json").write_text('{"skipped"')
+    rebuilt = rebuilt_ledger(tmp_path, [asdict(before)])
+    assert rebuilt.entries == (before, *since)
 
 
 def test_a_checkpoint_of_the_way_that_was_given_up_is_known_by_its_ledger():

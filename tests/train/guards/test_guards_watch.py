@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pytest
 
 from zero2all.common import jsonio
+from zero2all.common.errors import LostRunError
 from zero2all.train.config import GuardsConfig
 from zero2all.train.guards.policy import Continue, Rollback
 from zero2all.train.guards.rows import RowFinder
@@ -73,12 +75,38 @@ def test_guards_restored_from_a_checkpoint_go_on_to_the_bit(sharded_work, open_d
         state = jsonio.loads(jsonio.dumps_line(first.state()))
         run_steps(first, finder, cut, 45, [], spikes=(40,))  # goes on, decides, and is killed
         resumed = RunGuards(folder, CONFIG, 0, data, "auto")
-        resumed.restore(state)
+        resumed.restore(state, cut - 1)
         run_steps(resumed, finder, cut, 49, log, spikes=(40,))
         assert [entry for entry in log if entry[0] != 40] == [entry for entry in expected if entry[0] != 40]
         assert resumed.ledger.entries == whole.ledger.entries
         assert resumed.quarantine.shards == whole.quarantine.shards
         assert resumed.shards.state() == whole.shards.state()
+
+
+def test_a_damaged_list_of_shards_is_written_anew_from_the_checkpoint(sharded_work, open_data, tmp_path):
+    data = open_data(sharded_work)
+    first = RunGuards(tmp_path, CONFIG, 0, data, "auto")
+    run_steps(first, RowFinder(data), 1, 49, [])
+    path = tmp_path / INCIDENTS_FOLDER / "quarantine.json"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:40])
+    resumed = RunGuards(tmp_path, CONFIG, 0, data, "auto")
+    (note,) = resumed.restore(first.state(), 48)
+    assert "quarantine.json could not be read and was written anew: 1 shards" in note
+    assert resumed.quarantine.shards == first.quarantine.shards != ()
+    assert path.read_bytes() == whole
+
+
+def test_nothing_is_decided_on_disk_once_the_run_is_lost(tmp_path):
+    def fence():
+        raise LostRunError("taken over")
+
+    guards = RunGuards(tmp_path, CONFIG, 0, fence=fence)
+    for step in range(1, 40):
+        guards.observe(step, 3.0, 1.0, {}, (step, step + 1), [])
+    with pytest.raises(LostRunError):
+        guards.observe(40, 9.0, 1.0, {}, (40, 41), [])
+    assert not guards.folder.exists()
 
 
 def test_statistics_of_shards_by_older_rules_begin_anew_and_the_rest_is_taken_over(sharded_work, open_data, tmp_path):
@@ -88,8 +116,8 @@ def test_statistics_of_shards_by_older_rules_begin_anew_and_the_rest_is_taken_ov
     run_steps(first, finder, 1, 49, [])
     state = first.state()
     resumed = RunGuards(tmp_path, CONFIG, 0, data, "auto")
-    assert resumed.restore(state) == []
-    (note,) = resumed.restore({**state, "shards": {**state["shards"], "format": 1}})
+    assert resumed.restore(state, 48) == []
+    (note,) = resumed.restore({**state, "shards": {**state["shards"], "format": 1}}, 48)
     assert "statistics of the shards" in note
     assert resumed.shards.table() == [], "nothing is left of what was known"
     assert resumed.quarantine.shards == first.quarantine.shards != ()
@@ -104,7 +132,7 @@ def test_a_shard_that_was_named_stays_named_when_its_statistics_begin_anew(shard
     (before,) = first.quarantine.shards
     resumed = RunGuards(tmp_path, CONFIG, 0, data, "log")
     state = first.state()
-    resumed.restore({**state, "shards": {**state["shards"], "format": 1}})
+    resumed.restore({**state, "shards": {**state["shards"], "format": 1}}, 48)
     log = []
     run_steps(resumed, finder, 49, 120, log)
     assert [text for _, _, texts, _ in log for text in texts] == []
@@ -123,7 +151,7 @@ def test_a_rollback_keeps_what_was_decided_and_forgets_what_was_seen(tmp_path):
         if isinstance(seen.action, Rollback):
             break
     assert (step, seen.action.to_step) == (43, 30)
-    guards.restore(state)
+    guards.restore(state, 30)
     assert guards.detector.last_step == 30
     assert [s for s in range(31, 60) if guards.ledger.skips((s - 1) * 100, s * 100)] == [40, 41, 42, 43, 44, 45]
     on_disk = RunGuards(tmp_path, CONFIG, 0)

@@ -4,17 +4,19 @@ Every rank writes and fsyncs its files into one temporary folder and tells the o
 not. Only when all of them have written all of the plan does rank 0 add the index, the document and, last, the sealed
 manifest, and rename the folder; then it tells the others. Until the rename there is nothing that a reader would look
 at, so a rank that fails, or dies, at any point leaves the checkpoints as they were.
+
+A process that was stopped anywhere in here and taken over meanwhile commits nothing: the new holder has swept its
+temporary folder away, no file is made in a folder that is gone, and there is nothing left to rename.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zero2all.common.errors import UserError, is_disk_full
-from zero2all.common.files import MANIFEST_NAME, fsync_folder, human_bytes, write_atomic
+from zero2all.common.errors import LostRunError, UserError, is_disk_full
+from zero2all.common.files import MANIFEST_NAME, fsync_folder, human_bytes
 from zero2all.train.checkpoints import documents
 from zero2all.train.checkpoints.index import index_document
 from zero2all.train.checkpoints.layout import (
@@ -26,6 +28,7 @@ from zero2all.train.checkpoints.layout import (
 from zero2all.train.checkpoints.manifest import manifest_bytes
 from zero2all.train.checkpoints.peers import Peers
 from zero2all.train.checkpoints.planning import SaveLayout
+from zero2all.train.checkpoints.run_lock import Fence, no_fence
 from zero2all.train.checkpoints.snapshot import Staged
 from zero2all.train.checkpoints.tensor_file import write_durably, write_tensor_file
 
@@ -59,21 +62,21 @@ def commit(
     staged: Staged,
     attempt: str,
     peers: Peers,
-    fence: Callable[[], None] = lambda: None,
+    fence: Fence = no_fence,
     problem: str | None = None,
 ) -> Path:
     """Write a staged snapshot and commit it; every rank calls it and gets the folder, or raises SaveError.
 
-    `attempt` is the same on all ranks and names the temporary folder. `fence` raises when this process has lost the
-    run's lock. `problem` is what went wrong on this rank before: then nothing is committed.
+    `attempt` is the same on all ranks and names the temporary folder. `fence` is asked before every file and before
+    the rename. `problem` is what went wrong on this rank before: then nothing is committed.
     """
     partial = partial_folder(run, staged.step, attempt)
-    own = _write_own(partial, staged, problem)
+    own = _write_own(partial, staged, problem, fence)
     try:
         reports = _gather(peers, own)
     except SaveError:
         if peers.is_first:
-            shutil.rmtree(partial, ignore_errors=True)
+            _clear(partial, fence)
         raise
     problem = _first_problem(reports, staged.layout)
     if peers.is_first:
@@ -81,28 +84,31 @@ def commit(
             files = {name: facts for report in reports for name, facts in report["files"].items()}
             problem = _finish(run, partial, staged, files, peers.size, fence)
         if problem is not None:
-            shutil.rmtree(partial, ignore_errors=True)
+            _clear(partial, fence)
     verdict = _verdict(peers, problem)
     if verdict is not None:
         raise SaveError(verdict)
     return checkpoint_folder(run, staged.step)
 
 
-def _write_own(partial: Path, staged: Staged, problem: str | None) -> dict[str, Any]:
+def _write_own(partial: Path, staged: Staged, problem: str | None, fence: Fence) -> dict[str, Any]:
     """Write this rank's files; returns what they are, or why they could not be written. Never raises."""
     if problem is not None:
         return {"problem": problem}
     written = []
     try:
+        fence()
         partial.mkdir(parents=True, exist_ok=True)
         files = {}
         for file in staged.files:
+            fence()
             written.append(partial / file.plan.name)
             files[file.plan.name] = write_tensor_file(partial / file.plan.name, file.plan.slots, file.buffer)
         fsync_folder(partial)
     except Exception as error:
-        for path in written:  # make room at once: the others may still be writing
-            _remove(path)
+        if not isinstance(error, LostRunError):
+            for path in written:  # make room at once: the others may still be writing
+                _remove(path)
         return {"problem": _why(error)}
     return {"files": files}
 
@@ -125,11 +131,12 @@ def _finish(
     staged: Staged,
     files: dict[str, dict[str, Any]],
     world_size: int,
-    fence: Callable[[], None],
+    fence: Fence,
 ) -> str | None:
     """Complete the folder and rename it; returns why that failed."""
     final = checkpoint_folder(run, staged.step)
     try:
+        fence()
         for name, facts in files.items():
             if not (partial / name).is_file() or (partial / name).stat().st_size != facts["bytes"]:
                 return f"{name} of another rank is not in {partial}: is the run on a disk that all ranks share?"
@@ -138,7 +145,8 @@ def _finish(
         )
         files[STATE_NAME] = write_durably(partial / STATE_NAME, staged.document)
         manifest = manifest_bytes(staged.step, world_size, files, staged.details)
-        write_atomic(partial / MANIFEST_NAME, manifest)  # fsyncs the file and the folder
+        write_durably(partial / MANIFEST_NAME, manifest)
+        fsync_folder(partial)
         fence()
         if final.exists():
             return f"{final} exists already, and a committed checkpoint is never written again"
@@ -165,6 +173,15 @@ def _gather(peers: Peers, value: Any) -> list[Any]:
         return peers.gather(value)
     except Exception as error:
         raise SaveError(f"a rank is gone, or did not finish its part of the save in time ({error})") from error
+
+
+def _clear(partial: Path, fence: Fence) -> None:
+    """Remove a save that came to nothing; one of a run that was lost is left for its new holder to sweep."""
+    try:
+        fence()
+    except LostRunError:
+        return
+    shutil.rmtree(partial, ignore_errors=True)
 
 
 def _remove(path: Path) -> None:

@@ -8,14 +8,18 @@ run that has committed something and has nothing whole left stops: starting over
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
-from zero2all.common.errors import BadInputError
+from zero2all.common import jsonio
+from zero2all.common.errors import BadInputError, LostRunError
+from zero2all.track.writer import METRICS_FOLDER
 from zero2all.train.checkpoints.latest import latest_noted
 from zero2all.train.checkpoints.layout import checkpoint_folder, checkpoints_folder, list_checkpoints, step_of
 from zero2all.train.checkpoints.load import Checkpoint
 from zero2all.train.checkpoints.manifest import OtherVersionError
 from zero2all.train.checkpoints.peers import Peers
+from zero2all.train.checkpoints.run_lock import Fence, no_fence
 from zero2all.train.checkpoints.set_aside import has_quarantined, quarantine
 from zero2all.train.checkpoints.verify import check_bytes, read_contents
 
@@ -27,10 +31,10 @@ def say_aloud(text: str) -> None:
     print(text, flush=True)
 
 
-def find_newest(run: Path, peers: Peers, set_aside: bool, say: Say = say_aloud) -> Checkpoint | None:
+def find_newest(run: Path, peers: Peers, fence: Fence | None, say: Say = say_aloud) -> Checkpoint | None:
     """The newest whole checkpoint; None when the run never committed one. Every rank calls it.
 
-    With `set_aside`, which only the holder of the run's lock may ask for, damaged ones go to `checkpoints/damaged/`.
+    With the `fence` of the run's lock damaged ones go to `checkpoints/damaged/`; without, nothing is touched.
     """
     steps = peers.gather([step_of(folder) for folder in list_checkpoints(run)] if peers.is_first else [])[0]
     damaged = []
@@ -42,7 +46,7 @@ def find_newest(run: Path, peers: Peers, set_aside: bool, say: Say = say_aloud) 
         except BadInputError as error:
             damaged.append(str(error))
             if peers.is_first:
-                is_moved = set_aside and _is_moved(checkpoint_folder(run, step), str(error))
+                is_moved = fence is not None and _is_moved(checkpoint_folder(run, step), str(error), fence)
                 say(f"{'Set aside' if is_moved else 'Left out'} a damaged checkpoint: {error}")
             continue
         hint = latest_noted(run)
@@ -79,13 +83,14 @@ def open_together(folder: Path, peers: Peers) -> Checkpoint:
 
 def newest_checkpoint(run: Path, set_aside: bool = False, say: Say = say_aloud) -> Checkpoint | None:
     """`find_newest` for one process: tools that read a run."""
-    return find_newest(run, Peers(), set_aside, say)
+    return find_newest(run, Peers(), no_fence if set_aside else None, say)
 
 
-def _is_moved(folder: Path, reason: str) -> bool:
+def _is_moved(folder: Path, reason: str, fence: Fence) -> bool:
     try:
+        fence()
         quarantine(folder, reason)
-    except OSError:  # a disk that cannot be written must not keep anybody from reading
+    except (OSError, LostRunError):  # a disk that cannot be written must not keep anybody from reading
         return False
     return True
 
@@ -97,9 +102,27 @@ def _stop_unless_new(run: Path, peers: Peers, damaged: list[str]) -> None:
     hint = latest_noted(run)
     if not reason and hint is not None:
         reason = f"step {hint} was saved once, but {checkpoints_folder(run)} does not hold it any more"
+    logged = None if reason or not peers.is_first else _latest_logged(run)
+    if logged is not None:
+        reason = f"its metrics say that step {logged} was saved, but {checkpoints_folder(run)} holds nothing"
     reason = next((each for each in peers.gather(reason) if each), "")
     if reason:
         raise BadInputError(
-            f"No checkpoint of {run} is whole: {reason}. To start over, give --fresh; to keep what is there, use "
-            f"another train.name."
+            f"No checkpoint of {run} is whole: {reason}. Bring the folder back from where it went; or start over with "
+            f"--fresh, which deletes what is left of this run; or keep that, with another train.name."
         )
+
+
+def _latest_logged(run: Path) -> int | None:
+    """The last step of which the run's metrics say that it was saved: for runs whose checkpoints have all gone."""
+    latest = None
+    for path in sorted((run / METRICS_FOLDER).glob("*.jsonl")):
+        with suppress(OSError), open(path, "rb") as file:
+            for line in file:
+                if b'"checkpoint"' not in line:
+                    continue
+                with suppress(ValueError, TypeError, KeyError, AttributeError):
+                    row = jsonio.loads(line)
+                    if row["kind"] == "checkpoint" and row["data"].get("folder"):
+                        latest = max(int(row["step"]), latest or 0)
+    return latest

@@ -24,6 +24,8 @@ FORMAT = 3
 gates came before those of all ups."""
 
 OWN_FIELDS = ("kind", "format", "zero2all", "step", "world_size", "files", "seal")
+NOT_GOOD = "not_good"
+"""A detail: why a whole checkpoint is nothing to go back to. Absent in good ones."""
 SEAL = re.compile(rb',\n "seal": "([0-9a-f]{64})"\n}\n')
 SEAL_BYTES = len(b',\n "seal": ""\n}\n') + 64
 CRC = re.compile(r"[0-9a-f]{8}")

@@ -1,8 +1,9 @@
 """Which checkpoints stay.
 
 The newest `keep_last`, those at multiples of `keep_every_steps`, and pinned ones. Whatever the settings, two that are
-known to be whole are left: when fewer of those to be kept verify, older ones are spared. Deleting is a rename first, so
-no half of a checkpoint ever stands under its name.
+known to be whole are left, and among them one that is good (`not_good` in a manifest says why one is not): when those
+to be kept are not enough, older ones are spared. Deleting is a rename first, so no half of a checkpoint ever stands
+under its name.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from zero2all.common.files import write_atomic
 from zero2all.train.checkpoints import documents
 from zero2all.train.checkpoints.layout import PINS_NAME, checkpoints_folder, list_checkpoints, step_of
 from zero2all.train.checkpoints.load import verified_checkpoint
+from zero2all.train.checkpoints.manifest import NOT_GOOD, read_manifest
+from zero2all.train.checkpoints.run_lock import Fence, no_fence
 from zero2all.train.checkpoints.set_aside import discard
 from zero2all.train.checkpoints.verify import read_contents
 
@@ -66,7 +69,15 @@ class Verified:
         return True
 
 
-def prune(run: Path, retention: Retention, verified: Verified) -> list[int]:
+def is_good(folder: Path) -> bool:
+    """Whether a run may go back to a checkpoint: its manifest can be read, and speaks of no doubt."""
+    try:
+        return NOT_GOOD not in read_manifest(folder)
+    except (BadInputError, OSError):
+        return False
+
+
+def prune(run: Path, retention: Retention, verified: Verified, fence: Fence = no_fence) -> list[int]:
     """Delete what need not stay; returns the deleted steps. Only for the holder of the run's lock."""
     folders = list_checkpoints(run)
     steps = [step_of(folder) for folder in folders]
@@ -76,17 +87,20 @@ def prune(run: Path, retention: Retention, verified: Verified) -> list[int]:
     ]
     if not surplus:
         return []
-    whole = 0
+    whole = good = 0
     for folder in folders:  # newest first: kept ones count, then the newest of the surplus are spared
-        if whole >= LEAST_VERIFIED:
+        if whole >= LEAST_VERIFIED and good:
             break
-        if verified.is_whole(folder):
+        serves = whole < LEAST_VERIFIED or is_good(folder)
+        if serves and verified.is_whole(folder):
             whole += 1
+            good += is_good(folder)
             if folder in surplus:
                 surplus.remove(folder)
     if whole < LEAST_VERIFIED:
         return []
     for folder in surplus:
+        fence()
         discard(folder)
         verified.steps.discard(step_of(folder))
     return sorted(step_of(folder) for folder in surplus)

@@ -8,7 +8,9 @@ are never compared). flock does not reach over every network disk, so what is wr
 - it is dead, and was on this host: taken over, with a note;
 - it was on another host and its heartbeat is old: it may be dead or cut off, and a person must say (`take_over`).
 
-Whoever was taken over finds out at the latest before its next commit, because it asks `check` then.
+The lock is also the fence around the run: whatever writes into it (checkpoints, the guards' records and pages, metrics)
+asks first whether the lock is still held. A process that was stopped for an hour, and was taken over meanwhile, writes
+nothing more and ends with exit code 14. Asking is one `stat` while nothing has changed, so it can be asked for a row.
 """
 
 from __future__ import annotations
@@ -19,21 +21,36 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
-from zero2all.common.errors import RunLockedError, UserError
+from zero2all.common.errors import LostRunError, RunLockedError, UserError
 from zero2all.train.checkpoints import documents
 
+T = TypeVar("T")
 LOCK_NAME = "lock"
 HEARTBEAT_SECONDS = 10.0
 STALE_SECONDS = 60.0
 SAME_START_SECONDS = 2.0
 """The start of a process is known to a hundredth of a second, but the clock it is told by may be set meanwhile."""
+
+
+Fence = Callable[[], None]
+"""Asked before a write into a run; raises LostRunError when this process may write no more."""
+
+
+def no_fence() -> None:
+    """For runs that nobody else can reach: tools, tests."""
+
+
+def behind(fence: Fence, work: Callable[[], T]) -> T:
+    """What `work` returns; it is not begun when the fence raises."""
+    fence()
+    return work()
 
 
 class RunLock:
@@ -43,15 +60,36 @@ class RunLock:
         self.path, self.token = path, token
         self.notes = notes
         """What there is to say about taking it, for the log."""
+        self._seen: tuple[int, ...] | None = None  # the file as it was when it was last read and named us
+        self._is_lost = False
+
+    def is_held(self) -> bool:
+        """Whether the run still belongs to this process. Once lost, it is lost for good."""
+        if self._is_lost:
+            return False
+        try:
+            facts = self.path.stat()
+            seen = (facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
+            if seen == self._seen:
+                return True
+            self._is_lost = _holder_in(self.path).get("token") != self.token
+            self._seen = seen
+        except FileNotFoundError:
+            self._is_lost = True
+        except OSError:  # a disk that is away for a moment says nothing about who has the run
+            return True
+        return not self._is_lost
 
     def check(self) -> None:
-        """Raise RunLockedError when somebody has taken the lock over: then this process must write no more."""
-        holder = _read_holder(self.path)
-        if holder.get("token") != self.token:
-            raise RunLockedError(
-                f"The run {self.path.parent.name} was taken over by {_name(holder)}. This process stops writing to it; "
-                f"the other one continues from the last checkpoint."
-            )
+        """The fence: raises LostRunError when somebody has taken the lock over, or removed it."""
+        if self.is_held():
+            return
+        name, holder = self.path.parent.name, _read_holder(self.path)
+        what = f"was taken over by {_name(holder)}" if holder else "has lost its lock, and may have had another writer"
+        raise LostRunError(
+            f"The run {name} {what}. This process writes nothing more to it and ends. The run goes on from its newest "
+            f"checkpoint: leave it to the other process, or, when none is running, start the same command again."
+        )
 
 
 @contextmanager
@@ -82,7 +120,7 @@ def hold_run(
         finally:
             ended.set()
             beating.join()
-            with contextlib.suppress(RunLockedError, OSError):
+            with contextlib.suppress(LostRunError, OSError):
                 lock.check()
                 path.write_bytes(b"")  # given back in order: nothing to take over
 
@@ -161,8 +199,16 @@ def _heartbeat_age(run: Path) -> float:
 def _read_holder(path: Path) -> dict[str, Any]:
     """The record in a lock file; empty when it was given back, or is not readable as one."""
     try:
+        return _holder_in(path)
+    except OSError:
+        return {}
+
+
+def _holder_in(path: Path) -> dict[str, Any]:
+    """The same, raising what the disk raises."""
+    try:
         holder = documents.parse(documents.read_limited(path), str(path))
-    except (OSError, UserError):
+    except UserError:
         return {}
     return holder if isinstance(holder, dict) else {}
 
@@ -182,7 +228,7 @@ def _beat(lock: RunLock, ended: threading.Event, every_seconds: float) -> None:
         try:
             lock.check()
             os.utime(lock.path)
-        except RunLockedError:
+        except LostRunError:
             return
         except OSError:  # a disk that is away for a moment; the next beat tries again
             continue

@@ -8,6 +8,7 @@ from pathlib import Path
 from zero2all.common.files import PARTIAL_MARK, fsync_folder, write_atomic
 from zero2all.train.checkpoints.latest import note_latest
 from zero2all.train.checkpoints.layout import DAMAGED, WITHDRAWN, checkpoints_folder, list_checkpoints, step_of
+from zero2all.train.checkpoints.run_lock import Fence, no_fence
 
 
 def quarantine(folder: Path, reason: str) -> Path:
@@ -20,7 +21,7 @@ def has_quarantined(run: Path) -> bool:
     return (checkpoints_folder(run) / DAMAGED).exists()
 
 
-def withdraw_after(run: Path, step: int, reason: str) -> list[int]:
+def withdraw_after(run: Path, step: int, reason: str, fence: Fence = no_fence) -> list[int]:
     """Move every checkpoint newer than `step` to `withdrawn/`: for a rollback, which will come to those steps again.
 
     Only for the holder of the run's lock, while no save is under way. Returns the steps that were moved.
@@ -28,9 +29,11 @@ def withdraw_after(run: Path, step: int, reason: str) -> list[int]:
     moved = []
     for folder in list_checkpoints(run):
         if step_of(folder) > step:
+            fence()
             _move(folder, folder.parent / WITHDRAWN, reason)
             moved.append(step_of(folder))
     if moved:
+        fence()
         left = list_checkpoints(run)
         note_latest(run, step_of(left[0]) if left else None)
     return moved

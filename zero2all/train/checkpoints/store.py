@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,17 +25,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero2all.common.errors import UserError
+from zero2all.common.errors import AnomalyError, BadInputError, LostRunError, UserError
 from zero2all.common.files import human_bytes, require_free_space
 from zero2all.train.checkpoints import documents
 from zero2all.train.checkpoints.commit import SaveError, bytes_needed, commit, lack_of_space
 from zero2all.train.checkpoints.find import Say, find_newest, open_at, say_aloud
+from zero2all.train.checkpoints.finite import first_not_finite
 from zero2all.train.checkpoints.latest import note_latest
-from zero2all.train.checkpoints.layout import checkpoint_folder, checkpoints_folder
+from zero2all.train.checkpoints.layout import checkpoint_folder, checkpoints_folder, list_checkpoints, step_of
 from zero2all.train.checkpoints.load import Checkpoint
 from zero2all.train.checkpoints.peers import open_peers
 from zero2all.train.checkpoints.planning import SaveLayout, plan_save, signature_of
-from zero2all.train.checkpoints.retention import Retention, Verified, prune
+from zero2all.train.checkpoints.replicas import compare_replicas
+from zero2all.train.checkpoints.retention import Retention, Verified, is_good, pin, prune
+from zero2all.train.checkpoints.run_lock import Fence, no_fence
 from zero2all.train.checkpoints.set_aside import sweep, withdraw_after
 from zero2all.train.checkpoints.snapshot import HostBuffers, Sink, Snapshot, Staged
 from zero2all.train.checkpoints.writer import SaveResult, SaveTicket, Writer
@@ -56,21 +59,21 @@ class CheckpointStore:
         when_busy: Literal["wait", "skip"] = "wait",
         largest_file_bytes: int = LARGEST_FILE_BYTES,
         peer_timeout_seconds: float = PEER_TIMEOUT_SECONDS,
-        fence: Callable[[], None] = lambda: None,
+        fence: Fence = no_fence,
         sinks: Sequence[Sink] = (),
         say: Say = say_aloud,
     ) -> None:
         """All ranks of `group` (any backend; None for one process) build the store at the same point.
 
         Without `retention` nothing is deleted. `when_busy` says what a save does while the one before is still being
-        written. `fence` is asked right before a commit, and raises when this process may write no more. `say` gets
-        notices, on rank 0 only.
+        written. `fence` is asked before everything that is written, moved or deleted. `say` gets notices, on rank 0
+        only.
         """
         self.run = run
         self._retention = retention
         self._when_busy = when_busy
         self._largest_file_bytes = largest_file_bytes
-        self._fence, self._sinks = fence, sinks
+        self.fence, self._sinks = fence, sinks
         self._peers = open_peers(group, peer_timeout_seconds)  # for the caller's thread
         self._writing_peers = open_peers(group, peer_timeout_seconds)  # for the writing thread
         self._say: Say = say if self._peers.is_first else _say_nothing
@@ -78,6 +81,7 @@ class CheckpointStore:
         self._layout: SaveLayout | None = None
         self._buffers: HostBuffers | None = None
         self._verified = Verified()
+        self._is_good: dict[int, bool] = {}
         self._attempts = 0
 
     # ---- before training
@@ -101,14 +105,15 @@ class CheckpointStore:
         require_free_space(self.run, size * checkpoints, f"{checkpoints} checkpoints of {human_bytes(size)}")
 
     def sweep(self) -> list[str]:
-        """Remove what killed saves left behind; for the holder of the run's lock, before the first save."""
-        return sweep(self.run) if self._peers.is_first else []
+        """Remove what killed saves left behind; for the holder of the run's lock, on rank 0, before the first save."""
+        self.fence()
+        return sweep(self.run)
 
     # ---- reading
 
     def newest(self, set_aside: bool = False) -> Checkpoint | None:
         """The newest whole checkpoint, None when the run never had one; called by all ranks. See `find_newest`."""
-        found = find_newest(self.run, self._peers, set_aside, self._say)
+        found = find_newest(self.run, self._peers, self.fence if set_aside else None, self._say)
         if found is not None:
             self._verified.steps.add(found.step)
         return found
@@ -119,19 +124,49 @@ class CheckpointStore:
         self._verified.steps.add(step)
         return found
 
-    def withdraw_after(self, step: int, reason: str) -> list[int]:
-        """Move the checkpoints after `step` out of the way, for a rollback; called by all ranks."""
+    def good_steps(self) -> list[int]:
+        """The steps of good checkpoints, oldest first, without imported weights at step 0: they are no state of this
+        run. Their bytes are not checked here."""
+        steps = sorted(filter(None, map(step_of, list_checkpoints(self.run))))
+        for step in steps:
+            if step not in self._is_good:  # a committed checkpoint never changes
+                self._is_good[step] = is_good(checkpoint_folder(self.run, step))
+        return [step for step in steps if self._is_good[step]]
+
+    def not_finite(self, tensors: Mapping[str, Tensor]) -> str | None:
+        """The name of a tensor that is not finite on some rank; None when all are. Called by all ranks."""
+        return next((str(name) for name in self._peers.gather(first_not_finite(tensors)) if name is not None), None)
+
+    def go_back_to(self, step: int, reason: str) -> list[int]:
+        """Pin the checkpoint of `step`, then move those after it out of the way; called by all ranks.
+
+        In this order: once the first of them is moved, nothing else on the disk tells a run that was killed here which
+        one it went back to, and retention would delete it. Returns the steps that were moved.
+        """
         self._writer.wait()
         self._peers.gather(None)  # nobody is writing any more
-        moved = withdraw_after(self.run, step, reason) if self._peers.is_first else []
-        return [int(each) for each in self._peers.gather(moved)[0]]
+        self._is_good.clear()
+        said: dict[str, Any] = {}
+        if self._peers.is_first:
+            try:
+                self.fence()
+                if step:
+                    pin(self.run, step, "a rollback went back to it")
+                said = {"moved": withdraw_after(self.run, step, reason, self.fence)}
+            except (UserError, OSError) as error:
+                said = {"problem": _in_words(error), "is_lost": isinstance(error, LostRunError)}
+        said = self._peers.gather(said)[0]
+        if "problem" in said:
+            raise (LostRunError if said["is_lost"] else BadInputError)(said["problem"])
+        return [int(each) for each in said["moved"]]
 
     # ---- saving
 
     def save(self, step: int, snapshot: Snapshot, details: Mapping[str, Any], wait: bool = False) -> SaveTicket:
         """Save a snapshot; returns when its tensors may change again, or, with `wait`, when it is committed.
 
-        Called by all ranks with the same step. A failure is in the result, never raised. A step that is committed
+        Called by all ranks with the same step. A failure is in the result, never raised, but for one: replicas that
+        differ end the run (ReplicasDifferError). A state that is not finite is not saved. A step that is committed
         already is left as it is.
         """
         started = time.monotonic()
@@ -142,6 +177,8 @@ class CheckpointStore:
                 self._writer.enter(ticket, agreed)
             else:
                 self._stage_and_submit(ticket, snapshot, details, agreed, started)
+        except AnomalyError:
+            raise
         except Exception as error:
             stall = time.monotonic() - started
             self._writer.enter(ticket, SaveResult(step, None, _in_words(error), stall_seconds=stall))
@@ -188,6 +225,10 @@ class CheckpointStore:
         for rank, each in enumerate(self._peers.gather(problem)):
             if each is not None:
                 return SaveResult(step, None, f"rank {rank}: {each}" if self._peers.size > 1 else str(each))
+        compare_replicas(tensors, self._peers)
+        bad = self.not_finite(tensors)
+        if bad is not None:
+            return SaveResult(step, None, f"{bad} holds values that are not finite", is_refused=True)
         return str(said[0]["attempt"])
 
     def _plan_anew(self, tensors: Mapping[str, Tensor]) -> str | None:
@@ -232,15 +273,16 @@ class CheckpointStore:
             except Exception as error:
                 notes.append(f"{type(sink).__name__}: {_in_words(error)}")
         try:
-            folder = commit(self.run, staged, attempt, self._writing_peers, self._fence, problem)
+            folder = commit(self.run, staged, attempt, self._writing_peers, self.fence, problem)
         except SaveError as error:
             problem = str(error)
         if folder is not None and self._writing_peers.is_first:
             self._verified.steps.add(staged.step)
             try:
+                self.fence()
                 note_latest(self.run, staged.step)
                 if self._retention is not None:
-                    deleted = prune(self.run, self._retention, self._verified)
+                    deleted = prune(self.run, self._retention, self._verified, self.fence)
             except (UserError, OSError) as error:
                 notes.append(f"after the commit: {_in_words(error)}")
         return SaveResult(
@@ -262,10 +304,14 @@ class CheckpointStore:
 
 
 def write_checkpoint(run: Path, step: int, snapshot: Snapshot, details: Mapping[str, Any]) -> Path:
-    """Commit one checkpoint from one process, waiting for it (an imported model, a tool); DiskError when it fails."""
+    """Commit one checkpoint from one process, waiting for it (an imported model, a tool); DiskError when it fails,
+    BadInputError when a tensor is not finite."""
     store = CheckpointStore(run)
     try:
-        return store.save(step, snapshot, details, wait=True).folder()
+        ticket = store.save(step, snapshot, details, wait=True)
+        if ticket.result is not None and ticket.result.is_refused:
+            raise BadInputError(f"{ticket.result.problem}: such weights cannot be trained on or used.")
+        return ticket.folder()
     finally:
         store.close()
 

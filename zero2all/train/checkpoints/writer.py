@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zero2all.common.errors import DiskError
+from zero2all.common.errors import AnomalyError, DiskError
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ class SaveResult:
     """Why there is no checkpoint; None when there is one."""
     was_skipped: bool = False
     """Left out, because the save before was still being written (`when_busy="skip"`)."""
+    is_refused: bool = False
+    """Not written, because the state is not worth keeping."""
     total_bytes: int = 0
     """Bytes of tensors, of all ranks."""
     stall_seconds: float = 0.0
@@ -65,9 +67,15 @@ class SaveTicket:
         self._done.set()
 
     def folder(self) -> Path:
-        """The committed folder, waiting for it; DiskError when the save failed: for saves that must be."""
+        """The committed folder, waiting for it: for saves that must be. DiskError when it failed, AnomalyError when the
+        state is not worth keeping."""
         result = self.wait()
         assert result is not None, "waiting without a timeout ends with a result"
+        if result.is_refused:
+            raise AnomalyError(
+                f"The checkpoint of step {self.step} was not saved: {result.problem}. Run the same command again to "
+                f"continue from the checkpoint before."
+            )
         if result.folder is None:
             raise DiskError(
                 f"The checkpoint of step {self.step} was not saved: {result.problem}. Nothing half-written was kept. "

@@ -11,7 +11,7 @@ from zero2all.common.files import read_json
 from zero2all.train.guards.advice import Advice, Facts, advice
 from zero2all.train.guards.detector import Detector
 from zero2all.train.guards.findings import Finding
-from zero2all.train.guards.policy import ACTION_NAMES, Action
+from zero2all.train.guards.policy import ACTION_NAMES, Action, Rollback, SkipWindow
 
 CURVE_STEPS = 128
 
@@ -41,6 +41,8 @@ class Incident:
     """Mean loss of each row of the step, where it was recorded."""
     tokens: list[int] = field(default_factory=list)
     """First and end token of the step."""
+    skipped: dict[str, Any] | None = None
+    """The decision to leave data out, as in skipped.json; None where there was none."""
 
     def name(self) -> str:
         """Of its files, without their ending."""
@@ -77,6 +79,7 @@ def make_incident(
         advice=[asdict(line) for line in given],
         row_losses=list(row_losses),
         tokens=list(first.tokens),
+        skipped=asdict(action.skip) if isinstance(action, SkipWindow | Rollback) and action.skip else None,
     )
 
 

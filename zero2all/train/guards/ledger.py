@@ -17,8 +17,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError
-from zero2all.common.files import read_json, write_json
+from zero2all.common.files import write_atomic, write_json
 
 LEDGER_FILE = "skipped.json"
 
@@ -103,18 +104,42 @@ class SkipLedger:
 
     @staticmethod
     def load(folder: Path) -> SkipLedger:
-        """What was recorded in `folder`; nothing where there is no record."""
+        """What was recorded in `folder`; nothing where there is no record. DamagedLedgerError when it says nothing."""
         path = folder / LEDGER_FILE
         try:
-            values = read_json(path)
-        except FileNotFoundError:
-            return SkipLedger()
-        try:
+            values = jsonio.loads(path.read_bytes())
             if values["format"] != 1:
                 raise ValueError(f"format {values['format']}, expected 1")
             return SkipLedger.from_state(values["skipped"])
+        except FileNotFoundError:
+            return SkipLedger()
         except (KeyError, TypeError, ValueError) as error:
-            raise BadInputError(
-                f"{path} is not a record of skipped data ({error}). It says which samples the run leaves out, so the "
-                f"run is not continued without it: restore the file, or start over with --fresh."
-            ) from error
+            raise DamagedLedgerError(f"{path} is no readable record of skipped data ({error}).") from error
+
+
+class DamagedLedgerError(BadInputError):
+    """The record is there and cannot be read: rebuild it. To go on without it would read what was left out."""
+
+
+def rebuilt_ledger(folder: Path, in_checkpoint: Iterable[Mapping[str, Any]]) -> SkipLedger:
+    """The record anew: what the checkpoint that the run goes on from knew, and what incident pages say was decided
+    since, in the order in which they were written.
+
+    Nothing poisoned comes back by this. What was decided before the checkpoint is in it; of what was decided after it
+    the run comes to the same data again, and where a page is lost too, judges it again.
+    """
+    ledger = SkipLedger.from_state(in_checkpoint)
+    for path in sorted(folder.glob("*-*.json"), key=lambda path: path.stat().st_mtime_ns):
+        try:
+            decided = jsonio.loads(path.read_bytes()).get("skipped")
+            if decided:
+                ledger.add(Skipped(**decided))
+        except (OSError, ValueError, TypeError, AttributeError):
+            continue  # a page that is damaged too
+    return ledger
+
+
+def keep_damaged(path: Path) -> None:
+    """Copy an unreadable record, for a person to look at. It stays in place until the new one does: a kill in between
+    must not leave a run that has none."""
+    write_atomic(path.with_name(f"{path.name}.damaged"), path.read_bytes())

@@ -14,6 +14,10 @@ Earlier decisions are counted in the ledger, which neither a rollback nor a cras
 its own: a run that is resumed passes over the steps it refused before, and must still come to the decisions of the run
 that was left alone. Only steps that were not finite are remembered here. They are not recorded as bad data, since an
 overflow says little about the text.
+
+A run that was resumed, or has gone back, and finds not one of its first steps finite, was left a state that is of no
+use: it goes on from an older checkpoint, whatever the settings but `stop`, and leaves no data out. If it was the data
+after all, the run comes to it again with weights that have proved themselves.
 """
 
 from __future__ import annotations
@@ -47,10 +51,10 @@ class SkipWindow:
 
 @dataclass(frozen=True)
 class Rollback:
-    """Load the checkpoint of `to_step` and leave `skip` out from then on."""
+    """Load the checkpoint of `to_step` and leave `skip` out from then on; None: only the state is to blame."""
 
     to_step: int
-    skip: Skipped
+    skip: Skipped | None
     reason: str
 
 
@@ -73,25 +77,39 @@ class Policy:
     def __init__(self, config: GuardsConfig) -> None:
         self.config = config
         self._not_finite: list[int] = []  # the last steps that were not finite
+        self._unproven: int | None = None  # the step the run stands on, while no step after it was finite
+
+    def resumed(self, step: int) -> None:
+        """The run goes on from the checkpoint of `step`, which has to prove itself."""
+        self._unproven = step
 
     def decide(self, step: int, findings: Sequence[Finding], ledger: SkipLedger, checkpoints: Sequence[int]) -> Action:
-        """What to do after `step`, in which `findings` were made; `checkpoints` are the steps of verified ones.
+        """What to do after `step`, in which `findings` were made; `checkpoints` are the steps of good ones.
 
         Adds nothing to the ledger: whoever carries out the action does.
         """
+        if not any(one.kind == "nonfinite" for one in findings):
+            self._unproven = None
         harmful = [one for one in findings if one.kind in STEP_KINDS and self._setting(one) != "log"]
         if not harmful:
             return Continue(findings[0].text if findings else "")
         worst = harmful[0]
         if worst.kind == "nonfinite":
-            self._not_finite = [*self._not_finite, step][-self.config.max_skips_in_a_row :]
+            most = max(self.config.max_skips_in_a_row, self.config.rollback_after_spikes)
+            self._not_finite = [*self._not_finite, step][-most:]
             if self.config.nonfinite == "stop":
                 return Stop(f"{worst.text}. guards.nonfinite is `stop`, so the run ends here, unharmed.")
+            action = self._leave_bad_start(worst, checkpoints) or self._leave_not_finite(
+                step, worst, ledger, checkpoints
+            )
+            if action is not None:
+                return action
         in_a_row = self._refused_in_a_row(step, ledger)
         back = [one for one in harmful if self._setting(one) == "rollback"]
         spikes = [entry for entry in self._open_spikes(step, ledger) if self._kind_setting(entry.kind) == "rollback"]
         if back and len(spikes) + 1 >= self.config.rollback_after_spikes:
-            return self._go_back(step, back[0], spikes, ledger, checkpoints)
+            margin = self.config.rollback_margin_steps
+            return self._go_back(step, back[0], spikes, ledger, checkpoints, margin, f"{len(spikes) + 1} spikes")
         if in_a_row >= self.config.max_skips_in_a_row:
             return Stop(
                 f"{worst.text}. {in_a_row} updates in a row were skipped, so the run ends here. The weights are those "
@@ -103,6 +121,34 @@ class Policy:
         return SkipWindow(
             _skipped(chosen, step, *chosen.tokens, "refuse"), f"{chosen.text}; no update was made with this step"
         )
+
+    def _leave_bad_start(self, finding: Finding, checkpoints: Sequence[int]) -> Action | None:
+        """Back to an older checkpoint when no step since the one the run stands on was finite."""
+        if self._unproven is None:
+            return None
+        refused = [one for one in self._not_finite if one > self._unproven]
+        older = [one for one in checkpoints if one < self._unproven]
+        if not older or len(refused) < min(self.config.rollback_after_spikes, self.config.max_skips_in_a_row):
+            return None
+        return Rollback(
+            max(older),
+            None,
+            f"{finding.text}; none of the first {len(refused)} steps after the checkpoint of step {self._unproven} was "
+            f"finite: back to the checkpoint of step {max(older)}",
+        )
+
+    def _leave_not_finite(
+        self, step: int, finding: Finding, ledger: SkipLedger, checkpoints: Sequence[int]
+    ) -> Action | None:
+        """With guards.nonfinite `rollback`: back, as after spikes, when such steps keep coming."""
+        since = step - self.config.rollback_within_steps
+        count = sum(since < one <= step for one in self._not_finite)
+        if self.config.nonfinite != "rollback" or count < self.config.rollback_after_spikes:
+            return None
+        # Weights and moments of a good checkpoint are finite: the one right before will do. Without one, no window is
+        # left out: that helps no weights that are not finite, and max_skips_in_a_row must be able to end the run.
+        action = self._go_back(step, finding, (), ledger, checkpoints, 1, f"{count} steps that were not finite")
+        return None if isinstance(action, SkipWindow) else action
 
     def _setting(self, finding: Finding) -> str:
         return self._kind_setting(finding.kind)
@@ -132,7 +178,14 @@ class Policy:
         return count
 
     def _go_back(
-        self, step: int, finding: Finding, spikes: Sequence[Skipped], ledger: SkipLedger, checkpoints: Sequence[int]
+        self,
+        step: int,
+        finding: Finding,
+        spikes: Sequence[Skipped],
+        ledger: SkipLedger,
+        checkpoints: Sequence[int],
+        margin: int,
+        what: str,
     ) -> Action:
         onset_step, onset_token = step, finding.tokens[0]
         if spikes:
@@ -149,22 +202,22 @@ class Policy:
                 f"{finding.text}. The run has gone back {len(recent)} times within {within:,} steps "
                 f"(guards.max_rollbacks), and its loss jumps again: this is not one bad stretch of data."
             )
-        to_step = self._last_good(onset_step, checkpoints, rollbacks)
+        to_step = self._last_good(onset_step - margin, checkpoints, rollbacks)
         if to_step is None:
             return SkipWindow(
                 _skipped(finding, step, onset_token, end, "window"),
-                f"{finding.text}; there is no checkpoint at least {self.config.rollback_margin_steps} steps older than "
-                f"step {onset_step} to go back to, so only the data is left out",
+                f"{finding.text}; there is no good checkpoint at least {margin} steps older than step {onset_step} to "
+                f"go back to, so only the data is left out",
             )
         return Rollback(
             to_step,
             _skipped(finding, step, onset_token, end, "rollback", to_step),
-            f"{finding.text}; {len(spikes) + 1} spikes since step {onset_step}: back to the checkpoint of step "
-            f"{to_step}, without tokens {onset_token:,} to {end:,}",
+            f"{finding.text}; {what} since step {onset_step}: back to the checkpoint of step {to_step}, without tokens "
+            f"{onset_token:,} to {end:,}",
         )
 
-    def _last_good(self, onset_step: int, checkpoints: Sequence[int], rollbacks: Sequence[Skipped]) -> int | None:
-        good = [step for step in sorted(checkpoints) if step <= onset_step - self.config.rollback_margin_steps]
+    def _last_good(self, latest: int, checkpoints: Sequence[int], rollbacks: Sequence[Skipped]) -> int | None:
+        good = [step for step in sorted(checkpoints) if step <= latest]
         if not good:
             return None
         if len(good) > 1 and rollbacks and rollbacks[-1].to_step == good[-1]:

@@ -16,12 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from zero2all.common.files import read_json, write_json
+from zero2all.common import jsonio
+from zero2all.common.files import write_json
 from zero2all.packed.mixture import TrainingData
+from zero2all.train.checkpoints.run_lock import Fence, no_fence
 from zero2all.train.config import GuardsConfig
 from zero2all.train.guards.detector import Detector, Limits, SpikeRule
 from zero2all.train.guards.findings import Finding
-from zero2all.train.guards.ledger import SkipLedger
+from zero2all.train.guards.ledger import SkipLedger, keep_damaged
 from zero2all.train.guards.policy import Action, Policy, Rollback, SkipWindow
 from zero2all.train.guards.quarantine import Quarantine
 from zero2all.train.guards.rows import RowFinder, StepRows
@@ -51,13 +53,15 @@ class RunGuards:
         warmup_steps: int,
         data: TrainingData | None = None,
         quarantine: str = "log",
+        fence: Fence = no_fence,
     ) -> None:
-        """`data` None, or `quarantine: off`, leaves the shards alone."""
-        self.folder = run / INCIDENTS_FOLDER
+        """`data` None, or `quarantine: off`, leaves the shards alone. `fence` is asked before every write."""
+        self.folder, self._fence = run / INCIDENTS_FOLDER, fence
         self.detector = Detector(SpikeRule.of(config, warmup_steps))
         self.policy = Policy(config)
         self.ledger = SkipLedger.load(self.folder)
         self.quarantine = Quarantine(quarantine)
+        self._is_quarantine_damaged = False
         self.shards: ShardWatch | None = None
         self.finder: RowFinder | None = None
         if data is not None and quarantine != "off":
@@ -102,8 +106,10 @@ class RunGuards:
         findings = self.detector.observe(step, loss, grad_norm, channel_losses, tokens)
         action = self.policy.decide(step, findings, self.ledger, checkpoints)
         if isinstance(action, SkipWindow | Rollback):
-            self.ledger.add(action.skip)
-            self.ledger.save(self.folder)
+            if action.skip is not None:
+                self.ledger.add(action.skip)
+                self._fence()
+                self.ledger.save(self.folder)
             return Observation(findings, action)  # a resumed run passes over this step, so its rows must not count
         if self.shards is not None and self.finder is not None and row_nats is not None and row_counts is not None:
             # Named before the first step, or on a branch that was left. Not before their time: a run that is resumed
@@ -122,7 +128,11 @@ class RunGuards:
         from_step = step + self.detector.rule.lag_steps
         added = [self.quarantine.add(finding, from_step) for finding in findings]
         if any(added):
-            write_json(self.folder / QUARANTINE_FILE, {"format": 1, "shards": self.quarantine.state()})
+            self._save_quarantine()
+
+    def _save_quarantine(self) -> None:
+        self._fence()
+        write_json(self.folder / QUARANTINE_FILE, {"format": 1, "shards": self.quarantine.state()})
 
     def restart(self) -> None:
         """A stage with other data begins: what the loss was before no longer counts."""
@@ -141,8 +151,8 @@ class RunGuards:
             "shards": None if self.shards is None else self.shards.state(),
         }
 
-    def restore(self, state: Mapping[str, Any]) -> list[str]:
-        """Go on where `state` was taken, after a crash or a rollback alike; decisions made since then stay.
+    def restore(self, state: Mapping[str, Any], step: int) -> list[str]:
+        """Go on at `step`, where `state` was taken, after a crash or a rollback alike; decisions made since then stay.
 
         Returns what could not be taken over, for a person.
         """
@@ -150,13 +160,14 @@ class RunGuards:
             raise ValueError(f"the guards' state has format {state.get('format')}, expected {STATE_FORMAT}")
         self.detector.restore(state["detector"])
         self.policy.restore(state["policy"])
+        self.policy.resumed(step)
         then = SkipLedger.from_state(state["ledger"])
         then.merge(self.ledger)
         self.ledger = then
         named = Quarantine(self.quarantine.mode)
         named.restore(state["quarantine"])
         self.quarantine.merge(named)
-        return self._restore_shards(state["shards"])
+        return [*self._mend_quarantine(), *self._restore_shards(state["shards"])]
 
     def _restore_shards(self, state: Mapping[str, Any] | None) -> list[str]:
         if self.shards is None or state is None:
@@ -172,7 +183,22 @@ class RunGuards:
 
     def _load_quarantine(self) -> None:
         try:
-            values = read_json(self.folder / QUARANTINE_FILE)
+            self.quarantine.restore(jsonio.loads((self.folder / QUARANTINE_FILE).read_bytes())["shards"])
         except FileNotFoundError:
             return
-        self.quarantine.restore(values["shards"])
+        except (KeyError, TypeError, ValueError):
+            self._is_quarantine_damaged = True
+
+    def _mend_quarantine(self) -> list[str]:
+        """Write a list that could not be read anew from the checkpoint, which names all shards up to its step."""
+        if not self._is_quarantine_damaged:
+            return []
+        self._is_quarantine_damaged = False
+        self._fence()
+        path = self.folder / QUARANTINE_FILE
+        keep_damaged(path)
+        self._save_quarantine()
+        return [
+            f"{path} could not be read and was written anew: {len(self.quarantine.shards)} shards that the checkpoint "
+            f"knows. Shards named since then will be named again."
+        ]

@@ -16,6 +16,7 @@ from typing import Any
 
 from zero2all.common.files import write_atomic, write_json
 from zero2all.packed.mixture import TrainingData
+from zero2all.train.checkpoints.run_lock import Fence, no_fence
 from zero2all.train.guards.documents import Decode, SampleText, documents_by_number, samples_of_step
 from zero2all.train.guards.incident import Incident
 from zero2all.train.guards.page import incident_html, incident_text
@@ -33,8 +34,10 @@ class IncidentWriter:
         data: TrainingData | None,
         corpus: Path,
         make_decode: Callable[[], Decode] | None = None,
+        fence: Fence = no_fence,
     ) -> None:
         """`make_decode` loads the tokenizer when the first incident needs it; without it ids are shown."""
+        self._fence = fence
         self.folder, self._data, self._corpus, self._make_decode = folder, data, corpus, make_decode
         self._decode: Decode | None = None
         self.problems: list[str] = []
@@ -62,7 +65,9 @@ class IncidentWriter:
     def _work(self) -> None:
         while (incident := self._queue.get()) is not None:
             try:
-                self.written.append(write_incident(self.folder, self._with_documents(incident)))
+                whole = self._with_documents(incident)
+                self._fence()
+                self.written.append(write_incident(self.folder, whole))
             except Exception as error:  # a full disk, a folder that is gone: never the run's concern
                 self.problems.append(f"the page of step {incident.step} could not be written: {error}")
 

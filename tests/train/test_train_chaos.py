@@ -1,0 +1,210 @@
+"""Faults injected into real processes: a run that was taken over, weights that are not finite, replicas that differ."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.train.checkpoints.conftest import reseal
+from tests.train.conftest import Trainer
+from tests.train.ranks import CODE, Launch, RankStarter
+from zero2all.common.errors import AnomalyError, LostRunError
+from zero2all.common.workspace import Workspace
+from zero2all.track.reader import read_run
+from zero2all.train.checkpoints.layout import list_checkpoints, step_of
+from zero2all.train.checkpoints.load import verified_checkpoint
+from zero2all.train.checkpoints.retention import pins
+
+NO_DROPOUT = {"residual_dropout": 0.0, "attention_dropout": 0.0, "embedding_dropout": 0.0}
+STEPS, STEP_TOKENS = 16, 160
+
+
+@pytest.fixture(scope="module")
+def lab(shared_work, tmp_path_factory) -> Workspace:
+    """A workspace that all tests here share; each has runs of its own name."""
+    root = tmp_path_factory.mktemp("chaos") / "work"
+    shutil.copytree(shared_work.root, root)
+    return Workspace(root)
+
+
+@pytest.fixture(scope="module")
+def ranks(warm, lab, tmp_path_factory):
+    starter = RankStarter(warm, Trainer, lab.root, tmp_path_factory.mktemp("ranks"))
+    yield starter
+    starter.stop()
+
+
+def chaos_config(config, name, guards=None, **parallel):
+    return config(
+        model=NO_DROPOUT,
+        train={"name": name, "steps": STEPS, "tokens_per_step": STEP_TOKENS, "precision": "float64"},
+        checkpoint={"every_steps": 4},
+        eval={"every_steps": 0, "valid_tokens_per_source": 128},
+        guards=guards or {},
+        parallel=parallel,
+    )
+
+
+def steps_in(run: Path) -> list[int]:
+    return sorted(step_of(folder) for folder in list_checkpoints(run))
+
+
+def files_in(run: Path) -> dict[str, bytes]:
+    """Every file, byte for byte."""
+    return {str(path.relative_to(run)): path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()}
+
+
+def events(run: Path, kind: str) -> list[dict]:
+    return [event.data for event in read_run(run).events if event.kind == kind]
+
+
+def last_bits(run: Path) -> dict[str, bytes]:
+    """Every weight, moment and counter of the last checkpoint."""
+    folder = run / f"checkpoints/step-{STEPS:08d}"
+    assert verified_checkpoint(folder).step == STEPS
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "manifest.json"}
+
+
+# ---- a run that was taken over ----
+
+
+def wait_until_stopped(launch: Launch) -> None:
+    for trainer in launch.trainers:
+        trainer.wait_until(lambda pid=trainer.pid: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+
+
+def taken_over(launch: Launch, run: Path, finish) -> tuple[list[int], dict[str, bytes]]:
+    """Stop a run, remove its lock, let another process finish it, continue the first; how it ended, and what the other
+    one left."""
+    wait_until_stopped(launch)
+    (run / "lock").unlink()
+    finish()
+    left = files_in(run)
+    for trainer in launch.trainers:
+        trainer.signal(signal.SIGCONT)
+    return launch.wait(), left
+
+
+def test_processes_that_lost_their_run_end_with_code_14_and_change_no_byte_of_it(ranks, lab, config):
+    settings = chaos_config(config, "lost", data="shard")
+    launch = ranks(settings, 2, signals=dict.fromkeys((0, 1), (6, signal.SIGSTOP, 0.0)))
+    ended, left = taken_over(launch, lab.run("lost"), lambda: ranks.finished(settings))
+    assert ended == [LostRunError.exit_code] * 2, launch.text()
+    assert files_in(lab.run("lost")) == left
+    said = launch.trainers[0].text()
+    assert "z2a: The run lost has lost its lock" in said
+    assert "Traceback" not in launch.text()
+    assert steps_in(lab.run("lost")) == [12, 16]
+
+
+STOPPED_BEFORE_GOING_BACK = f"""
+import os, signal
+from zero2all.train.checkpoints.store import CheckpointStore
+
+go_back_to = CheckpointStore.go_back_to
+
+def stop_first(*arguments):
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return go_back_to(*arguments)
+
+CheckpointStore.go_back_to = stop_first
+{CODE}
+"""
+SPIKES = {
+    "spike_window_steps": 8,
+    "spike_min_steps": 8,
+    "spike_sigmas": 2.0,
+    "spike_mads": 3.0,
+    "rollback_after_spikes": 1,
+    "rollback_margin_steps": 2,
+    "skip_steps_after": 1,
+}
+
+
+def test_a_process_that_lost_its_run_while_going_back_leaves_the_new_checkpoints_where_they_are(ranks, lab, config):
+    settings, garbled = chaos_config(config, "back", SPIKES), (12 * STEP_TOKENS,)
+    launch = ranks(settings, garbled=garbled, code=STOPPED_BEFORE_GOING_BACK)
+    ended, left = taken_over(launch, lab.run("back"), lambda: ranks.finished(settings, garbled=garbled))
+    assert ended == [LostRunError.exit_code], launch.text()
+    assert files_in(lab.run("back")) == left
+    assert steps_in(lab.run("back")) == [8, 12, 16]
+    assert list(pins(lab.run("back"))) == [8]
+
+
+# ---- weights and moments that are not finite ----
+
+
+@pytest.fixture(scope="module")
+def left_alone(ranks, lab, config):
+    ranks.finished(chaos_config(config, "left alone"))
+    return last_bits(lab.run("left alone"))
+
+
+@pytest.fixture(scope="module")
+def stopped_at_8(ranks, lab, config, tmp_path_factory):
+    """A run with checkpoints at steps 4 and 8; to be copied."""
+    launch = ranks(chaos_config(config, "stopped"), signals={0: (7, signal.SIGTERM, 0.0)})
+    assert launch.wait() == [10], launch.text()
+    kept = tmp_path_factory.mktemp("stopped") / "run"
+    shutil.copytree(lab.run("stopped"), kept)
+    assert steps_in(kept) == [4, 8]
+    return kept
+
+
+def set_value(run: Path, step: int, file: str, name: str, value: float) -> None:
+    """Change one value of a checkpoint, and seal it again: nothing tells that it was not written so."""
+    folder = run / f"checkpoints/step-{step:08d}"
+    tensors = load_file(folder / file)
+    tensors[name].view(-1)[0] = value
+    save_file(tensors, folder / file, metadata={"format": "pt"})
+    reseal(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "value", "said"),
+    [
+        ("model-00000-00000.safetensors", "norm.weight", torch.inf, "holds values that are not finite"),
+        ("optimizer-00000-00000.safetensors", "exp_avg/norm.weight", torch.nan, "holds values that are not finite"),
+        # finite, but nothing that is computed with it is
+        ("model-00000-00000.safetensors", "norm.weight", 1e308, "none of the first 3 steps after the checkpoint"),
+    ],
+    ids=["weight", "moment", "overflow"],
+)
+def test_a_run_resumed_with_a_bad_state_falls_back_by_itself_says_so_and_ends_like_the_one_left_alone(
+    ranks, lab, config, left_alone, stopped_at_8, file, name, value, said
+):
+    run = lab.run("stopped")
+    shutil.rmtree(run)
+    shutil.copytree(stopped_at_8, run)
+    set_value(run, 8, file, name, value)
+    launch = ranks.finished(chaos_config(config, "stopped"))
+    assert said in launch.text()
+    assert "back to the checkpoint of step 4" in launch.text()
+    (rollback,) = events(run, "rollback")
+    assert (rollback["to_step"], rollback["withdrawn"]) == (4, [8])
+    assert said in rollback["reason"]
+    assert last_bits(run) == left_alone
+    assert steps_in(run) == [4, 12, 16]  # 4 is pinned
+
+
+# ---- replicas that differ ----
+
+
+def test_one_changed_weight_on_one_rank_ends_the_run_before_it_is_saved_and_names_the_rank(ranks, lab, config):
+    settings = chaos_config(config, "replicas", data="replicate")
+    launch = ranks(settings, 2, spoiled={1: 6})
+    assert launch.wait() == [AnomalyError.exit_code] * 2, launch.text()
+    said = launch.trainers[0].text()
+    assert "z2a: The replicas differ: rank 1 of 2" in said
+    assert "Traceback" not in launch.text()
+    assert steps_in(lab.run("replicas")) == [4]
+    assert json.loads((lab.run("replicas") / "checkpoints/latest.json").read_text()) == {"step": 4}
+    ranks.finished(settings, 2)  # from step 4, with the same bits everywhere
+    assert steps_in(lab.run("replicas")) == [12, 16]
