@@ -12,6 +12,7 @@ import yaml
 
 from zero2all.common.errors import UsageError
 from zero2all.common.schema import field_docs
+from zero2all.common.workspace import FOLDER_NAME_WORDS
 from zero2all.config import (
     ConfigError,
     RunConfig,
@@ -204,7 +205,7 @@ def test_what_does_not_fit_together_is_found_beside_what_is_wrong_alone():
         "data.mixture: got {'en': 0.0}, expected at least one weight above 0.",
         "model.hidden_size: got 100, expected a multiple of model.heads (7).",
         "model.kv_heads: got 3, expected a divisor of model.heads (7).",
-        "train.name: got 'a/b', expected a plain folder name without slashes or a leading dot.",
+        f"train.name: got 'a/b', expected {FOLDER_NAME_WORDS}.",
         "data.seq_len: got 128, expected at most model.max_seq_len (64).",
         "train.tokens_per_step: got 1000, expected a multiple of data.seq_len (128). Nearest: 1024.",
         "schedule.warmup_steps: got 20, expected at most the 10 steps of this schedule.",

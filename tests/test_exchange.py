@@ -1,6 +1,7 @@
 """Models that leave for, and come from, the Hugging Face world: the same tensors, the same logits, the same text."""
 
 import dataclasses
+import os
 import re
 import shutil
 
@@ -571,6 +572,56 @@ def narrower(tensors):
     tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"][:, 1:].contiguous()
 
 
+def index(name):
+    """An index whose every weight lies in `name`, a path or whatever else."""
+
+    def change(folder):
+        weights = dict.fromkeys(tensors_of(folder), name)
+        write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": weights})
+
+    return change
+
+
+def outside(name):
+    """The weights beside the folder, and an index that leads to them."""
+
+    def change(folder):
+        named = name.format(parent=folder.parent)
+        index(named)(folder)
+        (folder / "model.safetensors").rename(folder.parent / "outside.safetensors")
+
+    return change
+
+
+def fifo(name):
+    def change(folder):
+        if name != "model.safetensors":
+            index(name)(folder)
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+
+    return change
+
+
+def spoiled(value):
+    def change(tensors):
+        tensors["model.norm.weight"][3] = value
+        tensors["model.layers.1.mlp.up_proj.weight"][:2] = value
+
+    return change_tensors(change)
+
+
+def twice(folder):
+    shutil.copy(folder / "model.safetensors", folder / "again.safetensors")
+    names = {"a": "model.safetensors", "b": "again.safetensors"}
+    write_json(folder / "model.safetensors.index.json", {"weight_map": names})
+
+
+def double_name(folder):
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace("{", '{"vocab_size": 353,', 1))
+
+
 def rope(**values):
     return change_config(rope_parameters={"rope_theta": 10000.0, **values})
 
@@ -580,7 +631,7 @@ REFUSED = {
     "pickled weights only": (pickled_only, r"only pickled weights \(pytorch_model.bin\).*never loads"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
     "half a file": (truncated, "no readable safetensors file"),
-    "a shard is missing": (shard_missing, "model-00002-of-00002.safetensors is no readable"),
+    "a shard is missing": (shard_missing, "model-00002-of-00002.safetensors is missing"),
     "config is no object": (lambda folder: (folder / "config.json").write_text("[1]"), "should hold a JSON object"),
     "config is no JSON": (lambda folder: (folder / "config.json").write_text("{"), "cannot be read as JSON"),
     "unknown model type": (change_config(model_type="gpt2"), "model_type 'gpt2'; only llama and qwen2"),
@@ -616,6 +667,47 @@ REFUSED = {
         change_tensors(lambda tensors: tensors.update({"model.norm.weight": torch.ones(48, dtype=torch.int8)})),
         "stores .*int8",
     ),
+    "an absolute path in the index": (outside("{parent}/outside.safetensors"), "names the file '/.*without slashes"),
+    "a path upwards in the index": (outside("../outside.safetensors"), "names the file '../outside.safetensors'"),
+    "a path below in the index": (index("below/model.safetensors"), "names the file 'below/model.safetensors'"),
+    "a NUL in the index": (index("model\0.safetensors"), "names the file"),
+    "a number in the index": (index(5), "5 is missing"),
+    "an object in the index": (index({"a": "/etc/passwd"}), "names the file"),
+    "an index of nothing": (
+        lambda folder: write_json(folder / "model.safetensors.index.json", {"weight_map": {}}),
+        "no weight_map",
+    ),
+    "a fifo for weights": (fifo("model.safetensors"), "neither a file nor a link to one"),
+    "a fifo in the index": (fifo("model-00001-of-00001.safetensors"), "neither a file nor a link to one"),
+    "a device in place of weights": (
+        lambda folder: [
+            (folder / "model.safetensors").unlink(),
+            (folder / "model.safetensors").symlink_to("/dev/zero"),
+        ],
+        "neither a file nor a link to one",
+    ),
+    "a tensor in two files": (twice, "another file does too"),
+    "a name twice in the config": (double_name, "'vocab_size' stands twice"),
+    "NaN weights": (
+        spoiled(float("nan")),
+        r"97 weights in .* are NaN or infinite, in 2 of 21 tensors.*--allow-nonfinite",
+    ),
+    "infinite weights": (spoiled(float("-inf")), "97 weights in .* are NaN or infinite"),
+    "layers without end": (change_config(num_hidden_layers=10**7), r"layers: got 10000000, .* at most 10000"),
+    "more layers than weights": (change_config(num_hidden_layers=9_000), "is 9,000, and the weights are those of 2"),
+    "widths without end": (change_config(hidden_size=10**15), r"hidden_size: got 1000000000000000, .* at most"),
+    "ids without end": (change_config(vocab_size=10**30), r"vocab_size: got 1000000000000000000000000000000, "),
+    "positions without end": (change_config(max_position_embeddings=10**12), r"max_seq_len: got 1000000000000, "),
+    "a number for a list": (change_config(layer_types=5), "layer_types is '5', expected a list"),
+    "a text for an object": (change_config(rope_scaling="x"), "rope_scaling is 'x', expected an object"),
+    "a number for an object": (change_config(rope_parameters=7), "rope_parameters is '7', expected an object"),
+    "a list for a model type": (change_config(model_type=["llama"]), "model_type \\['llama'\\]"),
+    "a list for a kind of scaling": (rope(rope_type=["yarn"], factor=2.0), "stretches positions by \\['yarn'\\]"),
+    "a text for true or false": (change_config(tie_word_embeddings="no"), "tie_word_embeddings is 'no'"),
+    "yarn without a base": (
+        rope(rope_type="yarn", factor=2.0, rope_theta=1.0),
+        "rope_theta: got 1.0, expected .* above 1",
+    ),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "no tokenizer in"),
 }
 
@@ -645,6 +737,25 @@ def test_what_would_compute_differently_is_refused_and_leaves_nothing(refusable,
     with pytest.raises(BadInputError, match=message):
         import_folder(folder, workspace, "run")
     assert files_below(workspace.root) == before
+
+
+def test_a_folder_of_links_as_a_hugging_face_cache_keeps_them_is_imported(refusable, tmp_path, workspace):
+    cache = tmp_path / "cache"
+    (cache / "blobs").mkdir(parents=True)
+    (cache / "snapshots/main").mkdir(parents=True)
+    for number, path in enumerate(refusable.iterdir()):
+        shutil.copy(path, cache / f"blobs/{number}")
+        (cache / "snapshots/main" / path.name).symlink_to(f"../../blobs/{number}")
+    import_folder(cache / "snapshots/main", workspace, "run")
+    assert load_run(workspace, "run").step == 0
+
+
+def test_weights_that_are_not_finite_come_in_where_the_person_insists(refusable, tmp_path, workspace):
+    folder = shutil.copytree(refusable, tmp_path / "theirs")
+    spoiled(float("nan"))(folder)
+    import_folder(folder, workspace, "run", allow_nonfinite=True)
+    loaded = load_run(workspace, "run").model.state_dict()
+    assert sum(int(tensor.isnan().sum()) for tensor in loaded.values()) == 97
 
 
 def test_tokenizer_with_more_ids_than_the_model_has_rows_is_refused(refusable, tmp_path, workspace):

@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "limits": ("model.config",),
     "parallel": ("model", "limits"),
     "train": ("packed", "model", "ops", "parallel", "limits", "track.writer", "config"),
-    "evals": ("model", "ops", "parallel", "tokenizer", "train", "config"),
+    "evals": ("model", "ops", "parallel", "tokenizer", "train", "track.writer", "config"),
     "exchange": ("model", "tokenizer", "train", "evals.load", "config"),
     # the one config gathers the sections, which live beside their owners
     "config": (

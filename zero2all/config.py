@@ -16,6 +16,7 @@ from typing import Any
 
 from zero2all.common.errors import UsageError
 from zero2all.common.schema import Problem, UnknownName, apply_overrides, build, field_docs, nearest_hint
+from zero2all.common.yamlio import read_yaml
 from zero2all.model.config import ModelConfig
 from zero2all.ops.config import OpsConfig
 from zero2all.packed.config import DataConfig
@@ -86,7 +87,7 @@ class ConfigError(UsageError):
 def load_config(source: str | Path, overrides: list[str] | None = None) -> RunConfig:
     """Read a preset name or YAML path, apply `--section.field value` overrides, check everything."""
     path = find_config(str(source))
-    values = _read_yaml(path)
+    values = read_config_values(path)
     problems: list[Problem] = []
     apply_overrides(values, overrides or [], problems)
     return config_from_values(values, str(path), problems)
@@ -139,24 +140,11 @@ def config_yaml(config: RunConfig, with_docs: bool = True) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
-    import yaml
-
-    class OnceOnly(yaml.SafeLoader):
-        """Of a name that stands twice in a mapping, YAML would silently drop the first."""
-
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-            seen = set()
-            for key, _ in node.value:
-                if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                    raise yaml.MarkedYAMLError(problem=f"`{key.value}` stands here twice", problem_mark=key.start_mark)
-                seen.add(key.value if isinstance(key, yaml.ScalarNode) else None)
-            return super().construct_mapping(node, deep)
-
+def read_config_values(path: Path) -> dict[str, Any]:
+    """The sections of a YAML file as they stand there."""
     try:
-        with open(path, encoding="utf-8") as file:
-            values = yaml.load(file, OnceOnly)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        values = read_yaml(path)
+    except (OSError, ValueError) as error:
         raise UsageError(f"The config {path} cannot be read as YAML; nothing was started.\n{error}") from error
     if values is None:
         return {}

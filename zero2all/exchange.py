@@ -18,7 +18,7 @@ from torch import Tensor
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import read_json, staged_folder, write_atomic, write_json
 from zero2all.common.manifest import fingerprint, write_manifest
-from zero2all.common.workspace import STAMP_NAME, Workspace, open_workspace
+from zero2all.common.workspace import FOLDER_NAME_WORDS, STAMP_NAME, Workspace, is_folder_name, open_workspace
 from zero2all.config import RunConfig, config_from_values, config_values
 from zero2all.evals.load import LoadedModel
 from zero2all.model.config import ModelConfig
@@ -52,9 +52,7 @@ def export_run(
     control tokens as ordinary added tokens and brings a chat template, for tools that render chats as text; text can
     then spell control tokens.
     """
-    target = target.resolve()
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise UsageError(f"{target} exists and is no empty folder. Choose another one, or delete it first.")
+    target = require_new(target)
     with staged_folder(target) as partial:
         # The files as they are: re-saving through transformers would make control tokens reachable from text.
         _copy_files(tokenizer_folder, partial)
@@ -67,6 +65,14 @@ def export_run(
             dtype or loaded.stored_dtype,
             _token_ids(loaded.tokenizer),
         )
+
+
+def require_new(target: Path) -> Path:
+    """The whole path of a folder that is to be written, unless something stands there."""
+    target = target.resolve()
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise UsageError(f"{target} exists and is no empty folder. Choose another one, or delete it first.")
+    return target
 
 
 @dataclass(frozen=True)
@@ -95,20 +101,24 @@ def import_folder(
     name: str,
     tokenizer_folder: Path | None = None,
     resize_embeddings: bool = False,
+    allow_nonfinite: bool = False,
 ) -> Imported:
     """Make the run `name` at step 0 from a Hugging Face folder; its folder appears when it is whole.
 
     A run folder with a config but without its checkpoint would be trained from random weights. The workspace may be
     new: it is made once the folder has turned out to be a model, so that a bad one leaves nothing behind. With
     `tokenizer_folder`, the run uses that tokenizer, which must extend the model's own without moving an id;
-    `resize_embeddings` gives the model rows for all its ids, padded to a multiple of 64.
+    `resize_embeddings` gives the model rows for all its ids, padded to a multiple of 64. Weights that are NaN or
+    infinite are refused, unless `allow_nonfinite`.
     """
+    if not is_folder_name(name):
+        raise UsageError(f"train.name: got {name!r}, expected {FOLDER_NAME_WORDS}. Choose another --name.")
     if (workspace.root / STAMP_NAME).is_file():
         open_workspace(workspace.root)  # refuses that of another version
     run = workspace.run(name)
     if run.exists():
         raise UsageError(f"The run {name} exists already. Choose another --name, or delete {run}.")
-    model, tensors, dtype = read_hf_folder(folder)
+    model, tensors, dtype = read_hf_folder(folder, allow_nonfinite)
     source = tokenizer_folder or folder
     tokenizer = load_tokenizer(source)
     resized = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import signal
@@ -12,13 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from zero2all.common.errors import BadInputError, DiskError, is_disk_full
+from zero2all.common.errors import BadInputError, DiskError, is_disk_full, is_out_of_memory
 from zero2all.common.files import (
     crc32c_of,
     human_bytes,
     joined_crc32c,
     read_json,
     require_free_space,
+    require_writable,
     staged_folder,
     sweep_partials,
     write_atomic,
@@ -235,3 +237,53 @@ def test_the_crc32c_of_parts_joins_to_that_of_the_whole(tmp_path):
     parts = [(crc32c_of(path, start, end), end - start) for start, end in itertools.pairwise(cuts)]
     assert joined_crc32c(parts) == crc32c_of(path)
     assert joined_crc32c([]) == "00000000"
+
+
+# ---- where results may be put ----
+
+
+def test_a_result_can_be_put_into_new_folders_and_over_older_files(tmp_path):
+    (tmp_path / "old.json").write_text("{}")
+    (tmp_path / "link.json").symlink_to(tmp_path / "old.json")
+    (tmp_path / "dangling.json").symlink_to(tmp_path / "nothing")
+    for name in ("old.json", "new.json", "a/b/c/new.json", "link.json", "dangling.json"):
+        require_writable(tmp_path / name, "--json")
+    for name in ("new", "a/b/c", "."):
+        require_writable(tmp_path / name, "--out", is_folder=True)
+    assert not (tmp_path / "a").exists(), "a check writes nothing"
+
+
+def test_a_result_that_could_not_be_put_there_is_refused_before_the_work(tmp_path):
+    (tmp_path / "file").write_text("")
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "nothing")
+    for path, is_folder, words in (
+        ("file/below", False, "is a file, so nothing can be written below it"),
+        ("file/a/b/c", True, "is a file, so nothing can be written below it"),
+        (".", False, "is a folder; a file is to be written there"),
+        ("file", True, "is a file; a folder is to be written there"),
+        ("fifo", False, "neither a file nor a folder"),
+        ("fifo", True, "neither a file nor a folder"),
+        ("nowhere", True, "a link to nothing"),
+        ("n" * 250, False, "longer than 200 bytes"),
+    ):
+        with pytest.raises(BadInputError, match=words) as caught:
+            require_writable(tmp_path / path, "--out", is_folder)
+        assert str(caught.value).startswith(f"--out {tmp_path}")
+
+
+def test_want_of_memory_is_recognised_in_the_shapes_libraries_give_it():
+    wrapped = ValueError("something")
+    wrapped.__cause__ = MemoryError()
+    for error in (
+        MemoryError(),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:119] DefaultCPUAllocator: can't allocate memory: you tried …"),
+        RuntimeError("unable to mmap 128 bytes from file <x>: Cannot allocate memory (12)"),
+        RuntimeError("can't start new thread"),
+        ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+        wrapped,
+    ):
+        assert is_out_of_memory(error), error
+    for error in (ValueError("out of memory"), RuntimeError("shapes differ"), OSError(errno.ENOENT, "x")):
+        assert not is_out_of_memory(error), error

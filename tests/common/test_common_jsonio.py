@@ -74,3 +74,33 @@ def test_numbers_that_json_has_not_are_written_as_null_so_that_everybody_can_rea
 def test_damage_is_a_value_error(damaged):
     with pytest.raises(ValueError):  # noqa: PT011 - the libraries word it differently
         jsonio.loads(damaged)
+
+
+# ---- files that decide something ----
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"a": 1, "b": 2, "a": 3}', "'a' stands twice"),
+        ('{"files": {"x": {"bytes": 1, "bytes": 2}}}', "'bytes' stands twice"),
+        ('{"a": 1e999}', "too large"),
+        ('{"a": -1e999}', "too large"),
+        (f'{{"a": {"9" * 5000}}}', "5,000 digits"),
+        ("[" * 200 + "]" * 200, "nested deeper"),
+        ("[" * 100_000, "nested deeper"),
+        ('{"a": NaN}', "NaN"),
+        (r'{"a": "\ud800"}', "surrogate"),
+        (b"\xff\xfe{\x00}\x00", "utf-8"),
+    ],
+)
+def test_what_would_be_misread_in_silence_is_refused_in_files_that_decide(text, words):
+    with pytest.raises(ValueError, match=words):
+        jsonio.loads_strict(text if isinstance(text, bytes) else text.encode())
+
+
+def test_ordinary_values_are_read_the_same_by_both_readers():
+    text = r'{"名": ["\u4e2d\ud83d\ude00", 1, -2.5e10, null, true, {"a": {}, "b": {}}], "n": 9007199254740993}'.encode()
+    assert jsonio.loads_strict(text) == jsonio.loads(text)
+    # What transformers writes for "no limit":
+    assert jsonio.loads_strict(b'{"model_max_length": 1000000000000000019884624838656}')["model_max_length"] > 1e29

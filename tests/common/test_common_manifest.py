@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -146,3 +147,41 @@ def test_a_fingerprint_depends_on_the_value_and_not_on_the_order_of_its_keys():
 
 def test_a_fingerprint_stays_the_same_over_versions():
     assert fingerprint({"a": 1, "b": "中"}) == "2831299868169bc5"
+
+
+# ---- manifests that nobody of us wrote ----
+
+
+def test_a_name_that_stands_twice_is_refused_instead_of_dropping_one(artifact):
+    path = artifact / MANIFEST_NAME
+    path.write_bytes(path.read_bytes().replace(b'"tokens": 5,', b'"tokens": 5, "tokens": 6,'))
+    assert "'tokens' stands twice in one object" in refused(artifact)
+    assert not is_current(artifact, "packed", "made-from-this")
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"files": None},
+        {"files": ["tokens.bin"]},
+        {"files": {"../outside": {"bytes": 1, "crc32c": "00000000"}}},
+        {"files": {"/etc/passwd": {"bytes": 1, "crc32c": "00000000"}}},
+        {"files": {"a\0b": {"bytes": 1, "crc32c": "00000000"}}},
+        {"files": {"tokens.bin": 10}},
+        {"files": {"tokens.bin": {"bytes": -1, "crc32c": "00000000"}}},
+        {"files": {"tokens.bin": {"bytes": "10", "crc32c": "00000000"}}},
+        {"files": {"tokens.bin": {"bytes": 10**20, "crc32c": "00000000"}}},
+        {"files": {"tokens.bin": {"bytes": 10, "crc32c": None}}},
+        {"inputs": 5},
+    ],
+)
+def test_a_manifest_of_odd_types_sizes_or_paths_is_refused_in_words(artifact, odd):
+    change(artifact, **odd)
+    assert "cannot be right" in refused(artifact)
+    assert not is_current(artifact, "packed", "made-from-this")
+
+
+def test_a_fifo_in_place_of_a_manifest_is_refused_and_not_waited_for(artifact):
+    (artifact / MANIFEST_NAME).unlink()
+    os.mkfifo(artifact / MANIFEST_NAME)
+    assert "no plain file" in refused(artifact)

@@ -16,6 +16,7 @@ from zero2all.common.schema import (
     Range,
     Share,
     ShareBelowOne,
+    apply_overrides,
     build,
     field_docs,
     nearest_hint,
@@ -275,3 +276,30 @@ def test_annotated_marks_that_are_no_range_are_left_alone():
     # Local classes need their names resolvable; Annotated and int are global here.
     assert build(Odd, {"value": 3}, "", problems).value == 3
     assert problems == []
+
+
+# ---- beyond use ----
+
+
+@pytest.mark.parametrize("value", [2**63, -(2**63), 10**30, "9" * 30, 1e30, "1e30", 1 << 20_000], ids=range(7))
+def test_a_whole_number_beyond_64_bits_is_a_problem_and_not_a_number(value):
+    problems = []
+    build(Inner, {"depth": value}, "", problems)
+    (problem,) = problems
+    assert len(str(problem)) < 500
+    assert "a whole number at least 1" in str(problem)
+    assert "It has to fit into 64 bits." in str(problem)
+
+
+def test_a_long_value_is_cut_where_it_is_shown():
+    text = str(Problem("a" * 5000, "x" * 5000, "something"))
+    assert len(text) < 600
+    assert "(5,002 characters)" in text
+
+
+def test_an_override_that_stands_for_endless_values_is_one_problem():
+    problems = []
+    values = {}
+    apply_overrides(values, ["--a.b", "[" * 5000, "--a.c", "*.txt", "--a.d", "2024-13-45", "--a.e=3"], problems)
+    assert [problem.field for problem in problems] == ["a.b"]
+    assert values == {"a": {"c": "*.txt", "d": "2024-13-45", "e": 3}}

@@ -72,6 +72,10 @@ class HubServer:
         self.seconds_per_chunk = 0.0
         self.needs_token: str | None = None
         self.page_entries = 1000
+        self.stated_sizes: dict[str, Any] = {}
+        """File -> the size it is listed with, whatever it has."""
+        self.endless_listing = False
+        """Whether every page of the listing leads to itself."""
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
@@ -149,10 +153,16 @@ class _Handler(BaseHTTPRequestHandler):
         folders = sorted({file.rpartition("/")[0] for file in files if "/" in file})
         entries: list[dict[str, Any]] = [{"type": "directory", "path": folder, "oid": "0" * 40} for folder in folders]
         entries += [checksum_entry(file, content) for file, content in files.items()]
+        for entry in entries:
+            if entry["path"] in self.hub.stated_sizes:
+                (entry.get("lfs") or entry)["size"] = self.hub.stated_sizes[entry["path"]]
         end = start + self.hub.page_entries
         # as mirrors do that hand on what the hub said: an address that is not theirs
         link = f'<https://elsewhere.invalid{path}?recursive=true&cursor={end}>; rel="next"'
-        self._json(entries[start:end], **({"Link": link} if end < len(entries) else {}))
+        is_last = end >= len(entries)
+        if self.hub.endless_listing:
+            link, is_last = f'<https://elsewhere.invalid{path}?recursive=true&cursor=0>; rel="next"', False
+        self._json(entries[start:end], **({} if is_last else {"Link": link}))
 
     def _answer_file(self, path: str, log: Request) -> None:
         kind = "datasets" if path.startswith("/datasets/") else "models"

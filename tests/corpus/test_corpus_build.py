@@ -213,12 +213,12 @@ def test_too_much_damage_stops_the_build_with_a_summary(tmp_path, write_lines, b
     assert build(path, max_damaged_share=0.04)["quarantined"] == 4
 
 
-def test_failed_rebuild_leaves_no_report_of_the_older_corpus(tmp_path, write_lines, build):
-    build(write_lines("a.jsonl", rows(30)))
+def test_refused_rebuild_leaves_the_older_corpus_as_it_was(tmp_path, write_lines, build):
+    before = build(write_lines("a.jsonl", rows(30)))
     with pytest.raises(BadInputError):
         build(write_lines("a.jsonl", [b"{bad"]))
-    with pytest.raises(BadInputError, match="There is no finished corpus"):
-        read_report(tmp_path / "corpus")
+    assert read_report(tmp_path / "corpus")["sources"]["one"] == before
+    assert len(list(iter_records(tmp_path / "corpus", "one", "train"))) == before["train_records"]
 
 
 def test_full_disk_is_told_before_the_work(tmp_path, build):

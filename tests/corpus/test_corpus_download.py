@@ -455,6 +455,27 @@ def test_a_listed_file_that_is_not_there_does_not_hold_up_the_others(fetch, hub,
     assert content(folder).keys() == FILES.keys() - {BIG}
 
 
+@pytest.mark.parametrize("size", [-1, 10**17, 10**30, "5", None, True, 1.5, [], {"a": 1}])
+def test_a_size_that_cannot_be_is_a_wrong_answer(fetch, hub, folder, size):
+    hub.stated_sizes[BIG] = size
+    with pytest.raises(UserError, match=r"does not answer like a Hugging Face-style hub \(ValueError: zh/part 1"):
+        fetch()
+    assert not folder.exists()
+
+
+def test_files_larger_than_the_disk_are_refused_before_their_pieces_are_counted(fetch, hub, folder):
+    hub.stated_sizes[BIG] = 10**15  # in pieces of a kilobyte a list of 10^12 places
+    with pytest.raises(DiskError, match=r"1000\.0 TB are still to be fetched"):
+        fetch(piece_bytes=KB)
+    assert hub.content_bytes_sent == 0
+
+
+def test_a_listing_that_leads_back_to_itself_ends(fetch, hub):
+    hub.endless_listing = True
+    with pytest.raises(UserError, match="a listing whose pages lead back to themselves"):
+        fetch()
+
+
 def test_a_server_that_is_no_hub_is_recognised(fetch, hub):
     hub.statuses["api"] = [(200, {})]
     with pytest.raises(UserError, match="does not answer like a Hugging Face-style hub"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import subprocess
@@ -218,3 +219,12 @@ def test_without_an_address_fsspec_is_not_needed(made):
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert int(done.stdout) == int(np.sum(made.tokens["a"][:10])), done.stderr
+
+
+@pytest.mark.parametrize("report", [{"sources": {"../../up": {}}}, {"sources": {"/abs": {}}}, {"sources": 5}, [], 5])
+def test_an_address_whose_report_leads_elsewhere_is_refused_and_writes_nothing(report, tmp_path):
+    url = f"memory://{uuid.uuid4().hex}/packed"
+    fsspec.filesystem("memory").pipe_file(f"{url}/report.json", json.dumps(report).encode())
+    with pytest.raises(BadInputError, match="does not list sources by name"):
+        open_address(url, tmp_path / "a/b/cache", LIMIT, BLOCK)
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shutil
 import threading
 
 import numpy as np
@@ -11,12 +12,15 @@ import pytest
 import torch
 
 from zero2all.common.errors import AnomalyError, BadInputError, RunLockedError, UsageError
+from zero2all.common.files import crc32c_of
 from zero2all.packed.layout import open_split
 from zero2all.parallel.world import World
-from zero2all.track.reader import read_run
+from zero2all.track.reader import find_runs, read_run
 from zero2all.train import step as step_module
+from zero2all.train.checkpoints import documents
 from zero2all.train.checkpoints.find import newest_checkpoint
 from zero2all.train.checkpoints.layout import list_checkpoints
+from zero2all.train.checkpoints.manifest import OWN_FIELDS, manifest_bytes
 from zero2all.train.checkpoints.run_lock import hold_run
 from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.config import EvalConfig
@@ -151,6 +155,19 @@ def test_a_finished_run_run_again_changes_nothing_and_still_reports(work, config
     assert "resumed run at step 8 from step-00000008" in notes
     data = read_run(work.run("run"))
     assert data.series["loss"].step.tolist() == list(range(1, 9))
+    (listed,) = find_runs([work.runs])
+    assert [path.name for path in (work.run("run") / "metrics").iterdir()] == ["train-1.jsonl"], "no other attempt"
+    assert (listed.status.state, listed.status.attempt, listed.last_loss) == ("finished", 1, first.loss)
+
+
+def test_a_run_that_died_before_it_could_say_that_it_was_done_says_so_when_run_again(work, config):
+    train(config(), work, say=quiet)
+    metrics = work.run("run") / "metrics" / "train-1.jsonl"
+    metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[:-1]))  # without its `end`
+    train(config(), work, say=quiet)
+    (listed,) = find_runs([work.runs])
+    assert (listed.status.state, listed.status.attempt) == ("finished", 2)
+    assert listed.last_loss == read_run(work.run("run")).series["loss"].value[-1], "of the attempt that trained"
 
 
 def test_two_runs_of_one_config_are_bit_equal(work, config):
@@ -424,3 +441,42 @@ def test_a_source_with_too_little_held_out_text_is_left_out_and_named(work, conf
     summary = train(config(train={"steps": 3}), work, say=notes.append)
     assert "held-out loss: left out for less than one sample of held-out text: zh" in notes
     assert sorted(summary.held_out) == ["eval/valid/bpb/en", "eval/valid/loss/en"]
+
+
+# ---- a checkpoint whose record somebody wrote and sealed anew ----
+
+
+def sealed_anew(folder, state=None, **details):
+    """Another state or other details in a checkpoint, with checksums and a seal that are right."""
+    document = {**documents.parse((folder / "state.json").read_bytes(), "state"), **(state or {})}
+    manifest = {**documents.parse((folder / "manifest.json").read_bytes(), "manifest"), **details}
+    data = documents.dump(document)
+    (folder / "state.json").write_bytes(data)
+    files = {**manifest["files"], "state.json": {"bytes": len(data), "crc32c": crc32c_of(folder / "state.json")}}
+    kept = {name: value for name, value in manifest.items() if name not in OWN_FIELDS}
+    (folder / "manifest.json").write_bytes(manifest_bytes(manifest["step"], manifest["world_size"], files, kept))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"state": {"guards": {"format": 99}}},
+        {"state": {"guards": {"ledger": 5}}},
+        {"state": {"guards": {"ledger": [{"first": "x"}]}}},
+        {"state": {"guards": {"ledger": [5]}}},
+        {"environment": None},
+        {"order": {"stages": 5}},
+        {"order": {"stages": [{"name": "main", "from_token": 0, "seq_len": 0, "units": {}}]}},
+        {"data": 5},
+    ],
+    ids=str,
+)
+def test_a_record_that_no_run_of_ours_would_keep_is_refused_in_words(finished, config, tmp_path, change):
+    done, _, _ = finished
+    work = dataclasses.replace(done, root=tmp_path)
+    work.packed.symlink_to(done.packed)
+    shutil.copytree(done.run("run"), work.run("run"))
+    sealed_anew(list_checkpoints(work.run("run"))[0], **change)
+    steps = config().train.steps + 1
+    with pytest.raises(BadInputError, match=r"is not what this version of zero2all writes.*start over with --fresh"):
+        train(config(train={"steps": steps}), work, accept_changes=True, say=quiet)

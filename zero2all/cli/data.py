@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero2all.cli.verb import Subparsers, add_group, add_verb, add_work, whole, workspace_of
+from zero2all.cli.verb import Subparsers, add_group, add_output, add_verb, add_work, whole, workspace_of
 
 if TYPE_CHECKING:
     from zero2all.common.workspace import Workspace
@@ -64,8 +64,8 @@ def _register_stats(inner: Subparsers) -> None:
     stats.add_argument(
         "--tokens", type=whole(1), default=None, metavar="N", help="budget of the run (default: what the config trains)"
     )
-    stats.add_argument("--json", type=Path, default=None, metavar="FILE", help="also write the figures as JSON")
-    stats.add_argument("--png", type=Path, default=None, metavar="FILE", help="also draw them")
+    add_output(stats, "--json", help="also write the figures as JSON")
+    add_output(stats, "--png", help="also draw them")
 
 
 def _register_exchange(inner: Subparsers) -> None:
@@ -78,7 +78,7 @@ def _register_exchange(inner: Subparsers) -> None:
     )
     export.add_argument("sources", nargs="*", metavar="SOURCE", help="which sources (default: all)")
     export.add_argument("--to", choices=("megatron", "numpy"), required=True, help="the format")
-    export.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write to")
+    add_output(export, "--out", is_folder=True, required=True, help="folder to write to")
     add_work(export)
 
     bring = add_verb(
@@ -131,7 +131,7 @@ def _config_of(arguments: argparse.Namespace, workspace: Workspace) -> tuple[Run
 
 def _show(arguments: argparse.Namespace) -> None:
     from zero2all.common.errors import UsageError
-    from zero2all.packed.layout import open_split
+    from zero2all.packed.layout import open_split, packed_sources
     from zero2all.packed.remote import packed_root
     from zero2all.packed.show import sample_at, split_sample
     from zero2all.tokenizer import load_tokenizer
@@ -140,7 +140,11 @@ def _show(arguments: argparse.Namespace) -> None:
     workspace = workspace_of(arguments)
     config, is_run = _config_of(arguments, workspace)
     if arguments.source is not None:
-        split = open_split(packed_root(workspace.packed, config.data), arguments.source, arguments.split)
+        root = packed_root(workspace.packed, config.data)
+        known = packed_sources(root)
+        if arguments.source not in known:
+            raise UsageError(f"There is no packed source `{arguments.source}`; there are: {', '.join(known)}.")
+        split = open_split(root, arguments.source, arguments.split)
         sample = split_sample(split, arguments.sample, config.data.seq_len, config.data.packing, workspace.corpus)
     elif arguments.at is not None:
         data, _ = open_run_data(config, workspace, is_run)

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zero2all.cli.verb import Subparsers, add_verb, whole
+from zero2all.cli.verb import Subparsers, add_output, add_verb, whole
 
 if TYPE_CHECKING:
     from zero2all.corpus.download import DownloadRequest, DownloadResult
@@ -33,9 +33,7 @@ def register(inner: Subparsers) -> None:
     verb.add_argument(
         "--exclude", action="append", default=[], metavar="PATTERN", help="no files that match this; may be repeated"
     )
-    verb.add_argument(
-        "--to", type=Path, default=None, metavar="DIR", help="where they go (default raw/NAME, for models models/NAME)"
-    )
+    add_output(verb, "--to", is_folder=True, help="where they go (default raw/NAME, for models models/NAME)")
     verb.add_argument("--revision", default="main", help="branch, tag or commit (default main)")
     verb.add_argument(
         "--endpoint", default=None, metavar="URL", help="hub or mirror (default: HF_ENDPOINT, or the hub)"

@@ -68,7 +68,11 @@ def register(verbs: Subparsers) -> None:
         help="draw only among the likeliest tokens that together have this probability (default 1: all)",
     )
     generate.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="another number, another draw (default 0); needs a temperature"
+        "--seed",
+        type=whole(0),
+        default=0,
+        metavar="N",
+        help="another number, another draw (default 0); needs a temperature",
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from zero2all.cli.verb import Subparsers, add_verb, add_work, whole, workspace_of
+from zero2all.cli.verb import Subparsers, add_output, add_verb, add_work, whole, workspace_of
 
 
 def register(verbs: Subparsers) -> None:
@@ -19,7 +19,7 @@ def register(verbs: Subparsers) -> None:
     )
     export.add_argument("run", help="name of the run")
     add_work(export)
-    export.add_argument("--to", type=Path, required=True, metavar="DIR", help="folder to write, new or empty")
+    add_output(export, "--to", is_folder=True, required=True, help="folder to write, new or empty")
     export.add_argument(
         "--step", type=whole(0), default=None, metavar="N", help="checkpoint to use (default: the newest)"
     )
@@ -53,14 +53,18 @@ def register(verbs: Subparsers) -> None:
         "--tokenizer", type=Path, metavar="DIR", help="an extension of its tokenizer (z2a tokenizer extend) to use"
     )
     parser.add_argument(
+        "--allow-nonfinite", action="store_true", help="import although weights are NaN or infinite (default: refuse)"
+    )
+    parser.add_argument(
         "--resize-embeddings", action="store_true", help="give the model a row for every id of the tokenizer"
     )
 
 
 def _export(arguments: argparse.Namespace) -> None:
     from zero2all.evals.load import load_run
-    from zero2all.exchange import export_run
+    from zero2all.exchange import export_run, require_new
 
+    require_new(arguments.to)
     workspace = workspace_of(arguments)
     loaded = load_run(workspace, arguments.run, arguments.step)
     export_run(loaded, workspace.tokenizer, arguments.to, arguments.dtype, arguments.tokenizer_layout)
@@ -77,6 +81,7 @@ def _import(arguments: argparse.Namespace) -> None:
         arguments.name,
         arguments.tokenizer,
         arguments.resize_embeddings,
+        arguments.allow_nonfinite,
     )
     if done.resized is not None:
         rows = done.resized

@@ -96,7 +96,7 @@ def _tokens_of(run: Path, config: RunConfig, step: int) -> tuple[int, int, dict[
         if int(series.step[at]) == step:
             known["loss"] = float(series.value[at])
     known["trained"] = bool(step <= int(series.step[-1]))
-    return end - length, end, known
+    return max(0, end - length), end, known
 
 
 def _print(facts: dict[str, Any], count: int, samples: list[SampleText]) -> None:

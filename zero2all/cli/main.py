@@ -26,7 +26,7 @@ from zero2all.cli import (
     train,
     watch,
 )
-from zero2all.cli.verb import HelpFormatter
+from zero2all.cli.verb import HelpFormatter, check_outputs
 from zero2all.common.errors import (
     AnomalyError,
     BadInputError,
@@ -37,6 +37,7 @@ from zero2all.common.errors import (
     UsageError,
     UserError,
     is_disk_full,
+    is_out_of_memory,
 )
 
 EPILOG = """\
@@ -47,9 +48,10 @@ help of a verb, with an example:
   z2a train --help
 
 exit codes: 0 done, 1 a bug of ours or a process lost, 2 usage or config, 3 bad input,
-            4 disk full, 10 stopped and saved, 12 run stopped itself, 13 run in use,
-            14 run taken over, 130 interrupted"""
+            4 disk or memory full, 10 stopped and saved, 12 run stopped itself,
+            13 run in use, 14 run taken over, 130 interrupted"""
 INTERRUPTED = 130
+LEAST_ADDRESS_SPACE_BYTES = 512 << 20
 DECIDED_TOGETHER = tuple(error.exit_code for error in (PreemptedError, AnomalyError, RunLockedError, LostRunError))
 """Ends of a training run that all of its processes come to at once."""
 WHOLE_SECTIONS = ("stages",)
@@ -75,6 +77,8 @@ def _run(words: list[str] | None) -> int:
         arguments, unknown = build_parser().parse_known_args(plain)
         _refuse_unknown(arguments, unknown, overrides)
         arguments.overrides, arguments.command_line = overrides, words
+        _require_address_space()
+        check_outputs(arguments)
         code = arguments.handler(arguments) or 0
         sys.stdout.flush()  # here, so that a reader who has gone is noticed while we can still take it calmly
         return code
@@ -105,6 +109,18 @@ def _close_dead_streams() -> None:
             stream.flush()
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _require_address_space() -> None:
+    """Below this limit C++ libraries end the process while they are loaded, before anybody could say why."""
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != resource.RLIM_INFINITY and limit < LEAST_ADDRESS_SPACE_BYTES:
+        raise DiskError(
+            f"This process may use only {limit >> 20} MB of address space (`ulimit -v`), and loading torch alone takes "
+            f"more than {LEAST_ADDRESS_SPACE_BYTES >> 20}. Raise the limit, or lift it with `ulimit -v unlimited`."
+        )
 
 
 def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:
@@ -165,13 +181,20 @@ def _refuse_unknown(arguments: argparse.Namespace, unknown: list[str], overrides
 
 
 def _fail_for_disk_or_path(error: Exception) -> int:
-    """End for what the disk refused; anything else is a bug of ours and keeps its traceback."""
+    """End for what the disk or the memory refused; anything else is a bug of ours and keeps its traceback."""
     if is_disk_full(error):
         place = f" while writing {error.filename}" if isinstance(error, OSError) and error.filename else ""
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         return _fail(
             f"the disk is full{place} ({reason}). Nothing half-written was kept; free some space and run the same "
             f"command again to continue.",
+            DiskError.exit_code,
+        )
+    if is_out_of_memory(error):
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        return _fail(
+            f"there is not enough memory ({reason[:300]}). Nothing half-written was kept; give the process more (see "
+            f"`ulimit -v` and what else runs on the machine or the GPU), or ask for less at a time.",
             DiskError.exit_code,
         )
     if isinstance(error, OSError) and error.errno in REFUSED_PATH_ERRNOS and error.filename:

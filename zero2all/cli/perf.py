@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from zero2all.cli.verb import Subparsers, add_group, add_verb, real, whole
+from zero2all.cli.verb import Subparsers, add_group, add_output, add_verb, real, whole
 from zero2all.common.errors import UsageError
 
 ABLATE_EXAMPLE = "z2a perf ablate z2all-1b --batch 2x2048x16 --output ablation --budget-seconds 540"
@@ -42,7 +42,7 @@ def _register_ops(inner: Subparsers) -> None:
     parser.add_argument(
         "--seconds", type=real(0.0), default=0.2, metavar="N", help="bench: least seconds per figure (default 0.2)"
     )
-    parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="also write it as JSON")
+    add_output(parser, "--json", help="also write it as JSON")
     parser.usage = (
         "z2a perf ops [-h] [bench] [CONFIG] [--rows N] [--only OP] [--seconds N] [--json FILE]\n"
         "                    [--section.field VALUE …]"
@@ -136,9 +136,7 @@ def _register_ablate(inner: Subparsers) -> None:
     parser.add_argument(
         "--row-timeout-seconds", type=real(1.0), default=900.0, metavar="N", help="end a row after this (default 900)"
     )
-    parser.add_argument(
-        "--output", type=Path, default=None, metavar="DIR", help="folder of the results (default: ablation-CONFIG)"
-    )
+    add_output(parser, "--output", is_folder=True, help="folder of the results (default: ablation-CONFIG)")
     parser.add_argument(
         "--report", action="store_true", help="measure nothing; show the results in --output, wherever they were made"
     )

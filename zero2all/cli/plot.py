@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from zero2all.cli.runs import add_run, open_run
-from zero2all.cli.verb import Subparsers, add_verb, real, whole
+from zero2all.cli.verb import Subparsers, add_output, add_verb, real, whole
 from zero2all.common.errors import UsageError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def register(verbs: Subparsers) -> None:
     add_run(plot, several=True)
     for kind in FORMATS:
         where = " (default: curves.png in the run)" if kind == "png" else ""
-        plot.add_argument(f"--{kind}", type=Path, metavar="FILE", help=f"{kind.upper()} to write{where}")
+        add_output(plot, f"--{kind}", help=f"{kind.upper()} to write{where}")
     plot.add_argument("--metric", action="append", default=[], metavar="NAME", help="draw this one; can be repeated")
     plot.add_argument(
         "--x", choices=("step", "tokens", "time", "flops"), default="step", help="what to draw over (default: step)"
@@ -91,6 +91,6 @@ def _smoothing(text: str) -> Smoothing | Literal["auto"] | None:
         return Smoothing(kind, float(width))  # type: ignore[arg-type]
     except ValueError:
         raise UsageError(
-            f"--smoothing {text} is not understood. Use auto, none, or a kind and its width in rows: ema:20, "
-            f"window:50, gaussian:5, median:9."
+            f"--smoothing {text} is not understood. Use auto, none, or a kind and its width in rows (at most a "
+            f"million): ema:20, window:50, gaussian:5, median:9."
         ) from None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.cli import tokenizer_eval
-from zero2all.cli.verb import Subparsers, add_group, add_verb, add_work, whole, workspace_of
+from zero2all.cli.verb import Subparsers, add_group, add_output, add_verb, add_work, whole, workspace_of
 
 TRAIN_FLAGS = (
     *("vocab_size", "kind", "take", "normalise", "pattern", "min_piece_count", "max_piece_bytes", "max_memory"),
@@ -85,9 +85,7 @@ def _register_extend(inner: Subparsers) -> None:
     extend.add_argument("--pieces", nargs="+", metavar="PIECE", default=[], help=r"pieces (\s: space, \n: line end)")
     extend.add_argument("--from-text", type=Path, nargs="+", metavar="FILE", help="learn pieces from these text files")
     extend.add_argument("--vocab-size", type=whole(1), metavar="N", help="ids to reach, with --from-text")
-    extend.add_argument(
-        "--to", type=Path, metavar="DIR", help="folder to write (default: the workspace's tokenizer is replaced)"
-    )
+    add_output(extend, "--to", is_folder=True, help="folder to write (default: the workspace's tokenizer is replaced)")
     extend.add_argument(
         "--replace", action="store_true", help="replace the workspace's tokenizer although data or runs use the old one"
     )
@@ -205,7 +203,7 @@ def _print_repairs(text: dict[str, Any]) -> None:
 
 def _extend(arguments: argparse.Namespace) -> None:
     from zero2all.common.errors import UsageError
-    from zero2all.tokenizer.extend import Extender, read_pieces, unescaped
+    from zero2all.tokenizer.extend import Extender, read_pieces, require_replaceable, unescaped
     from zero2all.tokenizer.parts import file_parts
 
     if not (arguments.add or arguments.pieces or arguments.from_text):
@@ -222,6 +220,7 @@ def _extend(arguments: argparse.Namespace) -> None:
                 f"{' and '.join(used)} in {workspace.root} were made with the tokenizer that stands there, and would "
                 f"no longer load. Write the new one elsewhere with --to, or add --replace and make them again."
             )
+    require_replaceable(target)
     extender = Extender(source)
     extender.add(read_pieces(arguments.add) if arguments.add else [])
     extender.add([unescaped(piece) for piece in arguments.pieces])

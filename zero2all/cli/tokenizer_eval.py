@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from zero2all.cli.verb import Subparsers, add_verb, add_work, workspace_of
+from zero2all.cli.verb import Subparsers, add_output, add_verb, add_work, workspace_of
 
 
 def register(verbs: Subparsers) -> None:
@@ -32,10 +31,8 @@ def register(verbs: Subparsers) -> None:
     parser.add_argument(
         "--limit", default="20MB", metavar="AMOUNT", help="text to encode, shared among the sources (default 20MB)"
     )
-    parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write all figures there")
-    parser.add_argument(
-        "--html", type=Path, default=None, metavar="FILE", help="write a page with charts and coloured segmentations"
-    )
+    add_output(parser, "--json", help="write all figures there")
+    add_output(parser, "--html", help="write a page with charts and coloured segmentations")
 
 
 def _eval(arguments: argparse.Namespace) -> None:

@@ -82,6 +82,10 @@ def _export(arguments: argparse.Namespace) -> None:
         raise UsageError(f"--to {kind} needs one {'file' if kind == 'csv' else 'folder'} to write to.")
     if kind == "csv" and arguments.follow:
         raise UsageError("A CSV is written whole, so it cannot be followed. Leave out --follow.")
+    if place:
+        from zero2all.common.files import require_writable
+
+        require_writable(Path(place[0]), f"--to {kind}", is_folder=kind == "tensorboard")
     with open_run(arguments.run, arguments) as run:
         if kind == "csv":
             from zero2all.track.csv_export import export_csv

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zero2all.common.workspace import Workspace
 
+LARGEST_WHOLE = (1 << 62) - 1
+"""Whatever is counted is counted in 64 bits, and sums of two such numbers still are."""
 Subparsers = Any
 """What argparse's add_subparsers returns; it has no public name."""
 
@@ -60,6 +62,21 @@ def add_work(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--work", type=Path, default=Path(), metavar="DIR", help="workspace folder (default: here)")
 
 
+def add_output(parser: argparse.ArgumentParser, flag: str, is_folder: bool = False, **details: Any) -> None:
+    """A flag that names a file or folder to write. Before the verb begins, `main` checks that this can be done."""
+    action = parser.add_argument(flag, type=Path, metavar="DIR" if is_folder else "FILE", **details)
+    parser.set_defaults(outputs=(*(parser.get_default("outputs") or ()), (action.dest, flag, is_folder)))
+
+
+def check_outputs(arguments: argparse.Namespace) -> None:
+    """Refuse a path that the verb could not write to, before hours of work end there."""
+    from zero2all.common.files import require_writable
+
+    for name, flag, is_folder in getattr(arguments, "outputs", ()):
+        if (path := getattr(arguments, name)) is not None:
+            require_writable(path, flag, is_folder)
+
+
 def workspace_of(arguments: argparse.Namespace, create: bool = False) -> Workspace:
     """The workspace that --work names."""
     from zero2all.common.workspace import open_workspace
@@ -75,8 +92,9 @@ def whole(minimum: int) -> Callable[[str], int]:
             value = int(text)
         except ValueError:
             value = minimum - 1
-        if value < minimum:
-            raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number, at least {minimum}")
+        if not minimum <= value <= LARGEST_WHOLE:
+            bounds = f"at least {minimum}" if value < minimum else f"at most {LARGEST_WHOLE}"
+            raise argparse.ArgumentTypeError(f"got {text[:100]!r}, expected a whole number, {bounds}")
         return value
 
     return read

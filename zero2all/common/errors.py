@@ -2,7 +2,8 @@
 
 Raise one of these with a whole paragraph: what was wrong, what was expected, what to do. The command line prints
 it without a traceback. Anything else that escapes is a bug of ours, keeps its traceback and exits with 1, except for
-a full disk, which can meet any write: `is_disk_full` recognises it.
+a full disk, which can meet any write, and for want of memory, which can meet anything: `is_disk_full` and
+`is_out_of_memory` recognise them.
 """
 
 import errno
@@ -31,7 +32,7 @@ class BadInputError(UserError):
 
 
 class DiskError(UserError):
-    """Not enough room, or the disk refused a write."""
+    """Not enough room on the disk, or in memory (`is_out_of_memory`), or the disk refused a write."""
 
     exit_code = 4
 
@@ -78,3 +79,32 @@ def is_disk_full(error: BaseException) -> bool:
     if isinstance(error, OSError) and re.fullmatch(r"\d+ requested and \d+ written", str(error)):
         return True
     return any(f"(os error {number})" in str(error) for number in DISK_FULL_ERRNOS)
+
+
+OUT_OF_MEMORY_WORDS = (
+    "Cannot allocate memory",
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+    "failed to map segment from shared object",
+    "cannot allocate memory in static TLS block",
+    "can't start new thread",
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether something failed for want of memory: the machine's, the GPU's, or what a limit (`ulimit -v`) leaves.
+
+    It comes in many shapes: Python's own error, the system's, torch's plain RuntimeError, a library that cannot be
+    loaded, a thread that gets no stack. Looked for along the causes, since libraries wrap it.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, MemoryError) or (isinstance(seen, OSError) and seen.errno == errno.ENOMEM):
+            return True
+        if isinstance(seen, RuntimeError | ImportError | OSError) and any(
+            words.lower() in str(seen).lower() for words in OUT_OF_MEMORY_WORDS
+        ):
+            return True
+        seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
+    return False

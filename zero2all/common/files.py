@@ -7,9 +7,11 @@ stage ever reads and the next run of the stage removes.
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +23,7 @@ from zero2all.common.errors import BadInputError, DiskError
 MANIFEST_NAME = "manifest.json"
 PARTIAL_MARK = ".partial-"
 CRC32C_POLYNOMIAL = 0x82F63B78
+LARGEST_JSON_BYTES = 1 << 30
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -58,14 +61,53 @@ def write_json(path: Path, value: Any) -> None:
     write_atomic(path, jsonio.dumps_pretty(value))
 
 
-def read_json(path: Path) -> Any:
-    """Read a JSON file that one of our stages wrote."""
+def read_json(path: Path, remedy: str = "Delete it and run its stage again.") -> Any:
+    """Read a JSON file that decides something: no name twice in an object, no number beyond use, a plain file."""
     try:
-        return jsonio.loads(path.read_bytes())
+        return jsonio.loads_strict(read_regular(path, LARGEST_JSON_BYTES))
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:
-        raise BadInputError(f"{path} cannot be read as JSON ({error}). Delete it and run its stage again.") from error
+        raise BadInputError(f"{path} cannot be read as JSON ({error}). {remedy}") from error
+
+
+def read_json_object(path: Path, remedy: str = "Delete it and run its stage again.") -> dict[str, Any]:
+    """The same where the value has to be an object."""
+    value = read_json(path, remedy)
+    if not isinstance(value, dict):
+        raise BadInputError(f"{path} should hold a JSON object and holds a {type(value).__name__}. {remedy}")
+    return value
+
+
+@contextmanager
+def as_written(what: object, remedy: str) -> Iterator[None]:
+    """While values are taken out of `what`, a file or folder: one that is built otherwise than ours is bad input."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {str(error)[:200]}"
+        raise BadInputError(f"{what} is not what this version of zero2all writes ({reason}). {remedy}") from error
+
+
+def is_inner_path(name: object) -> bool:
+    """Whether a name from a file, with forward slashes, can only lead to something below the folder it stands for."""
+    if not isinstance(name, str) or not name or "\0" in name:
+        return False
+    return not name.startswith("/") and ".." not in name.split("/")
+
+
+def read_regular(path: Path, largest_bytes: int) -> bytes:
+    """The bytes of a plain file, links followed. Anything else (a fifo would never end) and too many are an OSError."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a fifo does not wait for its writer
+    with os.fdopen(handle, "rb") as file:
+        facts = os.fstat(handle)
+        if not stat.S_ISREG(facts.st_mode):
+            raise OSError(errno.EINVAL, "it is no plain file", str(path))
+        if facts.st_size > largest_bytes:
+            raise OSError(
+                errno.EOVERFLOW, f"it has {facts.st_size:,} bytes, at most {largest_bytes:,} are read", str(path)
+            )
+        return file.read(largest_bytes)
 
 
 @contextmanager
@@ -190,6 +232,29 @@ def _crc32c_product(first: int, second: int) -> int:
             product ^= second
         second = second >> 1 ^ (CRC32C_POLYNOMIAL if second & 1 else 0)
     return product
+
+
+LONGEST_NAME = 200
+"""Bytes of a name: file systems take 255, and a file is first written under a longer one."""
+
+
+def require_writable(path: Path, flag: str, is_folder: bool = False) -> None:
+    """Stop before the work begins when its result cannot be put at `path`, the value of `flag`."""
+    wanted, other = ("a folder", "a file") if is_folder else ("a file", "a folder")
+    if len(os.fsencode(path.name)) > LONGEST_NAME:
+        raise BadInputError(f"{flag} {path}: the name is longer than {LONGEST_NAME} bytes. Choose a shorter one.")
+    if path.exists() and not (path.is_dir() if is_folder else path.is_file()):
+        kind = other if path.is_dir() or path.is_file() else "neither a file nor a folder"
+        raise BadInputError(f"{flag} {path} is {kind}; {wanted} is to be written there. Choose another path.")
+    folder = path if is_folder else path.parent
+    while not folder.exists():
+        if folder.is_symlink():
+            raise BadInputError(f"{flag} {path}: {folder} is a link to nothing. Choose another path.")
+        folder = folder.parent
+    if not folder.is_dir():
+        raise BadInputError(f"{flag} {path}: {folder} is a file, so nothing can be written below it. Choose another.")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise BadInputError(f"{flag} {path}: {folder} cannot be written to. Choose another path, or change its rights.")
 
 
 def require_free_space(folder: Path, needed_bytes: int, purpose: str) -> None:

@@ -2,6 +2,9 @@
 
 Both write UTF-8 without escaping to ASCII, so a Chinese corpus stays readable with `less`. JSON has no NaN and no
 infinities: both write them as null, and neither reads them.
+
+`loads` is for lines by the million. `loads_strict` is for the small files that decide something (manifests, indices,
+configs): it also refuses a name that stands twice in an object, of which one would be dropped in silence.
 """
 
 from __future__ import annotations
@@ -31,6 +34,75 @@ def dumps_pretty(value: Any) -> bytes:
 def loads(data: bytes | str) -> Any:
     """Parse one JSON value; raises ValueError on damage with either library."""
     return json.loads(data, parse_constant=_refuse) if orjson is None else orjson.loads(data)
+
+
+LONGEST_NUMBER = 40
+"""Digits. Hugging Face writes 10^30 where it means "no limit"."""
+DEEPEST = 100
+
+
+def loads_strict(data: bytes) -> Any:
+    """Parse one JSON value; ValueError also for double names, numbers beyond any use, lone surrogates, deep nesting."""
+    try:
+        value = json.loads(
+            data.decode("utf-8"),
+            object_pairs_hook=object_of_once,
+            parse_constant=_refuse,
+            parse_float=finite_float,
+            parse_int=_short_int,
+        )
+    except RecursionError:
+        raise ValueError(f"it is nested deeper than {DEEPEST} levels") from None
+    if b"\\u" in data:
+        _refuse_surrogates(value)
+    _refuse_depth(value)
+    return value
+
+
+def object_of_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For `object_pairs_hook`: the object, or ValueError where a name stands twice."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"{twice[:80]!r} stands twice in one object")
+    return found
+
+
+def finite_float(text: str) -> float:
+    """For `parse_float`: the number, or ValueError where it is too large for one (1e999)."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"the number {text[:LONGEST_NUMBER]} is too large")
+    return number
+
+
+def _short_int(text: str) -> int:
+    if len(text) > LONGEST_NUMBER:
+        raise ValueError(f"a number has {len(text):,} digits")
+    return int(text)
+
+
+def _refuse_surrogates(value: Any) -> None:
+    """Half a character, which can be neither printed nor written."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("it holds half of a surrogate pair") from None
+
+
+def _refuse_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer if isinstance(outer, list) else ())
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return
+    raise ValueError(f"it is nested deeper than {DEEPEST} levels")
 
 
 def _dumps(value: Any, **style: Any) -> bytes:

@@ -16,13 +16,21 @@ from typing import Any, NamedTuple
 from zero2all import __version__
 from zero2all.common.engine import EngineConfig, advance, open_engine
 from zero2all.common.errors import BadInputError
-from zero2all.common.files import MANIFEST_NAME, crc32c_of, read_json, write_json
+from zero2all.common.files import MANIFEST_NAME, crc32c_of, is_inner_path, read_json, write_json
 from zero2all.common.progress import progress
 
 FORMATS = {"corpus": 1, "tokenizer": 1, "packed": 1, "best_fit": 1, "checkpoint": 1, "raw": 1}
 """The format number this version writes and reads, per kind of artifact. Raise it when the layout changes."""
 ONE_PROCESS_BYTES = 4_000_000_000
 """Files of less than this together are checked sooner than processes are started for it."""
+
+
+FIELDS: dict[str, dict[str, type]] = {
+    "tokenizer": {"fingerprint": str, "vocab_size": int},
+    "corpus": {"source": str, "number": int, "channel": str, "report": dict},
+    "best_fit": {"seq_len": int, "rows": int, "pieces": int},
+}
+"""What a manifest has to say for others to read on; `packed.layout` checks that of packed data in more depth."""
 
 
 def fingerprint(value: Any) -> str:
@@ -69,7 +77,7 @@ def read_manifest(folder: Path, kind: str, made_by: str) -> dict[str, Any]:
         ) from None
     if not isinstance(manifest, dict) or manifest.get("kind") != kind:
         found = manifest.get("kind") if isinstance(manifest, dict) else None
-        what = f"it describes a {found}" if found else "it is none of ours"
+        what = f"it describes a {found}" if isinstance(found, str) else "it is none of ours"
         raise BadInputError(
             f"{path} does not describe a {kind} ({what}). Check the path, or delete {folder} and run `{made_by}` again."
         )
@@ -79,7 +87,32 @@ def read_manifest(folder: Path, kind: str, made_by: str) -> dict[str, Any]:
             f"{manifest.get('format')}; this is zero2all {__version__}, which reads format {FORMATS[kind]}. "
             f"Run `{made_by}` again to rebuild it, or use the version that wrote it."
         )
+    odd = _oddity(manifest, FIELDS.get(kind, {}))
+    if odd:
+        raise BadInputError(f"{path} cannot be right: {odd}. Delete {folder} and run `{made_by}` again.")
     return manifest
+
+
+def is_count(value: object) -> bool:
+    """A whole number from 0 to 2^62; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+
+
+def _oddity(manifest: dict[str, Any], fields: Mapping[str, type]) -> str | None:
+    """What no manifest of ours says, in words; None when all is well."""
+    for name, kind in {"inputs": str, **fields}.items():
+        value = manifest.get(name)
+        if not is_count(value) if kind is int else not isinstance(value, kind):
+            return f"its `{name}` is {str(value)[:80]!r}"
+    files = manifest.get("files")
+    if not isinstance(files, dict):
+        return "it lists no files"
+    for name, facts in files.items():
+        if not is_inner_path(name):
+            return f"it lists the file {name[:80]!r}"
+        if not isinstance(facts, dict) or not is_count(facts.get("bytes")) or not isinstance(facts.get("crc32c"), str):
+            return f"it does not say how long {name[:80]!r} is, or what its crc32c is"
+    return None
 
 
 def is_current(folder: Path, kind: str, inputs: str) -> bool:
@@ -99,6 +132,8 @@ def checks_of_current(folder: Path, kind: str, inputs: str) -> list[FileCheck] |
         return None
     wanted = {"kind": kind, "format": FORMATS[kind], "inputs": inputs}
     if not isinstance(manifest, dict) or any(manifest.get(name) != value for name, value in wanted.items()):
+        return None
+    if _oddity(manifest, FIELDS.get(kind, {})) is not None:
         return None
     return file_checks(folder, manifest)
 

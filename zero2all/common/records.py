@@ -14,6 +14,7 @@ from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import PARTIAL_MARK, read_json
 from zero2all.common.manifest import read_manifest
+from zero2all.common.workspace import is_folder_name
 
 REPORT_NAME = "report.json"
 ORIGINS_NAME = "origins.jsonl"
@@ -33,7 +34,16 @@ def corpus_sources(corpus: Path) -> dict[str, dict[str, Any]]:
             f"There is no finished corpus in {corpus} (no {REPORT_NAME}). Run `z2a corpus build` first; "
             f"if it was interrupted, running it again continues."
         ) from None
-    return {name: read_manifest(corpus / name, "corpus", "z2a corpus build") for name in report["sources"]}
+    names = report_sources(report, corpus / REPORT_NAME, "Run `z2a corpus build` again.")
+    return {name: read_manifest(corpus / name, "corpus", "z2a corpus build") for name in names}
+
+
+def report_sources(report: Any, origin: object, remedy: str) -> list[str]:
+    """The names of the sources that a report lists, each a folder beside it; BadInputError for anything else."""
+    sources = report.get("sources") if isinstance(report, dict) else None
+    if not isinstance(sources, dict) or not all(map(is_folder_name, sources)):
+        raise BadInputError(f"{origin} does not list sources by name, as a report of ours does. {remedy}")
+    return list(sources)
 
 
 def iter_records(corpus: Path, source: str, split: str) -> Iterator[dict[str, Any]]:

@@ -59,6 +59,9 @@ def _number(value: float) -> str:
     return f"{value:.0f}" if float(value).is_integer() else repr(value)
 
 
+LARGEST_INT = (1 << 63) - 1
+"""What torch and numpy count with."""
+
 PositiveInt = Annotated[int, Range(minimum=1)]
 NaturalInt = Annotated[int, Range(minimum=0)]
 PositiveFloat = Annotated[float, Range(above=0)]
@@ -78,7 +81,19 @@ class Problem:
 
     def __str__(self) -> str:
         hint = f" {self.hint}" if self.hint else ""
-        return f"{self.field}: got {self.value!r}, expected {self.expected}.{hint}"
+        return f"{self.field[:LONGEST_SHOWN]}: got {_shown(self.value)}, expected {self.expected}.{hint}"
+
+
+LONGEST_SHOWN = 200
+"""Characters of a name or value that are printed."""
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to print whole numbers of more than 4,300 digits
+        return "a number of thousands of digits"
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]} … ({len(text):,} characters)"
 
 
 @dataclass(frozen=True)
@@ -144,7 +159,11 @@ def apply_overrides(values: dict[str, Any], overrides: list[str], problems: list
                 problems.append(Problem(name, MISSING, "a value after the name"))
                 continue
             text = words.pop(0)
-        value = _override_value(text)
+        try:
+            value = _override_value(text)
+        except ValueError as error:
+            problems.append(Problem(name, text, "a plain value", f"As YAML it cannot be read: {error}."))
+            continue
         *sections, leaf = name.split(".")
         inner = values
         for section in sections:
@@ -161,13 +180,15 @@ def apply_overrides(values: dict[str, Any], overrides: list[str], problems: list
 def _override_value(text: str) -> Any:
     """What YAML makes of `text`, but text wherever reading it would lose something: 007, 1.10, 2024-01-01.
 
-    A field that wants a number takes it from text as well.
+    A field that wants a number takes it from text as well. ValueError for YAML of a kind that is never read.
     """
-    import yaml
+    from zero2all.common.yamlio import YamlError, YamlRefusedError, loads  # here: a usage error needs no YAML
 
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
+        value = loads(text)
+    except YamlRefusedError:
+        raise
+    except YamlError:
         return text
     if isinstance(value, bool | str | list | dict) or value is None:
         return value
@@ -210,7 +231,7 @@ def _convert(kind: Any, value: Any, where: str, problems: list[Problem]) -> Any:
         found: list[Problem] = []
         converted = _convert(inner, value, where, found)
         if found or not all(mark.admits(converted) for mark in marks if isinstance(mark, Range)):
-            problems.append(Problem(where, value, _type_words(kind)))
+            problems.append(Problem(where, value, _type_words(kind), found[0].hint if found else ""))
         return converted
     if origin in (typing.Union, types.UnionType):
         options = typing.get_args(kind)
@@ -267,14 +288,17 @@ def _convert_union(options: list[Any], kind: Any, value: Any, where: str, proble
 def _convert_plain(kind: Any, value: Any, where: str, problems: list[Problem]) -> Any:
     if kind is bool and isinstance(value, bool):
         return value
-    if kind is int and isinstance(value, int) and not isinstance(value, bool):
-        return value
-    if kind is int and isinstance(value, str) and value.removeprefix("-").isdecimal():
-        return int(value)  # not by way of a float, which would round beyond 2^53
-    if kind in (int, float) and not isinstance(value, bool):
+    if kind is int and not isinstance(value, bool):
+        whole = _as_int(value)
+        if whole is not None and -LARGEST_INT <= whole <= LARGEST_INT:
+            return whole
+        hint = "It has to fit into 64 bits." if whole is not None else ""
+        problems.append(Problem(where, value, _type_words(kind), hint))
+        return None
+    if kind is float and not isinstance(value, bool):
         number = _as_float(value)
-        if math.isfinite(number) and (kind is float or number.is_integer()):
-            return kind(number)
+        if math.isfinite(number):
+            return number
     if kind is str and isinstance(value, str):
         return value
     if kind is str and isinstance(value, int) and not isinstance(value, bool):
@@ -283,6 +307,16 @@ def _convert_plain(kind: Any, value: Any, where: str, problems: list[Problem]) -
     hint = "Put it in quotes." if kind is str and value is not None and not isinstance(value, dict | list) else ""
     problems.append(Problem(where, value, _type_words(kind), hint))
     return None
+
+
+def _as_int(value: Any) -> int | None:
+    """A whole number, also from text and from a float such as 1e6. Else None."""
+    if isinstance(value, int):
+        return value
+    if isinstance(value, str) and len(value) < 100 and value.removeprefix("-").isdecimal():
+        return int(value)  # not by way of a float, which would round beyond 2^53
+    number = _as_float(value)
+    return int(number) if math.isfinite(number) and number.is_integer() else None
 
 
 def _as_float(value: Any) -> float:

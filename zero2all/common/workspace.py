@@ -11,11 +11,20 @@ from pathlib import Path
 
 from zero2all import __version__
 from zero2all.common.errors import BadInputError, UsageError, is_disk_full
-from zero2all.common.files import read_json, write_json
+from zero2all.common.files import LONGEST_NAME, PARTIAL_MARK, read_json, write_json
 from zero2all.common.schema import nearest_hint
 
 LAYOUT = 1
 STAMP_NAME = "workspace.json"
+
+
+FOLDER_NAME_WORDS = "a plain folder name without slashes, control characters or a leading dot, of at most 200 bytes"
+
+
+def is_folder_name(name: str) -> bool:
+    """Whether `name` may become one folder below another, and be printed."""
+    is_plain = name.isprintable() and not any(mark in name for mark in "/\\") and not name.startswith(".")
+    return is_plain and PARTIAL_MARK not in name and 0 < len(name.encode("utf-8", "surrogatepass")) <= LONGEST_NAME
 
 
 @dataclass(frozen=True)

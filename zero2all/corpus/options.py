@@ -26,6 +26,8 @@ class BuildOptions:
     least one, a smaller one none. 0: nothing is held out."""
     max_damaged_share: float = 0.01
     """The build stops when a larger share of a source's records, or of its bytes, is damaged."""
+    accept_drops: bool = False
+    """Go on when a rule drops more than a fifth of a source whose channel was guessed; otherwise the build stops."""
     max_record_bytes: int = 32_000_000
     """A JSON line, JSON object or whole-file document above this size goes to quarantine unread."""
     split_text_above_bytes: int = 1_000_000

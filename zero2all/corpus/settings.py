@@ -23,6 +23,7 @@ from typing import Any
 from zero2all.common.engine import EngineConfig
 from zero2all.common.errors import UsageError
 from zero2all.common.schema import Problem, apply_overrides, build, nearest_hint
+from zero2all.common.yamlio import read_yaml
 from zero2all.corpus.listing import is_url
 from zero2all.corpus.options import BuildOptions
 from zero2all.corpus.sources import KINDS, Source, find_kind, parse_source
@@ -138,13 +139,11 @@ def _placed(path: str, folder: Path) -> Path | str:
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
-    import yaml
-
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = read_yaml(path)
     except FileNotFoundError:
         raise UsageError(f"There is no file {path}. A source is given as NAME=PATH; a build as a YAML file.") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read as YAML: {error}") from error
     values = _with_text_keys(values)
     if not isinstance(values, dict):

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from zero2all.common.schema import PositiveFloat, PositiveInt, Problem, ShareBelowOne
+from zero2all.common.schema import PositiveFloat, Problem, Range, ShareBelowOne
 
 VOCAB_MULTIPLE = 64
 """From 64,320 to 64,321 columns the head becomes five to seven times slower on an H200: rows lose their alignment."""
+
+# Many times the largest models there are. What lies beyond is a slip or a trap, and would be built before it fails.
+Layers = Annotated[int, Range(minimum=1, maximum=10_000)]
+Heads = Annotated[int, Range(minimum=1, maximum=1 << 16)]
+Width = Annotated[int, Range(minimum=1, maximum=1 << 22)]
+Ids = Annotated[int, Range(minimum=1, maximum=1 << 28)]
+Positions = Annotated[int, Range(minimum=1, maximum=1 << 24)]
+Base = Annotated[float, Range(above=0, maximum=1e12)]
+Factor = Annotated[float, Range(minimum=1e-6, maximum=1e6)]
 
 
 @dataclass(frozen=True)
@@ -17,19 +26,19 @@ class RopeScaling:
 
     kind: Literal["none", "linear", "ntk", "llama3", "yarn"] = "none"
     """none; linear: position interpolation; ntk: a larger base; llama3 and yarn: by wavelength, as those models do."""
-    factor: PositiveFloat = 1.0
+    factor: Factor = 1.0
     """How many times longer than `original_seq_len` positions may become."""
-    original_seq_len: PositiveInt | None = None
+    original_seq_len: Positions | None = None
     """Length in tokens the model was first trained at; needed by llama3 and yarn."""
-    low_freq_factor: PositiveFloat = 1.0
+    low_freq_factor: Factor = 1.0
     """llama3: wavelengths above original_seq_len / this are fully interpolated."""
-    high_freq_factor: PositiveFloat = 4.0
+    high_freq_factor: Factor = 4.0
     """llama3: wavelengths below original_seq_len / this are left alone."""
-    beta_fast: PositiveFloat = 32.0
+    beta_fast: Factor = 32.0
     """yarn: rotations over the original length above which a dimension is left alone."""
-    beta_slow: PositiveFloat = 1.0
+    beta_slow: Factor = 1.0
     """yarn: rotations over the original length below which a dimension is fully interpolated."""
-    attention_factor: PositiveFloat | None = None
+    attention_factor: Factor | None = None
     """yarn: factor on cos and sin, so that attention logits grow by its square. None takes 0.1 ln(factor) + 1."""
 
     def problems(self, place: str) -> list[Problem]:
@@ -48,23 +57,23 @@ class RopeScaling:
 class ModelConfig:
     """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
 
-    vocab_size: PositiveInt | None = None
+    vocab_size: Ids | None = None
     """Ids the model can predict. None takes the tokenizer's size. The matrices have vocab_rows rows."""
-    hidden_size: PositiveInt = 2048
+    hidden_size: Width = 2048
     """Width of the residual stream."""
-    intermediate_size: PositiveInt = 5632
+    intermediate_size: Width = 5632
     """Width inside the SwiGLU block."""
-    layers: PositiveInt = 22
+    layers: Layers = 22
     """Number of transformer blocks."""
-    heads: PositiveInt = 32
+    heads: Heads = 32
     """Query heads; each is head_dim wide."""
-    kv_heads: PositiveInt = 8
+    kv_heads: Heads = 8
     """Key/value heads, shared by heads / kv_heads query heads each."""
-    head_dim: PositiveInt | None = None
+    head_dim: Heads | None = None
     """Width of one head. None takes hidden_size / heads."""
-    max_seq_len: PositiveInt = 2048
+    max_seq_len: Positions = 2048
     """Longest sequence in tokens the model is made for; exported as max_position_embeddings."""
-    rope_theta: PositiveFloat = 10000.0
+    rope_theta: Base = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     """Stretching of rotary positions for long context."""
@@ -117,6 +126,8 @@ class ModelConfig:
         if self.heads % self.kv_heads:
             found.append(Problem(f"{place}.kv_heads", self.kv_heads, f"a divisor of {place}.heads ({self.heads})"))
         found += self.rope_scaling.problems(f"{place}.rope_scaling")
+        if self.rope_scaling.kind == "yarn" and self.rope_theta <= 1:
+            found.append(Problem(f"{place}.rope_theta", self.rope_theta, "a number above 1, for yarn"))
         return found
 
 

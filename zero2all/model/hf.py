@@ -7,7 +7,10 @@ tensors. The biases decide the layout: q, k, v only is Qwen2; none or all four i
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +19,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError
-from zero2all.common.files import require_free_space, write_json
+from zero2all.common.files import read_json_object, require_free_space, write_json
 from zero2all.common.schema import build
+from zero2all.common.workspace import is_folder_name
 from zero2all.model.config import ModelConfig
 from zero2all.model.rope import rope_base
 from zero2all.model.z2all import Z2all
@@ -33,9 +36,21 @@ SHARD_BYTES = 5_000_000_000
 VOCABULARY_TABLES = ("embedding.weight", "head.weight")
 ALTERNATING = "feed_forward.gate_up_pairs"
 """The module whose rows are taken from its parts in turn."""
+FIRST_BLOCK = "blocks.0."
+LAYER_NUMBER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
+FETCH_AGAIN = "Fetch the folder again."
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LAYOUTS = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 UNSUPPORTED_FIELDS = ("sliding_window", "layer_types", "quantization_config", "partial_rotary_factor")
+TYPES: dict[str, tuple[type, str]] = {
+    "layer_types": (list, "a list of texts"),
+    "rope_scaling": (dict, "an object"),
+    "rope_parameters": (dict, "an object"),
+    "attention_bias": (bool, "true or false"),
+    "mlp_bias": (bool, "true or false"),
+    "tie_word_embeddings": (bool, "true or false"),
+}
+"""What a field has to be where it is set; the others are checked as fields of our own config."""
 UNSUPPORTED_SCALING = ("mscale", "mscale_all_dim", "truncate")
 SCALING_NAMES = {
     "factor": "factor",
@@ -73,16 +88,24 @@ def write_hf_folder(
     write_json(folder / "generation_config.json", {"_from_model_config": True, **known_ids})
 
 
-def read_hf_folder(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], str]:
-    """Config, our tensors in float32, and the dtype the folder stores."""
+def read_hf_folder(folder: Path, allow_nonfinite: bool = False) -> tuple[ModelConfig, dict[str, Tensor], str]:
+    """Config, our tensors in float32, and the dtype the folder stores.
+
+    The folder may be anybody's: no name in it leads elsewhere (its own links may, as those of a Hugging Face cache do),
+    only plain files are read, and no memory is taken before names and shapes fit the config.
+    """
     path = folder / "config.json"
     if not path.is_file():
         raise BadInputError(f"{folder} is no Hugging Face model folder: it has no config.json.")
-    config = from_hf_config(_read_object(path), path)
-    theirs = _read_tensors(folder)
+    config = from_hf_config(read_json_object(path, FETCH_AGAIN), path)
+    files = _weight_files(folder)
+    _check_shapes(config, _stored_shapes(files), folder)  # before memory is taken for what does not fit
+    theirs = _read_tensors(files)
     names = {str(tensor.dtype).removeprefix("torch.") for tensor in theirs.values()}
     if not names <= DTYPES.keys():
         raise BadInputError(f"{folder} stores {sorted(names)}; only {', '.join(DTYPES)} can be imported.")
+    if not allow_nonfinite:
+        _refuse_nonfinite(theirs, folder)
     dtype = "float32" if len(names) > 1 else names.pop()
     return config, from_hf_tensors(config, theirs, folder), dtype
 
@@ -98,13 +121,29 @@ def to_hf_tensors(config: ModelConfig, tensors: dict[str, Tensor]) -> Iterator[t
 
 def from_hf_tensors(config: ModelConfig, theirs: dict[str, Tensor], origin: Path) -> dict[str, Tensor]:
     """Their tensors under our names, joined and in float32; complains about missing, unknown and misshapen ones."""
+    parts_of = _check_shapes(config, {name: tuple(tensor.shape) for name, tensor in theirs.items()}, origin)
+    ours = {name: _put_together(name, [theirs[part].float() for part in parts]) for name, parts in parts_of.items()}
+    padding = config.vocab_rows - config.vocab_ids
+    for name in VOCABULARY_TABLES:
+        if name in ours and padding:
+            ours[name] = torch.nn.functional.pad(ours[name], (0, 0, 0, padding))
+    return ours
+
+
+def _check_shapes(config: ModelConfig, found: Mapping[str, tuple[int, ...]], origin: Path) -> dict[str, dict[str, int]]:
+    """For each of our tensors its parts in theirs, with their rows; an error unless exactly these were found."""
+    layers = max((int(match[1]) + 1 for name in found if (match := LAYER_NUMBER.match(name))), default=0)
+    if layers != config.layers:
+        raise BadInputError(
+            f"The tensors in {origin} do not fit its config.json: num_hidden_layers is {config.layers:,}, and the "
+            f"weights are those of {layers:,} layers. {FETCH_AGAIN}"
+        )
     shapes = _our_shapes(config)
     shapes |= {name: (config.vocab_ids, *shapes[name][1:]) for name in VOCABULARY_TABLES if name in shapes}
     parts_of = {name: _their_parts(config, name, shape[0]) for name, shape in shapes.items()}
     wanted = {part: (rows, *shapes[name][1:]) for name, parts in parts_of.items() for part, rows in parts.items()}
-    found = {name: tuple(tensor.shape) for name, tensor in theirs.items()}
-    if config.tied_embeddings:
-        found.pop("lm_head.weight", None)  # a copy of the embedding that some folders carry
+    found = {name: shape for name, shape in found.items() if not (config.tied_embeddings and name == "lm_head.weight")}
+    # A tied model has no head of its own; some folders carry a copy of the embedding there.
     problems = [f"{part} is missing" for part in wanted if part not in found]
     problems += [
         f"{part} has shape {found[part]} instead of {shape}"
@@ -118,19 +157,18 @@ def from_hf_tensors(config: ModelConfig, theirs: dict[str, Tensor], origin: Path
             f"The tensors in {origin} do not fit its config.json: {'; '.join(problems[:4])}{more}. Fetch the folder "
             f"again; only plain Llama and Qwen2 models can be imported."
         )
-    ours = {name: _put_together(name, [theirs[part].float() for part in parts]) for name, parts in parts_of.items()}
-    padding = config.vocab_rows - config.vocab_ids
-    for name in VOCABULARY_TABLES:
-        if name in ours and padding:
-            ours[name] = torch.nn.functional.pad(ours[name], (0, 0, 0, padding))
-    return ours
+    return parts_of
 
 
 def _our_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a Z2all model of this config; no memory is taken for them."""
+    """Name and shape of every tensor of a Z2all model of this config; neither memory nor time is taken for layers."""
     with torch.device("meta"):
-        model = Z2all(config, resolve(OpsConfig(), "cpu"))
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        model = Z2all(dataclasses.replace(config, layers=1), resolve(OpsConfig(), "cpu"))
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, tensor in model.state_dict().items():
+        for layer in range(config.layers if name.startswith(FIRST_BLOCK) else 1):
+            shapes[name.replace(FIRST_BLOCK, f"blocks.{layer}.", 1)] = tuple(tensor.shape)
+    return shapes
 
 
 def _their_parts(config: ModelConfig, name: str, rows: int) -> dict[str, int]:
@@ -205,18 +243,23 @@ def to_hf_config(config: ModelConfig, dtype: str, token_ids: TokenIds) -> dict[s
 def from_hf_config(values: dict[str, Any], origin: Path) -> ModelConfig:
     """Our config of a Llama or Qwen2 config.json; refuses what would be computed differently here."""
     layout = values.get("model_type")
-    if layout not in LAYOUTS:
+    if not isinstance(layout, str) or layout not in LAYOUTS:
         raise BadInputError(f"{origin} is of model_type {layout!r}; only {' and '.join(LAYOUTS)} can be imported.")
+    for name, (kind, words) in TYPES.items():
+        if values.get(name) is not None and not isinstance(values[name], kind):
+            raise BadInputError(
+                f"{origin} cannot be imported: {name} is {str(values[name])[:80]!r}, expected {words}. {FETCH_AGAIN}"
+            )
     if values.get("hidden_act", "silu") != "silu":
         raise BadInputError(f"{origin} uses hidden_act {values['hidden_act']!r}; only silu can be imported.")
+    llama_bias = "all" if values.get("attention_bias") else "none"
+    # transformers 5 writes rope_parameters, 4 wrote rope_theta and rope_scaling.
+    rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
     strange = [name for name in UNSUPPORTED_FIELDS if values.get(name) and _matters(name, values)]
     if strange:
         raise BadInputError(f"{origin} sets {', '.join(strange)}, which Z2all does not have; it cannot be imported.")
     if values.get("vocab_size") is None:
         raise BadInputError(f"{origin} has no vocab_size; it cannot be imported.")
-    llama_bias = "all" if values.get("attention_bias") else "none"
-    # transformers 5 writes rope_parameters, 4 wrote rope_theta and rope_scaling.
-    rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
     problems: list[Any] = []
     config = build(
         ModelConfig,
@@ -234,8 +277,8 @@ def from_hf_config(values: dict[str, Any], origin: Path) -> ModelConfig:
             "rms_norm_eps": values.get("rms_norm_eps", 1e-6),
             "init_std": values.get("initializer_range", 0.02),
             "attention_bias": "qkv" if layout == "qwen2" else llama_bias,
-            "mlp_bias": bool(values.get("mlp_bias", False)),
-            "tied_embeddings": bool(values.get("tie_word_embeddings", False)),
+            "mlp_bias": values.get("mlp_bias") or False,
+            "tied_embeddings": values.get("tie_word_embeddings") or False,
             "attention_dropout": values.get("attention_dropout", 0.0),
         },
         "config.json",
@@ -314,46 +357,84 @@ def _shards(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
     return shards
 
 
-def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of the folder, but for the rotary tables that old folders carry."""
+def _stored_shapes(files: list[Path]) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor in these files, by their headers."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in files:
+        with _opened(path) as file:
+            for name in _weight_names(file):
+                if name in shapes:
+                    raise BadInputError(f"{path} holds {name[:80]!r}, and another file does too. {FETCH_AGAIN}")
+                shapes[name] = tuple(file.get_slice(name).get_shape())
+    if not shapes:
+        raise BadInputError(f"The safetensors files in {files[0].parent} hold no tensors. {FETCH_AGAIN}")
+    return shapes
+
+
+def _read_tensors(files: list[Path]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
-    for path in _weight_files(folder):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118  (safe_open is no mapping)
-                    if not name.endswith("rotary_emb.inv_freq"):
-                        tensors[name] = file.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise BadInputError(f"{path} is no readable safetensors file: {error}") from error
-    if not tensors:
-        raise BadInputError(f"The safetensors files in {folder} hold no tensors. Fetch the folder again.")
+    for path in files:
+        with _opened(path) as file:
+            tensors |= {name: file.get_tensor(name) for name in _weight_names(file)}
     return tensors
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise BadInputError(f"{path} is no readable safetensors file: {error}") from error
+
+
+def _weight_names(file: Any) -> list[str]:
+    """The tensors of a file but for the rotary tables that old folders carry."""
+    return [name for name in file.keys() if not name.endswith("rotary_emb.inv_freq")]  # noqa: SIM118  (no mapping)
+
+
+def _refuse_nonfinite(tensors: dict[str, Tensor], origin: Path) -> None:
+    """A single NaN makes every output NaN, and training would refuse each step."""
+    counts = {name: int(tensor.numel() - tensor.isfinite().sum()) for name, tensor in tensors.items()}
+    broken = {name: count for name, count in counts.items() if count}
+    if broken:
+        first = next(iter(broken))
+        raise BadInputError(
+            f"{sum(broken.values()):,} weights in {origin} are NaN or infinite, in {len(broken):,} of {len(counts):,} "
+            f"tensors ({first}: {broken[first]:,} of {tensors[first].numel():,}). {FETCH_AGAIN[:-1]}; to import it as "
+            f"it is, add --allow-nonfinite."
+        )
 
 
 def _weight_files(folder: Path) -> list[Path]:
     """The files transformers would load: those the index names, or the only one; others may lie beside them."""
     index = folder / INDEX_FILE
     if index.is_file():
-        weight_map = _read_object(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise BadInputError(f"{index} has no weight_map. Fetch it again.")
-        return [folder / name for name in sorted(set(weight_map.values()))]
-    if (folder / SINGLE_FILE).is_file():
-        return [folder / SINGLE_FILE]
+        weight_map = read_json_object(index, FETCH_AGAIN).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise BadInputError(f"{index} has no weight_map. {FETCH_AGAIN}")
+        named = list(dict.fromkeys(map(str, weight_map.values())))
+        for name in named:
+            if not is_folder_name(name):
+                raise BadInputError(
+                    f"{index} names the file {name[:200]!r}. Expected are names of files beside it, without slashes; "
+                    f"nothing else is opened."
+                )
+        return [_plain_file(folder / name) for name in sorted(named)]
+    if (folder / SINGLE_FILE).exists():
+        return [_plain_file(folder / SINGLE_FILE)]
     pickles = sorted(path.name for path in folder.glob("*.bin"))
     if not pickles:
-        raise BadInputError(f"{folder} has no weights. Expected {SINGLE_FILE} or {INDEX_FILE}. Fetch the folder again.")
+        raise BadInputError(f"{folder} has no weights. Expected {SINGLE_FILE} or {INDEX_FILE}. {FETCH_AGAIN}")
     raise BadInputError(
         f"{folder} has only pickled weights ({pickles[0]}), which zero2all never loads because they can run code. "
         f"Convert it with transformers (`model.save_pretrained(FOLDER)`) where you trust it."
     )
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        value = jsonio.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise BadInputError(f"{path} cannot be read as JSON ({error}). Fetch it again.") from error
-    if not isinstance(value, dict):
-        raise BadInputError(f"{path} should hold a JSON object and holds a {type(value).__name__}. Fetch it again.")
-    return value
+def _plain_file(path: Path) -> Path:
+    """Opening a fifo would wait for its writer forever."""
+    if not path.is_file():
+        problem = "is neither a file nor a link to one" if path.exists() else "is missing"
+        raise BadInputError(f"{path} {problem}. {FETCH_AGAIN}")
+    return path

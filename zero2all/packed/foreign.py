@@ -18,11 +18,11 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from zero2all.common.errors import BadInputError, UsageError
-from zero2all.common.files import read_json, require_free_space, staged_folder, write_json
+from zero2all.common.files import read_json_object, require_free_space, staged_folder, write_json
 from zero2all.common.manifest import fingerprint, read_manifest, write_manifest
 from zero2all.common.progress import progress
 from zero2all.common.records import SPLITS
-from zero2all.packed.layout import PACK_COMMAND, REPORT_NAME, PackedSplit, token_dtype
+from zero2all.packed.layout import PACK_COMMAND, REPORT_NAME, PackedSplit, packed_report, token_dtype
 from zero2all.packed.megatron import index_bytes, megatron_dtype, read_index
 from zero2all.packed.shards import COPY_TOKENS, SHARD_TOKENS, Stretch, WrittenFile, plan_shards, write_shard
 from zero2all.packed.writer import imported_manifests, write_report, writing_to
@@ -178,7 +178,7 @@ def _empty_content(name: str, split: str, channel: str, tokenizer: Tokenizer) ->
 def _write_report_with_imports(packed: Path, tokenizer: Tokenizer) -> None:
     """The sources that belonged together before, and those that were imported."""
     try:
-        before = list(read_json(packed / REPORT_NAME)["sources"])
+        before = list(packed_report(packed)["sources"])
     except FileNotFoundError:
         before = []
     imported = imported_manifests(packed)
@@ -196,7 +196,7 @@ def _check_name(packed: Path, asked: Import, tokenizer: Tokenizer) -> None:
             f"There is a packed source `{asked.name}` already, made from the corpus. Import under another name."
         )
     if (packed / REPORT_NAME).is_file():
-        stated = read_json(packed / REPORT_NAME).get("tokenizer")
+        stated = packed_report(packed).get("tokenizer")
         if stated not in (None, tokenizer.fingerprint):
             raise BadInputError(
                 f"The packed data in {packed} was made with the tokenizer {stated[:8]}, this workspace has "
@@ -349,5 +349,5 @@ def _lengths_by_end(tokens: np.ndarray, end_id: int) -> np.ndarray:
 def _facts(path: Path) -> dict[str, Any]:
     """What an export of ours wrote beside the tokens."""
     beside = path.with_suffix(".json")
-    facts = read_json(beside) if beside.is_file() else {}
+    facts = read_json_object(beside, "Delete it to import without it.") if beside.is_file() else {}
     return facts if isinstance(facts, dict) else {}

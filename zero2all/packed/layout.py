@@ -22,8 +22,9 @@ from typing import Any, cast
 import numpy as np
 
 from zero2all.common.errors import BadInputError
-from zero2all.common.files import MANIFEST_NAME, read_json
+from zero2all.common.files import MANIFEST_NAME, read_json_object
 from zero2all.common.manifest import fingerprint, read_manifest
+from zero2all.common.records import report_sources
 from zero2all.packed.remote import Remote, remote_of
 
 PACK_COMMAND = "z2a pack"
@@ -306,6 +307,10 @@ def check_split_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     for field in ("vocab_size", "shards", "tokens", "text_bytes"):
         if manifest[field] < 0:
             raise _bad_field(folder, field, manifest[field], "a number that is not negative")
+    if manifest["shards"] > len(manifest["files"]):
+        raise _bad_field(
+            folder, "shards", manifest["shards"], f"at most one for each of {len(manifest['files'])} files"
+        )
     if manifest["dtype"] not in TOKEN_DTYPES:
         raise _bad_field(folder, "dtype", manifest["dtype"], f"one of {', '.join(TOKEN_DTYPES)}")
     if manifest["vocab_size"] > 1 << 8 * np.dtype(manifest["dtype"]).itemsize:
@@ -321,10 +326,20 @@ def _bad_field(folder: Path, field: str, value: Any, expected: str) -> BadInputE
     )
 
 
+def packed_report(packed: Path) -> dict[str, Any]:
+    """What was packed together: `tokenizer`, and `sources` by name; FileNotFoundError when nothing was."""
+    path = packed / REPORT_NAME
+    report = read_json_object(path, f"Run `{PACK_COMMAND}` again.")
+    report_sources(report, path, f"Run `{PACK_COMMAND}` again.")
+    if not isinstance(report.get("tokenizer"), str | None):
+        raise BadInputError(f"{path}: `tokenizer` is no fingerprint. Run `{PACK_COMMAND}` again.")
+    return report
+
+
 def packed_sources(packed: Path) -> list[str]:
     """Names of the packed sources, sorted."""
     try:
-        return sorted(read_json(packed / REPORT_NAME)["sources"])
+        return sorted(packed_report(packed)["sources"])
     except FileNotFoundError:
         raise BadInputError(
             f"There is no finished packed data in {packed} (no {REPORT_NAME}). Run `{PACK_COMMAND}` first; if it was "

@@ -16,12 +16,11 @@ from typing import Any
 import numpy as np
 
 from zero2all.common.errors import BadInputError, UsageError
-from zero2all.common.files import read_json
 from zero2all.common.manifest import fingerprint
 from zero2all.common.schema import nearest_hint
 from zero2all.packed.bestfit import open_best_fit
 from zero2all.packed.config import DataConfig
-from zero2all.packed.layout import PACK_COMMAND, REPORT_NAME, PackedSplit, open_split, packed_sources
+from zero2all.packed.layout import PACK_COMMAND, REPORT_NAME, PackedSplit, open_split, packed_report, packed_sources
 from zero2all.packed.order import WEIGHT_UNITS, rounded_weights
 from zero2all.packed.samples import Samples, open_samples
 from zero2all.packed.stages import (
@@ -252,7 +251,7 @@ def _check_one_tokenizer(packed: Path, splits: Sequence[PackedSplit]) -> None:
             f"The packed sources were made with different tokenizers: {names}. Run `{PACK_COMMAND}` again, so that "
             f"all of them use the tokenizer of this workspace."
         )
-    stated = read_json(packed / REPORT_NAME).get("tokenizer")
+    stated = packed_report(packed).get("tokenizer")
     if fingerprints and stated is not None and {stated} != fingerprints:
         split = splits[0]
         raise BadInputError(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.common import jsonio
-from zero2all.common.files import MANIFEST_NAME, read_json
+from zero2all.common.files import MANIFEST_NAME, as_written, read_json
 from zero2all.common.records import ORIGINS_NAME, READERS
 
 ORDINAL_BITS = 40
@@ -57,6 +57,10 @@ class Origins:
 
     def find(self, source: str, split: str, gid: int) -> Origin | None:
         """The origin of a document of `source`; None when the corpus is not here or no longer the same."""
+        with as_written(self._corpus / source, "Run `z2a corpus build` again."):
+            return self._find(source, split, gid)
+
+    def _find(self, source: str, split: str, gid: int) -> Origin | None:
         manifest = self._manifest(source)
         if not manifest or manifest.get("number") != gid >> ORDINAL_BITS:
             return None

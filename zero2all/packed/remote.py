@@ -34,10 +34,11 @@ from typing import Any
 
 import numpy as np
 
+from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError, UsageError
-from zero2all.common.files import MANIFEST_NAME, PARTIAL_MARK, read_json, write_atomic, write_json
+from zero2all.common.files import MANIFEST_NAME, PARTIAL_MARK, is_inner_path, read_json, write_atomic, write_json
 from zero2all.common.manifest import fingerprint
-from zero2all.common.records import SPLITS
+from zero2all.common.records import SPLITS, report_sources
 from zero2all.packed.config import DataConfig
 
 CACHE_NAME = "packed-cache"
@@ -79,10 +80,16 @@ def open_address(url: str, cache: Path, cache_bytes: int, block_bytes: int = BLO
     folder = cache.absolute() / fingerprint(url)
     folder.mkdir(parents=True, exist_ok=True)
     report = storage.read(REPORT_NAME, f"There is no finished packed data at {url} (no {REPORT_NAME})")
-    for source in json.loads(report)["sources"]:
+    try:
+        listed = jsonio.loads_strict(report)
+    except ValueError as error:
+        raise BadInputError(f"{url}/{REPORT_NAME} cannot be read as JSON ({error}). Upload it again.") from error
+    for source in report_sources(listed, f"{url}/{REPORT_NAME}", "Upload the packed data again."):
         for split in SPLITS:
             inner = f"{source}/{split}"
             sizes = storage.sizes(inner)
+            if not all(map(is_inner_path, sizes)):
+                raise BadInputError(f"{url}/{inner} lists names that lead out of it. Upload the packed data again.")
             if MANIFEST_NAME not in sizes:
                 continue
             write_json(folder / inner / SIZES_NAME, sizes)

@@ -14,6 +14,9 @@ from zero2all.packed.origin import Origin, Origins
 from zero2all.packed.samples import NO_DOCUMENT, Borders, open_samples
 from zero2all.tokenizer.load import Tokenizer
 
+LARGEST_POSITION = 1 << 40
+"""In samples: at 4,096 tokens each, 300 times the tokens of the longest runs there are."""
+
 
 @dataclass(frozen=True)
 class ShownDocument:
@@ -68,6 +71,8 @@ class ShownSample:
 
 def sample_at(data: TrainingData, position: int, corpus: Path) -> ShownSample:
     """The sample that stands at `position` of the run, counted in samples from its start."""
+    if position >= LARGEST_POSITION:
+        raise UsageError(f"There is no sample {position}: no run is that long. Give a number below {LARGEST_POSITION}.")
     before = 0
     for number, segment in enumerate(data.segments):
         following = data.segments[number + 1] if number + 1 < len(data.segments) else None

@@ -17,6 +17,7 @@ from fractions import Fraction
 from typing import Any
 
 from zero2all.common.errors import UsageError
+from zero2all.common.schema import NaturalInt, PositiveInt, Problem, build
 from zero2all.packed.order import WEIGHT_UNITS, Order, Source, rounded_weights
 
 
@@ -35,9 +36,9 @@ class PlannedStage:
     """The same with weights settled: parts of 65536 per source; sources of weight 0 are left out."""
 
     name: str
-    from_token: int
-    seq_len: int
-    units: dict[str, int]
+    from_token: NaturalInt
+    seq_len: PositiveInt
+    units: dict[str, PositiveInt]
 
     def same_reading(self, other: PlannedStage) -> bool:
         """Whether both read the same way, whatever they are called and wherever they begin."""
@@ -206,8 +207,12 @@ def stage_records(plan: Sequence[PlannedStage]) -> list[dict[str, Any]]:
 
 
 def stages_from_records(records: Sequence[Mapping[str, Any]]) -> list[PlannedStage]:
-    """The way back."""
-    return [PlannedStage(**record) for record in records]
+    """The way back; ValueError for what `stage_records` would not give."""
+    problems: list[Problem] = []
+    stages = [build(PlannedStage, record, "stages", problems) for record in records]
+    if problems:
+        raise ValueError(str(problems[0]))
+    return stages
 
 
 def stage_notes(plan: Sequence[PlannedStage], segments: Sequence[Segment], names: Sequence[str], end: int) -> list[str]:

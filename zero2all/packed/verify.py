@@ -22,6 +22,7 @@ from zero2all.packed.layout import (
     docs_name,
     gids_name,
     mask_name,
+    packed_report,
     packed_sources,
     tokens_name,
 )
@@ -37,7 +38,7 @@ def packed_bytes(packed: Path) -> int:
             try:
                 files = read_json(packed / name / split / MANIFEST_NAME)["files"]
                 total += sum(int(file["bytes"]) for file in files.values())
-            except (FileNotFoundError, BadInputError, KeyError, TypeError):
+            except (FileNotFoundError, BadInputError, KeyError, TypeError, AttributeError, ValueError):
                 continue
     return total
 
@@ -47,7 +48,7 @@ def verify_packed(
 ) -> list[str]:
     """Everything that is wrong, a sentence each; empty when all is well."""
     problems: list[str] = []
-    stated = str(read_json(packed / REPORT_NAME).get("tokenizer")) if packed_sources(packed) else None
+    stated = str(packed_report(packed).get("tokenizer")) if packed_sources(packed) else None
     if stated is not None and tokenizer_fingerprint not in (None, stated):
         problems.append(
             f"{packed / REPORT_NAME}: the data was packed with the tokenizer {stated[:8]}, the workspace has "

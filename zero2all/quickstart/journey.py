@@ -27,7 +27,7 @@ from zero2all.corpus.dedup.config import DedupConfig
 from zero2all.evals.generate import Sampling, generate
 from zero2all.evals.load import LoadedModel, load_run, untrained
 from zero2all.evals.probes import read_probes, run_probes, summarize
-from zero2all.evals.report import evaluate_run
+from zero2all.evals.report import evaluate_run, log_report
 from zero2all.exchange import export_run
 from zero2all.model.config import parameter_counts
 from zero2all.packed.writer import pack_corpus
@@ -198,6 +198,7 @@ def _untrained_probes(workspace: Workspace, config: RunConfig, probes: Path) -> 
     results = run_probes(model, read_probes(probes))
     summary = {"inputs": key, **summarize(results), "probe_results": [asdict(result) for result in results]}
     write_json(path, summary)
+    log_report(path.parent.parent, {"step": 0, "probes": summary})
     return summary
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import read_json, staged_folder, write_atomic, write_json
-from zero2all.common.manifest import fingerprint, write_manifest
+from zero2all.common.manifest import fingerprint, read_manifest, write_manifest
 from zero2all.common.progress import progress
 from zero2all.tokenizer.load import Tokenizer, load_tokenizer
 from zero2all.tokenizer.save import CONFIG_NAME, SENTENCEPIECE_NAME, TOKENIZER_NAME
@@ -52,6 +52,18 @@ class Extension:
     helpers: int = 0
     text_bytes: int = 0
     text_bytes_left_out: int = 0
+
+
+def require_replaceable(target: Path) -> None:
+    """Stop when writing a tokenizer to `target` would delete something else: a model, a home folder."""
+    if target.is_dir() and any(target.iterdir()):
+        try:
+            read_manifest(target, "tokenizer", EXTEND_COMMAND)
+        except BadInputError as error:
+            raise UsageError(
+                f"{target} is not empty and no tokenizer folder of ours, so it is not replaced. Give a new folder with "
+                f"--to, or empty this one."
+            ) from error
 
 
 class Extender:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError, UsageError
-from zero2all.common.files import MANIFEST_NAME, read_json
+from zero2all.common.files import MANIFEST_NAME, as_written, read_json_object
 from zero2all.common.manifest import read_manifest
 from zero2all.tokenizer.fingerprint import tokenizer_fingerprint
 from zero2all.tokenizer.specials import byte_alphabet, special_map
@@ -160,12 +160,14 @@ def load_tokenizer(folder: Path) -> Tokenizer:
             f"elsewhere, save its tokenizer with a recent transformers "
             f"(`AutoTokenizer.from_pretrained(SOURCE).save_pretrained(FOLDER)`), which writes that file."
         ) from None
-    if "vocab" not in tokenizer_json.get("model", {}):
+    model = tokenizer_json.get("model")
+    if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list):
         raise BadInputError(f"{folder}/tokenizer.json has no vocabulary. Fetch it again, or run `{TRAIN_COMMAND}`.")
-    control, roles = _declared_control(folder, tokenizer_json)
-    played = _read_optional(folder / "tokenizer_config.json").get("control_roles", {})
-    more_ends = _more_ends(_read_optional(folder / "generation_config.json"))
-    tokenizer = Tokenizer(tokenizer_json, control, roles, played, more_ends)
+    with as_written(f"The tokenizer in {folder}", f"Fetch the folder again, or run `{TRAIN_COMMAND}`."):
+        control, roles = _declared_control(folder, tokenizer_json)
+        played = _read_optional(folder / "tokenizer_config.json").get("control_roles", {})
+        more_ends = _more_ends(_read_optional(folder / "generation_config.json"))
+        tokenizer = Tokenizer(tokenizer_json, control, roles, played, more_ends)
     _check_against_manifest(folder, tokenizer)
     return tokenizer
 
@@ -259,10 +261,7 @@ def _check_against_manifest(folder: Path, tokenizer: Tokenizer) -> None:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    value = read_json(path)
-    if not isinstance(value, dict):
-        raise BadInputError(f"{path} should hold a JSON object and holds a {type(value).__name__}. Fetch it again.")
-    return value
+    return read_json_object(path, f"Fetch it again, or run `{TRAIN_COMMAND}`.")
 
 
 def _read_optional(path: Path) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from typing import Any
 from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import staged_folder
+from zero2all.common.workspace import FOLDER_NAME_WORDS, is_folder_name
 from zero2all.track.tensorboard import Damage, TensorboardEvent, event_files, read_events
 from zero2all.track.writer import END_KIND, METRICS_FOLDER, SEGMENT_KIND
 
@@ -50,6 +51,8 @@ def import_tensorboard(
     `rename` gives tags other names, for example {"train/loss": "loss"}, which the board draws first. The tag
     `tokens_tag` holds the tokens seen so far. Raises when a run of that name is there, or nothing to import.
     """
+    if not is_folder_name(name):
+        raise UsageError(f"--name is {name!r}, expected {FOLDER_NAME_WORDS}.")
     if not source.is_dir():
         raise BadInputError(f"{source} is no folder. Give the folder with TensorBoard's event files (*tfevents*).")
     folders = [folder for folder in (source, *sorted(source.rglob("*"))) if folder.is_dir() and event_files(folder)]

@@ -6,16 +6,19 @@ however long they are.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from zero2all.common import jsonio
+from zero2all.common.files import read_regular
+from zero2all.common.yamlio import LARGEST_BYTES
 from zero2all.track.rows import NOT_FINITE, read_row
 from zero2all.track.status import Evidence, RunStatus, is_writer_alive, judge
 from zero2all.track.writer import END_KIND, FILE_NAME, METRICS_FOLDER, SEGMENT_KIND
@@ -57,6 +60,19 @@ def find_runs(roots: Sequence[Path]) -> list[RunListing]:
     return listings
 
 
+def distinct_names(folders: Sequence[Path]) -> list[str]:
+    """A name for each folder: its own, and as many of the folders above it as tell it from the others."""
+    paths = [folder.resolve().parts for folder in folders]
+    names = []
+    for parts in paths:
+        others = [other for other in paths if other != parts]
+        length = 1
+        while length < len(parts) and any(other[-length:] == parts[-length:] for other in others):
+            length += 1
+        names.append("/".join(parts[-length:]).replace("//", "/"))
+    return names
+
+
 def metrics_files(folder: Path) -> list[tuple[Path, str, int]]:
     """Every metrics file in a `metrics` folder, by writer and then by attempt as a number (10 comes after 9)."""
     found = []
@@ -74,15 +90,15 @@ def metrics_files(folder: Path) -> list[tuple[Path, str, int]]:
 def total_steps(folder: Path) -> int | None:
     """The step a run ends with: where its anneal ends, else `train.steps` of its config, found without parsing all."""
     try:
-        anneal = json.loads((folder / ANNEAL_FILE).read_text("utf-8"))
+        anneal = jsonio.loads_strict(read_regular(folder / ANNEAL_FILE, HEAD_BYTES))
         return int(anneal["from_step"]) + int(anneal["steps"])
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, OverflowError):
         pass  # no anneal, or one that has not begun
     try:
-        match = TOTAL_STEPS.search((folder / CONFIG_FILE).read_text("utf-8", "replace"))
+        match = TOTAL_STEPS.search(read_regular(folder / CONFIG_FILE, LARGEST_BYTES).decode("utf-8", "replace"))
     except OSError:
         return None
-    return int(match[1]) if match else None
+    return int(match[1]) if match and len(match[1]) < 19 else None
 
 
 def _run_folders(root: Path) -> Iterator[Path]:
@@ -105,7 +121,8 @@ def _run_folders(root: Path) -> Iterator[Path]:
 
 def _listing(folder: Path, root: Path) -> RunListing:
     name = folder.relative_to(root).as_posix() if folder != root else folder.resolve().name
-    latest = latest_attempt(metrics_files(folder / METRICS_FOLDER))
+    files = metrics_files(folder / METRICS_FOLDER)
+    latest = latest_attempt(files)
     if latest is None:
         return RunListing(name, folder, root, RunStatus(message="There are no metrics yet."), None, None)
     path, _, attempt = latest
@@ -130,11 +147,20 @@ def _listing(folder: Path, root: Path) -> RunListing:
     status = RunStatus(
         state, last.get("step"), evidence.last_time, last.get("tokens"), total_steps(folder), attempt, message
     )
-    losses = [row["values"]["loss"] for row in metric_rows if "loss" in row["values"]]
+    loss = _last_loss(metric_rows)
+    for earlier, writer, _ in reversed(files):  # an attempt that has just begun has no loss of its own yet
+        if loss is None and writer == latest[1] and earlier != path:
+            with suppress(OSError):
+                loss = _last_loss(_ends(earlier)[2])
+    return RunListing(name, folder, root, status, status.last_step, loss)
+
+
+def _last_loss(rows: list[dict[str, Any]]) -> float | None:
+    losses = [row["values"]["loss"] for row in rows if "loss" in row.get("values", ())]
     loss = losses[-1] if losses else None
     if isinstance(loss, str):
         loss = NOT_FINITE.get(loss)
-    return RunListing(name, folder, root, status, status.last_step, loss if isinstance(loss, int | float) else None)
+    return loss if isinstance(loss, int | float) else None
 
 
 def latest_attempt(files: list[tuple[Path, str, int]]) -> tuple[Path, str, int] | None:

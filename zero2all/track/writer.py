@@ -57,6 +57,20 @@ MAX_HELD_BYTES = 128 << 20
 """Pictures, texts and very large rows waiting for the disk; beyond this, new ones are dropped and counted."""
 LARGE_ROW_VALUES = 1_000
 TAKEN_OVER = "the run belongs to another process now"
+END_ROW_BYTES = 16 << 10
+
+
+def has_finished(folder: Path, writer: str = "train") -> bool:
+    """Whether the latest attempt of `writer` in the run `folder` said that it was done."""
+    try:
+        found = [match for path in (folder / METRICS_FOLDER).iterdir() if (match := FILE_NAME.fullmatch(path.name))]
+        attempts = [int(match["attempt"]) for match in found if match["writer"] == writer]
+        with open(folder / METRICS_FOLDER / f"{writer}-{max(attempts)}.jsonl", "rb") as file:
+            file.seek(-min(END_ROW_BYTES, file.seek(0, os.SEEK_END)), os.SEEK_END)
+            row = jsonio.loads(file.read().splitlines()[-1])
+        return bool(row["kind"] == END_KIND and row["data"]["reason"] == "done")
+    except (OSError, ValueError, LookupError, TypeError):  # no metrics, or an end that is none
+        return False
 
 
 class Run:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.common.errors import BadInputError
-from zero2all.common.files import read_json, write_json
+from zero2all.common.files import read_json_object, write_json
+from zero2all.common.schema import Problem, build
 from zero2all.train.config import AnnealConfig, DecayShape
 
 ANNEAL_FILE = "anneal.json"
@@ -52,18 +53,18 @@ def begun_anneal(run: Path) -> AnnealConfig | None:
 
 def _read(path: Path, step: int) -> tuple[AnnealConfig, bool] | None:
     """The record, from `step` on where it is only a wish, and whether it is one."""
+    remedy = "Write it anew with `z2a anneal`, or delete it to train on as scheduled."
     try:
-        values: dict[str, Any] = read_json(path)
+        values = read_json_object(path, remedy)
     except FileNotFoundError:
         return None
-    try:
-        was_wish = values["from_step"] is None
-        return AnnealConfig(**{**values, "from_step": step if was_wish else int(values["from_step"])}), was_wish
-    except (KeyError, TypeError, ValueError) as error:
-        raise BadInputError(
-            f"{path} is no record of an anneal ({error}). Write it anew with `z2a anneal`, or delete it to train on as "
-            f"scheduled."
-        ) from error
+    was_wish = values.get("from_step", 0) is None
+    problems: list[Problem] = []
+    record = build(AnnealConfig, {**values, "from_step": step} if was_wish else values, "", problems)
+    if problems:
+        reasons = " ".join(str(problem) for problem in problems)
+        raise BadInputError(f"{path} is no record of an anneal. {reasons} {remedy}")
+    return record, was_wish
 
 
 def anneal_values(anneal: AnnealConfig | None) -> dict[str, Any] | None:

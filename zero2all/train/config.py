@@ -16,7 +16,8 @@ from zero2all.common.schema import (
     Share,
     ShareBelowOne,
 )
-from zero2all.model.config import ModelConfig, RopeScaling
+from zero2all.common.workspace import FOLDER_NAME_WORDS, is_folder_name
+from zero2all.model.config import Base, ModelConfig, RopeScaling
 from zero2all.packed.config import mixture_problems
 
 ParameterKind = Literal["matrix", "embedding", "head", "norm", "bias"]
@@ -58,8 +59,8 @@ class TrainConfig:
     def problems(self, place: str) -> list[Problem]:
         """A run's name becomes a folder. A search for the largest micro-batch leaves no memory for a recording."""
         found = []
-        if not self.name or any(mark in self.name for mark in "/\\") or self.name.startswith("."):
-            found.append(Problem(f"{place}.name", self.name, "a plain folder name without slashes or a leading dot"))
+        if not is_folder_name(self.name):
+            found.append(Problem(f"{place}.name", self.name, FOLDER_NAME_WORDS))
         if self.cuda_graph == "on" and self.micro_batch_samples == "auto":
             expected = f"auto or off, or a number for {place}.micro_batch_samples: the largest leaves no memory for it"
             found.append(Problem(f"{place}.cuda_graph", self.cuda_graph, expected))
@@ -191,7 +192,7 @@ class StageConfig:
     keeps its tokens, a pass (micro_batch_samples) about as many."""
     schedule: StageScheduleConfig | None = None
     """A schedule over the steps of this stage. None goes on with the one before."""
-    rope_theta: PositiveFloat | None = None
+    rope_theta: Base | None = None
     """Base of the rotary frequencies from this stage on. None keeps the one before."""
     rope_scaling: RopeScaling | None = None
     """Stretching of rotary positions from this stage on. None keeps the one before."""

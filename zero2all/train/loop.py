@@ -30,10 +30,10 @@ from zero2all.packed.loader import Batch, Loader, LoaderOptions, read_batch
 from zero2all.packed.transfer import batches_on
 from zero2all.parallel.device import pick_device, set_memory_settings
 from zero2all.parallel.world import World, join_world
-from zero2all.track.writer import Run
+from zero2all.track.writer import Run, has_finished
 from zero2all.train.anneal import anneal_values, read_anneal, withdraw_wish
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
-from zero2all.train.checkpoints.load import Checkpoint
+from zero2all.train.checkpoints.load import Checkpoint, reading_record
 from zero2all.train.checkpoints.manifest import NOT_GOOD
 from zero2all.train.checkpoints.retention import Retention
 from zero2all.train.checkpoints.run_lock import LOCK_NAME, Fence, RunLock, behind, hold_run, no_fence
@@ -101,7 +101,9 @@ def train(
             speak(note)
         world.first_does(lambda: behind(lock.check, lambda: save_run_config(prepared.config, run)))
         metrics = None
-        if world.is_first:
+        # A run that is over has nothing to add to its curves: another look at it is no other attempt.
+        is_over = prepared.state.step >= prepared.last_step and has_finished(run)
+        if world.is_first and not is_over:
             resumed_from = prepared.state.step or None
             metrics = Run(run, queue_rows=config.track.queue_rows, resumed_from=resumed_from, may_write=lock.is_held)
         reason, message = "done", None
@@ -506,7 +508,9 @@ class _Training:
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         """Guards and stage as they were. A stage that begins right behind the checkpoint has not begun there yet."""
-        for note in self.control.restore(checkpoint.document.get("guards"), checkpoint.step):
+        with reading_record(checkpoint):
+            notes = self.control.restore(checkpoint.document.get("guards"), checkpoint.step)
+        for note in notes:
             self._event("warning", {"problem": note})
             self.say_all([note])
         self.stage = str(checkpoint.document.get("stage") or "")

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import MANIFEST_NAME, read_json, sweep_partials, write_atomic
 from zero2all.common.manifest import fingerprint
 from zero2all.common.workspace import Workspace
-from zero2all.config import RunConfig, config_from_values, config_values, config_yaml
+from zero2all.config import RunConfig, config_from_values, config_values, config_yaml, read_config_values
 from zero2all.model.compile import compile_model
 from zero2all.model.config import parameter_counts
 from zero2all.model.recompute import apply_recompute
@@ -27,13 +28,13 @@ from zero2all.packed.config import FREE_ON_RESUME
 from zero2all.packed.layout import PackedSplit
 from zero2all.packed.mixture import Progress, TrainingData, open_training_data
 from zero2all.packed.remote import packed_root
-from zero2all.packed.stages import Stage
+from zero2all.packed.stages import Stage, stages_from_records
 from zero2all.parallel.data import shard_model
 from zero2all.parallel.device import environment, set_cpu_threads
 from zero2all.parallel.world import World
 from zero2all.train.anneal import begun_anneal, read_anneal
 from zero2all.train.checkpoints.find import newest_checkpoint
-from zero2all.train.checkpoints.load import Checkpoint
+from zero2all.train.checkpoints.load import Checkpoint, reading_record
 from zero2all.train.checkpoints.manifest import NOT_GOOD
 from zero2all.train.checkpoints.run_lock import Fence, behind
 from zero2all.train.checkpoints.store import CheckpointStore
@@ -48,6 +49,8 @@ from zero2all.train.state import DTYPES, TrainState, new_state
 from zero2all.train.validate import open_valid_splits
 
 CONFIG_FILE = "config.yaml"
+SECTIONS_OF_EVERY_RUN = ("data", "model", "train", "eval")
+"""A run keeps its config whole, so that one which was cut off is not filled up with defaults."""
 
 SECTIONS_FREE_ON_RESUME = ("ops", "parallel", "tokenizer", "checkpoint", "resilience", "track", "eval", "guards")
 """Changing these never changes which samples are seen or which rate is used."""
@@ -156,8 +159,9 @@ def prepare(
         if NOT_GOOD in checkpoint.manifest:
             notes.append(f"{checkpoint.folder.name} is not marked as good ({checkpoint.manifest[NOT_GOOD]})")
         if checkpoint.step:
-            changed = changed_operators(checkpoint.manifest.get("ops", {}), state.model.ops.taken)
-            notes += _environment_notes(checkpoint.manifest["environment"], here, changed)
+            with reading_record(checkpoint):
+                changed = changed_operators(checkpoint.manifest.get("ops") or {}, state.model.ops.taken)
+                notes += _environment_notes(checkpoint.manifest["environment"], here, changed)
     valid = open_valid_splits(packed_root(workspace.packed, config.data), [split.name for split in data.splits])
     too_short = [split.name for split in valid if split.samples(config.data.seq_len) == 0]
     if too_short:
@@ -173,7 +177,9 @@ def _newest_on_this_branch(run: Path, store: CheckpointStore, world: World) -> t
         checkpoint = store.newest(set_aside=True)
         if checkpoint is None or not checkpoint.step:
             return checkpoint, notes
-        then = SkipLedger.from_state(_recorded(checkpoint))
+        _check_record(checkpoint)
+        with reading_record(checkpoint):
+            then = SkipLedger.from_state(_recorded(checkpoint))
         if not ledger.abandons(checkpoint.step, then):
             return checkpoint, notes
         back = [entry.to_step for entry in ledger.entries if entry.to_step is not None and entry not in then.entries]
@@ -215,6 +221,24 @@ def _read_ledger(run: Path, store: CheckpointStore, world: World) -> tuple[SkipL
         f"{ledger.tokens():,} tokens left out. The damaged file is kept beside it."
     )
     return ledger, [note]
+
+
+RECORDED: dict[str, tuple[type, ...]] = {
+    "data": (str, NoneType),
+    "environment": (dict,),
+    "order": (dict, NoneType),
+    "tokenizer": (str, NoneType),
+    "ops": (dict, NoneType),
+}
+"""What a run asks of the manifest of its checkpoint."""
+
+
+def _check_record(checkpoint: Checkpoint) -> None:
+    with reading_record(checkpoint):
+        wrong = [name for name in ("step", "tokens") if name not in checkpoint.document]
+        wrong += [name for name, kinds in RECORDED.items() if not isinstance(checkpoint.manifest.get(name), kinds)]
+        if wrong:
+            raise ValueError(f"nothing usable about {', '.join(wrong)}")
 
 
 def _build_state(
@@ -307,10 +331,14 @@ def _open_data(
 
     What the run has read stays as the checkpoint recorded it; the mixture and the stages of the config hold from there.
     """
-    counters: Mapping[str, Any] = {"step": 0, "tokens": 0} if checkpoint is None else checkpoint.document
-    recorded = None if checkpoint is None else checkpoint.manifest.get("order")
-    stages = recorded["stages"] if recorded else ()
-    return _plan_data(config, workspace, int(counters["step"]), int(counters["tokens"]), stages, last_step)
+    if checkpoint is None:
+        return _plan_data(config, workspace, 0, 0, (), last_step)
+    counters, recorded = checkpoint.document, checkpoint.manifest.get("order")
+    with reading_record(checkpoint):
+        step, tokens = int(counters["step"]), int(counters["tokens"])
+        stages = recorded["stages"] if recorded else ()
+        stages_from_records(stages)
+    return _plan_data(config, workspace, step, tokens, stages, last_step)
 
 
 def _plan_data(
@@ -406,8 +434,6 @@ def save_run_config(config: RunConfig, run: Path) -> None:
 
 def load_run_config(run: Path) -> RunConfig:
     """The resolved config a run was started with."""
-    import yaml
-
     path = run / CONFIG_FILE
     if not path.is_file():
         known = sorted(folder.name for folder in run.parent.glob("*") if (folder / CONFIG_FILE).is_file())
@@ -415,7 +441,17 @@ def load_run_config(run: Path) -> RunConfig:
             f"There is no run in {run} (no {CONFIG_FILE}). "
             + (f"Runs in this workspace: {', '.join(known)}." if known else "Train one with `z2a train`.")
         )
-    return config_from_values(yaml.safe_load(path.read_text(encoding="utf-8")), str(path))
+    try:
+        values = read_config_values(path)
+        missing = [name for name in SECTIONS_OF_EVERY_RUN if name not in values]
+        if missing:
+            raise UsageError(f"It has no section {', '.join(missing)}.")
+        return config_from_values(values, str(path))
+    except UsageError as error:
+        raise BadInputError(
+            f"{path}, which a run keeps of its settings, has been changed or damaged. {error}\n"
+            f"Restore the file, or write it anew with `z2a train CONFIG --print-config` and the settings of the run."
+        ) from error
 
 
 def _check_resume(

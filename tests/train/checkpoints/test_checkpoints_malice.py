@@ -277,3 +277,31 @@ def test_a_linked_folder_is_refused(run):
     (run / "checkpoints/step-00000020").rename(run / "elsewhere")
     (run / "checkpoints/step-00000020").symlink_to(run / "elsewhere")
     refused(run / "checkpoints/step-00000020", "is no plain folder")
+
+
+# ---- the state, sealed anew ----
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"step": 21}, "`step` is '21'"),
+        ({"step": "20"}, "`step` is '20'"),
+        ({"step": None}, "`step` is 'None'"),
+        ({"tokens": -1}, "`tokens` is '-1'"),
+        ({"tokens": 10**30}, "`tokens` is"),
+        ({"tokens": [1]}, "`tokens` is"),
+        ({"guards": 5}, "`guards` is '5'"),
+        ({"guards": [{}]}, "`guards` is"),
+        ({"stage": {"a": 1}}, "`stage` is"),
+    ],
+)
+def test_a_state_that_no_run_would_save_is_refused(folder, reseal, change, match):
+    state = json.loads((folder / "state.json").read_bytes())
+    (folder / "state.json").write_text(json.dumps({**state, **change}))
+    refused(reseal(folder), match)
+
+
+def test_a_name_that_stands_twice_in_the_state_is_refused(folder, reseal):
+    (folder / "state.json").write_text('{"step": 20, "tokens": 1, "tokens": 2}')
+    refused(reseal(folder), "'tokens' stands twice")

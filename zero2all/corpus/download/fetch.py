@@ -155,8 +155,11 @@ class _Download:
     def run(self) -> DownloadResult:
         """Survey, fetch, write the manifest."""
         result = self.survey()
+        # What has arrived lies on the same disk, so this is a lower bound; and it comes before any piece is planned.
+        self._require_room(sum(file.size_bytes for file in result.missing), shutil.disk_usage(self.home).total)
         transfers = [Transfer(file, self.home, self.request.piece_bytes) for file in result.missing]
-        self._require_room(transfers)
+        left = sum(transfer.file.size_bytes - transfer.bytes_done for transfer in transfers)
+        self._require_room(left, shutil.disk_usage(self.home).free)
         here = {file.name: file.digest for file in result.files}
         is_whole = self.state is not None and self.state.is_whole and self.state.commit == result.commit
         if is_whole and here == self.finished and not transfers:
@@ -270,10 +273,9 @@ class _Download:
 
     # ---- fetching ----------------------------------------------------------------------------------------------
 
-    def _require_room(self, transfers: Sequence[Transfer]) -> None:
-        needed = sum(transfer.file.size_bytes - transfer.bytes_done for transfer in transfers)
-        free = shutil.disk_usage(self.home).free
-        if needed > free:
+    def _require_room(self, needed: int, room: int) -> None:
+        if needed > room:
+            free = shutil.disk_usage(self.home).free
             raise DiskError(
                 f"Not enough disk space under {self.request.folder}: {human_bytes(needed)} are still to be fetched, "
                 f"{human_bytes(free)} are free. Free some space, choose another disk with --to, or fewer files with "

@@ -40,6 +40,8 @@ FIRST_RETRIES = 2
 """The very first request gives up early: what fails there is mostly a mistyped endpoint or no network at all."""
 LONGEST_WAIT_SECONDS = 30.0
 """The wait after a failure doubles up to here."""
+LARGEST_FILE_BYTES = 1 << 50
+"""A petabyte, of which no hub holds one file: more is a wrong answer."""
 LONGEST_ASKED_WAIT_SECONDS = 900.0
 """A hub that asks for more is not waited for: a command that sits still for an hour looks like one that hangs."""
 
@@ -177,6 +179,7 @@ class Hub:
         files: list[HubFile] = []
         tree = f"{self.endpoint}/api/{self.kind}s/{self.repo}/tree/{commit}"
         address: str | None = f"{tree}?recursive=true"
+        asked: set[str] = set()
 
         def ask() -> Any:
             assert address is not None, "asked for a page after the last one"
@@ -186,6 +189,9 @@ class Hub:
             return answer
 
         while address is not None:
+            if address in asked:
+                raise self._strange_answer("a listing whose pages lead back to themselves")
+            asked.add(address)
             answer = self.patience.repeat("the listing", ask)
             try:
                 files += [_hub_file(entry) for entry in answer.json() if entry["type"] == "file"]
@@ -314,7 +320,10 @@ def _hub_file(entry: dict[str, Any]) -> HubFile:
     digest = str(lfs["oid"] if lfs else entry["oid"])
     if not re.fullmatch(r"[0-9a-f]{64}" if lfs else r"[0-9a-f]{40}", digest):
         raise ValueError(f"{entry['path']} with the checksum {digest!r}")
-    return HubFile(str(entry["path"]), int((lfs or entry)["size"]), "sha256" if lfs else "git_sha1", digest)
+    size = (lfs or entry)["size"]
+    if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= LARGEST_FILE_BYTES:
+        raise ValueError(f"{entry['path']} with a size of {str(size)[:40]} bytes")
+    return HubFile(str(entry["path"]), size, "sha256" if lfs else "git_sha1", digest)
 
 
 def _asked_seconds(headers: Mapping[str, str]) -> float | None:

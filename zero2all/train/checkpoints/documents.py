@@ -12,6 +12,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError
 
 LARGEST_BYTES = 256 << 20
@@ -26,7 +27,9 @@ def dump(value: Any, indent: int | None = 1) -> bytes:
 def parse(data: bytes, what: str) -> Any:
     """The value of a JSON text; BadInputError for anything else, a pickle for example."""
     try:
-        return json.loads(data, parse_constant=_refuse)
+        return json.loads(
+            data, parse_constant=_refuse, parse_float=jsonio.finite_float, object_pairs_hook=jsonio.object_of_once
+        )
     except (ValueError, RecursionError) as error:
         raise BadInputError(f"{what} cannot be read as JSON ({error}).") from error
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero2all.common.errors import BadInputError
+from zero2all.common.manifest import is_count
 from zero2all.train.checkpoints.layout import TENSOR_FILE_NAME, is_tensor_name
-from zero2all.train.checkpoints.manifest import is_count
 from zero2all.train.checkpoints.tensor_file import DTYPES, is_shape
 
 LARGEST_DIMENSIONS = 16

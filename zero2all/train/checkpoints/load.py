@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from zero2all.common.errors import BadInputError
+from zero2all.common.files import as_written
 from zero2all.train.checkpoints.index import Index
 from zero2all.train.checkpoints.layout import split_name
 from zero2all.train.checkpoints.reads import Read, whole_reads
@@ -120,6 +122,17 @@ class Checkpoint:
             raise BadInputError(f"{path} cannot be read ({error})") from error
         finally:
             os.close(handle)
+
+
+@contextmanager
+def reading_record(checkpoint: Checkpoint) -> Iterator[None]:
+    """While parts of the record are read that only their owners know (guards, data, stages): odd ones are bad input.
+
+    The seal finds damage; whoever writes another record and seals it anew gets past it, but no further than this.
+    """
+    remedy = "Move it away to go on from an older checkpoint, or start over with --fresh."
+    with as_written(f"The record of the run in {checkpoint.folder}", remedy):
+        yield
 
 
 def verified_checkpoint(folder: Path) -> Checkpoint:

@@ -15,7 +15,7 @@ from typing import Any
 from zero2all import __version__
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import MANIFEST_NAME
-from zero2all.common.manifest import fingerprint
+from zero2all.common.manifest import fingerprint, is_count
 from zero2all.train.checkpoints import documents
 from zero2all.train.checkpoints.layout import INDEX_NAME, STATE_NAME, TENSOR_FILE_NAME
 
@@ -101,8 +101,3 @@ def _other_version(path: Path, manifest: dict[str, Any]) -> OtherVersionError:
         f"{manifest.get('format')}; this is zero2all {__version__}, which reads format {FORMAT}. Use the version that "
         f"wrote it, or start the run again with --fresh."
     )
-
-
-def is_count(value: object) -> bool:
-    """A whole number from 0 to 2^62; True and False are none."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.common.errors import BadInputError
+from zero2all.common.manifest import is_count
 from zero2all.train.checkpoints import documents
 from zero2all.train.checkpoints.index import Index, parse_index, pieces_by_file
 from zero2all.train.checkpoints.layout import INDEX_NAME, STATE_NAME, step_of
@@ -70,9 +71,23 @@ def _read_contents(folder: Path) -> Contents:
         texts[name] = documents.read_limited(folder / name)
     index = parse_index(documents.parse(texts[INDEX_NAME], str(folder / INDEX_NAME)), str(folder / INDEX_NAME))
     document = documents.parse(texts[STATE_NAME], str(folder / STATE_NAME))
-    if not isinstance(document, dict):
-        raise BadInputError(f"{folder / STATE_NAME} is no JSON object")
+    _check_state(folder / STATE_NAME, document, manifest["step"])
     return Contents(folder, manifest, index, _check_headers(folder, manifest, index), document)
+
+
+def _check_state(path: Path, document: Any, step: int) -> None:
+    """What a resumed run counts on; the guards read what is theirs themselves."""
+    if not isinstance(document, dict):
+        raise BadInputError(f"{path} is no JSON object")
+    for name, value in document.items():
+        known = {
+            "step": value == step and is_count(value),
+            "tokens": is_count(value),
+            "guards": value is None or isinstance(value, dict),
+            "stage": value is None or isinstance(value, str),
+        }
+        if not known.get(name, True):
+            raise BadInputError(f"{path}: its `{name}` is {str(value)[:80]!r}, which no run of ours would save there")
 
 
 def _check_file(path: Path, expected_bytes: int) -> None:

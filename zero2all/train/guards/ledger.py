@@ -20,6 +20,7 @@ from typing import Any, Literal
 from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import write_atomic, write_json
+from zero2all.common.schema import Problem, build
 
 LEDGER_FILE = "skipped.json"
 
@@ -91,7 +92,11 @@ class SkipLedger:
     @staticmethod
     def from_state(state: Iterable[Mapping[str, Any]]) -> SkipLedger:
         """The way back."""
-        return SkipLedger(Skipped(**entry) for entry in state)
+        problems: list[Problem] = []
+        entries = [build(Skipped, entry, "skipped", problems) for entry in state]
+        if problems:
+            raise ValueError(str(problems[0]))
+        return SkipLedger(entries)
 
     def merge(self, other: SkipLedger) -> None:
         """Also leave out what `other` does."""
@@ -133,7 +138,7 @@ def rebuilt_ledger(folder: Path, in_checkpoint: Iterable[Mapping[str, Any]]) -> 
         try:
             decided = jsonio.loads(path.read_bytes()).get("skipped")
             if decided:
-                ledger.add(Skipped(**decided))
+                ledger.merge(SkipLedger.from_state([decided]))
         except (OSError, ValueError, TypeError, AttributeError):
             continue  # a page that is damaged too
     return ledger
