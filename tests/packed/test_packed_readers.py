@@ -33,7 +33,7 @@ def data(by_hand, tmp_path_factory):
 
 
 def reading_processes(of: int) -> list[psutil.Process]:
-    return [child for child in psutil.Process(of).children() if "resource_tracker" not in " ".join(child.cmdline())]
+    return [child for child in psutil.Process(of).children() if "zero2all.packed.readers" in " ".join(child.cmdline())]
 
 
 def wait_until(condition) -> None:

@@ -81,7 +81,8 @@ def test_handlers_are_put_back_and_an_ignored_sighup_stays_ignored():
 
 # The child takes the other end of the terminal for its own, as a login shell does.
 IN_A_TERMINAL = """
-import fcntl, os, sys, termios
+import fcntl, os, signal, sys, termios
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests run under nohup
 path = sys.argv.pop(1)
 os.setsid()
 terminal = os.open(path, os.O_RDWR)
