@@ -35,7 +35,7 @@ echo "Installing zero2all$extras into .venv (a few minutes the first time)"
     exit 1
 }
 
-./scripts/vendor_web.sh
+./scripts/vendor_web.sh "${1:-}"
 if [ "${1:-}" = "dev" ]; then
     ./scripts/install_browser.sh
     ./scripts/install_sshd.sh

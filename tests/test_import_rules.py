@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "limits": ("model.config",),
     "parallel": ("model", "limits"),
     "train": ("packed", "model", "ops", "parallel", "limits", "track.writer", "config"),
-    "evals": ("model", "ops", "parallel", "tokenizer", "train", "config"),
+    "evals": ("model", "ops", "parallel", "tokenizer", "train", "track.writer", "config"),
     "exchange": ("model", "tokenizer", "train", "evals.load", "config"),
     # the one config gathers the sections, which live beside their owners
     "config": (
@@ -298,9 +298,9 @@ def run_python(script: str) -> str:
     return done.stdout
 
 
-def test_limits_and_every_section_of_the_config_load_without_torch():
+def test_limits_every_section_of_the_config_and_the_check_of_an_evaluation_load_without_torch():
     modules = [name for name in MODULES if inside(short(name), "limits") or is_section(short(name))]
-    modules.append(f"{PACKAGE}.config")
+    modules += [f"{PACKAGE}.config", f"{PACKAGE}.evals.inputs"]
     run_python(f"""
         import importlib, sys
         sys.modules["torch"] = sys.modules["numpy"] = None  # from here on, importing them is an ImportError

@@ -35,6 +35,11 @@ def test_a_sample_is_shown_with_its_borders_and_its_raw_file(work, raw, z2a):
     ended = z2a("data", "show", "--source", "tales", "--sample", "1", "--data.seq_len", "32", "--work", work)
     assert "sample 1 of" in ended.out
     assert z2a("data", "show", "--work", work).code == 2
+    ended = z2a("data", "show", "--source", "nope", "--work", work)
+    assert ended.code == 2
+    assert "no packed source `nope`" in ended.err
+    assert "tales" in ended.err
+    assert "z2a pack" not in ended.err
 
 
 def test_the_figures_are_printed_written_and_drawn(work, folder, z2a):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ import yaml
 from zero2all.cli import main
 from zero2all.config import load_config
 from zero2all.track.reader import read_run
+from zero2all.train.checkpoints.find import newest_checkpoint
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.checkpoints.run_lock import STALE_SECONDS
 
@@ -94,6 +97,43 @@ def test_two_processes_stopped_by_sigterm_save_once_say_it_once_and_end_with_cod
     assert err.count("was stopped and saved at step") == 1
     saved = step_of(list_checkpoints(copy / "runs/two")[0])
     assert f"saved at step {saved}." in err
+
+
+@pytest.fixture
+def adopts_orphans():
+    """Processes whose parent is killed become children of this one, which can then wait for their exit codes."""
+    set_child_subreaper = 36
+    assert ctypes.CDLL(None).prctl(set_child_subreaper, 1, 0, 0, 0) == 0
+    yield
+    ctypes.CDLL(None).prctl(set_child_subreaper, 0, 0, 0, 0)
+
+
+# Importing torch starts threads on most machines; here a few are started in any case.
+WITH_THREADS = """
+import sys, threading
+for _ in range(8):
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+from zero2all.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_two_processes_whose_launcher_is_killed_save_and_end_with_code_10(copy, tiny, tmp_path, adopts_orphans):
+    words = ["train", "quickstart", *tiny, "--train.name", "two", "--parallel.processes", "2", "--work", str(copy)]
+    words += ["--train.steps", "100000", "--checkpoint.every_steps", "0"]
+    said = tmp_path / "said.txt"
+    with said.open("w") as output:
+        launcher = subprocess.Popen([sys.executable, "-c", WITH_THREADS, *words], stdout=output, stderr=output)
+    metrics = copy / "runs/two/metrics/train-1.jsonl"
+    wait_until(lambda: (metrics.exists() and metrics.read_bytes().count(b"\n") > 4) or launcher.poll() is not None)
+    tasks = Path(f"/proc/{launcher.pid}/task").glob("*/children")
+    ranks = [int(number) for task in tasks for number in task.read_text().split()]
+    launcher.kill()
+    launcher.wait()
+    codes = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
+    assert codes == [10, 10], said.read_text()
+    saved = newest_checkpoint(copy / "runs/two").step
+    assert f"was stopped and saved at step {saved}." in said.read_text()
 
 
 def test_a_mistake_with_two_processes_is_said_before_either_is_started(copy, tiny, z2a):

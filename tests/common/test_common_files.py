@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from zero2all.common.errors import BadInputError, DiskError, is_disk_full, is_ou
 from zero2all.common.files import (
     crc32c_of,
     human_bytes,
+    joined_crc32c,
     read_json,
     require_free_space,
     require_writable,
@@ -226,6 +228,15 @@ def test_a_full_disk_is_recognised_also_inside_the_errors_of_rust_libraries():
     assert is_disk_full(RustError("Error while serializing: I/O error: No space left on device (os error 28)"))
     assert not is_disk_full(OSError(13, "Permission denied"))
     assert not is_disk_full(RustError("Permission denied (os error 13)"))
+
+
+def test_the_crc32c_of_parts_joins_to_that_of_the_whole(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(256)) * 40)
+    cuts = [0, 0, 1, 2, 700, 701, 9000, 10240]
+    parts = [(crc32c_of(path, start, end), end - start) for start, end in itertools.pairwise(cuts)]
+    assert joined_crc32c(parts) == crc32c_of(path)
+    assert joined_crc32c([]) == "00000000"
 
 
 # ---- where results may be put ----

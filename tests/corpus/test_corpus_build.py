@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -212,12 +213,12 @@ def test_too_much_damage_stops_the_build_with_a_summary(tmp_path, write_lines, b
     assert build(path, max_damaged_share=0.04)["quarantined"] == 4
 
 
-def test_failed_rebuild_leaves_no_report_of_the_older_corpus(tmp_path, write_lines, build):
-    build(write_lines("a.jsonl", rows(30)))
+def test_refused_rebuild_leaves_the_older_corpus_as_it_was(tmp_path, write_lines, build):
+    before = build(write_lines("a.jsonl", rows(30)))
     with pytest.raises(BadInputError):
         build(write_lines("a.jsonl", [b"{bad"]))
-    with pytest.raises(BadInputError, match="There is no finished corpus"):
-        read_report(tmp_path / "corpus")
+    assert read_report(tmp_path / "corpus")["sources"]["one"] == before
+    assert len(list(iter_records(tmp_path / "corpus", "one", "train"))) == before["train_records"]
 
 
 def test_full_disk_is_told_before_the_work(tmp_path, build):
@@ -248,6 +249,24 @@ def test_second_run_touches_nothing(tmp_path, write_lines):
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "corpus").rglob("*")}
     assert build_corpus(tmp_path / "corpus", sources) == first
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "corpus").rglob("*")} == before
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "delete"])
+def test_a_damaged_shard_is_found_by_the_second_run_and_written_anew(tmp_path, write_lines, damage):
+    sources = [Source(name, write_lines(f"{name}.jsonl", rows(30, name))) for name in ("a", "b")]
+    build_corpus(tmp_path / "corpus", sources)
+    shard = tmp_path / "corpus/b/train/part-00000.jsonl"
+    content = shard.read_bytes()
+    untouched = (tmp_path / "corpus/a/manifest.json").stat().st_mtime_ns
+    if damage == "delete":
+        shard.unlink()
+    else:
+        shard.write_bytes(content[:-1] if damage == "cut" else content[:40] + b"#" + content[41:])
+    said: list[str] = []
+    build_with(tmp_path / "corpus", sources, plain_options(), HERE, announce=said.append)
+    assert shard.read_bytes() == content
+    assert (tmp_path / "corpus/a/manifest.json").stat().st_mtime_ns == untouched
+    assert re.search(r"b/train/part-00000\.jsonl .*; the source b is built again", said[0]), said
 
 
 def test_changed_input_rebuilds_the_corpus(tmp_path, write_lines):

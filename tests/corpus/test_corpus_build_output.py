@@ -288,7 +288,7 @@ def test_unit_resumed_behind_any_segment_is_the_same(tmp_path, monkeypatch):
             archive.addfile(info, io.BytesIO(data))
     source = Source("a", tmp_path / "a.tar.gz", "en")
     options = plain_options()
-    plan = plan_source(source, 0, list_source(source, tmp_path / "corpus"), tmp_path / "corpus", options)
+    plan = plan_source(source, list_source(source, tmp_path / "corpus"), tmp_path / "corpus", options)
     with open_engine(HERE) as engine:
         (task,) = cut_sources([plan], options, engine)["a"].tasks
     segments = ingest.ingest_unit(task)

@@ -18,7 +18,12 @@ WORDS = {
     "from_chars": "from {} chars", "from_lines": "from {} lines", "from_units": "from {} units",
     "ngram_units": "n = {}",
     "spare_function_share": "spared from {:g}", "max_line_chars": "{:,} chars", "max_mean_line_chars": "mean {}",
-    "script": "{}", "of": "{}",
+    "script": "{}", "of": "{}", "spare_prose_share": "prose {:g}", "max_verse_share": "verse {:g}",
+    "min_old_excess": "old {:g}", "max_old_share": "old {:g}", "max_rare_share": "rare {:g}",
+    "max_old_rare_share": "old {:g}",
+    "max_word_share": "words {:g}", "max_function_share": "function {:g}", "max_old_function_share": "old {:g}",
+    "min_old_pair_share": "pairs {:g}", "from_pairs": "from {} pairs", "min_terms": "{} terms",
+    "min_rare_share": "rare {:g}", "max_unended_bare_share": "unended {:g}",
 }  # fmt: skip
 LEFT_OUT = {"max_line_share"}
 """Settings of edits that a rule makes beside dropping."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import datetime
+import io
 import json
+import tarfile
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from corpus_helpers import plain_options
 
-from zero2all.common.errors import UsageError
+from zero2all.common.errors import BadInputError, UsageError
 from zero2all.corpus import BuildOptions, Source, build_corpus, parse_mapping, parse_source, source_from_path
 from zero2all.corpus.sources import guess_mapping
 
@@ -136,3 +138,40 @@ def test_given_channel_is_not_questioned(tmp_path):
     report = build_corpus(tmp_path / "corpus", [Source("a", tmp_path / "a.txt", "poetry")], plain_options())
     assert report["sources"]["a"]["channel"] == "poetry"
     assert not report["sources"]["a"]["channel_guessed"]
+
+
+def test_a_field_inside_another_can_be_mapped(write_lines, build, kept):
+    rows = [{"doc": {"text": f"text number {n}", "lang": "en"}, "meta": {"head": "T"}, "n": n} for n in range(3)]
+    path = write_lines("a.jsonl", [*rows, {"doc.text": "a name with a dot", "n": 3}])
+    report = build(path, mapping={"content": "doc.text", "title": "meta.head"})
+    assert report["records_kept"] == 4
+    assert kept()[0]["content"] == "text number 0"
+    assert kept()[0]["title"] == "T"
+    assert kept()[0]["others"] == {"doc": {"lang": "en"}, "meta": {}, "n": 0}
+    assert kept()[3]["content"] == "a name with a dot"
+
+
+def test_a_nested_field_is_proposed_when_no_text_was_found(write_lines, build):
+    with pytest.raises(BadInputError, match=r"--map content=doc\.body"):
+        build(write_lines("a.jsonl", [{"id": "7", "doc": {"body": "A long text that lies inside."}}] * 3))
+
+
+def test_no_text_field_in_a_compressed_archive_is_told_before_it_is_read(tmp_path, build, monkeypatch):
+    rows = b"".join(json.dumps({"id": n, "note": f"words {n}"}).encode() + b"\n" for n in range(20_000))
+    with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as tar:
+        info = tarfile.TarInfo("a.jsonl")
+        info.size = len(rows)
+        tar.addfile(info, io.BytesIO(rows))
+    monkeypatch.setattr("zero2all.corpus.build.ingest_unit", None)
+    with pytest.raises(BadInputError, match=r"no text field was found in a.tar.gz/a.jsonl.*note"):
+        build(tmp_path / "a.tar.gz")
+
+
+def test_an_archive_that_begins_without_texts_is_read(tmp_path, build):
+    with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as tar:
+        for number in range(6000):
+            data = b'{"id": 1}' if number < 5000 else b'{"text": "words %d"}' % number
+            info = tarfile.TarInfo(f"{number:05d}.json")
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    assert build(tmp_path / "a.tar.gz", max_damaged_share=1)["records_kept"] == 1000

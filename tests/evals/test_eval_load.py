@@ -10,6 +10,7 @@ from zero2all.common.errors import BadInputError
 from zero2all.common.workspace import Workspace
 from zero2all.evals.load import load_run, untrained
 from zero2all.evals.report import evaluate_run, report_lines
+from zero2all.track.reader import RunReader
 
 
 @pytest.fixture
@@ -108,6 +109,28 @@ def test_evaluation_is_written_beside_the_run_and_shown(copied, tmp_path):
     shown = "\n".join(report_lines(report))
     for words in ("tiny at step 30", "bits/byte", "zh", "capital", "arithmetic"):
         assert words in shown
+
+
+def test_evaluations_of_several_checkpoints_are_curves_over_their_steps(copied, tmp_path):
+    probes = tmp_path / "probes.jsonl"
+    row = {"id": "1", "channel": "zh", "family": "capital", "prompt": "中国的首都是", "answer": "北京"}
+    probes.write_text(json.dumps(row, ensure_ascii=False) + "\n")
+    reports = {step: evaluate_run(load_run(copied, "tiny", step), copied, probes, 200) for step in (30, 15)}
+    run = RunReader(copied.run("tiny"))
+    for metric, figure in {
+        "eval/held_out/bpb/en": lambda report: report["held_out"]["en"]["bits_per_byte"],
+        "eval/probes/probability/zh": lambda report: report["probes"]["channels"]["zh"]["probability"],
+        "eval/probes/zh/accuracy/capital": lambda report: report["probes"]["channels"]["zh"]["groups"]["capital"][
+            "accuracy"
+        ],
+    }.items():
+        points = run.series(metric)
+        assert points.step.tolist() == [15, 30], metric
+        assert points.value.tolist() == [figure(reports[15]), figure(reports[30])]
+        assert points.tokens.tolist() == [reports[15]["tokens"], reports[30]["tokens"]]
+        assert points.tokens[1] == 2 * points.tokens[0] > 0
+    assert run.series("loss").step[-1] == 30, "the training curve is as it was"
+    assert run.status.attempt == 1
 
 
 def test_evaluation_without_probes_has_none(copied):

@@ -1,5 +1,6 @@
 """Bits per byte against arithmetic by hand."""
 
+import gzip
 import math
 
 import pytest
@@ -53,6 +54,9 @@ def test_bits_per_byte_of_a_channel_is_all_bits_over_all_bytes(trained, trained_
     assert report["zh"]["documents"] == len(texts) > 1
     assert report["zh"]["bytes"] == size
     assert report["zh"]["bits_per_byte"] == pytest.approx(nats / math.log(2) / size)
+    header_and_checksum = 18
+    gzip_bytes = len(gzip.compress("".join(texts).encode(), 9)) - header_and_checksum
+    assert report["zh"]["gzip_bits_per_byte"] == pytest.approx(gzip_bytes * 8 / size, rel=0.01)
 
 
 def test_limit_of_bytes_takes_whole_documents_and_at_least_one(trained, trained_workspace):

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from zero2all.common.errors import BadInputError
-from zero2all.evals.probes import Probe, ProbeResult, read_probes, run_probes, summarize
+from zero2all.evals.probe_file import Probe, read_probes
+from zero2all.evals.probes import ProbeResult, run_probes, summarize
 
 ROMAN = Probe(id="1", channel="en", family="capital", prompt="首都", joiner=" ", answer="Rome", foils=["Ro", "Oslo"])
 

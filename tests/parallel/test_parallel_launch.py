@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+import threading
+import time
 
 import pytest
 
@@ -26,7 +29,7 @@ def in_each_process(tmp_path, monkeypatch):
 def test_the_command_ends_with_the_code_of_the_process_that_was_killed_and_not_of_those_that_noticed(
     in_each_process, capfd
 ):
-    in_each_process('if [ "$RANK" = 1 ]; then kill -KILL $$; fi', "exit 1")
+    in_each_process('if [ "$RANK" = 1 ]; then kill -KILL $$; fi', "sleep 0.3", "exit 1")
     assert run_processes(3, []) == 128 + signal.SIGKILL
     assert "z2a: The process of rank 1 was ended by SIGKILL" in capfd.readouterr().err
 
@@ -41,6 +44,34 @@ def test_one_that_was_asked_to_stop_gives_the_others_all_the_time_to_save(in_eac
     in_each_process('if [ "$RANK" = 0 ]; then sleep 0.6; fi', "exit 10")
     assert run_processes(2, [], grace_seconds=0.1) == 10
     assert capfd.readouterr().err == ""
+
+
+@pytest.fixture
+def sighup_as_in_a_terminal():
+    """Its default, also where the tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_command_reaches_every_process(in_each_process, sighup_as_in_a_terminal, tmp_path, number):
+    name = number.name.removeprefix("SIG")
+    in_each_process(f"trap 'exit 10' {name}", f"touch {tmp_path}/ready-$RANK", "while :; do sleep 0.05; done")
+
+    def send():
+        while len(list(tmp_path.glob("ready-*"))) < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=send, daemon=True).start()
+    assert run_processes(2, []) == 10
+
+
+def test_under_nohup_the_command_and_its_processes_ignore_a_lost_terminal(in_each_process, sighup_as_in_a_terminal):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    in_each_process("kill -HUP $$", "kill -HUP $PPID", "exit 7")
+    assert run_processes(2, []) == 7
 
 
 def test_processes_that_ended_by_themselves_have_said_what_there_is_to_say():

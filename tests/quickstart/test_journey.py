@@ -13,6 +13,7 @@ import pytest
 from zero2all.common.errors import BadInputError, DiskError, UsageError
 from zero2all.common.files import read_json
 from zero2all.config import load_config
+from zero2all.quickstart.choices import given_fields
 from zero2all.quickstart.journey import WorldSize, run_journey
 from zero2all.quickstart.summary import print_summary
 
@@ -103,20 +104,104 @@ def test_a_second_run_finds_everything_done(finished: tuple[Path, str], capsys: 
     assert "(done before)" in capsys.readouterr().out
 
 
-def test_own_text_takes_the_place_of_the_small_world(tmp_path: Path) -> None:
-    own = tmp_path / "texts"
-    own.mkdir()
-    words = ["sun", "moon", "river", "stone", "bird", "tree", "house", "road", "light", "dark", "small", "great"]
+@pytest.fixture(scope="module")
+def novel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One text of 20 KB in a folder of its own."""
+    words = [
+        "sun",
+        "moon",
+        "river",
+        "stone",
+        "bird",
+        "tree",
+        "house",
+        "road",
+        "light",
+        "dark",
+        "small",
+        "great",
+        "the",
+        "of",
+        "and",
+        "to",
+        "in",
+        "that",
+        "was",
+        "with",
+    ]
     rng = random.Random(1)
-    for number in range(60):
-        sentences = (" ".join(rng.choices(words, k=8)).capitalize() + "." for _ in range(30))
-        (own / f"{number}.txt").write_text(" ".join(sentences))
-    config = load_config("quickstart", [*SMALL, "--tokenizer.vocab_size", "300"])
-    journey = run_journey(config, tmp_path / "work", data=own)
-    print_summary(journey)
-    assert list(journey.evaluation["held_out"]) == ["en"]
-    assert journey.before is None
+    sentences = [" ".join(rng.choices(words, k=rng.randint(5, 12))).capitalize() + "." for _ in range(440)]
+    paragraphs = [" ".join(sentences[first : first + 4]) for first in range(0, len(sentences), 4)]
+    folder = tmp_path_factory.mktemp("own") / "novel"
+    folder.mkdir()
+    (folder / "novel.txt").write_text("\n\n".join(paragraphs))
+    (folder / "all_dropped.py").write_text("repeat = repeat\n" * 40)
+    (folder / "cover.jpg").write_bytes(b"\xff\xd8\xff\xe0" + bytes(range(256)) * 8)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def own(novel: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The journey of one small text, as a person types it but for the steps, and what it printed."""
+    work = tmp_path_factory.mktemp("journey") / "own"
+    command = [sys.executable, "-m", "zero2all", "quickstart", "--data", str(novel), "--work", str(work)]
+    done = subprocess.run([*command, "--train.steps", "30"], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return work, done.stdout
+
+
+def test_twenty_kilobytes_of_text_become_a_model_and_it_is_said_what_was_chosen(own: tuple[Path, str]) -> None:
+    work, output = own
+    for words in (
+        "3 files, 2",  # how much there is
+        "on two idle CPU cores",  # how long it takes
+        "documents kept",
+        "code   0 of 1 documents kept",
+        "left out: cover.jpg (binary)",
+        "not trained on: novel-code, 0 tokens",
+        "vocabulary of ",
+        "samples of 64 tokens",
+        "30 steps",
+        "as you asked",
+        "gzip -9",
+        f"z2a generate quickstart --work {work} --prompt",
+    ):
+        assert words in output, words
+    config = load_config(work / "runs/quickstart/config.yaml")
+    assert config.tokenizer.vocab_size < 3072
+    assert config.model.hidden_size == 64
+    assert config.train.steps == 30
+
+
+def test_a_single_small_text_is_cut_so_that_some_of_it_is_held_out_and_cleaned_with_rules(
+    own: tuple[Path, str],
+) -> None:
+    report = read_json(own[0] / "corpus/report.json")
+    assert list(report["sources"]) == ["novel-code", "novel-en"]
+    assert report["sources"]["novel-en"]["valid_records"] >= 1
+    assert report["options"]["rules"] == "default"
+    assert report["options"]["dedup"]["near"] != "off"
+    evaluation = read_json(own[0] / "runs/quickstart/eval/step-00000030.json")
+    assert evaluation["held_out"]["en"]["gzip_bits_per_byte"] > 1
+
+
+def test_the_same_command_again_chooses_the_same_and_finds_everything_done(own: tuple[Path, str], novel: Path) -> None:
+    overrides = ["--train.steps", "30"]
+    journey = run_journey(load_config("quickstart", overrides), own[0], data=novel, given=given_fields(overrides))
+    assert "train" in {stage.name for stage in journey.stages if stage.done_before}
     assert len(journey.samples) == 2
+
+
+def test_other_text_is_not_put_into_a_workspace_that_has_learned_from_some(
+    own: tuple[Path, str], tmp_path: Path
+) -> None:
+    (tmp_path / "other.txt").write_text("Another text, which has nothing to do with it.")
+    before = (own[0] / "corpus/report.json").read_bytes()
+    with pytest.raises(UsageError, match=r"learned from .*novel.*--fresh.*another --work"):
+        run_journey(load_config("quickstart"), own[0], data=tmp_path / "other.txt")
+    with pytest.raises(UsageError, match=r"learned from .*novel.*--fresh"):
+        run_journey(load_config("quickstart"), own[0])
+    assert (own[0] / "corpus/report.json").read_bytes() == before
 
 
 def test_missing_data_path_is_said_before_anything_is_written(tmp_path: Path) -> None:
@@ -125,10 +210,17 @@ def test_missing_data_path_is_said_before_anything_is_written(tmp_path: Path) ->
     assert not (tmp_path / "work").exists()
 
 
-def test_text_too_small_for_the_vocabulary_says_the_largest_possible(tmp_path: Path) -> None:
-    (tmp_path / "own.txt").write_text("A few words are not enough. " * 3)
-    with pytest.raises(BadInputError, match=r"vocab"):
-        run_journey(load_config("quickstart", SMALL), tmp_path / "work", data=tmp_path / "own.txt")
+def test_a_vocabulary_of_ones_own_that_is_too_large_names_the_flag_the_quickstart_has(tmp_path: Path) -> None:
+    (tmp_path / "own.txt").write_text("A few words, however well chosen, do not fill a large vocabulary.")
+    overrides = ["--tokenizer.vocab_size", "900"]
+    with pytest.raises(BadInputError, match=r"--tokenizer.vocab_size asks for 900.* set it to \d+ or less") as caught:
+        run_journey(
+            load_config("quickstart", overrides),
+            tmp_path / "work",
+            data=tmp_path / "own.txt",
+            given=given_fields(overrides),
+        )
+    assert "--vocab-size" not in str(caught.value)
     assert not (tmp_path / "work/tokenizer").exists()
 
 

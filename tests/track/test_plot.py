@@ -124,7 +124,27 @@ def test_two_runs_of_the_same_name_are_told_apart(tmp_path):
         with Run(tmp_path / parent / "run") as run:
             run.log({"loss": 2.0}, step=1, tokens=1)
     readers = [RunReader(tmp_path / parent / "run") for parent in ("a", "b")]
-    assert _run_labels(readers) == ["a/run (1)", "b/run (2)"]
+    assert _run_labels(readers) == ["a/run", "b/run"]
+    assert _run_labels([readers[0], readers[0]]) == ["run (1)", "run (2)"]
+
+
+def test_two_workspaces_are_told_apart_by_their_folders(tmp_path):
+    folders = [tmp_path / place / "runs" / "small" for place in ("left", "right")]
+    for folder in folders:
+        with Run(folder) as run:
+            run.log({"loss": 2.0}, step=1, tokens=1)
+    assert _run_labels([RunReader(folder) for folder in folders]) == ["left/runs/small", "right/runs/small"]
+
+
+def test_a_short_run_is_drawn_as_it_is_whatever_smoothing_is_asked_for(tmp_path):
+    drawings = []
+    with Run(tmp_path / "run") as run:
+        for step in range(49):
+            run.log({"loss": 5 - step / 10}, step=step, tokens=step)
+    for number, smoothing in enumerate((None, "auto", Smoothing("ema", 10))):
+        plot_runs([tmp_path / "run"], tmp_path / f"{number}.svg", PlotOptions(smoothing=smoothing))
+        drawings.append((tmp_path / f"{number}.svg").read_text())
+    assert drawings[0] == drawings[1] == drawings[2]
 
 
 @pytest.mark.parametrize("axis", ["step", "tokens", "time", "flops"])

@@ -33,6 +33,7 @@ def write_run(folder: Path, steps: int = 300) -> None:
         for step in range(steps):
             loss = 3 + 5 * math.exp(-step / 30)
             values = {"loss": loss + 4 * (step == 250), "loss/en": loss - 1, "loss/中文": loss, "bpb/en": loss / 3}
+            values |= {"eval/valid/bpb/en": 1.25, "eval/valid/loss/en": 2.5} if step % 100 == 99 else {}
             values |= {"tokens_per_second": 18_400.0, "mfu/model": 0.412, "memory/peak": 7.1e10, "lr": 3e-4}
             run.log(values, step=step, tokens=step * 1000)
         run.event("spike", step=250, data={"metric": "loss", "value": 7.0})
@@ -47,15 +48,27 @@ def test_a_frame_says_how_the_run_stands(tmp_path):
     write_run(tmp_path / "my-run")
     said = text_of(tmp_path / "my-run", note="gpu-box: live")
     assert re.search(r"my-run  ● finished  step 299/600 \(50%\)", said)
-    assert re.search(r"loss 3\.000\d .*1 spike", said)
+    assert re.search(r"training loss 3\.000\d  smoothed 3\.00\d\d .*1 spike", said)
     assert re.search(r"all +3\.000[0-9] +[+-]0\.\d{4}", said)
-    assert re.search(r"en +2\.000[0-9] +1\.000[0-9] +-0", said)
+    assert re.search(r"en +2\.000[0-9] +1\.000[0-9] +-0\.\d{4} +1\.2500", said)
     assert re.search(r"中文 +3\.00", said)
     assert re.search(r"tokens/s +18\.4k", said)
     assert re.search(r"MFU model +41\.2%", said)
     assert re.search(r"memory peak +71\.0GB", said)
     assert "250 spike metric loss" in said
     assert "gpu-box: live" in said
+
+
+@pytest.mark.parametrize("columns", [80, 132])
+def test_training_and_held_out_figures_are_told_apart(tmp_path, columns):
+    write_run(tmp_path / "run")
+    lines = text_of(tmp_path / "run", columns, 30).splitlines()
+    above, names = next((line, lines[at + 1]) for at, line in enumerate(lines) if "held-out" in line)
+    values = next(line for line in lines if re.search(r"\ben +2\.000", line))
+    held_out = values.index("1.2500") + len("1.2500")
+    assert above[:held_out].endswith("held-out"), "the column of the held-out figure, and no other, is called so"
+    assert names[:held_out].endswith("bpb")
+    assert "training" in above[: held_out - 8]
 
 
 @pytest.mark.parametrize("size", [(80, 24), (132, 43), (40, 10), (200, 60), (5, 3)])

@@ -6,8 +6,11 @@ import shutil
 from collections import defaultdict
 
 import numpy as np
+import psutil
 import pytest
 
+from tests.train.conftest import Trainer
+from tests.train.ranks import RankStarter
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.packed.bestfit import build_best_fit
 from zero2all.packed.layout import open_split
@@ -174,7 +177,69 @@ def test_settings_of_fetching_may_change_on_resume_and_change_no_bit(work, confi
     wanted = (work.run("run") / "checkpoints/step-00000008/model-00000-00000.safetensors").read_bytes()
     train(config(train={"name": "other"}, data={"prefetch_steps": 5, "readers": 3}), work, say=quiet)
     assert (work.run("other") / "checkpoints/step-00000008/model-00000-00000.safetensors").read_bytes() == wanted
-    train(config(data={"prefetch_steps": 1, "verify_shards": True}), work, say=quiet)
+    train(config(data={"prefetch_steps": 1, "verify_shards": False}), work, say=quiet)
+
+
+def test_a_run_whose_reading_process_is_killed_goes_on_to_the_same_bits_and_writes_it_down(work, config, monkeypatch):
+    train(config(), work, say=quiet)
+    one_batch = loop._Training._one_batch
+
+    def kill_reader(training, batch, loader):
+        if training.state.step == 3:
+            for child in psutil.Process().children():
+                if "zero2all.packed.readers" in " ".join(child.cmdline()):
+                    child.kill()
+        return one_batch(training, batch, loader)
+
+    monkeypatch.setattr(loop._Training, "_one_batch", kill_reader)
+    train(config(train={"name": "killed"}, data={"reader_kind": "process", "prefetch_steps": 1}), work, say=quiet)
+    weights = "checkpoints/step-00000008/model-00000-00000.safetensors"
+    assert (work.run("killed") / weights).read_bytes() == (work.run("run") / weights).read_bytes()
+    (warning,) = [event for event in read_run(work.run("killed")).events if event.kind == "warning"]
+    assert warning.data["problem"] == "a reading process ended by SIGKILL; another one reads the same again"
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[50] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.fixture
+def ranks(warm, work, tmp_path):
+    starter = RankStarter(warm, Trainer, work.root, tmp_path)
+    yield starter
+    starter.stop()
+
+
+def test_a_run_stops_at_a_damaged_shard_without_saving_and_goes_on_once_it_is_mended(work, config):
+    settings = config(checkpoint={"every_steps": 0}, eval={"every_steps": 0})
+    shard = work.packed / "zh/train/tokens-00000.bin"
+    content = shard.read_bytes()
+    flip(shard)
+    with pytest.raises(BadInputError, match=r"zh/train/tokens-00000\.bin has changed .* not saved. `z2a pack` writes"):
+        train(settings, work, say=quiet)
+    run = work.run("run")
+    assert list_checkpoints(run) == []
+    assert [event.kind for event in read_run(run).events].count("damaged_shard") == 1
+    pack_corpus(work.corpus, work.tokenizer, work.packed)
+    assert shard.read_bytes() == content
+    assert train(settings, work, say=quiet).step == 8
+
+
+def test_damage_that_one_of_two_processes_finds_ends_both_and_the_first_says_it(work, config, ranks):
+    flip(work.packed / "en/train/tokens-00000.bin")  # files are dealt out by name, so it falls to the second
+    launch = ranks(config(train={"steps": 100_000}, checkpoint={"every_steps": 0}, eval={"every_steps": 0}), 2)
+    assert launch.wait() == [3, 10], launch.text()
+    assert "tokens-00000.bin has changed since it was written" in launch.trainers[0].text()
+    assert "has changed" not in launch.trainers[1].text()
+    assert list_checkpoints(work.run("run")) == []
+    assert "damaged_shard" in [event.kind for event in read_run(work.run("run")).events]
+
+
+def test_unchecked_shards_are_read_as_they_are(work, config):
+    flip(work.packed / "zh/train/tokens-00000.bin")
+    assert train(config(data={"verify_shards": False}), work, say=quiet).step == 8
 
 
 def test_documents_apart_and_best_fit_rows_train(work, config):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,6 +18,7 @@ from zero2all.packed.transfer import batches_on
 from zero2all.parallel.device import pick_device
 from zero2all.parallel.world import World
 from zero2all.track.reader import read_run
+from zero2all.train import loop
 from zero2all.train.anatomy import PARTS
 from zero2all.train.guards.detector import Limits
 from zero2all.train.loop import train
@@ -195,3 +197,21 @@ def test_the_parts_of_a_step_add_up_to_its_time_where_it_was_validated_and_saved
     np.testing.assert_allclose(
         parts, series["time/step"].value, rtol=1e-3, atol=1e-4
     )  # by the host's clock they did not
+
+
+def test_rows_are_stamped_with_the_end_of_their_steps_also_where_the_host_reads_them_late(config, work, monkeypatch):
+    """The host is held up after it has queued a step, as with a full queue, and reads the one before late."""
+    queue_step = loop.train_step
+
+    def held_up(*arguments):
+        pending = queue_step(*arguments)
+        time.sleep(0.15)
+        return pending
+
+    monkeypatch.setattr(loop, "train_step", held_up)
+    settings = {"parallel": {"device": "cuda"}, "eval": {"every_steps": 6}, "checkpoint": {"every_steps": 0}}
+    train(config(train={"steps": 12}, **settings), work, say=lambda _: None)
+    row_times = read_run(work.run("run")).series["time/step"]
+    between = np.diff(row_times.time)
+    after_pause = row_times.step[1:] == 7  # its time does not hold the pause
+    np.testing.assert_allclose(between[~after_pause], row_times.value[1:][~after_pause], atol=0.02)

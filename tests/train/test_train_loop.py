@@ -15,7 +15,7 @@ from zero2all.common.errors import AnomalyError, BadInputError, RunLockedError, 
 from zero2all.common.files import crc32c_of
 from zero2all.packed.layout import open_split
 from zero2all.parallel.world import World
-from zero2all.track.reader import read_run
+from zero2all.track.reader import find_runs, read_run
 from zero2all.train import step as step_module
 from zero2all.train.checkpoints import documents
 from zero2all.train.checkpoints.find import newest_checkpoint
@@ -155,6 +155,19 @@ def test_a_finished_run_run_again_changes_nothing_and_still_reports(work, config
     assert "resumed run at step 8 from step-00000008" in notes
     data = read_run(work.run("run"))
     assert data.series["loss"].step.tolist() == list(range(1, 9))
+    (listed,) = find_runs([work.runs])
+    assert [path.name for path in (work.run("run") / "metrics").iterdir()] == ["train-1.jsonl"], "no other attempt"
+    assert (listed.status.state, listed.status.attempt, listed.last_loss) == ("finished", 1, first.loss)
+
+
+def test_a_run_that_died_before_it_could_say_that_it_was_done_says_so_when_run_again(work, config):
+    train(config(), work, say=quiet)
+    metrics = work.run("run") / "metrics" / "train-1.jsonl"
+    metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[:-1]))  # without its `end`
+    train(config(), work, say=quiet)
+    (listed,) = find_runs([work.runs])
+    assert (listed.status.state, listed.status.attempt) == ("finished", 2)
+    assert listed.last_loss == read_run(work.run("run")).series["loss"].value[-1], "of the attempt that trained"
 
 
 def test_two_runs_of_one_config_are_bit_equal(work, config):

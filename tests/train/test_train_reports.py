@@ -7,7 +7,7 @@ import pytest
 
 from zero2all.parallel.world import World
 from zero2all.train import reports as reports_module
-from zero2all.train.anatomy import PARTS
+from zero2all.train.anatomy import PARTS, TimeOfDay
 from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.reports import StepReports
 from zero2all.train.setup import prepare
@@ -19,13 +19,15 @@ class Rows:
 
     def __init__(self) -> None:
         self.values: dict[int, dict[str, float]] = {}
+        self.times: dict[int, float] = {}
 
-    def log(self, values, step, tokens) -> None:
+    def log(self, values, step, tokens, at) -> None:
         del tokens
         self.values[step] = values
+        self.times[step] = at
 
 
-def result(step: int, ended: float, in_parts: float) -> StepResult:
+def result(step: int, ended: float, in_parts: float, between: tuple[float, float] = (0.0, 0.0)) -> StepResult:
     return StepResult(
         step=step,
         tokens=(128 * (step - 1), 128 * step),
@@ -39,6 +41,7 @@ def result(step: int, ended: float, in_parts: float) -> StepResult:
         row_counts=np.ones(4),
         seconds={**dict.fromkeys(PARTS, 0.0), "forward": in_parts},
         ended=ended,
+        ended_between=between,
     )
 
 
@@ -59,3 +62,45 @@ def test_a_step_lasts_from_the_end_of_the_one_before_or_of_a_pause_whenever_it_i
         found = rows.values[step]
         assert (found["time/step"], found["time/data_wait"], found["time/other"]) == pytest.approx(times), step
         assert found["tokens_per_second"] == pytest.approx(128 / times[0])
+
+
+def test_a_row_is_stamped_with_the_end_of_its_step_whenever_it_is_read(work, config, monkeypatch):
+    settings = config()
+    prepared = prepare(settings, work, World(), CheckpointStore(work.run(settings.train.name)))
+    rows = Rows()
+    monkeypatch.setattr(reports_module, "mark_now", lambda _: 100.0)
+    monkeypatch.setattr(reports_module.time, "time", lambda: 5000.0)
+    reports = StepReports(prepared, rows)
+    # Steps of 6.7 s. The host is held up while it queues the next one, so it reads each of them 6.3 s late; only the
+    # last before a pause is read at once.
+    for step in range(1, 10):
+        ended = 6.7 * step
+        reports.report(result(step, 100 + ended, 6.0, (5000 + ended - 6.6, 5000 + ended + 6.3)), wait_seconds=0.0)
+    reports.report(result(10, 167.0, 6.0, (5067.01, 5067.01)), wait_seconds=0.0)
+    assert list(rows.times.values()) == pytest.approx([5000 + 6.7 * step for step in range(1, 10)] + [5067.01])
+
+
+# ---- the time of day of a mark ----
+
+
+def test_a_mark_that_the_host_waited_for_has_the_hosts_time_and_the_next_is_counted_from_it():
+    clock = TimeOfDay(10.0, 1000.0)
+    assert clock.of(12.0, (1002.5, 1002.5)) == 1002.5
+    assert clock.of(13.0, (1000.0, 1009.0)) == 1003.5
+
+
+def test_a_mark_is_never_later_than_it_was_read_nor_earlier_than_it_was_queued():
+    clock = TimeOfDay(10.0, 1000.0)
+    assert clock.of(20.0, (1001.0, 1009.0)) == 1009.0  # the device's clock runs fast
+    assert clock.of(21.0, (1001.0, 1020.0)) == 1010.0
+    assert clock.of(22.0, (1011.5, 1020.0)) == 1011.5  # and then slow
+    assert clock.of(23.0, (1011.5, 1020.0)) == 1012.5
+
+
+def test_drift_between_the_clocks_does_not_add_up():
+    clock = TimeOfDay(0.0, 0.0)
+    for step in range(1, 1001):
+        ended = 5.0 * step
+        mark = ended * (1 + 1e-3)  # a second too much after 200 steps
+        found = clock.of(mark, (ended - 4.9, ended if step % 50 == 0 else ended + 4.9))
+        assert found == pytest.approx(ended, abs=0.3)

@@ -78,7 +78,8 @@ def _register_build(inner: Subparsers) -> None:
         nargs="+",
         metavar="NAME=PATH[:CHANNEL[:KIND]]",
         help="a file or folder, the name it gets, the channel its loss is reported under such as zh, en or code "
-        "(default: guessed), and the kind of a known data set; or one YAML file that names them all",
+        "(default: guessed; auto: split by the channel of each document), and the kind of a known data set; or one "
+        "YAML file that names them all",
     )
     add_work(build)
     build.add_argument("--map", default=None, metavar="FIELD=RAW,…", help="raw fields to use: content=body,title=name")
@@ -95,6 +96,12 @@ def _register_build(inner: Subparsers) -> None:
         default=None,
         metavar="SHARE",
         help="stop when a larger share of a source is damaged (default 0.01)",
+    )
+    build.add_argument(
+        "--accept-drops",
+        action="store_true",
+        default=None,
+        help="go on when a rule drops more than a fifth of a source whose channel was guessed",
     )
     build.add_argument("--engine", choices=("local", "ray"), default=None, help="what runs the work (default local)")
     build.add_argument(
@@ -120,6 +127,7 @@ def _build(arguments: argparse.Namespace) -> None:
             "shard_bytes": arguments.shard_bytes,
             "valid_share": arguments.valid_share,
             "max_damaged_share": arguments.max_damaged_share,
+            "accept_drops": arguments.accept_drops,
         },
         "engine": {"kind": arguments.engine, "workers": arguments.workers, "address": arguments.address},
     }

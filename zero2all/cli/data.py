@@ -131,7 +131,7 @@ def _config_of(arguments: argparse.Namespace, workspace: Workspace) -> tuple[Run
 
 def _show(arguments: argparse.Namespace) -> None:
     from zero2all.common.errors import UsageError
-    from zero2all.packed.layout import open_split
+    from zero2all.packed.layout import open_split, packed_sources
     from zero2all.packed.remote import packed_root
     from zero2all.packed.show import sample_at, split_sample
     from zero2all.tokenizer import load_tokenizer
@@ -140,7 +140,11 @@ def _show(arguments: argparse.Namespace) -> None:
     workspace = workspace_of(arguments)
     config, is_run = _config_of(arguments, workspace)
     if arguments.source is not None:
-        split = open_split(packed_root(workspace.packed, config.data), arguments.source, arguments.split)
+        root = packed_root(workspace.packed, config.data)
+        known = packed_sources(root)
+        if arguments.source not in known:
+            raise UsageError(f"There is no packed source `{arguments.source}`; there are: {', '.join(known)}.")
+        split = open_split(root, arguments.source, arguments.split)
         sample = split_sample(split, arguments.sample, config.data.seq_len, config.data.packing, workspace.corpus)
     elif arguments.at is not None:
         data, _ = open_run_data(config, workspace, is_run)

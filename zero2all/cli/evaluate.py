@@ -77,10 +77,14 @@ def register(verbs: Subparsers) -> None:
 
 
 def _eval(arguments: argparse.Namespace) -> None:
+    from zero2all.evals.inputs import check_inputs
+
+    workspace = workspace_of(arguments)
+    check_inputs(workspace, arguments.run, arguments.step, arguments.probes)  # before torch and the weights are loaded
+
     from zero2all.evals.load import load_run
     from zero2all.evals.report import evaluate_run, report_lines
 
-    workspace = workspace_of(arguments)
     loaded = load_run(workspace, arguments.run, arguments.step)
     report = evaluate_run(loaded, workspace, arguments.probes, arguments.max_bytes)
     print("\n".join(report_lines(report)))

@@ -6,6 +6,7 @@ import argparse
 import errno
 import os
 import sys
+from contextlib import suppress
 
 from zero2all import __version__
 from zero2all.cli import (
@@ -64,6 +65,12 @@ REFUSED_PATH_ERRNOS = frozenset(
 def main(words: list[str] | None = None) -> int:
     """Run `z2a WORDS…`; returns the exit code."""
     _open_closed_streams()
+    code = _run(words)
+    _close_dead_streams()
+    return code
+
+
+def _run(words: list[str] | None) -> int:
     try:
         words = sys.argv[1:] if words is None else words
         plain, overrides = split_overrides(words)
@@ -82,9 +89,7 @@ def main(words: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted. What was finished is kept; run the same command again to continue.", INTERRUPTED)
     except BrokenPipeError:
-        # Whoever read our output (`| head`) has seen enough; the interpreter must not try to write there at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return 0  # whoever read our output (`| head`) has seen enough
     except Exception as error:
         return _fail_for_disk_or_path(error)
 
@@ -95,6 +100,15 @@ def _open_closed_streams() -> None:
         if getattr(sys, name) is None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
+
+
+def _close_dead_streams() -> None:
+    """Send what cannot be written any more (reader or terminal gone) nowhere, or the interpreter ends with code 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _require_address_space() -> None:
@@ -193,5 +207,6 @@ def _fail_for_disk_or_path(error: Exception) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"z2a: {message}", file=sys.stderr)
+    with suppress(OSError):  # without a terminal the code still says how it ended
+        print(f"z2a: {message}", file=sys.stderr)
     return code

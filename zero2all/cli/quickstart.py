@@ -26,17 +26,45 @@ def register(verbs: Subparsers) -> None:
         help="workspace (default: quickstart, or quickstart-own with --data)",
     )
     parser.add_argument("--data", type=Path, default=None, metavar="PATH", help="use your own file or folder of text")
+    parser.add_argument(
+        "--map", default=None, metavar="FIELD=RAW,…", help="raw fields of your data to use: content=body,title=name"
+    )
     parser.add_argument("--fresh", action="store_true", help="delete an earlier quickstart in this workspace")
-    parser.usage = "z2a quickstart [-h] [--work DIR] [--data PATH] [--fresh] [--section.field VALUE …]"
+    parser.add_argument("--accept-changes", action="store_true", help="continue training although settings changed")
+    flags = "[-h] [--work DIR] [--data PATH] [--map FIELD=RAW,…] [--fresh] [--accept-changes] [--section.field VALUE …]"
+    parser.usage = f"z2a quickstart {flags}"
 
 
 def _quickstart(arguments: argparse.Namespace) -> None:
     from zero2all.config import load_config
 
-    config = load_config("quickstart", arguments.overrides)  # before torch: a typing error is answered at once
+    # Before torch: a typing error or an empty folder is answered at once.
+    config = load_config("quickstart", arguments.overrides)
+
+    from zero2all.common.errors import UsageError
+    from zero2all.corpus import parse_mapping
+    from zero2all.quickstart.choices import given_fields
+    from zero2all.quickstart.own_text import look_at
+
+    if arguments.map and arguments.data is None:
+        raise UsageError("--map names fields of your own data; give its path with --data.")
+    mapping = parse_mapping(arguments.map) if arguments.map else None
+    if arguments.data is not None:
+        look_at(arguments.data)
 
     from zero2all.quickstart.journey import run_journey
     from zero2all.quickstart.summary import print_summary
 
     work = arguments.work or Path("quickstart" if arguments.data is None else "quickstart-own")
-    print_summary(run_journey(config, work, arguments.data, arguments.fresh))
+    given = given_fields(arguments.overrides)
+    print_summary(
+        run_journey(
+            config,
+            work,
+            arguments.data,
+            arguments.fresh,
+            given=given,
+            mapping=mapping,
+            accept_changes=arguments.accept_changes,
+        )
+    )

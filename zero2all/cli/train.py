@@ -65,12 +65,12 @@ def _train(arguments: argparse.Namespace) -> int:
 
         dry_run(config, workspace, _decoder(workspace))
         return 0
-    from zero2all.parallel.launch import end_with_parent, local_processes, run_processes
+    from zero2all.parallel.launch import end_with_launcher, local_processes, run_processes
 
     processes = local_processes(config.parallel)
     if processes > 1:
         return run_processes(processes, arguments.command_line)
-    end_with_parent()
+    end_with_launcher()
     from zero2all.train.loop import train
 
     summary = train(

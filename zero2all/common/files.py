@@ -8,10 +8,11 @@ stage ever reads and the next run of the stage removes.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from zero2all.common.errors import BadInputError, DiskError
 
 MANIFEST_NAME = "manifest.json"
 PARTIAL_MARK = ".partial-"
+CRC32C_POLYNOMIAL = 0x82F63B78
 LARGEST_JSON_BYTES = 1 << 30
 
 
@@ -190,15 +192,46 @@ def fsync_tree(root: Path) -> None:
         fsync_folder(Path(folder))
 
 
-def crc32c_of(path: Path) -> str:
-    """The crc32c of a file as 8 hex digits, read in 4 MB pieces."""
+def crc32c_of(path: Path, start: int = 0, end: int | None = None, on_bytes: Callable[[int], None] | None = None) -> str:
+    """The crc32c of a file, or of some of its bytes, as 8 hex digits; read in 4 MB pieces."""
     import google_crc32c  # here, because only stages that write or verify artifacts need it
 
     crc = 0
-    with open(path, "rb") as file:
-        while piece := file.read(4 << 20):
+    left = math.inf if end is None else end - start
+    with open(path, "rb", buffering=0) as file:
+        file.seek(start)
+        while left > 0 and (piece := file.read(int(min(4 << 20, left)))):
             crc = google_crc32c.extend(crc, piece)
+            left -= len(piece)
+            if on_bytes is not None:
+                on_bytes(len(piece))
     return f"{crc:08x}"
+
+
+def joined_crc32c(parts: Iterable[tuple[str, int]]) -> str:
+    """The crc32c of bytes of which it is known part by part: the crc32c and the length of each, in order.
+
+    A crc is a remainder of polynomials over GF(2): appending n bytes multiplies what came before by x^(8n).
+    """
+    crc = 0
+    for part, length in parts:
+        power, square = 1 << 31, 1 << 23  # x^0 and x^8; the highest bit is the lowest power
+        while length:
+            if length & 1:
+                power = _crc32c_product(power, square)
+            square = _crc32c_product(square, square)
+            length >>= 1
+        crc = _crc32c_product(power, crc) ^ int(part, 16)
+    return f"{crc:08x}"
+
+
+def _crc32c_product(first: int, second: int) -> int:
+    product = 0
+    for bit in range(31, -1, -1):
+        if first >> bit & 1:
+            product ^= second
+        second = second >> 1 ^ (CRC32C_POLYNOMIAL if second & 1 else 0)
+    return product
 
 
 LONGEST_NAME = 200

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from zero2all import __version__
+from zero2all.common.engine import EngineConfig, advance, open_engine
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import MANIFEST_NAME, crc32c_of, is_inner_path, read_json, write_json
+from zero2all.common.progress import progress
 
 FORMATS = {"corpus": 1, "tokenizer": 1, "packed": 1, "best_fit": 1, "checkpoint": 1, "raw": 1}
 """The format number this version writes and reads, per kind of artifact. Raise it when the layout changes."""
+ONE_PROCESS_BYTES = 4_000_000_000
+"""Files of less than this together are checked sooner than processes are started for it."""
 
 
 FIELDS: dict[str, dict[str, type]] = {
@@ -116,33 +120,65 @@ def is_current(folder: Path, kind: str, inputs: str) -> bool:
 
     Every file must be there with its size; their bytes are not read again (`verify_files` does that).
     """
+    checks = checks_of_current(folder, kind, inputs)
+    return checks is not None and all(_has_size(check.path, check.expected["bytes"]) for check in checks)
+
+
+def checks_of_current(folder: Path, kind: str, inputs: str) -> list[FileCheck] | None:
+    """The files of an artifact of this version made from exactly these inputs, to be checked; None if it is not."""
     try:
         manifest = read_json(folder / MANIFEST_NAME)
     except (FileNotFoundError, BadInputError):
-        return False
-    return (
-        isinstance(manifest, dict)
-        and manifest.get("kind") == kind
-        and manifest.get("format") == FORMATS[kind]
-        and manifest.get("inputs") == inputs
-        and _oddity(manifest, FIELDS.get(kind, {})) is None
-        and all(_has_size(folder / name, file["bytes"]) for name, file in manifest["files"].items())
-    )
+        return None
+    wanted = {"kind": kind, "format": FORMATS[kind], "inputs": inputs}
+    if not isinstance(manifest, dict) or any(manifest.get(name) != value for name, value in wanted.items()):
+        return None
+    if _oddity(manifest, FIELDS.get(kind, {})) is not None:
+        return None
+    return file_checks(folder, manifest)
 
 
 def _has_size(path: Path, expected_bytes: int) -> bool:
     return path.is_file() and path.stat().st_size == expected_bytes
 
 
+class FileCheck(NamedTuple):
+    """A file and what its manifest says of it; a task for an engine."""
+
+    path: Path
+    expected: dict[str, Any]
+
+
+def file_checks(folder: Path, manifest: dict[str, Any]) -> list[FileCheck]:
+    """Every file of a folder, to be checked."""
+    return [FileCheck(folder / name, expected) for name, expected in manifest.get("files", {}).items()]
+
+
+def check_file(check: FileCheck) -> str | None:
+    """What is wrong with a file, as a sentence; None when it is as it was written."""
+    path, expected = check
+    if not path.is_file():
+        return f"{path} is missing"
+    if path.stat().st_size != expected["bytes"]:
+        return f"{path} has {path.stat().st_size} bytes, its manifest says {expected['bytes']}"
+    if crc32c_of(path, on_bytes=advance) != expected["crc32c"]:
+        return f"{path} has changed since it was written (crc32c differs)"
+    return None
+
+
+def damaged_files(checks: Sequence[FileCheck], workers: int | None = None) -> Iterator[tuple[FileCheck, str]]:
+    """The files of `checks` that are not as they were written, and what is wrong; read with a bar, and in processes
+    where there is much to read (`workers` of them, None: one per core)."""
+    total = sum(int(check.expected["bytes"]) for check in checks)
+    if not checks:
+        return
+    config = EngineConfig("local", 1 if total < ONE_PROCESS_BYTES else workers)
+    with open_engine(config) as engine, progress("check", total, "B") as bar:
+        for position, problem in engine.run(check_file, checks, bar.advance):
+            if problem is not None:
+                yield checks[position], problem
+
+
 def verify_files(folder: Path, manifest: dict[str, Any]) -> list[str]:
     """Everything that differs from the manifest, one sentence per file; empty when all is well."""
-    problems = []
-    for name, expected in manifest["files"].items():
-        path = folder / name
-        if not path.is_file():
-            problems.append(f"{path} is missing")
-        elif path.stat().st_size != expected["bytes"]:
-            problems.append(f"{path} has {path.stat().st_size} bytes, its manifest says {expected['bytes']}")
-        elif crc32c_of(path) != expected["crc32c"]:
-            problems.append(f"{path} has changed since it was written (crc32c differs)")
-    return problems
+    return [problem for problem in map(check_file, file_checks(folder, manifest)) if problem]

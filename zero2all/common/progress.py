@@ -152,5 +152,10 @@ def _rich_bar(label: str, total: float | None, unit: str, done: float) -> Iterat
         TimeRemainingColumn(compact=True, elapsed_when_finished=True),
         TextColumn("{task.fields[note]}", style="dim"),
     ]
-    with Progress(*columns, console=Console(stderr=True), refresh_per_second=5) as live:
+    live = Progress(*columns, console=Console(stderr=True), refresh_per_second=5)
+    live.start()
+    try:
         yield _RichBar(live, live.add_task(label, total=total, completed=int(done), note=""))
+    finally:
+        with suppress(OSError):  # the terminal may be gone, and how the work ended must not depend on it
+            live.stop()

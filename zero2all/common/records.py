@@ -152,8 +152,8 @@ def record_of_line(line: bytes, part: Path, where: str) -> dict[str, Any]:
 
 def _damaged(part: Path, what: str, comma: bool = False) -> BadInputError:
     return BadInputError(
-        f"{part}{',' if comma else ''} {what}: the shard was changed or damaged after it was written. Delete "
-        f"{part.parent.parent} and run `z2a corpus build` again."
+        f"{part}{',' if comma else ''} {what}: the shard was changed or damaged after it was written. "
+        f"Run `z2a corpus build` again with the same sources: it finds the damage and writes the source anew."
     )
 
 

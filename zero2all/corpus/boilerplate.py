@@ -22,7 +22,7 @@ from zero2all.common.files import read_json, staged_folder, write_json
 from zero2all.common.records import ORIGINS_NAME
 from zero2all.corpus.dedup.arrays import write_npy
 from zero2all.corpus.dedup.config import DedupConfig
-from zero2all.corpus.dedup.index import IndexWriter, digest_bytes, read_index, read_signatures
+from zero2all.corpus.dedup.index import IndexWriter, digest_bytes, read_anchors, read_index, read_signatures
 from zero2all.corpus.dedup.lines import LINES_NAME, frequent_lines, strip_lines
 from zero2all.corpus.dedup.signatures import Described, describe
 from zero2all.corpus.record import encode_record
@@ -128,6 +128,7 @@ class _Batch:
         end = first + len(lines)
         self._index = np.array(read_index(folder)[first:end])
         self._signatures = np.array(read_signatures(folder)[first:end]) if near else None
+        self._anchors = np.array(read_anchors(folder)[first:end]) if near else None
         self.layout = np.load(folder / LAYOUT_NAME, mmap_mode="r")[first:end].copy()
         self._changed: list[int] = []
         self._emptied: set[int] = set()
@@ -174,18 +175,23 @@ class _Batch:
     def described(self, task: StripTask) -> tuple[Described, np.ndarray]:
         """What dedup needs of the records that are left; of unchanged ones it is known."""
         digests, text_bytes = digest_bytes(self._index).copy(), self._index["text_bytes"].copy()
+        keys = self._index["key"].copy()
         if self._changed:
             texts = [self._records[row]["content"] for row in self._changed]
             again = describe(texts, task.channel, task.config)
             digests[self._changed] = again.digests
             text_bytes[self._changed] = again.text_bytes
-            if self._signatures is not None and again.signatures is not None:
+            keys[self._changed] = again.keys
+            if self._signatures is not None and self._anchors is not None:
                 self._signatures[self._changed] = again.signatures
+                self._anchors[self._changed] = again.anchors
         left = np.array([row not in self._emptied for row in range(len(self.lines))], bool)
         self.lines = [line for line, stays in zip(self.lines, left.tolist(), strict=True) if stays]
         self.layout = self.layout[left]
         signatures = self._signatures[left] if self._signatures is not None else None
-        return Described(digests[left], text_bytes[left], signatures), self._index["ordinal"][left]
+        anchors = self._anchors[left] if self._anchors is not None else None
+        described = Described(digests[left], text_bytes[left], signatures, anchors, keys[left])
+        return described, self._index["ordinal"][left]
 
 
 def _batches(task: StripTask) -> Iterator[_Batch]:

@@ -12,14 +12,16 @@ goes on behind it, and writes byte for byte what an uninterrupted build writes, 
 `.build` is removed at the end, unless it is to be kept: then a source that has not changed need not be read again
 when another is added or another dedup is tried.
 
-A source left out of a later build keeps its folder, but no stage reads it.
+A source left out of a later build keeps its folder, but no stage reads it. A build that finds all sources finished
+still reads their files (gigabytes a second): one that is no longer as it was written is built again.
 """
 
 from __future__ import annotations
 
 import errno
 import shutil
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -36,8 +38,8 @@ from zero2all.common.files import (
     write_json,
 )
 from zero2all.common.lock import folder_lock
-from zero2all.common.manifest import MANIFEST_NAME, fingerprint, is_current
-from zero2all.common.progress import progress
+from zero2all.common.manifest import MANIFEST_NAME, FileCheck, checks_of_current, damaged_files, fingerprint
+from zero2all.common.progress import progress, say
 from zero2all.corpus.boilerplate import strip_boilerplate
 from zero2all.corpus.duplicates import (
     CLUSTERS_NAME,
@@ -52,6 +54,7 @@ from zero2all.corpus.listing import UNREADABLE, require_readable
 from zero2all.corpus.options import BuildOptions
 from zero2all.corpus.plan import (
     Cut,
+    Part,
     SourcePlan,
     cut_sources,
     list_source,
@@ -63,10 +66,17 @@ from zero2all.corpus.plan import (
     skipped_names,
 )
 from zero2all.corpus.quarantine import QUARANTINE_NAME, Quarantine
-from zero2all.corpus.record import SOURCES_NAME, source_numbers
-from zero2all.corpus.report import REPORT_NAME, Tally, counts_in_words, make_report
+from zero2all.corpus.record import SOURCES_NAME, keep_source_numbers, source_numbers
+from zero2all.corpus.report import REPORT_NAME, Tally, counts_in_words, in_short, make_report
 from zero2all.corpus.report_html import REPORT_HTML_NAME, report_html
-from zero2all.corpus.segments import BUILD_NAME, Segment, segments_of_unit
+from zero2all.corpus.segments import (
+    BUILD_NAME,
+    Segment,
+    channels_in,
+    dropped_excerpts,
+    segments_of_channel,
+    segments_of_unit,
+)
 from zero2all.corpus.sources import Source, source_problems
 
 FORMAT_RULES = 1
@@ -80,6 +90,12 @@ DISK_SHARE = 2.4
 DISK_SHARE_COMPRESSED = 10.0
 COMPRESSED_SUFFIXES = frozenset({".parquet", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".zip", ".7z", ".rar"})
 DISK_MARGIN_BYTES = 64_000_000
+MOST_DROPPED_BY_GUESS = 0.2
+"""When a rule drops a larger share of a source whose channel was guessed, the build stops: the guess may be wrong."""
+CHANNELS_NAME = "channels.json"
+"""In the folder of an `auto` source that has been read: its channels."""
+PART_KEY = "part_of"
+"""In the manifest of a part of an `auto` source: which source, read how, and all channels it became."""
 PASSING = frozenset({UNREADABLE, "read_error"})
 """Reasons of damage that may be gone at the next attempt, though the file has not changed."""
 
@@ -108,14 +124,15 @@ def build_corpus(
     busy = f"Another process is building the corpus in {corpus_folder}. Wait for it, or choose another --work."
     with folder_lock(corpus_folder, busy):
         _sweep(corpus_folder, sources)
-        numbers = source_numbers(corpus_folder, [source.name for source in sources])
         plans = [
-            plan_source(source, numbers[source.name], listing, corpus_folder, options)
+            plan_source(source, listing, corpus_folder, options)
             for source, listing in zip(sources, listings, strict=True)
         ]
         build = _Build(corpus_folder, plans, options, keep_build)
+        for problem in build.find_damage(engine):
+            (announce or say)(problem)
         try:
-            if build.stale:
+            if build.has_work:
                 if announce is not None:
                     for plan in plans:
                         announce(plan.in_words())
@@ -144,22 +161,44 @@ def check_sources(sources: Sequence[Source], options: BuildOptions, engine: Engi
 
 def _sweep(corpus_folder: Path, sources: Sequence[Source]) -> None:
     """Remove what a killed build left behind, also where nothing is going to be rebuilt."""
-    for name in [*(source.name for source in sources), REPORT_NAME, REPORT_HTML_NAME, SOURCES_NAME, CLUSTERS_NAME]:
+    names = [name for source in sources for name in source.possible_names]
+    for name in [*names, REPORT_NAME, REPORT_HTML_NAME, SOURCES_NAME, CLUSTERS_NAME]:
         sweep_partials(corpus_folder / name)
-    for source in sources:
-        sweep_partials(corpus_folder / QUARANTINE_NAME / f"{source.name}.jsonl")
+    for name in names:
+        sweep_partials(corpus_folder / QUARANTINE_NAME / f"{name}.jsonl")
 
 
 class _Build:
-    """One build, step by step."""
+    """One build, step by step.
+
+    `plans` are what is read, `parts` what it becomes: the same, but for `auto` sources, whose channels are known when
+    all of them has been read once.
+    """
 
     def __init__(self, corpus_folder: Path, plans: list[SourcePlan], options: BuildOptions, keep_build: bool) -> None:
         self.corpus_folder, self.plans, self.options, self.keep_build = corpus_folder, plans, options, keep_build
         self.work = corpus_folder / BUILD_NAME
         self.dedups = options.dedup.exact or options.dedup.near != "off" or options.dedup.lines
+        self.cuts: dict[str, Cut] = {}
+        self.parts: list[Part] = []
+        self.stale: list[Part] = []
+        self.finished: dict[str, list[FileCheck]] = {}
+        self._wanted = {plan.inputs for plan in plans}
+        """Folders under `.build` that belong to this build."""
+        channels = {plan.name: known_channels(corpus_folder, plan) for plan in plans}
+        self.is_settled = None not in channels.values()
+        if self.is_settled:
+            self._settle({name: found or [] for name, found in channels.items()})
+
+    def _settle(self, channels: Mapping[str, list[str]]) -> None:
+        """With the channels of every plan, everything this build writes has its name."""
+        options, plans = self.options, self.plans
+        unnumbered = [Part(plan, channel, 0) for plan in plans for channel in channels[plan.name]]
+        self.numbers = source_numbers(self.corpus_folder, [part.name for part in unnumbered])
+        self.parts = [replace(part, number=self.numbers[part.name]) for part in unnumbered]
         lines = [options.dedup.line_records, options.dedup.line_max_frequent]
-        self.lines_inputs = fingerprint(["lines", [plan.inputs for plan in plans], lines])
-        numbered = [[plan.number, plan.inputs] for plan in plans]
+        self.lines_inputs = fingerprint(["lines", [part.inputs for part in self.parts], lines])
+        numbered = [[part.number, part.inputs] for part in self.parts]
         self.dedup_inputs = fingerprint([numbered, asdict(options.dedup), options.valid_share])
         decisive = {
             "rules": FORMAT_RULES,
@@ -168,11 +207,31 @@ class _Build:
             "shard_bytes": options.shard_bytes,
             "valid_share": options.valid_share,
         }
-        self.inputs = {plan.name: fingerprint([decisive, plan.number, plan.inputs]) for plan in plans}
-        self.cuts: dict[str, Cut] = {}
-        self.stale = [
-            plan for plan in plans if not is_current(corpus_folder / plan.name, "corpus", self.inputs[plan.name])
-        ]
+        self.inputs = {part.name: fingerprint([decisive, part.number, part.inputs]) for part in self.parts}
+        current = {
+            part.name: checks_of_current(self.corpus_folder / part.name, "corpus", self.inputs[part.name])
+            for part in self.parts
+        }
+        self.finished = {name: checks for name, checks in current.items() if checks is not None}
+        self.stale = [part for part in self.parts if part.name not in self.finished]
+        self._wanted |= {self.dedup_inputs, self.lines_inputs, *self.inputs.values()}
+        self.is_settled = True
+
+    def find_damage(self, config: EngineConfig) -> list[str]:
+        """Look at every byte of the finished sources: what is no longer as it was written makes its source stale."""
+        source_of = {check.path: name for name, files in self.finished.items() for check in files}
+        checks = [check for files in self.finished.values() for check in files]
+        problems: dict[str, str] = {}
+        for check, problem in damaged_files(checks, config.workers if config.kind == "local" else None):
+            name = source_of[check.path]
+            problems.setdefault(name, f"{problem}; the source {name} is built again")
+        self.stale = [part for part in self.parts if part.name not in self.finished or part.name in problems]
+        return list(problems.values())
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything is missing or out of date."""
+        return not self.is_settled or bool(self.stale)
 
     # ---- the steps --------------------------------------------------------------------------------------------
 
@@ -180,29 +239,42 @@ class _Build:
         """Build every stale source."""
         self._remove_other_builds()
         require_free_space(self.corpus_folder, self._disk_bytes_needed(), "the corpus")
-        for name in (REPORT_NAME, REPORT_HTML_NAME, CLUSTERS_NAME):
-            (self.corpus_folder / name).unlink(missing_ok=True)
         raw_bytes = sum(plan.listing.size_bytes for plan in self.plans)
         if config.kind == "local" and config.workers is None and raw_bytes < SMALL_BYTES:
             config = EngineConfig("local", 1)
         with open_engine(config, PRELOADED) as engine:
+            if not self.is_settled:
+                self.cuts = cut_sources(self.plans, self.options, engine)
+                self._find_channels(self._ingest(engine, self.plans))
             folder = self.work / self.dedup_inputs
             duplicates = read_duplicates(folder) if self.dedups else None
-            needed = self.stale if duplicates is not None or not self.dedups else self.plans
-            self.cuts = cut_sources(needed, self.options, engine)
-            segments = self._ingest(engine, needed)
-            for plan in needed:
-                self._require_usable(plan, segments[plan.name])
+            needed = self.stale if duplicates is not None or not self.dedups else self.parts
+            plans = [plan for plan in self.plans if any(part.plan is plan for part in needed)]
+            self.cuts = cut_sources(plans, self.options, engine)
+            read = self._ingest(engine, plans)
+            segments = {part.name: _segments_of(part, read[part.plan.name]) for part in needed}
+            self._require_usable(needed, segments, read)
             if self.options.dedup.lines:
-                channels = {plan.name: plan.channel for plan in self.plans}
+                channels = {part.name: part.channel for part in self.parts}
                 work = self.work / self.lines_inputs
                 segments = strip_boilerplate(segments, channels, work, self.options.dedup, engine)
             if self.dedups and duplicates is None:
-                sources = [SourceSegments(plan.name, plan.number, segments[plan.name]) for plan in self.plans]
+                sources = [SourceSegments(part.name, part.number, segments[part.name]) for part in self.parts]
                 with progress("dedup", total=None, unit="tasks") as bar:
                     dedup, valid_share = self.options.dedup, self.options.valid_share
                     duplicates = search_duplicates(folder, sources, dedup, valid_share, Shown(engine, bar))
-            self._finish(engine, segments, duplicates)
+            self._finish(engine, segments, read, duplicates)
+
+    def _find_channels(self, read: dict[str, list[Segment]]) -> None:
+        """Which channels the `auto` sources have, now that they have been read."""
+        channels = {}
+        for plan in self.plans:
+            if plan.source.is_auto:
+                channels[plan.name] = channels_in(read[plan.name]) or [plan.channel]
+                write_json(plan.folder / CHANNELS_NAME, channels[plan.name])
+            else:
+                channels[plan.name] = [plan.channel]
+        self._settle(channels)
 
     def _ingest(self, engine: Engine, plans: list[SourcePlan]) -> dict[str, list[Segment]]:
         tasks = [task for plan in plans for task in self.cuts[plan.name].tasks]
@@ -220,76 +292,123 @@ class _Build:
             by_source[task.source] += unit
         return by_source
 
-    def _require_usable(self, plan: SourcePlan, segments: list[Segment]) -> None:
-        """Stop when a source has nothing in it, no text, or too much damage; the list of damage is there to look at."""
-        source, options = plan.source, self.options
-        quarantine = Quarantine(self.corpus_folder / QUARANTINE_NAME / f"{source.name}.jsonl")
-        quarantine.write(segments, plan.number)
-        tally = Tally()
-        for segment in segments:
-            tally.add(segment.state["tally"])
+    def _require_usable(
+        self, parts: list[Part], segments: dict[str, list[Segment]], read: dict[str, list[Segment]]
+    ) -> None:
+        """Stop when a source has nothing in it, no text, too much damage, or loses too much to a rule by a guess."""
+        tallies: dict[str, Tally] = {}
+        for part in parts:
+            tallies[part.name] = Tally()
+            for segment in segments[part.name]:
+                tallies[part.name].add(segment.state["tally"])
+        for part in parts:
+            quarantine = Quarantine(self.corpus_folder / QUARANTINE_NAME / f"{part.name}.jsonl")
+            quarantine.write(segments[part.name], part.number)
+            if part.is_main:
+                of_plan = [each for each in parts if each.plan is part.plan]
+                records_in = sum(tallies[each.name].records_in for each in of_plan)
+                self._require_undamaged(part, quarantine, tallies[part.name].quarantined, records_in, read)
+        if not self.options.accept_drops:
+            found = [
+                (part, rule, count)
+                for part in parts
+                if part.is_guessed
+                for rule, count in tallies[part.name].dropped.items()
+                if rule != "empty" and count > MOST_DROPPED_BY_GUESS * tallies[part.name].records_in
+            ]
+            if found:
+                raise too_many_dropped(found, tallies, segments)
+
+    def _require_undamaged(
+        self,
+        part: Part,
+        quarantine: Quarantine,
+        quarantined: Counter[str],
+        records_in: int,
+        read: dict[str, list[Segment]],
+    ) -> None:
+        plan, options = part.plan, self.options
+        source, segments = plan.source, read[plan.name]
         states = [segment.state for segment in segments]
-        if not tally.records_in:
-            facts = report_fields(plan, self.cuts[plan.name], states)
+        if not records_in:
+            facts = report_fields(part, self.cuts[plan.name], states)
             raise nothing_readable(source, facts["skipped_files"], facts["reading_notes"])
-        damaged = tally.quarantined.total()
-        if damaged == tally.quarantined["no_text_field"] == tally.records_in:
+        damaged = quarantined.total()
+        if damaged == quarantined["no_text_field"] == records_in:
             fields = dict.fromkeys(field for state in states for field in state["unmapped_fields"])
             raise no_text_field(source, str(source.path), list(fields))
-        unread_bytes = sum(state["unread_bytes"] for state in states)
+        unread_bytes = sum(segment.state["unread_bytes"] for segment in _segments_of(part, segments))
         unread_share = unread_bytes / max(plan.listing.size_bytes, 1)  # of what was compressed, more may be unread
-        share = min(1.0, max(damaged / tally.records_in, unread_share))
+        share = min(1.0, max(damaged / records_in, unread_share))
         if share > options.max_damaged_share:
             _forget_unreadable(plan, segments)
             raise BadInputError(
-                f"Source {source.name}: {damaged:,} of {tally.records_in:,} records are damaged, and "
+                f"Source {source.name}: {damaged:,} of {records_in:,} records are damaged, and "
                 f"{unread_bytes:,} bytes behind damaged places could not be read: {share:.2%}, where "
                 f"{options.max_damaged_share:.2%} is allowed. Found: {quarantine.in_words()}. Each is listed "
                 f"with file, place and reason in {quarantine.path}. Repair the input, or accept the loss with a "
                 f"larger --max-damaged-share."
             )
 
-    def _finish(self, engine: Engine, segments: dict[str, list[Segment]], duplicates: Duplicates | None) -> None:
+    def _finish(
+        self,
+        engine: Engine,
+        segments: dict[str, list[Segment]],
+        read: dict[str, list[Segment]],
+        duplicates: Duplicates | None,
+    ) -> None:
+        """Write the stale sources. From here on the corpus of the last build is no longer whole."""
+        for name in (REPORT_NAME, REPORT_HTML_NAME, CLUSTERS_NAME):
+            (self.corpus_folder / name).unlink(missing_ok=True)
+        keep_source_numbers(self.corpus_folder, self.numbers)
         finishes = [
             (
-                plan,
+                part,
                 SourceFinish(
-                    SourceSegments(plan.name, plan.number, segments[plan.name]),
-                    self.corpus_folder / plan.name,
-                    self.work / self.inputs[plan.name] / "out" / plan.name,
+                    SourceSegments(part.name, part.number, segments[part.name]),
+                    self.corpus_folder / part.name,
+                    self.work / self.inputs[part.name] / "out" / part.name,
                     duplicates,
                     self.options,
                 ),
             )
-            for plan in self.stale
+            for part in self.stale
         ]
-        tasks = [(plan, finish, task) for plan, finish in finishes for task in finish.tasks]
-        for plan, finish in finishes:
+        tasks = [(part, finish, task) for part, finish in finishes for task in finish.tasks]
+        for part, finish in finishes:
             if not finish.tasks:
-                self._commit(plan, finish)
+                self._commit(part, finish, read)
         with progress("write", total=sum(task.line_bytes for *_, task in tasks), unit="B") as bar:
             for position, facts in engine.run(finish_shard, [task for *_, task in tasks], bar.advance):
-                plan, finish, task = tasks[position]
+                part, finish, task = tasks[position]
                 if finish.take(task, facts):
-                    self._commit(plan, finish)
+                    self._commit(part, finish, read)
 
-    def _commit(self, plan: SourcePlan, finish: SourceFinish) -> None:
-        states = [segment.state for segment in finish.segments]
+    def _commit(self, part: Part, finish: SourceFinish, read: dict[str, list[Segment]]) -> None:
+        plan = part.plan
+        states = [segment.state for segment in read[plan.name]]
         content = {
-            "source": plan.name,
-            "number": plan.number,
+            "source": part.name,
+            "number": part.number,
             "path": plan.source.location,
-            "channel": plan.channel,
-            "skipped_file_names": skipped_names(plan, states, NAMED_FILES),
+            "channel": part.channel,
+            "skipped_file_names": skipped_names(plan, states, NAMED_FILES) if part.is_main else {},
         }
-        finish.commit(self.inputs[plan.name], content, report_fields(plan, self.cuts[plan.name], states))
-        if not self.keep_build:
+        if plan.source.is_auto:
+            channels = [each.channel for each in self.parts if each.plan is plan]
+            content[PART_KEY] = {"source": plan.name, "inputs": plan.inputs, "channels": channels}
+        fields = report_fields(part, self.cuts[plan.name], states)
+        contained = finish.duplicates.facts["contained"] if finish.duplicates is not None else {}
+        fields["contained"] = contained.get(part.name, {})
+        finish.commit(self.inputs[part.name], content, fields)
+        self.stale = [each for each in self.stale if each is not part]
+        if not self.keep_build and all(each.plan is not plan for each in self.stale):
             shutil.rmtree(self.work / plan.inputs, ignore_errors=True)
 
     def write_report(self) -> dict[str, Any]:
         """Put the reports of all sources together; with `report.json` the corpus is there."""
         by_source = {
-            plan.name: read_json(self.corpus_folder / plan.name / MANIFEST_NAME)["report"] for plan in self.plans
+            part.name: read_json(self.corpus_folder / part.name / MANIFEST_NAME)["report"] for part in self.parts
         }
         report = make_report(by_source, asdict(self.options), fingerprint(self.inputs), self._notes())
         totals = report["totals"]
@@ -299,7 +418,7 @@ class _Build:
                 f"({counts_in_words({**totals['dropped'], 'quarantined': totals['quarantined']})}). Check that the "
                 f"text field is the right one (content was taken from {_mappings_in_words(by_source)}), and that the "
                 f"rules are not too strict for this text: samples of what each rule dropped are under "
-                f"{self.corpus_folder / self.plans[0].name / DROPPED_FOLDER}, what was damaged under "
+                f"{self.corpus_folder / self.parts[0].name / DROPPED_FOLDER}, what was damaged under "
                 f"{self.corpus_folder / QUARANTINE_NAME}."
             )
         clusters = self.work / self.dedup_inputs / CLUSTERS_NAME
@@ -325,9 +444,8 @@ class _Build:
         """What is left of builds of other inputs would only take room."""
         if self.keep_build or not self.work.is_dir():
             return
-        wanted = {self.dedup_inputs, self.lines_inputs, *self.inputs.values(), *(plan.inputs for plan in self.plans)}
         for folder in self.work.iterdir():
-            if folder.name not in wanted:
+            if folder.name not in self._wanted:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _disk_bytes_needed(self) -> int:
@@ -338,6 +456,55 @@ class _Build:
                 needed += file.size_bytes * (DISK_SHARE_COMPRESSED if compressed else DISK_SHARE)
         there = sum(path.stat().st_size for path in self.work.rglob("*") if path.is_file())  # of an interrupted build
         return max(int(needed) - there, 0) + DISK_MARGIN_BYTES
+
+
+def known_channels(corpus_folder: Path, plan: SourcePlan) -> list[str] | None:
+    """The channels a source becomes; None when it is `auto` and has not been read to its end."""
+    if not plan.source.is_auto:
+        return [plan.channel]
+    for path in [
+        plan.folder / CHANNELS_NAME,
+        *(corpus_folder / name / MANIFEST_NAME for name in plan.source.possible_names),
+    ]:
+        try:
+            values = read_json(path)
+        except (OSError, ValueError):
+            continue
+        if path.name == CHANNELS_NAME:
+            return list(values)
+        part = values.get(PART_KEY)
+        if part and (part["source"], part["inputs"]) == (plan.name, plan.inputs):
+            return list(part["channels"])
+    return None
+
+
+def _segments_of(part: Part, read: list[Segment]) -> list[Segment]:
+    """What was read of a source, as far as it belongs to one part of it."""
+    return segments_of_channel(read, part.channel) if part.plan.source.is_auto else read
+
+
+def too_many_dropped(
+    found: list[tuple[Part, str, int]], tallies: Mapping[str, Tally], segments: Mapping[str, list[Segment]]
+) -> BadInputError:
+    """The error for rules that drop much of sources whose channel nobody named; it shows what they dropped."""
+    lines = []
+    for part, rule, count in found:
+        share = count / tallies[part.name].records_in
+        lines.append(
+            f"  {part.name}: {rule} dropped {count:,} of {tallies[part.name].records_in:,} records ({share:.0%}) as "
+            f"channel {part.channel}, such as:"
+        )
+        lines += [f"    {in_short(excerpt)}" for excerpt in dropped_excerpts(segments[part.name], rule)]
+    names = list(dict.fromkeys(part.plan.name for part, *_ in found))
+    sources = " and ".join(names)
+    return BadInputError(
+        f"A rule drops more than {MOST_DROPPED_BY_GUESS:.0%} of a source whose channel was guessed: the guess or the "
+        f"rule may be wrong. Nothing was written to the corpus; what was read is kept.\n"
+        + "\n".join(lines)
+        + f"\nIf this is good text, name the channel of {sources}: NAME=PATH:CHANNEL with zh, en, code, auto (each "
+        f"document by its own text) or a word of yours, or loosen the rule. If it is rubbish, run the same command "
+        f"with --accept-drops: it goes on from here."
+    )
 
 
 def _forget_unreadable(plan: SourcePlan, segments: list[Segment]) -> None:

@@ -23,8 +23,9 @@ from zero2all.common import jsonio
 from zero2all.common.engine import Engine
 from zero2all.common.files import PARTIAL_MARK, read_json, write_json
 from zero2all.corpus.dedup.cluster import CLUSTERS_NAME as PAIRS_NAME
-from zero2all.corpus.dedup.cluster import NEAR_DUPLICATE, find_duplicates
+from zero2all.corpus.dedup.cluster import NEAR_DUPLICATE, DedupResult, find_duplicates
 from zero2all.corpus.dedup.config import DedupConfig, jaccard_estimate
+from zero2all.corpus.dedup.contained import find_contained
 from zero2all.corpus.dedup.index import read_index
 from zero2all.corpus.record import ORDINAL_BITS
 from zero2all.corpus.segments import Segment, first_ordinals
@@ -36,6 +37,7 @@ FOUND_NAME = "found.json"
 DROP_REASONS = {1: "duplicate", 2: "near_duplicate"}
 """Why dedup drops a record, by the number in its list."""
 PIECE_ROWS = 1 << 16
+CONTAINED_EXAMPLES = 5
 
 
 @dataclass(frozen=True)
@@ -99,14 +101,20 @@ def search_duplicates(
         splits = {source.name: split_before_dedup(source.segments, valid_share) for source in sources}
 
     def held_out(unit: int, rows: np.ndarray) -> np.ndarray:
-        return splits[owners[unit]].is_valid(rows["digest"][:, 0].astype(np.uint64))
+        return splits[owners[unit]].is_valid(rows["key"])
 
     units = [segment.folder for source in sources for segment in source.segments]
     result = find_duplicates(units, folder, config, engine=engine, held_out=held_out)
     _write_gids(folder / GIDS_NAME, sources, result.documents)
     _write_clusters(folder)
     first_segment = {name: owners.index(name) for name in dict.fromkeys(owners)}
-    facts = {"documents": result.documents, "clusters": result.clusters, "exact": result.exact, "near": result.near}
+    facts: dict[str, Any] = {
+        "documents": result.documents,
+        "clusters": result.clusters,
+        "exact": result.exact,
+        "near": result.near,
+    }
+    facts["contained"] = _contained(folder, units, result, owners) if config.near != "off" else {}
     write_json(
         folder / FOUND_NAME,
         {"first_segment": first_segment, "first_documents": list(result.first_ids), "facts": facts},
@@ -114,11 +122,36 @@ def search_duplicates(
     return Duplicates(folder, first_segment, result.first_ids, facts)
 
 
+def _contained(folder: Path, units: list[Path], result: DedupResult, owners: list[str]) -> dict[str, Any]:
+    """By source: how many kept records were looked up among all, how many stand in a longer one, and some of them."""
+    drops = [result.drops(unit) for unit in range(len(units))]
+    found = find_contained(units, drops, result.first_ids)
+    gids = np.load(folder / GIDS_NAME, mmap_mode="r")
+    by_source: dict[str, Any] = {}
+    for name in dict.fromkeys(owners):
+        at = [number for number, owner in enumerate(owners) if owner == name]
+        first, end = result.first_ids[at[0]], result.first_ids[at[-1] + 1]
+        own = np.flatnonzero((found.inner >= first) & (found.inner < end))
+        by_source[name] = {
+            "looked_up": int(((found.looked_up >= first) & (found.looked_up < end)).sum()),
+            "records": len(own),
+            "examples": [
+                {
+                    "gid": int(gids[found.inner[row]]),
+                    "inside": int(gids[found.outer[row]]),
+                    "share": round(float(found.shares[row]), 2),
+                }
+                for row in own[:CONTAINED_EXAMPLES].tolist()
+            ],
+        }
+    return by_source
+
+
 def split_before_dedup(segments: Sequence[Segment], valid_share: float) -> Split:
     """How a source is split when all its records are taken into account, duplicates too."""
     choice = SplitChoice(valid_share)
     for segment in segments:
-        choice.look(read_index(segment.folder)["digest"][:, 0].astype(np.uint64))
+        choice.look(read_index(segment.folder)["key"])
     return choice.result()
 
 

@@ -89,7 +89,7 @@ def _lines_of(task: ShardTask) -> Iterator[list[bytes]]:
     """The numbered lines of a shard, some at a time."""
     for stretch in task.stretches:
         rows = _Rows(stretch.folder, stretch.drops, stretch.first_ordinal, stretch.start, stretch.end)
-        chosen = np.flatnonzero(rows.keep & (task.split.is_valid(rows.digests) == task.held_out))
+        chosen = np.flatnonzero(rows.keep & (task.split.is_valid(rows.keys) == task.held_out))
         for some, lines in rows.read(chosen):
             pairs = zip(lines, rows.ordinals[some].tolist(), strict=True)
             batch = [numbered(line, task.source_number, ordinal) for line, ordinal in pairs]
@@ -124,7 +124,7 @@ class _Rows:
         index = np.array(read_index(folder)[start:end])
         layout = np.load(folder / LAYOUT_NAME)
         self.text_bytes = index["text_bytes"].astype(np.int64)
-        self.digests = index["digest"][:, 0].astype(np.uint64)
+        self.keys = index["key"].astype(np.uint64)
         self.ordinals = index["ordinal"].astype(np.int64) + first_ordinal
         self.line_bytes = layout["line_bytes"].astype(np.int64)[start:end]
         self.scripts = layout["script"][start:end]
@@ -186,7 +186,7 @@ class SourceFinish:
             self.lengths += np.bincount(buckets, minlength=LENGTH_BUCKETS)
             self.script_records += np.bincount(scripts, minlength=len(SCRIPTS))
             self.script_bytes += np.bincount(scripts, weights=text_bytes, minlength=len(SCRIPTS)).astype(np.int64)
-            choice.look(rows.digests[rows.keep])
+            choice.look(rows.keys[rows.keep])
         found = int(self.lengths.sum()), int(self.script_bytes.sum())
         if found != (self.tally.records_kept, self.tally.bytes_kept):
             raise AssertionError(
@@ -202,7 +202,7 @@ class SourceFinish:
         for number in range(len(self.segments)):
             rows = self._rows(number)
             lengths = rows.line_bytes + numbers_bytes(self.source.number, rows.ordinals)
-            is_valid = self._split.is_valid(rows.digests)
+            is_valid = self._split.is_valid(rows.keys)
             stretch = Stretch(rows.folder, self._drop_path(number), self._first_ordinals[number], 0, len(lengths))
             for name, plan in plans.items():
                 plan.add(stretch, np.flatnonzero(rows.keep & (is_valid == (name == "valid"))), lengths)

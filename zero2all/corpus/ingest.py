@@ -36,7 +36,7 @@ from zero2all.corpus.readers import (
     read_unit,
 )
 from zero2all.corpus.record import Document
-from zero2all.corpus.segment_writer import SegmentWriter
+from zero2all.corpus.segment_writer import AutoWriter, SegmentWriter
 from zero2all.corpus.segments import (
     DONE_NAME,
     STATE_NAME,
@@ -45,7 +45,7 @@ from zero2all.corpus.segments import (
     segment_name,
     segments_of_unit,
 )
-from zero2all.corpus.sources import apply_mapping, fields_seen, guess_mapping
+from zero2all.corpus.sources import apply_mapping, fields_seen, guess_mapping, has_field
 
 PROGRESS_BYTES = 1 << 18
 PEEKED_ROWS = 20
@@ -71,11 +71,14 @@ class IngestTask:
 
     source: str
     channel: str
+    is_auto: bool
+    """Documents go to the segments of their own channels; `channel` is that of what belongs to none."""
     given_mapping: Mapping[str, str]
     pieces: tuple[Piece, ...]
     folder: Path
     limits: Limits
-    clean: CleanConfig
+    cleans: Mapping[str, CleanConfig]
+    """The rules of every channel a document may get."""
     dedup: DedupConfig
 
     @property
@@ -96,11 +99,15 @@ def ingest_unit(task: IngestTask) -> list[Segment]:
         return done
     segments = finished_segments(task.folder)
     items = _Items(task, segments[-1].state["next"] if segments else None)
-    cleaner = Cleaner(task.clean, task.channel)
+    cleaners = {channel: Cleaner(clean, channel) for channel, clean in task.cleans.items()}
     while not items.at_end:
         folder = task.folder / segment_name(len(segments))
         with staged_folder(folder) as staging, ExitStack() as stack:
-            writer = SegmentWriter(task, staging, cleaner, stack)
+            writer: SegmentWriter | AutoWriter
+            if task.is_auto:
+                writer = AutoWriter(task, staging, cleaners, stack)
+            else:
+                writer = SegmentWriter(task.source, task.dedup, staging, cleaners[task.channel], stack)
             while not (writer.is_full or items.at_end):
                 items.fill(writer)
                 writer.clean_batch()
@@ -133,7 +140,7 @@ class _Items:
         """Bytes of the current unit that have not been read."""
         self._stream = self._read()
 
-    def fill(self, writer: SegmentWriter) -> None:
+    def fill(self, writer: SegmentWriter | AutoWriter) -> None:
         """Hand over items until the writer has a batch, or there are no more."""
         item: Row | Damaged | None = None
         for item in self._stream:
@@ -342,7 +349,7 @@ def _document_of(item: Row | Damaged, mapping: Mapping[str, str] | None) -> Docu
         return item
     if item.is_document:
         return Document(**item.fields)
-    if not mapping or mapping["content"] not in item.fields:
+    if not mapping or not has_field(item.fields, mapping["content"]):
         return _unusable_row(item, "no_text_field", f"fields: {', '.join(item.fields)}")
     try:
         return apply_mapping(item.fields, mapping)

@@ -26,10 +26,14 @@ class BuildOptions:
     least one, a smaller one none. 0: nothing is held out."""
     max_damaged_share: float = 0.01
     """The build stops when a larger share of a source's records, or of its bytes, is damaged."""
+    accept_drops: bool = False
+    """Go on when a rule drops more than a fifth of a source whose channel was guessed; otherwise the build stops."""
     max_record_bytes: int = 32_000_000
     """A JSON line, JSON object or whole-file document above this size goes to quarantine unread."""
     split_text_above_bytes: int = 1_000_000
-    """A plain text file above this size is cut into documents of 8 to 32 KB; below, it is one document."""
+    """A plain text file above this size is cut into documents; below, it is one document."""
+    text_piece_bytes: int = 8_000
+    """Documents cut from a long text have 1 to 4 times so many bytes."""
     text_by: Literal["auto", "line", "blank line", "file"] = "auto"
     """What one document of a plain text is. auto: the file, or above `split_text_above_bytes` pieces of it."""
     unit_bytes: int = 32_000_000
@@ -55,7 +59,7 @@ class BuildOptions:
             found.append(f"valid_share is {self.valid_share}; expected 0 to 0.5")
         if not 0 <= self.max_damaged_share <= 1:
             found.append(f"max_damaged_share is {self.max_damaged_share}; expected 0 to 1")
-        names = ("shard_bytes", "max_record_bytes", "split_text_above_bytes", "unit_bytes")
+        names = ("shard_bytes", "max_record_bytes", "split_text_above_bytes", "text_piece_bytes", "unit_bytes")
         found += [f"{name} is {getattr(self, name)}; expected at least 1" for name in names if getattr(self, name) < 1]
         return found + self.dedup.problems() + [str(problem) for problem in self.clean_problems()]
 
@@ -65,6 +69,7 @@ class BuildOptions:
         return Limits(
             max_record_bytes=self.max_record_bytes,
             split_text_above_bytes=self.split_text_above_bytes,
+            text_piece_bytes=self.text_piece_bytes,
             unit_bytes=self.unit_bytes,
             text_by=TextBy(self.text_by),
         )

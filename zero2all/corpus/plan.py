@@ -18,25 +18,24 @@ from zero2all.common.engine import Engine, advance
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import human_bytes, read_json, write_json
 from zero2all.common.manifest import fingerprint
+from zero2all.corpus.channels import CHANNELS
+from zero2all.corpus.clean.config import CleanConfig
 from zero2all.corpus.ingest import PEEKED_ROWS, IngestTask, Piece, first_rows
 from zero2all.corpus.listing import InputFile, Listing, list_files
+from zero2all.corpus.look import Look
 from zero2all.corpus.options import BuildOptions
 from zero2all.corpus.readers import NOT_READ, Format, Limits, Row, Unit, plan_units, read_unit
-from zero2all.corpus.report import counts_in_words, mapping_in_words
+from zero2all.corpus.report import FOUND_BY_DOCUMENT, counts_in_words, mapping_in_words
 from zero2all.corpus.segment_writer import SEGMENT_BYTES, SEGMENT_ITEMS
 from zero2all.corpus.segments import BUILD_NAME
-from zero2all.corpus.sources import FIELD_NAMES, ChannelGuess, Source, fields_seen, guess_mapping
+from zero2all.corpus.sources import FIELD_NAMES, Source, guess_mapping, part_name
 
-RULES = 4
+RULES = 5
 """Raise it when readers, field names, cleaning or signatures change what a build writes, so that it is made again."""
 
 PLAN_NAME = "plan.json"
 FILES_PER_TASK = 2000
 NOTED_FILES = 20
-SAMPLED_FILES = 8
-"""Files looked into for the channel, spread over the source …"""
-SAMPLED_ROWS = 200
-"""… and rows of all of them together."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +43,16 @@ class SourcePlan:
     """One source, looked into."""
 
     source: Source
-    number: int
     listing: Listing
     channel: str
+    """Of an `auto` source, the one that most of the sampled documents belong to."""
     channel_reason: str
     sampled_mappings: list[dict[str, str]]
     """How the rows of the files looked into were mapped."""
     formats: list[str]
     """What those files were."""
+    cleans: Mapping[str, CleanConfig]
+    """The rules of every channel a document of it may get."""
     inputs: str
     """Names everything that decides what ingest writes for this source."""
     folder: Path
@@ -65,13 +66,48 @@ class SourcePlan:
     def in_words(self) -> str:
         """What was found and guessed, in a line."""
         files = f"{len(self.listing.files):,} file{'' if len(self.listing.files) == 1 else 's'}"
-        guessed = "" if self.source.given_channel else f" (guessed: {self.channel_reason})"
         parts = [f"{files}, {human_bytes(self.listing.size_bytes)}"]
         if self.formats:
             parts.append(" and ".join(self.formats))
-        parts.append(f"channel {self.channel}{guessed}")
+        if self.source.is_auto:
+            parts.append(
+                f"each document goes to the source of its channel, {self.name}-zh and so on: {self.channel_reason}"
+            )
+        else:
+            guessed = "" if self.source.given_channel else f" (guessed: {self.channel_reason})"
+            parts.append(f"channel {self.channel}{guessed}")
         parts += [mapping_in_words(mapping) for mapping in self.sampled_mappings]
         return f"{self.name}: {'; '.join(parts)}"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What becomes one source of the corpus: all of a source, or what `auto` found of one channel in it."""
+
+    plan: SourcePlan
+    channel: str
+    number: int
+    """Makes its gids."""
+
+    @property
+    def name(self) -> str:
+        """Its name in the corpus."""
+        return part_name(self.plan.name, self.channel) if self.plan.source.is_auto else self.plan.name
+
+    @property
+    def inputs(self) -> str:
+        """Names everything that decides what ingest writes for it."""
+        return fingerprint([self.plan.inputs, self.channel]) if self.plan.source.is_auto else self.plan.inputs
+
+    @property
+    def is_main(self) -> bool:
+        """Whether what belongs to no document, such as damaged items, is counted here."""
+        return self.channel == self.plan.channel
+
+    @property
+    def is_guessed(self) -> bool:
+        """Whether nobody named its channel."""
+        return self.plan.source.given_channel is None or self.plan.source.is_auto
 
 
 def list_source(source: Source, corpus_folder: Path) -> Listing:
@@ -92,14 +128,17 @@ def list_source(source: Source, corpus_folder: Path) -> Listing:
     return listing
 
 
-def plan_source(
-    source: Source, number: int, listing: Listing, corpus_folder: Path, options: BuildOptions
-) -> SourcePlan:
+def plan_source(source: Source, listing: Listing, corpus_folder: Path, options: BuildOptions) -> SourcePlan:
     """Look into a source."""
     limits = options.limits
-    look = _Look(source, listing, limits)
+    look = Look(source, listing, limits)
+    if look.fields_without_text is not None:
+        raise no_text_field(source, *look.fields_without_text)
     guessed, reason = look.guess.result()
-    channel = source.given_channel or guessed
+    is_auto = source.is_auto
+    channel = guessed if is_auto else source.given_channel or guessed
+    cleans = {each: options.clean_config(each) for each in (CHANNELS if is_auto else (channel,))}
+    signings = [options.signing(each) for each in cleans]
     inputs = fingerprint(
         {
             "rules": RULES,
@@ -109,58 +148,15 @@ def plan_source(
             "channel": [channel, source.given_channel, source.kind],
             "mapping": source.given_mapping,
             "limits": asdict(limits),
-            "clean": asdict(options.clean_config(channel)),
-            "dedup": options.signing(channel),
+            "clean": [asdict(clean) for clean in cleans.values()],
+            "dedup": signings,
             "sizes": [options.unit_bytes, SEGMENT_BYTES, SEGMENT_ITEMS, FILES_PER_TASK],
         }
     )
     folder = corpus_folder / BUILD_NAME / inputs / source.name
-    reason = "given" if source.channel else f"of the kind {source.kind}" if source.kind else reason
-    return SourcePlan(source, number, listing, channel, reason, look.mappings, look.formats, inputs, folder)
-
-
-class _Look:
-    """What the first rows of some files of a source say."""
-
-    def __init__(self, source: Source, listing: Listing, limits: Limits) -> None:
-        self.guess = ChannelGuess()
-        self.mappings: list[dict[str, str]] = []
-        self.formats: list[str] = []
-        files = listing.files
-        sampled = files[:: max(1, len(files) // SAMPLED_FILES)][:SAMPLED_FILES]
-        for file in sampled:
-            self._look_into(file, source, limits, SAMPLED_ROWS // len(sampled), alone=len(files) == 1)
-
-    def _look_into(self, file: InputFile, source: Source, limits: Limits, most: int, alone: bool) -> None:
-        rows = _first_rows(whole_file(file, limits), limits, most)
-        if not rows:
-            return
-        self.formats = list(dict.fromkeys([*self.formats, str(rows[0].origin.format)]))
-        if rows[0].is_document:
-            for row in rows:
-                self.guess.look(row.fields["title"], row.fields["content"])
-            return
-        raw = [row.fields for row in rows]
-        mapping = guess_mapping(raw[:PEEKED_ROWS], source.given_mapping)
-        if mapping is None:
-            if alone and not rows[0].origin.member:  # other files, or archive members, may do; here nothing will
-                raise no_text_field(source, file.name, _longest_first(raw))
-            return
-        if mapping not in self.mappings:
-            self.mappings.append(mapping)
-        for values in raw:
-            content = values.get(mapping["content"])
-            title = values.get(mapping.get("title", ""))
-            self.guess.look(title if isinstance(title, str) else "", content if isinstance(content, str) else "")
-
-
-def _longest_first(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The fields of these rows; the one with the most text, most likely the wanted one, comes first."""
-    chars = dict.fromkeys(fields_seen(rows), 0)
-    for row in rows:
-        for name, value in row.items():
-            chars[name] += len(value) if isinstance(value, str) else 0
-    return sorted(chars, key=lambda name: -chars[name])
+    if not is_auto and source.given_channel:
+        reason = "given" if source.channel else f"of the kind {source.kind}"
+    return SourcePlan(source, listing, channel, reason, look.mappings, look.formats, cleans, inputs, folder)
 
 
 def whole_file(file: InputFile, limits: Limits) -> Unit:
@@ -229,16 +225,16 @@ def plan_large_file(task: LargeFile) -> dict[str, Any]:
 
 def _cut(plan: SourcePlan, large: Mapping[str, Any], options: BuildOptions) -> Cut:
     notes: list[str] = []
-    clean = options.clean_config(plan.channel)
     tasks = [
         IngestTask(
             plan.name,
             plan.channel,
+            plan.source.is_auto,
             plan.source.given_mapping,
             tuple(pieces),
             plan.folder / f"unit-{number:05d}",
             options.limits,
-            clean,
+            plan.cleans,
             options.dedup,
         )
         for number, pieces in enumerate(_pieces(plan.listing, large, options.unit_bytes, notes))
@@ -281,8 +277,9 @@ def _unit_from(file: InputFile, values: Mapping[str, Any]) -> Unit:
 # ---- the report -----------------------------------------------------------------------------------------------
 
 
-def report_fields(plan: SourcePlan, cut: Cut, states: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the report of a source says beside the counts."""
+def report_fields(part: Part, cut: Cut, states: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the report of a source says beside the counts; `states` are those of all segments of what was read."""
+    plan = part.plan
     mappings: list[dict[str, str]] = []
     formats: dict[str, int] = {}
     notes = list(cut.notes)
@@ -296,17 +293,17 @@ def report_fields(plan: SourcePlan, cut: Cut, states: list[dict[str, Any]]) -> d
             skipped[reason] = skipped.get(reason, 0) + count
     given = plan.source.given_mapping
     return {
-        "channel": plan.channel,
-        "channel_guessed": plan.source.given_channel is None,
-        "channel_reason": plan.channel_reason,
+        "channel": part.channel,
+        "channel_guessed": part.is_guessed,
+        "channel_reason": FOUND_BY_DOCUMENT if plan.source.is_auto else plan.channel_reason,
         "kind": plan.source.kind,
         "mappings": mappings,
         "mapping_guessed": any(set(mapping) - set(given) for mapping in mappings),
         "formats": dict(sorted(formats.items())),
-        "reading_notes": list(dict.fromkeys(notes))[:NOTED_FILES],
+        "reading_notes": list(dict.fromkeys(notes))[:NOTED_FILES] if part.is_main else [],
         "input_files": len(plan.listing.files),
         "input_file_bytes": plan.listing.size_bytes,
-        "skipped_files": dict(sorted(skipped.items())),
+        "skipped_files": dict(sorted(skipped.items())) if part.is_main else {},
     }
 
 

@@ -112,7 +112,10 @@ def _digits(numbers: np.ndarray) -> np.ndarray:
 
 
 def source_numbers(corpus_folder: Path, names: list[str]) -> dict[str, int]:
-    """The number of each name; new names are appended to `sources.json`, old ones never change or disappear."""
+    """The number of every name ever built, old ones as they were; new names get the next ones.
+
+    They are not taken until `keep_source_numbers`, so that a build that is refused uses none.
+    """
     path = corpus_folder / SOURCES_NAME
     try:
         numbers: dict[str, int] = read_json(path)
@@ -135,9 +138,14 @@ def source_numbers(corpus_folder: Path, names: list[str]) -> dict[str, int]:
             f"{path} lists more than {SOURCES_LIMIT} sources, and gids have no room for more. Put several inputs "
             f"into one folder and give that as one source, or start a new workspace."
         )
-    if new:
+    return numbers
+
+
+def keep_source_numbers(corpus_folder: Path, numbers: dict[str, int]) -> None:
+    """Write `sources.json`, where it does not say so already."""
+    path = corpus_folder / SOURCES_NAME
+    if not path.is_file() or read_json(path) != numbers:
         write_json(path, numbers)
-    return {name: numbers[name] for name in names}
 
 
 def plain(value: Any) -> Any:

@@ -45,8 +45,11 @@ OTHER_REASONS = {
     "boilerplate": "Nothing was left after lines that stand in many records had been removed.",
 }
 """Why records are dropped by others than the rules of cleaning."""
-STRIKING_SHARE = 0.2
-"""A rule that drops a larger share of a source is pointed at: more often than not it does not suit the text."""
+STRIKING_SHARE = 0.05
+"""A rule that drops a larger share of a source is pointed at, with samples: it may not suit the text."""
+SHOWN_SAMPLES, SHOWN_CHARS = 2, 60
+FOUND_BY_DOCUMENT = "found for each document"
+"""The reason for the channel of a part of an `auto` source."""
 EXAMPLE_CHARS = 300
 """How much of a text the report shows as an example."""
 
@@ -66,6 +69,7 @@ class Tally:
     bytes_dropped: Counter[str] = field(default_factory=Counter)
     bytes_quarantined: int = 0
     masked: Counter[str] = field(default_factory=Counter)
+    private_use: Counter[str] = field(default_factory=Counter)
 
     def as_report(self) -> dict[str, Any]:
         """The counts as they stand in `report.json`."""
@@ -82,6 +86,7 @@ class Tally:
             "bytes_dropped": dict(sorted(self.bytes_dropped.items())),
             "bytes_quarantined": self.bytes_quarantined,
             "masked": dict(sorted(self.masked.items())),
+            "private_use": dict(sorted(self.private_use.items())),
         }
 
     def add(self, counts: Mapping[str, Any]) -> None:
@@ -92,6 +97,7 @@ class Tally:
         self.bytes_dropped.update(counts["bytes_dropped"])
         self.quarantined.update(counts["quarantined_by_reason"])
         self.masked.update(counts["masked"])
+        self.private_use.update(counts["private_use"])
 
     def drop_kept(self, reason: str, records: int, text_bytes: int) -> None:
         """Records counted as kept turned out to be duplicates."""
@@ -172,7 +178,7 @@ def summary_notes(report: dict[str, Any]) -> list[str]:
     """What the table cannot say, a sentence each: what was guessed, dropped, quarantined, skipped."""
     notes = []
     for name, source in report["sources"].items():
-        if source["channel_guessed"]:
+        if source["channel_guessed"] and source["channel_reason"] != FOUND_BY_DOCUMENT:
             notes.append(f"{name}: channel guessed as {source['channel']} ({source['channel_reason']})")
         if source["mapping_guessed"]:
             words = [mapping_in_words(mapping) for mapping in source["mappings"]]
@@ -182,10 +188,17 @@ def summary_notes(report: dict[str, Any]) -> list[str]:
         for rule, count in source["dropped"].items():
             share = count / source["records_in"]
             if share > STRIKING_SHARE:
+                samples = source["examples"]["dropped"].get(rule, [])[:SHOWN_SAMPLES]
+                such = "".join(f"; such as: {in_short(sample, SHOWN_CHARS)}" for sample in samples[:1])
+                such += "".join(f" | {in_short(sample, SHOWN_CHARS)}" for sample in samples[1:])
                 look = f"z2a corpus show {name} --dropped {rule}"
-                notes.append(f"{name}: {rule} dropped {share:.0%} of the records; see whether it should: {look}")
+                notes.append(f"{name}: {rule} dropped {share:.0%} of the records; see whether it should: {look}{such}")
         if source["masked"]:
             notes.append(f"{name}: masked {counts_in_words(source['masked'])}")
+        if source["contained"].get("records"):
+            notes.append(f"{name}: {contained_in_words(source['contained'])}")
+        if source["private_use"]:
+            notes.append(f"{name}: {private_use_in_words(source['private_use'])}")
         if source["quarantined"]:
             reasons = counts_in_words(source["quarantined_by_reason"])
             notes.append(f"{name}: quarantined {reasons}; see corpus/quarantine/{name}.jsonl")
@@ -197,9 +210,33 @@ def summary_notes(report: dict[str, Any]) -> list[str]:
     return notes + report["notes"]
 
 
+def contained_in_words(contained: Mapping[str, Any]) -> str:
+    """How many records stand inside longer ones."""
+    example = contained["examples"][0]
+    return (
+        f"{contained['records']:,} of {contained['looked_up']:,} records looked up stand to 80% or more inside a "
+        f"longer one and were kept, such as gid {example['gid']} in gid {example['inside']}"
+    )
+
+
+def private_use_in_words(counts: Mapping[str, int]) -> str:
+    """What became of the characters that only some font knows."""
+    records = f"{counts['records']:,} record{'' if counts['records'] == 1 else 's'}"
+    return (
+        f"private-use characters in {records}: {counts.get('mapped', 0):,} became the standard characters of GB18030, "
+        f"{counts.get('removed', 0):,} were taken out"
+    )
+
+
 def mapping_in_words(mapping: Mapping[str, str]) -> str:
     """{'content': 'text'} -> "content from 'text'"."""
     return ", ".join(f"{target} from '{raw}'" for target, raw in mapping.items())
+
+
+def in_short(text: str, chars: int = 100) -> str:
+    """The beginning of a text in one line, without anything a terminal would take for a command."""
+    line = " ".join("".join(char if char.isprintable() else " " for char in text).split())
+    return line if len(line) <= chars else f"{line[:chars]} …"
 
 
 def counts_in_words(counts: Mapping[str, int]) -> str:

@@ -13,7 +13,14 @@ from typing import Any
 
 from zero2all.common.files import human_bytes
 from zero2all.corpus.clean.config import RULES
-from zero2all.corpus.report import EXAMPLE_CHARS, OTHER_REASONS, accounted_bytes, mapping_in_words
+from zero2all.corpus.report import (
+    EXAMPLE_CHARS,
+    OTHER_REASONS,
+    accounted_bytes,
+    contained_in_words,
+    mapping_in_words,
+    private_use_in_words,
+)
 
 REPORT_HTML_NAME = "report.html"
 
@@ -273,6 +280,10 @@ def _facts(source: Source) -> Iterator[tuple[str, str]]:
         yield "kept", f"{kept:,} of {source['records_in']:,} records, {mean} of text each on average"
     if source["masked"]:
         yield "masked", ", ".join(f"{count:,} {what}" for what, count in _by_size(source["masked"]))
+    if source["contained"].get("records"):
+        yield "contained", contained_in_words(source["contained"])
+    if source["private_use"]:
+        yield "characters", private_use_in_words(source["private_use"])
     for note in source["reading_notes"]:
         yield "note", note
 

@@ -38,3 +38,41 @@ def find_scripts(data, offsets, classes, sampled, scripts, out):  # type: ignore
         if best in (1, 3) and counts[3] * 10 > counts[1] + counts[3]:
             best = 3  # Japanese, though most of its letters may be Han
         out[text] = best
+
+
+_WORDS = types.Array(types.uint64, 1, "C", readonly=True)
+
+
+@njit(types.void(_BYTES, types.int64[::1], _WORDS, _WORDS, types.int64[:, ::1]), cache=True, nogil=True)
+def count_words(data, offsets, english, other, out):  # type: ignore[no-untyped-def]
+    """For each text: its words in Latin letters, those among `english`, and those among `other`.
+
+    Words are packed into 8 bytes, big-endian, A-Z in lower case; longer ones are in neither list.
+    """
+    for text in range(out.shape[0]):
+        words = in_english = in_other = 0
+        word = np.uint64(0)
+        length = 0
+        end = offsets[text + 1]
+        for at in range(offsets[text], end + 1):
+            byte = data[at] if at < end else np.uint8(0)
+            if 0x41 <= byte <= 0x5A:
+                byte += np.uint8(0x20)
+            if 0x61 <= byte <= 0x7A or byte >= 0x80:
+                word = (word << np.uint64(8)) | np.uint64(byte)
+                length += 1
+                continue
+            if length:
+                words += 1
+                if length <= 8:
+                    place = np.searchsorted(english, word)
+                    if place < english.size and english[place] == word:
+                        in_english += 1
+                    else:
+                        place = np.searchsorted(other, word)
+                        in_other += place < other.size and other[place] == word
+                word = np.uint64(0)
+                length = 0
+        out[text, 0] = words
+        out[text, 1] = in_english
+        out[text, 2] = in_other

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,9 @@ import numpy as np
 
 from zero2all.common import jsonio
 from zero2all.common.records import ORIGINS_NAME
+from zero2all.corpus.channels import channels_of
 from zero2all.corpus.clean.cleaner import Cleaned, Cleaner
+from zero2all.corpus.dedup.config import DedupConfig
 from zero2all.corpus.dedup.index import IndexWriter
 from zero2all.corpus.dedup.lines import LineCounter, uses_lines
 from zero2all.corpus.dedup.signatures import describe_encoded, encode
@@ -26,6 +29,7 @@ from zero2all.corpus.record import Document, encode_record, plain
 from zero2all.corpus.report import Tally
 from zero2all.corpus.scripts import scripts_of_encoded
 from zero2all.corpus.segments import (
+    CHANNELS_KEY,
     DROPPED_NAME,
     LAYOUT,
     LAYOUT_NAME,
@@ -34,6 +38,7 @@ from zero2all.corpus.segments import (
     SAMPLE_CHARS,
     SAMPLES_PER_RULE,
 )
+from zero2all.corpus.sources import part_name
 
 if TYPE_CHECKING:
     from zero2all.corpus.ingest import IngestTask
@@ -58,8 +63,8 @@ class _Waiting(NamedTuple):
 class SegmentWriter:
     """Fills the staging folder of one segment."""
 
-    def __init__(self, task: IngestTask, staging: Path, cleaner: Cleaner, stack: ExitStack) -> None:
-        self.task, self.staging, self.cleaner = task, staging, cleaner
+    def __init__(self, source: str, dedup: DedupConfig, staging: Path, cleaner: Cleaner, stack: ExitStack) -> None:
+        self.source, self.dedup, self.staging, self.cleaner = source, dedup, staging, cleaner
         self.tally = Tally()
         self.unread_bytes = 0
         self._items = 0
@@ -74,8 +79,13 @@ class SegmentWriter:
         self._origins = stack.enter_context((staging / ORIGINS_NAME).open("wb"))
         self._origin: Any = None
         """That of the last item."""
-        self._index = stack.enter_context(IndexWriter(staging, near=task.dedup.near != "off"))
-        self._lines = LineCounter(task.dedup) if uses_lines(task.channel, task.dedup) else None
+        self._index = stack.enter_context(IndexWriter(staging, near=dedup.near != "off"))
+        self._lines = LineCounter(dedup) if uses_lines(cleaner.channel, dedup) else None
+
+    @property
+    def items(self) -> int:
+        """Everything it was given."""
+        return self._items
 
     @property
     def is_full(self) -> bool:
@@ -128,6 +138,8 @@ class SegmentWriter:
             bytes_repaired += cleaned.repaired_bytes
             if cleaned.masked:
                 self.tally.masked.update(cleaned.masked)
+            if cleaned.private_use:
+                self.tally.private_use.update({"records": 1, **cleaned.private_use})
             lines.append(line)
             texts.append(cleaned.text)
             numbers.append(waiting.number)
@@ -159,7 +171,7 @@ class SegmentWriter:
             others = document.others
             if self.cleaner.masks:
                 others = self.cleaner.mask(plain(others), masked)
-            return encode_record(self.task.source, category, title, cleaned.text, desc, others)
+            return encode_record(self.source, category, title, cleaned.text, desc, others)
         except (ValueError, RecursionError) as error:
             bytes_in = cleaned.text_bytes + cleaned.repaired_bytes
             damaged = Damaged(waiting.item.place, "not_json", str(error), bytes_in, cleaned.text[:EXCERPT_CHARS])
@@ -173,7 +185,7 @@ class SegmentWriter:
         encoded = encode(texts)
         layout["script"] = scripts_of_encoded(encoded)
         self._layout.append(layout)
-        described = describe_encoded(encoded, self.task.channel, self.task.dedup)
+        described = describe_encoded(encoded, self.cleaner.channel, self.dedup)
         self._index.add(described, np.array(numbers, np.uint64))
         if self._lines is not None:
             self._lines.add(texts)
@@ -203,6 +215,63 @@ class SegmentWriter:
             excerpt = self.cleaner.mask(_without_cut_words(damaged.excerpt))
             damaged = replace(damaged, detail=self.cleaner.mask(damaged.detail), excerpt=excerpt)
         self._quarantined.write(quarantine_line(number, origin_name(item), damaged))
+
+
+class AutoWriter:
+    """Fills the staging folder of a segment of an `auto` source: in it, a segment for each channel that was met."""
+
+    def __init__(self, task: IngestTask, staging: Path, cleaners: Mapping[str, Cleaner], stack: ExitStack) -> None:
+        self.task, self.staging, self.cleaners, self._stack = task, staging, cleaners, stack
+        self._writers: dict[str, SegmentWriter] = {}
+        self._batch: list[tuple[Row | Damaged, Document | Damaged, int]] = []
+        self._batch_chars = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the segment should end here."""
+        return (
+            sum(writer.tally.bytes_in for writer in self._writers.values()) >= SEGMENT_BYTES
+            or sum(writer.items for writer in self._writers.values()) >= SEGMENT_ITEMS
+        )
+
+    def batch_is_full(self) -> bool:
+        """Whether the documents waiting should be cleaned now."""
+        return self._batch_chars >= BATCH_CHARS or len(self._batch) >= BATCH_RECORDS
+
+    def add(self, item: Row | Damaged, document: Document) -> None:
+        """Take a document into the batch."""
+        self._batch.append((item, document, 0))
+        self._batch_chars += len(document.content)
+
+    def add_damaged(self, item: Row | Damaged, damaged: Damaged, unread_bytes: int) -> None:
+        """An item that could not be read; it is counted and listed under the main channel of the source."""
+        self._batch.append((item, damaged, unread_bytes))
+
+    def clean_batch(self) -> None:
+        """Find the channel of each document waiting, and clean it as that."""
+        batch, self._batch, self._batch_chars = self._batch, [], 0
+        documents = [document for _, document, _ in batch if isinstance(document, Document)]
+        channels = iter(channels_of([one.title for one in documents], [one.content for one in documents]))
+        for item, document, unread_bytes in batch:
+            if isinstance(document, Damaged):
+                self._writer(self.task.channel).add_damaged(item, document, unread_bytes)
+            else:
+                self._writer(next(channels) or self.task.channel).add(item, document)
+        for writer in self._writers.values():
+            writer.clean_batch()
+
+    def finish(self, notes: dict[str, Any]) -> dict[str, Any]:
+        """Write what is left; returns what is to be kept of this segment, that of each channel under its name."""
+        channels = {channel: self._writers[channel].finish({}) for channel in sorted(self._writers)}
+        return {CHANNELS_KEY: channels, **notes}
+
+    def _writer(self, channel: str) -> SegmentWriter:
+        if channel not in self._writers:
+            folder = self.staging / channel
+            folder.mkdir()
+            name = part_name(self.task.source, channel)
+            self._writers[channel] = SegmentWriter(name, self.task.dedup, folder, self.cleaners[channel], self._stack)
+        return self._writers[channel]
 
 
 def _without_cut_words(excerpt: str) -> str:

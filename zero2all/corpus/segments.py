@@ -10,6 +10,9 @@
             segment.json                        counts, and the cursor behind its last item
         done.json                               the unit is whole: its segments' counts
 
+A segment of an `auto` source has a folder of these files for each channel that was met in it, and the counts of each
+under its name in `segment.json`.
+
 A segment appears by renaming, so it is whole when it is there. Where a stream cannot be split among workers, its unit
 has many segments, and an interrupted one goes on behind the last of them.
 """
@@ -24,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from zero2all.common import jsonio
 from zero2all.common.files import read_json
 
 BUILD_NAME = ".build"
@@ -33,6 +37,8 @@ QUARANTINED_NAME = "quarantine.jsonl"
 DROPPED_NAME = "dropped.jsonl"
 STATE_NAME = "segment.json"
 DONE_NAME = "done.json"
+CHANNELS_KEY = "channels"
+"""Where the counts of an `auto` segment stand, by channel."""
 
 SAMPLES_PER_RULE = 20
 """Samples a segment keeps of what a rule dropped …"""
@@ -75,6 +81,30 @@ def segments_of_unit(unit_folder: Path) -> list[Segment] | None:
     except FileNotFoundError:
         return None
     return [Segment(unit_folder / segment_name(number), state) for number, state in enumerate(states)]
+
+
+def channels_in(segments: Sequence[Segment]) -> list[str]:
+    """The channels that were met in the segments of an `auto` source."""
+    return sorted({channel for segment in segments for channel in segment.state[CHANNELS_KEY]})
+
+
+def segments_of_channel(segments: Sequence[Segment], channel: str) -> list[Segment]:
+    """What the segments of an `auto` source hold of one channel."""
+    return [
+        Segment(segment.folder / channel, segment.state[CHANNELS_KEY][channel])
+        for segment in segments
+        if channel in segment.state[CHANNELS_KEY]
+    ]
+
+
+def dropped_excerpts(segments: Sequence[Segment], rule: str, most: int = 3) -> list[str]:
+    """The beginnings of the first texts that a rule dropped."""
+    found: list[str] = []
+    for segment in segments:
+        if len(found) < most and segment.state["tally"]["dropped"].get(rule):
+            with open(segment.folder / DROPPED_NAME, "rb") as file:
+                found += [sample["excerpt"] for sample in map(jsonio.loads, file) if sample["rule"] == rule]
+    return found[:most]
 
 
 def first_ordinals(segments: Sequence[Segment]) -> list[int]:

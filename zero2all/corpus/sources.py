@@ -1,8 +1,8 @@
 """Sources: what the user named, which channel it belongs to, and which raw field is the text.
 
 Fields are recognised by name, file by file, from the first rows; the report shows what was chosen. A kind, such as
-`baike2018qa`, is a known public data set: it brings the fields and the channel with it. The channel is otherwise
-guessed from the first rows: mostly program files -> code; Han characters among the letters -> zh; else en.
+`baike2018qa`, is a known public data set: it brings the fields and the channel with it. A raw field may lie inside
+another, as `doc.text`. What a source is in when nobody said it is found in `channels.py`.
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from zero2all.common.errors import UsageError
-from zero2all.corpus.listing import CODE_SUFFIXES, is_url, readable_name
+from zero2all.corpus.channels import AUTO, CHANNELS, channel_name
+from zero2all.corpus.listing import is_url, readable_name
 from zero2all.corpus.record import Document
 
 FIELD_NAMES = {
     "content": "content text body article document answer response output completion code markdown passage story "
-    "messages conversations",
+    "messages conversations paragraphs",
     "title": "title name headline subject question instruction prompt path file_path filename file_name",
     "category": "category topic datatype label type section",
     "desc": "desc description summary abstract",
@@ -29,11 +30,6 @@ FIELD_NAMES = {
 NAME_PATTERN = re.compile(r"\w[\w.-]*")
 RESERVED_NAMES = frozenset({"quarantine", "sources.json", "report.json", "report.html", "clusters.jsonl"})
 CHANNEL_PATTERN = re.compile(r"\w[\w-]*")
-HAN = re.compile("[\u3400-\u4dbf\u4e00-\u9fff]")
-ZH_HAN_SHARE = 0.2
-"""Low, because a Han character says about as much as four Latin letters."""
-SAMPLED_RECORDS = 2000
-SAMPLED_CHARS = 500
 
 
 @dataclass(frozen=True)
@@ -94,11 +90,17 @@ class Source:
     path: Path | str
     """A file, or a folder that is read with everything below it. A text with `://` in it is an address for fsspec."""
     channel: str | None = None
-    """zh, en, code, …: the group its loss is reported under. None: guessed from the text, and said."""
+    """zh, en, code, …: the group its loss is reported under. auto: found for each document, and the source is split
+    into `NAME-zh`, `NAME-en`, … None: guessed for the whole source from samples of the text, and said."""
     mapping: Mapping[str, str] | None = None
     """Record field -> raw field, such as {"content": "body"}. None or a missing entry: guessed by name."""
     kind: str | None = None
     """Name of a known data set in `KINDS`, which brings its mapping and channel. None: nothing is known of it."""
+
+    def __post_init__(self) -> None:
+        """`ZH` is `zh`, however it was given."""
+        if self.channel is not None:
+            object.__setattr__(self, "channel", channel_name(self.channel))
 
     @property
     def is_remote(self) -> bool:
@@ -119,6 +121,21 @@ class Source:
     def given_channel(self) -> str | None:
         """The user's channel, or else that of the kind."""
         return self.channel or (KINDS[self.kind].channel if self.kind else None)
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether it is split by the channel of each document."""
+        return self.given_channel == AUTO
+
+    @property
+    def possible_names(self) -> list[str]:
+        """The names under which it may stand in the corpus."""
+        return [part_name(self.name, channel) for channel in CHANNELS] if self.is_auto else [self.name]
+
+
+def part_name(name: str, channel: str) -> str:
+    """What the documents of one channel of an `auto` source are called."""
+    return f"{name}-{channel}"
 
 
 def parse_source(text: str, mapping: Mapping[str, str] | None = None) -> Source:
@@ -181,6 +198,12 @@ def source_problems(sources: Sequence[Source]) -> list[str]:
     if not sources:
         problems.append("no source was given; name at least one as NAME=PATH")
     problems += [f"the source name {name} is used twice" for name in dict.fromkeys(names) if names.count(name) > 1]
+    parts = [name for source in sources if source.is_auto for name in source.possible_names]
+    problems += [
+        f"the source name {name} is also that of a part of a source whose channel is {AUTO}"
+        for name in dict.fromkeys([*names, *parts])
+        if name in parts and names.count(name) + parts.count(name) > 1
+    ]
     for source in sources:
         if not NAME_PATTERN.fullmatch(source.name) or ".partial-" in source.name:
             problems.append(f"'{source.name}' cannot be a source name: use letters, digits, '_', '-' and '.'")
@@ -204,7 +227,7 @@ def guess_mapping(rows: Sequence[Mapping[str, Any]], given: Mapping[str, str] | 
     by_lower_name: dict[str, str] = {}
     for key in with_text:
         by_lower_name.setdefault(key.lower(), key)
-    mapping = {target: raw for target, raw in (given or {}).items() if any(raw in row for row in rows)}
+    mapping = {target: raw for target, raw in (given or {}).items() if any(has_field(row, raw) for row in rows)}
     for target, names in FIELD_NAMES.items():
         if target in (given or {}):
             continue
@@ -217,8 +240,44 @@ def guess_mapping(rows: Sequence[Mapping[str, Any]], given: Mapping[str, str] | 
 
 
 def fields_seen(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The names of all fields in these rows, in the order they were met."""
-    return list(dict.fromkeys(key for row in rows for key in row))
+    """The names of all fields in these rows, in the order they were met; with those inside others, as `doc.text`."""
+    names: dict[str, None] = {}
+    for row in rows:
+        for name, value in row.items():
+            names[name] = None
+            if isinstance(value, Mapping):
+                names.update(dict.fromkeys(f"{name}.{inner}" for inner in value))
+    return list(names)
+
+
+def has_field(fields: Mapping[str, Any], raw: str) -> bool:
+    """Whether a row has a field of this name, or one inside another: `doc.text` is `text` in `doc`."""
+    return raw in fields or _holder(fields, raw) is not None
+
+
+def _holder(fields: Mapping[str, Any], raw: str) -> list[str] | None:
+    """The names that lead to a nested field, the last one its own; None when it is not there."""
+    path = raw.split(".")
+    value: Any = fields
+    for name in path:
+        if not isinstance(value, Mapping) or name not in value:
+            return None
+        value = value[name]
+    return path if len(path) > 1 else None
+
+
+def _unnested(fields: dict[str, Any], mapping: Mapping[str, str]) -> dict[str, Any]:
+    """`fields` with the nested fields that are mapped moved to the top, under their dotted names."""
+    for raw in mapping.values():
+        path = None if raw in fields else _holder(fields, raw)
+        if path is None:
+            continue
+        inner = fields
+        for name in path[:-1]:
+            inner[name] = dict(inner[name])
+            inner = inner[name]
+        fields[raw] = inner.pop(path[-1])
+    return fields
 
 
 def apply_mapping(fields: Mapping[str, Any], mapping: Mapping[str, str]) -> Document:
@@ -227,6 +286,8 @@ def apply_mapping(fields: Mapping[str, Any], mapping: Mapping[str, str]) -> Docu
     `others` holds what the file gave, which JSON may not know; see `record.encode_record`.
     """
     rest = dict(fields)
+    if mapping["content"] not in rest or any("." in raw for raw in mapping.values()):
+        rest = _unnested(rest, mapping)
     content = rest.pop(mapping["content"])
     if type(content) is not str:
         if _is_conversation(content):
@@ -279,30 +340,3 @@ def _as_text(value: Any) -> str:
     if isinstance(value, bytes):
         return value.decode("utf-8")  # UnicodeDecodeError is a ValueError
     raise ValueError(f"the text field holds {type(value).__name__}")
-
-
-class ChannelGuess:
-    """Looks into the middle of some documents and names their channel."""
-
-    def __init__(self) -> None:
-        self._documents = self._program_files = self._letters = self._han = 0
-
-    def look(self, title: str, content: str) -> None:
-        """Take one document into account."""
-        if self._documents >= SAMPLED_RECORDS:
-            return
-        start = max(0, (len(content) - SAMPLED_CHARS) // 2)  # the middle: beginnings are headers too often
-        middle = content[start : start + SAMPLED_CHARS]
-        self._documents += 1
-        self._program_files += PurePosixPath(title).suffix.lower() in CODE_SUFFIXES
-        self._letters += sum(map(str.isalpha, middle))
-        self._han += len(HAN.findall(middle))
-
-    def result(self) -> tuple[str, str]:
-        """The channel, and the figures it rests on."""
-        if self._program_files * 2 > self._documents:
-            share = self._program_files / self._documents
-            return "code", f"{share:.0%} of {self._documents:,} sampled documents are named like program files"
-        han_share = self._han / max(self._letters, 1)
-        reason = f"{han_share:.0%} of the letters in {self._documents:,} sampled documents are Han"
-        return ("zh" if han_share >= ZH_HAN_SHARE else "en"), reason

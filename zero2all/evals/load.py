@@ -33,6 +33,8 @@ class LoadedModel:
     config: RunConfig
     stored_dtype: str = "float32"
     """What an imported model was stored in; training keeps float32."""
+    tokens: int = 0
+    """Tokens it was trained on."""
 
     @property
     def device(self) -> torch.device:
@@ -57,7 +59,8 @@ def load_run(workspace: Workspace, name: str, step: int | None = None) -> Loaded
             f"The run {name} was trained with another tokenizer than the one in {workspace.tokenizer}: the same ids "
             f"mean other text there. Put that tokenizer back, or pack with this one and train a new run."
         )
-    return LoadedModel(name, checkpoint.step, model.eval(), tokenizer, config, stored_dtype)
+    tokens = int(checkpoint.document.get("tokens", 0))
+    return LoadedModel(name, checkpoint.step, model.eval(), tokenizer, config, stored_dtype, tokens)
 
 
 def untrained(workspace: Workspace, config: RunConfig) -> LoadedModel:

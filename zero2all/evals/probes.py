@@ -1,55 +1,25 @@
-"""Probes: short questions whose answer a model either knows or does not.
+"""Asking probes (`probe_file.py`: short questions whose answer a model either knows or does not).
 
-A probes file has one JSON object a line: `id`, `channel`, `family`, `prompt`, `joiner` (what stands between prompt and
-answer, a space or nothing), `answer`, `foils` (wrong answers of the same kind), `new_wording`. A probe is right when
-the whole answer is what greedy decoding over the full vocabulary writes after the prompt, and ends there. Beside that,
-P(answer | prompt) and its share among answer and foils are measured, which move long before the first answer is right.
+A probe is right when the whole answer is what greedy decoding over the full vocabulary writes after the prompt, and
+ends there. Beside that, P(answer | prompt) and its share among answer and foils are measured, which move long before
+the first answer is right.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from zero2all.common import jsonio
-from zero2all.common.errors import BadInputError
 from zero2all.common.progress import progress
-from zero2all.common.schema import Problem, build
 from zero2all.evals.boundary import Vocabulary
 from zero2all.evals.generate import stream
 from zero2all.evals.load import LoadedModel
+from zero2all.evals.probe_file import Probe
 from zero2all.evals.scorer import continuation_log_probabilities
 
 MAX_FOILS = 4
-REPORTED_APART = ("arithmetic",)
-"""Families that are shown but not part of the mean: they test a skill, not a fact."""
-
-
-@dataclass(frozen=True)
-class Probe:
-    """One question."""
-
-    id: str
-    channel: str
-    family: str
-    prompt: str
-    answer: str
-    joiner: str = ""
-    foils: list[str] = field(default_factory=list)
-    new_wording: bool = False
-
-    @property
-    def group(self) -> str:
-        """How results are gathered: the family, with wordings never seen in training apart."""
-        return f"{self.family} (new wording)" if self.new_wording else self.family
-
-    @property
-    def counts(self) -> bool:
-        """Whether this probe is part of the mean accuracy."""
-        return not self.new_wording and self.family not in REPORTED_APART
 
 
 @dataclass(frozen=True)
@@ -61,34 +31,6 @@ class ProbeResult:
     written: str
     probability: float
     share_among_foils: float
-
-
-def read_probes(path: Path) -> list[Probe]:
-    """Read a probes file; a line that is no probe is an error that names it."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise BadInputError(f"The probes file {path} cannot be read: {error}") from error
-    if not lines:
-        raise BadInputError(f"The probes file {path} is empty. Expected one JSON object a line, each a probe.")
-    return [_read_probe(line, f"{path} line {number}") for number, line in enumerate(lines, 1)]
-
-
-def _read_probe(line: bytes, place: str) -> Probe:
-    problems: list[Problem] = []
-    try:
-        probe = build(Probe, jsonio.loads(line), "", problems)
-    except ValueError as error:
-        raise BadInputError(f"{place} is no JSON ({error}). Expected one JSON object a line.") from error
-    if not problems and not probe.answer:
-        problems.append(Problem("answer", probe.answer, "some text"))
-    if problems:
-        raise BadInputError(
-            f"{place} is no probe: {' '.join(map(str, problems))} Expected an object with id, channel, family, prompt, "
-            f"answer, and optionally joiner, foils, new_wording."
-        )
-    assert isinstance(probe, Probe), "build returns what it was asked for when it found no problem"
-    return probe
 
 
 def run_probes(loaded: LoadedModel, probes: list[Probe]) -> list[ProbeResult]:

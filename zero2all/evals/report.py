@@ -10,30 +10,55 @@ from zero2all.common.files import write_json
 from zero2all.common.workspace import Workspace
 from zero2all.evals.load import LoadedModel
 from zero2all.evals.perplexity import held_out_bits_per_byte
-from zero2all.evals.probes import read_probes, run_probes, summarize
+from zero2all.evals.probe_file import read_probes
+from zero2all.evals.probes import run_probes, summarize
+from zero2all.track.writer import Run
+
+PROBE_SCORES = ("accuracy", "probability", "share_among_foils")
 
 
 def evaluate_run(
     loaded: LoadedModel, workspace: Workspace, probes: Path | None, max_bytes_per_source: int
 ) -> dict[str, Any]:
     """Score held-out text and, where a file is given, probes; writes the report beside the run and returns it."""
-    report: dict[str, Any] = {"run": loaded.name, "step": loaded.step}
+    report: dict[str, Any] = {"run": loaded.name, "step": loaded.step, "tokens": loaded.tokens}
     asked = [] if probes is None else read_probes(probes)  # first: a bad file should not cost the scoring of all text
     report["held_out"] = held_out_bits_per_byte(loaded, workspace.corpus, max_bytes_per_source)
     if probes is not None:
         results = run_probes(loaded, asked)
         report["probes"] = summarize(results)
         report["probe_results"] = [asdict(result) for result in results]
-    write_json(workspace.run(loaded.name) / "eval" / f"step-{loaded.step:08d}.json", report)
+    run = workspace.run(loaded.name)
+    write_json(run / "eval" / f"step-{loaded.step:08d}.json", report)
+    log_report(run, report)
     return report
+
+
+def log_report(run: Path, report: dict[str, Any]) -> None:
+    """Add the figures of a report to the metrics of the run, so that the board shows them over its checkpoints."""
+    bits = {channel: values["bits_per_byte"] for channel, values in report.get("held_out", {}).items()}
+    values = {f"eval/held_out/bpb/{channel}": value for channel, value in bits.items()}
+    for channel, found in report.get("probes", {}).get("channels", {}).items():
+        for score in PROBE_SCORES:
+            if score in found:
+                values[f"eval/probes/{score}/{channel}"] = found[score]
+            for group, means in found["groups"].items():
+                values[f"eval/probes/{channel}/{score}/{group}"] = means[score]
+    with Run(run, writer="eval") as metrics:
+        metrics.log(values, report["step"], report.get("tokens", 0))
 
 
 def report_lines(report: dict[str, Any]) -> list[str]:
     """The report for a terminal."""
-    lines = [f"{report['run']} at step {report['step']}", "", "held-out text        bits/byte   documents      bytes"]
+    lines = [
+        f"{report['run']} at step {report['step']}",
+        "",
+        "held-out text        bits/byte   gzip -9   documents      bytes",
+    ]
     for channel, values in report["held_out"].items():
         lines.append(
-            f"  {channel:<18} {values['bits_per_byte']:>9.4f} {values['documents']:>11,} {values['bytes']:>10,}"
+            f"  {channel:<18} {values['bits_per_byte']:>9.4f} {values['gzip_bits_per_byte']:>9.4f} "
+            f"{values['documents']:>11,} {values['bytes']:>10,}"
         )
     if "probes" in report:
         lines += ["", "probes                          accuracy   P(answer)  among foils  probes"]

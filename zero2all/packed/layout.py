@@ -22,7 +22,7 @@ from typing import Any, cast
 import numpy as np
 
 from zero2all.common.errors import BadInputError
-from zero2all.common.files import MANIFEST_NAME, crc32c_of, read_json_object
+from zero2all.common.files import MANIFEST_NAME, read_json_object
 from zero2all.common.manifest import fingerprint, read_manifest
 from zero2all.common.records import report_sources
 from zero2all.packed.remote import Remote, remote_of
@@ -96,13 +96,12 @@ class ShardFiles:
         names: list[str],
         dtype: str,
         files: dict[str, Any],
-        verify: bool = False,
         remote: Remote | None = None,
         in_blocks: bool = False,
     ) -> None:
         """`remote`: the files lie at an address; `in_blocks`: of which only what is touched is fetched."""
         self._folder, self._names, self._dtype = folder, names, np.dtype(dtype)
-        self._files, self._verify, self._remote, self._in_blocks = files, verify, remote, in_blocks
+        self._files, self._remote, self._in_blocks = files, remote, in_blocks
         self.lengths = [self._checked_bytes(name) // self._dtype.itemsize for name in names]
         self._maps: dict[int, np.ndarray] = {}
 
@@ -144,20 +143,15 @@ class ShardFiles:
             if self._in_blocks:
                 return cast(np.ndarray, self._remote.blocks(path, facts, self._dtype))  # it is only ever sliced
             return map_array(self._remote.whole(path, facts), self._dtype)
-        if self._verify and crc32c_of(path) != self._files[path.name]["crc32c"]:
-            raise BadInputError(
-                f"The packed file {path} is damaged: its bytes have changed since it was written (crc32c differs). "
-                f"Run `{PACK_COMMAND}` again."
-            )
         return map_array(path, self._dtype)
 
 
 class PackedSplit:
     """One split of one source: tokens, document borders and loss mask by position within the split."""
 
-    def __init__(self, packed: Path, name: str, split: str, manifest: dict[str, Any], verify: bool = False) -> None:
+    def __init__(self, packed: Path, name: str, split: str, manifest: dict[str, Any]) -> None:
         self.name, self.split, self.folder, self.manifest = name, split, packed / name / split, manifest
-        self._packed, self._verify, self.remote = packed, verify, remote_of(packed)
+        self._packed, self.remote = packed, remote_of(packed)
         self.shards = self._files(tokens_name, manifest["dtype"], in_blocks=True)
         self.docs = self._files(docs_name, "<u8")
         self.masks = self._files(mask_name, "u1", in_blocks=True) if manifest.get("loss_mask") else None
@@ -170,7 +164,7 @@ class PackedSplit:
         """Position of each shard's first token within the split, and the total at the end."""
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return open_split, (self._packed, self.name, self.split, self._verify)  # another process maps the files itself
+        return open_split, (self._packed, self.name, self.split)  # another process maps the files itself
 
     @property
     def channel(self) -> str:
@@ -283,18 +277,15 @@ class PackedSplit:
     def _files(self, name_of: Callable[[int], str], dtype: str, in_blocks: bool = False) -> ShardFiles:
         names = [name_of(number) for number in range(self.manifest["shards"])]
         files = self.manifest["files"]
-        return ShardFiles(self.folder, names, dtype, files, self._verify, self.remote, in_blocks)
+        return ShardFiles(self.folder, names, dtype, files, self.remote, in_blocks)
 
 
-def open_split(packed: Path, source: str, split: str, verify: bool = False) -> PackedSplit:
-    """One split of a packed source; its manifest must be sound, every file must be there and have its size.
-
-    `verify` also checks the bytes of each file, when it is first read.
-    """
+def open_split(packed: Path, source: str, split: str) -> PackedSplit:
+    """One split of a packed source; its manifest must be sound, every file must be there and have its size."""
     folder = packed / source / split
     manifest = read_manifest(folder, "packed", PACK_COMMAND)
     check_split_manifest(folder, manifest)
-    opened = PackedSplit(packed, source, split, manifest, verify)
+    opened = PackedSplit(packed, source, split, manifest)
     if opened.tokens != manifest["tokens"]:
         raise _bad_field(folder, "tokens", manifest["tokens"], f"{opened.tokens}, which is what the shards hold")
     if opened.masks is not None:

@@ -5,8 +5,8 @@ rows of a global batch are numbered; rank r of W takes the r-th run of ceil(rows
 divide, the last ranks get rows of weight 0 on top, so that all ranks run the same shapes and their collectives match.
 
 Reading is done by threads: copying out of a memory map and converting releases Python's lock. `process` readers are
-there for machines where the trainer itself needs the lock all the time; they map the files themselves, nothing is
-forked.
+there for machines where the trainer itself needs the lock all the time; a thread then only waits for one of them. They
+map the files themselves, nothing is forked.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from __future__ import annotations
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from zero2all.common.errors import BadInputError
+from zero2all.common.progress import say
 from zero2all.packed.mixture import TrainingData
+from zero2all.packed.readers import ReaderProcesses
 from zero2all.packed.samples import Borders, Documents
 from zero2all.packed.stages import Segment
 
@@ -174,11 +176,24 @@ class BlockLookup:
         return block
 
 
+class StepReader:
+    """Reads this rank's rows of the step that begins at a token."""
+
+    def __init__(self, data: TrainingData, tokens_per_step: int, options: LoaderOptions) -> None:
+        self._data, self._tokens_per_step, self._options = data, tokens_per_step, options
+        self._lookup = BlockLookup()
+
+    def __call__(self, first_token: int, allocate: Allocate = np.empty) -> Batch:
+        """The rows, in memory that `allocate` gives."""
+        samples = self._tokens_per_step // self._data.segment_at(first_token).seq_len
+        return read_batch(self._data, first_token, samples, self._options, self._lookup, allocate)
+
+
 class Loader:
     """Iterate over the batches of `steps` steps of `tokens_per_step` tokens, from `first_token` on.
 
-    `finish` is applied to each batch as soon as it is read (by the reading thread, where readers are threads): it is
-    how batches get to a device, see `packed.transfer`.
+    `finish` is applied to each batch as soon as it is read, by a thread of its own: it is how batches get to a device,
+    see `packed.transfer`. `on_problem` is told in a sentence of what was mended on the way, by such a thread too.
     """
 
     def __init__(
@@ -190,16 +205,20 @@ class Loader:
         options: LoaderOptions | None = None,
         allocate: Allocate = np.empty,
         finish: Callable[[Batch], Batch] | None = None,
+        on_problem: Callable[[str], None] | None = None,
     ) -> None:
         self.options = options or LoaderOptions()
         self.wait_seconds = 0.0
         """How long the trainer waited for the batch it was handed last."""
         self.total_wait_seconds = 0.0
-        self._data, self._tokens_per_step = data, tokens_per_step
         self._allocate, self._finish = allocate, finish or (lambda batch: batch)
         self._firsts = iter(range(first_token, first_token + steps * tokens_per_step, tokens_per_step))
-        self._lookup = BlockLookup()
-        self._pool = self._make_pool()
+        self._reader = StepReader(data, tokens_per_step, self.options)
+        self._processes: ReaderProcesses | None = None
+        if self.options.reader_kind == "process":
+            # Pickled, the data is a list of paths: every process maps the files itself.
+            self._processes = ReaderProcesses(self._reader, on_problem or say)
+        self._pool = ThreadPoolExecutor(self.options.readers, thread_name_prefix="z2a-loader")
         self._ahead: deque[Future[Batch]] = deque()
         for _ in range(self.options.prefetch_steps):
             self._ask_for_next()
@@ -208,8 +227,6 @@ class Loader:
         while self._ahead:
             started = time.perf_counter()
             batch = self._ahead[0].result()
-            if self._is_process:
-                batch = self._finish(batch)
             self.wait_seconds = time.perf_counter() - started
             self.total_wait_seconds += self.wait_seconds
             self._ahead.popleft()
@@ -219,45 +236,18 @@ class Loader:
     def close(self) -> None:
         """Stop reading ahead."""
         self._firsts = iter(())
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._processes is not None:
+            self._processes.close()
+        self._pool.shutdown(wait=True)
         self._ahead.clear()
-
-    @property
-    def _is_process(self) -> bool:
-        return self.options.reader_kind == "process"
-
-    def _make_pool(self) -> Executor:
-        if self._is_process:
-            import multiprocessing
-
-            # Pickled, the data is a list of paths: every process maps the files itself.
-            arguments = (self._data, self._tokens_per_step, self.options)
-            context = multiprocessing.get_context("spawn")
-            return ProcessPoolExecutor(self.options.readers, context, _start_reader, arguments)
-        return ThreadPoolExecutor(self.options.readers, thread_name_prefix="z2a-loader")
 
     def _ask_for_next(self) -> None:
         first_token = next(self._firsts, None)
-        if first_token is None:
-            return
-        job = self._pool.submit(_read_in_process if self._is_process else self._read, first_token)
-        self._ahead.append(job)
+        if first_token is not None:
+            self._ahead.append(self._pool.submit(self._read, first_token))
 
     def _read(self, first_token: int) -> Batch:
-        samples = self._tokens_per_step // self._data.segment_at(first_token).seq_len
-        batch = read_batch(self._data, first_token, samples, self.options, self._lookup, self._allocate)
-        return self._finish(batch)
-
-
-_reader: Loader | None = None
-"""In a reading process: what it reads with."""
-
-
-def _start_reader(data: TrainingData, tokens_per_step: int, options: LoaderOptions) -> None:
-    global _reader
-    _reader = Loader(data, tokens_per_step, 0, 0, replace(options, reader_kind="thread", prefetch_steps=1))
-
-
-def _read_in_process(first_token: int) -> Batch:
-    assert _reader is not None, "the pool starts each process with _start_reader"
-    return _reader._read(first_token)
+        if self._processes is not None:
+            return self._finish(self._processes(first_token))
+        return self._finish(self._reader(first_token, self._allocate))

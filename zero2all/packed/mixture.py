@@ -141,7 +141,7 @@ def open_training_data(
     at which the run is over: without it limits on epochs are not looked at.
     """
     progress = progress or Progress()
-    every = [open_split(packed, name, "train", config.verify_shards) for name in packed_sources(packed)]
+    every = [open_split(packed, name, "train") for name in packed_sources(packed)]
     _check_one_tokenizer(packed, every)
     history = stages_from_records(progress.stages)
     asked = [_planned(stage, every) for stage in stages]

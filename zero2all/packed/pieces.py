@@ -5,7 +5,7 @@
         lengths.u4        tokens of each document
         gids.u8           gid of each document's record; all bits set where the corpus has none (plain text shards)
         counts.u1         one byte per token, 1 where it counts in the loss; only where a conversation is among them
-        facts.json        documents, tokens, text_bytes, max_id, conversations
+        facts.json        documents, tokens, text_bytes, max_id, conversations; crc32c of the bytes it was made from
 
 What a piece holds depends on its task alone, and it appears whole or not at all, so whoever was killed, the next one
 goes on with the pieces that are there.
@@ -24,7 +24,7 @@ import numpy as np
 from zero2all.common import jsonio
 from zero2all.common.engine import advance
 from zero2all.common.errors import BadInputError
-from zero2all.common.files import read_json, staged_folder, write_json
+from zero2all.common.files import crc32c_of, read_json, staged_folder, write_json
 from zero2all.common.records import READERS, training_text
 from zero2all.packed.conversation import ConversationLayout, Turn, turns_of
 from zero2all.packed.layout import NO_GID, token_dtype
@@ -145,7 +145,7 @@ def _records(task: PieceTask) -> Iterator[dict[str, Any]]:
             except ValueError as error:
                 raise BadInputError(
                     f"{task.part}, the line at byte {at}, is not JSON ({error}): the shard was changed or damaged "
-                    f"after it was written. Delete {task.part.parent.parent} and run `z2a corpus build` again."
+                    f"after it was written. Run `z2a corpus build` again with the same sources: it writes it anew."
                 ) from error
             yield record
             at += len(line)
@@ -174,6 +174,7 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
 def _write_piece(task: PieceTask, tokenizer: Tokenizer, encoder: Encoder, folder: Path) -> None:
     dtype = token_dtype(tokenizer.vocab_size)
     totals = {"documents": 0, "tokens": 0, "text_bytes": 0, "max_id": 0, "conversations": 0}
+    crc32c = crc32c_of(task.part, task.start, task.end)  # about 1 % of the work; what follows comes from the page cache
     layout: ConversationLayout | None = None
     gids: list[int] = []
     all_lengths: list[np.ndarray] = []
@@ -209,7 +210,7 @@ def _write_piece(task: PieceTask, tokenizer: Tokenizer, encoder: Encoder, folder
     lengths = np.concatenate(all_lengths) if all_lengths else np.empty(0, np.int64)
     (folder / LENGTHS).write_bytes(lengths.astype("<u4").tobytes())
     (folder / GIDS).write_bytes(np.array(gids, dtype="<u8").tobytes())
-    write_json(folder / FACTS, totals)
+    write_json(folder / FACTS, {**totals, "crc32c": crc32c})
 
 
 def _plain_tokens(encoded: EncodedBatch, tokenizer: Tokenizer, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:

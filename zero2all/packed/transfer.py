@@ -23,12 +23,13 @@ def batches_on(
     first_token: int,
     steps: int,
     options: LoaderOptions | None = None,
+    on_problem: Callable[[str], None] | None = None,
 ) -> Loader:
     """A loader whose batches hold tensors on `device`; on the CPU they share memory with what was read."""
     if device.type != "cuda":
-        return Loader(data, tokens_per_step, first_token, steps, options, finish=_as_tensors)
+        return Loader(data, tokens_per_step, first_token, steps, options, finish=_as_tensors, on_problem=on_problem)
     to_device = _ToDevice(device)
-    return Loader(data, tokens_per_step, first_token, steps, options, to_device.allocate, to_device.send)
+    return Loader(data, tokens_per_step, first_token, steps, options, to_device.allocate, to_device.send, on_problem)
 
 
 def _as_tensors(batch: Batch) -> Batch:

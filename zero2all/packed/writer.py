@@ -6,8 +6,11 @@
 
 Each document becomes <|begin_of_text|>, its tokens, <|end_of_text|>; documents follow one another without padding.
 Everything before the commit lives under `packed/.build/<inputs>/`. A packing that was killed, run again, goes on with
-what is there and writes byte for byte what an undisturbed one writes, whatever the number of workers; packing again
-does nothing where neither the corpus nor the tokenizer has changed.
+what is there and writes byte for byte what an undisturbed one writes, whatever the number of workers.
+
+Nothing damaged goes in or stays: corpus shards are checked against their manifest as they are read (size and crc32c),
+and packing again reads what is there, and packs a split anew where the corpus, the tokenizer or a byte of it has
+changed. Checking runs at gigabytes a second.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from __future__ import annotations
 import itertools
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,8 +30,10 @@ from zero2all.common import jsonio
 from zero2all.common.engine import Engine, EngineConfig, open_engine
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import (
+    MANIFEST_NAME,
     PARTIAL_MARK,
     fsync_folder,
+    joined_crc32c,
     put_in_place,
     read_json,
     require_free_space,
@@ -36,8 +41,16 @@ from zero2all.common.files import (
     write_json,
 )
 from zero2all.common.lock import folder_lock
-from zero2all.common.manifest import fingerprint, is_current, read_manifest, write_manifest
-from zero2all.common.progress import progress
+from zero2all.common.manifest import (
+    FileCheck,
+    checks_of_current,
+    damaged_files,
+    file_checks,
+    fingerprint,
+    read_manifest,
+    write_manifest,
+)
+from zero2all.common.progress import progress, say
 from zero2all.common.records import SPLITS, corpus_sources, iter_records, training_text
 from zero2all.packed.bestfit import best_fit_folder, build_best_fit
 from zero2all.packed.layout import PACK_COMMAND, REPORT_NAME, open_split, token_dtype
@@ -86,12 +99,12 @@ class _Plan:
     work: Path
     """Where it is prepared."""
     inputs: str
-    parts: dict[Path, int]
-    """Corpus shards and their bytes."""
+    parts: dict[Path, dict[str, Any]]
+    """Corpus shards, each with its size and crc32c."""
 
     @property
     def corpus_bytes(self) -> int:
-        return sum(self.parts.values())
+        return sum(int(part["bytes"]) for part in self.parts.values())
 
 
 def pack_corpus(
@@ -109,20 +122,25 @@ def pack_corpus(
     with writing_to(packed):
         imported = _imported_sources(packed, sources, tokenizer)
         plans = _make_plans(corpus, sources, packed, tokenizer, options)
-        stale = [plan for plan in plans if not is_current(plan.folder, "packed", plan.inputs)]
         for plan in plans:
             sweep_partials(plan.folder)
+        engine = engine or EngineConfig()
+        stale, lost = _find_stale(plans, imported, packed, engine.workers)
+        indexes = [(plan, seq_len) for plan in plans for seq_len in options.best_fit]
+        indexes += [index for index in lost if index not in indexes]
         _sweep_builds(packed, stale)
-        if stale or options.best_fit:
-            with open_engine(_engine_for(engine or EngineConfig(), plans), PRELOADED) as opened:
+        if stale or indexes:
+            with open_engine(_engine_for(engine, plans), PRELOADED) as opened:
                 if stale:
+                    for plan in stale:
+                        _check_sizes(plan)
                     needed = sum(plan.corpus_bytes for plan in stale) + max(plan.corpus_bytes for plan in stale)
                     require_free_space(packed, needed + DISK_MARGIN_BYTES, "the packed tokens")
                     (packed / REPORT_NAME).unlink(missing_ok=True)
                     encoder = _choose_encoder(corpus, stale, tokenizer, options)
                     keep_tools(tokenizer_folder, tokenizer, encoder)
                     _pack(stale, tokenizer_folder, tokenizer, encoder, options, opened)
-                _build_indexes(packed, plans, options.best_fit, opened)
+                _build_indexes(packed, indexes, opened)
         _sweep_builds(packed, [])
         results = {f"{plan.source}/{plan.split}": read_manifest(plan.folder, "packed", PACK_COMMAND) for plan in plans}
         if not any(result["tokens"] for result in results.values()):
@@ -160,10 +178,73 @@ def _make_plans(
             }
             inputs = fingerprint(decisive)
             # Two sources may hold the same text; each is prepared by itself.
-            work = packed / BUILD_NAME / fingerprint([name, split, inputs, options.piece_bytes])
-            parts = {corpus / name / part: int(file["bytes"]) for part, file in sorted(files.items())}
+            work = packed / BUILD_NAME / fingerprint([name, split, inputs, options.piece_bytes, "crc32c"])
+            parts = {corpus / name / part: file for part, file in sorted(files.items())}
             plans.append(_Plan(name, split, manifest["channel"], packed / name / split, work, inputs, parts))
     return plans
+
+
+def _find_stale(
+    plans: Sequence[_Plan], imported: Sequence[dict[str, Any]], packed: Path, workers: int | None
+) -> tuple[list[_Plan], list[tuple[_Plan, int]]]:
+    """The splits that must be packed: those of other inputs, and those of which a file is no longer what was written.
+
+    Also the best-fit indexes that damage has cost, each with its sequence length.
+    """
+    current = {plan.folder: plan for plan in plans}
+    checks: list[FileCheck] = []
+    for plan in plans:
+        found = checks_of_current(plan.folder, "packed", plan.inputs)
+        if found is None:
+            del current[plan.folder]
+        else:
+            checks += found
+    indexes = [index for folder in current for index in sorted(folder.glob("best-fit-*")) if _is_index(index)]
+    for folder in [*indexes, *(packed / manifest["source"] / manifest["split"] for manifest in imported)]:
+        checks += file_checks(folder, read_json(folder / MANIFEST_NAME))
+    damaged: set[Path] = set()
+    for check, problem in damaged_files(checks, workers):
+        if check.path.parent not in damaged:
+            damaged.add(check.path.parent)
+            _say_damaged(problem, check.path.parent, current)
+    lost = []
+    for index in indexes:
+        if damaged & {index, index.parent}:
+            lost.append((current[index.parent], int(index.name.removeprefix("best-fit-"))))
+            shutil.rmtree(index)
+    return [plan for plan in plans if plan.folder not in current or plan.folder in damaged], lost
+
+
+def _is_index(folder: Path) -> bool:
+    return folder.name.removeprefix("best-fit-").isdigit() and (folder / MANIFEST_NAME).is_file()
+
+
+def _say_damaged(problem: str, folder: Path, current: Mapping[Path, _Plan]) -> None:
+    """Say what is done about a damaged file of `folder`; an error where nothing can be."""
+    split = folder.parent if folder.parent in current else folder
+    if split not in current:
+        raise BadInputError(
+            f"{problem}. It belongs to an imported source, which cannot be packed from the corpus: delete "
+            f"{folder} and import it again."
+        )
+    what = f"{split.parent.name}/{split.name}"
+    say(f"pack: {problem}; {what if split == folder else f'{folder.name} of {what}'} is written again")
+
+
+def _check_sizes(plan: _Plan) -> None:
+    """Refuse corpus shards that were cut, before anything is read."""
+    for part, expected in plan.parts.items():
+        size = part.stat().st_size if part.is_file() else None
+        if size != expected["bytes"]:
+            found = "is missing" if size is None else f"has {size} bytes, its manifest says {expected['bytes']}"
+            raise _damaged_part(f"{part} {found}")
+
+
+def _damaged_part(problem: str) -> BadInputError:
+    return BadInputError(
+        f"{problem}. Run `z2a corpus build` again with the same sources: it finds the damage and writes the source "
+        f"anew. Then run `{PACK_COMMAND}` again."
+    )
 
 
 def _engine_for(config: EngineConfig, plans: Sequence[_Plan]) -> EngineConfig:
@@ -249,11 +330,17 @@ def _pack(
     cut = {plan.folder: _cut(plan, tokenizer_folder, tokenizer, encoder, options) for plan in plans}
     tasks = [(plan, number) for plan in plans for number in range(len(cut[plan.folder]))]
     facts: dict[Path, dict[int, dict[str, Any]]] = {plan.folder: {} for plan in plans}
+    of_part: dict[Path, list[int]] = {}
+    for plan, number in tasks:
+        of_part.setdefault(cut[plan.folder][number].part, []).append(number)
     with progress("pack", total=sum(plan.corpus_bytes for plan in plans), unit="B") as bar:
         every = [cut[plan.folder][number] for plan, number in tasks]
         for position, found in engine.run(make_piece, every, bar.advance):
             plan, number = tasks[position]
             facts[plan.folder][number] = found
+            part = cut[plan.folder][number].part
+            if all(each in facts[plan.folder] for each in of_part[part]):
+                _check_part(plan, part, [(cut[plan.folder][each], facts[plan.folder][each]) for each in of_part[part]])
     splits = [_Split(plan, cut[plan.folder], facts[plan.folder], tokenizer, encoder, options) for plan in plans]
     shard_tasks = [(split, task) for split in splits for task in split.tasks]
     for split in splits:
@@ -265,13 +352,23 @@ def _pack(
             split.take(task, files)
 
 
+def _check_part(plan: _Plan, part: Path, pieces: Sequence[tuple[PieceTask, dict[str, Any]]]) -> None:
+    """Refuse a corpus shard whose pieces were made from other bytes than its manifest names."""
+    if (
+        joined_crc32c((facts["crc32c"], piece.end - piece.start) for piece, facts in pieces)
+        != plan.parts[part]["crc32c"]
+    ):
+        shutil.rmtree(plan.work, ignore_errors=True)  # what was made of it is wrong
+        raise _damaged_part(f"{part} has changed since it was written (crc32c differs)")
+
+
 def _cut(
     plan: _Plan, tokenizer_folder: Path, tokenizer: Tokenizer, encoder: Encoder, options: PackOptions
 ) -> list[PieceTask]:
     ranges = [
         (part, start, end)
-        for part, size in plan.parts.items()
-        for start, end in cut_part(part, size, options.piece_bytes)
+        for part, file in plan.parts.items()
+        for start, end in cut_part(part, int(file["bytes"]), options.piece_bytes)
     ]
     return [
         PieceTask(
@@ -366,8 +463,8 @@ class _Split:
 # ---- best fit, report -----------------------------------------------------------------------------------------
 
 
-def _build_indexes(packed: Path, plans: Sequence[_Plan], seq_lens: Sequence[int], engine: Engine) -> None:
-    tasks = [(packed, plan.source, plan.split, seq_len) for plan in plans for seq_len in seq_lens]
+def _build_indexes(packed: Path, indexes: Sequence[tuple[_Plan, int]], engine: Engine) -> None:
+    tasks = [(packed, plan.source, plan.split, seq_len) for plan, seq_len in indexes]
     missing = [task for task in tasks if open_split(*task[:3]).tokens]
     if missing:
         with progress("best fit", total=len(missing), unit="indexes") as bar:

@@ -3,31 +3,36 @@
 Our own few lines instead of torchrun, because of how a run ends: torchrun turns every exit code into 1 and gives its
 processes 30 seconds after SIGTERM. Here a signal is passed on once, saving may take as long as it takes, and the
 command ends with the code of the process that failed first.
+
+Each process holds the reading end of a pipe whose other end only the command has: should the command be killed, the
+pipe ends, and the processes stop as if they had been asked to. Linux's parent-death signal would not do: it is sent
+again for every thread of the dying parent, and a second request means "at once".
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from types import FrameType
 
 from zero2all.common.errors import LostPeerError, PreemptedError, UsageError
+from zero2all.common.progress import say
+from zero2all.common.signals import stop_signals_to
 from zero2all.parallel.config import ParallelConfig
 
-PARENT = "ZERO2ALL_PARENT"
-"""Process number of the command that started this process."""
+LAUNCHER_PIPE = "ZERO2ALL_LAUNCHER_PIPE"
+"""File number of a pipe that ends when the command that started this process does."""
 GRACE_SECONDS = 60.0
 """How long the others may go on after one has failed; they may be waiting for it for ever."""
 ENDS_IN_TIME = (None, 0, PreemptedError.exit_code)
 """After these the others may take as long as they need: one that was asked to stop has saved, and they are about to."""
 POLL_SECONDS = 0.05
-PR_SET_PDEATHSIG = 1
 SIGNAL_HINTS: dict[int, str] = {
     signal.SIGKILL: " (by somebody, or by the system for want of memory)",
     signal.SIGABRT: " (NCCL does that when another process is gone or does not answer within parallel.timeout_seconds)",
@@ -56,12 +61,13 @@ def local_processes(config: ParallelConfig) -> int:
 def run_processes(processes: int, words: list[str], grace_seconds: float = GRACE_SECONDS) -> int:
     """Run `z2a WORDS…` in so many processes that find each other; returns the exit code of the whole."""
     command = [sys.executable, "-m", "zero2all", *words]
+    ends, held = os.pipe()  # `held` is inherited by nobody
     shared = {
         "WORLD_SIZE": str(processes),
         "LOCAL_WORLD_SIZE": str(processes),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
-        PARENT: str(os.getpid()),
+        LAUNCHER_PIPE: str(ends),
     }
     started: list[subprocess.Popen[bytes]] = []
 
@@ -70,33 +76,39 @@ def run_processes(processes: int, words: list[str], grace_seconds: float = GRACE
             if process.poll() is None:
                 process.send_signal(number)
 
-    before = [signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)]
     try:
-        for rank in range(processes):
-            env = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            # A group of its own: Ctrl-C in a terminal reaches the whole group, and would arrive twice.
-            started.append(subprocess.Popen(command, env=env, process_group=0))
-        code = _wait(started, grace_seconds)
+        with stop_signals_to(pass_on):
+            for rank in range(processes):
+                env = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                # A group of its own: Ctrl-C in a terminal reaches the whole group, and would arrive twice.
+                started.append(subprocess.Popen(command, env=env, process_group=0, pass_fds=[ends]))
+            code = _wait(started, grace_seconds)
         for line in unusual_ends([process.returncode for process in started], grace_seconds):
-            print(f"z2a: {line}", file=sys.stderr)
+            say(f"z2a: {line}")
         return code
     finally:
         for process in started:
             if process.poll() is None:
                 process.kill()
                 process.wait()
-        for number, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
-            signal.signal(number, handler)
+        os.close(ends)
+        os.close(held)
 
 
-def end_with_parent() -> None:
+def end_with_launcher() -> None:
     """In a process that `run_processes` started: be asked to stop (and so save) should the command itself be killed."""
-    parent = os.environ.get(PARENT)
-    if parent is None or not sys.platform.startswith("linux"):
+    number = os.environ.pop(LAUNCHER_PIPE, None)  # processes that this one starts have no part in it
+    if number is None:
         return
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != int(parent):  # it died before that line
-        os.kill(os.getpid(), signal.SIGTERM)
+    pipe = int(number)
+    os.set_inheritable(pipe, False)
+    threading.Thread(target=_stop_at_end_of, args=(pipe,), name="z2a-launcher", daemon=True).start()
+
+
+def _stop_at_end_of(pipe: int) -> None:
+    while os.read(pipe, 1):  # nothing is ever written to it
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def unusual_ends(codes: Sequence[int | None], grace_seconds: float) -> list[str]:

@@ -2,15 +2,16 @@
 
 Every stage is the one a person runs alone; this file only puts them in a row, times them and remembers the times in
 `quickstart.json`. A stage that finds its work done does nothing, so an interrupted journey goes on where it stopped.
+The text is the small world (`raw.py`) or a person's own (`own_text.py`), for which settings are chosen (`choices.py`).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import shutil
 import time
-from collections.abc import Callable, Iterator
+import unicodedata
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,19 +20,33 @@ from typing import Any
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import crc32c_of, human_bytes, read_json, write_json
 from zero2all.common.manifest import fingerprint
+from zero2all.common.progress import say
 from zero2all.common.records import iter_records, training_text
 from zero2all.common.workspace import STAMP_NAME, Workspace, open_workspace
 from zero2all.config import RunConfig, config_values
-from zero2all.corpus import BuildOptions, Source, build_corpus, source_from_path
+from zero2all.corpus import BuildOptions, Source, build_corpus
 from zero2all.corpus.dedup.config import DedupConfig
 from zero2all.evals.generate import Sampling, generate
 from zero2all.evals.load import LoadedModel, load_run, untrained
-from zero2all.evals.probes import read_probes, run_probes, summarize
-from zero2all.evals.report import evaluate_run
+from zero2all.evals.probe_file import read_probes
+from zero2all.evals.probes import run_probes, summarize
+from zero2all.evals.report import evaluate_run, log_report
 from zero2all.exchange import export_run
 from zero2all.model.config import parameter_counts
 from zero2all.packed.writer import pack_corpus
+from zero2all.quickstart.choices import (
+    cutting,
+    epochs_of,
+    forecast,
+    run_settings,
+    settings_in_words,
+    vocabulary_in_words,
+    vocabulary_settings,
+    with_settings,
+)
+from zero2all.quickstart.own_text import OwnText, corpus_in_words, look_at, losses_in_words, refuse_other_text
 from zero2all.quickstart.raw import CHINESE_NAME, CODE_NAME, ENGLISH_NAME, PROBES_NAME, write_raw
+from zero2all.tokenizer.sizes import TooFewPiecesError
 from zero2all.tokenizer.stage import train_on_corpus
 from zero2all.track.plot import plot_run
 from zero2all.train.loop import train
@@ -39,9 +54,15 @@ from zero2all.train.loop import train
 WORLD_SEED = 1
 HELD_OUT_BYTES = 60_000
 """Held-out bytes scored per source at the end: enough for two digits, a few seconds of work."""
-VALID_SHARE = 0.02
-SPLIT_TEXT_ABOVE_BYTES = 50_000
-"""So that one small text file of a person's own still gives a held-out part."""
+WORLD_OPTIONS = BuildOptions(
+    valid_share=0.02,
+    # The small world is short made-up sentences, many of them alike, and free of rubbish.
+    rules="none",
+    dedup=DedupConfig(near="off"),
+)
+PROMPT_LETTERS = 4
+PROMPT_COLUMNS = 32
+"""How much of a document of one's own a sample begins with; a Chinese character takes two columns."""
 TIMES_NAME = "quickstart.json"
 SAMPLE_PROMPTS: dict[str, tuple[str, ...]] = {
     "en": ("The capital of France is", "On a rainy morning,"),
@@ -90,70 +111,92 @@ class Journey:
     picture: Path | None = None
     exported: Path | None = None
     own_data: bool = False
+    epochs: float = 0.0
+    """How often a person's own text was read."""
+    dropped: int = 0
+    """Records of a person's own text that cleaning and dedup dropped."""
+    losses: list[str] = field(default_factory=list)
+    """The rules that dropped much of it, in words."""
 
 
 def run_journey(
-    config: RunConfig, work: Path, data: Path | None = None, fresh: bool = False, size: WorldSize | None = None
+    config: RunConfig,
+    work: Path,
+    data: Path | None = None,
+    fresh: bool = False,
+    size: WorldSize | None = None,
+    given: Collection[str] = (),
+    mapping: Mapping[str, str] | None = None,
+    accept_changes: bool = False,
 ) -> Journey:
-    """Run or continue the quickstart in `work`; `data` takes the place of the small world, which has `size`."""
+    """Run or continue the quickstart in `work`.
+
+    `data` takes the place of the small world, which has `size`; then settings are chosen for it, all but those in
+    `given`, which the person set. `mapping` says which raw fields of the data to use. `accept_changes` continues a run
+    although its settings changed.
+    """
     size = size or WorldSize()
-    if data is not None and not data.exists():
-        raise BadInputError(f"--data {data} does not exist. Give a file or a folder of text, JSON or parquet files.")
-    if data is not None:
-        # The preset's mixture speaks of the small world's channels.
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, mixture=None))
+    own = None if data is None else look_at(data, mapping)
     if fresh:
         clear_workspace(work)
     workspace = open_workspace(work, create=True)
-    journey = Journey(workspace, config, own_data=data is not None)
-    timer = _Timer(journey)
     name = config.train.name
+    journey = Journey(workspace, config, own_data=own is not None)
+    timer = _Timer(journey)
+    refuse_other_text(workspace, name, _sources(workspace, own))
 
-    if data is None:
+    if own is None:
         with timer.stage("raw data") as done:
             write_raw(workspace.raw, WORLD_SEED, size.bytes_per_language, size.code_bytes)
             done(f"en.jsonl, zh.json, code.parquet: {_folder_size(workspace.raw)}")
+    else:
+        # The preset's mixture speaks of the small world's channels.
+        config = config if "data.mixture" in given else with_settings(config, {"data.mixture": None})
+        print(f"{own.in_words()}. This takes about {forecast(own.size_bytes, config, given)} on two idle CPU cores.")
     with timer.stage("corpus") as done:
-        options = BuildOptions(
-            valid_share=VALID_SHARE,
-            split_text_above_bytes=SPLIT_TEXT_ABOVE_BYTES,
-            # The small world is short made-up sentences, many of them alike; and a first try of one's own text should
-            # not lose any of it: `z2a corpus build` is there for real cleaning.
-            rules="none",
-            dedup=DedupConfig(near="off"),
-        )
-        report = build_corpus(workspace.corpus, _sources(workspace, data), options)
+        options, announce = (WORLD_OPTIONS, None) if own is None else (_own_options(own), say)
+        report = build_corpus(workspace.corpus, _sources(workspace, own), options, announce=announce)
         totals = report["totals"]
         kept, seen = totals["records_kept"], totals["records_in"]
+        if own is not None:
+            _print_lines(corpus_in_words(report, workspace))
+            journey.dropped = sum(totals["dropped"].values())
+            journey.losses = losses_in_words(report, workspace)
         done(f"{kept:,} of {seen:,} records, {human_bytes(totals['bytes_kept'])} of text")
     with timer.stage("tokenizer") as done:
+        if own is not None:
+            config = _with_vocabulary(config, workspace, totals["bytes_kept"], given)
         vocabulary = train_on_corpus(workspace.corpus, workspace.tokenizer, config.tokenizer)
         done(f"{vocabulary['vocab_size']:,} token ids")
     with timer.stage("pack") as done:
         packed = pack_corpus(workspace.corpus, workspace.tokenizer, workspace.packed)
         done(f"{sum(split['tokens'] for split in packed.values()):,} tokens, {_folder_size(workspace.packed)}")
-    probes = None if data is not None else workspace.raw / PROBES_NAME
+    if own is not None:
+        tokens = {key.removesuffix("/train"): each["tokens"] for key, each in packed.items() if key.endswith("/train")}
+        config = _with_run_settings(config, tokens, vocabulary["vocab_size"], given)
+        journey.epochs = epochs_of(tokens, config)
+    journey.config = config
+    probes = None if own is not None else workspace.raw / PROBES_NAME
     if probes is not None:
         with timer.stage("probes, untrained") as done:
             journey.before = _untrained_probes(workspace, config, probes)
             done(f"{journey.before['accuracy']:.1%} right")
     with timer.stage("train") as done:
-        summary = train(config, workspace)
+        summary = train(config, workspace, accept_changes=accept_changes)
         held_out = [value for key, value in summary.held_out.items() if key.startswith("eval/valid/loss/")]
-        mean = sum(held_out) / len(held_out) if held_out else float("nan")
-        done(f"{summary.tokens:,} tokens in {summary.step} steps, held-out loss {mean:.3f}")
+        loss = f"held-out loss {sum(held_out) / len(held_out):.3f}" if held_out else "no held-out text"
+        done(f"{summary.tokens:,} tokens in {summary.step} steps, {loss}")
     with timer.stage("evaluate") as done:
         loaded = load_run(workspace, name)
         journey.evaluation = _evaluation(loaded, workspace, probes)
         journey.shown_probes = _shown_probes(journey)
         channels = journey.evaluation["held_out"]
-        done(
-            ", ".join(f"{channel} {values['bits_per_byte']:.2f}" for channel, values in channels.items()) + " bits/byte"
-        )
+        bits = ", ".join(f"{channel} {values['bits_per_byte']:.2f}" for channel, values in channels.items())
+        done(f"{bits} bits/byte" if bits else "no held-out text to score")
     with timer.stage("generate") as done:
-        prompts = SAMPLE_PROMPTS if data is None else _own_prompts(workspace, report)
+        prompts = SAMPLE_PROMPTS if own is None else _own_prompts(workspace, report)
         journey.samples = _samples(loaded, prompts)
-        done(f"{len(journey.samples)} samples")
+        done("1 sample" if len(journey.samples) == 1 else f"{len(journey.samples)} samples")
     with timer.stage("export") as done:
         journey.exported = workspace.root / "hf"
         shutil.rmtree(journey.exported, ignore_errors=True)
@@ -178,11 +221,55 @@ def clear_workspace(work: Path) -> None:
         (work / name).unlink(missing_ok=True)
 
 
-def _sources(workspace: Workspace, data: Path | None) -> list[Source]:
-    if data is not None:
-        return [source_from_path(data)]
+def _sources(workspace: Workspace, own: OwnText | None) -> list[Source]:
+    if own is not None:
+        return [own.source]
     names = {"en": ENGLISH_NAME, "zh": CHINESE_NAME, "code": CODE_NAME}
     return [Source(channel, workspace.raw / name, channel) for channel, name in names.items()]
+
+
+def _own_options(own: OwnText) -> BuildOptions:
+    """Cleaning as `z2a corpus build` does it, but damage and rules that drop much are named, no reason to stop."""
+    cut = cutting(own.size_bytes)
+    return BuildOptions(
+        valid_share=cut.valid_share,
+        split_text_above_bytes=cut.split_text_above_bytes,
+        text_piece_bytes=cut.text_piece_bytes,
+        max_damaged_share=1.0,
+        accept_drops=True,
+    )
+
+
+def _with_vocabulary(config: RunConfig, workspace: Workspace, text_bytes: int, given: Collection[str]) -> RunConfig:
+    """`config` with a vocabulary that this text can support, which is also trained."""
+    most = config.tokenizer.vocab_size
+    config = with_settings(config, vocabulary_settings(text_bytes, config, given))
+    try:
+        train_on_corpus(workspace.corpus, workspace.tokenizer, config.tokenizer)
+    except TooFewPiecesError as error:
+        if "tokenizer.vocab_size" in given:
+            raise BadInputError(
+                f"This text has pieces for {error.largest:,} token ids at most; --tokenizer.vocab_size asks for "
+                f"{most:,}. Leave it out, and the quickstart chooses; or set it to {error.largest} or less."
+            ) from None
+        config = with_settings(config, {"tokenizer.vocab_size": error.largest})
+    _print_lines([vocabulary_in_words(config, most, given)])
+    return config
+
+
+def _with_run_settings(
+    config: RunConfig, tokens: Mapping[str, int], vocab_size: int, given: Collection[str]
+) -> RunConfig:
+    """`config` with samples, model and steps for as many tokens as each source has."""
+    config = with_settings(config, run_settings(tokens, config, given))
+    sized = with_settings(config, {"model.vocab_size": vocab_size})
+    _print_lines(settings_in_words(tokens, sized, given))
+    return config
+
+
+def _print_lines(lines: list[str]) -> None:
+    for line in lines:
+        print(f"   {line}", flush=True)
 
 
 def _untrained_probes(workspace: Workspace, config: RunConfig, probes: Path) -> dict[str, Any]:
@@ -198,6 +285,7 @@ def _untrained_probes(workspace: Workspace, config: RunConfig, probes: Path) -> 
     results = run_probes(model, read_probes(probes))
     summary = {"inputs": key, **summarize(results), "probe_results": [asdict(result) for result in results]}
     write_json(path, summary)
+    log_report(path.parent.parent, {"step": 0, "probes": summary})
     return summary
 
 
@@ -227,8 +315,18 @@ def _own_prompts(workspace: Workspace, report: dict[str, Any]) -> dict[str, tupl
     for name, source in report["sources"].items():
         streams = (iter_records(workspace.corpus, name, split) for split in ("valid", "train"))
         records = itertools.islice(itertools.chain.from_iterable(streams), 2)
-        prompts[source["channel"]] = tuple(training_text(record)[:40] for record in records)
+        prompts[source["channel"]] = tuple(_beginning(training_text(record)) for record in records)
     return prompts
+
+
+def _beginning(text: str) -> str:
+    """Some words of the first line that has any, so that they can be typed as a prompt."""
+    lines = text.strip().split("\n")
+    line = next((line.strip() for line in lines if sum(map(str.isalpha, line)) >= PROMPT_LETTERS), lines[0])
+    columns = list(itertools.accumulate(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in line))
+    taken = line[: sum(width <= PROMPT_COLUMNS for width in columns)]
+    words = taken.rpartition(" ")[0]
+    return words if len(taken) < len(line) and words else taken
 
 
 def _samples(loaded: LoadedModel, prompts: dict[str, tuple[str, ...]]) -> list[tuple[str, str, str]]:

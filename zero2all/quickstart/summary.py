@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+import shlex
+from collections.abc import Mapping
 from typing import Any
 
 from zero2all.common.progress import human_seconds
 from zero2all.quickstart.journey import Journey
+
+FEW_EPOCHS = 3
+"""Text that was read less often than this has more to teach."""
 
 
 def print_summary(journey: Journey) -> None:
@@ -15,7 +20,13 @@ def print_summary(journey: Journey) -> None:
 
     console = Console(highlight=False)
     console.print(_stage_table(journey))
-    console.print(_channel_table(journey))
+    for line in journey.losses:
+        console.print(f"  cleaning: {line}", markup=False, soft_wrap=True)
+    if journey.evaluation["held_out"]:
+        console.print(_channel_table(journey))
+    if journey.own_data:
+        for line in verdicts(journey.evaluation["held_out"], journey.epochs):
+            console.print(f"  {line}")
     if journey.before is not None:
         console.print(_probe_table(journey))
     for prompt, answer, before, after in journey.shown_probes:
@@ -57,6 +68,29 @@ def _channel_table(journey: Journey) -> Any:
     return table
 
 
+def verdicts(held_out: Mapping[str, Mapping[str, float]], epochs: float) -> list[str]:
+    """What bits per byte mean, in words: the model beside gzip, on text that neither has seen."""
+    advice = "more steps help most (--train.steps)" if epochs < FEW_EPOCHS else "more text helps most"
+    if not held_out:
+        return [
+            "No text was held out (a channel needs 20 documents for that), so nothing says how well the model reads "
+            "what it has not seen."
+        ]
+    lines = ["Bits per byte: what the model needs to write down held-out text; fewer is better, 8 is knowing nothing."]
+    for channel, values in held_out.items():
+        ours, theirs = values["bits_per_byte"], values.get("gzip_bits_per_byte")
+        if theirs is None:  # a report from before gzip stood in it
+            continue
+        better = 1 - ours / theirs
+        verdict = (
+            f"{better:.0%} less than gzip -9 ({theirs:.2f}): it has learned from your text"
+            if better > 0
+            else f"more than gzip -9 ({theirs:.2f}): too little was learned yet; {advice}"
+        )
+        lines.append(f"{channel}: {ours:.2f}, {verdict}.")
+    return lines
+
+
 def _probe_table(journey: Journey) -> Any:
     """Accuracy of whole answers and P(answer), before and after training."""
     from rich.table import Table
@@ -89,19 +123,32 @@ def _print_samples(journey: Journey, console: Any) -> None:
 
     console.print("\n[bold]Samples[/bold]  (prompt in colour, the rest is the model's)")
     for channel, prompt, continuation in journey.samples:
-        console.print(Text.assemble((f"  {channel:<5}", "dim"), (prompt, "cyan"), continuation.rstrip()))
+        console.print(Text.assemble((f"  {channel + ' ':<5}", "dim"), (prompt, "cyan"), continuation.rstrip()))
 
 
 def _print_next(journey: Journey, console: Any) -> None:
-    work, name = journey.workspace.root, journey.config.train.name
-    prompt = journey.samples[0][1] if journey.samples else "Hello"
-    commands = [
-        (f"z2a generate {name} --work {work} --prompt {prompt!r} --temperature 0.7", "talk to your model"),
-        ("z2a quickstart --data PATH_OF_YOUR_TEXT", "the same journey with your own text"),
-        (f"z2a train {name} --work {work} --train.name longer --train.steps 2000", "train longer on the same data"),
-    ]
-    if journey.own_data:
-        commands[1] = (f"z2a eval {name} --work {work}", "score more of the held-out text")
     console.print("\n[bold]Next[/bold]")
-    for command, why in commands:
-        console.print(f"  {command}\n      {why}", style=None, markup=False)
+    for command, why in _next_commands(journey):
+        console.print(f"  {command}\n      {why}", style=None, markup=False, soft_wrap=True)
+
+
+def _next_commands(journey: Journey) -> list[tuple[str, str]]:
+    work, name = journey.workspace.root, journey.config.train.name
+    in_work = f"--work {shlex.quote(str(work))}"
+    prompt = shlex.quote(journey.samples[0][1] if journey.samples else "Hello")
+    talk = (f"z2a generate {name} {in_work} --prompt {prompt} --temperature 0.7", "talk to your model")
+    if not journey.own_data:
+        return [
+            talk,
+            ("z2a quickstart --data PATH_OF_YOUR_TEXT", "the same journey with your own text"),
+            (f"z2a train {name} {in_work} --train.name longer --train.steps 2000", "train longer on the same data"),
+        ]
+    config = shlex.quote(str(journey.workspace.run(name) / "config.yaml"))
+    longer = f"--train.name longer --train.steps {2 * journey.config.train.steps}"
+    look = [(f"z2a corpus show --dropped {in_work}", "what cleaning dropped, with samples")] if journey.dropped else []
+    return [
+        talk,
+        *look,
+        (f"z2a board {shlex.quote(str(work))}", "the curves as a page"),
+        (f"z2a train {config} {in_work} {longer}", "train longer on the same data"),
+    ]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from zero2all.common.errors import BadInputError
+
 _UNITS = {"": 1, "b": 1, **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)}}
 _UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)}
 _AMOUNT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
@@ -18,3 +20,12 @@ def parse_bytes(text: str | int) -> int | None:
         return None
     amount = int(float(found[1]) * _UNITS[found[2].lower()])
     return amount if amount > 0 else None
+
+
+class TooFewPiecesError(BadInputError):
+    """The text does not have enough pieces for the vocabulary that was asked for."""
+
+    def __init__(self, message: str, largest: int) -> None:
+        super().__init__(message)
+        self.largest = largest
+        """The most ids this text can support."""

@@ -22,6 +22,7 @@ from zero2all.common.manifest import is_current
 from zero2all.tokenizer.config import TokenizerConfig
 from zero2all.tokenizer.parts import ListPart, TextPart, spooled
 from zero2all.tokenizer.save import SENTENCEPIECE_NAME, save_tokenizer, tokenizer_json_of
+from zero2all.tokenizer.sizes import TooFewPiecesError
 from zero2all.tokenizer.text import CountedText
 
 SCRATCH_MARK = ".training-"
@@ -212,8 +213,9 @@ def _check_size(largest: int, text: dict[str, Any], config: TokenizerConfig) -> 
             f"files with text first: `z2a corpus build NAME=PATH`, then `z2a corpus show`."
         )
     if largest < config.vocab_size:
-        raise BadInputError(
+        raise TooFewPiecesError(
             f"This text cannot support a vocabulary of {config.vocab_size:,} ids: {human_bytes(text['bytes'])} in "
             f"{text['documents']:,} documents have pieces (seen at least {config.min_piece_count} times) for "
-            f"{largest:,} at most. Set --vocab-size to {largest} or less, or train on more text."
+            f"{largest:,} at most. Set --vocab-size to {largest} or less, or train on more text.",
+            largest,
         )

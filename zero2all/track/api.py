@@ -116,7 +116,7 @@ class _Api:
 
     def run(self, request: Request) -> Any:
         with self.library.reading(_asked(request, "id")) as run:
-            return {"boot": self.boot, **facts.run_facts(run)}
+            return {"boot": self.boot, "place": self.library.place_of(run.run_id), **facts.run_facts(run)}
 
     def events(self, request: Request) -> Any:
         axis = read_query({"run": "", "metric": "", "axis": request.query_params.get("axis", "step")}).axis
@@ -134,7 +134,8 @@ class _Api:
 
     def config(self, request: Request) -> Any:
         with self.library.reading(_asked(request, "id")) as run:
-            return {"config": run.reader.config()}
+            config = run.reader.config()
+            return {"fields": None if config is None else facts.flatten(config)}
 
     def curves(self, _: Request, body: bytes) -> Response:
         try:

@@ -18,13 +18,16 @@ from numpy.typing import NDArray
 from zero2all.common.errors import BadInputError
 from zero2all.track.buckets import bucket
 from zero2all.track.reader import Axis, RunReader, Series
-from zero2all.track.smoothing import KINDS, LARGEST_WIDTH, Smoothing, smooth
+from zero2all.track.smoothing import KINDS, LARGEST_WIDTH, Smoothing, smooth, smoothing_of
 from zero2all.track.wire import Curve
 
 MAX_BUCKETS = 4_000
 MAX_BAD_MARKS = 200
 REACH = {"ema": 20.0, "window": 1.0, "gaussian": 8.0, "median": 2.0}
 """How many widths away a neighbour still matters to a smoothed point: e^-20 of an exponential mean."""
+
+REDRAWN_WIDTHS = 3.0
+MAX_REDRAWN = 200
 
 Floats = NDArray[np.float64]
 
@@ -110,7 +113,8 @@ def curve(reader: RunReader, query: Query, base: RunReader | None = None) -> Cur
     before = 0 if query.after is None else int(np.searchsorted(x, query.after, "right"))
     first = before if query.low is None else max(before, int(np.searchsorted(x, query.low, "left")))
     end = total if query.high is None else max(first, int(np.searchsorted(x, query.high, "right")))
-    smoothed = None if query.smoothing is None else _smooth_part(values, first, end, query.smoothing)
+    smoothing = smoothing_of(values, query.smoothing)
+    smoothed = None if smoothing is None else _smooth_part(values, first, end, smoothing)
     part_x, part = x[first:end], values[first:end]
     low = None if query.after is not None else query.low
     buckets = bucket(part_x, part, smoothed, low, query.high, query.count)
@@ -126,12 +130,17 @@ def curve(reader: RunReader, query: Query, base: RunReader | None = None) -> Cur
     if buckets.nonfinite:
         bad = part_x[~np.isfinite(part)]
         columns["bad"] = bad[:: max(1, len(bad) // MAX_BAD_MARKS)][:MAX_BAD_MARKS]
+    if smoothing is not None and query.after is not None:  # what is new moves the smoothed line before it, too
+        start = max(0, first - math.ceil(REDRAWN_WIDTHS * smoothing.width))
+        chosen = slice(start, first, max(1, (first - start) // MAX_REDRAWN))
+        columns["again_x"], columns["again"] = x[chosen], _smooth_part(values, start, first, smoothing)[:: chosen.step]
     facts = {
         "total": total,
         "before": before,
         "start": float(x[0]) if total else None,
         "end": float(x[-1]) if total else None,
         "nonfinite": buckets.nonfinite,
+        "last": next((float(value) for value in part[::-1] if math.isfinite(value)), None),
     }
     return Curve(facts, columns)
 
@@ -161,5 +170,5 @@ def _difference(x: Floats, values: Floats, base: RunReader, query: Query) -> tup
 def _smooth_part(values: Floats, first: int, end: int, how: Smoothing) -> Floats:
     reach = math.ceil(REACH[how.kind] * how.width)
     start = max(0, first - reach)
-    stop = min(len(values), end if how.kind == "ema" else end + reach)
+    stop = min(len(values), end + reach)
     return smooth(values[start:stop], how)[first - start : end - start]

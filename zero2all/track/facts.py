@@ -2,21 +2,28 @@
 
 Events are sent short; everything about one of them is sent when it is opened. Spikes that the trainer recorded come
 with the losses of the channels and the documents of the batch; the board also looks for spikes in the loss itself, so
-that runs of other programs have them marked too.
+that runs of other programs have them marked too. Everything is sent ready to be shown: the page knows how to draw and
+two languages, and nothing of what an event means.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from zero2all.common.errors import BadInputError
+from zero2all.track.charts import arrange
 from zero2all.track.curves import along, start_time
 from zero2all.track.library import OpenRun, live_facts
+from zero2all.track.listing import TRAIN_WRITER
 from zero2all.track.reader import Axis, Event, RunReader, Series, Spike
+from zero2all.track.spikes import ROBUST_SIGMAS, SIGMA_OF_MAD, SIGMAS
+from zero2all.track.writer import END_KIND, SEGMENT_KIND
 
 RICH_KINDS = ("text", "image", "histogram")
 MAX_MARKS = 3_000
@@ -26,6 +33,29 @@ MAX_HISTOGRAMS = 120
 SPIKE_METRIC = "loss"
 FOUND = "found-"
 """The name of a spike the board found: this and its step."""
+KINDS: dict[str, tuple[int, str, str]] = {
+    "spike": (0, "bad", "▲"),
+    "checkpoint_failed": (1, "bad", "!"),
+    "rollback": (1, "warn", "↶"),
+    "skip": (1, "warn", "!"),
+    "quarantine": (2, "warn", "!"),
+    "warning": (2, "warn", "!"),
+    "restart": (3, "accent", "↻"),
+    "segment": (3, "accent", "↻"),
+    "stage": (4, "accent", "◆"),
+    "anneal": (4, "accent", "◆"),
+    "drop": (5, "warn", "!"),
+    "tracking": (6, "warn", "!"),
+    "end": (7, "ink-3", "■"),
+    "checkpoint": (8, "ink-3", "●"),
+}
+"""How bad an event is (0 is worst), its tone on the page and its sign."""
+OTHER_KIND = (6, "accent", "◦")
+HIDDEN_KINDS = (*RICH_KINDS, "start", "finish")
+NOTES = ("text", "reason", "problem", "message", "name", "stage", "folder", "notes")
+"""Where the one line about an event comes from: the first of these that it has."""
+MAX_FIELDS = 1_000
+MAX_INCIDENT_BYTES = 4_000_000
 
 
 def run_facts(run: OpenRun) -> dict[str, Any]:
@@ -44,6 +74,8 @@ def run_facts(run: OpenRun) -> dict[str, Any]:
         "version": reader.version,
         **live_facts(run),
         "names": reader.metrics(),
+        "groups": arrange(reader.metrics()),
+        "channels": channel_names(reader.metrics()),
         "start": start_time(reader),
         "host": header.get("host"),
         "rich": rich,
@@ -57,7 +89,7 @@ def run_facts(run: OpenRun) -> dict[str, Any]:
 
 def marks(reader: RunReader, axis: Axis) -> dict[str, Any]:
     """What happened, as marks on the axis: the latest MAX_MARKS, and how many were left out."""
-    events = [(number, event) for number, event in enumerate(reader.events()) if event.kind not in RICH_KINDS]
+    events = [(number, event) for number, event in enumerate(reader.events()) if not _is_hidden(event)]
     kept = events[-MAX_MARKS:]
     known = {event.step for _, event in kept if event.kind == "spike"}
     spikes = [spike for spike in reader.spikes(SPIKE_METRIC) if spike.step not in known]
@@ -79,13 +111,60 @@ def event_facts(reader: RunReader, name: str) -> dict[str, Any]:
         if spike is None:
             raise BadInputError(f"There is no spike at step {step}.")
         facts = {**_spike_mark(spike), "data": {"metric": SPIKE_METRIC, **_numbers(spike)}}
+        data: dict[str, Any] = {}
     else:
         events = reader.events()
         if not name.isdecimal() or int(name) >= len(events):
             raise BadInputError(f"There is no event {name}.")
         event = events[int(name)]
         facts = {"i": name, **_mark(event), "data": event.data}
-    return {**facts, "around": _around(reader, facts["step"])}
+        data = event.data
+    facts |= {"fields": flatten(data), "around": _around(reader, facts["step"])}
+    if facts["kind"] == "spike":
+        facts |= {"measures": _measures(facts["data"]), "documents": _documents(reader, data)}
+        losses = data.get("channel_losses") or (data.get("details") or {}).get("channel_losses")
+        own = {key[5:]: value for key, value in facts["around"].items() if key.startswith("loss/")}
+        losses = losses if isinstance(losses, dict) and losses else own
+        known = [[str(channel), number] for channel, loss in losses.items() if (number := _finite(loss)) is not None]
+        facts["losses"] = sorted(known, key=lambda row: -row[1])
+    return facts
+
+
+def flatten(value: Any, path: str = "") -> list[list[str]]:
+    """Nested fields as rows of name and text, one for each value: for people, who do not read JSON."""
+    rows: list[list[str]] = []
+    waiting = [(path, value)] if value != {} else []
+    while waiting and len(rows) < MAX_FIELDS:
+        name, each = waiting.pop()
+        if isinstance(each, dict) and each:
+            waiting += [(f"{name}.{key}" if name else str(key), inner) for key, inner in reversed(each.items())]
+        elif isinstance(each, list) and any(isinstance(inner, dict | list) for inner in each):
+            waiting += [(f"{name} {place}", each[place - 1]) for place in range(len(each), 0, -1)]
+        elif isinstance(each, list):
+            rows.append([name, "\n".join(map(_shown, each)) if each else "–"])
+        else:
+            rows.append([name, _shown(each)])
+    return rows
+
+
+def _shown(value: Any) -> str:
+    if value is None or value == {}:
+        return "–"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def channel_names(metrics: Sequence[str]) -> list[str]:
+    """The channels of a run, in the order in which they get their colours, here and in `z2a plot`."""
+    prefixes = ("loss/", "eval/valid/bpb/", "bpb/")
+    return list(dict.fromkeys(name.removeprefix(p) for p in prefixes for name in metrics if name.startswith(p)))
+
+
+def _is_hidden(event: Event) -> bool:
+    if event.kind in (SEGMENT_KIND, END_KIND) and event.writer != TRAIN_WRITER:
+        return True  # an evaluation began and ended; training did not
+    return event.kind in HIDDEN_KINDS or (event.kind == SEGMENT_KIND and event.attempt <= 1)
 
 
 def _mark(event: Event) -> dict[str, Any]:
@@ -97,12 +176,20 @@ def _mark(event: Event) -> dict[str, Any]:
         "attempt": event.attempt,
     }
     if event.kind == "spike":
-        mark |= {"metric": str(event.data.get("metric", SPIKE_METRIC)), "value": _finite(event.data.get("value"))}
-    for name in ("reason", "message", "name", "stage"):
-        if isinstance(event.data.get(name), str):
-            mark["note"] = event.data[name][:200]
+        usual = "grad_norm" if event.data.get("kind") == "grad_spike" else SPIKE_METRIC
+        mark |= {"metric": str(event.data.get("metric", usual)), "value": _finite(event.data.get("value"))}
+    for name in NOTES:
+        note = event.data.get(name)
+        if isinstance(note, list):
+            note = "; ".join(map(_shown, note))
+        if isinstance(note, str) and note:
+            mark["note"] = note[:200]
             break
-    return mark
+    return mark | _looks(event.kind)
+
+
+def _looks(kind: str) -> dict[str, Any]:
+    return dict(zip(("rank", "tone", "sign"), KINDS.get(kind, OTHER_KIND), strict=True))
 
 
 def _spike_mark(spike: Spike) -> dict[str, Any]:
@@ -114,6 +201,47 @@ def _spike_mark(spike: Spike) -> dict[str, Any]:
         "metric": SPIKE_METRIC,
         "value": _finite(spike.value),
         "found": True,
+        **_looks("spike"),
+    }
+
+
+def _measures(data: dict[str, Any]) -> list[list[Any]]:
+    """What makes a spike one: rows of a word, a number, its unit, and the limit it passed or did not."""
+    rows: list[list[Any]] = []
+    for word in ("value", "usual", "limit", "mean", "sigma", "median", "mad"):
+        number = _finite(data.get(word))
+        if number is not None:
+            rows.append([word, number, "", None])
+    value, mean, sigma = (_finite(data.get(word)) for word in ("value", "mean", "sigma"))
+    # The limits are those of the board's own rules; who wrote the event may have had others.
+    if value is not None and mean is not None and sigma:
+        rows.append(["aboveMean", (value - mean) / sigma, "σ", SIGMAS if "mad" in data else None])
+    median, mad = _finite(data.get("median")), _finite(data.get("mad"))
+    if value is not None and median is not None and mad:
+        rows.append(["aboveMedian", (value - median) / (SIGMA_OF_MAD * mad), "σ", ROBUST_SIGMAS])
+    return rows
+
+
+def _documents(reader: RunReader, data: dict[str, Any]) -> list[dict[str, Any]]:
+    """The documents of a step: in the event itself, or in the incident that it names."""
+    if isinstance(data.get("documents"), list):
+        return [each for each in data["documents"] if isinstance(each, dict)]
+    page = data.get("page")
+    if not isinstance(page, str) or Path(page).name != page or "\0" in page:
+        return []
+    path = (reader.folder / "incidents" / page).with_suffix(".json")
+    try:
+        if not path.is_file() or path.stat().st_size > MAX_INCIDENT_BYTES:
+            return []
+        samples = json.loads(path.read_bytes())["samples"]
+        return [_document(sample, document) for sample in samples for document in sample["documents"]]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return []
+
+
+def _document(sample: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
+    return {key: sample[key] for key in ("source", "loss") if sample.get(key) is not None} | {
+        key: document[key] for key in ("gid", "title", "text") if document.get(key) is not None
     }
 
 

@@ -7,6 +7,7 @@ that comes from a run (names, event texts) is printed without the characters tha
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +16,10 @@ from rich.text import Text
 
 from zero2all.common.progress import human_count, human_seconds
 from zero2all.track.braille import Canvas
+from zero2all.track.listing import TRAIN_WRITER
 from zero2all.track.reader import Event, RunReader, RunStatus, Series
-from zero2all.track.smoothing import Smoothing
+from zero2all.track.smoothing import MIN_POINTS, Smoothing
+from zero2all.track.writer import END_KIND, SEGMENT_KIND
 
 MIN_COLUMNS, MIN_ROWS = 40, 10
 WIDE_COLUMNS = 120
@@ -28,7 +31,6 @@ CHANGE_ROWS = 100
 COLORS = {"running": "green", "finished": "blue", "stalled": "yellow", "crashed": "red", "unknown": "white"}
 LAYER_STYLES = {-1: "", 0: "blue", 1: "bold cyan"}
 """Nothing drawn, values as logged, smoothed."""
-QUIET_KINDS = frozenset({"segment"})
 ALARM_KINDS = frozenset({"spike", "warning", "rollback", "skip", "quarantine"})
 
 
@@ -96,7 +98,7 @@ def _chart(reader: RunReader, columns: int, rows: int) -> list[Text]:
         return [Text("no metrics yet", style="dim")]
     series = reader.series(metric)
     points = max(1, len(series))
-    smoothing = Smoothing("ema", points / 50) if points >= 200 else None
+    smoothing = Smoothing("ema", points / MIN_POINTS) if points >= 4 * MIN_POINTS else None
     buckets = reader.buckets(metric, count=2 * width, smoothing=smoothing)
     low, high = _y_range(buckets.minimum.astype(float), buckets.maximum.astype(float))
     x_range = (float(series.step[0]), float(max(series.step[-1], series.step[0] + 1)))
@@ -105,9 +107,11 @@ def _chart(reader: RunReader, columns: int, rows: int) -> list[Text]:
     if buckets.smooth is not None:
         canvas.curve(buckets.x, buckets.smooth.astype(float), layer=1)
 
-    title = Text(_clean(metric), style="bold")
+    title = Text("training loss" if metric == "loss" else _clean(metric), style="bold")
     last = float(series.value[-1])
     title.append(f" {last:.4f}", style="red" if not math.isfinite(last) else "cyan")
+    if buckets.smooth is not None and math.isfinite(buckets.smooth[-1]):
+        title.append(f"  smoothed {buckets.smooth[-1]:.4f}", style="dim")
     above = int((series.value[np.isfinite(series.value)] > high).sum())
     not_finite = int((~np.isfinite(series.value)).sum())
     spikes = len(reader.spikes(metric))
@@ -157,42 +161,53 @@ def _figures(reader: RunReader, status: RunStatus, columns: int, rows: int) -> l
     metrics = reader.metrics()
     vitals = _vitals(reader, metrics, status)
     channels = _channels(reader, metrics)
-    room = max(2, rows - min(len(vitals), rows // 2))
+    room = max(2, rows - min(len(vitals), rows // 2 - 1))
     lines = []
     if channels:
-        lines.append(Text(f"{'channel':<12}{'loss':>8}{'bpb':>8}{'change':>9}", style="dim"))
-        lines += [_channel_line(*channel) for channel in channels[: room - 1]]
+        lines.append(Text(f"{'':<8}{'training':^22}{'held-out':>9}", style="dim"))
+        lines.append(Text(f"{'channel':<8}{'loss':>7}{'bpb':>7}{'change':>8}{'bpb':>9}", style="dim"))
+        lines += [_channel_line(channel) for channel in channels[: room - 2]]
     lines += vitals[: rows - len(lines)]
     for line in lines:
         line.truncate(columns, overflow="ellipsis")
     return lines
 
 
-def _channel_line(name: str, loss: float | None, bpb: float | None, change: float | None) -> Text:
-    line = Text(set_cell_size(_clean(name), 11) + " ")
-    line.append(f"{_figure(loss):>8}", style="red" if loss is not None and not math.isfinite(loss) else "cyan")
-    line.append(f"{_figure(bpb):>8}")
-    shown = "" if change is None or not math.isfinite(change) else f"{change:+.4f}"
-    line.append(f"{shown:>9}", style="green" if shown.startswith("-") else "yellow")
+@dataclass(frozen=True)
+class _Channel:
+    """The newest figures of a channel, or of all together."""
+
+    name: str
+    loss: float | None
+    """Training loss, as is its change."""
+    change: float | None
+    bpb: float | None = None
+    """Bits per byte of the training text."""
+    held_out_bpb: float | None = None
+
+
+def _channel_line(channel: _Channel) -> Text:
+    line = Text(set_cell_size(_clean(channel.name), 7) + " ")
+    bad = channel.loss is not None and not math.isfinite(channel.loss)
+    line.append(f"{_figure(channel.loss):>7}", style="red" if bad else "cyan")
+    line.append(f"{_figure(channel.bpb):>7}")
+    shown = "" if channel.change is None or not math.isfinite(channel.change) else f"{channel.change:+.4f}"[:7]
+    line.append(f"{shown:>8}", style="green" if shown.startswith("-") else "yellow")
+    line.append(f"{_figure(channel.held_out_bpb):>9}")
     return line
 
 
-def _channels(reader: RunReader, metrics: list[str]) -> list[tuple[str, float | None, float | None, float | None]]:
-    """Name, last loss, last bits per byte and change of the loss, of the whole and of every channel."""
-    names = {metric.removeprefix("loss/") for metric in metrics if metric.startswith("loss/")}
-    bpb_of = {}
-    for metric in metrics:
-        for prefix in ("eval/valid/bpb/", "bpb/"):  # the second, measured while training, is the newer
-            if metric.startswith(prefix):
-                bpb_of[metric.removeprefix(prefix)] = metric
-    rows: list[tuple[str, float | None, float | None, float | None]] = []
+def _channels(reader: RunReader, metrics: list[str]) -> list[_Channel]:
+    """The whole and every channel."""
+    rows = []
     if "loss" in metrics:
         series = reader.series("loss")
-        rows.append(("all", _last(series), None, change_of(series)))
-    for name in sorted(names | set(bpb_of)):
-        series = reader.series(f"loss/{name}")
-        bpb = _last(reader.series(bpb_of[name])) if name in bpb_of else None
-        rows.append((name, _last(series) if len(series) else None, bpb, change_of(series)))
+        rows.append(_Channel("all", _last(series), change_of(series)))
+    prefixes = ("loss/", "bpb/", "eval/valid/bpb/")
+    names = {metric.removeprefix(prefix) for prefix in prefixes for metric in metrics if metric.startswith(prefix)}
+    for name in sorted(names):
+        loss, bpb, held_out = (reader.series(prefix + name) for prefix in prefixes)
+        rows.append(_Channel(name, _last_known(loss), change_of(loss), _last_known(bpb), _last_known(held_out)))
     return rows
 
 
@@ -219,7 +234,7 @@ def _events(reader: RunReader, columns: int, rows: int) -> list[Text]:
     """The last events, the newest first."""
     if rows <= 0:
         return []
-    events = [event for event in reader.events() if event.kind not in QUIET_KINDS]
+    events = [event for event in reader.events() if not _is_quiet(event)]
     lines = [Text("last events" if events else "no events yet", style="dim")]
     for event in reversed(events[-(rows - 1) :] if rows > 1 else []):
         line = Text().append(f"{event.step:>8,} ", style="dim")
@@ -230,6 +245,11 @@ def _events(reader: RunReader, columns: int, rows: int) -> list[Text]:
     return lines
 
 
+def _is_quiet(event: Event) -> bool:
+    """The writers' own marks; also the end of an evaluation, which is none of the training."""
+    return event.kind == SEGMENT_KIND or (event.kind == END_KIND and event.writer != TRAIN_WRITER)
+
+
 def _summary(event: Event) -> str:
     parts = []
     for key, value in event.data.items():
@@ -237,6 +257,8 @@ def _summary(event: Event) -> str:
             parts.append(f"{key} {value:.4g}")
         elif isinstance(value, str | int | bool):
             parts.append(f"{key} {value}")
+        elif isinstance(value, list) and value and isinstance(value[0], str):
+            parts.append(f"{key} {'; '.join(map(str, value))}")
     return _clean(", ".join(parts))[:200]
 
 
@@ -278,6 +300,10 @@ def change_of(series: Series) -> float | None:
     return float(late.mean() - early.mean()) if len(late) and len(early) else None
 
 
+def _last_known(series: Series) -> float | None:
+    return _last(series) if len(series) else None
+
+
 def _last(series: Series) -> float:
     return float(series.value[-1]) if len(series) else math.nan
 
@@ -301,7 +327,7 @@ def _memory(metric: str, value: float) -> str:
 def _figure(value: float | None) -> str:
     if value is None:
         return ""
-    return f"{value:.4f}" if math.isfinite(value) else f"{value}"
+    return f"{value:.4f}"[:6] if math.isfinite(value) and abs(value) < 1e5 else f"{value:.4g}"[:6]
 
 
 def _label(value: float) -> str:

@@ -11,6 +11,7 @@ still be looked at, and the page is told.
 from __future__ import annotations
 
 import math
+import shlex
 import threading
 import time
 from collections import OrderedDict
@@ -21,6 +22,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
+from zero2all.track.frame import seconds_left
+from zero2all.track.listing import distinct_names
 from zero2all.track.reader import RunListing, RunReader, find_runs
 
 MAX_OPEN_RUNS = 40
@@ -56,7 +59,13 @@ class Root:
         """What the page shows about it."""
         if self.mirror is not None:
             return {"label": self.label, "remote": True, "state": self.mirror.state}
-        return {"label": self.label, "remote": False, "state": "live" if self.folder.is_dir() else "missing"}
+        work = self.folder.parent if self.folder.name == "runs" else self.folder
+        return {
+            "label": self.label,
+            "remote": False,
+            "state": "live" if self.folder.is_dir() else "missing",
+            "work": shlex.quote(str(work)),
+        }
 
 
 class OpenRun:
@@ -141,9 +150,31 @@ class RunLibrary:
                     row = _row(number, listing)
                     rows[row["id"]] = row
                     folders[row["id"]] = listing.folder
+            self._name_places(rows)
             self._take(rows, folders)
             self._listed_at = time.monotonic()
             self._listing_took = self._listed_at - started
+
+    def _name_places(self, rows: dict[str, dict[str, Any]]) -> None:
+        """Runs of the same name in several places say in which they are."""
+        by_name: dict[str, list[dict[str, Any]]] = {}
+        for row in rows.values():
+            by_name.setdefault(row["name"], []).append(row)
+        for alike in by_name.values():
+            if len(alike) > 1:
+                for row in alike:
+                    row["place"] = self._places[row["root"]]
+
+    @cached_property
+    def _places(self) -> list[str]:
+        """What tells the roots apart: of remote ones the address, of folders the end of their path."""
+        local = [root.folder for root in self.roots if root.mirror is None]
+        names = dict(zip(local, distinct_names(local), strict=True))
+        return [root.label if root.mirror is not None else names[root.folder] for root in self.roots]
+
+    def place_of(self, run_id: str) -> str:
+        """Where a run is, if another place has one of the same name; else nothing."""
+        return str(self._rows.get(run_id, {}).get("place", ""))
 
     def _take(self, rows: dict[str, dict[str, Any]], folders: dict[str, Path]) -> None:
         changed = [run_id for run_id, row in rows.items() if self._rows.get(run_id) != row]
@@ -157,7 +188,7 @@ class RunLibrary:
     def rows(self, search: str = "", limit: int = 500) -> tuple[list[dict[str, Any]], int]:
         """The runs whose name contains `search`, the most recently written first, and how many there are."""
         wanted = search.casefold()
-        found = [row for row in self._rows.values() if wanted in row["id"].casefold()]
+        found = [row for row in self._rows.values() if wanted in f"{row['id']} {row['place']}".casefold()]
         found.sort(key=lambda row: (-(row["time"] or 0), row["id"]))
         return found[:limit], len(found)
 
@@ -233,6 +264,7 @@ def live_facts(run: OpenRun) -> dict[str, Any]:
         "time": status.last_time,
         "attempt": status.attempt,
         "message": status.message,
+        "left": seconds_left(run.reader, status) if status.state == "running" else None,
         "gone": run.is_gone,
         **run.counts(),
     }
@@ -243,6 +275,7 @@ def _row(number: int, listing: RunListing) -> dict[str, Any]:
     return {
         "id": f"{number}/{listing.name}",
         "name": listing.name,
+        "place": "",
         "root": number,
         "state": status.state,
         "step": status.last_step,

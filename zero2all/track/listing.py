@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,19 @@ def find_runs(roots: Sequence[Path]) -> list[RunListing]:
     return listings
 
 
+def distinct_names(folders: Sequence[Path]) -> list[str]:
+    """A name for each folder: its own, and as many of the folders above it as tell it from the others."""
+    paths = [folder.resolve().parts for folder in folders]
+    names = []
+    for parts in paths:
+        others = [other for other in paths if other != parts]
+        length = 1
+        while length < len(parts) and any(other[-length:] == parts[-length:] for other in others):
+            length += 1
+        names.append("/".join(parts[-length:]).replace("//", "/"))
+    return names
+
+
 def metrics_files(folder: Path) -> list[tuple[Path, str, int]]:
     """Every metrics file in a `metrics` folder, by writer and then by attempt as a number (10 comes after 9)."""
     found = []
@@ -107,7 +121,8 @@ def _run_folders(root: Path) -> Iterator[Path]:
 
 def _listing(folder: Path, root: Path) -> RunListing:
     name = folder.relative_to(root).as_posix() if folder != root else folder.resolve().name
-    latest = latest_attempt(metrics_files(folder / METRICS_FOLDER))
+    files = metrics_files(folder / METRICS_FOLDER)
+    latest = latest_attempt(files)
     if latest is None:
         return RunListing(name, folder, root, RunStatus(message="There are no metrics yet."), None, None)
     path, _, attempt = latest
@@ -132,11 +147,20 @@ def _listing(folder: Path, root: Path) -> RunListing:
     status = RunStatus(
         state, last.get("step"), evidence.last_time, last.get("tokens"), total_steps(folder), attempt, message
     )
-    losses = [row["values"]["loss"] for row in metric_rows if "loss" in row["values"]]
+    loss = _last_loss(metric_rows)
+    for earlier, writer, _ in reversed(files):  # an attempt that has just begun has no loss of its own yet
+        if loss is None and writer == latest[1] and earlier != path:
+            with suppress(OSError):
+                loss = _last_loss(_ends(earlier)[2])
+    return RunListing(name, folder, root, status, status.last_step, loss)
+
+
+def _last_loss(rows: list[dict[str, Any]]) -> float | None:
+    losses = [row["values"]["loss"] for row in rows if "loss" in row.get("values", ())]
     loss = losses[-1] if losses else None
     if isinstance(loss, str):
         loss = NOT_FINITE.get(loss)
-    return RunListing(name, folder, root, status, status.last_step, loss if isinstance(loss, int | float) else None)
+    return loss if isinstance(loss, int | float) else None
 
 
 def latest_attempt(files: list[tuple[Path, str, int]]) -> tuple[Path, str, int] | None:

@@ -2,7 +2,7 @@
 
 One run: loss, loss per channel, held-out bits per byte per channel, learning rate, gradient norm, tokens per second,
 each only when its metrics are there. Several runs: one panel per metric, one color per run. Thin lines are the values
-as logged, thick lines are smoothed.
+as logged, thick lines are smoothed; below 50 points nothing is.
 
 The picture does not lie about what it cannot show: long curves are thinned to the minimum and maximum of each
 bucket, so a one-step spike stays visible; steps whose value was not finite are marked in red at the bottom; resumes
@@ -27,8 +27,9 @@ from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import write_atomic
 from zero2all.common.progress import human_count
 from zero2all.common.schema import nearest_hint
+from zero2all.track.listing import distinct_names
 from zero2all.track.reader import Axis, RunReader, Series
-from zero2all.track.smoothing import Smoothing, smooth
+from zero2all.track.smoothing import MIN_POINTS, Smoothing, smooth, smoothing_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -175,7 +176,8 @@ def _open(folder: Path) -> RunReader:
         raise BadInputError(f"There is no run in {folder}. Give a run's folder, for example work/runs/NAME.")
     run = RunReader(folder)
     if not run.metrics():
-        left_out = f" ({run.skipped_lines} lines could not be read)" if run.skipped_lines else ""
+        lines = f"{run.skipped_lines} line{'s' * (run.skipped_lines != 1)}"
+        left_out = f" ({lines} could not be read)" if run.skipped_lines else ""
         raise BadInputError(
             f"The run {folder} has no metrics to draw: there are no rows in {folder / 'metrics'}{left_out}. "
             f"Metrics appear with the first training step; check that this is the folder of a run that has started."
@@ -215,11 +217,10 @@ def _chosen_panels(runs: list[RunReader], options: PlotOptions) -> list[_Panel]:
 
 
 def _run_labels(runs: list[RunReader]) -> list[str]:
-    """The name of each run; the folder above it too where two have the same."""
-    names = [run.name for run in runs]
+    """The name of each run; where two have the same, so much of their paths that they can be told apart."""
+    labels = distinct_names([run.folder for run in runs])
     return [
-        name if names.count(name) == 1 else f"{run.folder.resolve().parent.name}/{name} ({number})"
-        for number, (name, run) in enumerate(zip(names, runs, strict=True), start=1)
+        label if labels.count(label) == 1 else f"{label} ({number})" for number, label in enumerate(labels, start=1)
     ]
 
 
@@ -349,7 +350,7 @@ def _draw_panel(axis: Axes, panel: _Panel, colors: dict[str, str], options: Plot
     used: Smoothing | None = None
     for label, curve in panel.lines.items():
         x = curve.along(options.axis)
-        how = _smoothing_for(len(x), options.smoothing) if panel.is_smoothed else None
+        how = _smoothing_for(curve.series.value, options.smoothing) if panel.is_smoothed else None
         used = how or used
         _draw_line(axis, x, curve.series.value, colors[label], how)
         bad = x[~np.isfinite(curve.series.value)]
@@ -364,7 +365,7 @@ def _draw_panel(axis: Axes, panel: _Panel, colors: dict[str, str], options: Plot
         for step in [step for run in runs.values() for step in run.resumed_at_steps]:
             axis.axvline(step, color="#94a3b8", linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
     axis.set_title(_shortened(_printable(panel.title), 60), color=INK)
-    notes = [f"smoothed ({used.kind}, {used.width:.0f} rows)"] if used else []
+    notes = [f"thin: as logged, thick: smoothed ({used.kind}, {used.width:.0f} rows)"] if used else []
     notes += [f"{not_finite} not finite (×)"] if not_finite else []
     axis.set_title(", ".join(notes), loc="right", fontsize=8.5, fontweight="normal", color=FAINT_INK)
     axis.set_xlabel(AXIS_LABELS[options.axis])
@@ -385,11 +386,12 @@ def _draw_panel(axis: Axes, panel: _Panel, colors: dict[str, str], options: Plot
         _draw_legend(axis, panel, colors)
 
 
-def _smoothing_for(rows: int, wanted: Smoothing | Literal["auto"] | None) -> Smoothing | None:
-    if wanted != "auto":
-        return wanted
-    # A window that shrinks towards the ends: the others would begin below the steep start of a loss.
-    return Smoothing("window", min(rows / 50, 4_000)) if rows >= 150 else None
+def _smoothing_for(values: NDArray[np.float64], wanted: Smoothing | Literal["auto"] | None) -> Smoothing | None:
+    if wanted == "auto":
+        # A window that shrinks towards the ends: the others would begin below the steep start of a loss.
+        rows = len(values)
+        wanted = Smoothing("window", min(rows / MIN_POINTS, 4_000)) if rows >= 3 * MIN_POINTS else None
+    return smoothing_of(values, wanted)
 
 
 def _draw_line(

@@ -33,7 +33,7 @@ from zero2all.track.listing import (
 from zero2all.track.segment import Event, Segment
 from zero2all.track.series import NO_POINTS, Part, Series, by_step, concatenate, join_attempts, join_writers
 from zero2all.track.sidecar import default_cache
-from zero2all.track.smoothing import Smoothing, smooth
+from zero2all.track.smoothing import Smoothing, smooth, smoothing_of
 from zero2all.track.spikes import Spike, find_spikes
 from zero2all.track.status import Evidence, RunStatus, is_writer_alive, judge
 from zero2all.track.writer import END_KIND, METRICS_FOLDER, SEGMENT_KIND
@@ -113,10 +113,11 @@ class RunReader:
     ) -> Buckets:
         """The curve between `low` and `high` of `axis` in at most `count` buckets, smoothed before it is cut.
 
-        Without a `flops` metric the `flops` axis is empty.
+        Without a `flops` metric the `flops` axis is empty. Curves of fewer than 50 points are not smoothed.
         """
         points = self.series(metric)
         x = self.along(points, axis)
+        smoothing = smoothing_of(points.value, smoothing)
         smoothed = None if smoothing is None else self._smoothed(metric, points, smoothing)
         return bucket(x, points.value if len(x) else x, smoothed if len(x) else None, low, high, count)
 

@@ -1,11 +1,13 @@
 """Smooth a curve at full resolution, before anything is thinned out for the screen.
 
-Values that are not finite weigh nothing, and the start is debiased: no method pulls the first points towards zero or
-towards a neighbour that is not there. None of them subtracts running totals from each other, so a spike of 1e30
-leaves no rounding noise behind on the values around it.
+Values that are not finite weigh nothing, and the ends are debiased: no method pulls the first points towards zero or
+towards a neighbour that is not there. All of them look as far ahead as back, the exponential mean too: one that only
+looks back trails a falling loss and lies above all of its points. None of them subtracts running totals from each
+other, so a spike of 1e30 leaves no rounding noise behind on the values around it.
 
 `width` is counted in points: the time constant of the exponential mean, the length of the window and of the median,
-the standard deviation of the Gaussian.
+the standard deviation of the Gaussian. `smoothing_of` says how a whole curve may be smoothed: not at all where it has
+fewer than MIN_POINTS points, for each of them can be seen, and over no more than a twentieth of it.
 """
 
 from __future__ import annotations
@@ -20,6 +22,10 @@ from numpy.typing import NDArray
 Kind = Literal["ema", "window", "gaussian", "median"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
+MIN_POINTS = 50
+"""Finite points without which a curve is drawn as it is."""
+WIDTHS_PER_CURVE = 20
+"""A wider mean of a short and steep curve lies beside it."""
 EXACT_SIGMA = 16
 """Gaussians up to this wide are summed directly; wider ones are four running means in a row, within 4 % of them."""
 LARGEST_WIDTH = 1_000_000
@@ -28,6 +34,9 @@ MEDIANS_PER_WINDOW = 16
 FLAT = 4
 """A Gaussian this many times as wide as the whole curve weighs all its points within 4 % alike; wider ones are not
 computed, so that memory is bounded by the curve."""
+_START_WIDTHS = 8
+"""Beyond so many widths a neighbour counts less than a thousandth."""
+_MAX_START = 20_000
 _ROWS = 16_384
 _GROWTH = 1e12
 
@@ -48,6 +57,14 @@ class Smoothing:
             raise ValueError(f"width={self.width}: the width is a number of points, at most {LARGEST_WIDTH:,}.")
 
 
+def smoothing_of(values: NDArray[np.floating], wanted: Smoothing | None) -> Smoothing | None:
+    """What is wanted, no wider than a twentieth of the whole curve `values`; None where it has too few points."""
+    points = np.count_nonzero(np.isfinite(values))
+    if wanted is None or points < MIN_POINTS:
+        return None
+    return Smoothing(wanted.kind, min(wanted.width, points / WIDTHS_PER_CURVE))
+
+
 def smooth(values: NDArray[np.floating], how: Smoothing) -> Floats:
     """The smoothed curve: as many points as `values`, NaN only where nothing finite is within reach."""
     known = np.isfinite(values)
@@ -56,13 +73,31 @@ def smooth(values: NDArray[np.floating], how: Smoothing) -> Floats:
         return np.where(known, filled, np.nan)
     if how.kind == "median":
         return _running_median(np.where(known, filled, np.nan), max(1, round(how.width)))
-    method = {"ema": _exponential, "window": _window, "gaussian": _gaussian}[how.kind]
+    method = {"ema": _two_sided, "window": _window, "gaussian": _gaussian}[how.kind]
     total = method(filled, how.width)
     if how.kind == "ema" and known.all():
-        return total / _exponential_weights(len(values), how.width)
+        return total / _two_sided_weights(len(values), how.width)
     weight = method(known.astype(np.float64), how.width)
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.where(weight > 0, total / weight, np.nan)
+
+
+def _two_sided(values: Floats, width: float) -> Floats:
+    """Each value and its neighbours on both sides, each counting `decay` times the one before.
+
+    Near the start it looks no further ahead than back, so that the steep start of a loss is not cut off; at the end it
+    looks back only: the newest point is the mean of those before it.
+    """
+    decay, count = 1.0 - 1.0 / width, len(values)
+    total = _exponential(values, width)
+    first = min(count, int(np.ceil(_START_WIDTHS * width)), _MAX_START)
+    if first < count:
+        total[first:-1] += decay * _exponential(values[first:][::-1], width)[::-1][1:]
+    powers = decay ** np.arange(1, first + 1)
+    for place in range(1, first):
+        reach = min(place, count - 1 - place)
+        total[place] += powers[:reach] @ values[place + 1 : place + 1 + reach]
+    return total
 
 
 def _exponential(values: Floats, width: float) -> Floats:
@@ -87,12 +122,13 @@ def _exponential(values: Floats, width: float) -> Floats:
     return inside.reshape(-1)[:count]
 
 
-def _exponential_weights(count: int, width: float) -> Floats:
-    """What `_exponential` makes of ones: 1 + decay + decay^2 + …, which soon no longer changes."""
-    changing = min(count, int(np.ceil(40 * width)))
-    weights = np.full(count, float(width))
-    weights[:changing] = _exponential(np.ones(changing), width)
-    return weights
+def _two_sided_weights(count: int, width: float) -> Floats:
+    """What `_two_sided` makes of ones: it only changes near the ends."""
+    reach = int(np.ceil(40 * width))
+    ends = _two_sided(np.ones(min(count, 2 * reach)), width)
+    if count <= 2 * reach:
+        return ends
+    return np.concatenate([ends[:reach], np.full(count - 2 * reach, 2.0 * width - 1.0), ends[reach:]])
 
 
 def _window(values: Floats, width: float) -> Floats:

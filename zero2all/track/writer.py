@@ -57,6 +57,20 @@ MAX_HELD_BYTES = 128 << 20
 """Pictures, texts and very large rows waiting for the disk; beyond this, new ones are dropped and counted."""
 LARGE_ROW_VALUES = 1_000
 TAKEN_OVER = "the run belongs to another process now"
+END_ROW_BYTES = 16 << 10
+
+
+def has_finished(folder: Path, writer: str = "train") -> bool:
+    """Whether the latest attempt of `writer` in the run `folder` said that it was done."""
+    try:
+        found = [match for path in (folder / METRICS_FOLDER).iterdir() if (match := FILE_NAME.fullmatch(path.name))]
+        attempts = [int(match["attempt"]) for match in found if match["writer"] == writer]
+        with open(folder / METRICS_FOLDER / f"{writer}-{max(attempts)}.jsonl", "rb") as file:
+            file.seek(-min(END_ROW_BYTES, file.seek(0, os.SEEK_END)), os.SEEK_END)
+            row = jsonio.loads(file.read().splitlines()[-1])
+        return bool(row["kind"] == END_KIND and row["data"]["reason"] == "done")
+    except (OSError, ValueError, LookupError, TypeError):  # no metrics, or an end that is none
+        return False
 
 
 class Run:
@@ -137,8 +151,11 @@ class Run:
         """The file this run writes to."""
         return self.folder / METRICS_FOLDER / f"{self.writer}-{self.attempt or 1}.jsonl"
 
-    def log(self, values: Mapping[str, Any], step: int, tokens: int = 0) -> None:
-        """Write one row of metrics, some time soon. Never blocks, never raises."""
+    def log(self, values: Mapping[str, Any], step: int, tokens: int = 0, at: float | None = None) -> None:
+        """Write one row of metrics, some time soon. Never blocks, never raises.
+
+        `at` is when it was, in seconds since the epoch. None: now.
+        """
         try:
             if self._fork_count != _fork_count:
                 return
@@ -146,7 +163,8 @@ class Run:
             copies_done: list[Any] = []
             if not _FLOATS.issuperset(map(type, kept.values())):
                 kept, copies_done = self._snapshots(kept)
-            row = {"step": operator.index(step), "time": time.time(), "tokens": operator.index(tokens), "values": kept}
+            when = time.time() if at is None else float(at)
+            row = {"step": operator.index(step), "time": when, "tokens": operator.index(tokens), "values": kept}
             self._put((row, copies_done, 0 if len(kept) < LARGE_ROW_VALUES else self._hold(200 * len(kept))))
         except Exception as error:
             self._drop("log()", error)

@@ -58,3 +58,25 @@ def seconds_between(before: Mark, after: Mark) -> float:
     assert isinstance(before, torch.cuda.Event), "marks are of one kind"
     assert isinstance(after, torch.cuda.Event), "marks are of one kind"
     return before.elapsed_time(after) / 1e3
+
+
+class TimeOfDay:
+    """When marks were passed, by the host's clock.
+
+    The host may read a step long after it ended. What it knows is a span: not before its last kernel was queued, not
+    after it was read, and exactly when it waited for it. Within the span the device's clock decides, counted from the
+    last mark that the span was decisive for; so the two clocks may drift apart without harm.
+    """
+
+    def __init__(self, mark: Mark, at: float) -> None:
+        """`at` is about when `mark` was passed."""
+        self._known = mark, at
+
+    def of(self, mark: Mark, span: tuple[float, float]) -> float:
+        """When `mark`, which lies behind those asked for before, was passed. Seconds since the epoch."""
+        before, at = self._known
+        counted = at + seconds_between(before, mark)
+        found = min(max(counted, span[0]), span[1])
+        if found != counted:
+            self._known = mark, found
+        return found

@@ -1,6 +1,6 @@
 """The training run: fetch, step, report, and at named moments validate and save.
 
-One loop for one process and for many. Ctrl-C and SIGTERM are asked for at the end of a step: the run saves and exits
+One loop for one process and for many. Signals to stop are asked for at the end of a step: the run saves and exits
 with code 10, and the same command continues it. Everything that decides a result is in the config, the data, the
 checkpoint and the record of what was left out, so a run that was killed at any moment ends with the same bits as one
 that was left alone.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,16 @@ from typing import Any
 import torch
 
 from zero2all.common.errors import AnomalyError, BadInputError, PreemptedError, UsageError
-from zero2all.common.progress import Bar, progress
+from zero2all.common.progress import Bar, progress, say
 from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig
 from zero2all.model.rope import rope_tables
+from zero2all.packed.background import ShardCheck, checking_shards
 from zero2all.packed.loader import Batch, Loader, LoaderOptions, read_batch
 from zero2all.packed.transfer import batches_on
 from zero2all.parallel.device import pick_device, set_memory_settings
 from zero2all.parallel.world import World, join_world
-from zero2all.track.writer import Run
+from zero2all.track.writer import Run, has_finished
 from zero2all.train.anneal import anneal_values, read_anneal, withdraw_wish
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.checkpoints.load import Checkpoint, reading_record
@@ -100,7 +101,9 @@ def train(
             speak(note)
         world.first_does(lambda: behind(lock.check, lambda: save_run_config(prepared.config, run)))
         metrics = None
-        if world.is_first:
+        # A run that is over has nothing to add to its curves: another look at it is no other attempt.
+        is_over = prepared.state.step >= prepared.last_step and has_finished(run)
+        if world.is_first and not is_over:
             resumed_from = prepared.state.step or None
             metrics = Run(run, queue_rows=config.track.queue_rows, resumed_from=resumed_from, may_write=lock.is_held)
         reason, message = "done", None
@@ -202,15 +205,17 @@ class _Training:
             with (
                 scheduled_garbage_collection() as collect_garbage,
                 progress("train", total=total, unit="tok", done=state.tokens, quiet=not self.world.is_first) as bar,
+                self._checking_shards() as self.shard_check,
             ):
                 self.bar, self.collect_garbage = bar, collect_garbage
                 self.shown_tokens = state.tokens
                 self._leave_not_finite()
-                first_step = state.step
+                self.first_step = state.step
                 while self._stretch():
                     pass
+            self._stop_if_damaged()
             self._validate()
-            last_save = self._save(wait=True) if state.step > first_step else None
+            last_save = self._save(wait=True) if state.step > self.first_step else None
             self._note_saves()
         finally:
             for problem in self.control.close():
@@ -268,9 +273,8 @@ class _Training:
         )
         steps_left = max(0, prepared.last_step - state.step)
         # The position in the data is the tokens seen: a changed train.tokens_per_step repeats and skips nothing.
-        loader = batches_on(
-            self.world.device, prepared.data, config.train.tokens_per_step, state.tokens, steps_left, options
-        )
+        per_step, warn = config.train.tokens_per_step, self._warn
+        loader = batches_on(self.world.device, prepared.data, per_step, state.tokens, steps_left, options, warn)
         try:
             for batch in loader:
                 rollback = self._enter_stage() or self._one_batch(batch, loader)
@@ -304,7 +308,8 @@ class _Training:
             state.step, config.train.steps, config.optim.lr_max, config.schedule, config.stages, prepared.anneal
         )
         tokens = (state.tokens, state.tokens + config.train.tokens_per_step)
-        plan = self.control.plan(state.step + 1, lr, tokens, batch.global_rows, self.stop.requested)
+        stops = self.stop.requested or self.shard_check.damage is not None
+        plan = self.control.plan(state.step + 1, lr, tokens, batch.global_rows, stops)
         looks = _due(state.step + 1, config.track.update_ratios_every_steps)
         ratios = UpdateRatios(state) if looks else None
         pending = train_step(state, batch, len(prepared.data.channels), config, self.world, plan)
@@ -434,6 +439,7 @@ class _Training:
 
     def _preempt(self) -> None:
         """End the run because somebody asked for it, after saving where the config says so."""
+        self._stop_if_damaged()
         step, name = self.state.step, self.config.train.name
         saves = self.config.resilience.save_on_signal
         if saves:
@@ -443,6 +449,29 @@ class _Training:
         self._event("preempted", {"saved": saves})
         where = f"saved at step {step}" if saves else "not saved (resilience.save_on_signal is false)"
         raise PreemptedError(f"Training of `{name}` was stopped and {where}. Run the same command again to continue.")
+
+    def _checking_shards(self) -> AbstractContextManager[ShardCheck]:
+        """The check of all that this run reads, while it reads it."""
+        prepared, world = self.prepared, self.world
+        if not self.config.data.verify_shards or self.state.step == prepared.last_step:
+            return nullcontext(ShardCheck())
+        splits = [*prepared.data.splits, *prepared.valid]
+        seq_lens = {segment.seq_len for segment in prepared.data.segments if prepared.data.packing == "best_fit"}
+        return checking_shards(splits, sorted(seq_lens), self._warn, world.rank, world.size)
+
+    def _stop_if_damaged(self) -> None:
+        """End the run, in all processes, if one of them found a damaged shard; nothing that was read of it is saved."""
+        found = [damage for damage in self.world.gather(self.shard_check.damage) if damage is not None]
+        if not found:
+            return
+        self._event("damaged_shard", {"problems": found})
+        name, step, first = self.config.train.name, self.state.step, self.first_step
+        text = (
+            f"{found[0]}. Training of `{name}` was stopped at step {step}, which was not saved. `z2a pack` writes the "
+            f"file again; then run the same command to continue. What was trained since step {first}, where this "
+            f"start began, may have read the damage: to keep none of it, first delete the checkpoints after that step."
+        )
+        raise BadInputError(text) if self.world.is_first else PreemptedError(text)  # the first says it for all
 
     def _go_back(self, decision: Rollback) -> None:
         """Continue from an earlier checkpoint, without the data that led away from it."""
@@ -551,6 +580,11 @@ class _Training:
         if self.metrics is not None:
             self.metrics.log(values, self.state.step, self.state.tokens)
 
+    def _warn(self, problem: str) -> None:
+        """What went wrong in this process and was mended; only the first has metrics, so it is said in any case."""
+        self._event("warning", {"problem": problem})
+        say(problem if self.world.size == 1 else f"rank {self.world.rank}: {problem}")
+
     def say_all(self, lines: list[str]) -> None:
         """Lines for the person who watches."""
         for line in lines:
@@ -563,6 +597,8 @@ class _Training:
 
     bar: Bar
     shown_tokens: int
+    first_step: int
+    shard_check: ShardCheck
     collect_garbage: Callable[[int], None]
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import time
 
 import torch
 
 from zero2all.limits.flops import flops_per_token, model_flops_utilisation
 from zero2all.limits.recompute import hardware_flops_utilisation
 from zero2all.track.writer import Run
-from zero2all.train.anatomy import mark_now, seconds_between
+from zero2all.train.anatomy import TimeOfDay, mark_now, seconds_between
 from zero2all.train.setup import Prepared
 from zero2all.train.step import StepResult
 
@@ -22,6 +23,7 @@ class StepReports:
         self.last: StepResult | None = None
         self.stop_requested = False
         self.pause_ended()
+        self._time_of_day = TimeOfDay(self._before, time.time())
         self._bytes_per_token = self._bytes_per_token_by_channel()
         seq_len = prepared.config.data.seq_len
         self._flops = flops_per_token(prepared.config.model, seq_len)["causal"] * prepared.state.tokens
@@ -38,12 +40,13 @@ class StepReports:
         self.stop_requested = self.stop_requested or result.stop_requested
         # By the device's clock: the host may read a step early or late, but not wrong.
         seconds, self._before = seconds_between(self._before, result.ended), result.ended
+        ended_at = self._time_of_day.of(result.ended, result.ended_between)
         tokens = result.tokens[1] - result.tokens[0]
         self._flops += flops_per_token(config.model, self._seq_len(result))["causal"] * tokens
         is_last = result.step == self._prepared.last_step
         due = result.step % config.track.log_every_steps == 0
         if self._metrics is not None and (is_last or due or not result.updated):
-            self._metrics.log(self._values(result, seconds, wait_seconds), result.step, result.tokens[1])
+            self._metrics.log(self._values(result, seconds, wait_seconds), result.step, result.tokens[1], ended_at)
 
     def by_channel(self, result: StepResult) -> dict[str, float]:
         """The loss of each channel that had a sample."""

@@ -12,6 +12,7 @@ later waits for nothing.
 from __future__ import annotations
 
 import hashlib
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,6 +71,8 @@ class StepResult:
     """Time of each part; see `anatomy`."""
     ended: Mark
     """When it was over."""
+    ended_between: tuple[float, float]
+    """The same by the host's clock, as far as it knows: in seconds since the epoch, not before and not after."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +88,17 @@ class PendingStep:
     """On the host: HEAD figures, nats and counts per channel, nats and counts per row of the global batch."""
     arrived: torch.cuda.Event | None
     anatomy: Anatomy
+    queued_at: float
+    """When the host had queued all of it, in seconds since the epoch; on a CPU it was then over."""
 
     def result(self) -> StepResult:
         """Wait for the figures, where they have not arrived yet."""
+        between = (self.queued_at, self.queued_at)
         if self.arrived is not None:
+            was_over = self.arrived.query()
             self.arrived.synchronize()
+            now = time.time()
+            between = (self.queued_at if was_over else now, now)
         figures = self.figures.numpy()
         loss, norm, refused, stop = figures[:HEAD].tolist()
         sizes = (self.channels, self.channels, self.rows)
@@ -108,6 +117,7 @@ class PendingStep:
             row_counts=row_counts,
             seconds=self.anatomy.seconds(),
             ended=self.anatomy.end,
+            ended_between=between,
         )
 
 
@@ -134,12 +144,12 @@ def train_step(
     state.tokens += rows * (batch.tokens.shape[1] - 1)
     facts = (state.step, (before, state.tokens), plan.lr, channels, rows)
     if world.device.type != "cuda":
-        return PendingStep(*facts, figures, None, anatomy)
+        return PendingStep(*facts, figures, None, anatomy, time.time())
     host = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=True)
     host.copy_(figures, non_blocking=True)
     arrived = torch.cuda.Event()
     arrived.record()
-    return PendingStep(*facts, host, arrived, anatomy)
+    return PendingStep(*facts, host, arrived, anatomy, time.time())
 
 
 def _forward_backward(

@@ -1,25 +1,42 @@
-"""Ctrl-C and SIGTERM as a request that the loop reads, and not as an exception in the middle of a step."""
+"""Ctrl-C, SIGTERM and a lost terminal (SIGHUP) as a request that the loop reads, and not as an exception in a step.
+
+One cause often sends several signals: a service manager signals a launcher and its processes at once, a shell whose
+terminal is gone passes SIGHUP on while the system sends it too. Signals that come together are therefore one request.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
+from zero2all.common.signals import stop_signals_to
+
+TOGETHER_SECONDS = 1.0
+"""Signals that follow the first within this time have the same cause."""
+
 
 class StopRequest:
-    """Set by a signal, read at every step. The second signal is not held back."""
+    """Set by a signal, read at every step. A second Ctrl-C or SIGTERM that comes later is not held back."""
 
     requested = False
 
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._first = 0.0
+
     def __call__(self, number: int, _frame: FrameType | None) -> None:
         """What Python calls when the signal comes."""
+        now = self._clock()
         if self.requested:
+            if number == signal.SIGHUP or now - self._first < TOGETHER_SECONDS:
+                return
             raise KeyboardInterrupt
-        self.requested = True
+        self.requested, self._first = True, now
         if os.environ.get("RANK", "0") != "0":
             return  # of several processes one speaks
         text = f"\n{signal.Signals(number).name}: stopping after this step (again to stop at once)\n"
@@ -29,16 +46,7 @@ class StopRequest:
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """Turn Ctrl-C and SIGTERM into a request while the block runs; only the main thread may do so."""
+    """Turn signals into a request while the block runs."""
     request = StopRequest()
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    try:
-        before = [signal.signal(number, request) for number in numbers]
-    except ValueError:  # not the main thread: whoever started us handles signals
+    with stop_signals_to(request):
         yield request
-        return
-    try:
-        yield request
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)

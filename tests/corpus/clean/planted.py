@@ -325,16 +325,96 @@ def repeated_code(rng: random.Random) -> str:
     return "\n".join(f"    assert {rng.choice(EN_PLACES[:2])}_is_open is True" for _ in range(100))
 
 
+ZH_COMMON = (
+    "的一是了不在有人我他这个们中来上大为和国地到以说时要就出会可也你对生能而子那得于着下自之年过发后作里用道行所然家种事成方多经么去"
+    "法学如都同现当没动面起看定天分还进好小部其些主样理心她本前开但因只从想实日军者意无力它与长把机十民第公此已工使情明性知全三又关点"
+    "正业外将两高间由问很最重并物手应战向头文体政美相见被利什二等产或新己制身果加西斯月话合回特代内信表化老给世位次度门任常先海通教"
+)
+"""Frequent characters, for text that is nothing but characters."""
+MENU_ENTRIES = """
+    首页 新闻 体育 财经 科技 汽车 房产 教育 健康 旅游 论坛 博客 视频 下载 登录 注册 帮助中心 关于我们 联系我们
+    网站地图 版权声明 友情链接 会员中心 我的订单 在线客服 意见反馈 产品中心 解决方案 公司简介 上一页 下一页 返回顶部
+""".split()  # noqa: SIM905
+GAMBLING_PLACES = ["澳门", "葡京", "皇冠", "永利", "新濠", "太阳城"]
+GAMBLING_GAMES = ["百家乐", "老虎机", "轮盘", "时时彩", "六合彩", "体育投注", "德州扑克", "捕鱼", "龙虎斗"]
+GAMBLING_OFFERS = ["注册就送彩金", "首存双倍", "提款秒到账", "每天返水", "高赔率", "客服全天在线", "新会员有礼金"]
+
+
+def han_salad(rng: random.Random) -> str:
+    letters = ZH_COMMON[: rng.choice([80, 150, 300])]
+    phrases = ("".join(rng.choices(letters, k=rng.randrange(4, 14))) + rng.choice("，，。") for _ in range(30))
+    return "".join(phrases)
+
+
+def shuffled_prose(rng: random.Random) -> str:
+    """Good text with its characters in any order, the punctuation where it was."""
+    text = zh_prose(rng, 12)
+    letters = [character for character in text if character.isalpha()]
+    rng.shuffle(letters)
+    return "".join(letters.pop() if character.isalpha() else character for character in text)
+
+
+def badly_scanned(rng: random.Random) -> str:
+    noise = "~^*#|=+<>§°•■□◆lIOort"
+    out = []
+    for character in zh_prose(rng, 12):
+        if character.isalpha() and rng.random() < 0.2:
+            out.append(
+                rng.choice((rng.choice(noise), character + rng.choice(noise), chr(rng.randrange(0x4E00, 0x9F00))))
+            )
+        else:
+            out.append(character)
+    return "".join(out)
+
+
+def en_badly_scanned(rng: random.Random) -> str:
+    wrong = {"o": "0", "l": "1", "i": "!", "e": "c", "s": "5", "a": "@", "t": "+", "m": "rn"}
+    return "".join(wrong.get(c, c) if rng.random() < 0.25 else c for c in en_prose(rng, 12))
+
+
+def bar_menu(rng: random.Random) -> str:
+    bar = rng.choice(["|", " | ", "｜", " · "])
+    return "\n".join(bar.join(rng.choices(MENU_ENTRIES, k=rng.randrange(5, 20))) for _ in range(rng.randrange(2, 12)))
+
+
+def gambling(rng: random.Random) -> str:
+    def some(words: list[str]) -> str:
+        return rng.choice(words)
+
+    return "".join(
+        rng.choice(
+            [
+                f"{some(GAMBLING_PLACES)}娱乐城为您提供{some(GAMBLING_GAMES)}和{some(GAMBLING_GAMES)}，{some(GAMBLING_OFFERS)}。",
+                f"想在{some(GAMBLING_GAMES)}里赢钱，先要学会看牌路，再到{some(GAMBLING_PLACES)}平台下注，{some(GAMBLING_OFFERS)}。",
+                f"很多玩家都说{some(GAMBLING_PLACES)}官网的{some(GAMBLING_GAMES)}最公平，{some(GAMBLING_OFFERS)}，大家可以放心投注！",
+            ]
+        )
+        for _ in range(rng.randrange(6, 14))
+    )
+
+
+def en_gambling(rng: random.Random) -> str:
+    offers = [
+        "Join our online casino and claim a welcome bonus on your first deposit",
+        "Play roulette and blackjack with live dealers, and bet from your phone",
+        "The jackpot has never been higher, so spin the reels and take the payout",
+        "Our sportsbook has the best odds for football betting in the country",
+        "Poker players get cashback, free spins and other bonuses every week",
+        "Withdraw your winnings in minutes from the safest gambling site there is",
+    ]
+    return ". ".join(rng.sample(offers, 5)) + "."
+
+
 GOOD: dict[str, Callable[[random.Random], str]] = {"zh": zh_prose, "en": en_prose, "code": python_code}
 
 GARBAGE: dict[str, tuple[Callable[[random.Random], str], ...]] = {
     "zh": (
         zh_repetition, repeated_lines, gbk_mojibake, lossy_latin_mojibake, zh_menu, link_list, block_art, number_table,
-        base64_blob, zh_keywords, address_list, en_prose,
+        base64_blob, zh_keywords, address_list, en_prose, han_salad, shuffled_prose, badly_scanned, bar_menu, gambling,
     ),
     "en": (
         en_repetition, repeated_lines, lost_characters, lossy_latin_mojibake, menu, link_list, block_art, number_table,
-        base64_blob, en_keywords, address_list, zh_prose,
+        base64_blob, en_keywords, address_list, zh_prose, en_badly_scanned, en_gambling,
     ),
     "code": (minified, generated, base64_blob, number_table, hexadecimal_array, block_art, repeated_code, zh_prose),
 }  # fmt: skip

@@ -9,7 +9,7 @@ import pytest
 from zero2all.common.errors import UsageError
 from zero2all.common.schema import Problem, build, field_docs
 from zero2all.corpus.clean import RULES, CleanConfig, Cleaner, build_config, default_config
-from zero2all.corpus.clean.config import EDITS, MEASURES, MaxShare, Switch
+from zero2all.corpus.clean.config import EDITS, MEASURES, Switch
 
 
 def problems_of(values: object, channel: str = "zh") -> list[Problem]:
@@ -42,7 +42,7 @@ def test_values_go_on_top_of_the_defaults_of_the_channel() -> None:
     config = build_config("zh", {"digits": {"max_share": "0.5"}, "mask": {"phones": True}}, "clean.zh", problems)
     assert problems == []
     assert config is not None
-    assert config.digits == MaxShare(max_share=0.5, from_chars=default_config("zh").digits.from_chars)
+    assert config.digits == dataclasses.replace(default_config("zh").digits, max_share=0.5)
     assert config.mask.phones
     assert config.wrong_script == default_config("zh").wrong_script
 

@@ -8,12 +8,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from zero2all.corpus.clean import RULES, Cleaner, build_config, repair
+from zero2all.corpus.clean.config import default_config
 from zero2all.corpus.clean.repair import mend_mojibake, strip_blank
+from zero2all.corpus.clean.tables import standard_characters
 
 PIECES = ["a", "é", "…", "”", "â", "€", "™", "Ã", "©", "\x81", "\u200b", "\u200d", "\u200c", "\r", "\n", " ", "\t"]
 PIECES += [
     "\ufeff",
     "\ue000",
+    "\ue82a",
     "\ud800",
     "中",
     "，",
@@ -159,3 +162,26 @@ def test_mojibake_of_long_documents_is_mended_by_the_cleaner() -> None:
     broken = "".join(bytes((byte,)).decode("cp1252", errors="ignore") or chr(byte) for byte in good.encode())
     (done,) = Cleaner(channel="zh").clean([broken])
     assert (done.text, done.reason) == (good, None)
+
+
+def test_private_use_characters_of_gb18030_become_standard_ones_beside_han():
+    assert repair("分明\ue82a\ue82a羽林槍") == "分明㧐㧐羽林槍"
+    assert repair("氏\ue817。\ue864，") == "氏𠂉。龻，"
+    assert repair("menu \ue82a home") == "menu  home", "an icon of some font"
+    assert repair("王\ue406夹") == "王夹", "nobody knows which character this was"
+    assert len(standard_characters()) == 105
+    trails = [trail for trail in range(0x50, 0xA1) if trail != 0x7F]
+    for point, trail in zip(range(0xE815, 0xE865), trails, strict=True):
+        known = bytes((0xFE, trail)).decode("gb18030")  # an older edition: some of them are still where they were
+        assert known in (chr(standard_characters()[point]), chr(point))
+
+
+def test_private_use_characters_are_counted():
+    texts = ["分明\ue82a羽林\ue406槍", "plain", "菜单\uf101\uf102"]
+    found = Cleaner(default_config("zh"), "zh").clean(texts)
+    assert [each.private_use for each in found] == [{"mapped": 1, "removed": 1}, {}, {"mapped": 0, "removed": 2}]
+    assert [each.text for each in found] == ["分明㧐羽林槍", "plain", "菜单"]
+    for text, each in zip(texts, found, strict=True):
+        assert each.text_bytes + each.repaired_bytes == len(text.encode())
+    longer = Cleaner(default_config("zh"), "zh").clean(["氏\ue817氏"])[0]
+    assert (longer.text, longer.repaired_bytes) == ("氏𠂉氏", -1)

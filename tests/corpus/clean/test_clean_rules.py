@@ -4,6 +4,7 @@ import dataclasses
 import random
 from collections import Counter
 from collections.abc import Callable
+from textwrap import dedent
 
 import planted
 import pytest
@@ -21,6 +22,7 @@ EN_LINES = LONG_EN.split("\n")
 BLOB = planted.base64_blob(RNG)
 NUMBERS = planted.number_table(RNG)
 ZH_PAIRS = "".join(f"{one}{two}。" for one in planted.ZH_KEYWORDS for two in planted.ZH_KEYWORDS[:9])
+ZH_WORDS = "".join(f"{one}，{two}。" for one in planted.ZH_KEYWORDS for two in planted.ZH_KEYWORDS[:9])
 EN_PAIRS = "".join(f"{one} {two}. " for one in planted.EN_KEYWORDS for two in planted.EN_PLACES)
 
 OFFENDERS: dict[str, list[tuple[str, str]]] = {
@@ -51,7 +53,12 @@ OFFENDERS: dict[str, list[tuple[str, str]]] = {
         ("en", "\n".join(f"{line[:90]}..." for line in EN_LINES)),
     ],
     "few_sentences": [("zh", planted.zh_keywords(RNG)), ("en", planted.en_keywords(RNG))],
-    "few_function_words": [("zh", ZH_PAIRS), ("en", EN_PAIRS)],
+    "few_function_words": [("zh", ZH_PAIRS.replace("。", "、")), ("en", EN_PAIRS)],
+    "menu_lines": [("zh", planted.bar_menu(RNG)), ("en", "Home | News | Sport | About us | Contact | Help | Log in")],
+    "keyword_lists": [("zh", "、".join(planted.ZH_KEYWORDS)), ("zh", ZH_WORDS)],
+    "scrambled": [("zh", planted.han_salad(RNG)), ("zh", planted.shuffled_prose(RNG))],
+    "garbled": [("zh", planted.badly_scanned(RNG)), ("en", planted.en_badly_scanned(RNG))],
+    "spam": [("zh", planted.gambling(RNG)), ("en", planted.en_gambling(RNG))],
     "long_lines": [("code", planted.minified(RNG)), ("code", CODE + "#" + "abc def " * 300)],
     "generated": [
         ("code", planted.generated(RNG)),
@@ -115,6 +122,135 @@ def test_defaults_keep_good_text(channel: str) -> None:
     assert {one.reason for one in done} == {None}
 
 
+VERSE_ZH = {
+    "seven characters": """
+        朝辞白帝彩云间，千里江陵一日还。
+        两岸猿声啼不住，轻舟已过万重山。
+        故人西辞黄鹤楼，烟花三月下扬州。
+        孤帆远影碧空尽，唯见长江天际流。""",
+    "five characters, traditional": """
+        國破山河在，城春草木深。感時花濺淚，恨別鳥驚心。
+        烽火連三月，家書抵萬金。白頭搔更短，渾欲不勝簪。
+        空山新雨後，天氣晚來秋。明月松間照，清泉石上流。
+        竹喧歸浣女，蓮動下漁舟。隨意春芳歇，王孫自可留。""",
+    "without punctuation": """
+        渡远荆门外\n来从楚国游\n山随平野尽\n江入大荒流\n月下飞天镜\n云生结海楼\n仍怜故乡水\n万里送行舟
+        青山横北郭\n白水绕东城\n此地一为别\n孤蓬万里征\n浮云游子意\n落日故人情\n挥手自兹去\n萧萧班马鸣""",
+    "ci": """
+        寒蝉凄切，对长亭晚，骤雨初歇。
+        都门帐饮无绪，留恋处，兰舟催发。
+        执手相看泪眼，竟无语凝噎。
+        念去去，千里烟波，暮霭沉沉楚天阔。
+        多情自古伤离别，更那堪，冷落清秋节！
+        今宵酒醒何处？杨柳岸，晓风残月。
+        此去经年，应是良辰好景虚设。
+        便纵有千种风情，更与何人说？""",
+    "four characters": """
+        关关雎鸠，在河之洲。窈窕淑女，君子好逑。
+        参差荇菜，左右流之。窈窕淑女，寤寐求之。
+        求之不得，寤寐思服。悠哉悠哉，辗转反侧。
+        参差荇菜，左右采之。窈窕淑女，琴瑟友之。
+        参差荇菜，左右芼之。窈窕淑女，钟鼓乐之。""",
+    "annals": """
+        三年春正月，城郢。夏四月庚辰，大雨雪。秋七月，楚人伐宋，取彭城。
+        冬十月癸酉，齐侯、宋公、卫侯会于鄄。十有二月，日有食之。
+        四年春二月，公至自鄄。三月，葬蔡桓侯。夏五月丁丑，雨雹。六月，陈侯使其大夫来聘。""",
+    "medicine": """
+        味苦寒。主五脏肠胃中结热，黄疸，肠痔，止泄利，女子漏下赤白，阴阳蚀疮。
+        一名檀桓。生山谷。气味甘，温，无毒。久服轻身，延年，通神。""",
+}
+
+
+@pytest.mark.parametrize("form", VERSE_ZH)
+def test_verse_and_classical_text_are_kept(form: str) -> None:
+    (done,) = Cleaner(channel="zh", measure_kept=True).clean([dedent(VERSE_ZH[form])])
+    assert done.reason is None, done.measures
+    assert done.measures is not None
+    assert done.measures["verse"] or done.measures["classical"] or done.measures["function_han_share"] > 0.09
+
+
+def test_modern_prose_is_neither_verse_nor_classical() -> None:
+    for channel, text in (("zh", LONG_ZH), ("en", LONG_EN)):
+        (done,) = Cleaner(channel=channel, measure_kept=True).clean([text])
+        assert done.measures is not None
+        assert (done.measures["verse"], done.measures["classical"]) == (0, 0)
+
+
+def test_short_lines_of_verse_are_kept_in_any_language() -> None:
+    en = "\n".join(
+        f"{line},"
+        for line in (
+            "Wild rose, red thorn", "Bright star, dark stone", "Cold rain, hot bread", "Late frost, soft moss",
+            "Sweet pine, sharp salt", "Quick fox, slow snail", "Grey gull, black wing", "Green reed, white foam",
+            "Long road, short night", "Old oak, young leaf",
+        )
+    )  # fmt: skip
+    de = "\n".join(
+        f"{line},"
+        for line in (
+            "Der Wald wird still", "Die Nacht ist weit", "Ein Licht geht auf", "Der Weg ist lang",
+            "Kein Wind, kein Laut", "Der Mond steht hoch", "Das Feld ist weiß", "Ein Stern, ein Baum",
+            "Ein Haus am Fluss", "Die Zeit vergeht",
+        )
+    )  # fmt: skip
+    assert Cleaner(channel="en").clean([en])[0].reason is None
+    assert Cleaner(channel="other").clean([de])[0].reason is None
+
+
+def test_a_page_about_bits_a_glossary_and_a_formula_are_kept() -> None:
+    bits = "".join(
+        f"The operator {name} takes two numbers and works on each pair of their bits, as this example shows.\n"
+        f"00000000000000000000000000001001\n00000000000000000000000000000101\n"
+        for name in ("and", "or", "exclusive or", "shift")
+    )
+    glossary = "\n".join(
+        f"- [{word}](https://example.org/en/reference/glossary/{word}/definition-and-usage-of-{word})\n"
+        f"  The {word} is a part of the machine that does what its name says, and it is used in most of them."
+        for word in ("register", "adder", "latch", "decoder", "counter")
+    )
+    formula = "".join(
+        f"<mrow><mi>{letter}</mi><mo>=</mo><mn>2</mn></mrow>\nThe value of {letter} is set before the rest of the "
+        "formula is read, so that it can be used in all of the rows below it.\n"
+        for letter in "abcdef"
+    )
+    for rule, text, measure in (
+        ("digits", bits, "digit_share"), ("urls", glossary, "url_share"), ("symbols", formula, "symbol_share")
+    ):  # fmt: skip
+        config = only(rule, "en")
+        (done,) = Cleaner(config, "en", measure_kept=True).clean([text])
+        assert (rule, done.reason) == (rule, None)
+        assert done.measures is not None
+        assert done.measures[measure] > min(0.15, getattr(config, rule).max_share)
+        without_prose = "\n".join(line for line in text.split("\n") if not line.endswith("."))
+        if rule != "symbols":
+            assert Cleaner(config, "en").clean([without_prose])[0].reason == rule
+
+
+def test_a_short_poem_of_rare_characters_is_no_mojibake() -> None:
+    suspects = "鏡鐘銀鎖閣錦鍾鈴"
+    poem = "銀燭秋光冷畫屏，輕羅小扇撲流螢。\n天階夜色涼如水，坐看牽牛織女星。\n金鏡銀鈴鎖錦閣，鐘鳴鏡裏鎖銀鐘。"
+    (done,) = Cleaner(only("mojibake", "zh"), "zh", measure_kept=True).clean([poem])
+    assert any(character in poem for character in suspects)
+    assert done.reason is None
+
+
+def test_reports_on_gambling_are_kept() -> None:
+    report = (
+        "警方昨天通报，他们在三个城市同时行动，抓获了一个网络赌博团伙的二十名成员。据介绍，这个团伙租用境外的服务器，"
+        "通过社交软件发展下线，涉案金额超过一千万元。不少参与的人欠下债务，家庭因此破裂。办案的民警说，所谓的技巧都是骗局，"
+        "后台可以随意修改结果，参与者没有一个能够带着钱离开。检察机关已经批准逮捕其中的十二人，案件还在进一步审理之中。"
+    )
+    assert Cleaner(channel="zh").clean([report])[0].reason is None
+
+
+def test_a_table_in_markdown_is_no_menu() -> None:
+    rows = "\n".join(
+        f"| {word} | {number} | the {word} of the house |" for number, word in enumerate(planted.EN_PLACES)
+    )
+    (done,) = Cleaner(only("menu_lines", "en"), "en").clean([f"| name | number | meaning |\n|---|:-:|---|\n{rows}"])
+    assert done.reason is None
+
+
 def test_short_good_texts_are_kept() -> None:
     zh = [
         "今天天气很好，我们去公园玩了一会儿。",
@@ -143,7 +279,8 @@ def test_thresholds_decide() -> None:
     text = LONG_ZH + "1234567890" * 40
     share = Cleaner(config, "zh", measure_kept=True).clean([text])[0].measures["digit_share"]
     for limit, reason in ((share - 0.001, "digits"), (share + 0.001, None)):
-        changed = dataclasses.replace(only("digits", "zh"), digits=dataclasses.replace(config.digits, max_share=limit))
+        digits = dataclasses.replace(config.digits, max_share=limit, spare_prose_share=1.0)
+        changed = dataclasses.replace(only("digits", "zh"), digits=digits)
         assert Cleaner(changed, "zh").clean([text])[0].reason == reason
 
 

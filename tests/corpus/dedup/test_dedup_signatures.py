@@ -108,3 +108,32 @@ def test_describe_without_near_makes_no_signatures() -> None:
     assert described.signatures is None
     assert described.text_bytes.tolist() == [6, 0]
     assert describe([], "zh", DedupConfig()).digests.shape == (0, 16)
+
+
+WIDE = str.maketrans(",.!?:;()", "，。！？：；（）")
+TRADITIONAL = str.maketrans("这个们来时为会说学国对过还没经进么样问题发", "這個們來時為會說學國對過還沒經進麼樣問題發")
+
+
+def test_width_of_punctuation_and_traditional_characters_do_not_matter() -> None:
+    text = "我们来这个国家学习时, 没有经过什么问题; 他说: 还会发现这样的! (对吗?) 进来."
+    signs, traditional = text.translate(WIDE), text.translate(TRADITIONAL)
+    assert signs != text != traditional
+    described = describe([text, signs, traditional, "“引文”……", '"引文"..'], "zh", DedupConfig())
+    rows = described.signatures
+    assert np.array_equal(rows[0], rows[1])
+    assert np.array_equal(rows[0], rows[2])
+    assert np.array_equal(rows[3], rows[4])
+    assert len(set(described.keys[:3].tolist())) == 1, "held out together"
+    assert len({row.tobytes() for row in described.digests}) == 5, "but no exact duplicates"
+    assert np.array_equal(
+        describe(["Ｈｅｌｌｏ，　１２３"], "en", DedupConfig()).keys, describe(["hello 123"], "en", DedupConfig()).keys
+    )
+    code = describe(["x = '這'", "x = '这'"], "code", DedupConfig()).signatures
+    assert not np.array_equal(code[0], code[1]), "code is not folded"
+
+
+def test_keys_are_the_same_with_and_without_signatures_and_never_the_same_for_all_signs() -> None:
+    texts = ["hello there", "你好，世界", "----", "....", ""]
+    near, plain = describe(texts, "zh", DedupConfig()), describe(texts, "zh", DedupConfig(near="off"))
+    assert near.keys.tolist() == plain.keys.tolist()
+    assert len(set(near.keys.tolist())) == 5

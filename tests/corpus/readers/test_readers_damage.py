@@ -7,6 +7,7 @@ import gzip
 import json
 import lzma
 import random
+import re
 from pathlib import Path
 
 import pyarrow as pa
@@ -32,7 +33,7 @@ from reader_samples import (
 )
 
 from zero2all.corpus.listing import InputFile
-from zero2all.corpus.readers import Damaged, Format, Limits, Row, TextBy, plan_units, read_unit
+from zero2all.corpus.readers import Damaged, Format, Limits, Row, TextBy, plan_units, read_unit, sniff
 
 NOISE = [{"text": random.Random(n).randbytes(300).hex(), "n": n} for n in range(1000)]
 """Does not compress away, so that a stream can be cut in its middle."""
@@ -109,8 +110,50 @@ def test_odd_but_legal_json_is_kept(tmp_path: Path):
 
 def test_what_is_no_object_is_damaged(tmp_path: Path):
     items = read_all(write(tmp_path / "a.jsonl", b'{"a": 1}\n17\n[1, 2]\n"a text"\nnull\n'))
-    assert rows_of(items) == [{"a": 1}, {"text": "a text"}]
-    assert [bad.reason for bad in damaged_of(items)] == ["not_an_object"] * 3
+    assert rows_of(items) == [{"a": 1}]
+    assert [bad.reason for bad in damaged_of(items)] == ["not_an_object"] * 4
+
+
+GARBAGE = [b"\0" * 300, b"\xff\xfe\0\xff" * 20, b'{"text": "\0"}', b'{"text": "\xff\xff"}', bytes(range(1, 10)) * 9]
+
+
+@pytest.mark.parametrize("place", ["first", "spread", "far in"])
+@pytest.mark.parametrize("text", ["plain words and more of them", "一些中文的句子，写得不长。"])
+def test_garbage_lines_cost_themselves_not_the_file(tmp_path: Path, place: str, text: str):
+    good = [{"text": f"{n} {text}"} for n in range(2000)]
+    lines = [json.dumps(row, ensure_ascii=False).encode() for row in good]
+    at = {"first": [0] * 5, "spread": [0, 400, 800, 1200, 1600], "far in": [1500] * 5}[place]
+    for number, line in zip(reversed(at), GARBAGE, strict=True):
+        lines.insert(number, line)
+    items = read_all(write(tmp_path / "a.jsonl", b"\n".join(lines) + b"\n"))
+    assert rows_of(items) == good
+    assert len(damaged_of(items)) == 5
+
+
+def test_garbage_in_gb18030_lines_arrays_and_texts(tmp_path: Path):
+    lines = [f'{{"text": "第{n}行，写的是一些普通的句子。"}}'.encode("gb18030") for n in range(300)]
+    items = read_all(write(tmp_path / "a.jsonl", b"\n".join([b"\0\0\xff", *lines])))
+    assert (len(rows_of(items)), len(damaged_of(items))) == (300, 1)
+    elements = [b'{"text": "words of element %d"}' % n for n in range(300)]
+    items = read_all(write(tmp_path / "a.json", b"[" + b",\n".join([*elements, b'{"text": "\0\0"}', *elements]) + b"]"))
+    assert (len(rows_of(items)), len(damaged_of(items))) == (600, 1)
+    (text,) = rows_of(read_all(write(tmp_path / "a.txt", b"a line of text\n" * 50 + b"\0\0\n")))
+    assert text["content"].startswith("a line of text")
+
+
+@pytest.mark.parametrize("head", [b"\x89PNG\r\n\x1a\n", b"", b"%PDF-1.4\n", b"SQLite format 3\0"])
+def test_binary_files_are_still_left_out(head: bytes):
+    noise = random.Random(3).randbytes(20_000)
+    assert sniff(head + noise, "a.jsonl").format is Format.BINARY
+    padded = head + b"some words\n" + bytes(40) + noise + b"more words\n" * 20
+    assert sniff(padded, "a.txt").format is Format.BINARY
+
+
+def test_what_is_said_of_a_broken_archive_is_the_same_every_time(tmp_path: Path):
+    data = seven_zip_of(MEMBERS)
+    path = write(tmp_path / "a.7z", data[: len(data) * 2 // 3])
+    (bad,) = damaged_of(read_all(path))
+    assert not re.search(r"0x[0-9a-f]{6}|archive_p|\d{9}", bad.detail), bad.detail
 
 
 @pytest.mark.parametrize("wrapping", ["", ".gz", ".zst", ".zip"])

@@ -99,6 +99,10 @@ def test_text_by_file_line_blank_line_and_long(tmp_path: Path, encoding: str, wr
     assert "".join(documents) == text
     assert len(documents) > 20
     assert all(2_000 < len(document.encode()) < 33_000 for document in documents[:-1])
+    pieces = contents(split_text_above_bytes=100_000, text_piece_bytes=2_000)
+    assert "".join(pieces) == text
+    assert len(pieces) > 2 * len(documents)
+    assert all(len(piece.encode()) <= 8_000 for piece in pieces)
 
 
 def test_text_and_code_in_archives_are_named_by_their_member(tmp_path: Path):

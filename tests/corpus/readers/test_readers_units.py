@@ -147,10 +147,9 @@ def test_csv(tmp_path_factory: pytest.TempPathFactory, rows: list[Any], unit_byt
 def test_text(tmp_path_factory: pytest.TempPathFactory, lines: list[str], unit_bytes: int, text_by: TextBy, block: int):
     path = tmp_path_factory.mktemp("u") / "a.txt"
     path.write_bytes("\n".join(lines).encode())
-    texts = "zero2all.corpus.readers.texts"
-    with patch(f"{texts}.DOCUMENT_BYTES", 20), patch(f"{texts}.DOCUMENT_BYTES_MAX", 60):
-        whole = same_however_split(path, unit_bytes, text_by=text_by, text_block_bytes=block)
-        same_after_every_item(path, limits_with(unit_bytes=unit_bytes, text_by=text_by, text_block_bytes=block))
+    cut = {"text_by": text_by, "text_block_bytes": block, "text_piece_bytes": 15}
+    whole = same_however_split(path, unit_bytes, **cut)
+    same_after_every_item(path, limits_with(unit_bytes=unit_bytes, **cut))
     if text_by is TextBy.AUTO and path.stat().st_size > 20 and "\r" not in "".join(lines):
         documents = "".join(row["content"] for row in rows_of(whole))
         assert "".join(documents.split()) == "".join("".join(lines).split())

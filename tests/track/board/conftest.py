@@ -32,7 +32,8 @@ def write_run(folder: Path, steps: int, seed: int, spike: int | None = None) -> 
         for step in range(1, steps + 1):
             loss = 2 + 3 * 0.99**step + 0.02 * rng.normal() + (5 if step == spike else 0)
             values = {"loss": loss, "loss/en": loss - 0.2, "loss/zh": loss + 0.3, "lr": seed * 1e-4, "grad_norm": 1.0}
-            values |= {"tokens_per_second": 1000.0, "time/forward": 0.2, "time/backward": 0.4, "gpu/power": 300.0}
+            values |= {"tokens_per_second": 1000.0, "time/step": 0.6, "time/forward": 0.2, "time/backward": 0.4}
+            values["gpu/power"] = 300.0
             run.log(values, step=step, tokens=100 * step)
             if step % 100 == 0:
                 run.log({"eval/wiki/bpb": 1 + 1 / step, "eval/code/bpb": 2 + 1 / step}, step=step, tokens=100 * step)

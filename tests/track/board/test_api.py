@@ -126,7 +126,11 @@ def test_a_curve_without_points_is_an_empty_answer(client):
     flops, nothing = curves(
         client, {"run": "0/base", "metric": "loss", "axis": "flops"}, {"run": "0/base", "metric": "no such metric"}
     )
-    assert flops.facts == nothing.facts == {"total": 0, "before": 0, "start": None, "end": None, "nonfinite": 0}
+    assert (
+        flops.facts
+        == nothing.facts
+        == {"total": 0, "before": 0, "start": None, "end": None, "nonfinite": 0} | {"last": None}
+    )
 
 
 def test_steps_that_a_later_attempt_took_back_are_ghosts(tmp_path):
@@ -195,6 +199,123 @@ def test_spikes_nobody_recorded_are_found_in_the_loss(tmp_path):
     facts = client.get("/api/event", params={"id": "0/r", "i": spike["i"]}).json()
     assert facts["data"]["value"] == 9.0
     assert facts["around"]["loss/en"] == 1.0
+
+
+def test_the_panel_of_a_spike_says_which_rule_found_it_and_its_limit(tmp_path):
+    rng = np.random.default_rng(0)
+    losses = 2 + 0.02 * rng.normal(size=300)
+    losses[[200, 204]] += [0.5, 0.25]  # the first widens the standard deviation, and hides the second from its rule
+    with Run(tmp_path / "r") as run:
+        for step, loss in enumerate(losses, 1):
+            run.log({"loss": loss}, step=step)
+    client = client_of(tmp_path, cache=tmp_path / "cache")
+    measures = {}
+    for step in (201, 205):
+        rows = client.get("/api/event", params={"id": "0/r", "i": f"found-{step}"}).json()["measures"]
+        measures[step] = {word: (number, limit) for word, number, _, limit in rows}
+    assert measures[201]["aboveMean"][0] > measures[201]["aboveMean"][1] == 6.0
+    assert measures[205]["aboveMean"][0] < 6.0, "not by this rule"
+    assert measures[205]["aboveMedian"][0] > measures[205]["aboveMedian"][1] == 7.0, "but by this one"
+
+
+def test_a_spike_of_the_trainers_guards_shows_limit_channels_and_documents_of_its_incident(tmp_path):
+    finding = {"kind": "grad_spike", "value": 9.3, "usual": 1.1, "limit": 4.0, "text": "gradient norm 9.3, above 4"}
+    finding |= {"details": {"channel_losses": {"en": 2.1, "zh": 3.3, "odd": None}}, "page": "20-grad_spike.html"}
+    with Run(tmp_path / "r") as run:
+        for step in range(1, 30):
+            run.log({"loss": 2.0, "grad_norm": 1.0}, step=step)
+        run.event("spike", 20, finding)
+        run.event("spike", 21, {**finding, "page": "../../secret.html"})
+    (tmp_path / "secret.json").write_text('{"samples": [{"documents": [{"gid": 1}]}]}')
+    (tmp_path / "r" / "incidents").mkdir()
+    sample = {"source": "web", "loss": 7.5, "documents": [{"gid": 4242, "title": "", "text": "bad words", "tokens": 3}]}
+    (tmp_path / "r" / "incidents" / "20-grad_spike.json").write_text(json.dumps({"samples": [sample]}))
+    client = client_of(tmp_path, cache=tmp_path / "cache")
+    first, second = (m for m in client.get("/api/events", params={"id": "0/r"}).json()["marks"] if m["kind"] == "spike")
+    assert first["metric"] == "grad_norm", "its ring belongs on that curve, not on the loss"
+    assert first["note"] == finding["text"]
+    facts = client.get("/api/event", params={"id": "0/r", "i": first["i"]}).json()
+    assert [row[:2] for row in facts["measures"]] == [["value", 9.3], ["usual", 1.1], ["limit", 4.0]]
+    assert facts["losses"] == [["zh", 3.3], ["en", 2.1]]
+    assert facts["documents"] == [{"source": "web", "loss": 7.5, "gid": 4242, "title": "", "text": "bad words"}]
+    assert client.get("/api/event", params={"id": "0/r", "i": second["i"]}).json()["documents"] == []
+
+
+def test_an_evaluation_beside_the_training_is_no_restart_and_no_end_of_it(tmp_path):
+    with Run(tmp_path / "r") as run:
+        run.log({"loss": 2.0}, step=1)
+    for step in (1, 2):
+        with Run(tmp_path / "r", writer="eval") as late:
+            late.log({"eval/probes/accuracy/en": 0.5}, step=step)
+    client = client_of(tmp_path, cache=tmp_path / "cache")
+    marks = client.get("/api/events", params={"id": "0/r"}).json()["marks"]
+    assert [(mark["kind"], mark["writer"]) for mark in marks] == [("end", "train")]
+    facts = client.get("/api/run", params={"id": "0/r"}).json()
+    assert facts["attempt"] == 1
+    assert [group["key"] for group in facts["groups"]] == ["loss", "eval"]
+
+
+def test_the_fields_of_an_event_are_rows_to_read(tmp_path):
+    notes = ["disk: 12 checkpoints fit", "memory: 10 of 80 GB"]
+    data = {
+        "notes": notes,
+        "environment": {"device": "cpu", "threads": 2},
+        "ok": True,
+        "none": None,
+        "list": [{"a": 1}],
+    }
+    with Run(tmp_path / "r") as run:
+        run.log({"loss": 2.0}, step=1)
+        run.event("sanity", 0, data)
+    client = client_of(tmp_path, cache=tmp_path / "cache")
+    (mark,) = [m for m in client.get("/api/events", params={"id": "0/r"}).json()["marks"] if m["kind"] == "sanity"]
+    assert mark["note"] == "; ".join(notes)
+    fields = client.get("/api/event", params={"id": "0/r", "i": mark["i"]}).json()["fields"]
+    assert fields == [
+        ["notes", "\n".join(notes)],
+        ["environment.device", "cpu"],
+        ["environment.threads", "2"],
+        ["ok", "true"],
+        ["none", "–"],
+        ["list 1.a", "1"],
+    ]
+
+
+def test_runs_of_the_same_name_say_in_which_place_they_are(tmp_path):
+    for place in ("left", "right"):
+        with Run(tmp_path / place / "work" / "runs" / "small") as run:
+            run.log({"loss": 2.0}, step=1)
+    with Run(tmp_path / "left" / "work" / "runs" / "alone") as run:
+        run.log({"loss": 2.0}, step=1)
+    client = client_of(*(tmp_path / place / "work" for place in ("left", "right")), cache=tmp_path / "cache")
+    places = {row["id"]: row["place"] for row in client.get("/api/runs").json()["rows"]}
+    assert places == {"0/runs/small": "left/work", "1/runs/small": "right/work", "0/runs/alone": ""}
+    assert client.get("/api/run", params={"id": "1/runs/small"}).json()["place"] == "right/work"
+    assert client.get("/api/runs", params={"q": "right"}).json()["total"] == 1
+
+
+def test_an_attempt_without_a_loss_of_its_own_does_not_empty_the_list(tmp_path):
+    with Run(tmp_path / "r") as run:
+        run.log({"loss": 2.5}, step=1)
+    with Run(tmp_path / "r", resumed_from=1) as run:
+        run.log({"eval/valid/loss/en": 9.0}, step=1)
+    (row,) = client_of(tmp_path, cache=tmp_path / "cache").get("/api/runs").json()["rows"]
+    assert row["loss"] == 2.5
+
+
+def test_short_curves_are_not_smoothed_and_new_points_move_the_smoothed_line_before_them(tmp_path):
+    with Run(tmp_path / "r") as run:
+        for step in range(1, 201):
+            run.log({"loss": 5 - step / 50, **({"rare": 1.0} if step % 5 == 0 else {})}, step=step)
+    client = client_of(tmp_path, cache=tmp_path / "cache")
+    query = {"run": "0/r", "metric": "loss", "smooth": "ema:10", "count": 4000}
+    rare, whole, end = curves(client, {**query, "metric": "rare"}, query, {**query, "after": 190})
+    assert "smooth" not in rare.columns
+    assert whole.facts["last"] == 1.0
+    drawn = dict(zip(whole.columns["x"].tolist(), whole.columns["smooth"].tolist(), strict=True))
+    assert end.columns["again_x"].tolist() == list(range(161, 191))
+    wanted = [drawn[x] for x in end.columns["again_x"].tolist()]
+    np.testing.assert_allclose(end.columns["again"], wanted, rtol=1e-5)
 
 
 def test_samples_are_listed_by_step_and_fetched_one_by_one(client):

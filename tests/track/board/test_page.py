@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from zero2all.track import Run
+from zero2all.track.plot import COLORS
 
 from .conftest import HOSTILE, SPIKE_STEP, ServedBoard
 
@@ -101,6 +102,119 @@ def test_markup_in_names_and_samples_stays_text(page, served):
     assert page.locator("main script, main img[src=x], aside img[src=x]").count() == 0
 
 
+def test_the_legend_shows_what_was_logged_and_what_is_smoothed_each_by_its_name(page, served, locale):
+    open_page(page, served, "runs=0/base")
+    legend = page.locator(f"{LOSS} .legend li")
+    raw, smoothed = words(locale, "raw", "原始"), words(locale, "smoothed", "平滑")
+    expect(legend).to_have_text(re.compile(rf"loss{raw}2\.\d+{smoothed} 2\.\d+"))
+    spike = page.locator(f'{LOSS} .marker[data-kind="spike"]').bounding_box()
+    page.mouse.move(spike["x"] + spike["width"] / 2, spike["y"] + 100)
+    expect(legend).to_have_text(re.compile(rf"loss{raw}7\.\d+{smoothed} 2\.\d+"))
+    page.keyboard.press("Control+a")
+    page.locator("select").select_option("median")
+    page.get_by_role("slider").first.fill("0")
+    expect(legend).to_have_text(re.compile(r"^loss\d\.\d+$"))  # nothing is smoothed: nothing has to be told apart
+
+
+def test_the_parts_of_a_step_are_stacked_once_and_their_sum_is_a_line(page, served):
+    open_page(page, served, "runs=0/base")
+    card = page.locator('[data-chart="time/*"]')
+    card.scroll_into_view_if_needed()
+    page.wait_for_selector('[data-chart="time/*"][data-state="painted"]')
+    labels = card.locator(".legend .name").all_inner_texts()
+    assert labels == ["backward", "forward", "Σ step"]
+    columns = card.evaluate("(element) => element.card.chart.plot.data.slice(1).map((column) => column.at(-1))")
+    assert columns == pytest.approx([0.4, 0.6, 0.6], abs=1e-6)
+    assert card.evaluate("(element) => element.card.chart.plot.scales.y.max") < 0.7
+    assert card.locator(".unit").inner_text() == "seconds"
+
+
+def test_every_chart_says_in_words_what_it_shows(page, served, locale):
+    open_page(page, served, "runs=0/base")
+    label = page.locator(f"{LOSS} canvas").get_attribute("aria-label")
+    assert page.locator(f"{LOSS} canvas").get_attribute("role") == "img"
+    low, high = words(locale, "lowest", "最低"), words(locale, "highest", "最高")
+    assert re.search(rf"^loss (nats per token|nat/词元).*4\.9\d+.*400.*{low} [12]\.\d+.*{high} 7\.\d+", label), label
+
+
+def test_channels_have_the_colours_of_z2a_plot(page, served):
+    open_page(page, served, "runs=0/base")
+    page.wait_for_selector('[data-chart="loss/*"][data-state="painted"]')
+    lines = page.locator('[data-chart="loss/*"]').evaluate(
+        "(element) => Object.fromEntries(element.card.chart.lines.map(({label, color}) => [label, color]))"
+    )
+    assert lines == {"en": COLORS[1], "zh": COLORS[2]}
+
+
+def test_markers_are_reached_by_tab_and_arrows_and_opened_by_enter(page, served):
+    open_page(page, served, "runs=0/base")
+    page.locator(f'{LOSS} .marker[data-kind="spike"]').wait_for()
+    stops = page.locator(f'{LOSS} .marker[tabindex="0"]')
+    expect(stops).to_have_count(1)
+    stops.focus()
+    for _ in range(2):  # over the checkpoints of 100 and 200
+        page.keyboard.press("ArrowRight")
+    assert page.evaluate("document.activeElement.dataset.kind") == "spike"
+    page.keyboard.press("Enter")
+    page.locator("#drawer .bars").wait_for()
+    page.keyboard.press("Escape")
+    assert page.evaluate("document.activeElement.dataset.kind") == "spike"
+
+
+def test_markers_stay_below_the_bar_and_the_drawer_of_a_phone(page, served):
+    open_page(page, served, "runs=0/base")
+    marker = page.locator(f'{LOSS} .marker[data-kind="spike"]')
+    marker.wait_for()
+    at_marker = """(marker) => {
+        const {x, y, width, height} = marker.getBoundingClientRect();
+        const top = document.elementFromPoint(x + width / 2, y + height / 2);
+        return top?.closest('#bar, #runs, .marker')?.id ?? 'nothing';
+    }"""
+    page.mouse.wheel(0, marker.bounding_box()["y"] - 20)
+    page.wait_for_function("scrollY > 0")
+    assert marker.evaluate(at_marker) == "bar"
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.evaluate("scrollTo(0, 0)")
+    first = page.locator(f"{LOSS} .marker").first
+    page.click("#menu")
+    page.wait_for_timeout(300)  # it slides in
+    assert first.evaluate(at_marker) == "runs"
+
+
+def test_two_workspaces_with_a_run_of_the_same_name_are_told_apart(page, tmp_path):
+    for place in ("left", "right"):
+        with Run(tmp_path / place / "runs" / "same") as run:
+            run.log({"loss": 2.0}, step=1)
+    served = ServedBoard([tmp_path / "left", tmp_path / "right"], tmp_path / "cache")
+    try:
+        page.set_viewport_size({"width": 390, "height": 844})
+        open_page(page, served, "runs=0/runs/same,1/runs/same")
+        assert sorted(page.locator(f"{LOSS} .legend .name").all_inner_texts()) == ["left/runs/same", "right/runs/same"]
+        assert sorted(page.locator(".only .where").all_text_contents()) == ["left", "right"]
+        numbers = page.locator(".compare td.num").evaluate_all(
+            "(cells) => cells.map((cell) => { const range = document.createRange(); range.selectNodeContents(cell);"
+            " return range.getClientRects().length; })"
+        )
+        assert set(numbers) == {1}, "no number is broken over two lines"
+    finally:
+        page.goto("about:blank")
+        served.stop()
+
+
+def test_ages_in_the_list_are_shown_whole(page, served, live_root):
+    metrics = live_root / "old-and-long" / "metrics"
+    metrics.mkdir(parents=True)
+    row = '{"step":1234567,"time":5.0,"tokens":1,"values":{"loss":12.345}}\n'  # written in 1970
+    (metrics / "train-1.jsonl").write_text(row)
+    (metrics.parent / "config.yaml").write_text("train:\n  steps: 1500000\n")
+    open_page(page, served, "runs=0/base,1/old-and-long")  # compared, so that a flag stands beside it
+    page.locator('[data-run="1/old-and-long"] .when', has_text="d").wait_for()
+    clipped = page.locator(".when").evaluate_all(
+        "(all) => all.filter((each) => each.scrollWidth > each.clientWidth + 1).length"
+    )
+    assert clipped == 0
+
+
 def test_zoom_axis_scales_search_and_theme_are_in_the_address(page, served):
     open_page(page, served, "runs=0/base")
     plot = page.locator(f"{LOSS} .u-over").bounding_box()
@@ -132,6 +246,15 @@ def test_what_was_left_out_is_said_and_nan_is_marked(page, served):
     open_page(page, served, "runs=0/torn")
     page.get_by_text(re.compile(r"Left out: [23] damaged lines")).wait_for()
     page.locator(LOSS).get_by_text("1 not finite").wait_for()
+
+
+def test_one_damaged_line_is_one_line(page, served, live_root):
+    metrics = live_root / "damaged" / "metrics"
+    metrics.mkdir(parents=True)
+    row = '{"step":%d,"time":5.0,"tokens":1,"values":{"loss":2.0}}\n'
+    (metrics / "train-1.jsonl").write_text(row % 1 + "garbage\n" + row % 2)
+    open_page(page, served, "runs=1/damaged")
+    page.get_by_text(re.compile(r"Left out: 1 damaged line$")).wait_for()
 
 
 def test_a_run_that_vanishes_while_watched_stays_on_the_screen_with_a_word(page, served, live_root):
@@ -211,6 +334,7 @@ def test_an_empty_folder_says_where_it_looked_and_notices_the_first_run(page, tm
     try:
         page.goto(served.url)
         page.get_by_text(f"Looked in {root}").wait_for()
+        page.get_by_text(f"z2a quickstart --work {root}", exact=True).wait_for()  # and what to do next
         with Run(root / "runs" / "first") as run:
             run.log({"loss": 3.0}, step=1)
             run.log({"loss": 2.0}, step=2)

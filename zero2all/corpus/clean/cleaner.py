@@ -22,9 +22,18 @@ import numpy as np
 from zero2all.common.errors import UsageError
 from zero2all.corpus.clean.code import is_broken_python, is_generated, without_licence
 from zero2all.corpus.clean.config import CleanConfig, config_problems, default_config
+from zero2all.corpus.clean.han import pair_tables
 from zero2all.corpus.clean.mask import Hints, mask_text
-from zero2all.corpus.clean.repair import repair, strip_blank, table_for
-from zero2all.corpus.clean.tables import ART, CODE_POINTS, FUNCTION_WORDS, JOINER, SPACE
+from zero2all.corpus.clean.repair import (
+    private_use_count,
+    repair,
+    strip_blank,
+    table_for,
+    with_standard_characters,
+    without_unwanted,
+)
+from zero2all.corpus.clean.spam import set_spam_measures
+from zero2all.corpus.clean.tables import ART, CODE_POINTS, FUNCTION_WORDS, JOINER, SPACE, SPAM_WORDS
 
 GROUP_CHARS = 1 << 19
 """Texts are put together up to this many characters (4 bytes each) before they are scanned."""
@@ -52,11 +61,13 @@ class Cleaned:
     text_bytes: int
     """UTF-8 bytes of `text`."""
     repaired_bytes: int
-    """UTF-8 bytes that repair, edits and masks took away; never negative."""
+    """UTF-8 bytes that repair, edits and masks took away; less than none where mapped characters are longer."""
     masked: dict[str, int] = field(default_factory=dict)
     """How many secrets of each kind were masked; kinds without any are left out."""
     measures: dict[str, float] | None = None
     """What the rules looked at: for dropped texts, and for all if the cleaner was asked to."""
+    private_use: dict[str, int] = field(default_factory=dict)
+    """How many private-use characters were `mapped` to standard ones and `removed`; empty where there were none."""
 
 
 class Cleaner:
@@ -121,13 +132,16 @@ class Cleaner:
 
         counts, texts = self._scan(originals)
         bytes_in = counts[:, k.BYTES_IN].copy()
-        edited = self._edited(originals, texts, counts)
+        private_use = self._private_use(originals, counts)
+        edited = self._edited(originals, texts, counts, private_use)
         if edited:
             places = list(edited)
             counts[places], again = self._scan(list(edited.values()))
             for place, text in zip(places, again, strict=True):
                 texts[place] = text
         measures = rules.measures_of(counts, self.config)
+        if self.config.spam.on:
+            set_spam_measures(texts, measures)
         reasons = self._reasons(texts, measures)
         hints = counts[:, [k.EMAILS, k.LONGEST_NUMBER, k.LONG_TOKENS]].tolist()
         text_bytes = counts[:, k.BYTES_OUT].tolist()
@@ -137,7 +151,9 @@ class Cleaner:
             if self._masks:
                 text, masked = mask_text(text, self.config.mask, Hints(*hints[at]))
                 size = _utf8_bytes(text) if masked else size
-            done.append(Cleaned(text, reason, size, int(bytes_in[at]) - size, masked))
+            done.append(
+                Cleaned(text, reason, size, int(bytes_in[at]) - size, masked, private_use=private_use.get(at, {}))
+            )
             if reason is not None or self.measure_kept:
                 done[-1].measures = {name: float(values[at]) for name, values in measures.items()}
         return done
@@ -163,9 +179,9 @@ class Cleaner:
             np.int64,
         )
         first_stamp = self._stamp(len(texts))
-        k.scan(
-            points, starts, self._table, k.function_table(FUNCTION_WORDS), settings, self._stamps, first_stamp, counts
-        )
+        pairs = pair_tables(k.PAIR_BITS)
+        words = k.word_table(FUNCTION_WORDS, SPAM_WORDS)
+        k.scan(points, starts, self._table, *pairs, *words, settings, self._stamps, first_stamp, counts)
         cleaned = list(texts)
         for at in np.flatnonzero(counts[:, k.CHANGED]).tolist():
             first, end = int(counts[at, k.KEEP_FROM]), int(counts[at, k.KEEP_TO])
@@ -186,12 +202,31 @@ class Cleaner:
         self._next_stamp += texts
         return np.uint32(first)
 
-    def _edited(self, originals: list[str], texts: list[str], counts: Array) -> dict[int, str]:
+    def _private_use(self, originals: list[str], counts: Array) -> dict[int, dict[str, int]]:
+        """Place -> what became of its private-use characters, for the texts that have any."""
+        from zero2all.corpus.clean import kernels as k
+
+        removes = self.config.repair.private_use
+        places = np.flatnonzero(counts[:, k.CHANGED] > 1).tolist() if removes else range(len(originals))
+        found: dict[int, dict[str, int]] = {}
+        for at in places:
+            if before := private_use_count(originals[at]):
+                left = private_use_count(with_standard_characters(originals[at]))
+                found[at] = {"mapped": before - left, "removed": left if removes else 0}
+        return found
+
+    def _edited(
+        self, originals: list[str], texts: list[str], counts: Array, private_use: dict[int, dict[str, int]]
+    ) -> dict[int, str]:
         """Place -> text, for the texts that an edit changes."""
         from zero2all.corpus.clean import kernels as k
 
         config = self.config
         edited: dict[int, str] = {}
+        for at, found in private_use.items():
+            if found["mapped"]:
+                text = without_unwanted(with_standard_characters(originals[at]), self._table)
+                edited[at] = strip_blank(text, self._keep_indent)
         if config.repair.mojibake:
             for at in np.flatnonzero(counts[:, k.MOJIBAKE_PAIRS] + counts[:, k.SPLIT_PAIRS]).tolist():
                 edited[at] = repair(originals[at], private_use=config.repair.private_use, keep_indent=self._keep_indent)

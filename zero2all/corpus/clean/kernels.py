@@ -22,8 +22,10 @@ from numba import njit
 from zero2all.corpus.clean.tables import (
     CAN_JOIN,
     CLASS_MASK,
+    CLASSICAL_HAN,
     CLOSER,
     CONTINUATION,
+    COUNTING_HAN,
     DIGIT,
     FUNCTION_HAN,
     GBK_SUSPECT,
@@ -32,18 +34,39 @@ from zero2all.corpus.clean.tables import (
     LATIN_LOWER,
     LATIN_UPPER,
     MARK,
+    MODERN_HAN,
     NEWLINE,
     PUNCTUATION,
     REMOVE,
     SENTENCE_END,
+    SIGN,
     SINGLE,
     SPACE,
+    SPAM_HAN,
+    SYMBOL,
 )
 
 WINDOW_UNITS = 1 << 15
 WINDOW_LINES = 1 << 13
 TABLE_SLOTS = 2 * WINDOW_UNITS
 FUNCTION_SLOTS = 1024
+SPAM_WORD = 2
+"""The mark of a spam word among the function words."""
+PAIR_BITS = 20
+PAIR_HANS = 2048
+"""Pairs are looked up among so many Han characters of a text: enough to tell, and a third of the time of this pass."""
+FAR = 6
+"""Characters this far apart are the control of the pairs: what a text would have of them in any order."""
+MENU_PIECE_CHARS = 20
+"""Pieces between bars that are shorter on average are entries of a menu."""
+LONG_PHRASE = 15
+"""Phrases of so many characters and more are counted as one size."""
+BY_SIGN, BY_SPACE, BY_LINE_END, BY_SENTENCE_END = range(4)
+"""What closes a phrase."""
+BARE_PHRASE_CHARS = 8
+BINDING = FUNCTION_HAN | COUNTING_HAN
+"""Flags of the characters that a bare phrase has none of. (A bit of it on a spam character is not set.)"""
+PROSE_LINE_CHARS = 20
 MASK_TOKEN_CHARS = 16
 """A run of letters and digits at least this long may be a key, and is looked at by the masks."""
 
@@ -54,6 +77,9 @@ COUNTS = (
     "lines", "line_chars", "line_chars_max", "ended_lines", "ellipsis_lines", "loose_chars", "duplicate_line_chars",
     "top_ngram_chars", "duplicate_ngram_chars", "sentences", "url_chars", "emails", "blob_chars", "mojibake_pairs",
     "split_pairs", "longest_number", "long_tokens", "bytes_in", "bytes_out", "changed", "keep_from", "keep_to",
+    "classical_han", "modern_han", "spam_han", "spam_words", "rare_han", "pairs", "pair_hits", "far_pairs", "far_hits",
+    "phrases", "ended_phrases", "line_phrases", "lone_han", "bare_chars", "verse_chars", "even_chars", "longest_phrase",
+    "noise", "broken_words", "menu_chars", "table_chars", "table_rules", "prose_chars", "stopped_lines",
 )  # fmt: skip
 """Columns of the counts, one row per text; the first sixteen are the character classes of `tables`. `changed` is 0
 for a text that stays as it was, 1 when only its ends are cut off, 2 when it needs `compact`."""
@@ -62,6 +88,9 @@ for a text that stays as it was, 1 when only its ends are cut off, 2 when it nee
     LINES, LINE_CHARS, LINE_CHARS_MAX, ENDED_LINES, ELLIPSIS_LINES, LOOSE_CHARS, DUPLICATE_LINE_CHARS,
     TOP_NGRAM_CHARS, DUPLICATE_NGRAM_CHARS, SENTENCES, URL_CHARS, EMAILS, BLOB_CHARS, MOJIBAKE_PAIRS,
     SPLIT_PAIRS, LONGEST_NUMBER, LONG_TOKENS, BYTES_IN, BYTES_OUT, CHANGED, KEEP_FROM, KEEP_TO,
+    CLASSICAL_HANS, MODERN_HANS, SPAM_HANS, SPAM_WORDS, RARE_HANS, PAIRS, PAIR_HITS, FAR_PAIRS, FAR_HITS,
+    PHRASES, ENDED_PHRASES, LINE_PHRASES, LONE_HANS, BARE_CHARS, VERSE_CHARS, EVEN_CHARS, LONGEST_PHRASE,
+    NOISE, BROKEN_WORDS, MENU_CHARS, TABLE_CHARS, TABLE_RULES, PROSE_CHARS, STOPPED_LINES,
 ) = range(16, len(COUNTS))  # fmt: skip
 
 SETTINGS = ("loose_line_chars", "blob_run_chars", "duplicate_line_chars", "top_ngram", "duplicate_ngram", "keep_indent")
@@ -75,6 +104,8 @@ _HALF = np.uint64(32)
 _ONE = np.uint64(1)
 _ZERO = np.uint64(0)
 _FUNCTION_MASK = np.uint64(FUNCTION_SLOTS - 1)
+
+Array = np.ndarray[Any, np.dtype[Any]]
 
 _U32 = "Array(uint32, 1, 'C', readonly=True)"
 
@@ -232,16 +263,89 @@ def _url_end(points, at, end):  # type: ignore[no-untyped-def]
     return place
 
 
+@njit("int64(uint8[::1], uint32, uint32)", cache=True, nogil=True, inline="always")
+def _is_pair(pairs, one, two):  # type: ignore[no-untyped-def]
+    """1 for a frequent pair; for others, and for characters without a code, 1 in some 40 by chance."""
+    place = np.uint32(one * np.uint32(31) + two) >> np.uint32(32 - PAIR_BITS)
+    return np.int64((pairs[place >> np.uint32(3)] >> (place & np.uint32(7))) & np.uint32(1))
+
+
+@njit("int64(int64[::1], int64, int64, int64, int64)", cache=True, nogil=True, inline="always")
+def _close_phrase(phrases, size, bound, size_before, closed_by):  # type: ignore[no-untyped-def]
+    """Count a phrase, the Han characters between two separators; returns its size if the one before had it too.
+
+    `bound` is not 0 if it has a function or counting character.
+    """
+    phrases[(min(size, LONG_PHRASE) << 3) | (closed_by << 1) | (bound != 0)] += 1
+    return size * (size == size_before and size > 2)
+
+
+@njit("void(int64[::1], int64[::1])", cache=True, nogil=True)
+def _add_phrases(phrases, row):  # type: ignore[no-untyped-def]
+    """The measures of phrases from their counts by size, what closed them and whether they are bare; clears these."""
+    for entry in range(len(phrases)):
+        number = phrases[entry]
+        if number == 0:
+            continue
+        phrases[entry] = 0
+        size = entry >> 3
+        closed_by = (entry >> 1) & 3
+        row[PHRASES] += number
+        row[LONGEST_PHRASE] = size
+        if closed_by == BY_SENTENCE_END:
+            row[ENDED_PHRASES] += number
+        elif closed_by == BY_LINE_END:
+            row[LINE_PHRASES] += number
+        if size == 5 or size == 7:
+            row[VERSE_CHARS] += number * size
+        elif size == 1 and BY_SPACE <= closed_by <= BY_LINE_END:
+            row[LONE_HANS] += number
+        if entry & 1 == 0 and size <= BARE_PHRASE_CHARS:
+            row[BARE_CHARS] += number * size
+
+
+@njit(f"boolean({_U32}, int64, int64, Array(uint8, 1, 'C', readonly=True))", cache=True, nogil=True)
+def _is_broken(points, start, end, table):  # type: ignore[no-untyped-def]
+    """Whether a digit stands between lower-case letters, as in br0wn; not in words of many digits, as in a hash."""
+    digits = 0
+    between = False
+    for at in range(start, end):
+        if table[points[at]] & CLASS_MASK == DIGIT:
+            digits += 1
+            between |= (
+                start < at < end - 1
+                and table[points[at - 1]] & CLASS_MASK == LATIN_LOWER
+                and table[points[at + 1]] & CLASS_MASK == LATIN_LOWER
+            )
+    return between and 3 * digits <= end - start
+
+
+@njit(f"boolean({_U32}, int64, int64)", cache=True, nogil=True)
+def _is_table_rule(points, start, end):  # type: ignore[no-untyped-def]
+    """Whether a line is the rule of a Markdown table: nothing but | - : and spaces."""
+    dashes = 0
+    for at in range(start, end):
+        point = points[at]
+        if point == 45:
+            dashes += 1
+        elif point != 124 and point != 58 and point != 32:
+            return False
+    return dashes > 0
+
+
 @njit(
-    f"void({_U32}, int64[::1], Array(uint8, 1, 'C', readonly=True), uint64[::1], int64[::1], uint32[::1], uint32, "
-    "int64[:, ::1])",
+    f"void({_U32}, int64[::1], Array(uint8, 1, 'C', readonly=True), uint32[::1], uint8[::1], uint64[::1], uint8[::1], "
+    "int64[::1], uint32[::1], uint32, int64[:, ::1])",
     cache=True,
     nogil=True,
 )
-def scan(points, starts, table, function_words, settings, stamps, first_stamp, counts):  # type: ignore[no-untyped-def]
+def scan(  # type: ignore[no-untyped-def]
+    points, starts, table, han_codes, pairs, known_words, word_marks, settings, stamps, first_stamp, counts
+):
     """Fill `counts` (a row per text, columns `COUNTS`) for the texts that begin at `starts` in `points`.
 
-    `stamps` has a place for every code point and remembers the last text it was seen in; text t is `first_stamp` + t.
+    `han_codes` and `pairs` are those of `han`, `known_words` and `word_marks` of `word_table`. `stamps` has a place
+    for every code point and remembers the last text it was seen in; text t is `first_stamp` + t.
     """
     units = np.empty(WINDOW_UNITS, np.uint64)
     unit_sizes = np.empty(WINDOW_UNITS, np.uint32)
@@ -250,6 +354,8 @@ def scan(points, starts, table, function_words, settings, stamps, first_stamp, c
     keys = np.empty(TABLE_SLOTS, np.uint64)
     tally = np.empty(TABLE_SLOTS, np.uint32)
     histogram = np.empty(256, np.int64)
+    recent = np.empty(8, np.uint32)
+    phrases = np.zeros((LONG_PHRASE + 1) << 3, np.int64)
     loose_line = settings[LOOSE_LINE]
     blob_run = settings[BLOB_RUN]
     duplicate_line = settings[DUPLICATE_LINE]
@@ -279,6 +385,21 @@ def scan(points, starts, table, function_words, settings, stamps, first_stamp, c
         line_start = start
         line_end_kind = 0
         line_end_point = np.uint32(0)
+        line_bars = 0
+        line_first = np.uint32(0)
+        line_urls = 0
+        last_han = start - 9
+        hans = 0
+        even = 0
+        rare = 0
+        pair_count = 0
+        pair_hits = 0
+        far_hits = 0
+        for entry in range(8):
+            recent[entry] = 0
+        phrase = 0
+        phrase_bound = 0
+        phrase_before = 0
         before_kind = 0
         first_kept = -1
         first_line = start
@@ -343,7 +464,7 @@ def scan(points, starts, table, function_words, settings, stamps, first_stamp, c
                     repaired = True
                 at += 1
                 continue
-            before_kind = kind
+            before_kind = HAN if of_class == HAN else kind  # the flags of Han have other meanings
 
             # Everything below ends a word.
             if word_chars > 0:
@@ -354,11 +475,16 @@ def scan(points, starts, table, function_words, settings, stamps, first_stamp, c
                 row[WORDS] += 1
                 row[UNIT_CHARS] += word_chars
                 slot = unit & _FUNCTION_MASK
-                while function_words[slot] != _ZERO:
-                    if function_words[slot] == unit:
-                        row[FUNCTION_WORDS] += 1
+                while known_words[slot] != _ZERO:
+                    if known_words[slot] == unit:
+                        if word_marks[slot] == SPAM_WORD:
+                            row[SPAM_WORDS] += 1
+                        else:
+                            row[FUNCTION_WORDS] += 1
                         break
                     slot = (slot + _ONE) & _FUNCTION_MASK
+                if 0 < run_digits < word_chars:
+                    row[BROKEN_WORDS] += _is_broken(points, at - word_chars, at, table)
                 word_hash = _SEED
                 word_chars = 0
                 if unit_count == WINDOW_UNITS:
@@ -380,6 +506,35 @@ def scan(points, starts, table, function_words, settings, stamps, first_stamp, c
                     stamps[point] = stamp
                     distinct += 1
                 line_hash = (line_hash ^ np.uint64(point)) * _PRIME
+                if of_class == HAN:
+                    adjacent = last_han == at - 1
+                    if hans < PAIR_HANS:
+                        code = han_codes[point] if point < len(han_codes) else np.uint32(0)
+                        rare += code == 0
+                        if adjacent:
+                            pair_count += 1
+                            pair_hits += _is_pair(pairs, recent[(hans - 1) & 7], code)
+                        far_hits += _is_pair(pairs, recent[(hans - FAR) & 7], code)
+                        recent[hans & 7] = code
+                    if not adjacent:
+                        if last_han == at - 2:
+                            between = points[at - 1]
+                            class_between = table[between] & CLASS_MASK
+                            if (
+                                LATIN_LOWER <= class_between <= LATIN_UPPER
+                                or (class_between == SYMBOL and between != 96)  # not Markdown's `
+                                or between in (35, 37, 38, 92)  # # % & \
+                            ):
+                                row[NOISE] += 1
+                        if phrase > 0 and line_end_kind == HAN:
+                            even += _close_phrase(phrases, phrase, phrase_bound, phrase_before, BY_SPACE)
+                            phrase_before = phrase
+                            phrase = 0
+                            phrase_bound = 0
+                    hans += 1
+                    phrase += 1
+                    phrase_bound += kind & BINDING
+                    last_han = at
                 line_chars += 1
                 line_end_kind = of_class
                 units[unit_count] = (np.uint64(point) + _ONE) * _MIX
@@ -400,17 +555,30 @@ def scan(points, starts, table, function_words, settings, stamps, first_stamp, c
                         histogram[NEWLINE] += 1
                 elif point != 10:
                     repaired = True
+                if phrase > 0:
+                    even += _close_phrase(phrases, phrase, phrase_bound, phrase_before, BY_LINE_END)
+                    phrase_before = phrase
+                    phrase = 0
+                    phrase_bound = 0
                 if line_chars > 0:
                     row[LINES] += 1
                     row[LINE_CHARS_MAX] = max(row[LINE_CHARS_MAX], at - line_start)
                     ended = line_end_kind == SENTENCE_END
+                    row[STOPPED_LINES] += ended or line_end_kind == PUNCTUATION
                     if ended:
                         row[ENDED_LINES] += 1
                         # … ⋯ ‥ or the end of an ASCII ellipsis
                         if line_end_point == 0x2026 or line_end_point == 0x22EF or line_end_point == 0x2025:
                             row[ELLIPSIS_LINES] += 1
+                        if line_chars >= PROSE_LINE_CHARS:
+                            row[PROSE_CHARS] += max(0, line_chars - line_urls)
                     elif line_chars < loose_line:
                         row[LOOSE_CHARS] += line_chars
+                    if line_bars > 0:
+                        if line_first == 124 and _is_table_rule(points, line_start, at):
+                            row[TABLE_RULES] += 1
+                        elif line_bars > 2 and not ended and line_chars < MENU_PIECE_CHARS * line_bars:
+                            row[TABLE_CHARS if line_first == 124 else MENU_CHARS] += line_chars
                     row[LINE_CHARS] += line_chars
                     if line_chars >= duplicate_line:
                         lines[line_count] = line_hash
@@ -421,6 +589,9 @@ def scan(points, starts, table, function_words, settings, stamps, first_stamp, c
                             line_count = 0
                     line_hash = _SEED
                     line_chars = 0
+                    line_bars = 0
+                    line_urls = 0
+                    line_first = np.uint32(0)
                     line_end_kind = 0
                 line_start = at + 1
             else:
@@ -428,11 +599,27 @@ def scan(points, starts, table, function_words, settings, stamps, first_stamp, c
                     stamps[point] = stamp
                     distinct += 1
                 line_hash = (line_hash ^ np.uint64(point)) * _PRIME
+                if line_chars == 0:
+                    line_first = point
                 line_chars += 1
                 last_kept = at + 1
                 if first_kept < 0:
                     first_kept = at
                     first_line = line_start
+                if phrase > 0:
+                    by = BY_SENTENCE_END if of_class == SENTENCE_END else BY_SIGN
+                    even += _close_phrase(phrases, phrase, phrase_bound, phrase_before, by)
+                    phrase_before = phrase
+                    phrase = 0
+                    phrase_bound = 0
+                if kind & SIGN:
+                    line_bars += point == 124 or point > 127
+                    if (
+                        start < at < end - 1
+                        and table[points[at - 1]] & CLASS_MASK == LATIN_LOWER
+                        and table[points[at + 1]] & CLASS_MASK == LATIN_LOWER
+                    ):
+                        row[BROKEN_WORDS] += 1
                 if kind & CLOSER == 0:
                     line_end_kind = of_class
                     line_end_point = point
@@ -449,12 +636,16 @@ def scan(points, starts, table, function_words, settings, stamps, first_stamp, c
                             and points[at - 2] == 119
                             and points[at - 3] == 119
                         ):
-                            row[URL_CHARS] += 3 + _url_end(points, at, end) - at
+                            address = 3 + _url_end(points, at, end) - at
+                            row[URL_CHARS] += address
+                            line_urls += address
                     elif after != SENTENCE_END:
                         row[SENTENCES] += 1
                 elif point == 58:
                     if at + 2 < end and points[at + 1] == 47 and points[at + 2] == 47:
-                        row[URL_CHARS] += min(at - start, 5) + _url_end(points, at, end) - at
+                        address = min(at - start, 5) + _url_end(points, at, end) - at
+                        row[URL_CHARS] += address
+                        line_urls += address
                 elif point == 64 and at > start:
                     before_class = table[points[at - 1]] & CLASS_MASK
                     if LATIN_LOWER <= before_class <= PUNCTUATION and _is_email_at(points, at, end):
@@ -468,6 +659,13 @@ def scan(points, starts, table, function_words, settings, stamps, first_stamp, c
         if line_count > 1:
             row[DUPLICATE_LINE_CHARS] += _duplicate_line_chars(lines, line_sizes, line_count, keys)
         row[DISTINCT] = distinct
+        row[EVEN_CHARS] = even
+        _add_phrases(phrases, row)
+        row[RARE_HANS] = rare
+        row[PAIRS] = pair_count
+        row[PAIR_HITS] = pair_hits
+        row[FAR_PAIRS] = max(0, min(hans, PAIR_HANS) - FAR)
+        row[FAR_HITS] = far_hits
         for entry in range(256):
             number = histogram[entry]
             if number:
@@ -475,6 +673,12 @@ def scan(points, starts, table, function_words, settings, stamps, first_stamp, c
                 if entry & CLASS_MASK == HAN:
                     if entry & FUNCTION_HAN:
                         row[FUNCTION_HANS] += number
+                        if entry & CLASSICAL_HAN:
+                            row[CLASSICAL_HANS] += number
+                        if entry & MODERN_HAN:
+                            row[MODERN_HANS] += number
+                    elif entry & SPAM_HAN:
+                        row[SPAM_HANS] += number
                     if entry & GBK_SUSPECT:
                         row[GBK_SUSPECTS] += number
         ascii_chars = 0
@@ -514,7 +718,7 @@ def compact(points, start, end, table, kept):  # type: ignore[no-untyped-def]
             if before_kind & CAN_JOIN == 0:
                 continue
             kind = np.uint8(MARK)
-        before_kind = kind
+        before_kind = HAN if of_class == HAN else kind
         kept[count] = point
         count += 1
     return count
@@ -574,16 +778,18 @@ def find_spans(points, table, at_least, of_digits, spans):  # type: ignore[no-un
 
 
 @cache
-def function_table(words: tuple[str, ...]) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """The open hash table of function words that `scan` looks into."""
+def word_table(functions: tuple[str, ...], spam: tuple[str, ...]) -> tuple[Array, Array]:
+    """The open hash table of function and spam words that `scan` looks into, and the mark of each place."""
     table = np.zeros(FUNCTION_SLOTS, np.uint64)
-    for word in words:
+    marks = np.zeros(FUNCTION_SLOTS, np.uint8)
+    for word in (*functions, *spam):
         unit = _word_unit(word)
         slot = unit % FUNCTION_SLOTS
         while table[slot]:
             slot = (slot + 1) % FUNCTION_SLOTS
         table[slot] = unit
-    return table
+        marks[slot] = SPAM_WORD if word in spam else 1
+    return table, marks
 
 
 def _word_unit(word: str) -> int:

@@ -5,10 +5,12 @@
   hyphens, lone surrogates, private use, unassigned. Newline and tab stay. ZWJ and ZWNJ stay where they have a
   meaning, directly behind an emoji or a letter of a joining script (Arabic, Indic, Burmese, Khmer, Mongolian), and
   go elsewhere. Nothing is normalised: full-width letters, ligatures and the like are left alone (no NFKC).
+- Private-use characters of GB18030 that Unicode has a place for by now become standard ones, beside Han characters.
 - A line of UTF-8 that was read as Windows-1252 is read again, where that is certain (see `mend_mojibake`).
 - White space at both ends goes; code keeps the indentation of its first line.
 
-No repair makes a text longer in UTF-8, and repairing twice is repairing once.
+Repairing twice is repairing once. No repair makes a text longer in UTF-8, but for six of those standard characters,
+by a byte each.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from zero2all.corpus.clean.tables import (
     WINDOWS_1252,
     character_table,
     private_use_ranges,
+    standard_characters,
 )
 
 Table = np.ndarray[Any, np.dtype[np.uint8]]
@@ -38,6 +41,7 @@ _CERTAIN_ALONE = re.compile(
 )
 """General punctuation (â€™), CJK punctuation (ã€‚) and full-width forms (ï¼Œ): no language writes these in a row.
 Not beside other such characters, which would be a piece of something that is broken twice."""
+_PRIVATE_USE = re.compile("[" + "".join(f"{chr(start)}-{chr(end - 1)}" for start, end in private_use_ranges()) + "]+")
 _BYTES_BY_POINT = {ord(character): byte for character, byte in WINDOWS_1252.items()}
 _CERTAIN_SEQUENCES = 3
 """From this many mended characters on, and not one left over, a line cannot have been meant as it was."""
@@ -48,6 +52,7 @@ def repair(text: str, *, mojibake: bool = True, private_use: bool = True, keep_i
     if text.isascii() and text.isprintable():
         return text.rstrip() if keep_indent else text.strip()
     table = table_for(private_use)
+    text = with_standard_characters(text if private_use else without_unwanted(text, table))
     while True:
         mended = strip_blank(without_unwanted(mend_mojibake(text) if mojibake else text, table), keep_indent)
         # Without a zero-width space, or an ideographic one at an end, a line may be mojibake for certain. Every round
@@ -55,6 +60,28 @@ def repair(text: str, *, mojibake: bool = True, private_use: bool = True, keep_i
         if mended == text or not mojibake or not _CANDIDATE.search(mended):
             return mended
         text = mended
+
+
+def with_standard_characters(text: str) -> str:
+    """`text` with standard characters for the private-use ones of GB18030 that stand beside Han characters.
+
+    Elsewhere they are more likely the icons of some font.
+    """
+    pattern, standard = _gb18030()
+    return pattern.sub(lambda match: match[0].translate(standard), text)
+
+
+def private_use_count(text: str) -> int:
+    """How many private-use characters a text has."""
+    return sum(map(len, _PRIVATE_USE.findall(text)))
+
+
+@cache
+def _gb18030() -> tuple[re.Pattern[str], dict[int, int]]:
+    standard = standard_characters()
+    run = f"[{''.join(map(chr, standard))}]+"
+    beside = "[\u3001-\u3011\u3400-\u9fff\U00020000-\U0003ffff\uff01-\uff1f]"
+    return re.compile(f"(?<={beside}){run}|{run}(?={beside})"), standard
 
 
 @cache

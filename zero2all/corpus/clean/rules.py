@@ -60,6 +60,66 @@ def measures_of(counts: Array, config: CleanConfig) -> Measures:
         "function_han_share": _share(column[k.FUNCTION_HANS], column[t.HAN]),
         "longest_line_chars": column[k.LINE_CHARS_MAX],
         "mean_line_chars": _share(column[k.LINE_CHARS], lines),
+        "spam_share": np.zeros(len(chars)),  # these two are worked out by `spam`, for the few texts that need it
+        "spam_terms": np.zeros(len(chars)),
+        "spam_han_share": _share(column[k.SPAM_HANS], column[t.HAN]),
+        "spam_word_share": _share(column[k.SPAM_WORDS], column[k.WORDS]),
+        "bare_share": _share(column[k.BARE_CHARS], column[t.HAN]),
+        "noise_share": _share(3 * column[k.NOISE] + column[k.LONE_HANS], column[t.HAN]),
+        "rare_share": _share(column[k.RARE_HANS], np.minimum(column[t.HAN], k.PAIR_HANS)),
+        "broken_word_share": _share(column[k.BROKEN_WORDS], column[k.WORDS]),
+        "menu_share": _share(
+            column[k.MENU_CHARS] + np.where(column[k.TABLE_RULES] > 0, 0, column[k.TABLE_CHARS]), column[k.LINE_CHARS]
+        ),
+        "prose_share": _share(column[k.PROSE_CHARS], column[k.LINE_CHARS] - column[k.URL_CHARS]),
+        **_pairs(column),
+        **_kinds(column, chars, latin, config),
+    }
+
+
+def _pairs(column: Array) -> Measures:
+    """How many neighbours are frequent pairs, beyond what the same characters in any order would have.
+
+    A standard error is added, so that a short text is judged more leniently than a long one.
+    """
+    pairs = column[k.PAIRS]
+    share = _share(column[k.PAIR_HITS], pairs)
+    # Of one share; the spread of the difference is larger by half.
+    error = np.sqrt(np.maximum(share, 0.02) * (1 - share) / np.maximum(pairs, 1))
+    excess = share - _share(column[k.FAR_HITS], column[k.FAR_PAIRS]) + error
+    return {"pairs": pairs, "pair_share": share, "pair_excess": excess}
+
+
+def _kinds(column: Array, chars: Array, latin: Array, config: CleanConfig) -> Measures:
+    """Whether a text is verse, or in classical Chinese; and what that was seen by."""
+    rule = config.kinds
+    han = column[t.HAN]
+    lines = column[k.LINES]
+    modern = _share(column[k.MODERN_HANS], han)
+    classical = _share(column[k.CLASSICAL_HANS], han)
+    ended = column[k.ENDED_PHRASES] >= 0.15 * column[k.PHRASES]
+    even = np.where(ended, column[k.EVEN_CHARS], 0)  # a list of words has phrases of one length too
+    rhythm = _share(np.maximum(column[k.VERSE_CHARS], even), han)
+    phrase_chars = _share(han, column[k.PHRASES])
+    old = (modern <= rule.max_modern_share) & (han >= latin)
+    on_lines = _share(column[k.LINE_PHRASES], column[k.PHRASES])
+    paused = ended | (on_lines >= 0.15)
+    song = (  # ci and qu: phrases of any length, none long, several to a sentence or a line
+        (phrase_chars >= 3) & (column[k.LONGEST_PHRASE] <= rule.max_phrase_chars) & (on_lines <= 0.8)
+    )
+    words = column[k.WORDS]
+    spoken = (column[k.FUNCTION_WORDS] >= 0.15 * words) | (column[k.STOPPED_LINES] >= 0.3 * lines)
+    short = (column[k.LINE_CHARS_MAX] <= rule.max_line_chars) & (column[k.LINE_CHARS] >= 8 * lines) & (lines >= 4)
+    plain = (latin >= 0.7 * chars) & (column[t.DIGIT] + column[t.SYMBOL] <= 0.02 * chars)
+    return {
+        "modern_share": modern,
+        "classical_share": classical,
+        "rhythm_share": rhythm,
+        "old": old,
+        "phrase_chars": phrase_chars,
+        "ended_phrase_share": _share(column[k.ENDED_PHRASES], column[k.PHRASES]),
+        "verse": (old & paused & ((rhythm >= rule.min_rhythm_share) | song)) | (plain & short & spoken),
+        "classical": old & (classical >= rule.min_classical_share),
     }
 
 
@@ -68,11 +128,13 @@ def _share(part: Array, whole: Array) -> Array:
 
 
 def _over(rule: str, measure: str) -> Callable[[Measures, CleanConfig], Array]:
-    """Drops above `max_share`, from `from_chars` on."""
+    """Drops above `max_share`, from `from_chars` on; what has enough sentences beside it is spared."""
 
     def judge(measures: Measures, config: CleanConfig) -> Array:
         settings = getattr(config, rule)
-        return (measures[measure] > settings.max_share) & (measures["chars"] >= settings.from_chars)
+        over = (measures[measure] > settings.max_share) & (measures["chars"] >= settings.from_chars)
+        spare = getattr(settings, "spare_prose_share", None)
+        return over if spare is None else over & ((measures["prose_share"] < spare) | (measures[measure] > 0.8))
 
     return judge
 
@@ -83,7 +145,7 @@ def _list_like(rule: str, measure: str) -> Callable[[Measures, CleanConfig], Arr
     def judge(measures: Measures, config: CleanConfig) -> Array:
         settings = getattr(config, rule)
         enough = measures["lines"] >= settings.from_lines
-        spared = measures["function_share"] >= settings.spare_function_share
+        spared = (measures["function_share"] >= settings.spare_function_share) | measures["verse"]
         return (measures[measure] > settings.max_share) & enough & ~spared
 
     return judge
@@ -100,8 +162,8 @@ def _few_distinct(m: Measures, c: CleanConfig) -> Array:
 
 def _few_sentences(m: Measures, c: CleanConfig) -> Array:
     rule = c.few_sentences
-    few = m["sentences_per_1000_chars"] < rule.min_per_1000_chars
-    return few & (m["chars"] >= rule.from_chars) & (m["function_share"] < rule.spare_function_share)
+    few = (m["sentences_per_1000_chars"] < rule.min_per_1000_chars) & (m["chars"] >= rule.from_chars)
+    return few & (m["function_share"] < rule.spare_function_share) & ~m["verse"]
 
 
 def _ellipsis_lines(m: Measures, c: CleanConfig) -> Array:
@@ -112,13 +174,15 @@ def _ellipsis_lines(m: Measures, c: CleanConfig) -> Array:
 def _few_function_words(m: Measures, c: CleanConfig) -> Array:
     rule = c.few_function_words
     if rule.of == "han":
-        return (m["function_han_share"] < rule.min_share) & (m["han"] >= rule.from_units)
+        few = (m["function_han_share"] < rule.min_share) & (m["han"] >= rule.from_units)
+        return few & ~m["verse"] & ~m["classical"]
     return (m["function_word_share"] < rule.min_share) & (m["words"] >= rule.from_units)
 
 
 def _mojibake(m: Measures, c: CleanConfig) -> Array:
     rule = c.mojibake
-    return (m["mojibake_latin_share"] > rule.max_latin_share) | (m["mojibake_han_share"] > rule.max_han_share)
+    han = (m["mojibake_han_share"] > rule.max_han_share) & (m["rare_share"] >= rule.min_rare_share)
+    return (m["mojibake_latin_share"] > rule.max_latin_share) | han
 
 
 def _long_lines(m: Measures, c: CleanConfig) -> Array:
@@ -128,6 +192,42 @@ def _long_lines(m: Measures, c: CleanConfig) -> Array:
 
 def _emails(m: Measures, c: CleanConfig) -> Array:
     return (m["emails"] >= 3) & (m["emails_per_1000_chars"] > c.emails.max_per_1000_chars)
+
+
+def _duplicate_lines(m: Measures, c: CleanConfig) -> Array:
+    rule = c.duplicate_lines
+    return m["duplicate_line_share"] > np.where(m["verse"], rule.max_verse_share, rule.max_share)
+
+
+def _duplicate_ngrams(m: Measures, c: CleanConfig) -> Array:
+    rule = c.duplicate_ngrams
+    limit = np.where(m["verse"], c.duplicate_lines.max_verse_share, rule.max_share)
+    return (m["duplicate_ngram_share"] > limit) & (m["chars"] >= rule.from_chars)
+
+
+def _scrambled(m: Measures, c: CleanConfig) -> Array:
+    rule = c.scrambled
+    limit = np.where(m["old"], rule.min_old_excess, rule.min_excess)
+    return (m["pair_excess"] < limit) & (m["pairs"] >= rule.from_pairs)
+
+
+def _garbled(m: Measures, c: CleanConfig) -> Array:
+    rule = c.garbled
+    rare = m["rare_share"] - np.where(m["old"], rule.max_old_rare_share, rule.max_rare_share)
+    noise = m["noise_share"] + np.where(m["verse"], 0, np.maximum(0, rare))
+    han = (noise > np.where(m["old"], rule.max_old_share, rule.max_share)) & (m["han"] >= rule.from_units)
+    return han | ((m["broken_word_share"] > rule.max_word_share) & (m["words"] >= rule.from_units))
+
+
+def _keyword_lists(m: Measures, c: CleanConfig) -> Array:
+    rule = c.keyword_lists
+    old = m["verse"] | m["classical"]
+    limit = np.where(m["ended_phrase_share"] < 0.03, rule.max_unended_bare_share, rule.max_bare_share)
+    bare = (m["bare_share"] > np.where(old, rule.max_bare_share, limit)) & (m["han"] >= rule.from_chars)
+    listed = (m["function_han_share"] < rule.max_function_share) & ~old
+    many = rule.min_old_pair_share - np.where(m["phrase_chars"] < 4, 0.08, 0)  # short phrases are words alone
+    words = (m["function_han_share"] < rule.max_old_function_share) & (m["pair_share"] > many)
+    return bare & (listed | (words & (m["classical_share"] < 0.005)))
 
 
 JUDGES: dict[str, Callable[[Measures, CleanConfig], Array]] = {
@@ -144,14 +244,19 @@ JUDGES: dict[str, Callable[[Measures, CleanConfig], Array]] = {
     "urls": _over("urls", "url_share"),
     "emails": _emails,
     "few_distinct": _few_distinct,
-    "duplicate_lines": lambda m, c: m["duplicate_line_share"] > c.duplicate_lines.max_share,
+    "duplicate_lines": _duplicate_lines,
     "top_ngram": _over("top_ngram", "top_ngram_share"),
-    "duplicate_ngrams": _over("duplicate_ngrams", "duplicate_ngram_share"),
+    "duplicate_ngrams": _duplicate_ngrams,
+    "menu_lines": _over("menu_lines", "menu_share"),
     "loose_lines": _list_like("loose_lines", "loose_line_share"),
     "unended_lines": _list_like("unended_lines", "unended_line_share"),
     "ellipsis_lines": _ellipsis_lines,
     "few_sentences": _few_sentences,
     "few_function_words": _few_function_words,
+    "keyword_lists": _keyword_lists,
+    "scrambled": _scrambled,
+    "garbled": _garbled,
+    "spam": lambda m, c: (m["spam_share"] > c.spam.max_share) & (m["spam_terms"] >= c.spam.min_terms),
     "long_lines": _long_lines,
 }
 """Rule -> which texts it drops, in the order in which they are judged."""

@@ -44,8 +44,18 @@ FUNCTION_HAN = 16
 """On Han: one of the commonest function characters, which running text cannot do without."""
 GBK_SUSPECT = 32
 """On Han: what the lead bytes of Chinese UTF-8 become when read as GBK, and 锟 of 锟斤拷."""
+MODERN_HAN = 64
+"""On function characters: of modern Chinese (的 了 们 这), hardly ever in classical prose and verse."""
+CLASSICAL_HAN = 128
+"""On function characters: of classical Chinese (之 其 矣 曰), rare in modern prose."""
+COUNTING_HAN = 128
+"""On other Han: numerals, units of time and the signs of the calendar. Annals and registers are full of them."""
+SPAM_HAN = 64
+"""On other Han: a character of the words of gambling and sales; a text with many is searched for such words."""
 CONTINUATION = 16
 """On anything but Han: what a UTF-8 continuation byte becomes when read as Windows-1252."""
+SIGN = 32
+"""On anything but Han: a sign that stands between the entries of a menu (| · » •) or in a badly read word (! ~ ^)."""
 CAN_JOIN = 64
 """A joiner may follow."""
 CLOSER = 128
@@ -54,8 +64,10 @@ CLOSER = 128
 FUNCTION_CHARACTERS = (
     "的一是了不在有我他她它这为之来以个中上们到说时要就出会可也你对能而那得于着下自过后里其者所与则及或并把被让从但因如此等"
     "都还没又只很么什吗呢吧啊将已向由使用果去看好最多两些何无乃曰若故皆亦"
-    "這為來個們說時會對過後裡與則並從還沒麼嗎將無"
+    "這為來個們說時會對過後裡與則並從還沒麼嗎將無於矣焉哉兮乎夫盖蓋岂豈耶尔爾未莫非欲犹猶遂既且即吾汝"
 )
+MODERN_CHARACTERS = "的了是们們这這那个個么麼什吗嗎呢吧啊她它很还還没沒把被让"
+CLASSICAL_CHARACTERS = "之其而以於于者也乃曰矣焉哉兮乎夫盖蓋岂豈耶尔爾吾汝若皆亦则則故遂既莫犹猶何"
 FUNCTION_WORDS = tuple(
     """
     the of and to a in is that for it as was with be by on not he his but at are this have from or had an they which
@@ -65,6 +77,19 @@ FUNCTION_WORDS = tuple(
     """.split()  # noqa: SIM905
 )
 
+COUNTING_CHARACTERS = (
+    "二三四五六七八九十百千万萬亿億年月日春夏秋冬朔闰閏甲乙丙丁戊己庚辛壬癸子丑寅卯辰巳午未申酉戌亥两兩斤钱錢分寸尺卷"
+)
+SPAM_CHARACTERS = "博彩赌賭庄莊赔賠娱娛乐樂棋牌押盘盤奖獎赢贏竞競猜荷虎轮輪肖佣钱錢玩票投"
+SPAM_WORDS = tuple(
+    """
+    casino casinos jackpot jackpots betting bet bets gambling gamble poker blackjack roulette baccarat sportsbook
+    bookmaker bookmakers wager wagers wagering bonus bonuses spins payout payouts odds winnings cashback
+    """.split()  # noqa: SIM905
+)
+
+BARS = "|·»›•│｜"
+_ODD_IN_WORDS = "!$%*+;@^|~"
 _SENTENCE_ENDS = "．.!?。！？…⋯｡‥‼⁇⁈⁉؟।"
 _CLOSERS = ")]}）】」』”’\"'》〉>*_`］｝〕〗＂＇›»"
 _LINE_BREAKS = "\n\r\x0b\x0c\x85\u2028\u2029"
@@ -125,12 +150,33 @@ def private_use_ranges() -> tuple[tuple[int, int], ...]:
     return ((0xE000, 0xF900), (0xF0000, 0xFFFFE), (0x100000, 0x10FFFE))
 
 
+def standard_characters() -> dict[int, int]:
+    """Private-use code point -> standard one, for what GB18030 and GBK put there before Unicode had it.
+
+    The editions of 2005 and 2022 moved these: vertical punctuation, two letters of pinyin, the signs that describe a
+    Han character, and parts and characters of Han. Six of them lie in plane 2 and take four bytes of UTF-8, not three.
+    """
+    runs = {
+        0xE78D: "\ufe10\ufe12\ufe11\ufe13\ufe14\ufe15\ufe16\ufe17\ufe18\ufe19",
+        0xE7C7: "ḿǹ",
+        0xE7E7: "\u303e\u2ff0\u2ff1\u2ff2\u2ff3\u2ff4\u2ff5\u2ff6\u2ff7\u2ff8\u2ff9\u2ffa\u2ffb",
+        0xE815: "⺁𠂇𠂉𠃌⺄㑳㑇⺈⺋龴㖞㘚㘎⺌⺗㥮㤘龵㧏㧟㩳㧐龶龷㭎㱮㳠⺧𡗗龸⺪䁖䅟⺮䌷⺳⺶⺷𢦏䎱"
+        "䎬⺻䏝䓖䙡䙌龹䜣䜩䝼䞍⻊䥇䥺䥽䦂䦃䦅䦆䦟䦛䦷䦶龺𤇾䲣䲟䲠䲡䱷䲢䴓䴔䴕䴖䴗䴘䴙䶮龻",
+    }
+    return {first + at: ord(character) for first, run in runs.items() for at, character in enumerate(run)}
+
+
 def _add_flags(table: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
     table[_points(FUNCTION_CHARACTERS)] |= FUNCTION_HAN
+    table[sorted(set(_points(MODERN_CHARACTERS)) & set(_points(FUNCTION_CHARACTERS)))] |= MODERN_HAN
+    table[_points(CLASSICAL_CHARACTERS)] |= CLASSICAL_HAN
+    table[sorted(set(_points(COUNTING_CHARACTERS)) - set(_points(FUNCTION_CHARACTERS)))] |= COUNTING_HAN
+    table[sorted(set(_points(SPAM_CHARACTERS)) - set(_points(FUNCTION_CHARACTERS)))] |= SPAM_HAN
     suspects = {ord(character) for lead in range(0xE3, 0xEA) for character in _gbk_row(lead, range(0x80, 0xC0))}
     table[sorted(suspects - {ord(character) for character in FUNCTION_CHARACTERS} | {ord("锟")})] |= GBK_SUSPECT
     table[_points(CONTINUATION_CHARACTERS)] |= CONTINUATION
     table[_points(_CLOSERS)] |= CLOSER
+    table[_points(BARS + _ODD_IN_WORDS)] |= SIGN
     for start, end in _JOINING:
         piece = table[start:end]
         piece[piece >= SINGLE] |= CAN_JOIN

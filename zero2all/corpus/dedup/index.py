@@ -1,10 +1,11 @@
-"""What a unit folder holds for dedup: `index.npy` and `signatures.npy`, a row for every kept record, in order.
+"""What a unit folder holds for dedup, a row for every kept record, in order.
 
-    index.npy        digest (16 bytes as two big-endian uint64), ordinal (place of the record among all items of the
-                     unit, kept or not), text_bytes: 28 bytes a record
+    index.npy        digest (16 bytes as two big-endian uint64), key (what decides the split), ordinal (place of the
+                     record among all items of the unit, kept or not), text_bytes: 36 bytes a record
     signatures.npy   (n, 256) uint8; absent when near dedup is off
+    anchors.npy      (n, 8) uint32; absent when near dedup is off
 
-Both are ordinary .npy files, but written row by row: the header has a fixed size and gets its shape at the end, so a
+They are ordinary .npy files, but written row by row: the header has a fixed size and gets its shape at the end, so a
 unit with millions of short records costs no memory, and an interrupted one can go on after any record.
 """
 
@@ -19,27 +20,31 @@ from typing import BinaryIO
 import numpy as np
 
 from zero2all.common.errors import BadInputError
-from zero2all.corpus.dedup.config import VALUES
+from zero2all.corpus.dedup.config import ANCHORS, VALUES
 from zero2all.corpus.dedup.signatures import Described
 
 INDEX_NAME = "index.npy"
 SIGNATURES_NAME = "signatures.npy"
-INDEX = np.dtype([("digest", ">u8", 2), ("ordinal", "<u8"), ("text_bytes", "<u4")])
+ANCHORS_NAME = "anchors.npy"
+INDEX = np.dtype([("digest", ">u8", 2), ("key", "<u8"), ("ordinal", "<u8"), ("text_bytes", "<u4")])
+ANCHOR_ROW = np.dtype((np.uint32, ANCHORS))
 SIGNATURE = np.dtype((np.uint8, VALUES))
 HEADER_BYTES = 256
 
 
 class IndexWriter:
-    """Appends records to the two files of a unit folder; close it, or use it as a context, to make them readable."""
+    """Appends records to the files of a unit folder; close it, or use it as a context, to make them readable."""
 
     def __init__(self, folder: Path, near: bool) -> None:
         self._index = _NpyAppender(folder / INDEX_NAME, INDEX)
         self._signatures = _NpyAppender(folder / SIGNATURES_NAME, SIGNATURE) if near else None
+        self._anchors = _NpyAppender(folder / ANCHORS_NAME, ANCHOR_ROW) if near else None
 
     def add(self, described: Described, ordinals: np.ndarray) -> None:
         """Append a batch; `ordinals` are the places of its records among all items of the unit."""
         rows = np.empty(len(described.digests), INDEX)
         rows["digest"] = np.ascontiguousarray(described.digests).view(">u8")
+        rows["key"] = rows["digest"][:, 0] if described.keys is None else described.keys
         rows["ordinal"] = ordinals
         rows["text_bytes"] = described.text_bytes
         self._index.append(rows)
@@ -47,12 +52,15 @@ class IndexWriter:
             if described.signatures is None:
                 raise AssertionError("near dedup is on, but the batch was described without signatures")
             self._signatures.append(described.signatures)
+        if self._anchors is not None:
+            none = np.full((len(rows), ANCHORS), 0xFFFFFFFF, np.uint32)
+            self._anchors.append(none if described.anchors is None else described.anchors)
 
     def close(self) -> None:
         """Write the headers."""
-        self._index.close()
-        if self._signatures is not None:
-            self._signatures.close()
+        for file in (self._index, self._signatures, self._anchors):
+            if file is not None:
+                file.close()
 
     def __enter__(self) -> IndexWriter:
         return self
@@ -64,7 +72,7 @@ class IndexWriter:
 
 
 def write_index(folder: Path, described: Described, ordinals: np.ndarray | None = None) -> None:
-    """Write both files in one go, for a unit that fits in memory."""
+    """Write all files in one go, for a unit that fits in memory."""
     with IndexWriter(folder, near=described.signatures is not None) as writer:
         writer.add(described, np.arange(len(described.digests)) if ordinals is None else ordinals)
 
@@ -88,6 +96,11 @@ def index_slice(folder: Path, start: int, records: int) -> np.ndarray:
 def read_signatures(folder: Path) -> np.ndarray:
     """(n, 256) uint8, mapped from disk."""
     return _map(folder / SIGNATURES_NAME, SIGNATURE)
+
+
+def read_anchors(folder: Path) -> np.ndarray:
+    """(n, 8) uint32, mapped from disk."""
+    return _map(folder / ANCHORS_NAME, ANCHOR_ROW)
 
 
 def digest_bytes(rows: np.ndarray) -> np.ndarray:

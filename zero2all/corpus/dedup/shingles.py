@@ -1,9 +1,12 @@
 """What a shingle is, in plain Python: the definition the kernels are tested against, and exact similarities.
 
-    character (zh)   the code points of the text, white space left out, A-Z lower-cased; shingles of 5
-    word (en, rest)  maximal runs of letters and digits, A-Z lower-cased; a Han, kana or Hangul character is a word of
-                     its own; signs and white space only separate; shingles of 3
-    token (code)     as word but with the case kept, `_` counted as a letter, and every sign a token; shingles of 5
+    character (zh)   the code points of the folded text, white space left out, A-Z lower-cased; shingles of 5
+    word (en, rest)  maximal runs of letters and digits of the folded text, A-Z lower-cased; a Han, kana or Hangul
+                     character is a word of its own; signs and white space only separate; shingles of 3
+    token (code)     as word but not folded, with the case kept, `_` counted as a letter, and every sign a token;
+                     shingles of 5
+
+What folding is stands in `fold.py`: one width, one set of punctuation, simplified Han.
 
 The shingle set of a text is the set of all runs of so many consecutive units. A text with fewer units, but at least
 one, has one shingle: all of them. The similarity of two texts is the Jaccard index of their sets. Texts of channels
@@ -15,6 +18,7 @@ from __future__ import annotations
 from functools import cache
 
 from zero2all.corpus.dedup.config import DedupConfig, Shingle
+from zero2all.corpus.dedup.fold import fold
 
 SPACE, SIGN, LETTER, ALONE = range(4)
 """Classes of characters: separates, is a sign, is part of a word, is a word of its own."""
@@ -47,6 +51,8 @@ def character_class(code: int) -> int:
 
 def units_of(text: str, shingle: Shingle) -> list[str]:
     """The characters, words or tokens of a text."""
+    if shingle.unit != "token":
+        text = fold(text)
     if shingle.unit == "character":
         return [_lower(char) for char in text if character_class(ord(char)) != SPACE]
     units: list[str] = []

@@ -1,8 +1,10 @@
-"""A batch of texts to what dedup needs of them: a digest, a length, and a minhash signature.
+"""A batch of texts to what dedup needs of them: a digest, a key, a length, and a minhash signature with its anchors.
 
 The digest is the xxh3_128 of the text with its white space collapsed, 16 bytes, and decides exact duplicates. The
 signature is 256 bytes (`text_kernels.sign_texts`) and all zeros for a text without any unit, such as a row of
-dashes on the en channel: such a text has no near duplicates.
+dashes on the en channel: such a text has no near duplicates. The key decides what is held out: it is a hash of the
+folded letters and digits, so that texts that differ in width, punctuation or simplified and traditional characters only
+are on one side of the split.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from zero2all.corpus.dedup.config import VALUES, DedupConfig
+from zero2all.corpus.dedup.config import ANCHORS, VALUES, DedupConfig
 
 DIGEST_BYTES = 16
 
@@ -28,6 +30,10 @@ class Described(NamedTuple):
     """(n,) uint32: length in UTF-8."""
     signatures: np.ndarray | None
     """(n, 256) uint8; None when near dedup is off."""
+    anchors: np.ndarray | None = None
+    """(n, 8) uint32, rising; None when near dedup is off."""
+    keys: np.ndarray | None = None
+    """(n,) uint64. None: the beginnings of the digests."""
 
 
 def text_digest(text: str) -> bytes:
@@ -52,13 +58,19 @@ def describe(texts: Sequence[str], channel: str, config: DedupConfig) -> Describ
 def describe_encoded(encoded: Encoded, channel: str, config: DedupConfig) -> Described:
     """`describe` for texts that are encoded already."""
     buffer, offsets = encoded
-    signed = _sign(buffer, offsets, channel, config) if config.near != "off" else None
-    return Described(_digest(buffer, offsets), np.diff(offsets).astype(np.uint32), signed)
+    signed = _sign(buffer, offsets, channel, config)
+    digests = _digest(buffer, offsets)
+    no_letters = signed.keys == 0
+    signed.keys[no_letters] = digests[no_letters].view(">u8")[:, 0]
+    lengths = np.diff(offsets).astype(np.uint32)
+    if config.near == "off":
+        return Described(digests, lengths, None, None, signed.keys)
+    return Described(digests, lengths, signed.signatures, signed.anchors, signed.keys)
 
 
 def signatures(texts: Sequence[str], channel: str, config: DedupConfig | None = None) -> np.ndarray:
     """(n, 256) uint8. The share of equal values of two rows estimates the Jaccard index of their shingles."""
-    return _sign(*encode(texts), channel, config or DedupConfig())
+    return _sign(*encode(texts), channel, config or DedupConfig()).signatures
 
 
 def text_digests(texts: Sequence[str]) -> np.ndarray:
@@ -74,13 +86,24 @@ def encode(texts: Sequence[str]) -> Encoded:
     return Encoded(np.frombuffer(b"".join(pieces), np.uint8), offsets)
 
 
-def _sign(buffer: np.ndarray, offsets: np.ndarray, channel: str, config: DedupConfig) -> np.ndarray:
+class _Signed(NamedTuple):
+    signatures: np.ndarray
+    anchors: np.ndarray
+    keys: np.ndarray
+
+
+def _sign(buffer: np.ndarray, offsets: np.ndarray, channel: str, config: DedupConfig) -> _Signed:
     from zero2all.corpus.dedup import text_kernels as kernels
 
     shingle = config.shingle(channel)
-    out = np.empty((offsets.size - 1, VALUES), np.uint8)
+    texts = offsets.size - 1
+    signed = texts if config.near != "off" else 0
+    out = _Signed(
+        np.empty((signed, VALUES), np.uint8), np.empty((signed, ANCHORS), np.uint32), np.empty(texts, np.uint64)
+    )
     mode = kernels.UNIT_MODES[shingle.unit]
-    kernels.sign_texts(buffer, offsets, mode, shingle.length, out, kernels.CLASSES, kernels.WALKS, kernels.STEPS)
+    tables = (kernels.FOLD, kernels.CLASSES, kernels.WALKS, kernels.STEPS)
+    kernels.sign_texts(buffer, offsets, mode, shingle.length, *out, *tables)
     return out
 
 

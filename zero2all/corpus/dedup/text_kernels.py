@@ -17,6 +17,7 @@ import numpy as np
 from numba import int64, njit, types, uint8, uint16, uint32, uint64
 
 from zero2all.corpus.dedup.config import VALUES
+from zero2all.corpus.dedup.fold import fold_table
 from zero2all.corpus.dedup.shingles import LETTER, SIGN, SPACE, character_class
 
 CHARACTER, WORD, TOKEN = range(3)
@@ -28,6 +29,7 @@ BYTES_1D = types.Array(uint8, 1, "C")
 BYTES_2D = types.Array(uint8, 2, "C")
 CONST_2D = types.Array(uint8, 2, "C", readonly=True)
 STEPS_2D = types.Array(uint16, 2, "C", readonly=True)
+FOLDS = types.Array(uint16, 1, "C", readonly=True)
 
 BASE = np.uint64(0x9E3779B97F4A7C15 | 1)
 WORD_BASE = np.uint64(0xD6E8FEB86659FD93)
@@ -55,6 +57,7 @@ def _walks() -> np.ndarray:
 
 
 CLASSES = _class_table()
+FOLD = fold_table()
 WALKS = _walks()
 STEPS = (
     np.ascontiguousarray(np.argsort(WALKS, axis=1).T.astype(np.uint16) << 8)
@@ -142,8 +145,23 @@ def _finish(minima: np.ndarray, out: np.ndarray, walks: np.ndarray, steps: np.nd
         out[place] = np.uint8(value >> np.uint32(24))
 
 
+@njit(types.void(uint32[::1], uint32[::1]), cache=True, nogil=True)
+def _choose_anchors(minima: np.ndarray, out: np.ndarray) -> None:
+    """The least of the minima, rising; EMPTY where there are not so many."""
+    out[:] = EMPTY
+    last = out.size - 1
+    for place in range(VALUES):
+        value = minima[place]
+        if value < out[last]:
+            at = last
+            while at > 0 and out[at - 1] > value:
+                out[at] = out[at - 1]
+                at -= 1
+            out[at] = value
+
+
 @njit(
-    types.void(TEXT, OFFSETS, int64, int64, BYTES_2D, TEXT, CONST_2D, STEPS_2D),
+    types.void(TEXT, OFFSETS, int64, int64, BYTES_2D, uint32[:, ::1], uint64[::1], FOLDS, TEXT, CONST_2D, STEPS_2D),
     cache=True,
     nogil=True,
 )
@@ -153,11 +171,20 @@ def sign_texts(
     mode: int,
     length: int,
     out: np.ndarray,
+    anchors: np.ndarray,
+    keys: np.ndarray,
+    fold: np.ndarray,
     classes: np.ndarray,
     walks: np.ndarray,
     steps: np.ndarray,
 ) -> None:
-    """The signature of every text; all zeros for a text without units."""
+    """The signature of every text, all zeros for a text without units; its anchors; and its key.
+
+    The anchors are the least hashes of its shingles: those of a piece of a text are likely among those of the text. The
+    key is a hash of all its units but signs, so of its letters and digits in order; 0 for a text that has none. With
+    `out` of no rows there are only keys.
+    """
+    near = out.shape[0] > 0
     minima = np.empty(VALUES, np.uint32)
     ring = np.zeros(32, np.uint64)
     leave = np.uint64(1)
@@ -171,6 +198,7 @@ def sign_texts(
         shingle = np.uint64(0)
         word = np.uint64(0)
         in_word = False
+        key = np.uint64(0)
         at = offsets[number]
         end = offsets[number + 1]
         while at < end:
@@ -192,6 +220,8 @@ def sign_texts(
                     | (np.int64(text[at + 3]) & 0x3F)
                 )
                 at += 4
+            if mode != TOKEN and 0x80 <= code < 0x10000:
+                code = np.int64(fold[code])
             kind = _class_of(code, classes)
             if mode == TOKEN:
                 if code == 0x5F:
@@ -215,7 +245,8 @@ def sign_texts(
                 shingle = shingle * BASE + word - ring[slot] * leave
                 ring[slot] = word
                 slot = slot + 1 if slot + 1 < length else 0
-                if units >= length:
+                key = (key + word) * BASE
+                if near and units >= length:
                     _add(minima, shingle)
                 word = np.uint64(0)
                 in_word = False
@@ -225,16 +256,22 @@ def sign_texts(
                 shingle = shingle * BASE + unit - ring[slot] * leave
                 ring[slot] = unit
                 slot = slot + 1 if slot + 1 < length else 0
-                if units >= length:
+                if kind >= LETTER:
+                    key = (key + unit) * BASE
+                if near and units >= length:
                     _add(minima, shingle)
         if in_word:
             units += 1
             shingle = shingle * BASE + word - ring[slot] * leave
-            if units >= length:
+            key = (key + word) * BASE
+            if near and units >= length:
                 _add(minima, shingle)
-        if 0 < units < length:
+        if near and 0 < units < length:
             _add(minima, shingle + np.uint64(units) * SHORT)
-        _finish(minima, out[number], walks, steps)
+        keys[number] = max(_mix(key), np.uint64(1)) if key else np.uint64(0)
+        if near:
+            _choose_anchors(minima, anchors[number])
+            _finish(minima, out[number], walks, steps)
 
 
 @njit(int64(TEXT, int64), cache=True, nogil=True)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
-from zero2all.corpus.readers.items import first_line_of
+from zero2all.corpus.readers.items import EXCERPT_CHARS, first_line_of
 from zero2all.corpus.readers.streams import CHUNK_BYTES, FilePart, Guard, Read, Source, StreamError
 
 INSTALL_LIBARCHIVE = (
@@ -441,8 +441,8 @@ def libarchive_members(file: BinaryIO, guard: Guard, formats: str) -> Iterator[M
         raise _libarchive_error(error, stream) from error
 
 
-def _libarchive_error(error: Exception, stream: _Countable) -> StreamError:
-    words = str(error).lower()
+def _libarchive_error(error: Any, stream: _Countable) -> StreamError:
+    words = str(error.msg).lower()
     reason = "damaged_archive"
     if stream.error is not None:
         return StreamError("read_error", first_line_of(stream.error))
@@ -450,7 +450,8 @@ def _libarchive_error(error: Exception, stream: _Countable) -> StreamError:
         reason = "cut_off"
     elif "encrypt" in words or "passphrase" in words:
         reason = "encrypted"
-    return StreamError(reason, first_line_of(error))
+    text = error.msg.decode(errors="replace") if isinstance(error.msg, bytes) else str(error.msg)
+    return StreamError(reason, f"libarchive: {text}"[:EXCERPT_CHARS])  # str(error) has the address of a pointer in it
 
 
 def _libarchive_member(number: int, entry: Any, stream: _Countable, guard: Guard) -> Member:

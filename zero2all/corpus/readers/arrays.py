@@ -88,7 +88,7 @@ def read_json_array(
             if type(value) is dict:
                 yield Row(value, origin, start, end)
             else:
-                item = parse_record(bytes(data[start - base : end - base]), "utf-8", origin, start, end)
+                item = parse_record(bytes(data[start - base : end - base]), "utf-8", origin, start, end, strings=True)
                 if item is not None:
                     yield item
         del event, data, value  # the scan goes on, and what it has given may be large

@@ -1,8 +1,9 @@
 """Which encoding a text has, found from a sample, and how to bring it to UTF-8.
 
-UTF-8 is the rule. A byte order mark decides; without one, zero bytes point to UTF-16, and bytes that are not UTF-8 to
-GB18030 (the superset of GBK and GB2312) if the characters they give are mostly common Chinese ones. A UTF-8 file with a
-few broken places stays UTF-8, and each broken record goes to quarantine; so does text in any other encoding.
+UTF-8 is the rule. A byte order mark decides; without one, zero bytes in most lines point to UTF-16 or to no text at
+all, and bytes that are not UTF-8 to GB18030 (the superset of GBK and GB2312) if the characters they give are mostly
+common Chinese ones. A file in which some lines are garbage stays what the others are, and each broken record goes to
+quarantine; so does text in any other encoding.
 """
 
 from __future__ import annotations
@@ -21,6 +22,14 @@ BOMS = (
 )
 BINARY = ""
 """In place of an encoding: this is no text."""
+CLEAN_SHARE = 0.5
+"""A file with zero bytes in it is text when at least this share of its lines, and of its bytes (a run of zeros as one),
+has no control characters. Of random bytes, 4 % of the lines have none."""
+BINARY_STARTS = (
+    *(b"%PDF-", b"SQLite format 3\0", b"\x7fELF", b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"\xd0\xcf\x11\xe0", b"MZ"),
+    *(b"\xca\xfe\xba\xbe", b"RIFF", b"OggS", b"ID3", b"\x93NUMPY", b"wOFF", b"wOF2", b"\0\x01\0\0", b"OTTO"),
+)
+"""Well-known files that hold much text but are none."""
 
 MANY = 4
 """A file is UTF-8 with damage when it has this many good sequences for each bad byte."""
@@ -34,6 +43,8 @@ BAD_SHARE = 0.01
 
 _MULTIBYTE = re.compile(rb"[\xc2-\xdf][\x80-\xbf]|[\xe0-\xef][\x80-\xbf]{2}|[\xf0-\xf4][\x80-\xbf]{3}")
 _HIGH_RUN = re.compile(rb"[\x80-\xff]+")
+_ZEROS = re.compile(rb"\0+")
+_CONTROL = re.compile(rb"[\x00-\x07\x0e-\x1a\x1c-\x1f\x7f]")
 _PLAIN = re.compile(
     "[\t\n\r -~\u00a0-\u024f\u0370-\u052f\u2000-\u206f\u3000-\u30ff\u4e00-\u9fff\uac00-\ud7af\uff00-\uffef]"
 )
@@ -48,7 +59,10 @@ def find_encoding(sample: bytes, whole: bool) -> tuple[str, int]:
         if sample.startswith(bom):
             return encoding, len(bom)
     if b"\0" in sample:
-        return _find_utf16(sample), 0
+        clean = _clean_lines(sample)
+        if not clean:
+            return _find_utf16(sample), 0
+        sample, whole = clean, False
     if _is_utf8(sample, whole):
         return "utf-8", 0
     good = len(_MULTIBYTE.findall(sample))
@@ -56,6 +70,16 @@ def find_encoding(sample: bytes, whole: bool) -> tuple[str, int]:
     if good < MANY * bad and _looks_like_gb18030(sample):
         return "gb18030", 0
     return "utf-8", 0
+
+
+def _clean_lines(sample: bytes) -> bytes:
+    """The lines without control characters, where they are most of the sample; else nothing."""
+    if sample.startswith(BINARY_STARTS):
+        return b""
+    lines = [line for line in _ZEROS.sub(b"\0", sample).split(b"\n") if line.strip()]
+    clean = [line for line in lines if not _CONTROL.search(line)]
+    enough = len(clean) >= max(2, CLEAN_SHARE * len(lines))
+    return b"\n".join(clean) if enough and sum(map(len, clean)) >= CLEAN_SHARE * sum(map(len, lines)) else b""
 
 
 def _is_utf8(sample: bytes, whole: bool) -> bool:

@@ -48,7 +48,8 @@ class TextBy(StrEnum):
     """What one document of a plain text is. Program text is always one document a file."""
 
     AUTO = "auto"
-    """The file; above `split_text_above_bytes`, pieces of 8 to 32 KB cut at blank lines where there are any."""
+    """The file; above `split_text_above_bytes`, pieces of 1 to 4 `text_piece_bytes` cut at blank lines where there are
+    any."""
     LINE = "line"
     BLANK_LINE = "blank line"
     FILE = "file"
@@ -61,7 +62,9 @@ class Limits:
     max_record_bytes: int = 32_000_000
     """A larger item is passed over into quarantine without being held in memory."""
     split_text_above_bytes: int = 1_000_000
-    """With `text_by` auto, a plain text above this size is cut into documents."""
+    """With `text_by` auto, a plain text above this size is cut into documents …"""
+    text_piece_bytes: int = 8_000
+    """… at the first blank line behind this many bytes, and of four times as many at most."""
     unit_bytes: int = 64 << 20
     """A file that can be split is split into units of about this many bytes on disk."""
     text_by: TextBy = TextBy.AUTO

@@ -149,9 +149,12 @@ def read_json_lines(source: Source, origin: Origin, limits: Limits, at: int) -> 
         yield broken_item(source, origin, at, b"")
 
 
-def parse_record(data: bytes, encoding: str, origin: Origin, at: int, end: int) -> Row | Damaged | None:
-    """A JSON value that is not the usual small object: strings are texts, everything else is damage, blank is nothing.
+def parse_record(
+    data: bytes, encoding: str, origin: Origin, at: int, end: int, strings: bool = False
+) -> Row | Damaged | None:
+    """A JSON value that is not the usual small object: anything but an object is damage, blank is nothing.
 
+    `strings`: a string is a text, as in an array of them; among lines it is what is left of a broken object.
     Lone surrogates, NaN, huge integers and control characters, which orjson refuses, are in real data sets: taken.
     """
     if len(data) >= LARGE_BYTES and has_too_many_values(data, 0, len(data)):
@@ -173,7 +176,7 @@ def parse_record(data: bytes, encoding: str, origin: Origin, at: int, end: int) 
             return damaged_at(origin, at, end, "invalid_json", first_line_of(strict_error), end - at, data)
     if isinstance(value, dict):
         return Row(value, origin, at, end)
-    if isinstance(value, str):
+    if strings and isinstance(value, str):
         return Row({"text": value}, origin, at, end)
     detail = f"expected an object, found {type(value).__name__}"
     return damaged_at(origin, at, end, "not_an_object", detail, end - at, data)

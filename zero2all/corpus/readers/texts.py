@@ -1,8 +1,8 @@
 """Plain text by file, by blank line, and long texts cut into documents.
 
-A long text is cut at the first blank line behind 8 KB, else at the last line end before 32 KB, else between two
-characters. It is also cut at the first line end behind every multiple of `text_block_bytes`: units begin at such
-places, so that splitting a file among workers does not change its documents.
+A long text is cut at the first blank line behind `text_piece_bytes` (8 KB), else at the last line end before four times
+as many, else between two characters. It is also cut at the first line end behind every multiple of `text_block_bytes`:
+units begin at such places, so that splitting a file among workers does not change its documents.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from zero2all.corpus.readers.items import Damaged, Items, Limits, Origin, Row, t
 from zero2all.corpus.readers.lines import LongLine, broken_item, line_batches, parse_record, text_row
 from zero2all.corpus.readers.streams import Source
 
-DOCUMENT_BYTES = 8_000
-DOCUMENT_BYTES_MAX = 32_000
+LONGEST_PIECE = 4
+"""Times `text_piece_bytes`: the longest document cut from a long text."""
 READ_BYTES = 1 << 18
 
 _BLANK_LINE = re.compile(rb"\n(?=[^\S\n]*\n)")
@@ -99,21 +99,22 @@ def _paragraph(
 
 
 def read_long_text(source: Source, origin: Origin, limits: Limits, at: int, line_start: int | None) -> Items:
-    """Documents of 8 to 32 KB of UTF-8 text, from position `at`, where the source stands.
+    """Documents of 1 to 4 `text_piece_bytes` of UTF-8 text, from position `at`, where the source stands.
 
     `line_start`: where the line began that `at` lies in, if it is not its beginning.
     """
+    most = limits.text_piece_bytes * LONGEST_PIECE
     data = b""
     at_end = False
     line_start = at if line_start is None else line_start
     while True:
-        while not at_end and len(data) <= DOCUMENT_BYTES_MAX + 4:
+        while not at_end and len(data) <= most + 4:
             more = source.read(READ_BYTES)
             at_end = not more
             data += more
-        if not data or (at_end and source.broken is not None and len(data) <= DOCUMENT_BYTES_MAX):
+        if not data or (at_end and source.broken is not None and len(data) <= most):
             break
-        size = _document_end(data, at_end, at, line_start, limits.text_block_bytes)
+        size = _document_end(data, at_end, at, line_start, limits)
         piece, data = data[:size], data[size:]
         end = at + size
         inside_line = not piece.endswith(b"\n")
@@ -132,16 +133,17 @@ def read_long_text(source: Source, origin: Origin, limits: Limits, at: int, line
         yield broken_item(source, origin, at, data)
 
 
-def _document_end(data: bytes, at_end: bool, at: int, line_start: int, block_bytes: int) -> int:
+def _document_end(data: bytes, at_end: bool, at: int, line_start: int, limits: Limits) -> int:
     """How long the document at the beginning of `data` is."""
-    if len(data) <= DOCUMENT_BYTES_MAX and at_end:
+    most = limits.text_piece_bytes * LONGEST_PIECE
+    if len(data) <= most and at_end:
         size = len(data)
     else:
-        size = data.rfind(b"\n", 0, DOCUMENT_BYTES_MAX) + 1 or _whole_characters(data[:DOCUMENT_BYTES_MAX])
-    blank = _BLANK_LINE.search(data, DOCUMENT_BYTES - 1, size)
+        size = data.rfind(b"\n", 0, most) + 1 or _whole_characters(data[:most])
+    blank = _BLANK_LINE.search(data, limits.text_piece_bytes - 1, size)
     if blank:
         size = blank.end()
-    border = (line_start // block_bytes + 1) * block_bytes
+    border = (line_start // limits.text_block_bytes + 1) * limits.text_block_bytes
     line_end = data.find(b"\n", max(border - 1 - at, 0), size)
     return line_end + 1 if line_end >= 0 else size
 

@@ -32,6 +32,7 @@ from zero2all.common.manifest import fingerprint
 from zero2all.common.progress import progress
 from zero2all.tokenizer.bpe.learned import LearnedBpe
 from zero2all.tokenizer.parts import TextPart
+from zero2all.tokenizer.sizes import TooFewPiecesError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -325,11 +326,12 @@ def _too_few(
     wanted: int, merged: Merged, seen: Counter[str], bigrams: Bigrams, min_piece_count: int, control_tokens: int
 ) -> BadInputError:
     largest = wanted - merged.short_of + control_tokens
-    return BadInputError(
+    return TooFewPiecesError(
         f"This text cannot support a vocabulary of {wanted + control_tokens:,} ids: "
         f"{human_bytes(bigrams.text_bytes())} in {seen['documents']:,} documents have pieces (seen at least "
         f"{min_piece_count} times) for {largest:,} at most. Set --vocab-size to {largest} or less, or build the corpus "
-        f"from more text."
+        f"from more text.",
+        largest,
     )
 
 

@@ -1,5 +1,4 @@
-// Runs before anything is painted: the theme, so that nothing flashes, and a guard for browsers whose locale no
-// number formatter accepts (uPlot makes one while it loads, and would throw).
+// Runs before anything is painted: the theme, and a language for uPlot where its number formatter refuses the browser's.
 {
 	const asked = new URLSearchParams(location.hash.slice(1)).get('theme') || localStorage.getItem('z2a-theme');
 	const dark = asked ? asked === 'dark' : matchMedia('(prefers-color-scheme: dark)').matches;

@@ -1,6 +1,5 @@
-// One chart: some lines (a metric of a run each), the band between smallest and largest value, the smoothed line, what
-// happened as markers, and the values under the cursor. The server sends buckets; while a run is live only the points
-// after the last known one are fetched and put behind them.
+// One chart: lines (a metric of a run each) with the band between smallest and largest value, markers for what happened,
+// and the values under the cursor. While a run is live only the points after the last known one are fetched.
 
 import { css, h, span } from './dom.js';
 import { axisValue, number } from './format.js';
@@ -11,7 +10,9 @@ const COLORS = 10;
 const MAX_TAIL = 600; // points behind the buckets before all are fetched again
 const MAX_BUCKETS = 1600;
 const MARKER_WIDTH = 16;
+const HIDDEN = { show: false };
 const TIME_STEPS = [1, 5, 10, 30, 60, 300, 600, 1800, 3600, 7200, 21600, 43200, 86400, 604800];
+const WHOLE_STEPS = Array.from({ length: 60 }, (_, place) => [1, 2, 5][place % 3] * 10 ** Math.floor(place / 3));
 
 export const color = (place) => css(`--series-${place % COLORS}`);
 const withAlpha = (hex, alpha) => hex + Math.round(alpha * 255).toString(16).padStart(2, '0');
@@ -74,7 +75,7 @@ export class Chart {
 		return asked;
 	}
 
-	// Takes the answers; true when all curves have to be fetched anew (history changed, or too many single points).
+	// Takes the answers; true when all curves have to be fetched anew.
 	accept(asked, curves) {
 		let isStale = false;
 		asked.forEach(({ line, query, isGhost }, place) => {
@@ -85,6 +86,8 @@ export class Chart {
 			} else if (curve.before !== line.curve.total) isStale = true;
 			else if (curve.x.length) {
 				const fresh = columns(curve);
+				isStale ||= !fresh.smooth !== !line.curve.smooth; // now there are enough points
+				this.smoothAgain(line.curve, curve);
 				for (const name of ['x', 'low', 'high', 'mean']) line.curve[name].push(...fresh[name]);
 				line.curve.smooth?.push(...(fresh.smooth ?? fresh.mean));
 				line.curve.bad.push(...fresh.bad);
@@ -95,6 +98,11 @@ export class Chart {
 			if (!isGhost && line.curve.total) domain.set(`${this.spec.key} ${line.run} ${line.metric}`, line.curve.start, line.curve.end);
 		});
 		return isStale;
+	}
+
+	// New points move the smoothed line before them, too.
+	smoothAgain({ x, smooth }, { again_x: places, again }) {
+		for (let at = x.length - 1; smooth && places?.length && x[at] >= places[0]; at -= 1) smooth[at] = again[nearest(places, x[at])];
 	}
 
 	// ---- drawing ----
@@ -114,11 +122,24 @@ export class Chart {
 			this.plot = new uPlot(this.options(lines), data, this.box);
 		}
 		this.showValues();
+		this.describe(lines);
 		this.card.dataset.points = points;
 		this.card.dataset.end = lines.reduce((end, line) => Math.max(end, line.curve.end ?? 0), 0);
 	}
 
-	// Columns on one common x: per line the upper and lower edge of the band, the mean, the smoothed line, the ghost.
+	// The chart in words, for those who do not see it.
+	describe(lines) {
+		const { x: axis } = state;
+		const words = lines.filter(({ curve }) => curve.x.length).map(({ label, curve }) => t('inWords', {
+			name: label, axis: t(axis), first: number(curve.mean[0]), from: axisValue(axis, curve.x[0]), last: number(curve.last), to: axisValue(axis, curve.end),
+			low: number(Math.min(...curve.low.filter(isNumber))), high: number(Math.max(...curve.high.filter(isNumber))),
+		}));
+		const canvas = this.plot.ctx.canvas;
+		canvas.setAttribute('role', 'img');
+		canvas.ariaLabel = [`${this.spec.title} ${t(this.spec.unit)}`, ...words, this.note.textContent].filter(Boolean).join('. ');
+	}
+
+	// Columns on one common x: per line the edges of the band, the mean, the smoothed line; then the ghosts.
 	table(lines) {
 		const positive = (values) => (state.ylog ? values.map((value) => (value > 0 ? value : null)) : values);
 		const tables = lines.map(({ curve }) => {
@@ -130,55 +151,55 @@ export class Chart {
 		return tables.length === 1 ? tables[0] : uPlot.join(tables);
 	}
 
+	// The parts on top of each other; their total comes last and stays as it is.
 	stack(lines) {
 		if (!lines.length) return [[]];
 		const joined = uPlot.join(lines.map(({ curve }) => [curve.x, curve.smooth ?? curve.mean]));
-		const sums = [joined[0]];
 		let below = new Array(joined[0].length).fill(0);
-		for (const column of joined.slice(1)) {
+		return joined.map((column, place) => {
+			if (!place || lines[place - 1].total) return column;
 			let last = 0;
-			below = below.map((sum, place) => sum + (last = column[place] ?? last));
-			sums.push(below);
-		}
-		return sums;
+			return (below = below.map((sum, at) => sum + (last = column[at] ?? last)));
+		});
 	}
 
 	options(lines) {
 		const ink = css('--ink-2');
 		const font = `11px ${css('--font')}`;
-		const axis = { stroke: ink, font, grid: { stroke: css('--grid'), width: 1 }, ticks: { show: false } };
+		const axis = { stroke: ink, font, grid: { stroke: css('--grid'), width: 1 }, ticks: HIDDEN };
 		const series = [{}];
 		const bands = [];
 		if (this.spec.stacked && !this.isDiff) {
 			lines.forEach((line, place) => {
-				series.push({ stroke: line.color, width: 1, fill: place ? undefined : withAlpha(line.color, 0.55), points: { show: false } });
-				if (place) bands.push({ series: [place + 1, place], fill: withAlpha(line.color, 0.55) });
+				const fill = withAlpha(line.color, 0.55);
+				series.push({ stroke: line.color, width: line.total ? 1.5 : 1, dash: line.total ? [5, 3] : undefined, fill: place || line.total ? undefined : fill, points: HIDDEN });
+				if (place && !line.total) bands.push({ series: [place + 1, place], fill });
 			});
 		} else {
 			const alpha = lines.length <= 3 ? 0.2 : lines.length <= 8 ? 0.1 : 0;
-			const dots = { show: this.spec.dots || undefined, size: 5 };
+			const dots = this.spec.dots ? { show: true, size: 5 } : { size: 5 };
 			for (const line of lines) {
 				const first = series.length;
-				const edge = { stroke: alpha ? withAlpha(line.color, alpha) : undefined, width: 0.5, points: { show: false } };
+				const edge = { stroke: alpha ? withAlpha(line.color, alpha) : undefined, width: 0.5, points: HIDDEN };
 				series.push(edge, edge);
 				if (alpha) bands.push({ series: [first, first + 1], fill: withAlpha(line.color, alpha) });
 				const isSmoothed = Boolean(line.curve.smooth);
 				series.push({ stroke: withAlpha(line.color, isSmoothed ? 0.35 : 1), width: isSmoothed ? 1 : 1.5, points: isSmoothed && !this.spec.dots ? { show: false } : dots });
-				if (isSmoothed) series.push({ stroke: line.color, width: 1.75, points: { show: false } });
+				if (isSmoothed) series.push({ stroke: line.color, width: 1.75, points: HIDDEN });
 			}
 			for (const line of lines) {
-				if (line.ghost?.x.length) series.push({ stroke: withAlpha(line.color, 0.35), width: 1, dash: [3, 3], points: { show: false } });
+				if (line.ghost?.x.length) series.push({ stroke: withAlpha(line.color, 0.35), width: 1, dash: [3, 3], points: HIDDEN });
 			}
 		}
 		return {
 			width: this.width,
 			height: this.box.clientHeight || 220,
 			padding: [MARKER_WIDTH, 22, 0, 0],
-			legend: { show: false },
+			legend: HIDDEN,
 			cursor: {
 				sync: { key: 'z2a', scales: ['x', null], setSeries: false, filters: { pub: isMove, sub: isMove } },
 				drag: { x: true, y: false, setScale: false },
-				points: { show: false },
+				points: HIDDEN,
 				bind: { dblclick: () => () => change({ zoom: null }) },
 			},
 			scales: {
@@ -186,7 +207,7 @@ export class Chart {
 				y: { distr: state.ylog && !this.isDiff ? 3 : 1, range: (plot, low, high) => this.yRange(plot, low, high) },
 			},
 			axes: [
-				{ ...axis, size: 26, gap: 4, space: 70, incrs: state.x === 'time' ? TIME_STEPS : undefined, values: (_, at) => at.map((x) => (x === null ? '' : axisValue(state.x, x))) },
+				{ ...axis, size: 26, gap: 4, space: 70, incrs: state.x === 'time' ? TIME_STEPS : WHOLE_STEPS, values: (_, at) => at.map((x) => (x === null ? '' : axisValue(state.x, x))) },
 				{ ...axis, gap: 4, size: (_, texts) => 16 + 6.4 * Math.max(3, ...(texts ?? []).map((text) => text?.length ?? 0)), values: (_, at) => at.map((y) => (y === null ? '' : number(y).replace(/(\.\d*?)0+(?=$|e)/, '$1').replace(/\.(?=$|e)/, ''))) },
 			],
 			series,
@@ -235,7 +256,7 @@ export class Chart {
 		plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
 	}
 
-	// Hairlines for what happened, rings around spikes, red ticks where a value was not a number, and the buttons on top.
+	// Hairlines for what happened, rings around spikes, red ticks where a value was not a number.
 	decorate(plot) {
 		const { ctx, bbox } = plot;
 		const ratio = uPlot.pxRatio;
@@ -286,10 +307,10 @@ export class Chart {
 		}
 	}
 
-	// Neighbours share a button: the worst of them gives the sign, a number says how many.
+	// Neighbours share a button: the worst of them gives the sign.
 	placeMarkers(plot, events) {
 		const places = new Map();
-		for (const event of events) {
+		for (const event of events.sort((a, b) => a.x - b.x)) {
 			const place = Math.round(plot.valToPos(event.x, 'x') / MARKER_WIDTH);
 			const known = places.get(place);
 			if (!known) places.set(place, { event, count: 1 });
@@ -301,18 +322,33 @@ export class Chart {
 		const sign = JSON.stringify([...places].map(([, { event, count }]) => [Math.round(plot.valToPos(event.x, 'x')), event.run, event.i, count]));
 		if (sign === this.markerSign && this.markers?.isConnected) return;
 		this.markerSign = sign;
-		const buttons = [...places].map(([place, { event, count }]) => {
+		const held = document.activeElement;
+		const known = new Map([...(this.markers?.children ?? [])].map((each) => [each.title, each]));
+		const buttons = [...places.values()].map(({ event, count }) => {
 			const label = `${kindName(event.kind)}, ${t('step')} ${event.step}${count > 1 ? ` (+${count - 1})` : ''}`;
-			return h('button', {
-				class: `marker ${event.tone}`, title: label, 'aria-label': label, tabIndex: -1,
-				data: { kind: event.kind, step: event.step },
-				vars: { left: `${plot.valToPos(event.x, 'x')}px` },
-				onclick: () => this.card.dispatchEvent(new CustomEvent('marker', { detail: event, bubbles: true })),
-			}, event.sign);
+			const data = { kind: event.kind, step: event.step };
+			const button = known.get(label) ?? h('button', { class: `marker ${event.tone}`, title: label, 'aria-label': label, tabIndex: -1, data }, event.sign);
+			button.style.left = `${plot.valToPos(event.x, 'x')}px`;
+			button.onclick = () => this.card.dispatchEvent(new CustomEvent('marker', { detail: event, bubbles: true }));
+			return button;
 		});
-		this.markers ??= h('div', { class: 'markers' });
+		if (buttons.length && !buttons.some((each) => each.tabIndex === 0)) buttons[0].tabIndex = 0;
+		this.markers ??= h('div', { class: 'markers', role: 'group', 'aria-label': t('events'), onkeydown: (event) => this.stepMarker(event) });
 		this.markers.replaceChildren(...buttons);
 		if (this.markers.parentNode !== plot.over) plot.over.append(this.markers);
+		if (buttons.includes(held)) held.focus();
+	}
+
+	// Tab reaches the first one, the arrows the others.
+	stepMarker(event) {
+		const to = { ArrowLeft: 'previousSibling', ArrowRight: 'nextSibling' }[event.key];
+		const next = to && event.target[to];
+		if (!next) return;
+		event.stopPropagation();
+		event.preventDefault();
+		event.target.tabIndex = -1;
+		next.tabIndex = 0;
+		next.focus();
 	}
 
 	// ---- values ----
@@ -320,25 +356,28 @@ export class Chart {
 	makeLegend() {
 		this.values = new Map();
 		const items = this.drawn().map((line) => {
-			const value = h('b');
-			const range = span('range');
-			this.values.set(line, { value, range });
-			return h('li', { title: line.label }, h('i', { vars: { background: line.color } }), span('name', line.label), value, range);
+			const [what, value, range] = [span('range'), h('b'), span('range')];
+			this.values.set(line, [what, value, range]);
+			return h('li', { title: line.label }, h('i', { vars: { background: line.color } }), span('name', line.label), what, value, range);
 		});
 		this.legend.replaceChildren(...items);
 	}
 
-	// What stands under the cursor; the newest values when it is elsewhere.
+	// Under the cursor, else the newest: the value as logged (of several points in one place their mean and
+	// range), then the smoothed one, each by its name.
 	showValues() {
 		const left = this.plot?.cursor.left ?? -1;
 		const x = left >= 0 ? this.plot.posToVal(left, 'x') : null;
-		for (const [line, { value, range }] of this.values) {
-			const at = line.curve ? nearest(line.curve.x, x) : -1;
-			const text = at < 0 ? '–' : number((line.curve.smooth ?? line.curve.mean)[at]);
-			if (value.textContent !== text) value.textContent = text;
-			const [low, high] = at < 0 ? [] : [line.curve.low[at], line.curve.high[at]];
-			const spread = x !== null && low !== high && this.values.size === 1 ? `${number(low)} … ${number(high)}` : '';
-			if (range.textContent !== spread) range.textContent = spread;
+		for (const [line, places] of this.values) {
+			const { low, high, mean, smooth, last, ...curve } = line.curve ?? {};
+			const at = curve.x ? nearest(curve.x, x) : -1;
+			const isMean = x !== null && low?.[at] !== high?.[at];
+			const texts = at < 0 ? ['', '–', ''] : [
+				isMean ? t('pointMean') : smooth ? t('asLogged') : '',
+				number(x === null ? last : mean[at]),
+				[isMean && `(${number(low[at])} … ${number(high[at])})`, smooth && `${t('smoothed')} ${number(smooth[at])}`].filter(Boolean).join(' '),
+			];
+			texts.forEach((text, place) => places[place].textContent !== text && (places[place].textContent = text));
 		}
 		const shown = x === null ? '' : `${t(state.x)} ${axisValue(state.x, x)}`;
 		const place = this.card.querySelector('.at');
@@ -361,7 +400,8 @@ const columns = (curve) => ({
 	x: Array.from(curve.x), low: numbers(curve.low), high: numbers(curve.high), mean: numbers(curve.mean),
 	smooth: curve.smooth ? numbers(curve.smooth) : null, bad: Array.from(curve.bad ?? []),
 });
-const facts = ({ total, start, end, nonfinite }) => ({ total, start, end, nonfinite });
+const facts = ({ total, start, end, nonfinite, last }) => ({ total, start, end, nonfinite, last });
+const isNumber = (value) => value !== null;
 
 function line(ctx, x0, y0, x1, y1, width) {
 	ctx.lineWidth = width;

@@ -1,22 +1,15 @@
 // Configs: of one run all fields, of several the fields that differ.
 
-import { h, later } from './dom.js';
+import { h, later, scroll } from './dom.js';
 import { get } from './server.js';
 import { t } from './words.js';
 
 const ROWS = 400;
 
-function flatten(value, path = '', into = new Map()) {
-	if (value !== null && typeof value === 'object' && !Array.isArray(value) && Object.keys(value).length) {
-		for (const [key, inner] of Object.entries(value)) flatten(inner, path ? `${path}.${key}` : key, into);
-	} else into.set(path, typeof value === 'string' ? value : JSON.stringify(value));
-	return into;
-}
-
 export async function configTable(infos) {
-	const replies = await Promise.all(infos.map((info) => get('config', { id: info.id }).catch(() => ({ config: null }))));
-	if (replies.every(({ config }) => !config)) return h('p', { class: 'nothing' }, t('configNone'));
-	const configs = replies.map(({ config }) => flatten(config ?? {}));
+	const replies = await Promise.all(infos.map((info) => get('config', { id: info.id }).catch(() => ({}))));
+	if (!replies.some((reply) => reply.fields)) return h('p', { class: 'nothing' }, t('configNone'));
+	const configs = replies.map((reply) => new Map(reply.fields));
 	const fields = [...new Set(configs.flatMap((config) => [...config.keys()]))];
 	const differ = fields.filter((field) => new Set(configs.map((config) => config.get(field))).size > 1);
 	let isAll = infos.length === 1;
@@ -32,5 +25,5 @@ export async function configTable(infos) {
 	draw();
 	const find = h('input', { type: 'search', placeholder: t('configFind'), 'aria-label': t('configFind'), oninput: later((event) => { search = event.target.value.toLowerCase(); draw(); }, 100) });
 	return h('div', { class: 'config' }, h('div', { class: 'row' }, find, toggle),
-		h('div', { class: 'scroll' }, h('table', { class: 'grid' }, infos.length > 1 ? h('thead', {}, h('tr', {}, h('th'), infos.map((info) => h('th', {}, info.name)))) : null, body)));
+		scroll(t('config'), h('table', { class: 'grid' }, infos.length > 1 ? h('thead', {}, h('tr', {}, h('td'), infos.map((info) => h('th', {}, info.name)))) : null, body)));
 }

@@ -12,10 +12,12 @@ export function h(tag, props = {}, ...children) {
 		else if (name in element && !name.includes('-') && name !== 'list') element[name] = value;
 		else element.setAttribute(name, value === true ? '' : value);
 	}
-	element.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+	element.append(...children.flat(2).filter((child) => child !== null && child !== undefined && child !== false));
 	return element;
 }
 
+// What may be wider or higher than its place: the keyboard can reach and move it.
+export const scroll = (label, content) => h('div', { class: 'scroll', tabIndex: 0, role: 'region', 'aria-label': label }, content);
 export const span = (name, ...children) => h('span', { class: name }, ...children);
 
 const PATHS = {
@@ -45,6 +47,7 @@ export function icon(name) {
 export const button = (name, label, onclick, props = {}) =>
 	h('button', { class: 'icon', title: label, 'aria-label': label, onclick, ...props }, icon(name));
 
+export const byId = (id) => document.getElementById(id);
 export const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 export function later(work, milliseconds) {
@@ -56,7 +59,7 @@ export function later(work, milliseconds) {
 }
 
 export function announce(text) {
-	let live = document.getElementById('announce');
+	let live = byId('announce');
 	if (!live) document.body.append((live = h('div', { id: 'announce', role: 'status', class: 'toast' })));
 	live.textContent = text;
 	live.classList.add('shown');

@@ -1,27 +1,11 @@
 // What happened in a run: marks for the charts, the list of them, and the drawer with everything about one.
 
-import { button, h, span } from './dom.js';
+import { button, byId, h, scroll, span } from './dom.js';
 import { number, whole } from './format.js';
 import { get } from './server.js';
 import { change, state } from './state.js';
 import { kindName, t } from './words.js';
 
-// kind: [rank (0 is worst), tone, sign]
-const KINDS = {
-	spike: [0, 'bad', '▲'],
-	rollback: [1, 'warn', '↶'],
-	skip: [1, 'warn', '!'],
-	quarantine: [2, 'warn', '!'],
-	warning: [2, 'warn', '!'],
-	restart: [3, 'accent', '↻'],
-	segment: [3, 'accent', '↻'],
-	stage: [4, 'accent', '◆'],
-	anneal: [4, 'accent', '◆'],
-	drop: [5, 'warn', '!'],
-	tracking: [6, 'warn', '!'],
-	end: [7, 'ink-3', '■'],
-	checkpoint: [8, 'ink-3', '●'],
-};
 const LISTED = 200;
 const DOCUMENTS = 100;
 
@@ -33,12 +17,7 @@ export async function loadMarks(id) {
 	const axis = state.x;
 	const found = await get('events', { id, axis });
 	if (axis !== state.x) return;
-	found.marks = found.marks
-		.filter((mark) => !/^(start|finish)$/.test(mark.kind) && !(mark.kind === 'segment' && mark.attempt <= 1))
-		.map((mark) => {
-			const [rank, tone, sign] = KINDS[mark.kind] ?? [6, 'accent', '◦'];
-			return { ...mark, rank, tone, sign, run: id };
-		});
+	for (const mark of found.marks) mark.run = id;
 	marks.set(id, found);
 }
 
@@ -58,7 +37,7 @@ export function eventList(ids, nameOf, open) {
 
 // ---- the drawer ----
 
-const drawer = () => document.getElementById('drawer');
+const drawer = () => byId('drawer');
 let shown = null;
 let openedFrom = null;
 
@@ -89,21 +68,18 @@ export async function openEvent(mark) {
 	try {
 		facts = await get('event', { id: mark.run, i: mark.i });
 	} catch (error) {
-		facts = { ...mark, data: { error: error.message }, around: {} };
+		facts = { fields: [['', error.message]] };
 	}
 	if (shown !== mark) return;
-	const close = button('close', t('close'), closeDrawer);
 	box.replaceChildren(
 		h('header', {},
 			span(`sign ${mark.tone}`, mark.sign),
 			h('h2', { tabIndex: -1 }, `${kindName(mark.kind)} · ${t('step')} ${whole(mark.step)}`),
 			button('left', t('previous'), () => stepEvent(-1)),
 			button('chevron', t('next'), () => stepEvent(1)),
-			close),
-		h('p', { class: 'hint' }, [mark.run.split('/').slice(1).join('/'), new Date(mark.time * 1000).toLocaleString(), mark.found ? t('found') : (mark.note ?? '')].filter(Boolean).join(' · ')),
-		...(mark.kind === 'spike' ? spikeParts(facts) : []),
-		part(t('around'), pairs(Object.entries(facts.around).map(([name, value]) => [name, number(value)]))),
-		part(t('raw'), h('pre', {}, JSON.stringify(facts.data, null, 2).slice(0, 20000))),
+			button('close', t('close'), closeDrawer)),
+		h('p', { class: 'hint' }, [mark.run.slice(mark.run.indexOf('/') + 1), new Date(mark.time * 1000).toLocaleString(), mark.found ? t('found') : (mark.note ?? '')].filter(Boolean).join(' · ')),
+		...parts(facts),
 		h('button', { class: 'plain', onclick: () => zoomTo(mark) }, t('zoomHere')));
 	box.querySelector('h2').focus();
 }
@@ -113,32 +89,30 @@ function zoomTo(mark) {
 	change({ zoom: [Math.max(0, mark.x - around), mark.x + around] });
 }
 
-const part = (title, content) => h('section', {}, h('h3', {}, title), content);
+const part = (title, rows, show) => (rows.length ? [h('section', {}, h('h3', {}, title), show(rows))] : []);
+const texts = (rows) => h('dl', {}, rows.map(([name, text]) => [h('dt', {}, name), h('dd', {}, text)]));
 const pairs = (rows) => h('table', { class: 'pairs' }, h('tbody', {}, rows.map(([name, value]) => h('tr', {}, h('th', { scope: 'row' }, name), h('td', { class: 'num' }, value)))));
 
-function spikeParts({ data, around }) {
-	const far = data.sigma > 0 ? t('sigmas', { count: ((data.value - data.mean) / data.sigma).toFixed(1) }) : '–';
-	const own = Object.entries(around).filter(([name]) => name.startsWith('loss/')).map(([name, value]) => [name.slice(5), value]);
-	const losses = Object.entries(data.channel_losses ?? {}).length ? Object.entries(data.channel_losses) : own;
-	const documents = Array.isArray(data.documents) ? data.documents : [];
+function parts({ fields, measures, losses = [], documents = [], around = {} }) {
+	const measure = ([word, value, unit, limit]) => [t(word), `${number(value)} ${unit}${limit ? ` (${t('limit')} ${limit} σ)` : ''}`];
 	return [
-		pairs([[t('value'), number(data.value)], [t('mean'), number(data.mean)], [t('sigma'), number(data.sigma)], [t('howFar'), far]]),
-		losses.length ? part(t('channelLosses'), bars(losses)) : null,
-		part(`${t('documents')}${documents.length ? ` (${documents.length})` : ''}`,
-			documents.length ? documentTable(documents.slice(0, DOCUMENTS)) : h('p', { class: 'hint' }, t('noDocuments'))),
-	].filter(Boolean);
+		...(measures ? [pairs(measures.map(measure))] : []),
+		...part(t('channelLosses'), losses, bars),
+		...(measures && !documents.length ? [h('p', { class: 'hint' }, t('noDocuments'))] : part(`${t('documents')} (${documents.length})`, documents, documentTable)),
+		...part(t('fields'), fields, texts),
+		...part(t('around'), Object.entries(around).map(([name, value]) => [name, number(value)]), pairs),
+	];
 }
 
 function bars(losses) {
-	const most = Math.max(...losses.map(([, value]) => Number(value) || 0), 1e-12);
-	return h('ul', { class: 'bars' }, losses.sort((a, b) => b[1] - a[1]).map(([name, value]) =>
-		h('li', {}, h('span', {}, name), h('i', { vars: { width: `${Math.max(1, (100 * (Number(value) || 0)) / most)}%` } }), h('b', {}, number(Number(value))))));
+	return h('ul', { class: 'bars' }, losses.map(([name, value]) =>
+		h('li', {}, h('span', {}, name), h('i', { vars: { width: `${Math.max(1, (100 * value) / losses[0][1])}%` } }), h('b', {}, number(value)))));
 }
 
 function documentTable(documents) {
-	const columns = [...new Set(documents.flatMap((each) => Object.keys(each ?? {})))].slice(0, 6);
-	return h('div', { class: 'scroll' }, h('table', { class: 'grid' },
+	const columns = [...new Set(documents.flatMap(Object.keys))].slice(0, 6);
+	return scroll(t('documents'), h('table', { class: 'grid' },
 		h('thead', {}, h('tr', {}, columns.map((name) => h('th', {}, name)))),
-		h('tbody', {}, documents.map((each) => h('tr', {}, columns.map((name) => h('td', {}, each?.[name] === undefined ? '' : String(each[name]))))))));
+		h('tbody', {}, documents.slice(0, DOCUMENTS).map((each) => h('tr', {}, columns.map((name) => h('td', {}, String(each[name] ?? ''))))))));
 }
 

@@ -14,7 +14,7 @@ function save(url, name) {
 const fileName = (title) => title.replace(/[^\p{L}\p{N}._-]+/gu, '-').replace(/^-+|-+$/g, '').slice(0, 80) || 'chart';
 
 // The plot with a title above and a legend below, on the colour of the page.
-export function pngOf(chart, title) {
+export function pngOf(chart, { title, unit }) {
 	if (!chart?.plot) return;
 	const source = chart.plot.ctx.canvas;
 	const ratio = uPlot.pxRatio;
@@ -27,7 +27,7 @@ export function pngOf(chart, title) {
 	context.textBaseline = 'middle';
 	context.fillStyle = css('--ink');
 	context.font = `600 ${14 * ratio}px ${font}`;
-	context.fillText(`${title}${chart.isDiff ? ` (${t('diff')})` : ''}`, edge, head / 2);
+	context.fillText(`${title}${unit && ` (${t(unit)})`}${chart.isDiff ? ` (${t('diff')})` : ''}`, edge, head / 2);
 	context.drawImage(source, edge, head);
 	context.font = `${11 * ratio}px ${font}`;
 	let x = edge;

@@ -39,5 +39,5 @@ export const axisValue = (axis, value) =>
 // How long ago, in one unit; '' for the last few seconds.
 export function age(time) {
 	const seconds = Date.now() / 1000 - time;
-	return time && seconds >= 5 ? duration(seconds).replace(/^(\d+[mhd]).*$/, '$1') : '';
+	return time && seconds >= 5 ? duration(Math.round(seconds)).replace(/^(\d+[mhd]).*$/, '$1') : '';
 }

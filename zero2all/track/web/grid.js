@@ -1,7 +1,7 @@
-// The groups of charts. Charts are made when they come near the screen; one request fetches the curves of several.
+// The charts, made when they come near the screen; one request fetches the curves of several.
 
 import { Chart, color, domain } from './chart.js';
-import { button, h, later, span } from './dom.js';
+import { button, css, h, later, span } from './dom.js';
 import { marksOf } from './events.js';
 import { pngOf, saveCsv } from './export.js';
 import { arrange } from './groups.js';
@@ -36,8 +36,7 @@ export class Grid {
 	// Lay out the charts of the runs that are shown; cards that stay are kept with their data.
 	render() {
 		const runs = state.runs.filter((id) => this.infoOf(id));
-		const names = [...new Set(runs.flatMap((id) => this.infoOf(id).names))].sort();
-		const groups = arrange(names, state.q, runs.length > 1);
+		const groups = arrange(runs.map(this.infoOf), state.q);
 		const kept = new Set();
 		const sections = groups.slice(0, this.groups).map((group) => this.section(group, runs, kept));
 		const rest = groups.length - this.groups;
@@ -59,7 +58,7 @@ export class Grid {
 		for (const { card } of [...this.root.querySelectorAll('.card')].slice(0, FIRST_BATCH)) this.near(card, true);
 		this.first = new Promise((done) => (this.onFirst = done));
 		this.pump();
-		if (!names.length && runs.length) this.root.append(h('p', { class: 'empty' }, t('noMetrics')));
+		if (!groups.length && !state.q && runs.length) this.root.append(h('p', { class: 'empty' }, t('noMetrics')));
 		else if (!groups.length && state.q) this.root.append(h('p', { class: 'empty' }, t('noMatch', { search: state.q })));
 		document.body.classList.toggle('enlarged', Boolean(state.wide && this.cards.has(this.keyOf(state.wide, runs))));
 		return groups;
@@ -98,9 +97,10 @@ export class Grid {
 		card.element = h('article', { class: `card ${state.wide === spec.key ? 'wide' : ''}`, data: { chart: spec.key } },
 			h('header', {},
 				h('h3', { title: spec.title }, spec.title),
+				span('unit', t(spec.unit)),
 				span('at'),
 				h('span', { class: 'tools' },
-					button('image', t('png'), () => pngOf(card.chart, spec.title), { data: { tool: 'png' } }),
+					button('image', t('png'), () => pngOf(card.chart, spec), { data: { tool: 'png' } }),
 					button('table', t('csv'), () => saveCsv(card.chart), { data: { tool: 'csv' } }),
 					button('expand', t('enlarge'), () => change({ wide: state.wide === spec.key ? '' : spec.key }), { data: { tool: 'wide' } }))));
 		card.element.card = card;
@@ -111,12 +111,18 @@ export class Grid {
 
 	lines({ spec, runs }) {
 		const isCompared = runs.length > 1;
-		return spec.metrics.flatMap(({ name, label }, place) =>
-			runs.filter((id) => this.infoOf(id).names.includes(name)).map((id) => ({
-				run: id, metric: name, label: isCompared ? this.infoOf(id).name : label,
-				color: color(isCompared ? state.runs.indexOf(id) : place),
-				hasGhosts: this.infoOf(id).attempt > 1 && !spec.stacked, curve: null, ghost: null,
-			})));
+		return spec.metrics.flatMap(({ name, label, total }, place) =>
+			runs.filter((id) => this.infoOf(id).names.includes(name)).map((id) => {
+				const line = { run: id, metric: name, label: isCompared ? this.infoOf(id).name : label, place, total, curve: null, ghost: null };
+				return Object.assign(line, { color: this.colorOf(line, runs), hasGhosts: this.infoOf(id).attempt > 1 && !spec.stacked });
+			}));
+	}
+
+	// A channel has the same colour in every chart, and in the pictures of `z2a plot`.
+	colorOf({ run, label, place, total }, runs) {
+		if (total) return css('--ink');
+		const channel = this.infoOf(run).channels.indexOf(label);
+		return color(runs.length > 1 ? state.runs.indexOf(run) : channel < 0 ? place : 1 + (channel % 9));
 	}
 
 	onSeen(entries) {
@@ -153,7 +159,7 @@ export class Grid {
 
 	redraw(isNew) {
 		this.all((card) => {
-			if (isNew) card.chart?.lines.forEach((line, place) => (line.color = color(card.runs.length > 1 ? state.runs.indexOf(line.run) : place)));
+			if (isNew) for (const line of card.chart?.lines ?? []) line.color = this.colorOf(line, card.runs);
 			if (card.chart?.plot) card.chart.draw(isNew);
 			if (isNew) card.chart?.makeLegend();
 			card.chart?.showValues();

@@ -1,78 +1,18 @@
-// Which charts there are: metric names in, groups of charts out. Names are paths (`loss/zh`, `time/forward`); a family
-// is what lies below one first word, and is drawn in one chart when one run is shown, in one chart each when several are.
+// Which charts are shown: those of one run as the server arranged them, or of several runs, each metric by itself.
 
-const GROUPS = [
-	['loss', (name) => /^(loss|perplexity|bpb)$/.test(name)],
-	['channels', (name) => /^(loss|bpb)\//.test(name)],
-	['optim', (name) => /^(lr|grad_norm|param_norm|update_norm|loss_scale)(\/|$)/.test(name)],
-	['speed', (name) => /^(tokens_per_second|mfu|time|step_seconds|flops)(\/|$|_)/.test(name)],
-	['memory', (name) => /^memory(\/|$|_)/.test(name)],
-	['mixture', (name) => /^(mixture|tokens)\//.test(name)],
-	['eval', (name) => /^(eval|valid|probe)(\/|$)/.test(name)],
-	['gpu', (name) => /^gpu(\/|$)/.test(name)],
-	['host', (name) => /^(host|cpu|disk|network)(\/|$)/.test(name)],
-];
-const STACKED = new Set(['time', 'mixture']);
-const LINES_PER_CHART = 24;
-
-const family = (name) => name.split('/')[0];
-const below = (name) => name.slice(name.indexOf('/') + 1);
-
-// [{key, charts: [{key, title, metrics: [{name, label}], stacked, dots}]}] for these metric names.
-export function arrange(names, search, isCompared) {
+// [{key, known, charts: [{key, title, unit, metrics: [{name, label, total}], stacked, dots, raw}]}]
+export function arrange(infos, search) {
 	const wanted = search.trim().toLowerCase().split(/\s+/).filter(Boolean);
-	const found = wanted.length ? names.filter((name) => wanted.every((word) => name.toLowerCase().includes(word))) : names;
+	const isWanted = ({ name }) => wanted.every((word) => name.toLowerCase().includes(word));
 	const groups = new Map();
-	for (const name of found) {
-		const [known] = GROUPS.find(([, matches]) => matches(name)) ?? [];
-		const key = known ?? (name.includes('/') ? family(name) : 'other');
-		if (!groups.has(key)) groups.set(key, []);
-		groups.get(key).push(name);
-	}
-	const order = (key) => {
-		const place = GROUPS.findIndex(([known]) => known === key);
-		return place >= 0 ? place : key === 'other' ? 999 : 100;
-	};
-	return [...groups]
-		.sort(([a], [b]) => order(a) - order(b) || a.localeCompare(b))
-		.map(([key, members]) => ({ key, charts: charts(key, members, isCompared), known: order(key) < 100 || key === 'other' }));
-}
-
-function charts(group, names, isCompared) {
-	const single = (name) => ({ key: name, title: name, metrics: [{ name, label: name }], dots: group === 'eval', raw: isRaw(group, name) });
-	if (isCompared) return names.sort(bySize).map(single);
-	const together = new Map();
-	for (const name of names) {
-		const key = group === 'eval' ? `*/${name.split('/').at(-1)}` : name.includes('/') ? `${family(name)}/*` : name;
-		if (!together.has(key)) together.set(key, []);
-		together.get(key).push(name);
-	}
-	const result = [];
-	for (const [key, members] of together) {
-		// A family whose members are of different sizes (degrees, watts, bytes) makes no common axis.
-		const isMixed = group === 'gpu' || group === 'host' || !GROUPS.some(([known]) => known === group);
-		if (members.length === 1 || isMixed) result.push(...members.map(single));
-		else {
-			for (let start = 0; start < members.length; start += LINES_PER_CHART) {
-				const part = members.slice(start, start + LINES_PER_CHART);
-				const title = group === 'eval' ? key.slice(2) : family(key);
-				result.push({
-					key: start ? `${key}+${start}` : key,
-					title: start ? `${title} (${start + 1}–${start + part.length})` : title,
-					metrics: part.map((name) => ({ name, label: group === 'eval' ? evalLabel(name) : below(name) })),
-					stacked: STACKED.has(family(key)),
-					dots: group === 'eval',
-					raw: isRaw(group, key),
-				});
-			}
+	for (const group of infos.flatMap((info) => info.groups).sort((a, b) => a.rank - b.rank)) {
+		const charts = groups.get(group.key)?.charts ?? new Map();
+		for (const chart of group.charts) {
+			const metrics = chart.metrics.filter(isWanted);
+			if (infos.length === 1 && metrics.length > 1) charts.set(chart.key, { ...chart, metrics });
+			else for (const { name } of metrics) charts.set(name, { ...chart, key: name, title: name, metrics: [{ name, label: name }], stacked: false });
 		}
+		if (charts.size) groups.set(group.key, { ...group, charts });
 	}
-	return result.sort((a, b) => bySize(a.key, b.key));
+	return [...groups.values()].map((group) => ({ ...group, charts: [...group.charts.values()] }));
 }
-
-// Plans, sums and scores are drawn as they are: smoothing would only bend them.
-const isRaw = (group, name) => ['eval', 'memory', 'mixture'].includes(group) || /^(lr|flops)(\/|$)/.test(name);
-const evalLabel = (name) => name.split('/').slice(1, -1).join('/') || name;
-const FIRST = ['loss', 'bpb', 'lr', 'grad_norm', 'tokens_per_second', 'mfu', 'time'];
-const bySize = (a, b) => rank(a) - rank(b) || a.localeCompare(b);
-const rank = (key) => (FIRST.indexOf(key.replace('/*', '')) + 99) % 99;

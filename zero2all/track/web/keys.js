@@ -1,7 +1,7 @@
 // The keyboard: everything the mouse can do with the view.
 
 import { domain } from './chart.js';
-import { button, h } from './dom.js';
+import { button, byId, h } from './dom.js';
 import { closeDrawer, isDrawerOpen, stepEvent } from './events.js';
 import { change, state } from './state.js';
 import { AXES, stepSmoothing, switchTheme } from './toolbar.js';
@@ -13,7 +13,7 @@ const SHORTCUTS = {
 };
 
 export function showHelp() {
-	document.getElementById('help')?.remove();
+	byId('help')?.remove();
 	const rows = Object.entries(SHORTCUTS).map(([keys, what]) => h('tr', {}, h('td', {}, keys.split(' ').map((key) => h('kbd', {}, key))), h('td', {}, t(what))));
 	const dialog = h('dialog', { id: 'help', 'aria-label': t('help'), onclose: (event) => event.target.remove() },
 		h('header', {}, h('h2', {}, t('help')), button('close', t('close'), () => dialog.close())),
@@ -33,10 +33,10 @@ function move(share, factor) {
 }
 
 const ACTIONS = {
-	'/': () => document.getElementById('metric-search').select(),
+	'/': () => byId('metric-search').select(),
 	r: () => {
 		document.body.classList.add('runs-open');
-		document.getElementById('run-search')?.select();
+		byId('run-search')?.select();
 	},
 	ArrowLeft: () => state.zoom && move(-0.2, 1),
 	ArrowRight: () => state.zoom && move(0.2, 1),
@@ -63,7 +63,7 @@ const ACTIONS = {
 
 export function listenToKeys() {
 	document.addEventListener('keydown', (event) => {
-		if (event.ctrlKey || event.metaKey || event.altKey || document.getElementById('help')) return;
+		if (event.ctrlKey || event.metaKey || event.altKey || byId('help')) return;
 		const typing = /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName);
 		if (typing) {
 			if (event.key === 'Escape') event.target.blur();

@@ -1,12 +1,12 @@
 // Brings the parts together: what is chosen decides what is loaded, what arrives decides what is drawn.
 
-import { announce, h, span } from './dom.js';
+import { announce, byId, h, span } from './dom.js';
 import { configTable } from './compare.js';
 import { eventList, loadMarks, openEvent } from './events.js';
 import { Grid } from './grid.js';
 import { listenToKeys } from './keys.js';
 import { richCards } from './rich.js';
-import { RunList } from './runs.js';
+import { fullName, RunList } from './runs.js';
 import { get, Live } from './server.js';
 import { change, onChange, readAddress, state } from './state.js';
 import { summary } from './summary.js';
@@ -23,16 +23,18 @@ const grid = new Grid((id) => infos.get(id));
 const live = new Live(onMessage, onLine);
 let boot = '';
 
-const main = document.getElementById('main');
+const main = byId('main');
 const top_ = h('div', { id: 'top' });
 const after = h('div', { id: 'after' });
+const blank = (title, ...rest) => h('div', { class: 'blank' }, h('h1', {}, title), rest);
+const nameOf = (id) => id.slice(id.indexOf('/') + 1);
 const chosen = () => state.runs.map((id) => infos.get(id)).filter(Boolean);
 
 async function begin() {
 	readAddress();
 	dress();
 	if (!globalThis.uPlot) {
-		main.replaceChildren(h('div', { class: 'blank' }, h('h1', {}, t('noCharts')), h('p', {}, t('noChartsLong'))));
+		main.replaceChildren(blank(t('noCharts'), h('p', {}, t('noChartsLong'))));
 		return;
 	}
 	main.append(top_, grid.root, after);
@@ -44,7 +46,7 @@ async function begin() {
 	try {
 		await list.load();
 	} catch (error) {
-		main.replaceChildren(h('div', { class: 'blank' }, h('h1', {}, error.message)));
+		main.replaceChildren(blank(error.message));
 		return;
 	}
 	boot = list.boot;
@@ -68,7 +70,8 @@ function chooseSomething() {
 
 async function load(id) {
 	try {
-		infos.set(id, { ...(await get('run', { id })) });
+		const info = await get('run', { id });
+		infos.set(id, { ...info, name: fullName(info) });
 		failed.delete(id);
 	} catch (error) {
 		failed.set(id, error.message);
@@ -78,7 +81,7 @@ async function load(id) {
 async function showRuns() {
 	const missing = state.runs.filter((id) => !infos.has(id));
 	if (missing.length) {
-		const slow = setTimeout(() => top_.replaceChildren(h('p', { class: 'blank' }, t('reading', { name: missing.map((id) => id.split('/').slice(1).join('/')).join(', ') }))), 150);
+		const slow = setTimeout(() => top_.replaceChildren(blank(t('reading', { name: missing.map(nameOf).join(', ') }))), 150);
 		await Promise.all(missing.map(load));
 		clearTimeout(slow);
 	}
@@ -102,10 +105,13 @@ function drawTop() {
 	const shown = chosen();
 	const parts = [];
 	if (!list.rows.size && !list.search && !shown.length) {
-		parts.push(h('div', { class: 'blank' }, h('h1', {}, t('noRuns')), h('p', {}, t('noRunsLong', { places: list.roots.map((root) => root.label).join(', ') }))));
-	} else if (!state.runs.length) parts.push(h('p', { class: 'blank' }, t('choose')));
+		const work = list.roots.find((root) => root.work)?.work;
+		const command = (line) => h('pre', {}, `z2a ${line}${work ? ` --work ${work}` : ''}`);
+		parts.push(blank(t('noRuns'), h('p', {}, t('noRunsLong', { places: list.roots.map((root) => root.label).join(', ') })),
+			h('p', {}, t('nextTry')), command('quickstart'), h('p', {}, t('nextTrain')), command('train quickstart')));
+	} else if (!state.runs.length) parts.push(blank(t('choose')));
 	for (const id of state.runs) {
-		if (failed.has(id)) parts.push(h('p', { class: 'notice bad' }, t('readingFailed', { name: id.split('/').slice(1).join('/'), why: failed.get(id) })));
+		if (failed.has(id)) parts.push(h('p', { class: 'notice bad' }, t('readingFailed', { name: nameOf(id), why: failed.get(id) })));
 	}
 	if (shown.length) parts.push(summary(shown));
 	const isOpen = top_.querySelector('details')?.open;
@@ -134,6 +140,8 @@ function dress() {
 	document.documentElement.lang = language() === 'zh' ? 'zh-CN' : 'en';
 	if (state.theme) document.documentElement.dataset.theme = state.theme;
 	document.querySelector('.skip').textContent = t('skip');
+	byId('runs').ariaLabel = t('runs');
+	byId('drawer').ariaLabel = t('events');
 }
 
 // ---- what changes ----

@@ -40,11 +40,11 @@ const SHOW = {
 	text: (body, info, values, at) =>
 		overSteps(body, values, at, async (content, { i }) => {
 			const { data } = await get('event', { id: info.id, i });
-			content.replaceChildren(h('pre', { class: 'sample' }, String(data.text ?? '')));
+			content.replaceChildren(h('pre', { class: 'sample', tabIndex: 0 }, String(data.text ?? '')));
 		}),
 	image: (body, info, values, at) =>
-		overSteps(body, values, at, (content, { i, width, height }) => {
-			content.replaceChildren(h('img', { src: link('media', { id: info.id, i }), alt: '', width: Number(width) || undefined, height: Number(height) || undefined }));
+		overSteps(body, values, at, (content, { i, step, width, height }) => {
+			content.replaceChildren(h('img', { src: link('media', { id: info.id, i }), alt: `${values[0].name ?? ''} ${t('step')} ${whole(step)}`, width: Number(width) || undefined, height: Number(height) || undefined }));
 		}),
 	histogram: (body, info, values) => heatMap(body, values),
 };
@@ -55,8 +55,9 @@ function heatMap(body, values) {
 	if (!good.length) return;
 	const low = Math.min(...good.map(({ edges }) => edges[0]));
 	const high = Math.max(...good.map(({ edges }) => edges.at(-1)));
-	const canvas = h('canvas', { class: 'heat', width: 720, height: 240 });
-	body.replaceChildren(canvas, h('p', { class: 'hint' }, `${number(low)} … ${number(high)} · ${t('step')} ${whole(good[0].step)} – ${whole(good.at(-1).step)}`));
+	const about = `${number(low)} … ${number(high)} · ${t('step')} ${whole(good[0].step)} – ${whole(good.at(-1).step)}`;
+	const canvas = h('canvas', { class: 'heat', width: 720, height: 240, role: 'img', 'aria-label': `${t('histograms')}: ${about}` });
+	body.replaceChildren(canvas, h('p', { class: 'hint' }, about));
 	const context = canvas.getContext('2d');
 	const y = (value) => canvas.height * (1 - (value - low) / (high - low || 1));
 	const width = canvas.width / good.length;

@@ -1,7 +1,7 @@
 // The list of runs on the left.
 
 import { color } from './chart.js';
-import { button, h, later, span } from './dom.js';
+import { button, byId, h, later, span } from './dom.js';
 import { age, count, number } from './format.js';
 import { get } from './server.js';
 import { change, state } from './state.js';
@@ -35,7 +35,7 @@ export class RunList {
 	}
 
 	draw() {
-		const box = document.getElementById('runs');
+		const box = byId('runs');
 		if (!this.list) this.frame(box);
 		const rows = [...this.rows.values()].sort((a, b) => (b.time ?? 0) - (a.time ?? 0) || a.id.localeCompare(b.id));
 		const focused = document.activeElement?.dataset?.focus;
@@ -80,18 +80,20 @@ export class RunList {
 		return h('li', { class: `run ${isOn ? 'on' : ''} ${row.state}`, data: { run: row.id } },
 			h('button', {
 				class: 'pick', role: 'checkbox', 'aria-checked': String(isOn),
-				title: t(isOn ? 'removeRun' : 'addRun', { name: row.name }), onclick: toggle, data: { focus: `pick ${row.id}` },
+				title: t(isOn ? 'removeRun' : 'addRun', { name: fullName(row) }), onclick: toggle, data: { focus: `pick ${row.id}` },
 				vars: isOn ? { '--own': color(place) } : {},
 			}),
-			h('button', { class: 'only', title: row.name, onclick: only, data: { focus: `only ${row.id}` } },
-				span('name', row.name),
-				span('meta', statePill(row.state), span('num', step), span('num', row.loss === null ? '' : number(row.loss)), span('when', age(row.time)))),
+			h('button', { class: 'only', title: fullName(row), onclick: only, data: { focus: `only ${row.id}` } },
+				span('line', span('name', row.name), span('where', row.place), span('when', age(row.time))),
+				span('meta', statePill(row.state), span('num', step), span('num', row.loss === null ? '' : number(row.loss)))),
 			isOn && state.runs.length > 1
 				? button('flag', t('makeBaseline'), () => change({ base: state.base === row.id ? '' : row.id, diff: state.base !== row.id }), { 'aria-pressed': String(state.base === row.id), data: { tool: 'base' } })
 				: null);
 	}
 }
 
+// With the place, where several have a run of this name.
+export const fullName = ({ name, place }) => (place ? `${place}/${name}` : name);
 export const statePill = (name) => span(`state ${name}`, t(name));
 
 function place(root) {

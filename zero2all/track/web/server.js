@@ -16,7 +16,7 @@ export const link = (path, values) => `api/${path}?${values instanceof URLSearch
 
 const KINDS = { f32: Float32Array, f64: Float64Array };
 
-// The curves asked for, each as its facts and its columns (typed arrays over the reply, nothing is copied).
+// The curves asked for: facts, and columns as typed arrays over the reply.
 export async function curves(queries) {
 	const body = JSON.stringify({ queries });
 	const reply = await ask('api/curves', { method: 'POST', body, headers: { 'Content-Type': 'application/json' } });
@@ -34,8 +34,8 @@ export async function curves(queries) {
 	return heading;
 }
 
-// One stream for this tab. It is closed while the tab is hidden: browsers allow six connections to one host, and a
-// hidden page has nothing to draw. On return the first message brings the present versions, so nothing is missed.
+// One stream for this tab, closed while it is hidden: browsers allow six connections to one host. On return the first
+// message brings the present versions, so nothing is missed.
 export class Live {
 	constructor(onMessage, onLine) {
 		this.onMessage = onMessage;

@@ -1,10 +1,10 @@
-// What is looked at and how. All of it is in the address, after the #, so that a link shows the same picture.
+// What is looked at and how: all of it is in the address, so that a link shows the same picture.
 
 const DEFAULTS = {
 	runs: [], // ids, in the order of their colours
-	base: '', // id of the run the others are compared with
-	diff: false, // draw differences to the baseline
-	x: 'step', // step, tokens, time, flops
+	base: '', // id of the baseline
+	diff: false,
+	x: 'step',
 	smooth: 'ema:10', // kind:width
 	ylog: false,
 	xlog: false,

@@ -1,7 +1,7 @@
 // What stands above the charts: how the chosen runs are doing, and what was left out of them.
 
 import { color } from './chart.js';
-import { h, span } from './dom.js';
+import { h, scroll, span } from './dom.js';
 import { age, axisValue, count, duration, number, whole } from './format.js';
 import { statePill } from './runs.js';
 import { state } from './state.js';
@@ -15,7 +15,7 @@ export function summary(infos) {
 		const what = leftOut(info);
 		if (what) parts.push(h('details', { class: 'notice warn' }, h('summary', {}, `${infos.length > 1 ? `${info.name} · ` : ''}${t('left', { what })}`), h('ul', {}, Object.entries(info.problems).map(([problem, times]) => h('li', {}, `${problem}: ${whole(times)}`)))));
 	}
-	return h('div', { class: 'summary' }, parts);
+	return h('div', { class: 'summary' }, parts.flat());
 }
 
 function leftOut(info) {
@@ -25,33 +25,26 @@ function leftOut(info) {
 
 const share = (info) => (info.total ? Math.min(1, (info.step ?? 0) / info.total) : null);
 
-// Seconds to go, from the pace of the whole run.
-function rest(info) {
-	if (info.state !== 'running' || !info.total || !info.step || !info.time) return null;
-	return ((info.time - info.start) / info.step) * (info.total - info.step);
-}
-
 function single(info) {
 	const done = share(info);
-	const left = rest(info);
 	const facts = [
 		[t('step'), whole(info.step), info.total ? t('of', { total: whole(info.total) }) : ''],
-		[t('loss'), number(info.loss), ''],
+		[t('loss'), number(info.loss), t('nats')],
 		[t('tokens'), count(info.tokens), ''],
-		[t('speed'), count(info.speed), 'tok/s'],
-		[t('time'), info.time ? duration(info.time - info.start) : '–', left === null ? '' : t('eta', { time: duration(left) })],
+		[t('speed'), count(info.speed), t('tokensPerSecond')],
+		[t('time'), info.time ? duration(info.time - info.start) : '–', info.left === null ? '' : t('eta', { time: duration(info.left) })],
 		[t('updated'), !info.time ? '–' : age(info.time) ? t('ago', { time: age(info.time) }) : t('now'), info.attempt > 1 ? t('attempt', { number: info.attempt }) : (info.host ?? '')],
 	];
 	return h('div', { class: 'run-head' },
 		h('div', { class: 'title' }, h('h1', {}, info.name), statePill(info.gone ? 'gone' : info.state)),
 		h('dl', { class: 'facts' }, facts.map(([name, big, small]) => h('div', {}, h('dt', {}, name), h('dd', {}, big, small ? h('small', {}, small) : null)))),
-		done === null ? null : h('div', { class: 'progress', role: 'progressbar', 'aria-valuenow': Math.round(100 * done) }, h('i', { vars: { width: `${100 * done}%` } })));
+		done === null ? null : h('div', { class: 'progress', role: 'progressbar', 'aria-label': t('progress'), 'aria-valuenow': Math.round(100 * done) }, h('i', { vars: { width: `${100 * done}%` } })));
 }
 
 function table(infos) {
-	const head = ['', t('runs'), t('step'), t('tokens'), t('loss'), 'tok/s', t('time')];
-	return h('div', { class: 'scroll' }, h('table', { class: 'grid compare' },
-		h('thead', {}, h('tr', {}, head.map((name) => h('th', {}, name)))),
+	const head = [t('runs'), t('step'), t('tokens'), t('loss'), t('speed'), t('time')];
+	return [h('h1', {}, t('compared', { count: infos.length })), scroll(t('runs'), h('table', { class: 'grid compare' },
+		h('thead', {}, h('tr', {}, h('td'), head.map((name) => h('th', {}, name)))),
 		h('tbody', {}, infos.map((info) => h('tr', {},
 			h('td', {}, h('i', { class: 'chip', vars: { background: color(state.runs.indexOf(info.id)) } })),
 			h('td', {}, info.name, ' ', statePill(info.gone ? 'gone' : info.state), state.base === info.id ? span('base', t('baseline')) : null),
@@ -59,5 +52,5 @@ function table(infos) {
 			h('td', { class: 'num' }, count(info.tokens)),
 			h('td', { class: 'num' }, number(info.loss)),
 			h('td', { class: 'num' }, count(info.speed)),
-			h('td', { class: 'num' }, info.time ? axisValue('time', info.time - info.start) : '–'))))));
+			h('td', { class: 'num' }, info.time ? axisValue('time', info.time - info.start) : '–'))))))];
 }

@@ -1,6 +1,6 @@
 // The bar on top: search, axis, smoothing, scales, theme, language.
 
-import { button, h, later } from './dom.js';
+import { button, byId, h, later } from './dom.js';
 import { change, state } from './state.js';
 import { showHelp } from './keys.js';
 import { language, t } from './words.js';
@@ -41,10 +41,10 @@ export function drawToolbar() {
 	const apply = later((value) => setSmoothing(smoothing().kind, value), 120);
 	const toggle = (name, label, title = label) =>
 		h('button', { class: 'toggle', 'aria-pressed': String(state[name]), title, data: { toggle: name }, onclick: () => change({ [name]: !state[name] }) }, label);
-	const bar = document.getElementById('bar');
+	const bar = byId('bar');
 	bar.replaceChildren(
 		button('menu', t('menu'), () => document.body.classList.toggle('runs-open'), { id: 'menu' }),
-		h('a', { class: 'brand', href: '#', 'aria-label': 'z2a board' }, h('img', { src: 'icon.svg', alt: '', width: 20, height: 20 }), h('span', {}, t('title'))),
+		h('a', { class: 'brand', href: '#', 'aria-label': `z2a ${t('title')}` }, h('img', { src: 'icon.svg', alt: '', width: 20, height: 20 }), h('span', {}, t('title'))),
 		search,
 		h('div', { class: 'controls' },
 			axes,

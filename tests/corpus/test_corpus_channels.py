@@ -1,0 +1,239 @@
+"""Which channel a source or a document gets, and what happens when the rules of a guessed one drop much of it."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import random
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from corpus_helpers import HERE, plain_options, tree
+
+from zero2all.common.errors import BadInputError, UsageError
+from zero2all.common.records import corpus_sources, iter_records
+from zero2all.corpus import BuildOptions, Source, build_corpus, parse_source, summary_notes
+from zero2all.corpus.channels import channels_of
+from zero2all.corpus.listing import list_files
+from zero2all.corpus.look import Look
+from zero2all.corpus.options import BuildOptions as Options
+
+HAN = "春江潮水连海平，海上明月共潮生。滟滟随波千万里，何处春江无月明。江流宛转绕芳甸，月照花林皆似霰。"
+ENGLISH = "the old man and the boy went down to the river in the morning because it was the only place with any shade"
+
+
+def han(number: int) -> str:
+    rng = random.Random(number)
+    return "".join(rng.choice(HAN + "我们在的是了不有这一个人和他说到") for _ in range(120)) + "。"
+
+
+def english(number: int) -> str:
+    rng = random.Random(number)
+    return " ".join(rng.choice(ENGLISH.split()) for _ in range(60)).capitalize() + "."
+
+
+def guess(path: Path, **options) -> tuple[str, str]:
+    return Look(Source("one", path), list_files(path), Options(**options).limits).guess.result()
+
+
+# ---- one document ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("title", "text", "channel"),
+    [
+        ("", ENGLISH, "en"),
+        ("", HAN, "zh"),
+        ("", "Beijing 北京是中国的首都，也是一座很古老的城市。", "zh"),
+        ("src/a.py", "# 注释\nprint()", "code"),
+        ("", "Der Hund liegt vor dem Haus und die Katze ist auf dem Dach, aber nicht im Garten.", "other"),
+        ("", "Le chat est dans la maison et les chiens sont sur le toit avec une souris.", "other"),
+        ("", "吾輩は猫である。名前はまだ無い。どこで生れたかとんと見当がつかぬ。", "other"),
+        ("", "Москва является столицей России.", "other"),
+        ("", "cheap shoes casino bonus handbags poker", "en"),
+        ("", "3.14 + 2.71 = 5.85", None),
+    ],
+)
+def test_a_document_has_the_channel_of_its_own_text(title, text, channel):
+    assert channels_of([title], [text]) == [channel]
+
+
+# ---- a source -------------------------------------------------------------------------------------------------
+
+
+def test_content_that_is_a_list_of_lines_is_guessed_by_its_text(write_lines):
+    rows = [{"title": f"poem {n}", "author": "Li Bai", "content": han(n).split("，")} for n in range(50)]
+    assert guess(write_lines("a.jsonl", rows))[0] == "zh"
+
+
+def test_members_behind_the_first_one_of_an_archive_count(tmp_path):
+    members = {"README.md": english(0).encode() * 9, **{f"t/{n:03d}.txt": han(n).encode() for n in range(300)}}
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as tar:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    for name in ("a.zip", "a.tar.gz"):
+        assert guess(tmp_path / name)[0] == "zh", name
+
+
+def test_samples_come_from_all_over_a_file(write_lines):
+    rows = [{"text": english(n)} for n in range(600)] + [{"text": han(n)} for n in range(1400)]
+    channel, reason = guess(write_lines("a.jsonl", rows))
+    assert channel == "zh"
+    assert 25 <= int(reason.partition("% en")[0].rpartition(" ")[2]) <= 35, reason
+
+
+def test_known_channels_are_known_in_any_case(tmp_path):
+    (tmp_path / "a.txt").write_text("x")
+    assert parse_source(f"a={tmp_path / 'a.txt'}:ZH").channel == "zh"
+    assert Source("a", tmp_path, "Code").channel == "code"
+    assert Source("a", tmp_path, "Poetry").channel == "Poetry", "a name of the user's own stays as it is"
+
+
+# ---- auto -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mixed(tmp_path) -> Path:
+    folder = tmp_path / "raw"
+    folder.mkdir()
+    rows = [{"text": han(n) if n % 3 else english(n)} for n in range(600)]
+    lines = [json.dumps(row, ensure_ascii=False).encode() for row in rows]
+    (folder / "a.jsonl").write_bytes(b"\n".join([*lines, b'{"text": "cut', b'{"text": "1 + 1 = 2"}']) + b"\n")
+    (folder / "b.py").write_text("import os\n\nprint(os.getcwd())\n" * 3)
+    (folder / "c.bin").write_bytes(os.urandom(5000) + bytes(5000))
+    return folder
+
+
+def test_auto_makes_a_source_of_each_channel(tmp_path, mixed):
+    corpus = tmp_path / "corpus"
+    report = build_corpus(corpus, [Source("mix", mixed, "auto")], plain_options(), HERE)
+    assert {name: source["records_in"] for name, source in report["sources"].items()} == {
+        "mix-code": 1,
+        "mix-en": 200,
+        "mix-zh": 402,  # with the text without letters and the damaged line, which belong to no channel
+    }
+    assert {name: manifest["channel"] for name, manifest in corpus_sources(corpus).items()} == {
+        "mix-code": "code",
+        "mix-en": "en",
+        "mix-zh": "zh",
+    }
+    assert report["sources"]["mix-zh"]["quarantined"] == 1
+    assert report["sources"]["mix-zh"]["skipped_files"] == {"binary": 1}
+    assert not report["sources"]["mix-en"]["skipped_files"], "counted once"
+    for name in report["sources"]:
+        records = [record for split in ("train", "valid") for record in iter_records(corpus, name, split)]
+        assert {record["data_src"] for record in records} == {name}
+        assert len({record["gid"] for record in records}) == len(records)
+    english_only = [record["content"] for record in iter_records(corpus, "mix-en", "train")]
+    assert not any("\u4e00" <= char <= "\u9fff" for text in english_only for char in text)
+
+
+def test_auto_built_again_does_nothing_and_in_pieces_writes_the_same(tmp_path, mixed, monkeypatch):
+    from zero2all.corpus import finish as finish_module
+    from zero2all.corpus import segment_writer
+
+    monkeypatch.setattr(segment_writer, "SEGMENT_ITEMS", 150)
+    monkeypatch.setattr(segment_writer, "BATCH_RECORDS", 40)
+    source = Source("mix", mixed, "auto")
+    build_corpus(tmp_path / "whole", [source], plain_options(), HERE)
+    before = tree(tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr("zero2all.corpus.build.ingest_unit", None)
+        build_corpus(tmp_path / "whole", [source], plain_options(), HERE)
+    assert tree(tmp_path / "whole") == before
+    written = finish_module.write_shard
+    calls = []
+
+    def fail_at_the_second(*arguments):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return written(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(finish_module, "write_shard", fail_at_the_second)
+        with pytest.raises(KeyboardInterrupt):
+            build_corpus(tmp_path / "pieces", [source], plain_options(), HERE)
+    build_corpus(tmp_path / "pieces", [source], plain_options(), HERE)
+    assert tree(tmp_path / "pieces") == before
+
+
+def test_a_name_that_a_part_of_an_auto_source_needs_is_refused(tmp_path, mixed):
+    with pytest.raises(UsageError, match=r"mix-zh is also that of a part"):
+        build_corpus(tmp_path / "corpus", [Source("mix", mixed, "auto"), Source("mix-zh", mixed)], plain_options())
+
+
+# ---- rules that drop much -------------------------------------------------------------------------------------
+
+
+def test_a_rule_that_drops_a_fifth_under_a_guess_stops_the_build(tmp_path, write_lines, monkeypatch):
+    path = write_lines("a.jsonl", [{"text": han(n) if n % 10 < 7 else english(n)} for n in range(400)])
+    corpus = tmp_path / "corpus"
+    with pytest.raises(BadInputError) as caught:
+        build_corpus(corpus, [Source("one", path)], BuildOptions(), HERE)
+    message = str(caught.value)
+    assert caught.value.exit_code == 3
+    assert all(part in message for part in ("wrong_script dropped 120 of 400", "30%", "--accept-drops", "auto"))
+    assert english(7)[:40] in message, "samples are shown"
+    assert not (corpus / "one").exists()
+    assert not (corpus / "report.json").exists()
+    assert not (corpus / "sources.json").exists(), "no number is used"
+    with monkeypatch.context() as patch:
+        patch.setattr("zero2all.corpus.build.ingest_unit", None)  # what was read is not read again
+        report = build_corpus(corpus, [Source("one", path)], BuildOptions(accept_drops=True), HERE)
+    assert report["sources"]["one"]["dropped"]["wrong_script"] == 120
+    named = build_corpus(tmp_path / "named", [Source("one", path, "zh")], BuildOptions(), HERE)
+    assert named["sources"]["one"]["dropped"]["wrong_script"] == 120, "under a name that was given, a note is enough"
+
+
+def test_a_refused_build_leaves_the_corpus_that_is_there(tmp_path, write_lines):
+    good = write_lines("good.jsonl", [{"text": han(n)} for n in range(50)])
+    bad = write_lines("bad.jsonl", [{"text": han(n) if n % 2 else english(n)} for n in range(100)])
+    corpus = tmp_path / "corpus"
+    build_corpus(corpus, [Source("good", good)], BuildOptions(), HERE)
+    before = tree(corpus)
+    with pytest.raises(BadInputError, match="accept-drops"):
+        build_corpus(corpus, [Source("bad", bad), Source("good", good)], BuildOptions(), HERE)
+    after = tree(corpus)
+    assert {name: data for name, data in after.items() if not name.startswith(".build")} == before
+    build_corpus(corpus, [Source("new", good)], BuildOptions(), HERE)
+    assert json.loads((corpus / "sources.json").read_text()) == {"good": 0, "new": 1}
+
+
+def test_a_rule_that_drops_a_twentieth_is_shown_with_samples(tmp_path, write_lines):
+    path = write_lines("a.jsonl", [{"text": han(n) if n % 10 else english(n)} for n in range(200)])
+    report = build_corpus(tmp_path / "corpus", [Source("one", path)], BuildOptions(), HERE)
+    note = next(note for note in summary_notes(report) if "wrong_script dropped 10%" in note)
+    assert english(0)[:30] in note
+
+
+# ---- from the command line ------------------------------------------------------------------------------------
+
+
+def test_poems_behind_english_words_are_built_and_a_wrong_guess_ends_with_code_3(tmp_path):
+    rows = [{"title": f"poem number {n}", "content": [f"{han(n)[:50]}。"] * 2} for n in range(60)]
+    rows += [{"title": f"p {n}", "content": english(n)} for n in range(40)]
+    with gzip.open(tmp_path / "poems.jsonl.gz", "wt", encoding="utf-8") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    command = [sys.executable, "-m", "zero2all", "corpus", "build", "--work", str(tmp_path / "work")]
+    command += ["--options.rules", "none", "--clean.wrong_script.on", "true", "--dedup.near", "off"]
+    stopped = subprocess.run([*command, f"p={tmp_path}/poems.jsonl.gz"], capture_output=True, text=True, check=False)
+    assert stopped.returncode == 3, stopped.stderr
+    assert "--accept-drops" in stopped.stderr
+    assert "Traceback" not in stopped.stderr
+    done = subprocess.run([*command, f"p={tmp_path}/poems.jsonl.gz:AUTO"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "p-zh" in done.stdout
+    assert "p-en" in done.stdout
+    assert sorted(corpus_sources(tmp_path / "work/corpus")) == ["p-en", "p-zh"]

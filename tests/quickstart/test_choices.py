@@ -1,0 +1,109 @@
+"""What the quickstart chooses for how much text, as tables."""
+
+from __future__ import annotations
+
+import pytest
+
+from zero2all.config import RunConfig, config_from_values, config_values, load_config
+from zero2all.quickstart.choices import (
+    cutting,
+    forecast,
+    given_fields,
+    run_settings,
+    settings_in_words,
+    vocabulary_settings,
+    vocabulary_size,
+    with_settings,
+)
+
+
+@pytest.fixture
+def preset() -> RunConfig:
+    return load_config("quickstart")
+
+
+@pytest.mark.parametrize(
+    ("raw_bytes", "piece_bytes", "valid_share"),
+    [(2_000, 300, 0.1), (20_000, 333, 0.1), (300_000, 5_000, 0.1), (8_000_000, 8_000, 0.05), (10**9, 8_000, 0.02)],
+)
+def test_a_single_text_is_cut_into_enough_documents_to_hold_some_out(
+    raw_bytes: int, piece_bytes: int, valid_share: float
+) -> None:
+    chosen = cutting(raw_bytes)
+    assert (chosen.text_piece_bytes, chosen.valid_share) == (piece_bytes, valid_share)
+    assert chosen.split_text_above_bytes == 3 * piece_bytes
+
+
+@pytest.mark.parametrize(
+    ("text_bytes", "size"), [(0, 320), (5_000, 320), (20_000, 768), (41_000, 1_600), (100_000, 3_072), (10**8, 3_072)]
+)
+def test_the_vocabulary_grows_with_the_text_up_to_the_presets(text_bytes: int, size: int) -> None:
+    assert vocabulary_size(text_bytes, 3_072) == size
+
+
+def test_a_vocabulary_is_learned_from_no_more_text_than_it_has_use_for(preset: RunConfig) -> None:
+    assert vocabulary_settings(3_000_000, preset) == {"tokenizer.vocab_size": 3_072}
+    assert vocabulary_settings(10**9, preset) == {"tokenizer.vocab_size": 3_072, "tokenizer.take": "20MB"}
+    assert vocabulary_settings(10**9, preset, {"tokenizer.take", "tokenizer.vocab_size"}) == {}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seq_len", "hidden", "steps"),
+    [
+        (100, 32, 64, 2),
+        (8_000, 64, 64, 156),
+        (29_000, 64, 64, 566),
+        (60_000, 64, 96, 469),
+        (300_000, 128, 128, 525),
+        (1_200_000, 128, 192, 525),
+        (10**9, 128, 192, 525),
+    ],
+)
+def test_samples_model_and_steps_grow_with_the_text(
+    preset: RunConfig, tokens: int, seq_len: int, hidden: int, steps: int
+) -> None:
+    config = with_settings(preset, run_settings({"own-en": tokens}, preset))
+    assert (config.data.seq_len, config.model.hidden_size, config.train.steps) == (seq_len, hidden, steps)
+    assert config.data.mixture is None
+    assert config.schedule.warmup_steps <= steps
+    config_from_values(config_values(config), "that was chosen")  # which complains of what does not fit together
+
+
+def test_enough_text_gets_the_preset(preset: RunConfig) -> None:
+    chosen = run_settings({"en": 2_000_000}, preset)
+    assert with_settings(preset, {**chosen, "data.mixture": preset.data.mixture}) == preset
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["--data.seq_len", "256"],
+        ["--train.micro_batch_samples=4"],
+        ["--train.tokens_per_step", "4096"],
+        ["--model.hidden_size", "96", "--model.heads", "3", "--model.kv_heads", "1"],
+        ["--train.steps", "7", "--schedule.warmup_steps", "2"],
+        ["--data.mixture", "{own-en: 1}"],
+    ],
+    ids=str,
+)
+def test_what_a_person_sets_stays_and_the_rest_fits_to_it(overrides: list[str]) -> None:
+    asked = load_config("quickstart", overrides)
+    given = given_fields(overrides)
+    config = with_settings(asked, run_settings({"own-en": 8_000}, asked, given))
+    for name in given:
+        section, _, field = name.partition(".")
+        assert getattr(getattr(config, section), field) == getattr(getattr(asked, section), field)
+    config_from_values(config_values(config), "that was chosen")
+
+
+def test_a_source_smaller_than_one_sample_is_left_out_and_named(preset: RunConfig) -> None:
+    tokens = {"own-en": 9_000, "own-other": 20}
+    config = with_settings(preset, {**run_settings(tokens, preset), "model.vocab_size": 512})
+    assert config.data.mixture == {"own-en": 9_000.0, "own-other": 0.0}
+    said = settings_in_words(tokens, config, ())
+    assert "not trained on: own-other, 20 tokens, less than one sample" in said
+
+
+def test_the_forecast_grows_with_the_text(preset: RunConfig) -> None:
+    assert [forecast(size, preset, ()) for size in (20_000, 3_000_000)] == ["a minute", "5 minutes"]
+    assert forecast(3_000_000, with_settings(preset, {"train.steps": 5250}), ["train.steps"]) == "39 minutes"

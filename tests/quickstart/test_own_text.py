@@ -1,0 +1,115 @@
+"""A person's own folder: looked at before anything starts, and what became of it in words."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from zero2all.cli import main
+from zero2all.common.errors import BadInputError
+from zero2all.common.workspace import open_workspace
+from zero2all.corpus import BuildOptions, build_corpus
+from zero2all.quickstart.own_text import corpus_in_words, look_at, losses_in_words
+from zero2all.quickstart.summary import verdicts
+
+ENGLISH = re.findall(r"\w+", "the of and to in a is that it was for on are with as I his they be at one have this from")
+NOUNS = re.findall(r"\w+", "river stone bird tree house road light winter morning letter garden window teacher")
+
+
+def english(rng: random.Random) -> str:
+    return " ".join(
+        " ".join(rng.choice(ENGLISH if place % 2 else NOUNS) for place in range(9)).capitalize() + "." for _ in range(8)
+    )
+
+
+def chinese(rng: random.Random) -> str:
+    characters = [chr(code) for code in range(0x4E00, 0x4E60)]
+    return "".join("".join(rng.choices([*characters, *"的是在了" * 8], k=18)) + "。" for _ in range(6))
+
+
+def test_an_empty_folder_ends_with_3_and_the_way_on_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "texts").mkdir()
+    assert main(["quickstart", "--data", str(tmp_path / "texts"), "--work", str(tmp_path / "work")]) == 3
+    said = capsys.readouterr().err
+    assert "holds nothing" in said
+    assert "`z2a quickstart` without --data" in said
+    assert not (tmp_path / "work").exists()
+
+
+def test_a_folder_of_empty_and_hidden_files_says_what_it_holds(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("")
+    (tmp_path / ".b.txt").write_text("hidden")
+    with pytest.raises(BadInputError, match=r"only what is not read: 1 empty, 1 hidden"):
+        look_at(tmp_path)
+
+
+def test_a_mixed_folder_becomes_channels_and_what_was_left_out_is_named_with_its_reason(tmp_path: Path) -> None:
+    rng = random.Random(5)
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    for number in range(25):
+        (folder / f"{number:02}.txt").write_text(english(rng))
+        (folder / f"{number:02}.md").write_text(chinese(rng))
+    (folder / "tool.py").write_text("def tool(items):\n    return [item for item in items if item]\n")
+    with open(folder / "reviews.csv", "w", newline="") as file:
+        csv.writer(file).writerows([["stars", "text"], *([number, english(rng)] for number in range(5))])
+    with open(folder / "figures.csv", "w", newline="") as file:
+        csv.writer(file).writerows([["x", "y"], *([number, number * 0.5] for number in range(200))])
+    (folder / "photo.jpg").write_bytes(b"\xff\xd8\xff\xe0" + rng.randbytes(3000))
+    (folder / "notes.jsonl").write_text("".join(json.dumps({"text": english(rng)}) + "\n" for _ in range(5)))
+
+    own = look_at(folder)
+    assert (own.files, own.source.channel) == (55, "auto")
+    workspace = open_workspace(tmp_path / "work", create=True)
+    report = build_corpus(
+        workspace.corpus, [own.source], BuildOptions(valid_share=0.1, max_damaged_share=1.0, accept_drops=True)
+    )
+    assert list(report["sources"]) == ["mixed-code", "mixed-en", "mixed-zh"]
+    said = "\n".join(corpus_in_words(report, workspace))
+    for words in (
+        "code   1 of 1 documents kept",
+        "en     35 of 35 documents kept",
+        "zh     25 of 25 documents kept",
+        "content from 'text'",
+        "left out: photo.jpg (binary)",
+        "left out: 200 of the records in figures.csv (no text field: fields: x, y)",
+    ):
+        assert words in said, words
+    assert losses_in_words(report, workspace) == []
+
+
+def test_a_rule_that_drops_much_is_named_with_a_command_that_works_here(tmp_path: Path) -> None:
+    rng = random.Random(6)
+    rows = [english(rng) for _ in range(20)] + ["Menu" for _ in range(10)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"{row} {n}"}) + "\n" for n, row in enumerate(rows)))
+    workspace = open_workspace(tmp_path / "work", create=True)
+    options = BuildOptions(accept_drops=True)
+    report = build_corpus(workspace.corpus, [look_at(tmp_path / "a.jsonl").source], options)
+    (loss,) = losses_in_words(report, workspace)
+    assert "dropped 33% of the records" in loss
+    rule = loss.split(": ")[1].split()[0]
+    assert loss.endswith(f"z2a corpus show --work {workspace.root} a-en --dropped {rule}")
+    assert main(loss.split("z2a ")[1].split()) == 0
+
+
+@pytest.mark.parametrize(
+    ("bits", "epochs", "words"),
+    [
+        (2.0, 1.0, "en: 2.00, 50% less than gzip -9 (4.00): it has learned from your text"),
+        (4.5, 1.0, "en: 4.50, more than gzip -9 (4.00): too little was learned yet; more steps help most"),
+        (4.5, 10.0, "en: 4.50, more than gzip -9 (4.00): too little was learned yet; more text helps most"),
+    ],
+)
+def test_bits_per_byte_are_put_into_words_beside_gzip(bits: float, epochs: float, words: str) -> None:
+    assert words in "\n".join(verdicts({"en": {"bits_per_byte": bits, "gzip_bits_per_byte": 4.0}}, epochs))
+
+
+def test_that_no_text_was_held_out_is_said() -> None:
+    assert "No text was held out" in "\n".join(verdicts({}, 1.0))

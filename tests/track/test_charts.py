@@ -1,0 +1,89 @@
+"""Which metrics share a chart: those of one unit, and never a sum with its own parts."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from zero2all.track.charts import LINES_PER_CHART, arrange, unit_of
+from zero2all.track.facts import channel_names
+from zero2all.track.plot import COLORS
+
+WEB = Path(__file__).parents[2] / "zero2all" / "track" / "web"
+PARTS = ("data_wait", "collate", "forward", "loss", "backward", "reduce", "optimizer", "other")
+
+
+def charts_of(*names: str) -> dict[str, dict]:
+    return {chart["key"]: chart for group in arrange(names) for chart in group["charts"]}
+
+
+def labels(chart: dict) -> dict[str, str]:
+    return {line["label"]: line["name"] for line in chart["metrics"]}
+
+
+def test_the_time_of_a_step_is_a_line_over_its_parts_and_none_of_them():
+    chart = charts_of("time/step", *(f"time/{part}" for part in PARTS))["time/*"]
+    assert chart["stacked"]
+    assert [line["name"] for line in chart["metrics"] if line["total"]] == ["time/step"]
+    assert chart["metrics"][-1]["label"] == "Σ step", "last, so that the parts are a stack without a gap"
+    assert chart["unit"] == "seconds"
+
+
+def test_bits_per_byte_and_loss_never_share_an_axis():
+    names = [f"eval/valid/{kind}/{channel}" for kind in ("bpb", "loss") for channel in ("en", "zh", "code")]
+    names += ["loss/en", "loss/zh", "bpb/en", "bpb/zh", "eval/wiki/bpb", "eval/wiki/loss", "valid/loss/en", "loss"]
+    charts = charts_of(*names)
+    for chart in charts.values():
+        assert len({unit_of(line["name"]) for line in chart["metrics"]}) == 1, chart["key"]
+    assert labels(charts["eval/valid/bpb"]) == {
+        channel: f"eval/valid/bpb/{channel}" for channel in ("code", "en", "zh")
+    }
+    assert charts["eval/valid/loss"]["unit"] == "nats"
+
+
+def test_probes_are_charts_of_their_own_by_channel_and_by_family():
+    names = [f"eval/probes/accuracy/{channel}" for channel in ("en", "zh")]
+    names += [f"eval/probes/en/accuracy/{family}" for family in ("capital", "arithmetic (new wording)")]
+    charts = charts_of(*names, "eval/probes/probability/en", "eval/probes/probability/zh")
+    assert set(labels(charts["eval/probes/accuracy"])) == {"en", "zh"}
+    assert set(labels(charts["eval/probes/en/accuracy"])) == {"capital", "arithmetic (new wording)"}
+    assert charts["eval/probes/probability"]["unit"] == "share"
+
+
+def test_scores_of_one_quantity_over_several_sets_share_a_chart_and_unknown_ones_do_not():
+    charts = charts_of("eval/wiki/bpb", "eval/code/bpb", "eval/strange/thing", "eval/other/thing")
+    assert labels(charts["bpb"]) == {"wiki": "eval/wiki/bpb", "code": "eval/code/bpb"}
+    assert {"eval/strange/thing", "eval/other/thing"} <= set(charts)
+
+
+def test_every_metric_is_in_exactly_one_chart_however_many_there_are():
+    names = ["loss", "lr", "x", "gpu/power", "host/memory", *(f"loss/c{number}" for number in range(60))]
+    groups = arrange(names)
+    shown = [line["name"] for group in groups for chart in group["charts"] for line in chart["metrics"]]
+    assert sorted(shown) == sorted(names)
+    assert max(len(chart["metrics"]) for group in groups for chart in group["charts"]) == LINES_PER_CHART
+    assert [group["key"] for group in groups] == ["loss", "channels", "optim", "gpu", "host", "other"]
+
+
+def test_the_words_for_all_units_and_groups_are_on_the_page():
+    words = (WEB / "words.js").read_text()
+    for word in (
+        "nats",
+        "bits",
+        "tokensPerSecond",
+        "seconds",
+        "share",
+        "bytes",
+        "flops",
+        "channels",
+        "mixture",
+        "other",
+    ):
+        assert re.search(rf"^\t{word}: \[", words, re.MULTILINE), word
+
+
+def test_the_page_has_the_colours_of_z2a_plot_and_gives_them_to_channels_in_the_same_order():
+    light = (WEB / "style.css").read_text().split("[data-theme")[0]
+    assert re.findall(r"--series-\d:(#\w+)", light) == list(COLORS)
+    metrics = ["bpb/en", "eval/valid/bpb/late", "loss", "loss/code", "loss/zh"]
+    assert channel_names(metrics) == ["code", "zh", "late", "en"]

@@ -1,0 +1,134 @@
+"""Which channel a document belongs to, found from its own text: zh, en, code or other.
+
+    code    named like a program file
+    zh      most of its letters are Han, a Han character counting as much as four letters (and few of them kana)
+    en      Latin letters, unless the function words of another language outnumber the English ones
+    other   everything else: other languages in Latin letters, Japanese, Korean, Russian, Arabic, …
+
+The middle of a long text stands for the whole: beginnings are headers too often. A text without letters has no
+channel of its own. `auto` in place of a channel splits a source by these, document by document; a source without a
+channel gets the one that most of the sampled text belongs to. Compiled; 2 us a document.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+
+from zero2all.corpus.clean.tables import FUNCTION_WORDS
+from zero2all.corpus.dedup.signatures import encode
+from zero2all.corpus.listing import CODE_SUFFIXES
+from zero2all.corpus.readers.items import suffix_of
+from zero2all.corpus.scripts import HAN, LATIN, NONE, scripts_of_encoded
+
+CHANNELS = ("zh", "en", "code", "other")
+"""What `auto` splits a source into; upper and lower case of these names are the same."""
+AUTO = "auto"
+SAMPLED_CHARS = 400
+OTHER_WORDS = """
+der die und das den von zu mit sich des auf für ist im dem nicht ein eine als auch es werden aus hat dass sie nach wird
+bei einer um noch wie einem über einen kann diese wir ich aber wenn nur oder vor zur bis mehr durch
+le la les et des une du que est dans pour qui par sur pas plus avec ce il sont au cette ont ses aux mais ou nous leur
+el los las del por con una para como más pero sus su al lo este fue han esta entre cuando muy sin sobre también
+di il che per non sono della del le gli nel alla più anche dei si ha questo con delle
+não uma os em um para com ao mais dos das foi ele como pelo seu sua ou são
+het een van dat op te zijn voor niet met aan er om ook als bij maar door naar wordt
+och att det som på är av för med inte till ett har jag om
+og er til ikke af med det for som på en
+się nie że jest z do jak po od przez był dla tym
+ve bir bu için ile da ne olarak daha gibi çok
+je se na že si by ale jako tak
+és az hogy nem egy meg van ez csak
+și în cu pe care este nu din să
+ja on ei että se hän oli mutta
+yang dan untuk dengan dari pada ini itu tidak adalah dalam
+và của là có không được cho trong với các một
+"""
+"""The commonest words of other languages in Latin letters, but for those that are English words too."""
+LEAST_OTHER_WORDS = 3
+LEAST_OTHER_SHARE = 0.06
+"""A text speaks another language when at least so many, and such a share, of its words are among `OTHER_WORDS`, and
+more of them than among the English function words. English prose has under 0.01, German, French or Polish 0.2."""
+
+
+def channel_name(name: str) -> str:
+    """A channel as it is written everywhere: the known ones in lower case, others as they were given."""
+    lowered = name.lower()
+    return lowered if lowered in CHANNELS or lowered == AUTO else name
+
+
+def is_code_name(name: str) -> bool:
+    """Whether a title or path is that of a program file."""
+    return "." in name and suffix_of(name) in CODE_SUFFIXES
+
+
+def channels_of(titles: Sequence[str], contents: Sequence[str]) -> list[str | None]:
+    """The channel of each document; None where there are no letters to tell it by."""
+    encoded = encode([_middle(content) for content in contents])
+    scripts = scripts_of_encoded(encoded)
+    other = _speaks_other_language(encoded.buffer, encoded.offsets)
+    found: list[str | None] = []
+    for title, script, is_other in zip(titles, scripts.tolist(), other.tolist(), strict=True):
+        if is_code_name(title):
+            found.append("code")
+        elif script == NONE:
+            found.append(None)
+        elif script == HAN:
+            found.append("zh")
+        else:
+            found.append("en" if script == LATIN and not is_other else "other")
+    return found
+
+
+def _middle(content: str) -> str:
+    start = max(0, (len(content) - SAMPLED_CHARS) // 2)
+    return content[start : start + SAMPLED_CHARS]
+
+
+def _speaks_other_language(buffer: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    from zero2all.corpus.script_kernel import count_words
+
+    counts = np.empty((offsets.size - 1, 3), np.int64)
+    count_words(buffer, offsets, *_word_tables(), counts)
+    words, english, other = counts.T
+    result: np.ndarray = (other >= LEAST_OTHER_WORDS) & (other > english) & (other >= LEAST_OTHER_SHARE * words)
+    return result
+
+
+@cache
+def _word_tables() -> tuple[np.ndarray, np.ndarray]:
+    """English function words and those of other languages, packed into sorted numbers."""
+    english = set(FUNCTION_WORDS)
+    other = set(OTHER_WORDS.split()) - english
+    return _packed(english), _packed(other)
+
+
+def _packed(words: set[str]) -> np.ndarray:
+    numbers = [int.from_bytes(data, "big") for word in words if len(data := word.encode()) <= 8]
+    return np.array(sorted(numbers), np.uint64)
+
+
+class ChannelGuess:
+    """Looks at sampled documents and names the channel of their source."""
+
+    def __init__(self) -> None:
+        self._titles: list[str] = []
+        self._contents: list[str] = []
+
+    def look(self, title: str, content: str) -> None:
+        """Take one document into account."""
+        self._titles.append(title)
+        self._contents.append(_middle(content))
+
+    def result(self) -> tuple[str, str]:
+        """The channel of most of the sampled documents, and the figures it rests on."""
+        found = Counter(channel for channel in channels_of(self._titles, self._contents) if channel is not None)
+        if not found:
+            return "en", f"none of {len(self._titles):,} sampled documents has letters to tell it by"
+        total = found.total()
+        shares = [f"{count / total:.0%} {name}" for name, count in found.most_common()]
+        what = "document" if total == 1 else "documents"
+        return found.most_common(1)[0][0], f"of {total:,} sampled {what} {', '.join(shares)}"

@@ -1,0 +1,53 @@
+"""Which Han characters go together: 24,000 frequent pairs, against which text that is no language stands out.
+
+`han_pairs.txt` has a line per character: the character, then those that often follow it, in simplified forms; a line
+that starts with = has traditional forms, each before its simplified one. They are the pairs with the greatest
+b · log2(b / expected), counted with equal care in four kinds of Chinese: Tang and Song verse (the chinese-poetry
+collection), classical and modern prose (both sides of NiuTrans' Classical-Modern) and the words of a dictionary of
+modern Chinese with their frequencies (jieba's). All three are published under the MIT licence; only counts were taken.
+
+In running text 25 % (verse) to 45 % (modern prose) of neighbouring characters are such a pair, and 3 to 6 % of
+characters six places apart, which are the control: how many pairs the same characters would make in any order. In
+text whose characters were drawn at random the two shares are the same, whatever the characters are.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+CODES = 0xA000
+"""Characters from here on have no pairs."""
+
+
+@cache
+def pair_tables(bits: int) -> tuple[Array, Array]:
+    """Code point -> random number, the same for both forms of a character, 0 if it is in no pair; and the pairs.
+
+    The pairs are a set of bits: that of a pair has the number (31 · first + second) mod 2³², its upper `bits` bits.
+    """
+    lines = resources.files(__package__).joinpath("han_pairs.txt").read_text(encoding="utf-8").splitlines()
+    codes = np.zeros(CODES, np.uint32)
+    firsts = [line[0] for line in lines if line[0] != "=" for _ in line[1:]]
+    seconds = [follower for line in lines if line[0] != "=" for follower in line[1:]]
+    members = np.array(sorted({ord(character) for character in firsts + seconds}), np.uint64)
+    codes[members] = _random(members)
+    forms = "".join(line[1:] for line in lines if line[0] == "=")
+    codes[[ord(form) for form in forms[::2]]] = codes[[ord(form) for form in forms[1::2]]]
+    one, two = (codes[[ord(character) for character in half]].astype(np.uint64) for half in (firsts, seconds))
+    places = ((one * np.uint64(31) + two) & np.uint64(0xFFFF_FFFF)) >> np.uint64(32 - bits)
+    pairs = np.zeros(1 << bits, bool)
+    pairs[places] = True
+    return codes, np.packbits(pairs, bitorder="little")
+
+
+def _random(points: Array) -> Array:
+    value = (points + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    value ^= value >> np.uint64(29)
+    value *= np.uint64(0xBF58476D1CE4E5B9)
+    return (value >> np.uint64(32)).astype(np.uint32) | np.uint32(1)

@@ -1,0 +1,159 @@
+"""Records that stand inside longer ones: half copies, quotations, chapters beside their book. Found, not dropped.
+
+The Jaccard index of a text and its half is 0.5, far below what near dedup looks for. But the least shingle hashes of a
+text (its anchors) are, as far as they lie in the half, the least of the half too, so the two share some. Kept records
+that share an anchor are compared by their signatures: with J the estimated Jaccard index, a and b the lengths,
+
+    share of the shorter one that is in the longer one  =  J / (1 + J) * (a + b) / b
+
+It is a report, so it is cheap: at most `SAMPLED` records are looked up among all, an anchor that stands in many records
+is followed to the first `MOST_RECORDS` only, and a record more than `MOST_LONGER` times as long is not considered: the
+estimate is too coarse there. What is found is a lower bound. Memory: at most 400 MB, where all records share phrases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from zero2all.corpus.dedup.config import VALUES
+from zero2all.corpus.dedup.index import read_anchors, read_index, read_signatures
+
+SAMPLED = 50_000
+MOST_RECORDS = 8
+MOST_LONGER = 8.0
+LEAST_SHARE = 0.8
+"""From here on the shorter record counts as contained."""
+LEAST_BYTES = 100
+"""Shorter texts stand in others too easily."""
+NO_ANCHOR = 0xFFFFFFFF
+PAIRS_AT_ONCE = 1 << 15
+
+
+class Contained(NamedTuple):
+    """What was found, by document number."""
+
+    looked_up: np.ndarray
+    """The records that were looked up, rising."""
+    inner: np.ndarray
+    """Those of them that stand in another …"""
+    outer: np.ndarray
+    """… and the one each stands in …"""
+    shares: np.ndarray
+    """… with how much of it."""
+
+
+def find_contained(units: Sequence[Path], drops: Sequence[np.ndarray], first_ids: Sequence[int]) -> Contained:
+    """Look records up among all kept ones; `drops` says which are not kept, `first_ids` how they are numbered."""
+    kept = sum(int((drop == 0).sum()) for drop in drops)
+    step = max(1, -(-kept // SAMPLED))
+    sampled: list[np.ndarray] = []
+    anchors: list[np.ndarray] = []
+    for unit, drop, first in zip(units, drops, first_ids, strict=False):
+        rows = read_index(unit)
+        chosen = np.flatnonzero((drop == 0) & (rows["key"] // 8 % step == 0) & (rows["text_bytes"] >= LEAST_BYTES))
+        sampled.append((chosen + first).astype(np.int64))
+        anchors.append(np.unique(np.array(read_anchors(unit)[chosen])))
+    looked_up = np.concatenate(sampled) if sampled else np.zeros(0, np.int64)
+    wanted = np.unique(np.concatenate(anchors)) if anchors else np.zeros(0, np.uint32)
+    wanted = wanted[wanted != NO_ANCHOR]
+    pairs = _pairs(units, drops, first_ids, wanted, looked_up)
+    return _verified(units, first_ids, looked_up, pairs)
+
+
+def _pairs(
+    units: Sequence[Path],
+    drops: Sequence[np.ndarray],
+    first_ids: Sequence[int],
+    wanted: np.ndarray,
+    looked_up: np.ndarray,
+) -> np.ndarray:
+    """(n, 2) int64: a record that was looked up, and another one that shares an anchor with it."""
+    met = np.zeros(len(wanted), np.int64)
+    places: list[np.ndarray] = []
+    documents: list[np.ndarray] = []
+    for unit, drop, first in zip(units, drops, first_ids, strict=False):
+        if not len(wanted):
+            break
+        kept = np.flatnonzero(drop == 0)
+        values = np.array(read_anchors(unit))[kept]
+        place = np.minimum(np.searchsorted(wanted, values.ravel()), len(wanted) - 1)
+        hits = np.flatnonzero(wanted[place] == values.ravel())
+        place, document = place[hits], kept[hits // values.shape[1]] + first
+        order = np.argsort(place, kind="stable")
+        place, document = place[order], document[order]
+        starts = np.searchsorted(place, place)
+        few = met[place] + np.arange(len(place)) - starts < MOST_RECORDS
+        met += np.bincount(place, minlength=len(wanted))
+        places.append(place[few])
+        documents.append(document[few])
+    if not places:
+        return np.zeros((0, 2), np.int64)
+    place, document = np.concatenate(places), np.concatenate(documents)
+    order = np.argsort(place, kind="stable")
+    place, document = place[order], document[order]
+    at = np.minimum(np.searchsorted(looked_up, document), len(looked_up) - 1)
+    is_looked_up = looked_up[at] == document
+    found = [np.zeros(0, np.int64)]
+    for apart in range(1, MOST_RECORDS):
+        same = np.flatnonzero(place[apart:] == place[:-apart])
+        for inner, outer in ((same, same + apart), (same + apart, same)):
+            wanted_here = is_looked_up[inner]
+            found.append(document[inner[wanted_here]] << 32 | document[outer[wanted_here]])
+    packed = np.unique(np.concatenate(found))
+    return np.stack([packed >> 32, packed & 0xFFFFFFFF], axis=1)
+
+
+def _verified(units: Sequence[Path], first_ids: Sequence[int], looked_up: np.ndarray, pairs: np.ndarray) -> Contained:
+    """The pairs whose first record stands in the second; of several for one record, the best."""
+    best: dict[int, tuple[float, int]] = {}
+    for start in range(0, len(pairs), PAIRS_AT_ONCE):
+        some = pairs[start : start + PAIRS_AT_ONCE]
+        inner_bytes, outer_bytes = (_lengths(units, first_ids, some[:, side]) for side in (0, 1))
+        some_ok = (outer_bytes > inner_bytes) & (outer_bytes <= MOST_LONGER * inner_bytes)
+        some, inner_bytes, outer_bytes = some[some_ok], inner_bytes[some_ok], outer_bytes[some_ok]
+        if not len(some):
+            continue
+        equal = _signatures(units, first_ids, some[:, 0]) == _signatures(units, first_ids, some[:, 1])
+        jaccard = np.maximum((equal.mean(axis=1) - 1 / VALUES) / (1 - 1 / VALUES), 0)
+        shares = np.minimum(jaccard / (1 + jaccard) * (inner_bytes + outer_bytes) / inner_bytes, 1)
+        for at in np.flatnonzero(shares >= LEAST_SHARE).tolist():
+            inner, outer, share = int(some[at, 0]), int(some[at, 1]), float(shares[at])
+            if share > best.get(inner, (0.0, 0))[0]:
+                best[inner] = (share, outer)
+    inner_ids = sorted(best)
+    return Contained(
+        looked_up,
+        np.array(inner_ids, np.int64),
+        np.array([best[inner][1] for inner in inner_ids], np.int64),
+        np.array([best[inner][0] for inner in inner_ids]),
+    )
+
+
+def _lengths(units: Sequence[Path], first_ids: Sequence[int], documents: np.ndarray) -> np.ndarray:
+    out = np.zeros(len(documents), np.float64)
+    for unit, rows, places in _by_unit(units, first_ids, documents):
+        out[places] = read_index(unit)["text_bytes"][rows]
+    return out
+
+
+def _signatures(units: Sequence[Path], first_ids: Sequence[int], documents: np.ndarray) -> np.ndarray:
+    out = np.zeros((len(documents), VALUES), np.uint8)
+    for unit, rows, places in _by_unit(units, first_ids, documents):
+        out[places] = read_signatures(unit)[rows]
+    return out
+
+
+def _by_unit(
+    units: Sequence[Path], first_ids: Sequence[int], documents: np.ndarray
+) -> list[tuple[Path, np.ndarray, np.ndarray]]:
+    """Unit, rows in it, and places in `documents`, for every unit that has some of them."""
+    owners = np.searchsorted(np.asarray(first_ids), documents, side="right") - 1
+    found = []
+    for owner in np.unique(owners).tolist():
+        places = np.flatnonzero(owners == owner)
+        found.append((units[owner], documents[places] - first_ids[owner], places))
+    return found

@@ -1,0 +1,165 @@
+"""A look into a source before it is read: documents from all over it, for the guess of its channel, and its fields.
+
+Samples are spread: over the files, over the places where a file can be cut (lines, row groups, members of a zip), and
+over what can be read from each place within a budget of bytes. They are documents as ingest will see them, after raw
+fields were put in their places. A tar or a compressed stream can only be read from its beginning, so of a large one
+the samples are from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from zero2all.corpus.channels import ChannelGuess
+from zero2all.corpus.ingest import PEEKED_ROWS
+from zero2all.corpus.listing import InputFile, Listing
+from zero2all.corpus.readers import NOT_READ, Format, Limits, Origin, Row, Unit, plan_units, read_unit
+from zero2all.corpus.sources import Source, apply_mapping, fields_seen, guess_mapping
+
+FILES = 16
+"""Files looked into, spread over the source …"""
+PLACES = 8
+"""… places in each of them, spread over the file …"""
+DOCUMENTS = 400
+"""… and about how many documents of all of them together."""
+RAW_BYTES = 8_000_000
+"""What is read for it at most, of all files together; …"""
+PLAIN_BYTES = 32_000_000
+"""… this much once unpacked, …"""
+ITEMS = 4000
+"""… and so many items."""
+MANY_ROWS = 400
+"""A file or archive member whose first rows, so many, have no text is not going to have any."""
+LEAST_PLACE_BYTES = 1 << 16
+
+
+class Look:
+    """What was found in the samples."""
+
+    def __init__(self, source: Source, listing: Listing, limits: Limits) -> None:
+        self.guess = ChannelGuess()
+        self.mappings: list[dict[str, str]] = []
+        self.formats: list[str] = []
+        self.fields_without_text: tuple[str, list[str]] | None = None
+        """A file and its fields, when nothing in this source will have a text."""
+        self._documents = 0
+        self._textless: list[tuple[str, list[str]]] = []
+        self._is_sure = True
+        """Whether what was not looked at cannot hold a text when nothing that was looked at does."""
+        files = listing.files
+        sampled = spread(files, FILES)
+        for file in sampled:
+            self._look_into(file, source, limits, len(sampled))
+        if self._textless and not self._documents and self._is_sure and len(sampled) == len(files):
+            self.fields_without_text = self._textless[0]
+
+    def _look_into(self, file: InputFile, source: Source, limits: Limits, files: int) -> None:
+        whole = plan_units(file, replace(limits, unit_bytes=max(file.size_bytes, 1)))[0]
+        if whole.format in NOT_READ:
+            return
+        units = spread(_places(file, whole, limits), PLACES)
+        for unit in units:
+            sample = _Sample(unit, limits, len(units) * files)
+            for origin, rows in sample.by_origin():
+                self._take(origin, rows, sample.first_rows[origin], source)
+            self._is_sure = self._is_sure and sample.is_sure
+
+    def _take(self, origin: Origin, rows: list[Row], first: list[Row], source: Source) -> None:
+        self.formats = list(dict.fromkeys([*self.formats, str(origin.format)]))
+        if first and first[0].is_document:
+            for row in rows:
+                self._add(row.fields["title"], row.fields["content"])
+            return
+        raw = [row.fields for row in first]
+        mapping = guess_mapping(raw, source.given_mapping)
+        if mapping is None:
+            self._textless.append((origin.name, _longest_first(raw)))
+            return
+        if mapping not in self.mappings:
+            self.mappings.append(mapping)
+        for row in rows:
+            try:
+                document = apply_mapping(row.fields, mapping)
+            except (KeyError, ValueError):
+                continue
+            self._add(document.title, document.content)
+
+    def _add(self, title: str, content: str) -> None:
+        self._documents += 1
+        self.guess.look(title, content)
+
+
+def spread(values: Sequence[Any], most: int) -> list[Any]:
+    """At most so many of the values, evenly spread, the first one among them."""
+    if len(values) <= most:
+        return list(values)
+    return [values[number * len(values) // most] for number in range(most)]
+
+
+def _places(file: InputFile, whole: Unit, limits: Limits) -> list[Unit]:
+    """The file in as many units as there are places to look at, where finding them takes no pass over the file."""
+    is_lines = not whole.compression and whole.format in (Format.JSON_LINES, Format.TEXT)
+    if not (is_lines or whole.format is Format.PARQUET or whole.compression == "zip" or whole.by_frames):
+        return [whole]
+    return plan_units(file, replace(limits, unit_bytes=max(file.size_bytes // PLACES, LEAST_PLACE_BYTES)))
+
+
+class _Sample:
+    """Rows of one unit, thinned out as more of it is read, so that they are spread over what was read."""
+
+    def __init__(self, unit: Unit, limits: Limits, places: int) -> None:
+        self.first_rows: dict[Origin, list[Row]] = {}
+        """The first rows of each file or archive member, which say how all its rows are mapped."""
+        self._rows: list[Row] = []
+        self._met = 0
+        self._step = 1
+        self._most = max(2, DOCUMENTS // places)
+        self._raw_bytes = 0
+        self.is_sure = self._read(unit, limits, places)
+
+    def _read(self, unit: Unit, limits: Limits, places: int) -> bool:
+        """Take the sample; whether what was not read is like what was."""
+        plain_bytes = rows = 0
+        for number, item in enumerate(read_unit(unit, limits, self._on_bytes), 1):
+            if isinstance(item, Row):
+                first = self.first_rows.setdefault(item.origin, [])
+                rows = rows + 1 if first else 1
+                if len(first) < PEEKED_ROWS:
+                    first.append(item)
+                self._add(item)
+                plain_bytes += item.raw_bytes
+            spent = self._raw_bytes > RAW_BYTES // places or plain_bytes > PLAIN_BYTES // places
+            if spent or number >= ITEMS // places:
+                return rows >= MANY_ROWS // places or unit.format is not Format.ARCHIVE
+        return True
+
+    def _add(self, row: Row) -> None:
+        self._met += 1
+        if self._met % self._step == 0:
+            self._rows.append(row)
+            if len(self._rows) >= 2 * self._most:
+                self._rows = self._rows[::2]
+                self._step *= 2
+
+    def _on_bytes(self, amount: int) -> None:
+        self._raw_bytes += amount
+
+    def by_origin(self) -> list[tuple[Origin, list[Row]]]:
+        """Every file or archive member that rows were met in, with the rows of it that are in the sample."""
+        rows: dict[Origin, list[Row]] = {origin: [] for origin in self.first_rows}
+        for row in self._rows:
+            rows[row.origin].append(row)
+        return list(rows.items())
+
+
+def _longest_first(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The fields of these rows; the one with the most text, most likely the wanted one, comes first."""
+    chars = dict.fromkeys(fields_seen(rows), 0)
+    for row in rows:
+        for name, value in row.items():
+            chars[name] += len(value) if isinstance(value, str) else 0
+            for inner, text in value.items() if isinstance(value, Mapping) else ():
+                chars[f"{name}.{inner}"] += len(text) if isinstance(text, str) else 0
+    return sorted(chars, key=lambda name: -chars[name])

@@ -1,0 +1,56 @@
+"""What `z2a eval` needs, looked at before a model is loaded: all that is missing is said at once, within a second.
+
+Only whether things are there: loading still checks that they fit together. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from zero2all.common.errors import BadInputError
+from zero2all.common.manifest import read_manifest
+from zero2all.common.records import corpus_sources
+from zero2all.common.workspace import Workspace
+from zero2all.evals.probe_file import read_probes
+from zero2all.train.checkpoints.layout import list_checkpoints, step_of
+
+
+def check_inputs(workspace: Workspace, name: str, step: int | None, probes: Path | None) -> None:
+    """Raise one error that names everything an evaluation of this run would miss."""
+    problems = _problems_of(lambda: _check_run(workspace, name, step))
+    problems += _problems_of(lambda: read_manifest(workspace.tokenizer, "tokenizer", "z2a tokenizer train"))
+    problems += _problems_of(lambda: _check_corpus(workspace.corpus, probes))
+    if probes is not None:
+        problems += _problems_of(lambda: read_probes(probes))
+    if len(problems) == 1:
+        raise BadInputError(problems[0])
+    if problems:
+        lines = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
+        raise BadInputError(f"{name} cannot be evaluated: {len(problems)} things are missing.\n{lines}")
+
+
+def _problems_of(check: Callable[[], Any]) -> list[str]:
+    try:
+        check()
+    except BadInputError as error:
+        return [str(error)]
+    return []
+
+
+def _check_run(workspace: Workspace, name: str, step: int | None) -> None:
+    steps = sorted(step_of(folder) for folder in list_checkpoints(workspace.existing_run(name)))
+    if step is not None and step not in steps:
+        raise BadInputError(f"The run {name} has no checkpoint at step {step}; it has {steps or 'none'}.")
+    if not steps:
+        raise BadInputError(f"The run {name} has no checkpoint yet. Let `z2a train` reach its first one.")
+
+
+def _check_corpus(corpus: Path, probes: Path | None) -> None:
+    sources = corpus_sources(corpus)
+    if probes is None and not any(manifest["report"]["valid_records"] for manifest in sources.values()):
+        raise BadInputError(
+            f"The corpus in {corpus} holds no text out, so there is nothing to score. Build it with a larger "
+            f"--valid-share, or from more documents (a source of fewer than 20 holds none out), or ask --probes."
+        )

@@ -1,0 +1,133 @@
+"""Checks the shards that a run reads against their manifests, once, while it trains.
+
+A damaged shard is no error that anything else would notice: its tokens are still tokens. Reading all of them before
+the first step would take minutes per terabyte and more, so they are read beside the run, at a rate that is not felt:
+32 MB a second and process, in a process of its own with the lowest priority (crc32c keeps Python's lock), or, where
+there is little to read, in a thread. Each rank of a run checks its share of the files.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from zero2all.common.errors import UserError
+from zero2all.common.files import MANIFEST_NAME, read_json
+from zero2all.common.manifest import FileCheck, file_checks
+from zero2all.packed.bestfit import best_fit_folder
+from zero2all.packed.layout import PackedSplit
+from zero2all.packed.readers import ReaderProcesses, ReadersEndedError
+
+BYTES_PER_SECOND = 32_000_000
+CHUNK_BYTES = 1 << 18
+IN_THREAD_BYTES = 16_000_000
+"""Up to this much is not worth a process."""
+CACHED_SHARE = 0.25
+"""Files larger together than this share of the free memory are not left in the page cache, which others need."""
+
+
+class ShardCheck:
+    """What the check has found so far."""
+
+    damage: str | None = None
+    """The first damaged file, as a sentence."""
+    finished = False
+    """Whether all files of this rank have been read."""
+
+
+@contextmanager
+def checking_shards(
+    splits: Sequence[PackedSplit],
+    seq_lens: Sequence[int],
+    on_problem: Callable[[str], None],
+    rank: int = 0,
+    ranks: int = 1,
+) -> Iterator[ShardCheck]:
+    """Check the files of `splits` while the block runs. `seq_lens` are those whose best-fit indexes are read.
+
+    Data at an address is left out: what is fetched from there whole is checked as it comes.
+    """
+    files = sorted(_files_of(splits, seq_lens), key=lambda check: str(check.path))[rank::ranks]
+    total = sum(int(check.expected["bytes"]) for check in files)
+    reading = _SlowReading(files, total > CACHED_SHARE * _free_memory())
+    processes = None if total <= IN_THREAD_BYTES else ReaderProcesses(reading, on_problem, niceness=19)
+    check = ShardCheck()
+    thread = threading.Thread(
+        target=_check_all, args=(check, processes or reading, len(files), on_problem), name="z2a-check", daemon=True
+    )
+    thread.start()
+    try:
+        yield check
+    finally:
+        reading.stopped = True
+        if processes is not None:
+            processes.close()
+        thread.join()
+
+
+def _check_all(check: ShardCheck, read: Callable[[int], Any], files: int, on_problem: Callable[[str], None]) -> None:
+    try:
+        for number in range(files):
+            problem = read(number)
+            if problem is not None:
+                check.damage = problem
+                return
+        check.finished = True
+    except UserError as error:  # the check cannot be made, which is no reason to stop the run
+        on_problem(f"the shards are not checked any further: {error}")
+    except ReadersEndedError:  # with the run
+        return
+
+
+def _files_of(splits: Sequence[PackedSplit], seq_lens: Sequence[int]) -> Iterator[FileCheck]:
+    for split in splits:
+        if split.remote is None:
+            checks = file_checks(split.folder, split.manifest)
+            yield from (check for check in checks if not check.path.name.startswith("gids-"))
+            for folder in (best_fit_folder(split, seq_len) for seq_len in seq_lens):
+                if (folder / MANIFEST_NAME).is_file():
+                    yield from file_checks(folder, read_json(folder / MANIFEST_NAME))
+
+
+class _SlowReading:
+    """Reads a file in small chunks with pauses between them; returns what is wrong with it."""
+
+    def __init__(self, files: Sequence[FileCheck], drop_cache: bool) -> None:
+        self._files, self._drop_cache = list(files), drop_cache and hasattr(os, "posix_fadvise")
+        self.stopped = False
+
+    def __call__(self, number: int) -> str | None:
+        path, expected = self._files[number]
+        try:
+            crc, size = self._read(path)
+        except OSError as error:
+            return f"{path} cannot be read ({error.strerror})"
+        if (f"{crc:08x}", size) == (expected["crc32c"], expected["bytes"]):
+            return None
+        return f"{path} has changed since it was written (crc32c differs)"
+
+    def _read(self, path: Path) -> tuple[int, int]:
+        import google_crc32c
+
+        crc = size = 0
+        with open(path, "rb", buffering=0) as file:
+            while chunk := file.read(CHUNK_BYTES):
+                if self.stopped:
+                    raise ReadersEndedError("the check was ended")
+                crc = google_crc32c.extend(crc, chunk)
+                if self._drop_cache:  # what the trainer has mapped stays
+                    os.posix_fadvise(file.fileno(), size, len(chunk), os.POSIX_FADV_DONTNEED)
+                size += len(chunk)
+                time.sleep(len(chunk) / BYTES_PER_SECOND)
+        return crc, size
+
+
+def _free_memory() -> int:
+    import psutil
+
+    return int(psutil.virtual_memory().available)

@@ -1,0 +1,214 @@
+"""What the quickstart chooses for a person's own text: how it is cut, vocabulary, samples, model and steps.
+
+The preset is made for some megabytes. With less text the same settings fail (no such vocabulary can be learned) or
+learn the text by heart (hundreds of epochs), so everything shrinks with it, down to some kilobytes. The smallest sizes
+were measured: 20 KB of English and 40 KB of Chinese verse, fewest bits per byte on held-out text. The largest are the
+preset's; those between lie between.
+
+Everything here is a pure function of amounts: run again, the quickstart chooses the same and goes on. What a person
+sets on the command line is never changed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from zero2all.config import RunConfig
+from zero2all.model.config import parameter_counts
+
+PIECES_WANTED = 60
+"""Documents a single text file is cut into, at least: from fewer than 20, none could be held out."""
+PIECE_BYTES = (300, 8_000)
+VALID_SHARES = ((4_000_000, 0.1), (15_000_000, 0.05))
+"""(below so many bytes, share held out): little text, or few files, need a larger share to judge by. Above: 2 %."""
+
+BYTES_PER_TOKEN_ID = 25
+SMALLEST_VOCABULARY = 320
+VOCABULARY_MULTIPLE = 64
+
+VOCABULARY_TEXT_BYTES = 20_000_000
+"""More text than this teaches so small a vocabulary nothing, and costs memory."""
+
+SMALLEST_SAMPLE = 32
+SECONDS_PER_STEP = 0.015
+SECONDS_PER_TOKEN_AND_PARAMETER = 1.5e-10
+"""Measured on two ARM cores: 1.1 M tokens through 1.4 M parameters in 3 min 50 s. Only for the forecast."""
+SECONDS_BESIDE_TRAINING = 40
+CORPUS_BYTES_PER_SECOND = 1_000_000
+
+
+@dataclass(frozen=True)
+class Cutting:
+    """How plain text files become documents, and how many of those are held out."""
+
+    split_text_above_bytes: int
+    text_piece_bytes: int
+    valid_share: float
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Settings for up to so many tokens of training text."""
+
+    below_tokens: float
+    seq_len: int
+    tokens_per_step: int
+    hidden_size: int
+    epochs: float
+    """How often the text is read at most; more of it is learning by heart."""
+
+
+SCALES = (
+    Scale(30_000, 64, 512, 64, 10),
+    Scale(120_000, 64, 1024, 96, 8),
+    Scale(400_000, 128, 2048, 128, 6),
+    Scale(float("inf"), 128, 2048, 192, 4),
+)
+"""The last is the preset's."""
+HEAD_SIZE = 32
+
+
+def cutting(raw_bytes: int) -> Cutting:
+    """How to cut text files that have so many bytes together."""
+    shortest, longest = PIECE_BYTES
+    piece = min(max(raw_bytes // PIECES_WANTED, shortest), longest)
+    share = next((share for below, share in VALID_SHARES if raw_bytes < below), 0.02)
+    return Cutting(3 * piece, piece, share)
+
+
+def vocabulary_size(text_bytes: int, most: int) -> int:
+    """Token ids for so much text: a piece that is seen a few times only teaches nothing."""
+    wanted = text_bytes // BYTES_PER_TOKEN_ID // VOCABULARY_MULTIPLE * VOCABULARY_MULTIPLE
+    return min(max(wanted, SMALLEST_VOCABULARY), most)
+
+
+def vocabulary_settings(text_bytes: int, config: RunConfig, given: Collection[str] = ()) -> dict[str, Any]:
+    """Field -> value for a tokenizer learned from so much text; fields in `given` are left alone."""
+    chosen: dict[str, Any] = {"tokenizer.vocab_size": vocabulary_size(text_bytes, config.tokenizer.vocab_size)}
+    if text_bytes > VOCABULARY_TEXT_BYTES:
+        chosen["tokenizer.take"] = f"{VOCABULARY_TEXT_BYTES // 1_000_000}MB"
+    return {name: value for name, value in chosen.items() if name not in given}
+
+
+def run_settings(tokens: Mapping[str, int], config: RunConfig, given: Collection[str] = ()) -> dict[str, Any]:
+    """Field -> value for a run over sources of so many training tokens each; fields in `given` are left alone."""
+    total = sum(tokens.values())
+    scale = next(scale for scale in SCALES if total < scale.below_tokens)
+    chosen: dict[str, Any] = {}
+
+    def choose(values: Mapping[str, Any]) -> None:
+        """All of them or, where one is given, none: they must fit together."""
+        if not any(name in given for name in values):
+            chosen.update(values)
+
+    seq_len = scale.seq_len
+    while seq_len > SMALLEST_SAMPLE and total < 8 * seq_len:
+        seq_len //= 2
+    samples = scale.tokens_per_step // seq_len
+    choose(
+        {
+            "data.seq_len": seq_len,
+            "train.tokens_per_step": scale.tokens_per_step,
+            "train.micro_batch_samples": min(samples, 16),
+        }
+    )
+    heads = scale.hidden_size // HEAD_SIZE
+    choose(
+        {
+            "model.hidden_size": scale.hidden_size,
+            "model.intermediate_size": scale.hidden_size * 8 // 3,
+            "model.heads": heads,
+            "model.kv_heads": heads // 3 if heads % 3 == 0 else heads // 2,
+        }
+    )
+    step_tokens = chosen.get("train.tokens_per_step", config.train.tokens_per_step)
+    budget = config.train.steps * config.train.tokens_per_step
+    if "train.steps" in given:
+        steps = config.train.steps
+    else:
+        steps = chosen["train.steps"] = max(1, round(min(scale.epochs * total, budget) / step_tokens))
+    for name, value in {
+        "schedule.warmup_steps": min(20, -(-steps // 10)),
+        "eval.every_steps": -(-steps // 5),
+        "checkpoint.every_steps": max(25, -(-steps // 7)),
+    }.items():
+        choose({name: value})
+    length = chosen.get("data.seq_len", config.data.seq_len)
+    if "data.mixture" not in given:
+        too_small = any(count <= length for count in tokens.values())
+        chosen["data.mixture"] = {n: float(c if c > length else 0) for n, c in tokens.items()} if too_small else None
+    return chosen
+
+
+def with_settings(config: RunConfig, chosen: Mapping[str, Any]) -> RunConfig:
+    """`config` with the chosen fields in their places."""
+    for name, value in chosen.items():
+        section, _, field = name.partition(".")
+        changed = dataclasses.replace(getattr(config, section), **{field: value})
+        config = dataclasses.replace(config, **{section: changed})
+    return config
+
+
+def given_fields(overrides: Collection[str]) -> frozenset[str]:
+    """The fields that `--section.field value` overrides set."""
+    return frozenset(word.removeprefix("--").partition("=")[0] for word in overrides if word.startswith("--"))
+
+
+def train_seconds(config: RunConfig) -> float:
+    """About how long training takes on two CPU cores."""
+    steps, tokens = config.train.steps, config.train.steps * config.train.tokens_per_step
+    return steps * SECONDS_PER_STEP + tokens * parameter_counts(config.model)["total"] * SECONDS_PER_TOKEN_AND_PARAMETER
+
+
+def vocabulary_in_words(config: RunConfig, most: int, given: Collection[str]) -> str:
+    """What was chosen, and why."""
+    size, take = config.tokenizer.vocab_size, config.tokenizer.take
+    why = "as many as so small a model has use for" if size == most else "more would be seen too seldom to learn them"
+    taken = f", learned from {take} of the text" if take else ""
+    return f"vocabulary of {size:,} token ids{taken}: {'as you asked' if 'tokenizer.vocab_size' in given else why}"
+
+
+def epochs_of(tokens: Mapping[str, int], config: RunConfig) -> float:
+    """How often a run reads its text."""
+    return config.train.steps * config.train.tokens_per_step / max(1, sum(_used(tokens, config).values()))
+
+
+def _used(tokens: Mapping[str, int], config: RunConfig) -> dict[str, int]:
+    """The sources that a run reads."""
+    mixture = config.data.mixture
+    return {name: count for name, count in tokens.items() if mixture is None or mixture.get(name, 1)}
+
+
+def settings_in_words(tokens: Mapping[str, int], config: RunConfig, given: Collection[str]) -> list[str]:
+    """The run that was chosen, and why, a line each."""
+    data, run, model = config.data, config.train, config.model
+    used = _used(tokens, config)
+    total = sum(used.values())
+    epochs = epochs_of(tokens, config)
+    is_largest = model.hidden_size >= SCALES[-1].hidden_size
+    why_model = "as large as minutes on a CPU allow" if is_largest else "a larger one would learn so little by heart"
+    why_steps = "then it begins to learn it by heart"
+    if "train.steps" in given:
+        why_steps = "as you asked"
+    elif epochs < next(scale.epochs for scale in SCALES if total < scale.below_tokens) - 0.1:
+        why_steps = "as much as minutes on a CPU allow; --train.steps sets more"
+    lines = [
+        f"samples of {data.seq_len} tokens, {run.tokens_per_step // data.seq_len} a step; there are {total:,} tokens",
+        f"model of {parameter_counts(model)['total'] / 1e6:.2f} M parameters, {model.layers} layers: {why_model}",
+        f"{run.steps:,} steps, which read the text {epochs:.1f} times: {why_steps}",
+    ]
+    left = {name: count for name, count in tokens.items() if name not in used}
+    return lines + [f"not trained on: {name}, {count:,} tokens, less than one sample" for name, count in left.items()]
+
+
+def forecast(raw_bytes: int, config: RunConfig, given: Collection[str]) -> str:
+    """About how long all of it takes, before anything is read."""
+    size = vocabulary_size(raw_bytes, config.tokenizer.vocab_size)
+    settings = run_settings({"": raw_bytes * 2 // 5}, config, given)
+    likely = with_settings(config, {**settings, "model.vocab_size": size, "data.mixture": None})
+    seconds = SECONDS_BESIDE_TRAINING + raw_bytes / CORPUS_BYTES_PER_SECOND + train_seconds(likely)
+    minutes = max(1, round(seconds / 60))
+    return "a minute" if minutes == 1 else f"{minutes:,} minutes"

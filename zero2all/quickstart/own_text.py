@@ -1,0 +1,135 @@
+"""A person's own file or folder in the quickstart: looked at before anything starts, and what became of it in words."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zero2all.common import jsonio
+from zero2all.common.errors import BadInputError, UsageError
+from zero2all.common.files import human_bytes
+from zero2all.common.records import corpus_sources
+from zero2all.common.workspace import Workspace
+from zero2all.corpus import Source, source_from_path
+from zero2all.corpus.listing import list_files
+from zero2all.corpus.report import counts_in_words, mapping_in_words, summary_notes
+
+NAMED_FILES = 4
+"""Files named for each reason why they were left out; the others are counted."""
+KINDS = "text, code, JSON, CSV or parquet files, plain, compressed or in archives"
+
+
+@dataclass(frozen=True)
+class OwnText:
+    """What `--data` names."""
+
+    source: Source
+    files: int
+    size_bytes: int
+
+    def in_words(self) -> str:
+        """How much there is."""
+        what = "1 file" if self.files == 1 else f"{self.files:,} files"
+        return f"{self.source.path}: {what}, {human_bytes(self.size_bytes)}"
+
+
+def look_at(data: Path, mapping: Mapping[str, str] | None = None) -> OwnText:
+    """List what there is; an error, before anything is written, when there is nothing."""
+    if not data.exists():
+        raise BadInputError(f"--data {data} does not exist. Give a file or a folder of {KINDS}.")
+    listing = list_files(data)
+    size = sum(file.size_bytes for file in listing.files)
+    if not size:
+        counts = {reason: len(names) for reason, names in listing.skipped.items()}
+        counts |= {"empty": len(listing.files)} if listing.files else {}
+        why = f"only what is not read: {counts_in_words(counts)}" if counts else "nothing"
+        raise BadInputError(
+            f"--data {data} holds {why}, so there is no text to learn from. Put {KINDS} into it, 20 KB or more, or "
+            f"name another folder; `z2a quickstart` without --data makes its own text."
+        )
+    named = source_from_path(data)
+    return OwnText(Source(named.name, named.path, "auto", mapping), len(listing.files), size)
+
+
+def refuse_other_text(workspace: Workspace, name: str, sources: Sequence[Source]) -> None:
+    """A workspace whose run learned from something else would fail at training, its corpus replaced already.
+
+    Sources are told apart by file name: a folder that was moved is still the same text.
+    """
+    if not (workspace.run(name) / "checkpoints").is_dir():
+        return
+    try:
+        before = {str(manifest["path"]) for manifest in corpus_sources(workspace.corpus).values()}
+    except BadInputError:  # an interrupted build: there is nothing to lose
+        return
+    if {Path(path).name for path in before} != {Path(source.location).name for source in sources}:
+        raise UsageError(
+            f"{workspace.root} holds a quickstart that learned from {', '.join(sorted(before))}. Give --fresh to "
+            f"replace it, or another --work to keep both."
+        )
+
+
+def corpus_in_words(report: Mapping[str, Any], workspace: Workspace) -> list[str]:
+    """What was found in each channel, dropped, and left out, a line each."""
+    lines = []
+    for name, source in report["sources"].items():
+        lines.append(
+            f"{source['channel']:<6} {source['records_kept']:,} of {source['records_in'] - source['quarantined']:,} "
+            f"documents kept, {human_bytes(source['bytes_kept'])}; {source['valid_records']:,} held out ({name})"
+        )
+    lines += _fields_in_words(report)
+    lines += _with_work([note for note in summary_notes(dict(report)) if not _is_said(note)], workspace)
+    return lines + [f"left out: {line}" for line in _left_out(report, workspace.corpus)]
+
+
+def losses_in_words(report: Mapping[str, Any], workspace: Workspace) -> list[str]:
+    """The rules that dropped much of the text, for the end of the journey, where nobody can miss them."""
+    notes = [note.split("; such as:")[0] for note in summary_notes(dict(report)) if "see whether it should" in note]
+    return _with_work(notes, workspace)
+
+
+def _with_work(notes: list[str], workspace: Workspace) -> list[str]:
+    """The commands in `notes` as they must be typed here."""
+    show = f"z2a corpus show --work {shlex.quote(str(workspace.root))}"
+    return [note.replace("z2a corpus show", show) for note in notes]
+
+
+def _fields_in_words(report: Mapping[str, Any]) -> list[str]:
+    """Which fields of records were taken for the text; the parts of one source share them."""
+    found = [mapping_in_words(each) for source in report["sources"].values() for each in source["mappings"]]
+    return [f"fields of records: {words} (--map sets others)" for words in dict.fromkeys(found)]
+
+
+def _is_said(note: str) -> bool:
+    """Whether a note is said by the lines around it, with more detail."""
+    said = (": quarantined ", ": files not read: ", ": channel ", ": fields guessed: ", ": too few records to hold")
+    return any(words in note for words in said)
+
+
+def _left_out(report: Mapping[str, Any], corpus: Path) -> Iterator[str]:
+    """Files that were not read, and damaged or textless parts of those that were, each with its reason."""
+    for name, manifest in corpus_sources(corpus).items():
+        for reason, count in report["sources"][name]["skipped_files"].items():
+            named = manifest["skipped_file_names"].get(reason, [])[:NAMED_FILES]
+            more = f" and {count - len(named):,} more" if count > len(named) else ""
+            yield f"{', '.join(named)}{more} ({reason})"
+        for (file, reason), (count, detail) in _quarantined(corpus / "quarantine" / f"{name}.jsonl").items():
+            yield f"{count:,} of the records in {file} ({reason.replace('_', ' ')}: {detail})"
+
+
+def _quarantined(path: Path) -> dict[tuple[str, str], tuple[int, str]]:
+    """(file, reason) -> how many items, and the first detail; only the commonest."""
+    counts: Counter[tuple[str, str]] = Counter()
+    details: dict[tuple[str, str], str] = {}
+    if path.is_file():
+        with open(path, "rb") as file:
+            for line in file:
+                item = jsonio.loads(line)
+                key = (item["file"], item["reason"])
+                counts[key] += 1
+                details.setdefault(key, item["detail"])
+    return {key: (count, details[key]) for key, count in counts.most_common(NAMED_FILES)}
