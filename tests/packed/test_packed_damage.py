@@ -36,7 +36,6 @@ def edit(made, source, **fields):
         ("tokens", -1, "not negative"),
         ("shards", "3", "a int"),
         ("channel", 7, "a str"),
-        ("files", None, "a dict"),
     ],
 )
 def test_a_field_that_cannot_be_true_is_named(made, field, value, expected):
