@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from zero2all.common.schema import Problem
-from zero2all.corpus.clean.config import EDITS, RULES, CleanConfig, build_config
+from zero2all.corpus.clean.config import RULES, CleanConfig, build_config
 from zero2all.corpus.dedup.config import DedupConfig
 from zero2all.corpus.readers import Limits, TextBy
 from zero2all.corpus.shards import SHARD_FORMATS, ShardFormat
