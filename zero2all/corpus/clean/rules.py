@@ -111,6 +111,8 @@ def _kinds(column: Array, chars: Array, latin: Array, config: CleanConfig) -> Me
     spoken = (column[k.FUNCTION_WORDS] >= 0.15 * words) | (column[k.STOPPED_LINES] >= 0.3 * lines)
     short = (column[k.LINE_CHARS_MAX] <= rule.max_line_chars) & (column[k.LINE_CHARS] >= 8 * lines) & (lines >= 4)
     plain = (latin >= 0.7 * chars) & (column[t.DIGIT] + column[t.SYMBOL] <= 0.02 * chars)
+    verse = (old & paused & ((rhythm >= rule.min_rhythm_share) | song)) | (plain & short & spoken)
+    bare = _share(column[k.BARE_CHARS], han)
     return {
         "modern_share": modern,
         "classical_share": classical,
@@ -118,8 +120,10 @@ def _kinds(column: Array, chars: Array, latin: Array, config: CleanConfig) -> Me
         "old": old,
         "phrase_chars": phrase_chars,
         "ended_phrase_share": _share(column[k.ENDED_PHRASES], column[k.PHRASES]),
-        "verse": (old & paused & ((rhythm >= rule.min_rhythm_share) | song)) | (plain & short & spoken),
+        "verse": verse,
         "classical": old & (classical >= rule.min_classical_share),
+        # Old books are printed without punctuation, and list offices and measures; menus have fewer such characters.
+        "unstopped": verse | (old & (classical >= rule.min_classical_share / 2) & (bare < 0.5)),
     }
 
 
@@ -145,7 +149,7 @@ def _list_like(rule: str, measure: str) -> Callable[[Measures, CleanConfig], Arr
     def judge(measures: Measures, config: CleanConfig) -> Array:
         settings = getattr(config, rule)
         enough = measures["lines"] >= settings.from_lines
-        spared = (measures["function_share"] >= settings.spare_function_share) | measures["verse"]
+        spared = (measures["function_share"] >= settings.spare_function_share) | measures["unstopped"]
         return (measures[measure] > settings.max_share) & enough & ~spared
 
     return judge
@@ -163,7 +167,7 @@ def _few_distinct(m: Measures, c: CleanConfig) -> Array:
 def _few_sentences(m: Measures, c: CleanConfig) -> Array:
     rule = c.few_sentences
     few = (m["sentences_per_1000_chars"] < rule.min_per_1000_chars) & (m["chars"] >= rule.from_chars)
-    return few & (m["function_share"] < rule.spare_function_share) & ~m["verse"]
+    return few & (m["function_share"] < rule.spare_function_share) & ~m["unstopped"]
 
 
 def _ellipsis_lines(m: Measures, c: CleanConfig) -> Array:
