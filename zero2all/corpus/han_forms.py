@@ -1,4 +1,7 @@
-"""Which traditional Han characters, and variants, are written as which simplified one."""
+"""Which traditional Han characters, and variants, are written as which simplified one.
+
+The pairs are those on which two converters agree, OpenCC (Apache 2.0) and zhconv, and a few variants of old books.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
 """Which Han characters go together: 24,000 frequent pairs, against which text that is no language stands out.
 
 `han_pairs.txt` has a line per character: the character, then those that often follow it, in simplified forms
-(`corpus/han_forms.py` has the traditional ones). They are the pairs with the greatest
-b · log2(b / expected), counted with equal care in four kinds of Chinese: Tang and Song verse (the chinese-poetry
-collection), classical and modern prose (both sides of NiuTrans' Classical-Modern) and the words of a dictionary of
-modern Chinese with their frequencies (jieba's). All three are published under the MIT licence; only counts were taken.
+(`corpus/han_forms.py` has the traditional ones). They are the pairs with the greatest b · (log2(b / expected) − 0.5), b
+being the weighted mean of their shares in four kinds of Chinese: Tang and Song verse (the chinese-poetry collection;
+weight 1.6), classical and modern prose (both sides of NiuTrans' Classical-Modern; 1.3 and 0.9) and the words of a
+dictionary of modern Chinese with their frequencies (jieba's; 0.8). All three are published under the MIT licence; only
+counts were taken.
 
 In running text 25 % (verse) to 45 % (modern prose) of neighbouring characters are such a pair, and 3 to 6 % of
 characters six places apart, which are the control: how many pairs the same characters would make in any order. In

@@ -54,7 +54,7 @@ SPAM_WORD = 2
 """The mark of a spam word among the function words."""
 PAIR_BITS = 20
 PAIR_HANS = 2048
-"""Pairs are looked up among so many Han characters of a text: enough to tell, and a third of the time of this pass."""
+"""Pairs are looked up among so many Han characters of a text, which is enough to tell."""
 FAR = 6
 """Characters this far apart are the control of the pairs: what a text would have of them in any order."""
 MENU_PIECE_CHARS = 20
