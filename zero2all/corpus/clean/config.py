@@ -310,6 +310,9 @@ class Kinds:
     max_phrase_chars: Annotated[int, Range(minimum=1, maximum=14)] = 12
     """It is also verse (ci, qu) when no phrase is longer, they have 3 characters or more on average, and a fifth of
     them ends a sentence."""
+    max_pair_share: Share = 0.42
+    """It is an old text without punctuation when half of `min_classical_share` is reached, or when its phrases have 10
+    characters or more and at most this share of its neighbours are frequent pairs (see scrambled)."""
     max_line_chars: PositiveInt = 90
     """Text in Latin letters is verse when it has 4 lines or more, 8 characters a line on average, none longer than
     this, hardly a digit or symbol, and 15 % function words or 30 % lines that end in punctuation."""

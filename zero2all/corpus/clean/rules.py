@@ -112,7 +112,10 @@ def _kinds(column: Array, chars: Array, latin: Array, config: CleanConfig) -> Me
     short = (column[k.LINE_CHARS_MAX] <= rule.max_line_chars) & (column[k.LINE_CHARS] >= 8 * lines) & (lines >= 4)
     plain = (latin >= 0.7 * chars) & (column[t.DIGIT] + column[t.SYMBOL] <= 0.02 * chars)
     verse = (old & paused & ((rhythm >= rule.min_rhythm_share) | song)) | (plain & short & spoken)
-    bare = _share(column[k.BARE_CHARS], han)
+    # Old books are printed without punctuation, and list offices and measures. Lists of modern words have neither
+    # classical characters nor long phrases, and more frequent pairs.
+    flowing = (phrase_chars >= 10) & (_share(column[k.PAIR_HITS], column[k.PAIRS]) < rule.max_pair_share)
+    spoken_old = (classical >= rule.min_classical_share / 2) | flowing
     return {
         "modern_share": modern,
         "classical_share": classical,
@@ -122,8 +125,7 @@ def _kinds(column: Array, chars: Array, latin: Array, config: CleanConfig) -> Me
         "ended_phrase_share": _share(column[k.ENDED_PHRASES], column[k.PHRASES]),
         "verse": verse,
         "classical": old & (classical >= rule.min_classical_share),
-        # Old books are printed without punctuation, and list offices and measures; menus have fewer such characters.
-        "unstopped": verse | (old & (classical >= rule.min_classical_share / 2) & (bare < 0.5)),
+        "unstopped": verse | (old & spoken_old & (column[k.BARE_CHARS] < 0.5 * han)),
     }
 
 

@@ -88,7 +88,7 @@ SPAM_WORDS = tuple(
     """.split()  # noqa: SIM905
 )
 
-BARS = "|·»›•│｜"
+BARS = "|·»›•│｜丨"
 _ODD_IN_WORDS = "!$%*+;@^|~"
 _SENTENCE_ENDS = "．.!?。！？…⋯｡‥‼⁇⁈⁉؟।"
 _CLOSERS = ")]}）】」』”’\"'》〉>*_`］｝〕〗＂＇›»"
@@ -167,6 +167,7 @@ def standard_characters() -> dict[int, int]:
 
 
 def _add_flags(table: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+    table[ord("丨")] = PUNCTUATION  # a stroke of Han that is written for |
     table[_points(FUNCTION_CHARACTERS)] |= FUNCTION_HAN
     table[sorted(set(_points(MODERN_CHARACTERS)) & set(_points(FUNCTION_CHARACTERS)))] |= MODERN_HAN
     table[_points(CLASSICAL_CHARACTERS)] |= CLASSICAL_HAN
