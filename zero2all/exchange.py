@@ -101,7 +101,6 @@ def import_folder(
     name: str,
     tokenizer_folder: Path | None = None,
     resize_embeddings: bool = False,
-    allow_nonfinite: bool = False,
 ) -> Imported:
     """Make the run `name` at step 0 from a Hugging Face folder; its folder appears when it is whole.
 
@@ -109,7 +108,7 @@ def import_folder(
     new: it is made once the folder has turned out to be a model, so that a bad one leaves nothing behind. With
     `tokenizer_folder`, the run uses that tokenizer, which must extend the model's own without moving an id;
     `resize_embeddings` gives the model rows for all its ids, padded to a multiple of 64. Weights that are NaN or
-    infinite are refused, unless `allow_nonfinite`.
+    infinite are refused.
     """
     if not is_folder_name(name):
         raise UsageError(f"train.name: got {name!r}, expected {FOLDER_NAME_WORDS}. Choose another --name.")
@@ -118,7 +117,7 @@ def import_folder(
     run = workspace.run(name)
     if run.exists():
         raise UsageError(f"The run {name} exists already. Choose another --name, or delete {run}.")
-    model, tensors, dtype = read_hf_folder(folder, allow_nonfinite)
+    model, tensors, dtype = read_hf_folder(folder)
     source = tokenizer_folder or folder
     tokenizer = load_tokenizer(source)
     resized = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -81,10 +82,11 @@ def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rng = random.Random(0)
     syllables = ["ka", "lo", "mi", "ter", "vun", "es", "or", "pi", "shan", "dre"]
     words = ["".join(rng.choices(syllables, k=rng.randint(1, 3))) for _ in range(200)]
-    # Cleaning takes Chinese without any 的, 是 or 在 for a list of words, so every third character is one of them.
-    characters = [*(chr(rng.randint(0x4E00, 0x5000)) for _ in range(80)), *"的是在了" * 10]
+    # Cleaning drops Chinese without 的, 是 or 在 and characters that never stand together, so these are real words.
+    pairs = re.findall("..", "我们他们自己什么没有知道时候可以这个因为所以现在问题工作学生老师朋友先生")
+    characters = [*pairs, *"的是在了" * 3]
     english = [json.dumps({"text": " ".join(rng.choices(words, k=40))}) for _ in range(150)]
-    chinese = [{"content": "".join(rng.choices(characters, k=60))} for _ in range(100)]
+    chinese = [{"content": "".join(rng.choices(characters, k=36))} for _ in range(100)]
     (folder / "en.jsonl").write_text("\n".join(english), encoding="utf-8")
     (folder / "zh.json").write_text(json.dumps(chinese, ensure_ascii=False), encoding="utf-8")
     return folder

@@ -36,7 +36,7 @@ def test_show_cuts_texts_only_when_asked_or_on_a_terminal(work, z2a):
 def test_show_dropped_prints_what_the_rule_measured_and_which_record_was_kept(work, z2a):
     digits = z2a("corpus", "show", "--dropped", "digits", "--work", work).out
     assert "══ own: 1 dropped by digits\n── gid 30, own.jsonl, byte " in digits
-    assert "characters, digit_share 0.6667\n" in digits
+    assert "characters, digit_share 0.6667, prose_share " in digits
     assert " …\n" in digits
     copies = z2a("corpus", "show", "--dropped", "duplicate", "--work", work).out
     assert "kept for it: gid 1\n" in copies

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import tarfile
@@ -241,3 +242,27 @@ def test_poems_behind_english_words_are_built_and_a_wrong_guess_ends_with_code_3
     assert "p-zh" in done.stdout
     assert "p-en" in done.stdout
     assert sorted(corpus_sources(tmp_path / "work/corpus")) == ["p-en", "p-zh"]
+
+
+def test_a_file_of_many_short_documents_is_sampled_by_hundreds_of_them(tmp_path):
+    lines = [json.dumps({"text": english(number)}) for number in range(500)]
+    (tmp_path / "many.jsonl").write_text("\n".join(lines * 40) + "\n")
+    assert (tmp_path / "many.jsonl").stat().st_size > 5_000_000
+    assert int(re.search(r"of (\d+) sampled", guess(tmp_path)[1]).group(1)) >= 200
+
+
+def test_damage_of_an_auto_source_is_told_in_words_as_that_of_any_other(tmp_path):
+    texts = "\n".join(json.dumps({"text": english(number)}) for number in range(60)) + "\n"
+    whole = gzip.compress(texts.encode(), mtime=0)
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw" / "a.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(BadInputError, match=r"records are damaged .*--max-damaged-share"):
+        build_corpus(tmp_path / "corpus", [Source("one", tmp_path / "raw", "auto")], plain_options())
+
+
+def test_one_item_that_holds_most_of_a_file_counts_with_its_bytes(tmp_path):
+    rows = [f"{number},{english(number)}" for number in range(300)]
+    text = "id,text\n" + "\n".join([*rows, '300,"an unclosed quote', *rows, *rows]) + "\n"
+    (tmp_path / "table.csv").write_text(text)
+    with pytest.raises(BadInputError, match=r"1 of 301 records are damaged \(.* KB\)"):
+        build_corpus(tmp_path / "corpus", [Source("one", tmp_path / "table.csv", "en")], plain_options())

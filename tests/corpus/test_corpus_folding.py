@@ -10,7 +10,8 @@ from corpus_helpers import HERE, plain_options
 from zero2all.common.records import iter_records
 from zero2all.corpus import Source, build_corpus, summary_notes
 from zero2all.corpus.dedup.config import DedupConfig
-from zero2all.corpus.dedup.fold import SIMPLIFIED, fold
+from zero2all.corpus.dedup.fold import fold
+from zero2all.corpus.han_forms import SIMPLIFIED
 
 TRADITIONAL = {word[0]: word[1] for word in SIMPLIFIED.split()}
 WIDE = str.maketrans("，。！？：；", ",.!?:;")

@@ -40,7 +40,7 @@ def build(work: Workspace, texts: dict[str, list[str]], channels: dict[str, str]
         rows = (json.dumps({"text": text}, ensure_ascii=False) for text in documents)
         path.write_text("\n".join(rows) + "\n", encoding="utf-8")
         sources.append(Source(name, path, (channels or SOURCES)[name]))
-    build_corpus(work.corpus, sources, BuildOptions(valid_share=0.1))
+    build_corpus(work.corpus, sources, BuildOptions(valid_share=0.1, rules="none"))
 
 
 @pytest.fixture(scope="session")

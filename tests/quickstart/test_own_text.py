@@ -28,8 +28,8 @@ def english(rng: random.Random) -> str:
 
 
 def chinese(rng: random.Random) -> str:
-    characters = [chr(code) for code in range(0x4E00, 0x4E60)]
-    return "".join("".join(rng.choices([*characters, *"的是在了" * 8], k=18)) + "。" for _ in range(6))
+    words = re.findall("..", "我们他们自己什么没有知道时候可以这个因为所以现在问题工作学生老师朋友先生")
+    return "".join("".join(rng.choices([*words, *"的是在了" * 3], k=12)) + "。" for _ in range(6))
 
 
 def test_an_empty_folder_ends_with_3_and_the_way_on_before_anything_is_written(

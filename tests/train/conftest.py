@@ -68,7 +68,7 @@ def build_small_corpus(work: Workspace, seed: int = 0) -> None:
         path = work.raw / f"{name}.jsonl"
         path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
         sources.append(Source(name, path, name))
-    build_corpus(work.corpus, sources, BuildOptions(valid_share=0.15))
+    build_corpus(work.corpus, sources, BuildOptions(valid_share=0.15, rules="none"))
 
 
 @pytest.fixture(scope="session")

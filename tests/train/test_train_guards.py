@@ -95,7 +95,7 @@ def clean(tmp_path_factory):
         path = work.raw / f"{name}.jsonl"
         path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
         sources.append(Source(name, path, name))
-    build_corpus(work.corpus, sources, BuildOptions(valid_share=0.05))
+    build_corpus(work.corpus, sources, BuildOptions(valid_share=0.05, rules="none"))
     train_on_corpus(work.corpus, work.tokenizer, TokenizerConfig(vocab_size=VOCABULARY))
     pack_corpus(work.corpus, work.tokenizer, work.packed, PackOptions(shard_tokens=4000))
     return work

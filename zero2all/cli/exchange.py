@@ -53,9 +53,6 @@ def register(verbs: Subparsers) -> None:
         "--tokenizer", type=Path, metavar="DIR", help="an extension of its tokenizer (z2a tokenizer extend) to use"
     )
     parser.add_argument(
-        "--allow-nonfinite", action="store_true", help="import although weights are NaN or infinite (default: refuse)"
-    )
-    parser.add_argument(
         "--resize-embeddings", action="store_true", help="give the model a row for every id of the tokenizer"
     )
 
@@ -81,7 +78,6 @@ def _import(arguments: argparse.Namespace) -> None:
         arguments.name,
         arguments.tokenizer,
         arguments.resize_embeddings,
-        arguments.allow_nonfinite,
     )
     if done.resized is not None:
         rows = done.resized

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import errno
 import shutil
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -30,6 +29,7 @@ from zero2all.common import jsonio
 from zero2all.common.engine import Engine, EngineConfig, Shown, open_engine
 from zero2all.common.errors import BadInputError, DiskError, UsageError
 from zero2all.common.files import (
+    human_bytes,
     link_or_copy,
     read_json,
     require_free_space,
@@ -71,6 +71,7 @@ from zero2all.corpus.report import REPORT_NAME, Tally, counts_in_words, in_short
 from zero2all.corpus.report_html import REPORT_HTML_NAME, report_html
 from zero2all.corpus.segments import (
     BUILD_NAME,
+    CHANNELS_KEY,
     Segment,
     channels_in,
     dropped_excerpts,
@@ -307,7 +308,8 @@ class _Build:
             if part.is_main:
                 of_plan = [each for each in parts if each.plan is part.plan]
                 records_in = sum(tallies[each.name].records_in for each in of_plan)
-                self._require_undamaged(part, quarantine, tallies[part.name].quarantined, records_in, read)
+                bytes_in = sum(tallies[each.name].bytes_in for each in of_plan)
+                self._require_undamaged(part, quarantine, tallies[part.name], records_in, bytes_in, read)
         if not self.options.accept_drops:
             found = [
                 (part, rule, count)
@@ -323,8 +325,9 @@ class _Build:
         self,
         part: Part,
         quarantine: Quarantine,
-        quarantined: Counter[str],
+        tally: Tally,
         records_in: int,
+        bytes_in: int,
         read: dict[str, list[Segment]],
     ) -> None:
         plan, options = part.plan, self.options
@@ -333,18 +336,19 @@ class _Build:
         if not records_in:
             facts = report_fields(part, self.cuts[plan.name], states)
             raise nothing_readable(source, facts["skipped_files"], facts["reading_notes"])
-        damaged = quarantined.total()
-        if damaged == quarantined["no_text_field"] == records_in:
+        damaged = tally.quarantined.total()
+        if damaged == tally.quarantined["no_text_field"] == records_in:
             fields = dict.fromkeys(field for state in states for field in state["unmapped_fields"])
             raise no_text_field(source, str(source.path), list(fields))
         unread_bytes = sum(segment.state["unread_bytes"] for segment in _segments_of(part, segments))
         unread_share = unread_bytes / max(plan.listing.size_bytes, 1)  # of what was compressed, more may be unread
-        share = min(1.0, max(damaged / records_in, unread_share))
+        lost_bytes = tally.bytes_quarantined  # one item may be most of a file: an unclosed quote in a table
+        share = min(1.0, max(damaged / records_in, unread_share, lost_bytes / max(bytes_in, 1)))
         if share > options.max_damaged_share:
             _forget_unreadable(plan, segments)
             raise BadInputError(
-                f"Source {source.name}: {damaged:,} of {records_in:,} records are damaged, and "
-                f"{unread_bytes:,} bytes behind damaged places could not be read: {share:.2%}, where "
+                f"Source {source.name}: {damaged:,} of {records_in:,} records are damaged ({human_bytes(lost_bytes)}), "
+                f"and {human_bytes(unread_bytes)} behind damaged places could not be read: {share:.2%}, where "
                 f"{options.max_damaged_share:.2%} is allowed. Found: {quarantine.in_words()}. Each is listed "
                 f"with file, place and reason in {quarantine.path}. Repair the input, or accept the loss with a "
                 f"larger --max-damaged-share."
@@ -512,7 +516,8 @@ def _forget_unreadable(plan: SourcePlan, segments: list[Segment]) -> None:
     if any(unit["format"] == UNREADABLE for unit in planned_units(plan)):
         shutil.rmtree(plan.folder, ignore_errors=True)  # how the source was cut is no longer true
     for segment in segments:
-        if not PASSING.isdisjoint(segment.state["tally"]["quarantined_by_reason"]):
+        states = segment.state.get(CHANNELS_KEY, {"": segment.state}).values()
+        if any(not PASSING.isdisjoint(state["tally"]["quarantined_by_reason"]) for state in states):
             shutil.rmtree(segment.folder.parent, ignore_errors=True)
 
 

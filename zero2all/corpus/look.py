@@ -130,7 +130,9 @@ class _Sample:
                     first.append(item)
                 self._add(item)
                 plain_bytes += item.raw_bytes
-            spent = self._raw_bytes > RAW_BYTES // places or plain_bytes > PLAIN_BYTES // places
+            # Readers take blocks larger than a place's share, so a first block is looked at whatever its size.
+            enough_raw = self._raw_bytes > RAW_BYTES // places and self._met >= self._most
+            spent = enough_raw or plain_bytes > PLAIN_BYTES // places
             if spent or number >= ITEMS // places:
                 return rows >= MANY_ROWS // places or unit.format is not Format.ARCHIVE
         return True

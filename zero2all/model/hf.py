@@ -88,7 +88,7 @@ def write_hf_folder(
     write_json(folder / "generation_config.json", {"_from_model_config": True, **known_ids})
 
 
-def read_hf_folder(folder: Path, allow_nonfinite: bool = False) -> tuple[ModelConfig, dict[str, Tensor], str]:
+def read_hf_folder(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], str]:
     """Config, our tensors in float32, and the dtype the folder stores.
 
     The folder may be anybody's: no name in it leads elsewhere (its own links may, as those of a Hugging Face cache do),
@@ -104,8 +104,7 @@ def read_hf_folder(folder: Path, allow_nonfinite: bool = False) -> tuple[ModelCo
     names = {str(tensor.dtype).removeprefix("torch.") for tensor in theirs.values()}
     if not names <= DTYPES.keys():
         raise BadInputError(f"{folder} stores {sorted(names)}; only {', '.join(DTYPES)} can be imported.")
-    if not allow_nonfinite:
-        _refuse_nonfinite(theirs, folder)
+    _refuse_nonfinite(theirs, folder)
     dtype = "float32" if len(names) > 1 else names.pop()
     return config, from_hf_tensors(config, theirs, folder), dtype
 
@@ -401,8 +400,7 @@ def _refuse_nonfinite(tensors: dict[str, Tensor], origin: Path) -> None:
         first = next(iter(broken))
         raise BadInputError(
             f"{sum(broken.values()):,} weights in {origin} are NaN or infinite, in {len(broken):,} of {len(counts):,} "
-            f"tensors ({first}: {broken[first]:,} of {tensors[first].numel():,}). {FETCH_AGAIN[:-1]}; to import it as "
-            f"it is, add --allow-nonfinite."
+            f"tensors ({first}: {broken[first]:,} of {tensors[first].numel():,}). {FETCH_AGAIN}"
         )
 
 

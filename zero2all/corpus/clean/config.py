@@ -265,6 +265,8 @@ class FewFunctionWords:
     """Documents with a smaller share are dropped."""
     from_units: NaturalInt = 50
     """Documents with fewer words, or fewer Han characters, are not judged by this rule."""
+    spare_prose_share: Share = 0.9
+    """Chinese of which so much stands in lines of 20 characters and more that end as sentences do is kept."""
 
 
 @dataclass(frozen=True)
@@ -570,7 +572,7 @@ def _zh() -> CleanConfig:
         wrong_script=WrongScript(script="han", min_share=0.03, from_chars=50),
         blobs=Blobs(max_share=0.15),
         digits=MaxShareBesideProse(max_share=0.2, from_chars=200),
-        symbols=MaxShareBesideProse(max_share=0.38),
+        symbols=MaxShareBesideProse(max_share=0.48),
         urls=MaxShareBesideProse(max_share=0.4),
         few_distinct=FewDistinct(min_share=0.1),
         duplicate_lines=DuplicateLines(max_share=0.4),

@@ -181,7 +181,8 @@ def _few_function_words(m: Measures, c: CleanConfig) -> Array:
     rule = c.few_function_words
     if rule.of == "han":
         few = (m["function_han_share"] < rule.min_share) & (m["han"] >= rule.from_units)
-        return few & ~m["verse"] & ~m["classical"]
+        # News full of figures has few of them, but sentences.
+        return few & ~m["verse"] & ~m["classical"] & (m["prose_share"] < rule.spare_prose_share)
     return (m["function_word_share"] < rule.min_share) & (m["words"] >= rule.from_units)
 
 

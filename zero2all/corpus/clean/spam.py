@@ -20,6 +20,8 @@ Array = np.ndarray[Any, np.dtype[Any]]
 LEAST_HAN_SHARE = 0.025
 """Texts with a smaller share of the characters of spam are not searched."""
 LEAST_WORD_SHARE = 0.02
+LEAST_OFFERS = 2
+"""A report or a novel names games and casinos; an advertisement has offers, too."""
 SEARCHED_CHARS = 20_000
 """Longer texts are searched up to here."""
 
@@ -62,7 +64,10 @@ def set_spam_measures(texts: list[str], measures: dict[str, Array]) -> None:
         found = _GAMBLING.findall(texts[at], 0, SEARCHED_CHARS)
         if not found:
             continue
-        offered = min(sum(map(len, _OFFERS.findall(texts[at], 0, SEARCHED_CHARS))), sum(map(len, found)))
+        offers = _OFFERS.findall(texts[at], 0, SEARCHED_CHARS)
+        if len(set(offers)) < LEAST_OFFERS:
+            continue
+        offered = min(sum(map(len, offers)), sum(map(len, found)))
         share[at] = (sum(map(len, found)) + offered) / max(1.0, min(measures["han"][at], SEARCHED_CHARS))
         terms[at] = len(set(found))
     for at in np.flatnonzero(measures["spam_word_share"] >= LEAST_WORD_SHARE).tolist():
