@@ -246,8 +246,8 @@ def test_poems_behind_english_words_are_built_and_a_wrong_guess_ends_with_code_3
 
 def test_a_file_of_many_short_documents_is_sampled_by_hundreds_of_them(tmp_path):
     lines = [json.dumps({"text": english(number)}) for number in range(500)]
-    (tmp_path / "many.jsonl").write_text("\n".join(lines * 40) + "\n")
-    assert (tmp_path / "many.jsonl").stat().st_size > 5_000_000
+    (tmp_path / "many.jsonl").write_text("\n".join(lines * 70) + "\n")
+    assert (tmp_path / "many.jsonl").stat().st_size > 9_000_000
     assert int(re.search(r"of (\d+) sampled", guess(tmp_path)[1]).group(1)) >= 200
 
 

@@ -64,8 +64,15 @@ def add_work(parser: argparse.ArgumentParser) -> None:
 
 def add_output(parser: argparse.ArgumentParser, flag: str, is_folder: bool = False, **details: Any) -> None:
     """A flag that names a file or folder to write. Before the verb begins, `main` checks that this can be done."""
-    action = parser.add_argument(flag, type=Path, metavar="DIR" if is_folder else "FILE", **details)
+    action = parser.add_argument(flag, type=_named_path, metavar="DIR" if is_folder else "FILE", **details)
     parser.set_defaults(outputs=(*(parser.get_default("outputs") or ()), (action.dest, flag, is_folder)))
+
+
+def _named_path(text: str) -> Path:
+    """A path that somebody wrote: an unset variable of the shell would mean the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("an empty path names nothing to write")
+    return Path(text)
 
 
 def check_outputs(arguments: argparse.Namespace) -> None:

@@ -15,7 +15,11 @@ from typing import Any
 import pytest
 
 from zero2all.common.errors import BadInputError
+from zero2all.train.checkpoints.latest import latest_noted
 from zero2all.train.checkpoints.load import verified_checkpoint
+from zero2all.train.checkpoints.retention import pins
+from zero2all.train.checkpoints.run_lock import hold_run
+from zero2all.train.guards.ledger import DamagedLedgerError, SkipLedger, keep_damaged
 
 MODEL = "model-00000-00000.safetensors"
 HUGE = 1 << 42
@@ -305,3 +309,23 @@ def test_a_state_that_no_run_would_save_is_refused(folder, reseal, change, match
 def test_a_name_that_stands_twice_in_the_state_is_refused(folder, reseal):
     (folder / "state.json").write_text('{"step": 20, "tokens": 1, "tokens": 2}')
     refused(reseal(folder), "'tokens' stands twice")
+
+
+# ---- files that are none ----
+
+
+def test_a_fifo_in_a_run_folder_is_refused_or_passed_over_and_never_waited_for(run):
+    checkpoints = run / "checkpoints"
+    (checkpoints / "latest.json").unlink(missing_ok=True)
+    (run / "incidents").mkdir(exist_ok=True)
+    for path in (checkpoints / "latest.json", checkpoints / "pins.json", run / "incidents/skipped.json", run / "lock"):
+        path.unlink(missing_ok=True)
+        os.mkfifo(path)
+    assert latest_noted(run) is None
+    with pytest.raises(BadInputError, match=r"pins\.json is no plain file"):
+        pins(run)
+    with pytest.raises(DamagedLedgerError, match=r"no plain file"):
+        SkipLedger.load(run / "incidents")
+    keep_damaged(run / "incidents/skipped.json")
+    with pytest.raises(BadInputError, match=r"lock is no plain file"), hold_run(run):
+        pass

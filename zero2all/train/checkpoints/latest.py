@@ -23,7 +23,7 @@ def note_latest(run: Path, step: int | None) -> None:
 def latest_noted(run: Path) -> int | None:
     """The step of the hint; None when there is none or it cannot be read."""
     try:
-        hint = documents.parse((checkpoints_folder(run) / LATEST_NAME).read_bytes(), LATEST_NAME)
+        hint = documents.parse(documents.read_limited(checkpoints_folder(run) / LATEST_NAME), LATEST_NAME)
         return int(hint["step"])
     except (OSError, UserError, TypeError, ValueError, KeyError):
         return None

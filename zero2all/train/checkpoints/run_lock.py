@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from zero2all.common.errors import LostRunError, RunLockedError, UserError
+from zero2all.common.errors import BadInputError, LostRunError, RunLockedError, UserError
 from zero2all.train.checkpoints import documents
 
 T = TypeVar("T")
@@ -102,6 +102,8 @@ def hold_run(
     """Hold a run's lock; raises RunLockedError, naming the holder, when another process has it or may have it."""
     run.mkdir(parents=True, exist_ok=True)
     path = run / LOCK_NAME
+    if path.exists() and not path.is_file():
+        raise BadInputError(f"{path} is no plain file, so the run cannot be locked. Remove it and start again.")
     with open(path, "a+b") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

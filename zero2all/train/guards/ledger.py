@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError
-from zero2all.common.files import write_atomic, write_json
+from zero2all.common.files import LARGEST_JSON_BYTES, read_regular, write_atomic, write_json
 from zero2all.common.schema import Problem, build
 
 LEDGER_FILE = "skipped.json"
@@ -112,13 +112,13 @@ class SkipLedger:
         """What was recorded in `folder`; nothing where there is no record. DamagedLedgerError when it says nothing."""
         path = folder / LEDGER_FILE
         try:
-            values = jsonio.loads(path.read_bytes())
+            values = jsonio.loads(read_regular(path, LARGEST_JSON_BYTES))
             if values["format"] != 1:
                 raise ValueError(f"format {values['format']}, expected 1")
             return SkipLedger.from_state(values["skipped"])
         except FileNotFoundError:
             return SkipLedger()
-        except (KeyError, TypeError, ValueError) as error:
+        except (OSError, KeyError, TypeError, ValueError) as error:
             raise DamagedLedgerError(f"{path} is no readable record of skipped data ({error}).") from error
 
 
@@ -136,7 +136,7 @@ def rebuilt_ledger(folder: Path, in_checkpoint: Iterable[Mapping[str, Any]]) -> 
     ledger = SkipLedger.from_state(in_checkpoint)
     for path in sorted(folder.glob("*-*.json"), key=lambda path: path.stat().st_mtime_ns):
         try:
-            decided = jsonio.loads(path.read_bytes()).get("skipped")
+            decided = jsonio.loads(read_regular(path, LARGEST_JSON_BYTES)).get("skipped")
             if decided:
                 ledger.merge(SkipLedger.from_state([decided]))
         except (OSError, ValueError, TypeError, AttributeError):
@@ -147,4 +147,4 @@ def rebuilt_ledger(folder: Path, in_checkpoint: Iterable[Mapping[str, Any]]) -> 
 def keep_damaged(path: Path) -> None:
     """Copy an unreadable record, for a person to look at. It stays in place until the new one does: a kill in between
     must not leave a run that has none."""
-    write_atomic(path.with_name(f"{path.name}.damaged"), path.read_bytes())
+    write_atomic(path.with_name(f"{path.name}.damaged"), path.read_bytes() if path.is_file() else b"")

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from zero2all.common import jsonio
-from zero2all.common.files import write_json
+from zero2all.common.files import LARGEST_JSON_BYTES, read_regular, write_json
 from zero2all.packed.mixture import TrainingData
 from zero2all.train.checkpoints.run_lock import Fence, no_fence
 from zero2all.train.config import GuardsConfig
@@ -183,10 +183,11 @@ class RunGuards:
 
     def _load_quarantine(self) -> None:
         try:
-            self.quarantine.restore(jsonio.loads((self.folder / QUARANTINE_FILE).read_bytes())["shards"])
+            record = jsonio.loads(read_regular(self.folder / QUARANTINE_FILE, LARGEST_JSON_BYTES))
+            self.quarantine.restore(record["shards"])
         except FileNotFoundError:
             return
-        except (KeyError, TypeError, ValueError):
+        except (OSError, KeyError, TypeError, ValueError):
             self._is_quarantine_damaged = True
 
     def _mend_quarantine(self) -> list[str]:
