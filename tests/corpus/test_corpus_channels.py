@@ -256,7 +256,7 @@ def test_damage_of_an_auto_source_is_told_in_words_as_that_of_any_other(tmp_path
     whole = gzip.compress(texts.encode(), mtime=0)
     (tmp_path / "raw").mkdir()
     (tmp_path / "raw" / "a.jsonl.gz").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(BadInputError, match=r"records are damaged .*--max-damaged-share"):
+    with pytest.raises(BadInputError, match=r"records are damaged.*--max-damaged-share"):
         build_corpus(tmp_path / "corpus", [Source("one", tmp_path / "raw", "auto")], plain_options())
 
 
@@ -264,5 +264,5 @@ def test_one_item_that_holds_most_of_a_file_counts_with_its_bytes(tmp_path):
     rows = [f"{number},{english(number)}" for number in range(300)]
     text = "id,text\n" + "\n".join([*rows, '300,"an unclosed quote', *rows, *rows]) + "\n"
     (tmp_path / "table.csv").write_text(text)
-    with pytest.raises(BadInputError, match=r"1 of 301 records are damaged \(.* KB\)"):
+    with pytest.raises(BadInputError, match=r"1 of 301 records are damaged, and [\d,]{6,} bytes"):
         build_corpus(tmp_path / "corpus", [Source("one", tmp_path / "table.csv", "en")], plain_options())

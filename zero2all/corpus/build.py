@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -29,7 +30,6 @@ from zero2all.common import jsonio
 from zero2all.common.engine import Engine, EngineConfig, Shown, open_engine
 from zero2all.common.errors import BadInputError, DiskError, UsageError
 from zero2all.common.files import (
-    human_bytes,
     link_or_copy,
     read_json,
     require_free_space,
@@ -80,6 +80,8 @@ from zero2all.corpus.segments import (
 )
 from zero2all.corpus.sources import Source, source_problems
 
+SWALLOWING = 16
+"""Damaged items this many times as large as a record hold other records, which count as unread."""
 FORMAT_RULES = 1
 """Raise it when finish changes what it writes from the same segments."""
 
@@ -311,12 +313,17 @@ class _Build:
                 bytes_in = sum(tallies[each.name].bytes_in for each in of_plan)
                 self._require_undamaged(part, quarantine, tallies[part.name], records_in, bytes_in, read)
         if not self.options.accept_drops:
+            of_source: Counter[str] = Counter()
+            for part in parts:
+                of_source[part.plan.name] += tallies[part.name].records_in
             found = [
                 (part, rule, count)
                 for part in parts
                 if part.is_guessed
                 for rule, count in tallies[part.name].dropped.items()
-                if rule != "empty" and count > MOST_DROPPED_BY_GUESS * tallies[part.name].records_in
+                if rule != "empty"
+                and count > MOST_DROPPED_BY_GUESS * tallies[part.name].records_in
+                and count > 0.01 * of_source[part.plan.name]  # not a few records of a small part
             ]
             if found:
                 raise too_many_dropped(found, tallies, segments)
@@ -341,14 +348,16 @@ class _Build:
             fields = dict.fromkeys(field for state in states for field in state["unmapped_fields"])
             raise no_text_field(source, str(source.path), list(fields))
         unread_bytes = sum(segment.state["unread_bytes"] for segment in _segments_of(part, segments))
+        swallowed = tally.bytes_quarantined - unread_bytes
+        if swallowed > SWALLOWING * damaged * bytes_in / records_in:  # an unclosed quote in a table
+            unread_bytes += swallowed
         unread_share = unread_bytes / max(plan.listing.size_bytes, 1)  # of what was compressed, more may be unread
-        lost_bytes = tally.bytes_quarantined  # one item may be most of a file: an unclosed quote in a table
-        share = min(1.0, max(damaged / records_in, unread_share, lost_bytes / max(bytes_in, 1)))
+        share = min(1.0, max(damaged / records_in, unread_share))
         if share > options.max_damaged_share:
             _forget_unreadable(plan, segments)
             raise BadInputError(
-                f"Source {source.name}: {damaged:,} of {records_in:,} records are damaged ({human_bytes(lost_bytes)}), "
-                f"and {human_bytes(unread_bytes)} behind damaged places could not be read: {share:.2%}, where "
+                f"Source {source.name}: {damaged:,} of {records_in:,} records are damaged, and "
+                f"{unread_bytes:,} bytes behind damaged places could not be read: {share:.2%}, where "
                 f"{options.max_damaged_share:.2%} is allowed. Found: {quarantine.in_words()}. Each is listed "
                 f"with file, place and reason in {quarantine.path}. Repair the input, or accept the loss with a "
                 f"larger --max-damaged-share."
