@@ -170,8 +170,7 @@ def test_markers_stay_below_the_bar_and_the_drawer_of_a_phone(page, served):
         const top = document.elementFromPoint(x + width / 2, y + height / 2);
         return top?.closest('#bar, #runs, .marker')?.id ?? 'nothing';
     }"""
-    page.mouse.wheel(0, marker.bounding_box()["y"] - 20)
-    page.wait_for_function("scrollY > 0")
+    page.evaluate("(by) => scrollBy(0, by)", marker.bounding_box()["y"] - 20)
     assert marker.evaluate(at_marker) == "bar"
     page.set_viewport_size({"width": 390, "height": 844})
     page.evaluate("scrollTo(0, 0)")
