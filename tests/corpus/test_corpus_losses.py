@@ -15,7 +15,7 @@ from corpus_helpers import HERE, plain_options
 
 from zero2all.common.errors import BadInputError, DiskError
 from zero2all.common.files import read_json, write_json
-from zero2all.corpus import Source, build_corpus
+from zero2all.corpus import Source, build_corpus, summary_notes
 from zero2all.corpus import finish as finish_module
 from zero2all.corpus.readers import plan as plan_module
 from zero2all.corpus.readers import streams as streams_module
@@ -167,3 +167,23 @@ def test_empty_corpus_says_where_to_look_when_everything_was_damaged(tmp_path, b
     (tmp_path / "a.jsonl").write_bytes(b"{bad\n{bad\n")
     with pytest.raises(BadInputError, match=r"none was kept \(2 quarantined\).*quarantine"):
         build(tmp_path / "a.jsonl", max_damaged_share=1)
+
+
+# ---- what is read although something is wrong with it ---------------------------------------------------------
+
+
+def test_text_named_json_and_bad_bytes_are_read_counted_and_said(tmp_path, build, kept):
+    (tmp_path / "raw").mkdir()
+    words = "Plain words in a file that somebody gave a wrong name.\n" * 20
+    (tmp_path / "raw/a.json").write_text(words)
+    (tmp_path / "raw/b.json.gz").write_bytes(gzip.compress(words.upper().encode()))
+    (tmp_path / "raw/c.txt").write_bytes(words.lower().encode() * 2 + b"\xfe\n")
+    report = build(tmp_path / "raw")
+    assert (report["records_kept"], report["quarantined"]) == (3, 0)
+    assert report["formats"] == {"text": 3}
+    assert report["replaced"] == {"characters": 1, "records": 1}
+    notes = "\n".join(summary_notes({"sources": {"one": report}, "options": {"valid_share": 0}, "notes": []}))
+    for name in ("a.json", "b.json.gz"):
+        assert f"one: {name}: read as plain text: its name says JSON, but there is none in it" in notes
+    assert "one: 1 character in 1 record could not be decoded and became U+FFFD" in notes
+    assert kept()[2]["content"].endswith("\ufffd")

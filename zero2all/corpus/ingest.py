@@ -312,6 +312,8 @@ class _Notes:
         """A file or archive member, by its first item: what it is and how its rows are read, or that they cannot be."""
         if is_beginning and first.origin is not None:
             self.formats[str(first.origin.format)] += 1
+            if first.origin.is_misnamed:
+                self.note(first.origin.name, "read as plain text: its name says JSON, but there is none in it")
         if mapping and mapping not in self.mappings:
             self.mappings.append(dict(mapping))
         elif not mapping and isinstance(first, Row) and not first.is_document:

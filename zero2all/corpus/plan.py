@@ -30,7 +30,7 @@ from zero2all.corpus.segment_writer import SEGMENT_BYTES, SEGMENT_ITEMS
 from zero2all.corpus.segments import BUILD_NAME
 from zero2all.corpus.sources import FIELD_NAMES, Source, guess_mapping, part_name
 
-RULES = 5
+RULES = 6
 """Raise it when readers, field names, cleaning or signatures change what a build writes, so that it is made again."""
 
 PLAN_NAME = "plan.json"

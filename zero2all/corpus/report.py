@@ -70,6 +70,7 @@ class Tally:
     bytes_quarantined: int = 0
     masked: Counter[str] = field(default_factory=Counter)
     private_use: Counter[str] = field(default_factory=Counter)
+    replaced: Counter[str] = field(default_factory=Counter)
 
     def as_report(self) -> dict[str, Any]:
         """The counts as they stand in `report.json`."""
@@ -87,6 +88,7 @@ class Tally:
             "bytes_quarantined": self.bytes_quarantined,
             "masked": dict(sorted(self.masked.items())),
             "private_use": dict(sorted(self.private_use.items())),
+            "replaced": dict(sorted(self.replaced.items())),
         }
 
     def add(self, counts: Mapping[str, Any]) -> None:
@@ -98,6 +100,7 @@ class Tally:
         self.quarantined.update(counts["quarantined_by_reason"])
         self.masked.update(counts["masked"])
         self.private_use.update(counts["private_use"])
+        self.replaced.update(counts["replaced"])
 
     def drop_kept(self, reason: str, records: int, text_bytes: int) -> None:
         """Records counted as kept turned out to be duplicates."""
@@ -199,6 +202,8 @@ def summary_notes(report: dict[str, Any]) -> list[str]:
             notes.append(f"{name}: {contained_in_words(source['contained'])}")
         if source["private_use"]:
             notes.append(f"{name}: {private_use_in_words(source['private_use'])}")
+        if source.get("replaced"):  # not in reports of earlier versions
+            notes.append(f"{name}: {replaced_in_words(source['replaced'])}")
         if source["quarantined"]:
             reasons = counts_in_words(source["quarantined_by_reason"])
             notes.append(f"{name}: quarantined {reasons}; see corpus/quarantine/{name}.jsonl")
@@ -226,6 +231,13 @@ def private_use_in_words(counts: Mapping[str, int]) -> str:
         f"private-use characters in {records}: {counts.get('mapped', 0):,} became the standard characters of GB18030, "
         f"{counts.get('removed', 0):,} were taken out"
     )
+
+
+def replaced_in_words(counts: Mapping[str, int]) -> str:
+    """What became of bytes that are no text."""
+    records = f"{counts['records']:,} record{'' if counts['records'] == 1 else 's'}"
+    what = "1 character" if counts["characters"] == 1 else f"{counts['characters']:,} characters"
+    return f"{what} in {records} could not be decoded and became U+FFFD; text in another encoding needs conversion"
 
 
 def mapping_in_words(mapping: Mapping[str, str]) -> str:
