@@ -79,7 +79,7 @@ def test_a_mixed_folder_becomes_channels_and_what_was_left_out_is_named_with_its
         "zh     25 of 25 documents kept",
         "content from 'text'",
         "left out: photo.jpg (binary)",
-        "left out: 200 of the records in figures.csv (no text field: fields: x, y)",
+        "left out: 200 records of figures.csv (no text field: fields: x, y; if one is the text: --map content=FIELD)",
     ):
         assert words in said, words
     assert losses_in_words(report, workspace) == []

@@ -16,6 +16,7 @@ sources and no other folder that may stand beside them from an earlier build.
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -177,15 +178,22 @@ def summary_rows(report: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def summary_notes(report: dict[str, Any]) -> list[str]:
-    """What the table cannot say, a sentence each: what was guessed, dropped, quarantined, skipped."""
-    notes = []
+def summary_notes(report: dict[str, Any], work: Path | None = None) -> list[str]:
+    """What the table cannot say, a sentence each: what was guessed, dropped, quarantined, skipped.
+
+    `work`: the workspace, when commands must name it.
+    """
+    notes: list[str] = []
+    in_work = "" if work is None else f"--work {shlex.quote(str(work))} "
     for name, source in report["sources"].items():
         if source["channel_guessed"] and source["channel_reason"] != FOUND_BY_DOCUMENT:
             notes.append(f"{name}: channel guessed as {source['channel']} ({source['channel_reason']})")
         if source["mapping_guessed"]:
-            words = [mapping_in_words(mapping) for mapping in source["mappings"]]
-            notes += [f"{name}: fields guessed: {each}; all others are kept under 'others'" for each in words]
+            is_part = source["channel_reason"] == FOUND_BY_DOCUMENT
+            whole = name.removesuffix(f"-{source['channel']}") if is_part else name
+            words = [f"{whole}: fields guessed: {mapping_in_words(mapping)}" for mapping in source["mappings"]]
+            guesses = [f"{each}; all others are kept under 'others'" for each in words]
+            notes += [each for each in guesses if each not in notes]
         if source["dropped"]:
             notes.append(f"{name}: dropped {counts_in_words(source['dropped'])}")
         for rule, count in source["dropped"].items():
@@ -194,8 +202,11 @@ def summary_notes(report: dict[str, Any]) -> list[str]:
                 samples = source["examples"]["dropped"].get(rule, [])[:SHOWN_SAMPLES]
                 such = "".join(f"; such as: {in_short(sample, SHOWN_CHARS)}" for sample in samples[:1])
                 such += "".join(f" | {in_short(sample, SHOWN_CHARS)}" for sample in samples[1:])
-                look = f"z2a corpus show {name} --dropped {rule}"
-                notes.append(f"{name}: {rule} dropped {share:.0%} of the records; see whether it should: {look}{such}")
+                look = f"z2a corpus show {in_work}{name} --dropped {rule}"
+                notes.append(
+                    f"{name}: {rule} dropped {share:.0%} of the records as channel {source['channel']}; see whether "
+                    f"it should: {look}{such}"
+                )
         if source["masked"]:
             notes.append(f"{name}: masked {counts_in_words(source['masked'])}")
         if source["contained"].get("records"):
@@ -206,7 +217,10 @@ def summary_notes(report: dict[str, Any]) -> list[str]:
             notes.append(f"{name}: {replaced_in_words(source['replaced'])}")
         if source["quarantined"]:
             reasons = counts_in_words(source["quarantined_by_reason"])
-            notes.append(f"{name}: quarantined {reasons}; see corpus/quarantine/{name}.jsonl")
+            listed = (work or Path()) / "corpus/quarantine" / f"{name}.jsonl"
+            hint = "; if one of their fields is the text, name it: --map content=FIELD"
+            hint = hint if "no_text_field" in source["quarantined_by_reason"] else ""
+            notes.append(f"{name}: quarantined {reasons}; see {listed}{hint}")
         if source["skipped_files"]:
             notes.append(f"{name}: files not read: {counts_in_words(source['skipped_files'])}")
         notes += [f"{name}: {note}" for note in source["reading_notes"]]
