@@ -14,6 +14,8 @@ HEAD_BYTES = 1 << 16
 SNIFFED_ROWS = 200
 EVEN_SHARE = 0.5
 """A file named as a table may have broken rows near its beginning."""
+JSON_LINE_SHARE = 0.2
+"""A file named as JSON that does not begin with it is JSON lines when a larger share of its lines is JSON."""
 
 JSON_SUFFIXES = frozenset({".json", ".jsonl", ".ndjson", ".jsonlines"})
 CSV_SUFFIXES = frozenset({".csv", ".tsv", ".tab", ".psv"})
@@ -31,6 +33,8 @@ TEXT_FIELDS = frozenset({
 })
 # fmt: on
 
+_TEMPLATES = (b"{{", b"{%", b"{#")
+_OBJECT_START = re.compile(rb"\{\s*[\"'}]")
 _JSON_ARRAY = re.compile(rb'\[\s*(?:[{\[\]"\d-]|true|false|null|$)')
 _ARRAY_START = re.compile(rb'\[\s*(\{\s*["}]|"(?:[^"\\]|\\.)*"\s*[,\]]|\]\s*$)')
 _FIRST_KEY = re.compile(rb'\[\s*\{\s*"((?:[^"\\]|\\.)*)"\s*:')
@@ -131,7 +135,7 @@ def _sniff_text(text: bytes, suffix: str, whole: bool) -> Found:
             key = _FIRST_KEY.match(body)
             return Found(Format.JSON_ARRAY, first_key=key[1].decode("utf-8", "replace") if key else None)
         return Found(Format.TEXT)
-    if body.startswith(b"{"):
+    if body.startswith(b"{") and not body.startswith(_TEMPLATES):
         return Found(_sniff_objects(body, named_json, whole))
     if named_json and _has_json_lines(body, whole):
         return Found(Format.JSON_LINES)
@@ -155,12 +159,11 @@ def _sniff_objects(body: bytes, named_json: bool, whole: bool) -> Format:
 
 
 def _has_json_lines(body: bytes, whole: bool) -> bool:
-    """Whether there is JSON in a file with such a name that begins with something else: an object, or mostly values."""
+    """Whether a file with such a name that begins with something else has enough lines of JSON."""
     lines = [line.strip() for line in body.split(b"\n") if line.strip()]
-    if any(line.startswith(b"{") for line in lines):
-        return True
-    complete = lines if whole or len(lines) == 1 else lines[:-1]
-    return sum(map(_is_json, complete)) > len(complete) // 2
+    if not whole and len(lines) > 1 and not _OBJECT_START.match(lines[-1]):
+        lines.pop()  # it may be cut
+    return sum(bool(_OBJECT_START.match(line)) or _is_json(line) for line in lines) > JSON_LINE_SHARE * len(lines)
 
 
 def _is_json(data: bytes) -> bool:
