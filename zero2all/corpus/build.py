@@ -360,8 +360,8 @@ class _Build:
             are = "is" if damaged == 1 else "are"
             behind = f", and {unread_bytes:,} bytes behind damaged places could not be read" if unread_bytes else ""
             raise BadInputError(
-                f"Source {source.name}: {damaged:,} of {records_in:,} records {are} damaged{behind}: {share:.2%}, where "
-                f"{options.max_damaged_share:.2%} is allowed. Found: {quarantine.in_words()}. Each is listed "
+                f"Source {source.name}: {damaged:,} of {records_in:,} records {are} damaged{behind}: {share:.2%}, "
+                f"where {options.max_damaged_share:.2%} is allowed. Found: {quarantine.in_words()}. Each is listed "
                 f"with file, place and reason in {quarantine.path}. {_field_hint(tally, states)}Repair the input, or "
                 f"accept the loss with a larger --max-damaged-share."
             )
