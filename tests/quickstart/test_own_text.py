@@ -99,6 +99,20 @@ def test_a_rule_that_drops_much_is_named_with_a_command_that_works_here(tmp_path
     assert main(loss.split("z2a ")[1].split()) == 0
 
 
+def test_a_second_training_of_the_tokenizer_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from zero2all.config import load_config
+    from zero2all.quickstart.journey import _with_vocabulary
+
+    rng = random.Random(7)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": english(rng)}) + "\n" for _ in range(60)))
+    workspace = open_workspace(tmp_path / "work", create=True)
+    build_corpus(workspace.corpus, [look_at(tmp_path / "a.jsonl").source], BuildOptions(accept_drops=True))
+    config = _with_vocabulary(load_config("quickstart", []), workspace, 100_000, ())
+    told = re.search(r"has pieces for (\d+) token ids at most: trained again", capsys.readouterr().out)
+    assert told is not None
+    assert config.tokenizer.vocab_size == int(told[1])
+
+
 @pytest.mark.parametrize(
     ("bits", "epochs", "words"),
     [
