@@ -66,7 +66,7 @@ def choose_micro_batch(
         return int(asked), []
     candidates = divisors(rank_rows(config.samples_per_step, 0, world.size)[2])
     if world.device.type != "cuda":
-        taken = max(number for number in candidates if number <= MOST_ON_CPU)
+        taken = least_samples(config, world)
         return taken, [
             f"micro-batch: {taken} samples (auto on a CPU: the most up to {MOST_ON_CPU} that divide the rows)"
         ]
@@ -84,6 +84,14 @@ def choose_micro_batch(
         folder = run
         world.first_does(lambda: behind(fence, lambda: remember(folder, decided_by, taken)))
     return taken, [f"micro-batch: {taken} of {candidates[-1]} samples ({how})"]
+
+
+def least_samples(config: RunConfig, world: World) -> int:
+    """Rows that one pass has at least: what was asked for, or what `auto` takes on a CPU and may come down to on a GPU."""
+    rows, asked = rank_rows(config.samples_per_step, 0, world.size)[2], config.train.micro_batch_samples
+    if asked != "auto":
+        return min(int(asked), rows)
+    return 1 if world.device.type == "cuda" else max(number for number in divisors(rows) if number <= MOST_ON_CPU)
 
 
 # ---- the search ------------------------------------------------------------------------------------------------------
