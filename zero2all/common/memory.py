@@ -28,7 +28,7 @@ def _left_in_groups(groups: Path, own_groups: Path) -> Iterator[int]:
     except OSError:
         return
     for line in lines:
-        _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
         if controllers and "memory" not in controllers.split(","):
             continue
         version, root = ("v1", groups / "memory") if controllers else ("v2", groups)

@@ -87,7 +87,7 @@ def choose_micro_batch(
 
 
 def least_samples(config: RunConfig, world: World) -> int:
-    """Rows that one pass has at least: what was asked for, or what `auto` takes on a CPU and may come down to on a GPU."""
+    """Rows that one pass has at least: as asked, or what `auto` takes on a CPU and may come down to on a GPU."""
     rows, asked = rank_rows(config.samples_per_step, 0, world.size)[2], config.train.micro_batch_samples
     if asked != "auto":
         return min(int(asked), rows)
