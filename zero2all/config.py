@@ -138,6 +138,8 @@ def find_config(source: str) -> Path:
     name = path.stem if path.suffix in (".yaml", ".yml") else path.name
     if name in presets and path.parent in (Path(), Path("configs")):
         return presets[name]
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"The config {source} is no plain file (a pipe, a device). Save it as a file and name that.")
     hint = nearest_hint(name, presets)
     raise UsageError(
         f"There is no config file or preset `{source}`.{f' {hint}' if hint.startswith('Did') else ''} "

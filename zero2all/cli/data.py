@@ -123,7 +123,7 @@ def _config_of(arguments: argparse.Namespace, workspace: Workspace) -> tuple[Run
         apply_overrides(values, arguments.overrides, problems)
         return config_from_values(values, "(the defaults and what was given here)", problems), False
     run = workspace.run(arguments.config) / CONFIG_FILE
-    return load_config(run if run.is_file() else arguments.config, arguments.overrides), run.is_file()
+    return load_config(run if run.exists() else arguments.config, arguments.overrides), run.exists()
 
 
 # ---- looking --------------------------------------------------------------------------------------------------

@@ -83,9 +83,9 @@ def _export(arguments: argparse.Namespace) -> None:
     if kind == "csv" and arguments.follow:
         raise UsageError("A CSV is written whole, so it cannot be followed. Leave out --follow.")
     if place:
-        from zero2all.common.files import require_writable
+        from zero2all.common.workspace import require_output
 
-        require_writable(Path(place[0]), f"--to {kind}", is_folder=kind == "tensorboard")
+        require_output(Path(place[0]), f"--to {kind}", is_folder=kind == "tensorboard")
     with open_run(arguments.run, arguments) as run:
         if kind == "csv":
             from zero2all.track.csv_export import export_csv

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -454,7 +455,7 @@ def save_run_config(config: RunConfig, run: Path) -> None:
 def load_run_config(run: Path) -> RunConfig:
     """The resolved config a run was started with."""
     path = run / CONFIG_FILE
-    if not path.is_file():
+    if not os.path.lexists(path):
         known = sorted(folder.name for folder in run.parent.glob("*") if (folder / CONFIG_FILE).is_file())
         raise BadInputError(
             f"There is no run in {run} (no {CONFIG_FILE}). "
