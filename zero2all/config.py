@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.common.errors import UsageError
+from zero2all.common.progress import counted
 from zero2all.common.schema import Problem, UnknownName, apply_overrides, build, field_docs, nearest_hint
 from zero2all.common.yamlio import read_yaml
 from zero2all.model.config import ModelConfig
@@ -80,8 +81,7 @@ class ConfigError(UsageError):
     def __init__(self, origin: str, problems: list[Problem]) -> None:
         self.problems = problems
         lines = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        super().__init__(f"The config {origin} has {count}; nothing was started.\n{lines}")
+        super().__init__(f"The config {origin} has {counted(len(problems), 'problem')}; nothing was started.\n{lines}")
 
 
 def load_config(source: str | Path, overrides: list[str] | None = None) -> RunConfig:

@@ -122,6 +122,7 @@ def test_room_for_the_checkpoints_of_the_whole_run(tmp_path):
 
 
 def test_checkpoints_that_are_there_already_need_no_more_room(tmp_path):
+    assert "1 checkpoint of 1.0 MB at once" in check_disk(tmp_path, Retention(2, 0), 10, 0, 5, 1_000_000)
     assert "1.0 MB more to come" in check_disk(tmp_path, Retention(2, 0), 10, 20, 100, 1_000_000, [10, 20])
     assert "0 B more to come" in check_disk(tmp_path, Retention(2, 0), 10, 100, 100, 1_000_000, [90, 100])
 

@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from zero2all.cli.verb import Subparsers, add_verb, add_work, real, whole, workspace_of
+from zero2all.common.progress import counted
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -57,7 +58,8 @@ def _anneal(arguments: argparse.Namespace) -> None:
     begun = begun_anneal(run)
     if begun is not None:
         raise UsageError(
-            f"{run.name} anneals since step {begun.from_step:,}, over {begun.steps:,} steps (see {run / ANNEAL_FILE}). "
+            f"{run.name} anneals since step {begun.from_step:,}, over {counted(begun.steps, 'step')} "
+            f"(see {run / ANNEAL_FILE}). "
             f"A run anneals once; for another end, train a run of another name."
         )
     made = _steps_made(run)
@@ -76,7 +78,7 @@ def _anneal(arguments: argparse.Namespace) -> None:
     wish_anneal(run, steps, arguments.shape, arguments.to_share)
     print(
         f"{run.name}, at step {made:,} of {config.train.steps:,}: the learning rate will fall from {rate:.3g} to "
-        f"{rate * arguments.to_share:.3g} over {steps:,} steps ({arguments.shape}), and the run ends there.\n"
+        f"{rate * arguments.to_share:.3g} over {counted(steps, 'step')} ({arguments.shape}), and the run ends there.\n"
         f"If it is training, this begins within a step; otherwise when you start it again with its `z2a train` command."
     )
 

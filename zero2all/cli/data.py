@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero2all.cli.verb import Subparsers, add_group, add_output, add_verb, add_work, whole, workspace_of
+from zero2all.common.progress import counted
 
 if TYPE_CHECKING:
     from zero2all.common.workspace import Workspace
@@ -297,6 +298,6 @@ def _import(arguments: argparse.Namespace) -> None:
     )
     manifest = import_source(workspace.packed, tokenizer, asked)
     print(
-        f"{name}/{arguments.split}: {manifest['documents']:,} documents, {manifest['tokens']:,} tokens, "
+        f"{name}/{arguments.split}: {counted(manifest['documents'], 'document')}, {manifest['tokens']:,} tokens, "
         f"channel {manifest['channel']}"
     )

@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from zero2all.cli.verb import Subparsers, add_verb, add_work, whole, workspace_of
+from zero2all.common.progress import counted
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,7 +51,7 @@ def _inspect(arguments: argparse.Namespace) -> None:
     count = (end - first) // data.segment_at(first).seq_len
     if arguments.sample is not None and arguments.sample >= count:
         raise UsageError(
-            f"Step {arguments.step:,} of {arguments.run} has {count:,} samples, so there is no sample "
+            f"Step {arguments.step:,} of {arguments.run} has {counted(count, 'sample')}, so there is no sample "
             f"{arguments.sample:,}. Give a number below that."
         )
     tokenizer = load_tokenizer(workspace.tokenizer)
@@ -105,7 +106,8 @@ def _print(facts: dict[str, Any], count: int, samples: list[SampleText]) -> None
     loss = "" if facts["loss"] is None else f", loss {facts['loss']:.4f}"
     state = "" if facts["trained"] else ", not trained yet"
     first, end = facts["tokens"]
-    print(f"{facts['run']}, step {facts['step']:,}: {count:,} samples, tokens {first:,} to {end - 1:,}{loss}{state}")
+    rows = counted(count, "sample")
+    print(f"{facts['run']}, step {facts['step']:,}: {rows}, tokens {first:,} to {end - 1:,}{loss}{state}")
     for sample in samples:
         where = (
             ""

@@ -8,6 +8,7 @@ from pathlib import Path
 from zero2all.cli.runs import OpenRun, add_run, open_run
 from zero2all.cli.verb import Subparsers, add_group, add_verb, add_work, workspace_of
 from zero2all.common.errors import UsageError
+from zero2all.common.progress import counted
 
 KINDS = ("tensorboard", "wandb", "csv")
 
@@ -66,7 +67,8 @@ def _import(arguments: argparse.Namespace) -> None:
         rename[tag] = metric
     runs = workspace_of(arguments, create=True).runs
     for done in import_tensorboard(arguments.source, runs, arguments.name, rename, arguments.tokens_tag):
-        print(f"{done.folder}: {done.files} files, {done.rows:,} rows, {done.values:,} values, {done.texts:,} texts")
+        counts = {"file": done.files, "row": done.rows, "value": done.values, "text": done.texts}
+        print(f"{done.folder}: {', '.join(counted(count, noun) for noun, count in counts.items())}")
         for sentence in describe(done.damage):
             print(f"  left out: {sentence}")
 
@@ -91,7 +93,7 @@ def _export(arguments: argparse.Namespace) -> None:
             from zero2all.track.csv_export import export_csv
 
             rows = export_csv(run.folder, Path(place[0]), arguments.metric or None)
-            print(f"{place[0]}: {rows:,} steps")
+            print(f"{place[0]}: {counted(rows, 'step')}")
         else:
             _send(run, arguments, Path(place[0]) if place else None)
 
@@ -112,6 +114,6 @@ def _send(run: OpenRun, arguments: argparse.Namespace, folder: Path | None) -> N
         sink = WandbSink(arguments.project, run.folder, state, arguments.name)
         target = f"wandb project {arguments.project}"
     sent = export(run.folder, sink, arguments.follow)
-    print(f"{target}: {sent.rows:,} rows sent")
+    print(f"{target}: {counted(sent.rows, 'row')} sent")
     if sent.skipped_lines:
         print(f"  left out: {sent.skipped_lines:,} unreadable lines")

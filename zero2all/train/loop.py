@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from zero2all.common.errors import AnomalyError, BadInputError, PreemptedError, UsageError
-from zero2all.common.progress import Bar, progress, say
+from zero2all.common.progress import Bar, counted, progress, say
 from zero2all.common.signals import stop_signals_to
 from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig
@@ -625,9 +625,9 @@ def _clear_run(run: Path, fence: Fence) -> None:
 
 def _tracking_problems(metrics: Run) -> list[str]:
     """What did not reach the metrics files, for the end of the run."""
-    problems = [f"metrics: {problem} ({count} times)" for problem, count in metrics.problems.items()]
+    problems = [f"metrics: {problem} ({counted(count, 'time')})" for problem, count in metrics.problems.items()]
     if metrics.dropped_rows:
-        problems.append(f"metrics: {metrics.dropped_rows} rows were dropped and are missing from {metrics.path}")
+        problems.append(f"metrics: rows were dropped and are missing from {metrics.path}: {metrics.dropped_rows:,}")
     return problems
 
 

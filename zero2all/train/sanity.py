@@ -17,6 +17,7 @@ import numpy as np
 
 from zero2all.common.errors import BadInputError, DiskError
 from zero2all.common.files import human_bytes
+from zero2all.common.progress import counted
 from zero2all.config import RunConfig
 from zero2all.limits.memory import ALLOWANCE, GIB, MemorySettings, estimate_memory
 from zero2all.model.config import ModelConfig, parameter_counts
@@ -124,12 +125,13 @@ def check_disk(
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
-    what = f"{at_once} checkpoints of {human_bytes(checkpoint_bytes)} at once"
+    what = f"{counted(at_once, 'checkpoint')} of {human_bytes(checkpoint_bytes)} at once"
     if needed > free:
         raise DiskError(
-            f"Not enough disk space for the checkpoints of the whole run: {what} need {human_bytes(needed)} more under "
-            f"{run}, {human_bytes(free)} are free. Free some space, choose another disk with --work, or keep fewer "
-            f"(checkpoint.keep_last {retention.keep_last}, checkpoint.keep_every_steps {retention.keep_every_steps})."
+            f"Not enough disk space for the checkpoints of the whole run: {human_bytes(needed)} more are needed under "
+            f"{run} ({what}), {human_bytes(free)} are free. Free some space, choose another disk with --work, or keep "
+            f"fewer (checkpoint.keep_last {retention.keep_last}, checkpoint.keep_every_steps "
+            f"{retention.keep_every_steps})."
         )
     return f"disk: {what}, {human_bytes(needed)} more to come; {human_bytes(free)} are free"
 
@@ -223,10 +225,11 @@ class Overfit:
         shown = sorted({0, *(n for n in (1, 2, 5, 10, 20, 50, 100, 200, 500) if n < last), last})
         curve = ", ".join(f"{number}: {self.losses[number]:.3f}" for number in shown)
         share = f"{self.losses[-1] / self.losses[0]:.0%} of the first" if self.losses[0] else "the first was 0"
-        verdict = f"the loss of one batch fell to {share} in {last} updates"
+        updates = counted(last, "update")
+        verdict = f"the loss of one batch fell to {share} in {updates}"
         if not self.learns:
             verdict = (
-                f"warning: the loss of one batch is {share} after {last} updates; at most {self.falls_to:.0%} was "
+                f"warning: the loss of one batch is {share} after {updates}; at most {self.falls_to:.0%} was "
                 f"expected. Probably: optim.lr_max is too small or so large that it diverges, the targets are masked, "
                 f"or the text is noise."
             )

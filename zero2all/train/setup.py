@@ -19,6 +19,7 @@ from zero2all.common.errors import BadInputError, DiskError, UsageError
 from zero2all.common.files import MANIFEST_NAME, read_json, sweep_partials, write_atomic
 from zero2all.common.manifest import fingerprint
 from zero2all.common.memory import available_memory
+from zero2all.common.progress import counted
 from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig, config_from_values, config_values, config_yaml, read_config_values
 from zero2all.model.compile import compile_model
@@ -147,7 +148,7 @@ def prepare(
     elif not fresh and (run / CONFIG_FILE).is_file():
         notes.append(f"{run.name} was started before but has no checkpoint yet, so it begins at step 0")
     if anneal is not None:
-        notes.append(f"annealing over {anneal.steps:,} steps from step {anneal.from_step:,} on")
+        notes.append(f"annealing over {counted(anneal.steps, 'step')} from step {anneal.from_step:,} on")
     recorded = checkpoint.manifest["environment"].get("cpu_threads") if checkpoint and checkpoint.step else None
     set_cpu_threads(config.parallel.cpu_threads, recorded)
     here = {
@@ -221,8 +222,8 @@ def _read_ledger(run: Path, store: CheckpointStore, world: World) -> tuple[SkipL
     ledger = SkipLedger.from_state(world.first_does(rebuild))
     where = f"{newest.folder.name} and " if newest is not None else ""
     note = (
-        f"{problem} It was rebuilt from {where}the incident pages: {len(ledger.entries)} decisions, "
-        f"{ledger.tokens():,} tokens left out. The damaged file is kept beside it."
+        f"{problem} It was rebuilt from {where}the incident pages: {counted(len(ledger.entries), 'decision')}, "
+        f"{counted(ledger.tokens(), 'token')} left out. The damaged file is kept beside it."
     )
     return ledger, [note]
 
@@ -409,7 +410,7 @@ def _explained(anneal: AnnealConfig, config: RunConfig) -> Iterator[None]:
     except UsageError as error:
         name = config.train.name
         raise UsageError(
-            f"{name} cannot anneal over {anneal.steps:,} steps from step {anneal.from_step:,} on. {error}\n"
+            f"{name} cannot anneal over {counted(anneal.steps, 'step')} from step {anneal.from_step:,} on. {error}\n"
             f"For an anneal: ask for fewer steps (`z2a anneal {name} --steps N`). The other ways need a run that is "
             f"not training: stop it, and start it again with the changed setting and --accept-changes."
         ) from error
