@@ -9,13 +9,12 @@ mask    secrets and personal data, also in what is dropped, since samples of tha
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -68,6 +67,15 @@ class Cleaned:
     """What the rules looked at: for dropped texts, and for all if the cleaner was asked to."""
     private_use: dict[str, int] = field(default_factory=dict)
     """How many private-use characters were `mapped` to standard ones and `removed`; empty where there were none."""
+
+
+class _Joined(NamedTuple):
+    """Texts put end to end."""
+
+    points: Array
+    """Their code points."""
+    starts: Array
+    """Where each begins, and the end."""
 
 
 class Cleaner:
@@ -130,13 +138,14 @@ class Cleaner:
         from zero2all.corpus.clean import kernels as k
         from zero2all.corpus.clean import rules
 
-        counts, texts = self._scan(originals)
+        joined = _join(originals)
+        counts, texts = self._scan(originals, joined)
         bytes_in = counts[:, k.BYTES_IN].copy()
         private_use = self._private_use(originals, counts)
-        edited = self._edited(originals, texts, counts, private_use)
+        edited = self._edited(originals, joined, texts, counts, private_use)
         if edited:
             places = list(edited)
-            counts[places], again = self._scan(list(edited.values()))
+            counts[places], again = self._scan(list(edited.values()), _join(list(edited.values())))
             for place, text in zip(places, again, strict=True):
                 texts[place] = text
         measures = rules.measures_of(counts, self.config)
@@ -158,14 +167,12 @@ class Cleaner:
                 done[-1].measures = {name: float(values[at]) for name, values in measures.items()}
         return done
 
-    def _scan(self, texts: list[str]) -> tuple[Array, list[str]]:
+    def _scan(self, texts: list[str], joined: _Joined) -> tuple[Array, list[str]]:
         """Counts of the texts, and the texts with unwanted characters and white space at the ends removed."""
         from zero2all.corpus.clean import kernels as k
 
         config = self.config
-        points = np.frombuffer("".join(texts).encode("utf-32-le", "surrogatepass"), np.uint32)
-        starts = np.zeros(len(texts) + 1, np.int64)
-        np.cumsum([len(text) for text in texts], out=starts[1:])
+        points, starts = joined
         counts = np.empty((len(texts), len(k.COUNTS)), np.int64)
         settings = np.array(
             [
@@ -216,7 +223,12 @@ class Cleaner:
         return found
 
     def _edited(
-        self, originals: list[str], texts: list[str], counts: Array, private_use: dict[int, dict[str, int]]
+        self,
+        originals: list[str],
+        joined: _Joined,
+        texts: list[str],
+        counts: Array,
+        private_use: dict[int, dict[str, int]],
     ) -> dict[int, str]:
         """Place -> text, for the texts that an edit changes."""
         from zero2all.corpus.clean import kernels as k
@@ -231,7 +243,7 @@ class Cleaner:
             for at in np.flatnonzero(counts[:, k.MOJIBAKE_PAIRS] + counts[:, k.SPLIT_PAIRS]).tolist():
                 edited[at] = repair(originals[at], private_use=config.repair.private_use, keep_indent=self._keep_indent)
         if config.boilerplate_lines.on:
-            for at in _holding(originals, config.boilerplate_lines.phrases):
+            for at in _holding(originals, joined, config.boilerplate_lines.phrases):
                 edited[at] = self._without_boilerplate(edited.get(at, texts[at]))
         if config.block_art.on:
             art = counts[:, ART]
@@ -292,6 +304,13 @@ def warm_up() -> None:
     Cleaner(channel="en").clean(["warm"])
 
 
+def _join(texts: list[str]) -> _Joined:
+    points = np.frombuffer("".join(texts).encode("utf-32-le", "surrogatepass"), np.uint32)
+    starts = np.zeros(len(texts) + 1, np.int64)
+    np.cumsum([len(text) for text in texts], out=starts[1:])
+    return _Joined(points, starts)
+
+
 def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
     group: list[str] = []
     chars = 0
@@ -305,20 +324,15 @@ def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
         yield group
 
 
-def _holding(texts: list[str], phrases: list[str]) -> list[int]:
-    """Places of the texts that hold a phrase; the texts are searched put together, which is faster when few do."""
-    joined = "\x00".join(texts)
-    starts: list[int] = []
-    places: set[int] = set()
-    for phrase in phrases:
-        found = joined.find(phrase)
-        while found >= 0:
-            if not starts:
-                starts = np.cumsum([0, *(len(text) + 1 for text in texts)]).tolist()
-            place = bisect.bisect_right(starts, found) - 1
-            places.add(place)
-            found = joined.find(phrase, starts[place + 1])
-    return sorted(places)
+def _holding(texts: list[str], joined: _Joined, phrases: list[str]) -> list[int]:
+    """Places of the texts that hold a phrase."""
+    from zero2all.corpus.clean import kernels as k
+
+    if not phrases:
+        return []
+    may_hold = np.empty(len(texts), np.bool_)
+    k.find_beginnings(*joined, *k.beginnings_of(tuple(phrases)), may_hold)
+    return [at for at in np.flatnonzero(may_hold).tolist() if any(phrase in texts[at] for phrase in phrases)]
 
 
 def _utf8_bytes(text: str) -> int:

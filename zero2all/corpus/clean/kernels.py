@@ -110,14 +110,14 @@ Array = np.ndarray[Any, np.dtype[Any]]
 _U32 = "Array(uint32, 1, 'C', readonly=True)"
 
 
-@njit("uint64(uint64)", cache=True, nogil=True, inline="always")
+@njit(nogil=True, inline="always")
 def _mixed(value):  # type: ignore[no-untyped-def]
     value ^= value >> _HALF
     value *= _MIX
     return value ^ (value >> _HALF)
 
 
-@njit("int64(int64)", cache=True, nogil=True)
+@njit(nogil=True)
 def _slots_for(items):  # type: ignore[no-untyped-def]
     slots = 64
     while slots < 2 * items:
@@ -125,7 +125,7 @@ def _slots_for(items):  # type: ignore[no-untyped-def]
     return slots
 
 
-@njit("int64(uint64[::1], uint32[::1], int64, int64, uint64[::1], uint32[::1])", cache=True, nogil=True)
+@njit(nogil=True)
 def _top_ngram_chars(units, sizes, count, n, keys, tally):  # type: ignore[no-untyped-def]
     """Characters in all copies of the n-gram that covers most, or 0 when none occurs three times."""
     if n == 0 or count < n + 2:
@@ -162,7 +162,7 @@ def _top_ngram_chars(units, sizes, count, n, keys, tally):  # type: ignore[no-un
     return best
 
 
-@njit("int64(uint64[::1], uint32[::1], int64, int64, uint64[::1])", cache=True, nogil=True)
+@njit(nogil=True)
 def _duplicate_ngram_chars(units, sizes, count, n, keys):  # type: ignore[no-untyped-def]
     """Characters covered by n-grams that occurred before."""
     if n == 0 or count < n + 1:
@@ -196,9 +196,7 @@ def _duplicate_ngram_chars(units, sizes, count, n, keys):  # type: ignore[no-unt
     return covered
 
 
-@njit(
-    "int64(uint64[::1], uint32[::1], int64, int64[::1], uint64[::1], uint32[::1], int64[::1])", cache=True, nogil=True
-)
+@njit(nogil=True)
 def _close_window(units, sizes, count, settings, keys, tally, row):  # type: ignore[no-untyped-def]
     """Measure the repetition among the units gathered so far; returns how many are left, 0."""
     row[TOP_NGRAM_CHARS] += _top_ngram_chars(units, sizes, count, settings[TOP_NGRAM], keys, tally)
@@ -207,7 +205,7 @@ def _close_window(units, sizes, count, settings, keys, tally, row):  # type: ign
     return 0
 
 
-@njit("int64(uint64[::1], uint32[::1], int64, uint64[::1])", cache=True, nogil=True)
+@njit(nogil=True)
 def _duplicate_line_chars(lines, sizes, count, keys):  # type: ignore[no-untyped-def]
     """Characters of the lines that occurred before."""
     slots = _slots_for(count)
@@ -227,7 +225,7 @@ def _duplicate_line_chars(lines, sizes, count, keys):  # type: ignore[no-untyped
     return repeated
 
 
-@njit(f"int64({_U32}, int64, int64)", cache=True, nogil=True)
+@njit(nogil=True)
 def _utf8_bytes(points, start, end):  # type: ignore[no-untyped-def]
     total = 0
     for at in range(start, end):
@@ -236,7 +234,7 @@ def _utf8_bytes(points, start, end):  # type: ignore[no-untyped-def]
     return total
 
 
-@njit(f"boolean({_U32}, int64, int64)", cache=True, nogil=True)
+@njit(nogil=True)
 def _is_email_at(points, at, end):  # type: ignore[no-untyped-def]
     """Whether the @ at `at` has a host name with a dot and a letter behind its last dot."""
     dot = 0
@@ -251,7 +249,7 @@ def _is_email_at(points, at, end):  # type: ignore[no-untyped-def]
     return False
 
 
-@njit(f"int64({_U32}, int64, int64)", cache=True, nogil=True)
+@njit(nogil=True)
 def _url_end(points, at, end):  # type: ignore[no-untyped-def]
     """The first place behind `at` that cannot be inside a URL."""
     place = at
@@ -263,14 +261,14 @@ def _url_end(points, at, end):  # type: ignore[no-untyped-def]
     return place
 
 
-@njit("int64(uint8[::1], uint32, uint32)", cache=True, nogil=True, inline="always")
+@njit(nogil=True, inline="always")
 def _is_pair(pairs, one, two):  # type: ignore[no-untyped-def]
     """1 for a frequent pair; for others, and for characters without a code, 1 in some 40 by chance."""
     place = np.uint32(one * np.uint32(31) + two) >> np.uint32(32 - PAIR_BITS)
     return np.int64((pairs[place >> np.uint32(3)] >> (place & np.uint32(7))) & np.uint32(1))
 
 
-@njit("int64(int64[::1], int64, int64, int64, int64)", cache=True, nogil=True, inline="always")
+@njit(nogil=True, inline="always")
 def _close_phrase(phrases, size, bound, size_before, closed_by):  # type: ignore[no-untyped-def]
     """Count a phrase, the Han characters between two separators; returns its size if the one before had it too.
 
@@ -280,7 +278,7 @@ def _close_phrase(phrases, size, bound, size_before, closed_by):  # type: ignore
     return size * (size == size_before and size > 2)
 
 
-@njit("void(int64[::1], int64[::1])", cache=True, nogil=True)
+@njit(nogil=True)
 def _add_phrases(phrases, row):  # type: ignore[no-untyped-def]
     """The measures of phrases from their counts by size, what closed them and whether they are bare; clears these."""
     for entry in range(len(phrases)):
@@ -304,7 +302,7 @@ def _add_phrases(phrases, row):  # type: ignore[no-untyped-def]
             row[BARE_CHARS] += number * size
 
 
-@njit(f"boolean({_U32}, int64, int64, Array(uint8, 1, 'C', readonly=True))", cache=True, nogil=True)
+@njit(nogil=True)
 def _is_broken(points, start, end, table):  # type: ignore[no-untyped-def]
     """Whether a digit stands between lower-case letters, as in br0wn; not in words of many digits, as in a hash."""
     digits = 0
@@ -320,7 +318,7 @@ def _is_broken(points, start, end, table):  # type: ignore[no-untyped-def]
     return between and 3 * digits <= end - start
 
 
-@njit(f"boolean({_U32}, int64, int64)", cache=True, nogil=True)
+@njit(nogil=True)
 def _is_table_rule(points, start, end):  # type: ignore[no-untyped-def]
     """Whether a line is the rule of a Markdown table: nothing but | - : and spaces."""
     dashes = 0
@@ -722,6 +720,43 @@ def compact(points, start, end, table, kept):  # type: ignore[no-untyped-def]
         kept[count] = point
         count += 1
     return count
+
+
+@njit(f"void({_U32}, int64[::1], uint64, uint64, uint64[::1], boolean[::1])", cache=True, nogil=True)
+def find_beginnings(points, starts, shift, down, beginnings, out):  # type: ignore[no-untyped-def]
+    """Set `out` for the texts that hold the first characters of a phrase; `shift` to `beginnings` are `beginnings_of`.
+
+    A window is a sum of its characters, each shifted; those that left it are shifted out of the 64 bits.
+    """
+    for text in range(len(out)):
+        found = False
+        window = _ZERO
+        for at in range(starts[text], starts[text + 1]):
+            window = (window << shift) + np.uint64(points[at])
+            found |= beginnings[(window * _MIX) >> down] == window
+        out[text] = found
+
+
+@cache
+def beginnings_of(phrases: tuple[str, ...]) -> tuple[np.uint64, np.uint64, Array]:
+    """Bits by which a window of the first 2 to 8 characters is shifted, and the hash table of those of the phrases."""
+    every_bit = (1 << 64) - 1
+    size = min(8, *map(len, phrases))
+    shift = -(-64 // size)
+    windows = set()
+    for phrase in phrases:
+        window = 0
+        for character in phrase[:size]:
+            window = ((window << shift) + ord(character)) & every_bit
+        windows.add(window)
+    bits = 8
+    places: dict[int, int] = {}
+    while len(places) < len(windows):  # no two in one place
+        bits += 1
+        places = {(window * int(_MIX) & every_bit) >> (64 - bits): window for window in windows}
+    table = np.zeros(1 << bits, np.uint64)
+    table[list(places)] = list(places.values())
+    return np.uint64(shift), np.uint64(64 - bits), table
 
 
 @njit(

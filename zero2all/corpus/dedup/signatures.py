@@ -112,7 +112,7 @@ def _digest(buffer: np.ndarray, offsets: np.ndarray) -> np.ndarray:
 
     collapsed = np.empty(buffer.size + 1, np.uint8)
     ends = np.empty(offsets.size - 1, np.int64)
-    kernels.collapse_spaces(buffer, offsets, collapsed, ends)
+    kernels.collapse_spaces(buffer, offsets, kernels.SPACES, collapsed, ends)
     view = collapsed.data
     digest = xxhash.xxh3_128_digest
     starts = [0, *ends.tolist()]

@@ -66,7 +66,18 @@ STEPS = (
 """STEPS[full, empty]: at which step the empty bin's walk comes to the full one, times 256, plus the full one."""
 
 
-@njit(uint8(int64, TEXT), cache=True, nogil=True, inline="always")
+def _space_table() -> np.ndarray:
+    table = np.arange(256, dtype=np.uint8)
+    table[[*range(0x09, 0x0E), *range(0x1C, 0x20)]] = 0x20
+    table[[0xC2, 0xE1, 0xE2, 0xE3]] = 0
+    return table
+
+
+SPACES = _space_table()
+"""Byte -> 0x20 for white space, 0 where more bytes must be looked at, else the byte."""
+
+
+@njit(nogil=True, inline="always")
 def _class_of(code: np.int64, classes: np.ndarray) -> np.uint8:
     if code < 0x3400:
         return classes[code]
@@ -88,7 +99,7 @@ def _class_of(code: np.int64, classes: np.ndarray) -> np.uint8:
     return np.uint8(2)
 
 
-@njit(uint64(uint64), cache=True, nogil=True, inline="always")
+@njit(nogil=True, inline="always")
 def _mix(value: np.uint64) -> np.uint64:
     value ^= value >> np.uint64(32)
     value *= MIX_1
@@ -97,7 +108,7 @@ def _mix(value: np.uint64) -> np.uint64:
     return value ^ (value >> np.uint64(32))
 
 
-@njit(types.void(uint32[::1], uint64), cache=True, nogil=True, inline="always")
+@njit(nogil=True, inline="always")
 def _add(minima: np.ndarray, shingle: np.uint64) -> None:
     mixed = _mix(shingle)
     place = mixed >> np.uint64(56)
@@ -106,7 +117,7 @@ def _add(minima: np.ndarray, shingle: np.uint64) -> None:
         minima[place] = value
 
 
-@njit(types.void(uint32[::1], BYTES_1D, CONST_2D, STEPS_2D), cache=True, nogil=True)
+@njit(nogil=True)
 def _finish(minima: np.ndarray, out: np.ndarray, walks: np.ndarray, steps: np.ndarray) -> None:
     """Fill the empty bins and store a byte of each."""
     full = np.empty(VALUES, np.uint8)
@@ -145,7 +156,7 @@ def _finish(minima: np.ndarray, out: np.ndarray, walks: np.ndarray, steps: np.nd
         out[place] = np.uint8(value >> np.uint32(24))
 
 
-@njit(types.void(uint32[::1], uint32[::1]), cache=True, nogil=True)
+@njit(nogil=True)
 def _choose_anchors(minima: np.ndarray, out: np.ndarray) -> None:
     """The least of the minima, rising; EMPTY where there are not so many."""
     out[:] = EMPTY
@@ -274,10 +285,15 @@ def sign_texts(
             _finish(minima, out[number], walks, steps)
 
 
-@njit(int64(TEXT, int64), cache=True, nogil=True)
+@njit(nogil=True)
 def _wide_space(text: np.ndarray, at: int) -> int:
-    """3 when a three-byte white space character begins here, else 0."""
-    first, second, third = text[at], text[at + 1], text[at + 2]
+    """Bytes of the white space character outside ASCII that begins here; 0 where none does."""
+    first = text[at]
+    if first == 0:
+        return 0
+    if first == 0xC2:
+        return 2 if text[at + 1] == 0x85 or text[at + 1] == 0xA0 else 0
+    second, third = text[at + 1], text[at + 2]
     if first == 0xE1:
         return 3 if second == 0x9A and third == 0x80 else 0
     if first == 0xE3:
@@ -287,38 +303,36 @@ def _wide_space(text: np.ndarray, at: int) -> int:
     return 3 if second == 0x81 and third == 0x9F else 0
 
 
-@njit(types.void(TEXT, OFFSETS, BYTES_1D, int64[::1]), cache=True, nogil=True)
-def collapse_spaces(text: np.ndarray, offsets: np.ndarray, out: np.ndarray, ends: np.ndarray) -> None:
-    """What `" ".join(text.split())` makes of every text, one after the other in `out`; `ends` says where each ends."""
+@njit(types.void(TEXT, OFFSETS, TEXT, BYTES_1D, int64[::1]), cache=True, nogil=True)
+def collapse_spaces(
+    text: np.ndarray, offsets: np.ndarray, spaces: np.ndarray, out: np.ndarray, ends: np.ndarray
+) -> None:
+    """What `" ".join(text.split())` makes of every text, one after the other in `out`; `ends` says where each ends.
+
+    `spaces` is `SPACES`.
+    """
     put = 0
     for number in range(offsets.size - 1):
         at = offsets[number]
         end = offsets[number + 1]
         start = put
-        pending = False
+        after_space = True
         while at < end:
-            byte = text[at]
-            width = 0
-            if byte <= 0x20:
-                if byte == 0x20 or 0x09 <= byte <= 0x0D or byte >= 0x1C:
-                    width = 1
-            elif byte == 0xC2:
-                if text[at + 1] == 0x85 or text[at + 1] == 0xA0:
-                    width = 2
-            elif 0xE1 <= byte <= 0xE3:
-                width = _wide_space(text, at)
-            if width > 0:
-                at += width
-                pending = True
-                continue
-            if pending:
-                if put > start:
-                    out[put] = 0x20
-                    put += 1
-                pending = False
-            out[put] = byte
-            put += 1
-            at += 1
+            byte = spaces[text[at]]
+            width = 1
+            if byte == 0:
+                byte = text[at]
+                wide = _wide_space(text, at)
+                if wide > 0:
+                    byte = np.uint8(0x20)
+                    width = wide
+            at += width
+            out[put] = byte  # a space after a space is written over by what follows
+            is_space = byte == 0x20
+            put += 1 - (is_space & after_space)
+            after_space = is_space
+        if put > start and after_space:
+            put -= 1
         ends[number] = put
 
 
