@@ -6,7 +6,6 @@ import argparse
 from typing import TYPE_CHECKING
 
 from zero2all.cli.verb import Subparsers, add_verb, add_work, real, whole, workspace_of
-from zero2all.common.progress import counted
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,6 +45,7 @@ def register(verbs: Subparsers) -> None:
 
 def _anneal(arguments: argparse.Namespace) -> None:
     from zero2all.common.errors import UsageError
+    from zero2all.common.progress import counted
     from zero2all.train.anneal import ANNEAL_FILE, begun_anneal, wish_anneal
     from zero2all.train.checkpoints.find import newest_checkpoint
     from zero2all.train.config import AnnealConfig

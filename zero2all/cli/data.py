@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero2all.cli.verb import Subparsers, add_group, add_output, add_verb, add_work, whole, workspace_of
-from zero2all.common.progress import counted
 
 if TYPE_CHECKING:
     from zero2all.common.workspace import Workspace
@@ -277,6 +276,7 @@ def _export(arguments: argparse.Namespace) -> None:
 
 def _import(arguments: argparse.Namespace) -> None:
     from zero2all.common.errors import UsageError
+    from zero2all.common.progress import counted
     from zero2all.packed.foreign import Import, import_source
     from zero2all.tokenizer import load_tokenizer
 

@@ -6,7 +6,6 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from zero2all.cli.verb import Subparsers, add_verb, add_work, whole, workspace_of
-from zero2all.common.progress import counted
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,6 +33,7 @@ def register(verbs: Subparsers) -> None:
 
 def _inspect(arguments: argparse.Namespace) -> None:
     from zero2all.common.errors import UsageError
+    from zero2all.common.progress import counted
     from zero2all.tokenizer import load_tokenizer
     from zero2all.train.guards.documents import EXCERPT_CHARS, samples_of_step
     from zero2all.train.guards.incident import recorded_row_losses
@@ -101,6 +101,7 @@ def _tokens_of(run: Path, config: RunConfig, step: int) -> tuple[int, int, dict[
 
 
 def _print(facts: dict[str, Any], count: int, samples: list[SampleText]) -> None:
+    from zero2all.common.progress import counted
     from zero2all.train.guards.page import terminal_safe
 
     loss = "" if facts["loss"] is None else f", loss {facts['loss']:.4f}"

@@ -9,7 +9,6 @@ from typing import Any
 
 from zero2all.cli import tokenizer_eval
 from zero2all.cli.verb import Subparsers, add_group, add_output, add_verb, add_work, whole, workspace_of
-from zero2all.common.progress import counted
 
 TRAIN_FLAGS = (
     *("vocab_size", "kind", "take", "normalise", "pattern", "min_piece_count", "max_piece_bytes", "max_memory"),
@@ -195,6 +194,8 @@ def _merge(values: dict[str, Any], over: dict[str, Any]) -> None:
 
 
 def _print_repairs(text: dict[str, Any]) -> None:
+    from zero2all.common.progress import counted
+
     if text.get("documents_with_repaired_surrogates"):
         count = text["documents_with_repaired_surrogates"]
         print(f"repaired: {counted(count, 'document')} with bytes or surrogates that are no UTF-8, each now U+FFFD")
@@ -204,6 +205,7 @@ def _print_repairs(text: dict[str, Any]) -> None:
 
 def _extend(arguments: argparse.Namespace) -> None:
     from zero2all.common.errors import UsageError
+    from zero2all.common.progress import counted
     from zero2all.tokenizer.extend import Extender, read_pieces, require_replaceable, unescaped
     from zero2all.tokenizer.parts import file_parts
 
@@ -272,6 +274,7 @@ def _show(arguments: argparse.Namespace) -> None:
 
 def _encode(arguments: argparse.Namespace) -> None:
     from zero2all.common import jsonio
+    from zero2all.common.progress import counted
     from zero2all.tokenizer.load import load_tokenizer
     from zero2all.tokenizer.show import coloured, readable, segments
 

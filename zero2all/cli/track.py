@@ -8,7 +8,6 @@ from pathlib import Path
 from zero2all.cli.runs import OpenRun, add_run, open_run
 from zero2all.cli.verb import Subparsers, add_group, add_verb, add_work, workspace_of
 from zero2all.common.errors import UsageError
-from zero2all.common.progress import counted
 
 KINDS = ("tensorboard", "wandb", "csv")
 
@@ -56,6 +55,7 @@ def register(verbs: Subparsers) -> None:
 
 
 def _import(arguments: argparse.Namespace) -> None:
+    from zero2all.common.progress import counted
     from zero2all.track.importer import import_tensorboard
     from zero2all.track.tensorboard import describe
 
@@ -74,6 +74,8 @@ def _import(arguments: argparse.Namespace) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> None:
+    from zero2all.common.progress import counted
+
     kind, *place = arguments.to
     if kind not in KINDS:
         raise UsageError(f"--to {kind} is not known. Use one of: {', '.join(KINDS)}.")
@@ -101,6 +103,7 @@ def _export(arguments: argparse.Namespace) -> None:
 def _send(run: OpenRun, arguments: argparse.Namespace, folder: Path | None) -> None:
     import hashlib
 
+    from zero2all.common.progress import counted
     from zero2all.track.sidecar import default_cache
     from zero2all.track.sinks import Sink, TensorboardSink, WandbSink, export
 
