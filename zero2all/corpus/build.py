@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import errno
 import shutil
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -28,7 +27,7 @@ from typing import Any
 
 from zero2all.common import jsonio
 from zero2all.common.engine import Engine, EngineConfig, Shown, open_engine
-from zero2all.common.errors import BadInputError, DiskError, UsageError
+from zero2all.common.errors import DiskError, UsageError
 from zero2all.common.files import (
     link_or_copy,
     read_json,
@@ -48,61 +47,41 @@ from zero2all.corpus.duplicates import (
     read_duplicates,
     search_duplicates,
 )
-from zero2all.corpus.finish import DROPPED_FOLDER, SourceFinish, finish_shard
-from zero2all.corpus.ingest import NAMED_FILES, ingest_unit
-from zero2all.corpus.listing import UNREADABLE, require_readable
+from zero2all.corpus.finish import SourceFinish, finish_shard
+from zero2all.corpus.ingest import NAMED_FILES, IngestTask, ingest_unit
+from zero2all.corpus.listing import require_readable
 from zero2all.corpus.options import BuildOptions
-from zero2all.corpus.plan import (
-    Cut,
-    Part,
-    SourcePlan,
-    cut_sources,
-    list_source,
-    no_text_field,
-    nothing_readable,
-    plan_source,
-    planned_units,
-    report_fields,
-    skipped_names,
-)
-from zero2all.corpus.quarantine import QUARANTINE_NAME, Quarantine
+from zero2all.corpus.plan import Part, SourcePlan, cut_sources, list_source, plan_source
+from zero2all.corpus.quarantine import QUARANTINE_NAME
 from zero2all.corpus.record import SOURCES_NAME, keep_source_numbers, source_numbers
-from zero2all.corpus.report import REPORT_NAME, Tally, counts_in_words, in_short, make_report
+from zero2all.corpus.refusals import nothing_kept
+from zero2all.corpus.report import REPORT_NAME, make_report
 from zero2all.corpus.report_html import REPORT_HTML_NAME, report_html
 from zero2all.corpus.segments import (
     BUILD_NAME,
-    CHANNELS_KEY,
     Segment,
     channels_in,
-    dropped_excerpts,
-    segments_of_channel,
     segments_of_unit,
 )
-from zero2all.corpus.sources import Source, content_flag, source_problems
+from zero2all.corpus.source_report import plan_in_words, report_fields, segments_of, skipped_names
+from zero2all.corpus.sources import Source, source_problems
+from zero2all.corpus.usable import require_usable
 
-SWALLOWING = 16
-"""Damaged items this many times as large as a record hold other records, which count as unread."""
 FORMAT_RULES = 1
 """Raise it when finish changes what it writes from the same segments."""
 
 PRELOADED = ("zero2all.corpus.ingest", "zero2all.corpus.finish", "zero2all.corpus.warm")
 """What worker processes need."""
-NAMED_FIELDS = 10
-"""Of records without text."""
 SMALL_BYTES = 24_000_000
 """Below this much input one process is faster than starting several."""
 DISK_SHARE = 2.4
 DISK_SHARE_COMPRESSED = 10.0
 COMPRESSED_SUFFIXES = frozenset({".parquet", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".zip", ".7z", ".rar"})
 DISK_MARGIN_BYTES = 64_000_000
-MOST_DROPPED_BY_GUESS = 0.2
-"""When a rule drops a larger share of a source whose channel was guessed, the build stops: the guess may be wrong."""
 CHANNELS_NAME = "channels.json"
 """In the folder of an `auto` source that has been read: its channels."""
 PART_KEY = "part_of"
 """In the manifest of a part of an `auto` source: which source, read how, and all channels it became."""
-PASSING = frozenset({UNREADABLE, "read_error"})
-"""Reasons of damage that may be gone at the next attempt, though the file has not changed."""
 
 Announce = Callable[[str], None]
 
@@ -140,7 +119,7 @@ def build_corpus(
             if build.has_work:
                 if announce is not None:
                     for plan in plans:
-                        announce(plan.in_words())
+                        announce(plan_in_words(plan))
                 build.run(engine)
             return build.write_report()
         except OSError as error:
@@ -184,7 +163,7 @@ class _Build:
         self.corpus_folder, self.plans, self.options, self.keep_build = corpus_folder, plans, options, keep_build
         self.work = corpus_folder / BUILD_NAME
         self.dedups = options.dedup.exact or options.dedup.near != "off" or options.dedup.lines
-        self.cuts: dict[str, Cut] = {}
+        self.tasks: dict[str, list[IngestTask]] = {}
         self.parts: list[Part] = []
         self.stale: list[Part] = []
         self.finished: dict[str, list[FileCheck]] = {}
@@ -249,16 +228,16 @@ class _Build:
             config = EngineConfig("local", 1)
         with open_engine(config, PRELOADED) as engine:
             if not self.is_settled:
-                self.cuts = cut_sources(self.plans, self.options, engine)
+                self.tasks = cut_sources(self.plans, self.options, engine)
                 self._find_channels(self._ingest(engine, self.plans))
             folder = self.work / self.dedup_inputs
             duplicates = read_duplicates(folder) if self.dedups else None
             needed = self.stale if duplicates is not None or not self.dedups else self.parts
             plans = [plan for plan in self.plans if any(part.plan is plan for part in needed)]
-            self.cuts = cut_sources(plans, self.options, engine)
+            self.tasks = cut_sources(plans, self.options, engine)
             read = self._ingest(engine, plans)
-            segments = {part.name: _segments_of(part, read[part.plan.name]) for part in needed}
-            self._require_usable(needed, segments, read)
+            segments = {part.name: segments_of(part, read[part.plan.name]) for part in needed}
+            require_usable(self.corpus_folder, needed, segments, read, self.options)
             if self.options.dedup.lines:
                 channels = {part.name: part.channel for part in self.parts}
                 work = self.work / self.lines_inputs
@@ -282,7 +261,7 @@ class _Build:
         self._settle(channels)
 
     def _ingest(self, engine: Engine, plans: list[SourcePlan]) -> dict[str, list[Segment]]:
-        tasks = [task for plan in plans for task in self.cuts[plan.name].tasks]
+        tasks = [task for plan in plans for task in self.tasks[plan.name]]
         units: list[list[Segment] | None] = [segments_of_unit(task.folder) for task in tasks]
         todo = [number for number, unit in enumerate(units) if unit is None]
         total = sum(task.raw_bytes for task in tasks)
@@ -296,75 +275,6 @@ class _Build:
             assert unit is not None, "every task has been run"
             by_source[task.source] += unit
         return by_source
-
-    def _require_usable(
-        self, parts: list[Part], segments: dict[str, list[Segment]], read: dict[str, list[Segment]]
-    ) -> None:
-        """Stop when a source has nothing in it, no text, too much damage, or loses too much to a rule by a guess."""
-        tallies: dict[str, Tally] = {}
-        for part in parts:
-            tallies[part.name] = Tally()
-            for segment in segments[part.name]:
-                tallies[part.name].add(segment.state["tally"])
-        for part in parts:
-            quarantine = Quarantine(self.corpus_folder / QUARANTINE_NAME / f"{part.name}.jsonl")
-            quarantine.write(segments[part.name], part.number)
-            if part.is_main:
-                of_plan = [each for each in parts if each.plan is part.plan]
-                records_in = sum(tallies[each.name].records_in for each in of_plan)
-                bytes_in = sum(tallies[each.name].bytes_in for each in of_plan)
-                self._require_undamaged(part, quarantine, tallies[part.name], records_in, bytes_in, read)
-        if not self.options.accept_drops:
-            of_source: Counter[str] = Counter()
-            for part in parts:
-                of_source[part.plan.name] += tallies[part.name].records_in
-            found = [
-                (part, rule, count)
-                for part in parts
-                if part.is_guessed
-                for rule, count in tallies[part.name].dropped.items()
-                if rule != "empty"
-                and count > MOST_DROPPED_BY_GUESS * tallies[part.name].records_in
-                and count > 0.01 * of_source[part.plan.name]  # not a few records of a small part
-            ]
-            if found:
-                raise too_many_dropped(found, tallies, segments)
-
-    def _require_undamaged(
-        self,
-        part: Part,
-        quarantine: Quarantine,
-        tally: Tally,
-        records_in: int,
-        bytes_in: int,
-        read: dict[str, list[Segment]],
-    ) -> None:
-        plan, options = part.plan, self.options
-        source, segments = plan.source, read[plan.name]
-        states = [segment.state for segment in segments]
-        if not records_in:
-            facts = report_fields(part, self.cuts[plan.name], states)
-            raise nothing_readable(source, facts["skipped_files"], facts["reading_notes"])
-        damaged = tally.quarantined.total()
-        if damaged == tally.quarantined["no_text_field"] == records_in:
-            fields = dict.fromkeys(field for state in states for field in state["unmapped_fields"])
-            raise no_text_field(source, str(source.path), list(fields))
-        unread_bytes = sum(segment.state["unread_bytes"] for segment in _segments_of(part, segments))
-        swallowed = tally.bytes_quarantined - unread_bytes
-        if swallowed > SWALLOWING * damaged * bytes_in / records_in:  # an unclosed quote in a table
-            unread_bytes += swallowed
-        unread_share = unread_bytes / max(plan.listing.size_bytes, 1)  # of what was compressed, more may be unread
-        share = min(1.0, max(damaged / records_in, unread_share))
-        if share > options.max_damaged_share:
-            _forget_unreadable(plan, segments)
-            are = "is" if damaged == 1 else "are"
-            behind = f", and {unread_bytes:,} bytes behind damaged places could not be read" if unread_bytes else ""
-            raise BadInputError(
-                f"Source {source.name}: {damaged:,} of {records_in:,} records {are} damaged{behind}: {share:.2%}, "
-                f"where {options.max_damaged_share:.2%} is allowed. Found: {quarantine.in_words()}. Each is listed "
-                f"with file, place and reason in {quarantine.path}. {_field_hint(tally, states)}Repair the input, or "
-                f"accept the loss with a larger --max-damaged-share."
-            )
 
     def _finish(
         self,
@@ -413,7 +323,7 @@ class _Build:
         if plan.source.is_auto:
             channels = [each.channel for each in self.parts if each.plan is plan]
             content[PART_KEY] = {"source": plan.name, "inputs": plan.inputs, "channels": channels}
-        fields = report_fields(part, self.cuts[plan.name], states)
+        fields = report_fields(part, states)
         contained = finish.duplicates.facts["contained"] if finish.duplicates is not None else {}
         fields["contained"] = contained.get(part.name, {})
         finish.commit(self.inputs[part.name], content, fields)
@@ -484,89 +394,3 @@ def known_channels(corpus_folder: Path, plan: SourcePlan) -> list[str] | None:
         if part and (part["source"], part["inputs"]) == (plan.name, plan.inputs):
             return list(part["channels"])
     return None
-
-
-def _segments_of(part: Part, read: list[Segment]) -> list[Segment]:
-    """What was read of a source, as far as it belongs to one part of it."""
-    return segments_of_channel(read, part.channel) if part.plan.source.is_auto else read
-
-
-def too_many_dropped(
-    found: list[tuple[Part, str, int]], tallies: Mapping[str, Tally], segments: Mapping[str, list[Segment]]
-) -> BadInputError:
-    """The error for rules that drop much of sources whose channel nobody named; it shows what they dropped."""
-    lines = []
-    for part, rule, count in found:
-        share = count / tallies[part.name].records_in
-        lines.append(
-            f"  {part.name}: {rule} dropped {count:,} of {tallies[part.name].records_in:,} records ({share:.0%}) as "
-            f"channel {part.channel}, such as:"
-        )
-        lines += [f"    {in_short(excerpt)}" for excerpt in dropped_excerpts(segments[part.name], rule)]
-    names = list(dict.fromkeys(part.plan.name for part, *_ in found))
-    sources = " and ".join(names)
-    return BadInputError(
-        f"A rule drops more than {MOST_DROPPED_BY_GUESS:.0%} of a source whose channel was guessed: the guess or the "
-        f"rule may be wrong. Nothing was written to the corpus; what was read is kept.\n"
-        + "\n".join(lines)
-        + f"\nIf this is good text, name the channel of {sources}: NAME=PATH:CHANNEL with zh, en, code, auto (each "
-        f"document by its own text) or a word of yours, or loosen the rule. If it is rubbish, run the same command "
-        f"with --accept-drops: it goes on from here."
-    )
-
-
-def nothing_kept(corpus_folder: Path, report: Mapping[str, Any]) -> BadInputError:
-    """The error for a build that keeps no record: what each rule dropped, as which channel, with samples."""
-    totals, sources = report["totals"], report["sources"]
-    counts = {**totals["dropped"], "quarantined": totals["quarantined"]}
-    words = counts_in_words({reason: count for reason, count in counts.items() if count})
-    lines = []
-    for name, source in sources.items():
-        for rule, count in source["dropped"].items():
-            samples = "".join(f"\n    {in_short(sample)}" for sample in source["examples"]["dropped"].get(rule, [])[:2])
-            lines.append(
-                f"  {name}: {rule} dropped {count:,} of {source['records_in']:,} records as channel "
-                f"{source['channel']}{', such as:' if samples else ''}{samples}"
-            )
-    look = [
-        f"more samples are in {corpus_folder / name / DROPPED_FOLDER}" for name in sources if sources[name]["dropped"]
-    ]
-    look += [
-        f"what was damaged is listed in {corpus_folder / QUARANTINE_NAME / name}.jsonl"
-        for name in sources
-        if sources[name]["quarantined"]
-    ]
-    return BadInputError(
-        f"The corpus is empty: {totals['records_in']:,} records were read and none was kept ({words}). Content was "
-        f"taken from {_mappings_in_words(sources)}.\n"
-        + "".join(f"{line}\n" for line in lines)
-        + "If this is good text, check that the text field is the right one (--map content=FIELD), name the right "
-        "channel (NAME=PATH:CHANNEL with zh, en, code, auto or a word of yours; none: guessed), or loosen the rule "
-        f"(z2a corpus rules); {'; '.join(look)}."
-    )
-
-
-def _field_hint(tally: Tally, states: list[dict[str, Any]]) -> str:
-    """How to name the text field, where records were refused because none is known."""
-    fields = list(dict.fromkeys(field for state in states for field in state["unmapped_fields"]))
-    if not tally.quarantined["no_text_field"] or not fields:
-        return ""
-    return (
-        f"If a field of those without text ({', '.join(fields[:NAMED_FIELDS])}) is the text, name it, for example "
-        f"{content_flag(fields[0])}. "
-    )
-
-
-def _forget_unreadable(plan: SourcePlan, segments: list[Segment]) -> None:
-    """Let the next run try again what the disk or the network refused: a right that is given does not change a file."""
-    if any(unit["format"] == UNREADABLE for unit in planned_units(plan)):
-        shutil.rmtree(plan.folder, ignore_errors=True)  # how the source was cut is no longer true
-    for segment in segments:
-        states = segment.state.get(CHANNELS_KEY, {"": segment.state}).values()
-        if any(not PASSING.isdisjoint(state["tally"]["quarantined_by_reason"]) for state in states):
-            shutil.rmtree(segment.folder.parent, ignore_errors=True)
-
-
-def _mappings_in_words(by_source: dict[str, dict[str, Any]]) -> str:
-    fields = [mapping["content"] for source in by_source.values() for mapping in source["mappings"]]
-    return ", ".join(f"'{field}'" for field in dict.fromkeys(fields)) or "whole text files"

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from zero2all.common.engine import advance
 from zero2all.common.files import staged_folder, write_json
@@ -54,17 +54,6 @@ NAMED_FILES = 20
 NAMED_FIELDS = 50
 
 
-class Piece(NamedTuple):
-    """A file to be read whole, or one unit of it."""
-
-    file: InputFile
-    unit: Unit | None = None
-    """None: the worker finds out what the file is."""
-    mapping: Mapping[str, str] | None = None
-    """Record field -> raw field as found in the first rows of the file, where several workers read it; empty when
-    nothing was found there. None: the worker looks."""
-
-
 @dataclass(frozen=True)
 class IngestTask:
     """Everything a worker needs to write one unit folder."""
@@ -74,7 +63,8 @@ class IngestTask:
     is_auto: bool
     """Documents go to the segments of their own channels; `channel` is that of what belongs to none."""
     given_mapping: Mapping[str, str]
-    pieces: tuple[Piece, ...]
+    files: tuple[InputFile | Unit, ...]
+    """Files to be read whole, or one unit of a large one."""
     folder: Path
     limits: Limits
     cleans: Mapping[str, CleanConfig]
@@ -84,12 +74,7 @@ class IngestTask:
     @property
     def raw_bytes(self) -> int:
         """About how many bytes of input it reads, for the progress bar."""
-        return sum(piece_bytes(piece) for piece in self.pieces)
-
-
-def piece_bytes(piece: Piece) -> int:
-    """About how many raw bytes a piece has."""
-    return piece.unit.raw_bytes if piece.unit is not None else piece.file.size_bytes
+        return sum(each.raw_bytes if isinstance(each, Unit) else each.size_bytes for each in self.files)
 
 
 def ingest_unit(task: IngestTask) -> list[Segment]:
@@ -126,7 +111,7 @@ class _Items:
     def __init__(self, task: IngestTask, resume: dict[str, Any] | None) -> None:
         self.task = task
         self.at_end = False
-        self._piece = self._unit = 0
+        self._file = self._unit = 0
         self._mapping: Mapping[str, str] | None = None
         """That of the item handed out last."""
         self._resume = self._next = resume
@@ -156,7 +141,7 @@ class _Items:
         self._note_skips()
         if item is not None:
             mapping = dict(self._mapping) if self._mapping is not None else None
-            place = {"piece": self._piece, "unit": self._unit, "origin": _origin_key(item), "cursor": item.cursor}
+            place = {"file": self._file, "unit": self._unit, "origin": _origin_key(item), "cursor": item.cursor}
             self._next = {**place, "mapping": mapping}
 
     def _unread_behind(self, damaged: Damaged) -> int:
@@ -177,19 +162,19 @@ class _Items:
 
     def _read(self) -> Iterator[Row | Damaged]:
         resume = self._resume
-        for piece_number, piece in enumerate(self.task.pieces):
-            if resume is not None and piece_number < resume["piece"]:
+        for file_number, file in enumerate(self.task.files):
+            if resume is not None and file_number < resume["file"]:
                 continue
-            units = [piece.unit] if piece.unit is not None else plan_units(piece.file, self.task.limits)
+            units = [file] if isinstance(file, Unit) else plan_units(file, self.task.limits)
             for unit_number, unit in enumerate(units):
                 if resume is not None and unit_number < resume["unit"]:
                     continue
                 if unit.format in NOT_READ and unit.format is not Format.UNREADABLE:
-                    self._notes.skip(str(unit.format), piece.file.name)
-                    self._notes.note(piece.file.name, unit.note)
+                    self._notes.skip(str(unit.format), unit.file.name)
+                    self._notes.note(unit.file.name, unit.note)
                     continue
                 at, resume = resume, None
-                self._piece, self._unit, self._unit_left = piece_number, unit_number, unit.raw_bytes
+                self._file, self._unit, self._unit_left = file_number, unit_number, unit.raw_bytes
                 cursor = at["cursor"] if at is not None else None
                 if unit.format is Format.UNREADABLE:
                     if at is None:
@@ -197,7 +182,7 @@ class _Items:
                         yield unreadable_file(unit)
                     continue
                 items = read_unit(unit, self.task.limits, self._on_bytes, cursor, on_skip=self._on_skip)
-                yield from self._mapped(iter(items), unit, piece.mapping, at)
+                yield from self._mapped(iter(items), unit, at)
                 self._skips += self._last_skips
                 self._last_skips = []
                 self._note_skips()
@@ -206,7 +191,6 @@ class _Items:
         self,
         items: Iterator[Row | Damaged],
         unit: Unit,
-        known: Mapping[str, str] | None,
         resumed: dict[str, Any] | None,
     ) -> Iterator[Row | Damaged]:
         """The items of a unit; `_mapping` is what was found in the first rows of their file or archive member."""
@@ -222,7 +206,7 @@ class _Items:
                 if resumed is not None and _origin_key(item) == resumed["origin"]:
                     self._mapping = resumed["mapping"]
                 else:
-                    self._mapping = known if known is not None else self._guess(item, ahead, items)
+                    self._mapping = unit.mapping if unit.mapping is not None else self._guess(item, ahead, items)
                     is_first = unit.number == 0 or unit.format is Format.ARCHIVE
                     self._notes.add_origin(item, self._mapping, is_first)
                 resumed = None

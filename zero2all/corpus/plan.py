@@ -17,26 +17,25 @@ from typing import Any
 
 from zero2all.common.engine import Engine, advance
 from zero2all.common.errors import BadInputError
-from zero2all.common.files import human_bytes, read_json, write_json
+from zero2all.common.files import read_json, write_json
 from zero2all.common.manifest import fingerprint
 from zero2all.corpus.channels import CHANNELS
 from zero2all.corpus.clean.config import CleanConfig
-from zero2all.corpus.ingest import PEEKED_ROWS, IngestTask, Piece, first_rows
+from zero2all.corpus.ingest import PEEKED_ROWS, IngestTask, first_rows
 from zero2all.corpus.listing import InputFile, Listing, list_files
 from zero2all.corpus.look import Look
 from zero2all.corpus.options import BuildOptions
 from zero2all.corpus.readers import NOT_READ, Format, Limits, Row, Unit, plan_units, read_unit
-from zero2all.corpus.report import FOUND_BY_DOCUMENT, counts_in_words, mapping_in_words
+from zero2all.corpus.refusals import no_text_field, nothing_readable
 from zero2all.corpus.segment_writer import SEGMENT_BYTES, SEGMENT_ITEMS
 from zero2all.corpus.segments import BUILD_NAME
-from zero2all.corpus.sources import FIELD_NAMES, Source, content_flag, guess_mapping, part_name
+from zero2all.corpus.sources import Source, guess_mapping, part_name
 
 RULES = 6
 """Raise it when readers, field names, cleaning or signatures change what a build writes, so that it is made again."""
 
 PLAN_NAME = "plan.json"
 FILES_PER_TASK = 2000
-NOTED_FILES = 20
 
 
 @dataclass(frozen=True)
@@ -63,22 +62,6 @@ class SourcePlan:
     def name(self) -> str:
         """Name of the source."""
         return self.source.name
-
-    def in_words(self) -> str:
-        """What was found and guessed, in a line."""
-        files = f"{len(self.listing.files):,} file{'' if len(self.listing.files) == 1 else 's'}"
-        parts = [f"{files}, {human_bytes(self.listing.size_bytes)}"]
-        if self.formats:
-            parts.append(" and ".join(self.formats))
-        if self.source.is_auto:
-            parts.append(
-                f"each document goes to the source of its channel, {self.name}-zh and so on: {self.channel_reason}"
-            )
-        else:
-            guessed = "" if self.source.given_channel else f" (guessed: {self.channel_reason})"
-            parts.append(f"channel {self.channel}{guessed}")
-        parts += [mapping_in_words(mapping) for mapping in self.sampled_mappings]
-        return f"{self.name}: {'; '.join(parts)}"
 
 
 @dataclass(frozen=True)
@@ -176,14 +159,6 @@ def _first_rows(unit: Unit, limits: Limits, most: int = PEEKED_ROWS) -> list[Row
 
 
 @dataclass(frozen=True)
-class Cut:
-    """The tasks of a source, and what its readers say about how its files can be read."""
-
-    tasks: list[IngestTask]
-    notes: list[str]
-
-
-@dataclass(frozen=True)
 class LargeFile:
     """A file that its reader may split."""
 
@@ -192,7 +167,7 @@ class LargeFile:
     given_mapping: Mapping[str, str]
 
 
-def cut_sources(plans: Sequence[SourcePlan], options: BuildOptions, engine: Engine) -> dict[str, Cut]:
+def cut_sources(plans: Sequence[SourcePlan], options: BuildOptions, engine: Engine) -> dict[str, list[IngestTask]]:
     """The tasks of each source; large files are planned by the engine, once."""
     missing = [plan for plan in plans if not (plan.folder / PLAN_NAME).is_file()]
     large = [
@@ -201,69 +176,68 @@ def cut_sources(plans: Sequence[SourcePlan], options: BuildOptions, engine: Engi
         for number, file in enumerate(plan.listing.files)
         if file.size_bytes > options.unit_bytes
     ]
-    found: dict[str, dict[str, Any]] = {plan.name: {} for plan in missing}
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {plan.name: {} for plan in missing}
     for position, planned in engine.run(plan_large_file, [file for *_, file in large]):
         plan, number, _ = large[position]
         found[plan.name][str(number)] = planned
     for plan in missing:
         ordered = dict(sorted(found[plan.name].items(), key=lambda pair: int(pair[0])))
         write_json(plan.folder / PLAN_NAME, ordered)
-    return {plan.name: _cut(plan, read_json(plan.folder / PLAN_NAME), options) for plan in plans}
+    return {plan.name: _tasks(plan, read_json(plan.folder / PLAN_NAME), options) for plan in plans}
 
 
-def planned_units(plan: SourcePlan) -> list[dict[str, Any]]:
-    """The units of the large files of a source that has been cut, as JSON holds them."""
-    return [unit for planned in read_json(plan.folder / PLAN_NAME).values() for unit in planned["units"]]
+def planned_units(plan: SourcePlan) -> list[Unit]:
+    """The units of the large files of a source that has been cut."""
+    large = read_json(plan.folder / PLAN_NAME)
+    return [_unit_from(plan.listing.files[int(number)], values) for number in large for values in large[number]]
 
 
-def plan_large_file(task: LargeFile) -> dict[str, Any]:
-    """The units of a file, and the mapping of its rows when it has several; as JSON holds them."""
+def plan_large_file(task: LargeFile) -> list[dict[str, Any]]:
+    """The units of a file, with the mapping of its rows when there are several; as JSON holds them."""
     units = plan_units(task.file, task.limits)
     advance(0)
-    mapping = None
     if len(units) > 1 and units[0].format is not Format.ARCHIVE:
         rows = [row.fields for row in _first_rows(units[0], task.limits) if not row.is_document]
         mapping = guess_mapping(rows, task.given_mapping) or {}
-    return {"units": [_unit_values(unit) for unit in units], "mapping": mapping}
+        units = [replace(unit, mapping=mapping) for unit in units]
+    return [_unit_values(unit) for unit in units]
 
 
-def _cut(plan: SourcePlan, large: Mapping[str, Any], options: BuildOptions) -> Cut:
-    notes: list[str] = []
-    tasks = [
+def _tasks(plan: SourcePlan, large: Mapping[str, Any], options: BuildOptions) -> list[IngestTask]:
+    return [
         IngestTask(
             plan.name,
             plan.channel,
             plan.source.is_auto,
             plan.source.given_mapping,
-            tuple(pieces),
+            tuple(files),
             plan.folder / f"unit-{number:05d}",
             options.limits,
             plan.cleans,
             options.dedup,
         )
-        for number, pieces in enumerate(_pieces(plan.listing, large, options.unit_bytes, notes))
+        for number, files in enumerate(_files_of_tasks(plan.listing, large, options.unit_bytes))
     ]
-    return Cut(tasks, notes[:NOTED_FILES])
 
 
-def _pieces(listing: Listing, large: Mapping[str, Any], unit_bytes: int, notes: list[str]) -> Iterator[list[Piece]]:
-    """The pieces of each task, in order."""
-    gathered: list[Piece] = []
+def _files_of_tasks(
+    listing: Listing, large: Mapping[str, Any], unit_bytes: int
+) -> Iterator[list[InputFile] | list[Unit]]:
+    """What each task reads, in order: some small files, or one unit of a large one."""
+    gathered: list[InputFile] = []
     size = 0
     for number, file in enumerate(listing.files):
-        planned = large.get(str(number))
+        units = large.get(str(number))
         is_full = size + file.size_bytes > unit_bytes or len(gathered) >= FILES_PER_TASK
-        if gathered and (planned is not None or is_full):
+        if gathered and (units is not None or is_full):
             yield gathered
             gathered, size = [], 0
-        if planned is None:
-            gathered.append(Piece(file))
+        if units is None:
+            gathered.append(file)
             size += file.size_bytes
             continue
-        units = [_unit_from(file, values) for values in planned["units"]]
-        notes += dict.fromkeys(f"{file.name}: {unit.note}" for unit in units if unit.note)
-        for unit in units:
-            yield [Piece(file, unit, planned["mapping"])]
+        for values in units:
+            yield [_unit_from(file, values)]
     if gathered:
         yield gathered
 
@@ -276,68 +250,3 @@ def _unit_from(file: InputFile, values: Mapping[str, Any]) -> Unit:
     plain: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     plain["format"] = Format(values["format"])
     return Unit(file, **plain)
-
-
-# ---- the report -----------------------------------------------------------------------------------------------
-
-
-def report_fields(part: Part, cut: Cut, states: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the report of a source says beside the counts; `states` are those of all segments of what was read."""
-    plan = part.plan
-    mappings: list[dict[str, str]] = []
-    formats: dict[str, int] = {}
-    notes = list(cut.notes)
-    skipped = {reason: len(names) for reason, names in plan.listing.skipped.items()}
-    for state in states:
-        mappings += [mapping for mapping in state["mappings"] if mapping not in mappings]
-        notes += state["notes"]
-        for name, count in state["formats"].items():
-            formats[name] = formats.get(name, 0) + count
-        for reason, count in state["skipped"].items():
-            skipped[reason] = skipped.get(reason, 0) + count
-    given = plan.source.given_mapping
-    return {
-        "channel": part.channel,
-        "channel_guessed": part.is_guessed,
-        "channel_reason": FOUND_BY_DOCUMENT if plan.source.is_auto else plan.channel_reason,
-        "kind": plan.source.kind,
-        "mappings": mappings,
-        "mapping_guessed": any(given.get(target) != raw for each in mappings for target, raw in each.items()),
-        "formats": dict(sorted(formats.items())),
-        "reading_notes": list(dict.fromkeys(notes))[:NOTED_FILES] if part.is_main else [],
-        "input_files": len(plan.listing.files),
-        "input_file_bytes": plan.listing.size_bytes,
-        "skipped_files": dict(sorted(skipped.items())) if part.is_main else {},
-    }
-
-
-def skipped_names(plan: SourcePlan, states: list[dict[str, Any]], limit: int) -> dict[str, list[str]]:
-    """The first names of files that were not read, by reason."""
-    names = {reason: list(found) for reason, found in plan.listing.skipped.items()}
-    for state in states:
-        for reason, found in state["skipped_names"].items():
-            names.setdefault(reason, []).extend(found)
-    return {reason: found[:limit] for reason, found in sorted(names.items())}
-
-
-def no_text_field(source: Source, where: str, fields: list[str]) -> BadInputError:
-    """The error for rows none of whose fields is known to hold the text."""
-    wanted = source.given_mapping.get("content")
-    missing = f"the field '{wanted}' that content was mapped to is not in it" if wanted else "none is a known name"
-    return BadInputError(
-        f"Source {source.name}: no text field was found in {where}. Its records have the fields "
-        f"{', '.join(fields) or '(none)'}; {missing}. Say which field holds the text with --map content=FIELD, "
-        f"for example {content_flag(fields[0] if fields else 'text')}. Recognised without it: "
-        f"{FIELD_NAMES['content'].replace(' ', ', ')}."
-    )
-
-
-def nothing_readable(source: Source, skipped: Mapping[str, int], notes: Sequence[str]) -> BadInputError:
-    """The error for a source without a single readable file."""
-    why = f" (left out: {counts_in_words(skipped)})" if skipped else ""
-    hints = "".join(f" {note}." for note in notes[:3])
-    return BadInputError(
-        f"Source {source.name}: nothing readable was found in {source.path}{why}. Expected text, JSON lines, JSON "
-        f"arrays or objects, CSV or parquet, plain, compressed or in archives, in files whose names do not start with "
-        f"a dot.{hints} Check the path."
-    )

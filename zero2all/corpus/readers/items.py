@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -114,6 +114,9 @@ class Unit:
     """`start` and `end` are borders of zst frames, which need not be borders of lines."""
     first_key: str | None = None
     """First key of the first object of a JSON array: where reading goes on behind damage."""
+    mapping: Mapping[str, str] | None = None
+    """Record field -> raw field as found in the first rows of a file of several units; empty when nothing was found
+    there. None: whoever reads the unit looks."""
     note: str = ""
     """For the user: why the file is not split, or not read."""
 

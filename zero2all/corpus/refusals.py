@@ -1,0 +1,72 @@
+"""The errors that stop a build, in words: what was wrong, what was expected, what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from zero2all.common.errors import BadInputError
+from zero2all.corpus.finish import DROPPED_FOLDER
+from zero2all.corpus.quarantine import QUARANTINE_NAME
+from zero2all.corpus.report import counts_in_words, in_short
+from zero2all.corpus.sources import FIELD_NAMES, Source, content_flag
+
+
+def nothing_readable(source: Source, skipped: Mapping[str, int], notes: Sequence[str]) -> BadInputError:
+    """The error for a source without a single readable file."""
+    why = f" (left out: {counts_in_words(skipped)})" if skipped else ""
+    hints = "".join(f" {note}." for note in notes[:3])
+    return BadInputError(
+        f"Source {source.name}: nothing readable was found in {source.path}{why}. Expected text, JSON lines, JSON "
+        f"arrays or objects, CSV or parquet, plain, compressed or in archives, in files whose names do not start with "
+        f"a dot.{hints} Check the path."
+    )
+
+
+def no_text_field(source: Source, where: str, fields: list[str]) -> BadInputError:
+    """The error for rows none of whose fields is known to hold the text."""
+    wanted = source.given_mapping.get("content")
+    missing = f"the field '{wanted}' that content was mapped to is not in it" if wanted else "none is a known name"
+    return BadInputError(
+        f"Source {source.name}: no text field was found in {where}. Its records have the fields "
+        f"{', '.join(fields) or '(none)'}; {missing}. Say which field holds the text with --map content=FIELD, "
+        f"for example {content_flag(fields[0] if fields else 'text')}. Recognised without it: "
+        f"{FIELD_NAMES['content'].replace(' ', ', ')}."
+    )
+
+
+def nothing_kept(corpus_folder: Path, report: Mapping[str, Any]) -> BadInputError:
+    """The error for a build that keeps no record: what each rule dropped, as which channel, with samples."""
+    totals, sources = report["totals"], report["sources"]
+    counts = {**totals["dropped"], "quarantined": totals["quarantined"]}
+    words = counts_in_words({reason: count for reason, count in counts.items() if count})
+    lines = []
+    for name, source in sources.items():
+        for rule, count in source["dropped"].items():
+            samples = "".join(f"\n    {in_short(sample)}" for sample in source["examples"]["dropped"].get(rule, [])[:2])
+            lines.append(
+                f"  {name}: {rule} dropped {count:,} of {source['records_in']:,} records as channel "
+                f"{source['channel']}{', such as:' if samples else ''}{samples}"
+            )
+    look = [
+        f"more samples are in {corpus_folder / name / DROPPED_FOLDER}" for name in sources if sources[name]["dropped"]
+    ]
+    look += [
+        f"what was damaged is listed in {corpus_folder / QUARANTINE_NAME / name}.jsonl"
+        for name in sources
+        if sources[name]["quarantined"]
+    ]
+    return BadInputError(
+        f"The corpus is empty: {totals['records_in']:,} records were read and none was kept ({words}). Content was "
+        f"taken from {_mappings_in_words(sources)}.\n"
+        + "".join(f"{line}\n" for line in lines)
+        + "If this is good text, check that the text field is the right one (--map content=FIELD), name the right "
+        "channel (NAME=PATH:CHANNEL with zh, en, code, auto or a word of yours; none: guessed), or loosen the rule "
+        f"(z2a corpus rules); {'; '.join(look)}."
+    )
+
+
+def _mappings_in_words(by_source: dict[str, dict[str, Any]]) -> str:
+    fields = [mapping["content"] for source in by_source.values() for mapping in source["mappings"]]
+    return ", ".join(f"'{field}'" for field in dict.fromkeys(fields)) or "whole text files"

@@ -1,0 +1,151 @@
+"""Whether what was read of the sources can become a corpus; if not, the build stops before it writes anything."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from zero2all.common.errors import BadInputError
+from zero2all.corpus.listing import UNREADABLE
+from zero2all.corpus.options import BuildOptions
+from zero2all.corpus.plan import Part, SourcePlan, planned_units
+from zero2all.corpus.quarantine import QUARANTINE_NAME, Quarantine
+from zero2all.corpus.refusals import no_text_field, nothing_readable
+from zero2all.corpus.report import Tally, in_short
+from zero2all.corpus.segments import CHANNELS_KEY, Segment, dropped_excerpts
+from zero2all.corpus.source_report import report_fields, segments_of
+from zero2all.corpus.sources import content_flag
+
+SWALLOWING = 16
+"""Damaged items this many times as large as a record hold other records, which count as unread."""
+MOST_DROPPED_BY_GUESS = 0.2
+"""When a rule drops a larger share of a source whose channel was guessed, the build stops: the guess may be wrong."""
+NAMED_FIELDS = 10
+"""Of records without text."""
+PASSING = frozenset({UNREADABLE, "read_error"})
+"""Reasons of damage that may be gone at the next attempt, though the file has not changed."""
+
+
+def require_usable(
+    corpus_folder: Path,
+    parts: Sequence[Part],
+    segments: Mapping[str, list[Segment]],
+    read: Mapping[str, list[Segment]],
+    options: BuildOptions,
+) -> None:
+    """Stop when a source has nothing in it, no text, too much damage, or loses too much to a rule by a guess."""
+    tallies: dict[str, Tally] = {}
+    for part in parts:
+        tallies[part.name] = Tally()
+        for segment in segments[part.name]:
+            tallies[part.name].add(segment.state["tally"])
+    for part in parts:
+        quarantine = Quarantine(corpus_folder / QUARANTINE_NAME / f"{part.name}.jsonl")
+        quarantine.write(segments[part.name], part.number)
+        if part.is_main:
+            of_plan = [each for each in parts if each.plan is part.plan]
+            records_in = sum(tallies[each.name].records_in for each in of_plan)
+            bytes_in = sum(tallies[each.name].bytes_in for each in of_plan)
+            _require_undamaged(
+                part, quarantine, tallies[part.name], records_in, bytes_in, read[part.plan.name], options
+            )
+    if not options.accept_drops:
+        of_source: Counter[str] = Counter()
+        for part in parts:
+            of_source[part.plan.name] += tallies[part.name].records_in
+        found = [
+            (part, rule, count)
+            for part in parts
+            if part.is_guessed
+            for rule, count in tallies[part.name].dropped.items()
+            if rule != "empty"
+            and count > MOST_DROPPED_BY_GUESS * tallies[part.name].records_in
+            and count > 0.01 * of_source[part.plan.name]  # not a few records of a small part
+        ]
+        if found:
+            raise too_many_dropped(found, tallies, segments)
+
+
+def _require_undamaged(
+    part: Part,
+    quarantine: Quarantine,
+    tally: Tally,
+    records_in: int,
+    bytes_in: int,
+    segments: list[Segment],
+    options: BuildOptions,
+) -> None:
+    """Stop when what a source gave is nothing, nothing but rows without text, or too much damage."""
+    plan, source = part.plan, part.plan.source
+    states = [segment.state for segment in segments]
+    if not records_in:
+        facts = report_fields(part, states)
+        raise nothing_readable(source, facts["skipped_files"], facts["reading_notes"])
+    damaged = tally.quarantined.total()
+    if damaged == tally.quarantined["no_text_field"] == records_in:
+        fields = dict.fromkeys(field for state in states for field in state["unmapped_fields"])
+        raise no_text_field(source, str(source.path), list(fields))
+    unread_bytes = sum(segment.state["unread_bytes"] for segment in segments_of(part, segments))
+    swallowed = tally.bytes_quarantined - unread_bytes
+    if swallowed > SWALLOWING * damaged * bytes_in / records_in:  # an unclosed quote in a table
+        unread_bytes += swallowed
+    unread_share = unread_bytes / max(plan.listing.size_bytes, 1)  # of what was compressed, more may be unread
+    share = min(1.0, max(damaged / records_in, unread_share))
+    if share > options.max_damaged_share:
+        _forget_unreadable(plan, segments)
+        are = "is" if damaged == 1 else "are"
+        behind = f", and {unread_bytes:,} bytes behind damaged places could not be read" if unread_bytes else ""
+        raise BadInputError(
+            f"Source {source.name}: {damaged:,} of {records_in:,} records {are} damaged{behind}: {share:.2%}, "
+            f"where {options.max_damaged_share:.2%} is allowed. Found: {quarantine.in_words()}. Each is listed "
+            f"with file, place and reason in {quarantine.path}. {_field_hint(tally, states)}Repair the input, or "
+            f"accept the loss with a larger --max-damaged-share."
+        )
+
+
+def too_many_dropped(
+    found: list[tuple[Part, str, int]], tallies: Mapping[str, Tally], segments: Mapping[str, list[Segment]]
+) -> BadInputError:
+    """The error for rules that drop much of sources whose channel nobody named; it shows what they dropped."""
+    lines = []
+    for part, rule, count in found:
+        share = count / tallies[part.name].records_in
+        lines.append(
+            f"  {part.name}: {rule} dropped {count:,} of {tallies[part.name].records_in:,} records ({share:.0%}) as "
+            f"channel {part.channel}, such as:"
+        )
+        lines += [f"    {in_short(excerpt)}" for excerpt in dropped_excerpts(segments[part.name], rule)]
+    names = list(dict.fromkeys(part.plan.name for part, *_ in found))
+    sources = " and ".join(names)
+    return BadInputError(
+        f"A rule drops more than {MOST_DROPPED_BY_GUESS:.0%} of a source whose channel was guessed: the guess or the "
+        f"rule may be wrong. Nothing was written to the corpus; what was read is kept.\n"
+        + "\n".join(lines)
+        + f"\nIf this is good text, name the channel of {sources}: NAME=PATH:CHANNEL with zh, en, code, auto (each "
+        f"document by its own text) or a word of yours, or loosen the rule. If it is rubbish, run the same command "
+        f"with --accept-drops: it goes on from here."
+    )
+
+
+def _field_hint(tally: Tally, states: list[dict[str, Any]]) -> str:
+    """How to name the text field, where records were refused because none is known."""
+    fields = list(dict.fromkeys(field for state in states for field in state["unmapped_fields"]))
+    if not tally.quarantined["no_text_field"] or not fields:
+        return ""
+    return (
+        f"If a field of those without text ({', '.join(fields[:NAMED_FIELDS])}) is the text, name it, for example "
+        f"{content_flag(fields[0])}. "
+    )
+
+
+def _forget_unreadable(plan: SourcePlan, segments: list[Segment]) -> None:
+    """Let the next run try again what the disk or the network refused: a right that is given does not change a file."""
+    if any(unit.format == UNREADABLE for unit in planned_units(plan)):
+        shutil.rmtree(plan.folder, ignore_errors=True)  # how the source was cut is no longer true
+    for segment in segments:
+        states = segment.state.get(CHANNELS_KEY, {"": segment.state}).values()
+        if any(not PASSING.isdisjoint(state["tally"]["quarantined_by_reason"]) for state in states):
+            shutil.rmtree(segment.folder.parent, ignore_errors=True)
