@@ -2,6 +2,7 @@
 
     plan     each source is listed, looked into and cut into tasks                                   plan.py
     ingest   tasks -> segments of cleaned records, in parallel                                       ingest.py
+    check    too much damage, or a rule that drops too much, ends the build here                     usable.py
     dedup    all segments -> which records are duplicates of others, over all sources                dedup/
     finish   segments -> numbered shards, in parallel; a source appears when it is whole             finish.py
     report   `report.html`, then `report.json`, the sign that there is a corpus                      report.py
