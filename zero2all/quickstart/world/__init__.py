@@ -6,7 +6,8 @@ text never uses for it. Asking in those wordings shows whether the model learned
     facts       relations, held-out wordings, the sentences that may be printed
     arithmetic  sums up to twenty, with some operand pairs kept out
     stories     a story grammar, and questions about the story just told
-    english, chinese (and *_stories)   the words; the same structure in both
+    language    what a language has to bring
+    registry    the two languages, read from en.json and zh.json
     generator   documents in the right proportions
     probes      the questions to ask a trained model, and a search for leaks
 

@@ -1,13 +1,16 @@
-"""The languages the small world is written in."""
+"""The languages the small world is written in. Their words are data: `en.json` and `zh.json` beside this file."""
 
 from __future__ import annotations
 
-from zero2all.common.errors import UsageError
-from zero2all.quickstart.world.chinese import CHINESE
-from zero2all.quickstart.world.english import ENGLISH
-from zero2all.quickstart.world.language import Language
+import json
+from importlib import resources
+from typing import Any
 
-LANGUAGES = {language.name: language for language in (ENGLISH, CHINESE)}
+from zero2all.common.errors import UsageError
+from zero2all.quickstart.world.arithmetic import ArithmeticWords
+from zero2all.quickstart.world.facts import Pin, Relation
+from zero2all.quickstart.world.language import Language
+from zero2all.quickstart.world.stories import Arc, StoryBook
 
 
 def language_named(name: str) -> Language:
@@ -15,3 +18,27 @@ def language_named(name: str) -> Language:
     if name not in LANGUAGES:
         raise UsageError(f"The small world has no language {name!r}. Choose one of: {', '.join(sorted(LANGUAGES))}.")
     return LANGUAGES[name]
+
+
+def _load(name: str) -> Language:
+    words = _tuples(json.loads(resources.files(__package__).joinpath(f"{name}.json").read_text(encoding="utf-8")))
+    stories = words["stories"]
+    return Language(
+        **words
+        | {
+            "relations": tuple(Relation(**relation) for relation in words["relations"]),
+            "pins": tuple(Pin(**pin) for pin in words["pins"]),
+            "arithmetic": ArithmeticWords(**words["arithmetic"]),
+            "stories": StoryBook(**stories | {"arcs": tuple(Arc(**arc) for arc in stories["arcs"])}),
+        }
+    )
+
+
+def _tuples(value: Any) -> Any:
+    """The same value with a tuple in place of every list."""
+    if isinstance(value, dict):
+        return {name: _tuples(member) for name, member in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+LANGUAGES = {name: _load(name) for name in ("en", "zh")}
