@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from zero2all.cli import main
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.track.importer import import_tensorboard
 from zero2all.track.reader import RunReader
+from zero2all.track.sinks import TensorboardSink
 from zero2all.track.tensorboard import Damage, EventFile, TensorboardEvent, Value, event_files, masked_crc, read_events
 
 WRITTEN_BY_TENSORBOARD = base64.b85decode(
@@ -183,6 +185,16 @@ def test_nothing_to_import_and_a_name_that_is_taken_are_clear_errors(tmp_path):
     (tmp_path / "runs" / "x").mkdir(parents=True)
     with pytest.raises(UsageError, match="another name"):
         import_tensorboard(tmp_path / "logs", tmp_path / "runs", "x")
+
+
+def test_without_the_package_both_ways_say_what_to_install_and_write_nothing(tmp_path, monkeypatch):
+    put(tmp_path / "logs", WRITTEN_BY_TENSORBOARD)
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
+    with pytest.raises(UsageError, match=r"zero2all\[tensorboard\]"):
+        import_tensorboard(tmp_path / "logs", tmp_path / "runs", "old")
+    with pytest.raises(UsageError, match=r"zero2all\[tensorboard\]"):
+        TensorboardSink(tmp_path / "tb")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["events.out.tfevents.1000000000.host", "logs"]
 
 
 def test_the_command_line_says_what_was_left_out(tmp_path, capsys):
