@@ -8,7 +8,7 @@ characters that could move the cursor or colour the screen are replaced.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -55,8 +55,8 @@ def incident_html(incident: Incident) -> str:
         f"<h1>{_e(title)}, step {incident.step:,}</h1>",
         f'<p class="dim">Run {_e(incident.run)}</p>',
         f'<p class="done"><b>{_e(ACTIONS.get(incident.action, incident.action))}</b><br>{_e(incident.done)}</p>',
-        _findings(incident),
-        _advice(incident),
+        _list("What was found", incident.findings),
+        _list("What to do", incident.advice),
         _curve(incident, 1, "Loss"),
         _curve(incident, 2, "Gradient norm"),
         _channels(incident),
@@ -80,14 +80,9 @@ def incident_text(incident: Incident) -> str:
 # ---- HTML -----------------------------------------------------------------------------------------------------
 
 
-def _findings(incident: Incident) -> str:
-    items = "".join(f"<li>{_e(finding['text'])}</li>" for finding in incident.findings)
-    return f"<h2>What was found</h2><ul>{items}</ul>"
-
-
-def _advice(incident: Incident) -> str:
-    items = "".join(f"<li>{_e(line['text'])}</li>" for line in incident.advice)
-    return f"<h2>What to do</h2><ul>{items}</ul>"
+def _list(title: str, lines: Sequence[Mapping[str, Any]]) -> str:
+    items = "".join(f"<li>{_e(line['text'])}</li>" for line in lines)
+    return f"<h2>{title}</h2><ul>{items}</ul>"
 
 
 def _channels(incident: Incident) -> str:
@@ -145,19 +140,16 @@ def _samples(incident: Incident) -> str:
     parts = [f"<h2>Documents</h2><p class='dim'>{_e(incident.samples_note)}</p>"]
     for sample in incident.samples:
         parts.append(f"<h3>{_e(_sample_heading(sample))}</h3>")
-        for document in sample["documents"]:
-            heading, more = _document_heading(document), " …" if document["is_cut"] else ""
-            parts.append(f'<div class="dim">{_e(heading)}</div><pre>{_e(document["text"])}{more}</pre>')
+        parts += (
+            f'<div class="dim">{_e(_document_heading(document))}</div><pre>{_e(_excerpt(document))}</pre>'
+            for document in sample["documents"]
+        )
     return "".join(parts)
 
 
 def _e(value: Any) -> str:
     """Escaped; control characters, which no page may hold, become visible."""
-    return escape("".join(char if char in "\n\t" or char.isprintable() else _visible(char) for char in str(value)))
-
-
-def _visible(char: str) -> str:
-    return "\N{REPLACEMENT CHARACTER}" if char not in "\u3000\xa0" else char
+    return escape(terminal_safe(str(value), keep="\n\t\u3000\xa0"))
 
 
 def _n(value: float | None, style: str = ".4g") -> str:
@@ -185,10 +177,10 @@ def _text_lines(incident: Incident) -> Iterator[str]:
         yield f"── {terminal_safe(_sample_heading(sample))}"
         for document in sample["documents"]:
             yield f"   {terminal_safe(_document_heading(document))}"
-            yield f"   {terminal_safe(document['text'])}{' …' if document['is_cut'] else ''}"
+            yield f"   {terminal_safe(_excerpt(document))}"
 
 
-def terminal_safe(text: str, keep: Sequence[str] = ()) -> str:
+def terminal_safe(text: str, keep: str = "") -> str:
     """Without characters that a terminal would obey; `keep` names those that may stay (a newline)."""
     return "".join(char if char.isprintable() or char in keep else "\N{REPLACEMENT CHARACTER}" for char in text)
 
@@ -210,3 +202,7 @@ def _document_heading(document: dict[str, Any]) -> str:
     title = f", “{document['title']}”" if document["title"] else ""
     origin = f"; {document['origin']}" if document["origin"] else ""
     return f"document {document['number']:,}, tokens {document['first_column']} to {last}{gid}{title}{origin}"
+
+
+def _excerpt(document: dict[str, Any]) -> str:
+    return f"{document['text']} …" if document["is_cut"] else str(document["text"])
