@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from importlib import resources
 from typing import Any
 
 from zero2all.common.errors import UsageError
+from zero2all.common.files import package_text
 from zero2all.quickstart.world.arithmetic import ArithmeticWords
 from zero2all.quickstart.world.facts import Pin, Relation
 from zero2all.quickstart.world.language import Language
@@ -21,7 +21,7 @@ def language_named(name: str) -> Language:
 
 
 def _load(name: str) -> Language:
-    words = _tuples(json.loads(resources.files(__package__).joinpath(f"{name}.json").read_text(encoding="utf-8")))
+    words = _tuples(json.loads(package_text(__package__, f"{name}.json")))
     stories = words["stories"]
     return Language(
         **words

@@ -1,8 +1,7 @@
-"""An incident as one HTML page that needs nothing else, and as text for a terminal.
+"""An incident as one HTML page that needs nothing else (`common/html.py`), and as text for a terminal.
 
-The page holds text from the corpus, which nobody has vetted. Everything that goes into it is escaped, and a content
-security policy forbids scripts and addresses altogether, should an escape ever be forgotten. On the terminal,
-characters that could move the cursor or colour the screen are replaced.
+Both show text from the corpus. On the terminal, characters that could move the cursor or colour the screen are
+replaced. matplotlib could draw the curves, but a machine that only trains does not have it.
 """
 
 from __future__ import annotations
@@ -12,9 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from zero2all.common.files import package_text
+from zero2all.common.html import html_page
 from zero2all.train.guards.incident import Incident
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 TITLES = {
     "loss_spike": "Loss spike",
     "grad_spike": "Gradient spike",
@@ -32,20 +32,6 @@ ACTIONS = {
     "stop": "The run was stopped (exit code 12).",
 }
 WIDTH, HEIGHT, LEFT, BOTTOM = 720, 180, 56, 22
-STYLE = """
-:root{color-scheme:light dark;--fg:#1c2024;--bg:#fff;--dim:#667;--line:#d8dce2;--bad:#c22;--curve:#2563a8;--box:#f5f6f8}
-@media(prefers-color-scheme:dark){:root{--fg:#e4e6e9;--bg:#15181c;--dim:#99a;--line:#363b42;--bad:#f66;--curve:#7ab3ee;
---box:#1e2227}}
-body{font:15px/1.5 system-ui,sans-serif;color:var(--fg);background:var(--bg);margin:0}
-main{max-width:60rem;margin:0 auto;padding:1.5rem}
-h1{font-size:1.5rem;margin:0 0 .3rem}h2{font-size:1.1rem;margin:1.8rem 0 .5rem}
-.done{border-left:4px solid var(--bad);background:var(--box);padding:.6rem .9rem}
-.dim{color:var(--dim)}table{border-collapse:collapse}td,th{padding:.2rem .8rem .2rem 0;text-align:left;
-border-bottom:1px solid var(--line)}td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}
-td.up{color:var(--bad)}pre{white-space:pre-wrap;overflow-wrap:anywhere;background:var(--box);padding:.6rem .8rem;
-margin:.3rem 0 1rem}svg{display:block;max-width:100%;height:auto}svg text{fill:var(--dim);font-size:11px}
-.curve{fill:none;stroke:var(--curve);stroke-width:1.5}.axis{stroke:var(--line)}.bad{fill:var(--bad)}
-"""
 
 
 def incident_html(incident: Incident) -> str:
@@ -62,14 +48,7 @@ def incident_html(incident: Incident) -> str:
         _channels(incident),
         _samples(incident),
     ]
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{_e(title)}, step {incident.step}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n"
-        + "\n".join(filter(None, body))
-        + "\n</main>\n</body>\n</html>\n"
-    )
+    return html_page(f"{title}, step {incident.step}", package_text(__package__, "page.css"), body)
 
 
 def incident_text(incident: Incident) -> str:
