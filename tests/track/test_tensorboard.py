@@ -202,7 +202,7 @@ def test_the_command_line_says_what_was_left_out(tmp_path, capsys):
     work = tmp_path / "work"
     assert main(["track", "import", str(tmp_path / "logs"), "--name", "old", "--work", str(work)]) == 0
     out = capsys.readouterr().out
-    assert "1 files, 1 rows, 3 values, 0 texts" in out
+    assert "1 file, 1 row, 3 values, 0 texts" in out
     assert "bytes of a torn end" in out
-    assert "values of kind other" in out
+    assert "1 value of kind other" in out
     assert (work / "runs" / "old" / "metrics" / "train-1.jsonl").is_file()

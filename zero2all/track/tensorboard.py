@@ -23,6 +23,7 @@ import google_crc32c
 import numpy as np
 
 from zero2all.common.errors import UsageError
+from zero2all.common.progress import counted
 
 FILE_MARK = "tfevents"
 MAX_RECORD_BYTES = 256 << 20
@@ -254,6 +255,6 @@ def event_files(folder: Path) -> list[Path]:
 
 def describe(damage: Damage) -> list[str]:
     """One sentence for each thing that was left out."""
-    counts = [(damage.records, "damaged records"), (damage.tail_bytes, "bytes of a torn end")]
-    counts += [(count, f"values of kind {kind}") for kind, count in sorted(damage.values.items())]
-    return [f"{count:,} {what}" for count, what in counts if count]
+    said = [(damage.records, "damaged record", ""), (damage.tail_bytes, "byte", " of a torn end")]
+    said += [(count, "value", f" of kind {kind}") for kind, count in sorted(damage.values.items())]
+    return [f"{counted(count, noun)}{rest}" for count, noun, rest in said if count]
