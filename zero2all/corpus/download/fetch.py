@@ -319,10 +319,10 @@ class _Download:
         if fleet.failures:
             reasons = [f"{name} {reason}" for name, reason in sorted(fleet.failures.items())]
             raise BadInputError(
-                f"{len(reasons):,} of {counted(len(result.files), 'file')} could not be had: {_names(reasons, '; ')}. The "
-                f"others are here and checked, and none stands under its name with wrong bytes. The copy on "
-                f"{self.hub.endpoint} may be damaged: run the command again with another --endpoint, or leave these "
-                f"files out with --exclude."
+                f"{len(reasons):,} of {counted(len(result.files), 'file')} could not be downloaded: "
+                f"{_names(reasons, '; ')}. The others are here and checked, and none stands under its name with wrong "
+                f"bytes. The copy on {self.hub.endpoint} may be damaged: run the command again with another "
+                f"--endpoint, or leave these files out with --exclude."
             )
 
     def _facts(self, result: DownloadResult) -> dict[str, Any]:
