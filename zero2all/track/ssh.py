@@ -35,6 +35,7 @@ from urllib.parse import unquote_to_bytes, urlsplit
 
 from zero2all.common.errors import UsageError
 from zero2all.common.files import package_text
+from zero2all.common.progress import terminal_safe
 
 SCHEME = "ssh://"
 COMMAND_VARIABLE = "Z2A_SSH"
@@ -337,4 +338,4 @@ class _Complaints:
         self._thread.join(0.2)
         lines = [line.strip() for line in self._tail.decode("utf-8", "replace").splitlines() if line.strip()]
         last = lines[-1] if lines else ""
-        return "".join(character if character.isprintable() else "?" for character in last)[:300]
+        return terminal_safe(last, "?")[:300]

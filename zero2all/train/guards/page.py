@@ -13,6 +13,7 @@ from typing import Any
 
 from zero2all.common.files import package_text
 from zero2all.common.html import html_page
+from zero2all.common.progress import terminal_safe
 from zero2all.train.guards.incident import Incident
 
 TITLES = {
@@ -31,6 +32,8 @@ ACTIONS = {
     "rollback": "The run went back to a checkpoint and leaves the data out.",
     "stop": "The run was stopped (exit code 12).",
 }
+WIDE_SPACES = "\u3000\xa0"
+"""Python does not call them printable, and Chinese paragraphs begin with them."""
 WIDTH, HEIGHT, LEFT, BOTTOM = 720, 180, 56, 22
 
 
@@ -128,7 +131,7 @@ def _samples(incident: Incident) -> str:
 
 def _e(value: Any) -> str:
     """Escaped; control characters, which no page may hold, become visible."""
-    return escape(terminal_safe(str(value), keep="\n\t\u3000\xa0"))
+    return escape(terminal_safe(str(value), keep=f"\n\t{WIDE_SPACES}"))
 
 
 def _n(value: float | None, style: str = ".4g") -> str:
@@ -156,12 +159,7 @@ def _text_lines(incident: Incident) -> Iterator[str]:
         yield f"── {terminal_safe(_sample_heading(sample))}"
         for document in sample["documents"]:
             yield f"   {terminal_safe(_document_heading(document))}"
-            yield f"   {terminal_safe(_excerpt(document))}"
-
-
-def terminal_safe(text: str, keep: str = "") -> str:
-    """Without characters that a terminal would obey; `keep` names those that may stay (a newline)."""
-    return "".join(char if char.isprintable() or char in keep else "\N{REPLACEMENT CHARACTER}" for char in text)
+            yield f"   {terminal_safe(_excerpt(document), keep=WIDE_SPACES)}"
 
 
 # ---- both -----------------------------------------------------------------------------------------------------
