@@ -5,7 +5,7 @@
     python benchmarks/track.py --hang-seconds 5    a shorter hang of the disk
 
 `writer` compares with TensorBoard's EventFileWriter and with trackio, each in a process of its own and in turn, where
-they are installed (they are no dependencies of ours: `pip install tensorboard trackio`). Reading is measured in fresh
+they are installed (`pip install tensorboard trackio`). Reading is measured in fresh
 processes with the metrics file in the page cache; *cold* is without a sidecar, *warm* with one. `page` measures the
 board in a browser.
 """

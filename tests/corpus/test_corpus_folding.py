@@ -11,9 +11,9 @@ from zero2all.common.records import iter_records
 from zero2all.corpus import Source, build_corpus, summary_notes
 from zero2all.corpus.dedup.config import DedupConfig
 from zero2all.corpus.dedup.fold import fold
-from zero2all.corpus.han_forms import SIMPLIFIED
+from zero2all.corpus.han_forms import simplified_of
 
-TRADITIONAL = {word[0]: word[1] for word in SIMPLIFIED.split()}
+TRADITIONAL = {chr(simplified): chr(form) for form, simplified in reversed(simplified_of().items())}
 WIDE = str.maketrans("，。！？：；", ",.!?:;")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from zero2all.cli import main
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.track.importer import import_tensorboard
 from zero2all.track.reader import RunReader
+from zero2all.track.sinks import TensorboardSink
 from zero2all.track.tensorboard import Damage, EventFile, TensorboardEvent, Value, event_files, masked_crc, read_events
 
 WRITTEN_BY_TENSORBOARD = base64.b85decode(
@@ -185,12 +187,22 @@ def test_nothing_to_import_and_a_name_that_is_taken_are_clear_errors(tmp_path):
         import_tensorboard(tmp_path / "logs", tmp_path / "runs", "x")
 
 
+def test_without_the_package_both_ways_say_what_to_install_and_write_nothing(tmp_path, monkeypatch):
+    put(tmp_path / "logs", WRITTEN_BY_TENSORBOARD)
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
+    with pytest.raises(UsageError, match=r"zero2all\[tensorboard\]"):
+        import_tensorboard(tmp_path / "logs", tmp_path / "runs", "old")
+    with pytest.raises(UsageError, match=r"zero2all\[tensorboard\]"):
+        TensorboardSink(tmp_path / "tb")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["events.out.tfevents.1000000000.host", "logs"]
+
+
 def test_the_command_line_says_what_was_left_out(tmp_path, capsys):
     put(tmp_path / "logs", WRITTEN_BY_TENSORBOARD[:-5])
     work = tmp_path / "work"
     assert main(["track", "import", str(tmp_path / "logs"), "--name", "old", "--work", str(work)]) == 0
     out = capsys.readouterr().out
-    assert "1 files, 1 rows, 3 values, 0 texts" in out
+    assert "1 file, 1 row, 3 values, 0 texts" in out
     assert "bytes of a torn end" in out
-    assert "values of kind other" in out
+    assert "1 value of kind other" in out
     assert (work / "runs" / "old" / "metrics" / "train-1.jsonl").is_file()

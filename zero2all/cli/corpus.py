@@ -194,6 +194,7 @@ def _show(arguments: argparse.Namespace) -> None:
 
 def _show_gid(corpus: Any, known: dict[str, Any], arguments: argparse.Namespace) -> None:
     from zero2all.common.errors import UsageError
+    from zero2all.common.progress import terminal_safe
     from zero2all.corpus import find_record
 
     found = find_record(corpus, {name: manifest["number"] for name, manifest in known.items()}, arguments.gid)
@@ -206,13 +207,14 @@ def _show_gid(corpus: Any, known: dict[str, Any], arguments: argparse.Namespace)
             f"no gids."
         )
     split, record = found
-    print(f"── gid {arguments.gid}  {record['data_src']}, {split}  {_one_line(record['title'])}")
+    print(f"── gid {arguments.gid}  {record['data_src']}, {split}  {terminal_safe(record['title'], ' ')}")
     print(_cut(record["content"], arguments))
 
 
 def _show_records(corpus: Any, names: list[str], arguments: argparse.Namespace) -> None:
     import itertools
 
+    from zero2all.common.progress import terminal_safe
     from zero2all.common.records import iter_records
 
     for name in names:
@@ -223,7 +225,7 @@ def _show_records(corpus: Any, names: list[str], arguments: argparse.Namespace) 
             continue
         for record in itertools.islice(itertools.chain([first], records), arguments.count):
             number = f"gid {record['gid']}" if "gid" in record else name
-            print(f"── {number}  {_one_line(record['title'])}\n{_cut(record['content'], arguments)}\n")
+            print(f"── {number}  {terminal_safe(record['title'], ' ')}\n{_cut(record['content'], arguments)}\n")
 
 
 def _show_dropped(corpus: Any, names: list[str], arguments: argparse.Namespace) -> None:
@@ -231,6 +233,7 @@ def _show_dropped(corpus: Any, names: list[str], arguments: argparse.Namespace) 
 
     from zero2all.common.errors import UsageError
     from zero2all.common.files import as_written
+    from zero2all.common.progress import terminal_safe
     from zero2all.common.schema import nearest_hint
     from zero2all.corpus import iter_dropped, read_report
     from zero2all.corpus.clean.config import MEASURES, RULES
@@ -254,7 +257,7 @@ def _show_dropped(corpus: Any, names: list[str], arguments: argparse.Namespace) 
             for sample in itertools.islice(iter_dropped(corpus, name, rule), arguments.count):
                 facts = [f"gid {sample['gid']}", f"{sample['chars']:,} characters"]
                 if "file" in sample:
-                    facts.insert(1, _one_line(f"{sample['file']}, {sample['place']}"))
+                    facts.insert(1, terminal_safe(f"{sample['file']}, {sample['place']}", " "))
                 if sample.get("kept_gid") is not None:
                     facts.append(f"kept for it: gid {sample['kept_gid']}")
                 measures = sample.get("measures", {})
@@ -313,11 +316,6 @@ def _print_wrapped(line: str, indent: int = 4) -> None:
     columns = min(shutil.get_terminal_size().columns, LINE_COLUMNS)
     hanging = " " * indent
     print(textwrap.fill(line, columns, subsequent_indent=hanging, break_long_words=False, break_on_hyphens=False))
-
-
-def _one_line(text: str) -> str:
-    """A title or file name that cannot break a heading, nor reach the terminal as a command."""
-    return "".join(char if char.isprintable() else " " for char in text)
 
 
 def _cut(text: str, arguments: argparse.Namespace) -> str:

@@ -85,7 +85,7 @@ def _default_folder(repo: str, kind: str) -> Path:
 def _print_files(result: DownloadResult) -> None:
     from zero2all.cli.table import print_table
     from zero2all.common.files import human_bytes
-    from zero2all.corpus.download import count_files
+    from zero2all.corpus.download import in_words
 
     missing = {file.name for file in result.missing}
     rows = [
@@ -93,25 +93,24 @@ def _print_files(result: DownloadResult) -> None:
         for file in result.files
     ]
     print_table([["file", "size", "here", "checked by"], *rows])
-    print(f"would fetch {count_files(len(missing))}, {human_bytes(sum(file.size_bytes for file in result.missing))}")
+    print(f"would fetch {in_words(result.missing)}")
 
 
 def _print_summary(request: DownloadRequest, result: DownloadResult) -> None:
     from zero2all.common.files import human_bytes
-    from zero2all.common.progress import human_seconds
-    from zero2all.corpus.download import MANIFEST_NAME, STATE_FOLDER, count_files
+    from zero2all.common.progress import counted, human_seconds
+    from zero2all.corpus.download import MANIFEST_NAME, STATE_FOLDER, in_words
 
-    weight = f"{count_files(len(result.files))}, {human_bytes(sum(file.size_bytes for file in result.files))}"
     if result.missing:
         losses = f", lost connections taken up again: {result.interruptions:,}" if result.interruptions else ""
         print(
-            f"fetched {count_files(len(result.missing))}, {human_bytes(result.bytes_fetched)} in "
+            f"fetched {counted(len(result.missing), 'file')}, {human_bytes(result.bytes_fetched)} in "
             f"{human_seconds(result.seconds)}, every checksum right{losses}"
         )
     else:
         checked = "with the right checksums" if request.verify else "with the right sizes (--verify reads them again)"
         print(f"nothing to do: all files are here {checked}")
-    print(f"{request.folder}: {weight}, commit {result.commit[:12]}")
+    print(f"{request.folder}: {in_words(result.files)}, commit {result.commit[:12]}")
     print(f"manifest: {request.folder / STATE_FOLDER / MANIFEST_NAME}")
     if request.kind == "dataset":
         print(f"next: z2a corpus build {request.folder.name}={request.folder} --work my-workspace")

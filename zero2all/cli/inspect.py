@@ -101,8 +101,8 @@ def _tokens_of(run: Path, config: RunConfig, step: int) -> tuple[int, int, dict[
 
 
 def _print(facts: dict[str, Any], count: int, samples: list[SampleText]) -> None:
-    from zero2all.common.progress import counted
-    from zero2all.train.guards.page import terminal_safe
+    from zero2all.common.progress import counted, terminal_safe
+    from zero2all.train.guards.page import WIDE_SPACES
 
     loss = "" if facts["loss"] is None else f", loss {facts['loss']:.4f}"
     state = "" if facts["trained"] else ", not trained yet"
@@ -128,4 +128,4 @@ def _print(facts: dict[str, Any], count: int, samples: list[SampleText]) -> None
             )
             tokens = f"tokens {document.first_column:,} to {last:,}"
             print(f"   document {document.number:,}, {tokens}{terminal_safe(origin)}{title}")
-            print(terminal_safe(document.text, keep="\n\t") + (" …" if document.is_cut else ""))
+            print(terminal_safe(document.text, keep=f"\n\t{WIDE_SPACES}") + (" …" if document.is_cut else ""))

@@ -15,6 +15,7 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,11 @@ MANIFEST_NAME = "manifest.json"
 PARTIAL_MARK = ".partial-"
 CRC32C_POLYNOMIAL = 0x82F63B78
 LARGEST_JSON_BYTES = 1 << 30
+
+
+def package_text(package: str, name: str) -> str:
+    """A text file that lies beside the modules of one of our packages."""
+    return resources.files(package).joinpath(name).read_text(encoding="utf-8")
 
 
 def write_atomic(path: Path, data: bytes) -> None:

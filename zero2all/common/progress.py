@@ -76,6 +76,11 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
+def terminal_safe(text: str, instead: str = "\N{REPLACEMENT CHARACTER}", keep: str = "") -> str:
+    """The text with `instead` for every character that a terminal could obey, and for line ends; `keep` may stay."""
+    return "".join(char if char.isprintable() or char in keep else instead for char in text)
+
+
 def human_seconds(seconds: float) -> str:
     """75 -> '1m15s'."""
     whole = max(0, round(seconds))

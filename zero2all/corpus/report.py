@@ -25,6 +25,7 @@ from typing import Any
 
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import human_bytes, read_json_object
+from zero2all.common.progress import terminal_safe
 from zero2all.common.records import REPORT_NAME, report_sources
 
 SUMMED = ("records_in", "records_kept", "quarantined", "bytes_in", "bytes_kept", "train_records", "valid_records")
@@ -261,7 +262,7 @@ def mapping_in_words(mapping: Mapping[str, str]) -> str:
 
 def in_short(text: str, chars: int = 100) -> str:
     """The beginning of a text in one line, without anything a terminal would take for a command."""
-    line = " ".join("".join(char if char.isprintable() else " " for char in text).split())
+    line = " ".join(terminal_safe(text, " ").split())
     return line if len(line) <= chars else f"{line[:chars]} …"
 
 

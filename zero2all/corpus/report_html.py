@@ -1,8 +1,6 @@
-"""`report.html`: the report as one page that needs nothing else: no network, no script, no font of its own.
+"""`report.html`: the report as one page that needs nothing else (`common/html.py`). Its looks are in `report.css`.
 
-The page holds text from the corpus, which nobody has vetted. So everything that goes into it is escaped, and a content
-security policy forbids scripts and addresses altogether, should an escape ever be forgotten. Plots are drawn here, as
-HTML bars and small SVG; every figure in them also stands as text beside them.
+Plots are drawn here, as HTML bars and small SVG; every figure in them also stands as text beside them.
 """
 
 from __future__ import annotations
@@ -11,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from zero2all.common.files import human_bytes
+from zero2all.common.files import human_bytes, package_text
+from zero2all.common.html import html_page
 from zero2all.corpus.clean.config import RULES
 from zero2all.corpus.report import (
     EXAMPLE_CHARS,
@@ -25,7 +24,6 @@ from zero2all.corpus.report import (
 
 REPORT_HTML_NAME = "report.html"
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 MANY_SOURCES = 6
 """With more, the names over the columns of a table stand upright."""
 Source = Mapping[str, Any]
@@ -45,13 +43,7 @@ def report_html(report: Mapping[str, Any]) -> str:
         *(_source_section(name, source, anchors[name]) for name, source in sources.items()),
         _settings(report),
     ]
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>Corpus report</title>\n'
-        f"<style>{STYLE}</style>\n</head>\n<body>\n<main>\n" + "\n".join(filter(None, body)) + "\n</main>\n"
-        "</body>\n</html>\n"
-    )
+    return html_page("Corpus report", package_text(__package__, "report.css"), body)
 
 
 # ---- the corpus as a whole ------------------------------------------------------------------------------------
@@ -443,111 +435,3 @@ def _share(part: float, whole: float) -> str:
     if 0 < share < 0.001:
         return "under 0.1%"
     return "over 99.9%" if 0.9995 <= share < 1 else f"{share:.1%}"
-
-
-# ---- looks ----------------------------------------------------------------------------------------------------
-
-STYLE = """
-:root { color-scheme: light dark; --ink: #1d2630; --faint: #586573; --line: #dde4ea; --back: #fbfcfd; --panel: #f1f4f7;
-  --kept: #1f7a68; --dropped: #c4701a; --quarantined: #b2364a; --repaired: #7a8794; --boilerplate: #8465b5;
-  --bar: #2f6ca8; }
-@media (prefers-color-scheme: dark) {
-:root { --ink: #e6ebf0; --faint: #9ba8b5; --line: #2e3843; --back: #12171c; --panel: #1b2229;
-  --kept: #3da58f; --dropped: #d98f3e; --quarantined: #e06c7c; --repaired: #8b98a6; --boilerplate: #a98be0;
-  --bar: #5f9bd6; } }
-* { box-sizing: border-box; }
-html { scroll-padding-top: 1rem; -webkit-text-size-adjust: 100%; text-size-adjust: 100%; }
-body { margin: 0; color: var(--ink); background: var(--back); font: 15px/1.55 system-ui, -apple-system, "Segoe UI",
-  Roboto, "Noto Sans", "PingFang SC", "Hiragino Sans GB", "Microsoft YaHei", "Noto Sans CJK SC", "Source Han Sans SC",
-  sans-serif; }
-main { max-width: 1080px; margin: 0 auto; padding: 2.2rem 1.2rem 5rem; }
-h1 { font-size: 1.7rem; line-height: 1.2; margin: 0 0 1.1rem; letter-spacing: -.01em; }
-h2 { font-size: 1.2rem; margin: 0 0 .8rem; overflow-wrap: anywhere; }
-h3 { font-size: .9rem; margin: 1.6rem 0 .5rem; color: var(--faint); font-weight: 600; }
-section { margin-top: 2.6rem; }
-section.source { border-top: 1px solid var(--line); padding-top: 1.8rem; }
-a { color: inherit; text-decoration: underline; text-decoration-color: var(--bar); text-underline-offset: .2em; }
-a:focus-visible, summary:focus-visible, .wide:focus-visible { outline: 2px solid var(--bar); outline-offset: 2px; }
-code { font: .92em/1.4 ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", "Liberation Mono", monospace; }
-.faint, small { color: var(--faint); } p.faint { margin: .4rem 0 .6rem; font-size: .9rem; }
-dl, dd, figure { margin: 0; }
-
-.tiles { display: grid; grid-template-columns: repeat(5, 1fr); gap: .7rem; }
-.tile { background: var(--panel); border-radius: 10px; padding: .75rem .9rem .7rem; }
-.tile dt { color: var(--faint); font-size: .85rem; }
-.tile b { display: block; font-size: 1.45rem; line-height: 1.25; font-variant-numeric: tabular-nums; }
-.tile dd span { color: var(--faint); font-size: .82rem; }
-
-.balance { margin-bottom: 1.3rem; } .balance h3 { margin: 0 0 .35rem; }
-.stack { display: flex; gap: 2px; height: 14px; border-radius: 4px; overflow: hidden; background: var(--panel); }
-.stack i { flex: 0 0 2px; min-width: 2px; }
-.equation { margin: .45rem 0 0; font-variant-numeric: tabular-nums; } .term { white-space: nowrap; }
-.key { display: inline-block; width: .7em; height: .7em; border-radius: 2px; margin-right: .35em; }
-.kept { background: var(--kept); } .dropped { background: var(--dropped); } .repaired { background: var(--repaired); }
-.quarantined { background: var(--quarantined); } .boilerplate { background: var(--boilerplate); }
-.right { color: var(--kept); white-space: nowrap; margin-left: .4rem; font-weight: 600; }
-.wrong { color: var(--quarantined); white-space: nowrap; margin-left: .4rem; }
-
-.bars { display: grid; gap: .45rem; }
-.row { display: grid; grid-template-columns: minmax(4.5rem, auto) 1fr 9.5rem; column-gap: .8rem; align-items: center; }
-.bars > .row > .name { min-width: 6rem; overflow-wrap: anywhere; }
-.figure { text-align: right; font-variant-numeric: tabular-nums; color: var(--faint); white-space: nowrap; }
-.row .under { grid-column: 2 / -1; font-size: .82rem; color: var(--faint); overflow-wrap: anywhere; }
-.track { display: block; height: 12px; border-radius: 3px; background: var(--panel); overflow: hidden; }
-.fill { display: block; height: 100%; min-width: 2px; border-radius: 3px; background: var(--bar); }
-.fill.dropped { background: var(--dropped); } .damaged .fill { background: var(--quarantined); }
-.cut { display: flex; gap: 2px; height: 100%; } .cut i { flex: 0 0 2px; background: var(--bar); }
-
-.wide { overflow-x: auto; }
-.wide th:first-child { position: sticky; left: 0; z-index: 1; background: var(--back); }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-table.sources, table.rules { width: 100%; }
-th, td { text-align: right; padding: .38rem .55rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
-thead th { color: var(--faint); font-weight: 600; font-size: .87rem; vertical-align: bottom; }
-tbody th { font-weight: 400; } tbody th a { font-weight: 600; } tfoot th, tfoot td { font-weight: 600; border: 0; }
-th:first-child, td:first-child { text-align: left; padding-left: 0; }
-.sources td:nth-child(2) { text-align: left; } .sources th:nth-child(2) { text-align: left; }
-.sources td:last-child { min-width: 130px; } .sources td:last-child .stack { height: 10px; }
-.rules tbody th { min-width: 15rem; white-space: normal; } .rules small { display: block; line-height: 1.35; }
-.rules td { vertical-align: middle; }
-.many thead th:nth-child(n+3) a { writing-mode: vertical-rl; max-height: 11rem; overflow: hidden; white-space: nowrap;
-  text-overflow: ellipsis; text-decoration: none; display: inline-block; }
-.sources tbody th { white-space: normal; overflow-wrap: anywhere; min-width: 6.5rem; max-width: 13rem; }
-.heat { position: relative; } .heat span { position: relative; }
-.heat::before { content: ""; position: absolute; inset: 2px 1px; border-radius: 4px; background: var(--dropped);
-  opacity: calc(.08 + .42 * var(--heat)); }
-.none { color: var(--faint); opacity: .6; }
-.settings th, .settings td { text-align: left; padding: .2rem 1.4rem .2rem 0; white-space: normal; }
-
-.chip { font-size: .8rem; font-weight: 600; color: var(--faint); background: var(--panel); border-radius: 99px;
-  padding: .15rem .6rem; margin-left: .3rem; vertical-align: middle; }
-.facts { display: grid; gap: .15rem; } .facts div { display: grid; grid-template-columns: 5.5rem 1fr; gap: .6rem; }
-.facts dt { color: var(--faint); } .facts dd { overflow-wrap: anywhere; }
-.plots { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 2rem; margin-top: 1.4rem; }
-figcaption { font-size: .9rem; font-weight: 600; color: var(--faint); margin-bottom: .5rem; }
-svg { width: 100%; height: auto; display: block; } svg text { fill: var(--faint); font-size: 11px; }
-.bar { fill: var(--bar); } .grid { stroke: var(--line); } .axis { stroke: var(--faint); }
-
-details { border-bottom: 1px solid var(--line); } .samples { margin-top: 1.2rem; border: 0; }
-summary { cursor: pointer; padding: .45rem 0; list-style: none; }
-summary::-webkit-details-marker { display: none; }
-summary::before { content: "▸"; display: inline-block; width: 1.1em; color: var(--faint); }
-details[open] > summary::before { content: "▾"; }
-.rule summary { display: grid; grid-template-columns: 1.1em 12.5rem 1fr 8rem; column-gap: .4rem; align-items: center; }
-.rule small { grid-column: 2 / -1; }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; background: var(--panel); border-radius: 8px;
-  margin: .2rem 0 .7rem; padding: .7rem .9rem; max-height: 15rem; overflow-y: auto; tab-size: 4; }
-pre.prose { font: inherit; font-size: .95rem; line-height: 1.65; }
-pre.code { font: 12.5px/1.5 ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", "Liberation Mono", monospace; }
-
-@media (max-width: 720px) {
-  main { padding: 1.4rem 1rem 3rem; } .tiles { grid-template-columns: repeat(2, 1fr); }
-  .tile:first-child { grid-column: 1 / -1; }
-  .plots { grid-template-columns: minmax(0, 1fr); gap: 1.4rem; }
-  .row { grid-template-columns: 1fr auto; row-gap: .2rem; } .row .track { grid-row: 2; grid-column: 1 / -1; }
-  .row .under { grid-column: 1 / -1; }
-  .rule summary { grid-template-columns: 1.1em 1fr auto; row-gap: .25rem; }
-  .rule .track { grid-row: 2; grid-column: 2 / -1; }
-  .sources tbody th { min-width: 8.5rem; } .rules tbody th { min-width: 11rem; } .rules small { display: none; } }
-@media print { details > * { display: block; } pre { max-height: none; } body { background: none; } }
-"""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from rich.cells import set_cell_size
 from rich.text import Text
 
-from zero2all.common.progress import human_count, human_seconds
+from zero2all.common.progress import human_count, human_seconds, terminal_safe
 from zero2all.track.braille import Canvas
 from zero2all.track.listing import TRAIN_WRITER
 from zero2all.track.reader import Event, RunReader, RunStatus, Series
@@ -335,4 +335,4 @@ def _label(value: float) -> str:
 
 
 def _clean(text: str) -> str:
-    return "".join(character if character.isprintable() else "?" for character in str(text))
+    return terminal_safe(str(text), "?")

@@ -21,7 +21,7 @@ from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import staged_folder
 from zero2all.common.workspace import FOLDER_NAME_WORDS, is_folder_name
-from zero2all.track.tensorboard import Damage, TensorboardEvent, event_files, read_events
+from zero2all.track.tensorboard import Damage, TensorboardEvent, event_files, messages, read_events
 from zero2all.track.writer import END_KIND, METRICS_FOLDER, SEGMENT_KIND
 
 TRAIN_WRITER = "train"
@@ -62,6 +62,7 @@ def import_tensorboard(
     taken = [str(target) for target in targets if target.exists()]
     if taken:
         raise UsageError(f"There is a run in {', '.join(taken)} already. Choose another name with --name.")
+    messages()  # a missing package is reported before anything is written
     return [_import_folder(*pair, rename or {}, tokens_tag) for pair in zip(folders, targets, strict=True)]
 
 

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import write_atomic
-from zero2all.common.progress import human_count
+from zero2all.common.progress import human_count, terminal_safe
 from zero2all.common.schema import nearest_hint
 from zero2all.track.listing import distinct_names
 from zero2all.track.reader import Axis, RunReader, Series
@@ -474,5 +474,5 @@ def _shortened(text: str, length: int) -> str:
 
 def _printable(text: str) -> str:
     """Names from a run may hold any character; without a font for them they are escaped instead of boxes."""
-    text = "".join(character if character.isprintable() else "?" for character in text)
+    text = terminal_safe(text, "?")
     return text if _cjk_fonts() else text.encode("latin-1", "backslashreplace").decode("latin-1")

@@ -26,7 +26,7 @@ from zero2all.common.progress import say
 from zero2all.track.listing import find_runs, metrics_files
 from zero2all.track.reader import RunReader
 from zero2all.track.rows import NOT_FINITE, read_row
-from zero2all.track.tensorboard import EventFile
+from zero2all.track.tensorboard import EventFile, messages
 from zero2all.track.writer import END_KIND, METRICS_FOLDER, SEGMENT_KIND
 
 STATE_NAME = "z2a-export.json"
@@ -178,6 +178,7 @@ class TensorboardSink:
     """TensorBoard event files in a folder: scalars, texts, histograms and images; other events as texts."""
 
     def __init__(self, folder: Path) -> None:
+        messages()  # a missing package is reported now, not retried for ever
         self.state = folder / STATE_NAME
         self._folder = folder
         self._file: EventFile | None = None

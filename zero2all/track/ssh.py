@@ -1,8 +1,9 @@
 """One conversation with a far machine over the person's own OpenSSH: list the files of runs, read pieces of them.
 
 The far side needs a POSIX shell with `find`, `ls`, `wc`, `tail` and `head`; nothing is installed or written there. One
-ssh process runs one small shell program for as long as the connection lives. The program answers requests, so there is
-one login however many files there are, and nothing is sent that was not asked for.
+ssh process runs one small shell program, `far.sh`, for as long as the connection lives. The program answers requests,
+so there is one login however many files there are, and nothing is sent that was not asked for. It is sent as one line:
+every statement in it ends with `;`, and it has no comments.
 
 What keeps it safe:
 
@@ -33,6 +34,8 @@ from typing import IO
 from urllib.parse import unquote_to_bytes, urlsplit
 
 from zero2all.common.errors import UsageError
+from zero2all.common.files import package_text
+from zero2all.common.progress import terminal_safe
 
 SCHEME = "ssh://"
 COMMAND_VARIABLE = "Z2A_SSH"
@@ -61,50 +64,6 @@ OPTIONS = (
 
 FAR_COMMAND = """exec sh -c 'IFS= read -r program && eval "$program"'"""
 """All that the far side's login shell ever sees; sh, csh and fish read it alike."""
-
-FAR_PROGRAM = """
-export LC_ALL=C;
-unset CDPATH TIME_STYLE QUOTING_STYLE BLOCK_SIZE LS_BLOCK_SIZE POSIXLY_CORRECT;
-IFS= read -r mark;
-IFS= read -r root;
-if cd "$root" 2>/dev/null; then
-    if [ -d metrics ]; then kind=run;
-    elif [ -d runs ] && cd runs; then kind=runs;
-    elif [ -f config.yaml ]; then kind=run;
-    else kind=runs; fi;
-    base=$PWD;
-    printf "%s ready %s\\n" "$mark" "$kind";
-else
-    printf "%s missing\\n" "$mark"; exit 0;
-fi;
-listing() {
-    if [ "$kind" = run ]; then set -- ./metrics ./config.yaml ./anneal.json ./media;
-    else set -- ./*/metrics ./*/config.yaml ./*/anneal.json ./*/media; fi;
-    find -L "$@" -type f "(" -name "*.jsonl" -o -name config.yaml -o -name anneal.json -o -path "*/media/*" ")"
-        -exec ls -lin -L {} +;
-};
-last=none;
-while read -r request offset limit; do
-    if [ "$request" = list ]; then
-        if [ "$offset" = again ]; then last=none; fi;
-        if cd "$base" 2>/dev/null; then now=$(listing 2>/dev/null); else printf "%s missing\\n" "$mark"; exit 0; fi;
-        if [ "$now" = "$last" ]; then printf "%s same\\n" "$mark";
-        else last=$now; printf "%s files\\n%s\\n%s end\\n" "$mark" "$now" "$mark"; fi;
-    else
-        IFS= read -r name;
-        size=-1; count=0;
-        if [ -f "$name" ] && [ -r "$name" ]; then
-            size=$({ wc -c <"$name"; } 2>/dev/null) || size=-1;
-            size=$((${size:--1})); count=$((size - offset));
-        fi;
-        if [ "$count" -lt 0 ]; then count=0; fi;
-        if [ "$count" -gt "$limit" ]; then count=$limit; fi;
-        printf "%s piece %s %s\\n" "$mark" "$size" "$count";
-        if [ "$count" -gt 0 ]; then tail -c "+$((offset + 1))" "$name" 2>/dev/null | head -c "$count"; fi;
-        printf "%s end\\n" "$mark";
-    fi;
-done
-"""
 
 
 class SshError(Exception):
@@ -220,7 +179,7 @@ class Connection:
 
     def open(self) -> str:
         """Send the program and wait for its greeting; returns "run" or "runs": what the folder is."""
-        program = " ".join(line.strip() for line in FAR_PROGRAM.strip().splitlines())
+        program = " ".join(line.strip() for line in package_text(__package__, "far.sh").splitlines())
         self._send(program.encode(), self._mark, self.address.path.encode())
         self._skip_to_mark()
         answer = self._line().split()
@@ -379,4 +338,4 @@ class _Complaints:
         self._thread.join(0.2)
         lines = [line.strip() for line in self._tail.decode("utf-8", "replace").splitlines() if line.strip()]
         last = lines[-1] if lines else ""
-        return "".join(character if character.isprintable() else "?" for character in last)[:300]
+        return terminal_safe(last, "?")[:300]

@@ -1,49 +1,42 @@
-"""TensorBoard's event files, read and written without TensorBoard.
+"""TensorBoard's event files, read and written with the messages of the `tensorboard` package (extra `tensorboard`).
 
-A file is a chain of records: the length (8 bytes), its checksum, the data, its checksum; both are masked crc32c. The
-data is a protocol buffer, of which we need few fields: when, which step, and the values of a summary. A record whose
-data is damaged is skipped and counted; where a length is damaged or cut off, nothing behind it can be found again, so
-reading ends there and the bytes that are left are counted.
+A file is a chain of records: the length (8 bytes), its checksum, the data, its checksum; both are masked crc32c. We
+walk the records ourselves, because TensorBoard's reader stops at the first damaged one. A record whose data is damaged
+is skipped and counted; where a length is damaged or cut off, nothing behind it can be found again, so reading ends
+there and the bytes that are left are counted.
 """
 
 from __future__ import annotations
 
-import io
 import os
 import socket
 import struct
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any, Literal
 
 import google_crc32c
+import numpy as np
+
+from zero2all.common.errors import UsageError
+from zero2all.common.progress import counted
 
 FILE_MARK = "tfevents"
 MAX_RECORD_BYTES = 256 << 20
-FILE_VERSION = b"brain.Event:2"
+FILE_VERSION = "brain.Event:2"
 
-# Wire types of protocol buffers.
-VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
-
-# Fields of Event, Summary.Value, TensorProto: the numbers their definitions give them.
-EVENT_TIME, EVENT_STEP, EVENT_VERSION, EVENT_SUMMARY, EVENT_SESSION = 1, 2, 3, 5, 7
-SUMMARY_VALUE = 1
-VALUE_TAG, VALUE_SIMPLE, VALUE_IMAGE, VALUE_HISTOGRAM, VALUE_AUDIO, VALUE_TENSOR, VALUE_METADATA = 1, 2, 4, 5, 6, 8, 9
-TENSOR_TYPE, TENSOR_SHAPE, TENSOR_CONTENT, TENSOR_STRINGS = 1, 2, 4, 8
-SESSION_START = 1
-
-TENSOR_FORMATS = {
-    **{1: "<f", 2: "<d", 3: "<i", 4: "<B", 5: "<h", 6: "<b", 9: "<q", 10: "<?"},
-    **{17: "<H", 19: "<e", 22: "<I", 23: "<Q"},
+TENSOR_TYPES = {
+    **{"DT_FLOAT": "<f4", "DT_DOUBLE": "<f8", "DT_HALF": "<f2", "DT_INT8": "<i1", "DT_INT16": "<i2"},
+    **{"DT_INT32": "<i4", "DT_INT64": "<i8", "DT_UINT8": "<u1", "DT_UINT16": "<u2", "DT_UINT32": "<u4"},
+    **{"DT_UINT64": "<u8", "DT_BOOL": "?", "DT_BFLOAT16": "<u2"},
 }
-"""How one element lies in `tensor_content`, by the number of its type. bfloat16 (14) has no format of its own."""
-BFLOAT16, STRING = 14, 7
-TENSOR_FIELDS = {5: "<f", 6: "<d"}
-TENSOR_INTEGER_FIELDS = frozenset({7, 10, 11, 16, 17})
-HALF_FIELD = 13
+"""How one element lies in `tensor_content`. numpy has no bfloat16: it is the upper half of a float32."""
+TENSOR_FIELDS = ("float_val", "double_val", "int_val", "int64_val", "bool_val", "uint32_val", "uint64_val")
+"""Where a tensor without `tensor_content` has its numbers, but for the two kinds of 16-bit floats."""
 
 
 @dataclass(frozen=True)
@@ -77,21 +70,38 @@ class Damage:
     """Good values of kinds that have no place in a run of ours, by kind."""
 
 
+def messages() -> Any:
+    """What we need of TensorBoard's messages; a UsageError where the package is missing."""
+    try:
+        from google.protobuf.message import DecodeError
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.types_pb2 import DataType
+    except ImportError as error:
+        raise UsageError(
+            f"Reading and writing TensorBoard's files needs its package, which cannot be imported ({error}). Install "
+            f"it: pip install 'zero2all[tensorboard]'"
+        ) from error
+    return SimpleNamespace(DecodeError=DecodeError, Event=Event, DataType=DataType, START=SessionLog.START)
+
+
 # ---- reading ----
 
 
 def read_events(path: Path, damage: Damage) -> Iterator[TensorboardEvent]:
     """The events of one file in their order; what cannot be read is added to `damage`."""
+    tb = messages()
     plugins: dict[str, str] = {}
     with open(path, "rb") as file:
         for data in _records(file, damage):
             try:
-                event = _event(data, plugins, damage)
-            except (ValueError, struct.error, IndexError):
+                event = tb.Event.FromString(data)
+            except tb.DecodeError:
                 damage.records += 1
                 continue
-            if event is not None:
-                yield event
+            values = [found for value in event.summary.value for found in _value(value, plugins, damage, tb)]
+            is_restart = event.session_log.status == tb.START
+            if values or is_restart:
+                yield TensorboardEvent(event.wall_time, event.step, tuple(values), is_restart)
 
 
 def _records(file: IO[bytes], damage: Damage) -> Iterator[bytes]:
@@ -119,139 +129,42 @@ def masked_crc(data: bytes) -> int:
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-def _event(data: bytes, plugins: dict[str, str], damage: Damage) -> TensorboardEvent | None:
-    when, step, is_restart = 0.0, 0, False
-    values: list[Value] = []
-    for number, content in _fields(data):
-        if number == EVENT_TIME:
-            when = struct.unpack("<d", _bytes(content))[0]
-        elif number == EVENT_STEP:
-            step = _signed(content)
-        elif number == EVENT_SESSION:
-            is_restart = any(inner == 1 and status == SESSION_START for inner, status in _fields(_bytes(content)))
-        elif number == EVENT_SUMMARY:
-            for inner, value in _fields(_bytes(content)):
-                if inner == SUMMARY_VALUE:
-                    values += _value(_bytes(value), plugins, damage)
-    return TensorboardEvent(when, step, tuple(values), is_restart) if values or is_restart else None
-
-
-def _value(data: bytes, plugins: dict[str, str], damage: Damage) -> list[Value]:
-    fields = dict(_fields(data))
-    tag = _bytes(fields.get(VALUE_TAG, b"")).decode("utf-8", "backslashreplace")
-    if VALUE_METADATA in fields:  # writers send it with the first value of a tag only
-        plugins[tag] = _plugin(_bytes(fields[VALUE_METADATA]))
+def _value(value: Any, plugins: dict[str, str], damage: Damage, tb: Any) -> list[Value]:
+    tag = value.tag
+    if value.HasField("metadata"):  # writers send it with the first value of a tag only
+        plugins[tag] = value.metadata.plugin_data.plugin_name
     plugin = plugins.get(tag, "")
-    if VALUE_SIMPLE in fields:
-        return [Value(tag, "scalar", struct.unpack("<f", _bytes(fields[VALUE_SIMPLE]))[0])]
-    if VALUE_TENSOR in fields and plugin in ("scalars", "text", ""):
-        content = _tensor(_bytes(fields[VALUE_TENSOR]))
+    kind = value.WhichOneof("value")
+    if kind == "simple_value":
+        return [Value(tag, "scalar", value.simple_value)]
+    if kind == "tensor" and plugin in ("scalars", "text", ""):
+        content = _tensor(value.tensor, tb)
         if isinstance(content, float):
             return [Value(tag, "scalar", content)]
         if isinstance(content, str) and plugin == "text":
             return [Value(tag, "text", content)]
-    kinds = {VALUE_IMAGE: "image", VALUE_HISTOGRAM: "histogram", VALUE_AUDIO: "audio"}
-    kind = plugin or next((name for number, name in kinds.items() if number in fields), "other")
+    kind = plugin or {"image": "image", "histo": "histogram", "audio": "audio"}.get(kind, "other")
     damage.values[kind] = damage.values.get(kind, 0) + 1
     return []
 
 
-def _plugin(metadata: bytes) -> str:
-    for number, content in _fields(metadata):
-        if number == 1:
-            return _bytes(dict(_fields(_bytes(content))).get(1, b"")).decode("utf-8", "replace")
-    return ""
-
-
-def _tensor(data: bytes) -> float | str | None:
+def _tensor(tensor: Any, tb: Any) -> float | str | None:
     """The one element of a tensor; None when it has several, or none of a kind we know."""
-    kind, raw, numbers, strings = 0, b"", [], []
-    for number, content in _fields(data):
-        if number == TENSOR_TYPE:
-            kind = _signed(content)
-        elif number == TENSOR_CONTENT:
-            raw = _bytes(content)
-        elif number == TENSOR_STRINGS:
-            strings.append(_bytes(content))
-        elif number in TENSOR_FIELDS:
-            packed, form = _bytes(content), TENSOR_FIELDS[number]
-            numbers += [one for (one,) in struct.iter_unpack(form, packed)]
-        elif number in TENSOR_INTEGER_FIELDS:
-            numbers += [float(one) for one in _integers(content)]
-        elif number == HALF_FIELD:
-            numbers += [_half(one, kind) for one in _integers(content)]
-    if kind == STRING:
-        return b"\n".join(strings).decode("utf-8", "backslashreplace") if strings else None
-    if raw and kind == BFLOAT16 and len(raw) == 2:
-        return _half(int.from_bytes(raw, "little"), kind)
-    if raw and kind in TENSOR_FORMATS and len(raw) == struct.calcsize(TENSOR_FORMATS[kind]):
-        return float(struct.unpack(TENSOR_FORMATS[kind], raw)[0])
-    return float(numbers[0]) if len(numbers) == 1 else None
-
-
-def _half(bits: int, kind: int) -> float:
-    raw = struct.pack("<H", bits & 0xFFFF)
-    return float(struct.unpack("<f", b"\0\0" + raw)[0] if kind == BFLOAT16 else struct.unpack("<e", raw)[0])
-
-
-def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Number and content of each field of a message: an integer for varints, bytes for everything else."""
-    position = 0
-    while position < len(data):
-        key, position = _varint(data, position)
-        number, wire = key >> 3, key & 7
-        content: int | bytes
-        if wire == VARINT:
-            content, position = _varint(data, position)
-        else:
-            if wire == BYTES:
-                length, position = _varint(data, position)
-            elif wire in (FIXED64, FIXED32):
-                length = 8 if wire == FIXED64 else 4
-            else:
-                raise ValueError(f"wire type {wire}")
-            if position + length > len(data):
-                raise ValueError("a field is longer than its message")
-            content = data[position : position + length]
-            position += length
-        yield number, content
-
-
-def _varint(data: bytes, position: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        shift += 7
-        if byte < 0x80:
-            return value, position
-        if shift > 63:
-            raise ValueError("a number without end")
-
-
-def _integers(content: int | bytes) -> list[int]:
-    """A repeated integer field: packed into bytes, or one at a time."""
-    if isinstance(content, int):
-        return [_signed(content)]
-    numbers, position = [], 0
-    while position < len(content):
-        value, position = _varint(content, position)
-        numbers.append(_signed(value))
-    return numbers
-
-
-def _signed(content: int | bytes) -> int:
-    if not isinstance(content, int):
-        raise ValueError("bytes where a number was expected")
-    content &= (1 << 64) - 1
-    return content - (1 << 64) if content >= 1 << 63 else content
-
-
-def _bytes(content: int | bytes) -> bytes:
-    if not isinstance(content, bytes):
-        raise ValueError("a number where bytes were expected")
-    return content
+    kind = tb.DataType.Name(tensor.dtype) if tensor.dtype in tb.DataType.values() else ""
+    if kind == "DT_STRING":
+        return b"\n".join(tensor.string_val).decode("utf-8", "backslashreplace") if tensor.string_val else None
+    dtype = TENSOR_TYPES.get(kind)
+    if tensor.tensor_content:
+        if dtype is None or len(tensor.tensor_content) != np.dtype(dtype).itemsize:
+            return None
+        numbers = np.frombuffer(tensor.tensor_content, dtype)
+    elif tensor.half_val:
+        numbers = np.array(tensor.half_val).astype("<u2").view(dtype or "<u2")
+    else:
+        numbers = np.array([number for name in TENSOR_FIELDS for number in getattr(tensor, name)])
+    if len(numbers) != 1:
+        return None
+    return float((numbers.astype("<u4") << 16).view("<f4")[0] if kind == "DT_BFLOAT16" else numbers[0])
 
 
 # ---- writing ----
@@ -261,6 +174,7 @@ class EventFile:
     """A new event file in `folder`. Each call appends one record; `flush` makes them visible to a reader."""
 
     def __init__(self, folder: Path, suffix: str = "z2a") -> None:
+        self._tb = messages()
         folder.mkdir(parents=True, exist_ok=True)
         host = "".join(letter if letter.isalnum() or letter in "-_" else "_" for letter in socket.gethostname())
         number = 0
@@ -273,39 +187,44 @@ class EventFile:
                 number += 1
         self.path = folder / name
         self._described: set[str] = set()
-        self._write(_double(EVENT_TIME, time.time()) + _block(EVENT_VERSION, FILE_VERSION))
+        self._write(wall_time=time.time(), file_version=FILE_VERSION)
 
     def scalars(self, when: float, step: int, values: dict[str, float]) -> None:
         """Numbers of one step."""
-        self._event(when, step, (_value_head(tag) + _float(VALUE_SIMPLE, number) for tag, number in values.items()))
+        self._values(when, step, *({"tag": _utf8(tag), "simple_value": number} for tag, number in values.items()))
 
     def text(self, when: float, step: int, tag: str, text: str) -> None:
         """One text, shown as Markdown by TensorBoard."""
-        shape = _block(2, _integer(1, 1))
-        tensor = _integer(TENSOR_TYPE, STRING) + _block(TENSOR_SHAPE, shape) + _block(TENSOR_STRINGS, text.encode())
-        self._event(when, step, [self._head(tag, b"text") + _block(VALUE_TENSOR, tensor)])
+        value: dict[str, Any] = {"tag": _utf8(tag)}
+        value["tensor"] = {"dtype": "DT_STRING", "tensor_shape": {"dim": [{"size": 1}]}, "string_val": [text.encode()]}
+        if tag not in self._described:  # the first value of a tag names its plugin
+            self._described.add(tag)
+            value["metadata"] = {"plugin_data": {"plugin_name": "text"}}
+        self._values(when, step, value)
 
     def histogram(self, when: float, step: int, tag: str, edges: list[float], counts: list[float]) -> None:
         """Counts between edges; the sums are those of the middles."""
         middles = [(low + high) / 2 for low, high in pairwise(edges)]
-        total = sum(count * middle for count, middle in zip(counts, middles, strict=True))
-        squares = sum(count * middle * middle for count, middle in zip(counts, middles, strict=True))
-        numbers = (edges[0], edges[-1], float(sum(counts)), total, squares)
-        content = b"".join(_double(number, value) for number, value in enumerate(numbers, start=1))
-        content += _block(6, struct.pack(f"<{len(counts)}d", *edges[1:]))
-        content += _block(7, struct.pack(f"<{len(counts)}d", *counts))
-        self._event(when, step, [_value_head(tag) + _block(VALUE_HISTOGRAM, content)])
+        histogram = {
+            "min": edges[0],
+            "max": edges[-1],
+            "num": sum(counts),
+            "sum": sum(count * middle for count, middle in zip(counts, middles, strict=True)),
+            "sum_squares": sum(count * middle * middle for count, middle in zip(counts, middles, strict=True)),
+            "bucket_limit": edges[1:],
+            "bucket": counts,
+        }
+        self._values(when, step, {"tag": _utf8(tag), "histo": histogram})
 
     def image(self, when: float, step: int, tag: str, encoded: bytes, width: int, height: int) -> None:
         """A picture as PNG or JPEG bytes."""
-        content = _integer(1, height) + _integer(2, width) + _integer(3, 3) + _block(4, encoded)
-        self._event(when, step, [_value_head(tag) + _block(VALUE_IMAGE, content)])
+        height, width = (min(max(0, size), (1 << 31) - 1) for size in (height, width))
+        image = {"height": height, "width": width, "colorspace": 3, "encoded_image_string": encoded}
+        self._values(when, step, {"tag": _utf8(tag), "image": image})
 
     def restart(self, when: float, step: int) -> None:
         """Training goes on at `step`: a reader forgets what this folder said about it and the steps behind it."""
-        self._write(
-            _double(EVENT_TIME, when) + _integer(EVENT_STEP, step) + _block(EVENT_SESSION, _integer(1, SESSION_START))
-        )
+        self._write(wall_time=when, step=step, session_log={"status": "START"})
 
     def flush(self) -> None:
         """Hand everything to the kernel."""
@@ -315,53 +234,18 @@ class EventFile:
         """Flush and end."""
         self._file.close()
 
-    def _head(self, tag: str, plugin: bytes) -> bytes:
-        if tag in self._described:
-            return _value_head(tag)
-        self._described.add(tag)
-        return _value_head(tag) + _block(VALUE_METADATA, _block(1, _block(1, plugin)))
+    def _values(self, when: float, step: int, *values: dict[str, Any]) -> None:
+        self._write(wall_time=when, step=step, summary={"value": list(values)})
 
-    def _event(self, when: float, step: int, values: Iterable[bytes]) -> None:
-        summary = b"".join(_block(SUMMARY_VALUE, value) for value in values)
-        self._write(_double(EVENT_TIME, when) + _integer(EVENT_STEP, step) + _block(EVENT_SUMMARY, summary))
-
-    def _write(self, data: bytes) -> None:
+    def _write(self, **event: Any) -> None:
+        data = self._tb.Event(**event).SerializeToString()
         length = struct.pack("<Q", len(data))
         self._file.write(length + struct.pack("<I", masked_crc(length)) + data + struct.pack("<I", masked_crc(data)))
 
 
-def _value_head(tag: str) -> bytes:
-    return _block(VALUE_TAG, tag.encode("utf-8", "backslashreplace"))
-
-
-def _number(value: int) -> bytes:
-    """A varint."""
-    value &= (1 << 64) - 1
-    encoded = io.BytesIO()
-    while value > 0x7F:
-        encoded.write(bytes([value & 0x7F | 0x80]))
-        value >>= 7
-    return encoded.getvalue() + bytes([value])
-
-
-def _integer(number: int, value: int) -> bytes:
-    return _number(number << 3 | VARINT) + _number(value)
-
-
-def _double(number: int, value: float) -> bytes:
-    return _number(number << 3 | FIXED64) + struct.pack("<d", value)
-
-
-def _float(number: int, value: float) -> bytes:
-    try:
-        packed = struct.pack("<f", value)
-    except OverflowError:  # beyond single precision
-        packed = struct.pack("<f", float("inf") if value > 0 else float("-inf"))
-    return _number(number << 3 | FIXED32) + packed
-
-
-def _block(number: int, content: bytes) -> bytes:
-    return _number(number << 3 | BYTES) + _number(len(content)) + content
+def _utf8(tag: str) -> str:
+    """Without lone surrogates, which no protocol buffer may hold."""
+    return tag.encode("utf-8", "backslashreplace").decode()
 
 
 def event_files(folder: Path) -> list[Path]:
@@ -371,8 +255,6 @@ def event_files(folder: Path) -> list[Path]:
 
 def describe(damage: Damage) -> list[str]:
     """One sentence for each thing that was left out."""
-    said: list[str] = []
-    counts: list[tuple[Any, str]] = [(damage.records, "damaged records"), (damage.tail_bytes, "bytes of a torn end")]
-    counts += [(count, f"values of kind {kind}") for kind, count in sorted(damage.values.items())]
-    said += [f"{count:,} {what}" for count, what in counts if count]
-    return said
+    said = [(damage.records, "damaged record", ""), (damage.tail_bytes, "byte", " of a torn end")]
+    said += [(count, "value", f" of kind {kind}") for kind, count in sorted(damage.values.items())]
+    return [f"{counted(count, noun)}{rest}" for count, noun, rest in said if count]

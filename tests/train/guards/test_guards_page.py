@@ -54,7 +54,6 @@ def about(**changes):
         ({"clip_grad_norm": 1.4}, ["none"]),
         ({"step": 150}, ["warmup"]),
         ({"earlier_incidents": 2}, ["lr"]),
-        ({"last_loss_is_usual": False}, ["lr"]),
         ({"beta2": 0.999, "clip_grad_norm": 0.0, "earlier_incidents": 1}, ["beta2", "clip", "lr"]),
         ({"kind": "loss_drop", "beta2": 0.999}, ["data"]),
         ({"kind": "easy_shard", "beta2": 0.999}, ["data"]),

@@ -1,7 +1,7 @@
 """Which Han characters go together: 24,000 frequent pairs, against which text that is no language stands out.
 
 `han_pairs.txt` has a line per character: the character, then those that often follow it, in simplified forms
-(`corpus/han_forms.py` has the traditional ones). They are the pairs with the greatest b · (log2(b / expected) − 0.5), b
+(`../han_forms.txt` has the traditional ones). They are the pairs with the greatest b · (log2(b / expected) − 0.5), b
 being the weighted mean of their shares in four kinds of Chinese: Tang and Song verse (the chinese-poetry collection;
 weight 1.6), classical and modern prose (both sides of NiuTrans' Classical-Modern; 1.3 and 0.9) and the words of a
 dictionary of modern Chinese with their frequencies (jieba's; 0.8). All three are published under the MIT licence; only
@@ -15,11 +15,11 @@ text whose characters were drawn at random the two shares are the same, whatever
 from __future__ import annotations
 
 from functools import cache
-from importlib import resources
 from typing import Any
 
 import numpy as np
 
+from zero2all.common.files import package_text
 from zero2all.corpus.han_forms import simplified_of
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -34,7 +34,7 @@ def pair_tables(bits: int) -> tuple[Array, Array]:
 
     The pairs are a set of bits: that of a pair has the number (31 · first + second) mod 2³², its upper `bits` bits.
     """
-    lines = resources.files(__package__).joinpath("han_pairs.txt").read_text(encoding="utf-8").splitlines()
+    lines = package_text(__package__, "han_pairs.txt").splitlines()
     codes = np.zeros(CODES, np.uint32)
     firsts = [line[0] for line in lines for _ in line[1:]]
     seconds = [follower for line in lines for follower in line[1:]]

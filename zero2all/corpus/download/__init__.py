@@ -9,8 +9,8 @@ from zero2all.corpus.download.fetch import (
     STATE_FOLDER,
     DownloadRequest,
     DownloadResult,
-    count_files,
     download,
+    in_words,
 )
 
-__all__ = ["MANIFEST_NAME", "STATE_FOLDER", "DownloadRequest", "DownloadResult", "count_files", "download"]
+__all__ = ["MANIFEST_NAME", "STATE_FOLDER", "DownloadRequest", "DownloadResult", "download", "in_words"]

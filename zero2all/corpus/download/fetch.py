@@ -31,7 +31,7 @@ from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError, DiskError, UsageError
 from zero2all.common.files import human_bytes, read_json, write_json
 from zero2all.common.lock import folder_lock
-from zero2all.common.progress import progress
+from zero2all.common.progress import counted, progress
 from zero2all.corpus.download.hub import Announce, Hub, HubFile, Patience, RepoKind
 from zero2all.corpus.download.transfer import DONE_SUFFIX, PART_SUFFIX, PIECE_BYTES, Fleet, Transfer, digest_of
 
@@ -147,7 +147,7 @@ class _Download:
         extra = len(files) - len(chosen)
         self.announce(
             f"{self.request.repo} ({self.request.kind}) at commit {commit[:12]}: wanted are {len(chosen):,} of "
-            f"{count_files(len(listing))}, {human_bytes(sum(file.size_bytes for file in chosen.values()))}"
+            f"{counted(len(listing), 'file')}, {human_bytes(sum(file.size_bytes for file in chosen.values()))}"
             + (f"; {extra:,} more are here from earlier downloads" if extra else "")
         )
         return DownloadResult(commit, files, self._missing(files))
@@ -216,7 +216,7 @@ class _Download:
         found = {file.name: file for file in chosen}
         if not found:
             raise UsageError(
-                f"No file of {self.request.repo} is wanted: of {count_files(len(listing))} none matches --include "
+                f"No file of {self.request.repo} is wanted: of {counted(len(listing), 'file')} none matches --include "
                 f"{' '.join(self.request.include) or '*'}"
                 + (f" without --exclude {' '.join(self.request.exclude)}" if self.request.exclude else "")
                 + f". It has: {_outline(listing)}."
@@ -319,10 +319,10 @@ class _Download:
         if fleet.failures:
             reasons = [f"{name} {reason}" for name, reason in sorted(fleet.failures.items())]
             raise BadInputError(
-                f"{len(reasons):,} of {count_files(len(result.files))} could not be had: {_names(reasons, '; ')}. The "
-                f"others are here and checked, and none stands under its name with wrong bytes. The copy on "
-                f"{self.hub.endpoint} may be damaged: run the command again with another --endpoint, or leave these "
-                f"files out with --exclude."
+                f"{len(reasons):,} of {counted(len(result.files), 'file')} could not be downloaded: "
+                f"{_names(reasons, '; ')}. The others are here and checked, and none stands under its name with wrong "
+                f"bytes. The copy on {self.hub.endpoint} may be damaged: run the command again with another "
+                f"--endpoint, or leave these files out with --exclude."
             )
 
     def _facts(self, result: DownloadResult) -> dict[str, Any]:
@@ -404,9 +404,9 @@ def _is_safe(name: str) -> bool:
     )
 
 
-def count_files(count: int) -> str:
-    """1 -> '1 file'."""
-    return f"{count:,} file" if count == 1 else f"{count:,} files"
+def in_words(files: Sequence[HubFile]) -> str:
+    """How many they are and how large: '3 files, 600.0 KB'."""
+    return f"{counted(len(files), 'file')}, {human_bytes(sum(file.size_bytes for file in files))}"
 
 
 def _outline(files: Sequence[HubFile]) -> str:
@@ -416,9 +416,7 @@ def _outline(files: Sequence[HubFile]) -> str:
         parts = PurePosixPath(file.name).parts
         tops.setdefault(f"{parts[0]}/" if len(parts) > 1 else file.name, []).append(file)
     lines = [
-        f"{top} ({count_files(len(inner))}, {human_bytes(sum(file.size_bytes for file in inner))})"
-        if top.endswith("/")
-        else f"{top} ({human_bytes(inner[0].size_bytes)})"
+        f"{top} ({in_words(inner) if top.endswith('/') else human_bytes(inner[0].size_bytes)})"
         for top, inner in tops.items()
     ]
     return _names(lines) if lines else "no files at all"

@@ -302,8 +302,6 @@ class ZipReader:
             return _failed_source(StreamError("damaged_archive", "the zip entry has no header of its own"))
         at += 30 + sum(struct.unpack_from("<2H", header, 26))
         part = FilePart(self._file, at, info.compress_size)
-        if info.compress_type == zipfile.ZIP_STORED:
-            return Source(_CheckedStored(part, info).read, cast(BinaryIO, part))
         if info.compress_type == 93:
             from zero2all.corpus.readers.streams import ZstdStream
 
@@ -312,7 +310,9 @@ class ZipReader:
             plain = zipfile.ZipExtFile(cast(Any, part), "r", info)
         except (NotImplementedError, zipfile.BadZipFile) as error:
             return _failed_source(StreamError("unknown_compression", first_line_of(error)))
-        return Source(_ZipEntry(plain, info, self._guard).read)
+        has_plain_bytes = info.compress_type == zipfile.ZIP_STORED
+        read = _watched(_zip_read(plain), info.file_size, lambda: info.compress_size, self._guard)
+        return Source(read, cast(BinaryIO, part) if has_plain_bytes else None)
 
     def _find_directory(self) -> tuple[int, int, int, int]:
         """(entries, offset, length, shift of all offsets) of the central directory."""
@@ -371,52 +371,18 @@ def _zip_name(raw: bytes, flags: int) -> str:
     return raw.decode("cp437")
 
 
-class _CheckedStored:
-    """A stored zip entry, checked at its end."""
+def _zip_read(file: zipfile.ZipExtFile) -> Read:
+    """The data of an entry; its check sum is compared at its end."""
 
-    def __init__(self, part: FilePart, info: zipfile.ZipInfo) -> None:
-        self._part, self._info = part, info
-        self._crc = self._size = 0
-
-    def read(self, size: int) -> bytes:
-        data = self._part.read(size)
-        self._crc = zlib.crc32(data, self._crc)
-        self._size += len(data)
-        if not data and self._size < self._info.compress_size:
-            raise StreamError("cut_off", "the zip entry is shorter than its directory says")
-        if not data and self._crc != self._info.CRC:
-            raise StreamError("damaged_compression", "the check sum of the zip entry is wrong")
-        return data
-
-
-class _ZipEntry:
-    """A compressed zip entry, watched while it grows."""
-
-    def __init__(self, file: zipfile.ZipExtFile, info: zipfile.ZipInfo, guard: Guard) -> None:
-        self._file, self._info, self._guard = file, info, guard
-        self._out = 0
-        self._error: StreamError | None = None
-
-    def read(self, size: int) -> bytes:
-        if self._error is not None:
-            raise self._error
+    def read(size: int) -> bytes:
         try:
-            data = self._file.read1(size)
-            self._out += len(data)
-            self._guard.check(self._info.compress_size, self._out, len(data))
-        except StreamError as error:
-            self._error = error
-            raise
+            return file.read1(size)
         except EOFError as error:
-            self._error = StreamError("cut_off", "the zip entry ends too early")
-            raise self._error from error
+            raise StreamError("cut_off", "the zip entry ends too early") from error
         except (zipfile.BadZipFile, zlib.error, lzma.LZMAError, OSError, ValueError) as error:
-            self._error = StreamError("damaged_compression", f"zip: {first_line_of(error)}")
-            raise self._error from error
-        if not data and self._out < self._info.file_size:
-            self._error = StreamError("cut_off", "the zip entry is shorter than its directory says")
-            raise self._error
-        return data
+            raise StreamError("damaged_compression", f"zip: {first_line_of(error)}") from error
+
+    return read
 
 
 # ---- 7z, rar, and zips without a directory --------------------------------------------------------------------
@@ -462,35 +428,26 @@ def _libarchive_member(number: int, entry: Any, stream: _Countable, guard: Guard
         return Member(number, name, 0, skip="link")
     if not entry.isreg:
         return Member(number, name, 0, skip="not a file")
-    return Member(number, name, entry.size or 0, open=lambda: Source(_LibarchiveEntry(entry, stream, guard).read))
+
+    def opened() -> Source:
+        # A solid block may be unpacked ahead of the entry that needs it: measured against all that was read.
+        return Source(_watched(_libarchive_read(entry, stream), entry.size, lambda: stream.bytes_read, guard))
+
+    return Member(number, name, entry.size or 0, open=opened)
 
 
-class _LibarchiveEntry:
-    """The data of one entry."""
+def _libarchive_read(entry: Any, stream: _Countable) -> Read:
+    import libarchive
 
-    def __init__(self, entry: Any, stream: _Countable, guard: Guard) -> None:
-        self._stream, self._guard = stream, guard
-        self._blocks = iter(entry.get_blocks(LIBARCHIVE_BLOCK))
-        self._size: int | None = entry.size
-        self._out = 0
-        self._error: StreamError | None = None
+    blocks = iter(entry.get_blocks(LIBARCHIVE_BLOCK))
 
-    def read(self, _: int) -> bytes:
-        import libarchive
-
-        if self._error is not None:
-            raise self._error
+    def read(_: int) -> bytes:
         try:
-            data: bytes = next(self._blocks, b"")
+            return next(blocks, b"")
         except libarchive.ArchiveError as error:
-            self._error = _libarchive_error(error, self._stream)
-            raise self._error from error
-        self._out += len(data)
-        if not data and self._size is not None and self._out < self._size:
-            raise StreamError("cut_off", "the entry is shorter than the archive says")
-        # A solid block may be decompressed ahead of the entry that needs it: measured against all that was read.
-        self._guard.check(max(self._stream.bytes_read, 1), self._out, len(data))
-        return data
+            raise _libarchive_error(error, stream) from error
+
+    return read
 
 
 class _Countable(io.RawIOBase):
@@ -523,6 +480,25 @@ class _Countable(io.RawIOBase):
         memoryview(buffer).cast("B")[: len(data)] = data
         self.bytes_read += len(data)
         return len(data)
+
+
+# ---- entries --------------------------------------------------------------------------------------------------
+
+
+def _watched(read: Read, size: int | None, packed_bytes: Callable[[], int], guard: Guard) -> Read:
+    """The data of an entry, compared while it grows with the bytes it was packed in, and at its end with its `size`."""
+    out = 0
+
+    def watched(wanted: int) -> bytes:
+        nonlocal out
+        data = read(wanted)
+        out += len(data)
+        guard.check(packed_bytes(), out, len(data))
+        if not data and size is not None and out < size:
+            raise StreamError("cut_off", "the entry is shorter than the archive says")
+        return data
+
+    return watched
 
 
 def _failed_source(error: StreamError) -> Source:

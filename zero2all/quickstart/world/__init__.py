@@ -6,7 +6,7 @@ text never uses for it. Asking in those wordings shows whether the model learned
     facts       relations, held-out wordings, the sentences that may be printed
     arithmetic  sums up to twenty, with some operand pairs kept out
     stories     a story grammar, and questions about the story just told
-    english, chinese (and *_stories)   the words; the same structure in both
+    language    the two languages, whose words are in en.json and zh.json
     generator   documents in the right proportions
     probes      the questions to ask a trained model, and a search for leaks
 
@@ -14,7 +14,7 @@ Everything follows from `seed`: the same documents and probes in every process a
 """
 
 from zero2all.quickstart.world.generator import Document, documents
+from zero2all.quickstart.world.language import LANGUAGES, language_named
 from zero2all.quickstart.world.probes import Probe, find_leaks, probes
-from zero2all.quickstart.world.registry import LANGUAGES, language_named
 
 __all__ = ["LANGUAGES", "Document", "Probe", "documents", "find_leaks", "language_named", "probes"]

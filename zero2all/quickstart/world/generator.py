@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 from zero2all.quickstart.world.arithmetic import Calculation, written
 from zero2all.quickstart.world.facts import DIALOGUE, QUESTION, STATEMENT, Sentence, permitted_sentences
-from zero2all.quickstart.world.language import Language
-from zero2all.quickstart.world.registry import language_named
+from zero2all.quickstart.world.language import Language, language_named
 from zero2all.quickstart.world.stories import tell
 
 SHARES = {"facts": 0.68, "arithmetic": 0.08, "story": 0.24}

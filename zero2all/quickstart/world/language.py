@@ -1,13 +1,17 @@
-"""What a language must bring to the small world, and the choices a seed makes in it."""
+"""The languages of the small world: their words, which are data (`en.json`, `zh.json`), and the choices of a seed."""
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import dataclass
+from typing import Any
 
+from zero2all.common.errors import UsageError
+from zero2all.common.files import package_text
 from zero2all.quickstart.world.arithmetic import ArithmeticWords, Calculation, split_calculations
 from zero2all.quickstart.world.facts import Fact, FactKey, Pin, Relation, held_out_templates
-from zero2all.quickstart.world.stories import StoryBook
+from zero2all.quickstart.world.stories import Arc, StoryBook
 
 
 @dataclass(frozen=True)
@@ -42,3 +46,34 @@ class Language:
     def random(self, purpose: str, seed: int) -> random.Random:
         """An independent stream per language and purpose. A string seeds through sha512, the same everywhere."""
         return random.Random(f"zero2all small world/{self.name}/{purpose}/{seed}")
+
+
+def language_named(name: str) -> Language:
+    """The language with this short name, `en` or `zh`."""
+    if name not in LANGUAGES:
+        raise UsageError(f"The small world has no language {name!r}. Choose one of: {', '.join(sorted(LANGUAGES))}.")
+    return LANGUAGES[name]
+
+
+def _load(name: str) -> Language:
+    words = _tuples(json.loads(package_text(__package__, f"{name}.json")))
+    stories = words["stories"]
+    return Language(
+        **words
+        | {
+            "relations": tuple(Relation(**relation) for relation in words["relations"]),
+            "pins": tuple(Pin(**pin) for pin in words["pins"]),
+            "arithmetic": ArithmeticWords(**words["arithmetic"]),
+            "stories": StoryBook(**stories | {"arcs": tuple(Arc(**arc) for arc in stories["arcs"])}),
+        }
+    )
+
+
+def _tuples(value: Any) -> Any:
+    """The same value with a tuple in place of every list."""
+    if isinstance(value, dict):
+        return {name: _tuples(member) for name, member in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+LANGUAGES = {name: _load(name) for name in ("en", "zh")}

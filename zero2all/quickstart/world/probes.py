@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from zero2all.quickstart.world.arithmetic import LARGEST_NUMBER, SMALLEST_PROBED_RESULT, asked
 from zero2all.quickstart.world.facts import Fact
-from zero2all.quickstart.world.language import Language
-from zero2all.quickstart.world.registry import language_named
+from zero2all.quickstart.world.language import Language, language_named
 
 FOILS_PER_PROBE = 10
 ARITHMETIC_PROBES = 30

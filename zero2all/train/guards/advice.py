@@ -20,6 +20,15 @@ TOO_LOOSE_CLIP = 3.0
 SMALL_GRADIENT = 10.0
 """Times eps: below that, eps decides the step and not the gradient."""
 
+LOOK_AT_THE_SHARD = (
+    "Look at the documents below. If they are not what you want the model to learn, set data.quarantine to auto, which "
+    "leaves out what is still to come, and take them out of the corpus before the next run."
+)
+ALL_LOOKS_SOUND = (
+    "Data and settings look sound. A single spike from which the loss comes back needs no change; if it happens again, "
+    "lower optim.lr_max."
+)
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -46,8 +55,6 @@ class Facts:
     """Mean loss of each row of the step, where it is known."""
     usual_loss: float | None = None
     shards_named: Sequence[str] = ()
-    last_loss_is_usual: bool | None = None
-    """Whether the loss came back by itself; None while that is not known."""
 
 
 @dataclass(frozen=True)
@@ -74,96 +81,71 @@ def data_is_suspect(facts: Facts) -> str | None:
 def advice(facts: Facts) -> list[Advice]:
     """What to do, the most likely cause first; always at least one line."""
     if facts.kind in ("hard_shard", "easy_shard", "repeated_shard"):
-        return [
-            Advice(
-                "data",
-                "Look at the documents below. If they are not what you want the model to learn, set data.quarantine to "
-                "auto, which leaves out what is still to come, and take them out of the corpus before the next run.",
-            )
-        ]
+        return [Advice("data", LOOK_AT_THE_SHARD)]
     suspect = data_is_suspect(facts)
     if suspect is not None:
         return [Advice("data", f"The data is to blame: {suspect}. Settings need not change; mend or drop that text.")]
-    lines = [*_beta2(facts), *_eps(facts), *_clip(facts), *_rate(facts)]
-    return lines or [
-        Advice(
-            "none",
-            "Data and settings look sound. A single spike from which the loss comes back needs no change; if it "
-            "happens again, lower optim.lr_max.",
-        )
-    ]
+    rules = {"beta2": _beta2, "eps": _eps, "clip": _clip, "warmup": _warmup, "lr": _rate}
+    given = [Advice(about, text) for about, rule in rules.items() if (text := rule(facts)) is not None]
+    return given or [Advice("none", ALL_LOOKS_SOUND)]
 
 
-def _beta2(facts: Facts) -> list[Advice]:
+def _beta2(facts: Facts) -> str | None:
     if facts.beta1 is None or facts.beta2 is None or facts.beta2 <= LARGE_BETA2:
-        return []
+        return None
     steps = 1 / (1 - facts.beta2)
     largest = (1 - facts.beta1) / math.sqrt(1 - facts.beta2)
-    return [
-        Advice(
-            "beta2",
-            f"optim.beta2 is {facts.beta2:g}: the running mean of squares looks back about {steps:,.0f} steps, so "
-            f"after a quiet stretch one large gradient moves a weight by up to {largest:.1f} times the learning rate. "
-            f"Set it to {LARGE_BETA2}.",
-        )
-    ]
+    return (
+        f"optim.beta2 is {facts.beta2:g}: the running mean of squares looks back about {steps:,.0f} steps, so after a "
+        f"quiet stretch one large gradient moves a weight by up to {largest:.1f} times the learning rate. Set it to "
+        f"{LARGE_BETA2}."
+    )
 
 
-def _eps(facts: Facts) -> list[Advice]:
+def _eps(facts: Facts) -> str | None:
     if facts.eps is None or not facts.usual_grad_norm or facts.parameters < 1:
-        return []
+        return None
     typical = facts.usual_grad_norm / math.sqrt(facts.parameters)
     if typical >= SMALL_GRADIENT * facts.eps:
-        return []
+        return None
     lower = 10.0 ** math.floor(math.log10(typical / 1000))
-    return [
-        Advice(
-            "eps",
-            f"A gradient component is {typical:.1e} as a rule, and optim.eps is {facts.eps:g}: eps is no longer small "
-            f"beside it, and steps grow suddenly when gradients do. Set optim.eps to {lower:.0e} or less.",
-        )
-    ]
+    return (
+        f"A gradient component is {typical:.1e} as a rule, and optim.eps is {facts.eps:g}: eps is no longer small "
+        f"beside it, and steps grow suddenly when gradients do. Set optim.eps to {lower:.0e} or less."
+    )
 
 
-def _clip(facts: Facts) -> list[Advice]:
-    usual = facts.usual_grad_norm
-    if facts.clip_grad_norm == 0:
-        return [Advice("clip", "Gradients are not clipped (optim.clip_grad_norm is 0). Set it to 1.0.")]
-    if usual and facts.clip_grad_norm > TOO_LOOSE_CLIP * usual:
-        return [
-            Advice(
-                "clip",
-                f"optim.clip_grad_norm is {facts.clip_grad_norm:g}, and the gradient norm is {usual:.2g} as a rule, so "
-                f"a spike {facts.clip_grad_norm / usual:.1f} times as large passes whole. Set it to about "
-                f"{2 * usual:.1g}.",
-            )
-        ]
-    return []
+def _clip(facts: Facts) -> str | None:
+    clip, usual = facts.clip_grad_norm, facts.usual_grad_norm
+    if clip == 0:
+        return "Gradients are not clipped (optim.clip_grad_norm is 0). Set it to 1.0."
+    if not usual or clip <= TOO_LOOSE_CLIP * usual:
+        return None
+    return (
+        f"optim.clip_grad_norm is {clip:g}, and the gradient norm is {usual:.2g} as a rule, so a spike "
+        f"{clip / usual:.1f} times as large passes whole. Set it to about {2 * usual:.1g}."
+    )
 
 
-def _rate(facts: Facts) -> list[Advice]:
-    if facts.step <= 2 * facts.warmup_steps or (facts.warmup_steps == 0 and facts.step <= 100):
-        longer = max(100, 2 * facts.warmup_steps)
-        return [
-            Advice(
-                "warmup",
-                f"This is close to the warmup ({facts.warmup_steps:,} steps). Set schedule.warmup_steps to {longer:,}.",
-            )
-        ]
-    if facts.earlier_incidents or facts.last_loss_is_usual is False:
-        reason = (
-            f"this is incident {facts.earlier_incidents + 1} of the run"
-            if facts.earlier_incidents
-            else "the loss has not come back"
-        )
-        return [
-            Advice(
-                "lr",
-                f"The learning rate is {facts.lr:.2g} (optim.lr_max {facts.lr_max:g}), and {reason}. Continue from a "
-                f"checkpoint before it with optim.lr_max {facts.lr_max * 0.7:.2g}.",
-            )
-        ]
-    return []
+def _warmup(facts: Facts) -> str | None:
+    if not _is_early(facts):
+        return None
+    longer = max(100, 2 * facts.warmup_steps)
+    return f"This is close to the warmup ({facts.warmup_steps:,} steps). Set schedule.warmup_steps to {longer:,}."
+
+
+def _rate(facts: Facts) -> str | None:
+    if _is_early(facts) or not facts.earlier_incidents:
+        return None
+    return (
+        f"The learning rate is {facts.lr:.2g} (optim.lr_max {facts.lr_max:g}), and this is incident "
+        f"{facts.earlier_incidents + 1} of the run. Continue from a checkpoint before it with optim.lr_max "
+        f"{facts.lr_max * 0.7:.2g}."
+    )
+
+
+def _is_early(facts: Facts) -> bool:
+    return facts.step <= 2 * facts.warmup_steps or (facts.warmup_steps == 0 and facts.step <= 100)
 
 
 def _rising_channel(before: Mapping[str, float], now: Mapping[str, float | None]) -> str | None:

@@ -16,7 +16,7 @@ import numpy as np
 from zero2all.packed.layout import PackedSplit
 from zero2all.packed.mixture import TrainingData
 from zero2all.packed.origin import Origins
-from zero2all.packed.show import ShownDocument, ShownSample, sample_at
+from zero2all.packed.show import ShownDocument, sample_at
 from zero2all.train.guards.rows import RowFinder
 
 Decode = Callable[[list[int]], str]
@@ -63,6 +63,11 @@ class SampleText:
     loss: float | None
     documents: list[DocumentText]
 
+    @staticmethod
+    def of_document(source: str, channel: str, shard: int, tokens: tuple[int, int], text: DocumentText) -> SampleText:
+        """A document by itself."""
+        return SampleText(None, source, channel, shard, None, "", 0, None, tokens, None, [text])
+
     def as_json(self) -> dict[str, Any]:
         """As plain values."""
         return asdict(self)
@@ -106,7 +111,11 @@ def samples_of_step(
                 first_token=first_token + row * segment.seq_len,
                 split_tokens=None if data.packing == "best_fit" else (start, start + segment.seq_len + 1),
                 loss=None if losses is None else losses.get(row),
-                documents=_documents(sample, decode, chars),
+                documents=[
+                    _document_text(sample.split, document, document.number, decode, chars)
+                    for document in sample.documents
+                    if document.number is not None  # padding has none
+                ],
             )
         )
     return shown
@@ -129,30 +138,9 @@ def documents_by_number(
         origin = None if gid is None else origins.find(split.name, split.split, gid)
         document = ShownDocument(number, 0, tokens, np.ones(len(tokens), np.int8), origin)
         where = int(split.shard_starts[shard]) + start
-        shown.append(
-            SampleText(
-                row=None,
-                source=source,
-                channel=split.channel,
-                shard=shard,
-                sample=None,
-                stage="",
-                epoch=0,
-                first_token=None,
-                split_tokens=(where, where + len(tokens)),
-                loss=None,
-                documents=[_document_text(split, document, number, decode, EXCERPT_CHARS)],
-            )
-        )
+        text = _document_text(split, document, number, decode, EXCERPT_CHARS)
+        shown.append(SampleText.of_document(source, split.channel, shard, (where, where + len(tokens)), text))
     return shown
-
-
-def _documents(sample: ShownSample, decode: Decode | None, chars: int | None) -> list[DocumentText]:
-    return [
-        _document_text(sample.split, document, document.number, decode, chars)
-        for document in sample.documents
-        if document.number is not None  # padding has none
-    ]
 
 
 def _document_text(

@@ -1,20 +1,21 @@
-"""An incident as one HTML page that needs nothing else, and as text for a terminal.
+"""An incident as one HTML page that needs nothing else (`common/html.py`), and as text for a terminal.
 
-The page holds text from the corpus, which nobody has vetted. Everything that goes into it is escaped, and a content
-security policy forbids scripts and addresses altogether, should an escape ever be forgotten. On the terminal,
-characters that could move the cursor or colour the screen are replaced.
+Both show text from the corpus. On the terminal, characters that could move the cursor or colour the screen are
+replaced. matplotlib could draw the curves, but a machine that only trains does not have it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from zero2all.common.files import package_text
+from zero2all.common.html import html_page
+from zero2all.common.progress import terminal_safe
 from zero2all.train.guards.incident import Incident
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 TITLES = {
     "loss_spike": "Loss spike",
     "grad_spike": "Gradient spike",
@@ -31,21 +32,9 @@ ACTIONS = {
     "rollback": "The run went back to a checkpoint and leaves the data out.",
     "stop": "The run was stopped (exit code 12).",
 }
+WIDE_SPACES = "\u3000\xa0"
+"""Python does not call them printable, and Chinese paragraphs begin with them."""
 WIDTH, HEIGHT, LEFT, BOTTOM = 720, 180, 56, 22
-STYLE = """
-:root{color-scheme:light dark;--fg:#1c2024;--bg:#fff;--dim:#667;--line:#d8dce2;--bad:#c22;--curve:#2563a8;--box:#f5f6f8}
-@media(prefers-color-scheme:dark){:root{--fg:#e4e6e9;--bg:#15181c;--dim:#99a;--line:#363b42;--bad:#f66;--curve:#7ab3ee;
---box:#1e2227}}
-body{font:15px/1.5 system-ui,sans-serif;color:var(--fg);background:var(--bg);margin:0}
-main{max-width:60rem;margin:0 auto;padding:1.5rem}
-h1{font-size:1.5rem;margin:0 0 .3rem}h2{font-size:1.1rem;margin:1.8rem 0 .5rem}
-.done{border-left:4px solid var(--bad);background:var(--box);padding:.6rem .9rem}
-.dim{color:var(--dim)}table{border-collapse:collapse}td,th{padding:.2rem .8rem .2rem 0;text-align:left;
-border-bottom:1px solid var(--line)}td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}
-td.up{color:var(--bad)}pre{white-space:pre-wrap;overflow-wrap:anywhere;background:var(--box);padding:.6rem .8rem;
-margin:.3rem 0 1rem}svg{display:block;max-width:100%;height:auto}svg text{fill:var(--dim);font-size:11px}
-.curve{fill:none;stroke:var(--curve);stroke-width:1.5}.axis{stroke:var(--line)}.bad{fill:var(--bad)}
-"""
 
 
 def incident_html(incident: Incident) -> str:
@@ -55,21 +44,14 @@ def incident_html(incident: Incident) -> str:
         f"<h1>{_e(title)}, step {incident.step:,}</h1>",
         f'<p class="dim">Run {_e(incident.run)}</p>',
         f'<p class="done"><b>{_e(ACTIONS.get(incident.action, incident.action))}</b><br>{_e(incident.done)}</p>',
-        _findings(incident),
-        _advice(incident),
+        _list("What was found", incident.findings),
+        _list("What to do", incident.advice),
         _curve(incident, 1, "Loss"),
         _curve(incident, 2, "Gradient norm"),
         _channels(incident),
         _samples(incident),
     ]
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{_e(title)}, step {incident.step}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n"
-        + "\n".join(filter(None, body))
-        + "\n</main>\n</body>\n</html>\n"
-    )
+    return html_page(f"{title}, step {incident.step}", package_text(__package__, "page.css"), body)
 
 
 def incident_text(incident: Incident) -> str:
@@ -80,14 +62,9 @@ def incident_text(incident: Incident) -> str:
 # ---- HTML -----------------------------------------------------------------------------------------------------
 
 
-def _findings(incident: Incident) -> str:
-    items = "".join(f"<li>{_e(finding['text'])}</li>" for finding in incident.findings)
-    return f"<h2>What was found</h2><ul>{items}</ul>"
-
-
-def _advice(incident: Incident) -> str:
-    items = "".join(f"<li>{_e(line['text'])}</li>" for line in incident.advice)
-    return f"<h2>What to do</h2><ul>{items}</ul>"
+def _list(title: str, lines: Sequence[Mapping[str, Any]]) -> str:
+    items = "".join(f"<li>{_e(line['text'])}</li>" for line in lines)
+    return f"<h2>{title}</h2><ul>{items}</ul>"
 
 
 def _channels(incident: Incident) -> str:
@@ -145,19 +122,16 @@ def _samples(incident: Incident) -> str:
     parts = [f"<h2>Documents</h2><p class='dim'>{_e(incident.samples_note)}</p>"]
     for sample in incident.samples:
         parts.append(f"<h3>{_e(_sample_heading(sample))}</h3>")
-        for document in sample["documents"]:
-            heading, more = _document_heading(document), " …" if document["is_cut"] else ""
-            parts.append(f'<div class="dim">{_e(heading)}</div><pre>{_e(document["text"])}{more}</pre>')
+        parts += (
+            f'<div class="dim">{_e(_document_heading(document))}</div><pre>{_e(_excerpt(document))}</pre>'
+            for document in sample["documents"]
+        )
     return "".join(parts)
 
 
 def _e(value: Any) -> str:
     """Escaped; control characters, which no page may hold, become visible."""
-    return escape("".join(char if char in "\n\t" or char.isprintable() else _visible(char) for char in str(value)))
-
-
-def _visible(char: str) -> str:
-    return "\N{REPLACEMENT CHARACTER}" if char not in "\u3000\xa0" else char
+    return escape(terminal_safe(str(value), keep=f"\n\t{WIDE_SPACES}"))
 
 
 def _n(value: float | None, style: str = ".4g") -> str:
@@ -185,12 +159,7 @@ def _text_lines(incident: Incident) -> Iterator[str]:
         yield f"── {terminal_safe(_sample_heading(sample))}"
         for document in sample["documents"]:
             yield f"   {terminal_safe(_document_heading(document))}"
-            yield f"   {terminal_safe(document['text'])}{' …' if document['is_cut'] else ''}"
-
-
-def terminal_safe(text: str, keep: Sequence[str] = ()) -> str:
-    """Without characters that a terminal would obey; `keep` names those that may stay (a newline)."""
-    return "".join(char if char.isprintable() or char in keep else "\N{REPLACEMENT CHARACTER}" for char in text)
+            yield f"   {terminal_safe(_excerpt(document), keep=WIDE_SPACES)}"
 
 
 # ---- both -----------------------------------------------------------------------------------------------------
@@ -210,3 +179,7 @@ def _document_heading(document: dict[str, Any]) -> str:
     title = f", “{document['title']}”" if document["title"] else ""
     origin = f"; {document['origin']}" if document["origin"] else ""
     return f"document {document['number']:,}, tokens {document['first_column']} to {last}{gid}{title}{origin}"
+
+
+def _excerpt(document: dict[str, Any]) -> str:
+    return f"{document['text']} …" if document["is_cut"] else str(document["text"])
