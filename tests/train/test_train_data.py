@@ -182,16 +182,16 @@ def test_settings_of_fetching_may_change_on_resume_and_change_no_bit(work, confi
 
 def test_a_run_whose_reading_process_is_killed_goes_on_to_the_same_bits_and_writes_it_down(work, config, monkeypatch):
     train(config(), work, say=quiet)
-    one_batch = loop._Training._one_batch
+    step = loop.TrainingLoop.step
 
     def kill_reader(training, batch, loader):
         if training.state.step == 3:
             for child in psutil.Process().children():
                 if "zero2all.packed.readers" in " ".join(child.cmdline()):
                     child.kill()
-        return one_batch(training, batch, loader)
+        step(training, batch, loader)
 
-    monkeypatch.setattr(loop._Training, "_one_batch", kill_reader)
+    monkeypatch.setattr(loop.TrainingLoop, "step", kill_reader)
     train(config(train={"name": "killed"}, data={"reader_kind": "process", "prefetch_steps": 1}), work, say=quiet)
     weights = "checkpoints/step-00000008/model-00000-00000.safetensors"
     assert (work.run("killed") / weights).read_bytes() == (work.run("run") / weights).read_bytes()
