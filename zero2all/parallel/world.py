@@ -47,7 +47,7 @@ class World:
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
-    def first_says(self, value: T) -> T:
+    def broadcast(self, value: T) -> T:
         """What the first process gives, in all of them."""
         if self.control is None:
             return value
@@ -56,7 +56,7 @@ class World:
         answer: T = said[0]
         return answer
 
-    def first_does(self, work: Callable[[], T]) -> T:
+    def run_on_rank0(self, work: Callable[[], T]) -> T:
         """What `work` returns in the first process, in all of them; what it raises there, all of them raise."""
         if self.control is None:
             return work()
@@ -66,7 +66,7 @@ class World:
                 outcome = (work(), None)
             except Exception as error:
                 outcome = (None, error)
-        value, problem = self.first_says(outcome)
+        value, problem = self.broadcast(outcome)
         if problem is not None:
             raise problem
         return cast(T, value)

@@ -71,7 +71,7 @@ class Control:
                 run, config.guards, config.schedule.warmup_steps, data, config.data.quarantine, fence
             )
             self._pages = IncidentWriter(self._guards.folder, data, corpus, make_decode, fence)
-        self.ledger = SkipLedger.from_state(world.first_says(self._ledger_state()))
+        self.ledger = SkipLedger.from_state(world.broadcast(self._ledger_state()))
 
     def _ledger_state(self) -> list[dict[str, Any]]:
         return [] if self._guards is None else self._guards.ledger.state()
@@ -87,7 +87,7 @@ class Control:
     def plan(self, step: int, lr: float, tokens: tuple[int, int], rows: int, stop_requested: bool) -> StepPlan:
         """What to know before `step`, which reads `tokens` of the run in `rows` rows, is begun. LostRunError, in every
         process, when the run has another writer by now."""
-        limits, weights = self._world.first_does(lambda: self._limits_and_weights(step, tokens[0], rows))
+        limits, weights = self._world.run_on_rank0(lambda: self._limits_and_weights(step, tokens[0], rows))
         return StepPlan(lr, limits, self._own(weights, rows), stop_requested)
 
     def _limits_and_weights(self, step: int, first_token: int, rows: int) -> tuple[Limits, np.ndarray | None]:
@@ -115,7 +115,7 @@ class Control:
             return Continue("the loss scale was too large for this step and has been halved"), None
         if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
             self._not_finite.append(result.step)
-        verdict = self._world.first_does(lambda: self._judge(result, channels, checkpoints))
+        verdict = self._world.run_on_rank0(lambda: self._judge(result, channels, checkpoints))
         if isinstance(verdict.action, SkipWindow | Rollback) and verdict.action.skip is not None:
             self.ledger.add(verdict.action.skip)
         return verdict.action, verdict.page
@@ -225,7 +225,7 @@ class Control:
         over."""
         self._not_finite.clear()
         notes = [] if self._guards is None or state is None else self._guards.restore(state, step)
-        self.ledger.merge(SkipLedger.from_state(self._world.first_says(self._ledger_state())))
+        self.ledger.merge(SkipLedger.from_state(self._world.broadcast(self._ledger_state())))
         return notes
 
     def close(self) -> list[str]:

@@ -91,10 +91,10 @@ def train(
         lock, store = stack.enter_context(_locked_store(config, run, world, take_over, speak))
         prepared = prepare(config, workspace, world, store, accept_changes, fresh)
         if fresh:  # only now, when nothing can be wrong any more
-            world.first_does(lambda: _clear_run(run, lock.check))
+            world.run_on_rank0(lambda: _clear_run(run, lock.check))
         for note in prepared.notes:
             speak(note)
-        world.first_does(lambda: behind(lock.check, lambda: save_run_config(prepared.config, run)))
+        world.run_on_rank0(lambda: behind(lock.check, lambda: save_run_config(prepared.config, run)))
         metrics = None
         # A run that is over has nothing to add to its curves: another look at it is no other attempt.
         is_over = prepared.state.step >= prepared.last_step and has_finished(run)
@@ -129,7 +129,7 @@ def _locked_store(
             return held[0].token, held[0].notes
 
         held: list[RunLock] = []
-        token, notes = world.first_does(lock_run)
+        token, notes = world.run_on_rank0(lock_run)
         lock = held[0] if held else RunLock(run / LOCK_NAME, token, notes)
         for note in notes:
             say(note)
@@ -145,7 +145,7 @@ def _locked_store(
             say=say,
         )
         try:
-            for note in world.first_does(store.sweep):
+            for note in world.run_on_rank0(store.sweep):
                 say(note)
             yield lock, store
         finally:
@@ -362,7 +362,7 @@ class TrainingLoop:
         """Whether `z2a anneal` was called since the last step; the run then has a new end."""
         if self.prepared.anneal is not None:
             return False
-        anneal, problem = self.world.first_does(self._read_anneal)
+        anneal, problem = self.world.run_on_rank0(self._read_anneal)
         if problem is not None:
             self.log.warn(problem, "\nTraining goes on as scheduled.")
         if anneal is None:
@@ -400,7 +400,7 @@ class TrainingLoop:
         keep, last_step = config.checkpoint, prepared.last_step
         existing = [step_of(folder) for folder in list_checkpoints(prepared.run)]
         disk = partial(check_disk, prepared.run, Retention(keep.keep_last, keep.keep_every_steps), keep.every_steps)
-        notes = [self.world.first_does(lambda: disk(state.step, last_step, checkpoint_bytes, existing))]
+        notes = [self.world.run_on_rank0(lambda: disk(state.step, last_step, checkpoint_bytes, existing))]
         if self.world.device.type == "cuda":
             settings = memory_settings(config, state.model.ops, self.world.size, state.micro_batch_samples)
             notes += memory_notes(config.model, settings, torch.cuda.mem_get_info(self.world.device)[1])
@@ -435,7 +435,7 @@ class TrainingLoop:
             if bad is None:
                 return
             step = self.state.step
-            older = [one for one in self.world.first_does(self.store.good_steps) if one < step]
+            older = [one for one in self.world.run_on_rank0(self.store.good_steps) if one < step]
             what = f"the checkpoint of step {step} holds values that are not finite, in {bad}"
             if not older:
                 raise BadInputError(

@@ -71,7 +71,7 @@ def choose_micro_batch(
             f"micro-batch: {taken} samples (auto on a CPU: the most up to {MOST_ON_CPU} that divide the rows)"
         ]
     decided_by = deciding(config, model.ops, world)
-    known = world.first_says(recall(run, decided_by) if run is not None and world.is_first else None)
+    known = world.broadcast(recall(run, decided_by) if run is not None and world.is_first else None)
     if known in candidates:
         return known, [f"micro-batch: {known} samples, as found before (delete {FILE_NAME} in the run to find it anew)"]
     guess = largest_by_estimate(config, model.ops, world, candidates)
@@ -82,7 +82,7 @@ def choose_micro_batch(
         taken, how = min(world.gather(own)), f"the most that fit, {MARGIN:.0%} of the memory left free"
     if run is not None:
         folder = run
-        world.first_does(lambda: behind(fence, lambda: remember(folder, decided_by, taken)))
+        world.run_on_rank0(lambda: behind(fence, lambda: remember(folder, decided_by, taken)))
     return taken, [f"micro-batch: {taken} of {candidates[-1]} samples ({how})"]
 
 

@@ -96,7 +96,7 @@ class CheckpointSaver:
         """Save and wait; a save that fails ends the run."""
         ticket = self.save(stage, wait=True)
         self.report_finished()
-        self._prepared.world.first_does(self._lock.check)  # another writer of the run is not a problem of the disk
+        self._prepared.world.run_on_rank0(self._lock.check)  # another writer of the run is not a problem of the disk
         ticket.folder()
 
     def report_finished(self) -> None:

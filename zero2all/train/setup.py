@@ -132,7 +132,7 @@ def prepare(
     if not fresh:
         step = checkpoint.step if checkpoint else 0
         check = functools.partial(check_anneal, asked, workspace, checkpoint)
-        anneal = world.first_does(lambda: behind(store.fence, lambda: read_anneal(run, step, check)))
+        anneal = world.run_on_rank0(lambda: behind(store.fence, lambda: read_anneal(run, step, check)))
     last_step = steps_with_anneal(asked.train.steps, anneal)
     data, end = _open_data(asked, workspace, checkpoint, last_step)
     _check_tokenizer(workspace, data)
@@ -209,12 +209,12 @@ def _read_ledger(run: Path, store: CheckpointStore, world: World) -> tuple[SkipL
         ledger.save(folder)
         return ledger.state()
 
-    state, problem = world.first_does(read)
+    state, problem = world.run_on_rank0(read)
     if state is not None:
         return SkipLedger.from_state(state), []
     newest = store.newest(set_aside=True)
     known = _recorded(newest)
-    ledger = SkipLedger.from_state(world.first_does(rebuild))
+    ledger = SkipLedger.from_state(world.run_on_rank0(rebuild))
     where = f"{newest.folder.name} and " if newest is not None else ""
     note = (
         f"{problem} It was rebuilt from {where}the incident pages: {len(ledger.entries)} decisions, "
