@@ -75,7 +75,7 @@ def test_backward_passes_add_up_in_the_buffer_in_float32(dtype):
     state = make_state(dtype=dtype)
     for _ in range(2):
         sum((parameter * 3).sum() for parameter in state.model.parameters()).backward()
-    state.weights.exchange(World())
+    state.weights.reduce_gradients(World())
     for name, master in state.weights.masters_by_name().items():
         assert master.dtype == master.grad.dtype == torch.float32
         assert (master.grad == 6).all(), name

@@ -85,7 +85,7 @@ def asked_processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def is_failed_exchange(error: BaseException) -> bool:
+def is_failed_collective(error: BaseException) -> bool:
     """Whether `error` is an exchange between processes that did not come about, because another is gone or stuck.
 
     NCCL and the store have types for it. gloo raises a bare RuntimeError in words that change with torch's version, and

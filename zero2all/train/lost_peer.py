@@ -17,7 +17,7 @@ from pathlib import Path
 
 from zero2all.common.errors import LostPeerError, LostRunError
 from zero2all.config import RunConfig
-from zero2all.parallel.world import World, is_failed_exchange
+from zero2all.parallel.world import World, is_failed_collective
 from zero2all.train.checkpoints.run_lock import Fence, no_fence
 from zero2all.train.state import TrainState
 
@@ -30,7 +30,7 @@ def explain_lost_peer(
     try:
         yield
     except Exception as error:
-        if world.size == 1 or not is_failed_exchange(error):
+        if world.size == 1 or not is_failed_collective(error):
             raise
         moment = "before the first step" if state is None else f"after step {state.step:,}"
         said = f"{type(error).__name__}: {error}".splitlines()[0]

@@ -129,7 +129,7 @@ def train_step(
     # Dropout depends on (seed, step, rank) alone, so a resumed run needs no stored random state.
     torch.manual_seed(_step_key(config.train.seed, state.step, world.rank))
     figures = _forward_backward(state, batch, channels, config, world, plan, anatomy)
-    state.weights.exchange(world)
+    state.weights.reduce_gradients(world)
     world.sum(figures)
     norm = state.weights.squared_norm(world).sqrt()
     if state.loss_scale is not None:

@@ -49,7 +49,7 @@ class Weights(Protocol):
     def master_samples(self, most: int) -> dict[str, Tensor]:
         """Of each master at most about `most` values, evenly spread over the part in this process; at any time."""
 
-    def exchange(self, world: World) -> None:
+    def reduce_gradients(self, world: World) -> None:
         """Sum the gradients over the processes, once the last micro-batch is through."""
 
     def squared_norm(self, world: World) -> Tensor:
@@ -171,7 +171,7 @@ class FlatWeights:
             )
         return samples
 
-    def exchange(self, world: World) -> None:
+    def reduce_gradients(self, world: World) -> None:
         """See `Weights`."""
         world.sum(self.gradients)
 
@@ -221,7 +221,7 @@ class ShardedWeights:
         parts = {name: _part(parameter).detach().reshape(-1) for name, parameter in self._parameters.items()}
         return {name: part[:: _stride(part.numel(), most)] for name, part in parts.items()}
 
-    def exchange(self, world: World) -> None:
+    def reduce_gradients(self, world: World) -> None:
         """FSDP has summed the gradients in the backward pass."""
         del world
 
