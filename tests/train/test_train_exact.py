@@ -19,7 +19,7 @@ import torch
 from tests.train.conftest import Trainer
 from tests.train.ranks import Launch, RankStarter
 from tests.train.states import copies
-from zero2all.common.errors import LostPeerError
+from zero2all.common.errors import PeerFailureError
 from zero2all.common.workspace import Workspace
 from zero2all.track.reader import read_run
 from zero2all.train import loop, loss_scale
@@ -205,9 +205,9 @@ def test_a_process_that_is_gone_ends_the_others_in_time_and_the_run_resumes(
     other = launch.trainers[1 - victim]
     other.wait_until(lambda: len(launch.steps(victim)) >= step)
     started = time.monotonic()
-    assert other.wait() == LostPeerError.exit_code, launch.text()
+    assert other.wait() == PeerFailureError.exit_code, launch.text()
     assert time.monotonic() - started < 2 * timeout_seconds + 10
-    said, traceback = other.text(), lab.run(name) / f"lost_peer-{1 - victim}.txt"
+    said, traceback = other.text(), lab.run(name) / f"peer_failure-{1 - victim}.txt"
     assert f"z2a: Rank {1 - victim} of 2, after step {launch.steps(1 - victim)[-1].step} of `{name}`" in said
     assert "run the same command again" in said
     assert "Traceback" not in said

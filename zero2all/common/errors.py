@@ -49,7 +49,7 @@ class AnomalyError(UserError):
     exit_code = 12
 
 
-class LostPeerError(UserError):
+class PeerFailureError(UserError):
     """Another process of the run is gone or stuck. Nothing is wrong with this one, and running again is the remedy."""
 
     exit_code = 1

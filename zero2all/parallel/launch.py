@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
-from zero2all.common.errors import LostPeerError, PreemptedError, UsageError
+from zero2all.common.errors import PeerFailureError, PreemptedError, UsageError
 from zero2all.common.progress import say
 from zero2all.common.signals import stop_signals_to
 from zero2all.parallel.config import ParallelConfig
@@ -143,7 +143,7 @@ def _wait(started: list[subprocess.Popen[bytes]], grace_seconds: float) -> int:
 
 def _cause(codes: Sequence[int]) -> int:
     """Of processes that ended between two looks, one that did not end because of another."""
-    return next((code for code in codes if code != LostPeerError.exit_code), codes[0])
+    return next((code for code in codes if code != PeerFailureError.exit_code), codes[0])
 
 
 def _free_port() -> int:

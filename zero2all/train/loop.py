@@ -40,8 +40,8 @@ from zero2all.train.control import Control
 from zero2all.train.garbage import scheduled_garbage_collection
 from zero2all.train.guards.documents import Decode
 from zero2all.train.guards.policy import Rollback, Stop
-from zero2all.train.lost_peer import explain_lost_peer
 from zero2all.train.micro_batch import memory_settings
+from zero2all.train.peer_failure import explain_peer_failure
 from zero2all.train.periodic import CheckpointSaver, UpdateRatioLog, Validation
 from zero2all.train.reports import StepReports
 from zero2all.train.run_log import RunLog
@@ -87,7 +87,7 @@ def train(
         set_memory_settings(config.parallel.expandable_segments)
         world = stack.enter_context(join_world(pick_device(config.parallel.device), config.parallel.timeout_seconds))
         speak = say if world.is_first else _say_nothing
-        stack.enter_context(explain_lost_peer(config, run, world))
+        stack.enter_context(explain_peer_failure(config, run, world))
         lock, store = stack.enter_context(_locked_store(config, run, world, take_over, speak))
         prepared = prepare(config, workspace, world, store, accept_changes, fresh)
         if fresh:  # only now, when nothing can be wrong any more
@@ -103,7 +103,7 @@ def train(
             metrics = Run(run, queue_rows=config.track.queue_rows, resumed_from=resumed_from, may_write=lock.is_held)
         reason, message = "done", None
         try:
-            with explain_lost_peer(config, run, world, prepared.state, lock.check):
+            with explain_peer_failure(config, run, world, prepared.state, lock.check):
                 return TrainingLoop(prepared, store, lock, metrics, make_decode, speak, stop).run()
         except BaseException as error:
             reason = "preempted" if isinstance(error, PreemptedError) else "failed"

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from zero2all.common.errors import LostPeerError, LostRunError
+from zero2all.common.errors import LostRunError, PeerFailureError
 from zero2all.config import RunConfig
 from zero2all.parallel.world import World, is_failed_collective
 from zero2all.train.checkpoints.run_lock import Fence, no_fence
@@ -23,10 +23,10 @@ from zero2all.train.state import TrainState
 
 
 @contextmanager
-def explain_lost_peer(
+def explain_peer_failure(
     config: RunConfig, run: Path, world: World, state: TrainState | None = None, fence: Fence = no_fence
 ) -> Iterator[None]:
-    """Turns a failed exchange in the block into LostPeerError; any other error passes as it is."""
+    """Turns a failed exchange in the block into PeerFailureError; any other error passes as it is."""
     try:
         yield
     except Exception as error:
@@ -34,7 +34,7 @@ def explain_lost_peer(
             raise
         moment = "before the first step" if state is None else f"after step {state.step:,}"
         said = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise LostPeerError(
+        raise PeerFailureError(
             f"Rank {world.rank} of {world.size}, {moment} of `{config.train.name}`: another process is gone, or has "
             f"not answered for parallel.timeout_seconds ({config.parallel.timeout_seconds:g} s). If one of them "
             f"printed an error, that is the cause. The checkpoints are whole: end what is left of the run, then run "
@@ -45,7 +45,7 @@ def explain_lost_peer(
 
 def _keep_traceback(run: Path, world: World, fence: Fence) -> str:
     """Write the error that is being handled into the run's folder; says where."""
-    path = run / f"lost_peer-{world.rank}.txt"
+    path = run / f"peer_failure-{world.rank}.txt"
     try:
         fence()
         path.write_text(traceback.format_exc(), encoding="utf-8")
