@@ -10,9 +10,9 @@ import torch
 from zero2all.limits.flops import flops_per_token, model_flops_utilisation
 from zero2all.limits.recompute import hardware_flops_utilisation
 from zero2all.track.writer import Run
-from zero2all.train.anatomy import TimeOfDay, mark_now, seconds_between
 from zero2all.train.setup import Prepared
 from zero2all.train.step import StepResult
+from zero2all.train.step_timer import TimeOfDay, mark_now, seconds_between
 
 
 class StepReports:

@@ -23,9 +23,9 @@ from zero2all.config import RunConfig
 from zero2all.packed.loader import Batch, rank_rows
 from zero2all.parallel.data import set_gradient_sync
 from zero2all.parallel.world import World
-from zero2all.train.anatomy import Anatomy, Mark
 from zero2all.train.guards.detector import Limits
 from zero2all.train.state import TrainState
+from zero2all.train.step_timer import Mark, StepTimer
 
 HEAD = 4
 """Figures before those of channels and rows: loss, norm, was the update refused, did somebody ask to stop."""
@@ -68,7 +68,7 @@ class StepResult:
     row_counts: np.ndarray
     """What the rows count."""
     seconds: dict[str, float]
-    """Time of each part; see `anatomy`."""
+    """Time of each part; see `timer`."""
     ended: Mark
     """When it was over."""
     ended_between: tuple[float, float]
@@ -87,7 +87,7 @@ class PendingStep:
     figures: Tensor
     """On the host: HEAD figures, nats and counts per channel, nats and counts per row of the global batch."""
     arrived: torch.cuda.Event | None
-    anatomy: Anatomy
+    timer: StepTimer
     queued_at: float
     """When the host had queued all of it, in seconds since the epoch; on a CPU it was then over."""
 
@@ -115,8 +115,8 @@ class PendingStep:
             stop_requested=bool(stop),
             row_nats=row_nats,
             row_counts=row_counts,
-            seconds=self.anatomy.seconds(),
-            ended=self.anatomy.end,
+            seconds=self.timer.seconds(),
+            ended=self.timer.end,
             ended_between=between,
         )
 
@@ -125,18 +125,18 @@ def train_step(
     state: TrainState, batch: Batch, channels: int, config: RunConfig, world: World, plan: StepPlan
 ) -> PendingStep:
     """Advance `state` by one step on `batch`."""
-    anatomy = Anatomy(world.device)
+    timer = StepTimer(world.device)
     # Dropout depends on (seed, step, rank) alone, so a resumed run needs no stored random state.
     torch.manual_seed(_step_key(config.train.seed, state.step, world.rank))
-    figures = _forward_backward(state, batch, channels, config, world, plan, anatomy)
+    figures = _forward_backward(state, batch, channels, config, world, plan, timer)
     state.weights.reduce_gradients(world)
     world.sum(figures)
     norm = state.weights.squared_norm(world).sqrt()
     if state.loss_scale is not None:
         norm = norm / state.loss_scale.scale
-    anatomy.mark("reduce")
+    timer.mark("reduce")
     _judge_and_update(state, figures, norm, channels, config, plan)
-    anatomy.mark("optimizer")
+    timer.mark("optimizer")
 
     before = state.tokens
     rows = batch.global_rows
@@ -144,12 +144,12 @@ def train_step(
     state.tokens += rows * (batch.tokens.shape[1] - 1)
     facts = (state.step, (before, state.tokens), plan.lr, channels, rows)
     if world.device.type != "cuda":
-        return PendingStep(*facts, figures, None, anatomy, time.time())
+        return PendingStep(*facts, figures, None, timer, time.time())
     host = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=True)
     host.copy_(figures, non_blocking=True)
     arrived = torch.cuda.Event()
     arrived.record()
-    return PendingStep(*facts, host, arrived, anatomy, time.time())
+    return PendingStep(*facts, host, arrived, timer, time.time())
 
 
 def _forward_backward(
@@ -159,7 +159,7 @@ def _forward_backward(
     config: RunConfig,
     world: World,
     plan: StepPlan,
-    anatomy: Anatomy,
+    timer: StepTimer,
 ) -> Tensor:
     """Accumulate the gradient; returns the figures, still only of this process's rows, in float64."""
     device, wide = world.device, torch.promote_types(state.weights.dtype, torch.float32)
@@ -182,17 +182,17 @@ def _forward_backward(
         ids = tokens[here].to(device, non_blocking=True)  # (B, T + 1)
         documents = None if segments is None else segments[here, :-1].to(device, non_blocking=True)
         shares = (counts[here] / counted).to(wide)
-        anatomy.mark("collate")
+        timer.mark("collate")
         if state.recorded is not None:
             losses = state.recorded(ids, shares)  # forward and loss with it: nothing can be measured inside
         else:
             hidden = state.model(ids[:, :-1], segments=documents)
-            anatomy.mark("forward")
+            timer.mark("forward")
             total, losses = state.model.head_loss(hidden, ids[:, 1:], shares, config.train.z_loss)
-            anatomy.mark("loss")
+            timer.mark("loss")
             (total if state.loss_scale is None else total * state.loss_scale.scale).backward()
         row_nats[here] = (losses * counts[here]).sum(dim=1, dtype=torch.float64)
-        anatomy.mark("backward")
+        timer.mark("backward")
     row_counts = counts.sum(dim=1, dtype=torch.float64)
     figures[nats_at : nats_at + channels] = _by_channel(row_nats, channel_of, channels)
     figures[counts_at : counts_at + channels] = _by_channel(row_counts, channel_of, channels)

@@ -17,7 +17,7 @@ Mark = torch.cuda.Event | float
 """A moment: an event in the stream of a GPU, or the host's clock."""
 
 
-class Anatomy:
+class StepTimer:
     """The parts of one step, in the order in which they end."""
 
     def __init__(self, device: torch.device) -> None:
