@@ -28,7 +28,7 @@ from zero2all.packed.transfer import batches_on
 from zero2all.parallel.device import pick_device, set_memory_settings
 from zero2all.parallel.world import World, join_world
 from zero2all.track.writer import Run, has_finished
-from zero2all.train.anneal import read_anneal, withdraw_wish
+from zero2all.train.anneal import read_anneal, withdraw_request
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.checkpoints.load import Checkpoint, reading_record
 from zero2all.train.checkpoints.retention import Retention
@@ -466,7 +466,7 @@ class TrainingLoop:
         try:
             return read_anneal(self.prepared.run, self.state.step, self.prepared.data_with), None
         except UsageError as error:
-            withdraw_wish(self.prepared.run)
+            withdraw_request(self.prepared.run)
             return None, str(error)
 
     def _last_token(self) -> int:

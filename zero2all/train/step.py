@@ -68,7 +68,7 @@ class StepResult:
     row_counts: np.ndarray
     """What the rows count."""
     seconds: dict[str, float]
-    """Time of each part; see `timer`."""
+    """Time of each part; see `step_timer`."""
     ended: Mark
     """When it was over."""
     ended_between: tuple[float, float]
