@@ -11,7 +11,7 @@ comes and goes to themselves, and what happens between steps needs memory beside
 
 Against an H200 (1.2555 B parameters, 16 x 2048 tokens, fused operators; most bytes torch had allocated):
 
-                        masters in halves       whole masters
+                        split masters           whole masters
                        measured   estimate   measured   estimate
     bfloat16           53.7 GiB   53.6 GiB   56.1 GiB   56.0 GiB
     float8             58.1 GiB   58.1 GiB   60.5 GiB   60.5 GiB
@@ -68,8 +68,8 @@ class MemorySettings:
     """Whether a step has more than one micro-batch."""
 
     @property
-    def has_masters_in_halves(self) -> bool:
-        """Whether a bfloat16 weight is the upper half of its master, as our AdamW has it (`zero2all.ops.halves`)."""
+    def has_split_masters(self) -> bool:
+        """Whether a bfloat16 weight is the upper half of its master, as in `zero2all.ops.split_master`."""
         return (self.precision, self.optimizer, self.operators.get("optimizer")) == ("bfloat16", "adamw", "triton")
 
 
@@ -186,9 +186,9 @@ def _state_parts(model: ModelConfig, settings: MemorySettings) -> list[MemoryPar
             optimizer,
         ]
     keeps_copies = width < wide and not sharded  # FSDP makes the low-precision weights when it gathers
-    in_halves = settings.has_masters_in_halves and not sharded
-    master_bytes = wide - width if in_halves else wide
-    beside = " beside the weights" if in_halves else ""
+    split_masters = settings.has_split_masters and not sharded
+    master_bytes = wide - width if split_masters else wide
+    beside = " beside the weights" if split_masters else ""
     return [
         MemoryPart(
             "weights", float(width * total) if keeps_copies else 0.0, f"{settings.precision}, for the forward pass"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from zero2all.model.z2all import Z2all
-from zero2all.ops.optimizer import TAKES_HALVES
+from zero2all.ops.optimizer import TAKES_SPLIT_MASTERS
 from zero2all.train.config import OptimConfig
 from zero2all.train.loss_scale import LossScale
 from zero2all.train.optimizers.factory import build_optimizer
@@ -117,8 +117,8 @@ def new_state(
         weights = ShardedWeights(model, dtype)
     else:
         kinds = {name: roles[name].kind for name in names}
-        in_halves = is_fast and dtype == torch.bfloat16 and model.ops.taken["optimizer"] in TAKES_HALVES
-        weights = FlatWeights(model, kinds, dtype, with_masters=optim.kind != "adamw_bf16", in_halves=in_halves)
+        split_masters = is_fast and dtype == torch.bfloat16 and model.ops.taken["optimizer"] in TAKES_SPLIT_MASTERS
+        weights = FlatWeights(model, kinds, dtype, with_masters=optim.kind != "adamw_bf16", split_masters=split_masters)
     if isinstance(weights, FlatWeights) and is_fast:
         optimizer = FlatAdamW(weights, model.ops.optimizer, optim)
     else:

@@ -4,7 +4,7 @@ A model in bfloat16 or float16 computes with low-precision weights, but an updat
 vanish in their rounding, so the optimizer works on float32 masters and writes the low-precision weights from them.
 Gradients are summed in float32 too, over all micro-batches of a step and over all processes. In a float32 (or float64)
 model the masters are the weights themselves. A bfloat16 weight is the upper half of its master, so that an optimizer
-that can put both together needs only the 16 bits that are missing (`zero2all.ops.halves`).
+that can put both together needs only the 16 bits that are missing (`zero2all.ops.split_master`).
 
 `FlatWeights`: every process has all weights. One buffer each for masters, weights and gradients, all parameters one
 after the other, makes the norm one reduction, the exchange one call, and the update one pass. Parameters that share a
@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zero2all.model.z2all import Z2all
-from zero2all.ops.halves import join, split
 from zero2all.ops.implementation import has_triton
+from zero2all.ops.split_master import join, split
 from zero2all.parallel.world import World
 from zero2all.train.config import ParameterKind
 
@@ -80,10 +80,10 @@ class FlatWeights:
         group_of: Mapping[str, ParameterKind],
         dtype: torch.dtype,
         with_masters: bool = True,
-        in_halves: bool = False,
+        split_masters: bool = False,
     ) -> None:
         """`group_of` names the group of each parameter; `groups` then says where each lies. Without masters, an
-        optimizer that rounds for itself (adamw_bf16) works on the low-precision weights and gradients. `in_halves`:
+        optimizer that rounds for itself (adamw_bf16) works on the low-precision weights and gradients. `split_masters`:
         `masters` is only what bfloat16 weights lack of them."""
         named = list(model.named_parameters())
         names = list(dict.fromkeys(group_of[name] for name, _ in named))
@@ -99,9 +99,9 @@ class FlatWeights:
             self.groups[group] = slice(start, length)
         device = named[0][1].device
         self.dtype, wide = dtype, torch.promote_types(dtype, torch.float32) if with_masters else dtype
-        assert dtype == torch.bfloat16 or not in_halves, "only a bfloat16 is one half of a float32"
-        self.in_halves = in_halves
-        self.masters = torch.zeros(length, dtype=torch.int16 if in_halves else wide, device=device)
+        assert dtype == torch.bfloat16 or not split_masters, "only a bfloat16 is one half of a float32"
+        self.split_masters = split_masters
+        self.masters = torch.zeros(length, dtype=torch.int16 if split_masters else wide, device=device)
         self.weights = self.masters if dtype == wide else torch.zeros(length, dtype=dtype, device=device)
         self.gradients = torch.zeros(length, dtype=wide, device=device)
         self._hooks = [self._take(place) for place in self.places]
@@ -125,7 +125,7 @@ class FlatWeights:
 
     def _write(self, at: slice, values: Tensor) -> None:
         """Masters and weights from new values of the masters."""
-        if self.in_halves:
+        if self.split_masters:
             self.weights[at], self.masters[at] = split(values.float())
             return
         self.masters[at] = values
@@ -134,7 +134,7 @@ class FlatWeights:
 
     def masters_by_name(self) -> dict[str, Tensor]:
         """The masters, each with its gradient in `.grad`, for an optimizer that takes them one by one; live."""
-        assert not self.in_halves, "there are no whole masters"
+        assert not self.split_masters, "there are no whole masters"
         masters, gradients = self.by_name(self.masters), self.by_name(self.gradients)
         for name, master in masters.items():
             master.grad = gradients[name]
@@ -142,8 +142,8 @@ class FlatWeights:
 
     @contextmanager
     def masters_between_steps(self) -> Iterator[dict[str, Tensor]]:
-        """See `Weights`. Halves are put together in the gradient's buffer, which holds nothing between two steps."""
-        if not self.in_halves:
+        """See `Weights`. Split masters are joined in the gradient's buffer, which holds nothing between two steps."""
+        if not self.split_masters:
             yield self.by_name(self.masters)
             return
         with torch.no_grad():
@@ -157,7 +157,7 @@ class FlatWeights:
                 self.zero_gradients()
 
     def _pieces(self) -> Iterator[slice]:
-        """The buffers in pieces, so that what halves are put together from takes little beside them."""
+        """The buffers in chunks, so that joining split masters takes little extra memory."""
         for start in range(0, self.gradients.numel(), PIECE_VALUES):
             yield slice(start, min(start + PIECE_VALUES, self.gradients.numel()))
 
@@ -167,7 +167,9 @@ class FlatWeights:
         for place in self.places:
             every = slice(place.at.start, place.at.stop, _stride(place.at.stop - place.at.start, most))
             samples[place.name] = (
-                join(self.weights[every].contiguous(), self.masters[every]) if self.in_halves else self.masters[every]
+                join(self.weights[every].contiguous(), self.masters[every])
+                if self.split_masters
+                else self.masters[every]
             )
         return samples
 
@@ -187,7 +189,7 @@ class FlatWeights:
 
     def updated(self) -> None:
         """Write the low-precision weights; an optimizer that does so itself calls `touched` instead."""
-        if self.weights is not self.masters and not self.in_halves:
+        if self.weights is not self.masters and not self.split_masters:
             self.weights.copy_(self.masters)
         self.touched()
 
