@@ -59,7 +59,7 @@ def test_neither_can_dropout_documents_or_compiled_blocks():
 
 
 def test_auto_records_where_the_host_is_the_limit():
-    config, ours, fp8 = the_1b(), taking(linear="into32"), taking(linear="fp8")
+    config, ours, fp8 = the_1b(), taking(linear="fp32_wgrad"), taking(linear="fp8")
     assert is_worth_it(config, H200, 2 * 2048, ours)
     assert not is_worth_it(config, H200, 16 * 2048, ours)
     assert is_worth_it(config, H200, 4 * 2048, fp8)

@@ -247,7 +247,7 @@ def _kept_by_block(model: ModelConfig, settings: MemorySettings) -> float:
     norms = 2 * (_norm_keeps(model, settings) + linear_input * hidden)
     # A fused attention keeps its output for itself; the projection behind it keeps the same memory, or a float8 copy.
     attention = _attention_keeps(model, settings) + width * heads + (heads if float8 else 0)
-    if taken.get("swiglu") in ("triton", "quack") and taken.get("linear") in ("into32", "fp8"):
+    if taken.get("swiglu") in ("triton", "quack") and taken.get("linear") in ("fp32_wgrad", "fp8"):
         feed_forward = 2 * width * inner + (inner if float8 else 0)
     else:
         # gate and up, what the formula makes of them, and the product, which the projection behind it keeps

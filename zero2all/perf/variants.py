@@ -59,7 +59,7 @@ class Variant:
         return self.ops.get("compile", "none") != "none"
 
 
-KERNELS = {"rope": "triton", "rms_norm": "triton", "swiglu": "triton", "linear": "into32", "embedding": "triton"}
+KERNELS = {"rope": "triton", "rms_norm": "triton", "swiglu": "triton", "linear": "fp32_wgrad", "embedding": "triton"}
 """Our kernels by name, for the row in which compilation would choose otherwise."""
 OWN_KERNELS = {"attention": "sdpa_cudnn", "rope": "triton", "swiglu": "triton", "linear_cross_entropy": "triton"}
 """What `auto` takes where nothing is installed but torch and Triton."""
