@@ -126,7 +126,7 @@ class ScheduleConfig:
     """What follows the warmup; wsd: stays at the top, then decays."""
     warmup_steps: NaturalInt = 100
     """Steps of linear rise from 0 to lr_max."""
-    lr_min_share: Share = 0.1
+    min_lr_ratio: Share = 0.1
     """Last learning rate as a share of lr_max; inverse_sqrt never falls below it, constant has no use for it."""
     decay_share: Share = 0.2
     """wsd: the decay takes this share of the steps."""
@@ -146,8 +146,8 @@ class StageScheduleConfig:
     """Steps over which the rate moves, up or down, in equal steps from where it was to lr_max."""
     kind: ScheduleKind | None = None
     """As schedule.kind; None takes it from there."""
-    lr_min_share: Share | None = None
-    """As schedule.lr_min_share, a share of this stage's top; None takes it from there."""
+    min_lr_ratio: Share | None = None
+    """As schedule.min_lr_ratio, a share of this stage's top; None takes it from there."""
     decay_share: Share | None = None
     """As schedule.decay_share, a share of this stage's steps; None takes it from there."""
     decay_steps: NaturalInt | None = None

@@ -3,7 +3,7 @@
 A run has one stretch of steps per schedule: the whole run, or, where stages bring schedules of their own, one up to the
 first such stage and one per such stage. A stretch of n steps rises (or falls) linearly during its warmup from the rate
 the stretch before ended with (0 at the start of the run) to its top, then follows its kind. With k the step within the
-stretch, w the warmup, m = lr_min_share x top, and x how much of what follows the warmup is done, 0 at k = w and 1 at
+stretch, w the warmup, m = min_lr_ratio x top, and x how much of what follows the warmup is done, 0 at k = w and 1 at
 the last step:
 
 warmup        reached + (top - reached) (k + 1) / w                      for k < w
@@ -167,7 +167,7 @@ def _rate(stretch: _Stretch, k: int, reached: float) -> float:
     k, warmup = min(k, n - 1), schedule.warmup_steps
     if k < warmup:
         return reached + (top - reached) * (k + 1) / warmup
-    lowest = top * schedule.lr_min_share
+    lowest = top * schedule.min_lr_ratio
     if schedule.kind == "inverse_sqrt":
         return max(lowest, top * math.sqrt(max(1, warmup) / (k + 1)))
     if schedule.kind == "wsd":
