@@ -36,3 +36,7 @@ def test_changed_operators_are_told_and_unknown_ones_are_not():
     assert changed_operators(before, {"attention": "fa4", "rope": "eager", "swiglu": "torch"}) == [
         "attention sdpa -> fa4"
     ]
+
+
+def test_an_operator_that_only_has_another_name_now_has_not_changed():
+    assert changed_operators({"linear": {"got": "into32"}}, {"linear": "fp32_wgrad"}) == []

@@ -30,7 +30,7 @@ import torch
 
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import read_json, write_json
-from zero2all.config import RunConfig
+from zero2all.config import RunConfig, with_new_names
 from zero2all.limits.memory import ALLOWANCE, MemorySettings, estimate_memory
 from zero2all.model.z2all import Z2all
 from zero2all.ops.registry import Ops
@@ -262,7 +262,7 @@ def recall(run: Path, decided_by: Mapping[str, Any]) -> int | None:
         known = read_json(path)
     except (BadInputError, ValueError):  # half a file of a crash: found anew
         return None
-    if not isinstance(known, dict) or known.get("decided_by") != dict(decided_by):
+    if not isinstance(known, dict) or with_new_names(known.get("decided_by")) != dict(decided_by):
         return None
     samples = known.get("micro_batch_samples")
     return samples if isinstance(samples, int) else None

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zero2all.common.errors import UsageError
+from zero2all.config import with_new_names
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.implementation import Situation
 from zero2all.ops.registry import Ops, resolve
@@ -44,5 +45,5 @@ def resolve_together(config: OpsConfig, situation: Situation, world: World) -> O
 
 def changed_operators(before: Mapping[str, Any], now: Mapping[str, str]) -> list[str]:
     """What differs from what a checkpoint remembers of its operators (`Prepared.details`), for a person."""
-    known = {operator: choice.get("got") for operator, choice in before.items()}
+    known = with_new_names({operator: choice.get("got") for operator, choice in before.items()}, "ops")
     return [f"{name} {known[name]} -> {got}" for name, got in now.items() if known.get(name) not in (None, got)]

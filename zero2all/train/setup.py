@@ -18,7 +18,14 @@ from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import MANIFEST_NAME, read_json, sweep_partials, write_atomic
 from zero2all.common.manifest import fingerprint
 from zero2all.common.workspace import Workspace
-from zero2all.config import RunConfig, config_from_values, config_values, config_yaml, read_config_values
+from zero2all.config import (
+    RunConfig,
+    config_from_values,
+    config_values,
+    config_yaml,
+    read_config_values,
+    with_new_names,
+)
 from zero2all.model.compile import compile_model
 from zero2all.model.config import parameter_counts
 from zero2all.model.recompute import apply_recompute
@@ -442,7 +449,7 @@ def load_run_config(run: Path) -> RunConfig:
             + (f"Runs in this workspace: {', '.join(known)}." if known else "Train one with `z2a train`.")
         )
     try:
-        values = read_config_values(path)
+        values = with_new_names(read_config_values(path))
         missing = [name for name in SECTIONS_OF_EVERY_RUN if name not in values]
         if missing:
             raise UsageError(f"It has no section {', '.join(missing)}.")
