@@ -6,8 +6,8 @@ logits (end of the forward pass), or the first block of the backward pass with i
 
 The sizes of kept tensors are read off the operators (`zero2all.ops`), so they differ by implementation. Not counted:
 what the CUDA context and libraries take, and what torch's allocator holds without using it. With torch.compile the
-compiler decides what is kept, mostly less than this. Passes that are recorded (`zero2all.train.recorded`) keep what
-comes and goes to themselves, and what happens between steps needs memory beside them.
+compiler decides what is kept, mostly less than this. A CUDA graph (`zero2all.train.cuda_graph`) keeps what
+comes and goes to itself, and what happens between steps needs memory beside it.
 
 Against an H200 (1.2555 B parameters, 16 x 2048 tokens, fused operators; most bytes torch had allocated):
 

@@ -51,13 +51,13 @@ class TrainConfig:
     recompute_every: PositiveInt = 2
     """every_n: each so many-th block is recomputed."""
     cuda_graph: Literal["auto", "on", "off"] = "auto"
-    """Whether a pass is recorded once and then replayed, which spares the host from queueing its kernels one by one;
-    auto: where the host would take longer than the device (small micro-batches)."""
+    """Capture a pass as a CUDA graph and replay it, so that the host need not queue its kernels one by one. auto: where
+    the host would take longer than the device (small micro-batches)."""
     seed: Annotated[int, Range(minimum=0, maximum=2e9)] = 1234
     """Key of the initial weights and of dropout."""
 
     def problems(self, place: str) -> list[Problem]:
-        """A run's name becomes a folder. A search for the largest micro-batch leaves no memory for a recording."""
+        """A run's name becomes a folder. The largest micro-batch that fits leaves no memory for a CUDA graph."""
         found = []
         if not is_folder_name(self.name):
             found.append(Problem(f"{place}.name", self.name, FOLDER_NAME_WORDS))

@@ -288,7 +288,7 @@ class TrainingLoop:
         self.update_ratios.before_step()
         pending = train_step(state, batch, len(self.prepared.data.channels), self.config, self.world, plan)
         self.update_ratios.after_step()
-        self._leave_failed_recording()
+        self._leave_failed_cuda_graph()
         self.collect_garbage(state.step)
 
         is_last = state.step == self.prepared.last_step  # end() validates and saves
@@ -418,13 +418,13 @@ class TrainingLoop:
         stops = self.stop.requested or self.shard_damage.is_found
         return self.control.plan(state.step + 1, lr, tokens, batch.global_rows, stops)
 
-    def _leave_failed_recording(self) -> None:
+    def _leave_failed_cuda_graph(self) -> None:
         """Continue without a CUDA graph when a pass could not be captured."""
-        recorded = self.state.recorded
-        if recorded is not None and recorded.problem:
-            self.state.recorded = None
+        graph = self.state.cuda_graph
+        if graph is not None and graph.problem:
+            self.state.cuda_graph = None
             self.log.warn(
-                f"a pass cannot be recorded: {recorded.problem}. From here on its kernels are queued one by one."
+                f"a pass cannot be captured as a CUDA graph: {graph.problem}. From here on passes run without one."
             )
 
     def _leave_nonfinite_checkpoints(self) -> None:

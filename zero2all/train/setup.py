@@ -46,11 +46,11 @@ from zero2all.train.checkpoints.manifest import NOT_GOOD
 from zero2all.train.checkpoints.run_lock import Fence, behind
 from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.config import AnnealConfig, model_at
+from zero2all.train.cuda_graph import check_cuda_graph, choose_cuda_graph
 from zero2all.train.guards.ledger import LEDGER_FILE, DamagedLedgerError, SkipLedger, keep_damaged, rebuilt_ledger
 from zero2all.train.guards.watch import INCIDENTS_FOLDER
 from zero2all.train.micro_batch import choose_micro_batch
 from zero2all.train.operators import changed_operators, resolve_together
-from zero2all.train.recording_choice import check_recording, recorded_passes
 from zero2all.train.schedule import steps_with_anneal
 from zero2all.train.state import DTYPES, TrainState, new_state
 from zero2all.train.validate import open_valid_splits
@@ -255,7 +255,7 @@ def _build_state(
     dtype = DTYPES[config.train.precision]
     sharded = config.parallel.data == "shard" and world.size > 1
     ops = resolve_together(config.ops, situation(config, world.device.type, dtype, sharded), world)
-    check_recording(config, world.device, world.size, ops)
+    check_cuda_graph(config, world.device, world.size, ops)
     step = checkpoint.step if checkpoint else 0
     model = Z2all(model_at(step, config.model, config.stages), ops)
     if checkpoint is None:
@@ -271,7 +271,7 @@ def _build_state(
     state.micro_batch_samples, micro_notes = choose_micro_batch(
         config, model, world, run, state.weights.zero_gradients, fence
     )
-    state.recorded = recorded_passes(
+    state.cuda_graph = choose_cuda_graph(
         config, model, world.device, world.size, state.micro_batch_samples, config.samples_per_step
     )
     counts = parameter_counts(config.model)
@@ -283,9 +283,9 @@ def _build_state(
     spread = f", {config.parallel.data}" if world.size > 1 else ""
     size = f"model: {counts['total'] / 1e6:.2f} M parameters on {where}{spread}, {config.train.precision}"
     notes = [size, *_half_precision_notes(world.device, dtype), *ops.notes(), *micro_notes]
-    if state.recorded is not None:
+    if state.cuda_graph is not None:
         why = "as asked" if config.train.cuda_graph == "on" else "the host would queue them slower than they run"
-        notes.append(f"passes will be recorded as a CUDA graph: {why}")
+        notes.append(f"passes will be captured as a CUDA graph: {why}")
     return state, notes
 
 

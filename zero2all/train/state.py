@@ -18,11 +18,11 @@ from torch import Tensor
 from zero2all.model.z2all import Z2all
 from zero2all.ops.optimizer import TAKES_SPLIT_MASTERS
 from zero2all.train.config import OptimConfig
+from zero2all.train.cuda_graph import CudaGraphPasses
 from zero2all.train.loss_scale import LossScale
 from zero2all.train.optimizers.factory import build_optimizer
 from zero2all.train.optimizers.flat_adamw import FlatAdamW
 from zero2all.train.optimizers.roles import model_roles
-from zero2all.train.recorded import RecordedPasses
 from zero2all.train.weights import FlatWeights, ShardedWeights, Weights
 
 DTYPES = {
@@ -59,8 +59,8 @@ class TrainState:
     micro_batch_samples: int
     """Rows of one pass at data.seq_len."""
     loss_scale: LossScale | None = None
-    recorded: RecordedPasses | None = None
-    """Runs the passes, where they are recorded."""
+    cuda_graph: CudaGraphPasses | None = None
+    """Runs the passes where they are captured; None: they run eagerly."""
     step: int = 0
     tokens: int = 0
 

@@ -183,8 +183,8 @@ def _forward_backward(
         documents = None if segments is None else segments[here, :-1].to(device, non_blocking=True)
         shares = (counts[here] / counted).to(wide)
         timer.mark("collate")
-        if state.recorded is not None:
-            losses = state.recorded(ids, shares)  # forward and loss with it: nothing can be measured inside
+        if state.cuda_graph is not None:
+            losses = state.cuda_graph(ids, shares)  # forward and loss with it: nothing can be measured inside
         else:
             hidden = state.model(ids[:, :-1], segments=documents)
             timer.mark("forward")

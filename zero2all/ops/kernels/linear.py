@@ -104,7 +104,7 @@ class Float8Weight(NamedTuple):
 
 def float8_weight(weight: Tensor) -> Float8Weight:
     """`weight` in float8, made anew only when the weight has changed: once per optimizer step. A copy stays where it
-    is, because a recording of a pass (`zero2all.train.recorded`) reads it there."""
+    is, because a captured pass (`zero2all.train.cuda_graph`) reads it there."""
     known: Float8Weight | None = getattr(weight, "float8", None)
     if known is None or known.version != weight._version:
         with torch.no_grad():
