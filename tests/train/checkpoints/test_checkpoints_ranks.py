@@ -129,7 +129,7 @@ FAILING = """
 import errno
 from zero2all.train.checkpoints import commit
 write, told = commit.write_tensor_file, []
-def write_until_full(path, slots, buffer):
+def write_until_full(path, infos, buffer):
     path.write_bytes(b"half")
     raise OSError(errno.ENOSPC, "No space left on device")
 store = CheckpointStore(run, dist.group.WORLD)
@@ -160,7 +160,7 @@ DYING = """
 import signal
 from zero2all.train.checkpoints import commit
 write = commit.write_tensor_file
-def die(path, slots, buffer):
+def die(path, infos, buffer):
     path.write_bytes(b"half")
     os.kill(os.getpid(), signal.SIGKILL)
 store = CheckpointStore(run, dist.group.WORLD)

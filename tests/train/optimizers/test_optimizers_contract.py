@@ -212,7 +212,7 @@ def test_who_decays(tied, decay_embeddings):
     named = list(model.named_parameters())
     config = OptimConfig(weight_decay=0.3, decay_embeddings=decay_embeddings)
     optimizer = build_optimizer(named, config, model_roles(model.config, [key for key, _ in named]))
-    decay = {slot.name: group.weight_decay for group in optimizer.param_groups for slot in group.slots}
+    decay = {param.name: group.weight_decay for group in optimizer.param_groups for param in group.params}
     assert decay.keys() == {key for key, _ in named}
     for key, value in decay.items():
         table = key in ("embedding.weight", "head.weight")

@@ -103,7 +103,7 @@ def _write_own(partial: Path, staged: Staged, problem: str | None, fence: Fence)
         for file in staged.files:
             fence()
             written.append(partial / file.plan.name)
-            files[file.plan.name] = write_tensor_file(partial / file.plan.name, file.plan.slots, file.buffer)
+            files[file.plan.name] = write_tensor_file(partial / file.plan.name, file.plan.infos, file.buffer)
         fsync_folder(partial)
     except Exception as error:
         if not isinstance(error, LostRunError):

@@ -144,13 +144,13 @@ def verified_checkpoint(folder: Path) -> Checkpoint:
 
 def _fill(handle: int, header: Header, read: Read) -> None:
     """Read the rows of a stretch, some MB at a time, and take the wanted columns of them."""
-    slot = header.slots[read.piece.key]
-    if not slot.shape:
-        read.target.copy_(read_rows(handle, header, slot, 0, 1))
+    info = header.infos[read.piece.key]
+    if not info.shape:
+        read.target.copy_(read_rows(handle, header, info, 0, 1))
         return
     first, count = read.offsets[0], read.lengths[0]
-    at_once = max(1, READ_BYTES // max(1, byte_count(slot.dtype, slot.shape[1:])))
+    at_once = max(1, READ_BYTES // max(1, byte_count(info.dtype, info.shape[1:])))
     columns = tuple(slice(o, o + n) for o, n in zip(read.offsets[1:], read.lengths[1:], strict=True))
     for start in range(0, count, at_once):
-        rows = read_rows(handle, header, slot, first + start, min(at_once, count - start))
+        rows = read_rows(handle, header, info, first + start, min(at_once, count - start))
         read.target[start : start + len(rows)].copy_(rows[(slice(None), *columns)])

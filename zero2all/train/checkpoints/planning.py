@@ -32,22 +32,22 @@ from zero2all.train.checkpoints.index import Index, Piece, TensorEntry, index_do
 from zero2all.train.checkpoints.layout import is_tensor_name, split_name, tensor_file_name
 from zero2all.train.checkpoints.peers import Peers
 from zero2all.train.checkpoints.reads import Read
-from zero2all.train.checkpoints.tensor_file import DTYPE_NAMES, DTYPES, Slot, byte_count, header_bytes, lay_out
+from zero2all.train.checkpoints.tensor_file import DTYPE_NAMES, DTYPES, TensorInfo, byte_count, header_bytes, lay_out
 
 
 @dataclass(frozen=True)
 class FilePlan:
-    """One file of this rank: which piece of which tensor goes into which slot."""
+    """One file of this rank: which piece of which tensor goes where."""
 
     name: str
-    slots: dict[str, Slot]
+    infos: dict[str, TensorInfo]
     sources: dict[str, str]
     """Key in the file -> name of the tensor whose local part it is."""
 
     @property
     def data_bytes(self) -> int:
         """Bytes of the tensors, without the header."""
-        return max((slot.end for slot in self.slots.values()), default=0)
+        return max((info.end for info in self.infos.values()), default=0)
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def plan_save(tensors: Mapping[str, Tensor], peers: Peers, largest_file_bytes: i
         data = _data_of(item)
         index.setdefault(item.index.fqn, TensorEntry(DTYPE_NAMES[data.properties.dtype], tuple(data.size), ()))
     index = parse_index(index_document(index), "the plan of a checkpoint")
-    sizes = {file.name: len(header_bytes(file.slots)) + file.data_bytes for own_files in files for file in own_files}
+    sizes = {file.name: len(header_bytes(file.infos)) + file.data_bytes for own_files in files for file in own_files}
     return SaveLayout(files[peers.rank], index, sizes, signature_of(tensors))
 
 

@@ -1,7 +1,7 @@
 """The state at one moment, and its copy in host memory.
 
 The copy is all the training loop waits for. Its buffers are taken once, before the first step, pinned where there is a
-GPU, and laid out exactly like the files: one buffer per file, every tensor in its slot. Copies from a GPU go over a
+GPU, and laid out exactly like the files: one buffer per file, every tensor in its place. Copies from a GPU go over a
 stream of their own, all at once, and the loop waits for their end, because the very next step changes the weights.
 """
 
@@ -44,8 +44,8 @@ class StagedFile:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Key in the file and tensor, as views into the buffer."""
-        for key, slot in self.plan.slots.items():
-            yield key, view_of(self.buffer, slot)
+        for key, info in self.plan.infos.items():
+            yield key, view_of(self.buffer, info)
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class HostBuffers:
         """Copy this rank's part of `tensors`; when it returns they may be changed. Returns the seconds it took."""
         started = time.monotonic()
         pairs = [
-            (view_of(buffer, file.slots[key]), local_part(tensors[name]))
+            (view_of(buffer, file.infos[key]), local_part(tensors[name]))
             for file, buffer in zip(self._files, self.buffers, strict=True)
             for key, name in file.sources.items()
         ]

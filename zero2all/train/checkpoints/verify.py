@@ -110,7 +110,7 @@ def _check_headers(folder: Path, manifest: dict[str, Any], index: Index) -> dict
     headers = {}
     for name in sorted(listed):
         headers[name] = read_header(folder / name)
-        found = {key: (slot.dtype, slot.shape) for key, slot in headers[name].slots.items()}
+        found = {key: (info.dtype, info.shape) for key, info in headers[name].infos.items()}
         wrong = sorted(key for key in found.keys() | expected[name].keys() if found.get(key) != expected[name].get(key))
         if wrong:
             raise BadInputError(

@@ -39,7 +39,7 @@ Formula = Callable[..., tuple[Tensor, ...]]
 
 
 @dataclass
-class Slot:
+class ParamState:
     """A parameter with its state."""
 
     index: int
@@ -70,16 +70,12 @@ class ParameterGroup:
     """Parameters of one kind, which share a rate and a decay."""
 
     kind: ParameterKind
-    slots: list[Slot]
+    params: list[ParamState]
+    """In the model's order."""
     weight_decay: float
     lr_multiplier: float = 1.0
     lr: float = 0.0
     """Rate of the next step, the multiplier in it."""
-
-    @property
-    def params(self) -> list[Tensor]:
-        """The parameters, in the model's order."""
-        return [slot.parameter for slot in self.slots]
 
 
 @dataclass(frozen=True)
@@ -103,13 +99,13 @@ class Optimizer(ABC):
     def __init__(self, groups: Sequence[ParameterGroup]) -> None:
         self.param_groups = list(groups)
         for group in self.param_groups:
-            for slot in group.slots:
-                slot.state = self.initial_state(slot)
-        devices = [slot.weight.device for group in self.param_groups for slot in group.slots]
+            for param in group.params:
+                param.state = self.initial_state(param)
+        devices = [param.weight.device for group in self.param_groups for param in group.params]
         self.updates = torch.zeros((), dtype=torch.float32, device=devices[0] if devices else None)
 
     @abstractmethod
-    def initial_state(self, slot: Slot) -> dict[str, Tensor]:
+    def initial_state(self, param: ParamState) -> dict[str, Tensor]:
         """The moments of a parameter before the first update."""
 
     @abstractmethod
@@ -137,18 +133,18 @@ class Optimizer(ABC):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, or with `set_to_none` false, fill them with zeros."""
         for group in self.param_groups:
-            for parameter in group.params:
+            for param in group.params:
                 if set_to_none:
-                    parameter.grad = None
-                elif parameter.grad is not None:
-                    parameter.grad.zero_()
+                    param.parameter.grad = None
+                elif param.parameter.grad is not None:
+                    param.parameter.grad.zero_()
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Everything a checkpoint must hold, by name; DTensors where the parameters are."""
         tensors = {STEP_NAME: self.updates}
         for group in self.param_groups:
-            for slot in group.slots:
-                tensors |= {f"{moment}/{slot.name}": value for moment, value in slot.state.items()}
+            for param in group.params:
+                tensors |= {f"{moment}/{param.name}": value for moment, value in param.state.items()}
         return tensors
 
     @torch.no_grad()
@@ -179,24 +175,24 @@ class ElementwiseOptimizer(Optimizer):
     def numbers(self, group: ParameterGroup, count: Tensor) -> tuple[Tensor, ...]:
         """What the formula needs beside tensors, as scalars: rates, decays, corrections."""
 
-    def initial_state(self, slot: Slot) -> dict[str, Tensor]:
+    def initial_state(self, param: ParamState) -> dict[str, Tensor]:
         """Zeros, in float32 or better."""
-        return {moment: zeros_like_master(slot) for moment in self.moments}
+        return {moment: zeros_like_master(param) for moment in self.moments}
 
     def update(self, inputs: StepInputs) -> None:
         """Run the formula over every parameter."""
         for group in self.param_groups:
             numbers = self.numbers(group, inputs.count)
-            for slot in group.slots:
-                self.update_one(slot, numbers, inputs)
+            for param in group.params:
+                self.update_one(param, numbers, inputs)
 
-    def update_one(self, slot: Slot, numbers: tuple[Tensor, ...], inputs: StepInputs) -> None:
+    def update_one(self, param: ParamState, numbers: tuple[Tensor, ...], inputs: StepInputs) -> None:
         """Run the formula over one parameter; flat, so that a compiled one serves all shapes."""
-        gradient = slot.gradient
+        gradient = param.gradient
         if gradient is None:
             return
-        targets = [slot.weight, *(slot.moment(name) for name in self.moments)]
-        for rows in row_pieces(slot.weight):
+        targets = [param.weight, *(param.moment(name) for name in self.moments)]
+        for rows in row_pieces(param.weight):
             flat = [target[rows].view(-1) for target in targets]
             self.apply(self.formula, gradient[rows].reshape(-1), flat, numbers, inputs.scale, inputs.skip)
 
@@ -241,9 +237,9 @@ def master_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def zeros_like_master(slot: Slot) -> Tensor:
+def zeros_like_master(param: ParamState) -> Tensor:
     """A moment of zeros as fine as the arithmetic, spread as the parameter is."""
-    return spread_like(slot.parameter, torch.zeros_like(slot.weight, dtype=master_dtype(slot.weight)))
+    return spread_like(param.parameter, torch.zeros_like(param.weight, dtype=master_dtype(param.weight)))
 
 
 def scalar(value: float) -> Tensor:
