@@ -11,6 +11,7 @@ from typing import Any
 from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import human_bytes
+from zero2all.common.progress import counted
 from zero2all.common.records import corpus_sources
 from zero2all.common.workspace import Workspace
 from zero2all.corpus import Source, source_from_path
@@ -32,7 +33,7 @@ class OwnText:
 
     def in_words(self) -> str:
         """How much there is."""
-        what = "1 file" if self.files == 1 else f"{self.files:,} files"
+        what = counted(self.files, "file")
         return f"{self.source.path}: {what}, {human_bytes(self.size_bytes)}"
 
 

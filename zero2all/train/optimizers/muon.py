@@ -74,9 +74,7 @@ class Muon(Optimizer):
         for group in self.matrices:
             for params in _stacks(group.params):
                 places = [box(param.parameter) for param in params]
-                directions = torch.stack(
-                    [self._direction(param, inputs) for param in params]
-                )  # (n, …, rows, columns)
+                directions = torch.stack([self._direction(param, inputs) for param in params])  # (n, …, rows, columns)
                 steps = self._orthogonal_parts(directions, params[0].role)
                 for param, place, step in zip(params, places, steps, strict=True):
                     kept = param.weight * (1 - group.lr * group.weight_decay)
