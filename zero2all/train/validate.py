@@ -1,4 +1,4 @@
-"""Loss on held-out samples inside the loop: the same samples every time, told apart by channel."""
+"""Loss on held-out samples inside the loop: the same samples every time, by channel."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def held_out_losses(
     """`eval/valid/loss/<channel>` in nats per token and `eval/valid/bpb/<channel>` in bits per byte.
 
     Sources of a channel are summed token by token. A source with less than one held-out sample is left out. Samples are
-    windows of data.seq_len whatever the packing and the stage, so that figures can be compared along a run. Processes
-    share the work; all make the same number of passes, because a sharded model gathers its weights in each.
+    windows of data.seq_len whatever the packing and the stage, so that values can be compared over a run. The work is
+    split over the processes; all make the same number of passes, because a sharded model gathers its weights in each.
     """
     world = world or World(device=model.embedding.weight.device)
     pieces = _pieces(splits, data.seq_len, config)
@@ -76,7 +76,7 @@ def _pieces(splits: list[PackedSplit], seq_len: int, config: EvalConfig) -> list
 
 
 def _score(model: Z2all, piece: _Piece, data: DataConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Summed nats, and the tokens they are of."""
+    """The summed nats and the number of tokens."""
     seq_len, count = data.seq_len, piece.count
     rows, weights = np.empty((count, seq_len + 1), np.int64), np.empty((count, seq_len), np.float32)
     borders = Borders() if data.document_mask else None

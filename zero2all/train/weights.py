@@ -3,15 +3,15 @@
 A model in bfloat16 or float16 computes with low-precision weights, but an update of a thousandth of a weight would
 vanish in their rounding, so the optimizer works on float32 masters and writes the low-precision weights from them.
 Gradients are summed in float32 too, over all micro-batches of a step and over all processes. In a float32 (or float64)
-model the masters are the weights themselves. A bfloat16 weight is the upper half of its master, so that an optimizer
-that can put both together needs only the 16 bits that are missing (`zero2all.ops.split_master`).
+model the masters are the weights themselves. A bfloat16 weight is the upper half of its master, so an optimizer that
+can join both needs only the missing 16 bits (`zero2all.ops.split_master`).
 
 `FlatWeights`: every process has all weights. One buffer each for masters, weights and gradients, all parameters one
-after the other, makes the norm one reduction, the exchange one call, and the update one pass. Parameters that share a
-group come one after the other, so that each group is one stretch.
+after the other: the norm is one reduction, the sum over processes one all-reduce, and the update one pass. Parameters
+of a group are neighbours, so that each group is one slice.
 
-`ShardedWeights`: every process has a part of each weight (FSDP2), in float32; the low-precision weights come and go
-while a block computes.
+`ShardedWeights`: every process has a part of each weight (FSDP2), in float32; the low-precision weights of a block are
+gathered while it computes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ALIGNMENT = 128
 """Parameters begin at multiples of this many values, so that every kernel can load them in wide words."""
 
 PIECE_VALUES = 1 << 25
-"""Values that are put together or split at once."""
+"""Values that are joined or split at once."""
 
 
 class Weights(Protocol):
@@ -44,22 +44,22 @@ class Weights(Protocol):
     dtype: torch.dtype
 
     def masters_between_steps(self) -> AbstractContextManager[dict[str, Tensor]]:
-        """The masters by name, to read or to write, while no gradient is there; what is written holds afterwards."""
+        """The masters by name, to read or to write, between two steps, when there is no gradient."""
 
     def master_samples(self, most: int) -> dict[str, Tensor]:
-        """Of each master at most about `most` values, evenly spread over the part in this process; at any time."""
+        """At most about `most` values of each master, evenly spread over the part in this process; at any time."""
 
     def reduce_gradients(self, world: World) -> None:
-        """Sum the gradients over the processes, once the last micro-batch is through."""
+        """Sum the gradients over the processes, after the last micro-batch."""
 
     def squared_norm(self, world: World) -> Tensor:
         """The square of the L2 norm of the whole gradient, float64, the same in every process."""
 
     def updated(self) -> None:
-        """The masters have changed: let the forward pass see it."""
+        """Update what the forward pass reads after the masters have changed."""
 
     def zero_gradients(self) -> None:
-        """Begin a new sum."""
+        """Set the gradients to zero."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class FlatWeights:
     ) -> None:
         """`group_of` names the group of each parameter; `groups` then says where each lies. Without masters, an
         optimizer that rounds for itself (adamw_bf16) works on the low-precision weights and gradients. `split_masters`:
-        `masters` is only what bfloat16 weights lack of them."""
+        `masters` holds only the 16 bits that the bfloat16 weights lack."""
         named = list(model.named_parameters())
         names = list(dict.fromkeys(group_of[name] for name, _ in named))
         self.places: list[Place] = []
@@ -115,7 +115,7 @@ class FlatWeights:
         if self.weights is self.masters:
             parameter.grad = gradient  # autograd adds to it in place
             return None
-        # A kernel that can adds to main_grad itself; what autograd leaves in .grad is added there at once and let go.
+        # Some kernels add to main_grad themselves; what autograd leaves in .grad is added there at once and freed.
         parameter.main_grad = gradient  # type: ignore[attr-defined]
         return parameter.register_post_accumulate_grad_hook(_move_to_main)
 
@@ -194,7 +194,7 @@ class FlatWeights:
         self.touched()
 
     def touched(self) -> None:
-        """Tell whoever caches something made from the weights (float8 copies) that they have changed."""
+        """Invalidate caches made from the weights (float8 copies)."""
         torch.autograd.graph.increment_version([place.parameter for place in self.places])
 
     def zero_gradients(self) -> None:
@@ -203,7 +203,7 @@ class FlatWeights:
 
 
 class ShardedWeights:
-    """The parameters of a model that `parallel.data.shard_model` has cut over the processes."""
+    """The parameters of a model that `parallel.data.shard_model` has sharded."""
 
     def __init__(self, model: Z2all, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -224,7 +224,7 @@ class ShardedWeights:
         return {name: part[:: _stride(part.numel(), most)] for name, part in parts.items()}
 
     def reduce_gradients(self, world: World) -> None:
-        """FSDP has summed the gradients in the backward pass."""
+        """Nothing to do: FSDP has summed the gradients in the backward pass."""
         del world
 
     def squared_norm(self, world: World) -> Tensor:
@@ -238,7 +238,7 @@ class ShardedWeights:
         return world.sum(torch.stack(squares).sum())
 
     def updated(self) -> None:
-        """FSDP gathers the weights anew in every pass."""
+        """Nothing to do: FSDP gathers the weights in every pass."""
 
     def zero_gradients(self) -> None:
         """See `Weights`."""
