@@ -1,4 +1,4 @@
-"""Which errors mean that another process is gone, and which are our own."""
+"""Which errors mean that another process has died, and which are our own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The largest micro-batch that fits: searched without ever failing for want of memory, and remembered."""
+"""The largest micro-batch that fits: searched without ever running out of memory, and saved."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class AnomalyError(UserError):
 
 
 class PeerFailureError(UserError):
-    """Another process of the run is gone or stuck. Nothing is wrong with this one, and running again is the remedy."""
+    """Another process of the run has died or hangs. Nothing is wrong with this one; run the same command again."""
 
     exit_code = 1
 

@@ -1,8 +1,8 @@
-"""`anneal now`: let the learning rate of a run fall to its end from where it stands.
+"""`z2a anneal`: let the learning rate of a run fall from its current value to the end of the run.
 
-`z2a anneal RUN` writes a request into the run's folder. A run that is training reads it within a step, one that is not
-when it is started again; either writes down from which step on the rate falls. From then on the rate is a function of
-that record, which lies in the run's folder and in every checkpoint, so a resumed run falls alike.
+`z2a anneal RUN` writes a request into the run's folder. A run that is training reads it within a step, any other when
+it is started again; it then records the step from which the rate falls. From then on the rate is a function of that
+record, which is in the run's folder and in every checkpoint, so a resumed run anneals the same way.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def request_anneal(run: Path, steps: int, shape: DecayShape, to_share: float) ->
 
 
 def read_anneal(run: Path, step: int, check: Callable[[AnnealConfig], object] = lambda _: None) -> AnnealConfig | None:
-    """The record of a run that stands at `step`; a request becomes a record here. None when there is neither.
+    """The record of a run at `step`; a request is turned into a record here. None when there is neither.
 
-    `check` sees what a request would become, and by raising keeps it from becoming that.
+    `check` gets the record that a request would become, and raises to refuse it.
     """
     found = _read(run / ANNEAL_FILE, step)
     if found is None:
@@ -41,19 +41,19 @@ def read_anneal(run: Path, step: int, check: Callable[[AnnealConfig], object] = 
 
 
 def withdraw_request(run: Path) -> None:
-    """Forget a request that cannot be met."""
+    """Delete a request that cannot be met."""
     (run / ANNEAL_FILE).unlink(missing_ok=True)
 
 
 def begun_anneal(run: Path) -> AnnealConfig | None:
-    """The record of a run that has begun to anneal, for those who only look; None for a request and for nothing."""
+    """The record of a run that has begun to anneal, without changing anything; None for a request and for no file."""
     found = _read(run / ANNEAL_FILE, 0)
     return None if found is None or found[1] else found[0]
 
 
 def _read(path: Path, step: int) -> tuple[AnnealConfig, bool] | None:
-    """The record, from `step` on where it is only a request, and whether it is one."""
-    remedy = "Write it anew with `z2a anneal`, or delete it to train on as scheduled."
+    """The record (of a request: from `step` on), and whether it is a request."""
+    remedy = "Write it again with `z2a anneal`, or delete it to train on as scheduled."
     try:
         values = read_json_object(path, remedy)
     except FileNotFoundError:
@@ -63,7 +63,7 @@ def _read(path: Path, step: int) -> tuple[AnnealConfig, bool] | None:
     record = build(AnnealConfig, {**values, "from_step": step} if is_request else values, "", problems)
     if problems:
         reasons = " ".join(str(problem) for problem in problems)
-        raise BadInputError(f"{path} is no record of an anneal. {reasons} {remedy}")
+        raise BadInputError(f"{path} is not a record of an anneal. {reasons} {remedy}")
     return record, is_request
 
 

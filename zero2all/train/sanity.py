@@ -237,7 +237,7 @@ class Overfit:
 
 
 def overfit_one_batch(update: Callable[[], float], updates: int = UPDATES, falls_to: float = FALLS_TO) -> Overfit:
-    """Call `update` `updates` times, and once more for the last loss. It makes one update, always on the same batch, and
+    """Call `update` `updates` times, and once more for the last loss. It makes one update on always the same batch and
     returns the loss before it. Stops early when the loss is not finite."""
     losses: list[float] = []
     for _ in range(updates + 1):

@@ -307,7 +307,7 @@ def _require_memory(config: RunConfig, ops: Ops, world: World) -> None:
         problem = str(error)
     for rank, theirs in enumerate(world.gather(problem)):
         if theirs:
-            raise DiskError(theirs if world.size == 1 else f"In process {rank}: {theirs}")
+            raise DiskError(theirs if world.size == 1 else f"Rank {rank}: {theirs}")
 
 
 def _half_precision_notes(device: torch.device, dtype: torch.dtype) -> list[str]:

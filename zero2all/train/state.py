@@ -1,8 +1,8 @@
 """Everything that changes while a run trains, in one object that a test can build without a GPU.
 
-There is no random state to keep: dropout is seeded from (seed, step, rank), and the data order is a pure function of
+There is no random state to save: dropout is seeded from (seed, step, rank), and the data order is a pure function of
 the position. What a checkpoint must hold is therefore the master weights, the optimizer's moments, the loss scale of
-float16, a few counters, and what the guards remember.
+float16, a few counters, and the state of the guards.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ DTYPES = {
 
 
 class StepOptimizer(Protocol):
-    """What a training step asks of an optimizer; see `zero2all.train.optimizers.base`."""
+    """What a training step needs of an optimizer; see `zero2all.train.optimizers.base`."""
 
     writes_weights: bool
     """Whether a step also writes the low-precision weights of the forward pass."""
 
     def set_learning_rate(self, rate: float) -> None:
-        """The rate of the next steps."""
+        """Set the learning rate of the next steps."""
 
     def step(self, grads_scale: Tensor, found_nonfinite: Tensor) -> None:
-        """One update, or none."""
+        """One update, or none where `found_nonfinite` is set."""
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Everything to keep; live."""
+        """Everything a checkpoint must hold; the live tensors."""
 
 
 @dataclass
 class TrainState:
-    """The run at one moment: `step` steps have been made."""
+    """The run after `step` steps."""
 
     model: Z2all
     weights: Weights
@@ -66,8 +66,8 @@ class TrainState:
 
     @contextmanager
     def tensors(self) -> Iterator[dict[str, Tensor]]:
-        """Between two steps, all tensors of a checkpoint as 'group/name'. One can be loaded right into them; `loaded`
-        has to follow, after the context."""
+        """Between two steps, all tensors of a checkpoint as 'group/name'. A checkpoint can be loaded into them; call
+        `loaded` after the context then."""
         with self.model_tensors() as masters:
             yield {**masters, **self.optimizer_tensors()}
 
@@ -85,11 +85,11 @@ class TrainState:
         return tensors
 
     def counters(self) -> dict[str, int]:
-        """The small numbers."""
+        """How far the run is: steps and tokens."""
         return {"step": self.step, "tokens": self.tokens}
 
     def loaded(self, counters: Mapping[str, Any]) -> None:
-        """The tensors hold what a checkpoint held: go on from its counters."""
+        """A checkpoint was loaded into the tensors: continue from its counters."""
         self.weights.updated()
         self.weights.zero_gradients()
         self.step, self.tokens = int(counters["step"]), int(counters["tokens"])
@@ -107,7 +107,7 @@ def new_state(
 
     AdamW on whole weights takes the registry's fast path; every other optimizer works on the masters one by one.
     """
-    # torch's kernels round the factor on the gradient to float32, which a run in float64 is there to rule out.
+    # torch's kernels round the factor on the gradient to float32; a run in float64 must not.
     is_fast = optim.kind == "adamw" and dtype != torch.float64 and not sharded
     names = [name for name, _ in model.named_parameters()]
     roles = model_roles(model.config, names)

@@ -212,7 +212,7 @@ def test_a_batch_is_passed_over_exactly_when_it_touches_a_window():
 @pytest.mark.parametrize("content", ["[]", '{"format": 2, "skipped": []}', '{"format": 1, "skipped": [{}]}', "{"])
 def test_a_damaged_record_is_an_error_and_never_an_empty_one(tmp_path, content):
     (tmp_path / LEDGER_FILE).write_text(content)
-    with pytest.raises(DamagedLedgerError, match=rf"{LEDGER_FILE} is no readable record"):
+    with pytest.raises(DamagedLedgerError, match=rf"{LEDGER_FILE} is not a readable record"):
         SkipLedger.load(tmp_path)
 
 
