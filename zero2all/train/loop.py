@@ -79,17 +79,17 @@ def train(
     make_decode: Callable[[], Decode] | None = None,
     say: Callable[[str], None] = print,
 ) -> TrainSummary:
-    """Train `config` to its last step, continuing the run where it stands. Called by every process of the run.
+    """Train `config` to its last step, continuing the run if it has a checkpoint. Called by every process of the run.
 
-    `make_decode` loads what turns ids into text, for the pages that explain incidents.
+    `make_decode` loads the tokenizer's decoder, for the pages that explain incidents.
     """
     run = workspace.run(config.train.name)
     with ExitStack() as stack:
-        # From here on: a request that comes while the run is being set up is met at the end of its first step.
+        # From here on: a signal that comes during the setup is handled at the end of the first step.
         stop = stack.enter_context(stop_requests())
         set_memory_settings(config.parallel.expandable_segments)
         device = pick_device(config.parallel.device)
-        # While it waits for the others no Python runs, and one of them may have been stopped before it came here.
+        # While it waits for the other processes no Python runs, and one of them may have been stopped before.
         with stop_signals_to(signal.SIG_DFL) if asked_processes() > 1 else nullcontext():
             if stop.requested:
                 raise PreemptedError("Stopped before the run had begun; nothing was changed. Run it again to start it.")
@@ -98,13 +98,13 @@ def train(
         stack.enter_context(explain_peer_failure(config, run, world))
         lock, store = stack.enter_context(_locked_store(config, run, world, take_over, speak))
         prepared = prepare(config, workspace, world, store, accept_changes, fresh)
-        if fresh:  # only now, when nothing can be wrong any more
+        if fresh:  # only now, after all checks
             world.run_on_rank0(lambda: _clear_run(run, lock.check))
         for note in prepared.notes:
             speak(note)
         world.run_on_rank0(lambda: behind(lock.check, lambda: save_run_config(prepared.config, run)))
         metrics = None
-        # A run that is over has nothing to add to its curves: another look at it is no other attempt.
+        # A finished run has nothing to add to its curves: running it again is not a new attempt.
         is_over = prepared.state.step >= prepared.last_step and has_finished(run)
         if world.is_first and not is_over:
             resumed_from = prepared.state.step or None
@@ -129,7 +129,7 @@ def train(
 def _locked_store(
     config: RunConfig, run: Path, world: World, take_over: bool, say: Callable[[str], None]
 ) -> Iterator[tuple[RunLock, CheckpointStore]]:
-    """The checkpoints of the run, with the run's lock held by the first process; the others see it, too."""
+    """The checkpoints of the run, with the run's lock, which rank 0 holds; the other ranks can check it."""
     with ExitStack() as stack:
 
         def lock_run() -> tuple[str, list[str]]:
@@ -148,7 +148,7 @@ def _locked_store(
             Retention(keep.keep_last, keep.keep_every_steps),
             when_busy=keep.when_busy,
             peer_timeout_seconds=config.parallel.timeout_seconds,
-            # A rank on a disk of its own has no lock to look at.
+            # A rank on another disk cannot check the lock.
             fence=lock.check if world.is_first or lock.is_held() else no_fence,
             say=say,
         )
@@ -318,7 +318,7 @@ class TrainingLoop:
             self.reports.pause_ended()
 
     def skip(self, tokens: int) -> None:
-        """Leave a batch out: only the step and the position advance."""
+        """Skip a batch: only the step and the position advance."""
         self.read_results()
         self.state.step += 1
         self.state.tokens += tokens
@@ -351,7 +351,7 @@ class TrainingLoop:
         self.saver.save(self.stage_name)
 
     def rollback(self, decision: Rollback) -> None:
-        """Continue from an earlier checkpoint, without the data that led away from it."""
+        """Go back to an earlier checkpoint, and skip the data that caused it."""
         left_at = self.state.step
         self.pending = None
         withdrawn = self.store.go_back_to(decision.to_step, decision.reason)
@@ -403,7 +403,7 @@ class TrainingLoop:
     # ---- parts of the moments ----
 
     def _check_before_first_step(self, checkpoint_bytes: int) -> list[str]:
-        """Room for checkpoints, memory, token ids that the model lacks."""
+        """Disk space for checkpoints, memory, token ids that the model lacks."""
         prepared, config, state = self.prepared, self.config, self.state
         keep, last_step = config.checkpoint, prepared.last_step
         existing = [step_of(folder) for folder in list_checkpoints(prepared.run)]
@@ -417,7 +417,7 @@ class TrainingLoop:
         return notes
 
     def _plan(self, batch: Batch) -> StepPlan:
-        """What is known about a step before it begins."""
+        """What is decided about a step before it begins."""
         state, config = self.state, self.config
         lr = learning_rate(
             state.step, config.train.steps, config.optim.lr_max, config.schedule, config.stages, self.prepared.anneal
@@ -448,12 +448,12 @@ class TrainingLoop:
             if not older:
                 raise BadInputError(
                     f"{self.config.train.name}: {what}, and there is no older one that is good. Start over with "
-                    f"--fresh, or bring back a checkpoint from before it went wrong."
+                    f"--fresh, or restore an earlier checkpoint."
                 )
             self.rollback(Rollback(older[-1], None, f"{what}: back to the checkpoint of step {older[-1]}"))
 
     def _restore(self, checkpoint: Checkpoint) -> None:
-        """Guards and stage as they were. A stage that begins right after the checkpoint has not begun in it."""
+        """Restore guards and stage. A stage that begins right after the checkpoint has not begun in it."""
         with reading_record(checkpoint):
             notes = self.control.restore(checkpoint.document.get("guards"), checkpoint.step)
         for note in notes:
@@ -490,7 +490,7 @@ class _RollbackError(Exception):
 
 
 def _clear_run(run: Path, fence: Fence) -> None:
-    """Forget a run, except for the lock that is being held."""
+    """Delete everything of a run except its lock, which is held."""
     for item in list(run.iterdir()):
         fence()
         if item.is_dir():
@@ -500,7 +500,7 @@ def _clear_run(run: Path, fence: Fence) -> None:
 
 
 def _tracking_problems(metrics: Run) -> list[str]:
-    """What did not reach the metrics files, for the end of the run."""
+    """What is missing from the metrics files."""
     problems = [f"metrics: {problem} ({counted(count, 'time')})" for problem, count in metrics.problems.items()]
     if metrics.dropped_rows:
         problems.append(f"metrics: rows were dropped and are missing from {metrics.path}: {metrics.dropped_rows:,}")

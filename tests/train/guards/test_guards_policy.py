@@ -236,6 +236,6 @@ def test_a_checkpoint_of_the_way_that_was_given_up_is_known_by_its_ledger():
     assert not now.abandons(80, now), "written after it"
 
 
-def test_an_empty_stretch_is_a_bug():
-    with pytest.raises(ValueError, match="no stretch"):
+def test_an_empty_range_is_a_bug():
+    with pytest.raises(ValueError, match="not a range"):
         SkipLedger().add(entry(5, 5))

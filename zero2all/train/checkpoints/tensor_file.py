@@ -1,8 +1,8 @@
 """One safetensors file: written in one pass with its crc32c, and read by range.
 
 The format is eight bytes of header length, a JSON header, and the bytes of the tensors. It is written here rather than
-by the library so that the checksum is taken from memory on the way (a file of some GB is not read again), a full disk
-arrives as the system's own error, and the bytes come straight from the host buffers. Any safetensors reader opens the
+by the library so that the checksum is computed while writing (a file of some GB is not read again), a full disk is
+reported as the system's own error, and the bytes come directly from the host buffers. Any safetensors reader opens the
 result.
 """
 
@@ -49,7 +49,7 @@ PIECE_BYTES = 1 << 20
 """Written and checksummed at a time: small, so that the training thread never waits long for the interpreter."""
 CHECK_BYTES = 1 << 20
 READ_BYTES = 64 << 20
-"""Read at a time: what loading takes beside the tensors themselves."""
+"""Read at a time: the memory that loading needs beside the tensors themselves."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says of itself: where the data starts, and the place of every tensor."""
+    """The header of a file: where the data starts, and the place of every tensor."""
 
     data_start: int
     infos: dict[str, TensorInfo]
@@ -90,7 +90,7 @@ def lay_out(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, Ten
 
 
 def header_bytes(infos: Mapping[str, TensorInfo]) -> bytes:
-    """The head of a file: length and JSON, padded with spaces so that the data is aligned."""
+    """The header of a file: length and JSON, padded with spaces so that the data is aligned."""
     described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for key, info in infos.items():
         described[key] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [info.begin, info.end]}
@@ -127,13 +127,13 @@ def write_durably(path: Path, head: bytes, data: Tensor | None = None) -> dict[s
 
 
 def _write_all(handle: int, data: memoryview) -> None:
-    """Write everything; a short write (a disk that has just become full) is tried again and then raises."""
+    """Write everything; a short write (a disk that has just become full) is repeated, which then raises."""
     while data:
         data = data[os.write(handle, data) :]
 
 
 def file_crc32c(path: Path) -> str:
-    """The crc32c of a file as the manifest spells it, read through one small buffer."""
+    """The crc32c of a file in the manifest's format, read with one small buffer."""
     crc = 0
     with open(path, "rb", buffering=0) as file:
         buffer = np.empty(min(CHECK_BYTES, max(1, os.fstat(file.fileno()).st_size)), dtype=np.uint8)
@@ -143,7 +143,7 @@ def file_crc32c(path: Path) -> str:
 
 
 def read_header(path: Path) -> Header:
-    """The header of a file after checking it against the file's size; takes no memory beyond the header itself."""
+    """The header of a file after checking it against the file's size; needs no memory beyond the header itself."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -189,7 +189,7 @@ def read_rows(handle: int, header: Header, info: TensorInfo, first: int, count: 
         done = os.preadv(handle, [view], place)
         if done == 0:
             raise BadInputError(
-                "a file of the checkpoint ended before its tensors did: it was cut after it was checked"
+                "a file of the checkpoint ended before its tensors did: it was truncated after it was checked"
             )
         view, place = view[done:], place + done
     shape = (count, *info.shape[1:]) if info.shape else ()

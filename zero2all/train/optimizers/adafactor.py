@@ -32,11 +32,11 @@ from zero2all.train.optimizers.base import (
 from zero2all.train.optimizers.shards import box, sum_over_parts
 
 TINY = 1e-30
-"""Added to squared gradients, so that a value that never had one divides by something."""
+"""Added to squared gradients, so that a value without any gradient does not divide by zero."""
 
 
 class Adafactor(Optimizer):
-    """Factored second moments, no momentum unless asked for."""
+    """Factored second moments, momentum only with `beta1`."""
 
     def __init__(
         self, groups: Sequence[ParameterGroup], decay_power: float, clip_rms: float, beta1: float = 0.0

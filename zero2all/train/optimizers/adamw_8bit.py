@@ -24,7 +24,7 @@ from torch import Tensor
 
 from zero2all.train.optimizers.adamw import AdamW, adamw_formula
 from zero2all.train.optimizers.base import ParameterGroup, ParamState, StepInputs, replace, row_pieces, scaled
-from zero2all.train.optimizers.rounding import dice, dice_key, fraction
+from zero2all.train.optimizers.rounding import fraction, random_bits, rounding_key
 from zero2all.train.optimizers.shards import flat_index, spread_dimensions, spread_like
 
 BLOCK = 256
@@ -76,7 +76,7 @@ class AdamW8bit(AdamW):
         if "exp_avg" in param.state or gradient is None:
             super().update_one(param, numbers, inputs)
             return
-        key = dice_key(self.seed, param.index, inputs.count)
+        key = rounding_key(self.seed, param.index, inputs.count)
         for rows in row_pieces(param.weight):
             self.apply_coded(
                 gradient[rows],
@@ -110,8 +110,8 @@ def coded_step(
     new_weight, mean, square = adamw_formula(
         scaled(gradient, scale), weight, mean, square, *numbers, beta1=beta1, beta2=beta2, eps=eps
     )
-    new_mean_codes, new_mean_scales = encode(mean, MEAN_CODES, MEAN_POWER, fraction(dice(index, key, 0)))
-    new_codes, new_square_scales = encode(square, SQUARE_CODES, SQUARE_POWER, fraction(dice(index, key, 1)))
+    new_mean_codes, new_mean_scales = encode(mean, MEAN_CODES, MEAN_POWER, fraction(random_bits(index, key, 0)))
+    new_codes, new_square_scales = encode(square, SQUARE_CODES, SQUARE_POWER, fraction(random_bits(index, key, 1)))
     replace(weight, new_weight, skip)
     replace(mean_codes, new_mean_codes, skip)
     replace(mean_scales, new_mean_scales, skip)

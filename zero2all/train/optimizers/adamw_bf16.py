@@ -28,7 +28,7 @@ from zero2all.train.optimizers.base import (
     row_pieces,
     scaled,
 )
-from zero2all.train.optimizers.rounding import dice, dice_key, to_bfloat16
+from zero2all.train.optimizers.rounding import random_bits, rounding_key, to_bfloat16
 from zero2all.train.optimizers.shards import flat_index, spread_like
 
 
@@ -68,7 +68,7 @@ class AdamWBf16(Optimizer):
         gradient = param.gradient
         if gradient is None:
             return
-        key = dice_key(self.seed, param.index, inputs.count)
+        key = rounding_key(self.seed, param.index, inputs.count)
         for rows in row_pieces(param.weight):
             self.apply(
                 gradient[rows].reshape(-1),
@@ -104,13 +104,13 @@ def bf16_step(
     exact, new_mean, new_square = adamw_formula(
         scaled(gradient, scale), exact, mean.float(), square.float(), *numbers, beta1=beta1, beta2=beta2, eps=eps
     )
-    bits = dice(index, key, 0)
+    bits = random_bits(index, key, 0)
     replace(mean, to_bfloat16(new_mean, bits), skip)
     replace(square, to_bfloat16(new_square, bits >> 16), skip)
     if weight.dtype != torch.bfloat16:
         replace(weight, exact, skip)
     elif rest is None:
-        replace(weight, to_bfloat16(exact, dice(index, key, 1)), skip)
+        replace(weight, to_bfloat16(exact, random_bits(index, key, 1)), skip)
     else:
         nearest = exact.to(torch.bfloat16)
         replace(weight, nearest, skip)

@@ -2,19 +2,19 @@
 
 An optimizer updates *master* parameters: float32 tensors (bfloat16 for `adamw_bf16`, float64 in tests), or DTensors
 with such parts; copies in a lower precision for the forward pass are the caller's. Gradients are read from
-`parameter.grad`; a parameter without one is left alone.
+`parameter.grad`; a parameter without one is not changed.
 
     optimizer.set_learning_rate(rate)
     optimizer.step(grads_scale=clip_coefficient, found_nonfinite=flag)
     optimizer.zero_grad()
 
-`found_nonfinite` (a tensor on the device, 0 or 1) must be able to cancel a step that is already under way without the
-host ever learning of it. So every new value goes through `torch.where(flag, old, new)`, and the count of updates, on
-which bias corrections and stochastic rounding rest, is a tensor on the device too. A cancelled step leaves every bit of
-weights and state as it was.
+`found_nonfinite` (a tensor on the device, 0 or 1) must be able to cancel a step that is already queued, without the
+host reading it. So every new value goes through `torch.where(flag, old, new)`, and the count of updates, on which bias
+corrections and stochastic rounding depend, is a tensor on the device too. A cancelled step changes no bit of weights
+and state.
 
 State is a flat dict of tensors, complete from construction on: `<moment>/<parameter name>`, and the count of updates as
-`step/all`. They are the live tensors, so a checkpoint may also be loaded right into them. There is no random state.
+`step/all`. They are the live tensors, so a checkpoint may also be loaded directly into them. There is no random state.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class ParamState:
     """A parameter with its state."""
 
     index: int
-    """Its place among all parameters of the model: the key of its stochastic rounding."""
+    """Its index among all parameters of the model, which seeds its stochastic rounding."""
     name: str
     parameter: Tensor
     role: Role
     state: dict[str, Tensor] = field(default_factory=dict)
-    """Moments, spread over processes as the parameter is."""
+    """Moments, sharded like the parameter."""
 
     @property
     def weight(self) -> Tensor:
@@ -80,18 +80,18 @@ class ParameterGroup:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What one step is made with, all of it on the device."""
+    """The inputs of one step, all on the device."""
 
     count: Tensor
     """Number of this update, from 1, if it is not cancelled (float32)."""
     scale: Tensor | None
     """Factor on every gradient."""
     skip: Tensor | None
-    """Whether to leave everything as it is (bool)."""
+    """Whether to change nothing (bool)."""
 
 
 class Optimizer(ABC):
-    """What every optimizer here can do; see the module for the contract."""
+    """The interface of every optimizer here; see the module docstring."""
 
     writes_weights = False
     """Whether a step also writes low-precision copies of the weights."""
@@ -131,7 +131,7 @@ class Optimizer(ABC):
             group.lr = rate * group.lr_multiplier
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, or with `set_to_none` false, fill them with zeros."""
+        """Drop the gradients, or with `set_to_none` false, fill them with zeros."""
         for group in self.param_groups:
             for param in group.params:
                 if set_to_none:
@@ -149,7 +149,7 @@ class Optimizer(ABC):
 
     @torch.no_grad()
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over a saved state, whole tensors or DTensors; raises before it changes anything where one is amiss."""
+        """Load a saved state, whole tensors or DTensors; raises before it changes anything if one does not fit."""
         own = self.state_tensors()
         check_fits(own, tensors)
         for name, target in own.items():
@@ -157,7 +157,7 @@ class Optimizer(ABC):
 
 
 class ElementwiseOptimizer(Optimizer):
-    """An optimizer whose update treats every value alone, by a formula.
+    """An optimizer whose update is elementwise, by a formula.
 
     The formula gets the scaled gradient, the weight, the moments in the order of `moments`, and the numbers of
     `numbers`; it returns the new weight and moments. `compiled` turns it, the scaling and the skipping into one kernel
@@ -205,7 +205,7 @@ def apply_formula(
     scale: Tensor | None,
     skip: Tensor | None,
 ) -> None:
-    """Put what the formula makes of `targets` in their place."""
+    """Replace `targets` by the results of the formula."""
     values = formula(scaled(gradient, scale), *targets, *numbers)
     for target, value in zip(targets, values, strict=True):
         replace(target, value, skip)
@@ -222,7 +222,7 @@ def row_pieces(weight: Tensor) -> Iterator[slice | EllipsisType]:
 
 
 def replace(target: Tensor, value: Tensor, skip: Tensor | None) -> None:
-    """Write `value` into `target` unless `skip` is set, which the host does not look at."""
+    """Write `value` into `target` unless `skip` is set, which the host does not read."""
     target.copy_(value if skip is None else torch.where(skip, target, value.to(target.dtype)))
 
 
@@ -238,7 +238,7 @@ def master_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def zeros_like_master(param: ParamState) -> Tensor:
-    """A moment of zeros as fine as the arithmetic, spread as the parameter is."""
+    """A moment of zeros in the precision of the arithmetic, sharded like the parameter."""
     return spread_like(param.parameter, torch.zeros_like(param.weight, dtype=master_dtype(param.weight)))
 
 

@@ -31,7 +31,7 @@ def build_optimizer(
     implementation: Implementation = "auto",
     seed: int = 0,
 ) -> Optimizer:
-    """The optimizer `config` asks for, its rate at `lr_max`.
+    """The optimizer of `config`, its rate at `lr_max`.
 
     `auto` takes torch's fused kernel for AdamW on float32 and the eager formulas for the others. `seed` keys the
     stochastic rounding of adamw_8bit and adamw_bf16.
@@ -45,7 +45,7 @@ def build_optimizer(
 def parameter_groups(
     named_parameters: Iterable[tuple[str, Tensor]], config: OptimConfig, roles: Mapping[str, Role]
 ) -> list[ParameterGroup]:
-    """A group for each kind of parameter there is: matrices decay, tables by option, norms and biases never."""
+    """A group for each kind of parameter: matrices decay, embedding and head by option, norms and biases never."""
     params: dict[ParameterKind, list[ParamState]] = {kind: [] for kind in PARAMETER_KINDS}
     for index, (name, parameter) in enumerate(named_parameters):
         params[roles[name].kind].append(ParamState(index, name, parameter, roles[name]))

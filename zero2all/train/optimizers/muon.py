@@ -16,8 +16,8 @@ their scales. Equal shapes are stacked, so that small models need few products.
 
 A matrix that is spread over processes is gathered whole (in the precision of the iterations), orthogonalised by every
 process, and each takes its part back. Per step that moves one copy of the matrices, 2 bytes a parameter in bfloat16, as
-much as one all-gather of FSDP; the products are not shared out, so they take as long on many processes as on one. In
-return the result does not depend on how many there are. State: 4 bytes a parameter of a matrix, 8 of the rest.
+much as one all-gather of FSDP; the products are not distributed, so they take as long on many processes as on one. In
+return the result does not depend on the number of processes. State: 4 bytes a parameter of a matrix, 8 of the rest.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def orthogonalise(matrices: Tensor, iterations: int) -> Tensor:
 
 
 def _stacks(params: list[ParamState]) -> Iterator[list[ParamState]]:
-    """Slots with a gradient, those of equal shape and role together, each stack of at most STACK_VALUES."""
+    """Parameters with a gradient, those of equal shape and role together, each stack of at most STACK_VALUES."""
     alike: dict[tuple[object, ...], list[ParamState]] = {}
     for param in params:
         if param.gradient is not None:
