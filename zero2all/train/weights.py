@@ -34,7 +34,7 @@ from zero2all.train.config import ParameterKind
 ALIGNMENT = 128
 """Parameters begin at multiples of this many values, so that every kernel can load them in wide words."""
 
-PIECE_VALUES = 1 << 25
+CHUNK_VALUES = 1 << 25
 """Values that are joined or split at once."""
 
 
@@ -147,19 +147,19 @@ class FlatWeights:
             yield self.by_name(self.masters)
             return
         with torch.no_grad():
-            for at in self._pieces():
+            for at in self._chunks():
                 self.gradients[at] = join(self.weights[at], self.masters[at])
             try:
                 yield self.by_name(self.gradients)
             finally:
-                for at in self._pieces():
+                for at in self._chunks():
                     self._write(at, self.gradients[at])
                 self.zero_gradients()
 
-    def _pieces(self) -> Iterator[slice]:
+    def _chunks(self) -> Iterator[slice]:
         """The buffers in chunks, so that joining split masters takes little extra memory."""
-        for start in range(0, self.gradients.numel(), PIECE_VALUES):
-            yield slice(start, min(start + PIECE_VALUES, self.gradients.numel()))
+        for start in range(0, self.gradients.numel(), CHUNK_VALUES):
+            yield slice(start, min(start + CHUNK_VALUES, self.gradients.numel()))
 
     def master_samples(self, most: int) -> dict[str, Tensor]:
         """See `Weights`."""

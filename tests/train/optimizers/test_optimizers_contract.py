@@ -157,8 +157,8 @@ def test_a_saved_and_loaded_state_continues_bit_for_bit(name, tmp_path):
 @every_optimizer
 def test_large_parameters_are_updated_in_pieces_with_the_same_result(name, monkeypatch):
     runs = []
-    for piece_values in (1 << 25, 100):
-        monkeypatch.setattr("zero2all.train.optimizers.base.PIECE_VALUES", piece_values)
+    for chunk_values in (1 << 25, 100):
+        monkeypatch.setattr("zero2all.train.optimizers.base.CHUNK_VALUES", chunk_values)
         model = small_model(name)
         optimizer = optimizer_of(model, name)
         for step in range(2):

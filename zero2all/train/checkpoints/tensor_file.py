@@ -45,7 +45,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 LARGEST_HEADER_BYTES = 100_000_000
 ALIGNMENT = 8
-PIECE_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 20
 """Written and checksummed at a time: small, so that the training thread never waits long for the interpreter."""
 CHECK_BYTES = 1 << 20
 READ_BYTES = 64 << 20
@@ -117,10 +117,10 @@ def write_durably(path: Path, head: bytes, data: Tensor | None = None) -> dict[s
         _write_all(file.fileno(), memoryview(head))
         if data is not None:
             array = data.numpy()
-            for start in range(0, len(array), PIECE_BYTES):
-                piece = array[start : start + PIECE_BYTES]
-                crc = google_crc32c.extend(crc, piece)
-                _write_all(file.fileno(), memoryview(piece.data))
+            for start in range(0, len(array), CHUNK_BYTES):
+                chunk = array[start : start + CHUNK_BYTES]
+                crc = google_crc32c.extend(crc, chunk)
+                _write_all(file.fileno(), memoryview(chunk.data))
             count += len(array)
         os.fsync(file.fileno())
     return {"bytes": count, "crc32c": f"{crc:08x}"}

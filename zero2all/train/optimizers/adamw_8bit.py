@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zero2all.train.optimizers.adamw import AdamW, adamw_formula
-from zero2all.train.optimizers.base import ParameterGroup, ParamState, StepInputs, replace, row_pieces, scaled
+from zero2all.train.optimizers.base import ParameterGroup, ParamState, StepInputs, replace, row_chunks, scaled
 from zero2all.train.optimizers.rounding import fraction, random_bits, rounding_key
 from zero2all.train.optimizers.shards import flat_index, spread_dimensions, spread_like
 
@@ -77,7 +77,7 @@ class AdamW8bit(AdamW):
             super().update_one(param, numbers, inputs)
             return
         key = rounding_key(self.seed, param.index, inputs.count)
-        for rows in row_pieces(param.weight):
+        for rows in row_chunks(param.weight):
             self.apply_coded(
                 gradient[rows],
                 param.weight[rows],

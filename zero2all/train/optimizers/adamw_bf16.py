@@ -25,7 +25,7 @@ from zero2all.train.optimizers.base import (
     ParamState,
     StepInputs,
     replace,
-    row_pieces,
+    row_chunks,
     scaled,
 )
 from zero2all.train.optimizers.rounding import random_bits, rounding_key, to_bfloat16
@@ -69,7 +69,7 @@ class AdamWBf16(Optimizer):
         if gradient is None:
             return
         key = rounding_key(self.seed, param.index, inputs.count)
-        for rows in row_pieces(param.weight):
+        for rows in row_chunks(param.weight):
             self.apply(
                 gradient[rows].reshape(-1),
                 param.weight[rows].view(-1),

@@ -33,7 +33,7 @@ from zero2all.train.optimizers.roles import Role
 from zero2all.train.optimizers.shards import copy_values, gradient_part, local, spread_like, whole
 
 STEP_NAME = "step/all"
-PIECE_VALUES = 1 << 25
+CHUNK_VALUES = 1 << 25
 """Values updated at once, so that the intermediate results of a large table take little beside the model."""
 Formula = Callable[..., tuple[Tensor, ...]]
 
@@ -192,7 +192,7 @@ class ElementwiseOptimizer(Optimizer):
         if gradient is None:
             return
         targets = [param.weight, *(param.moment(name) for name in self.moments)]
-        for rows in row_pieces(param.weight):
+        for rows in row_chunks(param.weight):
             flat = [target[rows].view(-1) for target in targets]
             self.apply(self.formula, gradient[rows].reshape(-1), flat, numbers, inputs.scale, inputs.skip)
 
@@ -211,12 +211,12 @@ def apply_formula(
         replace(target, value, skip)
 
 
-def row_pieces(weight: Tensor) -> Iterator[slice | EllipsisType]:
-    """Indices that cut a tensor by rows into pieces of at most PIECE_VALUES, where a row is not longer."""
-    if weight.numel() <= PIECE_VALUES:
+def row_chunks(weight: Tensor) -> Iterator[slice | EllipsisType]:
+    """Indices that cut a tensor by rows into chunks of at most CHUNK_VALUES, where a row is not longer."""
+    if weight.numel() <= CHUNK_VALUES:
         yield ...
         return
-    at_once = max(1, PIECE_VALUES * len(weight) // weight.numel())
+    at_once = max(1, CHUNK_VALUES * len(weight) // weight.numel())
     for first in range(0, len(weight), at_once):
         yield slice(first, min(first + at_once, len(weight)))
 
