@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from zero2all.ops.optimizer import TAKES_SPLIT_MASTERS
 from zero2all.train.config import OptimConfig
 from zero2all.train.cuda_graph import CudaGraphPasses
 from zero2all.train.loss_scale import LossScale
+from zero2all.train.optimizers.base import Optimizer
 from zero2all.train.optimizers.factory import build_optimizer
 from zero2all.train.optimizers.flat_adamw import FlatAdamW
 from zero2all.train.optimizers.roles import model_roles
@@ -33,29 +34,13 @@ DTYPES = {
 }
 
 
-class StepOptimizer(Protocol):
-    """What a training step needs of an optimizer; see `zero2all.train.optimizers.base`."""
-
-    writes_weights: bool
-    """Whether a step also writes the low-precision weights of the forward pass."""
-
-    def set_learning_rate(self, rate: float) -> None:
-        """Set the learning rate of the next steps."""
-
-    def step(self, grads_scale: Tensor, found_nonfinite: Tensor) -> None:
-        """One update, or none where `found_nonfinite` is set."""
-
-    def state_tensors(self) -> dict[str, Tensor]:
-        """Everything a checkpoint must hold; the live tensors."""
-
-
 @dataclass
 class TrainState:
     """The run after `step` steps."""
 
     model: Z2all
     weights: Weights
-    optimizer: StepOptimizer
+    optimizer: Optimizer | FlatAdamW
     micro_batch_samples: int
     """Rows of one pass at data.seq_len."""
     loss_scale: LossScale | None = None
@@ -112,7 +97,7 @@ def new_state(
     names = [name for name, _ in model.named_parameters()]
     roles = model_roles(model.config, names)
     weights: Weights
-    optimizer: Any
+    optimizer: Optimizer | FlatAdamW
     if sharded:
         weights = ShardedWeights(model, dtype)
     else:
