@@ -45,6 +45,6 @@ def test_our_own_errors_are_none_also_behind_a_door_of_torch_distributed():
     assert not is_failed_collective(raised(lambda: behind_fsdp(lambda: torch.zeros(2) @ torch.zeros(3))))
 
 
-def test_out_of_memory_in_an_exchange_is_no_lost_peer():
+def test_out_of_memory_in_a_collective_is_not_a_peer_failure():
     no_memory = in_module("torch.distributed.fsdp.made_up", "raise torch.OutOfMemoryError('CUDA out of memory')")
     assert not is_failed_collective(raised(no_memory))

@@ -227,7 +227,7 @@ def test_a_run_stops_at_a_damaged_shard_without_saving_and_goes_on_once_it_is_me
     assert train(settings, work, say=quiet).step == 8
 
 
-def test_damage_that_one_of_two_processes_finds_ends_both_and_the_first_says_it(work, config, ranks):
+def test_damage_that_one_of_two_processes_finds_ends_both_and_rank_0_reports_it(work, config, ranks):
     flip(work.packed / "en/train/tokens-00000.bin")  # files are dealt out by name, so it falls to the second
     launch = ranks(config(train={"steps": 100_000}, checkpoint={"every_steps": 0}, eval={"every_steps": 0}), 2)
     assert launch.wait() == [3, 10], launch.text()
