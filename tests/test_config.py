@@ -212,6 +212,35 @@ def test_what_does_not_fit_together_is_found_beside_what_is_wrong_alone():
     ]
 
 
+OLD_NAMES = {
+    "schedule": {"lr_min_share": 0.2},
+    "stages": [{"name": "end", "from_step": 5000, "schedule": {"lr_min_share": 0.0}}],
+    "ops": {"linear": "into32"},
+}
+
+
+def test_a_field_or_choice_by_its_old_name_is_answered_with_the_new_one(tmp_path):
+    assert problems_of(OLD_NAMES) == [
+        "ops.linear: got 'into32', expected one of 'auto', 'plain', 'fp32_wgrad', 'fp8'. "
+        "It is called `fp32_wgrad` now.",
+        "schedule.lr_min_share: got 0.2, expected a field of `schedule`. It is called `min_lr_ratio` now.",
+        "stages[0].schedule.lr_min_share: got 0.0, expected a field of `stages[0].schedule`. "
+        "It is called `min_lr_ratio` now.",
+    ]
+    with pytest.raises(ConfigError, match="It is called `min_lr_ratio` now"):
+        load_config(write(tmp_path, ""), ["--schedule.lr_min_share", "0.2"])
+
+
+def test_the_config_that_a_run_of_an_earlier_version_kept_is_understood(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(OLD_NAMES))
+    config = load_config(path)
+    assert (config.schedule.min_lr_ratio, config.ops.linear) == (0.2, "fp32_wgrad")
+    assert config.stages[0].schedule is not None
+    assert config.stages[0].schedule.min_lr_ratio == 0.0
+
+
 def test_nothing_is_concluded_from_a_section_that_has_problems_of_its_own():
     # heads 12 does not divide the default hidden_size of 2048, but the person meant to set that as well.
     found = problems_of({"model": {"hiden_size": 768, "heads": 12, "kv_heads": 4}})

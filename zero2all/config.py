@@ -75,6 +75,23 @@ class RunConfig:
         return self.train.tokens_per_step // self.data.seq_len
 
 
+RENAMED_FIELDS = {"lr_min_share": "min_lr_ratio"}
+RENAMED_CHOICES = {"ops.linear": {"into32": "fp32_wgrad"}}
+"""Old -> new. A person is told the new name; in what an earlier version wrote, the old one is understood."""
+
+
+def with_new_names(values: Any, place: str = "") -> Any:
+    """Values that a run of an earlier version wrote, under the names of today."""
+    if isinstance(values, list):
+        return [with_new_names(item, place) for item in values]
+    if isinstance(values, dict):
+        return {
+            RENAMED_FIELDS.get(name, name): with_new_names(value, f"{place}.{name}" if place else str(name))
+            for name, value in values.items()
+        }
+    return RENAMED_CHOICES.get(place, {}).get(values, values) if isinstance(values, str) else values
+
+
 class ConfigError(UsageError):
     """A config with one or more problems, each on its own numbered line."""
 
@@ -88,6 +105,8 @@ def load_config(source: str | Path, overrides: list[str] | None = None) -> RunCo
     """Read a preset name or YAML path, apply `--section.field value` overrides, check everything."""
     path = find_config(str(source))
     values = read_config_values(path)
+    if _is_kept_by_run(path):
+        values = with_new_names(values)
     usual = _usual_warmup(values, path, overrides or [])
     problems: list[Problem] = []
     apply_overrides(values, overrides or [], problems)
@@ -121,7 +140,7 @@ def config_from_values(values: dict[str, Any], origin: str, problems: list[Probl
     """Build and check a config from nested mappings; raises ConfigError with all problems found."""
     problems = [] if problems is None else problems
     config = build(RunConfig, values, "", problems)
-    problems = [_with_other_place(problem) for problem in problems]
+    problems = [_with_new_name(problem) or _with_other_place(problem) for problem in problems]
     problems.extend(_cross_problems(config, problems))
     if problems:
         raise ConfigError(origin, problems)
@@ -180,6 +199,20 @@ def read_config_values(path: Path) -> dict[str, Any]:
             f"them. `z2a train quickstart --print-config` shows a whole one."
         )
     return values
+
+
+def _is_kept_by_run(path: Path) -> bool:
+    """Whether a run wrote this config; an import writes one beside its checkpoint, a run also beside its metrics."""
+    return path.name == "config.yaml" and any((path.parent / name).is_dir() for name in ("checkpoints", "metrics"))
+
+
+def _with_new_name(problem: Problem) -> Problem | None:
+    """A field or choice by the name it had in an earlier version: say the new one. None for any other problem."""
+    if isinstance(problem, UnknownName):
+        new = RENAMED_FIELDS.get(problem.field.rpartition(".")[2])
+    else:
+        new = RENAMED_CHOICES.get(problem.field, {}).get(str(problem.value))
+    return dataclasses.replace(problem, hint=f"It is called `{new}` now.") if new else None
 
 
 def _with_other_place(problem: Problem) -> Problem:

@@ -238,7 +238,7 @@ def test_a_run_without_a_step_or_without_a_rate_has_nothing_to_anneal(copy, tiny
     (copy / "runs/new").mkdir()
     (copy / "runs/new/config.yaml").write_text((copy / "runs/tiny/config.yaml").read_text())
     assert "has made no step yet" in z2a("anneal", "new", "--work", copy).err
-    words = ("train", "quickstart", *tiny, "--train.name", "zero", "--schedule.lr_min_share", "0", "--work", copy)
+    words = ("train", "quickstart", *tiny, "--train.name", "zero", "--schedule.min_lr_ratio", "0", "--work", copy)
     assert z2a(*words).code == 0
     ended = z2a("anneal", "zero", "--work", copy)
     assert ended.code == 2

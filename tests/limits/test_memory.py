@@ -44,9 +44,9 @@ def fused(**others: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("optimizer", "linear", "peak_gib", "state_gib"),
     [
-        ("triton", "into32", 53.7, 18.7),
+        ("triton", "fp32_wgrad", 53.7, 18.7),
         ("triton", "fp8", 58.1, 18.7),
-        ("fused", "into32", 56.1, 21.0),
+        ("fused", "fp32_wgrad", 56.1, 21.0),
         ("fused", "fp8", 60.5, 21.0),
     ],
 )
@@ -69,7 +69,7 @@ def test_chunks_of_the_head_are_those_of_the_operators():
     assert HEAD_CHUNK_ROWS["quack"] == linear_cross_entropy.EPILOGUE_CHUNK_ROWS
 
 
-def test_masters_in_halves_make_the_state_16_bytes_a_parameter():
+def test_split_masters_make_the_state_16_bytes_a_parameter():
     settings = MemorySettings(2048, 16, operators=fused(optimizer="triton"))
     parameters = parameter_counts(BILLION)["total"]
     assert estimate_memory(BILLION, settings).state == 16 * parameters

@@ -236,21 +236,21 @@ def kernel_ops() -> Ops:
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("this test wants Triton's interpreter: TRITON_INTERPRET=1")
     from zero2all.ops.embedding import triton_embedding
-    from zero2all.ops.linear import into_32_linear
+    from zero2all.ops.linear import fp32_wgrad_linear
     from zero2all.ops.rms_norm import triton_rms_norm
     from zero2all.ops.rope import triton_rope
     from zero2all.ops.swiglu import triton_swiglu
 
     plain = resolve(OpsConfig(), "cpu")
-    names = {"rope": "triton", "rms_norm": "triton", "swiglu": "triton", "linear": "into32", "embedding": "triton"}
+    names = {"rope": "triton", "rms_norm": "triton", "swiglu": "triton", "linear": "fp32_wgrad", "embedding": "triton"}
     return dataclasses.replace(
         plain,
         rope=triton_rope,
         rms_norm=triton_rms_norm,
         swiglu=triton_swiglu,
-        linear=into_32_linear,
+        linear=fp32_wgrad_linear,
         embedding=triton_embedding,
-        feed_forward=feed_forward("triton", triton_swiglu, "into32", into_32_linear),
+        feed_forward=feed_forward("triton", triton_swiglu, "fp32_wgrad", fp32_wgrad_linear),
         choices=tuple(
             dataclasses.replace(choice, got=names.get(choice.operator, choice.got)) for choice in plain.choices
         ),

@@ -207,7 +207,7 @@ def is_hidden_from_the_compiler(function) -> bool:
 
 
 def test_opaque_implementation_that_was_named_is_kept_out_of_the_graph(kernels, hopper):
-    names = {"swiglu": "triton", "linear": "into32", "rope": "triton", "rms_norm": "triton", "embedding": "triton"}
+    names = {"swiglu": "triton", "linear": "fp32_wgrad", "rope": "triton", "rms_norm": "triton", "embedding": "triton"}
     config = OpsConfig(**names, compile="block")
     inside = resolve(config, dataclasses.replace(CUDA, compiled=True))
     outside = resolve(dataclasses.replace(config, compile="none"), CUDA)
@@ -271,7 +271,7 @@ def test_swiglu_in_epilogues_says_what_it_wants(hopper, monkeypatch):
 
 def test_swiglu_in_epilogues_is_taken_only_where_the_matmuls_around_it_are_ours(hopper):
     taken = resolve(OpsConfig(), CUDA).taken
-    assert (taken["swiglu"], taken["linear"]) == ("quack", "into32")
+    assert (taken["swiglu"], taken["linear"]) == ("quack", "fp32_wgrad")
     for linear in ("plain", "fp8"):
         assert resolve(OpsConfig(linear=linear), CUDA).taken["swiglu"] == "triton"
         with pytest.raises(UsageError, match=f"linear is {linear}"):

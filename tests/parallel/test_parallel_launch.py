@@ -31,13 +31,13 @@ def test_the_command_ends_with_the_code_of_the_process_that_was_killed_and_not_o
 ):
     in_each_process('if [ "$RANK" = 1 ]; then kill -KILL $$; fi', "sleep 0.3", "exit 1")
     assert run_processes(3, []) == 128 + signal.SIGKILL
-    assert "z2a: The process of rank 1 was ended by SIGKILL" in capfd.readouterr().err
+    assert "z2a: Rank 1 was killed by SIGKILL" in capfd.readouterr().err
 
 
 def test_a_process_that_does_not_end_is_stopped_and_named(in_each_process, capfd):
     in_each_process('if [ "$RANK" = 0 ]; then exec sleep 600; fi', "exit 12")
     assert run_processes(2, [], grace_seconds=0.2) == 12
-    assert "did not end by itself within 0.2 s: rank 0." in capfd.readouterr().err
+    assert "did not end within 0.2 s: rank 0." in capfd.readouterr().err
 
 
 def test_one_that_was_asked_to_stop_gives_the_others_all_the_time_to_save(in_each_process, capfd):
@@ -89,13 +89,13 @@ def test_processes_that_ended_by_themselves_have_said_what_there_is_to_say():
 
 def test_a_process_that_was_killed_is_named_with_its_signal_and_the_way_on():
     killed, way_on = unusual_ends([1, -signal.SIGKILL], 60.0)
-    assert "rank 1 was ended by SIGKILL" in killed
+    assert "Rank 1 was killed by SIGKILL" in killed
     assert "memory" in killed
     assert "run the same command again" in way_on
 
 
 def test_a_process_that_nccl_ended_points_at_the_others():
-    assert "another process is gone or does not answer" in unusual_ends([-signal.SIGABRT, 137], 60.0)[0]
+    assert "another process has died or does not answer" in unusual_ends([-signal.SIGABRT, 137], 60.0)[0]
 
 
 def test_processes_that_had_to_be_stopped_are_named():

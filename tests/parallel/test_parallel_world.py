@@ -1,4 +1,4 @@
-"""Which errors mean that another process is gone, and which are our own."""
+"""Which errors mean that another process has died, and which are our own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zero2all.parallel.world import is_failed_exchange
+from zero2all.parallel.world import is_failed_collective
 
 
 def raised(work: Callable[[], Any]) -> BaseException:
@@ -29,22 +29,22 @@ def in_module(name: str, code: str) -> Callable[[], Any]:
 
 @pytest.mark.parametrize("kind", [dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError])
 def test_errors_of_nccl_and_of_the_store_have_types(kind):
-    assert is_failed_exchange(kind("whatever it says"))
+    assert is_failed_collective(kind("whatever it says"))
 
 
 def test_a_runtime_error_is_one_where_torch_distributed_raised_it():
-    assert is_failed_exchange(raised(in_module("torch.distributed.distributed_c10d", "raise RuntimeError('reset')")))
+    assert is_failed_collective(raised(in_module("torch.distributed.distributed_c10d", "raise RuntimeError('reset')")))
     wait = in_module("torch.distributed.tensor.made_up", "torch.ops._c10d_functional.wait_tensor('no tensor')")
-    assert is_failed_exchange(RuntimeError().with_traceback(raised(wait).__traceback__))
+    assert is_failed_collective(RuntimeError().with_traceback(raised(wait).__traceback__))
 
 
 def test_our_own_errors_are_none_also_behind_a_door_of_torch_distributed():
-    assert not is_failed_exchange(RuntimeError("Connection reset by peer"))
-    assert not is_failed_exchange(raised(lambda: torch.zeros(2) @ torch.zeros(3)))
+    assert not is_failed_collective(RuntimeError("Connection reset by peer"))
+    assert not is_failed_collective(raised(lambda: torch.zeros(2) @ torch.zeros(3)))
     behind_fsdp = in_module("torch.distributed.fsdp.made_up", "inner()")
-    assert not is_failed_exchange(raised(lambda: behind_fsdp(lambda: torch.zeros(2) @ torch.zeros(3))))
+    assert not is_failed_collective(raised(lambda: behind_fsdp(lambda: torch.zeros(2) @ torch.zeros(3))))
 
 
-def test_out_of_memory_in_an_exchange_is_no_lost_peer():
+def test_out_of_memory_in_a_collective_is_not_a_peer_failure():
     no_memory = in_module("torch.distributed.fsdp.made_up", "raise torch.OutOfMemoryError('CUDA out of memory')")
-    assert not is_failed_exchange(raised(no_memory))
+    assert not is_failed_collective(raised(no_memory))

@@ -1,4 +1,4 @@
-"""The largest micro-batch that fits: searched without ever failing for want of memory, and remembered."""
+"""The largest micro-batch that fits: searched without ever running out of memory, and saved."""
 
 from __future__ import annotations
 
@@ -161,6 +161,11 @@ def test_what_was_found_is_recalled_until_something_that_decides_it_changes(tmp_
     ):
         assert other != before
         assert recall(tmp_path, other) is None
+
+
+def test_what_an_earlier_version_found_is_recalled_although_an_operator_has_another_name_now(tmp_path):
+    remember(tmp_path, {"ops": {"linear": "into32"}}, 12)
+    assert recall(tmp_path, {"ops": {"linear": "fp32_wgrad"}}) == 12
 
 
 def test_half_a_file_is_as_good_as_none(tmp_path):

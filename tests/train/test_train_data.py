@@ -21,7 +21,7 @@ from zero2all.tokenizer.stage import train_on_corpus
 from zero2all.track.reader import read_run
 from zero2all.train import loop
 from zero2all.train import step as step_module
-from zero2all.train.anneal import wish_anneal
+from zero2all.train.anneal import request_anneal
 from zero2all.train.checkpoints.find import newest_checkpoint
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.checkpoints.store import CheckpointStore
@@ -111,29 +111,29 @@ def test_a_limit_on_epochs_is_held_before_the_first_step(work, config):
 
 
 @pytest.fixture
-def wished(monkeypatch):
+def requested(monkeypatch):
     """Asks a run that is training for an anneal after a step."""
 
-    def wish(run, step, steps):
+    def request(run, step, steps):
         real = loop.train_step
 
         def asking(state, *rest):
             pending = real(state, *rest)
             if state.step == step:
-                wish_anneal(run, steps, "linear", 0.0)
+                request_anneal(run, steps, "linear", 0.0)
             return pending
 
         monkeypatch.setattr(loop, "train_step", asking)
 
-    return wish
+    return request
 
 
 ZH_AT_STEP_8 = {"max_epochs": {"zh": 0.04}}
 """8 steps read 0.035 epochs of zh, 20 steps more than twice that."""
 
 
-def test_an_anneal_that_would_read_more_than_max_epochs_is_refused_by_the_run_which_goes_on(work, config, wished):
-    wished(work.run("run"), step=4, steps=16)
+def test_an_anneal_that_would_read_more_than_max_epochs_is_refused_by_the_run_which_goes_on(work, config, requested):
+    requested(work.run("run"), step=4, steps=16)
     said: list[str] = []
     assert train(config(data=ZH_AT_STEP_8), work, say=said.append).step == 8
     text = "\n".join(said)
@@ -146,10 +146,10 @@ def test_an_anneal_that_would_read_more_than_max_epochs_is_refused_by_the_run_wh
     assert not (work.run("run") / "anneal.json").exists()  # or every step would refuse it again
 
 
-def test_an_anneal_of_a_run_that_shares_what_is_used_up_stays_within_max_epochs(work, config, wished):
+def test_an_anneal_of_a_run_that_shares_what_is_used_up_stays_within_max_epochs(work, config, requested):
     settings = config(data={**ZH_AT_STEP_8, "when_used_up": "share"}, checkpoint={"keep_last": 9})
     run = work.run("run")
-    wished(run, step=4, steps=16)
+    requested(run, step=4, steps=16)
     assert train(settings, work, say=quiet).step == 20
     last = newest_checkpoint(run)
     assert [stage["name"] for stage in last.manifest["order"]["stages"]] == ["main", "main without zh"]
@@ -161,14 +161,14 @@ def test_an_anneal_of_a_run_that_shares_what_is_used_up_stays_within_max_epochs(
     assert (last.folder / "model-00000-00000.safetensors").read_bytes() == wanted
 
 
-def test_a_wish_that_cannot_be_met_is_refused_at_the_start_and_may_be_replaced(work, config):
+def test_a_request_that_cannot_be_met_is_refused_at_the_start_and_may_be_replaced(work, config):
     settings = config(data=ZH_AT_STEP_8)
     train(settings, work, say=quiet)
     run = work.run("run")
-    wish_anneal(run, 12, "linear", 0.0)
+    request_anneal(run, 12, "linear", 0.0)
     with pytest.raises(UsageError, match="cannot anneal over 12 steps from step 8 on"):
         train(settings, work, say=quiet)
-    wish_anneal(run, 1, "linear", 0.0)
+    request_anneal(run, 1, "linear", 0.0)
     assert train(settings, work, say=quiet).step == 9
 
 
@@ -182,16 +182,16 @@ def test_settings_of_fetching_may_change_on_resume_and_change_no_bit(work, confi
 
 def test_a_run_whose_reading_process_is_killed_goes_on_to_the_same_bits_and_writes_it_down(work, config, monkeypatch):
     train(config(), work, say=quiet)
-    one_batch = loop._Training._one_batch
+    step = loop.TrainingLoop.step
 
     def kill_reader(training, batch, loader):
         if training.state.step == 3:
             for child in psutil.Process().children():
                 if "zero2all.packed.readers" in " ".join(child.cmdline()):
                     child.kill()
-        return one_batch(training, batch, loader)
+        step(training, batch, loader)
 
-    monkeypatch.setattr(loop._Training, "_one_batch", kill_reader)
+    monkeypatch.setattr(loop.TrainingLoop, "step", kill_reader)
     train(config(train={"name": "killed"}, data={"reader_kind": "process", "prefetch_steps": 1}), work, say=quiet)
     weights = "checkpoints/step-00000008/model-00000-00000.safetensors"
     assert (work.run("killed") / weights).read_bytes() == (work.run("run") / weights).read_bytes()
@@ -227,7 +227,7 @@ def test_a_run_stops_at_a_damaged_shard_without_saving_and_goes_on_once_it_is_me
     assert train(settings, work, say=quiet).step == 8
 
 
-def test_damage_that_one_of_two_processes_finds_ends_both_and_the_first_says_it(work, config, ranks):
+def test_damage_that_one_of_two_processes_finds_ends_both_and_rank_0_reports_it(work, config, ranks):
     flip(work.packed / "en/train/tokens-00000.bin")  # files are dealt out by name, so it falls to the second
     launch = ranks(config(train={"steps": 100_000}, checkpoint={"every_steps": 0}, eval={"every_steps": 0}), 2)
     assert launch.wait() == [3, 10], launch.text()

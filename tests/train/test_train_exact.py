@@ -19,11 +19,11 @@ import torch
 from tests.train.conftest import Trainer
 from tests.train.ranks import Launch, RankStarter
 from tests.train.states import copies
-from zero2all.common.errors import LostPeerError
+from zero2all.common.errors import PeerFailureError
 from zero2all.common.workspace import Workspace
 from zero2all.track.reader import read_run
 from zero2all.train import loop, loss_scale
-from zero2all.train.anneal import read_anneal, wish_anneal
+from zero2all.train.anneal import read_anneal, request_anneal
 from zero2all.train.checkpoints.layout import list_checkpoints
 from zero2all.train.checkpoints.load import verified_checkpoint
 from zero2all.train.config import AnnealConfig
@@ -205,9 +205,9 @@ def test_a_process_that_is_gone_ends_the_others_in_time_and_the_run_resumes(
     other = launch.trainers[1 - victim]
     other.wait_until(lambda: len(launch.steps(victim)) >= step)
     started = time.monotonic()
-    assert other.wait() == LostPeerError.exit_code, launch.text()
+    assert other.wait() == PeerFailureError.exit_code, launch.text()
     assert time.monotonic() - started < 2 * timeout_seconds + 10
-    said, traceback = other.text(), lab.run(name) / f"lost_peer-{1 - victim}.txt"
+    said, traceback = other.text(), lab.run(name) / f"peer_failure-{1 - victim}.txt"
     assert f"z2a: Rank {1 - victim} of 2, after step {launch.steps(1 - victim)[-1].step} of `{name}`" in said
     assert "run the same command again" in said
     assert "Traceback" not in said
@@ -340,7 +340,7 @@ def test_float16_skips_and_halves_where_gradients_overflow_and_resumes_exactly(w
 def test_an_anneal_wished_in_a_run_falls_from_there_ends_the_run_and_resumes_exactly(work, config, after_step):
     settings = config(train={"steps": 8}, schedule={"kind": "constant"}, checkpoint={"keep_last": 9})
     run = work.run("run")
-    after_step(4, lambda: wish_anneal(run, 7, "linear", 0.1))
+    after_step(4, lambda: request_anneal(run, 7, "linear", 0.1))
     summary = train(settings, work, say=quiet)
     assert summary.step == 11  # longer than it was to be
     record = read_anneal(run, 99)
@@ -349,7 +349,7 @@ def test_an_anneal_wished_in_a_run_falls_from_there_ends_the_run_and_resumes_exa
     assert rates[:4] == [learning_rate(step, 8, 0.01, settings.schedule) for step in range(4)]
     assert rates[4:] == pytest.approx([0.01 * (1 - 0.9 * (step + 1) / 7) for step in range(7)])
     wanted = bits(run, 11)
-    for step in (9, 6):  # the end, and then the wish, forgotten by the checkpoint that is left
+    for step in (9, 6):  # the end, and then the request, forgotten by the checkpoint that is left
         for folder in list_checkpoints(run):
             if int(folder.name.removeprefix("step-")) > step:
                 shutil.rmtree(folder)
@@ -361,7 +361,7 @@ def test_an_anneal_wished_in_a_run_falls_from_there_ends_the_run_and_resumes_exa
 def test_a_run_killed_before_the_checkpoint_after_an_anneal_began_anneals_from_the_same_step(work, config, after_step):
     settings = config(train={"steps": 8})
     run = work.run("run")
-    after_step(4, lambda: wish_anneal(run, 4, "1-sqrt", 0.0))
+    after_step(4, lambda: request_anneal(run, 4, "1-sqrt", 0.0))
     train(settings, work, say=quiet)
     wanted = bits(run, 8)
     after_step(5, crash)

@@ -19,7 +19,6 @@ from zero2all.parallel.device import pick_device
 from zero2all.parallel.world import World
 from zero2all.track.reader import read_run
 from zero2all.train import loop
-from zero2all.train.anatomy import PARTS
 from zero2all.train.guards.detector import Limits
 from zero2all.train.loop import train
 from zero2all.train.micro_batch import choose_micro_batch
@@ -27,6 +26,7 @@ from zero2all.train.ratios import UpdateRatios
 from zero2all.train.setup import open_run_data, situation
 from zero2all.train.state import DTYPES, TrainState, new_state
 from zero2all.train.step import StepPlan, train_step
+from zero2all.train.step_timer import PARTS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -308,7 +308,7 @@ if moment == "decided":
 elif moment == "withdrawn":
     CheckpointStore.at = die
 else:
-    loop._Training._go_back = dying_after(loop._Training._go_back)
+    loop.TrainingLoop.rollback = dying_after(loop.TrainingLoop.rollback)
 from zero2all.cli import main
 sys.exit(main())
 """

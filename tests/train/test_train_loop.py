@@ -480,3 +480,17 @@ def test_a_record_that_no_run_of_ours_would_keep_is_refused_in_words(finished, c
     steps = config().train.steps + 1
     with pytest.raises(BadInputError, match=r"is not what this version of zero2all writes.*start over with --fresh"):
         train(config(train={"steps": steps}), work, accept_changes=True, say=quiet)
+
+
+def test_a_run_folder_of_an_earlier_version_is_continued_to_the_same_bits(finished, config, tmp_path):
+    old = dataclasses.replace(finished[0], root=tmp_path)
+    shutil.copytree(finished[0].root, old.root, symlinks=True, dirs_exist_ok=True)
+    kept, last = old.run("run") / "config.yaml", old.run("run") / "checkpoints/step-00000008"
+    kept.write_text(kept.read_text().replace("min_lr_ratio:", "lr_min_share:"))
+    wanted = {path.name: path.read_bytes() for path in last.glob("*.safetensors")}
+    shutil.rmtree(last)
+    notes: list[str] = []
+    assert train(config(), old, say=notes.append).step == 8
+    assert {path.name: path.read_bytes() for path in last.glob("*.safetensors")} == wanted
+    assert not [note for note in notes if "changed" in note]
+    assert "min_lr_ratio: 0.1" in kept.read_text()

@@ -1,4 +1,4 @@
-"""All processes of a run compute alike, or none of them begins: real processes, one of which was told otherwise."""
+"""All processes of a run choose the same operators, or none of them starts: real processes, one of them different."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def ranks(warm, work, tmp_path):
 @pytest.mark.parametrize(
     ("operator", "name", "said"),
     [
-        ("attention", "math", "attention is sdpa in process 0 and math in process 1"),
-        ("swiglu", "triton", "In process 1: ops.swiglu = triton cannot run on this machine"),
+        ("attention", "math", "attention is sdpa on rank 0 and math on rank 1"),
+        ("swiglu", "triton", "Rank 1: ops.swiglu = triton cannot run on this machine"),
     ],
     ids=["takes another", "cannot take what it was told"],
 )
@@ -36,3 +36,7 @@ def test_changed_operators_are_told_and_unknown_ones_are_not():
     assert changed_operators(before, {"attention": "fa4", "rope": "eager", "swiglu": "torch"}) == [
         "attention sdpa -> fa4"
     ]
+
+
+def test_an_operator_that_only_has_another_name_now_has_not_changed():
+    assert changed_operators({"linear": {"got": "into32"}}, {"linear": "fp32_wgrad"}) == []

@@ -31,16 +31,16 @@ def stage(from_step, **options):
 
 
 def test_linear_falls_in_equal_steps_to_its_lowest_share():
-    found = rates(14, kind="linear", warmup_steps=4, lr_min_share=0.1)
+    found = rates(14, kind="linear", warmup_steps=4, min_lr_ratio=0.1)
     assert found[4:] == pytest.approx([2.0 - 0.2 * k for k in range(10)])
 
 
 def test_inverse_sqrt_halves_when_the_steps_have_quadrupled():
-    found = rates(401, kind="inverse_sqrt", warmup_steps=25, lr_min_share=0.0)
+    found = rates(401, kind="inverse_sqrt", warmup_steps=25, min_lr_ratio=0.0)
     assert found[24] == 2.0
     assert found[99] == pytest.approx(1.0)
     assert found[399] == pytest.approx(0.5)
-    assert min(rates(4000, kind="inverse_sqrt", warmup_steps=4, lr_min_share=0.25)) == 0.5
+    assert min(rates(4000, kind="inverse_sqrt", warmup_steps=4, min_lr_ratio=0.25)) == 0.5
 
 
 @pytest.mark.parametrize(
@@ -52,10 +52,10 @@ def test_inverse_sqrt_halves_when_the_steps_have_quadrupled():
     ],
 )
 def test_wsd_stays_at_the_top_and_then_falls_in_its_shape(shape, formula):
-    found = rates(50, kind="wsd", warmup_steps=5, decay_steps=20, decay_shape=shape, lr_min_share=0.1)
+    found = rates(50, kind="wsd", warmup_steps=5, decay_steps=20, decay_shape=shape, min_lr_ratio=0.1)
     assert found[5:30] == [2.0] * 25
     assert found[30:] == pytest.approx([0.2 + 1.8 * formula((k + 1) / 20) for k in range(20)])
-    assert found == rates(50, kind="wsd", warmup_steps=5, decay_share=0.4, decay_shape=shape, lr_min_share=0.1)
+    assert found == rates(50, kind="wsd", warmup_steps=5, decay_share=0.4, decay_shape=shape, min_lr_ratio=0.1)
 
 
 def test_wsd_without_decay_is_constant():
@@ -68,9 +68,9 @@ def test_a_stage_without_a_schedule_leaves_the_rate_alone():
 
 
 def test_a_schedule_spans_the_steps_up_to_the_next_stage_that_brings_its_own():
-    stages = [StageConfig("data only", 10), stage(20, kind="linear", lr_min_share=0.0)]
-    found = rates(30, stages, warmup_steps=4, lr_min_share=0.5)
-    assert found[:20] == rates(20, warmup_steps=4, lr_min_share=0.5)
+    stages = [StageConfig("data only", 10), stage(20, kind="linear", min_lr_ratio=0.0)]
+    found = rates(30, stages, warmup_steps=4, min_lr_ratio=0.5)
+    assert found[:20] == rates(20, warmup_steps=4, min_lr_ratio=0.5)
     # The stage goes on at the rate that was reached, and takes it to 0.
     assert found[20:] == pytest.approx([1.0 - k / 9 for k in range(10)])
 
@@ -84,7 +84,7 @@ def test_a_stage_moves_from_the_rate_that_was_reached_to_its_own_in_equal_steps(
 
 
 def test_a_stage_takes_what_it_does_not_set_from_the_run():
-    options = {"kind": "wsd", "warmup_steps": 0, "decay_steps": 2, "decay_shape": "linear", "lr_min_share": 0.5}
+    options = {"kind": "wsd", "warmup_steps": 0, "decay_steps": 2, "decay_shape": "linear", "min_lr_ratio": 0.5}
     found = rates(20, [stage(10)], **options)
     assert found[8:10] == [1.5, 1.0]
     assert found[10:18] == [1.0] * 8
@@ -93,7 +93,7 @@ def test_a_stage_takes_what_it_does_not_set_from_the_run():
 
 
 def test_a_first_stage_replaces_the_schedule_of_the_run():
-    stages = [stage(0, kind="linear", lr_max=1.0, warmup_steps=2, lr_min_share=0.0)]
+    stages = [stage(0, kind="linear", lr_max=1.0, warmup_steps=2, min_lr_ratio=0.0)]
     assert rates(5, stages, warmup_steps=3) == [0.5, 1.0, 1.0, 0.5, 0.0]
     assert rates(5, [stage(0, kind="constant", warmup_steps=2)])[1:] == [2.0] * 4
 
@@ -133,7 +133,7 @@ schedules = st.builds(
     ScheduleConfig,
     kind=st.sampled_from(KINDS),
     warmup_steps=st.integers(0, 40),
-    lr_min_share=st.floats(0, 1),
+    min_lr_ratio=st.floats(0, 1),
     decay_share=st.floats(0, 0.5),
     decay_steps=st.none() | st.integers(0, 30),
     decay_shape=st.sampled_from(SHAPES),
@@ -143,7 +143,7 @@ overrides = st.builds(
     lr_max=st.none() | st.floats(0.1, 4),
     warmup_steps=st.integers(1, 20),
     kind=st.none() | st.sampled_from(KINDS),
-    lr_min_share=st.none() | st.floats(0, 1),
+    min_lr_ratio=st.none() | st.floats(0, 1),
     decay_share=st.none() | st.floats(0, 0.5),
     decay_steps=st.none() | st.integers(0, 20),
     decay_shape=st.none() | st.sampled_from(SHAPES),
@@ -211,7 +211,7 @@ def test_the_preview_has_both_sides_of_every_border():
 
 
 def test_the_lines_of_a_schedule_name_what_begins_where():
-    config = ScheduleConfig(kind="wsd", warmup_steps=10, decay_steps=20, decay_shape="linear", lr_min_share=0.0)
+    config = ScheduleConfig(kind="wsd", warmup_steps=10, decay_steps=20, decay_shape="linear", min_lr_ratio=0.0)
     stages = [StageConfig("long", 40), stage(60, kind="linear")]
     assert schedule_lines(100, 2.0, config, stages) == [
         "step         0  lr 2.000e-01  warmup",
@@ -234,7 +234,7 @@ def test_the_lines_of_a_schedule_name_what_begins_where():
         (ScheduleConfig("wsd", warmup_steps=50, decay_share=0.51), [], "schedule.decay_share"),
         (ScheduleConfig("wsd", warmup_steps=50, decay_steps=51), [], "schedule.decay_steps"),
         (ScheduleConfig(warmup_steps=1), [stage(90, lr_max=1.0, warmup_steps=11)], "stages[0].schedule.warmup_steps"),
-        (ScheduleConfig(warmup_steps=1, lr_min_share=0.0), [stage(90)], "stages[0].schedule.lr_max"),
+        (ScheduleConfig(warmup_steps=1, min_lr_ratio=0.0), [stage(90)], "stages[0].schedule.lr_max"),
     ],
 )
 def test_what_does_not_fit_is_named(config, stages, field):
@@ -282,14 +282,14 @@ def test_rotary_positions_stay_stretched_until_a_stage_says_otherwise():
 
 
 def test_cosine_rises_in_equal_steps_and_falls_to_its_lowest_share_exactly_at_the_last_step():
-    found = rates(50, warmup_steps=4, lr_min_share=0.1)
+    found = rates(50, warmup_steps=4, min_lr_ratio=0.1)
     assert found[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
     assert found[-1] == pytest.approx(0.2, rel=1e-12)
     assert all(later < earlier for earlier, later in itertools.pairwise(found[4:]))
-    assert rates(51, warmup_steps=0, lr_min_share=0.1)[25] == pytest.approx((2.0 + 0.2) / 2)
+    assert rates(51, warmup_steps=0, min_lr_ratio=0.1)[25] == pytest.approx((2.0 + 0.2) / 2)
 
 
 def test_short_runs_have_a_rate_too():
     assert rates(1, warmup_steps=0) == [2.0]
     assert rates(3, warmup_steps=3) == [pytest.approx(2 / 3), pytest.approx(4 / 3), 2.0]
-    assert rates(50, until=100, warmup_steps=1, lr_min_share=0.5)[99] == 1.0  # a run that goes on
+    assert rates(50, until=100, warmup_steps=1, min_lr_ratio=0.5)[99] == 1.0  # a run that goes on

@@ -12,9 +12,9 @@ from tests.train.states import copies
 from zero2all.model.config import ModelConfig
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
-from zero2all.ops.halves import join, split
 from zero2all.ops.optimizer import eager_adamw
 from zero2all.ops.registry import Choice, resolve
+from zero2all.ops.split_master import join, split
 from zero2all.parallel.world import World
 from zero2all.train.config import OptimConfig
 from zero2all.train.optimizers.adamw import AdamW
@@ -75,7 +75,7 @@ def test_backward_passes_add_up_in_the_buffer_in_float32(dtype):
     state = make_state(dtype=dtype)
     for _ in range(2):
         sum((parameter * 3).sum() for parameter in state.model.parameters()).backward()
-    state.weights.exchange(World())
+    state.weights.reduce_gradients(World())
     for name, master in state.weights.masters_by_name().items():
         assert master.dtype == master.grad.dtype == torch.float32
         assert (master.grad == 6).all(), name
@@ -100,10 +100,10 @@ def test_low_precision_weights_follow_their_masters(kind):
         assert master.dtype == (torch.bfloat16 if kind == "adamw_bf16" else torch.float32)
 
 
-# ---- masters in two halves ----
+# ---- split masters ----
 
 
-def adamw_in_halves(groups, *rest):
+def adamw_split(groups, *rest):
     """What our kernel does, by torch's loop on masters put together for it."""
     whole = [dataclasses.replace(group, masters=join(group.weights, group.masters)) for group in groups]
     eager_adamw(whole, *rest)
@@ -111,12 +111,12 @@ def adamw_in_halves(groups, *rest):
         group.weights[:], group.masters[:] = split(updated.masters)
 
 
-def state_in_halves(seed=1):
+def split_state(seed=1):
     """A state as it is made where our kernel runs, without the kernel."""
     model = model_with(seed=seed)
     choices = [choice for choice in model.ops.choices if choice.operator != "optimizer"]
     ours = Choice("optimizer", "auto", "triton", "for this test")
-    model.ops = dataclasses.replace(model.ops, optimizer=adamw_in_halves, choices=(*choices, ours))
+    model.ops = dataclasses.replace(model.ops, optimizer=adamw_split, choices=(*choices, ours))
     return new_state(model, OptimConfig(), torch.bfloat16)
 
 
@@ -128,7 +128,7 @@ def one_step(state, seed=0):
 
 
 def test_a_bfloat16_weight_is_half_of_its_master_where_the_optimizer_can_put_them_together():
-    state, whole = state_in_halves(), make_state(dtype=torch.bfloat16, ops=OpsConfig(optimizer="eager"))
+    state, whole = split_state(), make_state(dtype=torch.bfloat16, ops=OpsConfig(optimizer="eager"))
     length = whole.weights.masters.numel()
     assert state.weights.weights.nbytes + state.weights.masters.nbytes == 4 * length
     assert whole.weights.weights.nbytes + whole.weights.masters.nbytes == 6 * length
@@ -142,8 +142,8 @@ def test_a_bfloat16_weight_is_half_of_its_master_where_the_optimizer_can_put_the
         assert torch.equal(parameter, split(wanted[f"model/{name}"])[0]), name
 
 
-def test_looking_at_masters_in_halves_between_steps_leaves_everything_as_it_was():
-    looked_at, alone = state_in_halves(), state_in_halves()
+def test_looking_at_split_masters_between_steps_leaves_everything_as_it_was():
+    looked_at, alone = split_state(), split_state()
     for seed in range(3):
         for state in (looked_at, alone):
             one_step(state, seed)
@@ -153,8 +153,8 @@ def test_looking_at_masters_in_halves_between_steps_leaves_everything_as_it_was(
         assert torch.equal(getattr(looked_at.weights, name), getattr(alone.weights, name)), name
 
 
-def test_a_state_in_halves_goes_on_bit_for_bit_from_one_with_whole_masters():
-    whole, state = make_state(dtype=torch.bfloat16, ops=OpsConfig(optimizer="eager")), state_in_halves(seed=2)
+def test_a_split_state_goes_on_bit_for_bit_from_one_with_whole_masters():
+    whole, state = make_state(dtype=torch.bfloat16, ops=OpsConfig(optimizer="eager")), split_state(seed=2)
     one_step(whole)
     fill_gradients(state)  # left over from a step that was not finished
     with state.tensors() as tensors:
@@ -168,7 +168,7 @@ def test_a_state_in_halves_goes_on_bit_for_bit_from_one_with_whole_masters():
 
 
 def test_samples_of_masters_are_the_same_however_they_are_kept():
-    whole, state = make_state(dtype=torch.bfloat16, ops=OpsConfig(optimizer="eager")), state_in_halves()
+    whole, state = make_state(dtype=torch.bfloat16, ops=OpsConfig(optimizer="eager")), split_state()
     samples = state.weights.master_samples(100)
     for name, values in whole.weights.master_samples(100).items():
         assert torch.equal(samples[name], values), name

@@ -14,11 +14,11 @@ from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
 from zero2all.packed.loader import Batch
 from zero2all.parallel.world import World
-from zero2all.train.anatomy import PARTS, Anatomy
 from zero2all.train.guards.detector import Limits
 from zero2all.train.state import DTYPES, new_state
 from zero2all.train.step import HEAD, StepPlan, StepResult, _forward_backward
 from zero2all.train.step import train_step as pending_step
+from zero2all.train.step_timer import PARTS, StepTimer
 
 PLAN = StepPlan(lr=0.01)
 CHANNELS = 3
@@ -43,7 +43,7 @@ def train_step(state, batch, config, plan=PLAN) -> StepResult:
 def forward_backward(state, batch, config, plan=PLAN):
     """Leaves the gradient in place; returns summed nats and counts of the channels, (2, CHANNELS)."""
     world = World()
-    figures = _forward_backward(state, batch, CHANNELS, config, world, plan, Anatomy(world.device))
+    figures = _forward_backward(state, batch, CHANNELS, config, world, plan, StepTimer(world.device))
     return figures[HEAD : HEAD + 2 * CHANNELS].view(2, CHANNELS)
 
 

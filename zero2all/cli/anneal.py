@@ -46,7 +46,7 @@ def register(verbs: Subparsers) -> None:
 def _anneal(arguments: argparse.Namespace) -> None:
     from zero2all.common.errors import UsageError
     from zero2all.common.progress import counted
-    from zero2all.train.anneal import ANNEAL_FILE, begun_anneal, wish_anneal
+    from zero2all.train.anneal import ANNEAL_FILE, begun_anneal, request_anneal
     from zero2all.train.checkpoints.find import newest_checkpoint
     from zero2all.train.config import AnnealConfig
     from zero2all.train.schedule import learning_rate
@@ -75,7 +75,7 @@ def _anneal(arguments: argparse.Namespace) -> None:
     if config.data.max_epochs:
         asked = AnnealConfig(from_step=made, steps=steps, shape=arguments.shape, to_share=arguments.to_share)
         check_anneal(config, workspace, newest_checkpoint(run), asked)
-    wish_anneal(run, steps, arguments.shape, arguments.to_share)
+    request_anneal(run, steps, arguments.shape, arguments.to_share)
     print(
         f"{run.name}, at step {made:,} of {config.train.steps:,}: the learning rate will fall from {rate:.3g} to "
         f"{rate * arguments.to_share:.3g} over {counted(steps, 'step')} ({arguments.shape}), and the run ends there.\n"

@@ -49,8 +49,8 @@ class AnomalyError(UserError):
     exit_code = 12
 
 
-class LostPeerError(UserError):
-    """Another process of the run is gone or stuck. Nothing is wrong with this one, and running again is the remedy."""
+class PeerFailureError(UserError):
+    """Another process of the run has died or hangs. Nothing is wrong with this one; run the same command again."""
 
     exit_code = 1
 

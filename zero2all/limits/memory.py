@@ -6,12 +6,12 @@ logits (end of the forward pass), or the first block of the backward pass with i
 
 The sizes of kept tensors are read off the operators (`zero2all.ops`), so they differ by implementation. Not counted:
 what the CUDA context and libraries take, and what torch's allocator holds without using it. With torch.compile the
-compiler decides what is kept, mostly less than this. Passes that are recorded (`zero2all.train.recorded`) keep what
-comes and goes to themselves, and what happens between steps needs memory beside them.
+compiler decides what is kept, mostly less than this. A CUDA graph (`zero2all.train.cuda_graph`) keeps what
+comes and goes to itself, and what happens between steps needs memory beside it.
 
 Against an H200 (1.2555 B parameters, 16 x 2048 tokens, fused operators; most bytes torch had allocated):
 
-                        masters in halves       whole masters
+                        split masters           whole masters
                        measured   estimate   measured   estimate
     bfloat16           53.7 GiB   53.6 GiB   56.1 GiB   56.0 GiB
     float8             58.1 GiB   58.1 GiB   60.5 GiB   60.5 GiB
@@ -68,8 +68,8 @@ class MemorySettings:
     """Whether a step has more than one micro-batch."""
 
     @property
-    def has_masters_in_halves(self) -> bool:
-        """Whether a bfloat16 weight is the upper half of its master, as our AdamW has it (`zero2all.ops.halves`)."""
+    def has_split_masters(self) -> bool:
+        """Whether a bfloat16 weight is the upper half of its master, as in `zero2all.ops.split_master`."""
         return (self.precision, self.optimizer, self.operators.get("optimizer")) == ("bfloat16", "adamw", "triton")
 
 
@@ -186,9 +186,9 @@ def _state_parts(model: ModelConfig, settings: MemorySettings) -> list[MemoryPar
             optimizer,
         ]
     keeps_copies = width < wide and not sharded  # FSDP makes the low-precision weights when it gathers
-    in_halves = settings.has_masters_in_halves and not sharded
-    master_bytes = wide - width if in_halves else wide
-    beside = " beside the weights" if in_halves else ""
+    split_masters = settings.has_split_masters and not sharded
+    master_bytes = wide - width if split_masters else wide
+    beside = " beside the weights" if split_masters else ""
     return [
         MemoryPart(
             "weights", float(width * total) if keeps_copies else 0.0, f"{settings.precision}, for the forward pass"
@@ -247,7 +247,7 @@ def _kept_by_block(model: ModelConfig, settings: MemorySettings) -> float:
     norms = 2 * (_norm_keeps(model, settings) + linear_input * hidden)
     # A fused attention keeps its output for itself; the projection behind it keeps the same memory, or a float8 copy.
     attention = _attention_keeps(model, settings) + width * heads + (heads if float8 else 0)
-    if taken.get("swiglu") in ("triton", "quack") and taken.get("linear") in ("into32", "fp8"):
+    if taken.get("swiglu") in ("triton", "quack") and taken.get("linear") in ("fp32_wgrad", "fp8"):
         feed_forward = 2 * width * inner + (inner if float8 else 0)
     else:
         # gate and up, what the formula makes of them, and the product, which the projection behind it keeps

@@ -57,12 +57,12 @@ def recomputed_flops_per_token(
     }
 
 
-FUSED = {"rope": "triton", "rms_norm": "triton", "swiglu": "triton", "linear": "into32", "attention": "sdpa_cudnn"}
+FUSED = {"rope": "triton", "rms_norm": "triton", "swiglu": "triton", "linear": "fp32_wgrad", "attention": "sdpa_cudnn"}
 """The operators that the registry takes on a GPU with Triton."""
 
 
 def _feed_forward_is_fused(operators: Mapping[str, str]) -> bool:
-    return operators.get("swiglu") in ("triton", "quack") and operators.get("linear") in ("into32", "fp8")
+    return operators.get("swiglu") in ("triton", "quack") and operators.get("linear") in ("fp32_wgrad", "fp8")
 
 
 def hardware_flops_utilisation(

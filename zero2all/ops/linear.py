@@ -1,8 +1,8 @@
 """Linear layers of the blocks: x W^T + bias, and the feed-forward part (linear, SwiGLU, linear) as a whole.
 
-plain   torch's; the weight gradient has the weight's dtype
-into32  the weight gradient is added in float32 to the weight's `main_grad` (see `zero2all.train.weights`)
-fp8     float8 tensor cores, one scale per tensor; weight gradient as in into32
+plain       torch's; the weight gradient has the weight's dtype
+fp32_wgrad  the weight gradient is added in float32 to the weight's `main_grad` (see `zero2all.train.weights`)
+fp8         float8 tensor cores, one scale per tensor; weight gradient as in fp32_wgrad
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     return F.linear(x, weight, bias)
 
 
-def into_32_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def fp32_wgrad_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """torch's matmuls with a float32 weight gradient."""
-    from zero2all.ops.kernels.linear import linear_into_32
+    from zero2all.ops.kernels.linear import linear_fp32_wgrad
 
-    return linear_into_32(x, weight, bias)
+    return linear_fp32_wgrad(x, weight, bias)
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -41,7 +41,7 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 IMPLEMENTATIONS = (
-    Implementation("into32", into_32_linear, needs_triton, compile_safe=False),
+    Implementation("fp32_wgrad", fp32_wgrad_linear, needs_triton, compile_safe=False),
     Implementation("plain", plain_linear),
     Implementation("fp8", fp8_linear, needs_float8, compile_safe=False, tolerance=8e-2),
 )
@@ -49,7 +49,7 @@ IMPLEMENTATIONS = (
 
 def is_fused(swiglu_name: str, linear_name: str) -> bool:
     """Whether these two are fused into one feed-forward: our kernels, which torch.compile cannot look into."""
-    return swiglu_name in ("triton", "quack") and linear_name in ("into32", "fp8")
+    return swiglu_name in ("triton", "quack") and linear_name in ("fp32_wgrad", "fp8")
 
 
 def feed_forward(swiglu_name: str, swiglu: Swiglu, linear_name: str, linear: Linear) -> FeedForward:
@@ -73,10 +73,10 @@ def feed_forward(swiglu_name: str, swiglu: Swiglu, linear_name: str, linear: Lin
 
 
 def _fused(swiglu_name: str, linear_name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    if linear_name == "into32" and swiglu_name == "quack":
+    if linear_name == "fp32_wgrad" and swiglu_name == "quack":
         from zero2all.ops.kernels.epilogue import feed_forward_in_epilogues
 
         return feed_forward_in_epilogues
-    from zero2all.ops.kernels.linear import feed_forward_8, feed_forward_into_32
+    from zero2all.ops.kernels.linear import feed_forward_8, feed_forward_fp32_wgrad
 
-    return feed_forward_into_32 if linear_name == "into32" else feed_forward_8
+    return feed_forward_fp32_wgrad if linear_name == "fp32_wgrad" else feed_forward_8

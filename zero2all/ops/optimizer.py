@@ -30,7 +30,7 @@ class Flat:
     weights: Tensor
     """What the forward pass reads. The very tensor `masters` where no lower precision is used."""
     masters: Tensor
-    """float32 (or float64). `triton` also takes int16: what the bfloat16 `weights` lack (`zero2all.ops.halves`)."""
+    """float32 (or float64). `triton` also takes int16: what bfloat16 `weights` lack (`zero2all.ops.split_master`)."""
     gradients: Tensor
     firsts: Tensor
     """Running means of gradients."""
@@ -109,8 +109,8 @@ foreach_adamw = partial(_torch_adamw, "foreach")
 eager_adamw = partial(_torch_adamw, "eager")
 
 
-TAKES_HALVES = ("triton",)
-"""Implementations that work on masters in two halves."""
+TAKES_SPLIT_MASTERS = ("triton",)
+"""Implementations that work on split masters (`zero2all.ops.split_master`)."""
 
 IMPLEMENTATIONS = (
     Implementation("triton", triton_adamw, needs_triton),

@@ -47,8 +47,8 @@ def triton_swiglu(pairs: Tensor) -> Tensor:
 
 def _needs_quack(situation: Situation) -> str | None:
     problem = needs_quack(situation)
-    if problem is None and situation.linear not in ("", "into32"):
-        problem = f"it is part of the matmuls of linear: into32, and linear is {situation.linear}"
+    if problem is None and situation.linear not in ("", "fp32_wgrad"):
+        problem = f"it is part of the matmuls of linear: fp32_wgrad, and linear is {situation.linear}"
     if problem is None and situation.keeps_results:
         problem = "recompute: selective keeps results of torch's operators only, and would compute it twice"
     return problem or problem_in_trial(situation.dtype)

@@ -1,1 +1,1 @@
-"""How a model is placed on devices. One process on one device for now."""
+"""The processes of a run, how they communicate, and how a model is spread over them."""

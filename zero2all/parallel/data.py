@@ -20,12 +20,12 @@ DATA = "data"
 
 
 def data_mesh(world: World) -> DeviceMesh:
-    """All processes in a row."""
+    """A mesh of one dimension over all processes."""
     return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=(DATA,))
 
 
 def shard_model(model: Z2all, world: World, dtype: torch.dtype, with_masters: bool = True) -> None:
-    """Cut every weight over the processes, in place. The parts are kept in float32 (or float64; without masters in
+    """Shard every weight over the processes, in place. The parts are kept in float32 (or float64; without masters in
     `dtype`) and gathered in `dtype`; gradients are summed, not averaged, in float32."""
     if not with_masters:
         for parameter in model.parameters():
@@ -44,6 +44,6 @@ def shard_model(model: Z2all, world: World, dtype: torch.dtype, with_masters: bo
 
 
 def set_gradient_sync(model: Z2all, is_last_pass: bool) -> None:
-    """Exchange gradients after the last micro-batch of a step only."""
+    """Reduce gradients after the last micro-batch of a step only."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(is_last_pass)

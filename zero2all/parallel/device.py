@@ -11,11 +11,11 @@ import torch
 from zero2all.common.errors import UsageError
 
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Where torch looks: the name of today, and the one before it."""
+"""torch reads the first; the second is its older name."""
 
 
 def pick_device(asked: str) -> torch.device:
-    """The torch device for `parallel.device`; a GPU with its number, which some of torch's calls insist on."""
+    """The torch device for `parallel.device`; a GPU with its index, which some of torch's calls require."""
     if asked == "auto":
         asked = "cuda" if torch.cuda.is_available() else "cpu"
     if asked == "cuda" and not torch.cuda.is_available():
@@ -27,7 +27,7 @@ def pick_device(asked: str) -> torch.device:
 
 
 def local_rank() -> int:
-    """Which of this machine's processes of the run this is, and so which of its GPUs it has."""
+    """The index of this process among those of the run on this machine, and so of its GPU."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
@@ -37,13 +37,13 @@ def local_processes() -> int:
 
 
 def set_memory_settings(expandable_segments: bool) -> None:
-    """How torch cuts up a GPU's memory. Before the first use of the GPU; what the environment says already counts."""
+    """Configure torch's GPU allocator. Call it before the first use of the GPU; the environment takes precedence."""
     if expandable_segments and not any(name in os.environ for name in ALLOCATOR_SETTINGS):
         os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
 
 
 def set_cpu_threads(asked: int | None, recorded: int | None) -> int:
-    """Use the threads asked for, else those a resumed run was started with, else every core this process may use."""
+    """Use the configured number of threads, else that of the resumed run, else every core this process may use."""
     threads = asked or recorded or _usable_cores()
     torch.set_num_threads(threads)
     return threads

@@ -1,12 +1,12 @@
-"""Starts one process per GPU of this machine, where the person has not done so with torchrun.
+"""Starts one process per GPU of this machine, where torchrun has not done so.
 
 Our own few lines instead of torchrun, because of how a run ends: torchrun turns every exit code into 1 and gives its
-processes 30 seconds after SIGTERM. Here a signal is passed on once, saving may take as long as it takes, and the
-command ends with the code of the process that failed first.
+processes 30 seconds after SIGTERM. Here a signal is forwarded once, a save may take as long as it needs, and the
+command ends with the exit code of the process that failed first.
 
-Each process holds the reading end of a pipe whose other end only the command has: should the command be killed, the
-pipe ends, and the processes stop as if they had been asked to. Linux's parent-death signal would not do: it is sent
-again for every thread of the dying parent, and a second request means "at once".
+Each process holds the reading end of a pipe whose other end only the command has: if the command is killed, the pipe
+closes, and the processes stop as after a signal. Linux's parent-death signal would not work: it is sent once for every
+thread of the dying parent, and a second signal means "stop at once".
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
-from zero2all.common.errors import LostPeerError, PreemptedError, UsageError
+from zero2all.common.errors import PeerFailureError, PreemptedError, UsageError
 from zero2all.common.progress import counted, say
 from zero2all.common.signals import stop_signals_to
 from zero2all.parallel.config import ParallelConfig
 
 LAUNCHER_PIPE = "ZERO2ALL_LAUNCHER_PIPE"
-"""File number of a pipe that ends when the command that started this process does."""
+"""File descriptor of a pipe that closes when the command that started this process ends."""
 GRACE_SECONDS = 60.0
-"""How long the others may go on after one has failed; they may be waiting for it for ever."""
+"""How long the others may continue after one has failed; they may be waiting for it forever."""
 ENDS_IN_TIME = (None, 0, PreemptedError.exit_code)
-"""After these the others may take as long as they need: one that was asked to stop has saved, and they are about to."""
+"""Exit codes after which the others may take as long as they need: after a signal all of them save."""
 POLL_SECONDS = 0.05
 SIGNAL_HINTS: dict[int, str] = {
-    signal.SIGKILL: " (by somebody, or by the system for want of memory)",
-    signal.SIGABRT: " (NCCL does that when another process is gone or does not answer within parallel.timeout_seconds)",
+    signal.SIGKILL: " (by a user, or by the system because it ran out of memory)",
+    signal.SIGABRT: " (NCCL sends it when another process has died or does not answer within parallel.timeout_seconds)",
 }
 
 
 def local_processes(config: ParallelConfig) -> int:
-    """How many processes this machine should run: what was asked for, else one per GPU, else one."""
-    if "LOCAL_RANK" in os.environ:  # torchrun was here, or we were
+    """How many processes to start on this machine: as configured, else one per GPU, else one."""
+    if "LOCAL_RANK" in os.environ:  # this process was started by torchrun or by us
         return 1
     if config.processes == 1 or (config.processes == "auto" and config.device == "cpu"):
         return 1
@@ -59,9 +59,9 @@ def local_processes(config: ParallelConfig) -> int:
 
 
 def run_processes(processes: int, words: list[str], grace_seconds: float = GRACE_SECONDS) -> int:
-    """Run `z2a WORDS…` in so many processes that find each other; returns the exit code of the whole."""
+    """Run `z2a WORDS…` in `processes` processes that form one group; returns the exit code of the command."""
     command = [sys.executable, "-m", "zero2all", *words]
-    ends, held = os.pipe()  # `held` is inherited by nobody
+    ends, held = os.pipe()  # no process inherits `held`
     shared = {
         "WORLD_SIZE": str(processes),
         "LOCAL_WORLD_SIZE": str(processes),
@@ -85,7 +85,7 @@ def run_processes(processes: int, words: list[str], grace_seconds: float = GRACE
                 env = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
                 # A group of its own: Ctrl-C in a terminal reaches the whole group, and would arrive twice.
                 started.append(subprocess.Popen(command, env=env, process_group=0, pass_fds=[ends]))
-            if asked and started:  # while the last one was being started, which was then not among them
+            if asked and started:  # it came while the last one was being started, so that one did not get it
                 _send(started[-1], asked[0])
             code = _wait(started, grace_seconds, asked)
         for line in unusual_ends([_own_code(process, asked) for process in started], grace_seconds):
@@ -108,7 +108,7 @@ def _send(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 def _own_code(process: subprocess.Popen[bytes], asked: Sequence[int]) -> int | None:
-    """How a process ended. One that a signal of ours ended was still loading and had nothing to save."""
+    """The exit code of a process. If our signal killed it, it was still loading and had nothing to save."""
     code = process.returncode
     return _stopped_by(-code) if code is not None and -code in asked else code
 
@@ -118,8 +118,8 @@ def _stopped_by(number: int) -> int:
 
 
 def end_with_launcher() -> None:
-    """In a process that `run_processes` started: be asked to stop (and so save) should the command itself be killed."""
-    number = os.environ.pop(LAUNCHER_PIPE, None)  # processes that this one starts have no part in it
+    """In a process that `run_processes` started: stop (and so save) if the command itself is killed."""
+    number = os.environ.pop(LAUNCHER_PIPE, None)  # not for processes that this one starts
     if number is None:
         return
     pipe = int(number)
@@ -134,15 +134,15 @@ def _stop_at_end_of(pipe: int) -> None:
 
 
 def unusual_ends(codes: Sequence[int | None], grace_seconds: float) -> list[str]:
-    """What to say of processes that could not say it themselves. `codes` by rank, None for one that still runs."""
+    """Messages about processes that could not report themselves. `codes` by rank, None for one that still runs."""
     lines = []
     for rank, code in enumerate(codes):
         if code is not None and code < 0:
             name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
-            lines.append(f"The process of rank {rank} was ended by {name}{SIGNAL_HINTS.get(-code, '')}.")
+            lines.append(f"Rank {rank} was killed by {name}{SIGNAL_HINTS.get(-code, '')}.")
     silent = [str(rank) for rank, code in enumerate(codes) if code is None]
     if silent:
-        lines.append(f"Stopped what did not end by itself within {grace_seconds:g} s: rank {', '.join(silent)}.")
+        lines.append(f"Killed because it did not end within {grace_seconds:g} s: rank {', '.join(silent)}.")
     if lines:
         lines.append("Checkpoints are whole; run the same command again to continue from the newest.")
     return lines
@@ -165,7 +165,7 @@ def _wait(started: list[subprocess.Popen[bytes]], grace_seconds: float, asked: S
 
 def _cause(codes: Sequence[int]) -> int:
     """Of processes that ended between two looks, one that did not end because of another."""
-    return next((code for code in codes if code != LostPeerError.exit_code), codes[0])
+    return next((code for code in codes if code != PeerFailureError.exit_code), codes[0])
 
 
 def _free_port() -> int:

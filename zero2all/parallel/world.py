@@ -1,4 +1,4 @@
-"""The processes of a run: which one this is, and how it agrees with the others.
+"""The processes of a run: the rank of this one, and how it communicates with the others.
 
 A run of one process needs no process group and makes none; everything here then does nothing. With several, torchrun
 (or `z2a train`, which calls it) sets the environment that says who is who.
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class World:
-    """All processes of a run, seen from one of them."""
+    """The processes of a run, seen from one of them."""
 
     rank: int = 0
     size: int = 1
@@ -34,11 +34,11 @@ class World:
     group: dist.ProcessGroup | None = None
     """For tensors on the device; None for one process."""
     control: dist.ProcessGroup | None = None
-    """For small objects between hosts, so that talking never waits for a device."""
+    """For small objects between hosts, so that this never waits for a device."""
 
     @property
     def is_first(self) -> bool:
-        """Whether this process speaks for the run: prints, logs, decides where only one may."""
+        """Whether this is rank 0, which prints, logs and decides for the run."""
         return self.rank == 0
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -47,8 +47,8 @@ class World:
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
-    def first_says(self, value: T) -> T:
-        """What the first process gives, in all of them."""
+    def broadcast(self, value: T) -> T:
+        """The value of rank 0, on all ranks."""
         if self.control is None:
             return value
         said: list[Any] = [value]
@@ -56,8 +56,8 @@ class World:
         answer: T = said[0]
         return answer
 
-    def first_does(self, work: Callable[[], T]) -> T:
-        """What `work` returns in the first process, in all of them; what it raises there, all of them raise."""
+    def run_on_rank0(self, work: Callable[[], T]) -> T:
+        """Run `work` on rank 0 and return its result on all ranks; what it raises there is raised on all ranks."""
         if self.control is None:
             return work()
         outcome: tuple[T | None, Exception | None] = (None, None)
@@ -66,13 +66,13 @@ class World:
                 outcome = (work(), None)
             except Exception as error:
                 outcome = (None, error)
-        value, problem = self.first_says(outcome)
+        value, problem = self.broadcast(outcome)
         if problem is not None:
             raise problem
         return cast(T, value)
 
     def gather(self, value: T) -> list[T]:
-        """What each process gives, by rank, in all of them."""
+        """The values of all ranks, on all ranks."""
         if self.control is None:
             return [value]
         said: list[Any] = [None] * self.size
@@ -81,32 +81,32 @@ class World:
 
 
 def asked_processes() -> int:
-    """How many processes whoever started this one says there are."""
+    """The number of processes of the run, from the environment."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def is_failed_exchange(error: BaseException) -> bool:
-    """Whether `error` is an exchange between processes that did not come about, because another is gone or stuck.
+def is_failed_collective(error: BaseException) -> bool:
+    """Whether `error` is a collective that failed because another process has died or hangs.
 
-    NCCL and the store have types for it. gloo raises a bare RuntimeError in words that change with torch's version, and
-    FSDP's exchanges are made within the passes of the model, so the place decides: torch.distributed itself raised it.
+    NCCL and the store have types for it. gloo raises a bare RuntimeError whose text changes with torch's version, and
+    FSDP's collectives run inside the passes of the model, so the test is whether torch.distributed raised it.
     """
     if isinstance(error, dist.DistError):
         return True
     if type(error) is not RuntimeError:  # torch's other errors, such as OutOfMemoryError, have types of their own
         return False
     modules = [str(frame.f_globals.get("__name__", "")) for frame, _ in walk_tb(error.__traceback__)]
-    while modules and modules[-1] == "torch._ops":  # the door to operators in C++, exchanges of DTensors among them
+    while modules and modules[-1] == "torch._ops":  # the entry to operators in C++, collectives of DTensors among them
         modules.pop()
     return bool(modules) and modules[-1].startswith("torch.distributed.")
 
 
 @contextmanager
 def join_world(device: torch.device, timeout_seconds: float) -> Iterator[World]:
-    """The world this process was started into; leaves it at the end of the block.
+    """Join the process group, and leave it at the end of the block.
 
-    A process that fails leaves at once: taking proper leave of NCCL waits for exchanges that the others, who know
-    nothing of the failure, may never come to; and whoever started the processes only learns of it when one has ended.
+    A process that fails aborts the group at once: destroying it properly would wait for collectives that the others,
+    which do not know of the failure, may never start; and the launcher only notices when a process has ended.
     """
     if asked_processes() == 1 and not dist.is_initialized():
         yield World(device=device)

@@ -30,8 +30,8 @@ from zero2all.ops.registry import Ops, resolve
 from zero2all.parallel.world import World
 from zero2all.perf.batch import BatchShape
 from zero2all.perf.gpu_watch import watched_gpu
+from zero2all.train.cuda_graph import choose_cuda_graph
 from zero2all.train.garbage import scheduled_garbage_collection
-from zero2all.train.recording_choice import recorded_passes
 from zero2all.train.setup import situation
 from zero2all.train.state import DTYPES, TrainState, new_state
 from zero2all.train.step import update
@@ -122,11 +122,11 @@ def measure(
     compile_model(state.model)
     shaped = dataclasses.replace(config, data=dataclasses.replace(config.data, seq_len=batch.seq_len))
     whole = batch.samples * batch.accumulation
-    state.recorded = recorded_passes(shaped, state.model, device, 1, batch.samples, whole)
+    state.cuda_graph = choose_cuda_graph(shaped, state.model, device, 1, batch.samples, whole)
     iterate = _iterations(state, batch, config.train.z_loss, device)
     pace = pace_of(iterate, batch.accumulation, device, seconds, warm_up_seconds)
     found = {**figures(config, batch, pace, device), "state_gib": state_bytes / 2**30, "ops": choices(ops)}
-    return found | {"recorded": state.recorded is not None and state.recorded.is_recorded}
+    return found | {"cuda_graph": state.cuda_graph is not None and state.cuda_graph.is_captured}
 
 
 def figures(config: RunConfig, batch: BatchShape, pace: Pace, device: torch.device) -> dict[str, Any]:
@@ -193,8 +193,8 @@ def _iterations(state: TrainState, batch: BatchShape, z_loss: float, device: tor
         loss = torch.zeros((), device=device)
         for number in range(micro_batches):
             rows = tokens[number % len(tokens)]
-            if state.recorded is not None:
-                losses = state.recorded(rows, shares)
+            if state.cuda_graph is not None:
+                losses = state.cuda_graph(rows, shares)
             else:
                 total, losses = model.loss(rows[:, :-1], rows[:, 1:], shares, None, z_loss)
                 total.backward()

@@ -20,10 +20,10 @@ from zero2all.common.schema import nearest_hint
 from zero2all.config import RunConfig
 from zero2all.limits.floors import Work, linear_shapes, operator_work, optimizer_work
 from zero2all.ops import linear_cross_entropy
-from zero2all.ops.halves import join, split
 from zero2all.ops.implementation import Implementation, Situation
-from zero2all.ops.optimizer import TAKES_HALVES, AdamW, Flat, eager_adamw
+from zero2all.ops.optimizer import TAKES_SPLIT_MASTERS, AdamW, Flat, eager_adamw
 from zero2all.ops.registry import OPERATORS, resolve
+from zero2all.ops.split_master import join, split
 from zero2all.parallel.device import pick_device
 from zero2all.perf.batch import own_batch
 from zero2all.perf.clock import Ceilings, measured_ceilings, seconds_of
@@ -269,22 +269,22 @@ def _optimizer(
     whole = parameter_counts(config.model)["total"]
     parameters = whole if device.type == "cuda" else min(whole, CPU_PARAMETERS)
     constants = AdamW(config.optim.beta1, config.optim.beta2, config.optim.eps)
-    in_halves = implementation.name in TAKES_HALVES and dtype == torch.bfloat16
-    group = _random_flat(parameters, config, device, torch.float32, dtype, in_halves)
+    split_masters = implementation.name in TAKES_SPLIT_MASTERS and dtype == torch.bfloat16
+    group = _random_flat(parameters, config, device, torch.float32, dtype, split_masters)
     function, updates = implementation.function, torch.ones((), device=device)
     scale, skip = torch.ones((), device=device), torch.zeros((), dtype=torch.bool, device=device)
     seconds = seconds_of(lambda: function([group], updates, scale, skip, constants), device, least_seconds)
-    error = _optimizer_error(function, config, device, dtype, in_halves)
+    error = _optimizer_error(function, config, device, dtype, split_masters)
     return optimizer_work(parameters), seconds, 0.0, error
 
 
 def _optimizer_error(
-    function: Function, config: RunConfig, device: torch.device, dtype: torch.dtype, in_halves: bool
+    function: Function, config: RunConfig, device: torch.device, dtype: torch.dtype, split_masters: bool
 ) -> float:
     constants = AdamW(config.optim.beta1, config.optim.beta2, config.optim.eps)
     changes = []
     for update, wide, narrow in ((function, torch.float32, dtype), (eager_adamw, torch.float64, torch.float64)):
-        group = _random_flat(EXACT_PARAMETERS, config, device, wide, narrow, in_halves and update is function)
+        group = _random_flat(EXACT_PARAMETERS, config, device, wide, narrow, split_masters and update is function)
         before = _masters_of(group).clone()
         group.lr = 1.0  # so that the change is not lost in the rounding of the weight it is added to
         updates, scale = torch.full((), 3.0, device=device), torch.full((), 0.5, dtype=wide, device=device)
@@ -303,13 +303,13 @@ def _random_flat(
     device: torch.device,
     wide: torch.dtype,
     narrow: torch.dtype,
-    in_halves: bool = False,
+    split_masters: bool = False,
 ) -> Flat:
     torch.manual_seed(0)
     masters, gradients, firsts, seconds = (torch.randn(parameters, device=device).to(wide) for _ in range(4))
     seconds = seconds.abs_()
     weights = masters if narrow == wide else masters.to(narrow)
-    if in_halves:
+    if split_masters:
         weights, masters = split(masters)
     matrix = config.model.hidden_size * config.model.intermediate_size
     starts = range(0, parameters, matrix)

@@ -46,8 +46,8 @@ class Variant:
     """Fields of `ops` that differ from the config's."""
     model: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `model` that differ."""
-    recorded: bool = True
-    """Whether passes may be recorded (train.cuda_graph)."""
+    cuda_graph: bool = True
+    """Whether passes may be captured as a CUDA graph (train.cuda_graph)."""
     odd_vocabulary: bool = False
     """One id more than the vocabulary's padded size, so that it is no multiple of anything."""
     unpadded: bool = False
@@ -59,14 +59,14 @@ class Variant:
         return self.ops.get("compile", "none") != "none"
 
 
-KERNELS = {"rope": "triton", "rms_norm": "triton", "swiglu": "triton", "linear": "into32", "embedding": "triton"}
+KERNELS = {"rope": "triton", "rms_norm": "triton", "swiglu": "triton", "linear": "fp32_wgrad", "embedding": "triton"}
 """Our kernels by name, for the row in which compilation would choose otherwise."""
 OWN_KERNELS = {"attention": "sdpa_cudnn", "rope": "triton", "swiglu": "triton", "linear_cross_entropy": "triton"}
 """What `auto` takes where nothing is installed but torch and Triton."""
 
 VARIANTS = (
     Variant(ANCHOR, "all fused", "whole"),
-    Variant("naive", "naive", "whole", NAIVE, recorded=False),
+    Variant("naive", "naive", "whole", NAIVE, cuda_graph=False),
     Variant("without-attention", "without fused attention (math)", "leave one out", {"attention": "math"}),
     Variant("attention-cudnn", "attention: cuDNN's", "leave one out", {"attention": "sdpa_cudnn"}),
     Variant("attention-flash", "attention: sdpa's flash", "leave one out", {"attention": "sdpa_flash"}),
@@ -81,7 +81,7 @@ VARIANTS = (
     Variant("without-swiglu", "without fused SwiGLU", "leave one out", {"swiglu": "eager"}),
     Variant("without-linear", "without float32 weight gradients", "leave one out", {"linear": "plain"}),
     Variant("without-embedding", "without fused embedding gradient", "leave one out", {"embedding": "torch"}),
-    Variant("without-graph", "without recorded passes", "leave one out", recorded=False),
+    Variant("without-graph", "without CUDA graphs", "leave one out", cuda_graph=False),
     Variant("optimizer-fused", "AdamW: torch's fused", "leave one out", {"optimizer": "fused"}),
     Variant("optimizer-eager", "AdamW: torch's loop", "leave one out", {"optimizer": "eager"}),
     Variant(
@@ -89,7 +89,7 @@ VARIANTS = (
         "naive + flash attention",
         "step by step",
         {**NAIVE, "attention": "sdpa_flash"},
-        recorded=False,
+        cuda_graph=False,
     ),
     Variant(
         "flash-ce-adamw",
@@ -102,7 +102,7 @@ VARIANTS = (
             "cross_entropy": "auto",
             "optimizer": "auto",
         },
-        recorded=False,
+        cuda_graph=False,
     ),
     Variant("fp8", "all fused, fp8 linears", "other choices", {"linear": "fp8"}),
     Variant(
@@ -157,7 +157,7 @@ def vary(config: RunConfig, variant: Variant) -> RunConfig:
         model["vocab_size"] = odd_vocabulary(config)
     return dataclasses.replace(
         config,
-        train=config.train if variant.recorded else dataclasses.replace(config.train, cuda_graph="off"),
+        train=config.train if variant.cuda_graph else dataclasses.replace(config.train, cuda_graph="off"),
         ops=dataclasses.replace(config.ops, **variant.ops),  # type: ignore[arg-type]
         model=dataclasses.replace(config.model, **model),
     )

@@ -1,1 +1,1 @@
-"""Keeping a run alive. For now: its settings; the supervisor comes with the multi-process trainer."""
+"""Settings of how a run reacts to signals."""

@@ -1,4 +1,4 @@
-"""What a run does when somebody or something wants it to stop."""
+"""What a run does when it receives a signal to stop."""
 
 from __future__ import annotations
 

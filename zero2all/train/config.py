@@ -1,4 +1,4 @@
-"""The settings of the loop: how much, how fast, with which optimizer, what is kept."""
+"""The settings of the training loop: length, optimizer, schedule, stages, guards, checkpoints, evaluation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from zero2all.packed.config import mixture_problems
 
 ParameterKind = Literal["matrix", "embedding", "head", "norm", "bias"]
 PARAMETER_KINDS: tuple[ParameterKind, ...] = ("matrix", "embedding", "head", "norm", "bias")
-"""What a parameter is for; each kind is a group of the optimizer."""
+"""The role of a parameter; each kind is a parameter group of the optimizer."""
 ScheduleKind = Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"]
 DecayShape = Literal["linear", "1-sqrt", "cosine"]
 
@@ -39,25 +39,25 @@ class TrainConfig:
     """Tokens in one optimizer step, over all micro-batches."""
     micro_batch_samples: PositiveInt | Literal["auto"] = 8
     """Samples in one forward and backward pass of a process; as many passes as a step needs are accumulated. auto: the
-    most that fit into the device's memory, found once and remembered."""
+    most that fit into the device's memory, searched once and saved with the run."""
     precision: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     """dtype of the weights the forward pass reads; the optimizer works on float32 masters. float16 is for cards without
     bfloat16 and scales the loss; float64 is for tests of exactness."""
     z_loss: NaturalFloat = 0.0
     """Times logsumexp(logits)^2, added to each token's loss: 1e-4 keeps logits from drifting; 0 leaves it out."""
     recompute: Literal["none", "full", "every_n", "selective"] = "none"
-    """Activations made again in the backward pass instead of being kept: of no block, of all, of every n-th, or all but
+    """Activations recomputed in the backward pass instead of being kept: of no block, of all, of every n-th, or all but
     the results of attention and matmuls."""
     recompute_every: PositiveInt = 2
-    """every_n: each so many-th block is recomputed."""
+    """every_n: recompute one block out of this many."""
     cuda_graph: Literal["auto", "on", "off"] = "auto"
-    """Whether a pass is recorded once and then replayed, which spares the host from queueing its kernels one by one;
-    auto: where the host would take longer than the device (small micro-batches)."""
+    """Capture a pass as a CUDA graph and replay it, so that the host need not queue its kernels one by one. auto: where
+    the host would take longer than the device (small micro-batches)."""
     seed: Annotated[int, Range(minimum=0, maximum=2e9)] = 1234
-    """Key of the initial weights and of dropout."""
+    """Seed of the initial weights and of dropout."""
 
     def problems(self, place: str) -> list[Problem]:
-        """A run's name becomes a folder. A search for the largest micro-batch leaves no memory for a recording."""
+        """A run's name becomes a folder. The largest micro-batch that fits leaves no memory for a CUDA graph."""
         found = []
         if not is_folder_name(self.name):
             found.append(Problem(f"{place}.name", self.name, FOLDER_NAME_WORDS))
@@ -126,8 +126,8 @@ class ScheduleConfig:
     """What follows the warmup; wsd: stays at the top, then decays."""
     warmup_steps: NaturalInt = 100
     """Steps of linear rise from 0 to lr_max."""
-    lr_min_share: Share = 0.1
-    """Last learning rate as a share of lr_max; inverse_sqrt never falls below it, constant has no use for it."""
+    min_lr_ratio: Share = 0.1
+    """Last learning rate divided by lr_max; inverse_sqrt never falls below it, constant ignores it."""
     decay_share: Share = 0.2
     """wsd: the decay takes this share of the steps."""
     decay_steps: NaturalInt | None = None
@@ -138,16 +138,16 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class StageScheduleConfig:
-    """A schedule of a stage's own, over the steps of the stage; it starts from the rate the run has reached."""
+    """The schedule of a stage, over the steps of the stage; it starts from the rate the run has reached."""
 
     lr_max: PositiveFloat | None = None
     """Where the rate goes during warmup_steps. None keeps the rate the stage before ended with."""
     warmup_steps: NaturalInt = 0
-    """Steps over which the rate moves, up or down, in equal steps from where it was to lr_max."""
+    """Steps over which the rate moves linearly, up or down, from its current value to lr_max."""
     kind: ScheduleKind | None = None
     """As schedule.kind; None takes it from there."""
-    lr_min_share: Share | None = None
-    """As schedule.lr_min_share, a share of this stage's top; None takes it from there."""
+    min_lr_ratio: Share | None = None
+    """As schedule.min_lr_ratio, of this stage's top; None takes it from there."""
     decay_share: Share | None = None
     """As schedule.decay_share, a share of this stage's steps; None takes it from there."""
     decay_steps: NaturalInt | None = None
@@ -156,7 +156,7 @@ class StageScheduleConfig:
     """As schedule.decay_shape; None takes it from there."""
 
     def problems(self, place: str) -> list[Problem]:
-        """A rate that jumps is what a warmup is there to prevent."""
+        """A new lr_max needs a warmup, so that the rate does not jump."""
         if self.lr_max is None or self.warmup_steps:
             return []
         expected = "at least 1 step, in which the rate moves to lr_max"
@@ -165,7 +165,7 @@ class StageScheduleConfig:
 
 @dataclass(frozen=True)
 class AnnealConfig:
-    """The record of `anneal now`: from a step on, the rate falls from where it stands, whatever the schedule says."""
+    """The record of `z2a anneal`: from a step on, the rate falls from its current value, whatever the schedule says."""
 
     from_step: NaturalInt
     """First step of the fall."""
@@ -179,10 +179,10 @@ class AnnealConfig:
 
 @dataclass(frozen=True)
 class StageConfig:
-    """A stretch of the run with a mixture, a sequence length, a schedule or rotary positions of its own."""
+    """A part of the run with its own mixture, sequence length, schedule or rotary positions."""
 
     name: str
-    """What this stage is called in logs."""
+    """Name of this stage in logs."""
     from_step: NaturalInt
     """First step of this stage."""
     mixture: dict[str, NaturalFloat] | None = None
@@ -191,14 +191,14 @@ class StageConfig:
     """Tokens per sample. None takes data.seq_len. Another length than before cuts and shuffles the text anew; a step
     keeps its tokens, a pass (micro_batch_samples) about as many."""
     schedule: StageScheduleConfig | None = None
-    """A schedule over the steps of this stage. None goes on with the one before."""
+    """A schedule over the steps of this stage. None continues the one before."""
     rope_theta: Base | None = None
     """Base of the rotary frequencies from this stage on. None keeps the one before."""
     rope_scaling: RopeScaling | None = None
-    """Stretching of rotary positions from this stage on. None keeps the one before."""
+    """Scaling of rotary positions from this stage on. None keeps the one before."""
 
     def problems(self, place: str) -> list[Problem]:
-        """The mixture must leave something to read; a schedule must not jump; a stretching must be whole."""
+        """The mixture must leave something to read; a schedule must not jump; a rope scaling must be complete."""
         found = mixture_problems(self.mixture, f"{place}.mixture")
         found += self.schedule.problems(f"{place}.schedule") if self.schedule else []
         found += self.rope_scaling.problems(f"{place}.rope_scaling") if self.rope_scaling else []
@@ -206,9 +206,9 @@ class StageConfig:
 
 
 def model_at(step: int, model: ModelConfig, stages: list[StageConfig]) -> ModelConfig:
-    """The model as it computes at `step`: its rotary positions as the stages so far have set them.
+    """The model config at `step`: its rotary positions as the stages so far have set them.
 
-    A stretching stays until another stage sets one, because a model trained on with it has learned to read it.
+    A scaling stays until another stage sets one, because the model has been trained with it.
     """
     for stage in stages:
         if stage.from_step <= step:
@@ -222,17 +222,17 @@ def model_at(step: int, model: ModelConfig, stages: list[StageConfig]) -> ModelC
 
 @dataclass(frozen=True)
 class GuardsConfig:
-    """What the loop does when a step goes wrong."""
+    """What the loop does with a bad step."""
 
     nonfinite: Literal["skip", "rollback", "stop"] = "skip"
     """A loss or gradient that is not finite. skip: make no update with that step; rollback: skip, and after
-    rollback_after_spikes of them go back to the last good checkpoint and leave the data out; stop: end the run (exit
+    rollback_after_spikes of them go back to the last good checkpoint and skip the data; stop: end the run (exit
     code 12)."""
     max_skips_in_a_row: PositiveInt = 10
     """Stop (exit code 12) after this many skipped updates in a row."""
     loss_spike: Literal["log", "skip", "rollback"] = "rollback"
     """A loss far above the steps before it. log: note it; skip: make no update with that step; rollback: skip, and
-    after rollback_after_spikes of them go back to the last good checkpoint and leave the offending data out."""
+    after rollback_after_spikes of them go back to the last good checkpoint and skip the data."""
     grad_spike: Literal["log", "skip", "rollback"] = "skip"
     """The same for the norm of the gradient."""
     loss_drop: Literal["log", "skip", "rollback"] = "log"
@@ -240,7 +240,7 @@ class GuardsConfig:
     spike_window_steps: Annotated[int, Range(minimum=8)] = 128
     """Accepted steps that a step is compared with."""
     spike_min_steps: Annotated[int, Range(minimum=8)] = 64
-    """Accepted steps without which nothing is called a spike."""
+    """Accepted steps needed before anything is called a spike."""
     spike_from_step: NaturalInt | None = None
     """First step that may be called a spike. None: the end of the warmup."""
     spike_sigmas: PositiveFloat = 6.0
@@ -248,7 +248,7 @@ class GuardsConfig:
     spike_mads: PositiveFloat = 10.0
     """The same by the robust rule: 1.4826 x median absolute deviation above the median. The lower limit counts."""
     loss_min_rise: NaturalFloat = 0.05
-    """A loss spike is at least this share above the median: noise in a flat curve is none."""
+    """A loss spike is at least this share above the median, so that noise in a flat curve is not one."""
     grad_min_rise: NaturalFloat = 2.0
     """A spike of the gradient norm is at least this share above the median (2: three times the median)."""
     loss_min_drop: ShareBelowOne = 0.1
@@ -260,13 +260,13 @@ class GuardsConfig:
     rollback_margin_steps: NaturalInt = 8
     """A checkpoint is good when the first spike came at least this many steps after it."""
     skip_steps_after: NaturalInt = 16
-    """A rollback leaves out the data from the first spike to the last, and of this many steps more."""
+    """A rollback skips the data from the first spike to the last, and of this many steps more."""
     max_rollbacks: NaturalInt = 3
-    """Stop (exit code 12) instead of going back once more than this often within max_rollbacks_within_steps."""
+    """Stop (exit code 12) instead of rolling back more often than this within max_rollbacks_within_steps."""
     max_rollbacks_within_steps: PositiveInt = 2000
     """See max_rollbacks."""
     false_shard_alarms: Annotated[float, Range(above=0, below=1)] = 0.01
-    """Probability that a run names any shard at all although none is unusual."""
+    """Probability that a run reports any shard although none is unusual."""
 
 
 @dataclass(frozen=True)
@@ -280,7 +280,7 @@ class CheckpointConfig:
     keep_every_steps: NaturalInt = 0
     """Checkpoints at multiples of this are never deleted; 0 keeps none beyond keep_last."""
     when_busy: Literal["wait", "skip"] = "wait"
-    """A save that is due while the one before is still being written: wait for that, or leave this one out."""
+    """A save that is due while the one before is still being written: wait for it, or skip this one."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What the guards decide, the same in every process.
 
-They watch in the first process only, because they write files; what follows from them (limits of the next step, weights
-of its rows, data to leave out, going back, stopping) is told to all.
+The guards run on rank 0 only, because they write files. What they decide (limits of the next step, weights of its rows,
+data to skip, rollback, stop) is broadcast to all.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from zero2all.train.step import StepPlan, StepResult
 
 @dataclass(frozen=True)
 class _Verdict:
-    """What the first process tells the others after a step."""
+    """What rank 0 broadcasts after a step."""
 
     action: Action
     page: Path | None
@@ -58,7 +58,7 @@ class Control:
         make_decode: Callable[[], Decode] | None,
         fence: Fence = no_fence,
     ) -> None:
-        """`fence` is asked before every step, for all processes, and before everything that is written."""
+        """`fence` is checked before every step, for all processes, and before every write."""
         self._fence = fence
         self._not_finite: list[int] = []
         self._config, self._world, self._metrics, self._run = config, world, metrics, run
@@ -71,13 +71,13 @@ class Control:
                 run, config.guards, config.schedule.warmup_steps, data, config.data.quarantine, fence
             )
             self._pages = IncidentWriter(self._guards.folder, data, corpus, make_decode, fence)
-        self.ledger = SkipLedger.from_state(world.first_says(self._ledger_state()))
+        self.ledger = SkipLedger.from_state(world.broadcast(self._ledger_state()))
 
     def _ledger_state(self) -> list[dict[str, Any]]:
         return [] if self._guards is None else self._guards.ledger.state()
 
     def look_for_repeats(self, data: TrainingData, step: int) -> None:
-        """Compare the shards with each other before the first step: one that repeats another is named at once."""
+        """Compare the shards with each other before the first step, and report those that repeat another."""
         if self._guards is None or self._config.data.quarantine == "off":
             return
         findings = [repeat.finding(step, (0, 0)) for repeat in repeated_shards(data.splits)]
@@ -85,13 +85,13 @@ class Control:
         self._report(findings, Continue("noted before the first step"), None)
 
     def plan(self, step: int, lr: float, tokens: tuple[int, int], rows: int, stop_requested: bool) -> StepPlan:
-        """What to know before `step`, which reads `tokens` of the run in `rows` rows, is begun. LostRunError, in every
-        process, when the run has another writer by now."""
-        limits, weights = self._world.first_does(lambda: self._limits_and_weights(step, tokens[0], rows))
+        """The plan of `step`, which reads `tokens` of the run in `rows` rows. LostRunError, on every rank, when another
+        process has taken over the run."""
+        limits, weights = self._world.run_on_rank0(lambda: self._limits_and_weights(step, tokens[0], rows))
         return StepPlan(lr, limits, self._own(weights, rows), stop_requested)
 
     def _limits_and_weights(self, step: int, first_token: int, rows: int) -> tuple[Limits, np.ndarray | None]:
-        assert self._guards is not None, "only the first process plans"
+        assert self._guards is not None, "only rank 0 plans"
         self._fence()
         weights = None
         if self._guards.finder is not None and self._guards.quarantine.mode == "auto":
@@ -110,20 +110,20 @@ class Control:
     def observe(
         self, result: StepResult, channels: Sequence[str], checkpoints: Sequence[int]
     ) -> tuple[Action, Path | None]:
-        """Take in a step; returns what all processes must do now, and the page that explains it."""
+        """Let the guards judge a step; returns what all processes must do now, and the page that explains it."""
         if self._is_overflow(result):
             return Continue("the loss scale was too large for this step and has been halved"), None
         if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
             self._not_finite.append(result.step)
-        verdict = self._world.first_does(lambda: self._judge(result, channels, checkpoints))
+        verdict = self._world.run_on_rank0(lambda: self._judge(result, channels, checkpoints))
         if isinstance(verdict.action, SkipWindow | Rollback) and verdict.action.skip is not None:
             self.ledger.add(verdict.action.skip)
         return verdict.action, verdict.page
 
     def _is_overflow(self, result: StepResult) -> bool:
-        """Whether float16 overflowed in the backward pass alone: part of finding the loss scale, and no incident.
+        """Whether only the backward pass overflowed in float16: that is how the loss scale is found, not an incident.
 
-        Many in a row are one: then the scale is not what is wrong.
+        Many in a row are an incident, because then the scale is not the cause.
         """
         overflowed = math.isfinite(result.loss) and not math.isfinite(result.grad_norm)
         self._overflows = self._overflows + 1 if overflowed else 0
@@ -133,7 +133,7 @@ class Control:
         return usual
 
     def _judge(self, result: StepResult, channels: Sequence[str], checkpoints: Sequence[int]) -> _Verdict:
-        assert self._guards is not None, "only the first process judges"
+        assert self._guards is not None, "only rank 0 judges"
         losses = {name: loss for name, loss in zip(channels, result.channel_losses, strict=True) if loss is not None}
         seen = self._guards.observe(
             result.step,
@@ -170,7 +170,7 @@ class Control:
 
     def _facts(self, finding: Finding, result: StepResult | None, row_losses: Sequence[float | None]) -> Facts:
         config, guards = self._config, self._guards
-        assert guards is not None, "only the first process writes pages"
+        assert guards is not None, "only rank 0 writes pages"
         adam = config.optim.kind.startswith("adamw") or config.optim.kind == "muon"
         limits = guards.limits(finding.step)
         return Facts(
@@ -194,38 +194,37 @@ class Control:
         )
 
     def data_changed(self, data: TrainingData) -> None:
-        """The same sources are read in another order from here on: find the documents of rows there."""
+        """The order of the data has changed: look up the documents of rows in `data` from here on."""
         if self._guards is not None and self._guards.finder is not None:
             self._guards.finder = RowFinder(data)
         if self._pages is not None:
             self._pages.read_from(data)
 
     def stage_begins(self) -> None:
-        """What the loss was before no longer counts."""
+        """Forget the statistics of the stage before."""
         if self._guards is not None:
             self._guards.restart()
 
     def state(self) -> dict[str, Any] | None:
-        """For the checkpoint; the first process's is kept."""
+        """For the checkpoint, which keeps that of rank 0."""
         return None if self._guards is None else self._guards.state()
 
     def doubt(self) -> str | None:
-        """Why a state saved now is nothing to go back to; None when every step since `saved` was finite."""
+        """Why a rollback must not use a state saved now; None when every step since `saved` was finite."""
         if not self._not_finite:
             return None
         steps = ", ".join(map(str, self._not_finite[:5])) + (", …" if len(self._not_finite) > 5 else "")
         return f"refused since the save before, for not being finite: step {steps}"
 
     def saved(self) -> None:
-        """A state was saved; what comes now is judged on its own."""
+        """A state was saved; `doubt` starts again."""
         self._not_finite.clear()
 
     def restore(self, state: Mapping[str, Any] | None, step: int) -> list[str]:
-        """Go on at `step`, where `state` was taken; decisions made since then stay. Returns what could not be taken
-        over."""
+        """Continue at `step`, where `state` was saved; later decisions stay. Returns what could not be restored."""
         self._not_finite.clear()
         notes = [] if self._guards is None or state is None else self._guards.restore(state, step)
-        self.ledger.merge(SkipLedger.from_state(self._world.first_says(self._ledger_state())))
+        self.ledger.merge(SkipLedger.from_state(self._world.broadcast(self._ledger_state())))
         return notes
 
     def close(self) -> list[str]:
@@ -237,7 +236,7 @@ class Control:
 
 
 USUAL_OVERFLOWS = 24
-"""Halvings in a row that lead from the largest scale to 1."""
+"""Halvings in a row from the largest scale to 1."""
 EVENT_KINDS = {"loss_spike": "spike", "grad_spike": "spike", "loss_drop": "drop", "nonfinite": "skip"}
 
 

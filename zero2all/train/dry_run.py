@@ -1,4 +1,4 @@
-"""`z2a train --dry-run`: everything a run does before its first step, then one batch learned by heart.
+"""`z2a train --dry-run`: everything a run does before its first step, then overfitting one batch.
 
 A model that cannot learn one batch learns nothing: the rate is wrong, the targets are masked, or there is a bug. The
 run itself is left alone: no checkpoint is read, and nothing is written to its folder.
@@ -31,7 +31,7 @@ def dry_run(
     make_decode: Callable[[], Decode] | None = None,
     say: Callable[[str], None] = print,
 ) -> Overfit:
-    """Say what a run of `config` would begin with; AnomalyError where it does not learn. One process, one device."""
+    """Print what a run of `config` would start with; AnomalyError if it cannot overfit one batch. One process."""
     set_memory_settings(config.parallel.expandable_segments)
     world = World(device=pick_device(config.parallel.device))
     short = dry_run_config(config)

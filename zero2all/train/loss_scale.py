@@ -2,7 +2,7 @@
 
 The loss is multiplied by the scale before the backward pass, the gradient divided by it before the update. Where
 something overflowed the update is skipped and the scale halved; after GROWTH_STEPS good steps it is doubled. Both
-numbers live on the device, so nobody waits, and in the checkpoint, so a resumed run goes on exactly.
+numbers live on the device, so the host need not wait, and in the checkpoint, so that a resumed run is exact.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class LossScale:
 
     @torch.no_grad()
     def after(self, overflowed: Tensor, refused: Tensor) -> None:
-        """Move on after a step; both are bools on the device.
+        """Update the scale after a step; both are bools on the device.
 
-        A step that was refused though it did not overflow counts nothing: a resumed run passes over it.
+        A step that was refused without an overflow does not count, because a resumed run skips it.
         """
         good = torch.where(overflowed, 0, self.good_steps + (~refused).long())
         grows = good >= GROWTH_STEPS

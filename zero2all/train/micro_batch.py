@@ -1,21 +1,21 @@
 """`train.micro_batch_samples: auto`: the most samples of one pass that fit into the device's memory.
 
 On a GPU it is found by trying: forward and backward over random tokens, beginning with what `zero2all.limits.memory`
-expects to fit, doubling while it fits, then halving the gap. Running out of memory is the answer "no" and nothing more.
-torch may use a little less than the whole card meanwhile, so that a run has room for what the search did not see. Only
+expects to fit, doubling while it fits, then halving the gap. Running out of memory only means that a size does not fit.
+During the search torch may use a little less than the whole card, so that a run has a margin. Only
 divisors of the rows of a process are tried: every pass of a step then has the same shape.
 
 The result is kept in <run>/micro_batch.json with everything that decides it. A resumed run takes it from there, because
-another micro-batch adds up in another order; when one of the deciding things has changed, it is found anew.
+another micro-batch adds up in another order; when something that decides it has changed, it is searched again.
 
 Processes that hold a part of every weight (`parallel.data: shard`) take what the estimate says, without trying. They
 gather the weights of a block from each other inside a pass, so one that runs out of memory in a block leaves the others
-waiting in the gather of the next: on the device, where no word from it reaches them, until the group is torn down. And
-FSDP stays where the error struck, with weights gathered and hooks queued, without a public way back. Trying only sizes
+waiting in the gather of the next block, on the device, until the group is destroyed. And FSDP has no public way to
+recover from an error in the middle of a pass: weights stay gathered and hooks queued. Trying only sizes
 that smaller ones predict to fit would not be safe either: with few rows the peak can be where gradients are reduced,
-with many where activations are kept, so what is measured below says too little about what is above.
+with many rows where activations are kept, so small sizes say too little about large ones.
 
-On a CPU memory is not what limits a pass, and a fixed rule holds.
+On a CPU memory does not limit a pass, and a fixed rule is used.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import torch
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import read_json, write_json
 from zero2all.common.progress import counted
-from zero2all.config import RunConfig
+from zero2all.config import RunConfig, with_new_names
 from zero2all.limits.memory import ALLOWANCE, MemorySettings, estimate_memory
 from zero2all.model.z2all import Z2all
 from zero2all.ops.registry import Ops
@@ -49,7 +49,7 @@ ESTIMATED = (
     "waiting; where memory stays free, set train.micro_batch_samples yourself"
 )
 PASSES = 2
-"""Passes of one try: the second finds memory that the first has cut up."""
+"""Passes of one try: the second meets the fragmentation that the first has left."""
 
 
 def choose_micro_batch(
@@ -60,8 +60,8 @@ def choose_micro_batch(
     zero_gradients: Callable[[], None],
     fence: Fence = no_fence,
 ) -> tuple[int, list[str]]:
-    """Rows of one pass, the same in every process, and what to say about it. `run`: where to remember it, if at all;
-    `fence` is asked before that."""
+    """Rows of one pass, the same in every process, and notes for the user. `run`: the folder to save it in, if any;
+    `fence` is checked before that."""
     asked = config.train.micro_batch_samples
     if asked != "auto":
         return int(asked), []
@@ -72,7 +72,7 @@ def choose_micro_batch(
             f"micro-batch: {counted(taken, 'sample')} (auto on a CPU: at most {MOST_ON_CPU}, and a divisor of the rows)"
         ]
     decided_by = deciding(config, model.ops, world)
-    known = world.first_says(recall(run, decided_by) if run is not None and world.is_first else None)
+    known = world.broadcast(recall(run, decided_by) if run is not None and world.is_first else None)
     if known in candidates:
         return known, [
             f"micro-batch: {counted(known, 'sample')}, as found before (delete {FILE_NAME} in the run to find it anew)"
@@ -85,12 +85,12 @@ def choose_micro_batch(
         taken, how = min(world.gather(own)), f"the most that fit, {MARGIN:.0%} of the memory left free"
     if run is not None:
         folder = run
-        world.first_does(lambda: behind(fence, lambda: remember(folder, decided_by, taken)))
+        world.run_on_rank0(lambda: behind(fence, lambda: remember(folder, decided_by, taken)))
     return taken, [f"micro-batch: {taken} of {counted(candidates[-1], 'sample')} ({how})"]
 
 
 def least_samples(config: RunConfig, world: World) -> int:
-    """Rows that one pass has at least: as asked, or what `auto` takes on a CPU and may come down to on a GPU."""
+    """The fewest rows a pass may have: as configured, or with `auto` the fixed rule of a CPU, or 1 on a GPU."""
     rows, asked = rank_rows(config.samples_per_step, 0, world.size)[2], config.train.micro_batch_samples
     if asked != "auto":
         return min(int(asked), rows)
@@ -111,7 +111,7 @@ def find_micro_batch(
     """The largest of the ascending `candidates` whose pass does not run out of memory.
 
     Doubles from `first_guess` (else from the smallest) while passes fit, then halves the gap to the one that did not.
-    `free` is called after every try and gives back what it left behind.
+    `free` is called after every try and frees what it left.
     """
     fits, too_many = -1, len(candidates)
     at = candidates.index(first_guess) if first_guess is not None else 0
@@ -150,7 +150,7 @@ def _is_enough(try_pass: Callable[[int], None], samples: int, free: Callable[[],
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """torch's own error, or that of a library which asked the driver itself and was refused."""
+    """Whether it is torch's own out-of-memory error, or that of a library which allocates from the driver."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     text = str(error)
@@ -163,12 +163,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def model_pass(model: Z2all, config: RunConfig, device: torch.device) -> Callable[[int], None]:
-    """Forward and backward of so many rows of random tokens, as a run would do them."""
+    """Forward and backward of `samples` rows of random tokens, as a run would do them."""
     seq_len = config.data.seq_len
 
     def run_passes(samples: int) -> None:
         tokens = torch.randint(model.config.vocab_ids, (samples, seq_len + 1), device=device)
-        # Documents of different lengths, since some kernels make their own lists of them.
+        # Documents of different lengths, because some kernels allocate lists of them.
         segments = (torch.arange(seq_len, device=device) // 97).expand(samples, -1).contiguous()
         wide = torch.promote_types(next(model.parameters()).dtype, torch.float32)
         shares = torch.full((samples, seq_len), 1.0 / (samples * seq_len), dtype=wide, device=device)
@@ -206,7 +206,7 @@ def _find_on_device(
 
 
 def memory_settings(config: RunConfig, ops: Ops, processes: int, samples: int) -> MemorySettings:
-    """What the estimate of memory needs to know of a run with micro-batches of so many samples."""
+    """The inputs of the memory estimate for a run with micro-batches of `samples` samples."""
     return MemorySettings(
         seq_len=config.data.seq_len,
         micro_batch_samples=samples,
@@ -235,7 +235,7 @@ def largest_by_estimate(config: RunConfig, ops: Ops, world: World, candidates: S
     return fitting[-1] if fitting else candidates[0]
 
 
-# ---- remembering -----------------------------------------------------------------------------------------------------
+# ---- saving the result -----------------------------------------------------------------------------------------------
 
 
 def deciding(config: RunConfig, ops: Ops, world: World) -> dict[str, Any]:
@@ -260,20 +260,20 @@ def deciding(config: RunConfig, ops: Ops, world: World) -> dict[str, Any]:
 
 
 def remember(run: Path, decided_by: Mapping[str, Any], samples: int) -> None:
-    """Keep what was found with the run."""
+    """Save the result in the run's folder."""
     write_json(run / FILE_NAME, {"micro_batch_samples": samples, "decided_by": dict(decided_by)})
 
 
 def recall(run: Path, decided_by: Mapping[str, Any]) -> int | None:
-    """What was found before, if everything that decides it is as it was."""
+    """The saved result, if everything that decides it is unchanged."""
     path = run / FILE_NAME
     if not path.is_file():
         return None
     try:
         known = read_json(path)
-    except (BadInputError, ValueError):  # half a file of a crash: found anew
+    except (BadInputError, ValueError):  # cut off by a crash: search again
         return None
-    if not isinstance(known, dict) or known.get("decided_by") != dict(decided_by):
+    if not isinstance(known, dict) or with_new_names(known.get("decided_by")) != dict(decided_by):
         return None
     samples = known.get("micro_batch_samples")
     return samples if isinstance(samples, int) else None

@@ -1,8 +1,8 @@
-"""The operators of a run: chosen by every process for itself, and the same in all of them.
+"""The operators of a run: every process chooses its own, and all must choose the same.
 
-Some are tried out before they are taken (`zero2all.ops.trial`), and a trial may fail in one process only: another GPU,
-a full disk, a broken install on one of the nodes. Processes that compute in different ways would still train, at the
-pace of the slowest and with sums nobody can explain. So they compare first.
+Some are tried before they are chosen (`zero2all.ops.trial`), and a trial may fail in one process only: another GPU, a
+full disk, a broken install on one node. Processes with different operators would still train, at the pace of the
+slowest and with results that cannot be explained. So they compare their choices first.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zero2all.common.errors import UsageError
+from zero2all.config import with_new_names
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.implementation import Situation
 from zero2all.ops.registry import Ops, resolve
@@ -18,7 +19,7 @@ from zero2all.parallel.world import World
 
 
 def resolve_together(config: OpsConfig, situation: Situation, world: World) -> Ops:
-    """`resolve`, in all processes; where one cannot, or takes something else, all of them say so and end."""
+    """`resolve` in all processes; if one fails or chooses something else, all end with the same error."""
     ops: Ops | None = None
     problem = ""
     try:
@@ -28,21 +29,21 @@ def resolve_together(config: OpsConfig, situation: Situation, world: World) -> O
     said = world.gather((problem, {} if ops is None else ops.taken))
     for rank, (theirs, _) in enumerate(said):
         if theirs:
-            raise UsageError(theirs if world.size == 1 else f"In process {rank}: {theirs}")
+            raise UsageError(theirs if world.size == 1 else f"Rank {rank}: {theirs}")
     assert ops is not None
     first = said[0][1]
     for rank, (_, taken) in enumerate(said):
         for operator, name in taken.items():
             if name != first[operator]:
                 raise UsageError(
-                    f"The processes do not compute alike: {operator} is {first[operator]} in process 0 and {name} in "
-                    f"process {rank}. `z2a perf ops` on each machine says why; make them alike, or name one that runs "
+                    f"The processes chose different operators: {operator} is {first[operator]} on rank 0 and {name} on "
+                    f"rank {rank}. `z2a perf ops` on each machine says why; fix the difference, or name one that runs "
                     f"on all: --ops.{operator} {name}."
                 )
     return ops
 
 
 def changed_operators(before: Mapping[str, Any], now: Mapping[str, str]) -> list[str]:
-    """What differs from what a checkpoint remembers of its operators (`Prepared.details`), for a person."""
-    known = {operator: choice.get("got") for operator, choice in before.items()}
+    """Differences to the operators recorded in a checkpoint (`Prepared.details`), as text."""
+    known = with_new_names({operator: choice.get("got") for operator, choice in before.items()}, "ops")
     return [f"{name} {known[name]} -> {got}" for name, got in now.items() if known.get(name) not in (None, got)]

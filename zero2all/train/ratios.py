@@ -1,8 +1,8 @@
 """How far a step moves the weights: the length of the update over the length of the weights, per kind of parameter.
 
 About 1e-3 is healthy for matrices under AdamW; far below, nothing is learned; far above, training is about to break.
-It is taken from a sample of the values (every n-th), before and after the update, so that it costs little memory and
-holds for every optimizer. Everything stays on the device; the writer of the metrics reads it when it is there.
+It is computed from a sample of the values (every n-th), before and after the update, so it costs little memory and
+works with every optimizer. The result stays on the device; the metrics writer reads it when it has arrived.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from zero2all.train.optimizers.roles import model_roles
 from zero2all.train.state import TrainState
 
 MOST_VALUES = 1 << 16
-"""Values looked at of one parameter."""
+"""Most values sampled from one parameter."""
 
 
 class UpdateRatios:
-    """Made before a step, asked after it."""
+    """Create it before a step, call `after` when the step is queued."""
 
     def __init__(self, state: TrainState) -> None:
         self._state = state

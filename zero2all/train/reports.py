@@ -1,4 +1,4 @@
-"""What steps did, as metric rows."""
+"""Step results as rows of metrics."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from zero2all.limits.flops import flops_per_token, model_flops_utilisation
 from zero2all.limits.recompute import hardware_flops_utilisation
 from zero2all.track.writer import Run
-from zero2all.train.anatomy import TimeOfDay, mark_now, seconds_between
 from zero2all.train.setup import Prepared
 from zero2all.train.step import StepResult
+from zero2all.train.step_timer import TimeOfDay, mark_now, seconds_between
 
 
 class StepReports:
-    """Turns results into rows and keeps the last; only the first process has `metrics`."""
+    """Turns results into rows and keeps the last; only rank 0 has `metrics`."""
 
     def __init__(self, prepared: Prepared, metrics: Run | None) -> None:
         self._prepared, self._metrics = prepared, metrics
@@ -27,18 +27,18 @@ class StepReports:
         self._bytes_per_token = self._bytes_per_token_by_channel()
         seq_len = prepared.config.data.seq_len
         self._flops = flops_per_token(prepared.config.model, seq_len)["causal"] * prepared.state.tokens
-        """FLOPs of the model so far, causal convention; what was trained before this attempt at data.seq_len."""
+        """FLOPs of the model so far, causal convention; tokens before this attempt count at data.seq_len."""
 
     def pause_ended(self) -> None:
-        """The next step's time begins now, or on a GPU when it is done with what it was given."""
+        """The next step's time begins now, or on a GPU when its queue is empty."""
         self._before = mark_now(self._prepared.world.device)
 
     def report(self, result: StepResult, wait_seconds: float) -> None:
-        """Write down a step, in the order of steps."""
+        """Log a step; called in the order of steps."""
         config = self._prepared.config
         self.last = result
         self.stop_requested = self.stop_requested or result.stop_requested
-        # By the device's clock: the host may read a step early or late, but not wrong.
+        # By the device's clock, so that it does not matter when the host reads the step.
         seconds, self._before = seconds_between(self._before, result.ended), result.ended
         ended_at = self._time_of_day.of(result.ended, result.ended_between)
         tokens = result.tokens[1] - result.tokens[0]
@@ -65,7 +65,7 @@ class StepReports:
             "time/step": seconds,
         }
         values |= {f"time/{part}": spent for part, spent in result.seconds.items()}
-        # Between two steps; what the host waited for while a GPU was still busy cost nothing.
+        # Between two steps; waiting of the host while a GPU was still busy does not count.
         between = max(0.0, seconds - sum(result.seconds.values()))
         values["time/data_wait"] = min(wait_seconds, between)
         values["time/other"] = between - values["time/data_wait"]

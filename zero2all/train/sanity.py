@@ -1,7 +1,7 @@
-"""Checks before the first step: what costs a minute now instead of a night later.
+"""Checks before the first step: a minute now instead of a lost night later.
 
-Each is a function of plain values that returns notes for a person, or raises an error that says how to mend what it
-found. None of them changes anything; `overfit_one_batch` trains, but nothing of it reaches the disk.
+Each is a function of plain values that returns notes for the user, or raises an error that says how to fix what it
+found. None of them changes anything; `overfit_one_batch` trains, but writes nothing to disk.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def expected_first_loss(model: ModelConfig) -> tuple[float, float]:
 
     Logits of a new model are normal with deviation s = init_std * sqrt(hidden_size), so the softmax has ln(V) + s^2 / 2
     nats; a batch scatters around that by some part of s. With tied embeddings a token's own logit can be as large as
-    init_std * hidden_size, because what comes out still resembles what went in.
+    init_std * hidden_size, because the output of a new model is still close to its input.
     """
     deviation = model.init_std * math.sqrt(model.hidden_size)
     middle = math.log(model.vocab_ids) + deviation**2 / 2
@@ -45,7 +45,7 @@ def expected_first_loss(model: ModelConfig) -> tuple[float, float]:
 
 
 def check_first_loss(loss: float, model: ModelConfig) -> list[str]:
-    """A warning where the first loss of a fresh run is not that of a model that knows nothing."""
+    """A warning if the first loss of a fresh run is not that of an untrained model."""
     lowest, highest = expected_first_loss(model)
     if lowest <= loss <= highest:
         return []
@@ -79,7 +79,7 @@ def preview(batch: Batch, channels: Sequence[str], decode: Decode | None, rows: 
 
 
 def check_batch_ids(batches: Iterable[Batch], vocab_size: int) -> None:
-    """Raise where one of these batches holds an id that the model has no row for."""
+    """Raise if one of these batches holds an id that the model has no row for."""
     for batch in batches:
         ids = np.asarray(batch.tokens)
         wrong = (ids < 0) | (ids >= vocab_size)
@@ -96,7 +96,7 @@ REPACK = (
     "it was packed with; `z2a data verify` finds damaged files."
 )
 
-# ---- room ------------------------------------------------------------------------------------------------------------
+# ---- disk and memory -------------------------------------------------------------------------------------------------
 
 
 def saved_steps(first_step: int, last_step: int, every_steps: int) -> list[int]:
@@ -114,9 +114,9 @@ def check_disk(
     checkpoint_bytes: int,
     existing_steps: Sequence[int] = (),
 ) -> str:
-    """A note on the room that the checkpoints of the whole run need; raises when it is not there.
+    """A note on the disk space that the checkpoints of the whole run need; raises when it is not free.
 
-    What lies there already is counted as taken, and as given back when retention will delete it.
+    Existing checkpoints count as used, and as freed once retention will delete them.
     """
     coming = saved_steps(first_step, last_step, every_steps)
     at_once = retention.most_at_once([*existing_steps, *coming])
@@ -137,7 +137,7 @@ def check_disk(
 
 
 def memory_notes(model: ModelConfig, settings: MemorySettings, device_bytes: int | None) -> list[str]:
-    """The estimate of memory as a table, with a warning where the device (None: not known) may be too small."""
+    """The memory estimate as a table, with a warning if the device (None: unknown size) may be too small."""
     estimate = estimate_memory(model, settings)
     of = "" if device_bytes is None else f" of {device_bytes / GIB:.1f} GiB"
     notes = [f"memory: about {estimate.total / GIB:.1f} GiB{of} at micro-batches of {settings.micro_batch_samples}"]
@@ -166,7 +166,7 @@ def require_memory(
     local_processes: int = 1,
     compiled: bool = False,
 ) -> None:
-    """Raise where a run cannot fit into what is free, before any of it is allocated: a machine that runs out of memory
+    """Raise if a run cannot fit into the free memory, before any of it is allocated: a machine that runs out of memory
     kills the process, and may kill others first.
 
     `device`: cpu, or the kind of GPU that each process has for itself. `compiled`: the compiler decides what a pass
@@ -220,7 +220,7 @@ class Overfit:
         return math.isfinite(self.losses[-1]) and self.losses[-1] <= self.falls_to * self.losses[0]
 
     def lines(self) -> list[str]:
-        """The curve and a verdict."""
+        """The curve and whether the model learns."""
         last = len(self.losses) - 1
         shown = sorted({0, *(n for n in (1, 2, 5, 10, 20, 50, 100, 200, 500) if n < last), last})
         curve = ", ".join(f"{number}: {self.losses[number]:.3f}" for number in shown)
@@ -237,8 +237,8 @@ class Overfit:
 
 
 def overfit_one_batch(update: Callable[[], float], updates: int = UPDATES, falls_to: float = FALLS_TO) -> Overfit:
-    """Call `update`, which makes one update on always the same batch and returns the loss before it, so many times and
-    once more for the last loss; stops early where the loss is not finite."""
+    """Call `update` `updates` times, and once more for the last loss. It makes one update on always the same batch and
+    returns the loss before it. Stops early when the loss is not finite."""
     losses: list[float] = []
     for _ in range(updates + 1):
         losses.append(update())

@@ -1,9 +1,9 @@
-"""The learning rate as a pure function of the step, so that a resumed run needs no stored state of it.
+"""The learning rate as a pure function of the step, so that a checkpoint need not store it.
 
 A run has one stretch of steps per schedule: the whole run, or, where stages bring schedules of their own, one up to the
 first such stage and one per such stage. A stretch of n steps rises (or falls) linearly during its warmup from the rate
 the stretch before ended with (0 at the start of the run) to its top, then follows its kind. With k the step within the
-stretch, w the warmup, m = lr_min_share x top, and x how much of what follows the warmup is done, 0 at k = w and 1 at
+stretch, w the warmup, m = min_lr_ratio x top, and x how much of what follows the warmup is done, 0 at k = w and 1 at
 the last step:
 
 warmup        reached + (top - reached) (k + 1) / w                      for k < w
@@ -14,7 +14,7 @@ inverse_sqrt  max(m, top sqrt(w / (k + 1)))                              w at le
 wsd           top, then over the last c steps m + (top - m) fall(y)      y = 1 / c, 2 / c, ..., 1
 fall(y)       linear 1 - y;  1-sqrt 1 - sqrt(y);  cosine (1 + cos(pi y)) / 2
 
-An anneal cuts in at its from_step, whatever is scheduled: from the rate of the step before, down to its to_share.
+An anneal replaces the schedule from its from_step on: the rate falls from that of the step before to its to_share.
 No schedule jumps: each piece starts where the one before it ended.
 """
 
@@ -50,7 +50,7 @@ def learning_rate(
 
 
 def steps_with_anneal(steps: int, anneal: AnnealConfig | None) -> int:
-    """How many steps a run of `steps` has once it is to be annealed: it ends where the anneal ends."""
+    """The number of steps of a run of `steps` with this anneal: it ends where the anneal ends."""
     return steps if anneal is None else anneal.from_step + anneal.steps
 
 
@@ -91,7 +91,7 @@ def schedule_lines(
 def schedule_problems(
     steps: int, lr_max: float, config: ScheduleConfig, stages: Sequence[StageConfig] = ()
 ) -> list[Problem]:
-    """What does not fit into the steps there are, and stages that would train at a rate of 0."""
+    """Warmups and decays that are longer than their schedule, and stages that would train at a rate of 0."""
     found = []
     reached = 0.0
     for stretch in _stretches(steps, lr_max, config, stages):
@@ -168,7 +168,7 @@ def _rate(stretch: _Stretch, k: int, reached: float) -> float:
     k, warmup = min(k, n - 1), schedule.warmup_steps
     if k < warmup:
         return reached + (top - reached) * (k + 1) / warmup
-    lowest = top * schedule.lr_min_share
+    lowest = top * schedule.min_lr_ratio
     if schedule.kind == "inverse_sqrt":
         return max(lowest, top * math.sqrt(max(1, warmup) / (k + 1)))
     if schedule.kind == "wsd":
@@ -188,7 +188,7 @@ def _decay_steps(stretch: _Stretch) -> int:
 
 
 def _fall(shape: DecayShape, done: float) -> float:
-    """From 1 where nothing is done to 0 where all is."""
+    """Falls from 1 at 0 to 0 at 1."""
     if shape == "linear":
         return 1 - done
     if shape == "1-sqrt":

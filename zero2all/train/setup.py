@@ -21,7 +21,14 @@ from zero2all.common.manifest import fingerprint
 from zero2all.common.memory import available_memory
 from zero2all.common.progress import counted
 from zero2all.common.workspace import Workspace
-from zero2all.config import RunConfig, config_from_values, config_values, config_yaml, read_config_values
+from zero2all.config import (
+    RunConfig,
+    config_from_values,
+    config_values,
+    config_yaml,
+    read_config_values,
+    with_new_names,
+)
 from zero2all.model.compile import compile_model
 from zero2all.model.config import parameter_counts
 from zero2all.model.recompute import apply_recompute
@@ -43,11 +50,11 @@ from zero2all.train.checkpoints.manifest import NOT_GOOD
 from zero2all.train.checkpoints.run_lock import Fence, behind
 from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.config import AnnealConfig, model_at
+from zero2all.train.cuda_graph import check_cuda_graph, choose_cuda_graph
 from zero2all.train.guards.ledger import LEDGER_FILE, DamagedLedgerError, SkipLedger, keep_damaged, rebuilt_ledger
 from zero2all.train.guards.watch import INCIDENTS_FOLDER
 from zero2all.train.micro_batch import choose_micro_batch, least_samples, memory_settings
 from zero2all.train.operators import changed_operators, resolve_together
-from zero2all.train.recording_choice import check_recording, recorded_passes
 from zero2all.train.sanity import require_memory
 from zero2all.train.schedule import steps_with_anneal
 from zero2all.train.state import DTYPES, TrainState, new_state
@@ -55,10 +62,10 @@ from zero2all.train.validate import open_valid_splits
 
 CONFIG_FILE = "config.yaml"
 SECTIONS_OF_EVERY_RUN = ("data", "model", "train", "eval")
-"""A run keeps its config whole, so that one which was cut off is not filled up with defaults."""
+"""Sections that a saved config must have: a truncated file must not be filled up with defaults."""
 
 SECTIONS_FREE_ON_RESUME = ("ops", "parallel", "tokenizer", "checkpoint", "resilience", "track", "eval", "guards")
-"""Changing these never changes which samples are seen or which rate is used."""
+"""Changing these never changes which samples are seen or which learning rate is used."""
 FIELDS_FREE_ON_RESUME = (
     *(f"data.{name}" for name in FREE_ON_RESUME),
     "train.micro_batch_samples",
@@ -83,21 +90,21 @@ class Prepared:
     checkpoint: Checkpoint | None
     anneal: AnnealConfig | None
     notes: list[str]
-    """What a person should know before the run starts: choices, fallbacks, what differs from an earlier attempt."""
+    """What the user should know before the run starts: choices, fallbacks, differences to an earlier attempt."""
 
     @property
     def on_cpu(self) -> bool:
-        """Whether a step is over when it returns."""
+        """Whether a step is finished when `train_step` returns."""
         return self.world.device.type == "cpu"
 
     @property
     def last_step(self) -> int:
-        """The step at which the run is over."""
+        """The last step of the run."""
         return steps_with_anneal(self.config.train.steps, self.anneal)
 
     @property
     def details(self) -> dict[str, Any]:
-        """What a checkpoint remembers beside the state."""
+        """What the manifest of a checkpoint holds beside the state."""
         choices = {choice.operator: dataclasses.asdict(choice) for choice in self.state.model.ops.choices}
         tokenizer = self.data.splits[0].manifest["tokenizer"]
         return {
@@ -110,13 +117,13 @@ class Prepared:
         }
 
     def reopen_data(self, checkpoint: Checkpoint | None) -> None:
-        """Read on from `checkpoint`, to which the run has gone back."""
+        """Continue reading from `checkpoint`, after a rollback to it."""
         self.data, _ = _open_data(self.config, self.workspace, checkpoint, self.last_step)
 
     def data_with(self, anneal: AnnealConfig) -> TrainingData:
-        """The data from here to the end of `anneal`; UsageError when data.max_epochs does not allow so much of it."""
+        """The data from here to the end of `anneal`; UsageError when data.max_epochs does not allow that much."""
         if not self.config.data.max_epochs:
-            return self.data  # only limits depend on where the run ends
+            return self.data  # only limits depend on the end of the run
         place = (self.state.step, self.state.tokens, self.data.record["stages"])
         with _explained(anneal, self.config):
             return _plan_data(self.config, self.workspace, *place, anneal.from_step + anneal.steps)[0]
@@ -130,14 +137,14 @@ def prepare(
     accept_changes: bool = False,
     fresh: bool = False,
 ) -> Prepared:
-    """Open the data, build the model, and take over the newest checkpoint if the run has one and is not to be fresh."""
+    """Open the data, build the model, and load the newest checkpoint if the run has one and is not `fresh`."""
     run = workspace.run(asked.train.name)
     checkpoint, ledger_notes = (None, []) if fresh else _newest_on_this_branch(run, store, world)
     anneal = None
     if not fresh:
         step = checkpoint.step if checkpoint else 0
         check = functools.partial(check_anneal, asked, workspace, checkpoint)
-        anneal = world.first_does(lambda: behind(store.fence, lambda: read_anneal(run, step, check)))
+        anneal = world.run_on_rank0(lambda: behind(store.fence, lambda: read_anneal(run, step, check)))
     last_step = steps_with_anneal(asked.train.steps, anneal)
     data, end = _open_data(asked, workspace, checkpoint, last_step)
     _check_tokenizer(workspace, data)
@@ -175,8 +182,8 @@ def prepare(
 
 
 def _newest_on_this_branch(run: Path, store: CheckpointStore, world: World) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint; those that a rollback left behind are withdrawn first: a crash may have come between. And
-    what to say about the record of skipped data, where it had to be rebuilt."""
+    """The newest checkpoint, and notes if the record of skipped data had to be rebuilt. Checkpoints that a rollback
+    abandoned are withdrawn first, because the run may have crashed in the rollback."""
     ledger, notes = _read_ledger(run, store, world)
     while True:
         checkpoint = store.newest(set_aside=True)
@@ -192,13 +199,13 @@ def _newest_on_this_branch(run: Path, store: CheckpointStore, world: World) -> t
 
 
 def _recorded(checkpoint: Checkpoint | None) -> Sequence[Mapping[str, Any]]:
-    """Which data was to be left out, as a checkpoint remembers it."""
+    """The skipped data, as recorded in a checkpoint."""
     guards = checkpoint.document.get("guards") if checkpoint is not None else None
     return list((guards or {}).get("ledger", ()))
 
 
 def _read_ledger(run: Path, store: CheckpointStore, world: World) -> tuple[SkipLedger, list[str]]:
-    """Which data is left out; a damaged record is rebuilt, for without it the run would read what it had left out."""
+    """The record of skipped data; a damaged one is rebuilt, because without it the run would read that data."""
     folder = run / INCIDENTS_FOLDER
 
     def read() -> tuple[list[dict[str, Any]] | None, str]:
@@ -214,12 +221,12 @@ def _read_ledger(run: Path, store: CheckpointStore, world: World) -> tuple[SkipL
         ledger.save(folder)
         return ledger.state()
 
-    state, problem = world.first_does(read)
+    state, problem = world.run_on_rank0(read)
     if state is not None:
         return SkipLedger.from_state(state), []
     newest = store.newest(set_aside=True)
     known = _recorded(newest)
-    ledger = SkipLedger.from_state(world.first_does(rebuild))
+    ledger = SkipLedger.from_state(world.run_on_rank0(rebuild))
     where = f"{newest.folder.name} and " if newest is not None else ""
     note = (
         f"{problem} It was rebuilt from {where}the incident pages: {counted(len(ledger.entries), 'decision')}, "
@@ -235,7 +242,7 @@ RECORDED: dict[str, tuple[type, ...]] = {
     "tokenizer": (str, NoneType),
     "ops": (dict, NoneType),
 }
-"""What a run asks of the manifest of its checkpoint."""
+"""The fields of a checkpoint's manifest that a run needs, and their types."""
 
 
 def _check_record(checkpoint: Checkpoint) -> None:
@@ -249,11 +256,11 @@ def _check_record(checkpoint: Checkpoint) -> None:
 def _build_state(
     config: RunConfig, run: Path, world: World, checkpoint: Checkpoint | None, fence: Fence
 ) -> tuple[TrainState, list[str]]:
-    """The model on its device, cut over the processes where asked, with its optimizer; and what to say about it."""
+    """The model on its device, sharded where the config says so, with its optimizer; and notes for the user."""
     dtype = DTYPES[config.train.precision]
     sharded = config.parallel.data == "shard" and world.size > 1
     ops = resolve_together(config.ops, situation(config, world.device.type, dtype, sharded), world)
-    check_recording(config, world.device, world.size, ops)
+    check_cuda_graph(config, world.device, world.size, ops)
     _require_memory(config, ops, world)
     step = checkpoint.step if checkpoint else 0
     model = Z2all(model_at(step, config.model, config.stages), ops)
@@ -270,7 +277,7 @@ def _build_state(
     state.micro_batch_samples, micro_notes = choose_micro_batch(
         config, model, world, run, state.weights.zero_gradients, fence
     )
-    state.recorded = recorded_passes(
+    state.cuda_graph = choose_cuda_graph(
         config, model, world.device, world.size, state.micro_batch_samples, config.samples_per_step
     )
     counts = parameter_counts(config.model)
@@ -282,14 +289,14 @@ def _build_state(
     spread = f", {config.parallel.data}" if world.size > 1 else ""
     size = f"model: {counts['total'] / 1e6:.2f} M parameters on {where}{spread}, {config.train.precision}"
     notes = [size, *_half_precision_notes(world.device, dtype), *ops.notes(), *micro_notes]
-    if state.recorded is not None:
+    if state.cuda_graph is not None:
         why = "as asked" if config.train.cuda_graph == "on" else "the host would queue them slower than they run"
-        notes.append(f"passes will be recorded as a CUDA graph: {why}")
+        notes.append(f"passes will be captured as a CUDA graph: {why}")
     return state, notes
 
 
 def _require_memory(config: RunConfig, ops: Ops, world: World) -> None:
-    """Refuse a run for which a process has too little memory; all of them say so and end."""
+    """Refuse a run if a process has too little memory; all processes then end with the same error."""
     settings = memory_settings(config, ops, world.size, least_samples(config, world))
     kind, problem = world.device.type, ""
     on_device = torch.cuda.mem_get_info(world.device)[0] if kind == "cuda" else 0
@@ -300,11 +307,11 @@ def _require_memory(config: RunConfig, ops: Ops, world: World) -> None:
         problem = str(error)
     for rank, theirs in enumerate(world.gather(problem)):
         if theirs:
-            raise DiskError(theirs if world.size == 1 else f"In process {rank}: {theirs}")
+            raise DiskError(theirs if world.size == 1 else f"Rank {rank}: {theirs}")
 
 
 def _half_precision_notes(device: torch.device, dtype: torch.dtype) -> list[str]:
-    """16-bit numbers work on a CPU, but rarely fast; torch's own warning about it is a page of stack frames."""
+    """16-bit numbers work on a CPU, but rarely fast. A line instead of torch's warning, a page of stack frames."""
     if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
         return []
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
@@ -316,7 +323,7 @@ def _half_precision_notes(device: torch.device, dtype: torch.dtype) -> list[str]
 
 
 def load_checkpoint(state: TrainState, checkpoint: Checkpoint) -> None:
-    """Put what `checkpoint` holds in place of the state. Imported weights bring no moments: those stay as they are."""
+    """Load `checkpoint` into the state. Imported weights have no moments: those of the state stay."""
     has_moments = any(name.startswith("optimizer/") for name in checkpoint.index)
     with state.tensors() if has_moments else state.model_tensors() as tensors:
         checkpoint.load_into(tensors)
@@ -324,7 +331,7 @@ def load_checkpoint(state: TrainState, checkpoint: Checkpoint) -> None:
 
 
 def situation(config: RunConfig, device: str, dtype: torch.dtype, sharded: bool = False) -> Situation:
-    """All that the operators of this config may want to know before they are chosen."""
+    """Everything the choice of operators depends on."""
     model = config.model
     return Situation(
         device=device,
@@ -348,9 +355,9 @@ def situation(config: RunConfig, device: str, dtype: torch.dtype, sharded: bool 
 def _open_data(
     config: RunConfig, workspace: Workspace, checkpoint: Checkpoint | None, last_step: int
 ) -> tuple[TrainingData, int]:
-    """The data of the run as it goes on from `checkpoint`, and the token at which the run is over.
+    """The data of the run from `checkpoint` on, and the token at which the run ends.
 
-    What the run has read stays as the checkpoint recorded it; the mixture and the stages of the config hold from there.
+    What was read before stays as the checkpoint recorded it; from there the mixture and stages of the config hold.
     """
     if checkpoint is None:
         return _plan_data(config, workspace, 0, 0, (), last_step)
@@ -370,7 +377,7 @@ def _plan_data(
     recorded: Sequence[Mapping[str, Any]],
     last_step: int,
 ) -> tuple[TrainingData, int]:
-    """The same for a run that stands at `step` and `token` and came there by the `recorded` stages."""
+    """The same for a run at `step` and `token`, whose stages so far are `recorded`."""
 
     def token_of(a_step: int) -> int:
         return max(0, token + (a_step - step) * config.train.tokens_per_step)
@@ -388,7 +395,7 @@ def _plan_data(
 
 
 def open_run_data(config: RunConfig, workspace: Workspace, resumed: bool) -> tuple[TrainingData, int]:
-    """The data as a run of this config reads it (`resumed`: goes on reading it), and the token at which it is over."""
+    """The data as a run of this config reads it (`resumed`: from its newest checkpoint on), and its last token."""
     run = workspace.run(config.train.name)
     checkpoint = newest_checkpoint(run) if resumed else None
     anneal = begun_anneal(run) if resumed else None
@@ -396,7 +403,7 @@ def open_run_data(config: RunConfig, workspace: Workspace, resumed: bool) -> tup
 
 
 def check_anneal(config: RunConfig, workspace: Workspace, checkpoint: Checkpoint | None, anneal: AnnealConfig) -> None:
-    """UsageError when a run that goes on from `checkpoint` to the end of `anneal` would break data.max_epochs."""
+    """UsageError when a run from `checkpoint` to the end of `anneal` would exceed data.max_epochs."""
     if config.data.max_epochs:
         with _explained(anneal, config):
             _open_data(config, workspace, checkpoint, anneal.from_step + anneal.steps)
@@ -404,7 +411,7 @@ def check_anneal(config: RunConfig, workspace: Workspace, checkpoint: Checkpoint
 
 @contextmanager
 def _explained(anneal: AnnealConfig, config: RunConfig) -> Iterator[None]:
-    """Says of an error about the data that it comes from the length of an anneal, and what can be done about that."""
+    """Explain that an error about the data comes from the length of an anneal, and what to do."""
     try:
         yield
     except UsageError as error:
@@ -417,14 +424,14 @@ def _explained(anneal: AnnealConfig, config: RunConfig) -> Iterator[None]:
 
 
 def _check_tokenizer(workspace: Workspace, data: TrainingData) -> None:
-    """Refuse data whose ids mean other text to the tokenizer of this workspace; one without a tokenizer can train."""
+    """Refuse data that was packed with another tokenizer than this workspace has. A workspace without one can train."""
     path = workspace.tokenizer / MANIFEST_NAME
     try:
         manifest = read_json(path)
     except FileNotFoundError:
         return
     if not isinstance(manifest, dict) or manifest.get("kind") != "tokenizer":
-        return  # brought along from elsewhere
+        return  # not one of ours
     here, theirs = str(manifest.get("fingerprint")), str(data.splits[0].manifest["tokenizer"])
     if here != theirs:
         raise BadInputError(
@@ -448,7 +455,7 @@ def with_vocabulary(config: RunConfig, tokens_in_data: int) -> RunConfig:
 
 
 def save_run_config(config: RunConfig, run: Path) -> None:
-    """Keep the resolved config with the run."""
+    """Save the resolved config with the run."""
     sweep_partials(run / CONFIG_FILE)
     write_atomic(run / CONFIG_FILE, config_yaml(config).encode())
 
@@ -463,22 +470,22 @@ def load_run_config(run: Path) -> RunConfig:
             + (f"Runs in this workspace: {', '.join(known)}." if known else "Train one with `z2a train`.")
         )
     try:
-        values = read_config_values(path)
+        values = with_new_names(read_config_values(path))
         missing = [name for name in SECTIONS_OF_EVERY_RUN if name not in values]
         if missing:
             raise UsageError(f"It has no section {', '.join(missing)}.")
         return config_from_values(values, str(path))
     except UsageError as error:
         raise BadInputError(
-            f"{path}, which a run keeps of its settings, has been changed or damaged. {error}\n"
-            f"Restore the file, or write it anew with `z2a train CONFIG --print-config` and the settings of the run."
+            f"{path}, the saved config of a run, has been changed or damaged. {error}\n"
+            f"Restore the file, or write it again with `z2a train CONFIG --print-config` and the settings of the run."
         ) from error
 
 
 def _check_resume(
     config: RunConfig, run: Path, checkpoint: Checkpoint, data: TrainingData, accept_changes: bool
 ) -> list[str]:
-    """Refuse a config or data that would make the resumed run another run, unless told to go on."""
+    """Refuse a config or data that would make the resumed run another run, unless `accept_changes`."""
     before, now = config_values(load_run_config(run)), config_values(config)
     changed = {name: f"{name}: {old!r} -> {new!r}" for name, old, new in _differences(before, now)}
     strict = [
@@ -513,7 +520,7 @@ def _check_resume(
 
 
 def _reads_on(before: dict[str, Any] | None, now: dict[str, Any]) -> bool:
-    """Whether only the plan has changed: the text that was read so far is the same, shuffled by the same key."""
+    """Whether the text that was read so far is the same, in the same order: only what comes next has changed."""
     if before is None or any(before[name] != now[name] for name in ("seed", "packing")):
         return False
     return all(now["sources"].get(name, files) == files for name, files in before["sources"].items())

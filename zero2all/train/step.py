@@ -1,12 +1,12 @@
-"""One optimizer step: forward and backward over this process's micro-batches, exchange, check, update.
+"""One optimizer step: forward and backward over this process's micro-batches, reduce, check, update.
 
 The gradient is that of the mean loss over all tokens of the global batch that count (all of them, unless rows are
 padded, prompts masked or shards quarantined), whatever the micro-batch and the number of processes; the loss of each
 channel and of each row comes from the same forward pass.
 
-On a GPU the host only queues work. Whether the update may be made is decided on the device, by limits known before the
-step, and what the step did comes back as `PendingStep`, whose figures are copied in the background: reading them a step
-later waits for nothing.
+On a GPU the host only queues work. Whether the update is made is decided on the device, by limits known before the
+step. The results come back as `PendingStep`, whose figures are copied in the background, so that reading them a step
+later does not wait.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from zero2all.config import RunConfig
 from zero2all.packed.loader import Batch, rank_rows
 from zero2all.parallel.data import set_gradient_sync
 from zero2all.parallel.world import World
-from zero2all.train.anatomy import Anatomy, Mark
 from zero2all.train.guards.detector import Limits
 from zero2all.train.state import TrainState
+from zero2all.train.step_timer import Mark, StepTimer
 
 HEAD = 4
-"""Figures before those of channels and rows: loss, norm, was the update refused, did somebody ask to stop."""
+"""Figures before those of channels and rows: loss, norm, update refused, stop requested."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class StepPlan:
 
     lr: float
     limits: Limits | None = None
-    """Beyond these the device refuses the update; None: only what is not finite is refused."""
+    """Beyond these limits the device refuses the update; None: it refuses only what is not finite."""
     row_weights: Tensor | None = None
-    """(rows of this process,) what each row counts, where shards are quarantined."""
+    """(rows of this process,) the weight of each row, where shards are quarantined."""
     stop_requested: bool = False
-    """Whether this process was asked to stop; all learn of it with the figures."""
+    """Whether this process was asked to stop; the others learn it from the figures."""
 
 
 @dataclass(frozen=True)
@@ -60,19 +60,19 @@ class StepResult:
     """L2 norm of the gradient before clipping."""
     lr: float
     updated: bool
-    """False when the update was refused: something was not finite, or beyond the limits."""
+    """False when the update was refused: not finite, or beyond the limits."""
     stop_requested: bool
     """Whether any process was asked to stop."""
     row_nats: np.ndarray
     """Summed loss of each row of the global batch."""
     row_counts: np.ndarray
-    """What the rows count."""
+    """Summed token weights of each row."""
     seconds: dict[str, float]
-    """Time of each part; see `anatomy`."""
+    """Time of each part; see `step_timer`."""
     ended: Mark
-    """When it was over."""
+    """When it ended."""
     ended_between: tuple[float, float]
-    """The same by the host's clock, as far as it knows: in seconds since the epoch, not before and not after."""
+    """Earliest and latest time at which it ended, by the host's clock, in seconds since the epoch."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,9 @@ class PendingStep:
     figures: Tensor
     """On the host: HEAD figures, nats and counts per channel, nats and counts per row of the global batch."""
     arrived: torch.cuda.Event | None
-    anatomy: Anatomy
+    timer: StepTimer
     queued_at: float
-    """When the host had queued all of it, in seconds since the epoch; on a CPU it was then over."""
+    """When the host had queued all of it, in seconds since the epoch; on a CPU it has ended then."""
 
     def result(self) -> StepResult:
         """Wait for the figures, where they have not arrived yet."""
@@ -115,8 +115,8 @@ class PendingStep:
             stop_requested=bool(stop),
             row_nats=row_nats,
             row_counts=row_counts,
-            seconds=self.anatomy.seconds(),
-            ended=self.anatomy.end,
+            seconds=self.timer.seconds(),
+            ended=self.timer.end,
             ended_between=between,
         )
 
@@ -125,18 +125,18 @@ def train_step(
     state: TrainState, batch: Batch, channels: int, config: RunConfig, world: World, plan: StepPlan
 ) -> PendingStep:
     """Advance `state` by one step on `batch`."""
-    anatomy = Anatomy(world.device)
+    timer = StepTimer(world.device)
     # Dropout depends on (seed, step, rank) alone, so a resumed run needs no stored random state.
     torch.manual_seed(_step_key(config.train.seed, state.step, world.rank))
-    figures = _forward_backward(state, batch, channels, config, world, plan, anatomy)
-    state.weights.exchange(world)
+    figures = _forward_backward(state, batch, channels, config, world, plan, timer)
+    state.weights.reduce_gradients(world)
     world.sum(figures)
     norm = state.weights.squared_norm(world).sqrt()
     if state.loss_scale is not None:
         norm = norm / state.loss_scale.scale
-    anatomy.mark("reduce")
+    timer.mark("reduce")
     _judge_and_update(state, figures, norm, channels, config, plan)
-    anatomy.mark("optimizer")
+    timer.mark("optimizer")
 
     before = state.tokens
     rows = batch.global_rows
@@ -144,12 +144,12 @@ def train_step(
     state.tokens += rows * (batch.tokens.shape[1] - 1)
     facts = (state.step, (before, state.tokens), plan.lr, channels, rows)
     if world.device.type != "cuda":
-        return PendingStep(*facts, figures, None, anatomy, time.time())
+        return PendingStep(*facts, figures, None, timer, time.time())
     host = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=True)
     host.copy_(figures, non_blocking=True)
     arrived = torch.cuda.Event()
     arrived.record()
-    return PendingStep(*facts, host, arrived, anatomy, time.time())
+    return PendingStep(*facts, host, arrived, timer, time.time())
 
 
 def _forward_backward(
@@ -159,7 +159,7 @@ def _forward_backward(
     config: RunConfig,
     world: World,
     plan: StepPlan,
-    anatomy: Anatomy,
+    timer: StepTimer,
 ) -> Tensor:
     """Accumulate the gradient; returns the figures, still only of this process's rows, in float64."""
     device, wide = world.device, torch.promote_types(state.weights.dtype, torch.float32)
@@ -172,7 +172,7 @@ def _forward_backward(
     counts = _counts(batch, plan, wide, device)  # (B, T)
     counted = world.sum(counts.sum(dtype=torch.float64)).clamp(min=1.0)
     figures = torch.zeros(HEAD + 2 * channels + 2 * rows, dtype=torch.float64, device=device)
-    figures[3].fill_(plan.stop_requested)  # an assignment would copy the number over, and wait for that
+    figures[3].fill_(plan.stop_requested)  # an assignment would copy the number and wait for the copy
     nats_at, counts_at = HEAD, HEAD + channels
     row_nats = torch.zeros(own_rows, dtype=torch.float64, device=device)
     micro = micro_rows(config, state.micro_batch_samples, seq_len)
@@ -182,17 +182,17 @@ def _forward_backward(
         ids = tokens[here].to(device, non_blocking=True)  # (B, T + 1)
         documents = None if segments is None else segments[here, :-1].to(device, non_blocking=True)
         shares = (counts[here] / counted).to(wide)
-        anatomy.mark("collate")
-        if state.recorded is not None:
-            losses = state.recorded(ids, shares)  # forward and loss with it: nothing can be measured inside
+        timer.mark("collate")
+        if state.cuda_graph is not None:
+            losses = state.cuda_graph(ids, shares)  # also forward and loss: nothing can be measured inside
         else:
             hidden = state.model(ids[:, :-1], segments=documents)
-            anatomy.mark("forward")
+            timer.mark("forward")
             total, losses = state.model.head_loss(hidden, ids[:, 1:], shares, config.train.z_loss)
-            anatomy.mark("loss")
+            timer.mark("loss")
             (total if state.loss_scale is None else total * state.loss_scale.scale).backward()
         row_nats[here] = (losses * counts[here]).sum(dim=1, dtype=torch.float64)
-        anatomy.mark("backward")
+        timer.mark("backward")
     row_counts = counts.sum(dim=1, dtype=torch.float64)
     figures[nats_at : nats_at + channels] = _by_channel(row_nats, channel_of, channels)
     figures[counts_at : counts_at + channels] = _by_channel(row_counts, channel_of, channels)
@@ -203,25 +203,25 @@ def _forward_backward(
 
 
 def _by_channel(of_rows: Tensor, channel_of: Tensor, channels: int) -> Tensor:
-    """Sums over the rows of each channel. index_add_ would add them in another order each time on a GPU."""
+    """Sums over the rows of each channel. index_add_ on a GPU would add them in a different order each time."""
     is_of = torch.arange(channels, device=of_rows.device).unsqueeze(1) == channel_of  # (channels, rows)
     return torch.where(is_of, of_rows, 0.0).sum(dim=1)
 
 
 def micro_rows(config: RunConfig, micro_batch_samples: int, seq_len: int) -> int:
-    """Rows of one pass. A stage of longer sequences keeps the tokens of a pass, so that it needs no more memory."""
+    """Rows of one pass. A stage with longer sequences keeps the tokens of a pass, so that it needs no more memory."""
     return max(1, micro_batch_samples * config.data.seq_len // seq_len)
 
 
 def _counts(batch: Batch, plan: StepPlan, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What each target counts in the loss, (B, T)."""
+    """The weight of each target in the loss, (B, T)."""
     shape = (batch.tokens.shape[0], batch.tokens.shape[1] - 1)
     if batch.weights is None:
         counts = torch.ones(shape, dtype=dtype, device=device)
     else:
         counts = torch.as_tensor(batch.weights).to(device, dtype=dtype, non_blocking=True)
     if plan.row_weights is not None:
-        # Out of ordinary memory a copy waits for everything that is queued on the GPU.
+        # A copy from pageable memory waits for everything that is queued on the GPU.
         rows = plan.row_weights.pin_memory() if device.type == "cuda" else plan.row_weights
         counts = counts * rows.to(device, dtype=dtype, non_blocking=True).unsqueeze(1)
     return counts
@@ -230,7 +230,7 @@ def _counts(batch: Batch, plan: StepPlan, dtype: torch.dtype, device: torch.devi
 def _judge_and_update(
     state: TrainState, figures: Tensor, norm: Tensor, channels: int, config: RunConfig, plan: StepPlan
 ) -> None:
-    """Fill in the head of the figures, and let the optimizer do what they allow. The host sees none of them here."""
+    """Fill in the head of the figures and update, unless they forbid it. The host reads none of them here."""
     nats, counts = figures[HEAD : HEAD + channels].sum(), figures[HEAD + channels : HEAD + 2 * channels].sum()
     loss = nats / counts.clamp(min=1.0)
     overflowed = ~(torch.isfinite(loss) & torch.isfinite(norm))
@@ -250,7 +250,7 @@ def _judge_and_update(
 
 
 def update(state: TrainState, lr: float, scale: Tensor, refused: Tensor) -> None:
-    """Let the optimizer work on the gradient times `scale`, unless `refused` (both on the device); begin a new one."""
+    """Update with the gradient times `scale`, unless `refused` (both on the device); then set the gradient to zero."""
     wide = torch.promote_types(state.weights.dtype, torch.float32)
     state.optimizer.set_learning_rate(lr)
     state.optimizer.step(torch.where(refused, 1.0, scale).to(wide), refused)
@@ -260,6 +260,6 @@ def update(state: TrainState, lr: float, scale: Tensor, refused: Tensor) -> None
 
 
 def _step_key(seed: int, step: int, rank: int) -> int:
-    """64 bits that depend on all three in every part: torch's CPU generator looks at the lower 32 only."""
+    """A hash to 64 bits, because torch's CPU generator uses only the lower 32."""
     text = f"{seed}/{step}" if rank == 0 else f"{seed}/{step}/{rank}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

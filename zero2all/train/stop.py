@@ -1,7 +1,7 @@
-"""Ctrl-C, SIGTERM and a lost terminal (SIGHUP) as a request that the loop reads, and not as an exception in a step.
+"""Ctrl-C, SIGTERM and SIGHUP (a closed terminal) as a request that the loop reads, not as an exception in a step.
 
 One cause often sends several signals: a service manager signals a launcher and its processes at once, a shell whose
-terminal is gone passes SIGHUP on while the system sends it too. Signals that come together are therefore one request.
+terminal has closed forwards SIGHUP while the system sends it too. Signals within a second are therefore one request.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TOGETHER_SECONDS = 1.0
 
 
 class StopRequest:
-    """Set by a signal, read at every step. A second Ctrl-C or SIGTERM that comes later is not held back."""
+    """Set by a signal, read at every step. A second Ctrl-C or SIGTERM after that second stops at once."""
 
     requested = False
 
@@ -30,7 +30,7 @@ class StopRequest:
         self._first = 0.0
 
     def __call__(self, number: int, _frame: FrameType | None) -> None:
-        """What Python calls when the signal comes."""
+        """The signal handler."""
         now = self._clock()
         if self.requested:
             if number == signal.SIGHUP or now - self._first < TOGETHER_SECONDS:
@@ -38,9 +38,9 @@ class StopRequest:
             raise KeyboardInterrupt
         self.requested, self._first = True, now
         if os.environ.get("RANK", "0") != "0":
-            return  # of several processes one speaks
+            return  # only rank 0 prints
         text = f"\n{signal.Signals(number).name}: stopping after this step (again to stop at once)\n"
-        with suppress(OSError):  # past Python's buffers, which may be in the middle of a print
+        with suppress(OSError):  # not print(): the signal may have interrupted one
             os.write(sys.stderr.fileno(), text.encode())
 
 

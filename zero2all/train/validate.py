@@ -1,4 +1,4 @@
-"""Loss on held-out samples inside the loop: the same samples every time, told apart by channel."""
+"""Loss on held-out samples inside the loop: the same samples every time, by channel."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def open_valid_splits(packed: Path, sources: list[str]) -> list[PackedSplit]:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _ValidBatch:
     """Some samples of one split, scored in one pass."""
 
     split: PackedSplit
@@ -40,22 +40,22 @@ def held_out_losses(
     """`eval/valid/loss/<channel>` in nats per token and `eval/valid/bpb/<channel>` in bits per byte.
 
     Sources of a channel are summed token by token. A source with less than one held-out sample is left out. Samples are
-    windows of data.seq_len whatever the packing and the stage, so that figures can be compared along a run. Processes
-    share the work; all make the same number of passes, because a sharded model gathers its weights in each.
+    windows of data.seq_len whatever the packing and the stage, so that values can be compared over a run. The work is
+    split over the processes; all make the same number of passes, because a sharded model gathers its weights in each.
     """
     world = world or World(device=model.embedding.weight.device)
-    pieces = _pieces(splits, data.seq_len, config)
-    channels = list(dict.fromkeys(piece.split.channel for piece in pieces))
+    batches = _valid_batches(splits, data.seq_len, config)
+    channels = list(dict.fromkeys(batch.split.channel for batch in batches))
     sums = torch.zeros(3, len(channels), dtype=torch.float64, device=world.device)  # nats, tokens, bytes
     was_training = model.training
     model.eval()
-    for first in range(0, len(pieces), world.size):
-        is_mine = first + world.rank < len(pieces)
-        piece = pieces[first + world.rank if is_mine else first]
-        nats, counted = _score(model, piece, data, world.device)
+    for first in range(0, len(batches), world.size):
+        is_mine = first + world.rank < len(batches)
+        batch = batches[first + world.rank if is_mine else first]
+        nats, counted = _score(model, batch, data, world.device)
         if is_mine:
-            at = channels.index(piece.split.channel)
-            sums[:, at] += torch.stack((nats, counted, counted * piece.split.bytes_per_token))
+            at = channels.index(batch.split.channel)
+            sums[:, at] += torch.stack((nats, counted, counted * batch.split.bytes_per_token))
     model.train(was_training)
     nats, tokens, text_bytes = world.sum(sums).tolist()
     known = [at for at in range(len(channels)) if tokens[at]]
@@ -63,30 +63,30 @@ def held_out_losses(
     return values | {f"eval/valid/bpb/{channels[at]}": nats[at] / math.log(2) / text_bytes[at] for at in known}
 
 
-def _pieces(splits: list[PackedSplit], seq_len: int, config: EvalConfig) -> list[_Piece]:
+def _valid_batches(splits: list[PackedSplit], seq_len: int, config: EvalConfig) -> list[_ValidBatch]:
     found = []
     for split in splits:
         windows = ConcatSamples(split, seq_len)
         samples = min(windows.count, max(1, config.valid_tokens_per_source // seq_len))
         found += [
-            _Piece(split, windows, first, min(config.batch_samples, samples - first))
+            _ValidBatch(split, windows, first, min(config.batch_samples, samples - first))
             for first in range(0, samples, config.batch_samples)
         ]
     return found
 
 
-def _score(model: Z2all, piece: _Piece, data: DataConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Summed nats, and the tokens they are of."""
-    seq_len, count = data.seq_len, piece.count
+def _score(model: Z2all, batch: _ValidBatch, data: DataConfig, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The summed nats and the number of tokens."""
+    seq_len, count = data.seq_len, batch.count
     rows, weights = np.empty((count, seq_len + 1), np.int64), np.empty((count, seq_len), np.float32)
     borders = Borders() if data.document_mask else None
     for row in range(count):
-        piece.windows.read(piece.first + row, rows[row], weights[row], borders, row)
-    batch = torch.from_numpy(rows).to(device)
+        batch.windows.read(batch.first + row, rows[row], weights[row], borders, row)
+    tokens = torch.from_numpy(rows).to(device)
     segments = None
     if borders is not None:
         segments = torch.from_numpy(borders.documents(count, seq_len + 1).segments).to(device)[:, :-1]
-    hidden = model(batch[:, :-1], segments=segments)
+    hidden = model(tokens[:, :-1], segments=segments)
     counts = torch.from_numpy(weights).to(device)
-    _, losses = model.head_loss(hidden, batch[:, 1:], counts)
+    _, losses = model.head_loss(hidden, tokens[:, 1:], counts)
     return (losses.double() * counts).sum(), counts.sum(dtype=torch.float64)

@@ -3,15 +3,15 @@
 A model in bfloat16 or float16 computes with low-precision weights, but an update of a thousandth of a weight would
 vanish in their rounding, so the optimizer works on float32 masters and writes the low-precision weights from them.
 Gradients are summed in float32 too, over all micro-batches of a step and over all processes. In a float32 (or float64)
-model the masters are the weights themselves. A bfloat16 weight is the upper half of its master, so that an optimizer
-that can put both together needs only the 16 bits that are missing (`zero2all.ops.halves`).
+model the masters are the weights themselves. A bfloat16 weight is the upper half of its master, so an optimizer that
+can join both needs only the missing 16 bits (`zero2all.ops.split_master`).
 
 `FlatWeights`: every process has all weights. One buffer each for masters, weights and gradients, all parameters one
-after the other, makes the norm one reduction, the exchange one call, and the update one pass. Parameters that share a
-group come one after the other, so that each group is one stretch.
+after the other: the norm is one reduction, the sum over processes one all-reduce, and the update one pass. Parameters
+of a group are neighbours, so that each group is one slice.
 
-`ShardedWeights`: every process has a part of each weight (FSDP2), in float32; the low-precision weights come and go
-while a block computes.
+`ShardedWeights`: every process has a part of each weight (FSDP2), in float32; the low-precision weights of a block are
+gathered while it computes.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zero2all.model.z2all import Z2all
-from zero2all.ops.halves import join, split
 from zero2all.ops.implementation import has_triton
+from zero2all.ops.split_master import join, split
 from zero2all.parallel.world import World
 from zero2all.train.config import ParameterKind
 
 ALIGNMENT = 128
 """Parameters begin at multiples of this many values, so that every kernel can load them in wide words."""
 
-PIECE_VALUES = 1 << 25
-"""Values that are put together or split at once."""
+CHUNK_VALUES = 1 << 25
+"""Values that are joined or split at once."""
 
 
 class Weights(Protocol):
@@ -44,22 +44,22 @@ class Weights(Protocol):
     dtype: torch.dtype
 
     def masters_between_steps(self) -> AbstractContextManager[dict[str, Tensor]]:
-        """The masters by name, to read or to write, while no gradient is there; what is written holds afterwards."""
+        """The masters by name, to read or to write, between two steps, when there is no gradient."""
 
     def master_samples(self, most: int) -> dict[str, Tensor]:
-        """Of each master at most about `most` values, evenly spread over the part in this process; at any time."""
+        """At most about `most` values of each master, evenly spread over the part in this process; at any time."""
 
-    def exchange(self, world: World) -> None:
-        """Sum the gradients over the processes, once the last micro-batch is through."""
+    def reduce_gradients(self, world: World) -> None:
+        """Sum the gradients over the processes, after the last micro-batch."""
 
     def squared_norm(self, world: World) -> Tensor:
         """The square of the L2 norm of the whole gradient, float64, the same in every process."""
 
     def updated(self) -> None:
-        """The masters have changed: let the forward pass see it."""
+        """Update what the forward pass reads after the masters have changed."""
 
     def zero_gradients(self) -> None:
-        """Begin a new sum."""
+        """Set the gradients to zero."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,11 @@ class FlatWeights:
         group_of: Mapping[str, ParameterKind],
         dtype: torch.dtype,
         with_masters: bool = True,
-        in_halves: bool = False,
+        split_masters: bool = False,
     ) -> None:
         """`group_of` names the group of each parameter; `groups` then says where each lies. Without masters, an
-        optimizer that rounds for itself (adamw_bf16) works on the low-precision weights and gradients. `in_halves`:
-        `masters` is only what bfloat16 weights lack of them."""
+        optimizer that rounds for itself (adamw_bf16) works on the low-precision weights and gradients. `split_masters`:
+        `masters` holds only the 16 bits that the bfloat16 weights lack."""
         named = list(model.named_parameters())
         names = list(dict.fromkeys(group_of[name] for name, _ in named))
         self.places: list[Place] = []
@@ -99,9 +99,9 @@ class FlatWeights:
             self.groups[group] = slice(start, length)
         device = named[0][1].device
         self.dtype, wide = dtype, torch.promote_types(dtype, torch.float32) if with_masters else dtype
-        assert dtype == torch.bfloat16 or not in_halves, "only a bfloat16 is one half of a float32"
-        self.in_halves = in_halves
-        self.masters = torch.zeros(length, dtype=torch.int16 if in_halves else wide, device=device)
+        assert dtype == torch.bfloat16 or not split_masters, "only a bfloat16 is one half of a float32"
+        self.split_masters = split_masters
+        self.masters = torch.zeros(length, dtype=torch.int16 if split_masters else wide, device=device)
         self.weights = self.masters if dtype == wide else torch.zeros(length, dtype=dtype, device=device)
         self.gradients = torch.zeros(length, dtype=wide, device=device)
         self._hooks = [self._take(place) for place in self.places]
@@ -115,7 +115,7 @@ class FlatWeights:
         if self.weights is self.masters:
             parameter.grad = gradient  # autograd adds to it in place
             return None
-        # A kernel that can adds to main_grad itself; what autograd leaves in .grad is added there at once and let go.
+        # Some kernels add to main_grad themselves; what autograd leaves in .grad is added there at once and freed.
         parameter.main_grad = gradient  # type: ignore[attr-defined]
         return parameter.register_post_accumulate_grad_hook(_move_to_main)
 
@@ -125,7 +125,7 @@ class FlatWeights:
 
     def _write(self, at: slice, values: Tensor) -> None:
         """Masters and weights from new values of the masters."""
-        if self.in_halves:
+        if self.split_masters:
             self.weights[at], self.masters[at] = split(values.float())
             return
         self.masters[at] = values
@@ -134,7 +134,7 @@ class FlatWeights:
 
     def masters_by_name(self) -> dict[str, Tensor]:
         """The masters, each with its gradient in `.grad`, for an optimizer that takes them one by one; live."""
-        assert not self.in_halves, "there are no whole masters"
+        assert not self.split_masters, "there are no whole masters"
         masters, gradients = self.by_name(self.masters), self.by_name(self.gradients)
         for name, master in masters.items():
             master.grad = gradients[name]
@@ -142,24 +142,24 @@ class FlatWeights:
 
     @contextmanager
     def masters_between_steps(self) -> Iterator[dict[str, Tensor]]:
-        """See `Weights`. Halves are put together in the gradient's buffer, which holds nothing between two steps."""
-        if not self.in_halves:
+        """See `Weights`. Split masters are joined in the gradient's buffer, which holds nothing between two steps."""
+        if not self.split_masters:
             yield self.by_name(self.masters)
             return
         with torch.no_grad():
-            for at in self._pieces():
+            for at in self._chunks():
                 self.gradients[at] = join(self.weights[at], self.masters[at])
             try:
                 yield self.by_name(self.gradients)
             finally:
-                for at in self._pieces():
+                for at in self._chunks():
                     self._write(at, self.gradients[at])
                 self.zero_gradients()
 
-    def _pieces(self) -> Iterator[slice]:
-        """The buffers in pieces, so that what halves are put together from takes little beside them."""
-        for start in range(0, self.gradients.numel(), PIECE_VALUES):
-            yield slice(start, min(start + PIECE_VALUES, self.gradients.numel()))
+    def _chunks(self) -> Iterator[slice]:
+        """The buffers in chunks, so that joining split masters takes little extra memory."""
+        for start in range(0, self.gradients.numel(), CHUNK_VALUES):
+            yield slice(start, min(start + CHUNK_VALUES, self.gradients.numel()))
 
     def master_samples(self, most: int) -> dict[str, Tensor]:
         """See `Weights`."""
@@ -167,11 +167,13 @@ class FlatWeights:
         for place in self.places:
             every = slice(place.at.start, place.at.stop, _stride(place.at.stop - place.at.start, most))
             samples[place.name] = (
-                join(self.weights[every].contiguous(), self.masters[every]) if self.in_halves else self.masters[every]
+                join(self.weights[every].contiguous(), self.masters[every])
+                if self.split_masters
+                else self.masters[every]
             )
         return samples
 
-    def exchange(self, world: World) -> None:
+    def reduce_gradients(self, world: World) -> None:
         """See `Weights`."""
         world.sum(self.gradients)
 
@@ -187,12 +189,12 @@ class FlatWeights:
 
     def updated(self) -> None:
         """Write the low-precision weights; an optimizer that does so itself calls `touched` instead."""
-        if self.weights is not self.masters and not self.in_halves:
+        if self.weights is not self.masters and not self.split_masters:
             self.weights.copy_(self.masters)
         self.touched()
 
     def touched(self) -> None:
-        """Tell whoever caches something made from the weights (float8 copies) that they have changed."""
+        """Invalidate caches made from the weights (float8 copies)."""
         torch.autograd.graph.increment_version([place.parameter for place in self.places])
 
     def zero_gradients(self) -> None:
@@ -201,7 +203,7 @@ class FlatWeights:
 
 
 class ShardedWeights:
-    """The parameters of a model that `parallel.data.shard_model` has cut over the processes."""
+    """The parameters of a model that `parallel.data.shard_model` has sharded."""
 
     def __init__(self, model: Z2all, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -221,8 +223,8 @@ class ShardedWeights:
         parts = {name: _part(parameter).detach().reshape(-1) for name, parameter in self._parameters.items()}
         return {name: part[:: _stride(part.numel(), most)] for name, part in parts.items()}
 
-    def exchange(self, world: World) -> None:
-        """FSDP has summed the gradients in the backward pass."""
+    def reduce_gradients(self, world: World) -> None:
+        """Nothing to do: FSDP has summed the gradients in the backward pass."""
         del world
 
     def squared_norm(self, world: World) -> Tensor:
@@ -236,7 +238,7 @@ class ShardedWeights:
         return world.sum(torch.stack(squares).sum())
 
     def updated(self) -> None:
-        """FSDP gathers the weights anew in every pass."""
+        """Nothing to do: FSDP gathers the weights in every pass."""
 
     def zero_gradients(self) -> None:
         """See `Weights`."""

@@ -9,10 +9,10 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 
-from zero2all.ops.halves import join, split
 from zero2all.ops.kernels import adamw
 from zero2all.ops.kernels.adamw import bias_corrections, sum_of_squares
 from zero2all.ops.optimizer import AdamW, Flat, triton_adamw
+from zero2all.ops.split_master import join, split
 
 LR, BETA1, BETA2, EPS = 1e-2, 0.9, 0.95, 1e-8
 LENGTHS, DECAYS = (1300, 77), (0.1, 0.0)
@@ -26,13 +26,13 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(adamw, "NORM_BLOCK", 256)
 
 
-def new_groups(device: str, weights_in: torch.dtype, in_halves: bool = False) -> list[Flat]:
+def new_groups(device: str, weights_in: torch.dtype, split_masters: bool = False) -> list[Flat]:
     groups = []
     for number, (length, decay) in enumerate(zip(LENGTHS, DECAYS, strict=True)):
         masters = random(length, seed=50 + number).float().to(device)
         weights = masters if weights_in == torch.float32 else masters.to(weights_in)
         zeros = [torch.zeros_like(masters) for _ in range(3)]
-        if in_halves:
+        if split_masters:
             weights, masters = split(masters)
         groups.append(Flat(weights, masters, *zeros, slices=(slice(0, length),), weight_decay=decay, lr=LR))
     return groups
@@ -43,9 +43,9 @@ def gradient_at(step: int, group: int) -> Tensor:
 
 
 def updated(
-    device: str, max_norm: float, weights_in: torch.dtype = torch.float32, in_halves: bool = False
+    device: str, max_norm: float, weights_in: torch.dtype = torch.float32, split_masters: bool = False
 ) -> tuple[list[Flat], Tensor]:
-    groups = new_groups(device, weights_in, in_halves)
+    groups = new_groups(device, weights_in, split_masters)
     updates = torch.zeros((), device=device)
     for step in range(STEPS):
         for number, group in enumerate(groups):
@@ -96,8 +96,8 @@ def test_bfloat16_weights_are_written_from_the_masters(device):
         assert torch.equal(group.weights, group.masters.bfloat16())
 
 
-def test_masters_in_two_halves_get_every_bit_that_whole_ones_get(device):
-    groups, _ = updated(device, 1.0, in_halves=True)
+def test_split_masters_get_every_bit_that_whole_ones_get(device):
+    groups, _ = updated(device, 1.0, split_masters=True)
     alone, _ = updated(device, 1.0)
     for group, wide in zip(groups, alone, strict=True):
         assert_same_bits(
@@ -106,8 +106,8 @@ def test_masters_in_two_halves_get_every_bit_that_whole_ones_get(device):
         assert_same_bits([group.weights, group.masters], split(wide.masters))
 
 
-def test_a_master_in_two_halves_that_is_no_number_makes_a_weight_that_is_none(device):
-    (group, *_), _ = updated(device, 1.0, in_halves=True)
+def test_a_split_master_that_is_no_number_makes_a_weight_that_is_none(device):
+    (group, *_), _ = updated(device, 1.0, split_masters=True)
     group.seconds[:3] = torch.tensor([-1.0, math.nan, math.inf])
     one = torch.ones((), device=device)
     triton_adamw([group], one.clone(), one, one == 0, AdamW(BETA1, BETA2, EPS))
@@ -115,10 +115,10 @@ def test_a_master_in_two_halves_that_is_no_number_makes_a_weight_that_is_none(de
     assert group.weights[3:].isfinite().all()
 
 
-@pytest.mark.parametrize("in_halves", [False, True], ids=["whole masters", "in halves"])
+@pytest.mark.parametrize("split_masters", [False, True], ids=["whole masters", "split masters"])
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
-def test_a_skipped_step_leaves_every_bit_as_it_was(device, norm, in_halves):
-    groups, updates = updated(device, 1.0, torch.bfloat16, in_halves)
+def test_a_skipped_step_leaves_every_bit_as_it_was(device, norm, split_masters):
+    groups, updates = updated(device, 1.0, torch.bfloat16, split_masters)
     groups[1].weights[0] = 3.0  # not even written from the masters
     buffers = [getattr(group, name) for group in groups for name in ("weights", "masters", "firsts", "seconds")]
     before = [buffer.clone() for buffer in (*buffers, updates)]

@@ -67,12 +67,12 @@ CASES = {
         [random(6, 8), random(20, 8, seed=1)],
         [True, True],
     ),
-    "linear into32": (
-        linear.linear_into_32,
+    "linear fp32_wgrad": (
+        linear.linear_fp32_wgrad,
         [random(5, 8), random(4, 8, seed=1), random(4, seed=2)],
         [True, True, True],
     ),
-    "feed-forward into32": (linear.feed_forward_into_32, feed_forward_inputs(), [True] * 3),
+    "feed-forward fp32_wgrad": (linear.feed_forward_fp32_wgrad, feed_forward_inputs(), [True] * 3),
     "linear fp8": (linear.linear_8, [random(16, 32), random(16, 32, seed=1)], [True, True]),
     "feed-forward fp8": (linear.feed_forward_8, feed_forward_inputs(), [True] * 3),
 }
@@ -138,7 +138,7 @@ def test_float32_inputs_are_cast_once_and_their_gradients_are_float32(device, fu
 def test_autocast_is_on_again_afterwards(device):
     x, weight = (random(4, 4, seed=seed).to(device, LOW).requires_grad_() for seed in (0, 1))
     with torch.autocast(device, dtype=LOW):
-        y = linear.linear_into_32(x, weight)
+        y = linear.linear_fp32_wgrad(x, weight)
         assert torch.is_autocast_enabled(device)
         y.sum().backward()
         assert torch.is_autocast_enabled(device)
@@ -149,5 +149,5 @@ def test_autocast_is_on_again_after_an_error(device):
     x, narrow = random(4, 4).to(device, LOW), random(4, 3).to(device, LOW)
     with torch.autocast(device, dtype=LOW):
         with pytest.raises(RuntimeError):
-            linear.linear_into_32(x, narrow)
+            linear.linear_fp32_wgrad(x, narrow)
         assert torch.is_autocast_enabled(device)

@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="the kernels are written in Triton, which i
 from zero2all.ops.kernels import embedding
 from zero2all.ops.kernels.cross_entropy import triton_cross_entropy
 from zero2all.ops.kernels.embedding import triton_embedding
-from zero2all.ops.linear import into_32_linear
+from zero2all.ops.linear import fp32_wgrad_linear
 
 LOW = torch.bfloat16
 
@@ -119,7 +119,7 @@ def test_tied_table_gathers_the_gradients_of_both_its_uses(device):
     tokens, targets = random_ids(9, 12), random_ids(9, 12, seed=1)
     table = (random(9, 4) / 4).to(device, LOW).requires_grad_()
     table.main_grad = torch.zeros(9, 4, device=device)
-    logits = into_32_linear(triton_embedding(tokens.to(device), table), table)
+    logits = fp32_wgrad_linear(triton_embedding(tokens.to(device), table), table)
     triton_cross_entropy(logits, targets.to(device)).sum().backward()
     exact = (random(9, 4) / 4).to(LOW).double().requires_grad_()
     torch.nn.functional.cross_entropy(exact[tokens] @ exact.t(), targets, reduction="sum").backward()

@@ -16,9 +16,9 @@ pytest.importorskip("triton", reason="the kernels around it are written in Trito
 
 from zero2all.ops import trial
 from zero2all.ops.kernels.epilogue import feed_forward_in_epilogues
-from zero2all.ops.kernels.linear import feed_forward_into_32
+from zero2all.ops.kernels.linear import feed_forward_fp32_wgrad
 from zero2all.ops.linear import feed_forward as build_feed_forward
-from zero2all.ops.linear import into_32_linear
+from zero2all.ops.linear import fp32_wgrad_linear
 from zero2all.ops.swiglu import problem_in_trial, triton_swiglu
 
 LOW = torch.bfloat16
@@ -88,17 +88,17 @@ def test_weight_gradients_are_summed_in_main_grad_over_micro_batches(device):
 def test_it_is_what_our_own_kernels_compute(device):
     given = [value.to(device, LOW) for value in inputs()]
     found, gradients = values_and_gradients(feed_forward_in_epilogues, given)
-    wanted, expected = values_and_gradients(feed_forward_into_32, given)
+    wanted, expected = values_and_gradients(feed_forward_fp32_wgrad, given)
     for ours, theirs in zip([*found, *gradients], [*wanted, *expected], strict=True):
         assert_close(ours, theirs, TOLERANCE[LOW])
 
 
 def test_biases_are_left_to_one_step_after_the_other(device):
-    function = build_feed_forward("quack", triton_swiglu, "into32", into_32_linear)
+    function = build_feed_forward("quack", triton_swiglu, "fp32_wgrad", fp32_wgrad_linear)
     x, gate_up, down = (value.to(device, LOW) for value in inputs())
     assert torch.equal(function(x, (gate_up, None), (down, None)), feed_forward_in_epilogues(x, gate_up, down))
     zeros = torch.zeros(64, dtype=LOW, device=device), torch.zeros(16, dtype=LOW, device=device)
-    apart = into_32_linear(triton_swiglu(into_32_linear(x, gate_up, zeros[0])), down, zeros[1])
+    apart = fp32_wgrad_linear(triton_swiglu(fp32_wgrad_linear(x, gate_up, zeros[0])), down, zeros[1])
     assert torch.equal(function(x, (gate_up, zeros[0]), (down, zeros[1])), apart)
 
 

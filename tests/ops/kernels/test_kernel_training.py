@@ -8,7 +8,7 @@ from small_run import EAGER, losses_of_a_run, resolved
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 
 from zero2all.ops.embedding import triton_embedding
-from zero2all.ops.linear import feed_forward, fp8_linear, into_32_linear
+from zero2all.ops.linear import feed_forward, fp8_linear, fp32_wgrad_linear
 from zero2all.ops.linear_cross_entropy import triton_linear_cross_entropy
 from zero2all.ops.optimizer import triton_adamw
 from zero2all.ops.registry import Ops
@@ -19,7 +19,7 @@ from zero2all.ops.swiglu import triton_swiglu
 STEPS, SMALL = 2, {"layers": 1, "samples": 2}
 
 
-def with_our_kernels(rms_norm=triton_rms_norm, linear_name="into32", linear=into_32_linear) -> Ops:
+def with_our_kernels(rms_norm=triton_rms_norm, linear_name="fp32_wgrad", linear=fp32_wgrad_linear) -> Ops:
     """What `auto` takes on a GPU, attention apart, though the probes refuse it on a CPU."""
     eager = resolved(EAGER, "float32")
     choices = [dataclasses.replace(choice, got="triton") for choice in eager.choices if choice.operator == "optimizer"]

@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="the kernels are written in Triton, which i
 
 from zero2all.ops.kernels import linear
 from zero2all.ops.linear import feed_forward as build_feed_forward
-from zero2all.ops.linear import fp8_linear, into_32_linear
+from zero2all.ops.linear import fp8_linear, fp32_wgrad_linear
 from zero2all.ops.registry import OPERATORS
 from zero2all.ops.swiglu import triton_swiglu
 
@@ -42,19 +42,19 @@ def feed_forward_inputs() -> list[Tensor]:
 @pytest.mark.parametrize("shape", [(1, 1), (6, 10), (2, 3, 7)], ids=str)
 def test_linear_is_a_sum_over_inputs_plus_bias(device, dtype, shape):
     x, weight, bias = random(*shape), random(5, shape[-1], seed=1), random(5, seed=2)
-    assert_agrees(into_32_linear, linear_reference, [x, weight], dtype, device=device)
-    assert_agrees(into_32_linear, linear_reference, [x, weight, bias], dtype, device=device)
+    assert_agrees(fp32_wgrad_linear, linear_reference, [x, weight], dtype, device=device)
+    assert_agrees(fp32_wgrad_linear, linear_reference, [x, weight, bias], dtype, device=device)
 
 
 @dtypes(torch.float32, torch.bfloat16)
 def test_feed_forward_without_keeping_the_product_of_swiglu(device, dtype):
     inputs = feed_forward_inputs()
-    assert_agrees(linear.feed_forward_into_32, feed_forward_reference, inputs, dtype, device=device)
+    assert_agrees(linear.feed_forward_fp32_wgrad, feed_forward_reference, inputs, dtype, device=device)
 
 
 @dtypes(torch.float32, torch.bfloat16)
 def test_feed_forward_with_biases_goes_one_step_after_the_other(device, dtype):
-    function = build_feed_forward("triton", triton_swiglu, "into32", into_32_linear)
+    function = build_feed_forward("triton", triton_swiglu, "fp32_wgrad", fp32_wgrad_linear)
     x, up, down = feed_forward_inputs()
 
     def ours(x, up, down, up_bias, down_bias):
@@ -68,15 +68,15 @@ def test_feed_forward_with_biases_goes_one_step_after_the_other(device, dtype):
 
 
 def test_which_feed_forward_is_fused():
-    fused = build_feed_forward("triton", triton_swiglu, "into32", into_32_linear)
-    apart = build_feed_forward("torch", triton_swiglu, "into32", into_32_linear)
+    fused = build_feed_forward("triton", triton_swiglu, "fp32_wgrad", fp32_wgrad_linear)
+    apart = build_feed_forward("torch", triton_swiglu, "fp32_wgrad", fp32_wgrad_linear)
     assert fused.__name__ != apart.__name__
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["linear", "feed-forward"])
 def test_weight_gradients_are_summed_in_main_grad_over_micro_batches(device, fused):
     x, up, down = feed_forward_inputs()
-    function = linear.feed_forward_into_32 if fused else lambda x, up, _: into_32_linear(x, up)
+    function = linear.feed_forward_fp32_wgrad if fused else lambda x, up, _: fp32_wgrad_linear(x, up)
     reference = feed_forward_reference if fused else lambda x, up, _: linear_reference(x, up)
     weights = [weight.to(device, LOW).requires_grad_() for weight in (up, down)]
     for weight in weights:
@@ -97,7 +97,7 @@ def test_sum_of_micro_batches_is_not_rounded_to_bfloat16(device):
     weight = torch.zeros(1, 1, dtype=LOW, device=device).requires_grad_()
     weight.main_grad = torch.full((1, 1), 1000.0, device=device)
     for _ in range(3):
-        into_32_linear(torch.ones(1, 1, dtype=LOW, device=device), weight).sum().backward()
+        fp32_wgrad_linear(torch.ones(1, 1, dtype=LOW, device=device), weight).sum().backward()
     assert float(weight.main_grad) == 1003.0
 
 

@@ -125,7 +125,7 @@ def test_when_every_checkpoint_is_gone_the_run_stops(run):
 def test_when_the_newest_one_is_gone_that_is_said(run, capsys):
     shutil.rmtree(run / "checkpoints/step-00000020")
     assert newest_checkpoint(run).step == 10
-    assert "Step 20 was saved once, but its checkpoint is gone" in capsys.readouterr().out
+    assert "Step 20 was saved once, but its checkpoint is missing" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("hint", [b"", b"[]", b'{"step": "x"}', b"\x80\x04."])

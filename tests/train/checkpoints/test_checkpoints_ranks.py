@@ -129,7 +129,7 @@ FAILING = """
 import errno
 from zero2all.train.checkpoints import commit
 write, told = commit.write_tensor_file, []
-def write_until_full(path, slots, buffer):
+def write_until_full(path, infos, buffer):
     path.write_bytes(b"half")
     raise OSError(errno.ENOSPC, "No space left on device")
 store = CheckpointStore(run, dist.group.WORLD)
@@ -160,7 +160,7 @@ DYING = """
 import signal
 from zero2all.train.checkpoints import commit
 write = commit.write_tensor_file
-def die(path, slots, buffer):
+def die(path, infos, buffer):
     path.write_bytes(b"half")
     os.kill(os.getpid(), signal.SIGKILL)
 store = CheckpointStore(run, dist.group.WORLD)
@@ -174,7 +174,7 @@ print(store.save(2, Snapshot(tensors), {}, wait=True).result.problem)
 
 def test_a_rank_that_dies_while_writing_leaves_no_half_checkpoint(ranks, tmp_path):
     text = ranks(2, tmp_path / "run", DYING, exits=(0, -signal.SIGKILL))[0]
-    assert text.startswith("a rank is gone, or did not finish its part of the save in time")
+    assert text.startswith("a rank has died, or did not finish its part of the save in time")
     assert [verified_checkpoint(folder).step for folder in list_checkpoints(tmp_path / "run")] == [1]
 
 

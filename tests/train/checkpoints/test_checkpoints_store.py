@@ -104,7 +104,7 @@ def test_files_are_cut_between_tensors_at_the_size_asked_for(open_store):
     folder = store.save(1, Snapshot(tensors), {}).folder()
     sizes = [tensor_file.read_header(path) for path in sorted(folder.glob("*.safetensors"))]
     assert len(sizes) > 3
-    assert all(len(header.slots) == 1 or max(s.end for s in header.slots.values()) <= 1000 for header in sizes)
+    assert all(len(header.infos) == 1 or max(s.end for s in header.infos.values()) <= 1000 for header in sizes)
     assert all(torch.equal(value, tensors[f"model/{name}"]) for name, value in store.newest().tensors("model/").items())
 
 

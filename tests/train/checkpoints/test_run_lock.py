@@ -96,7 +96,7 @@ def test_a_process_number_that_was_given_to_another_process_does_not_deceive(tmp
 def test_after_a_restart_of_the_machine_its_old_lock_is_taken_over_but_not_from_a_namesake(tmp_path):
     record = {**own_record(tmp_path), "boot": "before"}
     write_record(tmp_path / "run", age_seconds=5, **record)
-    with pytest.raises(RunLockedError, match="gave a sign of life 5 s ago"), hold_run(tmp_path / "run"):
+    with pytest.raises(RunLockedError, match="was last alive 5 s ago"), hold_run(tmp_path / "run"):
         pass
     write_record(tmp_path / "run", age_seconds=90, **record)
     with hold_run(tmp_path / "run") as lock:
@@ -107,7 +107,7 @@ def test_a_holder_on_another_host_with_a_fresh_heartbeat_cannot_be_taken_over(tm
     write_record(tmp_path / "run", age_seconds=20)
     for take_over in (False, True):
         with (
-            pytest.raises(RunLockedError, match="process 1 on another-host gave a sign of life 20 s ago"),
+            pytest.raises(RunLockedError, match="process 1 on another-host was last alive 20 s ago"),
             hold_run(tmp_path / "run", take_over=take_over),
         ):
             pass
@@ -148,7 +148,7 @@ def test_asking_reads_the_lock_only_when_it_has_changed(tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(run_lock, "_holder_in", None)  # nothing to call
             lock.check()
-        os.utime(lock.path, (1, 1))  # a sign of life
+        os.utime(lock.path, (1, 1))  # a heartbeat
         lock.check()
         write_record(tmp_path / "run", age_seconds=3600)
         assert not lock.is_held()

@@ -212,7 +212,7 @@ def test_a_batch_is_passed_over_exactly_when_it_touches_a_window():
 @pytest.mark.parametrize("content", ["[]", '{"format": 2, "skipped": []}', '{"format": 1, "skipped": [{}]}', "{"])
 def test_a_damaged_record_is_an_error_and_never_an_empty_one(tmp_path, content):
     (tmp_path / LEDGER_FILE).write_text(content)
-    with pytest.raises(DamagedLedgerError, match=rf"{LEDGER_FILE} is no readable record"):
+    with pytest.raises(DamagedLedgerError, match=rf"{LEDGER_FILE} is not a readable record"):
         SkipLedger.load(tmp_path)
 
 
@@ -236,6 +236,6 @@ def test_a_checkpoint_of_the_way_that_was_given_up_is_known_by_its_ledger():
     assert not now.abandons(80, now), "written after it"
 
 
-def test_an_empty_stretch_is_a_bug():
-    with pytest.raises(ValueError, match="no stretch"):
+def test_an_empty_range_is_a_bug():
+    with pytest.raises(ValueError, match="not a range"):
         SkipLedger().add(entry(5, 5))

@@ -92,7 +92,7 @@ def test_a_damaged_list_of_shards_is_written_anew_from_the_checkpoint(sharded_wo
     path.write_bytes(whole[:40])
     resumed = RunGuards(tmp_path, CONFIG, 0, data, "auto")
     (note,) = resumed.restore(first.state(), 48)
-    assert "quarantine.json could not be read and was written anew: 1 shards" in note
+    assert "quarantine.json could not be read and was written again: 1 shards" in note
     assert resumed.quarantine.shards == first.quarantine.shards != ()
     assert path.read_bytes() == whole
 

@@ -157,8 +157,8 @@ def test_a_saved_and_loaded_state_continues_bit_for_bit(name, tmp_path):
 @every_optimizer
 def test_large_parameters_are_updated_in_pieces_with_the_same_result(name, monkeypatch):
     runs = []
-    for piece_values in (1 << 25, 100):
-        monkeypatch.setattr("zero2all.train.optimizers.base.PIECE_VALUES", piece_values)
+    for chunk_values in (1 << 25, 100):
+        monkeypatch.setattr("zero2all.train.optimizers.base.CHUNK_VALUES", chunk_values)
         model = small_model(name)
         optimizer = optimizer_of(model, name)
         for step in range(2):
@@ -212,7 +212,7 @@ def test_who_decays(tied, decay_embeddings):
     named = list(model.named_parameters())
     config = OptimConfig(weight_decay=0.3, decay_embeddings=decay_embeddings)
     optimizer = build_optimizer(named, config, model_roles(model.config, [key for key, _ in named]))
-    decay = {slot.name: group.weight_decay for group in optimizer.param_groups for slot in group.slots}
+    decay = {param.name: group.weight_decay for group in optimizer.param_groups for param in group.params}
     assert decay.keys() == {key for key, _ in named}
     for key, value in decay.items():
         table = key in ("embedding.weight", "head.weight")

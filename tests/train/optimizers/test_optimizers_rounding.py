@@ -6,14 +6,16 @@ import pytest
 import torch
 
 from zero2all.train.optimizers.adamw_8bit import decode, encode
-from zero2all.train.optimizers.rounding import dice, dice_key, fraction, to_bfloat16
+from zero2all.train.optimizers.rounding import fraction, random_bits, rounding_key, to_bfloat16
 from zero2all.train.optimizers.shards import flat_index
 
 MANY = 1 << 16
 
 
 def bits(seed=1, index=0, count=1, stream=0, places=MANY):
-    return dice(torch.arange(places, dtype=torch.int32), dice_key(seed, index, torch.tensor(float(count))), stream)
+    return random_bits(
+        torch.arange(places, dtype=torch.int32), rounding_key(seed, index, torch.tensor(float(count))), stream
+    )
 
 
 def test_the_dice_are_even():
@@ -59,7 +61,7 @@ def test_codes_are_right_on_average_and_exact_at_the_largest(codes, power):
     row = torch.tensor([1.0, 0.3, 0.01, 1e-4, 1e-7, 0.0] + [0.0] * 250)
     values = row.repeat(4096, 1) * 5.0
     index = torch.arange(values.numel(), dtype=torch.int32).view_as(values)
-    chances = fraction(dice(index, dice_key(0, 0, torch.tensor(1.0)), 0))
+    chances = fraction(random_bits(index, rounding_key(0, 0, torch.tensor(1.0)), 0))
     found, scales = encode(values, codes, power, chances)
     back = decode(found, scales, codes, power)
     assert bool((back[:, 0] == 5.0).all())

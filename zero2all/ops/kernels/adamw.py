@@ -2,7 +2,7 @@
 
 Per value: gradient, master weight and both moments are read (16 bytes) and all but the gradient written back, the
 weight also in the model's dtype (14 bytes; 12 where the bfloat16 weight is one half of its master, see
-`zero2all.ops.halves`). The factor on the gradient (clipping, loss scaling) and the word to skip
+`zero2all.ops.split_master`). The factor on the gradient (clipping, loss scaling) and the word to skip
 come from the device; a skipped step writes nothing at all, so every bit of the state stays as it was, and the host
 never waits.
 """
@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zero2all.ops.halves import QUIET_NAN
 from zero2all.ops.kernels.launch import processors
+from zero2all.ops.split_master import QUIET_NAN
 
 BLOCK = 2048
 NORM_BLOCK = 8192
@@ -36,7 +36,7 @@ def _sum_of_squares(values, parts, count, BLOCK: tl.constexpr):
 @triton.jit
 def _update(
     weights, masters, gradients, firsts, seconds, scale, skip, corrections, count, lr, beta1, beta2, eps, decay,
-    HALVES: tl.constexpr, NAN: tl.constexpr, BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr, NAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     correction1 = tl.load(corrections)
     correction2 = tl.load(corrections + 1)
@@ -45,7 +45,7 @@ def _update(
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = at < count
         g = tl.load(gradients + at, mask=inside, other=0.0).to(tl.float32) * clip
-        if HALVES:
+        if SPLIT:
             upper = tl.load(weights + at, mask=inside, other=0).to(tl.int32)
             w = ((upper << 16) + tl.load(masters + at, mask=inside, other=0)).to(tl.float32, bitcast=True)
         else:
@@ -57,7 +57,7 @@ def _update(
         w = w * (1.0 - lr * decay) - lr * (m / correction1) / (tl.sqrt(v / correction2) + eps)
         tl.store(firsts + at, m, mask=inside)
         tl.store(seconds + at, v, mask=inside)
-        if HALVES:
+        if SPLIT:
             bits = w.to(tl.int32, bitcast=True)
             upper = tl.where(w == w, (bits + 0x8000) >> 16, NAN)
             remainder = tl.where(w == w, bits - (upper << 16), 0)
@@ -91,10 +91,10 @@ def adamw_update(
 
     `masters` are float32, or the int16 remainders of masters whose nearest bfloat16 are the weights.
     """
-    count, halves = weights.numel(), masters.dtype == torch.int16
-    if halves:
+    count, is_split = weights.numel(), masters.dtype == torch.int16
+    if is_split:
         weights = weights.view(torch.int16)
     _update[(triton.cdiv(count, BLOCK),)](
         weights, masters, gradients, firsts, seconds, scale, skip, corrections, count, lr, beta1, beta2, eps,
-        weight_decay, HALVES=halves, NAN=QUIET_NAN, BLOCK=BLOCK, num_warps=8,
+        weight_decay, SPLIT=is_split, NAN=QUIET_NAN, BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip

@@ -38,7 +38,7 @@ def add_weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
     return None
 
 
-class LinearInto32(torch.autograd.Function):
+class LinearFp32Wgrad(torch.autograd.Function):
     """Rows x W^T."""
 
     @staticmethod
@@ -56,7 +56,7 @@ class LinearInto32(torch.autograd.Function):
         return dy @ ctx.weight, add_weight_gradient(ctx.weight, dy, x)
 
 
-class SwigluLinearInto32(torch.autograd.Function):
+class SwigluLinearFp32Wgrad(torch.autograd.Function):
     """Rows swiglu(pairs) W^T. The product of SwiGLU is not kept: the backward kernel makes it again in passing."""
 
     @staticmethod
@@ -76,17 +76,17 @@ class SwigluLinearInto32(torch.autograd.Function):
         return dpairs, add_weight_gradient(ctx.weight, dy, h)
 
 
-def linear_into_32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_fp32_wgrad(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The registry's entry."""
     x, weight, bias = for_autocast(x, weight, bias)
-    y: Tensor = LinearInto32.apply(rows_of(x), weight).view(*x.shape[:-1], -1)
+    y: Tensor = LinearFp32Wgrad.apply(rows_of(x), weight).view(*x.shape[:-1], -1)
     return y if bias is None else y + bias
 
 
-def feed_forward_into_32(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def feed_forward_fp32_wgrad(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """The registry's entry."""
     x, gate_up, down = for_autocast(x, gate_up, down)
-    y: Tensor = SwigluLinearInto32.apply(LinearInto32.apply(rows_of(x), gate_up), down).view(x.shape)
+    y: Tensor = SwigluLinearFp32Wgrad.apply(LinearFp32Wgrad.apply(rows_of(x), gate_up), down).view(x.shape)
     return y
 
 
@@ -104,7 +104,7 @@ class Float8Weight(NamedTuple):
 
 def float8_weight(weight: Tensor) -> Float8Weight:
     """`weight` in float8, made anew only when the weight has changed: once per optimizer step. A copy stays where it
-    is, because a recording of a pass (`zero2all.train.recorded`) reads it there."""
+    is, because a captured pass (`zero2all.train.cuda_graph`) reads it there."""
     known: Float8Weight | None = getattr(weight, "float8", None)
     if known is None or known.version != weight._version:
         with torch.no_grad():

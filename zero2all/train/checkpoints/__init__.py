@@ -1,10 +1,10 @@
-"""Checkpoints that are either whole or absent, written beside training, readable at any number of ranks.
+"""Checkpoints that are either complete or absent, written in the background, readable with any number of ranks.
 
-`store` is what the training loop uses; `find` and `load` what tools use; `run_lock` keeps a second trainer out. The
-other modules hold one idea each: `layout` names, `documents` exact JSON, `manifest` the seal, `index` where tensors
-lie, `tensor_file` safetensors, `planning` who writes what, `reads` what is read, `snapshot` the copy in host memory,
-`finite` and `replicas` what is not worth saving, `commit` the protocol, `latest` a hint, `writer` the thread, `verify`
-what is refused, `retention` what stays, `set_aside` what is moved, `peers` how ranks talk.
+The training loop uses `store`; tools use `find` and `load`; `run_lock` keeps a second trainer out. The other modules
+have one task each: `layout` names, `documents` exact JSON, `manifest` the sealed list of files, `index` where tensors
+are, `tensor_file` safetensors, `planning` which rank writes what, `reads` what is read, `snapshot` the copy in host
+memory, `finite` and `replicas` the checks before a save, `commit` the protocol, `latest` a hint, `writer` the thread,
+`verify` the checks before a load, `retention` what is kept, `set_aside` what is moved, `peers` messages between ranks.
 
-Nothing is imported here: reading a checkpoint must not pay for torch's planners, which take more than a second.
+Nothing is imported here: importing torch's planners takes more than a second, which readers need not pay.
 """

@@ -1,12 +1,12 @@
 """From host memory to a committed checkpoint, by all ranks together.
 
-Every rank writes and fsyncs its files into one temporary folder and tells the others what it wrote, or why it could
-not. Only when all of them have written all of the plan does rank 0 add the index, the document and, last, the sealed
-manifest, and rename the folder; then it tells the others. Until the rename there is nothing that a reader would look
-at, so a rank that fails, or dies, at any point leaves the checkpoints as they were.
+Every rank writes and fsyncs its files into one temporary folder and reports to the others what it wrote, or why it
+failed. Only when all ranks have written all of the plan does rank 0 add the index, the document and, last, the sealed
+manifest, and rename the folder; then it reports that. Readers ignore the temporary folder, so a rank that fails or dies
+at any point leaves the existing checkpoints unchanged.
 
-A process that was stopped anywhere in here and taken over meanwhile commits nothing: the new holder has swept its
-temporary folder away, no file is made in a folder that is gone, and there is nothing left to rename.
+A process that was suspended in here while another took over the run commits nothing: the new holder has deleted its
+temporary folder, so no file can be created in it, and there is nothing to rename.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from zero2all.train.checkpoints.snapshot import Staged
 from zero2all.train.checkpoints.tensor_file import write_durably, write_tensor_file
 
 SMALL_FILES_BYTES = 4 << 20
-"""Room for manifest, index, document and what the file system itself takes, beside the tensors."""
+"""Space for manifest, index, document and the file system's own data, beside the tensors."""
 
 
 class SaveError(Exception):
-    """A save that came to nothing; the message says why."""
+    """A save that failed; the message says why."""
 
 
 def bytes_needed(layout: SaveLayout) -> int:
@@ -47,7 +47,7 @@ def bytes_needed(layout: SaveLayout) -> int:
 
 
 def lack_of_space(run: Path, layout: SaveLayout) -> str | None:
-    """Why a checkpoint cannot be begun now; None when there is room for it."""
+    """Why a checkpoint cannot be started now; None when there is enough disk space."""
     needed, free = bytes_needed(layout), shutil.disk_usage(run).free
     if free >= needed:
         return None
@@ -67,8 +67,8 @@ def commit(
 ) -> Path:
     """Write a staged snapshot and commit it; every rank calls it and gets the folder, or raises SaveError.
 
-    `attempt` is the same on all ranks and names the temporary folder. `fence` is asked before every file and before
-    the rename. `problem` is what went wrong on this rank before: then nothing is committed.
+    `attempt` is the same on all ranks and names the temporary folder. `fence` is checked before every file and
+    before the rename. `problem` is an earlier failure of this rank: then nothing is committed.
     """
     partial = partial_folder(run, staged.step, attempt)
     own = _write_own(partial, staged, problem, fence)
@@ -92,7 +92,7 @@ def commit(
 
 
 def _write_own(partial: Path, staged: Staged, problem: str | None, fence: Fence) -> dict[str, Any]:
-    """Write this rank's files; returns what they are, or why they could not be written. Never raises."""
+    """Write this rank's files; returns their sizes and checksums, or why they could not be written. Never raises."""
     if problem is not None:
         return {"problem": problem}
     written = []
@@ -103,18 +103,18 @@ def _write_own(partial: Path, staged: Staged, problem: str | None, fence: Fence)
         for file in staged.files:
             fence()
             written.append(partial / file.plan.name)
-            files[file.plan.name] = write_tensor_file(partial / file.plan.name, file.plan.slots, file.buffer)
+            files[file.plan.name] = write_tensor_file(partial / file.plan.name, file.plan.infos, file.buffer)
         fsync_folder(partial)
     except Exception as error:
         if not isinstance(error, LostRunError):
-            for path in written:  # make room at once: the others may still be writing
+            for path in written:  # free the space at once: the others may still be writing
                 _remove(path)
         return {"problem": _why(error)}
     return {"files": files}
 
 
 def _first_problem(reports: list[dict[str, Any]], layout: SaveLayout) -> str | None:
-    """Why the reports do not add up to the plan."""
+    """How the reports differ from the plan."""
     for rank, report in enumerate(reports):
         if report.get("problem") is not None:
             return str(report["problem"]) if len(reports) == 1 else f"rank {rank}: {report['problem']}"
@@ -158,7 +158,7 @@ def _finish(
 
 
 def _verdict(peers: Peers, problem: str | None) -> str | None:
-    """What rank 0 decided. It has committed by now or not, whatever becomes of the others."""
+    """What rank 0 decided. It has committed or not, whatever happens to the others."""
     try:
         verdict: str | None = _gather(peers, problem)[0]
     except SaveError:
@@ -172,11 +172,11 @@ def _gather(peers: Peers, value: Any) -> list[Any]:
     try:
         return peers.gather(value)
     except Exception as error:
-        raise SaveError(f"a rank is gone, or did not finish its part of the save in time ({error})") from error
+        raise SaveError(f"a rank has died, or did not finish its part of the save in time ({error})") from error
 
 
 def _clear(partial: Path, fence: Fence) -> None:
-    """Remove a save that came to nothing; one of a run that was lost is left for its new holder to sweep."""
+    """Remove a failed save; if another process holds the run now, that one removes it."""
     try:
         fence()
     except LostRunError:
@@ -188,11 +188,11 @@ def _remove(path: Path) -> None:
     try:
         path.unlink()
     except OSError:
-        return  # swept with the rest of the folder
+        return  # removed with the rest of the folder
 
 
 def _why(error: Exception) -> str:
-    """An exception in words."""
+    """An exception as a sentence."""
     if isinstance(error, UserError | SaveError):
         return str(error)
     what = "the disk is full" if is_disk_full(error) else "the save failed"

@@ -1,8 +1,8 @@
-"""JSON that gives back exactly what was put in.
+"""JSON that is read back exactly as it was written.
 
-Checkpoints need two things the ordinary writer does not promise: integers of any length come back as integers, and a
-number that JSON cannot hold is not turned into null. Such a number is written as the string that `float()` reads:
-"nan", "inf" or "-inf".
+Checkpoints need two things that the ordinary writer does not guarantee: integers of any length come back as integers,
+and a number that JSON cannot hold is not turned into null. Such a number is written as the string that `float()`
+reads: "nan", "inf" or "-inf".
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LARGEST_BYTES = 256 << 20
 
 
 def dump(value: Any, indent: int | None = 1) -> bytes:
-    """UTF-8 JSON, for people to read unless `indent` is None; raises TypeError for what JSON has no word for."""
+    """UTF-8 JSON, indented unless `indent` is None; TypeError for values that JSON cannot hold."""
     return json.dumps(_writable(value), ensure_ascii=False, allow_nan=False, indent=indent).encode() + b"\n"
 
 
@@ -35,7 +35,7 @@ def parse(data: bytes, what: str) -> Any:
 
 
 def read_limited(path: Path) -> bytes:
-    """The bytes of a JSON file, after a look at how many there are."""
+    """The bytes of a JSON file, after a check of its size."""
     if path.exists() and not path.is_file():
         raise BadInputError(f"{path} is no plain file.")  # a fifo would never end
     size = path.stat().st_size

@@ -1,8 +1,8 @@
-"""The newest checkpoint that is whole, found by all ranks together.
+"""The newest complete checkpoint, found by all ranks together.
 
-Each rank checks the bytes of its share of the files, and a checkpoint counts only when all of them found theirs right:
-so every rank starts from the same one. A damaged one is said aloud and, by the holder of the run's lock, set aside. A
-run that has committed something and has nothing whole left stops: starting over in silence would be the worst outcome.
+Each rank checks the bytes of its share of the files, and a checkpoint is valid only when all ranks found theirs intact,
+so every rank starts from the same one. A damaged one is reported and, by the holder of the run's lock, set aside. A run
+that has committed a checkpoint and has no intact one left stops: starting over silently would be the worst outcome.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def say_aloud(text: str) -> None:
 
 
 def find_newest(run: Path, peers: Peers, fence: Fence | None, say: Say = say_aloud) -> Checkpoint | None:
-    """The newest whole checkpoint; None when the run never committed one. Every rank calls it.
+    """The newest intact checkpoint; None when the run never committed one. Every rank calls it.
 
-    With the `fence` of the run's lock damaged ones go to `checkpoints/damaged/`; without, nothing is touched.
+    With the `fence` of the run's lock damaged ones go to `checkpoints/damaged/`; without it, nothing is changed.
     """
     steps = peers.gather([step_of(folder) for folder in list_checkpoints(run)] if peers.is_first else [])[0]
     damaged = []
@@ -51,7 +51,7 @@ def find_newest(run: Path, peers: Peers, fence: Fence | None, say: Say = say_alo
             continue
         hint = latest_noted(run)
         if peers.is_first and not damaged and hint is not None and hint > step:
-            say(f"Step {hint} was saved once, but its checkpoint is gone: step {step} is the newest there is.")
+            say(f"Step {hint} was saved once, but its checkpoint is missing: step {step} is the newest there is.")
         return found
     _stop_unless_new(run, peers, damaged)
     return None
@@ -90,7 +90,7 @@ def _is_moved(folder: Path, reason: str, fence: Fence) -> bool:
     try:
         fence()
         quarantine(folder, reason)
-    except (OSError, LostRunError):  # a disk that cannot be written must not keep anybody from reading
+    except (OSError, LostRunError):  # reading must work on a read-only disk
         return False
     return True
 
@@ -108,13 +108,13 @@ def _stop_unless_new(run: Path, peers: Peers, damaged: list[str]) -> None:
     reason = next((each for each in peers.gather(reason) if each), "")
     if reason:
         raise BadInputError(
-            f"No checkpoint of {run} is whole: {reason}. Bring the folder back from where it went; or start over with "
+            f"No checkpoint of {run} is whole: {reason}. Restore the folder; or start over with "
             f"--fresh, which deletes what is left of this run; or keep that, with another train.name."
         )
 
 
 def _latest_logged(run: Path) -> int | None:
-    """The last step of which the run's metrics say that it was saved: for runs whose checkpoints have all gone."""
+    """The last saved step according to the run's metrics, for runs whose checkpoints are all missing."""
     latest = None
     for path in sorted((run / METRICS_FOLDER).glob("*.jsonl")):
         with suppress(OSError), open(path, "rb") as file:

@@ -1,10 +1,10 @@
-"""The index of a checkpoint: which tensor lies where, in which pieces.
+"""The index of a checkpoint: in which files the pieces of each tensor are.
 
-Ranks write the pieces they hold, so a tensor may lie in several files. The index is what torch's distributed checkpoint
-keeps in a pickle, as JSON: for every tensor its dtype, its whole shape, and for every piece the offset and the shape
-within the tensor, the file, and the key in that file. A tensor's pieces must fill it exactly: nothing missing, nothing
-twice. That, and every piece being exactly as long as its place in the file, is why loading a checkpoint can never take
-more memory than it has bytes on disk.
+Ranks write the pieces they hold, so a tensor may be spread over several files. The index is what torch's distributed
+checkpoint keeps in a pickle, as JSON: for every tensor its dtype and shape, and for every piece the offset and shape
+within the tensor, the file, and the key in that file. A tensor's pieces must fill it exactly, without gaps or overlaps,
+and every piece is exactly as long as its place in the file; so loading a checkpoint never takes more memory than it has
+bytes on disk.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _sizes(value: Any, name: str, where: str) -> tuple[int, ...]:
 
 
 def _check_filling(name: str, entry: TensorEntry, where: str) -> None:
-    """The pieces lie inside the tensor, do not overlap, and have its volume together: so they fill it."""
+    """Check that the pieces lie inside the tensor, do not overlap, and together have its volume: then they fill it."""
     for piece in entry.pieces:
         if any(o + s > whole for o, s, whole in zip(piece.offsets, piece.shape, entry.shape, strict=True)):
             raise BadInputError(f"{where}: a piece of {name} reaches beyond the tensor's shape {entry.shape}")

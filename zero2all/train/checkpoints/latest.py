@@ -1,4 +1,4 @@
-"""The hint which step was committed last: nothing is opened because of it, but a loss does not go unnoticed."""
+"""A hint which step was committed last: nothing is opened because of it, but a missing checkpoint is noticed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from zero2all.train.checkpoints.layout import LATEST_NAME, checkpoints_folder
 
 
 def note_latest(run: Path, step: int | None) -> None:
-    """Write down which step was committed last, as a hint: its absence means nothing, its presence that a run which
-    has no checkpoint now has had one. None removes the hint."""
+    """Write the step that was committed last. Without the file nothing is known; with it, a run that has no checkpoint
+    has lost one. None removes the hint."""
     path = checkpoints_folder(run) / LATEST_NAME
     if step is None:
         path.unlink(missing_ok=True)

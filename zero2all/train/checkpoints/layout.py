@@ -1,4 +1,4 @@
-"""Names and places: what the files and folders of a run's checkpoints are called.
+"""Names and paths of the files and folders of a run's checkpoints.
 
 <run>/checkpoints/
   step-00001000/                    a committed checkpoint; nothing in it is ever changed
@@ -59,7 +59,7 @@ def step_of(folder: Path) -> int:
 
 
 def list_checkpoints(run: Path) -> list[Path]:
-    """Committed checkpoints, newest first; whether they are whole is another question."""
+    """Committed checkpoints, newest first; they are not checked."""
     try:
         found = [path for path in checkpoints_folder(run).iterdir() if FOLDER_NAME.fullmatch(path.name)]
     except FileNotFoundError:
@@ -74,7 +74,7 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def is_tensor_name(name: object) -> bool:
-    """Whether a name may stand in an index: a group, a slash, and something that could never pass for a path."""
+    """Whether a name may be in an index: a group, a slash, and a name that cannot be taken for a path."""
     if not isinstance(name, str) or not 3 <= len(name) <= 1000 or not name.isprintable() or "\\" in name:
         return False
     group, rest = split_name(name)

@@ -1,4 +1,4 @@
-"""A verified checkpoint, and getting tensors out of it: whole ones for tools, a rank's own parts for training."""
+"""A verified checkpoint, and how tensors are read from it: whole ones for tools, a rank's own parts for training."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ class Checkpoint:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all its files but the manifest."""
+        """Bytes of all its files except the manifest."""
         return sum(int(facts["bytes"]) for facts in self.manifest["files"].values())
 
     def load_into(self, tensors: Mapping[str, Tensor], strict: bool = True) -> None:
-        """Fill tensors in place, each rank its own part, however they were spread over ranks when they were saved.
+        """Fill tensors in place, each rank its own part, however they were sharded when they were saved.
 
-        Raises before touching anything when a name, a shape or a dtype differs. With `strict`, every tensor of the
-        groups that are asked for ('model', 'optimizer', …) must be asked for.
+        Raises before changing anything when a name, a shape or a dtype differs. With `strict`, `tensors` must have
+        every tensor of its groups ('model', 'optimizer', …).
         """
         self._check_names(tensors, strict)
         with torch.no_grad():
@@ -126,11 +126,11 @@ class Checkpoint:
 
 @contextmanager
 def reading_record(checkpoint: Checkpoint) -> Iterator[None]:
-    """While parts of the record are read that only their owners know (guards, data, stages): odd ones are bad input.
+    """Turn errors while a part of the record is read (guards, data, stages) into BadInputError.
 
-    The seal finds damage; whoever writes another record and seals it anew gets past it, but no further than this.
+    The seal finds damage, but not a changed record with a new seal; that is found here.
     """
-    remedy = "Move it away to go on from an older checkpoint, or start over with --fresh."
+    remedy = "Move it away to continue from an older checkpoint, or start over with --fresh."
     with as_written(f"The record of the run in {checkpoint.folder}", remedy):
         yield
 
@@ -143,14 +143,14 @@ def verified_checkpoint(folder: Path) -> Checkpoint:
 
 
 def _fill(handle: int, header: Header, read: Read) -> None:
-    """Read the rows of a stretch, some MB at a time, and take the wanted columns of them."""
-    slot = header.slots[read.piece.key]
-    if not slot.shape:
-        read.target.copy_(read_rows(handle, header, slot, 0, 1))
+    """Read rows, some MB at a time, and keep the wanted columns."""
+    info = header.infos[read.piece.key]
+    if not info.shape:
+        read.target.copy_(read_rows(handle, header, info, 0, 1))
         return
     first, count = read.offsets[0], read.lengths[0]
-    at_once = max(1, READ_BYTES // max(1, byte_count(slot.dtype, slot.shape[1:])))
+    at_once = max(1, READ_BYTES // max(1, byte_count(info.dtype, info.shape[1:])))
     columns = tuple(slice(o, o + n) for o, n in zip(read.offsets[1:], read.lengths[1:], strict=True))
     for start in range(0, count, at_once):
-        rows = read_rows(handle, header, slot, first + start, min(at_once, count - start))
+        rows = read_rows(handle, header, info, first + start, min(at_once, count - start))
         read.target[start : start + len(rows)].copy_(rows[(slice(None), *columns)])

@@ -1,8 +1,8 @@
-"""The manifest that ends a checkpoint: what belongs to it, and a seal over its own bytes.
+"""The manifest, written last: the files of a checkpoint, and a seal over its own bytes.
 
-It names the size and crc32c of every file, and its last line is the sha256 of all the bytes before that line. So
-every byte of a checkpoint is covered: those of the other files by the manifest, those of the manifest by its seal. The
-seal finds damage; it is no signature and keeps nobody from writing another checkpoint.
+It holds the size and crc32c of every file, and its last line is the sha256 of all the bytes before that line. So every
+byte of a checkpoint is covered: those of the other files by the manifest, those of the manifest by its seal. The seal
+finds damage; it is not a signature, and anybody can write another checkpoint.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ gates came before those of all ups."""
 
 OWN_FIELDS = ("kind", "format", "zero2all", "step", "world_size", "files", "seal")
 NOT_GOOD = "not_good"
-"""A detail: why a whole checkpoint is nothing to go back to. Absent in good ones."""
+"""A detail: why a rollback must not use an intact checkpoint. Absent in good ones."""
 SEAL = re.compile(rb',\n "seal": "([0-9a-f]{64})"\n}\n')
 SEAL_BYTES = len(b',\n "seal": ""\n}\n') + 64
 CRC = re.compile(r"[0-9a-f]{8}")
 
 
 class OtherVersionError(BadInputError):
-    """A whole checkpoint that another version of zero2all wrote: neither damaged nor usable."""
+    """An intact checkpoint of another version of zero2all: neither damaged nor usable."""
 
 
 def manifest_bytes(step: int, world_size: int, files: dict[str, dict[str, Any]], details: dict[str, Any]) -> bytes:
@@ -47,7 +47,7 @@ def manifest_bytes(step: int, world_size: int, files: dict[str, dict[str, Any]],
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint after checking its seal and its form; nothing else of the folder is looked at."""
+    """The manifest of a checkpoint after checking its seal and its form; no other file is read."""
     path = folder / MANIFEST_NAME
     if path.is_symlink() or not path.is_file():
         raise BadInputError(f"{path} is missing" if not path.exists() else f"{path} is no plain file")
@@ -84,7 +84,7 @@ def _check_form(path: Path, manifest: dict[str, Any]) -> None:
 
 
 def _stop_at_format_1(path: Path, data: bytes) -> None:
-    """Format 1 was sealed otherwise; one that is whole must not be taken for a damaged one."""
+    """Format 1 had another seal; an intact one must not be taken for damaged."""
     try:
         manifest = documents.parse(data, str(path))
     except BadInputError:

@@ -1,8 +1,8 @@
-"""What ranks tell each other about a save: small JSON values, gathered by everybody.
+"""What ranks tell each other about a save: small JSON values, gathered on all ranks.
 
-torch's object collectives pickle, and a pickle from a socket is code; these are bytes of JSON. They travel over gloo
-groups of their own, since a collective on the training group from another thread would meet the gradients of some
-rank: one group for the caller's thread, one for the thread that writes.
+torch's object collectives use pickle, and a pickle from a socket is code; these are bytes of JSON. They have their own
+gloo groups, because a collective on the training group from another thread could be matched with the gradients of
+another rank: one group for the caller's thread, one for the writing thread.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Peers:
         return self.rank == 0
 
     def gather(self, value: Any) -> list[Any]:
-        """Everybody's value, by rank, for everybody. Raises when a peer is gone or does not come in time."""
+        """The values of all ranks, on all ranks. Raises when a peer has died or does not answer in time."""
         if self._group is None:
             return [value]
         own = torch.frombuffer(bytearray(documents.dump(value, None)), dtype=torch.uint8)
@@ -48,7 +48,7 @@ class Peers:
 
 
 def open_peers(group: dist.ProcessGroup | None, timeout_seconds: float) -> Peers:
-    """Peers over a new gloo group with the ranks of `group`; every one of them calls this at the same point."""
+    """Peers over a new gloo group with the ranks of `group`; all of them call this at the same point."""
     if group is None:
         return Peers()
     ranks = dist.get_process_group_ranks(group)
@@ -56,7 +56,7 @@ def open_peers(group: dist.ProcessGroup | None, timeout_seconds: float) -> Peers
         ranks,
         timeout=datetime.timedelta(seconds=timeout_seconds),
         backend="gloo",
-        # A group of all ranks is made by all of them; of a part, by those in it only.
+        # A group of all ranks is created by all of them; one of some ranks only by those.
         use_local_synchronization=len(ranks) < dist.get_world_size(),
     )
     return Peers(own)

@@ -1,11 +1,11 @@
-"""Who writes what: torch's planners decide, for tensors spread over ranks in any way.
+"""Which rank writes what: torch's planners decide, for tensors sharded in any way.
 
-The planners of `torch.distributed.checkpoint` know how a DTensor lies over a mesh, which of several equal copies is
-worth writing, and, at loading, which stretch of which stored piece belongs where: that is reused. Its driver is not. It
-pickles plans and metadata, and it copies the state before it plans; here the plan is made first (and once, for it
+The planners of `torch.distributed.checkpoint` know how a DTensor is spread over a mesh, which of several equal copies
+to write, and, at loading, which part of which stored piece belongs where; they are reused. Its driver is not: it
+pickles plans and metadata, and it copies the state before it plans. Here the plan is made first (and once, because it
 changes only when the tensors do), so that a rank copies and holds in host memory only what it will write itself.
 
-A plain tensor is taken to be the same on every rank that names it, and is written once.
+A plain tensor is assumed to be the same on every rank that has it, and is written once.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from zero2all.train.checkpoints.index import Index, Piece, TensorEntry, index_do
 from zero2all.train.checkpoints.layout import is_tensor_name, split_name, tensor_file_name
 from zero2all.train.checkpoints.peers import Peers
 from zero2all.train.checkpoints.reads import Read
-from zero2all.train.checkpoints.tensor_file import DTYPE_NAMES, DTYPES, Slot, byte_count, header_bytes, lay_out
+from zero2all.train.checkpoints.tensor_file import DTYPE_NAMES, DTYPES, TensorInfo, byte_count, header_bytes, lay_out
 
 
 @dataclass(frozen=True)
 class FilePlan:
-    """One file of this rank: which piece of which tensor goes into which slot."""
+    """One file of this rank: which piece of which tensor goes where."""
 
     name: str
-    slots: dict[str, Slot]
+    infos: dict[str, TensorInfo]
     sources: dict[str, str]
     """Key in the file -> name of the tensor whose local part it is."""
 
     @property
     def data_bytes(self) -> int:
         """Bytes of the tensors, without the header."""
-        return max((slot.end for slot in self.slots.values()), default=0)
+        return max((info.end for info in self.infos.values()), default=0)
 
 
 @dataclass(frozen=True)
@@ -82,11 +82,11 @@ def plan_save(tensors: Mapping[str, Tensor], peers: Peers, largest_file_bytes: i
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     said = peers.gather(_own_items(planner, tensors, peers.is_first))
     for rank, each in enumerate(said):
-        if "problem" in each:  # on every rank: none may be left waiting for the others
+        if "problem" in each:  # raised on every rank, so that none waits for the others
             raise ValueError(f"rank {rank}: {each['problem']}")
     plans = [SavePlan([_item_of(document) for document in each["items"]]) for each in said]
     _check_agreement(plans)
-    shared, _ = planner.create_global_plan(plans)  # drops all but one of equal copies, and checks the filling
+    shared, _ = planner.create_global_plan(plans)  # keeps one of equal copies, checks that pieces fill their tensors
     index: Index = {}
     files: list[list[FilePlan]] = []
     for rank, plan in enumerate(shared):
@@ -95,12 +95,12 @@ def plan_save(tensors: Mapping[str, Tensor], peers: Peers, largest_file_bytes: i
         data = _data_of(item)
         index.setdefault(item.index.fqn, TensorEntry(DTYPE_NAMES[data.properties.dtype], tuple(data.size), ()))
     index = parse_index(index_document(index), "the plan of a checkpoint")
-    sizes = {file.name: len(header_bytes(file.slots)) + file.data_bytes for own_files in files for file in own_files}
+    sizes = {file.name: len(header_bytes(file.infos)) + file.data_bytes for own_files in files for file in own_files}
     return SaveLayout(files[peers.rank], index, sizes, signature_of(tensors))
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
+    """The part of a tensor on this rank."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
@@ -112,7 +112,7 @@ def plan_reads(tensors: Mapping[str, Tensor], index: Index) -> list[Read]:
 
 
 def _files_of_rank(rank: int, plan: SavePlan, largest_file_bytes: int, index: Index) -> list[FilePlan]:
-    """Cut what a rank writes into files by group and size, and enter the pieces into the index."""
+    """Divide what a rank writes into files by group and size, and add the pieces to the index."""
     parts: dict[str, list[dict[str, WriteItem]]] = {}
     filled: dict[str, int] = {}
     for item in plan.items:
@@ -159,7 +159,7 @@ def _own_items(planner: DefaultSavePlanner, tensors: Mapping[str, Tensor], is_fi
 
 
 def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
-    """Bugs of the caller, found before anything is copied."""
+    """Check for bugs of the caller before anything is copied."""
     for name, tensor in tensors.items():
         if not is_tensor_name(name):
             raise ValueError(f"a tensor of a checkpoint cannot be called {name!r}; expected 'group/name'")
@@ -174,7 +174,7 @@ def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
 
 
 def _check_agreement(plans: list[SavePlan]) -> None:
-    """A tensor has one dtype and one shape on all ranks."""
+    """Check that a tensor has one dtype and one shape on all ranks."""
     seen: dict[str, tuple[int, tuple[str, tuple[int, ...]]]] = {}
     for rank, plan in enumerate(plans):
         for item in plan.items:
@@ -208,7 +208,7 @@ def _dtype_of(item: WriteItem) -> str:
 
 
 def _metadata(index: Index) -> Metadata:
-    """An index in the planners' words."""
+    """An index as metadata of the planners."""
     return Metadata(
         {
             name: TensorStorageMetadata(

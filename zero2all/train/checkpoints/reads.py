@@ -1,4 +1,4 @@
-"""What to read for a tensor: stretches of stored pieces, and the places they belong to."""
+"""What to read for a tensor: parts of stored pieces, and where they go."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from zero2all.train.checkpoints.index import Index, Piece
 
 @dataclass(frozen=True)
 class Read:
-    """One stretch of a stored piece, and the place it belongs to."""
+    """One part of a stored piece, and where it goes."""
 
     piece: Piece
     offsets: tuple[int, ...]
-    """Where the stretch begins within the piece."""
+    """Where the part begins within the piece."""
     lengths: tuple[int, ...]
     target: Tensor
     """A view into the caller's tensor, of shape `lengths`."""

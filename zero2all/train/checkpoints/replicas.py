@@ -1,13 +1,13 @@
-"""Whether what should be the same on several ranks is the same, to the last bit.
+"""Whether the copies of a tensor on several ranks are equal, to the last bit.
 
 With `parallel.data: replicate` every rank has all weights and moments and makes the same updates. A bit that flips on
-one of them is noticed by nobody: gradients are summed over ranks whose weights differ, and a checkpoint takes a tensor
-here and a tensor there. So before a save every rank adds up the bits of its copies, and the ranks compare 8 bytes.
+one rank goes unnoticed: gradients are summed over ranks whose weights differ, and a checkpoint takes tensors from
+different ranks. So before a save every rank adds up the bits of its copies, and the ranks compare 8 bytes.
 
-The sum is over integers, so that no order of adding changes it: the bits of a tensor as a table of WIDTH columns, its
-row sums and its column sums, each weighted by its place. Any one changed value changes it, and so do two that were
-swapped. It reads a tensor twice on its device: 36 ms for the 14.6 GB of a z2all-1b, with 160 MB beside them (H200,
-November 2026). Parts that only one rank has (FSDP2) have nothing to be compared with and are left out.
+The sum is over integers, so it does not depend on the order: the bits of a tensor as a table of WIDTH columns, its row
+sums and its column sums, each weighted by its place. Any one changed value changes it, and so do two swapped values.
+It reads a tensor twice on its device: 36 ms for the 14.6 GB of a z2all-1b, with 160 MB beside them (H200,
+November 2026). Parts that only one rank has (FSDP2) cannot be compared and are left out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PIECE_ROWS = 2048
 """64 MB at a time: for column sums a GPU takes memory with the size of the table."""
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
-"""Odd, so that a multiplication modulo 2^64 loses nothing; its bits are spread."""
+"""Odd, so that a multiplication modulo 2^64 loses no bits; its bits are well mixed."""
 
 
 class ReplicasDifferError(AnomalyError):
@@ -55,7 +55,7 @@ def compare_replicas(tensors: Mapping[str, Tensor], peers: Peers) -> None:
     names = sorted({key.partition("|")[2] for keys in odd.values() for key in keys})
     who = f"rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, sorted(odd)))}"
     more = f" and {len(names) - 3} more tensors" if len(names) > 3 else ""
-    unsure = " (of two ranks nobody can tell which one is right; the second is named)" if peers.size == 2 else ""
+    unsure = " (with two ranks it is unknown which one is right; the second is named)" if peers.size == 2 else ""
     raise ReplicasDifferError(
         f"The replicas differ: {who} of {peers.size} does not hold what the others hold in {', '.join(names[:3])}{more}"
         f"{unsure}. This state was not saved; earlier checkpoints were compared too, and stand. Run the same command "
@@ -69,11 +69,11 @@ def _has_copies(tensor: Tensor) -> bool:
     if isinstance(tensor, DTensor):
         sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
         return any(placement.is_replicate() and size > 1 for placement, size in sizes)
-    return True  # a plain tensor is taken to be the same everywhere
+    return True  # a plain tensor is assumed to be the same everywhere
 
 
 def _group(tensor: Tensor) -> str:
-    """What ranks with the same part of a tensor have in common."""
+    """A key that ranks with the same part of a tensor share."""
     if not isinstance(tensor, DTensor):
         return "all"
     coordinates = zip(tensor.placements, tensor.device_mesh.get_coordinate() or (), strict=False)
@@ -91,7 +91,7 @@ def _digest(parts: Sequence[Tensor]) -> int:
 
 
 def _sums_of_bits(part: Tensor) -> Iterator[Tensor]:
-    """The row and column sums of a tensor, as int64 on its device, and what is left of it behind the table."""
+    """The row and column sums of a tensor, as int64 on its device, and the values after the last full row."""
     flat = part.contiguous().view(-1)
     size = flat.element_size()
     if flat.storage_offset() * size % 8:
@@ -107,7 +107,7 @@ def _sums_of_bits(part: Tensor) -> Iterator[Tensor]:
 
 
 def _odd_ranks(said: Sequence[Mapping[str, int]]) -> dict[int, list[str]]:
-    """By rank, the keys for which it says something else than most do; of a tie the first that spoke is believed."""
+    """By rank, the keys for which its value differs from that of most ranks; in a tie the lowest rank is believed."""
     odd: dict[int, list[str]] = {}
     for key in dict.fromkeys(key for each in said for key in each):
         values = {rank: each[key] for rank, each in enumerate(said) if key in each}

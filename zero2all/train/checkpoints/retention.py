@@ -1,9 +1,9 @@
-"""Which checkpoints stay.
+"""Which checkpoints are kept.
 
-The newest `keep_last`, those at multiples of `keep_every_steps`, and pinned ones. Whatever the settings, two that are
-known to be whole are left, and among them one that is good (`not_good` in a manifest says why one is not): when those
-to be kept are not enough, older ones are spared. Deleting is a rename first, so no half of a checkpoint ever stands
-under its name.
+The newest `keep_last`, those at multiples of `keep_every_steps`, and pinned ones. Whatever the settings, at least two
+that are known to be intact are kept, and at least one of them is good (`not_good` in a manifest says why one is not):
+if the rules keep too few, older ones are kept as well. A folder is renamed before it is deleted, so that a partly
+deleted checkpoint never has a valid name.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ LEAST_VERIFIED = 2
 
 @dataclass(frozen=True)
 class Retention:
-    """How many checkpoints stay."""
+    """How many checkpoints are kept."""
 
     keep_last: int = 2
-    """Newest checkpoints that stay; at least 2."""
+    """Newest checkpoints that are kept; at least 2."""
     keep_every_steps: int = 0
-    """Checkpoints at multiples of this stay for ever; 0 keeps none for that reason."""
+    """Checkpoints at multiples of this are never deleted; 0 turns the rule off."""
 
     def __post_init__(self) -> None:
         if self.keep_last < LEAST_VERIFIED:
             raise ValueError(f"keep_last is {self.keep_last}; at least {LEAST_VERIFIED} checkpoints must stay")
 
     def keeps(self, step: int, steps_newest_first: list[int]) -> bool:
-        """Whether a step stays by these rules alone."""
+        """Whether a step is kept by these rules alone."""
         by_multiple = self.keep_every_steps > 0 and step % self.keep_every_steps == 0
         return by_multiple or step in steps_newest_first[: self.keep_last]
 
@@ -55,7 +55,7 @@ class Verified:
     steps: set[int] = field(default_factory=set)
 
     def is_whole(self, folder: Path) -> bool:
-        """Whether a checkpoint is known to be whole; its bytes are read the first time only, its form every time."""
+        """Whether a checkpoint is intact; its bytes are read only the first time, its form every time."""
         step = step_of(folder)
         try:
             if step in self.steps:
@@ -70,7 +70,7 @@ class Verified:
 
 
 def is_good(folder: Path) -> bool:
-    """Whether a run may go back to a checkpoint: its manifest can be read, and speaks of no doubt."""
+    """Whether a rollback may use a checkpoint: its manifest can be read and has no `not_good`."""
     try:
         return NOT_GOOD not in read_manifest(folder)
     except (BadInputError, OSError):
@@ -78,7 +78,7 @@ def is_good(folder: Path) -> bool:
 
 
 def prune(run: Path, retention: Retention, verified: Verified, fence: Fence = no_fence) -> list[int]:
-    """Delete what need not stay; returns the deleted steps. Only for the holder of the run's lock."""
+    """Delete what need not be kept; returns the deleted steps. Only for the holder of the run's lock."""
     folders = list_checkpoints(run)
     steps = [step_of(folder) for folder in folders]
     pinned = pins(run)
@@ -88,7 +88,7 @@ def prune(run: Path, retention: Retention, verified: Verified, fence: Fence = no
     if not surplus:
         return []
     whole = good = 0
-    for folder in folders:  # newest first: kept ones count, then the newest of the surplus are spared
+    for folder in folders:  # newest first: kept ones count, then the newest of the others
         if whole >= LEAST_VERIFIED and good:
             break
         serves = whole < LEAST_VERIFIED or is_good(folder)
@@ -107,7 +107,7 @@ def prune(run: Path, retention: Retention, verified: Verified, fence: Fence = no
 
 
 def pins(run: Path) -> dict[int, str]:
-    """Pinned steps and why; BadInputError when the file cannot be understood (and then nothing may be deleted)."""
+    """Pinned steps and why; BadInputError when the file cannot be understood (then nothing may be deleted)."""
     path = checkpoints_folder(run) / PINS_NAME
     try:
         data = documents.read_limited(path)
@@ -115,7 +115,7 @@ def pins(run: Path) -> dict[int, str]:
         return {}
     found = documents.parse(data, str(path))
     if not isinstance(found, dict) or not all(key.isdigit() and isinstance(why, str) for key, why in found.items()):
-        raise BadInputError(f'{path} should hold steps and reasons, such as {{"1000": "best so far"}}. Mend it.')
+        raise BadInputError(f'{path} should hold steps and reasons, such as {{"1000": "best so far"}}. Correct it.')
     return {int(key): why for key, why in found.items()}
 
 
@@ -125,7 +125,7 @@ def pin(run: Path, step: int, reason: str) -> None:
 
 
 def unpin(run: Path, step: int) -> None:
-    """Leave a step's checkpoint to the ordinary rules again."""
+    """Apply the ordinary rules to a step's checkpoint again."""
     _write_pins(run, {pinned: why for pinned, why in pins(run).items() if pinned != step})
 
 

@@ -1,16 +1,17 @@
 """One writer per run, and what happens to the lock of one that died.
 
-`<run>/lock` is locked with flock, which the kernel gives back when its holder dies, and says who holds it: host,
-process, when that process started, and a heartbeat (the file's own time of change, so that clocks of different machines
-are never compared). flock does not reach over every network disk, so what is written there counts too:
+`<run>/lock` is locked with flock, which the kernel releases when its holder dies, and its content names the holder:
+host, process, when that process started, and a heartbeat (the file's own mtime, so that clocks of different machines
+are never compared). flock does not work over every network disk, so the content counts too:
 
 - the holder lives on this host, or its heartbeat is fresh: refused (exit code 13);
 - it is dead, and was on this host: taken over, with a note;
-- it was on another host and its heartbeat is old: it may be dead or cut off, and a person must say (`take_over`).
+- it was on another host and its heartbeat is old: it may be dead or disconnected; the user must decide (`take_over`).
 
-The lock is also the fence around the run: whatever writes into it (checkpoints, the guards' records and pages, metrics)
-asks first whether the lock is still held. A process that was stopped for an hour, and was taken over meanwhile, writes
-nothing more and ends with exit code 14. Asking is one `stat` while nothing has changed, so it can be asked for a row.
+The lock is also a fence: everything that writes into the run (checkpoints, the guards' records and pages, metrics)
+checks first whether the lock is still held. A process that was suspended for an hour, while another took over the run,
+writes nothing more and ends with exit code 14. The check is one `stat` while nothing has changed, cheap enough for
+every row of metrics.
 """
 
 from __future__ import annotations
@@ -36,19 +37,19 @@ LOCK_NAME = "lock"
 HEARTBEAT_SECONDS = 10.0
 STALE_SECONDS = 60.0
 SAME_START_SECONDS = 2.0
-"""The start of a process is known to a hundredth of a second, but the clock it is told by may be set meanwhile."""
+"""The start of a process is known to a hundredth of a second, but the clock may be set in between."""
 
 
 Fence = Callable[[], None]
-"""Asked before a write into a run; raises LostRunError when this process may write no more."""
+"""Called before a write into a run; raises LostRunError when this process may no longer write."""
 
 
 def no_fence() -> None:
-    """For runs that nobody else can reach: tools, tests."""
+    """For runs that no other process writes to: tools, tests."""
 
 
 def behind(fence: Fence, work: Callable[[], T]) -> T:
-    """What `work` returns; it is not begun when the fence raises."""
+    """Check the fence, then run `work` and return its result."""
     fence()
     return work()
 
@@ -59,12 +60,12 @@ class RunLock:
     def __init__(self, path: Path, token: str, notes: list[str]) -> None:
         self.path, self.token = path, token
         self.notes = notes
-        """What there is to say about taking it, for the log."""
-        self._seen: tuple[int, ...] | None = None  # the file as it was when it was last read and named us
+        """Notes about taking it, for the log."""
+        self._seen: tuple[int, ...] | None = None  # the file when it was last read and named this process
         self._is_lost = False
 
     def is_held(self) -> bool:
-        """Whether the run still belongs to this process. Once lost, it is lost for good."""
+        """Whether this process still holds the run. Once lost, it stays lost."""
         if self._is_lost:
             return False
         try:
@@ -76,19 +77,19 @@ class RunLock:
             self._seen = seen
         except FileNotFoundError:
             self._is_lost = True
-        except OSError:  # a disk that is away for a moment says nothing about who has the run
+        except OSError:  # an error of the disk does not mean that the run was taken over
             return True
         return not self._is_lost
 
     def check(self) -> None:
-        """The fence: raises LostRunError when somebody has taken the lock over, or removed it."""
+        """The fence: raises LostRunError when another process has taken over the lock or removed it."""
         if self.is_held():
             return
         name, holder = self.path.parent.name, _read_holder(self.path)
         what = f"was taken over by {_name(holder)}" if holder else "has lost its lock, and may have had another writer"
         raise LostRunError(
-            f"The run {name} {what}. This process writes nothing more to it and ends. The run goes on from its newest "
-            f"checkpoint: leave it to the other process, or, when none is running, start the same command again."
+            f"The run {name} {what}. This process writes nothing more to it and ends. The run continues from its "
+            f"newest checkpoint: leave it to the other process, or, when none is running, start the same command again."
         )
 
 
@@ -99,7 +100,7 @@ def hold_run(
     stale_seconds: float = STALE_SECONDS,
     heartbeat_seconds: float = HEARTBEAT_SECONDS,
 ) -> Iterator[RunLock]:
-    """Hold a run's lock; raises RunLockedError, naming the holder, when another process has it or may have it."""
+    """Hold a run's lock; raises RunLockedError, naming the holder, when another process holds it or may hold it."""
     run.mkdir(parents=True, exist_ok=True)
     path = run / LOCK_NAME
     if path.exists() and not path.is_file():
@@ -109,7 +110,7 @@ def hold_run(
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RunLockedError(_refusal(run, _read_holder(path), "is running")) from None
-        except OSError:  # a disk without locks: what is written in the file must do
+        except OSError:  # a disk without locks: only the content of the file counts
             pass
         notes = _judge(run, _read_holder(path), take_over, stale_seconds)
         lock = RunLock(path, secrets.token_hex(8), notes)
@@ -124,7 +125,7 @@ def hold_run(
             beating.join()
             with contextlib.suppress(LostRunError, OSError):
                 lock.check()
-                path.write_bytes(b"")  # given back in order: nothing to take over
+                path.write_bytes(b"")  # released properly: nothing to take over
 
 
 def _judge(run: Path, holder: dict[str, Any], take_over: bool, stale_seconds: float) -> list[str]:
@@ -136,15 +137,15 @@ def _judge(run: Path, holder: dict[str, Any], take_over: bool, stale_seconds: fl
         if holder.get("boot") == _boot():
             if _is_alive(holder):
                 raise RunLockedError(_refusal(run, holder, "is running"))
-        elif age < stale_seconds:  # this machine before it was started anew, or another one of the same name
-            raise RunLockedError(_refusal(run, holder, f"gave a sign of life {age:.0f} s ago"))
+        elif age < stale_seconds:  # this machine before a reboot, or another one with the same name
+            raise RunLockedError(_refusal(run, holder, f"was last alive {age:.0f} s ago"))
         return [f"took over the lock of {_name(holder)}, which is dead"]
     if age < stale_seconds:
-        raise RunLockedError(_refusal(run, holder, f"gave a sign of life {age:.0f} s ago"))
+        raise RunLockedError(_refusal(run, holder, f"was last alive {age:.0f} s ago"))
     if not take_over:
         raise RunLockedError(
-            f"The run {run.name} belongs to {_name(holder)}, silent for {age:.0f} s. From here nobody can tell whether "
-            f"it is dead or only cut off. When you know that it is dead, start again with --take-over."
+            f"The run {run.name} belongs to {_name(holder)}, silent for {age:.0f} s. It cannot be told from here "
+            f"whether it is dead or only disconnected. If you know that it is dead, start again with --take-over."
         )
     return [f"took over the lock of {_name(holder)}, silent for {age:.0f} s, as asked"]
 
@@ -170,7 +171,7 @@ def _self() -> dict[str, Any]:
 
 
 def _boot() -> str:
-    """Which start of which machine this is."""
+    """An id of this boot of this machine."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -178,7 +179,7 @@ def _boot() -> str:
 
 
 def _is_alive(holder: dict[str, Any]) -> bool:
-    """Whether the very process that wrote the record still runs: its number may have been given to another since."""
+    """Whether the process that wrote the record still runs: its pid may have been reused."""
     try:
         started = psutil.Process(int(holder["pid"])).create_time()
         return abs(started - float(holder["started"])) < SAME_START_SECONDS
@@ -189,7 +190,7 @@ def _is_alive(holder: dict[str, Any]) -> bool:
 
 
 def _heartbeat_age(run: Path) -> float:
-    """Seconds since the holder's last sign of life, both ends told by the clock of the disk."""
+    """Seconds since the holder's last heartbeat, by the clock of the disk."""
     probe = run / f"{LOCK_NAME}.partial-{os.getpid()}"
     probe.touch()
     try:
@@ -199,7 +200,7 @@ def _heartbeat_age(run: Path) -> float:
 
 
 def _read_holder(path: Path) -> dict[str, Any]:
-    """The record in a lock file; empty when it was given back, or is not readable as one."""
+    """The record in a lock file; empty when it was released or cannot be read."""
     try:
         return _holder_in(path)
     except OSError:
@@ -216,7 +217,7 @@ def _holder_in(path: Path) -> dict[str, Any]:
 
 
 def _write_holder(path: Path, holder: dict[str, Any]) -> None:
-    """In place, for the lock is on this very file."""
+    """In place, because the lock is on this file."""
     with open(path, "r+b") as file:
         file.truncate(0)
         file.write(documents.dump(holder))
@@ -225,12 +226,12 @@ def _write_holder(path: Path, holder: dict[str, Any]) -> None:
 
 
 def _beat(lock: RunLock, ended: threading.Event, every_seconds: float) -> None:
-    """Give signs of life until the end, or until somebody else holds the lock."""
+    """Write heartbeats until the end, or until another process holds the lock."""
     while not ended.wait(every_seconds):
         try:
             lock.check()
             os.utime(lock.path)
         except LostRunError:
             return
-        except OSError:  # a disk that is away for a moment; the next beat tries again
+        except OSError:  # an error of the disk; the next heartbeat tries again
             continue

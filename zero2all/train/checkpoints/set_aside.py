@@ -22,7 +22,7 @@ def has_quarantined(run: Path) -> bool:
 
 
 def withdraw_after(run: Path, step: int, reason: str, fence: Fence = no_fence) -> list[int]:
-    """Move every checkpoint newer than `step` to `withdrawn/`: for a rollback, which will come to those steps again.
+    """Move every checkpoint newer than `step` to `withdrawn/`: for a rollback, which trains those steps again.
 
     Only for the holder of the run's lock, while no save is under way. Returns the steps that were moved.
     """
@@ -40,7 +40,7 @@ def withdraw_after(run: Path, step: int, reason: str, fence: Fence = no_fence) -
 
 
 def discard(folder: Path) -> None:
-    """Delete a folder: renamed first, so that a crash leaves no half of it under its name."""
+    """Delete a folder: renamed first, so that a crash leaves no partly deleted folder under its name."""
     doomed = folder.with_name(f"{folder.name}{PARTIAL_MARK}trash")
     shutil.rmtree(doomed, ignore_errors=True)
     folder.rename(doomed)
@@ -49,7 +49,7 @@ def discard(folder: Path) -> None:
 
 
 def sweep(run: Path) -> list[str]:
-    """Remove what killed saves and deletions left behind; only for the holder of the run's lock."""
+    """Remove what killed saves and deletions have left; only for the holder of the run's lock."""
     leftovers = sorted(checkpoints_folder(run).glob(f"*{PARTIAL_MARK}*"))
     for leftover in leftovers:
         if leftover.is_dir() and not leftover.is_symlink():

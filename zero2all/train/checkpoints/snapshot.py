@@ -1,8 +1,8 @@
-"""The state at one moment, and its copy in host memory.
+"""The state of a run, and its copy in host memory.
 
-The copy is all the training loop waits for. Its buffers are taken once, before the first step, pinned where there is a
-GPU, and laid out exactly like the files: one buffer per file, every tensor in its slot. Copies from a GPU go over a
-stream of their own, all at once, and the loop waits for their end, because the very next step changes the weights.
+The training loop waits only for the copy. Its buffers are allocated once, before the first step, pinned where there is
+a GPU, and laid out exactly like the files: one buffer per file, every tensor in its place. Copies from a GPU use their
+own stream, all at once, and the loop waits for them, because the next step changes the weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PORTABLE = 1
 class Snapshot:
     """What to save: tensors named 'group/name' ('model/norm.weight', 'optimizer/exp_avg/norm.weight'), and counters.
 
-    The document is JSON; rank 0's is kept. Numbers that JSON cannot hold come back as strings that `float()` reads.
+    The document is JSON; rank 0 saves its own. Numbers that JSON cannot hold come back as strings that `float()` reads.
     """
 
     tensors: Mapping[str, Tensor]
@@ -44,13 +44,13 @@ class StagedFile:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Key in the file and tensor, as views into the buffer."""
-        for key, slot in self.plan.slots.items():
-            yield key, view_of(self.buffer, slot)
+        for key, info in self.plan.infos.items():
+            yield key, view_of(self.buffer, info)
 
 
 @dataclass(frozen=True)
 class Staged:
-    """A snapshot in host memory: what this rank is to write of it. Valid until the next save of the same store."""
+    """The part of a snapshot that this rank writes, in host memory. Valid until the next save of the same store."""
 
     step: int
     layout: SaveLayout
@@ -61,10 +61,10 @@ class Staged:
 
 
 class Sink(Protocol):
-    """Something else that wants every snapshot: shared memory that outlives the trainer, another machine, …
+    """Another destination for every snapshot: shared memory that outlives the trainer, another machine, …
 
-    Called from the writing thread, before the disk, when the copy is complete; it must not keep the buffers. What it
-    raises is reported and hinders nothing.
+    Called from the writing thread, before the disk, when the copy is complete; it must not keep the buffers. Its
+    exceptions are reported and do not fail the save.
     """
 
     def take(self, staged: Staged) -> None:
@@ -75,7 +75,7 @@ class HostBuffers:
     """Memory for one snapshot, kept for the life of a plan."""
 
     def __init__(self, layout: SaveLayout, device: torch.device | None, say: Callable[[str], None]) -> None:
-        """`device` is where most tensors are; pinned memory is taken when that is a GPU."""
+        """`device` is where most tensors are; memory is pinned when that is a GPU."""
         self._files = layout.files
         self._pinned: list[Tensor] = []
         self._stream = torch.cuda.Stream(device) if device is not None and device.type == "cuda" else None
@@ -87,7 +87,7 @@ class HostBuffers:
         """Copy this rank's part of `tensors`; when it returns they may be changed. Returns the seconds it took."""
         started = time.monotonic()
         pairs = [
-            (view_of(buffer, file.slots[key]), local_part(tensors[name]))
+            (view_of(buffer, file.infos[key]), local_part(tensors[name]))
             for file, buffer in zip(self._files, self.buffers, strict=True)
             for key, name in file.sources.items()
         ]
@@ -105,11 +105,11 @@ class HostBuffers:
         return time.monotonic() - started
 
     def staged(self) -> list[StagedFile]:
-        """The buffers with what they hold."""
+        """The buffers with their content."""
         return [StagedFile(file, buffer) for file, buffer in zip(self._files, self.buffers, strict=True)]
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         for buffer in self._pinned:
             torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
         self._pinned, self.buffers = [], []
@@ -123,14 +123,14 @@ class HostBuffers:
             if int(error) != 0:
                 self._forget_error()
                 say(
-                    f"Host memory for checkpoints could not be pinned (CUDA error {int(error)}): saves will hold up "
-                    f"training longer. Raise the limit on locked memory (ulimit -l) to mend that."
+                    f"Host memory for checkpoints could not be pinned (CUDA error {int(error)}): saves will delay "
+                    f"training longer. Raise the limit on locked memory (ulimit -l) to fix that."
                 )
                 return
             self._pinned.append(buffer)
 
     def _forget_error(self) -> None:
-        """A call that CUDA refused leaves its error lying there, and the next kernel of the trainer would be blamed."""
+        """Clear the error of a refused CUDA call, which the next kernel of the trainer would report otherwise."""
         assert self._stream is not None, "only pinning can be refused"
         with suppress(RuntimeError):
             torch.zeros(1, device=self._stream.device)

@@ -1,4 +1,4 @@
-"""The checkpoints of one run, for the training loop: save beside training, find the newest, delete the old.
+"""The checkpoints of one run, for the training loop: save in the background, find the newest, delete old ones.
 
     store = CheckpointStore(run, group, Retention(keep_last=2))
     store.prepare(state.tensors())                     # before step 0: plan, host memory
@@ -9,8 +9,7 @@
     for result in store.poll(): ...                    # every step: events
     store.close()
 
-Every method that says so is called by all ranks at the same point. Between a save's return and its result the loop may
-do as it likes with its tensors.
+Methods that say so must be called by all ranks at the same point. When `save` has returned, the tensors may change.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ PEER_TIMEOUT_SECONDS = 1800.0
 
 
 class CheckpointStore:
-    """See the module's text."""
+    """See the module docstring."""
 
     def __init__(
         self,
@@ -64,10 +63,10 @@ class CheckpointStore:
         sinks: Sequence[Sink] = (),
         say: Say = say_aloud,
     ) -> None:
-        """All ranks of `group` (any backend; None for one process) build the store at the same point.
+        """All ranks of `group` (any backend; None for one process) create the store at the same point.
 
         Without `retention` nothing is deleted. `when_busy` says what a save does while the one before is still being
-        written. `fence` is asked before everything that is written, moved or deleted. `say` gets notices, on rank 0
+        written. `fence` is checked before anything is written, moved or deleted. `say` gets notices, on rank 0
         only.
         """
         self.run = run
@@ -88,9 +87,9 @@ class CheckpointStore:
     # ---- before training
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> int:
-        """Plan the saves of these tensors and take the host memory for them; returns the bytes of one checkpoint.
+        """Plan the saves of these tensors and allocate host memory for them; returns the bytes of one checkpoint.
 
-        Called by all ranks. Without it, or when the tensors are others later, the next save does it and takes longer.
+        Called by all ranks. Without it, or when the tensors change, the next save does it and takes longer.
         """
         self._writer.wait()
         self._release()
@@ -100,20 +99,20 @@ class CheckpointStore:
         return bytes_needed(layout)
 
     def require_space(self, checkpoints: int) -> None:
-        """DiskError when the disk cannot hold so many checkpoints of the prepared size beside what is there."""
+        """DiskError when the disk cannot hold this many more checkpoints of the prepared size."""
         assert self._layout is not None, "prepare() knows the size"
         size = bytes_needed(self._layout)
         require_free_space(self.run, size * checkpoints, f"{counted(checkpoints, 'checkpoint')} of {human_bytes(size)}")
 
     def sweep(self) -> list[str]:
-        """Remove what killed saves left behind; for the holder of the run's lock, on rank 0, before the first save."""
+        """Remove what killed saves have left; for the holder of the run's lock, on rank 0, before the first save."""
         self.fence()
         return sweep(self.run)
 
     # ---- reading
 
     def newest(self, set_aside: bool = False) -> Checkpoint | None:
-        """The newest whole checkpoint, None when the run never had one; called by all ranks. See `find_newest`."""
+        """The newest intact checkpoint, None when the run never had one; called by all ranks. See `find_newest`."""
         found = find_newest(self.run, self._peers, self.fence if set_aside else None, self._say)
         if found is not None:
             self._verified.steps.add(found.step)
@@ -126,7 +125,7 @@ class CheckpointStore:
         return found
 
     def good_steps(self) -> list[int]:
-        """The steps of good checkpoints, oldest first, without imported weights at step 0: they are no state of this
+        """The steps of good checkpoints, oldest first, without imported weights at step 0: they are not a state of the
         run. Their bytes are not checked here."""
         steps = sorted(filter(None, map(step_of, list_checkpoints(self.run))))
         for step in steps:
@@ -139,13 +138,13 @@ class CheckpointStore:
         return next((str(name) for name in self._peers.gather(first_not_finite(tensors)) if name is not None), None)
 
     def go_back_to(self, step: int, reason: str) -> list[int]:
-        """Pin the checkpoint of `step`, then move those after it out of the way; called by all ranks.
+        """Pin the checkpoint of `step`, then move the newer ones to withdrawn/; called by all ranks.
 
-        In this order: once the first of them is moved, nothing else on the disk tells a run that was killed here which
-        one it went back to, and retention would delete it. Returns the steps that were moved.
+        In this order: if the run is killed after the first move, only the pin tells which one it rolled back to, and
+        keeps retention from deleting it. Returns the steps that were moved.
         """
         self._writer.wait()
-        self._peers.gather(None)  # nobody is writing any more
+        self._peers.gather(None)  # no save is under way
         self._is_good.clear()
         said: dict[str, Any] = {}
         if self._peers.is_first:
@@ -166,9 +165,9 @@ class CheckpointStore:
     def save(self, step: int, snapshot: Snapshot, details: Mapping[str, Any], wait: bool = False) -> SaveTicket:
         """Save a snapshot; returns when its tensors may change again, or, with `wait`, when it is committed.
 
-        Called by all ranks with the same step. A failure is in the result, never raised, but for one: replicas that
+        Called by all ranks with the same step. A failure is in the result and not raised, except that replicas which
         differ end the run (ReplicasDifferError). A state that is not finite is not saved. A step that is committed
-        already is left as it is.
+        already is not changed.
         """
         started = time.monotonic()
         ticket = SaveTicket(step)
@@ -188,7 +187,7 @@ class CheckpointStore:
         return ticket
 
     def poll(self) -> list[SaveResult]:
-        """Saves that ended, well or badly, since the last call; never waits."""
+        """Saves that ended since the last call, with success or not; never waits."""
         return self._writer.poll()
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
@@ -196,14 +195,14 @@ class CheckpointStore:
         return self._writer.wait(timeout_seconds)
 
     def close(self, timeout_seconds: float | None = None) -> bool:
-        """Finish the save under way and give the memory back; False when it did not finish in time."""
+        """Finish the save under way and free the memory; False when it did not finish in time."""
         is_idle = self._writer.close(timeout_seconds)
         if is_idle:
             self._release()
         return is_idle
 
     def _agree(self, step: int, tensors: Mapping[str, Tensor], is_patient: bool) -> SaveResult | str:
-        """What all ranks do about a save: the name of the attempt to go on with, or the result at once."""
+        """What all ranks do about a save: the name of the attempt to write, or a result at once."""
         if is_patient:
             self._writer.wait()
         folder = checkpoint_folder(self.run, step)
@@ -250,13 +249,13 @@ class CheckpointStore:
     def _stage_and_submit(
         self, ticket: SaveTicket, snapshot: Snapshot, details: Mapping[str, Any], attempt: str, started: float
     ) -> None:
-        """Copy, and hand over to the thread. The other ranks count on this one by now: problems go with the job."""
+        """Copy, and start the writing job. The other ranks rely on this one now, so problems are passed to the job."""
         assert self._layout is not None, "planned by now"
         assert self._buffers is not None, "planned by now"
         problem, document, kept_details = None, b"", {}
         try:
             document = documents.dump(dict(snapshot.document))
-            kept_details = documents.parse(documents.dump(dict(details)), "the details")  # a copy all the way down
+            kept_details = documents.parse(documents.dump(dict(details)), "the details")  # a deep copy
             self._buffers.copy(snapshot.tensors)
         except Exception as error:
             problem = _in_words(error)

@@ -1,8 +1,8 @@
 """One safetensors file: written in one pass with its crc32c, and read by range.
 
 The format is eight bytes of header length, a JSON header, and the bytes of the tensors. It is written here rather than
-by the library so that the checksum is taken from memory on the way (a file of some GB is not read again), a full disk
-arrives as the system's own error, and the bytes come straight from the host buffers. Any safetensors reader opens the
+by the library so that the checksum is computed while writing (a file of some GB is not read again), a full disk is
+reported as the system's own error, and the bytes come directly from the host buffers. Any safetensors reader opens the
 result.
 """
 
@@ -45,16 +45,16 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 LARGEST_HEADER_BYTES = 100_000_000
 ALIGNMENT = 8
-PIECE_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 20
 """Written and checksummed at a time: small, so that the training thread never waits long for the interpreter."""
 CHECK_BYTES = 1 << 20
 READ_BYTES = 64 << 20
-"""Read at a time: what loading takes beside the tensors themselves."""
+"""Read at a time: the memory that loading needs beside the tensors themselves."""
 
 
 @dataclass(frozen=True)
-class Slot:
-    """The place of one tensor in a file's data."""
+class TensorInfo:
+    """dtype, shape and place of one tensor in a file's data."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -64,10 +64,10 @@ class Slot:
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says of itself: where the data starts, and the slot of every key."""
+    """The header of a file: where the data starts, and the place of every tensor."""
 
     data_start: int
-    slots: dict[str, Slot]
+    infos: dict[str, TensorInfo]
 
 
 def is_shape(shape: tuple[int, ...]) -> bool:
@@ -80,33 +80,33 @@ def byte_count(dtype: str, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * DTYPES[dtype].itemsize
 
 
-def lay_out(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, Slot]:
-    """A slot for every key -> (dtype, shape): wide dtypes first, so that everything is aligned without gaps."""
-    slots, place = {}, 0
+def lay_out(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, TensorInfo]:
+    """A place for every key -> (dtype, shape): wide dtypes first, so that everything is aligned without gaps."""
+    infos, place = {}, 0
     for key, (dtype, shape) in sorted(tensors.items(), key=lambda item: (-DTYPES[item[1][0]].itemsize, item[0])):
         end = place + byte_count(dtype, shape)
-        slots[key], place = Slot(dtype, shape, place, end), end
-    return slots
+        infos[key], place = TensorInfo(dtype, shape, place, end), end
+    return infos
 
 
-def header_bytes(slots: Mapping[str, Slot]) -> bytes:
-    """The head of a file: length and JSON, padded with spaces so that the data is aligned."""
+def header_bytes(infos: Mapping[str, TensorInfo]) -> bytes:
+    """The header of a file: length and JSON, padded with spaces so that the data is aligned."""
     described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    for key, slot in slots.items():
-        described[key] = {"dtype": slot.dtype, "shape": list(slot.shape), "data_offsets": [slot.begin, slot.end]}
+    for key, info in infos.items():
+        described[key] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [info.begin, info.end]}
     text = json.dumps(described, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
 
 
-def view_of(buffer: Tensor, slot: Slot) -> Tensor:
-    """The slot's tensor inside a buffer that is laid out like the file's data."""
-    return buffer[slot.begin : slot.end].view(DTYPES[slot.dtype]).view(slot.shape)
+def view_of(buffer: Tensor, info: TensorInfo) -> Tensor:
+    """The tensor of `info` inside a buffer that is laid out like the file's data."""
+    return buffer[info.begin : info.end].view(DTYPES[info.dtype]).view(info.shape)
 
 
-def write_tensor_file(path: Path, slots: Mapping[str, Slot], buffer: Tensor) -> dict[str, Any]:
+def write_tensor_file(path: Path, infos: Mapping[str, TensorInfo], buffer: Tensor) -> dict[str, Any]:
     """Write and fsync a file whose data is `buffer`; returns its size and crc32c for the manifest."""
-    return write_durably(path, header_bytes(slots), buffer)
+    return write_durably(path, header_bytes(infos), buffer)
 
 
 def write_durably(path: Path, head: bytes, data: Tensor | None = None) -> dict[str, Any]:
@@ -117,23 +117,23 @@ def write_durably(path: Path, head: bytes, data: Tensor | None = None) -> dict[s
         _write_all(file.fileno(), memoryview(head))
         if data is not None:
             array = data.numpy()
-            for start in range(0, len(array), PIECE_BYTES):
-                piece = array[start : start + PIECE_BYTES]
-                crc = google_crc32c.extend(crc, piece)
-                _write_all(file.fileno(), memoryview(piece.data))
+            for start in range(0, len(array), CHUNK_BYTES):
+                chunk = array[start : start + CHUNK_BYTES]
+                crc = google_crc32c.extend(crc, chunk)
+                _write_all(file.fileno(), memoryview(chunk.data))
             count += len(array)
         os.fsync(file.fileno())
     return {"bytes": count, "crc32c": f"{crc:08x}"}
 
 
 def _write_all(handle: int, data: memoryview) -> None:
-    """Write everything; a short write (a disk that has just become full) is tried again and then raises."""
+    """Write everything; a short write (a disk that has just become full) is repeated, which then raises."""
     while data:
         data = data[os.write(handle, data) :]
 
 
 def file_crc32c(path: Path) -> str:
-    """The crc32c of a file as the manifest spells it, read through one small buffer."""
+    """The crc32c of a file in the manifest's format, read with one small buffer."""
     crc = 0
     with open(path, "rb", buffering=0) as file:
         buffer = np.empty(min(CHECK_BYTES, max(1, os.fstat(file.fileno()).st_size)), dtype=np.uint8)
@@ -143,7 +143,7 @@ def file_crc32c(path: Path) -> str:
 
 
 def read_header(path: Path) -> Header:
-    """The header of a file after checking it against the file's size; takes no memory beyond the header itself."""
+    """The header of a file after checking it against the file's size; needs no memory beyond the header itself."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -157,40 +157,40 @@ def read_header(path: Path) -> Header:
     if not isinstance(described, dict):
         raise BadInputError(f"{path} is no readable safetensors file: its header describes nothing")
     described.pop("__metadata__", None)
-    slots = {key: _parse_slot(path, key, slot, 8 + length) for key, slot in described.items()}
+    infos = {key: _parse_info(path, key, info, 8 + length) for key, info in described.items()}
     place = 0
-    for slot in sorted(slots.values(), key=lambda slot: (slot.begin, slot.end)):
-        if slot.begin != place:
+    for info in sorted(infos.values(), key=lambda info: (info.begin, info.end)):
+        if info.begin != place:
             raise BadInputError(f"{path}: its tensors overlap, or leave a hole, at byte {place} of the data")
-        place = slot.end
+        place = info.end
     if 8 + length + place != size:
         raise BadInputError(f"{path}: its header describes {place} bytes of data, the file holds {size - 8 - length}")
-    return Header(8 + length, slots)
+    return Header(8 + length, infos)
 
 
-def _parse_slot(path: Path, key: str, slot: Any, data_start: int) -> Slot:
-    match slot:
+def _parse_info(path: Path, key: str, info: Any, data_start: int) -> TensorInfo:
+    match info:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(begin), int(end)]} if dtype in DTYPES:
             known = all(type(size) is int and 0 <= size < 1 << 58 for size in shape) and is_shape(tuple(shape))
             if known and begin >= 0 and end - begin == byte_count(dtype, tuple(shape)):
                 if (data_start + begin) % DTYPES[dtype].itemsize:
                     raise BadInputError(f"{path}: {key[:80]!r} does not begin at a multiple of its element's size")
-                return Slot(dtype, tuple(shape), begin, end)
-    raise BadInputError(f"{path}: its header describes {key[:80]!r} as {str(slot)[:120]}, which cannot be")
+                return TensorInfo(dtype, tuple(shape), begin, end)
+    raise BadInputError(f"{path}: its header describes {key[:80]!r} as {str(info)[:120]}, which cannot be")
 
 
-def read_rows(handle: int, header: Header, slot: Slot, first: int, count: int) -> Tensor:
+def read_rows(handle: int, header: Header, info: TensorInfo, first: int, count: int) -> Tensor:
     """`count` rows from `first` on (the whole of a tensor without dimensions), read into memory of their own."""
-    row_bytes = byte_count(slot.dtype, slot.shape[1:]) if slot.shape else slot.end - slot.begin
-    place = header.data_start + slot.begin + first * row_bytes
+    row_bytes = byte_count(info.dtype, info.shape[1:]) if info.shape else info.end - info.begin
+    place = header.data_start + info.begin + first * row_bytes
     buffer = torch.empty(count * row_bytes, dtype=torch.uint8)
     view = memoryview(buffer.numpy().data)
     while view:
         done = os.preadv(handle, [view], place)
         if done == 0:
             raise BadInputError(
-                "a file of the checkpoint ended before its tensors did: it was cut after it was checked"
+                "a file of the checkpoint ended before its tensors did: it was truncated after it was checked"
             )
         view, place = view[done:], place + done
-    shape = (count, *slot.shape[1:]) if slot.shape else ()
-    return buffer.view(DTYPES[slot.dtype]).view(shape)
+    shape = (count, *info.shape[1:]) if info.shape else ()
+    return buffer.view(DTYPES[info.dtype]).view(shape)

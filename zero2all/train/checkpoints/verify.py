@@ -1,7 +1,7 @@
-"""Whether a checkpoint is whole, and ours: decided before anything of it is used.
+"""Whether a checkpoint is complete, intact and ours: checked before any of it is used.
 
-First what costs nothing: plain files with the right names and sizes, a manifest with an unbroken seal, an index whose
-pieces fill their tensors, file headers that say the same as the index. Nothing is allocated for a tensor, nothing is
+First what is cheap: regular files with the right names and sizes, a manifest with a valid seal, an index whose pieces
+fill their tensors, file headers that agree with the index. Nothing is allocated for a tensor, nothing is
 executed, no name from a file becomes a path. Then the bytes: the crc32c of every file, in pieces.
 """
 
@@ -24,7 +24,7 @@ from zero2all.train.checkpoints.tensor_file import Header, file_crc32c, read_hea
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint says it holds, checked for sense but not yet byte by byte."""
+    """The contents of a checkpoint, checked in form but not yet byte by byte."""
 
     folder: Path
     manifest: dict[str, Any]
@@ -34,7 +34,7 @@ class Contents:
 
     @property
     def files(self) -> list[str]:
-        """Every file but the manifest."""
+        """Every file except the manifest."""
         return list(self.manifest["files"])
 
 
@@ -76,7 +76,7 @@ def _read_contents(folder: Path) -> Contents:
 
 
 def _check_state(path: Path, document: Any, step: int) -> None:
-    """What a resumed run counts on; the guards read what is theirs themselves."""
+    """Check the fields that a resumed run needs; the guards check their own."""
     if not isinstance(document, dict):
         raise BadInputError(f"{path} is no JSON object")
     for name, value in document.items():
@@ -110,7 +110,7 @@ def _check_headers(folder: Path, manifest: dict[str, Any], index: Index) -> dict
     headers = {}
     for name in sorted(listed):
         headers[name] = read_header(folder / name)
-        found = {key: (slot.dtype, slot.shape) for key, slot in headers[name].slots.items()}
+        found = {key: (info.dtype, info.shape) for key, info in headers[name].infos.items()}
         wrong = sorted(key for key in found.keys() | expected[name].keys() if found.get(key) != expected[name].get(key))
         if wrong:
             raise BadInputError(

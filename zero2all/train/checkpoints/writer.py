@@ -1,7 +1,7 @@
-"""The thread that writes checkpoints while the loop goes on, and what it reports.
+"""The thread that writes checkpoints in the background, and what it reports.
 
-It takes one job at a time. Nothing it meets is raised into the loop: every save ends as a SaveResult, which the loop
-collects with `poll` and turns into events.
+It runs one job at a time. Nothing is raised into the loop: every save ends as a SaveResult, which the loop collects
+with `poll` and turns into events.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ class SaveResult:
 
     step: int
     folder: Path | None
-    """The committed checkpoint; None when the save failed or was left out."""
+    """The committed checkpoint; None when the save failed or was skipped."""
     problem: str | None = None
     """Why there is no checkpoint; None when there is one."""
     was_skipped: bool = False
-    """Left out, because the save before was still being written (`when_busy="skip"`)."""
+    """Skipped, because the save before was still being written (`when_busy="skip"`)."""
     is_refused: bool = False
-    """Not written, because the state is not worth keeping."""
+    """Not written, because the state is not finite."""
     total_bytes: int = 0
     """Bytes of tensors, of all ranks."""
     stall_seconds: float = 0.0
-    """How long the loop was held up: agreement and copy, and waiting for the save before."""
+    """How long the loop waited: for the other ranks, the copy, and the save before."""
     write_seconds: float = 0.0
-    """How long writing and committing took, beside the loop."""
+    """How long writing and committing took, in the background."""
     ended_at: float = 0.0
-    """When that was over, by the clock on the wall; the loop hears of it up to a step later."""
+    """When that ended, in seconds since the epoch; the loop learns of it up to a step later."""
     deleted_steps: list[int] = field(default_factory=list)
     """What retention deleted after this commit."""
     notes: list[str] = field(default_factory=list)
-    """What went wrong beside the save itself: retention, another sink."""
+    """Problems that did not fail the save itself: retention, another sink."""
 
 
 class SaveTicket:
@@ -57,18 +57,18 @@ class SaveTicket:
         return self._result
 
     def wait(self, timeout_seconds: float | None = None) -> SaveResult | None:
-        """The result when it is there; None after the timeout."""
+        """Wait for the result; None after the timeout."""
         self._done.wait(timeout_seconds)
         return self._result
 
     def finish(self, result: SaveResult) -> None:
-        """Enter the result."""
+        """Set the result."""
         self._result = result
         self._done.set()
 
     def folder(self) -> Path:
-        """The committed folder, waiting for it: for saves that must be. DiskError when it failed, AnomalyError when the
-        state is not worth keeping."""
+        """Wait for the committed folder, for saves that must succeed. DiskError when it failed, AnomalyError when the
+        state is not finite."""
         result = self.wait()
         assert result is not None, "waiting without a timeout ends with a result"
         if result.is_refused:
@@ -86,7 +86,7 @@ class SaveTicket:
 
 
 class Writer:
-    """Runs jobs one after the other in a thread of its own, started with the first job."""
+    """Runs jobs one after the other in a background thread, started with the first job."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -97,7 +97,7 @@ class Writer:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a job is being worked on."""
+        """Whether a job is running."""
         with self._changed:
             return self._job is not None
 
@@ -149,7 +149,7 @@ class Writer:
             started = time.monotonic()
             try:
                 result = job()
-            except BaseException as error:  # a job reports what it expects; this is a bug, and must not end the thread
+            except BaseException as error:  # a job reports expected failures; this is a bug and must not end the thread
                 problem = f"{type(error).__name__}: {error}"
                 result = SaveResult(ticket.step, None, problem, write_seconds=time.monotonic() - started)
             ticket.finish(result)

@@ -1,28 +1,27 @@
 """Finds steps whose loss or gradient norm stands out from the steps before them.
 
-The window holds the last 128 accepted steps. From it follow two upper limits, and the lower one counts:
+The window holds the last 128 accepted steps. It gives two upper limits, and the lower one is used:
 
-    mean + 6 sigma                     what is unlikely if steps scatter as they did
-    median + 10 x 1.4826 x MAD         the same, but a few odd values in the window cannot widen it
+    mean + 6 sigma                     unlikely, if steps scatter as before
+    median + 10 x 1.4826 x MAD         the same, but robust to a few outliers in the window
 
-and never less than a relative rise (5 % of the loss; three times the gradient norm), so that noise in a curve that has
-gone flat is no spike. The gradient norm is judged by its logarithm, because it scatters by factors: of a log-normal
+and never less than a relative rise (5 % of the loss; three times the gradient norm), so that noise in a flat curve is
+not a spike. The gradient norm is judged by its logarithm, because it scatters by factors: of a log-normal
 norm with sigma 0.3, mean + 6 sigma of the plain values is passed by one step in 7,000.
 
 A drop of the loss (duplicated or trivial data) must pass both lower limits and be at least 10 %.
 
 A curve that falls or rises steadily widens its own limits: its newest value lies sqrt(3) sigma from the mean of its
-window. So a warm-up needs no rule of its own but this: nobody is judged before `from_step`, and not with fewer than
-`min_steps` values.
+window. So a warmup needs only this rule: no step is judged before `from_step`, or with fewer than `min_steps` values.
 
-The limits of step s come from the steps up to s - lag_steps, whatever else has been read meanwhile. A loop that never
-waits for the GPU can therefore hand them to the device and let it refuse the update itself, and `observe`, called
-later, comes to the same verdict. A flagged step enters no window. A level that stays flagged for `settle_steps` steps
-is no spike but the new level: the window starts over with it.
+The limits of step s come from the steps up to s - lag_steps, even if later ones have been read. A loop that never
+waits for the GPU can therefore pass them to the device, which refuses the update itself, and `observe`, called later,
+decides the same. A flagged step does not enter the window. A level that stays flagged for `settle_steps` steps is not a
+spike but the new level: the window restarts with it.
 
-Limits are computed with every fourth accepted step: a few sorts of 128 floats. They come from the window alone and are
-kept in the state, so a restored detector gives the same bits. A flagged step changes neither: a resumed run that passes
-over the steps it refused before (see `ledger`) judges the others as it did.
+Limits are recomputed after every fourth accepted step: a few sorts of 128 floats. They depend on the window alone and
+are saved in the state, so a restored detector gives the same bits. A flagged step changes neither: a resumed run that
+skips the steps it refused before (see `ledger`) judges the others as before.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ MAD_TO_SIGMA = 1.4826
 """A normal distribution's sigma over its median absolute deviation."""
 HISTORY_STEPS = 256
 RENEW_STEPS = 4
-"""Accepted steps after which limits are computed anew; so few values hardly move a window of 128."""
+"""Accepted steps after which limits are recomputed; so few values hardly change a window of 128."""
 EPISODE_GAP_STEPS = 8
 """Clean steps after which the next finding begins a new episode."""
 STATE_FORMAT = 1
@@ -52,7 +51,7 @@ class SpikeRule:
 
     window_steps: int = 128
     min_steps: int = 64
-    """Accepted steps without which nobody is judged."""
+    """Accepted steps needed before any step is judged."""
     sigmas: float = 6.0
     mads: float = 10.0
     loss_min_rise: float = 0.05
@@ -61,7 +60,7 @@ class SpikeRule:
     from_step: int = 0
     """First step that is judged."""
     lag_steps: int = 2
-    """How far the values that judge a step lie behind it, at least."""
+    """How many steps before a step its limits end, at least."""
     settle_steps: int = 32
 
     @staticmethod
@@ -81,7 +80,7 @@ class SpikeRule:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a step's values must stay within. Infinite while nobody is judged."""
+    """The limits of a step's values. Infinite while steps are not judged."""
 
     loss: float = math.inf
     grad_norm: float = math.inf
@@ -92,7 +91,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Level:
-    """Where values lie and how they scatter."""
+    """Center and spread of values."""
 
     mean: float
     sigma: float
@@ -101,7 +100,7 @@ class Level:
 
 
 def level_of(values: Sequence[float]) -> Level:
-    """Both pairs of figures of a window."""
+    """Mean and sigma, median and robust sigma of a window."""
     mean = sum(values) / len(values)
     away = [value - mean for value in values]
     sigma = math.sqrt(sum(map(mul, away, away)) / len(values))
@@ -118,7 +117,7 @@ def _middle(ordered: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Seen:
-    """One step as it was observed, for the curve on an incident's page."""
+    """One observed step, for the curve on an incident's page."""
 
     step: int
     loss: float | None
@@ -136,7 +135,7 @@ class Detector:
         """The last steps, flagged ones included."""
         self._losses: list[float] = []
         self._log_norms: list[float] = []
-        self._limits: list[tuple[int, Limits]] = []  # (step after whose observation they hold, limits), newest last
+        self._limits: list[tuple[int, Limits]] = []  # (step after which they are valid, limits), newest last
         self._accepted = 0
         self._last_step = -1
         self._last_flagged_step: int | None = None
@@ -149,7 +148,7 @@ class Detector:
         return self._last_step
 
     def limits(self, step: int) -> Limits:
-        """What `step` must stay within. Every step up to step - lag_steps must have been observed."""
+        """The limits of `step`. Every step up to step - lag_steps must have been observed."""
         known = [limits for observed, limits in self._limits if observed <= step - self.rule.lag_steps]
         return known[-1] if known and step >= self.rule.from_step else Limits()
 
@@ -160,7 +159,7 @@ class Detector:
         if step <= self._last_step:
             raise ValueError(f"step {step} was observed after step {self._last_step}; steps come in order")
         self._last_step = step
-        loss, grad_norm = float(loss), float(grad_norm)  # numpy's floats are no JSON
+        loss, grad_norm = float(loss), float(grad_norm)  # numpy's floats are not JSON
         limits = self.limits(step)
         verdicts = _verdicts(loss, grad_norm, limits)
         if verdicts:
@@ -179,7 +178,7 @@ class Detector:
         return findings
 
     def restart(self) -> None:
-        """Forget the window, because the loss is expected to change: another stage, another mixture."""
+        """Clear the window, because the loss is expected to change: another stage, another mixture."""
         self._losses.clear()
         self._log_norms.clear()
         self._limits.clear()
@@ -203,7 +202,7 @@ class Detector:
         self._last_flagged_step = step
 
     def _settle(self, step: int, tokens: tuple[int, int], limits: Limits) -> Finding:
-        """Take the steps that stood out for the new level."""
+        """Accept the flagged steps as the new level."""
         count = len(self._flagged_in_a_row)
         losses = [loss for loss, _ in self._flagged_in_a_row]
         usual, now = limits.usual_loss, _middle(sorted(losses))
@@ -279,7 +278,7 @@ class Detector:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on exactly where `state` was taken."""
+        """Continue exactly from `state`."""
         if state.get("format") != STATE_FORMAT:
             raise ValueError(f"the detector's state has format {state.get('format')}, expected {STATE_FORMAT}")
         self._losses = [float(value) for value in state["losses"]][-self.rule.window_steps :]
@@ -327,7 +326,7 @@ def _limits_from(parts: Sequence[float | None]) -> Limits:
 
 
 def _log(norm: float) -> float:
-    return math.log(max(norm, 1e-30))  # a gradient of zero is possible where nothing counts in the loss
+    return math.log(max(norm, 1e-30))  # the gradient is zero when all loss weights are
 
 
 def _exp(value: float) -> float:

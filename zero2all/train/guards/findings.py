@@ -1,4 +1,4 @@
-"""What a watcher reports: one thing that is not as it was, with the figures that say so."""
+"""What a guard reports: one anomaly, with its figures."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class Finding:
     tokens: tuple[int, int]
     """First and end token of that step's global batch in the run's order."""
     text: str
-    """In a sentence."""
+    """A sentence for people."""
     value: float | None = None
     """What was measured; None where it was not finite."""
     usual: float | None = None
-    """What was to be expected."""
+    """The expected value."""
     limit: float | None = None
-    """What it would have had to stay within."""
+    """The limit it exceeded."""
     onset_step: int | None = None
-    """Where the trouble began: the first step of an unbroken series of findings."""
+    """The first step of an unbroken series of findings."""
     onset_token: int | None = None
     details: dict[str, Any] = field(default_factory=dict)
     """Plain values: the shard, its samples, the losses of the channels."""
@@ -43,5 +43,5 @@ class Finding:
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> Finding:
-        """The way back."""
+        """From the values of `as_json`."""
         return Finding(**{**values, "tokens": (int(values["tokens"][0]), int(values["tokens"][1]))})

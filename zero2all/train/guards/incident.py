@@ -1,4 +1,4 @@
-"""An incident: everything its page shows, as plain values that are kept beside the page."""
+"""An incident: everything its page shows, as plain values that are saved beside the page."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Incident:
     action: str
     """continue, skip, rollback or stop."""
     done: str
-    """In a sentence."""
+    """A sentence for people."""
     curve: list[list[Any]]
     """[step, loss, gradient norm, whether it stood out], oldest first; null where not finite."""
     channels: list[list[Any]]
@@ -42,7 +42,7 @@ class Incident:
     tokens: list[int] = field(default_factory=list)
     """First and end token of the step."""
     skipped: dict[str, Any] | None = None
-    """The decision to leave data out, as in skipped.json; None where there was none."""
+    """The decision to skip data, as in skipped.json; None where there was none."""
 
     def name(self) -> str:
         """Of its files, without their ending."""
@@ -61,7 +61,7 @@ def make_incident(
     facts: Facts,
     row_losses: Sequence[float | None] = (),
 ) -> Incident:
-    """Gather what is known when something was found. Cheap: it reads no data; documents are added by the writer."""
+    """Collect what is known about findings. Cheap: it reads no data; the writer adds the documents."""
     first = findings[0]
     before = usual_channels(detector, first.step)
     now = first.details.get("channel_losses") or {}

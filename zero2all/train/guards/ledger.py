@@ -1,13 +1,12 @@
-"""Which stretches of the data a run leaves out, and why: a record that outlives rollbacks and crashes.
+"""Which data a run skips, and why: a record that survives rollbacks and crashes.
 
-Positions are tokens in the run's order, as everywhere. A step whose global batch touches a recorded stretch is passed
-over: the step counter and the position advance, nothing is computed, no weight changes. So the position still follows
-from the step alone, the learning rate and the stages stay where they are, and which steps are left out is a function of
-this record and of nothing else.
+Positions are tokens in the run's order. A step whose global batch overlaps a recorded range is skipped: the step and
+the position advance, nothing is computed, no weight changes. So the position still follows from the step alone, the
+learning rate and the stages do not move, and which steps are skipped depends on this record only.
 
-The record lies in `<run>/incidents/skipped.json`, written before a decision is carried out. It does not go back with a
-rollback, nor with a crash: a run killed at any moment after a decision leaves out the same data when it is resumed, and
-counts the same decisions when it has to make the next one.
+The record is `<run>/incidents/skipped.json`, written before a decision is carried out. Neither a rollback nor a crash
+undoes it: a run that is killed after a decision skips the same data when it is resumed, and counts the same decisions
+for the next one.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ LEDGER_FILE = "skipped.json"
 
 @dataclass(frozen=True)
 class Skipped:
-    """One decision: tokens `first` to `end`, without `end`, are left out."""
+    """One decision: tokens `first` to `end`, without `end`, are skipped."""
 
     first: int
     end: int
@@ -35,15 +34,15 @@ class Skipped:
     kind: str
     """Of the finding that led to it."""
     action: Literal["refuse", "window", "rollback"]
-    """refuse: one step, of which the update was not made; rollback: a window, after going back; window: a window where
-    there was nothing to go back to."""
+    """refuse: one step whose update was refused; rollback: a range, after a rollback; window: a range, without a
+    checkpoint to roll back to."""
     reason: str
     to_step: int | None = None
     """The step a rollback went back to."""
 
 
 class SkipLedger:
-    """The decisions, in the order in which they were made. Stretches may overlap: each keeps its reason."""
+    """The decisions, in the order in which they were made. Ranges may overlap: each keeps its reason."""
 
     def __init__(self, entries: Iterable[Skipped] = ()) -> None:
         self._entries: list[Skipped] = []
@@ -58,19 +57,19 @@ class SkipLedger:
     def add(self, entry: Skipped) -> None:
         """Record a decision; recording it twice changes nothing."""
         if not 0 <= entry.first < entry.end:
-            raise ValueError(f"tokens {entry.first} to {entry.end} are no stretch")
+            raise ValueError(f"tokens {entry.first} to {entry.end} are not a range")
         if entry not in self._entries:
             self._entries.append(entry)
 
     def skips(self, first: int, end: int) -> bool:
-        """Whether a global batch of tokens `first` to `end` is passed over."""
+        """Whether a global batch of tokens `first` to `end` is skipped."""
         return any(entry.first < end and first < entry.end for entry in self._entries)
 
     def abandons(self, checkpoint_step: int, ledger_then: SkipLedger) -> bool:
-        """Whether a rollback has gone back behind a checkpoint that knows nothing of it.
+        """Whether a later rollback has abandoned the checkpoint of `step`.
 
-        `ledger_then` is the ledger in that checkpoint. Such a checkpoint is set aside, also when a crash came between
-        the decision and its execution; the run would otherwise be resumed where it went wrong.
+        `ledger_then` is the ledger in that checkpoint. Such a checkpoint is set aside, also when the run crashed
+        between the decision and the rollback; otherwise it would be resumed on the abandoned branch.
         """
         return any(
             entry.to_step is not None and entry.to_step < checkpoint_step and entry not in ledger_then.entries
@@ -78,7 +77,7 @@ class SkipLedger:
         )
 
     def tokens(self) -> int:
-        """Tokens left out, each counted once."""
+        """Tokens skipped, each counted once."""
         total = reached = 0
         for first, end in sorted((entry.first, entry.end) for entry in self._entries):
             total += max(0, end - max(first, reached))
@@ -91,7 +90,7 @@ class SkipLedger:
 
     @staticmethod
     def from_state(state: Iterable[Mapping[str, Any]]) -> SkipLedger:
-        """The way back."""
+        """From the values of `state`."""
         problems: list[Problem] = []
         entries = [build(Skipped, entry, "skipped", problems) for entry in state]
         if problems:
@@ -99,7 +98,7 @@ class SkipLedger:
         return SkipLedger(entries)
 
     def merge(self, other: SkipLedger) -> None:
-        """Also leave out what `other` does."""
+        """Add the decisions of `other`."""
         for entry in other.entries:
             self.add(entry)
 
@@ -109,7 +108,7 @@ class SkipLedger:
 
     @staticmethod
     def load(folder: Path) -> SkipLedger:
-        """What was recorded in `folder`; nothing where there is no record. DamagedLedgerError when it says nothing."""
+        """The record in `folder`, empty where there is none. DamagedLedgerError when it cannot be read."""
         path = folder / LEDGER_FILE
         try:
             values = jsonio.loads(read_regular(path, LARGEST_JSON_BYTES))
@@ -119,19 +118,19 @@ class SkipLedger:
         except FileNotFoundError:
             return SkipLedger()
         except (OSError, KeyError, TypeError, ValueError) as error:
-            raise DamagedLedgerError(f"{path} is no readable record of skipped data ({error}).") from error
+            raise DamagedLedgerError(f"{path} is not a readable record of skipped data ({error}).") from error
 
 
 class DamagedLedgerError(BadInputError):
-    """The record is there and cannot be read: rebuild it. To go on without it would read what was left out."""
+    """The record cannot be read and must be rebuilt: without it the run would read the skipped data."""
 
 
 def rebuilt_ledger(folder: Path, in_checkpoint: Iterable[Mapping[str, Any]]) -> SkipLedger:
-    """The record anew: what the checkpoint that the run goes on from knew, and what incident pages say was decided
-    since, in the order in which they were written.
+    """The record rebuilt from the checkpoint that the run continues from and from later incident pages, in the order in
+    which they were written.
 
-    Nothing poisoned comes back by this. What was decided before the checkpoint is in it; of what was decided after it
-    the run comes to the same data again, and where a page is lost too, judges it again.
+    No bad data comes back this way: decisions before the checkpoint are in it; data of later decisions is still to
+    come, and where its page is lost too, it is judged again.
     """
     ledger = SkipLedger.from_state(in_checkpoint)
     for path in sorted(folder.glob("*-*.json"), key=lambda path: path.stat().st_mtime_ns):
@@ -145,6 +144,6 @@ def rebuilt_ledger(folder: Path, in_checkpoint: Iterable[Mapping[str, Any]]) -> 
 
 
 def keep_damaged(path: Path) -> None:
-    """Copy an unreadable record, for a person to look at. It stays in place until the new one does: a kill in between
-    must not leave a run that has none."""
+    """Copy an unreadable record for inspection. It stays in place until the new one replaces it: a kill in between must
+    not leave a run without a record."""
     write_atomic(path.with_name(f"{path.name}.damaged"), path.read_bytes() if path.is_file() else b"")

@@ -1,10 +1,10 @@
-"""What was usual lately: the last rows of each channel or source, and the level of their losses.
+"""The recent loss level of each channel or source: the last rows and their median.
 
-The level is the median, the unit of distance a quarter of it, or the robust standard deviation of the rows where that
-is more. There is none while rows are few, or while the level moves (early in the run): rows read some time apart cannot
-be compared then. It counts as moving when the medians of the older and the newer half differ by half a unit or more.
-The window is counted in rows and not in steps, so for a source that is seldom read it reaches far back; the same rule
-says whether it may.
+The level is the median; the unit of distance is a quarter of it, or the robust standard deviation of the rows where
+that is more. There is no level with few rows, or while it moves (early in the run), because rows read at different
+times cannot be compared then. It moves when the medians of the older and the newer half differ by half a unit or more.
+The window is counted in rows, not in steps, so for a source that is seldom read it reaches far back; the same rule
+tells whether it is still steady.
 
 Cost: 2 kB for each channel and source. The levels of a step are computed together, as rows of one matrix; for 64 rows
 out of 100 sources of 1,000 shards, a step takes `shards` 1.5 ms on one slow core (Neoverse-N1).
@@ -26,10 +26,10 @@ UNIT_SHARE = 0.25
 LEVEL_UNITS = 0.5
 """A level that moves this far within its window is not steady."""
 NOTHING = np.float32(np.inf)
-"""Stands in a window where no row is; sorts behind all losses."""
+"""Marks an empty place in a window; sorts after all losses."""
 NO_LIMIT = 2**62
 NO_SHARD = -1
-"""Of such a place; and of rows whose shard does not matter."""
+"""The shard of an empty place, and of rows whose shard does not matter."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,14 @@ class Levels:
     medians: np.ndarray
     units: np.ndarray
     are_steady: np.ndarray
-    """Whether rows may be compared with this level; where not, it has no meaning."""
+    """Whether rows may be compared with this level; otherwise it has no meaning."""
 
     def distances(self, losses: np.ndarray) -> np.ndarray:
         """How many units each of N losses lies above its level."""
         return (losses - self.medians) / self.units
 
     def of(self, which: np.ndarray) -> Levels:
-        """Some of them, in that order."""
+        """The levels at these indices, in that order."""
         return Levels(self.medians[which], self.units[which], self.are_steady[which])
 
 
@@ -56,14 +56,14 @@ class Windows:
     def __init__(self, most_of_a_shard: Sequence[int]) -> None:
         """`most_of_a_shard`: per group, how many rows of one shard its window may hold.
 
-        Of more, the oldest leave first, so that rows of a large shard do not displace those of all others.
+        Beyond that the oldest are dropped, so that a large shard does not displace the rows of all others.
         """
         self._most_of_a_shard = np.array(most_of_a_shard, np.int64)
         self._losses = np.full((len(most_of_a_shard), WINDOW_ROWS), NOTHING)
         self._shards = np.full((len(most_of_a_shard), WINDOW_ROWS), NO_SHARD, np.int32)
 
     def add(self, groups: np.ndarray, losses: np.ndarray, shards: np.ndarray) -> None:
-        """Take in rows in the order in which they were read: their groups, losses and shards, (B,) each."""
+        """Add rows in the order in which they were read: their groups, losses and shards, (B,) each."""
         order = np.argsort(groups, kind="stable")
         groups, losses, shards = groups[order], losses[order].astype(np.float32), shards[order]
         present, starts, counts = np.unique(groups, return_index=True, return_counts=True)
@@ -85,7 +85,7 @@ class Windows:
             self._put(group, *_newest_of_each(longer[row], origins[row], int(self._most_of_a_shard[group])))
 
     def levels(self, groups: np.ndarray, left_out: np.ndarray) -> Levels:
-        """The level of each group when the rows of a shard (or of none: NO_SHARD) are left out, (B,) each."""
+        """The level of each group without the rows of a shard (NO_SHARD: with all rows), (B,) each."""
         # Rows whose shard is not in the window share a level: of many shards, most are not.
         held = np.count_nonzero(self._shards[groups] == left_out[:, None], axis=1)
         left_out = np.where(held > 0, left_out, NO_SHARD)
@@ -97,12 +97,12 @@ class Windows:
         return _levels(values).of(places)
 
     def drop(self, group: int, shard: int) -> None:
-        """Take the rows of a shard out."""
+        """Remove the rows of a shard."""
         stay = self._shards[group] != shard
         self._put(group, self._losses[group][stay], self._shards[group][stay])
 
     def clear(self) -> None:
-        """Forget all rows."""
+        """Remove all rows."""
         self._losses[...] = NOTHING
         self._shards[...] = NO_SHARD
 
@@ -112,7 +112,7 @@ class Windows:
         return self._losses[group][there].tolist(), self._shards[group][there].tolist()
 
     def set_rows(self, group: int, losses: list[float], shards: list[int]) -> None:
-        """The way back."""
+        """Restore the values of `rows`."""
         self._put(group, np.array(losses, np.float32), np.array(shards, np.int32))
 
     def _put(self, group: int, values: np.ndarray, origins: np.ndarray) -> None:

@@ -1,23 +1,21 @@
-"""From findings to what the loop does: go on, leave the data of a step out, go back, or stop.
+"""From findings to what the loop does: continue, skip the data of a step, roll back, or stop.
 
-Each kind of finding has its own setting. `log` goes on. `skip` makes no update with the step: the device refuses it by
-the detector's limits, and the decision records its data as left out. `rollback` does the same, and when spikes keep
-coming (3 within 16 steps) goes back to the last good checkpoint and leaves out everything from the first spike to the
-last and 16 steps more. A run that has to go back more than 3 times within 2,000 steps has another problem than a bad
-stretch of data, and stops.
+Each kind of finding has its own setting. `log` continues. `skip` makes no update with the step: the device refuses it
+by the detector's limits, and its data is recorded as skipped. `rollback` does the same, and when spikes keep coming (3
+within 16 steps) goes back to the last good checkpoint and skips everything from the first spike to the last and 16
+steps more. A run that rolls back more than 3 times within 2,000 steps has another problem than bad data, and stops.
 
-The last good checkpoint is the newest that is at least `rollback_margin_steps` older than the first spike. If the run
-went back to that very one the time before, it goes back one further, if it can: what led to the spike may have been in
-the weights already.
+The last good checkpoint is the newest that is at least `rollback_margin_steps` older than the first spike. If the
+rollback before went to the same one, this one goes one further back, if it can: the cause of the spike may have been in
+those weights already.
 
-Earlier decisions are counted in the ledger, which neither a rollback nor a crash takes back, and not in a memory of
-its own: a run that is resumed passes over the steps it refused before, and must still come to the decisions of the run
-that was left alone. Only steps that were not finite are remembered here. They are not recorded as bad data, since an
-overflow says little about the text.
+Earlier decisions are counted in the ledger, which survives rollbacks and crashes, and not in this object: a resumed run
+skips the steps it refused before, and must still decide like a run that was not interrupted. Only steps that were not
+finite are remembered here. They are not recorded as bad data, because an overflow says little about the text.
 
-A run that was resumed, or has gone back, and finds not one of its first steps finite, was left a state that is of no
-use: it goes on from an older checkpoint, whatever the settings but `stop`, and leaves no data out. If it was the data
-after all, the run comes to it again with weights that have proved themselves.
+If none of the first steps after a resume or a rollback is finite, the state itself is bad: the run goes back to an
+older checkpoint, whatever the settings but `stop`, and skips no data. If the data was the cause after all, the run
+reaches it again with weights that are known to be good.
 """
 
 from __future__ import annotations
@@ -37,14 +35,14 @@ STATE_FORMAT = 1
 
 @dataclass(frozen=True)
 class Continue:
-    """Nothing is to be done; what was found is logged."""
+    """Do nothing; the findings are logged."""
 
     reason: str = ""
 
 
 @dataclass(frozen=True)
 class SkipWindow:
-    """No update is made with this data: the device refused it, or it is still to come."""
+    """Skip this data: the device refused its update, or it is still to come."""
 
     skip: Skipped
     reason: str
@@ -52,7 +50,7 @@ class SkipWindow:
 
 @dataclass(frozen=True)
 class Rollback:
-    """Load the checkpoint of `to_step` and leave `skip` out from then on; None: only the state is to blame."""
+    """Load the checkpoint of `to_step` and skip `skip` from then on; None: only the state is bad, not the data."""
 
     to_step: int
     skip: Skipped | None
@@ -73,21 +71,21 @@ ACTION_NAMES: dict[type, str] = {Continue: "continue", SkipWindow: "skip", Rollb
 
 
 class Policy:
-    """Decides by the settings and by what was decided before."""
+    """Decides by the settings and by earlier decisions."""
 
     def __init__(self, config: GuardsConfig) -> None:
         self.config = config
         self._not_finite: list[int] = []  # the last steps that were not finite
-        self._unproven: int | None = None  # the step the run stands on, while no step after it was finite
+        self._unproven: int | None = None  # the step of the checkpoint, while no step after it was finite
 
     def resumed(self, step: int) -> None:
-        """The run goes on from the checkpoint of `step`, which has to prove itself."""
+        """The run continues from the checkpoint of `step`, which is unproven until a step is finite."""
         self._unproven = step
 
     def decide(self, step: int, findings: Sequence[Finding], ledger: SkipLedger, checkpoints: Sequence[int]) -> Action:
         """What to do after `step`, in which `findings` were made; `checkpoints` are the steps of good ones.
 
-        Adds nothing to the ledger: whoever carries out the action does.
+        Does not change the ledger: the caller does.
         """
         if not any(one.kind == "nonfinite" for one in findings):
             self._unproven = None
@@ -99,7 +97,7 @@ class Policy:
             most = max(self.config.max_skips_in_a_row, self.config.rollback_after_spikes)
             self._not_finite = [*self._not_finite, step][-most:]
             if self.config.nonfinite == "stop":
-                return Stop(f"{worst.text}. guards.nonfinite is `stop`, so the run ends here, unharmed.")
+                return Stop(f"{worst.text}. guards.nonfinite is `stop`, so the run ends here; its state is intact.")
             action = self._leave_bad_start(worst, checkpoints) or self._leave_not_finite(
                 step, worst, ledger, checkpoints
             )
@@ -125,7 +123,7 @@ class Policy:
         )
 
     def _leave_bad_start(self, finding: Finding, checkpoints: Sequence[int]) -> Action | None:
-        """Back to an older checkpoint when no step since the one the run stands on was finite."""
+        """Back to an older checkpoint when no step since the loaded one was finite."""
         if self._unproven is None:
             return None
         refused = [one for one in self._not_finite if one > self._unproven]
@@ -142,13 +140,13 @@ class Policy:
     def _leave_not_finite(
         self, step: int, finding: Finding, ledger: SkipLedger, checkpoints: Sequence[int]
     ) -> Action | None:
-        """With guards.nonfinite `rollback`: back, as after spikes, when such steps keep coming."""
+        """With guards.nonfinite `rollback`: roll back, as after spikes, when such steps keep coming."""
         since = step - self.config.rollback_within_steps
         count = sum(since < one <= step for one in self._not_finite)
         if self.config.nonfinite != "rollback" or count < self.config.rollback_after_spikes:
             return None
-        # Weights and moments of a good checkpoint are finite: the one right before will do. Without one, no window is
-        # left out: that helps no weights that are not finite, and max_skips_in_a_row must be able to end the run.
+        # Weights and moments of a good checkpoint are finite: the newest is enough. Without one, no data is
+        # skipped: that would not repair the weights, and max_skips_in_a_row must be able to end the run.
         action = self._go_back(step, finding, (), ledger, checkpoints, 1, f"{count} steps that were not finite")
         return None if isinstance(action, SkipWindow) else action
 
@@ -164,7 +162,7 @@ class Policy:
         return settings.get(kind, "skip")
 
     def _open_spikes(self, step: int, ledger: SkipLedger) -> list[Skipped]:
-        """Steps refused lately, since the last time the run went back."""
+        """Steps refused recently, since the last rollback."""
         entries = list(ledger.entries)
         windows = [number for number, entry in enumerate(entries) if entry.action != "refuse"]
         since = entries[windows[-1] + 1 :] if windows else entries
@@ -202,14 +200,14 @@ class Policy:
         if len(recent) >= self.config.max_rollbacks:
             return Stop(
                 f"{finding.text}. The run has gone back {counted(len(recent), 'time')} within {within:,} steps "
-                f"(guards.max_rollbacks), and its loss jumps again: this is not one bad stretch of data."
+                f"(guards.max_rollbacks), and its loss jumps again: this is not one bad range of data."
             )
         to_step = self._last_good(onset_step - margin, checkpoints, rollbacks)
         if to_step is None:
             return SkipWindow(
                 _skipped(finding, step, onset_token, end, "window"),
                 f"{finding.text}; there is no good checkpoint at least {counted(margin, 'step')} older than step "
-                f"{onset_step} to go back to, so only the data is left out",
+                f"{onset_step} to go back to, so only the data is skipped",
             )
         return Rollback(
             to_step,
@@ -231,7 +229,7 @@ class Policy:
         return {"format": STATE_FORMAT, "not_finite": list(self._not_finite)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on exactly where `state` was taken."""
+        """Continue exactly from `state`."""
         if state.get("format") != STATE_FORMAT:
             raise ValueError(f"the policy's state has format {state.get('format')}, expected {STATE_FORMAT}")
         self._not_finite = [int(step) for step in state["not_finite"]]

@@ -1,8 +1,8 @@
-"""Shards whose samples no longer count in the loss.
+"""Shards whose samples have loss weight 0.
 
-With `data.quarantine: auto`, the rows of a shard that was named get the loss weight 0 from the step `from_step` on.
-They are still read and still pass through the model, so the position, the shapes and the order stay as they are. `log`
-names shards and changes nothing.
+With `data.quarantine: auto`, the rows of a reported shard get the loss weight 0 from the step `from_step` on. They are
+still read and still pass through the model, so the position, the shapes and the order do not change. `log` reports
+shards and changes nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Quarantined:
 
 
 class Quarantine:
-    """The shards of one run that were named. Like the record of skipped data, it does not go back with a rollback."""
+    """The reported shards of one run. Like the record of skipped data, a rollback does not undo it."""
 
     def __init__(self, mode: str) -> None:
         if mode not in MODES:
@@ -41,13 +41,13 @@ class Quarantine:
 
     @property
     def shards(self) -> tuple[Quarantined, ...]:
-        """Everything named, in order of the step."""
+        """Everything reported, in order of the step."""
         return tuple(sorted(self._shards.values(), key=lambda one: (one.from_step, one.source, one.shard)))
 
     def add(self, finding: Finding, from_step: int) -> Quarantined | None:
-        """Note the shard a finding names; None when it is known already, or when the mode is `off`.
+        """Add the shard of a finding; None when it is known already, or when the mode is `off`.
 
-        `from_step` must be a step that no rank has begun: then all of them agree, and so does a run that is resumed.
+        `from_step` must be a step that no rank has begun, so that all ranks, and a resumed run, agree.
         """
         source, shard = str(finding.details["source"]), int(finding.details["shard"])
         if self.mode == "off" or (source, shard) in self._shards:
@@ -56,14 +56,14 @@ class Quarantine:
         return named
 
     def weight_of(self, source: str, shard: int, step: int | None = None) -> float:
-        """How much samples of a shard count: 0 or 1. Without `step`: from now on."""
+        """The loss weight of a shard: 0 or 1. Without `step`: from now on."""
         named = self._shards.get((source, shard))
         if self.mode != "auto" or named is None or (step is not None and step < named.from_step):
             return 1.0
         return 0.0
 
     def row_weights(self, rows: StepRows, step: int) -> np.ndarray | None:
-        """(B,) float32: the weight of each row of a step; None when all count."""
+        """(B,) float32: the weight of each row of a step; None when all are 1."""
         if self.mode != "auto" or not self._shards:
             return None
         pairs = zip(rows.source_names(), rows.shards.tolist(), strict=True)
@@ -75,12 +75,12 @@ class Quarantine:
         return [asdict(named) for named in self.shards]
 
     def restore(self, state: list[Mapping[str, Any]]) -> None:
-        """Take over what was named."""
+        """Restore the values of `state`."""
         named = [Quarantined(**one) for one in state]
         self._shards = {(one.source, one.shard): one for one in named}
 
     def merge(self, other: Quarantine) -> None:
-        """Also keep what `other` named; the earlier step counts."""
+        """Add the shards of `other`; of two steps the earlier is kept."""
         for one in other.shards:
             known = self._shards.get((one.source, one.shard))
             if known is None or one.from_step < known.from_step:

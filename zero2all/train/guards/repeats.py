@@ -1,12 +1,12 @@
-"""Shards that repeat another one, found from the lengths of their documents before a single sample is trained.
+"""Shards that repeat another one, found from the lengths of their documents before training starts.
 
-How much lower the loss of a text is when it comes again depends on the model and on how long ago the first time was: on
-a large run it may be hardly lower at all. The index beside each shard says it with certainty. Four documents in a row
-have the lengths (523, 88, 1204, 301): a shard that repeats another has the same series, wherever it was cut. Each
+How much lower the loss of a repeated text is depends on the model and on how long ago it was first read: on a large run
+it may hardly differ. The index beside each shard is certain. Four documents in a row have the lengths (523, 88, 1204,
+301): a shard that repeats another has the same series, wherever it was cut. Each
 shard is reduced to the 64 smallest hashes of its series (a bottom-k sketch); two sketches that share half of their
 hashes are compared by content, some documents in full.
 
-Reads the document index (8 bytes for each document) and a few documents of suspected pairs; the tokens are left alone.
+Reads the document index (8 bytes for each document) and a few documents of suspected pairs, not all tokens.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ SKETCH = 64
 MIN_SHARE = 0.5
 """Of the smaller sketch."""
 MIN_DOCUMENTS = 16
-"""With fewer, equal lengths may be chance."""
+"""With fewer, equal lengths may be a coincidence."""
 COMPARED = 8
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """A shard, and the one before it that it repeats."""
+    """A shard, and the earlier one that it repeats."""
 
     source: str
     shard: int

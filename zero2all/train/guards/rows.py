@@ -1,7 +1,7 @@
-"""Which sample stands in each row of a step's global batch, and from which shard it comes.
+"""Which sample is in each row of a step's global batch, and from which shard it comes.
 
-A pure function of the data and the position, so any process can ask for any step, long after it was trained, and the
-loader need not carry names along. A window that runs across a shard border belongs to the shard that holds its middle;
+A pure function of the data and the position, so any process can look up any step, also long after it was trained, and
+the loader need not pass names along. A sample that crosses a shard border belongs to the shard that holds its middle;
 a best-fit row lies in one shard by construction.
 
 Cost: a lookup of 4,096 positions is kept for the steps that follow (`packed.loader.BlockLookup`).

@@ -1,21 +1,21 @@
-"""Names shards whose samples are far harder or far easier than the rest, though scattered over the run.
+"""Finds shards whose samples are far harder or far easier than the rest, although they are scattered over the run.
 
 The shuffle spreads a bad shard thinly over all steps: no step stands out. But the forward pass gives the loss of every
-row, and rows know their shard (`rows`). A row with loss x is compared with the last rows of its channel, and with the
-last rows of the other shards of its source (`levels`): with the median m and the robust standard deviation s of each,
+row, and the shard of each row is known (`rows`). A row with loss x is compared with the last rows of its channel, and
+with the last rows of the other shards of its source (`levels`), by their median m and robust standard deviation s:
 
     y = (x - m) / max(s, m / 4)
 
-one unit being a quarter of the loss that is usual there, or one standard deviation of the rows where that is more.
-Texts differ. Sources of one channel may be of quite another kind (old books and manuals, both Chinese), so a shard that
-lies far from its channel need not be bad; and beside a bad shard of its source a good one looks unusual. A shard stands
-out only when it does so against both:
+one unit being a quarter of the usual loss there, or one standard deviation of the rows where that is more. Texts
+differ: sources of one channel may be very different (old books and manuals, both Chinese), so a shard that lies far
+from its channel need not be bad; and beside a bad shard of its source a good one looks unusual. A shard stands out only
+if it does so against both:
 
     hard side    y = min( y_channel,  y_source)       poisoned: random bytes, a wrong encoding, another tokenizer
     easy side    y = min(-y_channel, -y_source)       newlines, tables of one value, text seen before
 
-and may lie 1.5 units from either. A source of one shard, or whose other shards were all named, has no others. It is
-compared with its channel alone, and one unit more is allowed, because sources differ more than the shards of a source:
+and may lie 1.5 units from either. A source of one shard, or whose other shards were all reported, has no others. Its
+shard is compared with the channel alone, and one unit more is allowed, because sources differ more than shards do:
 y = y_channel - 1, or -y_channel - 1.
 
 The test is a bet. Against "the rows of this shard lie, on average, at most 1.5 units above their channel or at most 1.5
@@ -29,16 +29,16 @@ says that W ever reaches 1/a with probability at most a. Looking after every ste
 for all times at once. The money is divided among the three b; a strong effect wins with the large one, a weak one with
 the small. For K shards and two sides, a = alpha / 2K (Bonferroni), so
 
-    P(a run without unusual shards names any) <= alpha          (guards.false_shard_alarms, 0.01)
+    P(a run without unusual shards reports any) <= alpha         (guards.false_shard_alarms, 0.01)
 
 A shard of random bytes wins a factor of 2.6 with each row, one of newlines 1.9; `rows_to_name` says how many rows that
-takes. y' is capped so that one monstrous row decides nothing.
+takes. y' is capped so that no single extreme row decides.
 
-A row counts only when both levels are known and steady (`levels`). A shard that was named is judged no more, and its
-rows no longer enter a window.
+A row counts only when both levels are known and steady (`levels`). A reported shard is no longer judged, and its rows
+no longer enter a window.
 
-What this cannot see: a shard that makes up most of its channel, for then it is the channel; and a source all of whose
-shards are bad alike, for that looks the same as a source of another kind.
+What this cannot find: a shard that makes up most of its channel, because then it is the channel; and a source whose
+shards are all equally bad, because that looks the same as a source of another kind.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ NULL_UNITS = 1.5
 ALONE_UNITS = 1.0
 """What is allowed beyond that where a source has no other shard to compare with."""
 TRIVIAL_SHARE = 0.25
-"""Of what is usual: a loss below it is called trivial."""
+"""Share of the usual loss; a loss below it is called trivial."""
 EXAMPLES = 8
-"""Rows that are remembered for each shard: its most extreme ones."""
+"""Most extreme rows that are kept for each shard."""
 SIDES: tuple[Kind, Kind] = ("hard_shard", "easy_shard")
 STATE_FORMAT = 2
 
@@ -79,7 +79,7 @@ class ShardKey:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows of a step that can be judged, with what is usual for each. N rows."""
+    """Rows of a step that can be judged, with the levels for each. N rows."""
 
     keys: np.ndarray
     numbers: np.ndarray
@@ -89,7 +89,7 @@ class _Rows:
     """Whether the source has no other shard."""
     channel: Levels
     source: Levels
-    """Of the other shards; without meaning where there are none."""
+    """Level of the other shards; without meaning where there are none."""
 
     def sides(self) -> np.ndarray:
         """(2, N) units by which each row stands out on the hard and on the easy side: y of the module's text."""
@@ -112,13 +112,13 @@ class ShardWatch:
         self._first = np.concatenate(([0], np.cumsum(self._counts))).astype(np.int64)
         self._min_rows = min_rows
         self._log_threshold = math.log(2 * max(1, int(self._first[-1])) / false_alarms)
-        # However large one shard of a source is, enough rows of the others stay to judge it by.
+        # Keeps enough rows of the other shards, however large one shard of a source is.
         most_of_a_shard = [WINDOW_ROWS - MIN_WINDOW_ROWS] * len(self._sources)
         self._windows = Windows([*most_of_a_shard, *([NO_LIMIT] * len(self.channels))])  # of sources, then of channels
         self.forget()
 
     def forget(self) -> None:
-        """Begin again with nothing known."""
+        """Clear all statistics."""
         total = int(self._first[-1])
         self._rows = np.zeros(total, np.int64)
         self._loss = np.zeros(total)
@@ -134,9 +134,9 @@ class ShardWatch:
 
     @property
     def rows_to_name(self) -> dict[str, int]:
-        """Rows after which a shard is named whose every row lies 6 units above all it is compared with, or 4 below.
+        """Rows after which a shard is reported if each of its rows lies 6 units above its levels, or 4 below.
 
-        In a run that has sources of one shard: one of those, which takes longest.
+        If the run has sources of one shard: for one of those, which takes longest.
         """
         allowed = ALONE_UNITS if (self._counts == 1).any() else 0.0
         needed = {}
@@ -148,10 +148,10 @@ class ShardWatch:
     def observe(
         self, step: int, rows: StepRows, nats: np.ndarray, counts: np.ndarray, tokens: tuple[int, int]
     ) -> list[Finding]:
-        """Take in the rows of a step: sums of nats and numbers of tokens that counted, (B,) each.
+        """Add the rows of a step: sums of nats and of token weights, (B,) each.
 
-        Rows that count nothing (padding, quarantined shards) are left out, and so are rows that are not finite and
-        those of shards that were named.
+        Rows with weight 0 (padding, quarantined shards), rows that are not finite and rows of reported shards are
+        ignored.
         """
         nats, counts = np.asarray(nats, np.float64), np.asarray(counts, np.float64)
         keys = self._first[rows.sources] + rows.shards
@@ -205,9 +205,9 @@ class ShardWatch:
         return findings
 
     def set_aside(self, source: str, shard: int, kind: str) -> None:
-        """A shard that somebody else named is judged no more, and no other is compared with it."""
+        """Stop judging a shard that was reported elsewhere, and comparing others with it."""
         if source not in self._sources or shard >= self._counts[self._sources.index(source)]:
-            return  # not of this run, or packed anew
+            return  # not of this run, or packed again
         key = int(self._first[self._sources.index(source)]) + shard
         if key not in self._named:
             self._name(key, kind)
@@ -262,7 +262,7 @@ class ShardWatch:
         return ShardKey(self._sources[source], number - int(self._first[source]))
 
     def table(self) -> list[dict[str, Any]]:
-        """Per shard that had rows: what is known of it, for a page or a person.
+        """The statistics of each shard that had rows.
 
         `usual` is the level of its channel, `usual_beside` that of the other shards of its source (None: it has none).
         """
@@ -274,7 +274,7 @@ class ShardWatch:
         return rows
 
     def restart(self) -> None:
-        """Forget the levels of channels and sources (another stage); what is known of the shards stays."""
+        """Clear the levels of channels and sources (another stage); the statistics of the shards stay."""
         self._windows.clear()
 
     def state(self) -> dict[str, Any]:
@@ -310,7 +310,7 @@ class ShardWatch:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on exactly where `state` was taken. Sources that were not there then begin with nothing known."""
+        """Continue exactly from `state`. New sources start without statistics."""
         if state.get("format") != STATE_FORMAT:
             raise ValueError(f"the shards' state has format {state.get('format')}, expected {STATE_FORMAT}")
         self.forget()
@@ -322,7 +322,7 @@ class ShardWatch:
             shard = old - int(old_first[place])
             source = here.get(old_names[place])
             if source is None or shard >= self._counts[source]:
-                continue  # the source is no longer read, or has fewer shards now: packed anew
+                continue  # the source is no longer read, or was packed again with fewer shards
             number = int(self._first[source]) + shard
             self._rows[number], self._loss[number], self._usual[number] = rows, loss, usual
             self._rows_beside[number], self._usual_beside[number] = rows_beside, usual_beside

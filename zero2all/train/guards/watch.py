@@ -1,9 +1,8 @@
-"""All guards of a run as one object with one state: what the loop talks to.
+"""All guards of a run as one object with one state.
 
 The loop, on rank 0, calls `limits` before a step and `observe` when the values of a step have arrived, and carries out
-the action it returns. What belongs to the present (the detector's window, the statistics of the shards) goes back with
-a rollback; what was decided (skipped data, quarantined shards) does not, and is also written to the run's folder
-before it is carried out.
+the action it returns. A rollback restores the statistics (the detector's window, those of the shards) but not the
+decisions (skipped data, quarantined shards), which are also written to the run's folder before they are carried out.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ STATE_FORMAT = 1
 
 @dataclass(frozen=True)
 class Observation:
-    """What a step told."""
+    """What the guards found in a step, and what to do."""
 
     findings: list[Finding]
     action: Action
@@ -55,7 +54,7 @@ class RunGuards:
         quarantine: str = "log",
         fence: Fence = no_fence,
     ) -> None:
-        """`data` None, or `quarantine: off`, leaves the shards alone. `fence` is asked before every write."""
+        """`data` None, or `quarantine: off`: shards are not judged. `fence` is checked before every write."""
         self.folder, self._fence = run / INCIDENTS_FOLDER, fence
         self.detector = Detector(SpikeRule.of(config, warmup_steps))
         self.policy = Policy(config)
@@ -71,7 +70,7 @@ class RunGuards:
             self._load_quarantine()
 
     def limits(self, step: int) -> Limits:
-        """What `step` must stay within; see `Detector.limits`."""
+        """The limits of `step`; see `Detector.limits`."""
         return self.detector.limits(step)
 
     def refusal_limits(self, step: int) -> Limits:
@@ -85,7 +84,7 @@ class RunGuards:
         )
 
     def row_weights(self, rows: StepRows, step: int) -> np.ndarray | None:
-        """The loss weight of each row; None when all count."""
+        """The loss weight of each row; None when all are 1."""
         return self.quarantine.row_weights(rows, step)
 
     def observe(
@@ -99,7 +98,7 @@ class RunGuards:
         row_nats: np.ndarray | None = None,
         row_counts: np.ndarray | None = None,
     ) -> Observation:
-        """Take in the values of one step, in order; decide, and record the decision before returning it.
+        """Judge the values of one step, in order, and record the decision before returning it.
 
         `row_nats` and `row_counts` are over all rows of the global batch, in its order.
         """
@@ -110,10 +109,10 @@ class RunGuards:
                 self.ledger.add(action.skip)
                 self._fence()
                 self.ledger.save(self.folder)
-            return Observation(findings, action)  # a resumed run passes over this step, so its rows must not count
+            return Observation(findings, action)  # a resumed run skips this step, so its rows must not count
         if self.shards is not None and self.finder is not None and row_nats is not None and row_counts is not None:
-            # Named before the first step, or on a branch that was left. Not before their time: a run that is resumed
-            # must find what it found.
+            # Found before the first step, or on an abandoned branch; applied from their step on, so that a resumed run
+            # finds the same.
             for one in self.quarantine.shards:
                 if one.from_step <= step:
                     self.shards.set_aside(one.source, one.shard, one.kind)
@@ -124,7 +123,7 @@ class RunGuards:
         return Observation(findings, action)
 
     def note_shards(self, findings: Sequence[Finding], step: int) -> None:
-        """Quarantine the shards that findings of `step` name, from the first step that cannot have begun yet."""
+        """Quarantine the shards in the findings of `step`, from the first step that cannot have begun yet."""
         from_step = step + self.detector.rule.lag_steps
         added = [self.quarantine.add(finding, from_step) for finding in findings]
         if any(added):
@@ -135,7 +134,7 @@ class RunGuards:
         write_json(self.folder / QUARANTINE_FILE, {"format": 1, "shards": self.quarantine.state()})
 
     def restart(self) -> None:
-        """A stage with other data begins: what the loss was before no longer counts."""
+        """A stage with other data begins: clear the statistics of the loss."""
         self.detector.restart()
         if self.shards is not None:
             self.shards.restart()
@@ -152,9 +151,9 @@ class RunGuards:
         }
 
     def restore(self, state: Mapping[str, Any], step: int) -> list[str]:
-        """Go on at `step`, where `state` was taken, after a crash or a rollback alike; decisions made since then stay.
+        """Continue at `step` from `state`, after a crash or a rollback; later decisions stay.
 
-        Returns what could not be taken over, for a person.
+        Returns notes about what could not be restored.
         """
         if state.get("format") != STATE_FORMAT:
             raise ValueError(f"the guards' state has format {state.get('format')}, expected {STATE_FORMAT}")
@@ -177,8 +176,8 @@ class RunGuards:
             return []
         self.shards.forget()
         return [
-            "The checkpoint holds statistics of the shards by the rules of another version of zero2all. They begin "
-            "anew, so that a bad shard is named somewhat later; shards that were named before stay named."
+            "The checkpoint holds statistics of the shards by the rules of another version of zero2all. They start "
+            "again, so a bad shard is found somewhat later; shards found before stay in quarantine."
         ]
 
     def _load_quarantine(self) -> None:
@@ -191,7 +190,7 @@ class RunGuards:
             self._is_quarantine_damaged = True
 
     def _mend_quarantine(self) -> list[str]:
-        """Write a list that could not be read anew from the checkpoint, which names all shards up to its step."""
+        """Write a list that could not be read again from the checkpoint, which has all shards up to its step."""
         if not self._is_quarantine_damaged:
             return []
         self._is_quarantine_damaged = False
@@ -200,6 +199,6 @@ class RunGuards:
         keep_damaged(path)
         self._save_quarantine()
         return [
-            f"{path} could not be read and was written anew: {len(self.quarantine.shards)} shards that the checkpoint "
-            f"knows. Shards named since then will be named again."
+            f"{path} could not be read and was written again: {len(self.quarantine.shards)} shards that the checkpoint "
+            f"holds. Later ones will be found again."
         ]

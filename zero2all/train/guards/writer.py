@@ -1,8 +1,8 @@
-"""Writes incidents to the run's folder, in a thread of its own: the loop hands over what it knows and goes on.
+"""Writes incidents to the run's folder in a background thread; the loop does not wait for it.
 
 `<run>/incidents/<step>-<kind>.json`, `.html` and `.txt`. Looking up documents reads the packed data and, for titles,
-the corpus; that may take a second, and nothing of it may stop a run: whatever goes wrong is written on the page, or,
-where even that fails, kept in `problems`.
+the corpus; that may take a second, and no failure in it may stop a run: errors are written on the page, or, where even
+that fails, kept in `problems`.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class IncidentWriter:
         self._thread.start()
 
     def read_from(self, data: TrainingData) -> None:
-        """Look documents up here from now on; the past must be the same there."""
+        """Look up documents in `data` from now on; what was read so far must be the same in it."""
         self._data = data
 
     def submit(self, incident: Incident) -> Path:
-        """Have an incident written; returns where its page will be. Never blocks, never raises."""
+        """Queue an incident; returns the path of its page. Never blocks, never raises."""
         self._queue.put(incident)
         return self.folder / f"{incident.name()}.html"
 
@@ -69,7 +69,7 @@ class IncidentWriter:
                 whole = self._with_documents(incident)
                 self._fence()
                 self.written.append(write_incident(self.folder, whole))
-            except Exception as error:  # a full disk, a folder that is gone: never the run's concern
+            except Exception as error:  # a full disk, a deleted folder: not a reason to stop the run
                 self.problems.append(f"the page of step {incident.step} could not be written: {error}")
 
     def _with_documents(self, incident: Incident) -> Incident:

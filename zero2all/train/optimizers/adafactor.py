@@ -22,7 +22,7 @@ from torch import Tensor
 from zero2all.train.optimizers.base import (
     Optimizer,
     ParameterGroup,
-    Slot,
+    ParamState,
     StepInputs,
     master_dtype,
     replace,
@@ -32,11 +32,11 @@ from zero2all.train.optimizers.base import (
 from zero2all.train.optimizers.shards import box, sum_over_parts
 
 TINY = 1e-30
-"""Added to squared gradients, so that a value that never had one divides by something."""
+"""Added to squared gradients, so that a value without any gradient does not divide by zero."""
 
 
 class Adafactor(Optimizer):
-    """Factored second moments, no momentum unless asked for."""
+    """Factored second moments, momentum only with `beta1`."""
 
     def __init__(
         self, groups: Sequence[ParameterGroup], decay_power: float, clip_rms: float, beta1: float = 0.0
@@ -44,12 +44,12 @@ class Adafactor(Optimizer):
         self.decay_power, self.clip_rms, self.beta1 = decay_power, clip_rms, beta1
         super().__init__(groups)
 
-    def initial_state(self, slot: Slot) -> dict[str, Tensor]:
+    def initial_state(self, param: ParamState) -> dict[str, Tensor]:
         """Row and column means, whole in every process, or the mean square of a vector; momentum by option."""
-        shape, device, dtype = slot.parameter.shape, slot.weight.device, master_dtype(slot.weight)
-        momentum = {"momentum": zeros_like_master(slot)} if self.beta1 else {}
+        shape, device, dtype = param.parameter.shape, param.weight.device, master_dtype(param.weight)
+        momentum = {"momentum": zeros_like_master(param)} if self.beta1 else {}
         if len(shape) < 2:
-            return {"exp_avg_sq": zeros_like_master(slot), **momentum}
+            return {"exp_avg_sq": zeros_like_master(param), **momentum}
         return {
             "row_means": torch.zeros(shape[:-1], device=device, dtype=dtype),
             "column_means": torch.zeros((*shape[:-2], shape[-1]), device=device, dtype=dtype),
@@ -60,38 +60,38 @@ class Adafactor(Optimizer):
         """One parameter after the other."""
         decay = 1 - inputs.count.double() ** -self.decay_power
         for group in self.param_groups:
-            for slot in group.slots:
-                gradient = slot.gradient
+            for param in group.params:
+                gradient = param.gradient
                 if gradient is not None:
-                    self._update_one(slot, group, scaled(gradient, inputs.scale), decay, inputs.skip)
+                    self._update_one(param, group, scaled(gradient, inputs.scale), decay, inputs.skip)
 
     def _update_one(
-        self, slot: Slot, group: ParameterGroup, gradient: Tensor, decay: Tensor, skip: Tensor | None
+        self, param: ParamState, group: ParameterGroup, gradient: Tensor, decay: Tensor, skip: Tensor | None
     ) -> None:
         square = gradient * gradient + TINY
-        if "exp_avg_sq" in slot.state:
-            mean_square = decay * slot.moment("exp_avg_sq") + (1 - decay) * square
-            replace(slot.moment("exp_avg_sq"), mean_square, skip)
+        if "exp_avg_sq" in param.state:
+            mean_square = decay * param.moment("exp_avg_sq") + (1 - decay) * square
+            replace(param.moment("exp_avg_sq"), mean_square, skip)
         else:
-            mean_square = self._factored(slot, square, decay, skip)
+            mean_square = self._factored(param, square, decay, skip)
         direction = gradient * mean_square.rsqrt()
-        total = sum_over_parts((direction * direction).sum(), slot.parameter)
-        direction = direction / ((total / slot.parameter.numel()).sqrt() / self.clip_rms).clamp(min=1.0)
+        total = sum_over_parts((direction * direction).sum(), param.parameter)
+        direction = direction / ((total / param.parameter.numel()).sqrt() / self.clip_rms).clamp(min=1.0)
         if self.beta1:
-            direction = self.beta1 * slot.moment("momentum") + (1 - self.beta1) * direction
-            replace(slot.moment("momentum"), direction, skip)
-        replace(slot.weight, slot.weight * (1 - group.lr * group.weight_decay) - group.lr * direction, skip)
+            direction = self.beta1 * param.moment("momentum") + (1 - self.beta1) * direction
+            replace(param.moment("momentum"), direction, skip)
+        replace(param.weight, param.weight * (1 - group.lr * group.weight_decay) - group.lr * direction, skip)
 
-    def _factored(self, slot: Slot, square: Tensor, decay: Tensor, skip: Tensor | None) -> Tensor:
+    def _factored(self, param: ParamState, square: Tensor, decay: Tensor, skip: Tensor | None) -> Tensor:
         """The estimate of the mean square for the part of the matrix in this process."""
-        rows, columns = slot.state["row_means"], slot.state["column_means"]
-        place = box(slot.parameter)
+        rows, columns = param.state["row_means"], param.state["column_means"]
+        place = box(param.parameter)
         in_rows, in_columns = place[:-1], (*place[:-2], place[-1])
         row_sums, column_sums = torch.zeros_like(rows), torch.zeros_like(columns)
         row_sums[in_rows] = square.sum(dim=-1)
         column_sums[in_columns] = square.sum(dim=-2)
-        sum_over_parts(row_sums, slot.parameter)
-        sum_over_parts(column_sums, slot.parameter)
+        sum_over_parts(row_sums, param.parameter)
+        sum_over_parts(column_sums, param.parameter)
         new_rows = decay * rows + (1 - decay) * row_sums / columns.shape[-1]
         new_columns = decay * columns + (1 - decay) * column_sums / rows.shape[-1]
         replace(rows, new_rows, skip)

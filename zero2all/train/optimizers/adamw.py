@@ -54,9 +54,9 @@ class AdamW(ElementwiseOptimizer):
         inverse = None if inputs.scale is None else inputs.scale.float().reciprocal()
         for group in self.param_groups:
             rows = [
-                (slot.weight, gradient.to(slot.weight.dtype), slot.moment("exp_avg"), slot.moment("exp_avg_sq"))
-                for slot in group.slots
-                if (gradient := slot.gradient) is not None and gradient.numel()
+                (param.weight, gradient.to(param.weight.dtype), param.moment("exp_avg"), param.moment("exp_avg_sq"))
+                for param in group.params
+                if (gradient := param.gradient) is not None and gradient.numel()
             ]
             if not rows:
                 continue

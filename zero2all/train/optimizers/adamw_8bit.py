@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zero2all.train.optimizers.adamw import AdamW, adamw_formula
-from zero2all.train.optimizers.base import ParameterGroup, Slot, StepInputs, replace, row_pieces, scaled
-from zero2all.train.optimizers.rounding import dice, dice_key, fraction
+from zero2all.train.optimizers.base import ParameterGroup, ParamState, StepInputs, replace, row_chunks, scaled
+from zero2all.train.optimizers.rounding import fraction, random_bits, rounding_key
 from zero2all.train.optimizers.shards import flat_index, spread_dimensions, spread_like
 
 BLOCK = 256
@@ -48,20 +48,20 @@ class AdamW8bit(AdamW):
         super().__init__(groups, beta1, beta2, eps, compiled=compiled)
         self.apply_coded = torch.compile(coded_step, dynamic=True) if compiled else coded_step
 
-    def initial_state(self, slot: Slot) -> dict[str, Tensor]:
+    def initial_state(self, param: ParamState) -> dict[str, Tensor]:
         """Codes and scales of both moments, or float32 moments where there is nothing to gain."""
-        weight = slot.weight
-        if weight.dim() < 2 or weight.dim() - 1 in spread_dimensions(slot.parameter):
-            return super().initial_state(slot)
+        weight = param.weight
+        if weight.dim() < 2 or weight.dim() - 1 in spread_dimensions(param.parameter):
+            return super().initial_state(param)
         blocks = -(-weight.shape[-1] // BLOCK)
-        scales_shape = (*slot.parameter.shape[:-1], blocks)
+        scales_shape = (*param.parameter.shape[:-1], blocks)
 
         def scales() -> Tensor:
             part = torch.zeros(*weight.shape[:-1], blocks, device=weight.device)
-            return spread_like(slot.parameter, part, scales_shape)
+            return spread_like(param.parameter, part, scales_shape)
 
         def codes(dtype: torch.dtype) -> Tensor:
-            return spread_like(slot.parameter, torch.zeros_like(weight, dtype=dtype))
+            return spread_like(param.parameter, torch.zeros_like(weight, dtype=dtype))
 
         return {
             "exp_avg_codes": codes(torch.int8),
@@ -70,20 +70,20 @@ class AdamW8bit(AdamW):
             "exp_avg_sq_scales": scales(),
         }
 
-    def update_one(self, slot: Slot, numbers: tuple[Tensor, ...], inputs: StepInputs) -> None:
+    def update_one(self, param: ParamState, numbers: tuple[Tensor, ...], inputs: StepInputs) -> None:
         """Matrices by way of their codes, the rest as AdamW does."""
-        gradient = slot.gradient
-        if "exp_avg" in slot.state or gradient is None:
-            super().update_one(slot, numbers, inputs)
+        gradient = param.gradient
+        if "exp_avg" in param.state or gradient is None:
+            super().update_one(param, numbers, inputs)
             return
-        key = dice_key(self.seed, slot.index, inputs.count)
-        for rows in row_pieces(slot.weight):
+        key = rounding_key(self.seed, param.index, inputs.count)
+        for rows in row_chunks(param.weight):
             self.apply_coded(
                 gradient[rows],
-                slot.weight[rows],
-                [slot.moment(name)[rows] for name in slot.state],
+                param.weight[rows],
+                [param.moment(name)[rows] for name in param.state],
                 numbers,
-                flat_index(slot.parameter, rows),
+                flat_index(param.parameter, rows),
                 key,
                 inputs.scale,
                 inputs.skip,
@@ -110,8 +110,8 @@ def coded_step(
     new_weight, mean, square = adamw_formula(
         scaled(gradient, scale), weight, mean, square, *numbers, beta1=beta1, beta2=beta2, eps=eps
     )
-    new_mean_codes, new_mean_scales = encode(mean, MEAN_CODES, MEAN_POWER, fraction(dice(index, key, 0)))
-    new_codes, new_square_scales = encode(square, SQUARE_CODES, SQUARE_POWER, fraction(dice(index, key, 1)))
+    new_mean_codes, new_mean_scales = encode(mean, MEAN_CODES, MEAN_POWER, fraction(random_bits(index, key, 0)))
+    new_codes, new_square_scales = encode(square, SQUARE_CODES, SQUARE_POWER, fraction(random_bits(index, key, 1)))
     replace(weight, new_weight, skip)
     replace(mean_codes, new_mean_codes, skip)
     replace(mean_scales, new_mean_scales, skip)

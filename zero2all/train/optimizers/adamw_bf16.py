@@ -19,8 +19,16 @@ import torch
 from torch import Tensor
 
 from zero2all.train.optimizers.adamw import adamw_formula, adamw_numbers
-from zero2all.train.optimizers.base import Optimizer, ParameterGroup, Slot, StepInputs, replace, row_pieces, scaled
-from zero2all.train.optimizers.rounding import dice, dice_key, to_bfloat16
+from zero2all.train.optimizers.base import (
+    Optimizer,
+    ParameterGroup,
+    ParamState,
+    StepInputs,
+    replace,
+    row_chunks,
+    scaled,
+)
+from zero2all.train.optimizers.rounding import random_bits, rounding_key, to_bfloat16
 from zero2all.train.optimizers.shards import flat_index, spread_like
 
 
@@ -41,35 +49,35 @@ class AdamWBf16(Optimizer):
         super().__init__(groups)
         self.apply = torch.compile(bf16_step, dynamic=True) if compiled else bf16_step
 
-    def initial_state(self, slot: Slot) -> dict[str, Tensor]:
+    def initial_state(self, param: ParamState) -> dict[str, Tensor]:
         """Two moments and, for kahan, the rest of the weight."""
         names = ["exp_avg", "exp_avg_sq"]
-        names += ["rest"] if self.kahan and slot.weight.dtype == torch.bfloat16 else []
+        names += ["rest"] if self.kahan and param.weight.dtype == torch.bfloat16 else []
         return {
-            name: spread_like(slot.parameter, torch.zeros_like(slot.weight, dtype=torch.bfloat16)) for name in names
+            name: spread_like(param.parameter, torch.zeros_like(param.weight, dtype=torch.bfloat16)) for name in names
         }
 
     def update(self, inputs: StepInputs) -> None:
         """One parameter after the other."""
         for group in self.param_groups:
             numbers = adamw_numbers(group, inputs.count, self.beta1, self.beta2)
-            for slot in group.slots:
-                self._update_one(slot, numbers, inputs)
+            for param in group.params:
+                self._update_one(param, numbers, inputs)
 
-    def _update_one(self, slot: Slot, numbers: tuple[Tensor, ...], inputs: StepInputs) -> None:
-        gradient = slot.gradient
+    def _update_one(self, param: ParamState, numbers: tuple[Tensor, ...], inputs: StepInputs) -> None:
+        gradient = param.gradient
         if gradient is None:
             return
-        key = dice_key(self.seed, slot.index, inputs.count)
-        for rows in row_pieces(slot.weight):
+        key = rounding_key(self.seed, param.index, inputs.count)
+        for rows in row_chunks(param.weight):
             self.apply(
                 gradient[rows].reshape(-1),
-                slot.weight[rows].view(-1),
-                slot.moment("exp_avg")[rows].view(-1),
-                slot.moment("exp_avg_sq")[rows].view(-1),
-                slot.moment("rest")[rows].view(-1) if "rest" in slot.state else None,
+                param.weight[rows].view(-1),
+                param.moment("exp_avg")[rows].view(-1),
+                param.moment("exp_avg_sq")[rows].view(-1),
+                param.moment("rest")[rows].view(-1) if "rest" in param.state else None,
                 numbers,
-                flat_index(slot.parameter, rows).view(-1),
+                flat_index(param.parameter, rows).view(-1),
                 key,
                 inputs.scale,
                 inputs.skip,
@@ -96,13 +104,13 @@ def bf16_step(
     exact, new_mean, new_square = adamw_formula(
         scaled(gradient, scale), exact, mean.float(), square.float(), *numbers, beta1=beta1, beta2=beta2, eps=eps
     )
-    bits = dice(index, key, 0)
+    bits = random_bits(index, key, 0)
     replace(mean, to_bfloat16(new_mean, bits), skip)
     replace(square, to_bfloat16(new_square, bits >> 16), skip)
     if weight.dtype != torch.bfloat16:
         replace(weight, exact, skip)
     elif rest is None:
-        replace(weight, to_bfloat16(exact, dice(index, key, 1)), skip)
+        replace(weight, to_bfloat16(exact, random_bits(index, key, 1)), skip)
     else:
         nearest = exact.to(torch.bfloat16)
         replace(weight, nearest, skip)

@@ -2,19 +2,19 @@
 
 An optimizer updates *master* parameters: float32 tensors (bfloat16 for `adamw_bf16`, float64 in tests), or DTensors
 with such parts; copies in a lower precision for the forward pass are the caller's. Gradients are read from
-`parameter.grad`; a parameter without one is left alone.
+`parameter.grad`; a parameter without one is not changed.
 
     optimizer.set_learning_rate(rate)
     optimizer.step(grads_scale=clip_coefficient, found_nonfinite=flag)
     optimizer.zero_grad()
 
-`found_nonfinite` (a tensor on the device, 0 or 1) must be able to cancel a step that is already under way without the
-host ever learning of it. So every new value goes through `torch.where(flag, old, new)`, and the count of updates, on
-which bias corrections and stochastic rounding rest, is a tensor on the device too. A cancelled step leaves every bit of
-weights and state as it was.
+`found_nonfinite` (a tensor on the device, 0 or 1) must be able to cancel a step that is already queued, without the
+host reading it. So every new value goes through `torch.where(flag, old, new)`, and the count of updates, on which bias
+corrections and stochastic rounding depend, is a tensor on the device too. A cancelled step changes no bit of weights
+and state.
 
 State is a flat dict of tensors, complete from construction on: `<moment>/<parameter name>`, and the count of updates as
-`step/all`. They are the live tensors, so a checkpoint may also be loaded right into them. There is no random state.
+`step/all`. They are the live tensors, so a checkpoint may also be loaded directly into them. There is no random state.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from zero2all.train.optimizers.roles import Role
 from zero2all.train.optimizers.shards import copy_values, gradient_part, local, spread_like, whole
 
 STEP_NAME = "step/all"
-PIECE_VALUES = 1 << 25
+CHUNK_VALUES = 1 << 25
 """Values updated at once, so that the intermediate results of a large table take little beside the model."""
 Formula = Callable[..., tuple[Tensor, ...]]
 
 
 @dataclass
-class Slot:
+class ParamState:
     """A parameter with its state."""
 
     index: int
-    """Its place among all parameters of the model: the key of its stochastic rounding."""
+    """Its index among all parameters of the model, which seeds its stochastic rounding."""
     name: str
     parameter: Tensor
     role: Role
     state: dict[str, Tensor] = field(default_factory=dict)
-    """Moments, spread over processes as the parameter is."""
+    """Moments, sharded like the parameter."""
 
     @property
     def weight(self) -> Tensor:
@@ -70,32 +70,28 @@ class ParameterGroup:
     """Parameters of one kind, which share a rate and a decay."""
 
     kind: ParameterKind
-    slots: list[Slot]
+    params: list[ParamState]
+    """In the model's order."""
     weight_decay: float
     lr_multiplier: float = 1.0
     lr: float = 0.0
     """Rate of the next step, the multiplier in it."""
 
-    @property
-    def params(self) -> list[Tensor]:
-        """The parameters, in the model's order."""
-        return [slot.parameter for slot in self.slots]
-
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What one step is made with, all of it on the device."""
+    """The inputs of one step, all on the device."""
 
     count: Tensor
     """Number of this update, from 1, if it is not cancelled (float32)."""
     scale: Tensor | None
     """Factor on every gradient."""
     skip: Tensor | None
-    """Whether to leave everything as it is (bool)."""
+    """Whether to change nothing (bool)."""
 
 
 class Optimizer(ABC):
-    """What every optimizer here can do; see the module for the contract."""
+    """The interface of every optimizer here; see the module docstring."""
 
     writes_weights = False
     """Whether a step also writes low-precision copies of the weights."""
@@ -103,13 +99,13 @@ class Optimizer(ABC):
     def __init__(self, groups: Sequence[ParameterGroup]) -> None:
         self.param_groups = list(groups)
         for group in self.param_groups:
-            for slot in group.slots:
-                slot.state = self.initial_state(slot)
-        devices = [slot.weight.device for group in self.param_groups for slot in group.slots]
+            for param in group.params:
+                param.state = self.initial_state(param)
+        devices = [param.weight.device for group in self.param_groups for param in group.params]
         self.updates = torch.zeros((), dtype=torch.float32, device=devices[0] if devices else None)
 
     @abstractmethod
-    def initial_state(self, slot: Slot) -> dict[str, Tensor]:
+    def initial_state(self, param: ParamState) -> dict[str, Tensor]:
         """The moments of a parameter before the first update."""
 
     @abstractmethod
@@ -135,25 +131,25 @@ class Optimizer(ABC):
             group.lr = rate * group.lr_multiplier
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, or with `set_to_none` false, fill them with zeros."""
+        """Drop the gradients, or with `set_to_none` false, fill them with zeros."""
         for group in self.param_groups:
-            for parameter in group.params:
+            for param in group.params:
                 if set_to_none:
-                    parameter.grad = None
-                elif parameter.grad is not None:
-                    parameter.grad.zero_()
+                    param.parameter.grad = None
+                elif param.parameter.grad is not None:
+                    param.parameter.grad.zero_()
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Everything a checkpoint must hold, by name; DTensors where the parameters are."""
         tensors = {STEP_NAME: self.updates}
         for group in self.param_groups:
-            for slot in group.slots:
-                tensors |= {f"{moment}/{slot.name}": value for moment, value in slot.state.items()}
+            for param in group.params:
+                tensors |= {f"{moment}/{param.name}": value for moment, value in param.state.items()}
         return tensors
 
     @torch.no_grad()
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over a saved state, whole tensors or DTensors; raises before it changes anything where one is amiss."""
+        """Load a saved state, whole tensors or DTensors; raises before it changes anything if one does not fit."""
         own = self.state_tensors()
         check_fits(own, tensors)
         for name, target in own.items():
@@ -161,7 +157,7 @@ class Optimizer(ABC):
 
 
 class ElementwiseOptimizer(Optimizer):
-    """An optimizer whose update treats every value alone, by a formula.
+    """An optimizer whose update is elementwise, by a formula.
 
     The formula gets the scaled gradient, the weight, the moments in the order of `moments`, and the numbers of
     `numbers`; it returns the new weight and moments. `compiled` turns it, the scaling and the skipping into one kernel
@@ -179,24 +175,24 @@ class ElementwiseOptimizer(Optimizer):
     def numbers(self, group: ParameterGroup, count: Tensor) -> tuple[Tensor, ...]:
         """What the formula needs beside tensors, as scalars: rates, decays, corrections."""
 
-    def initial_state(self, slot: Slot) -> dict[str, Tensor]:
+    def initial_state(self, param: ParamState) -> dict[str, Tensor]:
         """Zeros, in float32 or better."""
-        return {moment: zeros_like_master(slot) for moment in self.moments}
+        return {moment: zeros_like_master(param) for moment in self.moments}
 
     def update(self, inputs: StepInputs) -> None:
         """Run the formula over every parameter."""
         for group in self.param_groups:
             numbers = self.numbers(group, inputs.count)
-            for slot in group.slots:
-                self.update_one(slot, numbers, inputs)
+            for param in group.params:
+                self.update_one(param, numbers, inputs)
 
-    def update_one(self, slot: Slot, numbers: tuple[Tensor, ...], inputs: StepInputs) -> None:
+    def update_one(self, param: ParamState, numbers: tuple[Tensor, ...], inputs: StepInputs) -> None:
         """Run the formula over one parameter; flat, so that a compiled one serves all shapes."""
-        gradient = slot.gradient
+        gradient = param.gradient
         if gradient is None:
             return
-        targets = [slot.weight, *(slot.moment(name) for name in self.moments)]
-        for rows in row_pieces(slot.weight):
+        targets = [param.weight, *(param.moment(name) for name in self.moments)]
+        for rows in row_chunks(param.weight):
             flat = [target[rows].view(-1) for target in targets]
             self.apply(self.formula, gradient[rows].reshape(-1), flat, numbers, inputs.scale, inputs.skip)
 
@@ -209,24 +205,24 @@ def apply_formula(
     scale: Tensor | None,
     skip: Tensor | None,
 ) -> None:
-    """Put what the formula makes of `targets` in their place."""
+    """Replace `targets` by the results of the formula."""
     values = formula(scaled(gradient, scale), *targets, *numbers)
     for target, value in zip(targets, values, strict=True):
         replace(target, value, skip)
 
 
-def row_pieces(weight: Tensor) -> Iterator[slice | EllipsisType]:
-    """Indices that cut a tensor by rows into pieces of at most PIECE_VALUES, where a row is not longer."""
-    if weight.numel() <= PIECE_VALUES:
+def row_chunks(weight: Tensor) -> Iterator[slice | EllipsisType]:
+    """Indices that cut a tensor by rows into chunks of at most CHUNK_VALUES, where a row is not longer."""
+    if weight.numel() <= CHUNK_VALUES:
         yield ...
         return
-    at_once = max(1, PIECE_VALUES * len(weight) // weight.numel())
+    at_once = max(1, CHUNK_VALUES * len(weight) // weight.numel())
     for first in range(0, len(weight), at_once):
         yield slice(first, min(first + at_once, len(weight)))
 
 
 def replace(target: Tensor, value: Tensor, skip: Tensor | None) -> None:
-    """Write `value` into `target` unless `skip` is set, which the host does not look at."""
+    """Write `value` into `target` unless `skip` is set, which the host does not read."""
     target.copy_(value if skip is None else torch.where(skip, target, value.to(target.dtype)))
 
 
@@ -241,9 +237,9 @@ def master_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def zeros_like_master(slot: Slot) -> Tensor:
-    """A moment of zeros as fine as the arithmetic, spread as the parameter is."""
-    return spread_like(slot.parameter, torch.zeros_like(slot.weight, dtype=master_dtype(slot.weight)))
+def zeros_like_master(param: ParamState) -> Tensor:
+    """A moment of zeros in the precision of the arithmetic, sharded like the parameter."""
+    return spread_like(param.parameter, torch.zeros_like(param.weight, dtype=master_dtype(param.weight)))
 
 
 def scalar(value: float) -> Tensor:

@@ -14,7 +14,7 @@ from zero2all.train.optimizers.adafactor import Adafactor
 from zero2all.train.optimizers.adamw import AdamW
 from zero2all.train.optimizers.adamw_8bit import AdamW8bit
 from zero2all.train.optimizers.adamw_bf16 import AdamWBf16
-from zero2all.train.optimizers.base import Optimizer, ParameterGroup, Slot
+from zero2all.train.optimizers.base import Optimizer, ParameterGroup, ParamState
 from zero2all.train.optimizers.lion import Lion
 from zero2all.train.optimizers.muon import Muon
 from zero2all.train.optimizers.roles import Role, decay_of
@@ -31,7 +31,7 @@ def build_optimizer(
     implementation: Implementation = "auto",
     seed: int = 0,
 ) -> Optimizer:
-    """The optimizer `config` asks for, its rate at `lr_max`.
+    """The optimizer of `config`, its rate at `lr_max`.
 
     `auto` takes torch's fused kernel for AdamW on float32 and the eager formulas for the others. `seed` keys the
     stochastic rounding of adamw_8bit and adamw_bf16.
@@ -45,13 +45,13 @@ def build_optimizer(
 def parameter_groups(
     named_parameters: Iterable[tuple[str, Tensor]], config: OptimConfig, roles: Mapping[str, Role]
 ) -> list[ParameterGroup]:
-    """A group for each kind of parameter there is: matrices decay, tables by option, norms and biases never."""
-    slots: dict[ParameterKind, list[Slot]] = {kind: [] for kind in PARAMETER_KINDS}
+    """A group for each kind of parameter: matrices decay, embedding and head by option, norms and biases never."""
+    params: dict[ParameterKind, list[ParamState]] = {kind: [] for kind in PARAMETER_KINDS}
     for index, (name, parameter) in enumerate(named_parameters):
-        slots[roles[name].kind].append(Slot(index, name, parameter, roles[name]))
+        params[roles[name].kind].append(ParamState(index, name, parameter, roles[name]))
     return [
         ParameterGroup(kind, members, decay_of(kind, config), config.lr_multipliers.get(kind, 1.0))
-        for kind, members in slots.items()
+        for kind, members in params.items()
         if members
     ]
 
@@ -85,7 +85,7 @@ def _build(groups: list[ParameterGroup], config: OptimConfig, implementation: Im
 
 def _all_float32(groups: list[ParameterGroup]) -> bool:
     """float64 takes the formula: the fused kernel reads its factor on gradients in float32."""
-    return all(parameter.dtype == torch.float32 for group in groups for parameter in group.params)
+    return all(param.parameter.dtype == torch.float32 for group in groups for param in group.params)
 
 
 def _check_precision(groups: list[ParameterGroup], config: OptimConfig) -> None:
@@ -93,9 +93,9 @@ def _check_precision(groups: list[ParameterGroup], config: OptimConfig) -> None:
     if config.kind == "adamw_bf16":
         return
     for group in groups:
-        for slot in group.slots:
-            if slot.parameter.dtype not in (torch.float32, torch.float64):
+        for param in group.params:
+            if param.parameter.dtype not in (torch.float32, torch.float64):
                 raise UsageError(
-                    f"optim.kind = {config.kind} updates float32 weights, and {slot.name} is {slot.parameter.dtype}. "
+                    f"optim.kind = {config.kind} updates float32 weights, and {param.name} is {param.parameter.dtype}. "
                     f"Keep float32 master weights, or use optim.kind = adamw_bf16."
                 )

@@ -68,7 +68,7 @@ class FlatAdamW:
 
     @torch.no_grad()
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over a saved state; raises before it changes anything where one is amiss."""
+        """Load a saved state; raises before it changes anything if a tensor does not fit."""
         own = self.state_tensors()
         check_fits(own, tensors)
         for name, target in own.items():

@@ -16,8 +16,8 @@ their scales. Equal shapes are stacked, so that small models need few products.
 
 A matrix that is spread over processes is gathered whole (in the precision of the iterations), orthogonalised by every
 process, and each takes its part back. Per step that moves one copy of the matrices, 2 bytes a parameter in bfloat16, as
-much as one all-gather of FSDP; the products are not shared out, so they take as long on many processes as on one. In
-return the result does not depend on how many there are. State: 4 bytes a parameter of a matrix, 8 of the rest.
+much as one all-gather of FSDP; the products are not distributed, so they take as long on many processes as on one. In
+return the result does not depend on the number of processes. State: 4 bytes a parameter of a matrix, 8 of the rest.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from zero2all.train.optimizers.adamw import AdamW
 from zero2all.train.optimizers.base import (
     Optimizer,
     ParameterGroup,
-    Slot,
+    ParamState,
     StepInputs,
     replace,
     scaled,
@@ -65,31 +65,31 @@ class Muon(Optimizer):
         self.precision = precision
         """None takes bfloat16 on CUDA and float32 elsewhere; float64 matrices stay as they are."""
 
-    def initial_state(self, slot: Slot) -> dict[str, Tensor]:
+    def initial_state(self, param: ParamState) -> dict[str, Tensor]:
         """The momentum."""
-        return {"momentum": zeros_like_master(slot)}
+        return {"momentum": zeros_like_master(param)}
 
     def update(self, inputs: StepInputs) -> None:
         """Matrices of equal shape together, as many as STACK_VALUES allows; then the rest."""
         for group in self.matrices:
-            for slots in _stacks(group.slots):
-                places = [box(slot.parameter) for slot in slots]
-                directions = torch.stack([self._direction(slot, inputs) for slot in slots])  # (n, ..., rows, columns)
-                steps = self._orthogonal_parts(directions, slots[0].role)
-                for slot, place, step in zip(slots, places, steps, strict=True):
-                    kept = slot.weight * (1 - group.lr * group.weight_decay)
-                    replace(slot.weight, kept - group.lr * step[place].to(kept.dtype), inputs.skip)
+            for params in _stacks(group.params):
+                places = [box(param.parameter) for param in params]
+                directions = torch.stack([self._direction(param, inputs) for param in params])  # (n, …, rows, columns)
+                steps = self._orthogonal_parts(directions, params[0].role)
+                for param, place, step in zip(params, places, steps, strict=True):
+                    kept = param.weight * (1 - group.lr * group.weight_decay)
+                    replace(param.weight, kept - group.lr * step[place].to(kept.dtype), inputs.skip)
         self.rest.update(inputs)
 
-    def _direction(self, slot: Slot, inputs: StepInputs) -> Tensor:
+    def _direction(self, param: ParamState, inputs: StepInputs) -> Tensor:
         """Update the momentum; returns the whole matrix to orthogonalise."""
-        gradient, momentum = slot.gradient, slot.moment("momentum")
-        assert gradient is not None, "_stacks takes only slots with a gradient"
+        gradient, momentum = param.gradient, param.moment("momentum")
+        assert gradient is not None, "_stacks takes only params with a gradient"
         gradient = scaled(gradient, inputs.scale)
         new = self.momentum * momentum + (1 - self.momentum) * gradient
         replace(momentum, new, inputs.skip)
         ahead = (1 - self.momentum) * gradient + self.momentum * new if self.nesterov else new
-        return whole(spread_like(slot.parameter, ahead.to(self._dtype(ahead))))
+        return whole(spread_like(param.parameter, ahead.to(self._dtype(ahead))))
 
     def _orthogonal_parts(self, matrices: Tensor, role: Role) -> Tensor:
         """`_orthogonal` of each matrix that is stored in one of (..., rows, columns)."""
@@ -125,12 +125,12 @@ def orthogonalise(matrices: Tensor, iterations: int) -> Tensor:
     return x.mT if tall else x
 
 
-def _stacks(slots: list[Slot]) -> Iterator[list[Slot]]:
-    """Slots with a gradient, those of equal shape and role together, each stack of at most STACK_VALUES."""
-    alike: dict[tuple[object, ...], list[Slot]] = {}
-    for slot in slots:
-        if slot.gradient is not None:
-            alike.setdefault((slot.parameter.shape, slot.role), []).append(slot)
+def _stacks(params: list[ParamState]) -> Iterator[list[ParamState]]:
+    """Parameters with a gradient, those of equal shape and role together, each stack of at most STACK_VALUES."""
+    alike: dict[tuple[object, ...], list[ParamState]] = {}
+    for param in params:
+        if param.gradient is not None:
+            alike.setdefault((param.parameter.shape, param.role), []).append(param)
     for same in alike.values():
         at_once = max(1, STACK_VALUES // max(1, same[0].parameter.numel()))
         for first in range(0, len(same), at_once):

@@ -1,4 +1,4 @@
-"""What each parameter is for: it decides who decays, whose rate is multiplied, and which matrices Muon turns."""
+"""The role of each parameter: it decides which decay, whose rate is multiplied, and which matrices Muon updates."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Role:
 
     kind: ParameterKind
     splits: tuple[int, ...] = ()
-    """Rows of each matrix that is stored in this one, one behind the other; empty where it is one matrix."""
+    """Rows of each matrix that is stored in this one, one after the other; empty where it is one matrix."""
     alternating: int = 1
     """How many matrices take the rows of this one in turn."""
 
 
 def decay_of(kind: ParameterKind, config: OptimConfig) -> float:
-    """Matrices decay, tables by option, norms and biases never."""
+    """Matrices decay, embedding and head by option, norms and biases never."""
     decaying = DECAYING + (TABLES if config.decay_embeddings else ())
     return config.weight_decay if kind in decaying else 0.0
 

@@ -1,4 +1,4 @@
-"""Stochastic gradient descent with momentum, the plainest of all.
+"""Stochastic gradient descent with momentum.
 
     b = mu b + g          u = g + mu b with Nesterov, b without
     w = w (1 - lr wd) - lr u

@@ -1,7 +1,7 @@
-"""Parameters that are spread over processes (DTensor), for optimizers that mostly do not care.
+"""Sharded parameters (DTensor), for the few optimizers that need more than their own part.
 
-Most optimizers treat every value alone, so each process updates its own part and no word is exchanged. What does look
-across a matrix (Muon, Adafactor) or must not depend on how it is cut (stochastic rounding) asks here.
+Most optimizers are elementwise, so each process updates its own part without communication. Those that use a whole
+matrix (Muon, Adafactor) or must not depend on the sharding (stochastic rounding) use these functions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def box(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def spread_like(parameter: Tensor, part: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
-    """`part` as this process's part of a tensor that is spread as `parameter` is, of the same shape or of `shape`."""
+    """`part` as this process's part of a tensor that is sharded like `parameter`, of the same shape or of `shape`."""
     if not isinstance(parameter, DTensor):
         return part
     size = torch.Size(parameter.shape if shape is None else shape)
@@ -45,14 +45,14 @@ def spread_like(parameter: Tensor, part: Tensor, shape: tuple[int, ...] | None =
 
 
 def spread_dimensions(parameter: Tensor) -> set[int]:
-    """The dimensions along which a parameter is cut."""
+    """The dimensions along which a parameter is sharded."""
     if not isinstance(parameter, DTensor):
         return set()
     return {placement.dim % parameter.dim() for placement in parameter.placements if hasattr(placement, "dim")}
 
 
 def gradient_part(parameter: Tensor) -> Tensor | None:
-    """This process's part of the gradient, cut as the parameter is."""
+    """This process's part of the gradient, sharded like the parameter."""
     gradient = parameter.grad
     if gradient is None:
         return None
@@ -88,7 +88,7 @@ def flat_index(tensor: Tensor, rows: slice | EllipsisType = ...) -> Tensor:
 
 
 def copy_values(target: Tensor, source: Tensor) -> None:
-    """Fill `target` from a tensor of the same global shape, however either of them is spread."""
+    """Fill `target` from a tensor of the same global shape, however either of them is sharded."""
     if isinstance(source, DTensor) and isinstance(target, DTensor):
         same = source.device_mesh == target.device_mesh and source.placements == target.placements
         moved = source if same else source.redistribute(target.device_mesh, target.placements)

@@ -1,8 +1,8 @@
 """Where the time of a step goes.
 
-On a GPU the marks are events in the stream: they cost a microsecond, nothing waits for them, and they are read when
-the step is long over. Parts are measured back to back, so they add up to the step; a part that the host prepared while
-the device still worked on the one before shows only what the device had to wait for.
+On a GPU the marks are events in the stream: they cost a microsecond, nothing waits for them, and they are read long
+after the step. Parts are measured back to back, so they add up to the step; of a part that the host prepared while the
+device was still busy, only the time that the device waited is counted.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 PARTS = ("collate", "forward", "loss", "backward", "reduce", "optimizer")
 
 Mark = torch.cuda.Event | float
-"""A moment: an event in the stream of a GPU, or the host's clock."""
+"""A point in time: an event in the stream of a GPU, or a reading of the host's clock."""
 
 
-class Anatomy:
+class StepTimer:
     """The parts of one step, in the order in which they end."""
 
     def __init__(self, device: torch.device) -> None:
@@ -43,7 +43,7 @@ class Anatomy:
 
 
 def mark_now(device: torch.device) -> Mark:
-    """When the device is done with all it was given so far; on a CPU, now."""
+    """The end of all work queued so far; on a CPU, now."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -52,7 +52,7 @@ def mark_now(device: torch.device) -> Mark:
 
 
 def seconds_between(before: Mark, after: Mark) -> float:
-    """Of two marks of one device, both passed."""
+    """Between two marks of one device that have both been passed."""
     if isinstance(before, float) and isinstance(after, float):
         return after - before
     assert isinstance(before, torch.cuda.Event), "marks are of one kind"
@@ -63,17 +63,17 @@ def seconds_between(before: Mark, after: Mark) -> float:
 class TimeOfDay:
     """When marks were passed, by the host's clock.
 
-    The host may read a step long after it ended. What it knows is a span: not before its last kernel was queued, not
-    after it was read, and exactly when it waited for it. Within the span the device's clock decides, counted from the
-    last mark that the span was decisive for; so the two clocks may drift apart without harm.
+    The host may read a step long after it ended. It knows a span: after its last kernel was queued and before it was
+    read; if the host waited for the step, the span is a single time. Within the span the device's clock decides,
+    counted from the last mark that the span corrected, so that the two clocks may drift apart.
     """
 
     def __init__(self, mark: Mark, at: float) -> None:
-        """`at` is about when `mark` was passed."""
+        """`at`: about when `mark` was passed."""
         self._known = mark, at
 
     def of(self, mark: Mark, span: tuple[float, float]) -> float:
-        """When `mark`, which lies behind those asked for before, was passed. Seconds since the epoch."""
+        """When `mark`, which must be later than all marks before, was passed. Seconds since the epoch."""
         before, at = self._known
         counted = at + seconds_between(before, mark)
         found = min(max(counted, span[0]), span[1])

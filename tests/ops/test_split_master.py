@@ -1,10 +1,10 @@
-"""float32 in two halves: the bfloat16 is the nearest, and together they are every bit of the number."""
+"""float32 split in two: the bfloat16 is the nearest, and together they are every bit of the number."""
 
 import math
 
 import torch
 
-from zero2all.ops.halves import join, split
+from zero2all.ops.split_master import join, split
 
 
 def numbers() -> torch.Tensor:
@@ -17,7 +17,7 @@ def numbers() -> torch.Tensor:
     return everything[~everything.isnan()]
 
 
-def test_both_halves_give_back_every_bit():
+def test_both_parts_give_back_every_bit():
     values = numbers()
     nearest, remainder = split(values)
     assert (nearest.dtype, remainder.dtype) == (torch.bfloat16, torch.int16)

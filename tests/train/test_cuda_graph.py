@@ -1,4 +1,4 @@
-"""Recorded passes: on a GPU, that a replay computes what the passes compute, and what happens where there is none."""
+"""Passes as a CUDA graph: a replay computes what eager passes compute, and a run continues where there is no graph."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from zero2all.packed.loader import Batch
 from zero2all.parallel.device import pick_device
 from zero2all.parallel.world import World
 from zero2all.train import setup
+from zero2all.train.cuda_graph import EAGER_PASSES, MOST_CAPTURES, CudaGraphPasses, choose_cuda_graph, reason_of
 from zero2all.train.loop import train
-from zero2all.train.recorded import EAGER_PASSES, MOST_RECORDINGS, RecordedPasses, reason_of
-from zero2all.train.recording_choice import recorded_passes
 from zero2all.train.step import StepPlan, train_step
 
 needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -28,7 +27,7 @@ def fail_twice() -> None:
     try:
         raise ValueError("a list of kernels\nand more")
     finally:
-        raise RuntimeError("the recording could not be ended")
+        raise RuntimeError("the capture could not be ended")
 
 
 def test_the_reason_is_what_went_wrong_first():
@@ -43,8 +42,8 @@ def test_there_is_a_reason_even_where_an_error_says_nothing():
 
 
 class GivesUp:
-    """In the place of RecordedPasses, which need a GPU: computes passes as they come, and says after three of them that
-    they cannot be recorded. What is looked at is the run around it."""
+    """In the place of CudaGraphPasses, which needs a GPU: runs passes eagerly, and reports a problem after three of
+    them. The run around it is what is tested."""
 
     def __init__(self, model) -> None:
         self.model, self.passes, self.problem = model, 0, ""
@@ -64,12 +63,14 @@ def test_a_run_goes_on_without_and_says_so_once(work, config, monkeypatch):
         made.append(GivesUp(model))
         return made[0]
 
-    monkeypatch.setattr(setup, "recorded_passes", gives_up)
+    monkeypatch.setattr(setup, "choose_cuda_graph", gives_up)
     assert train(config(), work, say=said.append).step == 8
-    assert made[0].passes == 4, "two passes a step; the second step is the last that is recorded"
-    about = [line for line in said if "recorded" in line]
-    assert about[0].startswith("passes will be recorded as a CUDA graph")
-    assert about[1:] == ["a pass cannot be recorded: a made-up one. From here on its kernels are queued one by one."]
+    assert made[0].passes == 4, "two passes a step; the second step is the last with a graph"
+    about = [line for line in said if "CUDA graph" in line]
+    assert about[0].startswith("passes will be captured as a CUDA graph")
+    assert about[1:] == [
+        "a pass cannot be captured as a CUDA graph: a made-up one. From here on passes run without one."
+    ]
 
 
 # ---- what they compute ----
@@ -79,11 +80,11 @@ def trained(config, ops, cuda_graph, steps=5, batches=gpu_batch, precision="bflo
     """Losses of some steps, and the state behind them. Attention by its formula: the fused ones add up in any order."""
     settings = gpu_config(config, precision, ops={"attention": "math", **ops}, cuda_graph=cuda_graph)
     state, world = gpu_state(settings), World(device=pick_device("cuda"))
-    state.recorded = recorded_passes(settings, state.model, world.device, 1, 4, ROWS)
+    state.cuda_graph = choose_cuda_graph(settings, state.model, world.device, 1, 4, ROWS)
     results = [
         train_step(state, batches(seed), CHANNELS, settings, world, StepPlan(lr=0.01)).result() for seed in range(steps)
     ]
-    assert (state.recorded is not None and state.recorded.is_recorded) == (cuda_graph == "on")
+    assert (state.cuda_graph is not None and state.cuda_graph.is_captured) == (cuda_graph == "on")
     return results, state
 
 
@@ -91,19 +92,19 @@ def trained(config, ops, cuda_graph, steps=5, batches=gpu_batch, precision="bflo
 class TestOnAGpu:
     pytestmark = needs_gpu
 
-    def test_a_recording_gives_every_bit(self, config, ops):
+    def test_a_graph_gives_every_bit(self, config, ops):
         if "fp8" in ops.values() and torch.cuda.get_device_capability() < (8, 9):
             pytest.skip("this GPU has no float8 tensor cores")
         plain, without = trained(config, ops, "off")
-        replayed, recorded = trained(config, ops, "on")
+        replayed, with_graph = trained(config, ops, "on")
         assert ROWS // 4 * len(plain) > EAGER_PASSES + 2, "some passes are replayed"
         assert [result.loss for result in replayed] == [result.loss for result in plain]
         assert [result.grad_norm for result in replayed] == [result.grad_norm for result in plain]
         assert all(np.array_equal(a.row_nats, b.row_nats) for a, b in zip(replayed, plain, strict=True))
         wanted = copies(without)
-        assert all(torch.equal(value, wanted[name]) for name, value in copies(recorded).items())
+        assert all(torch.equal(value, wanted[name]) for name, value in copies(with_graph).items())
 
-    def test_another_shape_is_recorded_anew(self, config, ops):
+    def test_another_shape_is_captured_again(self, config, ops):
         def growing(seed: int) -> Batch:
             batch = gpu_batch(seed)
             return batch if seed < 4 else Batch(batch.tokens[:, :33], batch.channels, batch.channels, 0)
@@ -124,21 +125,21 @@ class TestOnAGpu:
 class TestWhatAutoTakes:
     pytestmark = needs_gpu
 
-    def test_the_operators_of_auto_can_be_recorded(self, config):
+    def test_the_operators_of_auto_can_be_captured(self, config):
         plain, _ = trained(config, {"attention": "auto"}, "off")
         replayed, _ = trained(config, {"attention": "auto"}, "on")
         assert [each.loss for each in replayed] == pytest.approx([each.loss for each in plain], rel=1e-3)
 
     def test_so_can_float32_whose_gradients_autograd_adds_up(self, config):
         plain, without = trained(config, {}, "off", precision="float32")
-        replayed, recorded = trained(config, {}, "on", precision="float32")
+        replayed, with_graph = trained(config, {}, "on", precision="float32")
         assert [each.loss for each in replayed] == [each.loss for each in plain]
         wanted = copies(without)
-        assert all(torch.equal(value, wanted[name]) for name, value in copies(recorded).items())
+        assert all(torch.equal(value, wanted[name]) for name, value in copies(with_graph).items())
 
 
 def passes_of(config, monkeypatch=None, spoil=None, insists=False):
-    """Recorded passes of a small model on the GPU, ids and shares to feed them; `spoil`: called within its loss."""
+    """Passes of a small model on the GPU, ids and shares to feed them; `spoil`: called within its loss."""
     settings = gpu_config(config)
     state = gpu_state(settings)
     if spoil is not None:
@@ -146,13 +147,13 @@ def passes_of(config, monkeypatch=None, spoil=None, insists=False):
         monkeypatch.setattr(state.model, "loss", lambda ids, *rest: (spoil(ids), loss(ids, *rest))[1])
     ids = gpu_batch().tokens[:4]
     shares = torch.full((4, ids.shape[1] - 1), 1e-3, device=ids.device)
-    return RecordedPasses(state.model, 0.0, ids.device, insists), ids, shares
+    return CudaGraphPasses(state.model, 0.0, ids.device, insists), ids, shares
 
 
-class TestWhatCannotBeRecorded:
+class TestWhatCannotBeCaptured:
     pytestmark = needs_gpu
 
-    def test_a_pass_that_asks_the_device_runs_as_it_comes_and_keeps_no_memory(self, config, monkeypatch):
+    def test_a_pass_that_asks_the_device_runs_eagerly_and_keeps_no_memory(self, config, monkeypatch):
         passes, ids, shares = passes_of(config, monkeypatch, lambda ids: ids.sum().item())
         wanted = passes(ids, shares).clone()
         for _ in range(EAGER_PASSES - 1):
@@ -161,7 +162,7 @@ class TestWhatCannotBeRecorded:
         before = torch.cuda.memory_reserved()
         again = [passes(ids, shares).clone() for _ in range(4)]
         assert passes.problem
-        assert not passes.is_recorded
+        assert not passes.is_captured
         torch.testing.assert_close(again[-1], wanted)
         del again
         torch.cuda.empty_cache()
@@ -171,23 +172,23 @@ class TestWhatCannotBeRecorded:
         passes, ids, shares = passes_of(config, monkeypatch, lambda ids: ids.sum().item(), insists=True)
         for _ in range(EAGER_PASSES):
             passes(ids, shares)
-        with pytest.raises(UsageError, match=r"train.cuda_graph = on: a pass of this run cannot be recorded: "):
+        with pytest.raises(UsageError, match=r"train.cuda_graph = on: a pass of this run cannot be captured: "):
             passes(ids, shares)
 
-    def test_a_recording_that_leaves_too_little_memory_is_dropped(self, config, monkeypatch):
+    def test_a_graph_that_leaves_too_little_memory_is_dropped(self, config, monkeypatch):
         passes, ids, shares = passes_of(config)
         # Instead of filling the card to the last megabytes, which others may be using too.
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1, 2**40))
         for _ in range(EAGER_PASSES + 2):
             passes(ids, shares)
-        assert not passes.is_recorded
-        assert "GiB to itself" in passes.problem
+        assert not passes.is_captured
+        assert "GiB for itself" in passes.problem
 
     def test_passes_that_keep_changing_their_shape_are_left_alone(self, config):
         passes, ids, shares = passes_of(config)
-        for number in range(MOST_RECORDINGS + 1):
+        for number in range(MOST_CAPTURES + 1):
             rows = 1 + number % 2
             for _ in range(EAGER_PASSES + 1):
                 passes(ids[:rows], shares[:rows])
         assert "its shape has changed" in passes.problem
-        assert not passes.is_recorded
+        assert not passes.is_captured

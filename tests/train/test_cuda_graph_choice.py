@@ -1,4 +1,4 @@
-"""Which runs record their passes."""
+"""Which runs capture their passes as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import Choice, Ops, resolve
 from zero2all.perf.measured_config import load_measured_config
-from zero2all.train.recording_choice import check_recording, is_worth_it, recorded_passes, why_not_recorded
+from zero2all.train.cuda_graph import check_cuda_graph, choose_cuda_graph, is_worth_it, why_no_cuda_graph
 
 CPU, CUDA, H200 = torch.device("cpu"), torch.device("cuda"), "NVIDIA H200"
 
@@ -30,14 +30,14 @@ def the_1b(**changes) -> RunConfig:
     return dataclasses.replace(config, train=dataclasses.replace(config.train, **changes))
 
 
-def test_a_plain_run_on_one_gpu_can_be_recorded():
-    assert why_not_recorded(the_1b(), CUDA, 1, taking()) is None
+def test_a_plain_run_on_one_gpu_can_be_captured():
+    assert why_no_cuda_graph(the_1b(), CUDA, 1, taking()) is None
 
 
 @pytest.mark.parametrize(
     ("changes", "processes", "ops", "reason"),
     [
-        ({}, 2, {}, "processes exchange gradients"),
+        ({}, 2, {}, "gradients are reduced across processes"),
         ({"recompute": "full"}, 1, {}, "train.recompute: full"),
         ({"precision": "float16"}, 1, {}, "float16 scales the loss"),
         ({}, 1, {"attention": "flex"}, "flex is compiled"),
@@ -45,21 +45,21 @@ def test_a_plain_run_on_one_gpu_can_be_recorded():
     ],
 )
 def test_what_is_decided_on_the_host_cannot(changes, processes, ops, reason):
-    assert reason in str(why_not_recorded(the_1b(**changes), CUDA, processes, taking(**ops)))
+    assert reason in str(why_no_cuda_graph(the_1b(**changes), CUDA, processes, taking(**ops)))
 
 
 def test_neither_can_dropout_documents_or_compiled_blocks():
     config = the_1b()
     dropping = dataclasses.replace(config, model=dataclasses.replace(config.model, residual_dropout=0.1))
-    assert "dropout" in str(why_not_recorded(dropping, CUDA, 1, taking()))
+    assert "dropout" in str(why_no_cuda_graph(dropping, CUDA, 1, taking()))
     masked = dataclasses.replace(config, data=dataclasses.replace(config.data, document_mask=True))
-    assert "document_mask" in str(why_not_recorded(masked, CUDA, 1, taking()))
+    assert "document_mask" in str(why_no_cuda_graph(masked, CUDA, 1, taking()))
     compiled = dataclasses.replace(taking(), compile="block")
-    assert "ops.compile" in str(why_not_recorded(config, CUDA, 1, compiled))
+    assert "ops.compile" in str(why_no_cuda_graph(config, CUDA, 1, compiled))
 
 
-def test_auto_records_where_the_host_is_the_limit():
-    config, ours, fp8 = the_1b(), taking(linear="into32"), taking(linear="fp8")
+def test_auto_takes_a_graph_where_the_host_is_the_limit():
+    config, ours, fp8 = the_1b(), taking(linear="fp32_wgrad"), taking(linear="fp8")
     assert is_worth_it(config, H200, 2 * 2048, ours)
     assert not is_worth_it(config, H200, 16 * 2048, ours)
     assert is_worth_it(config, H200, 4 * 2048, fp8)
@@ -71,26 +71,26 @@ def small_model() -> Z2all:
     return Z2all(dataclasses.replace(the_1b().model, layers=1, hidden_size=32, heads=2, kv_heads=1), taking())
 
 
-def test_a_wish_that_cannot_be_fulfilled_is_an_error():
+def test_on_where_it_is_impossible_is_an_error():
     model = small_model()
     with pytest.raises(UsageError, match=r"train.cuda_graph = on: .* it needs a CUDA device. Use auto or off"):
-        recorded_passes(the_1b(cuda_graph="on"), model, CPU, 1, 2, 256)
-    assert recorded_passes(the_1b(), model, CPU, 1, 2, 256) is None
-    assert recorded_passes(the_1b(cuda_graph="off"), model, CPU, 1, 2, 256) is None
+        choose_cuda_graph(the_1b(cuda_graph="on"), model, CPU, 1, 2, 256)
+    assert choose_cuda_graph(the_1b(), model, CPU, 1, 2, 256) is None
+    assert choose_cuda_graph(the_1b(cuda_graph="off"), model, CPU, 1, 2, 256) is None
 
 
-def test_it_is_refused_before_anything_long_is_begun():
+def test_it_is_refused_before_any_long_work():
     with pytest.raises(UsageError, match="it needs a CUDA device"):
-        check_recording(the_1b(cuda_graph="on"), CPU, 1, taking())
-    check_recording(the_1b(), CPU, 1, taking())
-    check_recording(the_1b(cuda_graph="on"), CUDA, 1, taking())
+        check_cuda_graph(the_1b(cuda_graph="on"), CPU, 1, taking())
+    check_cuda_graph(the_1b(), CPU, 1, taking())
+    check_cuda_graph(the_1b(cuda_graph="on"), CUDA, 1, taking())
 
 
 def test_passes_that_do_not_divide_a_step_cannot():
     with pytest.raises(UsageError, match="passes of 3 samples do not divide a step of 256"):
-        recorded_passes(the_1b(cuda_graph="on"), small_model(), CUDA, 1, 3, 256)
+        choose_cuda_graph(the_1b(cuda_graph="on"), small_model(), CUDA, 1, 3, 256)
 
 
-def test_the_largest_micro_batch_and_a_recording_are_not_wanted_together(config):
+def test_the_largest_micro_batch_and_a_graph_are_not_possible_together(config):
     with pytest.raises(ConfigError, match=r"train.cuda_graph.*a number for train.micro_batch_samples"):
         config(train={"cuda_graph": "on", "micro_batch_samples": "auto"})

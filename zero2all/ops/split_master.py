@@ -1,4 +1,4 @@
-"""A float32 number in two halves: its bfloat16 rounding, and the 16 bits that are missing to be exact.
+"""A float32 master weight split in two: its bfloat16 rounding, and the 16 bits that are missing to be exact.
 
 The upper 16 bits of a float32 are a bfloat16. The forward pass reads the nearest bfloat16 of a master weight anyway, so
 beside it only the difference has to be kept: 2 bytes instead of a whole float32. As integers,
