@@ -96,9 +96,9 @@ def bytes_torch_keeps(model: Z2all, length: int, documents: bool) -> int:
         return tensor
 
     tokens = torch.zeros(ROWS, length, dtype=torch.int64)
-    segments = torch.zeros_like(tokens) if documents else None
+    document_ids = torch.zeros_like(tokens) if documents else None
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        hidden = model(tokens, segments=segments)
+        hidden = model(tokens, document_ids=document_ids)
         kept[hidden.untyped_storage().data_ptr()] = hidden.untyped_storage()  # the head keeps it
     return sum(storage.nbytes() for storage in kept.values())
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from zero2all.ops.footprint import Footprint
 from zero2all.ops.implementation import Implementation, needs_triton
 
 
@@ -51,7 +52,7 @@ class AdamW:
     eps: float
 
 
-Update = Callable[[list[Flat], Tensor, Tensor, Tensor, AdamW], None]
+OptimizerOp = Callable[[list[Flat], Tensor, Tensor, Tensor, AdamW], None]
 """(groups, updates made so far: a float32 scalar on the device, advanced here unless the step is skipped; factor on the
 gradient, float32; whether to skip, bool; constants)."""
 
@@ -112,8 +113,8 @@ eager_adamw = partial(_torch_adamw, "eager")
 TAKES_HALVES = ("triton",)
 """Implementations that work on masters in two halves."""
 
-IMPLEMENTATIONS = (
-    Implementation("triton", triton_adamw, needs_triton),
+IMPLEMENTATIONS: tuple[Implementation[OptimizerOp], ...] = (
+    Implementation("triton", triton_adamw, needs_triton, footprint=Footprint(splits_masters=True)),
     Implementation("fused", fused_adamw),
     Implementation("foreach", foreach_adamw),
     Implementation("eager", eager_adamw),

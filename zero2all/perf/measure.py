@@ -32,7 +32,7 @@ from zero2all.perf.batch import BatchShape
 from zero2all.perf.gpu_watch import watched_gpu
 from zero2all.train.garbage import scheduled_garbage_collection
 from zero2all.train.recording_choice import recorded_passes
-from zero2all.train.setup import situation
+from zero2all.train.setup import op_context
 from zero2all.train.state import DTYPES, TrainState, new_state
 from zero2all.train.step import update
 from zero2all.train.weights import FlatWeights
@@ -115,7 +115,7 @@ def measure(
 ) -> dict[str, Any]:
     """The figures of one config on one batch, as JSON values."""
     dtype = DTYPES[config.train.precision]
-    ops = resolve(config.ops, situation(config, device.type, dtype))
+    ops = resolve(config.ops, op_context(config, device.type, dtype))
     before = _allocated_bytes(device)
     state = random_state(config, ops, device)
     state_bytes = _state_bytes(state, device, before)

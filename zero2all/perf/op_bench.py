@@ -21,7 +21,7 @@ from zero2all.config import RunConfig
 from zero2all.limits.floors import Work, linear_shapes, operator_work, optimizer_work
 from zero2all.ops import linear_cross_entropy
 from zero2all.ops.halves import join, split
-from zero2all.ops.implementation import Implementation, Situation
+from zero2all.ops.implementation import Implementation, OpContext
 from zero2all.ops.optimizer import TAKES_HALVES, AdamW, Flat, eager_adamw
 from zero2all.ops.registry import OPERATORS, resolve
 from zero2all.parallel.device import pick_device
@@ -29,7 +29,7 @@ from zero2all.perf.batch import own_batch
 from zero2all.perf.clock import Ceilings, measured_ceilings, seconds_of
 from zero2all.perf.measure import device_name
 from zero2all.perf.op_cases import Case, Function, make_case
-from zero2all.perf.op_list import situation_here
+from zero2all.perf.op_list import context_here
 from zero2all.perf.variants import NAIVE
 from zero2all.train.state import DTYPES
 
@@ -104,7 +104,7 @@ def bench_operators(
         measured_ceilings(device, dtype, least_seconds),
         [],
     )
-    where = situation_here(config)
+    where = context_here(config)
     automatic = resolve(type(config.ops)(), where).taken
     for name in wanted:
         operator = name.partition("/")[0]
@@ -134,7 +134,7 @@ def _row(
     taken: bool,
     config: RunConfig,
     bench: Bench,
-    where: Situation,
+    where: OpContext,
     device: torch.device,
     dtype: torch.dtype,
     least_seconds: float,
@@ -172,7 +172,7 @@ def _row(
     )
 
 
-def _function(name: str, implementation: Implementation, where: Situation) -> Function:
+def _function(name: str, implementation: Implementation, where: OpContext) -> Function:
     """The implementation as the model calls it."""
     if name == "linear_cross_entropy" and implementation.name == "off":
         from zero2all.ops.config import OpsConfig

@@ -158,11 +158,11 @@ def model_pass(model: Z2all, config: RunConfig, device: torch.device) -> Callabl
     def run_passes(samples: int) -> None:
         tokens = torch.randint(model.config.vocab_ids, (samples, seq_len + 1), device=device)
         # Documents of different lengths, since some kernels make their own lists of them.
-        segments = (torch.arange(seq_len, device=device) // 97).expand(samples, -1).contiguous()
+        document_ids = (torch.arange(seq_len, device=device) // 97).expand(samples, -1).contiguous()
         wide = torch.promote_types(next(model.parameters()).dtype, torch.float32)
         shares = torch.full((samples, seq_len), 1.0 / (samples * seq_len), dtype=wide, device=device)
         for _ in range(PASSES):
-            documents = segments if config.data.document_mask else None
+            documents = document_ids if config.data.document_mask else None
             total, _losses = model.loss(tokens[:, :-1], tokens[:, 1:], shares, documents, config.train.z_loss)
             total.backward()
         if device.type == "cuda":

@@ -12,17 +12,17 @@ from typing import Any
 
 from zero2all.common.errors import UsageError
 from zero2all.ops.config import OpsConfig
-from zero2all.ops.implementation import Situation
+from zero2all.ops.implementation import OpContext
 from zero2all.ops.registry import Ops, resolve
 from zero2all.parallel.world import World
 
 
-def resolve_together(config: OpsConfig, situation: Situation, world: World) -> Ops:
+def resolve_together(config: OpsConfig, context: OpContext, world: World) -> Ops:
     """`resolve`, in all processes; where one cannot, or takes something else, all of them say so and end."""
     ops: Ops | None = None
     problem = ""
     try:
-        ops = resolve(config, situation)
+        ops = resolve(config, context)
     except UsageError as error:
         problem = str(error)
     said = world.gather((problem, {} if ops is None else ops.taken))

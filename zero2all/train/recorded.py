@@ -19,6 +19,7 @@ from torch import Tensor
 
 from zero2all.common.errors import UsageError
 from zero2all.model.z2all import Z2all
+from zero2all.ops.linear import fp8_linear
 
 EAGER_PASSES = 2
 """Before a recording: kernels must be compiled and loaded by then."""
@@ -60,7 +61,7 @@ class RecordedPasses:
             return self._as_it_comes(ids, shares)
         self._ids.copy_(ids)
         self._shares.copy_(shares)
-        _renew_float8(model)
+        fp8_linear.renew_copies(model.parameters())
         self._graph.replay()
         return self._losses
 
@@ -85,7 +86,7 @@ class RecordedPasses:
         if self._recordings > MOST_RECORDINGS:
             self.problem = f"its shape has changed {MOST_RECORDINGS} times"
             return
-        _renew_float8(self._model)
+        fp8_linear.renew_copies(self._model.parameters())
         self._ids, self._shares = ids.clone(), shares.clone()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self._device)
@@ -140,11 +141,3 @@ def _give_back(pool: tuple[int, int], device: torch.device) -> None:
         if torch.cuda.memory_snapshot(pool):
             torch._C._cuda_releasePool(index, pool)
             torch.cuda.empty_cache()
-
-
-def _renew_float8(model: Z2all) -> None:
-    for parameter in model.parameters():
-        if hasattr(parameter, "float8"):
-            from zero2all.ops.kernels.linear import float8_weight
-
-            float8_weight(parameter)

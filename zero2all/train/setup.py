@@ -23,7 +23,7 @@ from zero2all.model.compile import compile_model
 from zero2all.model.config import parameter_counts
 from zero2all.model.recompute import apply_recompute
 from zero2all.model.z2all import Z2all
-from zero2all.ops.implementation import Situation
+from zero2all.ops.implementation import OpContext
 from zero2all.packed.config import FREE_ON_RESUME
 from zero2all.packed.layout import PackedSplit
 from zero2all.packed.mixture import Progress, TrainingData, open_training_data
@@ -247,7 +247,7 @@ def _build_state(
     """The model on its device, cut over the processes where asked, with its optimizer; and what to say about it."""
     dtype = DTYPES[config.train.precision]
     sharded = config.parallel.data == "shard" and world.size > 1
-    ops = resolve_together(config.ops, situation(config, world.device.type, dtype, sharded), world)
+    ops = resolve_together(config.ops, op_context(config, world.device.type, dtype, sharded), world)
     check_recording(config, world.device, world.size, ops)
     step = checkpoint.step if checkpoint else 0
     model = Z2all(model_at(step, config.model, config.stages), ops)
@@ -302,10 +302,10 @@ def load_checkpoint(state: TrainState, checkpoint: Checkpoint) -> None:
     state.loaded(checkpoint.document)
 
 
-def situation(config: RunConfig, device: str, dtype: torch.dtype, sharded: bool = False) -> Situation:
+def op_context(config: RunConfig, device: str, dtype: torch.dtype, sharded: bool = False) -> OpContext:
     """All that the operators of this config may want to know before they are chosen."""
     model = config.model
-    return Situation(
+    return OpContext(
         device=device,
         dtype=dtype,
         hidden_size=model.hidden_size,

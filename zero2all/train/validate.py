@@ -83,10 +83,10 @@ def _score(model: Z2all, piece: _Piece, data: DataConfig, device: torch.device) 
     for row in range(count):
         piece.windows.read(piece.first + row, rows[row], weights[row], borders, row)
     batch = torch.from_numpy(rows).to(device)
-    segments = None
+    document_ids = None
     if borders is not None:
-        segments = torch.from_numpy(borders.documents(count, seq_len + 1).segments).to(device)[:, :-1]
-    hidden = model(batch[:, :-1], segments=segments)
+        document_ids = torch.from_numpy(borders.documents(count, seq_len + 1).ids).to(device)[:, :-1]
+    hidden = model(batch[:, :-1], document_ids=document_ids)
     counts = torch.from_numpy(weights).to(device)
     _, losses = model.head_loss(hidden, batch[:, 1:], counts)
     return (losses.double() * counts).sum(), counts.sum(dtype=torch.float64)
