@@ -159,9 +159,8 @@ def test_work_that_is_done_again_is_what_the_formula_says(kind, attention, dropo
             model.loss(rows[:, :-1], rows[:, 1:])[0].backward()
         # torch's counter knows neither the CPU's fused attention nor its backward.
         spent[a_kind] = counter.get_total_flops()
-    taken = {choice.operator: choice.got for choice in ops.choices}
     # Positions that are masked are multiplied all the same here, so the convention with all of them holds.
-    expected = recomputed_flops_per_token(config, LENGTH, kind, 2, taken)["palm"] * ROWS * LENGTH
+    expected = recomputed_flops_per_token(config, LENGTH, kind, 2, ops.footprints)["palm"] * ROWS * LENGTH
     if attention == "sdpa" and not dropout and kind != "selective":
         expected -= _attention_forward(config, kind) * ROWS * LENGTH
     assert spent[kind] - spent["none"] == expected
@@ -283,6 +282,6 @@ def test_our_kernels_add_each_gradient_once_and_turn_each_position_once(kind, bi
         ]
         assert all(gradient.any() for gradient in found[a_kind])
     assert_same_bits(found[kind], found["none"])
-    again = recomputed_flops_per_token(config, 4, kind)["palm"]
+    again = recomputed_flops_per_token(config, 4, kind, 1, kernel_ops().footprints)["palm"]
     uncounted = 4 * 32 * 4 if kind == "full" else 0  # the CPU's fused attention
     assert spent[kind] - spent["none"] == 4 * (again - uncounted)

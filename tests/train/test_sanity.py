@@ -127,7 +127,7 @@ def test_checkpoints_that_are_there_already_need_no_more_room(tmp_path):
 
 def test_memory_that_may_not_be_enough_is_a_warning():
     config = dataclasses.replace(SMALL, hidden_size=2048, intermediate_size=5632, layers=22, heads=32, vocab_size=64320)
-    settings = MemorySettings(2048, 16)
+    settings = MemorySettings(2048, 16, resolve(OpsConfig(), "cpu").footprints)
     plenty, little = memory_notes(config, settings, 140 << 30), memory_notes(config, settings, 40 << 30)
     assert plenty[0].endswith("of 140.0 GiB at micro-batches of 16")
     assert little[1:-1] == plenty[1:]

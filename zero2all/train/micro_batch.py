@@ -203,7 +203,7 @@ def memory_settings(config: RunConfig, ops: Ops, processes: int, samples: int) -
         optimizer=config.optim.kind,
         adafactor_momentum=config.optim.adafactor_beta1 > 0,
         kahan=config.optim.bf16_rounding == "kahan",
-        operators=ops.taken,
+        operators=ops.footprints,
         recompute=config.train.recompute,
         recompute_every=config.train.recompute_every,
         documents=config.data.document_mask,
