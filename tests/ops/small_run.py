@@ -6,12 +6,12 @@ import numpy as np
 import torch
 
 from zero2all.config import RunConfig, config_from_values
+from zero2all.config.schedule import learning_rate
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import Ops, resolve
 from zero2all.packed.loader import Batch
 from zero2all.parallel.world import World
-from zero2all.train.schedule import learning_rate
 from zero2all.train.setup import op_context
 from zero2all.train.state import DTYPES, new_state
 from zero2all.train.step import StepPlan, train_step

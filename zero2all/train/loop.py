@@ -24,6 +24,8 @@ from zero2all.common.errors import AnomalyError, BadInputError, PreemptedError, 
 from zero2all.common.progress import Bar, progress, say
 from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig
+from zero2all.config.schedule import learning_rate
+from zero2all.config.training import AnnealConfig, model_at
 from zero2all.model.rope import rope_tables
 from zero2all.packed.background import ShardCheck, checking_shards
 from zero2all.packed.loader import Batch, Loader, LoaderOptions, read_batch
@@ -41,7 +43,6 @@ from zero2all.train.checkpoints.set_aside import discard
 from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.checkpoints.writer import SaveTicket
-from zero2all.train.config import AnnealConfig, model_at
 from zero2all.train.control import Control
 from zero2all.train.garbage import scheduled_garbage_collection
 from zero2all.train.guards.documents import Decode
@@ -51,7 +52,6 @@ from zero2all.train.micro_batch import memory_settings
 from zero2all.train.ratios import UpdateRatios
 from zero2all.train.reports import StepReports
 from zero2all.train.sanity import check_batch_ids, check_disk, check_first_loss, memory_notes
-from zero2all.train.schedule import learning_rate
 from zero2all.train.setup import Prepared, load_checkpoint, prepare, save_run_config
 from zero2all.train.step import PendingStep, StepResult, train_step
 from zero2all.train.stop import StopRequest, stop_requests

@@ -19,6 +19,8 @@ from zero2all.common.files import MANIFEST_NAME, read_json, sweep_partials, writ
 from zero2all.common.manifest import fingerprint
 from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig, config_from_values, config_values, config_yaml, read_config_values
+from zero2all.config.schedule import steps_with_anneal
+from zero2all.config.training import AnnealConfig, model_at
 from zero2all.model.compile import compile_model
 from zero2all.model.config import parameter_counts
 from zero2all.model.recompute import apply_recompute
@@ -38,13 +40,11 @@ from zero2all.train.checkpoints.load import Checkpoint, reading_record
 from zero2all.train.checkpoints.manifest import NOT_GOOD
 from zero2all.train.checkpoints.run_lock import Fence, behind
 from zero2all.train.checkpoints.store import CheckpointStore
-from zero2all.train.config import AnnealConfig, model_at
 from zero2all.train.guards.ledger import LEDGER_FILE, DamagedLedgerError, SkipLedger, keep_damaged, rebuilt_ledger
 from zero2all.train.guards.watch import INCIDENTS_FOLDER
 from zero2all.train.micro_batch import choose_micro_batch
 from zero2all.train.operators import changed_operators, resolve_together
 from zero2all.train.recording_choice import check_recording, recorded_passes
-from zero2all.train.schedule import steps_with_anneal
 from zero2all.train.state import DTYPES, TrainState, new_state
 from zero2all.train.validate import open_valid_splits
 

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from zero2all.config.training import OptimConfig
 from zero2all.model.z2all import Z2all
 from zero2all.ops.optimizer import TAKES_HALVES
-from zero2all.train.config import OptimConfig
 from zero2all.train.loss_scale import LossScale
 from zero2all.train.optimizers.factory import build_optimizer
 from zero2all.train.optimizers.flat_adamw import FlatAdamW

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zero2all.config.training import EvalConfig
 from zero2all.model.z2all import Z2all
 from zero2all.packed.config import DataConfig
 from zero2all.packed.layout import PackedSplit, open_split
 from zero2all.packed.samples import Borders, ConcatSamples
 from zero2all.parallel.world import World
-from zero2all.train.config import EvalConfig
 
 
 def open_valid_splits(packed: Path, sources: list[str]) -> list[PackedSplit]:

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from zero2all.config.training import OptimConfig
 from zero2all.ops.optimizer import AdamW as Constants
 from zero2all.ops.optimizer import Flat, OptimizerOp
-from zero2all.train.config import OptimConfig
 from zero2all.train.optimizers.base import STEP_NAME, check_fits
 from zero2all.train.optimizers.roles import decay_of
 from zero2all.train.weights import FlatWeights

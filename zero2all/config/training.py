@@ -1,4 +1,4 @@
-"""The settings of the loop: how much, how fast, with which optimizer, what is kept."""
+"""The settings of the trainer: how much, how fast, with which optimizer, what is kept."""
 
 from __future__ import annotations
 
