@@ -1,4 +1,4 @@
-"""Every implementation of every operator, with its state on this machine."""
+"""Every implementation of every operator, and whether it runs on this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zero2all.train.state import DTYPES
 
 
 def context_here(config: RunConfig | None) -> OpContext:
-    """That of a config, or, without one, of this machine's device in the dtype one would use there."""
+    """The context of a config; without one, that of this machine's device in its usual dtype."""
     if config is not None:
         return op_context(config, pick_device(config.parallel.device).type, DTYPES[config.train.precision])
     device = pick_device("auto").type
