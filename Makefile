@@ -2,6 +2,7 @@
 # make test         set up, lint, all tests
 # make lint         ruff and mypy
 # make bench        the programs under benchmarks/; what they print lands in benchmarks/results/
+# make slow         the tests that are too slow for make test
 # make gpu          the tests that need a CUDA device
 # make lock         resolves requirements.lock for x86_64 and aarch64, Python 3.11 to 3.13
 
@@ -10,7 +11,7 @@ RUNTIME := .venv/.runtime-ready
 DEV := .venv/.dev-ready
 SETUP_INPUTS := pyproject.toml requirements.lock package.json package-lock.json $(wildcard scripts/*.sh)
 
-.PHONY: quickstart test lint bench gpu lock clean
+.PHONY: quickstart test lint bench slow gpu lock clean
 
 quickstart: $(RUNTIME)
 	$(BIN)/z2a quickstart $(ARGS)
@@ -26,6 +27,9 @@ lint: $(DEV)
 bench: $(RUNTIME)
 	$(BIN)/python benchmarks/spine.py
 	$(BIN)/python benchmarks/packed.py
+
+slow: $(DEV)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "slow and not gpu"
 
 gpu: $(DEV)
 	$(BIN)/pytest -m gpu

@@ -63,7 +63,7 @@ def write_samples(dropped: Path, work: Path, name: str, rule: str) -> None:
             sample = json.loads(line)
             measures = sample.get("measures") or {}
             compared = " ".join(f"{each} {measures.get(each, 0):.4g}" for each in MEASURES.get(rule, ()))
-            file.write(f"── {compared}\n{sample.get('text', sample)}\n\n")
+            file.write(f"── {compared}\n{sample['excerpt']}\n\n")
 
 
 if __name__ == "__main__":

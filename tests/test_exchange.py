@@ -697,6 +697,12 @@ REFUSED = {
     "more layers than weights": (change_config(num_hidden_layers=9_000), "is 9,000, and the weights are those of 2"),
     "widths without end": (change_config(hidden_size=10**15), r"hidden_size: got 1000000000000000, .* at most"),
     "ids without end": (change_config(vocab_size=10**30), r"vocab_size: got 1000000000000000000000000000000, "),
+    "an end of text without end": (change_config(eos_token_id=10**30), "'10{30}' as eos_token_id; .* 0 to 351"),
+    "an end of text that is none": (change_config(eos_token_id=[1, True]), "'True' as eos_token_id"),
+    "an end of text beyond the model": (
+        lambda folder: write_json(folder / "generation_config.json", {"eos_token_id": [1, -1]}),
+        "generation_config.json names '-1' as eos_token_id",
+    ),
     "positions without end": (change_config(max_position_embeddings=10**12), r"max_seq_len: got 1000000000000, "),
     "a number for a list": (change_config(layer_types=5), "layer_types is '5', expected a list"),
     "a text for an object": (change_config(rope_scaling="x"), "rope_scaling is 'x', expected an object"),

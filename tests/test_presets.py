@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from zero2all.config import config_yaml, find_config, load_config, preset_files
+from zero2all.config import ConfigError, config_yaml, find_config, load_config, preset_files
 from zero2all.limits.flops import flops_per_token
 from zero2all.model.config import ModelConfig, parameter_counts
 
@@ -88,3 +88,38 @@ def test_the_quickstart_model_is_small_enough_for_minutes_on_two_cores():
     model = dataclasses.replace(config.model, vocab_size=config.tokenizer.vocab_size)
     assert parameter_counts(model)["total"] < 3e6
     assert config.train.steps * config.train.tokens_per_step < 2.1e6
+
+
+@pytest.mark.parametrize("steps", [1, 5, 19])
+@pytest.mark.parametrize("kind", ["cosine", "wsd"])
+def test_the_warmup_of_a_preset_gives_way_where_a_run_has_fewer_steps(steps, kind):
+    config = load_config("quickstart", ["--train.steps", str(steps), "--schedule.kind", kind])
+    assert (config.train.steps, config.schedule.warmup_steps) == (steps, 1)
+    assert load_config("z2all-1b", ["--train.steps=1000"]).schedule.warmup_steps == 50
+
+
+def test_a_warmup_that_fits_stays_as_it_is():
+    assert load_config("quickstart", ["--train.steps", "20"]).schedule.warmup_steps == 20
+
+
+def test_a_warmup_that_somebody_chose_for_the_run_stays_and_must_fit(tmp_path):
+    for word in (["--schedule.warmup_steps", "20"], ["--schedule.warmup_steps=20"]):
+        with pytest.raises(ConfigError, match="warmup_steps: got 20, expected at most the 5 steps"):
+            load_config("quickstart", ["--train.steps", "5", *word])
+    own = tmp_path / "own.yaml"
+    own.write_text("schedule: {warmup_steps: 20}")
+    with pytest.raises(ConfigError, match="warmup_steps: got 20"):
+        load_config(own, ["--train.steps", "5"])
+    own.write_text("train: {steps: 5}")  # nobody chose the default either
+    assert load_config(own).schedule.warmup_steps == 1
+    own.write_text("stages: [{name: b, from_step: 50, schedule: {lr_max: 1e-4, warmup_steps: 5}}]")
+    with pytest.raises(ConfigError, match="warmup_steps: got 100, expected at most the 50 steps"):
+        load_config(own)
+
+
+def test_other_problems_are_reported_as_ever_in_a_run_with_few_steps():
+    with pytest.raises(ConfigError) as caught:
+        load_config("quickstart", ["--train.steps", "5", "--optim.lr_maxx", "3"])
+    assert [problem.field for problem in caught.value.problems] == ["optim.lr_maxx"]
+    with pytest.raises(ConfigError, match="schedule: got 5"):
+        load_config("quickstart", ["--train.steps", "5", "--schedule", "5"])

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from zero2all.common.errors import BadInputError, UsageError
-from zero2all.common.files import read_json, staged_folder, write_atomic, write_json
+from zero2all.common.files import read_json, read_json_object, staged_folder, write_atomic, write_json
 from zero2all.common.manifest import fingerprint, write_manifest
 from zero2all.common.workspace import FOLDER_NAME_WORDS, STAMP_NAME, Workspace, is_folder_name, open_workspace
 from zero2all.config import RunConfig, config_from_values, config_values
@@ -118,6 +118,7 @@ def import_folder(
     if run.exists():
         raise UsageError(f"The run {name} exists already. Choose another --name, or delete {run}.")
     model, tensors, dtype = read_hf_folder(folder)
+    _check_ends(folder, model.vocab_ids)
     source = tokenizer_folder or folder
     tokenizer = load_tokenizer(source)
     resized = None
@@ -142,6 +143,18 @@ def import_folder(
         snapshot = Snapshot({f"model/{key}": value for key, value in tensors.items()}, {"step": 0, "tokens": 0})
         write_checkpoint(partial, 0, snapshot, {"inputs": fingerprint(config_values(config)), **details})
     return Imported(run, resized)
+
+
+def _check_ends(folder: Path, vocab_ids: int) -> None:
+    """Refuse ends of text that the model has no row for: it would never stop."""
+    for path in (folder / "config.json", folder / ENDS_NAME):
+        ends = read_json_object(path).get("eos_token_id") if path.is_file() else None
+        for end in ends if isinstance(ends, list) else [ends]:
+            if end is not None and (type(end) is not int or not 0 <= end < vocab_ids):
+                raise BadInputError(
+                    f"{path} names {str(end)[:40]!r} as eos_token_id; expected a whole number from 0 to "
+                    f"{vocab_ids - 1}, the ids of the model. Mend it, or fetch the folder again."
+                )
 
 
 def _resize(

@@ -43,6 +43,21 @@ def test_show_dropped_prints_what_the_rule_measured_and_which_record_was_kept(wo
     assert z2a("corpus", "show", "--dropped", "mojibake", "--work", work).out == "mojibake dropped nothing.\n"
 
 
+def test_show_dropped_says_so_when_nothing_was_dropped(raw, tmp_path, z2a):
+    z2a(
+        "corpus",
+        "build",
+        f"en={raw / 'en.jsonl'}:en",
+        "--work",
+        tmp_path,
+        "--options.rules",
+        "none",
+        "--dedup.near",
+        "off",
+    )
+    assert z2a("corpus", "show", "--dropped", "--work", tmp_path).out == "Nothing was dropped from en.\n"
+
+
 def test_show_finds_a_record_by_its_gid(work, z2a):
     ended = z2a("corpus", "show", "--gid", "1", "--work", work)
     assert ended.code == 0

@@ -58,6 +58,30 @@ def test_a_dry_run_shows_the_data_learns_a_batch_and_leaves_no_trace(copy, tiny,
     assert not (copy / "runs/dry").exists()
 
 
+@pytest.mark.parametrize("flags", [["--dry-run"], []], ids=["dry-run", "train"])
+def test_a_model_that_cannot_fit_is_refused_before_it_is_built(flags, copy, tiny, z2a):
+    changes = ("--train.name", "large", "--model.hidden_size", str(1 << 20), "--model.heads", "1024")
+    ended = z2a("train", "quickstart", *tiny, *changes, "--model.kv_heads", "1024", *flags, "--work", copy)
+    assert ended.code == 4
+    assert "not enough memory to train this model here" in ended.err
+    assert "optimizer" in ended.err
+    assert "train.micro_batch_samples" in ended.err
+    assert not list((copy / "runs/large").glob("checkpoints/*"))
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_run_that_is_stopped_while_it_loads_ends_with_code_10_and_changes_nothing(processes, copy, tiny):
+    words = ["train", "quickstart", *tiny, "--train.name", "early", "--work", str(copy), "--parallel.device", "cpu"]
+    command = [sys.executable, "-m", "zero2all", *words, "--parallel.processes", processes]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    maps = Path(f"/proc/{process.pid}/maps")
+    wait_until(lambda: "libtorch" in maps.read_text() or process.poll() is not None)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(LONG_SECONDS) == 10
+    assert "before the run had begun; nothing was changed" in process.stderr.read()
+    assert not (copy / "runs/early").exists()
+
+
 def test_a_dry_run_that_learns_nothing_ends_with_code_12(copy, tiny, z2a):
     ended = z2a("train", "quickstart", *tiny, "--optim.lr_max", "1e-9", "--dry-run", "--work", copy)
     assert ended.code == 12

@@ -272,6 +272,14 @@ def test_a_result_that_could_not_be_put_there_is_refused_before_the_work(tmp_pat
         assert str(caught.value).startswith(f"--out {tmp_path}")
 
 
+@pytest.mark.parametrize("place", ["/proc", "/sys", "/proc/self/fd", "/proc/self/net/below"])
+def test_a_result_in_a_folder_of_the_kernel_is_refused_before_the_work(place):
+    with pytest.raises(BadInputError, match=r"cannot be written to|nothing can be written below"):
+        require_writable(Path(place) / "out.json", "--json")
+    with pytest.raises(BadInputError, match=r"cannot be written to|nothing can be written below"):
+        require_writable(Path(place) / "out", "--out", is_folder=True)
+
+
 def test_want_of_memory_is_recognised_in_the_shapes_libraries_give_it():
     wrapped = ValueError("something")
     wrapped.__cause__ = MemoryError()

@@ -11,7 +11,11 @@ import textwrap
 import pytest
 
 from zero2all.common import progress as module
-from zero2all.common.progress import human_count, human_seconds, progress
+from zero2all.common.progress import counted, human_count, human_seconds, progress
+
+
+def test_one_of_a_kind_is_no_plural():
+    assert [counted(count, "step") for count in (0, 1, 2, 12345)] == ["0 steps", "1 step", "2 steps", "12,345 steps"]
 
 
 def test_in_a_log_file_the_end_is_one_plain_line_with_share_and_speed(capsys):

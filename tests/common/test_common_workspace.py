@@ -8,7 +8,7 @@ from zero2all import __version__
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import read_json, write_json
 from zero2all.common.records import corpus_sources, iter_records, training_text
-from zero2all.common.workspace import LAYOUT, STAMP_NAME, open_workspace
+from zero2all.common.workspace import LAYOUT, STAMP_NAME, open_workspace, require_output
 
 
 def test_a_new_workspace_gets_a_stamp_and_opens_again(tmp_path):
@@ -96,3 +96,48 @@ def test_a_title_is_part_of_the_text_unless_the_text_opens_with_it():
     assert training_text({"title": "Rain", "content": "Rain fell."}) == "Rain fell."
     assert training_text({"title": "", "content": "It fell."}) == "It fell."
     assert training_text({"content": "It fell."}) == "It fell."
+
+
+# ---- where results may be put ----
+
+
+OF_STAGES = (
+    "workspace.json",
+    "corpus/report.json",
+    "corpus/en/train/part-00000.jsonl",
+    "tokenizer/tokenizer.json",
+    "runs/a/config.yaml",
+    "runs/a/metrics/000.jsonl",
+)
+
+
+def test_a_result_never_replaces_a_file_that_a_stage_has_written(tmp_path):
+    open_workspace(tmp_path, create=True)
+    for name in OF_STAGES[1:]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "link.json").symlink_to(tmp_path / "corpus/report.json")
+    for name in (*OF_STAGES, "link.json", "corpus/../corpus/report.json"):
+        with pytest.raises(BadInputError, match=r"is there already, inside of .* delete the file first"):
+            require_output(tmp_path / name, "--json")
+
+
+def test_a_result_never_replaces_a_file_in_a_folder_with_a_manifest_wherever_that_lies(tmp_path):
+    (tmp_path / "copied/train").mkdir(parents=True)
+    (tmp_path / "copied/train/tokens.bin").write_bytes(b"")
+    (tmp_path / "copied/manifest.json").write_text('{"kind": "packed", "zero2all": "0.1"}')
+    for name in ("manifest.json", "train/tokens.bin"):
+        with pytest.raises(BadInputError, match="is there already"):
+            require_output(tmp_path / "copied" / name, "--json")
+    (tmp_path / "copied/manifest.json").write_text('{"name": "a web page"}')
+    require_output(tmp_path / "copied/train/tokens.bin", "--json")
+
+
+def test_a_result_may_be_new_in_a_workspace_or_replace_one_beside_the_stages_or_a_picture(tmp_path):
+    open_workspace(tmp_path, create=True)
+    for name in ("stats.json", "own/stats.json", "runs/a/curves.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    for name in ("stats.json", "own/stats.json", "runs/a/curves.png", "runs/a/new.json"):
+        require_output(tmp_path / name, "--json")
+    require_output(tmp_path / "runs/a", "--out", is_folder=True)

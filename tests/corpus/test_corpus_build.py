@@ -222,8 +222,10 @@ def test_refused_rebuild_leaves_the_older_corpus_as_it_was(tmp_path, write_lines
 
 
 def test_full_disk_is_told_before_the_work(tmp_path, build):
-    path = tmp_path / "huge.txt"
-    with open(path, "wb") as file:
+    path = tmp_path / "raw"
+    path.mkdir()
+    (path / "a.txt").write_text("Some words.")
+    with open(path / "huge.txt", "wb") as file:
         file.truncate(shutil.disk_usage(tmp_path).free * 2)  # a hole: larger than the disk, taking no room
     with pytest.raises(DiskError, match="Not enough disk space for the corpus"):
         build(path)

@@ -47,6 +47,10 @@ def guess(path: Path, **options) -> tuple[str, str]:
     return Look(Source("one", path), list_files(path), Options(**options).limits).guess.result()
 
 
+CODE = ("let value = other(value);\n" * 8 + "// 值\n") * 12
+"""In the middle of a page, far more than the words around it."""
+
+
 # ---- one document ---------------------------------------------------------------------------------------------
 
 
@@ -63,6 +67,9 @@ def guess(path: Path, **options) -> tuple[str, str]:
         ("", "Москва является столицей России.", "other"),
         ("", "cheap shoes casino bonus handbags poker", "en"),
         ("", "3.14 + 2.71 = 5.85", None),
+        ("", CODE + "这个方法返回一个新的值。\n", "en"),
+        ("", "这个方法返回一个新的值，可以省略参数。\n" * 5 + CODE + "可以省略参数。\n" * 5, "zh"),
+        ("", "このメソッドは新しい値を返します。\n" * 5 + CODE + "省略できます。\n" * 5, "other"),
     ],
 )
 def test_a_document_has_the_channel_of_its_own_text(title, text, channel):
@@ -179,6 +186,23 @@ def test_a_name_that_a_part_of_an_auto_source_needs_is_refused(tmp_path, mixed):
         build_corpus(tmp_path / "corpus", [Source("mix", mixed, "auto"), Source("mix-zh", mixed)], plain_options())
 
 
+def test_fields_of_an_auto_source_are_told_once(tmp_path, mixed):
+    notes = summary_notes(build_corpus(tmp_path / "corpus", [Source("mix", mixed, "auto")], plain_options(), HERE))
+    assert [note for note in notes if "fields guessed" in note] == [
+        "mix: fields guessed: content from 'text'; all others are kept under 'others'"
+    ]
+
+
+def test_a_folder_of_binaries_is_refused_by_what_was_found_and_nothing_is_read(tmp_path, monkeypatch):
+    (tmp_path / "raw").mkdir()
+    for name in "ab":
+        (tmp_path / f"raw/{name}.jpg").write_bytes(b"\xff\xd8\xff" + bytes(5000))
+    said = []
+    with pytest.raises(BadInputError, match=r"nothing readable was found in .*raw \(left out: 2 binary\)"):
+        build_corpus(tmp_path / "corpus", [Source("b", tmp_path / "raw", "auto")], announce=said.append)
+    assert said == []
+
+
 # ---- rules that drop much -------------------------------------------------------------------------------------
 
 
@@ -214,6 +238,18 @@ def test_a_refused_build_leaves_the_corpus_that_is_there(tmp_path, write_lines):
     assert {name: data for name, data in after.items() if not name.startswith(".build")} == before
     build_corpus(corpus, [Source("new", good)], one_rule(), HERE)
     assert json.loads((corpus / "sources.json").read_text()) == {"good": 0, "new": 1}
+
+
+def test_a_wrong_channel_named_by_hand_is_named_with_samples(tmp_path, write_lines):
+    path = write_lines("a.jsonl", [{"text": english(n)} for n in range(30)])
+    with pytest.raises(BadInputError, match=r"none was kept \(30 wrong_script\)") as caught:
+        build_corpus(tmp_path / "corpus", [Source("one", path, "zh")], one_rule(), HERE)
+    message = str(caught.value)
+    assert "one: wrong_script dropped 30 of 30 records as channel zh, such as:" in message
+    assert english(0)[:40] in message
+    assert "quarantine" not in message
+    assert (tmp_path / "corpus/one/dropped/wrong_script.jsonl").is_file()
+    assert str(tmp_path / "corpus/one/dropped") in message
 
 
 def test_a_rule_that_drops_a_twentieth_is_shown_with_samples(tmp_path, write_lines):
@@ -256,7 +292,7 @@ def test_damage_of_an_auto_source_is_told_in_words_as_that_of_any_other(tmp_path
     whole = gzip.compress(texts.encode(), mtime=0)
     (tmp_path / "raw").mkdir()
     (tmp_path / "raw" / "a.jsonl.gz").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(BadInputError, match=r"records are damaged.*--max-damaged-share"):
+    with pytest.raises(BadInputError, match=r"records is damaged.*--max-damaged-share"):
         build_corpus(tmp_path / "corpus", [Source("one", tmp_path / "raw", "auto")], plain_options())
 
 
@@ -264,5 +300,5 @@ def test_one_item_that_holds_most_of_a_file_counts_with_its_bytes(tmp_path):
     rows = [f"{number},{english(number)}" for number in range(300)]
     text = "id,text\n" + "\n".join([*rows, '300,"an unclosed quote', *rows, *rows]) + "\n"
     (tmp_path / "table.csv").write_text(text)
-    with pytest.raises(BadInputError, match=r"1 of 301 records are damaged, and [\d,]{6,} bytes"):
+    with pytest.raises(BadInputError, match=r"1 of 301 records is damaged, and [\d,]{6,} bytes"):
         build_corpus(tmp_path / "corpus", [Source("one", tmp_path / "table.csv", "en")], plain_options())

@@ -63,6 +63,44 @@ def test_task_of_a_killed_worker_is_redone(tmp_path):
     assert sorted(run_tasks(die_once, marks, workers=2)) == [(n, f"{n}") for n in range(3)]
 
 
+def large(count: int) -> bytes:
+    return bytes(count)
+
+
+def test_tasks_and_results_may_be_larger_than_a_socket_holds():
+    tasks = [bytes([n]) * 3_000_000 for n in range(8)]
+    assert sorted(run_tasks(len, tasks, workers=2)) == [(n, 3_000_000) for n in range(8)]
+    assert [len(result) for _, result in run_tasks(large, [3_000_000] * 8, workers=2)] == [3_000_000] * 8
+
+
+class TwoWordsError(Exception):
+    """Cannot be unpickled: its arguments are not what its constructor wants."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} {second}")
+
+
+def fail(_: int) -> None:
+    raise TwoWordsError("good", "grief")
+
+
+def unsendable(_: int) -> object:
+    return lambda: None
+
+
+@pytest.mark.parametrize(("function", "words"), [(fail, "good grief"), (unsendable, "pickle")])
+def test_what_cannot_be_sent_back_is_an_error_and_not_a_hang(function, words):
+    with pytest.raises(Exception, match=words):
+        list(run_tasks(function, [1, 2, 3], workers=2))
+
+
+def test_a_run_that_is_given_up_leaves_the_engine_usable():
+    with open_engine(EngineConfig(workers=2)) as engine:
+        for _ in engine.run(double, range(20)):
+            break
+        assert sorted(engine.run(double, range(5))) == [(n, 2 * n) for n in range(5)]
+
+
 def test_worker_that_dies_again_and_again_ends_the_build():
     with pytest.raises(BadInputError, match=r"killed 4 times in a row.*--workers"):
         list(run_tasks(die, [1], workers=2))
@@ -83,13 +121,21 @@ if __name__ == "__main__":
 """
 
 
-def test_workers_end_with_their_parent():
+def mapped(process: int) -> list[str]:
+    """Files that a process has in its memory."""
+    return (Path("/proc") / str(process) / "maps").read_text().splitlines()
+
+
+def test_workers_share_nothing_with_a_name_and_end_with_their_parent():
     parent = subprocess.Popen([sys.executable, "-c", ORPHAN_MAKER], start_new_session=True)
     try:
         deadline = time.monotonic() + 30
         while len(group(parent.pid)) < 5 and time.monotonic() < deadline:  # parent, tracker, fork server, 2 workers
             time.sleep(0.05)
         time.sleep(0.5)
+        # What has a name there is left behind when everything is killed at once, the tracker included.
+        named = [line for pid in group(parent.pid) for line in mapped(pid) if "/dev/shm/" in line]
+        assert [line for line in named if not line.endswith("(deleted)")] == []
         parent.kill()
         parent.wait()
         while group(parent.pid) and time.monotonic() < deadline:

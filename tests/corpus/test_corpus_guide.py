@@ -23,7 +23,8 @@ WORDS = {
     "max_old_rare_share": "old {:g}",
     "max_word_share": "words {:g}", "max_function_share": "function {:g}", "max_old_function_share": "old {:g}",
     "min_old_pair_share": "pairs {:g}", "from_pairs": "from {} pairs", "min_terms": "{} terms",
-    "min_rare_share": "rare {:g}", "max_unended_bare_share": "unended {:g}",
+    "from_verse_pairs": "verse from {}",
+    "spare_repeated_share": "repeated {:g}", "min_rare_share": "rare {:g}", "max_unended_bare_share": "unended {:g}",
 }  # fmt: skip
 LEFT_OUT = {"max_line_share"}
 """Settings of edits that a rule makes beside dropping."""

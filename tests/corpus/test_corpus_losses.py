@@ -15,7 +15,7 @@ from corpus_helpers import HERE, plain_options
 
 from zero2all.common.errors import BadInputError, DiskError
 from zero2all.common.files import read_json, write_json
-from zero2all.corpus import Source, build_corpus
+from zero2all.corpus import Source, build_corpus, summary_notes
 from zero2all.corpus import finish as finish_module
 from zero2all.corpus.readers import plan as plan_module
 from zero2all.corpus.readers import streams as streams_module
@@ -37,7 +37,7 @@ def damaged(data: bytes) -> bytes:
 
 def test_what_lies_behind_damage_in_a_compressed_stream_counts_as_lost(tmp_path, build, quarantined):
     (tmp_path / "a.jsonl.bz2").write_bytes(damaged(bz2.compress(lines(20_000), 1)))
-    with pytest.raises(BadInputError, match=r"1 of [\d,]+ records are damaged, and [\d,]{6,} bytes behind") as caught:
+    with pytest.raises(BadInputError, match=r"1 of [\d,]+ records is damaged, and [\d,]{6,} bytes behind") as caught:
         build(tmp_path / "a.jsonl.bz2")
     share = float(str(caught.value).partition("could not be read: ")[2].partition("%")[0])
     assert 60 < share <= 85, "damaged after a fifth"
@@ -58,7 +58,7 @@ def test_what_a_tar_loses_behind_a_damaged_header_counts_as_lost(tmp_path, build
     broken = whole[:third] + random.Random(1).randbytes(len(whole) - third)
     for name, data in {"a.tar": broken, "a.tar.gz": gzip.compress(broken)}.items():
         (tmp_path / name).write_bytes(data)
-        with pytest.raises(BadInputError, match=r"1 of 601 records are damaged, and 1[0-9]{2},"):
+        with pytest.raises(BadInputError, match=r"1 of 601 records is damaged, and 1[0-9]{2},"):
             build(tmp_path / name)
         assert build(tmp_path / name, max_damaged_share=1)["records_kept"] == 600
 
@@ -165,5 +165,25 @@ def test_two_sources_with_one_number_are_refused(tmp_path, build):
 
 def test_empty_corpus_says_where_to_look_when_everything_was_damaged(tmp_path, build):
     (tmp_path / "a.jsonl").write_bytes(b"{bad\n{bad\n")
-    with pytest.raises(BadInputError, match=r"none was kept \(2 quarantined\).*quarantine"):
+    with pytest.raises(BadInputError, match=r"(?s)none was kept \(2 quarantined\).*quarantine/one\.jsonl"):
         build(tmp_path / "a.jsonl", max_damaged_share=1)
+
+
+# ---- what is read although something is wrong with it ---------------------------------------------------------
+
+
+def test_text_named_json_and_bad_bytes_are_read_counted_and_said(tmp_path, build, kept):
+    (tmp_path / "raw").mkdir()
+    words = "Plain words in a file that somebody gave a wrong name.\n" * 20
+    (tmp_path / "raw/a.json").write_text(words)
+    (tmp_path / "raw/b.json.gz").write_bytes(gzip.compress(words.upper().encode()))
+    (tmp_path / "raw/c.txt").write_bytes(words.lower().encode() * 2 + b"\xfe\n")
+    report = build(tmp_path / "raw")
+    assert (report["records_kept"], report["quarantined"]) == (3, 0)
+    assert report["formats"] == {"text": 3}
+    assert report["replaced"] == {"characters": 1, "records": 1}
+    notes = "\n".join(summary_notes({"sources": {"one": report}, "options": {"valid_share": 0}, "notes": []}))
+    for name in ("a.json", "b.json.gz"):
+        assert f"one: {name}: read as plain text: its name says JSON, but there is none in it" in notes
+    assert "one: 1 character in 1 record could not be decoded and became U+FFFD" in notes
+    assert kept()[2]["content"].endswith("\ufffd")

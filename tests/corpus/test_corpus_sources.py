@@ -5,7 +5,10 @@ from __future__ import annotations
 import datetime
 import io
 import json
+import re
+import shlex
 import tarfile
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,7 +16,15 @@ import pytest
 from corpus_helpers import plain_options
 
 from zero2all.common.errors import BadInputError, UsageError
-from zero2all.corpus import BuildOptions, Source, build_corpus, parse_mapping, parse_source, source_from_path
+from zero2all.corpus import (
+    BuildOptions,
+    Source,
+    build_corpus,
+    parse_mapping,
+    parse_source,
+    source_from_path,
+    summary_notes,
+)
 from zero2all.corpus.sources import guess_mapping
 
 
@@ -75,10 +86,38 @@ def test_fields_are_recognised_by_name(row, expected):
 def test_given_fields_win_and_the_rest_is_guessed():
     row = {"text": "not this", "note": "this", "title": "t"}
     assert guess_mapping([row], {"content": "note"}) == {"content": "note", "title": "title"}
-    assert guess_mapping([row], {"content": "absent"}) is None
+    assert guess_mapping([row], {"content": "absent"}) == {"content": "text", "title": "title"}
+    assert guess_mapping([{"note": "this"}], {"content": "absent"}) is None
+
+
+def test_a_given_field_is_used_where_it_is_and_must_be_somewhere(tmp_path, write_lines, build, kept):
+    write_lines("raw/a.jsonl", [{"text": f"some words, number {n}"} for n in range(5)])
+    write_lines("raw/b.jsonl", [{"my, long review": f"a review, number {n}", "text": "good"} for n in range(5)])
+    report = build(tmp_path / "raw", mapping={"content": "my, long review"})
+    assert [record["content"] for record in kept()[::5]] == ["some words, number 0", "a review, number 0"]
+    assert report["mapping_guessed"]
+    with pytest.raises(BadInputError, match="the field 'absent' that content was mapped to is not in it"):
+        build(tmp_path / "raw", mapping={"content": "absent"})
+
+
+def test_a_table_without_text_among_texts_is_told_how_to_name_its_field(tmp_path, write_lines, build, kept):
+    write_lines("raw/a.jsonl", [{"text": f"some words, number {n}"} for n in range(5)])
+    write_lines("raw/b.jsonl", [{"stars": 5, "my long review": f"a review, number {n}"} for n in range(5)])
+    with pytest.raises(BadInputError, match="5 of 10 records are damaged") as refused:
+        build(tmp_path / "raw")
+    flags = shlex.split(re.search(r"--map '.*?'", str(refused.value))[0])
+    assert flags == ["--map", "content=my long review"]
+    assert build(tmp_path / "raw", mapping=parse_mapping(flags[1]))["records_kept"] == 10
+    report = build(tmp_path / "raw", max_damaged_share=1)
+    notes = summary_notes({"sources": {"one": report}, "options": {"valid_share": 0}, "notes": []}, Path("my work"))
+    note = next(note for note in notes if "quarantined 5 no_text_field" in note)
+    assert "see my work/corpus/quarantine/one.jsonl; " in note
+    assert note.endswith("if one of their fields is the text, name it: --map content=FIELD")
 
 
 def test_mapping_is_read_from_text():
+    odd = {"content": "name, first and last", "title": "a b"}
+    assert parse_mapping("content=name, first and last, title=a b") == odd
     assert parse_mapping("content=body, title=headline") == {"content": "body", "title": "headline"}
     with pytest.raises(UsageError, match=r"'contents=x'.*content, title, category, desc"):
         parse_mapping("contents=x")

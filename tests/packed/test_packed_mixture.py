@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -62,8 +63,11 @@ def test_an_unknown_name_is_refused_with_the_nearest_one(shared_work):
 def test_a_source_shorter_than_one_sample_is_named(shared_work):
     tokens = open_with(shared_work, {"letters": 1}).splits[0].tokens
     assert open_with(shared_work, {"letters": 1}, seq_len=tokens - 1).segments[0].order.sources[0].samples == 1
-    with pytest.raises(BadInputError, match=f"`letters` has {tokens} tokens, fewer than one sample"):
+    with pytest.raises(BadInputError, match=f"`letters` has {tokens} tokens, fewer than one sample") as refused:
         open_with(shared_work, {"letters": 1, "novels": 1}, seq_len=tokens)
+    name, weight = re.search(r"\(--data\.mixture\.(\w+) (\d+)\)", str(refused.value)).groups()
+    data = open_with(shared_work, {name: int(weight)}, seq_len=tokens)
+    assert [split.name for split in data.splits] == ["novels"]
 
 
 def empty_out(work, source):

@@ -68,6 +68,14 @@ def test_a_signal_to_the_command_reaches_every_process(in_each_process, sighup_a
     assert run_processes(2, []) == 10
 
 
+def test_processes_that_a_signal_ends_before_they_can_handle_it_had_nothing_to_save(in_each_process, capfd):
+    in_each_process('if [ "$RANK" = 0 ]; then kill -TERM $PPID; fi', "exec sleep 20")
+    begun = time.monotonic()
+    assert run_processes(30, []) == 10
+    assert time.monotonic() - begun < 15, "a process that was started after the signal did not get it"
+    assert capfd.readouterr().err == ""
+
+
 def test_under_nohup_the_command_and_its_processes_ignore_a_lost_terminal(in_each_process, sighup_as_in_a_terminal):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     in_each_process("kill -HUP $$", "kill -HUP $PPID", "exit 7")

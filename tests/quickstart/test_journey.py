@@ -82,7 +82,7 @@ def test_killed_again_and_again_the_journey_ends_with_the_same_bits(finished: tu
     while True:
         process = start(work)
         try:
-            _, errors = process.communicate(timeout=delays.uniform(2, 7) if kills < 4 else 240)
+            _, errors = process.communicate(timeout=delays.uniform(3, 8) if kills < 3 else 240)
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGKILL)
             process.communicate()

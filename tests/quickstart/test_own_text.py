@@ -79,7 +79,7 @@ def test_a_mixed_folder_becomes_channels_and_what_was_left_out_is_named_with_its
         "zh     25 of 25 documents kept",
         "content from 'text'",
         "left out: photo.jpg (binary)",
-        "left out: 200 of the records in figures.csv (no text field: fields: x, y)",
+        "left out: 200 records of figures.csv (no text field: fields: x, y; if one is the text: --map content=FIELD)",
     ):
         assert words in said, words
     assert losses_in_words(report, workspace) == []
@@ -97,6 +97,20 @@ def test_a_rule_that_drops_much_is_named_with_a_command_that_works_here(tmp_path
     rule = loss.split(": ")[1].split()[0]
     assert loss.endswith(f"z2a corpus show --work {workspace.root} a-en --dropped {rule}")
     assert main(loss.split("z2a ")[1].split()) == 0
+
+
+def test_a_second_training_of_the_tokenizer_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from zero2all.config import load_config
+    from zero2all.quickstart.journey import _with_vocabulary
+
+    rng = random.Random(7)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": english(rng)}) + "\n" for _ in range(60)))
+    workspace = open_workspace(tmp_path / "work", create=True)
+    build_corpus(workspace.corpus, [look_at(tmp_path / "a.jsonl").source], BuildOptions(accept_drops=True))
+    config = _with_vocabulary(load_config("quickstart", []), workspace, 100_000, ())
+    told = re.search(r"has pieces for (\d+) token ids at most: trained again", capsys.readouterr().out)
+    assert told is not None
+    assert config.tokenizer.vocab_size == int(told[1])
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from zero2all.train.sanity import (
     memory_notes,
     overfit_one_batch,
     preview,
+    require_memory,
     saved_steps,
 )
 
@@ -121,6 +122,7 @@ def test_room_for_the_checkpoints_of_the_whole_run(tmp_path):
 
 
 def test_checkpoints_that_are_there_already_need_no_more_room(tmp_path):
+    assert "1 checkpoint of 1.0 MB at once" in check_disk(tmp_path, Retention(2, 0), 10, 0, 5, 1_000_000)
     assert "1.0 MB more to come" in check_disk(tmp_path, Retention(2, 0), 10, 20, 100, 1_000_000, [10, 20])
     assert "0 B more to come" in check_disk(tmp_path, Retention(2, 0), 10, 100, 100, 1_000_000, [90, 100])
 
@@ -133,6 +135,38 @@ def test_memory_that_may_not_be_enough_is_a_warning():
     assert little[1:-1] == plenty[1:]
     assert little[-1].startswith("warning: that may not fit")
     assert memory_notes(config, settings, None)[1:] == plenty[1:]
+
+
+LARGE = dataclasses.replace(SMALL, hidden_size=2048, intermediate_size=5632, layers=22, heads=32, vocab_size=64320)
+GB = 10**9
+
+
+def test_run_that_cannot_fit_is_refused_with_what_it_needs_and_how_to_need_less():
+    settings = MemorySettings(2048, 16, operators={})
+    require_memory(LARGE, settings, "cpu", 0, host_bytes=200 * GB)
+    with pytest.raises(
+        DiskError, match=r"(?s)about \d+\.\d GiB are needed, 22\.4 GiB are free.*optimizer.*total"
+    ) as caught:
+        require_memory(LARGE, settings, "cpu", 0, host_bytes=24 * GB)
+    assert "train.micro_batch_samples (now 16)" in str(caught.value)
+    with pytest.raises(DiskError, match=r"4 processes of \d+"):
+        require_memory(LARGE, settings, "cpu", 0, host_bytes=200 * GB, local_processes=4)
+
+
+def test_processes_with_a_gpu_each_need_the_machine_only_while_the_model_is_built():
+    settings = MemorySettings(2048, 16)
+    require_memory(LARGE, settings, "cuda", 80 * GB, host_bytes=24 * GB, local_processes=4)
+    with pytest.raises(DiskError, match="on the GPU"):
+        require_memory(LARGE, settings, "cuda", 40 * GB, host_bytes=24 * GB)
+    with pytest.raises(DiskError, match=r"8 x 4\.\d GiB"):
+        require_memory(LARGE, settings, "cuda", 80 * GB, host_bytes=24 * GB, local_processes=8)
+
+
+def test_of_a_compiled_model_only_the_state_is_certain():
+    settings = MemorySettings(2048, 64)
+    with pytest.raises(DiskError):
+        require_memory(LARGE, settings, "cuda", 80 * GB, 80 * GB)
+    require_memory(LARGE, settings, "cuda", 80 * GB, 80 * GB, compiled=True)
 
 
 # ---- one batch, again and again --------------------------------------------------------------------------------------

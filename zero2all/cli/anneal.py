@@ -45,6 +45,7 @@ def register(verbs: Subparsers) -> None:
 
 def _anneal(arguments: argparse.Namespace) -> None:
     from zero2all.common.errors import UsageError
+    from zero2all.common.progress import counted
     from zero2all.config.schedule import learning_rate
     from zero2all.config.training import AnnealConfig
     from zero2all.train.anneal import ANNEAL_FILE, begun_anneal, wish_anneal
@@ -57,7 +58,8 @@ def _anneal(arguments: argparse.Namespace) -> None:
     begun = begun_anneal(run)
     if begun is not None:
         raise UsageError(
-            f"{run.name} anneals since step {begun.from_step:,}, over {begun.steps:,} steps (see {run / ANNEAL_FILE}). "
+            f"{run.name} anneals since step {begun.from_step:,}, over {counted(begun.steps, 'step')} "
+            f"(see {run / ANNEAL_FILE}). "
             f"A run anneals once; for another end, train a run of another name."
         )
     made = _steps_made(run)
@@ -76,7 +78,7 @@ def _anneal(arguments: argparse.Namespace) -> None:
     wish_anneal(run, steps, arguments.shape, arguments.to_share)
     print(
         f"{run.name}, at step {made:,} of {config.train.steps:,}: the learning rate will fall from {rate:.3g} to "
-        f"{rate * arguments.to_share:.3g} over {steps:,} steps ({arguments.shape}), and the run ends there.\n"
+        f"{rate * arguments.to_share:.3g} over {counted(steps, 'step')} ({arguments.shape}), and the run ends there.\n"
         f"If it is training, this begins within a step; otherwise when you start it again with its `z2a train` command."
     )
 

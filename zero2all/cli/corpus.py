@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
+from pathlib import Path
 from typing import Any
 
 from zero2all.cli import download
@@ -144,7 +146,7 @@ def _build(arguments: argparse.Namespace) -> None:
         keep_build=arguments.keep_build,
         announce=say,
     )
-    _print_report(report)
+    _print_report(report, arguments)
     print(f"report: {corpus / 'report.html'}")
 
 
@@ -154,17 +156,22 @@ def _report(arguments: argparse.Namespace) -> None:
 
     corpus = workspace_of(arguments).corpus
     with as_written(corpus / "report.json", "Run `z2a corpus build` again."):
-        _print_report(read_report(corpus))
+        _print_report(read_report(corpus), arguments)
     print(f"report: {corpus / 'report.html'}")
 
 
-def _print_report(report: dict[str, Any]) -> None:
+def _print_report(report: dict[str, Any], arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
     from zero2all.corpus import summary_notes, summary_rows
 
     print_table(summary_rows(report))
-    for note in summary_notes(report):
+    for note in summary_notes(report, _work_flag(arguments)):
         _print_wrapped(note)
+
+
+def _work_flag(arguments: argparse.Namespace) -> Path | None:
+    """What --work must be in a command that is shown; None where the default does."""
+    return arguments.work if arguments.work != Path() else None
 
 
 def _show(arguments: argparse.Namespace) -> None:
@@ -191,9 +198,12 @@ def _show_gid(corpus: Any, known: dict[str, Any], arguments: argparse.Namespace)
 
     found = find_record(corpus, {name: manifest["number"] for name, manifest in known.items()}, arguments.gid)
     if found is None:
+        work = _work_flag(arguments)
+        in_work = "" if work is None else f" --work {shlex.quote(str(work))}"
         raise UsageError(
-            f"No record with gid {arguments.gid} was kept. It may have been dropped (z2a corpus show --dropped), be "
-            f"damaged (corpus/quarantine), or belong to another corpus; shards of plain text have no gids."
+            f"No record with gid {arguments.gid} was kept. It may have been dropped (z2a corpus show --dropped"
+            f"{in_work}), be damaged ({corpus / 'quarantine'}), or belong to another corpus; shards of plain text have "
+            f"no gids."
         )
     split, record = found
     print(f"── gid {arguments.gid}  {record['data_src']}, {split}  {_one_line(record['title'])}")
@@ -234,6 +244,8 @@ def _show_dropped(corpus: Any, names: list[str], arguments: argparse.Namespace) 
             print(f"{arguments.dropped} dropped nothing.")
             return
         raise UsageError(f"No rule `{arguments.dropped}` dropped anything. {nearest_hint(arguments.dropped, dropped)}")
+    if not dropped:
+        print(f"Nothing was dropped from {' and '.join(names)}.")
     for rule in [arguments.dropped] if arguments.dropped else dropped:
         for name in names:
             count = sources[name]["dropped"].get(rule, 0)

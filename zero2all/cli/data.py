@@ -123,7 +123,7 @@ def _config_of(arguments: argparse.Namespace, workspace: Workspace) -> tuple[Run
         apply_overrides(values, arguments.overrides, problems)
         return config_from_values(values, "(the defaults and what was given here)", problems), False
     run = workspace.run(arguments.config) / CONFIG_FILE
-    return load_config(run if run.is_file() else arguments.config, arguments.overrides), run.is_file()
+    return load_config(run if run.exists() else arguments.config, arguments.overrides), run.exists()
 
 
 # ---- looking --------------------------------------------------------------------------------------------------
@@ -276,6 +276,7 @@ def _export(arguments: argparse.Namespace) -> None:
 
 def _import(arguments: argparse.Namespace) -> None:
     from zero2all.common.errors import UsageError
+    from zero2all.common.progress import counted
     from zero2all.packed.foreign import Import, import_source
     from zero2all.tokenizer import load_tokenizer
 
@@ -297,6 +298,6 @@ def _import(arguments: argparse.Namespace) -> None:
     )
     manifest = import_source(workspace.packed, tokenizer, asked)
     print(
-        f"{name}/{arguments.split}: {manifest['documents']:,} documents, {manifest['tokens']:,} tokens, "
+        f"{name}/{arguments.split}: {counted(manifest['documents'], 'document')}, {manifest['tokens']:,} tokens, "
         f"channel {manifest['channel']}"
     )

@@ -33,6 +33,7 @@ def register(verbs: Subparsers) -> None:
 
 def _inspect(arguments: argparse.Namespace) -> None:
     from zero2all.common.errors import UsageError
+    from zero2all.common.progress import counted
     from zero2all.tokenizer import load_tokenizer
     from zero2all.train.guards.documents import EXCERPT_CHARS, samples_of_step
     from zero2all.train.guards.incident import recorded_row_losses
@@ -50,7 +51,7 @@ def _inspect(arguments: argparse.Namespace) -> None:
     count = (end - first) // data.segment_at(first).seq_len
     if arguments.sample is not None and arguments.sample >= count:
         raise UsageError(
-            f"Step {arguments.step:,} of {arguments.run} has {count:,} samples, so there is no sample "
+            f"Step {arguments.step:,} of {arguments.run} has {counted(count, 'sample')}, so there is no sample "
             f"{arguments.sample:,}. Give a number below that."
         )
     tokenizer = load_tokenizer(workspace.tokenizer)
@@ -100,12 +101,14 @@ def _tokens_of(run: Path, config: RunConfig, step: int) -> tuple[int, int, dict[
 
 
 def _print(facts: dict[str, Any], count: int, samples: list[SampleText]) -> None:
+    from zero2all.common.progress import counted
     from zero2all.train.guards.page import terminal_safe
 
     loss = "" if facts["loss"] is None else f", loss {facts['loss']:.4f}"
     state = "" if facts["trained"] else ", not trained yet"
     first, end = facts["tokens"]
-    print(f"{facts['run']}, step {facts['step']:,}: {count:,} samples, tokens {first:,} to {end - 1:,}{loss}{state}")
+    rows = counted(count, "sample")
+    print(f"{facts['run']}, step {facts['step']:,}: {rows}, tokens {first:,} to {end - 1:,}{loss}{state}")
     for sample in samples:
         where = (
             ""

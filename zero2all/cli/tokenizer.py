@@ -194,15 +194,18 @@ def _merge(values: dict[str, Any], over: dict[str, Any]) -> None:
 
 
 def _print_repairs(text: dict[str, Any]) -> None:
+    from zero2all.common.progress import counted
+
     if text.get("documents_with_repaired_surrogates"):
         count = text["documents_with_repaired_surrogates"]
-        print(f"repaired: {count:,} documents with bytes or surrogates that are no UTF-8, each now U+FFFD")
+        print(f"repaired: {counted(count, 'document')} with bytes or surrogates that are no UTF-8, each now U+FFFD")
     if text.get("control_strings_removed"):
         print(f"taken out of the text: {text['control_strings_removed']:,} strings that spell a control token")
 
 
 def _extend(arguments: argparse.Namespace) -> None:
     from zero2all.common.errors import UsageError
+    from zero2all.common.progress import counted
     from zero2all.tokenizer.extend import Extender, read_pieces, require_replaceable, unescaped
     from zero2all.tokenizer.parts import file_parts
 
@@ -230,7 +233,8 @@ def _extend(arguments: argparse.Namespace) -> None:
     done = extender.save(target)
     print(
         f"{target}: {done['old_vocab_size']:,} ids before, {done['vocab_size']:,} now; "
-        f"{done['pieces_added'] - done['helper_pieces']:,} pieces and {done['helper_pieces']:,} helpers added, "
+        f"{counted(done['pieces_added'] - done['helper_pieces'], 'piece')} and "
+        f"{counted(done['helper_pieces'], 'helper')} added, "
         f"{done['already_there']:,} were there already"
     )
     if done["text"]["bytes_left_out"]:
@@ -270,6 +274,7 @@ def _show(arguments: argparse.Namespace) -> None:
 
 def _encode(arguments: argparse.Namespace) -> None:
     from zero2all.common import jsonio
+    from zero2all.common.progress import counted
     from zero2all.tokenizer.load import load_tokenizer
     from zero2all.tokenizer.show import coloured, readable, segments
 
@@ -291,7 +296,7 @@ def _encode(arguments: argparse.Namespace) -> None:
             print(f"{number:>7}  {piece.decode('utf-8', 'backslashreplace')!r}")
     if arguments.colour or sys.stdout.isatty():
         print(coloured(pieces))
-    print(f"{len(pieces)} tokens, {per_token:.2f} bytes per token")
+    print(f"{counted(len(pieces), 'token')}, {per_token:.2f} bytes per token")
 
 
 def _decode(arguments: argparse.Namespace) -> None:

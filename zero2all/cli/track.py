@@ -55,6 +55,7 @@ def register(verbs: Subparsers) -> None:
 
 
 def _import(arguments: argparse.Namespace) -> None:
+    from zero2all.common.progress import counted
     from zero2all.track.importer import import_tensorboard
     from zero2all.track.tensorboard import describe
 
@@ -66,12 +67,15 @@ def _import(arguments: argparse.Namespace) -> None:
         rename[tag] = metric
     runs = workspace_of(arguments, create=True).runs
     for done in import_tensorboard(arguments.source, runs, arguments.name, rename, arguments.tokens_tag):
-        print(f"{done.folder}: {done.files} files, {done.rows:,} rows, {done.values:,} values, {done.texts:,} texts")
+        counts = {"file": done.files, "row": done.rows, "value": done.values, "text": done.texts}
+        print(f"{done.folder}: {', '.join(counted(count, noun) for noun, count in counts.items())}")
         for sentence in describe(done.damage):
             print(f"  left out: {sentence}")
 
 
 def _export(arguments: argparse.Namespace) -> None:
+    from zero2all.common.progress import counted
+
     kind, *place = arguments.to
     if kind not in KINDS:
         raise UsageError(f"--to {kind} is not known. Use one of: {', '.join(KINDS)}.")
@@ -83,15 +87,15 @@ def _export(arguments: argparse.Namespace) -> None:
     if kind == "csv" and arguments.follow:
         raise UsageError("A CSV is written whole, so it cannot be followed. Leave out --follow.")
     if place:
-        from zero2all.common.files import require_writable
+        from zero2all.common.workspace import require_output
 
-        require_writable(Path(place[0]), f"--to {kind}", is_folder=kind == "tensorboard")
+        require_output(Path(place[0]), f"--to {kind}", is_folder=kind == "tensorboard")
     with open_run(arguments.run, arguments) as run:
         if kind == "csv":
             from zero2all.track.csv_export import export_csv
 
             rows = export_csv(run.folder, Path(place[0]), arguments.metric or None)
-            print(f"{place[0]}: {rows:,} steps")
+            print(f"{place[0]}: {counted(rows, 'step')}")
         else:
             _send(run, arguments, Path(place[0]) if place else None)
 
@@ -99,6 +103,7 @@ def _export(arguments: argparse.Namespace) -> None:
 def _send(run: OpenRun, arguments: argparse.Namespace, folder: Path | None) -> None:
     import hashlib
 
+    from zero2all.common.progress import counted
     from zero2all.track.sidecar import default_cache
     from zero2all.track.sinks import Sink, TensorboardSink, WandbSink, export
 
@@ -112,6 +117,6 @@ def _send(run: OpenRun, arguments: argparse.Namespace, folder: Path | None) -> N
         sink = WandbSink(arguments.project, run.folder, state, arguments.name)
         target = f"wandb project {arguments.project}"
     sent = export(run.folder, sink, arguments.follow)
-    print(f"{target}: {sent.rows:,} rows sent")
+    print(f"{target}: {counted(sent.rows, 'row')} sent")
     if sent.skipped_lines:
         print(f"  left out: {sent.skipped_lines:,} unreadable lines")

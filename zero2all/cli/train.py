@@ -48,6 +48,13 @@ def register(verbs: Subparsers) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    from zero2all.common.signals import end_before_the_start, stop_signals_to
+
+    with stop_signals_to(end_before_the_start, interrupts=False):  # until the launcher or the loop takes them
+        return _train_or_show(arguments)
+
+
+def _train_or_show(arguments: argparse.Namespace) -> int:
     from zero2all.config import config_yaml, load_config
 
     config = load_config(arguments.config, arguments.overrides)

@@ -77,11 +77,11 @@ def _named_path(text: str) -> Path:
 
 def check_outputs(arguments: argparse.Namespace) -> None:
     """Refuse a path that the verb could not write to, before hours of work end there."""
-    from zero2all.common.files import require_writable
+    from zero2all.common.workspace import require_output
 
     for name, flag, is_folder in getattr(arguments, "outputs", ()):
         if (path := getattr(arguments, name)) is not None:
-            require_writable(path, flag, is_folder)
+            require_output(path, flag, is_folder)
 
 
 def workspace_of(arguments: argparse.Namespace, create: bool = False) -> Workspace:

@@ -6,8 +6,8 @@
 
 A task is a picklable value, `function` a module-level function of one task. Results come in the order they are
 finished, each with the position of its task. What a task writes must depend on the task alone and must appear whole
-or not at all, because a task may be done twice: a worker that is killed has its task redone, here by opening a new
-pool (`concurrent.futures`), on Ray by Ray (`max_retries`). Scheduling itself is theirs, not ours.
+or not at all, because a task may be done twice: a worker that is killed has its task redone, here by another worker, on
+Ray by Ray (`max_retries`).
 
 Local workers come from a fork server that has imported what they need once, so their memory is mostly shared, and
 end themselves when their parent is gone. One worker means no worker: the tasks run in the calling process. As always
@@ -22,14 +22,15 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from multiprocessing import connection
 from types import TracebackType
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -44,6 +45,8 @@ EngineKind = Literal["local", "ray"]
 RETRIES = 3
 """How often work is tried again when a worker dies without any task having been finished in between."""
 POLL_SECONDS = 0.2
+WAITING_BYTES = 16 << 10
+"""A second task may wait in a worker's socket if it is no larger: a socket holds more than that."""
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "RAYON_NUM_THREADS")
 """Workers are processes; threads of numerical libraries inside them would only cost memory."""
 
@@ -180,71 +183,119 @@ class _InProcess:
 
 
 class _Processes:
-    """A pool of processes, opened again when one of them was killed."""
+    """Worker processes with a socket each; one that was killed is replaced and its tasks are given out again.
+
+    The sockets and a shared piece of memory without a name are all they have in common. The pool of
+    `concurrent.futures` has semaphores too, which stay in /dev/shm when the whole build is killed.
+    """
 
     def __init__(self, workers: int, preloaded: Sequence[str]) -> None:
         self.workers, self._preloaded = workers, preloaded
         methods = multiprocessing.get_all_start_methods()
-        self._context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
-        self._done = self._context.Value("q", 0)
-        self._stop = self._context.Value("b", 0)
+        self._context: Any = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
+        self._board = self._context.RawArray("q", 1 + workers)
+        """Whether to stop, then the bytes each worker has done: one writer a number, so no lock is needed."""
+        self._started: list[_Worker] = []
+        self._leaving: list[_Worker] = []
+        """Of a run that was given up: they end with the task they are at."""
         self._told = 0
-        self._pool: ProcessPoolExecutor | None = None
 
     def __enter__(self) -> _Processes:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._stop.value = 1
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+        self._board[0] = 1
+        for worker in self._started:
+            worker.connection.close()
+        for worker in (*self._started, *self._leaving):
+            worker.process.join()
 
     def run(
         self, function: Callable[[Task], Result], tasks: Sequence[Task], on_bytes: OnBytes | None = None
     ) -> Iterator[tuple[int, Result]]:
         todo = deque(range(len(tasks)))
-        running: dict[Future[Result], int] = {}
         failures = 0
+        rounds = 0
+        """Deaths of workers that were started in the same round have one cause, and count once."""
         try:
-            while todo or running:
-                try:
-                    while todo and len(running) < 2 * self.workers:
-                        with _one_thread():  # submitting is what starts processes
-                            running[self._opened_pool().submit(function, tasks[todo[0]])] = todo[0]
-                        todo.popleft()
-                    finished, _ = wait(running, POLL_SECONDS, FIRST_COMPLETED)
-                    self._tell(on_bytes)
-                    for future in finished:
-                        result = future.result()
-                        number = running.pop(future)
-                        failures = 0
-                        yield number, result
-                except BrokenProcessPool as error:
-                    failures += 1
-                    if failures > RETRIES:
-                        raise _workers_die(failures) from error
-                    self._pool = None
-                    todo.extendleft(sorted(running.values(), reverse=True))
-                    running.clear()
+            while todo or any(worker.numbers for worker in self._started):
+                self._give_out(function, tasks, todo, rounds)
+                ready = connection.wait([worker.connection for worker in self._started if worker.numbers], POLL_SECONDS)
+                self._tell(on_bytes)
+                for worker in [worker for worker in self._started if worker.connection in ready]:
+                    try:
+                        is_result, answer = worker.connection.recv()
+                    except (EOFError, OSError) as error:
+                        todo.extendleft(reversed(worker.numbers))
+                        self._bury(worker)
+                        if worker.round < rounds:
+                            continue
+                        rounds, failures = rounds + 1, failures + 1
+                        if failures > RETRIES:
+                            raise _workers_die(failures) from error
+                        continue
+                    number = worker.numbers.popleft()
+                    if not is_result:
+                        raise answer
+                    failures = 0
+                    self._give_out(function, tasks, todo, rounds)  # whoever takes the result may take a while
+                    yield number, answer
         finally:
-            for future in running:
-                future.cancel()
+            for worker in [worker for worker in self._started if worker.numbers]:
+                self._started.remove(worker)
+                self._leaving.append(worker)
+                worker.connection.close()
         self._tell(on_bytes)
 
-    def _opened_pool(self) -> ProcessPoolExecutor:
-        if self._pool is None:
-            if self._context.get_start_method() == "forkserver":
-                self._context.set_forkserver_preload(list(self._preloaded))
-            self._pool = ProcessPoolExecutor(
-                self.workers, self._context, initializer=_start_worker, initargs=(self._done, self._stop)
-            )
-        return self._pool
+    def _give_out(
+        self, function: Callable[[Task], Result], tasks: Sequence[Task], todo: deque[int], rounds: int
+    ) -> None:
+        """A task for every worker that has none, and a second one that waits in the socket."""
+        while todo:
+            worker = min(self._started, key=lambda each: len(each.numbers), default=None)
+            if (worker is None or worker.numbers) and len(self._started) < self.workers:
+                worker = self._start(rounds)
+            if worker is None or len(worker.numbers) > 1:
+                return
+            frozen = pickle.dumps((function, tasks[todo[0]]))
+            if worker.numbers and len(frozen) > WAITING_BYTES:  # sending would wait for a worker that waits for us
+                return
+            worker.numbers.append(todo.popleft())
+            with contextlib.suppress(OSError):  # it is dead, as the next look at its socket will tell
+                worker.connection.send_bytes(frozen)
+
+    def _start(self, rounds: int) -> _Worker:
+        if self._context.get_start_method() == "forkserver":
+            self._context.set_forkserver_preload(list(self._preloaded))
+        slot = next(n for n in range(1, self.workers + 1) if n not in {worker.slot for worker in self._started})
+        ours, theirs = self._context.Pipe()
+        with theirs, _one_thread():
+            process = self._context.Process(target=_work, args=(theirs, self._board, slot), daemon=True)
+            process.start()
+        self._started.append(_Worker(process, ours, slot, rounds))
+        return self._started[-1]
+
+    def _bury(self, worker: _Worker) -> None:
+        self._started.remove(worker)
+        worker.connection.close()
+        worker.process.join()
 
     def _tell(self, on_bytes: OnBytes | None) -> None:
-        done = self._done.value
+        done = sum(self._board[1:])
         if on_bytes is not None and done > self._told:
             on_bytes(done - self._told)
         self._told = done
+
+
+@dataclass
+class _Worker:
+    process: Any
+    connection: connection.Connection
+    slot: int
+    """Its place on the board."""
+    round: int
+    numbers: deque[int] = field(default_factory=deque)
+    """Tasks it was given and has not answered."""
 
 
 @contextlib.contextmanager
@@ -259,8 +310,8 @@ def _one_thread() -> Iterator[None]:
             del os.environ[name]
 
 
-def _start_worker(done: Any, stop: Any) -> None:
-    """First thing in a worker process."""
+def _work(tasks: connection.Connection, board: Any, slot: int) -> None:
+    """In a worker process: answer until the parent closes the socket or is gone."""
     global _advance
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then tells us to stop
     parent = multiprocessing.parent_process()
@@ -268,19 +319,36 @@ def _start_worker(done: Any, stop: Any) -> None:
         threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
 
     def report(amount: int) -> None:
-        with done.get_lock():
-            done.value += amount
-        if stop.value:
+        board[slot] += amount
+        if board[0]:
             raise StoppedError("the build was stopped")
 
     _advance = report
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            frozen = tasks.recv_bytes()
+            tasks.send_bytes(_answer(frozen))
+
+
+def _answer(frozen: bytes) -> bytes:
+    """(True, result) or (False, error), pickled."""
+    try:
+        function, task = pickle.loads(frozen)
+        return pickle.dumps((True, function(task)))
+    except Exception as error:
+        seen = traceback.format_exc()
+        error.add_note(f"In a worker process:\n{seen}")
+        try:
+            answer = pickle.dumps((False, error))
+            pickle.loads(answer)
+        except Exception:  # an exception that does not survive the way
+            return pickle.dumps((False, RuntimeError(seen)))
+        return answer
 
 
 def _end_with(parent_sentinel: int) -> None:
     """Wait for the parent to disappear, and go too: an orphan would go on writing beside the next build."""
-    import multiprocessing.connection
-
-    multiprocessing.connection.wait([parent_sentinel])
+    connection.wait([parent_sentinel])
     os._exit(1)
 
 

@@ -12,13 +12,14 @@ import math
 import os
 import shutil
 import stat
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from zero2all.common import jsonio
-from zero2all.common.errors import BadInputError, DiskError
+from zero2all.common.errors import DISK_FULL_ERRNOS, BadInputError, DiskError
 
 MANIFEST_NAME = "manifest.json"
 PARTIAL_MARK = ".partial-"
@@ -253,8 +254,20 @@ def require_writable(path: Path, flag: str, is_folder: bool = False) -> None:
         folder = folder.parent
     if not folder.is_dir():
         raise BadInputError(f"{flag} {path}: {folder} is a file, so nothing can be written below it. Choose another.")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise BadInputError(f"{flag} {path}: {folder} cannot be written to. Choose another path, or change its rights.")
+    _require_new_files(folder, f"{flag} {path}")
+
+
+def _require_new_files(folder: Path, what: str) -> None:
+    """Make a file in `folder` that nobody sees: rights alone say too little about /proc, /sys or a read-only disk."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        if error.errno in DISK_FULL_ERRNOS:
+            raise
+        raise BadInputError(
+            f"{what}: {folder} cannot be written to ({error.strerror}). Choose another path, or change its rights."
+        ) from error
 
 
 def require_free_space(folder: Path, needed_bytes: int, purpose: str) -> None:

@@ -71,6 +71,11 @@ def human_count(count: float) -> str:
     return f"{count:.0f}"
 
 
+def counted(count: int, noun: str) -> str:
+    """1, "step" -> '1 step'; 12345, "step" -> '12,345 steps'."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def human_seconds(seconds: float) -> str:
     """75 -> '1m15s'."""
     whole = max(0, round(seconds))

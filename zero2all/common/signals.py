@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
-Handler = Callable[[int, FrameType | None], None]
+from zero2all.common.errors import PreemptedError
+
+Handler = Callable[[int, FrameType | None], None] | signal.Handlers
 
 
 @contextmanager
-def stop_signals_to(handler: Handler) -> Iterator[None]:
-    """Let `handler` have Ctrl-C, SIGTERM and SIGHUP (the terminal is gone) while the block runs.
+def stop_signals_to(handler: Handler, interrupts: bool = True) -> Iterator[None]:
+    """Let `handler` have Ctrl-C (where it `interrupts`), SIGTERM and SIGHUP (the terminal is gone) in the block.
 
     A SIGHUP that is ignored stays ignored: that is what `nohup` asks for. Only the main thread may handle signals; in
     another the block runs as it is, since whoever started it handles them.
     """
-    numbers = [signal.SIGINT, signal.SIGTERM]
+    numbers = [signal.SIGINT, signal.SIGTERM] if interrupts else [signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
     try:
@@ -30,3 +34,16 @@ def stop_signals_to(handler: Handler) -> Iterator[None]:
     finally:
         for number, old in zip(numbers, before, strict=True):
             signal.signal(number, old)
+
+
+def end_before_the_start(number: int, _frame: FrameType | None) -> None:
+    """A handler for a run that is still loading its libraries: nothing is held and nothing to save, so it ends here.
+
+    No exception: one that comes in the middle of an import may be caught there.
+    """
+    name = signal.Signals(number).name
+    text = f"z2a: {name} before the run had begun; nothing was changed. Run the same command to start it.\n"
+    if os.environ.get("RANK", "0") == "0":  # of several processes one speaks
+        with suppress(OSError):
+            os.write(sys.stderr.fileno(), text.encode())
+    os._exit(PreemptedError.exit_code)

@@ -11,11 +11,23 @@ from pathlib import Path
 
 from zero2all import __version__
 from zero2all.common.errors import BadInputError, UsageError, is_disk_full
-from zero2all.common.files import LONGEST_NAME, PARTIAL_MARK, read_json, write_json
+from zero2all.common.files import (
+    LARGEST_JSON_BYTES,
+    LONGEST_NAME,
+    MANIFEST_NAME,
+    PARTIAL_MARK,
+    read_json,
+    read_regular,
+    require_writable,
+    write_json,
+)
 from zero2all.common.schema import nearest_hint
 
 LAYOUT = 1
 STAMP_NAME = "workspace.json"
+STAGE_FOLDERS = ("raw", "corpus", "tokenizer", "packed", "runs")
+PICTURES = (".png", ".svg", ".pdf")
+"""No stage reads them, so one may be drawn again anywhere."""
 
 
 FOLDER_NAME_WORDS = "a plain folder name without slashes, control characters or a leading dot, of at most 200 bytes"
@@ -102,3 +114,31 @@ def open_workspace(root: Path, create: bool = False) -> Workspace:
             f"write to with --work."
         ) from error
     return Workspace(root)
+
+
+def require_output(path: Path, flag: str, is_folder: bool = False) -> None:
+    """Stop before the work begins when its result cannot be put at `path`, the value of `flag`, or would replace a file
+    that a stage has written: a shard, a manifest, the metrics of a run."""
+    require_writable(path, flag, is_folder)
+    if is_folder or not path.is_file() or path.suffix.lower() in PICTURES:
+        return
+    real = path.resolve()
+    for folder in real.parents:
+        if _holds_manifest(folder) or _is_of_a_stage(real, folder):
+            raise BadInputError(
+                f"{flag} {path} is there already, inside of {folder}, where stages keep what they write; replacing it "
+                f"could destroy that. Choose another path, or delete the file first if it is one of your own."
+            )
+
+
+def _is_of_a_stage(path: Path, root: Path) -> bool:
+    """Whether `root` is a workspace and `path` its stamp or below a folder of a stage."""
+    return (root / STAMP_NAME).is_file() and path.relative_to(root).parts[0] in (STAMP_NAME, *STAGE_FOLDERS)
+
+
+def _holds_manifest(folder: Path) -> bool:
+    """One of ours: others name files so, too."""
+    try:
+        return b'"zero2all"' in read_regular(folder / MANIFEST_NAME, LARGEST_JSON_BYTES)
+    except OSError:
+        return False

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.common.errors import UsageError
+from zero2all.common.progress import counted
 from zero2all.common.schema import Problem, UnknownName, apply_overrides, build, field_docs, nearest_hint
 from zero2all.common.yamlio import read_yaml
 from zero2all.config.schedule import schedule_problems
@@ -81,17 +82,40 @@ class ConfigError(UsageError):
     def __init__(self, origin: str, problems: list[Problem]) -> None:
         self.problems = problems
         lines = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        super().__init__(f"The config {origin} has {count}; nothing was started.\n{lines}")
+        super().__init__(f"The config {origin} has {counted(len(problems), 'problem')}; nothing was started.\n{lines}")
 
 
 def load_config(source: str | Path, overrides: list[str] | None = None) -> RunConfig:
     """Read a preset name or YAML path, apply `--section.field value` overrides, check everything."""
     path = find_config(str(source))
     values = read_config_values(path)
+    usual = _usual_warmup(values, path, overrides or [])
     problems: list[Problem] = []
     apply_overrides(values, overrides or [], problems)
+    try:
+        return config_from_values(values, str(path), list(problems))
+    except ConfigError as error:
+        if usual is None or not any(problem.field in WARMUP_FIELDS for problem in error.problems):
+            raise
+    # These fields are blamed only where their sections and the steps are sound.
+    steps = int(float((values.get("train") or {}).get("steps", TrainConfig.steps)))
+    values["schedule"] = {**(values.get("schedule") or {}), "warmup_steps": -(-usual[0] * steps // usual[1])}
     return config_from_values(values, str(path), problems)
+
+
+WARMUP_FIELDS = ("schedule.warmup_steps", "schedule.decay_share", "schedule.decay_steps")
+"""Where a warmup that leaves too few steps is reported."""
+
+
+def _usual_warmup(values: dict[str, Any], path: Path, overrides: list[str]) -> tuple[int, int] | None:
+    """A preset's warmup or the default, and the steps it was meant for: in a shorter run it takes the same share, since
+    nobody chose it for that run. None where somebody chose one."""
+    if any(word.partition("=")[0] == "--schedule.warmup_steps" for word in overrides):
+        return None
+    schedule = values.get("schedule")
+    if not isinstance(schedule, dict) or "warmup_steps" not in schedule:
+        return ScheduleConfig.warmup_steps, TrainConfig.steps
+    return (schedule["warmup_steps"], values["train"]["steps"]) if path in preset_files().values() else None
 
 
 def config_from_values(values: dict[str, Any], origin: str, problems: list[Problem] | None = None) -> RunConfig:
@@ -115,6 +139,8 @@ def find_config(source: str) -> Path:
     name = path.stem if path.suffix in (".yaml", ".yml") else path.name
     if name in presets and path.parent in (Path(), Path("configs")):
         return presets[name]
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"The config {source} is no plain file (a pipe, a device). Save it as a file and name that.")
     hint = nearest_hint(name, presets)
     raise UsageError(
         f"There is no config file or preset `{source}`.{f' {hint}' if hint.startswith('Did') else ''} "

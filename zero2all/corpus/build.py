@@ -78,7 +78,7 @@ from zero2all.corpus.segments import (
     segments_of_channel,
     segments_of_unit,
 )
-from zero2all.corpus.sources import Source, source_problems
+from zero2all.corpus.sources import Source, content_flag, source_problems
 
 SWALLOWING = 16
 """Damaged items this many times as large as a record hold other records, which count as unread."""
@@ -87,6 +87,8 @@ FORMAT_RULES = 1
 
 PRELOADED = ("zero2all.corpus.ingest", "zero2all.corpus.finish", "zero2all.corpus.warm")
 """What worker processes need."""
+NAMED_FIELDS = 10
+"""Of records without text."""
 SMALL_BYTES = 24_000_000
 """Below this much input one process is faster than starting several."""
 DISK_SHARE = 2.4
@@ -355,12 +357,13 @@ class _Build:
         share = min(1.0, max(damaged / records_in, unread_share))
         if share > options.max_damaged_share:
             _forget_unreadable(plan, segments)
+            are = "is" if damaged == 1 else "are"
+            behind = f", and {unread_bytes:,} bytes behind damaged places could not be read" if unread_bytes else ""
             raise BadInputError(
-                f"Source {source.name}: {damaged:,} of {records_in:,} records are damaged, and "
-                f"{unread_bytes:,} bytes behind damaged places could not be read: {share:.2%}, where "
-                f"{options.max_damaged_share:.2%} is allowed. Found: {quarantine.in_words()}. Each is listed "
-                f"with file, place and reason in {quarantine.path}. Repair the input, or accept the loss with a "
-                f"larger --max-damaged-share."
+                f"Source {source.name}: {damaged:,} of {records_in:,} records {are} damaged{behind}: {share:.2%}, "
+                f"where {options.max_damaged_share:.2%} is allowed. Found: {quarantine.in_words()}. Each is listed "
+                f"with file, place and reason in {quarantine.path}. {_field_hint(tally, states)}Repair the input, or "
+                f"accept the loss with a larger --max-damaged-share."
             )
 
     def _finish(
@@ -424,16 +427,8 @@ class _Build:
             part.name: read_json(self.corpus_folder / part.name / MANIFEST_NAME)["report"] for part in self.parts
         }
         report = make_report(by_source, asdict(self.options), fingerprint(self.inputs), self._notes())
-        totals = report["totals"]
-        if not totals["records_kept"]:
-            raise BadInputError(
-                f"The corpus is empty: {totals['records_in']:,} records were read and none was kept "
-                f"({counts_in_words({**totals['dropped'], 'quarantined': totals['quarantined']})}). Check that the "
-                f"text field is the right one (content was taken from {_mappings_in_words(by_source)}), and that the "
-                f"rules are not too strict for this text: samples of what each rule dropped are under "
-                f"{self.corpus_folder / self.parts[0].name / DROPPED_FOLDER}, what was damaged under "
-                f"{self.corpus_folder / QUARANTINE_NAME}."
-            )
+        if not report["totals"]["records_kept"]:
+            raise nothing_kept(self.corpus_folder, report)
         clusters = self.work / self.dedup_inputs / CLUSTERS_NAME
         if clusters.is_file():  # it stays there too: a build with another format finds this dedup done
             link_or_copy(clusters, self.corpus_folder / CLUSTERS_NAME)
@@ -517,6 +512,48 @@ def too_many_dropped(
         + f"\nIf this is good text, name the channel of {sources}: NAME=PATH:CHANNEL with zh, en, code, auto (each "
         f"document by its own text) or a word of yours, or loosen the rule. If it is rubbish, run the same command "
         f"with --accept-drops: it goes on from here."
+    )
+
+
+def nothing_kept(corpus_folder: Path, report: Mapping[str, Any]) -> BadInputError:
+    """The error for a build that keeps no record: what each rule dropped, as which channel, with samples."""
+    totals, sources = report["totals"], report["sources"]
+    counts = {**totals["dropped"], "quarantined": totals["quarantined"]}
+    words = counts_in_words({reason: count for reason, count in counts.items() if count})
+    lines = []
+    for name, source in sources.items():
+        for rule, count in source["dropped"].items():
+            samples = "".join(f"\n    {in_short(sample)}" for sample in source["examples"]["dropped"].get(rule, [])[:2])
+            lines.append(
+                f"  {name}: {rule} dropped {count:,} of {source['records_in']:,} records as channel "
+                f"{source['channel']}{', such as:' if samples else ''}{samples}"
+            )
+    look = [
+        f"more samples are in {corpus_folder / name / DROPPED_FOLDER}" for name in sources if sources[name]["dropped"]
+    ]
+    look += [
+        f"what was damaged is listed in {corpus_folder / QUARANTINE_NAME / name}.jsonl"
+        for name in sources
+        if sources[name]["quarantined"]
+    ]
+    return BadInputError(
+        f"The corpus is empty: {totals['records_in']:,} records were read and none was kept ({words}). Content was "
+        f"taken from {_mappings_in_words(sources)}.\n"
+        + "".join(f"{line}\n" for line in lines)
+        + "If this is good text, check that the text field is the right one (--map content=FIELD), name the right "
+        "channel (NAME=PATH:CHANNEL with zh, en, code, auto or a word of yours; none: guessed), or loosen the rule "
+        f"(z2a corpus rules); {'; '.join(look)}."
+    )
+
+
+def _field_hint(tally: Tally, states: list[dict[str, Any]]) -> str:
+    """How to name the text field, where records were refused because none is known."""
+    fields = list(dict.fromkeys(field for state in states for field in state["unmapped_fields"]))
+    if not tally.quarantined["no_text_field"] or not fields:
+        return ""
+    return (
+        f"If a field of those without text ({', '.join(fields[:NAMED_FIELDS])}) is the text, name it, for example "
+        f"{content_flag(fields[0])}. "
     )
 
 

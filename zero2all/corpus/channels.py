@@ -6,7 +6,8 @@
     en      Latin letters, unless the function words of another language outnumber the English ones
     other   everything else: other languages in Latin letters, Japanese, Korean, Russian, Arabic, …
 
-Three pieces of a long text stand for the whole: one place alone may be a header or an example. A text without letters
+Three pieces of a long text stand for the whole: one place alone may be a header or an example. Where they are Latin
+with a few Han characters, all of the text is looked at: much of a page may be code. A text without letters
 has no channel of its own. `auto` in place of a channel splits a source by these, document by document; a source
 without a channel gets the one that most of the sampled text belongs to.
 """
@@ -33,7 +34,8 @@ PIECE_CHARS = 250
 LEAST_HAN = 10
 LEAST_HAN_SHARE = 0.03
 """A text in Latin letters with so many, and such a share, of Han characters is Chinese with code or names in it."""
-_HAN = re.compile("[\u4e00-\u9fff]")
+MOST_KANA_SHARE = 0.2
+_HAN_OR_KANA = re.compile("[\u3041-\u30ff\u4e00-\u9fff]")
 OTHER_WORDS = """
 der die und das den von zu mit sich des auf für ist im dem nicht ein eine als auch es werden aus hat dass sie nach wird
 bei einer um noch wie einem über einen kann diese wir ich aber wenn nur oder vor zur bis mehr durch
@@ -78,20 +80,32 @@ def channels_of(titles: Sequence[str], contents: Sequence[str]) -> list[str | No
     scripts = scripts_of_encoded(encoded)
     other = _speaks_other_language(encoded.buffer, encoded.offsets)
     found: list[str | None] = []
-    for title, piece, script, is_other in zip(titles, pieces, scripts.tolist(), other.tolist(), strict=True):
+    of_each = zip(titles, contents, pieces, scripts.tolist(), other.tolist(), strict=True)
+    for title, content, piece, script, is_other in of_each:
         if is_code_name(title):
             found.append("code")
         elif script == NONE:
             found.append(None)
-        elif script == HAN or (script == LATIN and _has_han(piece)):
+        elif script == HAN:
             found.append("zh")
+        elif script == LATIN:
+            found.append(_channel_of_han(content, piece) or ("other" if is_other else "en"))
         else:
-            found.append("en" if script == LATIN and not is_other else "other")
+            found.append("other")
     return found
 
 
-def _has_han(piece: str) -> bool:
-    return len(_HAN.findall(piece)) >= max(LEAST_HAN, LEAST_HAN_SHARE * len(piece))
+def _channel_of_han(content: str, piece: str) -> str | None:
+    """zh, or other where it is Japanese, for a text in Latin letters whose pieces, or all of it, have enough Han."""
+    if piece.isascii():
+        return None
+    found = _HAN_OR_KANA.findall(piece)
+    if found and len(found) < max(LEAST_HAN, LEAST_HAN_SHARE * len(piece)):
+        found, piece = _HAN_OR_KANA.findall(content), content
+    if len(found) < max(LEAST_HAN, LEAST_HAN_SHARE * len(piece)):
+        return None
+    kana = sum(character < "\u3100" for character in found)
+    return "other" if kana > MOST_KANA_SHARE * len(found) else "zh"
 
 
 def _pieces(content: str) -> str:
@@ -141,6 +155,8 @@ class ChannelGuess:
     def result(self) -> tuple[str, str]:
         """The channel of most of the sampled documents, and the figures it rests on."""
         found = Counter(channel for channel in channels_of(self._titles, self._contents) if channel is not None)
+        if not self._titles:
+            return "en", "nothing could be sampled"
         if not found:
             return "en", f"none of {len(self._titles):,} sampled documents has letters to tell it by"
         total = found.total()

@@ -45,7 +45,7 @@ from zero2all.corpus.segments import (
     segment_name,
     segments_of_unit,
 )
-from zero2all.corpus.sources import apply_mapping, fields_seen, guess_mapping, has_field
+from zero2all.corpus.sources import apply_mapping, guess_mapping, has_field, longest_first
 
 PROGRESS_BYTES = 1 << 18
 PEEKED_ROWS = 20
@@ -252,7 +252,7 @@ class _Items:
         fields = [item.fields for item in same if isinstance(item, Row)][:PEEKED_ROWS]
         mapping = guess_mapping(fields, self.task.given_mapping) if fields else None
         if mapping is None:
-            self._notes.see_fields(fields_seen(fields))
+            self._notes.see_fields(longest_first(fields))
         return mapping
 
     def _from_ahead(self, ahead: deque[tuple[Row | Damaged, list[tuple[str, str]]]]) -> Iterator[Row | Damaged]:
@@ -312,6 +312,8 @@ class _Notes:
         """A file or archive member, by its first item: what it is and how its rows are read, or that they cannot be."""
         if is_beginning and first.origin is not None:
             self.formats[str(first.origin.format)] += 1
+            if first.origin.is_misnamed:
+                self.note(first.origin.name, "read as plain text: its name says JSON, but there is none in it")
         if mapping and mapping not in self.mappings:
             self.mappings.append(dict(mapping))
         elif not mapping and isinstance(first, Row) and not first.is_document:

@@ -8,7 +8,8 @@ the samples are from there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from zero2all.corpus.channels import ChannelGuess
 from zero2all.corpus.ingest import PEEKED_ROWS
 from zero2all.corpus.listing import InputFile, Listing
 from zero2all.corpus.readers import NOT_READ, Format, Limits, Origin, Row, Unit, plan_units, read_unit
-from zero2all.corpus.sources import Source, apply_mapping, fields_seen, guess_mapping
+from zero2all.corpus.sources import Source, apply_mapping, guess_mapping, longest_first
 
 FILES = 16
 """Files looked into, spread over the source …"""
@@ -43,8 +44,17 @@ class Look:
         self.mappings: list[dict[str, str]] = []
         self.formats: list[str] = []
         self.fields_without_text: tuple[str, list[str]] | None = None
-        """A file and its fields, when nothing in this source will have a text."""
+        """A file and its fields, when nothing in this source will have a text, or the text field that was given."""
+        self.left_out: Counter[str] = Counter()
+        """Why files will not be read; of those looked into."""
+        self.notes: list[str] = []
+        """What their reader says about it."""
+        self.nothing_to_read = False
+        """No file of this source will be."""
         self._documents = 0
+        self._given = source.given_mapping.get("content")
+        self._tables: list[tuple[str, list[str]]] = []
+        """Files with rows and their fields."""
         self._textless: list[tuple[str, list[str]]] = []
         self._is_sure = True
         """Whether what was not looked at cannot hold a text when nothing that was looked at does."""
@@ -52,12 +62,21 @@ class Look:
         sampled = spread(files, FILES)
         for file in sampled:
             self._look_into(file, source, limits, len(sampled))
-        if self._textless and not self._documents and self._is_sure and len(sampled) == len(files):
+        if len(sampled) < len(files):
+            return
+        self.nothing_to_read = self.left_out.total() == len(files)
+        if self._textless and not self._documents and self._is_sure:
             self.fields_without_text = self._textless[0]
+        is_found = any(mapping["content"] == self._given for mapping in self.mappings)
+        if self._given is not None and self._tables and not is_found and self._is_sure:
+            self.fields_without_text = self._tables[0]
 
     def _look_into(self, file: InputFile, source: Source, limits: Limits, files: int) -> None:
         whole = plan_units(file, replace(limits, unit_bytes=max(file.size_bytes, 1)))[0]
         if whole.format in NOT_READ:
+            if whole.format is not Format.UNREADABLE:
+                self.left_out[str(whole.format)] += 1
+                self.notes += [f"{file.name}: {whole.note}"] if whole.note else []
             return
         units = spread(_places(file, whole, limits), PLACES)
         for unit in units:
@@ -74,8 +93,9 @@ class Look:
             return
         raw = [row.fields for row in first]
         mapping = guess_mapping(raw, source.given_mapping)
+        self._tables.append((origin.name, longest_first(raw)))
         if mapping is None:
-            self._textless.append((origin.name, _longest_first(raw)))
+            self._textless.append(self._tables[-1])
             return
         if mapping not in self.mappings:
             self.mappings.append(mapping)
@@ -154,14 +174,3 @@ class _Sample:
         for row in self._rows:
             rows[row.origin].append(row)
         return list(rows.items())
-
-
-def _longest_first(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The fields of these rows; the one with the most text, most likely the wanted one, comes first."""
-    chars = dict.fromkeys(fields_seen(rows), 0)
-    for row in rows:
-        for name, value in row.items():
-            chars[name] += len(value) if isinstance(value, str) else 0
-            for inner, text in value.items() if isinstance(value, Mapping) else ():
-                chars[f"{name}.{inner}"] += len(text) if isinstance(text, str) else 0
-    return sorted(chars, key=lambda name: -chars[name])

@@ -9,6 +9,7 @@ reader, which splits what can be split. That can take a pass over the file, so i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -28,9 +29,9 @@ from zero2all.corpus.readers import NOT_READ, Format, Limits, Row, Unit, plan_un
 from zero2all.corpus.report import FOUND_BY_DOCUMENT, counts_in_words, mapping_in_words
 from zero2all.corpus.segment_writer import SEGMENT_BYTES, SEGMENT_ITEMS
 from zero2all.corpus.segments import BUILD_NAME
-from zero2all.corpus.sources import FIELD_NAMES, Source, guess_mapping, part_name
+from zero2all.corpus.sources import FIELD_NAMES, Source, content_flag, guess_mapping, part_name
 
-RULES = 5
+RULES = 6
 """Raise it when readers, field names, cleaning or signatures change what a build writes, so that it is made again."""
 
 PLAN_NAME = "plan.json"
@@ -132,6 +133,9 @@ def plan_source(source: Source, listing: Listing, corpus_folder: Path, options: 
     """Look into a source."""
     limits = options.limits
     look = Look(source, listing, limits)
+    if look.nothing_to_read:
+        left_out = look.left_out + Counter({reason: len(names) for reason, names in listing.skipped.items()})
+        raise nothing_readable(source, left_out, look.notes)
     if look.fields_without_text is not None:
         raise no_text_field(source, *look.fields_without_text)
     guessed, reason = look.guess.result()
@@ -298,7 +302,7 @@ def report_fields(part: Part, cut: Cut, states: list[dict[str, Any]]) -> dict[st
         "channel_reason": FOUND_BY_DOCUMENT if plan.source.is_auto else plan.channel_reason,
         "kind": plan.source.kind,
         "mappings": mappings,
-        "mapping_guessed": any(set(mapping) - set(given) for mapping in mappings),
+        "mapping_guessed": any(given.get(target) != raw for each in mappings for target, raw in each.items()),
         "formats": dict(sorted(formats.items())),
         "reading_notes": list(dict.fromkeys(notes))[:NOTED_FILES] if part.is_main else [],
         "input_files": len(plan.listing.files),
@@ -323,7 +327,7 @@ def no_text_field(source: Source, where: str, fields: list[str]) -> BadInputErro
     return BadInputError(
         f"Source {source.name}: no text field was found in {where}. Its records have the fields "
         f"{', '.join(fields) or '(none)'}; {missing}. Say which field holds the text with --map content=FIELD, "
-        f"for example --map content={fields[0] if fields else 'text'}. Recognised without it: "
+        f"for example {content_flag(fields[0] if fields else 'text')}. Recognised without it: "
         f"{FIELD_NAMES['content'].replace(' ', ', ')}."
     )
 

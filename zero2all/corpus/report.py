@@ -16,6 +16,7 @@ sources and no other folder that may stand beside them from an earlier build.
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -70,6 +71,7 @@ class Tally:
     bytes_quarantined: int = 0
     masked: Counter[str] = field(default_factory=Counter)
     private_use: Counter[str] = field(default_factory=Counter)
+    replaced: Counter[str] = field(default_factory=Counter)
 
     def as_report(self) -> dict[str, Any]:
         """The counts as they stand in `report.json`."""
@@ -87,6 +89,7 @@ class Tally:
             "bytes_quarantined": self.bytes_quarantined,
             "masked": dict(sorted(self.masked.items())),
             "private_use": dict(sorted(self.private_use.items())),
+            "replaced": dict(sorted(self.replaced.items())),
         }
 
     def add(self, counts: Mapping[str, Any]) -> None:
@@ -98,6 +101,7 @@ class Tally:
         self.quarantined.update(counts["quarantined_by_reason"])
         self.masked.update(counts["masked"])
         self.private_use.update(counts["private_use"])
+        self.replaced.update(counts["replaced"])
 
     def drop_kept(self, reason: str, records: int, text_bytes: int) -> None:
         """Records counted as kept turned out to be duplicates."""
@@ -174,15 +178,22 @@ def summary_rows(report: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def summary_notes(report: dict[str, Any]) -> list[str]:
-    """What the table cannot say, a sentence each: what was guessed, dropped, quarantined, skipped."""
-    notes = []
+def summary_notes(report: dict[str, Any], work: Path | None = None) -> list[str]:
+    """What the table cannot say, a sentence each: what was guessed, dropped, quarantined, skipped.
+
+    `work`: the workspace, when commands must name it.
+    """
+    notes: list[str] = []
+    in_work = "" if work is None else f"--work {shlex.quote(str(work))} "
     for name, source in report["sources"].items():
         if source["channel_guessed"] and source["channel_reason"] != FOUND_BY_DOCUMENT:
             notes.append(f"{name}: channel guessed as {source['channel']} ({source['channel_reason']})")
         if source["mapping_guessed"]:
-            words = [mapping_in_words(mapping) for mapping in source["mappings"]]
-            notes += [f"{name}: fields guessed: {each}; all others are kept under 'others'" for each in words]
+            is_part = source["channel_reason"] == FOUND_BY_DOCUMENT
+            whole = name.removesuffix(f"-{source['channel']}") if is_part else name
+            words = [f"{whole}: fields guessed: {mapping_in_words(mapping)}" for mapping in source["mappings"]]
+            guesses = [f"{each}; all others are kept under 'others'" for each in words]
+            notes += [each for each in guesses if each not in notes]
         if source["dropped"]:
             notes.append(f"{name}: dropped {counts_in_words(source['dropped'])}")
         for rule, count in source["dropped"].items():
@@ -191,17 +202,25 @@ def summary_notes(report: dict[str, Any]) -> list[str]:
                 samples = source["examples"]["dropped"].get(rule, [])[:SHOWN_SAMPLES]
                 such = "".join(f"; such as: {in_short(sample, SHOWN_CHARS)}" for sample in samples[:1])
                 such += "".join(f" | {in_short(sample, SHOWN_CHARS)}" for sample in samples[1:])
-                look = f"z2a corpus show {name} --dropped {rule}"
-                notes.append(f"{name}: {rule} dropped {share:.0%} of the records; see whether it should: {look}{such}")
+                look = f"z2a corpus show {in_work}{name} --dropped {rule}"
+                notes.append(
+                    f"{name}: {rule} dropped {share:.0%} of the records as channel {source['channel']}; see whether "
+                    f"it should: {look}{such}"
+                )
         if source["masked"]:
             notes.append(f"{name}: masked {counts_in_words(source['masked'])}")
         if source["contained"].get("records"):
             notes.append(f"{name}: {contained_in_words(source['contained'])}")
         if source["private_use"]:
             notes.append(f"{name}: {private_use_in_words(source['private_use'])}")
+        if source.get("replaced"):  # not in reports of earlier versions
+            notes.append(f"{name}: {replaced_in_words(source['replaced'])}")
         if source["quarantined"]:
             reasons = counts_in_words(source["quarantined_by_reason"])
-            notes.append(f"{name}: quarantined {reasons}; see corpus/quarantine/{name}.jsonl")
+            listed = (work or Path()) / "corpus/quarantine" / f"{name}.jsonl"
+            hint = "; if one of their fields is the text, name it: --map content=FIELD"
+            hint = hint if "no_text_field" in source["quarantined_by_reason"] else ""
+            notes.append(f"{name}: quarantined {reasons}; see {listed}{hint}")
         if source["skipped_files"]:
             notes.append(f"{name}: files not read: {counts_in_words(source['skipped_files'])}")
         notes += [f"{name}: {note}" for note in source["reading_notes"]]
@@ -226,6 +245,13 @@ def private_use_in_words(counts: Mapping[str, int]) -> str:
         f"private-use characters in {records}: {counts.get('mapped', 0):,} became the standard characters of GB18030, "
         f"{counts.get('removed', 0):,} were taken out"
     )
+
+
+def replaced_in_words(counts: Mapping[str, int]) -> str:
+    """What became of bytes that are no text."""
+    records = f"{counts['records']:,} record{'' if counts['records'] == 1 else 's'}"
+    what = "1 character" if counts["characters"] == 1 else f"{counts['characters']:,} characters"
+    return f"{what} in {records} could not be decoded and became U+FFFD; text in another encoding needs conversion"
 
 
 def mapping_in_words(mapping: Mapping[str, str]) -> str:

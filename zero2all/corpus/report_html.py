@@ -20,6 +20,7 @@ from zero2all.corpus.report import (
     contained_in_words,
     mapping_in_words,
     private_use_in_words,
+    replaced_in_words,
 )
 
 REPORT_HTML_NAME = "report.html"
@@ -284,6 +285,8 @@ def _facts(source: Source) -> Iterator[tuple[str, str]]:
         yield "contained", contained_in_words(source["contained"])
     if source["private_use"]:
         yield "characters", private_use_in_words(source["private_use"])
+    if source.get("replaced"):
+        yield "bad bytes", replaced_in_words(source["replaced"])
     for note in source["reading_notes"]:
         yield "note", note
 

@@ -99,6 +99,8 @@ class SegmentWriter:
         self._batch.append(_Waiting(self._items, item, document))
         self._batch_chars += len(document.content)
         self._items += 1
+        if isinstance(item, Row) and item.replaced:
+            self.tally.replaced.update({"records": 1, "characters": item.replaced})
 
     def add_damaged(self, item: Row | Damaged, damaged: Damaged, unread_bytes: int) -> None:
         """Count and list an item that could not be read, and how much of its file is lost with it."""

@@ -40,7 +40,7 @@ DONE_NAME = "done.json"
 CHANNELS_KEY = "channels"
 """Where the counts of an `auto` segment stand, by channel."""
 
-SAMPLES_PER_RULE = 20
+SAMPLES_PER_RULE = 40
 """Samples a segment keeps of what a rule dropped …"""
 SAMPLE_CHARS = 400
 """… and how much of each."""

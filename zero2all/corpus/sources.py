@@ -8,6 +8,7 @@ another, as `doc.text`. What a source is in when nobody said it is found in `cha
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,9 +179,9 @@ def source_from_path(path: Path, channel: str | None = None) -> Source:
 
 
 def parse_mapping(text: str) -> dict[str, str]:
-    """Read `content=text,title=name`: record field = raw field."""
+    """Read `content=text,title=name`: record field = raw field, which may have blanks and commas in it."""
     mapping = {}
-    for part in text.split(","):
+    for part in re.split(r",(?=\s*\w+\s*=)", text):
         target, equals, raw = part.partition("=")
         if not equals or target.strip() not in FIELD_NAMES or not raw.strip():
             raise UsageError(
@@ -189,6 +190,11 @@ def parse_mapping(text: str) -> dict[str, str]:
             )
         mapping[target.strip()] = raw.strip()
     return mapping
+
+
+def content_flag(raw: str) -> str:
+    """The flag that names the text field, as it must be typed."""
+    return f"--map {shlex.quote(f'content={raw}')}"
 
 
 def source_problems(sources: Sequence[Source]) -> list[str]:
@@ -222,14 +228,17 @@ def source_problems(sources: Sequence[Source]) -> list[str]:
 
 
 def guess_mapping(rows: Sequence[Mapping[str, Any]], given: Mapping[str, str] | None) -> dict[str, str] | None:
-    """Record field -> raw field for rows like these; None when no field holds the text."""
+    """Record field -> raw field for rows like these; None when no field holds the text.
+
+    A text field that was given and is not in these rows is guessed: files of one source may differ.
+    """
     with_text = dict.fromkeys(key for row in rows for key, value in row.items() if _holds_text(value))
     by_lower_name: dict[str, str] = {}
     for key in with_text:
         by_lower_name.setdefault(key.lower(), key)
     mapping = {target: raw for target, raw in (given or {}).items() if any(has_field(row, raw) for row in rows)}
     for target, names in FIELD_NAMES.items():
-        if target in (given or {}):
+        if target in mapping or (target in (given or {}) and target != "content"):
             continue
         for name in names.split():
             raw = by_lower_name.get(name)
@@ -248,6 +257,17 @@ def fields_seen(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             if isinstance(value, Mapping):
                 names.update(dict.fromkeys(f"{name}.{inner}" for inner in value))
     return list(names)
+
+
+def longest_first(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The fields of these rows; the one with the most text, most likely the wanted one, comes first."""
+    chars = dict.fromkeys(fields_seen(rows), 0)
+    for row in rows:
+        for name, value in row.items():
+            chars[name] += len(value) if isinstance(value, str) else 0
+            for inner, text in value.items() if isinstance(value, Mapping) else ():
+                chars[f"{name}.{inner}"] += len(text) if isinstance(text, str) else 0
+    return sorted(chars, key=lambda name: -chars[name])
 
 
 def has_field(fields: Mapping[str, Any], raw: str) -> bool:

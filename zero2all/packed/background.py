@@ -19,6 +19,7 @@ from typing import Any
 from zero2all.common.errors import UserError
 from zero2all.common.files import MANIFEST_NAME, read_json
 from zero2all.common.manifest import FileCheck, file_checks
+from zero2all.common.memory import available_memory
 from zero2all.packed.bestfit import best_fit_folder
 from zero2all.packed.layout import PackedSplit
 from zero2all.packed.readers import ReaderProcesses, ReadersEndedError
@@ -54,7 +55,7 @@ def checking_shards(
     """
     files = sorted(_files_of(splits, seq_lens), key=lambda check: str(check.path))[rank::ranks]
     total = sum(int(check.expected["bytes"]) for check in files)
-    reading = _SlowReading(files, total > CACHED_SHARE * _free_memory())
+    reading = _SlowReading(files, total > CACHED_SHARE * available_memory())
     processes = None if total <= IN_THREAD_BYTES else ReaderProcesses(reading, on_problem, niceness=19)
     check = ShardCheck()
     thread = threading.Thread(
@@ -125,9 +126,3 @@ class _SlowReading:
                 size += len(chunk)
                 time.sleep(len(chunk) / BYTES_PER_SECOND)
         return crc, size
-
-
-def _free_memory() -> int:
-    import psutil
-
-    return int(psutil.virtual_memory().available)

@@ -200,7 +200,10 @@ def source_weights(splits: Sequence[PackedSplit], mixture: Mapping[str, float] |
             # An empty source keeps its weight, so that it is named when the samples are counted.
             weights[index] += weight * (splits[index].tokens / tokens if tokens else 1 / len(members))
     if not any(weights):
-        raise UsageError("data.mixture gives no source a weight above 0, so there is nothing to read.")
+        raise UsageError(
+            f"data.mixture gives no source a weight above 0, so there is nothing to read. Set one, for example "
+            f"--data.mixture.{splits[0].name} 1."
+        )
     return weights
 
 
@@ -235,12 +238,15 @@ def _members(splits: Sequence[PackedSplit], name: str, field: str) -> list[int]:
 
 
 def _check_samples(stage: PlannedStage, splits: Mapping[str, PackedSplit], samples_of: Any) -> None:
-    for name in stage.units:
-        if samples_of(name, stage.seq_len) == 0:
-            raise BadInputError(
-                f"The source `{name}` has {splits[name].tokens} tokens, fewer than one sample of {stage.seq_len} + 1 "
-                f"({splits[name].folder}). Give it weight 0 in data.mixture, add text to it, or lower data.seq_len."
-            )
+    short = [name for name in stage.units if samples_of(name, stage.seq_len) == 0]
+    if short:
+        name = short[0]
+        others = [f"--data.mixture.{other} {units}" for other, units in stage.units.items() if other not in short]
+        leave = f"Leave it out by a mixture of the others ({' '.join(others)}), add" if others else "Add"
+        raise BadInputError(
+            f"The source `{name}` has {splits[name].tokens} tokens, fewer than one sample of {stage.seq_len} + 1 "
+            f"({splits[name].folder}). {leave} text to it, or lower data.seq_len (--data.seq_len N)."
+        )
 
 
 def _check_one_tokenizer(packed: Path, splits: Sequence[PackedSplit]) -> None:

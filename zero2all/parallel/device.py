@@ -31,6 +31,11 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def local_processes() -> int:
+    """How many processes of the run this machine has."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def set_memory_settings(expandable_segments: bool) -> None:
     """How torch cuts up a GPU's memory. Before the first use of the GPU; what the environment says already counts."""
     if expandable_segments and not any(name in os.environ for name in ALLOCATOR_SETTINGS):

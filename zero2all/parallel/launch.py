@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from zero2all.common.errors import LostPeerError, PreemptedError, UsageError
-from zero2all.common.progress import say
+from zero2all.common.progress import counted, say
 from zero2all.common.signals import stop_signals_to
 from zero2all.parallel.config import ParallelConfig
 
@@ -52,8 +52,8 @@ def local_processes(config: ParallelConfig) -> int:
         return max(1, gpus)
     if config.device == "cuda" and config.processes > gpus:
         raise UsageError(
-            f"parallel.processes is {config.processes}, but this machine has {gpus} GPUs, and each process needs one. "
-            f"Set it to auto or to at most {gpus}."
+            f"parallel.processes is {config.processes}, but this machine has {counted(gpus, 'GPU')}, and each "
+            f"process needs one. Set it to auto or to at most {gpus}."
         )
     return config.processes
 
@@ -70,21 +70,28 @@ def run_processes(processes: int, words: list[str], grace_seconds: float = GRACE
         LAUNCHER_PIPE: str(ends),
     }
     started: list[subprocess.Popen[bytes]] = []
+    asked: list[int] = []
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
+        asked.append(number)
         for process in started:
-            if process.poll() is None:
-                process.send_signal(number)
+            _send(process, number)
 
     try:
         with stop_signals_to(pass_on):
             for rank in range(processes):
+                if asked:  # between two starts
+                    break
                 env = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
                 # A group of its own: Ctrl-C in a terminal reaches the whole group, and would arrive twice.
                 started.append(subprocess.Popen(command, env=env, process_group=0, pass_fds=[ends]))
-            code = _wait(started, grace_seconds)
-        for line in unusual_ends([process.returncode for process in started], grace_seconds):
+            if asked and started:  # while the last one was being started, which was then not among them
+                _send(started[-1], asked[0])
+            code = _wait(started, grace_seconds, asked)
+        for line in unusual_ends([_own_code(process, asked) for process in started], grace_seconds):
             say(f"z2a: {line}")
+        if asked and len(started) < processes:
+            return _stopped_by(asked[0])
         return code
     finally:
         for process in started:
@@ -93,6 +100,21 @@ def run_processes(processes: int, words: list[str], grace_seconds: float = GRACE
                 process.wait()
         os.close(ends)
         os.close(held)
+
+
+def _send(process: subprocess.Popen[bytes], number: int) -> None:
+    if process.poll() is None:
+        process.send_signal(number)
+
+
+def _own_code(process: subprocess.Popen[bytes], asked: Sequence[int]) -> int | None:
+    """How a process ended. One that a signal of ours ended was still loading and had nothing to save."""
+    code = process.returncode
+    return _stopped_by(-code) if code is not None and -code in asked else code
+
+
+def _stopped_by(number: int) -> int:
+    return 128 + number if number == signal.SIGINT else PreemptedError.exit_code
 
 
 def end_with_launcher() -> None:
@@ -126,17 +148,17 @@ def unusual_ends(codes: Sequence[int | None], grace_seconds: float) -> list[str]
     return lines
 
 
-def _wait(started: list[subprocess.Popen[bytes]], grace_seconds: float) -> int:
+def _wait(started: list[subprocess.Popen[bytes]], grace_seconds: float, asked: Sequence[int]) -> int:
     """Wait for all, and once one has failed only so long for the others; the code of the first that failed, or 0."""
     first_failure: int | None = None
     deadline = float("inf")
     # A list, because any() would look no further than the first that runs, and learn nothing of those behind it.
     while None in [process.poll() for process in started] and time.monotonic() < deadline:
-        failed = [process.returncode for process in started if process.returncode not in ENDS_IN_TIME]
+        failed = [code for process in started if (code := _own_code(process, asked)) not in ENDS_IN_TIME]
         if failed and first_failure is None:
             first_failure, deadline = _cause(failed), time.monotonic() + grace_seconds
         time.sleep(POLL_SECONDS)
-    codes = [process.returncode for process in started if process.returncode]
+    codes = [code for process in started if (code := _own_code(process, asked))]
     failure = first_failure or (_cause(codes) if codes else 0)
     return failure if failure >= 0 else 128 - failure  # killed by a signal, as a shell says it
 

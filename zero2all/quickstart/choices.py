@@ -16,6 +16,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from zero2all.common.progress import counted
 from zero2all.config import RunConfig
 from zero2all.model.config import parameter_counts
 
@@ -198,10 +199,12 @@ def settings_in_words(tokens: Mapping[str, int], config: RunConfig, given: Colle
     lines = [
         f"samples of {data.seq_len} tokens, {run.tokens_per_step // data.seq_len} a step; there are {total:,} tokens",
         f"model of {parameter_counts(model)['total'] / 1e6:.2f} M parameters, {model.layers} layers: {why_model}",
-        f"{run.steps:,} steps, which read the text {epochs:.1f} times: {why_steps}",
+        f"{counted(run.steps, 'step')}, which read the text {epochs:.1f} times: {why_steps}",
     ]
     left = {name: count for name, count in tokens.items() if name not in used}
-    return lines + [f"not trained on: {name}, {count:,} tokens, less than one sample" for name, count in left.items()]
+    return lines + [
+        f"not trained on: {name}, {counted(count, 'token')}, less than one sample" for name, count in left.items()
+    ]
 
 
 def forecast(raw_bytes: int, config: RunConfig, given: Collection[str]) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import crc32c_of, human_bytes, read_json, write_json
 from zero2all.common.manifest import fingerprint
-from zero2all.common.progress import say
+from zero2all.common.progress import counted, say
 from zero2all.common.records import iter_records, training_text
 from zero2all.common.workspace import STAMP_NAME, Workspace, open_workspace
 from zero2all.config import RunConfig, config_values
@@ -162,7 +162,7 @@ def run_journey(
             _print_lines(corpus_in_words(report, workspace))
             journey.dropped = sum(totals["dropped"].values())
             journey.losses = losses_in_words(report, workspace)
-        done(f"{kept:,} of {seen:,} records, {human_bytes(totals['bytes_kept'])} of text")
+        done(f"{kept:,} of {counted(seen, 'record')}, {human_bytes(totals['bytes_kept'])} of text")
     with timer.stage("tokenizer") as done:
         if own is not None:
             config = _with_vocabulary(config, workspace, totals["bytes_kept"], given)
@@ -185,7 +185,7 @@ def run_journey(
         summary = train(config, workspace, accept_changes=accept_changes)
         held_out = [value for key, value in summary.held_out.items() if key.startswith("eval/valid/loss/")]
         loss = f"held-out loss {sum(held_out) / len(held_out):.3f}" if held_out else "no held-out text"
-        done(f"{summary.tokens:,} tokens in {summary.step} steps, {loss}")
+        done(f"{summary.tokens:,} tokens in {counted(summary.step, 'step')}, {loss}")
     with timer.stage("evaluate") as done:
         loaded = load_run(workspace, name)
         journey.evaluation = _evaluation(loaded, workspace, probes)
@@ -196,7 +196,7 @@ def run_journey(
     with timer.stage("generate") as done:
         prompts = SAMPLE_PROMPTS if own is None else _own_prompts(workspace, report)
         journey.samples = _samples(loaded, prompts)
-        done("1 sample" if len(journey.samples) == 1 else f"{len(journey.samples)} samples")
+        done(counted(len(journey.samples), "sample"))
     with timer.stage("export") as done:
         journey.exported = workspace.root / "hf"
         shutil.rmtree(journey.exported, ignore_errors=True)
@@ -252,6 +252,7 @@ def _with_vocabulary(config: RunConfig, workspace: Workspace, text_bytes: int, g
                 f"This text has pieces for {error.largest:,} token ids at most; --tokenizer.vocab_size asks for "
                 f"{most:,}. Leave it out, and the quickstart chooses; or set it to {error.largest} or less."
             ) from None
+        _print_lines([f"this text has pieces for {error.largest:,} token ids at most: trained again with so many"])
         config = with_settings(config, {"tokenizer.vocab_size": error.largest})
     _print_lines([vocabulary_in_words(config, most, given)])
     return config

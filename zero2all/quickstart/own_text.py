@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import human_bytes
+from zero2all.common.progress import counted
 from zero2all.common.records import corpus_sources
 from zero2all.common.workspace import Workspace
 from zero2all.corpus import Source, source_from_path
@@ -33,7 +33,7 @@ class OwnText:
 
     def in_words(self) -> str:
         """How much there is."""
-        what = "1 file" if self.files == 1 else f"{self.files:,} files"
+        what = counted(self.files, "file")
         return f"{self.source.path}: {what}, {human_bytes(self.size_bytes)}"
 
 
@@ -82,20 +82,14 @@ def corpus_in_words(report: Mapping[str, Any], workspace: Workspace) -> list[str
             f"documents kept, {human_bytes(source['bytes_kept'])}; {source['valid_records']:,} held out ({name})"
         )
     lines += _fields_in_words(report)
-    lines += _with_work([note for note in summary_notes(dict(report)) if not _is_said(note)], workspace)
+    lines += [note for note in summary_notes(dict(report), workspace.root) if not _is_said(note)]
     return lines + [f"left out: {line}" for line in _left_out(report, workspace.corpus)]
 
 
 def losses_in_words(report: Mapping[str, Any], workspace: Workspace) -> list[str]:
     """The rules that dropped much of the text, for the end of the journey, where nobody can miss them."""
-    notes = [note.split("; such as:")[0] for note in summary_notes(dict(report)) if "see whether it should" in note]
-    return _with_work(notes, workspace)
-
-
-def _with_work(notes: list[str], workspace: Workspace) -> list[str]:
-    """The commands in `notes` as they must be typed here."""
-    show = f"z2a corpus show --work {shlex.quote(str(workspace.root))}"
-    return [note.replace("z2a corpus show", show) for note in notes]
+    notes = summary_notes(dict(report), workspace.root)
+    return [note.split("; such as:")[0] for note in notes if "see whether it should" in note]
 
 
 def _fields_in_words(report: Mapping[str, Any]) -> list[str]:
@@ -118,7 +112,9 @@ def _left_out(report: Mapping[str, Any], corpus: Path) -> Iterator[str]:
             more = f" and {count - len(named):,} more" if count > len(named) else ""
             yield f"{', '.join(named)}{more} ({reason})"
         for (file, reason), (count, detail) in _quarantined(corpus / "quarantine" / f"{name}.jsonl").items():
-            yield f"{count:,} of the records in {file} ({reason.replace('_', ' ')}: {detail})"
+            records = "1 record" if count == 1 else f"{count:,} records"
+            hint = "; if one is the text: --map content=FIELD" if reason == "no_text_field" else ""
+            yield f"{records} of {file} ({reason.replace('_', ' ')}: {detail}{hint})"
 
 
 def _quarantined(path: Path) -> dict[tuple[str, str], tuple[int, str]]:

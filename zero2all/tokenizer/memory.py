@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import human_bytes
+from zero2all.common.memory import available_memory
 from zero2all.tokenizer.config import TokenizerConfig
 from zero2all.tokenizer.hf_bbpe import pattern_of
 from zero2all.tokenizer.parts import TextPart
@@ -84,20 +85,6 @@ def _memory(config: TokenizerConfig, text_bytes: int, distinct_bytes: int) -> in
         + kept * SENTENCEPIECE_BYTES_PER_TEXT_BYTE
         + distinct * SENTENCEPIECE_BYTES_PER_DISTINCT_BYTE
     )
-
-
-def available_memory() -> int:
-    """Bytes that can be had now: what the kernel says, or what is left in this control group if that is less."""
-    import psutil
-
-    from_kernel = int(psutil.virtual_memory().available)
-    try:
-        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
-            highest = int(file.read())
-        with open("/sys/fs/cgroup/memory.current", encoding="ascii") as file:
-            return min(from_kernel, max(0, highest - int(file.read())))
-    except (OSError, ValueError):  # no such group, or "max"
-        return from_kernel
 
 
 def _distinct_in_sample(parts: Sequence[TextPart], config: TokenizerConfig) -> tuple[int, int, int]:

@@ -11,6 +11,7 @@ judged and written down. Only a pause (validation, the end) waits for the device
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -21,7 +22,8 @@ from typing import Any
 import torch
 
 from zero2all.common.errors import AnomalyError, BadInputError, PreemptedError, UsageError
-from zero2all.common.progress import Bar, progress, say
+from zero2all.common.progress import Bar, counted, progress, say
+from zero2all.common.signals import stop_signals_to
 from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig
 from zero2all.config.schedule import learning_rate
@@ -31,7 +33,7 @@ from zero2all.packed.background import ShardCheck, checking_shards
 from zero2all.packed.loader import Batch, Loader, LoaderOptions, read_batch
 from zero2all.packed.transfer import batches_on
 from zero2all.parallel.device import pick_device, set_memory_settings
-from zero2all.parallel.world import World, join_world
+from zero2all.parallel.world import World, asked_processes, join_world
 from zero2all.track.writer import Run, has_finished
 from zero2all.train.anneal import anneal_values, read_anneal, withdraw_wish
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
@@ -90,7 +92,12 @@ def train(
         # From here on: a request that comes while the run is being set up is met at the end of its first step.
         stop = stack.enter_context(stop_requests())
         set_memory_settings(config.parallel.expandable_segments)
-        world = stack.enter_context(join_world(pick_device(config.parallel.device), config.parallel.timeout_seconds))
+        device = pick_device(config.parallel.device)
+        # While it waits for the others no Python runs, and one of them may have been stopped before it came here.
+        with stop_signals_to(signal.SIG_DFL) if asked_processes() > 1 else nullcontext():
+            if stop.requested:
+                raise PreemptedError("Stopped before the run had begun; nothing was changed. Run it again to start it.")
+            world = stack.enter_context(join_world(device, config.parallel.timeout_seconds))
         speak = say if world.is_first else _say_nothing
         stack.enter_context(explain_lost_peer(config, run, world))
         lock, store = stack.enter_context(_locked_store(config, run, world, take_over, speak))
@@ -618,9 +625,9 @@ def _clear_run(run: Path, fence: Fence) -> None:
 
 def _tracking_problems(metrics: Run) -> list[str]:
     """What did not reach the metrics files, for the end of the run."""
-    problems = [f"metrics: {problem} ({count} times)" for problem, count in metrics.problems.items()]
+    problems = [f"metrics: {problem} ({counted(count, 'time')})" for problem, count in metrics.problems.items()]
     if metrics.dropped_rows:
-        problems.append(f"metrics: {metrics.dropped_rows} rows were dropped and are missing from {metrics.path}")
+        problems.append(f"metrics: rows were dropped and are missing from {metrics.path}: {metrics.dropped_rows:,}")
     return problems
 
 

@@ -30,6 +30,7 @@ import torch
 
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import read_json, write_json
+from zero2all.common.progress import counted
 from zero2all.config import RunConfig
 from zero2all.limits.memory import ALLOWANCE, MemorySettings, estimate_memory
 from zero2all.model.z2all import Z2all
@@ -66,14 +67,16 @@ def choose_micro_batch(
         return int(asked), []
     candidates = divisors(rank_rows(config.samples_per_step, 0, world.size)[2])
     if world.device.type != "cuda":
-        taken = max(number for number in candidates if number <= MOST_ON_CPU)
+        taken = least_samples(config, world)
         return taken, [
-            f"micro-batch: {taken} samples (auto on a CPU: the most up to {MOST_ON_CPU} that divide the rows)"
+            f"micro-batch: {counted(taken, 'sample')} (auto on a CPU: at most {MOST_ON_CPU}, and a divisor of the rows)"
         ]
     decided_by = deciding(config, model.ops, world)
     known = world.first_says(recall(run, decided_by) if run is not None and world.is_first else None)
     if known in candidates:
-        return known, [f"micro-batch: {known} samples, as found before (delete {FILE_NAME} in the run to find it anew)"]
+        return known, [
+            f"micro-batch: {counted(known, 'sample')}, as found before (delete {FILE_NAME} in the run to find it anew)"
+        ]
     guess = largest_by_estimate(config, model.ops, world, candidates)
     if world.size > 1 and config.parallel.data == "shard":
         taken, how = guess, ESTIMATED
@@ -83,7 +86,15 @@ def choose_micro_batch(
     if run is not None:
         folder = run
         world.first_does(lambda: behind(fence, lambda: remember(folder, decided_by, taken)))
-    return taken, [f"micro-batch: {taken} of {candidates[-1]} samples ({how})"]
+    return taken, [f"micro-batch: {taken} of {counted(candidates[-1], 'sample')} ({how})"]
+
+
+def least_samples(config: RunConfig, world: World) -> int:
+    """Rows that one pass has at least: as asked, or what `auto` takes on a CPU and may come down to on a GPU."""
+    rows, asked = rank_rows(config.samples_per_step, 0, world.size)[2], config.train.micro_batch_samples
+    if asked != "auto":
+        return min(int(asked), rows)
+    return 1 if world.device.type == "cuda" else max(number for number in divisors(rows) if number <= MOST_ON_CPU)
 
 
 # ---- the search ------------------------------------------------------------------------------------------------------

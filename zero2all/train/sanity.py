@@ -17,10 +17,11 @@ import numpy as np
 
 from zero2all.common.errors import BadInputError, DiskError
 from zero2all.common.files import human_bytes
+from zero2all.common.progress import counted
 from zero2all.config import RunConfig
 from zero2all.config.training import ScheduleConfig
 from zero2all.limits.memory import ALLOWANCE, GIB, MemorySettings, estimate_memory
-from zero2all.model.config import ModelConfig
+from zero2all.model.config import ModelConfig, parameter_counts
 from zero2all.packed.loader import Batch
 from zero2all.train.checkpoints.retention import Retention
 
@@ -124,12 +125,13 @@ def check_disk(
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
-    what = f"{at_once} checkpoints of {human_bytes(checkpoint_bytes)} at once"
+    what = f"{counted(at_once, 'checkpoint')} of {human_bytes(checkpoint_bytes)} at once"
     if needed > free:
         raise DiskError(
-            f"Not enough disk space for the checkpoints of the whole run: {what} need {human_bytes(needed)} more under "
-            f"{run}, {human_bytes(free)} are free. Free some space, choose another disk with --work, or keep fewer "
-            f"(checkpoint.keep_last {retention.keep_last}, checkpoint.keep_every_steps {retention.keep_every_steps})."
+            f"Not enough disk space for the checkpoints of the whole run: {human_bytes(needed)} more are needed under "
+            f"{run} ({what}), {human_bytes(free)} are free. Free some space, choose another disk with --work, or keep "
+            f"fewer (checkpoint.keep_last {retention.keep_last}, checkpoint.keep_every_steps "
+            f"{retention.keep_every_steps})."
         )
     return f"disk: {what}, {human_bytes(needed)} more to come; {human_bytes(free)} are free"
 
@@ -146,6 +148,55 @@ def memory_notes(model: ModelConfig, settings: MemorySettings, device_bytes: int
             "parallel.data: shard over several GPUs need less."
         )
     return notes
+
+
+LESS_MEMORY = (
+    "Less is needed by a smaller model (model.layers, model.hidden_size), a smaller train.micro_batch_samples (now "
+    "{samples}) or data.seq_len, by train.recompute full, by an optimizer with less state (optim.kind adamw_8bit or "
+    "adamw_bf16), and, over several GPUs, by parallel.data shard."
+)
+
+
+def require_memory(
+    model: ModelConfig,
+    settings: MemorySettings,
+    device: str,
+    device_bytes: int,
+    host_bytes: int,
+    local_processes: int = 1,
+    compiled: bool = False,
+) -> None:
+    """Raise where a run cannot fit into what is free, before any of it is allocated: a machine that runs out of memory
+    kills the process, and may kill others first.
+
+    `device`: cpu, or the kind of GPU that each process has for itself. `compiled`: the compiler decides what a pass
+    keeps, so that only the state is certain.
+    """
+    estimate = estimate_memory(model, settings)
+    needed = estimate.state if compiled else estimate.total
+    lines = "\n".join(estimate.lines())
+    remedy = LESS_MEMORY.format(samples=settings.micro_batch_samples)
+    if device == "cpu":
+        if needed * local_processes > host_bytes:
+            each = f"{local_processes} processes of {needed / GIB:.1f} GiB" if local_processes > 1 else ""
+            raise DiskError(
+                f"There is not enough memory to train this model here: about {needed * local_processes / GIB:.1f} GiB "
+                f"are needed{f' ({each})' if each else ''}, {host_bytes / GIB:.1f} GiB are free. Nothing was started."
+                f"\n{lines}\n{remedy}"
+            )
+        return
+    if needed > device_bytes:
+        raise DiskError(
+            f"There is not enough memory on the GPU to train this model: about {needed / GIB:.1f} GiB are needed, "
+            f"{device_bytes / GIB:.1f} GiB are free. Nothing was started.\n{lines}\n{remedy}"
+        )
+    weights = 4.0 * parameter_counts(model)["total"] * local_processes  # drawn or read here, then moved
+    if weights > host_bytes:
+        raise DiskError(
+            f"There is not enough memory on this machine to build the model before it goes to the GPU: "
+            f"{local_processes} x {weights / local_processes / GIB:.1f} GiB are needed, {host_bytes / GIB:.1f} GiB are "
+            f"free. Nothing was started. Start fewer processes on it (parallel.processes), or make the model smaller."
+        )
 
 
 # ---- one batch, again and again --------------------------------------------------------------------------------------
@@ -174,10 +225,11 @@ class Overfit:
         shown = sorted({0, *(n for n in (1, 2, 5, 10, 20, 50, 100, 200, 500) if n < last), last})
         curve = ", ".join(f"{number}: {self.losses[number]:.3f}" for number in shown)
         share = f"{self.losses[-1] / self.losses[0]:.0%} of the first" if self.losses[0] else "the first was 0"
-        verdict = f"the loss of one batch fell to {share} in {last} updates"
+        updates = counted(last, "update")
+        verdict = f"the loss of one batch fell to {share} in {updates}"
         if not self.learns:
             verdict = (
-                f"warning: the loss of one batch is {share} after {last} updates; at most {self.falls_to:.0%} was "
+                f"warning: the loss of one batch is {share} after {updates}; at most {self.falls_to:.0%} was "
                 f"expected. Probably: optim.lr_max is too small or so large that it diverges, the targets are masked, "
                 f"or the text is noise."
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,9 +15,11 @@ from typing import Any
 
 import torch
 
-from zero2all.common.errors import BadInputError, UsageError
+from zero2all.common.errors import BadInputError, DiskError, UsageError
 from zero2all.common.files import MANIFEST_NAME, read_json, sweep_partials, write_atomic
 from zero2all.common.manifest import fingerprint
+from zero2all.common.memory import available_memory
+from zero2all.common.progress import counted
 from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig, config_from_values, config_values, config_yaml, read_config_values
 from zero2all.config.schedule import steps_with_anneal
@@ -26,13 +29,14 @@ from zero2all.model.config import parameter_counts
 from zero2all.model.recompute import apply_recompute
 from zero2all.model.z2all import Z2all
 from zero2all.ops.implementation import OpContext
+from zero2all.ops.registry import Ops
 from zero2all.packed.config import FREE_ON_RESUME
 from zero2all.packed.layout import PackedSplit
 from zero2all.packed.mixture import Progress, TrainingData, open_training_data
 from zero2all.packed.remote import packed_root
 from zero2all.packed.stages import Stage, stages_from_records
 from zero2all.parallel.data import shard_model
-from zero2all.parallel.device import environment, set_cpu_threads
+from zero2all.parallel.device import environment, local_processes, set_cpu_threads
 from zero2all.parallel.world import World
 from zero2all.train.anneal import begun_anneal, read_anneal
 from zero2all.train.checkpoints.find import newest_checkpoint
@@ -42,9 +46,10 @@ from zero2all.train.checkpoints.run_lock import Fence, behind
 from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.guards.ledger import LEDGER_FILE, DamagedLedgerError, SkipLedger, keep_damaged, rebuilt_ledger
 from zero2all.train.guards.watch import INCIDENTS_FOLDER
-from zero2all.train.micro_batch import choose_micro_batch
+from zero2all.train.micro_batch import choose_micro_batch, least_samples, memory_settings
 from zero2all.train.operators import changed_operators, resolve_together
 from zero2all.train.recording_choice import check_recording, recorded_passes
+from zero2all.train.sanity import require_memory
 from zero2all.train.state import DTYPES, TrainState, new_state
 from zero2all.train.validate import open_valid_splits
 
@@ -143,7 +148,7 @@ def prepare(
     elif not fresh and (run / CONFIG_FILE).is_file():
         notes.append(f"{run.name} was started before but has no checkpoint yet, so it begins at step 0")
     if anneal is not None:
-        notes.append(f"annealing over {anneal.steps:,} steps from step {anneal.from_step:,} on")
+        notes.append(f"annealing over {counted(anneal.steps, 'step')} from step {anneal.from_step:,} on")
     recorded = checkpoint.manifest["environment"].get("cpu_threads") if checkpoint and checkpoint.step else None
     set_cpu_threads(config.parallel.cpu_threads, recorded)
     here = {
@@ -217,8 +222,8 @@ def _read_ledger(run: Path, store: CheckpointStore, world: World) -> tuple[SkipL
     ledger = SkipLedger.from_state(world.first_does(rebuild))
     where = f"{newest.folder.name} and " if newest is not None else ""
     note = (
-        f"{problem} It was rebuilt from {where}the incident pages: {len(ledger.entries)} decisions, "
-        f"{ledger.tokens():,} tokens left out. The damaged file is kept beside it."
+        f"{problem} It was rebuilt from {where}the incident pages: {counted(len(ledger.entries), 'decision')}, "
+        f"{counted(ledger.tokens(), 'token')} left out. The damaged file is kept beside it."
     )
     return ledger, [note]
 
@@ -249,6 +254,7 @@ def _build_state(
     sharded = config.parallel.data == "shard" and world.size > 1
     ops = resolve_together(config.ops, op_context(config, world.device.type, dtype, sharded), world)
     check_recording(config, world.device, world.size, ops)
+    _require_memory(config, ops, world)
     step = checkpoint.step if checkpoint else 0
     model = Z2all(model_at(step, config.model, config.stages), ops)
     if checkpoint is None:
@@ -280,6 +286,21 @@ def _build_state(
         why = "as asked" if config.train.cuda_graph == "on" else "the host would queue them slower than they run"
         notes.append(f"passes will be recorded as a CUDA graph: {why}")
     return state, notes
+
+
+def _require_memory(config: RunConfig, ops: Ops, world: World) -> None:
+    """Refuse a run for which a process has too little memory; all of them say so and end."""
+    settings = memory_settings(config, ops, world.size, least_samples(config, world))
+    kind, problem = world.device.type, ""
+    on_device = torch.cuda.mem_get_info(world.device)[0] if kind == "cuda" else 0
+    try:
+        compiled = config.ops.compile != "none"
+        require_memory(config.model, settings, kind, on_device, available_memory(), local_processes(), compiled)
+    except DiskError as error:
+        problem = str(error)
+    for rank, theirs in enumerate(world.gather(problem)):
+        if theirs:
+            raise DiskError(theirs if world.size == 1 else f"In process {rank}: {theirs}")
 
 
 def _half_precision_notes(device: torch.device, dtype: torch.dtype) -> list[str]:
@@ -389,7 +410,7 @@ def _explained(anneal: AnnealConfig, config: RunConfig) -> Iterator[None]:
     except UsageError as error:
         name = config.train.name
         raise UsageError(
-            f"{name} cannot anneal over {anneal.steps:,} steps from step {anneal.from_step:,} on. {error}\n"
+            f"{name} cannot anneal over {counted(anneal.steps, 'step')} from step {anneal.from_step:,} on. {error}\n"
             f"For an anneal: ask for fewer steps (`z2a anneal {name} --steps N`). The other ways need a run that is "
             f"not training: stop it, and start it again with the changed setting and --accept-changes."
         ) from error
@@ -435,7 +456,7 @@ def save_run_config(config: RunConfig, run: Path) -> None:
 def load_run_config(run: Path) -> RunConfig:
     """The resolved config a run was started with."""
     path = run / CONFIG_FILE
-    if not path.is_file():
+    if not os.path.lexists(path):
         known = sorted(folder.name for folder in run.parent.glob("*") if (folder / CONFIG_FILE).is_file())
         raise BadInputError(
             f"There is no run in {run} (no {CONFIG_FILE}). "

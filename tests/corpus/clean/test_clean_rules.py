@@ -151,6 +151,13 @@ VERSE_ZH = {
         求之不得，寤寐思服。悠哉悠哉，辗转反侧。
         参差荇菜，左右采之。窈窕淑女，琴瑟友之。
         参差荇菜，左右芼之。窈窕淑女，钟鼓乐之。""",
+    "four characters, repeated": """
+        泛彼柏舟，在彼中河。髧彼两髦，实维我仪。之死矢靡它。母也天只，不谅人只！
+        泛彼柏舟，在彼河侧。髧彼两髦，实维我特。之死矢靡慝。母也天只，不谅人只！""",
+    "six and seven characters, repeated": """
+        俟我于着乎而，充耳以素乎而，尚之以琼华乎而。
+        俟我于庭乎而，充耳以青乎而，尚之以琼莹乎而。
+        俟我于堂乎而，充耳以黄乎而，尚之以琼英乎而。""",
     "annals": """
         三年春正月，城郢。夏四月庚辰，大雨雪。秋七月，楚人伐宋，取彭城。
         冬十月癸酉，齐侯、宋公、卫侯会于鄄。十有二月，日有食之。
@@ -241,6 +248,57 @@ def test_reports_on_gambling_are_kept() -> None:
         "后台可以随意修改结果，参与者没有一个能够带着钱离开。检察机关已经批准逮捕其中的十二人，案件还在进一步审理之中。"
     )
     assert Cleaner(channel="zh").clean([report])[0].reason is None
+
+
+def test_english_prose_on_betting_is_kept() -> None:
+    prose = [
+        "A bet is a promise between two people who expect different things. The odds say how much the winner gets "
+        "for each coin: at odds of four to one, a wager of ten pays forty. A bookmaker sets the odds so that the sum "
+        "of all bets leaves him a margin, whichever horse wins. Gambling is as old as racing itself, and poker or "
+        "roulette follow the same arithmetic: the casino keeps a small part of every wager.",
+        "He went to the casino with his brother and lost everything at roulette before midnight. The payout he had "
+        "hoped for never came; the poker table was worse. Gambling had been his father's ruin, and he had sworn never "
+        "to bet again. On the way home he counted the odds of finding work before winter, and laughed.",
+    ]
+    assert [one.reason for one in Cleaner(channel="en").clean(prose)] == [None] * len(prose)
+
+
+def test_short_lists_of_tips_are_kept() -> None:
+    tips = {
+        "en": "Study tips\n1. Start early\n2. Make a schedule\n3. Take regular breaks\n4. Turn off phones\n"
+        "5. Teach someone else\n6. Sleep well before exams\n7. Practice old questions\n8. Stay hydrated",
+        "zh": "旅行前的准备\n查好天气\n带上身份证件\n准备常用药品\n提前订好酒店\n把行程告诉家人\n"
+        "检查门窗和电源\n带一点现金",
+    }
+    for channel, text in tips.items():
+        assert (channel, Cleaner(channel=channel).clean([text])[0].reason) == (channel, None)
+
+
+def test_a_page_with_keys_is_kept_and_a_key_file_is_not() -> None:
+    key = "".join(random.Random(3).choices("ABCDEFGHabcdefgh0123456789+/", k=200))
+    page = f"{EN_LINES[0]}\nThe certificate is printed below, and it must be copied as it is.\n{key}\n{EN_LINES[1]}"
+    config = only("blobs", "en")
+    (done,) = Cleaner(config, "en", measure_kept=True).clean([page])
+    assert done.measures is not None
+    assert 0.12 < done.measures["blob_share"] < 0.3
+    assert done.reason is None
+    assert Cleaner(config, "en").clean([f"-----BEGIN KEY-----\n{key}\n-----END KEY-----"])[0].reason == "blobs"
+
+
+def test_names_with_digits_in_them_are_no_damage() -> None:
+    guide = "".join(
+        f"Start zero2all/z2all.py with the {word} of the k8s cluster. Then run z2all {word} and read what z2all says.\n"
+        for word in ("name", "path", "port", "key", "user", "size", "mode", "seed", "host", "rank", "step", "file")
+    )
+    config = only("garbled", "en")
+    assert Cleaner(config, "en").clean([guide])[0].reason is None
+    assert Cleaner(config, "en").clean([planted.en_badly_scanned(random.Random(5))])[0].reason == "garbled"
+
+
+def test_figures_alone_are_dropped_as_digits_in_any_channel() -> None:
+    figures = "138 2828 1212 7 2024-01-31 99.5 0.25 " * 3
+    for channel in ("zh", "en"):
+        assert (channel, Cleaner(channel=channel).clean([figures])[0].reason) == (channel, "digits")
 
 
 def test_a_table_in_markdown_is_no_menu() -> None:

@@ -94,6 +94,29 @@ def test_encoding_is_also_looked_for_inside_a_file_that_begins_in_ascii(tmp_path
     assert rows_of(items)[-1] == {"text": "这里是一些中文内容"}
 
 
+@pytest.mark.parametrize("text", ["Some plain words, on and on.\n" * 3000, "一些普通的句子，写了很多。\n" * 3000])
+@pytest.mark.parametrize("split_above", [1_000_000, 20_000], ids=["whole file", "pieces"])
+def test_a_bad_byte_costs_itself_not_a_long_text(tmp_path: Path, text: str, split_above: int):
+    data = text.encode()
+    middle = data.index(b"\n", len(data) // 2) + 1
+    items = read_all(
+        write(tmp_path / "a.txt", data[:middle] + b"\xff" + data[middle:]), Limits(split_text_above_bytes=split_above)
+    )
+    assert not damaged_of(items)
+    read = "".join(row["content"] for row in rows_of(items))
+    assert read.count("\ufffd") == sum(item.replaced for item in items if isinstance(item, Row)) == 1
+    assert read.replace("\ufffd", "") == text
+
+
+def test_a_text_with_many_bad_bytes_is_left_out(tmp_path: Path):
+    data = bytearray(b"Some plain words, on and on.\n" * 300)
+    data[::300] = b"\xff" * len(data[::300])
+    [bad] = read_all(write(tmp_path / "a.txt", bytes(data)))
+    assert isinstance(bad, Damaged)
+    assert bad.reason == "not_utf8"
+    assert "29 of 8,700 characters" in bad.detail
+
+
 @pytest.mark.parametrize("text", ["naïve façade déjà vu " * 20, "Größe und Höhe über Straßen " * 20])
 def test_other_encodings_are_not_taken_for_chinese(tmp_path: Path, text: str):
     items = read_all(write(tmp_path / "a.txt", text.encode("latin-1")))

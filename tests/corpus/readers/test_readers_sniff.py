@@ -40,6 +40,17 @@ from zero2all.corpus.readers import Format, sniff
         (b"One, two, three.\nFour, five, six.\n" * 5, ".txt", Format.TEXT),
         (b"a,b\n1,2\n3,4\n", ".md", Format.TEXT),
         (b"", ".jsonl", Format.EMPTY),
+        (b'"Well," he said,\n\nand went on with [1] his {story}.\n' * 50, ".json", Format.TEXT),
+        ("这是一段普通的文字，不是 JSON。\n".encode() * 20, ".jsonl", Format.TEXT),
+        (b"[Chapter 1] It was a dark night.\n", ".json", Format.TEXT),
+        (b"words of a long line " * 4000, ".json", Format.TEXT),
+        (b'{{< note >}}\nA page.\n{{< /note >}}\n\n{"a": 1}\n' + b"More words.\n" * 20, ".json", Format.TEXT),
+        (b'A page.\n{{< note >}}\n{"a": 1}\n' + b"More words.\n" * 20, ".json", Format.TEXT),
+        (b"{not json at all", ".json", Format.JSON_LINES),
+        (b'garbage first\n{"text": "ok"}\n', ".json", Format.JSON_LINES),
+        (b'"a text"\n"another"\n17\n', ".json", Format.JSON_LINES),
+        (b"[1, 2]", ".json", Format.JSON_ARRAY),
+        (b"{'text': 'of Python'}\n", ".json", Format.JSON_LINES),
     ],
 )
 def test_content_decides_the_format(head: bytes, name: str, expected: Format):
@@ -50,6 +61,39 @@ def test_content_decides_the_format(head: bytes, name: str, expected: Format):
 def test_delimiter_and_header_of_a_table(delimiter: str):
     found = sniff(csv_table(delimiter=delimiter), "a.csv")
     assert (found.format, found.delimiter, found.header) == (Format.CSV, delimiter, ("id", "title", "text"))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["id", "name, first and last", "text"],
+        ["Is it good? (1-5)", "50% of what", "my review & yours"],
+        ["编号（整数）", "用户名,昵称", "正文：全部"],
+        ["_id", "text", "2nd text"],
+    ],
+)
+def test_quoted_names_and_names_with_signs_are_a_header(names: list[str]):
+    rows = [
+        dict(zip(names, [f"{n}", f"No. {n}, of many", "Some words, and a few more."], strict=True)) for n in range(9)
+    ]
+    found = sniff(csv_table(rows), "a.csv")
+    assert (found.has_header, found.header) == (True, tuple(names))
+    quoted = "\n".join(",".join(f'"{value}"' for value in row) for row in [names, *(row.values() for row in rows)])
+    assert sniff(quoted.encode(), "a.csv").header == tuple(names)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        ["1", "A first record. It has two sentences.", "en"],
+        ["u17", "The words of one person, said to another", "2024-01-01"],
+        ["张三", "今天天气很好，我们去公园玩。", "好评"],
+    ],
+)
+def test_a_first_row_that_is_like_the_others_is_no_header(row: list[str]):
+    others = [[cell.replace("1", f"{n}").replace("three", "x") for cell in row] for n in range(2, 12)]
+    table = csv_table([dict(enumerate(each)) for each in [row, *others]]).split(b"\r\n", 1)[1]  # type: ignore[misc]
+    assert not sniff(table, "a.csv").has_header
 
 
 def test_folder_is_listed_in_name_order_without_what_is_no_data(tmp_path: Path):

@@ -14,12 +14,14 @@ from typing import Any
 
 import pytest
 
-from zero2all.common.errors import BadInputError
+from zero2all.common.errors import BadInputError, UsageError
+from zero2all.config import load_config
 from zero2all.train.checkpoints.latest import latest_noted
 from zero2all.train.checkpoints.load import verified_checkpoint
 from zero2all.train.checkpoints.retention import pins
 from zero2all.train.checkpoints.run_lock import hold_run
 from zero2all.train.guards.ledger import DamagedLedgerError, SkipLedger, keep_damaged
+from zero2all.train.setup import load_run_config
 
 MODEL = "model-00000-00000.safetensors"
 HUGE = 1 << 42
@@ -329,3 +331,8 @@ def test_a_fifo_in_a_run_folder_is_refused_or_passed_over_and_never_waited_for(r
     keep_damaged(run / "incidents/skipped.json")
     with pytest.raises(BadInputError, match=r"lock is no plain file"), hold_run(run):
         pass
+    os.mkfifo(run / "config.yaml")
+    with pytest.raises(BadInputError, match=r"(?s)config\.yaml.* is no plain file"):
+        load_run_config(run)
+    with pytest.raises(UsageError, match=r"config\.yaml is no plain file"):
+        load_config(run / "config.yaml")

@@ -57,9 +57,10 @@ def watch_of(simulation: Simulation, steps: int, watch: ShardWatch | None = None
     return watch, found
 
 
-def test_a_hundred_clean_runs_name_no_shard():
+@pytest.mark.parametrize("runs", [20, pytest.param(100, marks=pytest.mark.slow)])
+def test_clean_runs_name_no_shard(runs):
     named = []
-    for seed in range(100):
+    for seed in range(runs):
         watch, found = watch_of(Simulation(seed, first_step=seed % 2 * 300), 120)
         named += found
         assert sum(row["rows"] for row in watch.table()) > 60 * ROWS, "most rows were judged"

@@ -149,6 +149,8 @@ class Cleaner:
             for place, text in zip(places, again, strict=True):
                 texts[place] = text
         measures = rules.measures_of(counts, self.config)
+        if self.config.garbled.on:
+            rules.lower_broken_share(texts, measures, self.config)
         if self.config.spam.on:
             set_spam_measures(texts, measures)
         reasons = self._reasons(texts, measures)

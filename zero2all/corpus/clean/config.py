@@ -195,6 +195,9 @@ class Blobs:
     min_run_chars: PositiveInt = 60
     """A run of letters, digits and + - / = _ is data from this length on, if at least nine tenths are letters and
     digits and one in thirty is a digit, as in base64 and unlike in paths."""
+    spare_prose_share: Share = 0.1
+    """Documents are spared that have at least this share of their other characters in lines of 20 and more characters
+    that end as sentences do: a page on keys and certificates. Not above a share of 0.3."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +212,7 @@ class LooseLines:
     """A line is loose when it has fewer characters than this and does not end in a sentence end (. ! ? 。 ！ ？ …)."""
     spare_function_share: Share = 0.25
     """Documents with at least this share of function words (see few_function_words) are spared: verse, speech."""
-    from_lines: PositiveInt = 8
+    from_lines: PositiveInt = 12
     """Documents with fewer lines are not judged by this rule."""
 
 
@@ -333,6 +336,11 @@ class Scrambled:
     """The same where modern function characters are few (`kinds.max_modern_share`)."""
     from_pairs: NaturalInt = 40
     """Documents with fewer neighbouring Han characters are not judged by this rule."""
+    from_verse_pairs: NaturalInt = 60
+    """The same for verse: short poems have few frequent pairs."""
+    spare_repeated_share: Share = 0.02
+    """Documents with few modern function characters are spared when one n-gram (see top_ngram) makes up this share:
+    songs repeat themselves, random characters do not."""
 
 
 @dataclass(frozen=True)
@@ -351,7 +359,8 @@ class Garbled:
     max_old_rare_share: Share = 0.1
     """The same where modern function characters are few; in verse, none are counted."""
     max_word_share: Share = 0.06
-    """Largest share of words with a digit or a sign such as ! ~ ^ | between two lower-case letters."""
+    """Largest share of words with a digit or a sign such as ! ~ ^ | between two lower-case letters; also among the
+    different words, since a name such as z2a may be frequent."""
     from_units: NaturalInt = 40
     """Documents with fewer Han characters, or fewer words, are not judged by them."""
 

@@ -6,6 +6,7 @@ needs nothing but measures: it says which texts the rule drops.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -18,6 +19,10 @@ from zero2all.corpus.clean.config import CleanConfig
 Array = np.ndarray[Any, np.dtype[Any]]
 Measures = dict[str, Array]
 
+_BROKEN = re.compile(r"[a-z][0135-9!$%*+;@^|~][a-z]")
+"""Not 2 and 4, which stand for to and for in names, and not two digits, as in i18n."""
+SEARCHED_CHARS = 20_000
+"""Longer texts are searched for different words up to here."""
 SCRIPTS: Final = {"han": "han_share", "latin": "latin_share", "ascii": "ascii_share"}
 
 
@@ -31,6 +36,7 @@ def measures_of(counts: Array, config: CleanConfig) -> Measures:
     lines = column[k.LINES]
     return {
         "chars": chars,
+        "letters": letters,
         "replacement_share": _share(column[t.REPLACEMENT], chars),
         "mojibake_latin_share": _share(column[k.MOJIBAKE_PAIRS], chars),
         "mojibake_han_share": _share(column[k.GBK_SUSPECTS], column[t.HAN]),
@@ -67,7 +73,7 @@ def measures_of(counts: Array, config: CleanConfig) -> Measures:
         "bare_share": _share(column[k.BARE_CHARS], column[t.HAN]),
         "noise_share": _share(3 * column[k.NOISE] + column[k.LONE_HANS], column[t.HAN]),
         "rare_share": _share(column[k.RARE_HANS], np.minimum(column[t.HAN], k.PAIR_HANS)),
-        "broken_word_share": _share(column[k.BROKEN_WORDS], column[k.WORDS]),
+        "broken_word_share": _share(column[k.BROKEN_WORDS], column[k.WORDS]),  # lowered by `lower_broken_share`
         "menu_share": _share(
             column[k.MENU_CHARS] + np.where(column[k.TABLE_RULES] > 0, 0, column[k.TABLE_CHARS]), column[k.LINE_CHARS]
         ),
@@ -75,6 +81,15 @@ def measures_of(counts: Array, config: CleanConfig) -> Measures:
         **_pairs(column),
         **_kinds(column, chars, latin, config),
     }
+
+
+def lower_broken_share(texts: list[str], measures: Measures, config: CleanConfig) -> None:
+    """Set `broken_word_share` to the share among different words where it is smaller: a name repeated is no damage."""
+    shares = measures["broken_word_share"]
+    over = (shares > config.garbled.max_word_share) & (measures["words"] >= config.garbled.from_units)
+    for at in np.flatnonzero(over).tolist():
+        words = set(texts[at][:SEARCHED_CHARS].lower().split())
+        shares[at] = min(shares[at], sum(map(bool, map(_BROKEN.search, words))) / max(1, len(words)))
 
 
 def _pairs(column: Array) -> Measures:
@@ -159,7 +174,18 @@ def _list_like(rule: str, measure: str) -> Callable[[Measures, CleanConfig], Arr
 
 def _wrong_script(m: Measures, c: CleanConfig) -> Array:
     rule = c.wrong_script
-    return (m[SCRIPTS[rule.script]] < rule.min_share) & (m["chars"] >= rule.from_chars)
+    return (m[SCRIPTS[rule.script]] < rule.min_share) & (m["chars"] >= rule.from_chars) & (m["letters"] > 0)
+
+
+def _digits(m: Measures, c: CleanConfig) -> Array:
+    alone = (m["letters"] == 0) & (m["chars"] >= c.wrong_script.from_chars)  # in no script, so it is not a wrong one
+    return _over("digits", "digit_share")(m, c) | (alone & (m["digit_share"] > c.digits.max_share))
+
+
+def _blobs(m: Measures, c: CleanConfig) -> Array:
+    share = m["blob_share"]
+    prose = m["prose_share"] / np.maximum(1 - share, 0.1)
+    return (share > c.blobs.max_share) & ((prose < c.blobs.spare_prose_share) | (share > 0.3))
 
 
 def _few_distinct(m: Measures, c: CleanConfig) -> Array:
@@ -215,7 +241,9 @@ def _duplicate_ngrams(m: Measures, c: CleanConfig) -> Array:
 def _scrambled(m: Measures, c: CleanConfig) -> Array:
     rule = c.scrambled
     limit = np.where(m["old"], rule.min_old_excess, rule.min_excess)
-    return (m["pair_excess"] < limit) & (m["pairs"] >= rule.from_pairs)
+    enough = m["pairs"] >= np.where(m["verse"], rule.from_verse_pairs, rule.from_pairs)
+    repeats = m["old"] & (m["top_ngram_share"] >= rule.spare_repeated_share)
+    return (m["pair_excess"] < limit) & enough & ~repeats
 
 
 def _garbled(m: Measures, c: CleanConfig) -> Array:
@@ -245,8 +273,8 @@ JUDGES: dict[str, Callable[[Measures, CleanConfig], Array]] = {
     "mojibake": _mojibake,
     "block_art": lambda m, c: m["art_share"] > c.block_art.max_share,
     "wrong_script": _wrong_script,
-    "blobs": lambda m, c: m["blob_share"] > c.blobs.max_share,
-    "digits": _over("digits", "digit_share"),
+    "blobs": _blobs,
+    "digits": _digits,
     "symbols": _over("symbols", "symbol_share"),
     "urls": _over("urls", "url_share"),
     "emails": _emails,

@@ -22,6 +22,7 @@ LEAST_HAN_SHARE = 0.025
 LEAST_WORD_SHARE = 0.02
 LEAST_OFFERS = 2
 """A report or a novel names games and casinos; an advertisement has offers, too."""
+LEAST_ENGLISH_OFFERS = 3
 SEARCHED_CHARS = 20_000
 """Longer texts are searched up to here."""
 
@@ -37,6 +38,10 @@ OFFERS = """
 官网 官方 平台 信誉 公信力 牌照 下载 玩家 玩法 技巧 计划 推荐 免费 在线 网上 线上 点击 链接 微信 支付宝 领取 彩头
 资金 安全 手机 app
 """.split()  # noqa: SIM905
+ENGLISH_OFFERS = """
+join register signup deposit deposits withdraw withdrawal withdrawals claim welcome promo promotion promotions bonus
+bonuses spins cashback vip exclusive sportsbook dealers trusted safest your our
+""".split()  # noqa: SIM905
 _TRADITIONAL = str.maketrans(
     "赌场网钱乐龙斗马将鱼发娱台视讯现赔盘让竞闲庄车赛飞奖势图赢稳赚码游艺体买围开户会员优红礼验录线点击链领计划荐费载誉宝头资单双组选轮战",
     "賭場網錢樂龍鬥馬將魚發娛臺視訊現賠盤讓競閒莊車賽飛獎勢圖贏穩賺碼遊藝體買圍開戶會員優紅禮驗錄線點擊鏈領計劃薦費載譽寶頭資單雙組選輪戰",
@@ -51,13 +56,15 @@ def _pattern(terms: list[str]) -> re.Pattern[str]:
 
 _GAMBLING = _pattern(GAMBLING)
 _OFFERS = _pattern(OFFERS)
+_ENGLISH_OFFERS = re.compile(rf"\b(?:{'|'.join(ENGLISH_OFFERS)})\b", re.IGNORECASE)
 _WORDS = re.compile(rf"\b(?:{'|'.join(SPAM_WORDS)})\b", re.IGNORECASE)
 
 
 def set_spam_measures(texts: list[str], measures: dict[str, Array]) -> None:
     """Set `spam_share`, the share of Han characters or of words in such terms, and `spam_terms`, how many differ.
 
-    Offers count only up to the weight of the gambling terms beside them: every shop has them.
+    Only texts with offers are advertisements. Chinese offers count only up to the weight of the gambling terms beside
+    them: every shop has them.
     """
     share, terms = measures["spam_share"], measures["spam_terms"]
     for at in np.flatnonzero(measures["spam_han_share"] >= LEAST_HAN_SHARE).tolist():
@@ -71,5 +78,8 @@ def set_spam_measures(texts: list[str], measures: dict[str, Array]) -> None:
         share[at] = (sum(map(len, found)) + offered) / max(1.0, min(measures["han"][at], SEARCHED_CHARS))
         terms[at] = len(set(found))
     for at in np.flatnonzero(measures["spam_word_share"] >= LEAST_WORD_SHARE).tolist():
+        offers = _ENGLISH_OFFERS.findall(texts[at], 0, SEARCHED_CHARS)
+        if len(set(map(str.lower, offers))) < LEAST_ENGLISH_OFFERS:
+            continue
         share[at] = max(share[at], measures["spam_word_share"][at])
         terms[at] = max(terms[at], len(set(map(str.lower, _WORDS.findall(texts[at])))))

@@ -135,6 +135,8 @@ class Origin:
     """Archive entry numbers: the beginning of every cursor."""
     is_code: bool = False
     """Program text by its name."""
+    is_misnamed: bool = False
+    """Plain text, though its name says JSON."""
     counts: str = "byte"
     """What positions count: `byte` or `row`."""
     frames: list[tuple[int, int]] = field(default_factory=list)
@@ -171,6 +173,8 @@ class Row:
     """True when the reader made the document itself (plain text): fields are then `content`, `title`, `others`."""
     line_start: int | None = None
     """Of a document that ends inside a line: where that line started."""
+    replaced: int = 0
+    """Of a document that the reader made: characters that could not be decoded and are U+FFFD now."""
 
     @property
     def place(self) -> str:
@@ -232,11 +236,14 @@ def too_large(origin: Origin, at: int, size: int, limit: int, data: bytes) -> Da
     return damaged_at(origin, at, at + size, "too_large", detail, size, data[:limit])
 
 
-def wrong_encoding(origin: Origin, at: int, end: int, data: bytes, error: UnicodeDecodeError) -> Damaged:
+def wrong_encoding(
+    origin: Origin, at: int, end: int, data: bytes, error: UnicodeDecodeError, more: str = ""
+) -> Damaged:
     """An item with bytes that its encoding does not have."""
     detail = f"byte 0x{data[error.start]:02x} at {error.start} of {len(data)} is not {origin.encoding}"
     if origin.data != origin.encoding:
         detail = f"something at {error.start} of {len(data)} bytes of UTF-8 was not {origin.encoding}"
+    detail += more
     near = data[max(0, error.start - EXCERPT_CHARS // 2) :]
     reason = f"not_{origin.encoding.replace('-', '')}"
     return damaged_at(origin, at, end, reason, detail, end - at, near, place_at=at + error.start)

@@ -32,6 +32,8 @@ MAX_VALUES = 2_500_000
 LENIENT_BYTES = 8_000_000
 """The standard parser, which takes what orjson refuses, needs several times the memory: only up to this size."""
 HEAD_KEPT = 1000
+MAX_REPLACED_SHARE = 0.002
+"""Of the characters of a plain text, so many may be undecodable: what the rule `replacement_characters` lets pass."""
 
 
 class Batch(NamedTuple):
@@ -223,17 +225,23 @@ def text_row(data: bytes, origin: Origin, at: int, end: int, whole: bool) -> Row
     """A document of plain text; nothing when it is blank. `whole`: it is all of its file.
 
     The path of a program belongs to what a model should read; the name of a text file is only where it came from.
+    A few bytes that the encoding does not have become U+FFFD each; a text with more of them is damaged.
     """
+    replaced = 0
     try:
         text = data.decode(origin.data)
     except UnicodeDecodeError as error:
-        return wrong_encoding(origin, at, end, data, error)
+        text = data.decode(origin.data, "replace")
+        replaced = text.count("\ufffd") - data.decode(origin.data, "ignore").count("\ufffd")
+        if replaced > MAX_REPLACED_SHARE * len(text):
+            return wrong_encoding(origin, at, end, data, error, f"; {replaced:,} of {len(text):,} characters are bad")
     text = text.removesuffix("\r")
     if not whole and not text.strip():
         return None
     others: dict[str, Any] = {"file": origin.name} if whole else {"file": origin.name, "offset": at}
     title = (origin.member or origin.file) if origin.is_code else ""
-    return Row({"content": text, "title": title, "others": others}, origin, at, end, is_document=True)
+    fields = {"content": text, "title": title, "others": others}
+    return Row(fields, origin, at, end, is_document=True, replaced=replaced)
 
 
 def broken_item(source: Source, origin: Origin, at: int, rest: bytes) -> Damaged:

@@ -37,7 +37,16 @@ from zero2all.corpus.readers.items import (
     suffix_of,
 )
 from zero2all.corpus.readers.lines import read_json_lines, read_text_lines
-from zero2all.corpus.readers.sniff import ARCHIVES, HEAD_BYTES, STREAMS, Found, container_of, inner_name, sniff
+from zero2all.corpus.readers.sniff import (
+    ARCHIVES,
+    HEAD_BYTES,
+    JSON_SUFFIXES,
+    STREAMS,
+    Found,
+    container_of,
+    inner_name,
+    sniff,
+)
 from zero2all.corpus.readers.streams import (
     FilePart,
     FrameLines,
@@ -233,8 +242,19 @@ class _UnitReader:
 
     def _origin(self, found: Found, name: str, member: str, path: tuple[int, ...]) -> Origin:
         counts = "row" if found.format is Format.PARQUET else "byte"
-        is_code = suffix_of(name) in CODE_SUFFIXES
-        return Origin(self.name, member, found.format, found.encoding, found.encoding, path, is_code, counts)
+        suffix = suffix_of(name)
+        is_misnamed = found.format is Format.TEXT and suffix in JSON_SUFFIXES
+        return Origin(
+            self.name,
+            member,
+            found.format,
+            found.encoding,
+            found.encoding,
+            path,
+            is_code=suffix in CODE_SUFFIXES,
+            is_misnamed=is_misnamed,
+            counts=counts,
+        )
 
     def _leaf(
         self,

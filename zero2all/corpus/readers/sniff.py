@@ -14,6 +14,8 @@ HEAD_BYTES = 1 << 16
 SNIFFED_ROWS = 200
 EVEN_SHARE = 0.5
 """A file named as a table may have broken rows near its beginning."""
+JSON_LINE_SHARE = 0.2
+"""A file named as JSON that does not begin with it is JSON lines when a larger share of its lines is JSON."""
 
 JSON_SUFFIXES = frozenset({".json", ".jsonl", ".ndjson", ".jsonlines"})
 CSV_SUFFIXES = frozenset({".csv", ".tsv", ".tab", ".psv"})
@@ -31,10 +33,18 @@ TEXT_FIELDS = frozenset({
 })
 # fmt: on
 
+_TEMPLATES = (b"{{", b"{%", b"{#")
+_OBJECT_START = re.compile(rb"\{\s*[\"'}]")
+_JSON_ARRAY = re.compile(rb'\[\s*(?:[{\[\]"\d-]|true|false|null|$)')
 _ARRAY_START = re.compile(rb'\[\s*(\{\s*["}]|"(?:[^"\\]|\\.)*"\s*[,\]]|\]\s*$)')
 _FIRST_KEY = re.compile(rb'\[\s*\{\s*"((?:[^"\\]|\\.)*)"\s*:')
 _OTHER_COMPRESSION = (b"\x04\x22\x4d\x18", b"\x1f\x9d", b"LZIP", b"\x89LZO")
 _HEADER_FIELD = re.compile(r"[^\W\d][\w \-./()#]{0,39}")
+_FIGURES = re.compile(r"[\d\s.,:/%+eETZ$€¥£-]*")
+HEADER_CHARS = 60
+"""A name in a header is not longer."""
+LONG_CELL = 40
+"""Characters of most cells of a column that holds texts."""
 
 
 class Found(NamedTuple):
@@ -121,13 +131,13 @@ def _sniff_text(text: bytes, suffix: str, whole: bool) -> Found:
     body = text.lstrip()
     named_json = suffix in JSON_SUFFIXES
     if body.startswith(b"["):
-        if named_json or _ARRAY_START.match(body):
+        if _ARRAY_START.match(body) or (named_json and _JSON_ARRAY.match(body)):
             key = _FIRST_KEY.match(body)
             return Found(Format.JSON_ARRAY, first_key=key[1].decode("utf-8", "replace") if key else None)
         return Found(Format.TEXT)
-    if body.startswith(b"{"):
+    if body.startswith(b"{") and not body.startswith(_TEMPLATES):
         return Found(_sniff_objects(body, named_json, whole))
-    if named_json and body:
+    if named_json and _has_json_lines(body, whole):
         return Found(Format.JSON_LINES)
     return _sniff_table(text, suffix, whole) or Found(Format.TEXT)
 
@@ -146,6 +156,22 @@ def _sniff_objects(body: bytes, named_json: bool, whole: bool) -> Format:
     if named_json or any(_is_object(line) for line in lines[1:] if line.startswith(b"{")):
         return Format.JSON_LINES
     return Format.TEXT
+
+
+def _has_json_lines(body: bytes, whole: bool) -> bool:
+    """Whether a file with such a name that begins with something else has enough lines of JSON."""
+    lines = [line.strip() for line in body.split(b"\n") if line.strip()]
+    if not whole and len(lines) > 1 and not _OBJECT_START.match(lines[-1]):
+        lines.pop()  # it may be cut
+    return sum(bool(_OBJECT_START.match(line)) or _is_json(line) for line in lines) > JSON_LINE_SHARE * len(lines)
+
+
+def _is_json(data: bytes) -> bool:
+    try:
+        jsonio.loads(data)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_object(data: bytes) -> bool:
@@ -174,18 +200,42 @@ def _sniff_table(text: bytes, suffix: str, whole: bool) -> Found | None:
         width = len(rows[0]) if rows else 0
         even = sum(len(row) == width for row in rows) / max(len(rows), 1)
         if width > 1 and even >= EVEN_SHARE:
-            candidates.append((even, width, -rank, delimiter, rows[0]))
+            candidates.append((even, width, -rank, delimiter, rows))
     if not candidates:
         if not named or not lines:
             return None
         only = lines[0].strip().strip('"')
         has_header = only.lower() in TEXT_FIELDS
         return Found(Format.CSV, delimiter=",", header=(only if has_header else "text",), has_header=has_header)
-    even, _, _, delimiter, first = max(candidates)
-    names = [name.strip() for name in first]
-    has_header = len(set(names)) == len(names) and all(_HEADER_FIELD.fullmatch(name) for name in names)
+    even, _, _, delimiter, rows = max(candidates)
+    names = [name.strip() for name in rows[0]]
+    has_header = _is_header(names, [row for row in rows[1:] if len(row) == len(names)])
     names_text = not TEXT_FIELDS.isdisjoint(name.lower() for name in names)
     if not named and not (has_header and names_text and even == 1.0 and len(lines) > 2):
         return None
     header = tuple(names) if has_header else tuple(f"column{n}" for n in range(1, len(names) + 1))
     return Found(Format.CSV, delimiter=delimiter, header=header, has_header=has_header)
+
+
+def _is_header(names: list[str], rows: list[list[str]]) -> bool:
+    """Whether the first row of a table names its columns: by plain names, or unlike the rows below it."""
+    if len(set(names)) < len(names):
+        return False
+    if all(_HEADER_FIELD.fullmatch(name) for name in names):
+        return True
+    columns = list(zip(*rows, strict=True)) if rows else [()] * len(names)
+    if any(
+        len(name) > HEADER_CHARS or "\n" in name or _FIGURES.fullmatch(name) or name in column
+        for name, column in zip(names, columns, strict=True)
+    ):
+        return False
+    return not TEXT_FIELDS.isdisjoint(name.lower() for name in names) or any(
+        _is_unlike(name, column) for name, column in zip(names, columns, strict=True) if column
+    )
+
+
+def _is_unlike(name: str, column: tuple[str, ...]) -> bool:
+    """Whether a name stands above figures, or above much longer texts."""
+    figures = sum(bool(cell.strip()) and _FIGURES.fullmatch(cell) is not None for cell in column)
+    usual = sorted(map(len, column))[len(column) // 2]
+    return figures > 0.9 * len(column) or usual >= max(LONG_CELL, 4 * len(name))

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from zero2all.common.errors import AnomalyError, BadInputError, LostRunError, UserError
 from zero2all.common.files import human_bytes, require_free_space
+from zero2all.common.progress import counted
 from zero2all.train.checkpoints import documents
 from zero2all.train.checkpoints.commit import SaveError, bytes_needed, commit, lack_of_space
 from zero2all.train.checkpoints.find import Say, find_newest, open_at, say_aloud
@@ -102,7 +103,7 @@ class CheckpointStore:
         """DiskError when the disk cannot hold so many checkpoints of the prepared size beside what is there."""
         assert self._layout is not None, "prepare() knows the size"
         size = bytes_needed(self._layout)
-        require_free_space(self.run, size * checkpoints, f"{checkpoints} checkpoints of {human_bytes(size)}")
+        require_free_space(self.run, size * checkpoints, f"{counted(checkpoints, 'checkpoint')} of {human_bytes(size)}")
 
     def sweep(self) -> list[str]:
         """Remove what killed saves left behind; for the holder of the run's lock, on rank 0, before the first save."""

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from zero2all.common.errors import AnomalyError
+from zero2all.common.progress import counted
 from zero2all.config.training import GuardsConfig
 from zero2all.train.guards.findings import STEP_KINDS, Finding
 from zero2all.train.guards.ledger import SkipLedger, Skipped
@@ -109,11 +110,12 @@ class Policy:
         spikes = [entry for entry in self._open_spikes(step, ledger) if self._kind_setting(entry.kind) == "rollback"]
         if back and len(spikes) + 1 >= self.config.rollback_after_spikes:
             margin = self.config.rollback_margin_steps
-            return self._go_back(step, back[0], spikes, ledger, checkpoints, margin, f"{len(spikes) + 1} spikes")
+            return self._go_back(step, back[0], spikes, ledger, checkpoints, margin, counted(len(spikes) + 1, "spike"))
         if in_a_row >= self.config.max_skips_in_a_row:
+            skipped = "1 update was" if in_a_row == 1 else f"{in_a_row} updates in a row were"
             return Stop(
-                f"{worst.text}. {in_a_row} updates in a row were skipped, so the run ends here. The weights are those "
-                f"of step {step - in_a_row}."
+                f"{worst.text}. {skipped} skipped, so the run ends here. The weights are those of step "
+                f"{step - in_a_row}."
             )
         if worst.kind == "nonfinite":
             return Continue(f"{worst.text}; no update was made with this step")
@@ -199,15 +201,15 @@ class Policy:
         recent = [one for one in rollbacks if abs(step - one.decided_at_step) < within]
         if len(recent) >= self.config.max_rollbacks:
             return Stop(
-                f"{finding.text}. The run has gone back {len(recent)} times within {within:,} steps "
+                f"{finding.text}. The run has gone back {counted(len(recent), 'time')} within {within:,} steps "
                 f"(guards.max_rollbacks), and its loss jumps again: this is not one bad stretch of data."
             )
         to_step = self._last_good(onset_step - margin, checkpoints, rollbacks)
         if to_step is None:
             return SkipWindow(
                 _skipped(finding, step, onset_token, end, "window"),
-                f"{finding.text}; there is no good checkpoint at least {margin} steps older than step {onset_step} to "
-                f"go back to, so only the data is left out",
+                f"{finding.text}; there is no good checkpoint at least {counted(margin, 'step')} older than step "
+                f"{onset_step} to go back to, so only the data is left out",
             )
         return Rollback(
             to_step,

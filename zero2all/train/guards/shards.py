@@ -50,6 +50,7 @@ from typing import Any
 
 import numpy as np
 
+from zero2all.common.progress import counted
 from zero2all.train.guards.findings import Finding, Kind
 from zero2all.train.guards.levels import MIN_WINDOW_ROWS, NO_LIMIT, NO_SHARD, WINDOW_ROWS, Levels, Windows
 from zero2all.train.guards.rows import StepRows
@@ -228,7 +229,7 @@ class ShardWatch:
         no_others = f"; there is no other shard of {name.source} to compare with"
         others = no_others if beside is None else f", the other shards of {name.source} {beside:.4g}"
         text = (
-            f"shard {name.shard} of {name.source} is {words}: mean loss {loss:.4g} over {count} samples, "
+            f"shard {name.shard} of {name.source} is {words}: mean loss {loss:.4g} over {counted(count, 'sample')}, "
             f"its channel {usual:.4g}{others}"
         )
         details = {

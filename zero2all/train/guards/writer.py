@@ -15,6 +15,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from zero2all.common.files import write_atomic, write_json
+from zero2all.common.progress import counted
 from zero2all.packed.mixture import TrainingData
 from zero2all.train.checkpoints.run_lock import Fence, no_fence
 from zero2all.train.guards.documents import Decode, SampleText, documents_by_number, samples_of_step
@@ -113,14 +114,15 @@ def incident_samples(
     count = (end - first) // data.segment_at(first).seq_len
     losses = {row: loss for row, loss in enumerate(incident.row_losses) if loss is not None}
     rows: Sequence[int] = range(min(count, MAX_ROWS))
-    note = f"The first {len(rows)} of {count} rows of this step."
+    note = f"The first {len(rows)} of {counted(count, 'row')} of this step."
     if losses:
         is_drop = incident.kind == "loss_drop"
         ranked = sorted(losses, key=lambda row: (losses[row] if is_drop else -losses[row], row))
         rows = ranked[:MAX_ROWS]
-        note = f"The {len(rows)} rows with the {'lowest' if is_drop else 'highest'} loss, of {count} in this step."
+        which = "lowest" if is_drop else "highest"
+        note = f"The {counted(len(rows), 'row')} with the {which} loss, of {count} in this step."
     elif len(rows) == count:
-        note = f"All {count} rows of this step."
+        note = "The one row of this step." if count == 1 else f"All {count} rows of this step."
     note += f" All of them: z2a inspect {incident.run} {incident.step}"
     return samples_of_step(data, first, count, corpus, decode, rows, losses), note
 

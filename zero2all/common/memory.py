@@ -1,0 +1,53 @@
+"""How much memory this process can still get.
+
+What the kernel has left for the machine, or what a control group (a container, a service, a job) leaves of its limit if
+that is less. Cached files count as free in both: the kernel gives them up when memory is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+FILES = {"v2": ("memory.max", "memory.current", ""), "v1": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")}
+"""Limit, usage, and how the names in memory.stat begin that count a group with those below it."""
+
+
+def available_memory(groups: Path = GROUPS, own_groups: Path = OWN_GROUPS) -> int:
+    """Bytes that can be had now."""
+    import psutil
+
+    return min([int(psutil.virtual_memory().available), *_left_in_groups(groups, own_groups)])
+
+
+def _left_in_groups(groups: Path, own_groups: Path) -> Iterator[int]:
+    """Of this process's group and of those around it: each may have a limit."""
+    try:
+        lines = own_groups.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        version, root = ("v1", groups / "memory") if controllers else ("v2", groups)
+        # Inside a container the path may be the host's, which is not to be seen: its root is then the own group.
+        own = root / path.lstrip("/")
+        for folder in [own, *own.parents]:
+            left = _left_in(folder, *FILES[version])
+            if left is not None:
+                yield left
+            if folder == root:
+                break
+
+
+def _left_in(folder: Path, limit: str, usage: str, prefix: str) -> int | None:
+    """What a group has left; None where there is no such group, or no limit ("max")."""
+    try:
+        highest, used = int((folder / limit).read_text()), int((folder / usage).read_text())
+        counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        cached = sum(int(counts.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+    except (OSError, ValueError):
+        return None
+    return max(0, highest - used + cached)
