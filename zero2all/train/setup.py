@@ -324,7 +324,7 @@ def load_checkpoint(state: TrainState, checkpoint: Checkpoint) -> None:
 
 
 def op_context(config: RunConfig, device: str, dtype: torch.dtype, sharded: bool = False) -> OpContext:
-    """All that the operators of this config may want to know before they are chosen."""
+    """The context in which the operators of this config are chosen."""
     model = config.model
     return OpContext(
         device=device,
