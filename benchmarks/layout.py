@@ -32,7 +32,7 @@ from zero2all.perf.batch import BatchShape, own_batch, parse_batch
 from zero2all.perf.clock import seconds_of
 from zero2all.perf.environment import environment
 from zero2all.perf.measured_config import load_measured_config
-from zero2all.train.setup import situation
+from zero2all.train.setup import op_context
 from zero2all.train.state import DTYPES
 
 BATCH_FIRST, SEQUENCE_FIRST = "batch, seq, hidden", "seq, batch, hidden"
@@ -59,7 +59,8 @@ class Layout:
 
     def norm(self, given: list[Tensor]) -> Tensor:
         """Add and norm; the sum of both results, so that both have gradients."""
-        normed, total = self.ops.rms_norm(*given, self.config.rms_norm_eps)
+        x, branch, weight = given
+        normed, total = self.ops.rms_norm(x, branch, weight, self.config.rms_norm_eps)
         return normed + total
 
     def linear(self, given: list[Tensor]) -> Tensor:
@@ -136,7 +137,7 @@ def main() -> None:
 def compare(config: RunConfig, batch: BatchShape, least_seconds: float) -> dict[str, tuple[float, float]]:
     """Piece -> seconds of forward and backward in either order."""
     device, dtype = pick_device(config.parallel.device), DTYPES[config.train.precision]
-    ops = resolve(config.ops, situation(config, device.type, dtype))
+    ops = resolve(config.ops, op_context(config, device.type, dtype))
     for note in ops.notes():
         say(note)
     orders = [Layout(name, config.model, ops, batch, device) for name in (BATCH_FIRST, SEQUENCE_FIRST)]

@@ -29,11 +29,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.machine import machine, save_result
 from zero2all.config import load_config
+from zero2all.config.training import OptimConfig
 from zero2all.model.config import ModelConfig
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
-from zero2all.train.config import OptimConfig
 from zero2all.train.optimizers import Implementation, Optimizer, build_optimizer, model_roles
 
 SMALL = ModelConfig(vocab_size=4096, hidden_size=512, intermediate_size=1408, layers=2, heads=8, kv_heads=4)

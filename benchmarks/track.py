@@ -33,7 +33,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.machine import RESULTS, save_result
-from zero2all.common import jsonio
+from benchmarks.track_run import ROWS, SPIKE_STEP, write_long_run
 from zero2all.common.files import read_json
 from zero2all.track import Run
 
@@ -46,8 +46,6 @@ FAULT_CALLS = 100_000
 BLOCKED_SECONDS = 0.1
 """A call slower than this was blocked; the scheduler of a busy machine alone can hold a call for some ten ms."""
 KILLS = 10
-ROWS = 1_000_000
-SPIKE_STEP = 654_321
 RUNS = 200
 
 hang_seconds = 60.0
@@ -274,33 +272,6 @@ def exit_time() -> dict[str, Any]:
 # ---- reading ----
 
 
-def write_long_run(folder: Path, digits: int | None) -> Path:
-    """1 M rows with 6 values each and one spike of one step; `digits` None writes every double in full."""
-    rng = random.Random(0)
-    (folder / "metrics").mkdir(parents=True)
-    path = folder / "metrics" / "train-1.jsonl"
-    names = ("loss", "lr", "grad_norm", "tokens_per_second", "loss/zh", "loss/en")
-    with open(path, "wb", buffering=1 << 20) as file:
-        for step in range(ROWS):
-            level = 2 + 3 / (1 + step / 5_000) ** 0.5
-            numbers = [level + 0.1 * rng.random(), 3e-4, 1.0 + rng.random(), 1e5, level + rng.random(), level]
-            if step == SPIKE_STEP:
-                numbers[0] = 9.5
-            if digits is not None:
-                numbers = [float(f"{number:.{digits}g}") for number in numbers]
-            else:
-                numbers = [number * (1 + 1e-12 * step) for number in numbers]
-            row_time = 1.7e9 + 0.5 * step
-            row = {
-                "step": step,
-                "time": row_time,
-                "tokens": 4096 * step,
-                "values": dict(zip(names, numbers, strict=True)),
-            }
-            file.write(jsonio.dumps_line(row))
-    return path
-
-
 def worker_open(folder: Path, cache: Path) -> dict[str, Any]:
     """In a fresh process: from nothing to buckets ready to draw."""
     started = time.perf_counter()
@@ -381,12 +352,11 @@ def listing() -> dict[str, Any]:
 def page() -> dict[str, Any]:
     """What the browser sees: measured by benchmarks/track_page.py."""
     try:
-        module = importlib.import_module("benchmarks.track_page")
+        from benchmarks.track_page import measure
     except ImportError as error:
         print(f"page: left out ({error})")
         return {"left_out": str(error)}
-    figures: dict[str, Any] = module.measure()
-    return figures
+    return measure()
 
 
 # ---- processes ----

@@ -16,7 +16,6 @@ Without a Chromium, or without the chart library, it says so and measures nothin
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
@@ -34,6 +33,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.machine import save_result
+from benchmarks.track_run import write_long_run
 from zero2all.track import Run
 from zero2all.track.api import CHART_LIBRARY, page_files
 from zero2all.track.live import HEARTBEAT, HEARTBEAT_SECONDS
@@ -141,7 +141,7 @@ def page_of(browser: Any, url: str) -> Iterator[Any]:
 
 def long_run(browser: Any, root: Path) -> dict[str, Any]:
     """A run of a million rows."""
-    importlib.import_module("benchmarks.track").write_long_run(root / "run", 5)
+    write_long_run(root / "run", 5)
     rounds = []
     with board(root) as url:
         for number in range(ROUNDS + 1):

@@ -22,7 +22,7 @@ from zero2all.config import (
     find_config,
     load_config,
 )
-from zero2all.train.config import StageConfig
+from zero2all.config.training import StageConfig
 
 SECTIONS = [
     *("data", "tokenizer", "model", "ops", "parallel", "optim", "schedule", "stages"),

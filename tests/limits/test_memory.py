@@ -13,18 +13,17 @@ from torch import Tensor
 from zero2all.config import load_config
 from zero2all.limits.memory import (
     GIB,
-    HEAD_CHUNK_ROWS,
     MemorySettings,
     estimate_memory,
-    kept_bytes_per_token,
     optimizer_bytes,
+    saved_bytes_per_token,
 )
-from zero2all.limits.recompute import FUSED, hardware_flops_utilisation, recomputed_flops_per_token
+from zero2all.limits.recompute import hardware_flops_utilisation, recomputed_flops_per_token
 from zero2all.model.config import ModelConfig, parameter_counts
 from zero2all.model.z2all import Z2all
-from zero2all.ops import linear_cross_entropy
 from zero2all.ops.config import OpsConfig
-from zero2all.ops.registry import resolve
+from zero2all.ops.footprint import Footprint
+from zero2all.ops.registry import footprints, resolve
 
 
 def preset(name: str, vocab_size: int) -> ModelConfig:
@@ -34,8 +33,16 @@ def preset(name: str, vocab_size: int) -> ModelConfig:
 BILLION = preset("z2all-1b", 64320)
 
 
-def fused(**others: str) -> dict[str, str]:
-    return {**FUSED, "linear_cross_entropy": "triton", **others}
+FUSED = {"rope": "triton", "rms_norm": "triton", "swiglu": "triton", "linear": "fp32_wgrad", "attention": "sdpa_cudnn"}
+FUSED |= {"linear_cross_entropy": "triton", "optimizer": "fused"}
+
+
+def fused(**others: str) -> dict[str, Footprint]:
+    """The operators of a GPU with Triton, with AdamW on whole masters, but for `others`."""
+    return footprints(FUSED | others)
+
+
+AS_MEASURED = MemorySettings(2048, 16, fused())
 
 
 # ---- against a GPU ---------------------------------------------------------------------------------------------------
@@ -51,7 +58,7 @@ def fused(**others: str) -> dict[str, str]:
     ],
 )
 def test_peak_of_the_1b_preset_is_within_one_percent_of_what_an_h200_measured(optimizer, linear, peak_gib, state_gib):
-    estimate = estimate_memory(BILLION, MemorySettings(2048, 16, operators=fused(optimizer=optimizer, linear=linear)))
+    estimate = estimate_memory(BILLION, MemorySettings(2048, 16, fused(optimizer=optimizer, linear=linear)))
     assert estimate.total / GIB == pytest.approx(peak_gib, rel=0.01)
     assert estimate.state / GIB == pytest.approx(state_gib, rel=0.005)
 
@@ -59,18 +66,13 @@ def test_peak_of_the_1b_preset_is_within_one_percent_of_what_an_h200_measured(op
 @pytest.mark.parametrize(("changes", "peak_gib"), [({"swiglu": "quack"}, 54.9), ({"linear": "fp8"}, 59.1)], ids=str)
 def test_so_is_it_with_the_softmax_inside_the_matmuls(changes, peak_gib):
     operators = fused(optimizer="triton", attention="fa4", linear_cross_entropy="quack", **changes)
-    assert estimate_memory(BILLION, MemorySettings(2048, 16, operators=operators)).total / GIB == pytest.approx(
+    assert estimate_memory(BILLION, MemorySettings(2048, 16, operators)).total / GIB == pytest.approx(
         peak_gib, rel=0.01
     )
 
 
-def test_chunks_of_the_head_are_those_of_the_operators():
-    assert HEAD_CHUNK_ROWS["triton"] == HEAD_CHUNK_ROWS["chunked"] == linear_cross_entropy.CHUNK_ROWS
-    assert HEAD_CHUNK_ROWS["quack"] == linear_cross_entropy.EPILOGUE_CHUNK_ROWS
-
-
 def test_split_masters_make_the_state_16_bytes_a_parameter():
-    settings = MemorySettings(2048, 16, operators=fused(optimizer="triton"))
+    settings = MemorySettings(2048, 16, fused(optimizer="triton"))
     parameters = parameter_counts(BILLION)["total"]
     assert estimate_memory(BILLION, settings).state == 16 * parameters
     for changes in ({"precision": "float16"}, {"optimizer": "lion"}, {"operators": fused(optimizer="fused")}):
@@ -96,9 +98,9 @@ def bytes_torch_keeps(model: Z2all, length: int, documents: bool) -> int:
         return tensor
 
     tokens = torch.zeros(ROWS, length, dtype=torch.int64)
-    segments = torch.zeros_like(tokens) if documents else None
+    document_ids = torch.zeros_like(tokens) if documents else None
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        hidden = model(tokens, segments=segments)
+        hidden = model(tokens, document_ids=document_ids)
         kept[hidden.untyped_storage().data_ptr()] = hidden.untyped_storage()  # the head keeps it
     return sum(storage.nbytes() for storage in kept.values())
 
@@ -117,9 +119,8 @@ def test_kept_bytes_are_those_that_torch_keeps(operators, precision):
     length = 32
     ops = resolve(OpsConfig(rms_norm="eager", **operators), "cpu")  # torch's norm is no fused one on the CPU
     model = Z2all(SMALL, ops).to(getattr(torch, precision)).train()
-    taken = {choice.operator: choice.got for choice in ops.choices}
-    settings = MemorySettings(length, ROWS, precision=precision, operators=taken)
-    expected = kept_bytes_per_token(SMALL, settings) * ROWS * length
+    settings = MemorySettings(length, ROWS, ops.footprints, precision=precision)
+    expected = saved_bytes_per_token(SMALL, settings) * ROWS * length
     assert bytes_torch_keeps(model, length, documents=False) == pytest.approx(expected, rel=0.03)
 
 
@@ -143,8 +144,8 @@ def test_optimizer_bytes_are_those_that_docs_optimizers_measured():
 
 def test_pure_bfloat16_needs_8_bytes_a_parameter_and_float32_16():
     total = parameter_counts(BILLION)["total"]
-    pure = estimate_memory(BILLION, MemorySettings(2048, 1, optimizer="adamw_bf16"))
-    wide = estimate_memory(BILLION, MemorySettings(2048, 1, precision="float32"))
+    pure = estimate_memory(BILLION, MemorySettings(2048, 1, fused(), optimizer="adamw_bf16"))
+    wide = estimate_memory(BILLION, MemorySettings(2048, 1, fused(), precision="float32"))
     assert pure.state == 8 * total
     assert wide.state == 16 * total
 
@@ -153,7 +154,7 @@ def test_pure_bfloat16_needs_8_bytes_a_parameter_and_float32_16():
 
 
 def total_of(**changes: object) -> float:
-    return estimate_memory(BILLION, dataclasses.replace(MemorySettings(2048, 16), **changes)).total
+    return estimate_memory(BILLION, dataclasses.replace(AS_MEASURED, **changes)).total
 
 
 def test_each_kind_of_recomputation_needs_less_than_the_one_before():
@@ -169,7 +170,7 @@ def test_each_kind_of_recomputation_needs_less_than_the_one_before():
 
 def test_naive_attention_grows_with_the_square_of_the_length_and_fused_attention_does_not():
     def kept(attention: str, length: int) -> float:
-        return kept_bytes_per_token(BILLION, MemorySettings(length, 1, operators=fused(attention=attention)))
+        return saved_bytes_per_token(BILLION, MemorySettings(length, 1, fused(attention=attention)))
 
     assert kept("sdpa_cudnn", 8192) == kept("sdpa_cudnn", 2048)
     assert kept("math", 8192) > 3 * kept("math", 2048)
@@ -180,7 +181,7 @@ def test_all_logits_at_once_need_more_than_chunks():
 
 
 def test_shards_divide_the_state_and_a_gradient_that_waits_does_not_shrink():
-    one, eight = MemorySettings(2048, 16), MemorySettings(2048, 16, processes=8, spread="shard")
+    one, eight = AS_MEASURED, MemorySettings(2048, 16, fused(), processes=8, spread="shard")
     copies = estimate_memory(BILLION, dataclasses.replace(eight, spread="replicate"))
     assert copies.total == estimate_memory(BILLION, one).total
     assert estimate_memory(BILLION, eight).state == pytest.approx(2 * parameter_counts(BILLION)["total"])
@@ -189,7 +190,7 @@ def test_shards_divide_the_state_and_a_gradient_that_waits_does_not_shrink():
 
 
 def test_table_has_a_line_for_each_part_and_the_sum():
-    lines = estimate_memory(BILLION, MemorySettings(2048, 16)).lines()
+    lines = estimate_memory(BILLION, AS_MEASURED).lines()
     assert [line.split()[0] for line in lines] == [
         *("weights", "masters", "gradients", "optimizer", "activations", "working", "total")
     ]
@@ -200,7 +201,7 @@ def test_table_has_a_line_for_each_part_and_the_sum():
 
 
 def test_full_recomputation_does_the_forward_of_the_blocks_again():
-    again = recomputed_flops_per_token(BILLION, 2048, "full")
+    again = recomputed_flops_per_token(BILLION, 2048, "full", 1, fused())
     matrices = 22 * (2048 * 3072 + 2048 * 2048 + 3 * 2048 * 5632)
     attention = 4 * 22 * 2048 * 2048
     assert again["palm"] == 2 * matrices + attention
@@ -210,11 +211,11 @@ def test_full_recomputation_does_the_forward_of_the_blocks_again():
 
 def test_hfu_is_mfu_without_recomputation_and_more_with_it():
     def hfu(kind: str) -> float:
-        return hardware_flops_utilisation(BILLION, 2048, 70_000, "NVIDIA H200", kind)["causal"]
+        return hardware_flops_utilisation(BILLION, 2048, 70_000, "NVIDIA H200", kind, 1, fused())["causal"]
 
     assert hfu("none") == pytest.approx(70_000 * 7.296e9 / 989e12, rel=1e-3)
     assert hfu("none") < hfu("selective") < hfu("full") < 4 / 3 * hfu("none")
-    assert hardware_flops_utilisation(BILLION, 2048, 70_000, "another device", "full") == {}
+    assert hardware_flops_utilisation(BILLION, 2048, 70_000, "another device", "full", 1, fused()) == {}
 
 
 def test_arithmetic_needs_no_torch():

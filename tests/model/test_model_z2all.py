@@ -8,8 +8,9 @@ import torch
 
 from zero2all.model.config import ModelConfig
 from zero2all.model.z2all import KeyValueCache, Z2all
+from zero2all.ops.attention import document_mask
 from zero2all.ops.config import OpsConfig
-from zero2all.ops.implementation import Situation
+from zero2all.ops.implementation import OpContext
 from zero2all.ops.registry import OPERATORS, resolve
 
 BASE = ModelConfig(
@@ -207,7 +208,7 @@ def test_all_implementations_give_the_same_loss_and_gradient_in_float64(config):
     whole_logits = {"linear_cross_entropy": "off"}
     for operator in ("attention", "rms_norm", "swiglu", "linear", "embedding", "linear_cross_entropy", "cross_entropy"):
         for implementation in OPERATORS[operator]:
-            if implementation.probe(Situation("cpu", torch.float64)) is not None:
+            if implementation.probe(OpContext("cpu", torch.float64)) is not None:
                 continue
             names = {**(whole_logits if operator == "cross_entropy" else {}), operator: implementation.name}
             found = loss_and_gradients(build(config, **names).double(), ids)
@@ -233,11 +234,11 @@ def test_what_the_model_says_of_a_document_does_not_depend_on_its_neighbours(con
     model = build(config, attention=attention)
     first, other = tokens(1, 11, seed=1), tokens(1, 11, seed=2)
     document = tokens(1, 13, seed=3)
-    segments = torch.tensor([[0] * 11 + [1] * 13])
+    document_ids = torch.tensor([[0] * 11 + [1] * 13])
     with torch.no_grad():
         alone = logits(model, document)
         beside_first, beside_other = (
-            model.logits(model(torch.cat((neighbour, document), dim=1), segments=segments))[:, 11:]
+            model.logits(model(torch.cat((neighbour, document), dim=1), document_ids=document_ids))[:, 11:]
             for neighbour in (first, other)
         )
     assert torch.equal(beside_first, beside_other)
@@ -246,7 +247,23 @@ def test_what_the_model_says_of_a_document_does_not_depend_on_its_neighbours(con
     assert not torch.allclose(crossing, alone, rtol=1e-4, atol=1e-4)  # without the mask they matter
 
 
-def test_a_row_that_is_one_document_is_what_it_is_without_segments():
+def test_a_row_that_is_one_document_is_what_it_is_without_document_ids():
     model = build()
     with torch.no_grad():
-        torch.testing.assert_close(model(tokens(), segments=torch.zeros(2, 20, dtype=torch.int32)), model(tokens()))
+        torch.testing.assert_close(model(tokens(), document_ids=torch.zeros(2, 20, dtype=torch.int32)), model(tokens()))
+
+
+def test_documents_are_prepared_once_per_pass_for_all_layers():
+    seen: list[torch.Tensor] = []
+
+    def prepare(document_ids):
+        seen.append(document_ids)
+        return document_mask(document_ids)
+
+    model = build()
+    model.ops = dataclasses.replace(model.ops, prepare_documents=prepare)
+    document_ids = torch.tensor([[0] * 9 + [1] * 11] * 2)
+    with torch.no_grad():
+        model(tokens(), document_ids=document_ids)
+        model(tokens(), document_ids=document_ids)
+    assert len(seen) == 2

@@ -47,7 +47,7 @@ def batch(seed: int = 0) -> Tensor:
     return torch.randint(VOCAB_SIZE, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
 
 
-def segments() -> Tensor:
+def document_ids() -> Tensor:
     return torch.tensor([[0] * 5 + [1] * 7, [0] * 1 + [1] * 4 + [2] * 7])
 
 
@@ -57,7 +57,7 @@ def loss_and_gradients(model: Z2all, documents: Tensor | None = None, passes: in
     losses = []
     for number in range(passes):
         rows = batch(number)
-        total, each = model.loss(rows[:, :-1], rows[:, 1:], segments=documents)
+        total, each = model.loss(rows[:, :-1], rows[:, 1:], document_ids=documents)
         total.backward()
         losses += [total.detach(), each]
     gradients = [getattr(parameter, "main_grad", parameter.grad) for parameter in model.parameters()]
@@ -75,7 +75,7 @@ def assert_same_bits(found: list[Tensor], expected: list[Tensor]) -> None:
 
 @kinds
 @pytest.mark.parametrize(
-    ("dtype", "documents"), [(torch.float32, None), (torch.float64, None), (torch.float32, segments())], ids=str
+    ("dtype", "documents"), [(torch.float32, None), (torch.float64, None), (torch.float32, document_ids())], ids=str
 )
 @pytest.mark.parametrize("dropout", [{}, DROPOUT], ids=["plain", "dropout"])
 @pytest.mark.parametrize("attention", ["sdpa", "math"])
@@ -159,9 +159,8 @@ def test_work_that_is_done_again_is_what_the_formula_says(kind, attention, dropo
             model.loss(rows[:, :-1], rows[:, 1:])[0].backward()
         # torch's counter knows neither the CPU's fused attention nor its backward.
         spent[a_kind] = counter.get_total_flops()
-    taken = {choice.operator: choice.got for choice in ops.choices}
     # Positions that are masked are multiplied all the same here, so the convention with all of them holds.
-    expected = recomputed_flops_per_token(config, LENGTH, kind, 2, taken)["palm"] * ROWS * LENGTH
+    expected = recomputed_flops_per_token(config, LENGTH, kind, 2, ops.footprints)["palm"] * ROWS * LENGTH
     if attention == "sdpa" and not dropout and kind != "selective":
         expected -= _attention_forward(config, kind) * ROWS * LENGTH
     assert spent[kind] - spent["none"] == expected
@@ -190,10 +189,10 @@ def test_it_holds_inside_compiled_blocks_and_trunks(kind, scope, monkeypatch):
     )
     torch._dynamo.reset()
     config = dataclasses.replace(SMALL, layers=2)
-    expected = loss_and_gradients(build("none", config), segments())
+    expected = loss_and_gradients(build("none", config), document_ids())
     model = build(kind, config, resolve(OpsConfig(compile=scope), "cpu"))
     compile_model(model)
-    for ours, theirs in zip(loss_and_gradients(model, segments())[:-1], expected[:-1], strict=True):
+    for ours, theirs in zip(loss_and_gradients(model, document_ids())[:-1], expected[:-1], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
@@ -216,7 +215,7 @@ def test_it_holds_inside_shards_that_are_gathered_again_for_it(kind):
         for block in model.blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy)
         torch.manual_seed(3)
-        hidden = model(batch()[:, :-1], segments=segments())
+        hidden = model(batch()[:, :-1], document_ids=document_ids())
         hidden.float().square().sum().backward()
         grads = [parameter.grad for name, parameter in model.named_parameters() if name.startswith("blocks")]
         return [hidden.detach(), *(grad.full_tensor() for grad in grads)]
@@ -259,7 +258,7 @@ def kernel_ops() -> Ops:
 
 @pytest.mark.parametrize(
     ("kind", "bias", "documents"),
-    [("full", "none", segments()), ("selective", "none", None), ("selective", "qkv", None)],
+    [("full", "none", document_ids()), ("selective", "none", None), ("selective", "qkv", None)],
 )
 def test_our_kernels_add_each_gradient_once_and_turn_each_position_once(kind, bias, documents):
     from torch.utils.flop_counter import FlopCounterMode
@@ -273,7 +272,9 @@ def test_our_kernels_add_each_gradient_once_and_turn_each_position_once(kind, bi
         torch.manual_seed(3)
         rows = batch()[:1, :5]
         with FlopCounterMode(display=False) as counter:
-            total, _ = model.loss(rows[:, :-1], rows[:, 1:], segments=None if documents is None else documents[1:, :4])
+            total, _ = model.loss(
+                rows[:, :-1], rows[:, 1:], document_ids=None if documents is None else documents[1:, :4]
+            )
             total.backward()
         spent[a_kind] = counter.get_total_flops()
         found[a_kind] = [
@@ -281,6 +282,6 @@ def test_our_kernels_add_each_gradient_once_and_turn_each_position_once(kind, bi
         ]
         assert all(gradient.any() for gradient in found[a_kind])
     assert_same_bits(found[kind], found["none"])
-    again = recomputed_flops_per_token(config, 4, kind)["palm"]
+    again = recomputed_flops_per_token(config, 4, kind, 1, kernel_ops().footprints)["palm"]
     uncounted = 4 * 32 * 4 if kind == "full" else 0  # the CPU's fused attention
     assert spent[kind] - spent["none"] == 4 * (again - uncounted)

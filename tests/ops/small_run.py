@@ -6,13 +6,13 @@ import numpy as np
 import torch
 
 from zero2all.config import RunConfig, config_from_values
+from zero2all.config.schedule import learning_rate
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import Ops, resolve
 from zero2all.packed.loader import Batch
 from zero2all.parallel.world import World
-from zero2all.train.schedule import learning_rate
-from zero2all.train.setup import situation
+from zero2all.train.setup import op_context
 from zero2all.train.state import DTYPES, new_state
 from zero2all.train.step import StepPlan, train_step
 
@@ -84,4 +84,4 @@ def losses_of_a_run(ops: Ops, precision: str, steps: int, device: str = "cpu", *
 
 def resolved(config: OpsConfig, precision: str) -> Ops:
     """The operators of such a run on the CPU."""
-    return resolve(config, situation(run_config(precision), "cpu", DTYPES[precision]))
+    return resolve(config, op_context(run_config(precision), "cpu", DTYPES[precision]))

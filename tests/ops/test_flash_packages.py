@@ -10,10 +10,10 @@ import torch
 
 from zero2all.ops import attention, flash_packages, trial
 from zero2all.ops.config import OpsConfig
-from zero2all.ops.implementation import Situation
+from zero2all.ops.implementation import OpContext
 from zero2all.ops.registry import resolve
 
-HOPPER = Situation("cuda", torch.bfloat16, hidden_size=256, head_size=64, heads=4, kv_heads=2)
+HOPPER = OpContext("cuda", torch.bfloat16, hidden_size=256, head_size=64, heads=4, kv_heads=2)
 
 
 @pytest.fixture
@@ -109,8 +109,8 @@ def test_it_is_tried_once_for_each_shape_of_heads(package):
         return of_the_formula(q, k, v)
 
     package.flash_attn_func = counted
-    for situation in (HOPPER, HOPPER, dataclasses.replace(HOPPER, heads=8), dataclasses.replace(HOPPER, seq_len=4096)):
-        assert flash_packages.problem_of(flash_packages.FA4, situation) is None
+    for context in (HOPPER, HOPPER, dataclasses.replace(HOPPER, heads=8), dataclasses.replace(HOPPER, seq_len=4096)):
+        assert flash_packages.problem_of(flash_packages.FA4, context) is None
     assert calls == 2 * [(2, 64, True, False)] + 2 * [(4, 64, True, False)]  # with gradients and without
 
 

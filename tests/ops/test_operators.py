@@ -20,30 +20,29 @@ from agreement import (
 from torch import Tensor
 
 from zero2all.ops import linear_cross_entropy
-from zero2all.ops.attention import document_mask, once_a_pass
 from zero2all.ops.config import OpsConfig
-from zero2all.ops.implementation import Situation
+from zero2all.ops.implementation import OpContext
 from zero2all.ops.optimizer import AdamW, Flat
 from zero2all.ops.registry import OPERATORS, resolve
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16 says so and goes on
 
 
-CPU = Situation("cpu")
+CPU = OpContext("cpu")
 
 
-def implementations(operator, situation=CPU):
-    """The test runs once per implementation that can run in that situation."""
-    names = [one.name for one in OPERATORS[operator] if one.probe(situation) is None]
+def implementations(operator, context=CPU):
+    """The test runs once per implementation that can run in that context."""
+    names = [one.name for one in OPERATORS[operator] if one.probe(context) is None]
     assert names
-    functions = [getattr(resolve(OpsConfig(**{operator: name}), situation), operator) for name in names]
+    functions = [getattr(resolve(OpsConfig(**{operator: name}), context), operator) for name in names]
     return pytest.mark.parametrize("function", functions, ids=names)
 
 
 # ---- attention -----------------------------------------------------------------------------------------------------
 
 
-def attention_reference(query: Tensor, key: Tensor, value: Tensor, segments: Tensor | None = None) -> Tensor:
+def attention_reference(query: Tensor, key: Tensor, value: Tensor, document_ids: Tensor | None = None) -> Tensor:
     """One output vector at a time, by the definition."""
     B, Hq, T, D = query.shape
     Hk, S = key.shape[1:3]
@@ -53,7 +52,7 @@ def attention_reference(query: Tensor, key: Tensor, value: Tensor, segments: Ten
             shared = head // (Hq // Hk)
             for t in range(T):
                 at = S - T + t  # queries are the last T of the S positions
-                seen = [s for s in range(at + 1) if segments is None or segments[b, s] == segments[b, at]]
+                seen = [s for s in range(at + 1) if document_ids is None or document_ids[b, s] == document_ids[b, at]]
                 scores = key[b, shared, seen] @ query[b, head, t] / math.sqrt(D)
                 rows.append(scores.softmax(dim=0) @ value[b, shared, seen])
     return torch.stack(rows).view(B, Hq, T, D)
@@ -81,10 +80,12 @@ def test_attention_is_the_softmax_average_over_the_past(function, dtype, query_s
     )
 
 
-@implementations("attention", Situation("cpu", documents=True))
+@pytest.mark.parametrize(
+    "name", [one.name for one in OPERATORS["attention"] if one.probe(OpContext("cpu", documents=True)) is None]
+)
 @dtypes()
 @pytest.mark.parametrize(
-    "segments",
+    "document_ids",
     [
         [[0, 0, 0, 1, 1, 1, 1]],  # two documents
         [[3, 7, 7, 8, 2, 2, 2]],  # documents of one token; numbers in no order
@@ -92,12 +93,12 @@ def test_attention_is_the_softmax_average_over_the_past(function, dtype, query_s
     ],
     ids=str,
 )
-def test_attention_sees_nothing_of_other_documents(function, dtype, segments):
-    numbers = torch.tensor(segments)
+def test_attention_sees_nothing_of_other_documents(name, dtype, document_ids):
+    ops, numbers = resolve(OpsConfig(attention=name), CPU), torch.tensor(document_ids)
     B, T = numbers.shape
     inputs = [random(B, 4, T, 6), random(B, 2, T, 6, seed=1), random(B, 2, T, 6, seed=2)]
     assert_agrees(
-        lambda *heads: function(*heads, 0.0, numbers),
+        lambda *heads: ops.attention(*heads, 0.0, ops.prepare_documents(numbers)),
         lambda *heads: attention_reference(*heads, numbers),
         inputs,
         dtype,
@@ -105,21 +106,7 @@ def test_attention_sees_nothing_of_other_documents(function, dtype, segments):
     )
 
 
-def test_what_documents_mean_for_attention_is_worked_out_once_for_all_layers_of_a_pass():
-    asked: list[Tensor] = []
-
-    def make(segments: Tensor) -> Tensor:
-        asked.append(segments)
-        return document_mask(segments)
-
-    one, other = torch.tensor([[0, 0, 1, 1]]), torch.tensor([[0, 1, 1, 1]])
-    masks = [once_a_pass(segments, make) for segments in (one, one, other, one)]
-    assert [id(segments) for segments in asked] == [id(one), id(other)]
-    assert masks[0] is masks[1] is masks[3]
-    assert not torch.equal(masks[0], masks[2])
-
-
-@implementations("attention", Situation("cpu", dropout=True))
+@implementations("attention", OpContext("cpu", dropout=True))
 def test_attention_dropout_keeps_the_mean_and_repeats_with_its_seed(function):
     query, key = torch.zeros(1, 1, 200, 4), torch.zeros(1, 1, 200, 4)
     value = torch.ones(1, 1, 200, 4)
@@ -313,7 +300,7 @@ def head_and_loss_inputs(leading=(ROWS,)) -> tuple[list[Tensor], Tensor, Tensor]
 
 
 every_loss = implementations("linear_cross_entropy")
-every_loss_with_z = implementations("linear_cross_entropy", Situation("cpu", z_loss=True))
+every_loss_with_z = implementations("linear_cross_entropy", OpContext("cpu", z_loss=True))
 
 
 @every_loss

@@ -14,10 +14,10 @@ import torch
 from zero2all.common.errors import UsageError
 from zero2all.ops import flash_packages, linear_cross_entropy, swiglu
 from zero2all.ops.config import OpsConfig
-from zero2all.ops.implementation import MAX_ROW, Implementation, Situation
+from zero2all.ops.implementation import MAX_ROW, Implementation, OpContext
 from zero2all.ops.registry import OPERATORS, OUTSIDE_COMPILATION, Choice, Ops, _choose, resolve
 
-CPU, CUDA = Situation("cpu"), Situation("cuda", dtype=torch.bfloat16)
+CPU, CUDA = OpContext("cpu"), OpContext("cuda", dtype=torch.bfloat16)
 PLAIN = Implementation("plain", lambda: "plain")
 FAST = Implementation(
     "fast", lambda: "fast", probe=lambda where: None if where.device == "cuda" else f"no kernel for {where.device}"
@@ -62,9 +62,9 @@ def kernels():
     return importlib.import_module("zero2all.ops.kernels.linear")
 
 
-def probe(operator: str, name: str, situation: Situation) -> str | None:
+def probe(operator: str, name: str, context: OpContext) -> str | None:
     (found,) = [one for one in OPERATORS[operator] if one.name == name]
-    return found.probe(situation)
+    return found.probe(context)
 
 
 # ---- what there is -------------------------------------------------------------------------------------------------
@@ -91,15 +91,15 @@ def test_the_guide_lists_them_in_the_order_in_which_auto_tries_them():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_probe_says_in_words_what_keeps_it_from_the_cpu(operator, implementation, dtype):
     for others in ({}, {"documents": True}, {"z_loss": True}, {"dropout": True}, {"head_size": 33}, {"compiled": True}):
-        problem = implementation.probe(Situation("cpu", dtype=dtype, **others))
+        problem = implementation.probe(OpContext("cpu", dtype=dtype, **others))
         assert problem is None or (len(problem.split()) > 3 and not problem.endswith("."))
 
 
 def test_every_operator_has_a_reference_that_runs_anywhere():
-    odd = Situation("cpu", torch.float64, hidden_size=MAX_ROW + 1, head_size=7, documents=True, z_loss=True)
+    odd = OpContext("cpu", torch.float64, hidden_size=MAX_ROW + 1, head_size=7, documents=True, z_loss=True)
     for operator, implementations in OPERATORS.items():
-        for situation in (odd, dataclasses.replace(odd, device="cuda")):
-            assert any(one.probe(situation) is None for one in implementations), operator
+        for context in (odd, dataclasses.replace(odd, device="cuda")):
+            assert any(one.probe(context) is None for one in implementations), operator
 
 
 # ---- what is taken -------------------------------------------------------------------------------------------------
@@ -194,8 +194,8 @@ def test_auto_under_compilation_takes_what_the_compiler_can_look_into():
 
 
 def test_compiled_model_on_a_gpu_leaves_its_inner_operators_to_the_compiler(hopper):
-    situation = dataclasses.replace(CUDA, compiled=True)
-    taken = {choice.operator: choice.got for choice in resolve(OpsConfig(compile="block"), situation).choices}
+    context = dataclasses.replace(CUDA, compiled=True)
+    taken = {choice.operator: choice.got for choice in resolve(OpsConfig(compile="block"), context).choices}
     for operator in set(OPERATORS) - set(OUTSIDE_COMPILATION):
         (implementation,) = [one for one in OPERATORS[operator] if one.name == taken[operator]]
         assert implementation.compile_safe
@@ -220,14 +220,14 @@ def test_opaque_implementation_that_was_named_is_kept_out_of_the_graph(kernels, 
 # ---- sizes and settings a kernel cannot take, said when the model is built -------------------------------------------
 
 
-def refusal(situation: Situation, **names: str) -> str:
+def refusal(context: OpContext, **names: str) -> str:
     with pytest.raises(UsageError) as raised:
-        resolve(OpsConfig(**names), situation)
+        resolve(OpsConfig(**names), context)
     return str(raised.value)
 
 
 def test_kernels_say_at_once_which_size_they_cannot_take(hopper):
-    def cuda(**facts) -> Situation:
+    def cuda(**facts) -> OpContext:
         return dataclasses.replace(CUDA, **facts)
 
     assert f"a row of {MAX_ROW + 1} values" in refusal(cuda(hidden_size=MAX_ROW + 1), rms_norm="triton")
@@ -291,7 +291,7 @@ def test_softmax_in_epilogues_says_what_it_wants(hopper, monkeypatch):
 def test_z_term_is_refused_by_the_head_that_has_none():
     if not hasattr(torch.nn.functional, "linear_cross_entropy"):
         pytest.skip("this torch has no linear_cross_entropy of its own")
-    assert "it has no z term" in refusal(Situation("cpu", z_loss=True), linear_cross_entropy="torch")
+    assert "it has no z term" in refusal(OpContext("cpu", z_loss=True), linear_cross_entropy="torch")
 
 
 def test_old_gpu_and_missing_packages_are_named(monkeypatch):

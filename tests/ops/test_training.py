@@ -12,7 +12,7 @@ from zero2all.model.compile import compile_model
 from zero2all.model.config import ModelConfig
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
-from zero2all.ops.implementation import Situation
+from zero2all.ops.implementation import OpContext
 from zero2all.ops.registry import resolve
 
 
@@ -31,7 +31,7 @@ TINY = ModelConfig(
 
 
 def loss_and_gradients(mode: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    model = Z2all(TINY, resolve(OpsConfig(compile=mode), Situation("cpu", compiled=mode != "none")))
+    model = Z2all(TINY, resolve(OpsConfig(compile=mode), OpContext("cpu", compiled=mode != "none")))
     model.init_weights(0)
     compile_model(model)
     ids = torch.randint(61, (2, 9), generator=torch.Generator().manual_seed(0))

@@ -30,7 +30,7 @@ from zero2all.config import config_from_values
 from zero2all.model.z2all import Z2all
 from zero2all.ops.registry import resolve
 from zero2all.packed.loader import Batch
-from zero2all.train.setup import situation
+from zero2all.train.setup import op_context
 from zero2all.train.state import new_state
 from zero2all.parallel.world import World
 from zero2all.train.step import StepPlan, train_step
@@ -42,7 +42,7 @@ config = config_from_values({
     "train": {"name": "run", "steps": 100, "tokens_per_step": 64, "micro_batch_samples": 2},
 }, "of a test")
 for dtype in (torch.float32, torch.bfloat16):
-    ops = resolve(config.ops, situation(config, "cpu", dtype))
+    ops = resolve(config.ops, op_context(config, "cpu", dtype))
     model = Z2all(config.model, ops)
     model.init_weights(0)
     state = new_state(model.train(), config.optim, dtype)

@@ -153,7 +153,7 @@ def test_reading_processes_give_what_reading_threads_give(data):
     try:
         for batch, rows in zip(loader, wanted, strict=True):
             assert_equal(rows_of(batch), rows)
-            assert batch.documents.segments.shape == batch.tokens.shape
+            assert batch.documents.ids.shape == batch.tokens.shape
     finally:
         loader.close()
 

@@ -49,8 +49,8 @@ def test_windows_know_the_document_and_the_mask_of_each_token_across_shards(made
     for index in range(samples.count):
         window = range(index * SEQ_LEN, (index + 1) * SEQ_LEN + 1)
         assert tokens[index].tolist() == made.tokens[source][window].tolist()
-        numbers = documents.numbers[documents.first_segments[index] : documents.first_segments[index + 1]]
-        assert numbers[documents.segments[index]].tolist() == [document_of(made, source, token) for token in window]
+        numbers = documents.numbers[documents.row_starts[index] : documents.row_starts[index + 1]]
+        assert numbers[documents.ids[index]].tolist() == [document_of(made, source, token) for token in window]
         starts = [max(window.start, int(made.starts[source][document_of(made, source, token)])) for token in window]
         assert documents.positions[index].tolist() == [t - s for t, s in zip(window, starts, strict=True)]
         wanted = made.masks[source][window[1:]] if source == "talk" else np.ones(SEQ_LEN)
@@ -60,7 +60,7 @@ def test_windows_know_the_document_and_the_mask_of_each_token_across_shards(made
 def test_cu_seqlens_cut_the_inputs_of_all_rows_where_documents_begin(made):
     _, _, documents = read_all(ConcatSamples(open_split(made.packed, "plain", "train"), SEQ_LEN))
     borders = documents.cu_seqlens()
-    flat = documents.segments[:, :-1] + np.arange(len(documents.segments))[:, None] * (SEQ_LEN + 1)
+    flat = documents.ids[:, :-1] + np.arange(len(documents.ids))[:, None] * (SEQ_LEN + 1)
     changes = np.flatnonzero(np.diff(flat.ravel()) != 0) + 1
     assert borders.dtype == np.int32
     assert borders.tolist() == [0, *changes.tolist(), flat.size]
@@ -114,9 +114,9 @@ def test_best_fit_rows_hold_every_piece_once_and_weigh_padding_and_masked_tokens
     counted = np.zeros(split.tokens, dtype=int)
     padding = 0
     for row in range(samples.count):
-        first, end = documents.first_segments[row : row + 2]
+        first, end = documents.row_starts[row : row + 2]
         for segment, number in enumerate(documents.numbers[first:end]):
-            columns = np.flatnonzero(documents.segments[row] == segment)
+            columns = np.flatnonzero(documents.ids[row] == segment)
             if number == NO_DOCUMENT:
                 padding += len(columns)
                 assert columns[-1] == SEQ_LEN
@@ -179,5 +179,5 @@ def test_a_batch_of_best_fit_rows_says_where_documents_lie_for_short_ranks_too(b
     data = open_training_data(made.packed, DataConfig(seq_len=16, packing="best_fit"), [Stage("main", 0, None, 16)])
     batch = read_batch(data, 0, 7, LoaderOptions(rank=3, ranks=4, documents=True))
     assert (batch.samples, len(batch.tokens)) == (1, 2)
-    assert batch.documents.numbers[batch.documents.first_segments[1] :].tolist() == [NO_DOCUMENT]
+    assert batch.documents.numbers[batch.documents.row_starts[1] :].tolist() == [NO_DOCUMENT]
     assert batch.segments[1].tolist() == [0] * 17

@@ -181,10 +181,11 @@ def test_a_try_runs_the_real_model_forward_and_backward():
 
 
 def test_estimate_of_memory_sees_the_settings_of_the_run():
-    settings = memory_settings(run_config(recompute="full"), resolve(OpsConfig(), "cpu"), 2, 4)
+    ops = resolve(OpsConfig(), "cpu")
+    settings = memory_settings(run_config(recompute="full"), ops, 2, 4)
     assert (settings.precision, settings.recompute, settings.documents) == ("float32", "full", True)
     assert settings.accumulates  # 12 rows for each of 2 processes, 4 at a time
-    assert settings.operators["attention"] == "sdpa"
+    assert settings.operators["attention"] == ops.footprints["attention"]
 
 
 def test_processes_that_shard_take_the_estimate_without_a_try_and_say_what_to_do(tmp_path, monkeypatch):

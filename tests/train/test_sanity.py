@@ -16,7 +16,7 @@ from zero2all.limits.memory import MemorySettings
 from zero2all.model.config import ModelConfig
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
-from zero2all.ops.registry import resolve
+from zero2all.ops.registry import footprints, resolve
 from zero2all.packed.loader import Batch
 from zero2all.train.checkpoints.retention import Retention
 from zero2all.train.sanity import (
@@ -127,9 +127,19 @@ def test_checkpoints_that_are_there_already_need_no_more_room(tmp_path):
     assert "0 B more to come" in check_disk(tmp_path, Retention(2, 0), 10, 100, 100, 1_000_000, [90, 100])
 
 
+KERNELS = {
+    "rope": "triton",
+    "rms_norm": "triton",
+    "swiglu": "triton",
+    "linear": "fp32_wgrad",
+    "attention": "sdpa_cudnn",
+}
+ON_A_GPU = footprints({**KERNELS, "linear_cross_entropy": "triton", "optimizer": "fused"})
+
+
 def test_memory_that_may_not_be_enough_is_a_warning():
     config = dataclasses.replace(SMALL, hidden_size=2048, intermediate_size=5632, layers=22, heads=32, vocab_size=64320)
-    settings = MemorySettings(2048, 16)
+    settings = MemorySettings(2048, 16, ON_A_GPU)
     plenty, little = memory_notes(config, settings, 140 << 30), memory_notes(config, settings, 40 << 30)
     assert plenty[0].endswith("of 140.0 GiB at micro-batches of 16")
     assert little[1:-1] == plenty[1:]
@@ -142,7 +152,7 @@ GB = 10**9
 
 
 def test_run_that_cannot_fit_is_refused_with_what_it_needs_and_how_to_need_less():
-    settings = MemorySettings(2048, 16, operators={})
+    settings = MemorySettings(2048, 16, resolve(OpsConfig(), "cpu").footprints)
     require_memory(LARGE, settings, "cpu", 0, host_bytes=200 * GB)
     with pytest.raises(
         DiskError, match=r"(?s)about \d+\.\d GiB are needed, 22\.4 GiB are free.*optimizer.*total"
@@ -154,7 +164,7 @@ def test_run_that_cannot_fit_is_refused_with_what_it_needs_and_how_to_need_less(
 
 
 def test_processes_with_a_gpu_each_need_the_machine_only_while_the_model_is_built():
-    settings = MemorySettings(2048, 16)
+    settings = MemorySettings(2048, 16, ON_A_GPU)
     require_memory(LARGE, settings, "cuda", 80 * GB, host_bytes=24 * GB, local_processes=4)
     with pytest.raises(DiskError, match="on the GPU"):
         require_memory(LARGE, settings, "cuda", 40 * GB, host_bytes=24 * GB)
@@ -163,7 +173,7 @@ def test_processes_with_a_gpu_each_need_the_machine_only_while_the_model_is_buil
 
 
 def test_of_a_compiled_model_only_the_state_is_certain():
-    settings = MemorySettings(2048, 64)
+    settings = MemorySettings(2048, 64, ON_A_GPU)
     with pytest.raises(DiskError):
         require_memory(LARGE, settings, "cuda", 80 * GB, 80 * GB)
     require_memory(LARGE, settings, "cuda", 80 * GB, 80 * GB, compiled=True)

@@ -21,14 +21,14 @@ from tests.train.ranks import Launch, RankStarter
 from tests.train.states import copies
 from zero2all.common.errors import PeerFailureError
 from zero2all.common.workspace import Workspace
+from zero2all.config.schedule import learning_rate
+from zero2all.config.training import AnnealConfig
 from zero2all.track.reader import read_run
 from zero2all.train import loop, loss_scale
 from zero2all.train.anneal import read_anneal, request_anneal
 from zero2all.train.checkpoints.layout import list_checkpoints
 from zero2all.train.checkpoints.load import verified_checkpoint
-from zero2all.train.config import AnnealConfig
 from zero2all.train.loop import train
-from zero2all.train.schedule import learning_rate
 
 NO_DROPOUT = {"residual_dropout": 0.0, "attention_dropout": 0.0, "embedding_dropout": 0.0}
 STEPS = 10

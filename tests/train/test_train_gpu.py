@@ -12,6 +12,7 @@ import torch
 
 from tests.train.states import copies
 from zero2all.model.z2all import Z2all
+from zero2all.ops.linear import fp8_linear
 from zero2all.ops.registry import resolve
 from zero2all.packed.loader import Batch, LoaderOptions, read_batch
 from zero2all.packed.transfer import batches_on
@@ -23,7 +24,7 @@ from zero2all.train.guards.detector import Limits
 from zero2all.train.loop import train
 from zero2all.train.micro_batch import choose_micro_batch
 from zero2all.train.ratios import UpdateRatios
-from zero2all.train.setup import open_run_data, situation
+from zero2all.train.setup import op_context, open_run_data
 from zero2all.train.state import DTYPES, TrainState, new_state
 from zero2all.train.step import StepPlan, train_step
 from zero2all.train.step_timer import PARTS
@@ -59,7 +60,7 @@ def gpu_config(config, precision="bfloat16", kind="adamw", ops=None, **train):
 
 def gpu_state(settings) -> TrainState:
     dtype = DTYPES[settings.train.precision]
-    model = Z2all(settings.model, resolve(settings.ops, situation(settings, "cuda", dtype)))
+    model = Z2all(settings.model, resolve(settings.ops, op_context(settings, "cuda", dtype)))
     model.init_weights(1)
     return new_state(model.to(pick_device("cuda")).train(), settings.optim, dtype, 4)
 
@@ -142,10 +143,10 @@ def test_float8_copies_follow_the_weights(config):
     weight = state.model.blocks[0].attention.qkv.weight
     step(state, settings).result()
     step(state, settings).result()  # its forward pass made the copies that lie there now
-    stale = weight.float8.straight.clone()
+    stale = fp8_linear.copies[weight].straight.clone()
     with torch.no_grad():
         state.model(gpu_batch().tokens[:, :-1])
-    assert not torch.equal(weight.float8.straight.view(torch.uint8), stale.view(torch.uint8))
+    assert not torch.equal(fp8_linear.copies[weight].straight.view(torch.uint8), stale.view(torch.uint8))
 
 
 def test_a_micro_batch_is_found_on_the_device_and_remembered(config, tmp_path):

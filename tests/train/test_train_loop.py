@@ -13,6 +13,7 @@ import torch
 
 from zero2all.common.errors import AnomalyError, BadInputError, RunLockedError, UsageError
 from zero2all.common.files import crc32c_of
+from zero2all.config.training import EvalConfig
 from zero2all.packed.layout import open_split
 from zero2all.parallel.world import World
 from zero2all.track.reader import find_runs, read_run
@@ -23,7 +24,6 @@ from zero2all.train.checkpoints.layout import list_checkpoints
 from zero2all.train.checkpoints.manifest import OWN_FIELDS, manifest_bytes
 from zero2all.train.checkpoints.run_lock import hold_run
 from zero2all.train.checkpoints.store import CheckpointStore
-from zero2all.train.config import EvalConfig
 from zero2all.train.loop import train
 from zero2all.train.setup import load_run_config, prepare
 from zero2all.train.validate import held_out_losses, open_valid_splits

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.train.states import copies
+from zero2all.config.training import OptimConfig
 from zero2all.model.config import ModelConfig
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
@@ -16,7 +17,6 @@ from zero2all.ops.optimizer import eager_adamw
 from zero2all.ops.registry import Choice, resolve
 from zero2all.ops.split_master import join, split
 from zero2all.parallel.world import World
-from zero2all.train.config import OptimConfig
 from zero2all.train.optimizers.adamw import AdamW
 from zero2all.train.optimizers.flat_adamw import FlatAdamW
 from zero2all.train.state import new_state

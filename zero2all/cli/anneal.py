@@ -46,10 +46,10 @@ def register(verbs: Subparsers) -> None:
 def _anneal(arguments: argparse.Namespace) -> None:
     from zero2all.common.errors import UsageError
     from zero2all.common.progress import counted
+    from zero2all.config.schedule import learning_rate
+    from zero2all.config.training import AnnealConfig
     from zero2all.train.anneal import ANNEAL_FILE, begun_anneal, request_anneal
     from zero2all.train.checkpoints.find import newest_checkpoint
-    from zero2all.train.config import AnnealConfig
-    from zero2all.train.schedule import learning_rate
     from zero2all.train.setup import check_anneal, load_run_config
 
     workspace = workspace_of(arguments)

@@ -62,7 +62,7 @@ def _ops(arguments: argparse.Namespace) -> None:
         _bench(arguments, words[0] if words else BENCH_CONFIG)
         return
     from zero2all.cli.table import print_table
-    from zero2all.perf.op_list import describe, list_cells, listed_operators, situation_here
+    from zero2all.perf.op_list import context_here, describe, list_cells, listed_operators
 
     config = None
     if words:
@@ -72,7 +72,7 @@ def _ops(arguments: argparse.Namespace) -> None:
     elif arguments.overrides:
         raise UsageError(f"`{arguments.overrides[0]}` sets a field of a config; name the config too.")
     entries = listed_operators(config)
-    print_table(list_cells(entries), describe(situation_here(config)))
+    print_table(list_cells(entries), describe(context_here(config)))
     _write_json(arguments.json, entries)
 
 

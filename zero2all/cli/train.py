@@ -62,7 +62,7 @@ def _train_or_show(arguments: argparse.Namespace) -> int:
         print(config_yaml(config), end="")
         return 0
     if arguments.print_schedule:
-        from zero2all.train.schedule import schedule_lines
+        from zero2all.config.schedule import schedule_lines
 
         print("\n".join(schedule_lines(config.train.steps, config.optim.lr_max, config.schedule, config.stages)))
         return 0

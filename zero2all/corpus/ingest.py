@@ -90,7 +90,7 @@ def ingest_unit(task: IngestTask) -> list[Segment]:
         with staged_folder(folder) as staging, ExitStack() as stack:
             writer: SegmentWriter | AutoWriter
             if task.is_auto:
-                writer = AutoWriter(task, staging, cleaners, stack)
+                writer = AutoWriter(task.source, task.channel, task.dedup, staging, cleaners, stack)
             else:
                 writer = SegmentWriter(task.source, task.dedup, staging, cleaners[task.channel], stack)
             while not (writer.is_full or items.at_end):

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,9 +39,6 @@ from zero2all.corpus.segments import (
     SAMPLES_PER_RULE,
 )
 from zero2all.corpus.sources import part_name
-
-if TYPE_CHECKING:
-    from zero2all.corpus.ingest import IngestTask
 
 BATCH_CHARS = 1 << 19
 BATCH_RECORDS = 4096
@@ -220,10 +217,22 @@ class SegmentWriter:
 
 
 class AutoWriter:
-    """Fills the staging folder of a segment of an `auto` source: in it, a segment for each channel that was met."""
+    """Fills the staging folder of a segment of an `auto` source: in it, a segment for each channel that was met.
 
-    def __init__(self, task: IngestTask, staging: Path, cleaners: Mapping[str, Cleaner], stack: ExitStack) -> None:
-        self.task, self.staging, self.cleaners, self._stack = task, staging, cleaners, stack
+    `channel` is the main channel of the source: it gets the documents that belong to no other.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        channel: str,
+        dedup: DedupConfig,
+        staging: Path,
+        cleaners: Mapping[str, Cleaner],
+        stack: ExitStack,
+    ) -> None:
+        self.source, self.channel, self.dedup = source, channel, dedup
+        self.staging, self.cleaners, self._stack = staging, cleaners, stack
         self._writers: dict[str, SegmentWriter] = {}
         self._batch: list[tuple[Row | Damaged, Document | Damaged, int]] = []
         self._batch_chars = 0
@@ -256,9 +265,9 @@ class AutoWriter:
         channels = iter(channels_of([one.title for one in documents], [one.content for one in documents]))
         for item, document, unread_bytes in batch:
             if isinstance(document, Damaged):
-                self._writer(self.task.channel).add_damaged(item, document, unread_bytes)
+                self._writer(self.channel).add_damaged(item, document, unread_bytes)
             else:
-                self._writer(next(channels) or self.task.channel).add(item, document)
+                self._writer(next(channels) or self.channel).add(item, document)
         for writer in self._writers.values():
             writer.clean_batch()
 
@@ -271,8 +280,8 @@ class AutoWriter:
         if channel not in self._writers:
             folder = self.staging / channel
             folder.mkdir()
-            name = part_name(self.task.source, channel)
-            self._writers[channel] = SegmentWriter(name, self.task.dedup, folder, self.cleaners[channel], self._stack)
+            name = part_name(self.source, channel)
+            self._writers[channel] = SegmentWriter(name, self.dedup, folder, self.cleaners[channel], self._stack)
         return self._writers[channel]
 
 

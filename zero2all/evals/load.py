@@ -11,6 +11,7 @@ import torch
 from zero2all.common.errors import BadInputError
 from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig
+from zero2all.config.training import model_at
 from zero2all.model.z2all import Z2all
 from zero2all.ops.registry import resolve
 from zero2all.parallel.device import pick_device
@@ -18,7 +19,6 @@ from zero2all.tokenizer.load import Tokenizer, load_tokenizer
 from zero2all.train.checkpoints.find import newest_checkpoint
 from zero2all.train.checkpoints.layout import checkpoint_folder, list_checkpoints, step_of
 from zero2all.train.checkpoints.load import Checkpoint, verified_checkpoint
-from zero2all.train.config import model_at
 from zero2all.train.setup import load_run_config, with_vocabulary
 
 

@@ -1,9 +1,8 @@
-"""The least an operator must move or compute, whoever writes it: its floor.
+"""The least that any implementation of an operator must move or compute: its floor.
 
 Bytes: each input read once and each output written once, at the width the values have; weights of a norm, targets and
 other small things are left out. FLOPs: a multiply-add counts as 2. Divided by what the device can copy or multiply per
-second, a floor is a time nobody can beat without changing what is computed; the share of it that an implementation
-reaches says how much is left to gain.
+second, a floor is a time that no implementation of the same computation can beat; floor / time says how close one is.
 
 Legend: N tokens, T sequence length, C width, F inner width, Hq and Hk heads, D head width, V vocabulary rows, U
 different ids, e bytes of a value, P parameters.
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from zero2all.model.config import ModelConfig, parameter_counts
 
 WIDE_BYTES = 4
-"""Of the masters, moments and gradients that the optimizer works on."""
+"""Bytes per value of masters, moments and gradients."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class Work:
 
     @property
     def is_matmul(self) -> bool:
-        """Whether arithmetic, not memory, is what limits it."""
+        """Whether it is limited by arithmetic, not by memory."""
         return self.forward_flops > 0
 
     @property
@@ -49,7 +48,7 @@ def operator_work(config: ModelConfig, tokens: int, seq_len: int, value_bytes: i
     work = {
         # in: residual, branch; out: normed, sum. Back: two gradients and the sum in, one gradient out.
         "rms_norm": Work(4.0 * N * C * e, 4.0 * N * C * e),
-        # query and key turned where they lie; back: three gradients are gathered into one.
+        # query and key rotated in place. Back: three gradients are gathered into one.
         "rope": Work(2.0 * N * (Hq + Hk) * D * e, 2.0 * N * (Hq + 2 * Hk) * D * e),
         # gate and up in, product out. Back: gate, up and one gradient in, two out.
         "swiglu": Work(3.0 * N * F * e, 5.0 * N * F * e),

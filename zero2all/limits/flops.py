@@ -1,4 +1,4 @@
-"""Floating-point work of training, per token, in the three conventions people use.
+"""Floating-point work of training, per token, in the three conventions in use.
 
 A multiply-add counts as 2; the backward pass costs twice the forward. So a weight that takes part in a matmul costs
 6 per token, and attention over T positions 12 L (heads x D) T when all of them are counted, half of that when only the
@@ -8,7 +8,7 @@ causal half is. Recomputation never counts: these are the FLOPs the model needs,
 `palm`   6 x matmul parameters + full attention
 `causal` 6 x matmul parameters + half attention
 
-MFU is tokens/s x FLOPs per token / peak; a figure without its convention means nothing.
+MFU is tokens/s x FLOPs per token / peak; it can be compared only within one convention.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DENSE_BF16_PEAK_FLOPS = {
     "NVIDIA H800 PCIe": 756e12,
 }
 """Dense bfloat16 peak by the device's whole name, from the vendor's data sheets (without sparsity). The whole name,
-because `NVIDIA H200 NVL` or a MIG slice of an H100 begins like a faster device."""
+because the names of slower devices (`NVIDIA H200 NVL`, a MIG slice) begin with that of a faster one."""
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> dict[str, float]:

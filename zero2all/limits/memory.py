@@ -1,13 +1,13 @@
 """Memory of a training run on one device, by arithmetic, before anything is allocated.
 
-What is there all the time: weights, float32 masters, gradients, moments. What comes and goes: what each block keeps for
-the backward pass, times the tokens of a micro-batch, and at the top of that the larger of two peaks: the head with its
-logits (end of the forward pass), or the first block of the backward pass with its gradients.
+All the time: weights, float32 masters, gradients, optimizer state. During a step: what each block saves for the
+backward pass, times the tokens of a micro-batch, plus the larger of two peaks: the head with its logits (end of the
+forward pass), or the first block of the backward pass with its gradients.
 
-The sizes of kept tensors are read off the operators (`zero2all.ops`), so they differ by implementation. Not counted:
-what the CUDA context and libraries take, and what torch's allocator holds without using it. With torch.compile the
-compiler decides what is kept, mostly less than this. A CUDA graph (`zero2all.train.cuda_graph`) keeps what
-comes and goes to itself, and what happens between steps needs memory beside it.
+The operators state what they save (`zero2all.ops.footprint`). Not counted: what the CUDA context and libraries take,
+and what torch's allocator reserves without using it. With torch.compile the compiler decides what is saved, mostly less
+than this. Passes in a CUDA graph (`zero2all.train.cuda_graph`) keep their activations allocated, and what happens
+between steps needs memory beside them.
 
 Against an H200 (1.2555 B parameters, 16 x 2048 tokens, fused operators; most bytes torch had allocated):
 
@@ -17,29 +17,28 @@ Against an H200 (1.2555 B parameters, 16 x 2048 tokens, fused operators; most by
     float8             58.1 GiB   58.1 GiB   60.5 GiB   60.5 GiB
     state              18.7 GiB   18.7 GiB   21.0 GiB   21.0 GiB
 
-With FlashAttention 4 and QuACK 54.9 GiB were measured, where the estimate is 54.6, and 59.1 (58.9) with float8.
+With FlashAttention 4 and QuACK 54.9 GiB were measured and 54.6 estimated; with float8 59.1 and 58.9.
 
-The other operators are held against what torch keeps for small models on a CPU, within 3 % (tests/limits);
-recomputation and sharding have not been measured on a GPU.
+The other operators agree within 3 % with what torch saves for small models on a CPU (tests/limits); recomputation and
+sharding have not been measured on a GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from zero2all.limits.recompute import FUSED, recomputed_blocks
+from zero2all.limits.recompute import recomputed_blocks
 from zero2all.model.config import ModelConfig, parameter_counts
+from zero2all.ops.footprint import Footprint, Sizes
 
 GIB = 2**30
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a value by train.precision."""
-HEAD_CHUNK_ROWS = {"chunked": 8192, "triton": 8192, "quack": 16384}
-"""Tokens whose logits exist at once, where the head works in chunks (`zero2all.ops.linear_cross_entropy`)."""
 BLOCK_OF_8BIT_MOMENTS = 256
 """Values with one float32 scale (`zero2all.train.optimizers.adamw_8bit`)."""
 ALLOWANCE = 0.08
-"""Share of a device's memory that an estimate leaves to what it does not count."""
+"""Share of a device's memory that is left free for what the estimate does not count."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +47,8 @@ class MemorySettings:
 
     seq_len: int
     micro_batch_samples: int
+    operators: Mapping[str, Footprint]
+    """What each operator needs (`Ops.footprints`)."""
     precision: str = "bfloat16"
     optimizer: str = "adamw"
     """optim.kind."""
@@ -55,12 +56,10 @@ class MemorySettings:
     """optim.adafactor_beta1 above 0."""
     kahan: bool = False
     """optim.bf16_rounding: kahan."""
-    operators: Mapping[str, str] = field(default_factory=lambda: dict(FUSED, linear_cross_entropy="triton"))
-    """The implementation of each operator (`Choice.got`)."""
     recompute: str = "none"
     recompute_every: int = 1
     documents: bool = False
-    """Whether attention stops at the borders of documents."""
+    """Whether attention is masked at document boundaries."""
     processes: int = 1
     spread: str = "replicate"
     """parallel.data."""
@@ -69,8 +68,29 @@ class MemorySettings:
 
     @property
     def has_split_masters(self) -> bool:
-        """Whether a bfloat16 weight is the upper half of its master, as in `zero2all.ops.split_master`."""
-        return (self.precision, self.optimizer, self.operators.get("optimizer")) == ("bfloat16", "adamw", "triton")
+        """Whether a bfloat16 weight is the upper half of its master: our AdamW (`zero2all.ops.split_master`)."""
+        return self.precision == "bfloat16" and self.optimizer == "adamw" and self.operators["optimizer"].splits_masters
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch."""
+        return self.micro_batch_samples * self.seq_len
+
+    def sizes(self, model: ModelConfig) -> Sizes:
+        """What the size of saved tensors depends on."""
+        width = WIDTHS[self.precision]
+        return Sizes(
+            hidden_size=model.hidden_size,
+            intermediate_size=model.intermediate_size,
+            heads=model.heads,
+            kv_heads=model.kv_heads,
+            head_size=model.head_size,
+            seq_len=self.seq_len,
+            value_bytes=width,
+            residual_bytes=max(4, width) if model.fp32_residual else width,
+            documents=self.documents,
+            attention_dropout=model.attention_dropout > 0,
+        )
 
 
 @dataclass(frozen=True)
@@ -95,11 +115,11 @@ class MemoryEstimate:
 
     @property
     def state(self) -> float:
-        """Bytes that are there between two steps."""
+        """Bytes in use between two steps."""
         return sum(part.bytes for part in self.parts if part.name in STATE_PARTS)
 
     def lines(self) -> list[str]:
-        """The estimate as a table for a person."""
+        """The estimate as a table."""
         rows = [
             f"  {part.name:<14}{part.bytes / GIB:>8.2f} GiB  {part.note}"
             for part in self.parts
@@ -114,22 +134,20 @@ STATE_PARTS = ("weights", "masters", "gradients", "optimizer")
 def estimate_memory(model: ModelConfig, settings: MemorySettings) -> MemoryEstimate:
     """The parts of the memory of a run, on the device that needs most."""
     parts = [*_state_parts(model, settings), *_gathered_parts(model, settings), *_float8_parts(model, settings)]
-    tokens = settings.micro_batch_samples * settings.seq_len
-    kept = kept_bytes_per_token(model, settings)
-    parts.append(
-        MemoryPart("activations", tokens * kept, f"{kept / 1e3:.1f} KB per token, recompute {settings.recompute}")
-    )
+    saved = saved_bytes_per_token(model, settings)
+    note = f"{saved / 1e3:.1f} KB per token, recompute {settings.recompute}"
+    parts.append(MemoryPart("activations", settings.tokens * saved, note))
     head, block = _head_peak(model, settings), _block_peak(model, settings)
     what = "head and loss" if head >= block else "first block of the backward pass"
     parts.append(MemoryPart("working space", max(head, block), what))
     return MemoryEstimate(tuple(parts))
 
 
-# ---- what is there all the time --------------------------------------------------------------------------------------
+# ---- all the time ----------------------------------------------------------------------------------------------------
 
 
 def optimizer_bytes(model: ModelConfig, kind: str, adafactor_momentum: bool = False, kahan: bool = False) -> float:
-    """Bytes an optimizer remembers about the whole model, with float32 masters (adamw_bf16: without any)."""
+    """Bytes of the optimizer state for the whole model, beside float32 masters (adamw_bf16 has none)."""
     counts = parameter_counts(model)
     total, matrices = counts["total"], _matrix_values(model) * model.layers
     if kind == "adamw":
@@ -200,13 +218,13 @@ def _state_parts(model: ModelConfig, settings: MemorySettings) -> list[MemoryPar
 
 
 def _gathered_parts(model: ModelConfig, settings: MemorySettings) -> list[MemoryPart]:
-    """What a process of a sharded run has of whole weights: the tables all the time, blocks two at a time."""
+    """Unsharded weights on a rank of a sharded run: the tables all the time, blocks two at a time."""
     if settings.spread != "shard" or settings.processes == 1:
         return []
     counts, width = parameter_counts(model), WIDTHS[settings.precision]
     block, ends = counts["blocks"] / model.layers, counts["embedding"] + counts["head"]
     gathered = width * (ends + 2 * block)
-    # Without an exchange after each micro-batch, whole gradients wait for the last one, in float32.
+    # Gradients are reduced only after the last micro-batch; until then each rank holds whole ones in float32.
     waiting = max(4, width) * counts["total"] if settings.accumulates else (width + 4) * (ends + block)
     note = (
         "whole gradients until the last micro-batch" if settings.accumulates else "gradients of a block and the tables"
@@ -218,128 +236,87 @@ def _gathered_parts(model: ModelConfig, settings: MemorySettings) -> list[Memory
 
 
 def _float8_parts(model: ModelConfig, settings: MemorySettings) -> list[MemoryPart]:
-    if settings.operators.get("linear") != "fp8":
+    copy_bytes = settings.operators["linear"].weight_copy_bytes
+    if not copy_bytes:
         return []
-    return [MemoryPart("float8", 2.0 * _matrix_values(model) * model.layers, "weights of the blocks, both ways round")]
+    values = _matrix_values(model) * model.layers
+    return [MemoryPart("float8", float(copy_bytes * values), "weights of the blocks, as they are and transposed")]
 
 
-# ---- what a micro-batch needs ----------------------------------------------------------------------------------------
+# ---- during a step ---------------------------------------------------------------------------------------------------
 
 
-def kept_bytes_per_token(model: ModelConfig, settings: MemorySettings) -> float:
-    """What all blocks and the last norm keep for the backward pass."""
+def saved_bytes_per_token(model: ModelConfig, settings: MemorySettings) -> float:
+    """What all blocks and the last norm save for the backward pass."""
     recomputed = recomputed_blocks(model, settings.recompute, settings.recompute_every)
-    whole = _kept_by_block(model, settings)
-    less = _kept_by_recomputed_block(model, settings)
-    return (model.layers - recomputed) * whole + recomputed * less + _last_norm_keeps(model, settings)
+    whole = _saved_by_block(model, settings)
+    less = _saved_by_recomputed_block(model, settings)
+    return (model.layers - recomputed) * whole + recomputed * less + _saved_by_last_norm(model, settings)
 
 
-def _last_norm_keeps(model: ModelConfig, settings: MemorySettings) -> float:
-    return _norm_keeps(model, settings) + WIDTHS[settings.precision] * model.hidden_size
+def _saved_by_last_norm(model: ModelConfig, settings: MemorySettings) -> float:
+    sizes = settings.sizes(model)
+    return settings.operators["rms_norm"].saved(sizes) + sizes.value_bytes * sizes.hidden_size
 
 
-def _kept_by_block(model: ModelConfig, settings: MemorySettings) -> float:
-    """Of one block that recomputes nothing; per token. Each operator's file says what it keeps and why."""
-    taken, width = settings.operators, WIDTHS[settings.precision]
-    hidden, inner, heads = model.hidden_size, model.intermediate_size, model.heads * model.head_size
-    float8 = taken.get("linear") == "fp8"
-    linear_input = 1 if float8 else width
-    norms = 2 * (_norm_keeps(model, settings) + linear_input * hidden)
-    # A fused attention keeps its output for itself; the projection behind it keeps the same memory, or a float8 copy.
-    attention = _attention_keeps(model, settings) + width * heads + (heads if float8 else 0)
-    if taken.get("swiglu") in ("triton", "quack") and taken.get("linear") in ("fp32_wgrad", "fp8"):
-        feed_forward = 2 * width * inner + (inner if float8 else 0)
-    else:
-        # gate and up, what the formula makes of them, and the product, which the projection behind it keeps
-        in_between = {"torch": 1, "eager": 2}.get(taken.get("swiglu", "torch"), 0)
-        feed_forward = (2 + in_between) * width * inner + linear_input * inner
-    dropout = 2 * hidden if model.residual_dropout else 0
-    return norms + attention + feed_forward + dropout
+def _saved_by_block(model: ModelConfig, settings: MemorySettings) -> float:
+    """By one block that recomputes nothing; per token."""
+    ops, sizes = settings.operators, settings.sizes(model)
+    copy_bytes = ops["linear"].input_copy_bytes
+    # The output of a norm is saved by the linear layer after it, as it is or as a copy.
+    norms = 2 * (ops["rms_norm"].saved(sizes) + (copy_bytes or sizes.value_bytes) * sizes.hidden_size)
+    # Attention saves its output, and the projection after it the same memory, or a copy.
+    attention = ops["attention"].saved(sizes) + (sizes.value_bytes + copy_bytes) * sizes.query_size
+    if ops["attention"].is_fused:  # plain matmuls save only what is counted with them
+        attention += ops["rope"].saved(sizes)
+    dropout = 2 * sizes.hidden_size if model.residual_dropout else 0
+    return norms + attention + ops["feed_forward"].saved(sizes) + dropout
 
 
-def _norm_keeps(model: ModelConfig, settings: MemorySettings) -> float:
-    """Beside its output, which the linear layer behind it keeps."""
-    width, hidden = WIDTHS[settings.precision], model.hidden_size
-    residual = max(4, width) if model.fp32_residual else width
-    kind = settings.operators.get("rms_norm", "eager")
-    if kind == "triton_lean":
-        return 4.0
-    if kind == "eager":
-        return max(4, width) * hidden + width * hidden + max(4, width)  # the sum, widened, and the sum normalised
-    return (residual if kind == "triton" else width) * hidden + 4.0
-
-
-def _attention_keeps(model: ModelConfig, settings: MemorySettings) -> float:
-    """Rotary positions and attention, without the output."""
-    width, length = WIDTHS[settings.precision], settings.seq_len
-    heads, shared = model.heads * model.head_size, model.kv_heads * model.head_size
-    kind = settings.operators.get("attention", "sdpa")
-    masks_whole = settings.documents and (kind == "math" or kind.startswith("sdpa"))
-    if kind == "math":
-        kept = 3.0 * width * heads  # query, and keys and values repeated for each query head
-        kept += (
-            model.heads * length * (max(4, width) + (width if width < 4 else 0))
-        )  # the weights; as a matmul reads them
-        kept += model.heads * length * (1 + width) if model.attention_dropout else 0.0
-        return kept + (length if masks_whole else 0)
-    kept = float(width * (heads + 2 * shared))  # the qkv projection: query, key and value lie in it, or value alone
-    if settings.operators.get("rope") != "triton":
-        kept += width * (heads + shared)  # turned copies of query and key
-        kept += width * heads  # the output lies as the query does, head by head, and is copied for the projection
-    return kept + 4 * model.heads + (length * (1 + width) if masks_whole else 0)  # 4: logsumexp
-
-
-def _kept_by_recomputed_block(model: ModelConfig, settings: MemorySettings) -> float:
-    """What goes into the block, and under `selective` the results of its dear operations; per token."""
-    width, hidden, heads = WIDTHS[settings.precision], model.hidden_size, model.heads * model.head_size
-    residual = max(4, width) if model.fp32_residual else width
-    ends = float((residual + width) * hidden)  # the residual, and the branch still to be added to it
+def _saved_by_recomputed_block(model: ModelConfig, settings: MemorySettings) -> float:
+    """The inputs of the block, and under `selective` the results of its expensive operations; per token."""
+    ops, sizes = settings.operators, settings.sizes(model)
+    width, hidden = sizes.value_bytes, sizes.hidden_size
+    inputs = float((sizes.residual_bytes + width) * hidden)  # the residual, and the branch not yet added to it
     if settings.recompute != "selective":
-        return ends
-    taken = settings.operators
-    kept = ends + width * hidden + 2 * width * model.intermediate_size  # outputs of the out and gate-up projections
-    if taken.get("rope") != "triton":
-        kept += width * (heads + 2 * model.kv_heads * model.head_size)
-    if taken.get("attention") != "math" and not model.attention_dropout:
-        kept += width * heads + 4 * model.heads
-    return kept
+        return inputs
+    saved = inputs + width * hidden + 2 * width * sizes.intermediate_size  # outputs of the out and gate-up projections
+    if not ops["rope"].overwrites_input:
+        saved += width * (sizes.query_size + 2 * sizes.kv_size)
+    if ops["attention"].is_fused and not sizes.attention_dropout:
+        saved += width * sizes.query_size + 4 * sizes.heads
+    return saved
 
 
 def _head_peak(model: ModelConfig, settings: MemorySettings) -> float:
-    """Logits, and the gradients of hidden states and head where they are made in the forward pass."""
-    width, tokens = WIDTHS[settings.precision], settings.micro_batch_samples * settings.seq_len
-    wide, table = max(4, width), model.vocab_rows * model.hidden_size
-    kind = settings.operators.get("linear_cross_entropy", "triton")
-    widened = wide if width < wide else 0
-    if kind == "off":
-        in_place = settings.operators.get("cross_entropy") in ("triton", "liger")
-        per_logit = width if in_place else width + widened + 2 * wide  # log-probabilities and their gradient
-        return float(tokens * model.vocab_rows * per_logit) + 2.0 * tokens * model.hidden_size * width
-    per_logit = width + widened + 2 * wide if kind == "chunked" else width
-    chunk = float(min(tokens, HEAD_CHUNK_ROWS.get(kind, HEAD_CHUNK_ROWS["chunked"])) * model.vocab_rows * per_logit)
-    return chunk + tokens * model.hidden_size * width + table * wide
+    """Logits, and the gradients of hidden states and head where they are computed in the forward pass."""
+    head, sizes, tokens = settings.operators["linear_cross_entropy"], settings.sizes(model), settings.tokens
+    hidden_states = float(tokens * model.hidden_size * sizes.value_bytes)
+    if head.chunk_rows is None:
+        return tokens * model.vocab_rows * head.logit_bytes(sizes) + 2 * hidden_states
+    chunk = min(tokens, head.chunk_rows) * model.vocab_rows * head.logit_bytes(sizes)
+    return chunk + hidden_states + model.vocab_rows * model.hidden_size * sizes.wide_bytes
 
 
 def _block_peak(model: ModelConfig, settings: MemorySettings) -> float:
-    """The backward pass of the feed-forward of one block; a recomputed block has its activations back besides."""
-    width, tokens = WIDTHS[settings.precision], settings.micro_batch_samples * settings.seq_len
-    hidden, inner = model.hidden_size, model.intermediate_size
-    residual = max(4, width) if model.fp32_residual else width
-    per_token = (residual + 2 * width) * hidden  # gradients of the residual and of the branch, and one in the making
+    """The backward pass of the feed-forward of one block; a recomputed block also has its activations again."""
+    linear, sizes = settings.operators["linear"], settings.sizes(model)
+    width, hidden, inner = sizes.value_bytes, sizes.hidden_size, sizes.intermediate_size
+    per_token = (sizes.residual_bytes + 2 * width) * hidden  # gradients of residual and branch, and one being computed
     per_token += 3 * width * inner  # gradients of gate, up and their product
-    # The product once more, for the weight's gradient; or gradients of gate and up in float8, both ways round.
-    per_token += 4 * inner if settings.operators.get("linear") == "fp8" else width * inner
-    per_token -= int(_last_norm_keeps(model, settings))  # given back by then
+    # For the weight gradient: the product computed again, or copies of the gradients of gate and up and transposes.
+    per_token += 4 * linear.input_copy_bytes * inner if linear.input_copy_bytes else width * inner
+    per_token -= int(_saved_by_last_norm(model, settings))  # freed by then
     if settings.recompute != "none":
-        per_token += int(_kept_by_block(model, settings) - _shared_with_recomputed(model, settings))
-    gradient = width * 2 * hidden * inner if settings.operators.get("linear") == "plain" else 0
-    return float(tokens * per_token + gradient)
+        per_token += int(_saved_by_block(model, settings) - _shared_with_recomputed(model, settings))
+    gradient = width * 2 * hidden * inner if linear.writes_weight_gradient else 0
+    return float(settings.tokens * per_token + gradient)
 
 
 def _shared_with_recomputed(model: ModelConfig, settings: MemorySettings) -> float:
-    """Of what a block has back, the part that was never given up; per token."""
-    width, hidden = WIDTHS[settings.precision], model.hidden_size
+    """Of the activations of a recomputed block, the part that was saved all along; per token."""
     if settings.recompute != "selective":
         return 0.0
-    residual = max(4, width) if model.fp32_residual else width
-    return _kept_by_recomputed_block(model, settings) - (residual + 2 * width) * hidden
+    sizes = settings.sizes(model)
+    inputs = (sizes.residual_bytes + 2 * sizes.value_bytes) * sizes.hidden_size
+    return _saved_by_recomputed_block(model, settings) - inputs

@@ -4,11 +4,11 @@ MFU counts what the model needs, HFU (hardware FLOPs utilisation) what the devic
 `zero2all.limits.flops` plus the forward work that `zero2all.model.recompute` does a second time. A run that recomputes
 has a high HFU and a lower MFU; only MFU says how fast it learns.
 
-Of a recomputed block, everything is done again that the backward pass asks for:
-full, every_n  all matmuls and attention. Only the last one, the down projection, is left out, where torch can stop in
-               front of it; our fused feed-forward hands over its tensors after it.
-selective      nothing but norms and the like, which count as 0 here; except the qkv projection where the rotary kernel
-               overwrites its output, and attention where it has dropout or is made of plain matmuls.
+What a recomputed block does again:
+full, every_n  all matmuls and attention. torch stops before the last matmul, the down projection, whose result the
+               backward pass does not need; a fused feed-forward is one function and runs whole.
+selective      only norms and the like, which count as 0 here; and the qkv projection where the rotary kernel
+               overwrites its output, and attention where it has dropout or consists of plain matmuls.
 
 Conventions as in `flops`: `seed` counts all parameters of a block and full attention, `palm` matrices and full
 attention, `causal` matrices and the causal half.
@@ -20,6 +20,7 @@ from collections.abc import Mapping
 
 from zero2all.limits.flops import CONVENTIONS, flops_per_token, peak_flops
 from zero2all.model.config import ModelConfig, parameter_counts
+from zero2all.ops.footprint import Footprint
 
 
 def recomputed_blocks(config: ModelConfig, kind: str, every_n: int) -> int:
@@ -28,21 +29,17 @@ def recomputed_blocks(config: ModelConfig, kind: str, every_n: int) -> int:
 
 
 def recomputed_flops_per_token(
-    config: ModelConfig, seq_len: int, kind: str, every_n: int = 1, operators: Mapping[str, str] | None = None
+    config: ModelConfig, seq_len: int, kind: str, every_n: int, operators: Mapping[str, Footprint]
 ) -> dict[str, float]:
-    """FLOPs per token of the second forward passes, under each convention.
-
-    `operators` names the implementation of each operator (`Choice.got`); None takes those of the registry's best.
-    """
-    taken = FUSED if operators is None else operators
+    """FLOPs per token of the second forward passes, under each convention; `operators` are `Ops.footprints`."""
     hidden, inner, heads = config.hidden_size, config.intermediate_size, config.heads * config.head_size
     qkv = hidden * (heads + 2 * config.kv_heads * config.head_size)
-    down = 0 if _feed_forward_is_fused(taken) else hidden * inner
+    down = 0 if operators["feed_forward"].is_fused else hidden * inner
     matrices = {"full": qkv + hidden * heads + 3 * hidden * inner - down}
     matrices["every_n"] = matrices["full"]
-    matrices["selective"] = qkv if taken.get("rope") == "triton" else 0
+    matrices["selective"] = qkv if operators["rope"].overwrites_input else 0
     attends = kind in ("full", "every_n") or (
-        kind == "selective" and (config.attention_dropout > 0 or taken.get("attention") == "math")
+        kind == "selective" and (config.attention_dropout > 0 or not operators["attention"].is_fused)
     )
     attention = 4.0 * heads * seq_len if attends else 0.0
     others = (parameter_counts(config)["blocks"] - hidden) // config.layers - (
@@ -57,22 +54,14 @@ def recomputed_flops_per_token(
     }
 
 
-FUSED = {"rope": "triton", "rms_norm": "triton", "swiglu": "triton", "linear": "fp32_wgrad", "attention": "sdpa_cudnn"}
-"""The operators that the registry takes on a GPU with Triton."""
-
-
-def _feed_forward_is_fused(operators: Mapping[str, str]) -> bool:
-    return operators.get("swiglu") in ("triton", "quack") and operators.get("linear") in ("fp32_wgrad", "fp8")
-
-
 def hardware_flops_utilisation(
     config: ModelConfig,
     seq_len: int,
     tokens_per_second: float,
     device_name: str,
     kind: str,
-    every_n: int = 1,
-    operators: Mapping[str, str] | None = None,
+    every_n: int,
+    operators: Mapping[str, Footprint],
 ) -> dict[str, float]:
     """HFU = tokens/s x (FLOPs the model needs + those done again) / peak, under each convention; empty when the
     device's peak is unknown."""

@@ -1,7 +1,7 @@
 """torch.compile around the blocks or the whole trunk of a model, in place.
 
-`block` compiles one block and uses it for all of them; `trunk` compiles everything between the ids and the head,
-which takes longer and lets the compiler see across blocks. The head and the loss stay outside: they work in chunks.
+`block` compiles one block and uses it for all of them; `trunk` compiles everything from the ids to the last norm, which
+takes longer and lets the compiler optimise across blocks. The head and the loss are not compiled: they work in chunks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from zero2all.model.z2all import Z2all
 
 
 def compile_model(model: Z2all) -> None:
-    """Do what the model's operators were resolved for (`ops.compile`)."""
+    """Compile what `ops.compile` says."""
     if model.ops.compile == "block":
         for block in model.blocks:
             block.compile(dynamic=False)

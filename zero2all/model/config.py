@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 from zero2all.common.schema import PositiveFloat, Problem, Range, ShareBelowOne
 
 VOCAB_MULTIPLE = 64
-"""From 64,320 to 64,321 columns the head becomes five to seven times slower on an H200: rows lose their alignment."""
+"""With 64,321 columns instead of 64,320 the head is five to seven times slower on an H200: rows are not aligned."""
 
-# Many times the largest models there are. What lies beyond is a slip or a trap, and would be built before it fails.
+# Many times the largest models there are. A larger value is an error or an attack, and would fail only when built.
 Layers = Annotated[int, Range(minimum=1, maximum=10_000)]
 Heads = Annotated[int, Range(minimum=1, maximum=1 << 16)]
 Width = Annotated[int, Range(minimum=1, maximum=1 << 22)]
@@ -42,7 +42,7 @@ class RopeScaling:
     """yarn: factor on cos and sin, so that attention logits grow by its square. None takes 0.1 ln(factor) + 1."""
 
     def problems(self, place: str) -> list[Problem]:
-        """What a kind needs and does not have."""
+        """Fields that the kind needs and that are missing or do not fit."""
         found = []
         if self.kind in ("llama3", "yarn") and self.original_seq_len is None:
             expected = f"the original length in tokens, for {self.kind}"
@@ -110,12 +110,12 @@ class ModelConfig:
 
     @property
     def vocab_rows(self) -> int:
-        """Rows of the embedding and the head: the ids, padded to what matrix units are fast at. Padding is never
+        """Rows of the embedding and the head: the ids, padded to a multiple of VOCAB_MULTIPLE. Padding is never
         predicted and learns nothing."""
         return -(-self.vocab_ids // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
     def problems(self, place: str) -> list[Problem]:
-        """What is wrong between fields that are each fine alone."""
+        """Fields that are valid alone but do not fit together."""
         found = []
         if self.head_dim is None and self.hidden_size % self.heads:
             found.append(

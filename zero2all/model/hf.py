@@ -1,8 +1,8 @@
 """To and from Hugging Face folders: Llama and Qwen2 layouts, tensor for tensor.
 
-Ours keeps q, k, v in one matrix, one behind the other, and gate, up in one, their rows alternating; theirs keeps them
-apart. Splitting and joining rows changes no bit, so a folder that is imported and exported again holds the same
-tensors. The biases decide the layout: q, k, v only is Qwen2; none or all four is Llama.
+Z2all has q, k, v in one matrix, one after the other, and gate, up in one, their rows alternating; Hugging Face has a
+matrix for each. Splitting and joining rows changes no bit, so a folder that is imported and exported again holds the
+same tensors. The biases decide the layout: q, k, v only is Qwen2; none or all four is Llama.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from zero2all.ops.registry import resolve
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 TokenIds = Mapping[str, int | list[int] | None]
-"""bos, eos and pad ids; a chat model may end at several."""
+"""bos, eos and pad ids; a chat model may have several eos ids."""
 SHARD_BYTES = 5_000_000_000
 VOCABULARY_TABLES = ("embedding.weight", "head.weight")
 ALTERNATING = "feed_forward.gate_up_pairs"
-"""The module whose rows are taken from its parts in turn."""
+"""The module whose rows come alternately from its parts."""
 FIRST_BLOCK = "blocks.0."
 LAYER_NUMBER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
 FETCH_AGAIN = "Fetch the folder again."
@@ -110,7 +110,7 @@ def read_hf_folder(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], str]:
 
 
 def to_hf_tensors(config: ModelConfig, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Our tensors under their names, fused ones split, without the rows that pad the vocabulary."""
+    """Our tensors under Hugging Face's names, fused ones split, without the padding rows of the vocabulary."""
     for name, tensor in tensors.items():
         if name in VOCABULARY_TABLES:
             tensor = tensor[: config.vocab_ids]
@@ -119,7 +119,7 @@ def to_hf_tensors(config: ModelConfig, tensors: dict[str, Tensor]) -> Iterator[t
 
 
 def from_hf_tensors(config: ModelConfig, theirs: dict[str, Tensor], origin: Path) -> dict[str, Tensor]:
-    """Their tensors under our names, joined and in float32; complains about missing, unknown and misshapen ones."""
+    """Hugging Face's tensors under our names, joined, in float32; an error if any is missing, unknown or misshapen."""
     parts_of = _check_shapes(config, {name: tuple(tensor.shape) for name, tensor in theirs.items()}, origin)
     ours = {name: _put_together(name, [theirs[part].float() for part in parts]) for name, parts in parts_of.items()}
     padding = config.vocab_rows - config.vocab_ids
@@ -160,7 +160,7 @@ def _check_shapes(config: ModelConfig, found: Mapping[str, tuple[int, ...]], ori
 
 
 def _our_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a Z2all model of this config; neither memory nor time is taken for layers."""
+    """Name and shape of every tensor of a Z2all model of this config, without building its layers."""
     with torch.device("meta"):
         model = Z2all(dataclasses.replace(config, layers=1), resolve(OpsConfig(), "cpu"))
     shapes: dict[str, tuple[int, ...]] = {}
@@ -194,7 +194,7 @@ def _their_parts(config: ModelConfig, name: str, rows: int) -> dict[str, int]:
 
 
 def _taken_apart(name: str, tensor: Tensor, rows: list[int]) -> tuple[Tensor, ...]:
-    """The parts of one of our tensors, each of so many rows."""
+    """Split one of our tensors into parts of these `rows`."""
     if ALTERNATING in name:
         return tensor.unflatten(0, (-1, len(rows))).unbind(1)
     return tensor.split(rows)
@@ -291,7 +291,7 @@ def from_hf_config(values: dict[str, Any], origin: Path) -> ModelConfig:
 
 
 def _matters(name: str, values: dict[str, Any]) -> bool:
-    """Whether a field of UNSUPPORTED_FIELDS changes the arithmetic, as opposed to standing there idle."""
+    """Whether a field of UNSUPPORTED_FIELDS changes the arithmetic; some folders set it without effect."""
     if name == "sliding_window":
         return bool(values.get("use_sliding_window", values.get("model_type") != "qwen2"))
     if name == "layer_types":
@@ -300,9 +300,9 @@ def _matters(name: str, values: dict[str, Any]) -> bool:
 
 
 def _to_hf_scaling(config: ModelConfig) -> dict[str, Any] | None:
-    """Their record of the stretching; ntk is a base change and travels as rope_theta.
+    """`rope_scaling` of config.json; ntk is a change of the base and is exported as rope_theta.
 
-    Their own `dynamic` recomputes the base for every length it meets, so it is not what a model was trained with.
+    transformers' `dynamic` computes another base for every length, so it is not what a model was trained with.
     """
     scaling = config.rope_scaling
     if scaling.kind in ("none", "ntk"):
@@ -388,7 +388,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _weight_names(file: Any) -> list[str]:
-    """The tensors of a file but for the rotary tables that old folders carry."""
+    """The tensors of a file, without the rotary tables of old folders."""
     return [name for name in file.keys() if not name.endswith("rotary_emb.inv_freq")]  # noqa: SIM118  (no mapping)
 
 

@@ -1,23 +1,24 @@
-"""Activation checkpointing: less is kept for the backward pass, and what is missing is computed again.
+"""Activation checkpointing: less is saved for the backward pass, and what is missing is computed again.
 
-none       everything the backward pass needs is kept
-full       of each block only what goes in; the block's forward runs once more in the backward pass
-every_n    the same for every n-th block, beginning with the first; the others keep everything
-selective  of each block what goes in and what is dear to compute: the outputs of matmuls and of fused attention;
+none       everything the backward pass needs is saved
+full       of each block only its inputs; the block's forward runs again in the backward pass
+every_n    the same for every n-th block, beginning with the first; the others save everything
+selective  of each block its inputs and the results of matmuls and of fused attention, which are the expensive ones;
            norms, rotary positions, SwiGLU and dropout are computed again
 
 Loss and gradients keep their bits: the same operations run on the same numbers, and dropout draws the same masks,
-because the random state of the first pass is put back. The backward pass walks the graph of the first forward pass, in
-which only the kept tensors are filled in anew, so what a backward does besides (adding to `main_grad`) happens once.
+because the random state of the first pass is restored. The backward pass uses the graph of the first forward pass and
+only fills in the missing tensors, so side effects of a backward (adding to `main_grad`) happen once.
 
-Three things need care under `selective`, where some results come from the store instead of being computed:
-- Our rotary kernel overwrites the output of the qkv projection, so that one may not be stored: it would be turned
-  twice. It is computed again.
-- Stored attention draws no random numbers the second time, and whatever draws after it would draw others. With
+Three cases under `selective`, where some results are saved instead of being computed again:
+- Our rotary kernel overwrites the output of the qkv projection. A saved output would be rotated twice, so the
+  projection is computed again.
+- Saved attention draws no random numbers the second time, so whatever draws after it would draw other ones. With
   attention dropout, attention is computed again.
-- Attention by plain matmuls (`ops.attention: math`) is computed again: its matrix of weights is what one wants rid of.
+- Attention by plain matmuls (`ops.attention: math`) is computed again: saving its matrix of weights would defeat the
+  purpose.
 
-Apply it before compilation and before sharding. A block stays the module it is, with the same parameter names.
+Apply it before compilation and before sharding. Modules and parameters keep their names.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from zero2all.model.z2all import Block, KeyValueCache, Z2all
@@ -36,11 +37,16 @@ KINDS = ("none", "full", "every_n", "selective")
 
 
 class RecomputedBlock(Block):
-    """A block whose forward runs again in the backward pass. Made from a `Block` by `apply_recompute`."""
+    """A block whose forward runs again in the backward pass. It takes over the submodules of a `Block`."""
 
-    run_twice: Callable[..., Any]
-    """torch's checkpoint with its options, as one value: torch.compile looks into a partial, not into an attribute that
-    holds an option."""
+    def __init__(self, block: Block, run_twice: Callable[..., Any]) -> None:
+        nn.Module.__init__(self)
+        for name, module in block.named_children():
+            self.add_module(name, module)
+        self.run_twice = run_twice
+        """torch's checkpoint with its options, as one value: torch.compile can trace a partial, but not an attribute
+        that holds an option."""
+        self.train(block.training)
 
     def forward(
         self,
@@ -49,17 +55,17 @@ class RecomputedBlock(Block):
         cos: Tensor,
         sin: Tensor,
         cache: KeyValueCache | None,
-        segments: Tensor | None,
+        documents: Any | None,
     ) -> tuple[Tensor, Tensor]:
-        """As `Block`; where no gradient will be asked for, nothing is different."""
+        """As `Block`; without gradients there is no difference."""
         if cache is not None or not torch.is_grad_enabled():
-            return super().forward(x, branch, cos, sin, cache, segments)
-        after: tuple[Tensor, Tensor] = self.run_twice(super().forward, x, branch, cos, sin, None, segments)
+            return super().forward(x, branch, cos, sin, cache, documents)
+        after: tuple[Tensor, Tensor] = self.run_twice(super().forward, x, branch, cos, sin, None, documents)
         return after
 
 
 def apply_recompute(model: Z2all, kind: str, every_n: int = 1) -> None:
-    """Let the blocks of `model` keep less, in place; `every_n` counts for the kind of that name."""
+    """Replace blocks of `model` by ones that save less; `every_n` is for the kind of that name."""
     assert kind in KINDS, f"kind is {kind!r}, not one of {KINDS}"
     assert every_n >= 1, f"every_n is {every_n}"
     config = model.config
@@ -70,12 +76,10 @@ def apply_recompute(model: Z2all, kind: str, every_n: int = 1) -> None:
         if kind == "none" or (kind == "every_n" and number % every_n):
             continue
         assert type(block) is Block, "recomputation is applied once, before the model is sharded"
-        block.__class__ = RecomputedBlock
-        assert isinstance(block, RecomputedBlock)
-        block.run_twice = partial(checkpoint, use_reentrant=False, **options)
+        model.blocks[number] = RecomputedBlock(block, partial(checkpoint, use_reentrant=False, **options))
 
 
-# ---- what `selective` keeps ----------------------------------------------------------------------------------------
+# ---- what `selective` saves ----------------------------------------------------------------------------------------
 
 MATMULS = {"aten::mm": 1, "aten::addmm": 2, "aten::_scaled_mm": 1}
 """Matmuls of linear layers, and which argument is the right-hand matrix (inputs x outputs)."""
@@ -91,19 +95,18 @@ FUSED_ATTENTION = (
 
 def _policy(model: Z2all) -> Callable[..., CheckpointPolicy]:
     config = model.config
-    taken = model.ops.taken
     qkv_columns = (config.heads + 2 * config.kv_heads) * config.head_size
-    overwritten = qkv_columns if taken["rope"] == "triton" else None
-    keeps_attention = config.attention_dropout == 0
+    overwritten = qkv_columns if model.ops.footprints["rope"].overwrites_input else None
+    saves_attention = config.attention_dropout == 0
 
-    def keep_what_is_dear(_: Any, operation: Any, *arguments: Any, **__: Any) -> CheckpointPolicy:
+    def save_what_is_expensive(_: Any, operation: Any, *arguments: Any, **__: Any) -> CheckpointPolicy:
         schema = getattr(operation, "_schema", None)
         name = "" if schema is None else schema.name
-        if name in FUSED_ATTENTION and keeps_attention:
+        if name in FUSED_ATTENTION and saves_attention:
             return CheckpointPolicy.MUST_SAVE
-        # Told apart by its width: another matmul of that very width is computed again too, which is only slower.
+        # Recognised by its width. Another matmul of the same width is computed again too, which is only slower.
         if name in MATMULS and arguments[MATMULS[name]].shape[1] != overwritten:
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
-    return keep_what_is_dear
+    return save_what_is_expensive

@@ -1,8 +1,8 @@
 """Frequencies of the rotary positions, with the ways to stretch them beyond the trained length.
 
-A head of width D has D/2 pairs; pair d turns by position x f(d), f(d) = theta^(-2d/D). Fast pairs tell neighbours
-apart, slow pairs carry far positions. To reach s (`factor`) times farther than the model was trained, slow pairs are
-slowed down further. L is `original_seq_len`; lambda(d) = 2 pi / f(d) is the wavelength of a pair, in positions.
+A head of width D has D/2 pairs; pair d is rotated by position x f(d), f(d) = theta^(-2d/D). Fast pairs distinguish near
+positions, slow pairs far ones. To reach s (`factor`) times farther than the model was trained, slow pairs are slowed
+down further. L is `original_seq_len`; lambda(d) = 2 pi / f(d) is the wavelength of a pair, in positions.
 
 base      another theta (model.rope_theta, or a stage's): pair d slows by (theta / theta')^(2d/D), pair 0 not at all
 linear    f(d) / s: position interpolation, all pairs alike
@@ -33,13 +33,13 @@ def rope_tables(config: ModelConfig, seq_len: int, device: torch.device | None =
 def rope_base(config: ModelConfig) -> float:
     """The base of the frequencies: `rope_theta`, or what ntk makes of it."""
     D, scaling = config.head_size, config.rope_scaling
-    if scaling.kind != "ntk" or D == 2:  # a single pair turns by 1 whatever the base
+    if scaling.kind != "ntk" or D == 2:  # a single pair rotates by 1 whatever the base
         return config.rope_theta
     return config.rope_theta * scaling.factor ** (D / (D - 2))
 
 
 def _frequencies(config: ModelConfig) -> tuple[Tensor, float]:
-    """Turn per position of each pair, and the factor yarn puts on cos and sin."""
+    """Rotation per position of each pair, and yarn's factor on cos and sin."""
     D, scaling = config.head_size, config.rope_scaling
     exponents = torch.arange(0, D, 2, dtype=torch.int64).float() / D
     spans = rope_base(config) ** exponents  # positions per radian, (D/2,)

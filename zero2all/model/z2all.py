@@ -1,16 +1,17 @@
 """Z2all: a Llama-style decoder, and only that.
 
-Which kernel computes an operator is decided elsewhere (`ops.registry`), how the model is spread over devices too
-(`parallel`). Legend: B batch, T positions, C hidden width, Hq and Hk query and key/value heads, D head width,
-F inner width of SwiGLU, V vocabulary rows.
+`ops.registry` chooses the kernel of each operator, and `parallel` spreads the model over devices. Legend: B batch,
+T positions, C hidden width, Hq and Hk query and key/value heads, D head width, F inner width of SwiGLU, V vocabulary
+rows.
 
-`segments` (B, T), where given, numbers the documents of each row: attention stops at their borders, and positions
-begin at 0 in each, so that what the model says of a document does not depend on its neighbours.
+`document_ids` (B, T), where given, tell the documents of a row apart: attention is masked at document boundaries and
+positions start at 0 in each document, so that the output for a document does not depend on its neighbours.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -64,24 +65,24 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.heads * config.head_size, config.hidden_size, bias=config.attention_bias == "all")
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeyValueCache | None, segments: Tensor | None
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeyValueCache | None, documents: Any | None
     ) -> Tensor:
-        """(B, T, C) -> (B, T, C)."""
+        """(B, T, C) -> (B, T, C). `documents` is what `ops.prepare_documents` returned."""
         B, T, _ = x.shape
         qkv = self.ops.linear(x, self.qkv.weight, self.qkv.bias).view(B, T, -1, self.head_size)
         query, key, value = self.ops.rope(qkv, cos, sin, self.heads, self.kv_heads)  # each (B, H, T, D)
         if cache is not None:
             key, value = cache.extend(self.layer, key, value)
         dropout = self.dropout if self.training else 0.0
-        mixed = self.ops.attention(query, key, value, dropout, segments)  # (B, Hq, T, D)
+        mixed = self.ops.attention(query, key, value, dropout, documents)  # (B, Hq, T, D)
         return self.ops.linear(mixed.transpose(1, 2).reshape(B, T, -1), self.out.weight, self.out.bias)
 
 
 class FeedForward(nn.Module):
     """SwiGLU; gate and up come from one matmul whose rows alternate: row 2 i is gate i, row 2 i + 1 is up i.
 
-    So gate and up of one unit lie side by side, where the matmul's epilogue can still multiply them, and a contiguous
-    slice of rows is a set of whole units, which is what a model that is cut over devices wants.
+    So gate and up of one unit lie side by side, where the matmul's epilogue can multiply them, and a contiguous slice
+    of rows is a set of whole units, as tensor parallelism needs it.
     """
 
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
@@ -97,9 +98,9 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then feed-forward, each on a normalised view of the residual.
+    """Attention, then feed-forward, each on the normalised residual.
 
-    What a part adds to the residual (its branch) is handed on and added by the next norm, which reads both anyway.
+    The output of each (its branch) is added to the residual by the next norm, which reads both anyway.
     """
 
     def __init__(self, config: ModelConfig, layer: int, ops: Ops) -> None:
@@ -117,11 +118,11 @@ class Block(nn.Module):
         cos: Tensor,
         sin: Tensor,
         cache: KeyValueCache | None,
-        segments: Tensor | None,
+        documents: Any | None,
     ) -> tuple[Tensor, Tensor]:
-        """Residual and the branch still to be added (B, T, C) -> the same after this block."""
+        """Residual and the branch not yet added to it (B, T, C) -> the same after this block."""
         normed, x = self.attention_norm(x, branch)
-        branch = self.dropout(self.attention(normed, cos, sin, cache, segments))
+        branch = self.dropout(self.attention(normed, cos, sin, cache, documents))
         normed, x = self.feed_forward_norm(x, branch)
         return x, self.dropout(self.feed_forward(normed))
 
@@ -146,7 +147,7 @@ class Z2all(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Normal weights, zero biases; what writes into the residual starts smaller in deeper models."""
+        """Normal weights, zero biases; projections into the residual start smaller in deeper models."""
         generator = torch.Generator().manual_seed(seed)
         into_residual = self.config.init_std / math.sqrt(2 * self.config.layers)
         for name, parameter in self.named_parameters():
@@ -159,17 +160,19 @@ class Z2all(nn.Module):
             if name in ("embedding.weight", "head.weight"):
                 parameter[self.config.vocab_size :] = 0.0  # padding
 
-    def forward(self, tokens: Tensor, cache: KeyValueCache | None = None, segments: Tensor | None = None) -> Tensor:
-        """Token ids (B, T) -> normalised hidden states (B, T, C). `cache` makes T the new positions only."""
-        assert cache is None or segments is None, "a cache belongs to one document"
+    def forward(self, tokens: Tensor, cache: KeyValueCache | None = None, document_ids: Tensor | None = None) -> Tensor:
+        """Token ids (B, T) -> normalised hidden states (B, T, C). With `cache`, T counts only the new positions."""
+        assert cache is None or document_ids is None, "a cache belongs to one document"
         start = 0 if cache is None else cache.length
         T = tokens.shape[1]
         if start + T > self.config.max_seq_len:
             raise ValueError(f"{start + T} positions exceed model.max_seq_len ({self.config.max_seq_len})")
-        if segments is None:
+        documents = None
+        if document_ids is None:
             cos, sin = self.cos[start : start + T], self.sin[start : start + T]  # (T, D/2)
         else:
-            positions = _positions(segments)
+            documents = self.ops.prepare_documents(document_ids)
+            positions = _positions(document_ids)
             cos, sin = self.cos[positions], self.sin[positions]  # (B, T, D/2)
         x = self.embedding_dropout(self.ops.embedding(tokens, self.embedding.weight))  # (B, T, C)
         if self.config.fp32_residual:
@@ -178,7 +181,7 @@ class Z2all(nn.Module):
             x = x.to(torch.get_autocast_dtype(tokens.device.type))
         branch: Tensor | None = None
         for block in self.blocks:
-            x, branch = block(x, branch, cos, sin, cache, segments)
+            x, branch = block(x, branch, cos, sin, cache, documents)
         if cache is not None:
             cache.length += T
         normed, _ = self.norm(x, branch)
@@ -190,7 +193,7 @@ class Z2all(nn.Module):
         return self.embedding.weight if self.head is None else self.head.weight
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(..., C) -> (..., vocab_size); rows that only pad the matrix are left out, so nothing can predict them."""
+        """(..., C) -> (..., vocab_size); the padding rows of the matrix are left out, so they are never predicted."""
         return F.linear(hidden, self.head_weight[: self.config.vocab_size])
 
     def loss(
@@ -198,25 +201,25 @@ class Z2all(nn.Module):
         tokens: Tensor,
         targets: Tensor,
         weights: Tensor | None = None,
-        segments: Tensor | None = None,
+        document_ids: Tensor | None = None,
         z_loss: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
-        """Ids, the ids that follow them and what each position counts (B, T) -> a sum to call backward on, and the
-        loss of each position in nats (B, T), to look at.
+        """Ids, targets and the weight of each position in the loss (B, T) -> a sum to call backward on, and the loss of
+        each position in nats (B, T), without gradient.
 
-        The sum is that of weights * losses, plus z_loss * logsumexp(logits)^2 of each position where that is asked for.
+        The sum is that of weights * losses, plus z_loss * logsumexp(logits)^2 of each position where z_loss is not 0.
         """
         if weights is None:
             weights = torch.ones(targets.shape, dtype=torch.float32, device=targets.device)
-        return self.head_loss(self(tokens, segments=segments), targets, weights, z_loss)
+        return self.head_loss(self(tokens, document_ids=document_ids), targets, weights, z_loss)
 
     def head_loss(self, hidden: Tensor, targets: Tensor, weights: Tensor, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
-        """The second half of `loss`: from hidden states (B, T, C) on."""
-        return self.ops.linear_cross_entropy(hidden, self.head_weight, targets, weights, self.config.vocab_size, z_loss)
+        """The same from hidden states (B, T, C)."""
+        return self.ops.linear_cross_entropy(hidden, self.head_weight, targets, weights, self.config.vocab_ids, z_loss)
 
 
-def _positions(segments: Tensor) -> Tensor:
-    """(B, T) -> (B, T): the place of each token within its segment, from 0."""
-    at = torch.arange(segments.shape[1], device=segments.device)
-    begins = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=True)
+def _positions(document_ids: Tensor) -> Tensor:
+    """(B, T) -> (B, T): the place of each token within its document, from 0."""
+    at = torch.arange(document_ids.shape[1], device=document_ids.device)
+    begins = F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True)
     return at - torch.where(begins, at, 0).cummax(dim=1).values

@@ -1,4 +1,4 @@
-"""How hand-written autograd functions live under autocast."""
+"""Hand-written autograd functions under autocast."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ R = TypeVar("R")
 
 
 def autocast_to(device: str) -> torch.dtype | None:
-    """The dtype autocast wants on this kind of device; None where it is off."""
+    """The dtype of autocast on this kind of device; None where it is off."""
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def for_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """The tensors in autocast's dtype where it is on, as torch's own matmuls would take them."""
+    """The tensors in autocast's dtype where it is on, as torch's own matmuls cast them."""
     first = next(tensor for tensor in tensors if tensor is not None)
     dtype = autocast_to(first.device.type)
     if dtype is None:
@@ -28,10 +28,10 @@ def for_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
 
 
 def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
-    """Run an autograd function's forward or backward as written, whatever autocast is on around it.
+    """Run an autograd function's forward or backward with autocast off.
 
-    Somebody who calls backward() inside an autocast region would otherwise have the matmuls of a hand-written backward
-    cast to that region's dtype (float16 unless said), in silence.
+    Otherwise a backward() inside an autocast region would silently cast the matmuls of a hand-written backward to that
+    region's dtype (float16 by default).
     """
 
     @wraps(function)

@@ -1,15 +1,21 @@
-"""Cross-entropy per token, in nats: the loss of each token apart, so that channels can be told apart for free.
+"""Cross-entropy per token, in nats: one loss per token, so that the loss of each channel costs nothing extra.
 
-It is asked for only where `linear_cross_entropy` is off: the others never hold all logits.
+Used only where `linear_cross_entropy` is off: its other implementations never hold all logits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.nn.functional as F
 from torch import Tensor
 
+from zero2all.ops.footprint import Footprint, wide_logits
 from zero2all.ops.implementation import Implementation, needs_liger, needs_triton
 from zero2all.ops.widen import widened
+
+CrossEntropyOp = Callable[[Tensor, Tensor], Tensor]
+"""Logits (N, V) and targets (N,) -> losses (N,)."""
 
 
 def torch_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -24,7 +30,7 @@ def eager_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def liger_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """liger-kernel's, which overwrites the logits by their gradient too."""
+    """liger-kernel's, which also overwrites the logits with their gradient."""
     from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
 
     losses, *_ = LigerCrossEntropyFunction.apply(logits, targets, None, -100, 0.0, 0.0, "none")
@@ -32,15 +38,15 @@ def liger_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def triton_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Our kernel: the logits are overwritten by their gradient."""
+    """Our kernel: the logits are overwritten with their gradient."""
     from zero2all.ops.kernels.cross_entropy import triton_cross_entropy as kernel
 
     return kernel(logits, targets)
 
 
-IMPLEMENTATIONS = (
+IMPLEMENTATIONS: tuple[Implementation[CrossEntropyOp], ...] = (
     Implementation("triton", triton_cross_entropy, needs_triton, compile_safe=False),
-    Implementation("torch", torch_cross_entropy),
-    Implementation("eager", eager_cross_entropy),
+    Implementation("torch", torch_cross_entropy, footprint=Footprint(logit_bytes=wide_logits)),
+    Implementation("eager", eager_cross_entropy, footprint=Footprint(logit_bytes=wide_logits)),
     Implementation("liger", liger_cross_entropy, needs_liger, compile_safe=False),
 )

@@ -1,20 +1,25 @@
-"""What the registry knows about one way to compute an operator, and what an implementation may need to know first."""
+"""One implementation of an operator, the context it is chosen in, and the probes that several of them share."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from zero2all.ops import trial
+from zero2all.ops.footprint import Footprint
+
+NO_FOOTPRINT = Footprint()
+Op = TypeVar("Op", bound=Callable[..., Any])
+"""The signature of an operator, from its own file."""
 
 
 @dataclass(frozen=True)
-class Situation:
-    """Where and on what the operators are to run; a size of 0 is one that nobody knows yet."""
+class OpContext:
+    """The device, the dtype and the model that operators are chosen for; a size of 0 is unknown."""
 
     device: str
     """'cpu' or 'cuda'."""
@@ -28,19 +33,19 @@ class Situation:
     vocab_size: int = 0
     seq_len: int = 0
     documents: bool = False
-    """Whether attention stops at the borders of documents."""
+    """Whether attention is masked at document boundaries."""
     z_loss: bool = False
     """Whether the loss has a z term."""
     dropout: bool = False
-    """Whether attention weights are dropped out."""
+    """Whether attention has dropout."""
     compiled: bool = False
-    """Whether torch.compile is around the operators."""
+    """Whether the model is compiled with torch.compile."""
     keeps_results: bool = False
-    """Whether results of attention and matmuls are to be kept while the rest is recomputed (recompute: selective)."""
+    """Whether activation checkpointing keeps the results of attention and matmuls (recompute: selective)."""
     linear: str = ""
-    """The implementation of the linear layers, where it is known: it is chosen before the operators between them."""
+    """The implementation of the linear layers; empty before it is chosen, which is before the other operators."""
     sharded: bool = False
-    """Whether each process keeps a part of every weight and gathers the rest for each pass (FSDP2)."""
+    """Whether weights are sharded over the ranks (FSDP2)."""
 
     @property
     def qkv_rows(self) -> int:
@@ -53,91 +58,93 @@ class Situation:
         return self.heads // self.kv_heads if self.kv_heads else 1
 
 
-Probe = Callable[[Situation], str | None]
-"""None when the implementation can run there, else the reason why not."""
+Probe = Callable[[OpContext], str | None]
+"""None when the implementation can run in this context, else the reason why not."""
 
 
-def runs_anywhere(situation: Situation) -> str | None:
+def runs_anywhere(context: OpContext) -> str | None:
     """The probe of an implementation that needs nothing but torch."""
-    del situation
+    del context
     return None
 
 
 @dataclass(frozen=True)
-class Implementation:
+class Implementation(Generic[Op]):
     """One implementation of one operator."""
 
     name: str
-    function: Callable[..., Any]
+    function: Op
     probe: Probe = runs_anywhere
     compile_safe: bool = True
-    """Whether torch.compile can look inside; what it cannot is left as it is, with a break in the graph around it."""
+    """Whether torch.compile can trace it; if not, it runs as it is, between two graph breaks."""
     deterministic: bool = True
     """Whether equal inputs give equal bits, forward and backward."""
     tolerance: float = 0.0
     """Largest relative error against float64 that its tests allow in bfloat16 (0: the operator's own default)."""
+    footprint: Footprint = NO_FOOTPRINT
+    """What it needs in memory."""
 
 
 def has_triton() -> bool:
-    """Whether it is installed."""
+    """Whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
 
 
-def needs_triton(situation: Situation) -> str | None:
-    """The probe of our kernels."""
-    if situation.device != "cuda":
+def needs_triton(context: OpContext) -> str | None:
+    """The probe of our own kernels."""
+    if context.device != "cuda":
         return "it needs a CUDA device"
     if not has_triton():
         return "triton is not installed"
-    if situation.dtype == torch.float64:
+    if context.dtype == torch.float64:
         return "its sums are float32, and the model is float64"
-    if not 0 <= situation.hidden_size <= MAX_ROW:
-        return f"a row of {situation.hidden_size} values is wider than the {MAX_ROW} one program takes"
+    if not 0 <= context.hidden_size <= MAX_ROW:
+        return f"a row of {context.hidden_size} values is wider than the {MAX_ROW} one program takes"
     return None
 
 
 MAX_ROW = 16384
 
 
-def needs_liger(situation: Situation) -> str | None:
-    """The probe of the kernels of liger-kernel."""
-    if situation.device != "cuda":
+def needs_liger(context: OpContext) -> str | None:
+    """The probe of liger-kernel."""
+    if context.device != "cuda":
         return "it needs a CUDA device"
     if importlib.util.find_spec("liger_kernel") is None:
         return "liger-kernel is not installed"
     return None
 
 
-def needs_quack(situation: Situation) -> str | None:
-    """The probe of matmuls with more in their epilogue, by QuACK; each operator tries its own out besides."""
-    problem = needs_triton(situation)
+def needs_quack(context: OpContext) -> str | None:
+    """What all of QuACK's kernels need; the operators that use them also run a trial of their own."""
+    problem = needs_triton(context)
     if problem is not None:
         return problem
     if not trial.is_there("quack"):
         return "quack-kernels is not installed"
     if torch.cuda.get_device_capability()[0] not in (9, 10):
         return "it needs a GPU of the Hopper or Blackwell generation"
-    if situation.dtype not in (torch.bfloat16, torch.float16):
-        return f"it computes in bfloat16 or float16, and the model is {str(situation.dtype).removeprefix('torch.')}"
+    if context.dtype not in (torch.bfloat16, torch.float16):
+        return f"it computes in bfloat16 or float16, and the model is {str(context.dtype).removeprefix('torch.')}"
     for name in ("hidden_size", "intermediate_size"):
-        if getattr(situation, name) % 8:
-            return f"it wants multiples of 8, and {name} is {getattr(situation, name)}"
+        if getattr(context, name) % 8:
+            return f"it needs multiples of 8, and {name} is {getattr(context, name)}"
     return None
 
 
-def needs_float8(situation: Situation) -> str | None:
+def needs_float8(context: OpContext) -> str | None:
     """The probe of float8 matmuls."""
-    problem = needs_triton(situation)
+    problem = needs_triton(context)
     if problem is not None:
         return problem
     if torch.cuda.get_device_capability() < (8, 9):
         return "this GPU has no float8 tensor cores"
-    if situation.dtype != torch.bfloat16:
-        return f"it makes float8 from bfloat16, and the model is {str(situation.dtype).removeprefix('torch.')}"
-    if situation.sharded:
-        # FSDP hides from a weight's version that it was gathered anew, so the float8 copy would never be made again.
+    if context.dtype != torch.bfloat16:
+        return f"it makes float8 from bfloat16, and the model is {str(context.dtype).removeprefix('torch.')}"
+    if context.sharded:
+        # FSDP gathers weights without changing their version counter, so the float8 copies would never be renewed.
         return "it keeps float8 copies of whole weights, and parallel.data is shard"
     for name in ("hidden_size", "intermediate_size", "qkv_rows", "seq_len"):
-        if getattr(situation, name) % 16:
-            return f"float8 matmuls want multiples of 16, and {name} is {getattr(situation, name)}"
+        if getattr(context, name) % 16:
+            return f"float8 matmuls need multiples of 16, and {name} is {getattr(context, name)}"
     return None

@@ -1,4 +1,4 @@
-"""Linear layers of the blocks: x W^T + bias, and the feed-forward part (linear, SwiGLU, linear) as a whole.
+"""Linear layers of the blocks: x W^T + bias; and the whole feed-forward part: linear, SwiGLU, linear.
 
 plain       torch's; the weight gradient has the weight's dtype
 fp32_wgrad  the weight gradient is added in float32 to the weight's `main_grad` (see `zero2all.train.weights`)
@@ -7,18 +7,26 @@ fp8         float8 tensor cores, one scale per tensor; weight gradient as in fp3
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from zero2all.ops.footprint import Footprint, Sizes
 from zero2all.ops.implementation import Implementation, needs_float8, needs_triton
+from zero2all.ops.swiglu import SwigluOp
+
+if TYPE_CHECKING:
+    from zero2all.ops.kernels.linear import Float8Weight
 
 Parameters = tuple[Tensor, "Tensor | None"]
 """Weight and bias."""
-Swiglu = Callable[[Tensor], Tensor]
-Linear = Callable[[Tensor, Tensor, "Tensor | None"], Tensor]
-FeedForward = Callable[[Tensor, Parameters, Parameters], Tensor]
+LinearOp = Callable[[Tensor, Tensor, "Tensor | None"], Tensor]
+"""(x, weight, bias) -> y."""
+FeedForwardOp = Callable[[Tensor, Parameters, Parameters], Tensor]
+"""(x, gate and up, down) -> y; the rows of gate and up are in pairs, as SwiGLU takes them."""
 
 
 def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -33,50 +41,99 @@ def fp32_wgrad_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
     return linear_fp32_wgrad(x, weight, bias)
 
 
-def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """float8 matmuls."""
-    from zero2all.ops.kernels.linear import linear_8
+class Float8Linear:
+    """float8 matmuls. Keeps a float8 copy of each weight it was called with, for as long as the weight exists."""
 
-    return linear_8(x, weight, bias)
+    def __init__(self) -> None:
+        self.copies: MutableMapping[Tensor, Float8Weight] = WeakTensorKeyDictionary()
+        """A copy is renewed in place when its weight has changed: once per optimizer step."""
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """One linear layer."""
+        from zero2all.ops.kernels.linear import linear_8
+
+        return linear_8(x, weight, bias, self.copies)
+
+    def feed_forward(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        """Linear, SwiGLU and linear, fused."""
+        from zero2all.ops.kernels.linear import feed_forward_8
+
+        return feed_forward_8(x, gate_up, down, self.copies)
+
+    def renew_copies(self, weights: Iterable[Tensor]) -> None:
+        """Renew the copies of these weights now, where there are any, rather than in the next forward pass."""
+        known = [weight for weight in weights if weight in self.copies]
+        if known:
+            from zero2all.ops.kernels.linear import float8_weight
+
+            for weight in known:
+                float8_weight(weight, self.copies)
 
 
-IMPLEMENTATIONS = (
+fp8_linear = Float8Linear()
+
+IMPLEMENTATIONS: tuple[Implementation[LinearOp], ...] = (
     Implementation("fp32_wgrad", fp32_wgrad_linear, needs_triton, compile_safe=False),
-    Implementation("plain", plain_linear),
-    Implementation("fp8", fp8_linear, needs_float8, compile_safe=False, tolerance=8e-2),
+    Implementation("plain", plain_linear, footprint=Footprint(writes_weight_gradient=True)),
+    Implementation(
+        "fp8",
+        fp8_linear,
+        needs_float8,
+        compile_safe=False,
+        tolerance=8e-2,
+        footprint=Footprint(input_copy_bytes=1, weight_copy_bytes=2),  # the weights as they are and transposed
+    ),
 )
 
 
+# ---- feed-forward --------------------------------------------------------------------------------------------------
+
+
 def is_fused(swiglu_name: str, linear_name: str) -> bool:
-    """Whether these two are fused into one feed-forward: our kernels, which torch.compile cannot look into."""
+    """Whether these two are fused into one feed-forward: our kernels, which torch.compile cannot trace."""
     return swiglu_name in ("triton", "quack") and linear_name in ("fp32_wgrad", "fp8")
 
 
-def feed_forward(swiglu_name: str, swiglu: Swiglu, linear_name: str, linear: Linear) -> FeedForward:
-    """(x, gate_up weight and bias, down weight and bias) as one function: fused where all of it is our kernels and
-    there are no biases, else one after the other. Rows of gate_up are in pairs, as SwiGLU wants them."""
+def feed_forward(swiglu_name: str, swiglu: SwigluOp, linear_name: str, linear: LinearOp) -> FeedForwardOp:
+    """The feed-forward of these two: fused where both are our kernels and there are no biases, else step by step."""
 
-    def one_after_the_other(x: Tensor, gate_up: Parameters, down: Parameters) -> Tensor:
+    def step_by_step(x: Tensor, gate_up: Parameters, down: Parameters) -> Tensor:
         return linear(swiglu(linear(x, *gate_up)), *down)
 
     if not is_fused(swiglu_name, linear_name):
-        return one_after_the_other
+        return step_by_step
 
     fused = _fused(swiglu_name, linear_name)
 
     def fused_without_biases(x: Tensor, gate_up: Parameters, down: Parameters) -> Tensor:
         if gate_up[1] is None and down[1] is None:
             return fused(x, gate_up[0], down[0])
-        return one_after_the_other(x, gate_up, down)
+        return step_by_step(x, gate_up, down)
 
     return fused_without_biases
 
 
 def _fused(swiglu_name: str, linear_name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    if linear_name == "fp32_wgrad" and swiglu_name == "quack":
+    if linear_name == "fp8":
+        return fp8_linear.feed_forward
+    if swiglu_name == "quack":
         from zero2all.ops.kernels.epilogue import feed_forward_in_epilogues
 
         return feed_forward_in_epilogues
-    from zero2all.ops.kernels.linear import feed_forward_8, feed_forward_fp32_wgrad
+    from zero2all.ops.kernels.linear import feed_forward_fp32_wgrad
 
-    return feed_forward_fp32_wgrad if linear_name == "fp32_wgrad" else feed_forward_8
+    return feed_forward_fp32_wgrad
+
+
+def feed_forward_footprint(swiglu: Implementation[SwigluOp], linear: Implementation[LinearOp]) -> Footprint:
+    """What the feed-forward of these two saves, beside its own input."""
+    fused, copy_bytes = is_fused(swiglu.name, linear.name), linear.footprint.input_copy_bytes
+
+    def saved(sizes: Sizes) -> float:
+        gates_and_ups = 2 * sizes.value_bytes * sizes.intermediate_size
+        if fused:  # the product is computed again in the backward pass, or saved as a float8 copy
+            return float(gates_and_ups + copy_bytes * sizes.intermediate_size)
+        product = (copy_bytes or sizes.value_bytes) * sizes.intermediate_size
+        return gates_and_ups + swiglu.footprint.saved(sizes) + product
+
+    return Footprint(saved, is_fused=fused)

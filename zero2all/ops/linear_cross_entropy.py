@@ -1,19 +1,19 @@
 """The head and the loss: hidden states, head, targets and token weights -> (a sum to call backward on, the losses).
 
-The sum is that of weights * losses, plus weights * z * logsumexp^2 where z is not 0; the losses (one per token, in
-nats, without the z term) are to look at. Rows of the head from `vocab_size` on are padding: they take no part in the
+The sum is that of weights * losses, plus weights * z * logsumexp^2 where z is not 0. The losses (one per token, in
+nats, without the z term) are for reports. Rows of the head from `vocab_size` on are padding: they take no part in the
 softmax and receive no gradient. A target below 0 is not counted.
 
 off      all logits at once, through the `cross_entropy` operator
-chunked  chunk by chunk with the gradient made in the forward pass, in plain torch
-triton   the same with our cross-entropy kernel, which overwrites the logits by their gradient
+chunked  chunk by chunk, with the gradient computed in the forward pass, in plain torch
+triton   the same with our cross-entropy kernel, which overwrites the logits with their gradient
 quack    the softmax inside QuACK's matmuls: neither logits nor their gradient are written (Hopper)
 torch    torch's own linear_cross_entropy (2.13 and newer)
-liger    liger-kernel's; with a loss per token it makes the logits twice
+liger    liger-kernel's; with a loss per token it computes the logits twice
 
 chunked and triton: per chunk, logits by one matmul, loss and gradient in place, then the gradients of hidden states
-and head by two more matmuls. That is the arithmetic of the plain head and no more, because the gradient is made when
-the logits are at hand. The price: the weight of each token in the loss must be known then.
+and head by two more matmuls. That is no more arithmetic than the plain head needs, because the gradient is computed
+while the logits are in memory. The price: the weight of each token in the loss must be known in the forward pass.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ from torch import Tensor
 
 from zero2all.ops import trial
 from zero2all.ops.autocast import for_autocast, without_autocast
+from zero2all.ops.cross_entropy import CrossEntropyOp, torch_cross_entropy
+from zero2all.ops.footprint import Footprint, wide_logits
 from zero2all.ops.implementation import (
     Implementation,
-    Situation,
+    OpContext,
     has_triton,
     needs_liger,
     needs_quack,
@@ -41,22 +43,23 @@ from zero2all.ops.widen import widened
 CHUNK_ROWS = 8192
 """Keeps the matmuls large enough to fill a GPU, and the logits at about 1 GB for 64k columns in bfloat16."""
 EPILOGUE_CHUNK_ROWS = 16384
-"""Of `quack`. On an H200 the head of z2all-1b took 40.5, 39.8, 39.1 and 39.4 ms with 4,096 to 32,768 (2026-11-15)."""
+"""For `quack`. On an H200 the head of z2all-1b took 40.5, 39.8, 39.1 and 39.4 ms with 4,096 to 32,768 (2026-11-15)."""
 
 Loss = tuple[Tensor, Tensor]
 """The sum and the losses."""
-CrossEntropy = Callable[[Tensor, Tensor], Tensor]
-ChunkKernel = Callable[..., "tuple[Tensor, Tensor | None]"]
+LinearCrossEntropyOp = Callable[[Tensor, Tensor, Tensor, Tensor, int, float], Loss]
+"""(hidden, head, targets, weights, vocab_size, z) -> (the sum, the losses)."""
+ChunkKernel = Callable[[Tensor, Tensor, Tensor, int, float, bool], "tuple[Tensor, Tensor | None]"]
 """(logits, targets, weights, vocab_size, z, gradient) -> losses and penalties; the gradient overwrites the logits."""
 
 
-def through_cross_entropy(cross_entropy: CrossEntropy) -> Callable[..., Loss]:
-    """All logits at once, and the operator that was chosen for `cross_entropy`."""
+def through_cross_entropy(cross_entropy: CrossEntropyOp) -> LinearCrossEntropyOp:
+    """All logits at once, by this `cross_entropy`."""
 
     def off(hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor, vocab_size: int, z: float = 0.0) -> Loss:
         logits = F.linear(hidden, head[:vocab_size] if len(head) > vocab_size else head).flatten(0, -2)
         wanted = targets.reshape(-1)
-        # The operator may overwrite the logits, so nothing reads them behind it: logsumexp's backward has a copy.
+        # The operator may overwrite the logits, so nothing may read them after it: logsumexp gets a copy.
         wide = torch.promote_types(logits.dtype, torch.float32)
         penalties = z * logits.to(wide, copy=True).logsumexp(dim=-1).square() if z else None
         losses = cross_entropy(logits, wanted.clamp(min=0)) * (wanted >= 0)
@@ -70,7 +73,7 @@ def through_cross_entropy(cross_entropy: CrossEntropy) -> Callable[..., Loss]:
 
 
 class Given(NamedTuple):
-    """What the forward pass is given: (N, C), (V, C), (N,), (N,)."""
+    """The inputs: (N, C), (V, C), (N,), (N,)."""
 
     hidden: Tensor
     head: Tensor
@@ -81,7 +84,7 @@ class Given(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What it fills: (N,), (N,), (N, C), and (V, C) in float32."""
+    """The results: (N,), (N,), (N, C), and (V, C) in float32."""
 
     losses: Tensor
     penalties: Tensor | None
@@ -90,7 +93,7 @@ class Results(NamedTuple):
 
     @staticmethod
     def empty(given: Given, needed: bool, head_rows: int | None = None) -> Results:
-        """For these; `needed`: the gradients too. dhead is 0, or has `head_rows` rows that hold anything."""
+        """Memory for them; `needed`: for gradients too. dhead is zero, or has `head_rows` uninitialised rows."""
         hidden, head = given.hidden, given.head
         wide = torch.promote_types(hidden.dtype, torch.float32)
         losses = torch.empty(hidden.shape[0], dtype=wide, device=hidden.device)
@@ -150,7 +153,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def fill_by_chunks(kernel: ChunkKernel) -> Fill:
-    """Three matmuls a chunk, and `kernel` between the first and the others."""
+    """Three matmuls per chunk, with `kernel` after the first."""
 
     def fill(given: Given, needed: bool) -> Results:
         results = Results.empty(given, needed)
@@ -161,7 +164,7 @@ def fill_by_chunks(kernel: ChunkKernel) -> Fill:
 
 
 def _fill_rows(results: Results, kernel: ChunkKernel, given: Given, start: int) -> None:
-    """Rows from `start` on; what the gradient of the head holds is added to."""
+    """The rows from `start` on; their gradient of the head is added to what is there."""
     hidden, head, targets, weights, vocab_size, z = given
     losses, penalties, dhidden, dhead = results
     count = hidden.shape[0]
@@ -185,8 +188,8 @@ def _fill_rows(results: Results, kernel: ChunkKernel, given: Given, start: int) 
 
 
 def _fill_in_epilogues(given: Given, needed: bool, chunk_rows: int | None = None) -> Results:
-    """With the softmax inside the matmuls: gradients are needed for that, rows in whole tiles, and a tile of columns;
-    for the rest, our kernel."""
+    """With the softmax inside the matmuls, for whole tiles of rows, where gradients are needed and the vocabulary fills
+    a tile of columns; the remaining rows by our kernel."""
     from zero2all.ops.kernels import softmax_epilogue as epilogue
     from zero2all.ops.kernels.cross_entropy import cross_entropy_in_place
 
@@ -210,7 +213,7 @@ def _chunked(
     fill: Fill, hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor, vocab_size: int, z: float
 ) -> Loss:
     hidden, head = for_autocast(hidden, head)
-    if not torch.is_grad_enabled():  # a parameter asks for its gradient all the same
+    if not torch.is_grad_enabled():  # ctx.needs_input_grad of a parameter is True even then
         hidden, head = hidden.detach(), head.detach()
     rows = hidden.reshape(-1, hidden.shape[-1]).contiguous()
     total, losses = LinearCrossEntropy.apply(rows, head, targets.reshape(-1), weights.reshape(-1), vocab_size, z, fill)
@@ -283,30 +286,30 @@ def liger_linear_cross_entropy(
     return (widened(losses) * weights.reshape(-1)).sum(), plain
 
 
-def _needs_torch_2_13(situation: Situation) -> str | None:
+def _needs_torch_2_13(context: OpContext) -> str | None:
     if not hasattr(F, "linear_cross_entropy"):
-        return f"torch {torch.__version__} has none; 2.13 brings it"
-    return "it has no z term" if situation.z_loss else None
+        return f"torch {torch.__version__} does not have it; 2.13 does"
+    return "it has no z term" if context.z_loss else None
 
 
-def _needs_liger_without_z(situation: Situation) -> str | None:
-    return needs_liger(situation) or ("its losses would hold the z term" if situation.z_loss else None)
+def _needs_liger_without_z(context: OpContext) -> str | None:
+    return needs_liger(context) or ("its losses would contain the z term" if context.z_loss else None)
 
 
-def _needs_quack(situation: Situation) -> str | None:
-    problem = needs_quack(situation)
+def _needs_quack(context: OpContext) -> str | None:
+    problem = needs_quack(context)
     if problem is None and torch.cuda.get_device_capability()[0] != 9:
-        problem = "its matmuls take the softmax in on GPUs of the Hopper generation only"
-    if problem is None and situation.dtype != torch.bfloat16:
-        problem = f"it computes in bfloat16, and the model is {str(situation.dtype).removeprefix('torch.')}"
-    if problem is None and situation.vocab_size % 64:
-        problem = f"it wants rows of the head in multiples of 64, and there are {situation.vocab_size}"
+        problem = "its softmax inside matmuls runs only on GPUs of the Hopper generation"
+    if problem is None and context.dtype != torch.bfloat16:
+        problem = f"it computes in bfloat16, and the model is {str(context.dtype).removeprefix('torch.')}"
+    if problem is None and context.vocab_size % 64:
+        problem = f"it needs a head whose rows are multiples of 64, and there are {context.vocab_size}"
     return problem or problem_in_trial()
 
 
 @cache
 def problem_in_trial() -> str | None:
-    """What goes wrong when QuACK computes a little loss, z term, padding and all; None: nothing does."""
+    """What goes wrong when QuACK computes a small loss with z term and padding; None: nothing does."""
     vocab_size, z, rows = 630, 1e-3, 300
     fill = partial(_fill_in_epilogues, chunk_rows=128)  # two chunks: the second adds to the first one's gradient
     generator = torch.Generator(trial.DEVICE).manual_seed(2)
@@ -325,11 +328,25 @@ def problem_in_trial() -> str | None:
     return trial.problem_of(function, formula, [(rows, 256), (640, 256)], torch.bfloat16)
 
 
-IMPLEMENTATIONS = (
-    Implementation("quack", quack_linear_cross_entropy, _needs_quack, compile_safe=False),
-    Implementation("triton", triton_linear_cross_entropy, needs_triton, compile_safe=False),
-    Implementation("chunked", chunked_linear_cross_entropy, compile_safe=False),
-    Implementation("off", through_cross_entropy),
-    Implementation("torch", torch_linear_cross_entropy, _needs_torch_2_13),
-    Implementation("liger", liger_linear_cross_entropy, _needs_liger_without_z, compile_safe=False),
+CHUNKS = Footprint(chunk_rows=CHUNK_ROWS)
+
+IMPLEMENTATIONS: tuple[Implementation[LinearCrossEntropyOp], ...] = (
+    Implementation(
+        "quack",
+        quack_linear_cross_entropy,
+        _needs_quack,
+        compile_safe=False,
+        footprint=Footprint(chunk_rows=EPILOGUE_CHUNK_ROWS),
+    ),
+    Implementation("triton", triton_linear_cross_entropy, needs_triton, compile_safe=False, footprint=CHUNKS),
+    Implementation(
+        "chunked",
+        chunked_linear_cross_entropy,
+        compile_safe=False,
+        footprint=Footprint(chunk_rows=CHUNK_ROWS, logit_bytes=wide_logits),
+    ),
+    # The registry puts the chosen `cross_entropy` in place of torch's.
+    Implementation("off", through_cross_entropy(torch_cross_entropy), footprint=Footprint(logit_bytes=wide_logits)),
+    Implementation("torch", torch_linear_cross_entropy, _needs_torch_2_13, footprint=CHUNKS),
+    Implementation("liger", liger_linear_cross_entropy, _needs_liger_without_z, compile_safe=False, footprint=CHUNKS),
 )

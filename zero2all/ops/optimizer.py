@@ -1,11 +1,11 @@
 """AdamW on float32 masters with scaling, skipping and the low-precision write, by our kernel or torch's loops.
 
-Every implementation takes `Flat` buffers, a factor on the gradient (clipping, loss scaling) and a word to skip, both
-scalars on the device. A skipped step changes nothing, not even the count of updates.
+Every implementation takes `Flat` buffers, a factor on the gradient (clipping, loss scaling) and a flag to skip the
+step, both scalars on the device. A skipped step changes nothing, not even the count of updates.
 
 triton   one pass over the buffers; nothing waits for the device
 fused    torch's fused kernel, then a copy into the low-precision weights; nothing waits for the device
-foreach  torch's grouped loop; the host looks at the word to skip
+foreach  torch's grouped loop; the host reads the flag and so waits for the device
 eager    one parameter after the other: the reference
 """
 
@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from zero2all.ops.footprint import Footprint
 from zero2all.ops.implementation import Implementation, needs_triton
 
 
 @dataclass
 class Flat:
-    """Parameters with one rate and one weight decay, one after the other in flat buffers of equal length."""
+    """Parameters with the same learning rate and weight decay, concatenated in flat buffers of equal length."""
 
     weights: Tensor
     """What the forward pass reads. The very tensor `masters` where no lower precision is used."""
@@ -37,7 +38,7 @@ class Flat:
     seconds: Tensor
     """Running means of squared gradients."""
     slices: tuple[slice, ...]
-    """Where each parameter lies; torch's loops go by them."""
+    """The slice of each parameter, for torch's loops."""
     weight_decay: float
     lr: float = 0.0
 
@@ -51,7 +52,7 @@ class AdamW:
     eps: float
 
 
-Update = Callable[[list[Flat], Tensor, Tensor, Tensor, AdamW], None]
+OptimizerOp = Callable[[list[Flat], Tensor, Tensor, Tensor, AdamW], None]
 """(groups, updates made so far: a float32 scalar on the device, advanced here unless the step is skipped; factor on the
 gradient, float32; whether to skip, bool; constants)."""
 
@@ -88,7 +89,7 @@ def _torch_adamw(loop: str, groups: list[Flat], updates: Tensor, scale: Tensor, 
             group.gradients.mul_(scale.to(group.gradients.dtype))
     for group in groups:
         masters, gradients, firsts, seconds = ([flat[at] for at in group.slices] for flat in _buffers(group))
-        # torch wants a count per parameter, and moves each on.
+        # torch takes a count per parameter, and advances each.
         counts = list(updates.float().repeat(len(masters)).unbind())
         adamw(
             masters, gradients, firsts, seconds, [], counts, foreach=loop == "foreach", fused=loop == "fused",
@@ -112,8 +113,8 @@ eager_adamw = partial(_torch_adamw, "eager")
 TAKES_SPLIT_MASTERS = ("triton",)
 """Implementations that work on split masters (`zero2all.ops.split_master`)."""
 
-IMPLEMENTATIONS = (
-    Implementation("triton", triton_adamw, needs_triton),
+IMPLEMENTATIONS: tuple[Implementation[OptimizerOp], ...] = (
+    Implementation("triton", triton_adamw, needs_triton, footprint=Footprint(splits_masters=True)),
     Implementation("fused", fused_adamw),
     Implementation("foreach", foreach_adamw),
     Implementation("eager", eager_adamw),

@@ -1,20 +1,20 @@
-"""Chooses, once and in the open, which implementation of each operator a model uses.
+"""Chooses, once and before the model is built, which implementation of each operator it uses.
 
-Each operator's file lists its implementations, best first. `auto` takes the first whose probe passes; a named one
-that cannot run here falls back to `auto` with the reason said, or, under `strict`, is an error. What was asked, what
-was taken and why is returned as data, so that it can be printed, logged and kept in the checkpoint.
+Each operator's file lists its implementations, best first. `auto` takes the first whose probe passes. A named one that
+cannot run here is an error, or, without `strict`, falls back to `auto` with the reason. What was asked, what was taken
+and why is returned as data, so that it can be printed, logged and saved in the checkpoint.
 
-Compilation is another axis: `ops.compile` puts torch.compile around the blocks or the trunk, whatever computes the
-operators inside. An implementation it cannot look into (compile_safe is False) stays as it is, with a break in the
-graph on either side; under compilation `auto` therefore takes the first that it can look into.
+Compilation is independent of this: `ops.compile` puts torch.compile around the blocks or the trunk, whichever
+implementations are inside. One that it cannot trace (compile_safe is False) runs as it is, between two graph breaks;
+under compilation `auto` therefore takes the first that can be traced.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -30,10 +30,22 @@ from zero2all.ops import (
     rope,
     swiglu,
 )
+from zero2all.ops.attention import AttentionOp, PrepareDocuments
 from zero2all.ops.config import OpsConfig
-from zero2all.ops.implementation import Implementation, Situation
+from zero2all.ops.cross_entropy import CrossEntropyOp
+from zero2all.ops.embedding import EmbeddingOp
+from zero2all.ops.footprint import Footprint
+from zero2all.ops.implementation import Implementation, OpContext
+from zero2all.ops.linear import FeedForwardOp, LinearOp
+from zero2all.ops.linear_cross_entropy import LinearCrossEntropyOp
+from zero2all.ops.optimizer import OptimizerOp
+from zero2all.ops.rms_norm import RmsNormOp
+from zero2all.ops.rope import RopeOp
+from zero2all.ops.swiglu import SwigluOp
 
-OPERATORS: dict[str, tuple[Implementation, ...]] = {
+Chosen = TypeVar("Chosen", bound=Implementation[Any])
+
+OPERATORS: dict[str, tuple[Implementation[Any], ...]] = {
     "attention": attention.IMPLEMENTATIONS,
     "rope": rope.IMPLEMENTATIONS,
     "rms_norm": rms_norm.IMPLEMENTATIONS,
@@ -45,7 +57,7 @@ OPERATORS: dict[str, tuple[Implementation, ...]] = {
     "optimizer": optimizer.IMPLEMENTATIONS,
 }
 OUTSIDE_COMPILATION = ("linear_cross_entropy", "cross_entropy", "optimizer")
-"""Operators that stand behind the trunk."""
+"""Operators after the trunk, which torch.compile never sees."""
 
 
 @dataclass(frozen=True)
@@ -62,16 +74,17 @@ class Choice:
 class Ops:
     """The resolved operators, as plain functions: nothing is decided inside the model's forward."""
 
-    attention: Callable[..., Any]
-    rope: Callable[..., Any]
-    rms_norm: Callable[..., Any]
-    swiglu: Callable[..., Any]
-    linear: Callable[..., Any]
-    feed_forward: Callable[..., Any]
-    embedding: Callable[..., Any]
-    linear_cross_entropy: Callable[..., Any]
-    cross_entropy: Callable[..., Any]
-    optimizer: Callable[..., Any]
+    attention: AttentionOp
+    prepare_documents: PrepareDocuments
+    rope: RopeOp
+    rms_norm: RmsNormOp
+    swiglu: SwigluOp
+    linear: LinearOp
+    feed_forward: FeedForwardOp
+    embedding: EmbeddingOp
+    linear_cross_entropy: LinearCrossEntropyOp
+    cross_entropy: CrossEntropyOp
+    optimizer: OptimizerOp
     compile: str
     choices: tuple[Choice, ...]
 
@@ -80,8 +93,13 @@ class Ops:
         """The name of the implementation of each operator."""
         return {choice.operator: choice.got for choice in self.choices}
 
+    @property
+    def footprints(self) -> dict[str, Footprint]:
+        """What each operator needs in memory."""
+        return footprints(self.taken)
+
     def notes(self) -> list[str]:
-        """The choices for a person: all on one line, then one line for each that is not what was asked."""
+        """The choices as text: all on one line, then one line for each that is not what was asked."""
         lines = [f"ops: {', '.join(f'{choice.operator}={choice.got}' for choice in self.choices)}"]
         if self.compile != "none":
             lines[0] += f", compile={self.compile}"
@@ -92,44 +110,73 @@ class Ops:
         ]
 
 
-def resolve(config: OpsConfig, where: str | Situation) -> Ops:
-    """The implementation of every operator for this device, or for all that is known of the situation."""
-    situation = Situation(where) if isinstance(where, str) else where
-    functions: dict[str, Callable[..., Any]] = {}
-    by_operator: dict[str, Choice] = {}
-    for operator in sorted(OPERATORS, key=lambda name: name != "linear"):  # first what others are fused into
-        inside = situation.compiled and operator not in OUTSIDE_COMPILATION
-        implementation, choice = _choose(
-            operator, getattr(config, operator), OPERATORS[operator], situation, config.strict, inside
-        )
-        opaque = inside and not implementation.compile_safe
-        function = implementation.function
-        functions[operator] = torch.compiler.disable(function) if opaque else function
-        by_operator[operator] = choice
-        if operator == "linear":
-            situation = dataclasses.replace(situation, linear=choice.got)
-    choices = [by_operator[operator] for operator in OPERATORS]
-    taken = {choice.operator: choice.got for choice in choices}
-    feed_forward = linear.feed_forward(taken["swiglu"], functions["swiglu"], taken["linear"], functions["linear"])
-    opaque = situation.compiled and linear.is_fused(taken["swiglu"], taken["linear"])
-    functions["feed_forward"] = torch.compiler.disable(feed_forward) if opaque else feed_forward
-    if taken["linear_cross_entropy"] == "off":
-        functions["linear_cross_entropy"] = linear_cross_entropy.through_cross_entropy(functions["cross_entropy"])
-    return Ops(**functions, compile=config.compile, choices=tuple(choices))
+def resolve(config: OpsConfig, where: str | OpContext) -> Ops:
+    """The implementation of every operator for this device, or for all that is known of the context."""
+    context = OpContext(where) if isinstance(where, str) else where
+    choices: dict[str, Choice] = {}
+
+    def choose(operator: str, implementations: tuple[Chosen, ...]) -> Chosen:
+        inside = context.compiled and operator not in OUTSIDE_COMPILATION
+        asked = getattr(config, operator)
+        chosen, choices[operator] = _choose(operator, asked, implementations, context, config.strict, inside)
+        if inside and not chosen.compile_safe:
+            return dataclasses.replace(chosen, function=torch.compiler.disable(chosen.function))
+        return chosen
+
+    by_linear = choose("linear", linear.IMPLEMENTATIONS)
+    context = dataclasses.replace(context, linear=by_linear.name)  # SwiGLU may be fused into it
+    by_attention = choose("attention", attention.IMPLEMENTATIONS)
+    by_swiglu = choose("swiglu", swiglu.IMPLEMENTATIONS)
+    by_cross_entropy = choose("cross_entropy", cross_entropy.IMPLEMENTATIONS)
+    by_head = choose("linear_cross_entropy", linear_cross_entropy.IMPLEMENTATIONS)
+    feed_forward = linear.feed_forward(by_swiglu.name, by_swiglu.function, by_linear.name, by_linear.function)
+    if context.compiled and linear.is_fused(by_swiglu.name, by_linear.name):
+        feed_forward = torch.compiler.disable(feed_forward)
+    head_and_loss = by_head.function
+    if by_head.name == "off":
+        head_and_loss = linear_cross_entropy.through_cross_entropy(by_cross_entropy.function)
+    return Ops(
+        attention=by_attention.function,
+        prepare_documents=by_attention.prepare_documents,
+        rope=choose("rope", rope.IMPLEMENTATIONS).function,
+        rms_norm=choose("rms_norm", rms_norm.IMPLEMENTATIONS).function,
+        swiglu=by_swiglu.function,
+        linear=by_linear.function,
+        feed_forward=feed_forward,
+        embedding=choose("embedding", embedding.IMPLEMENTATIONS).function,
+        linear_cross_entropy=head_and_loss,
+        cross_entropy=by_cross_entropy.function,
+        optimizer=choose("optimizer", optimizer.IMPLEMENTATIONS).function,
+        compile=config.compile,
+        choices=tuple(choices[operator] for operator in OPERATORS),
+    )
+
+
+def footprints(taken: Mapping[str, str]) -> dict[str, Footprint]:
+    """What the implementations of these names need in memory, by operator; and that of `feed_forward`."""
+    chosen = {operator: _named(operator, name) for operator, name in taken.items()}
+    found = {operator: implementation.footprint for operator, implementation in chosen.items()}
+    if taken["linear_cross_entropy"] == "off":  # all logits go through cross_entropy
+        found["linear_cross_entropy"] = found["cross_entropy"]
+    return found | {"feed_forward": linear.feed_forward_footprint(chosen["swiglu"], chosen["linear"])}
+
+
+def _named(operator: str, name: str) -> Implementation[Any]:
+    return next(implementation for implementation in OPERATORS[operator] if implementation.name == name)
 
 
 def _choose(
     operator: str,
     asked: str,
-    implementations: tuple[Implementation, ...],
-    situation: Situation,
+    implementations: tuple[Chosen, ...],
+    context: OpContext,
     strict: bool,
     inside_compilation: bool = False,
-) -> tuple[Implementation, Choice]:
+) -> tuple[Chosen, Choice]:
     by_name = {implementation.name: implementation for implementation in implementations}
     obstacle = ""
     if asked != "auto":
-        problem = by_name[asked].probe(situation)
+        problem = by_name[asked].probe(context)
         if problem is None:
             return by_name[asked], Choice(operator, asked, asked, "as asked")
         if strict:
@@ -138,10 +185,10 @@ def _choose(
                 f"Choose another implementation ({', '.join(by_name)}), or set ops.strict to false to fall back."
             )
         obstacle = f"{asked} cannot run here ({problem}); "
-    # In order, and no further than needed: some probes try their kernels out, which takes seconds.
+    # In order, and no further than needed: some probes run their kernels, which takes seconds.
     ordered = sorted(implementations, key=lambda one: inside_compilation and not one.compile_safe)
-    taken = next((one for one in ordered if one.probe(situation) is None), None)
+    taken = next((one for one in ordered if one.probe(context) is None), None)
     if taken is None:
-        raise UsageError(f"No implementation of {operator} runs on {situation.device}.")
+        raise UsageError(f"No implementation of {operator} runs on {context.device}.")
     compiled = " and can be compiled" if inside_compilation and taken.compile_safe else ""
-    return taken, Choice(operator, asked, taken.name, f"{obstacle}first that runs on {situation.device}{compiled}")
+    return taken, Choice(operator, asked, taken.name, f"{obstacle}first that runs on {context.device}{compiled}")

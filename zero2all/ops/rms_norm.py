@@ -6,12 +6,18 @@ the sum, in the residual's: a float32 residual under bfloat16 weights stays floa
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zero2all.ops.footprint import Footprint, Sizes
 from zero2all.ops.implementation import Implementation, needs_liger, needs_triton
 from zero2all.ops.widen import widened
+
+RmsNormOp = Callable[[Tensor, "Tensor | None", Tensor, float], tuple[Tensor, Tensor]]
+"""(residual, branch, weight, eps) -> (the normalised sum, the sum)."""
 
 
 def _added(x: Tensor, branch: Tensor | None) -> Tensor:
@@ -49,16 +55,40 @@ def triton_rms_norm(x: Tensor, branch: Tensor | None, weight: Tensor, eps: float
 
 
 def lean_rms_norm(x: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Our kernel with a backward that reads the norm's output, which somebody keeps anyway, and not the sum."""
+    """Our kernel; its backward pass reads not the sum but the norm's output, which the next layer saves anyway."""
     from zero2all.ops.kernels.rms_norm import triton_add_rms_norm
 
     return triton_add_rms_norm(x, branch, weight, eps, lean=True)
 
 
-IMPLEMENTATIONS = (
-    Implementation("triton", triton_rms_norm, needs_triton, compile_safe=False),
-    Implementation("eager", eager_rms_norm),
-    Implementation("torch", torch_rms_norm),
-    Implementation("triton_lean", lean_rms_norm, needs_triton, compile_safe=False, tolerance=2e-2),
-    Implementation("liger", liger_rms_norm, needs_liger, compile_safe=False),
+def _saved_by_eager(sizes: Sizes) -> float:
+    """The sum, widened; the sum normalised; and the root mean square."""
+    return float(sizes.wide_bytes * sizes.hidden_size + sizes.value_bytes * sizes.hidden_size + sizes.wide_bytes)
+
+
+def _saved_by_kernel(sizes: Sizes) -> float:
+    """The sum and a float32 root mean square."""
+    return sizes.residual_bytes * sizes.hidden_size + 4.0
+
+
+def _saved_in_low_precision(sizes: Sizes) -> float:
+    """The same, the sum in the dtype of the weights."""
+    return sizes.value_bytes * sizes.hidden_size + 4.0
+
+
+IMPLEMENTATIONS: tuple[Implementation[RmsNormOp], ...] = (
+    Implementation("triton", triton_rms_norm, needs_triton, compile_safe=False, footprint=Footprint(_saved_by_kernel)),
+    Implementation("eager", eager_rms_norm, footprint=Footprint(_saved_by_eager)),
+    Implementation("torch", torch_rms_norm, footprint=Footprint(_saved_in_low_precision)),
+    Implementation(
+        "triton_lean",
+        lean_rms_norm,
+        needs_triton,
+        compile_safe=False,
+        tolerance=2e-2,
+        footprint=Footprint(lambda _: 4.0),
+    ),
+    Implementation(
+        "liger", liger_rms_norm, needs_liger, compile_safe=False, footprint=Footprint(_saved_in_low_precision)
+    ),
 )

@@ -1,18 +1,24 @@
 """Rotary position embedding in the rotate-half layout that Hugging Face checkpoints use.
 
-Dimension d of the first half of a head is paired with dimension d of the second half; the pair is turned by
-position x frequency[d]. Every implementation takes the qkv projection (B, T, Hq + 2 Hk, D), cos and sin, (T, D/2) or
-(B, T, D/2) where rows have positions of their own, and the numbers of heads, and returns query, key and value
-(B, H, T, D), the first two turned. The projection's output may be overwritten.
+Dimension d of the first half of a head is paired with dimension d of the second half; the pair is rotated by
+position x frequency[d]. Every implementation takes the output of the qkv projection (B, T, Hq + 2 Hk, D), cos and sin,
+(T, D/2) or (B, T, D/2) where rows have positions of their own, and the numbers of heads. It returns query, key and
+value (B, H, T, D), the first two rotated. The projection's output may be overwritten.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from zero2all.ops.footprint import Footprint, Sizes
 from zero2all.ops.implementation import Implementation, needs_liger, needs_triton
 from zero2all.ops.widen import widened
+
+RopeOp = Callable[[Tensor, Tensor, Tensor, int, int], tuple[Tensor, Tensor, Tensor]]
+"""(qkv, cos, sin, query heads, key/value heads) -> (query, key, value)."""
 
 
 def eager_rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -20,13 +26,13 @@ def eager_rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int)
     query, key, value = qkv.transpose(1, 2).split((heads, kv_heads, kv_heads), dim=1)
     if cos.dim() == 3:
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # the same for every head
-    return _turned(query, cos, sin), _turned(key, cos, sin), value
+    return _rotated(query, cos, sin), _rotated(key, cos, sin), value
 
 
-def _turned(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = widened(heads).chunk(2, dim=-1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.to(heads.dtype)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.to(heads.dtype)
 
 
 def liger_rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -41,14 +47,22 @@ def liger_rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int)
 
 
 def triton_rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Our kernel: turns in place, copies nothing."""
+    """Our kernel: rotates in place, copies nothing."""
     from zero2all.ops.kernels.rope import triton_rope as kernel
 
     return kernel(qkv, cos, sin, heads, kv_heads)
 
 
-IMPLEMENTATIONS = (
-    Implementation("triton", triton_rope, needs_triton, compile_safe=False),
-    Implementation("eager", eager_rope),
-    Implementation("liger", liger_rope, needs_liger, compile_safe=False),
+def _saved(sizes: Sizes) -> float:
+    """Rotated copies of query and key; and attention's output has the layout of such a query, head by head, so it is
+    copied for the projection after it."""
+    return float(sizes.value_bytes * (2 * sizes.query_size + sizes.kv_size))
+
+
+COPIES = Footprint(_saved)
+
+IMPLEMENTATIONS: tuple[Implementation[RopeOp], ...] = (
+    Implementation("triton", triton_rope, needs_triton, compile_safe=False, footprint=Footprint(overwrites_input=True)),
+    Implementation("eager", eager_rope, footprint=COPIES),
+    Implementation("liger", liger_rope, needs_liger, compile_safe=False, footprint=COPIES),
 )

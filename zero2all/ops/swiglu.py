@@ -1,7 +1,8 @@
-"""SwiGLU: silu(gate) * up, on the output of one fused gate-and-up projection: gate 0, up 0, gate 1, up 1, and so on."""
+"""SwiGLU: silu(gate) * up, on the output of one gate-and-up projection: gate 0, up 0, gate 1, up 1, and so on."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -9,11 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zero2all.ops import trial
-from zero2all.ops.implementation import Implementation, Situation, needs_liger, needs_quack, needs_triton
+from zero2all.ops.footprint import Footprint, Sizes
+from zero2all.ops.implementation import Implementation, OpContext, needs_liger, needs_quack, needs_triton
+
+SwigluOp = Callable[[Tensor], Tensor]
+"""(..., 2 F) -> (..., F)."""
 
 
 def gate_and_up(pairs: Tensor) -> tuple[Tensor, Tensor]:
-    """(..., 2 F) -> gates and ups, (..., F) each, apart: arithmetic on every other value takes twice as long."""
+    """(..., 2 F) -> gates and ups, (..., F), each contiguous: arithmetic on every other value takes twice as long."""
     gate, up = pairs.unflatten(-1, (-1, 2)).unbind(-1)
     return gate.contiguous(), up.contiguous()
 
@@ -25,7 +30,7 @@ def torch_swiglu(pairs: Tensor) -> Tensor:
 
 
 def eager_swiglu(pairs: Tensor) -> Tensor:
-    """The formula spelt out."""
+    """The formula."""
     gate, up = gate_and_up(pairs)
     return gate * torch.sigmoid(gate) * up
 
@@ -45,18 +50,18 @@ def triton_swiglu(pairs: Tensor) -> Tensor:
     return kernel(pairs)
 
 
-def _needs_quack(situation: Situation) -> str | None:
-    problem = needs_quack(situation)
-    if problem is None and situation.linear not in ("", "fp32_wgrad"):
-        problem = f"it is part of the matmuls of linear: fp32_wgrad, and linear is {situation.linear}"
-    if problem is None and situation.keeps_results:
-        problem = "recompute: selective keeps results of torch's operators only, and would compute it twice"
-    return problem or problem_in_trial(situation.dtype)
+def _needs_quack(context: OpContext) -> str | None:
+    problem = needs_quack(context)
+    if problem is None and context.linear not in ("", "fp32_wgrad"):
+        problem = f"it is part of the matmuls of linear: fp32_wgrad, and linear is {context.linear}"
+    if problem is None and context.keeps_results:
+        problem = "recompute: selective keeps only results of torch's operators, and would compute it twice"
+    return problem or problem_in_trial(context.dtype)
 
 
 @cache
 def problem_in_trial(dtype: torch.dtype) -> str | None:
-    """What goes wrong when QuACK computes a little feed-forward; None: nothing does."""
+    """What goes wrong when QuACK computes a small feed-forward; None: nothing does."""
     from zero2all.ops.kernels.epilogue import feed_forward_in_epilogues
 
     def formula(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -65,11 +70,21 @@ def problem_in_trial(dtype: torch.dtype) -> str | None:
     return trial.problem_of(feed_forward_in_epilogues, formula, [(256, 128), (512, 128), (128, 256)], dtype)
 
 
-IMPLEMENTATIONS = (
-    # Inside the matmuls around it; where those have biases, as `triton`.
+def _saved_by_torch(sizes: Sizes) -> float:
+    """silu(gate)."""
+    return float(sizes.value_bytes * sizes.intermediate_size)
+
+
+def _saved_by_eager(sizes: Sizes) -> float:
+    """sigmoid(gate) and gate * sigmoid(gate)."""
+    return 2.0 * sizes.value_bytes * sizes.intermediate_size
+
+
+IMPLEMENTATIONS: tuple[Implementation[SwigluOp], ...] = (
+    # Computed inside the matmuls before and after it; where those have biases, as `triton`.
     Implementation("quack", triton_swiglu, _needs_quack, compile_safe=False),
     Implementation("triton", triton_swiglu, needs_triton, compile_safe=False),
-    Implementation("torch", torch_swiglu),
-    Implementation("eager", eager_swiglu),
+    Implementation("torch", torch_swiglu, footprint=Footprint(_saved_by_torch)),
+    Implementation("eager", eager_swiglu, footprint=Footprint(_saved_by_eager)),
     Implementation("liger", liger_swiglu, needs_liger, compile_safe=False),
 )

@@ -1,9 +1,9 @@
-"""Lets somebody else's kernels compute a little, forward and backward, before a run depends on them.
+"""Runs kernels of other packages once on small inputs, forward and backward, before a run depends on them.
 
-Packages that compile their kernels on first use need compiler, driver and package to fit together, and whether they do
-shows only then. Better in a probe, which passes them over with the reason, than in the first step of a run of days. The
-seconds it takes are those of the compiling, which the first step would take otherwise. A kernel that reads where it may
-not takes the process's GPU down with it here as everywhere.
+Packages that compile their kernels on first use fail there if compiler, driver and package do not fit together. In a
+probe that is a reason to choose another implementation; in the first step of a run it would end the run. The trial
+takes as long as compiling, which the first step would otherwise do. It cannot catch a kernel with an illegal memory
+access: that breaks the CUDA context of the process.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 
 DEVICE = "cuda"
 TOLERANCE = 2e-2
-"""Largest relative error of a result or gradient; bfloat16 makes about 3e-3."""
+"""Largest relative error of a result or gradient; the rounding of bfloat16 is about 3e-3."""
 
 
 def is_there(module: str) -> bool:
-    """Whether a module can be found; looking for one inside a package imports the package, which may be broken."""
+    """Whether a module can be found. Looking inside a package imports the package, which may be broken."""
     try:
         return importlib.util.find_spec(module) is not None
     except Exception:
@@ -33,17 +33,17 @@ def problem_of(
     shapes: Sequence[tuple[int, ...]],
     dtype: torch.dtype,
 ) -> str | None:
-    """What is wrong with `function` on random tensors of these shapes, by the formula in float32; None: nothing."""
+    """What is wrong with `function` on random tensors, compared with `formula` in float32; None: nothing."""
     generator = torch.Generator(DEVICE).manual_seed(0)
     inputs = [torch.randn(shape, generator=generator, device=DEVICE).to(dtype) for shape in shapes]
     wanted = _with_gradients(formula, inputs, torch.float32)
     try:
         found = _with_gradients(function, inputs, dtype)
         with torch.no_grad():
-            found.append(function(*inputs))  # validation may take another kernel
+            found.append(function(*inputs))  # validation may use another kernel
         pairs = zip(found, [*wanted, wanted[0]], strict=True)
         errors = [(ours.float() - exact).norm() / exact.norm() for ours, exact in pairs]
-        error = float(torch.stack(errors).max())  # where one is not a number, so is the largest
+        error = float(torch.stack(errors).max())  # NaN if any of them is NaN
     except Exception as failure:
         first = next(iter(str(failure).splitlines()), "")
         return f"it failed when it was tried: {type(failure).__name__}: {first}"[:300].rstrip(".")

@@ -1,4 +1,4 @@
-"""The dtype in which operators do the arithmetic that bfloat16 is too narrow for."""
+"""float32 for the arithmetic that bfloat16 is too narrow for."""
 
 from __future__ import annotations
 

@@ -54,8 +54,8 @@ class Batch:
     """Sum of the weights. None: as many as there are targets."""
     documents: Documents | None = None
     """Where documents lie in the rows, when asked for."""
-    segments: Array | None = None
-    """(B, T + 1) int32: `documents.segments`, the part that goes to the device with the tokens."""
+    document_ids: Array | None = None
+    """(B, T + 1) int32: `documents.ids`, the part that goes to the device with the tokens."""
     first_token: int = 0
     """Token of the run at which the global batch begins."""
     step_samples: int | None = None
@@ -129,7 +129,7 @@ def read_batch(
         weights=weights,
         counted=None if weights is None else float(weights.sum(dtype=np.float64)),
         documents=documents,
-        segments=None if documents is None else documents.segments,
+        document_ids=None if documents is None else documents.ids,
         first_token=first_token,
         step_samples=samples,
         samples=own,

@@ -26,21 +26,21 @@ NO_DOCUMENT = -1
 
 @dataclass(frozen=True)
 class Documents:
-    """Where documents lie in the rows of a batch: what attention needs in order to stop at their borders."""
+    """Where documents lie in the rows of a batch, for masking attention at their boundaries."""
 
-    segments: np.ndarray
-    """(B, T + 1) int32: the how-manieth document of its row each token belongs to. Padding is a segment of its own."""
+    ids: np.ndarray
+    """(B, T + 1) int32: which document of its row each token belongs to, from 0. Padding has an id of its own."""
     positions: np.ndarray
-    """(B, T + 1) int32: place within the segment, from 0."""
+    """(B, T + 1) int32: place within the document, from 0."""
     numbers: np.ndarray
-    """Number within its split of the document behind each segment, row after row; -1 for padding."""
-    first_segments: np.ndarray
+    """Number within its split of each document of each row, row after row; -1 for padding."""
+    row_starts: np.ndarray
     """(B + 1,): where in `numbers` each row begins, and the total at the end."""
 
     def cu_seqlens(self) -> np.ndarray:
-        """Borders of the segments over the inputs of all rows laid end to end (B x T tokens), as int32 from 0."""
-        rows, length = self.segments.shape[0], self.segments.shape[1] - 1
-        starts = np.flatnonzero(self.positions[:, :length] == 0)  # flat over (B, T): one number per segment
+        """Boundaries of the documents over the inputs of all rows laid end to end (B x T tokens), as int32 from 0."""
+        rows, length = self.ids.shape[0], self.ids.shape[1] - 1
+        starts = np.flatnonzero(self.positions[:, :length] == 0)  # flat over (B, T): one number per document
         return np.append(starts, rows * length).astype(np.int32)
 
 
@@ -73,10 +73,10 @@ class Borders:
         in_row = np.arange(len(begins)) - np.repeat(firsts[:-1], counts)
         at = np.arange(rows * width, dtype=np.int32)
         return Documents(
-            segments=np.repeat(in_row.astype(np.int32), lengths).reshape(rows, width),
+            ids=np.repeat(in_row.astype(np.int32), lengths).reshape(rows, width),
             positions=(at - np.repeat(begins.astype(np.int32), lengths)).reshape(rows, width),
             numbers=np.concatenate(numbers),
-            first_segments=firsts,
+            row_starts=firsts,
         )
 
 

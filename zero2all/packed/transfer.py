@@ -72,5 +72,5 @@ def _mapped(batch: Batch, convert: Callable[[np.ndarray], torch.Tensor]) -> Batc
         tokens=convert(batch.tokens),
         channels=convert(batch.channels),
         weights=None if batch.weights is None else convert(batch.weights),
-        segments=None if batch.segments is None else convert(batch.segments),
+        document_ids=None if batch.document_ids is None else convert(batch.document_ids),
     )

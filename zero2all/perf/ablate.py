@@ -1,6 +1,6 @@
-"""The ablation: rows one after the other, each in a process of its own, resumable, within a budget.
+"""The ablation: rows one after the other, each in its own process, resumable, within a time budget.
 
-This process never touches the device: a row has all of it. Each finished row is on disk before the next begins.
+This process does not use the device, so that a row has all of it. Each result is on disk before the next row begins.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from zero2all.perf.results import Line, Results, row_key
 from zero2all.perf.variants import ANCHOR, BY_NAME, VARIANTS, Variant
 
 FIRST_GUESS_SECONDS = {False: 45.0, True: 150.0}
-"""What a row takes beside its steady state while nothing is known: plain, compiled."""
+"""First estimate of what a row takes beside its measurement: without and with compilation."""
 LOG_TAIL_LINES = 12
 
 
 @dataclass(frozen=True)
 class AblateOptions:
-    """What to measure, how long, where to keep it."""
+    """What to measure, for how long, and where to store the results."""
 
     source: str
     """Preset or path of the config."""
@@ -42,34 +42,34 @@ class AblateOptions:
     """None: the seed's batch and the config's own."""
     variants: list[Variant] = field(default_factory=lambda: list(VARIANTS))
     seconds: float = 8.0
-    """Least steady state of each row."""
+    """Seconds of measurement per row, at least."""
     warm_up_seconds: float = 3.0
     budget_seconds: float | None = None
-    """No row is begun that would not be over by then. None: all of them."""
+    """No row is started that would exceed it. None: no limit."""
     row_timeout_seconds: float = 900.0
     """A row that takes longer is ended and counts as failed."""
     again: bool = False
-    """Measure the rows although they are there."""
+    """Measure rows again that have a result."""
     warm_starts: bool = False
     """Start each compiled row a second time, to see its first step with a warm cache."""
     report_only: bool = False
-    """Measure nothing: show what the folder holds, wherever it was measured."""
+    """Measure nothing; report the results in the folder, from whatever machine."""
 
 
 @dataclass(frozen=True)
 class Ablation:
-    """What there is now."""
+    """The results so far."""
 
     config: RunConfig
     batches: list[BatchShape]
     environment: dict[str, str | None]
     lines: list[Line]
     pending: list[tuple[BatchShape, Variant]]
-    """Rows that are still to be measured, those that failed included."""
+    """Rows still to be measured, including those that failed."""
 
 
 def ablate(options: AblateOptions) -> Ablation:
-    """Measure what is not there yet."""
+    """Measure the rows that have no result yet."""
     started = time.monotonic()
     config, notes = load_measured_config(options.source, options.overrides)
     for note in notes:
@@ -97,7 +97,7 @@ def ablate(options: AblateOptions) -> Ablation:
 
 
 class _Sitting:
-    """One command's worth of rows."""
+    """The rows that one command measures."""
 
     def __init__(
         self,
@@ -191,11 +191,11 @@ class _Sitting:
         say(f"ablate: {batch} {variant.name}: {_in_short(self.results.lines[-1])} (took {human_seconds(wall)})")
 
     def _child(self, batch: BatchShape, variant: Variant, seconds: float, log: Path, cache: str) -> dict[str, Any]:
-        """The row in its process: its result, or how it ended."""
+        """Run the row in its own process: its result, or how it ended."""
         log.parent.mkdir(parents=True, exist_ok=True)
         variables = dict(os.environ)
         variables.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-        if variant.is_compiled:  # from nothing, whatever was compiled before
+        if variant.is_compiled:  # an empty cache, so that compilation is measured
             variables |= {"TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor", "TRITON_CACHE_DIR": f"{cache}/triton"}
         with tempfile.TemporaryDirectory(prefix="z2a-row-") as folder, open(log, "wb") as output:
             result = Path(folder) / "result.json"

@@ -42,7 +42,7 @@ def parse_batch(text: str) -> BatchShape:
 
 
 def own_batch(config: RunConfig) -> BatchShape:
-    """The batch a run of this config has."""
+    """The batch of a run of this config."""
     seq_len = config.data.seq_len
     samples = 8 if config.train.micro_batch_samples == "auto" else config.train.micro_batch_samples
     return BatchShape(samples, seq_len, max(1, config.train.tokens_per_step // (samples * seq_len)))
@@ -57,7 +57,7 @@ def default_batches(config: RunConfig) -> list[BatchShape]:
 
 
 def check_batch(batch: BatchShape, config: RunConfig) -> None:
-    """Raise where the model has no positions for it."""
+    """Raise if its sequences are longer than the model's."""
     if batch.seq_len > config.model.max_seq_len:
         raise UsageError(
             f"--batch {batch} has sequences of {batch.seq_len} tokens, but model.max_seq_len is "

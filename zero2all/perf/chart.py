@@ -1,5 +1,4 @@
-"""The ablation as a picture: one bar per row, one panel per batch; the seed's A800 as a mark on the same scale, where
-it measured the same model.
+"""The ablation as a picture: one bar per row, one panel per batch; for the seed's model also the seed's A800 figures.
 
 MFU is the scale where the device's peak is known, because it can be compared between devices; else tokens/s.
 """

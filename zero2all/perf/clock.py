@@ -1,4 +1,4 @@
-"""Time of one call on the device, and what the device can do at best: copy and multiply."""
+"""Time of one call on the device, and the device's best copy and matmul rates."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _timed(call: Callable[[], Any], calls: int, device: torch.device) -> float:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What no operator can beat here."""
+    """Measured upper limits of this device."""
 
     copy_bytes_per_second: float
     """Read and written, by a plain copy of one large tensor."""

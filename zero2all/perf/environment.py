@@ -1,7 +1,7 @@
-"""What a figure depends on beside the program: card, driver, versions. Found without torch.
+"""What a result depends on beside our code: GPU, driver, versions. Found without torch.
 
-Asking torch for the card would open a context on it, and the process that only hands out rows must not hold memory
-on the card that the rows measure.
+Asking torch would create a CUDA context, and the process that starts the rows must not hold memory on the GPU that they
+measure.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MEASURED_PARTS = ("model", "ops", "train")
 
 
 def environment() -> dict[str, str | None]:
-    """Results of equal environments can stand in one table."""
+    """Results of equal environments can be compared."""
     gpu, driver = _gpu()
     found: dict[str, str | None] = {
         "gpu": gpu,
@@ -30,7 +30,7 @@ def environment() -> dict[str, str | None]:
 
 
 def code_fingerprint() -> str:
-    """A short name for the source of what is measured, to notice that a table mixes two versions of it."""
+    """A fingerprint of the measured source, to notice when a table mixes two versions of it."""
     root = Path(__file__).resolve().parent.parent
     digest = sha256()
     for part in MEASURED_PARTS:

@@ -1,6 +1,6 @@
-"""Power and clocks of the card while something is measured, as nvidia-smi says them.
+"""Power and clocks of the GPU during a measurement, from nvidia-smi.
 
-A card at its power limit lowers its clock, so a figure without both cannot be compared with another day's.
+A GPU at its power limit lowers its clock, so results can be compared only together with both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ EVERY_MILLISECONDS = 500
 
 @contextmanager
 def watched_gpu(device: torch.device) -> Iterator[dict[str, Any]]:
-    """A mapping that is filled when the block ends; it stays empty where there is nothing to ask."""
+    """A mapping that is filled when the block ends; it stays empty without a GPU or nvidia-smi."""
     found: dict[str, Any] = {}
     if device.type != "cuda":
         yield found
@@ -51,12 +51,12 @@ def _which(device: torch.device) -> list[str]:
 
 
 def summary(text: str) -> dict[str, Any]:
-    """nvidia-smi's lines -> samples and their medians; the first sample is older than the block."""
+    """nvidia-smi's lines -> samples and their medians; the first sample is from before the block."""
     samples = []
     for line in text.splitlines()[1:]:
         try:
             values = [float(value) for value in line.split(",")]
-        except ValueError:  # "[N/A]": the card does not say
+        except ValueError:  # "[N/A]": not reported
             continue
         if len(values) == len(NAMES):
             samples.append(values)

@@ -1,8 +1,8 @@
-"""The speed of a training step: real model, real optimizer, random tokens, no data.
+"""The speed of a training step with the real model and optimizer on random tokens.
 
 An iteration is what a run does between two updates: forward and backward over every micro-batch, norm, update. The
-host waits for the device once, at the end of an iteration, and Python's garbage collector keeps still, as in a run.
-Weights are drawn on the device: they have the right spread, but they are not those that a seed gives a run.
+host waits for the device once, at the end of an iteration, and Python's garbage collector is off, as in a run. Weights
+are drawn on the device: with the right standard deviation, but not those that a seed gives a run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from zero2all.perf.batch import BatchShape
 from zero2all.perf.gpu_watch import watched_gpu
 from zero2all.train.cuda_graph import choose_cuda_graph
 from zero2all.train.garbage import scheduled_garbage_collection
-from zero2all.train.setup import situation
+from zero2all.train.setup import op_context
 from zero2all.train.state import DTYPES, TrainState, new_state
 from zero2all.train.step import update
 from zero2all.train.weights import FlatWeights
@@ -40,31 +40,31 @@ from zero2all.train.weights import FlatWeights
 CLIP_NORM = 1.0
 LEARNING_RATE = 1e-4
 WARM_UP_SECONDS = 3.0
-"""Enough for the clocks to come down to what the power limit allows."""
+"""Long enough for the clocks to settle at the power limit."""
 SLOTS = 4
-"""Different micro-batches of random tokens; they take turns."""
+"""Different micro-batches of random tokens, used in turn."""
 SEED = 1
 
 Iterate = Callable[[int], Tensor]
-"""(number of micro-batches) -> forward and backward over so many, update; returns the summed loss, on the device."""
+"""(number of micro-batches) -> forward and backward over them, an update; returns the summed loss, on the device."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast something iterated."""
+    """The times of the iterations of a measurement."""
 
     first_step_seconds: float
-    """One micro-batch and one update from a standing start: compilation and kernel builds are in it."""
+    """One micro-batch and one update, including compilation."""
     iteration_seconds: list[float]
     """Each measured iteration."""
     queueing_seconds: list[float]
-    """How long the host took to queue each: near the iteration itself means that the host holds the card up."""
+    """How long the host took to queue each; if nearly the whole iteration, the host is the bottleneck."""
     loss: float
     """Of the last iteration."""
     peak_bytes: int
-    """Most memory after the first step: of the device, or of the process where the device is the CPU."""
+    """Peak memory after the first step: of the device, or of the process on a CPU."""
     gpu: dict[str, Any]
-    """Power and clocks meanwhile."""
+    """Power and clocks during the measurement."""
 
     @property
     def seconds(self) -> float:
@@ -115,7 +115,7 @@ def measure(
 ) -> dict[str, Any]:
     """The figures of one config on one batch, as JSON values."""
     dtype = DTYPES[config.train.precision]
-    ops = resolve(config.ops, situation(config, device.type, dtype))
+    ops = resolve(config.ops, op_context(config, device.type, dtype))
     before = _allocated_bytes(device)
     state = random_state(config, ops, device)
     state_bytes = _state_bytes(state, device, before)
@@ -130,7 +130,7 @@ def measure(
 
 
 def figures(config: RunConfig, batch: BatchShape, pace: Pace, device: torch.device) -> dict[str, Any]:
-    """What follows from a pace: tokens/s, MFU, memory."""
+    """tokens/s, MFU and memory of a measurement."""
     name = device_name(device)
     tokens_per_second = batch.tokens / pace.seconds
     utilisation = model_flops_utilisation(config.model, batch.seq_len, tokens_per_second, name)
@@ -186,7 +186,7 @@ def random_tokens(vocab_size: int, batch: BatchShape, device: torch.device) -> T
 def _iterations(state: TrainState, batch: BatchShape, z_loss: float, device: torch.device) -> Iterate:
     model, one_process = state.model, World(device=device)
     tokens = random_tokens(model.config.vocab_ids, batch, device)
-    # Of the mean over the tokens of an iteration, each has the same share.
+    # Each token has the same share of the mean over an iteration.
     shares = torch.full((batch.samples, batch.seq_len), 1.0 / batch.tokens, dtype=torch.float32, device=device)
 
     def iterate(micro_batches: int) -> Tensor:
@@ -219,18 +219,18 @@ def without_padding(active: bool = True) -> Iterator[None]:
 
 
 def wait_for(device: torch.device) -> None:
-    """Until everything queued is done."""
+    """Wait until all queued work is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def device_name(device: torch.device) -> str:
-    """As the table of peaks knows it."""
+    """The name under which `zero2all.limits.flops` lists its peak."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def _allocated_bytes(device: torch.device) -> int:
-    """What is there already: a probe that tries kernels out leaves the libraries' workspaces behind."""
+    """Memory in use; probes that ran kernels leave workspaces of the libraries behind."""
     if device.type != "cuda":
         return 0
     torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""The config a measurement works on: like `z2a train`'s, but with nothing that needs data."""
+"""The config of a measurement: that of `z2a train`, without what needs data."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from zero2all.config import RunConfig, load_config
 
 
 def load_measured_config(source: str, overrides: list[str]) -> tuple[RunConfig, list[str]]:
-    """The config, resolved without data, and what had to be assumed for that.
+    """The config, resolved without data, and what was assumed for that.
 
-    Tokens are random and rows are whole, so a vocabulary that would come from a tokenizer is taken at the size the
-    config asks of one, and documents have no borders.
+    Tokens are random: a vocabulary that would come from a tokenizer gets the size the config asks of one, and there are
+    no documents to mask.
     """
     config = load_config(source, overrides)
     notes = []

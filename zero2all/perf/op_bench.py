@@ -1,7 +1,7 @@
 """Each operator and implementation alone: time, share of the floor, error against float64.
 
 An operator that fails is one row with the reason. Backward is the time of forward and backward less that of forward
-alone, because some implementations overwrite what they are given and cannot go back twice.
+alone, because some implementations overwrite their inputs, so a backward cannot be repeated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zero2all.common.schema import nearest_hint
 from zero2all.config import RunConfig
 from zero2all.limits.floors import Work, linear_shapes, operator_work, optimizer_work
 from zero2all.ops import linear_cross_entropy
-from zero2all.ops.implementation import Implementation, Situation
+from zero2all.ops.implementation import Implementation, OpContext
 from zero2all.ops.optimizer import TAKES_SPLIT_MASTERS, AdamW, Flat, eager_adamw
 from zero2all.ops.registry import OPERATORS, resolve
 from zero2all.ops.split_master import join, split
@@ -29,12 +29,12 @@ from zero2all.perf.batch import own_batch
 from zero2all.perf.clock import Ceilings, measured_ceilings, seconds_of
 from zero2all.perf.measure import device_name
 from zero2all.perf.op_cases import Case, Function, make_case
-from zero2all.perf.op_list import situation_here
+from zero2all.perf.op_list import context_here
 from zero2all.perf.variants import NAIVE
 from zero2all.train.state import DTYPES
 
 EXACT_ROWS = {"cuda": 512, "cpu": 64}
-"""Tokens of the comparison with float64: few enough that it fits."""
+"""Tokens of the comparison with float64: few, so that it fits in memory."""
 CPU_TOKENS, CPU_PARAMETERS = 256, 2_000_000
 """Default sizes where a full micro-batch would take minutes."""
 EXACT_PARAMETERS = 65_536
@@ -62,7 +62,7 @@ class BenchRow:
 
 @dataclass(frozen=True)
 class Bench:
-    """All rows, and what they were measured against."""
+    """All rows, and the limits they are compared with."""
 
     device: str
     dtype: str
@@ -77,7 +77,7 @@ class Bench:
 
 
 def operator_names(config: RunConfig) -> list[str]:
-    """What can be measured; the linear layers of a block each for themselves."""
+    """What can be measured; each linear layer of a block is one entry."""
     names: list[str] = []
     for operator in OPERATORS:
         names += [f"linear/{part}" for part in linear_shapes(config.model)] if operator == "linear" else [operator]
@@ -87,7 +87,7 @@ def operator_names(config: RunConfig) -> list[str]:
 def bench_operators(
     config: RunConfig, tokens: int | None, only: str | None, least_seconds: float, each: Callable[[Bench], None]
 ) -> Bench:
-    """Measure; `each` sees what there is after every operator."""
+    """Measure; `each` gets the results so far after every operator."""
     device, dtype = pick_device(config.parallel.device), DTYPES[config.train.precision]
     names = operator_names(config)
     wanted = [name for name in names if only is None or only in (name, name.partition("/")[0])]
@@ -104,7 +104,7 @@ def bench_operators(
         measured_ceilings(device, dtype, least_seconds),
         [],
     )
-    where = situation_here(config)
+    where = context_here(config)
     automatic = resolve(type(config.ops)(), where).taken
     for name in wanted:
         operator = name.partition("/")[0]
@@ -134,7 +134,7 @@ def _row(
     taken: bool,
     config: RunConfig,
     bench: Bench,
-    where: Situation,
+    where: OpContext,
     device: torch.device,
     dtype: torch.dtype,
     least_seconds: float,
@@ -172,7 +172,7 @@ def _row(
     )
 
 
-def _function(name: str, implementation: Implementation, where: Situation) -> Function:
+def _function(name: str, implementation: Implementation, where: OpContext) -> Function:
     """The implementation as the model calls it."""
     if name == "linear_cross_entropy" and implementation.name == "off":
         from zero2all.ops.config import OpsConfig
@@ -199,7 +199,7 @@ def _times(
 
     def both() -> None:
         if not gathers:
-            # Not into `.grad`, where torch copies a gradient that two inputs share: a pass over it that no model makes.
+            # Not into `.grad`: torch would copy a gradient that two inputs share, which no model does.
             torch.autograd.grad(forward(), inputs, directions)
             return
         torch.autograd.backward(forward(), directions)
@@ -212,7 +212,7 @@ def _times(
 
 
 def _gather_into_main(weight: Tensor) -> None:
-    """As `zero2all.train.weights` does: gradients are summed in float32, by the operator or behind it."""
+    """As `zero2all.train.weights` does: gradients are summed in float32, by the operator or after it."""
     weight.main_grad = torch.zeros(weight.shape, device=weight.device)  # type: ignore[attr-defined]
 
     def move(changed: Tensor) -> None:
@@ -234,7 +234,7 @@ def _error(
 
         exact = linear_cross_entropy.through_cross_entropy(eager_cross_entropy)
     case = make_case(name, config.model, 1, min(seq_len, EXACT_ROWS[device.type]), device)
-    rounded = [value.to(dtype) for value in case.inputs]  # both sides begin from the same values
+    rounded = [value.to(dtype) for value in case.inputs]  # both sides start from the same values
     found = list(_outputs_and_gradients(function, case, rounded))
     wanted = list(_outputs_and_gradients(exact, case, [value.double() for value in rounded]))
     return max(_relative(ours, theirs) for ours, theirs in zip(found, wanted, strict=True))
@@ -242,7 +242,7 @@ def _error(
 
 def _outputs_and_gradients(function: Function, case: Case, given: list[Tensor]) -> Iterator[Tensor]:
     leaves = [value.clone().requires_grad_() for value in given]
-    outputs = case.call(function, [leaf.clone() for leaf in leaves])  # an implementation may overwrite what it is given
+    outputs = case.call(function, [leaf.clone() for leaf in leaves])  # an implementation may overwrite its inputs
     yield from (output.detach() for output in outputs)
     generator = torch.Generator(given[0].device).manual_seed(7)
     total = torch.zeros((), dtype=torch.float64, device=given[0].device)
@@ -263,7 +263,7 @@ def _relative(found: Tensor, wanted: Tensor) -> float:
 def _optimizer(
     implementation: Implementation, config: RunConfig, device: torch.device, dtype: torch.dtype, least_seconds: float
 ) -> tuple[Work, float, float, float]:
-    """Work, seconds (all of them called forward, none backward), error of the change of the weights."""
+    """Work, seconds of forward and of backward (0), error of the change of the weights."""
     from zero2all.model.config import parameter_counts
 
     whole = parameter_counts(config.model)["total"]
@@ -286,7 +286,7 @@ def _optimizer_error(
     for update, wide, narrow in ((function, torch.float32, dtype), (eager_adamw, torch.float64, torch.float64)):
         group = _random_flat(EXACT_PARAMETERS, config, device, wide, narrow, split_masters and update is function)
         before = _masters_of(group).clone()
-        group.lr = 1.0  # so that the change is not lost in the rounding of the weight it is added to
+        group.lr = 1.0  # so that the change is not lost in the rounding of the weight
         updates, scale = torch.full((), 3.0, device=device), torch.full((), 0.5, dtype=wide, device=device)
         update([group], updates, scale, torch.zeros((), dtype=torch.bool, device=device), constants)
         changes.append(_masters_of(group) - before)

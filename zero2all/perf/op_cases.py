@@ -1,4 +1,4 @@
-"""How each operator is called: inputs of the shapes a model gives it, and what comes out.
+"""How each operator is called: inputs with the shapes of a model, and the outputs.
 
 Legend as in `zero2all.limits.floors`.
 """
@@ -24,9 +24,9 @@ class Case:
     """An operator on inputs of one size."""
 
     inputs: list[Tensor]
-    """What gradients are taken of."""
+    """Tensors with gradients."""
     call: Callable[[Function, list[Tensor]], tuple[Tensor, ...]]
-    """(implementation, inputs) -> what it returns that can be differentiated."""
+    """(implementation, inputs) -> its differentiable outputs."""
     gathers_into_main: bool = False
     """Whether the last input is a weight whose gradient is summed in float32, as in training."""
 
@@ -72,7 +72,7 @@ def _attention(_: str, config: ModelConfig, batch: tuple[int, int], device: torc
     inputs = [_normal(device, B, T, each, config.head_size) for each in heads]
 
     def call(function: Function, given: list[Tensor]) -> tuple[Tensor, ...]:
-        # (B, H, T, D) views of (B, T, H, D), as the projection leaves them
+        # (B, H, T, D) views of (B, T, H, D), the layout of the projection
         return (function(*(each.transpose(1, 2) for each in given), 0.0, None),)
 
     return Case(inputs, call)
@@ -86,7 +86,7 @@ def _linear(part: str, config: ModelConfig, batch: tuple[int, int], device: torc
 
 
 def _embedding(_: str, config: ModelConfig, batch: tuple[int, int], device: torch.device) -> Case:
-    # Drawn as `zero2all.limits.floors.distinct_ids` counts them: in text, too, a few ids are much of it.
+    # Zipf-distributed, as `zero2all.limits.floors.distinct_ids` assumes: in text, a few ids are much of it.
     ids = ((config.vocab_ids + 1.0) ** torch.rand(batch, dtype=torch.float64, device=device)).long() - 1
     tokens = ids.clamp(max=config.vocab_ids - 1)
     inputs = [_normal(device, config.vocab_rows, config.hidden_size, std=config.init_std)]

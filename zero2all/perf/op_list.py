@@ -1,4 +1,4 @@
-"""Every implementation of every operator, with its state on this machine."""
+"""Every implementation of every operator, and whether it runs on this machine."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import torch
 
 from zero2all.config import RunConfig
 from zero2all.ops.config import OpsConfig
-from zero2all.ops.implementation import Situation
+from zero2all.ops.implementation import OpContext
 from zero2all.ops.registry import OPERATORS, resolve
 from zero2all.parallel.device import pick_device
-from zero2all.train.setup import situation
+from zero2all.train.setup import op_context
 from zero2all.train.state import DTYPES
 
 
-def situation_here(config: RunConfig | None) -> Situation:
-    """That of a config, or, without one, of this machine's device in the dtype one would use there."""
+def context_here(config: RunConfig | None) -> OpContext:
+    """The context of a config; without one, that of this machine's device in its usual dtype."""
     if config is not None:
-        return situation(config, pick_device(config.parallel.device).type, DTYPES[config.train.precision])
+        return op_context(config, pick_device(config.parallel.device).type, DTYPES[config.train.precision])
     device = pick_device("auto").type
-    return Situation(device, torch.bfloat16 if device == "cuda" else torch.float32)
+    return OpContext(device, torch.bfloat16 if device == "cuda" else torch.float32)
 
 
 def listed_operators(config: RunConfig | None) -> list[dict[str, Any]]:
     """One entry per implementation: operator, name, why it cannot run (None: it can), flags, and who takes it."""
-    where = situation_here(config)
+    where = context_here(config)
     asked = OpsConfig() if config is None else config.ops
     automatic = _taken(OpsConfig(), where)
     chosen = _taken(dataclasses.replace(asked, strict=False), where)
@@ -46,12 +46,12 @@ def listed_operators(config: RunConfig | None) -> list[dict[str, Any]]:
     ]
 
 
-def _taken(config: OpsConfig, where: Situation) -> dict[str, str]:
+def _taken(config: OpsConfig, where: OpContext) -> dict[str, str]:
     return resolve(config, where).taken
 
 
-def describe(where: Situation) -> str:
-    """The situation in one line."""
+def describe(where: OpContext) -> str:
+    """The context in one line."""
     device = torch.cuda.get_device_name() if where.device == "cuda" else "cpu"
     compiled = ", inside torch.compile" if where.compiled else ""
     return f"{device}, {str(where.dtype).removeprefix('torch.')}{compiled}"

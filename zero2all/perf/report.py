@@ -1,4 +1,4 @@
-"""Leaves an ablation in its folder: ablation.json, ablation.md, ablation.png."""
+"""Writes the files of an ablation: ablation.json, ablation.md, ablation.png."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zero2all.perf.summary import as_json, as_markdown, batch_tables
 
 
 def write_report(ablation: Ablation, folder: Path, title: str) -> list[str]:
-    """Write the three files; returns what to tell: where they are, or why one is not."""
+    """Write the three files; returns their paths, or why one is missing."""
     tables = batch_tables(ablation)
     write_json(folder / "ablation.json", as_json(ablation, tables))
     write_atomic(folder / "ablation.md", as_markdown(ablation, tables).encode())

@@ -1,8 +1,7 @@
 """What an ablation has measured so far: one JSON line per finished row, appended at once, in `results.jsonl`.
 
-A row is known by its key: what it changes, the batch, the model, and the environment. Whoever runs the same command
-again finds it there and goes on behind it. A *sitting* is one such command; the anchor it measured first says how fast
-the card was that day.
+A row has a key: what it changes, the batch, the model, and the environment. The same command run again skips the rows
+that have a result. A *sitting* is one such command; the anchor it measured first says how fast the GPU was that day.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Results:
         self.lines = _read(self.path)
 
     def append(self, line: Line) -> None:
-        """Keep a line for good before anything else happens."""
+        """Append a line and flush it to disk."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         torn = self.path.exists() and self.path.stat().st_size and not self.path.read_bytes().endswith(b"\n")
         with open(self.path, "ab") as file:
@@ -61,7 +60,7 @@ class Results:
 
 
 def newest(lines: Iterable[Line]) -> Line | None:
-    """The last one."""
+    """The last line; None if there is none."""
     found = list(lines)
     return found[-1] if found else None
 
@@ -90,7 +89,7 @@ def _read(path: Path) -> list[Line]:
     for text in path.read_text(encoding="utf-8").splitlines():
         try:
             line = json.loads(text)
-        except ValueError:  # cut off by whatever ended that sitting
+        except ValueError:  # cut off when that sitting ended
             continue
         if isinstance(line, dict) and "key" in line:
             lines.append(line)

@@ -1,4 +1,4 @@
-"""One row of the ablation, in a process of its own: what it allocates, compiles or breaks ends with it.
+"""One row of the ablation, in its own process: what it allocates, compiles or breaks ends with it.
 
     python -m zero2all.perf.row z2all-1b --row fp8 --batch 16x2048x16 --result row.json -- --ops.strict false
 
@@ -35,7 +35,7 @@ MEMORY_WORDS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_F
 
 
 def main(words: list[str] | None = None) -> int:
-    """Measure the row the words name."""
+    """Measure the row that the arguments name."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", help="a preset or the path of a YAML file")
     parser.add_argument("--row", required=True, choices=sorted(BY_NAME), help="which row")
@@ -82,7 +82,7 @@ def measure_row(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether device or host had no room."""
+    """Whether the device or the host ran out of memory."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return any(word in str(error) for word in MEMORY_WORDS)

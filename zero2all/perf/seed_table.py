@@ -1,10 +1,9 @@
 """The table this project set out to beat: the seed's ablation of z2all-1b's shape on one NVIDIA A800 80GB.
 
-An iteration is 16 passes over 2 x 2048 tokens; beside another batch, compare shares and MFU, not seconds. Beside
-another model the figures would mean nothing, so they are shown beside that one only. MFU in the convention called
-`seed` in `zero2all.limits.flops`, against 312 TFLOPS. Only what was published stands here: None is a figure that was
-not. Its all-fused row still had an AdamW of many small kernels; fusing that too is its last row, so that one is beside
-our all-fused, and its all-fused beside the row of ours with torch's AdamW loop.
+An iteration is 16 passes over 2 x 2048 tokens; with another batch, compare shares and MFU, not seconds. The figures are
+shown only for the same model. MFU in the convention called `seed` in `zero2all.limits.flops`, of 312 TFLOPS. None: not
+published. The seed's all-fused row had an unfused AdamW, so it is compared with our row with torch's AdamW loop, and
+its last row, with a fused AdamW, with our all-fused.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ SEED_SHAPE = {
     "attention_bias": "none",
     "mlp_bias": False,
 }
-"""What decides the arithmetic of a step, as the seed's model had it."""
+"""The fields of the seed's model that decide the arithmetic of a step."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ SEED_ROWS = {
 
 
 def seed_row(variant: str, model: ModelConfig) -> SeedRow | None:
-    """What the seed published of our row of this name; None where it measured another model, or nothing."""
+    """The seed's row for our row of this name; None if it has none, or for another model."""
     if any(getattr(model, name) != value for name, value in SEED_SHAPE.items()):
         return None
     return SEED_ROWS.get(variant)

@@ -15,7 +15,7 @@ from zero2all.perf.variants import ANCHOR, VARIANTS, Variant, title_of
 
 SEED_COLUMNS = tuple(f"{DEVICE} {name}" for name in ("s", "x fused", "MFU %", "GB"))
 DRIFT_WORTH_SAYING = 0.01
-"""Anchors that differ by more get a second figure, scaled to the first sitting's pace."""
+"""If anchors differ by more, a second column is scaled to the speed of the first sitting."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class BatchTable:
 
 
 def batch_tables(ablation: Ablation) -> list[BatchTable]:
-    """What is there, batch by batch, in the order of the variants."""
+    """The results, batch by batch, in the order of the variants."""
     tables = [_batch_table(ablation, batch) for batch in ablation.batches]
     return [table for table in tables if table.rows]
 
@@ -87,7 +87,7 @@ def _batch_table(ablation: Ablation, batch: BatchShape) -> BatchTable:
     for variant in VARIANTS:
         key = row_key(ablation.config, variant, batch, ablation.environment)
         lines = [line for line in ablation.lines if line["key"] == key]
-        # The anchor stands for itself in the first sitting; of any other row the newest measurement counts.
+        # Of the anchor the first measurement counts, of any other row the newest.
         line = lines[0] if variant.name == ANCHOR and lines else newest(lines)
         if line is None:
             continue
@@ -159,7 +159,7 @@ def _figure(value: float | None, form: str) -> str:
 
 
 def notes(ablation: Ablation, tables: list[BatchTable]) -> list[str]:
-    """What must be said below the tables."""
+    """The notes below the tables."""
     here = ablation.environment
     versions = ", ".join(f"{name} {here[name]}" for name in ("driver", *PACKAGES) if here.get(name))
     found = [f"{device_of(ablation)}; {versions}; random tokens, {ablation.config.train.precision}"]
@@ -185,19 +185,19 @@ def notes(ablation: Ablation, tables: list[BatchTable]) -> list[str]:
 
 
 def _in_short(reason: str) -> str:
-    """Its first two sentences: torch says more about memory than a table can bear."""
+    """Its first two sentences: torch's messages about memory are too long for a table."""
     return ". ".join(reason.split(". ")[:2])
 
 
 def device_of(ablation: Ablation) -> str:
-    """The card, from the driver or from a row that was on it; else CPU."""
+    """The GPU, from the driver or from a row measured on it; else CPU."""
     measured = [line["result"].get("device", "cpu") for line in ablation.lines if line["status"] == "measured"]
     name = ablation.environment["gpu"] or (measured[-1] if measured else "cpu")
     return "CPU" if name == "cpu" else str(name)
 
 
 def as_json(ablation: Ablation, tables: list[BatchTable]) -> dict[str, Any]:
-    """Everything in the tables and behind them."""
+    """Everything in the tables, and the results they come from."""
     return {
         "environment": ablation.environment,
         "notes": notes(ablation, tables),

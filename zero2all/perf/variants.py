@@ -1,7 +1,7 @@
 """The rows of the ablation table: what each changes in a config. No torch here.
 
-`all-fused` is the config as it stands: with `ops: auto` the best of everything. It is also the anchor, measured anew
-in every sitting, because a card is not equally fast on two days. The others change one thing in it, or build up from
+`all-fused` is the config unchanged: with `ops: auto` the best of everything. It is also the anchor, measured again in
+every sitting, because a GPU is not equally fast on two days. The others change one thing in it, or build up from
 `naive`, where every operator is its formula in plain torch.
 """
 
@@ -28,7 +28,7 @@ NAIVE = {
     "optimizer": "eager",
     "compile": "none",
 }
-"""Every operator by its formula: what somebody writes first."""
+"""Every operator by its formula in plain torch."""
 
 ANCHOR = "all-fused"
 
@@ -39,9 +39,9 @@ class Variant:
 
     name: str
     title: str
-    """For people; {odd} stands for the odd vocabulary."""
+    """As shown in tables; {odd} is replaced by the size of the odd vocabulary."""
     group: str
-    """What it belongs to, for the picture."""
+    """Its group in the picture."""
     ops: Mapping[str, str] = field(default_factory=dict)
     """Fields of `ops` that differ from the config's."""
     model: Mapping[str, Any] = field(default_factory=dict)
@@ -49,13 +49,13 @@ class Variant:
     cuda_graph: bool = True
     """Whether passes may be captured as a CUDA graph (train.cuda_graph)."""
     odd_vocabulary: bool = False
-    """One id more than the vocabulary's padded size, so that it is no multiple of anything."""
+    """One id more than the padded size of the vocabulary, so that it is odd."""
     unpadded: bool = False
     """The head has exactly as many rows as there are ids."""
 
     @property
     def is_compiled(self) -> bool:
-        """Whether torch.compile is at work, which makes the first step long."""
+        """Whether torch.compile is used, which makes the first step long."""
         return self.ops.get("compile", "none") != "none"
 
 
@@ -124,7 +124,7 @@ VARIANTS = (
     Variant("fused-compile-trunk", "all fused + compile (trunk)", "compile", {"compile": "trunk"}),
     Variant("kernels-compile-block", "our kernels + compile (blocks)", "compile", {**KERNELS, "compile": "block"}),
 )
-"""In the order they are measured: what compiles, and therefore takes long, comes last."""
+"""In the order they are measured: compiled rows take longest and come last."""
 
 BY_NAME = {variant.name: variant for variant in VARIANTS}
 
@@ -141,7 +141,7 @@ def named_variants(names: list[str] | None) -> list[Variant]:
 
 
 def odd_vocabulary(config: RunConfig) -> int:
-    """The first size behind the padded vocabulary: 64,320 -> 64,321."""
+    """The padded size of the vocabulary plus one: 64,320 -> 64,321."""
     return config.model.vocab_rows + 1
 
 

@@ -7,7 +7,7 @@ A part is small enough (`PART_BYTES`) that threads have work and an interrupted 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
@@ -120,13 +120,6 @@ class ListPart:
     def texts(self) -> Iterator[str]:
         """All of them."""
         return iter(self.kept)
-
-
-def spooled(texts: Iterable[str], scratch: Path) -> Sequence[TextPart]:
-    """Texts that can be had only once, written to disk so that they can be read again."""
-    from zero2all.tokenizer.bpe import parts_from_texts
-
-    return parts_from_texts(texts, scratch)
 
 
 def corpus_parts(

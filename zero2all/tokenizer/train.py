@@ -20,9 +20,10 @@ from zero2all.common.files import MANIFEST_NAME, human_bytes, read_json, sweep_p
 from zero2all.common.lock import folder_lock
 from zero2all.common.manifest import is_current
 from zero2all.tokenizer.config import TokenizerConfig
-from zero2all.tokenizer.parts import ListPart, TextPart, spooled
+from zero2all.tokenizer.parts import ListPart, TextPart
 from zero2all.tokenizer.save import SENTENCEPIECE_NAME, save_tokenizer, tokenizer_json_of
 from zero2all.tokenizer.sizes import TooFewPiecesError
+from zero2all.tokenizer.spool import parts_from_texts
 from zero2all.tokenizer.text import CountedText
 
 SCRATCH_MARK = ".training-"
@@ -56,7 +57,9 @@ def train_tokenizer(
     require_sound(config)
     if not is_current(folder, "tokenizer", inputs):
         with scratch_folder(folder, inputs) as scratch:
-            parts = [ListPart(texts)] if isinstance(texts, list | tuple) else spooled(texts, scratch)
+            parts: Sequence[TextPart] = (
+                [ListPart(texts)] if isinstance(texts, list | tuple) else parts_from_texts(texts, scratch)
+            )
             _train(parts, config, folder, inputs, {}, scratch, ignore_memory=False)
     manifest: dict[str, Any] = read_json(folder / MANIFEST_NAME)
     return manifest

@@ -15,7 +15,7 @@ from typing import Any
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import read_json_object, write_json
 from zero2all.common.schema import Problem, build
-from zero2all.train.config import AnnealConfig, DecayShape
+from zero2all.config.training import AnnealConfig, DecayShape
 
 ANNEAL_FILE = "anneal.json"
 

@@ -22,6 +22,7 @@ from zero2all.common.errors import UsageError
 from zero2all.config import RunConfig
 from zero2all.limits.flops import flops_per_token, peak_flops
 from zero2all.model.z2all import Z2all
+from zero2all.ops.linear import fp8_linear
 from zero2all.ops.registry import Ops
 
 EAGER_PASSES = 2
@@ -134,7 +135,7 @@ class CudaGraphPasses:
             return self._eager(ids, shares)
         self._ids.copy_(ids)
         self._shares.copy_(shares)
-        _renew_float8(model)
+        fp8_linear.renew_copies(model.parameters())
         self._graph.replay()
         return self._losses
 
@@ -159,7 +160,7 @@ class CudaGraphPasses:
         if self._captures > MOST_CAPTURES:
             self.problem = f"its shape has changed {MOST_CAPTURES} times"
             return
-        _renew_float8(self._model)
+        fp8_linear.renew_copies(self._model.parameters())
         self._ids, self._shares = ids.clone(), shares.clone()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self._device)
@@ -214,11 +215,3 @@ def _give_back(pool: tuple[int, int], device: torch.device) -> None:
         if torch.cuda.memory_snapshot(pool):
             torch._C._cuda_releasePool(index, pool)
             torch.cuda.empty_cache()
-
-
-def _renew_float8(model: Z2all) -> None:
-    for parameter in model.parameters():
-        if hasattr(parameter, "float8"):
-            from zero2all.ops.kernels.linear import float8_weight
-
-            float8_weight(parameter)

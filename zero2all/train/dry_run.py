@@ -13,6 +13,7 @@ import torch
 from zero2all.common.errors import AnomalyError
 from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig
+from zero2all.config.schedule import learning_rate
 from zero2all.packed.loader import LoaderOptions, read_batch
 from zero2all.parallel.device import pick_device, set_memory_settings
 from zero2all.parallel.world import World
@@ -20,7 +21,6 @@ from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.guards.documents import Decode
 from zero2all.train.micro_batch import memory_settings
 from zero2all.train.sanity import Overfit, check_first_loss, dry_run_config, memory_notes, overfit_one_batch, preview
-from zero2all.train.schedule import learning_rate
 from zero2all.train.setup import prepare
 from zero2all.train.step import StepPlan, train_step
 

@@ -25,6 +25,8 @@ from zero2all.common.progress import counted
 from zero2all.common.signals import stop_signals_to
 from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig
+from zero2all.config.schedule import learning_rate
+from zero2all.config.training import AnnealConfig, model_at
 from zero2all.model.rope import rope_tables
 from zero2all.packed.loader import Batch, Loader, LoaderOptions, read_batch
 from zero2all.packed.transfer import batches_on
@@ -38,7 +40,6 @@ from zero2all.train.checkpoints.retention import Retention
 from zero2all.train.checkpoints.run_lock import LOCK_NAME, Fence, RunLock, behind, hold_run, no_fence
 from zero2all.train.checkpoints.set_aside import discard
 from zero2all.train.checkpoints.store import CheckpointStore
-from zero2all.train.config import AnnealConfig, model_at
 from zero2all.train.control import Control
 from zero2all.train.garbage import scheduled_garbage_collection
 from zero2all.train.guards.documents import Decode
@@ -49,7 +50,6 @@ from zero2all.train.periodic import CheckpointSaver, UpdateRatioLog, Validation
 from zero2all.train.reports import StepReports
 from zero2all.train.run_log import RunLog
 from zero2all.train.sanity import check_batch_ids, check_disk, check_first_loss, memory_notes
-from zero2all.train.schedule import learning_rate
 from zero2all.train.setup import Prepared, load_checkpoint, prepare, save_run_config
 from zero2all.train.shard_damage import ShardDamage
 from zero2all.train.step import PendingStep, StepPlan, train_step

@@ -169,11 +169,11 @@ def model_pass(model: Z2all, config: RunConfig, device: torch.device) -> Callabl
     def run_passes(samples: int) -> None:
         tokens = torch.randint(model.config.vocab_ids, (samples, seq_len + 1), device=device)
         # Documents of different lengths, because some kernels allocate lists of them.
-        segments = (torch.arange(seq_len, device=device) // 97).expand(samples, -1).contiguous()
+        document_ids = (torch.arange(seq_len, device=device) // 97).expand(samples, -1).contiguous()
         wide = torch.promote_types(next(model.parameters()).dtype, torch.float32)
         shares = torch.full((samples, seq_len), 1.0 / (samples * seq_len), dtype=wide, device=device)
         for _ in range(PASSES):
-            documents = segments if config.data.document_mask else None
+            documents = document_ids if config.data.document_mask else None
             total, _losses = model.loss(tokens[:, :-1], tokens[:, 1:], shares, documents, config.train.z_loss)
             total.backward()
         if device.type == "cuda":
@@ -214,7 +214,7 @@ def memory_settings(config: RunConfig, ops: Ops, processes: int, samples: int) -
         optimizer=config.optim.kind,
         adafactor_momentum=config.optim.adafactor_beta1 > 0,
         kahan=config.optim.bf16_rounding == "kahan",
-        operators=ops.taken,
+        operators=ops.footprints,
         recompute=config.train.recompute,
         recompute_every=config.train.recompute_every,
         documents=config.data.document_mask,

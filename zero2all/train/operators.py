@@ -13,17 +13,17 @@ from typing import Any
 from zero2all.common.errors import UsageError
 from zero2all.config import with_new_names
 from zero2all.ops.config import OpsConfig
-from zero2all.ops.implementation import Situation
+from zero2all.ops.implementation import OpContext
 from zero2all.ops.registry import Ops, resolve
 from zero2all.parallel.world import World
 
 
-def resolve_together(config: OpsConfig, situation: Situation, world: World) -> Ops:
+def resolve_together(config: OpsConfig, context: OpContext, world: World) -> Ops:
     """`resolve` in all processes; if one fails or chooses something else, all end with the same error."""
     ops: Ops | None = None
     problem = ""
     try:
-        ops = resolve(config, situation)
+        ops = resolve(config, context)
     except UsageError as error:
         problem = str(error)
     said = world.gather((problem, {} if ops is None else ops.taken))

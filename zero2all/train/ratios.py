@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from zero2all.config.training import ParameterKind
 from zero2all.parallel.world import World
-from zero2all.train.config import ParameterKind
 from zero2all.train.optimizers.roles import model_roles
 from zero2all.train.state import TrainState
 

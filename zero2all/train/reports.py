@@ -79,7 +79,7 @@ class StepReports:
         values |= {f"mfu/{convention}": share for convention, share in shares.items()}
         train = prepared.config.train
         if train.recompute != "none":
-            operators = prepared.state.model.ops.taken
+            operators = prepared.state.model.ops.footprints
             spent = hardware_flops_utilisation(
                 prepared.config.model,
                 seq_len,

@@ -19,11 +19,11 @@ from zero2all.common.errors import BadInputError, DiskError
 from zero2all.common.files import human_bytes
 from zero2all.common.progress import counted
 from zero2all.config import RunConfig
+from zero2all.config.training import ScheduleConfig
 from zero2all.limits.memory import ALLOWANCE, GIB, MemorySettings, estimate_memory
 from zero2all.model.config import ModelConfig, parameter_counts
 from zero2all.packed.loader import Batch
 from zero2all.train.checkpoints.retention import Retention
-from zero2all.train.config import ScheduleConfig
 
 Decode = Callable[[Sequence[int]], str]
 

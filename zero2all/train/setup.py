@@ -29,11 +29,13 @@ from zero2all.config import (
     read_config_values,
     with_new_names,
 )
+from zero2all.config.schedule import steps_with_anneal
+from zero2all.config.training import AnnealConfig, model_at
 from zero2all.model.compile import compile_model
 from zero2all.model.config import parameter_counts
 from zero2all.model.recompute import apply_recompute
 from zero2all.model.z2all import Z2all
-from zero2all.ops.implementation import Situation
+from zero2all.ops.implementation import OpContext
 from zero2all.ops.registry import Ops
 from zero2all.packed.config import FREE_ON_RESUME
 from zero2all.packed.layout import PackedSplit
@@ -49,14 +51,12 @@ from zero2all.train.checkpoints.load import Checkpoint, reading_record
 from zero2all.train.checkpoints.manifest import NOT_GOOD
 from zero2all.train.checkpoints.run_lock import Fence, behind
 from zero2all.train.checkpoints.store import CheckpointStore
-from zero2all.train.config import AnnealConfig, model_at
 from zero2all.train.cuda_graph import check_cuda_graph, choose_cuda_graph
 from zero2all.train.guards.ledger import LEDGER_FILE, DamagedLedgerError, SkipLedger, keep_damaged, rebuilt_ledger
 from zero2all.train.guards.watch import INCIDENTS_FOLDER
 from zero2all.train.micro_batch import choose_micro_batch, least_samples, memory_settings
 from zero2all.train.operators import changed_operators, resolve_together
 from zero2all.train.sanity import require_memory
-from zero2all.train.schedule import steps_with_anneal
 from zero2all.train.state import DTYPES, TrainState, new_state
 from zero2all.train.validate import open_valid_splits
 
@@ -259,7 +259,7 @@ def _build_state(
     """The model on its device, sharded where the config says so, with its optimizer; and notes for the user."""
     dtype = DTYPES[config.train.precision]
     sharded = config.parallel.data == "shard" and world.size > 1
-    ops = resolve_together(config.ops, situation(config, world.device.type, dtype, sharded), world)
+    ops = resolve_together(config.ops, op_context(config, world.device.type, dtype, sharded), world)
     check_cuda_graph(config, world.device, world.size, ops)
     _require_memory(config, ops, world)
     step = checkpoint.step if checkpoint else 0
@@ -330,10 +330,10 @@ def load_checkpoint(state: TrainState, checkpoint: Checkpoint) -> None:
     state.loaded(checkpoint.document)
 
 
-def situation(config: RunConfig, device: str, dtype: torch.dtype, sharded: bool = False) -> Situation:
-    """Everything the choice of operators depends on."""
+def op_context(config: RunConfig, device: str, dtype: torch.dtype, sharded: bool = False) -> OpContext:
+    """The context in which the operators of this config are chosen."""
     model = config.model
-    return Situation(
+    return OpContext(
         device=device,
         dtype=dtype,
         hidden_size=model.hidden_size,

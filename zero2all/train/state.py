@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero2all.config.training import OptimConfig
 from zero2all.model.z2all import Z2all
 from zero2all.ops.optimizer import TAKES_SPLIT_MASTERS
-from zero2all.train.config import OptimConfig
 from zero2all.train.cuda_graph import CudaGraphPasses
 from zero2all.train.loss_scale import LossScale
 from zero2all.train.optimizers.base import Optimizer

@@ -164,7 +164,8 @@ def _forward_backward(
     """Accumulate the gradient; returns the figures, still only of this process's rows, in float64."""
     device, wide = world.device, torch.promote_types(state.weights.dtype, torch.float32)
     tokens = torch.as_tensor(batch.tokens)
-    segments = None if batch.segments is None or not config.data.document_mask else torch.as_tensor(batch.segments)
+    masked = batch.document_ids is not None and config.data.document_mask
+    document_ids = torch.as_tensor(batch.document_ids) if masked else None
     channel_of = torch.as_tensor(batch.channels).to(device, non_blocking=True)
     own_rows, seq_len = tokens.shape[0], tokens.shape[1] - 1
     rows = batch.global_rows
@@ -180,13 +181,13 @@ def _forward_backward(
         here = slice(first, min(first + micro, own_rows))
         set_gradient_sync(state.model, here.stop == own_rows)
         ids = tokens[here].to(device, non_blocking=True)  # (B, T + 1)
-        documents = None if segments is None else segments[here, :-1].to(device, non_blocking=True)
+        documents = None if document_ids is None else document_ids[here, :-1].to(device, non_blocking=True)
         shares = (counts[here] / counted).to(wide)
         timer.mark("collate")
         if state.cuda_graph is not None:
             losses = state.cuda_graph(ids, shares)  # also forward and loss: nothing can be measured inside
         else:
-            hidden = state.model(ids[:, :-1], segments=documents)
+            hidden = state.model(ids[:, :-1], document_ids=documents)
             timer.mark("forward")
             total, losses = state.model.head_loss(hidden, ids[:, 1:], shares, config.train.z_loss)
             timer.mark("loss")

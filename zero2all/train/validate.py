@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zero2all.config.training import EvalConfig
 from zero2all.model.z2all import Z2all
 from zero2all.packed.config import DataConfig
 from zero2all.packed.layout import PackedSplit, open_split
 from zero2all.packed.samples import Borders, ConcatSamples
 from zero2all.parallel.world import World
-from zero2all.train.config import EvalConfig
 
 
 def open_valid_splits(packed: Path, sources: list[str]) -> list[PackedSplit]:
@@ -83,10 +83,10 @@ def _score(model: Z2all, batch: _ValidBatch, data: DataConfig, device: torch.dev
     for row in range(count):
         batch.windows.read(batch.first + row, rows[row], weights[row], borders, row)
     tokens = torch.from_numpy(rows).to(device)
-    segments = None
+    document_ids = None
     if borders is not None:
-        segments = torch.from_numpy(borders.documents(count, seq_len + 1).segments).to(device)[:, :-1]
-    hidden = model(tokens[:, :-1], segments=segments)
+        document_ids = torch.from_numpy(borders.documents(count, seq_len + 1).ids).to(device)[:, :-1]
+    hidden = model(tokens[:, :-1], document_ids=document_ids)
     counts = torch.from_numpy(weights).to(device)
     _, losses = model.head_loss(hidden, tokens[:, 1:], counts)
     return (losses.double() * counts).sum(), counts.sum(dtype=torch.float64)

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from zero2all.config.training import ParameterKind
 from zero2all.model.z2all import Z2all
 from zero2all.ops.implementation import has_triton
 from zero2all.ops.split_master import join, split
 from zero2all.parallel.world import World
-from zero2all.train.config import ParameterKind
 
 ALIGNMENT = 128
 """Parameters begin at multiples of this many values, so that every kernel can load them in wide words."""

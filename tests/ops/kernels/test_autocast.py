@@ -15,6 +15,7 @@ from zero2all.ops.kernels.embedding import triton_embedding
 from zero2all.ops.kernels.rms_norm import triton_add_rms_norm
 from zero2all.ops.kernels.rope import triton_rope
 from zero2all.ops.kernels.swiglu import triton_swiglu
+from zero2all.ops.linear import fp8_linear
 from zero2all.ops.linear_cross_entropy import chunked_linear_cross_entropy, triton_linear_cross_entropy
 
 LOW, OTHER, WIDE = torch.bfloat16, torch.float16, torch.float32
@@ -73,8 +74,8 @@ CASES = {
         [True, True, True],
     ),
     "feed-forward fp32_wgrad": (linear.feed_forward_fp32_wgrad, feed_forward_inputs(), [True] * 3),
-    "linear fp8": (linear.linear_8, [random(16, 32), random(16, 32, seed=1)], [True, True]),
-    "feed-forward fp8": (linear.feed_forward_8, feed_forward_inputs(), [True] * 3),
+    "linear fp8": (fp8_linear, [random(16, 32), random(16, 32, seed=1)], [True, True]),
+    "feed-forward fp8": (fp8_linear.feed_forward, feed_forward_inputs(), [True] * 3),
 }
 cases = pytest.mark.parametrize(("function", "inputs", "cast"), CASES.values(), ids=CASES)
 

@@ -1,5 +1,7 @@
 """Linear layers whose weight gradient is summed in float32, in bfloat16 and in float8."""
 
+import gc
+
 import pytest
 import torch
 from agreement import TOLERANCE, assert_agrees, assert_close, dtypes, random, values_and_gradients
@@ -8,8 +10,8 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 
 from zero2all.ops.kernels import linear
+from zero2all.ops.linear import Float8Linear, fp8_linear, fp32_wgrad_linear
 from zero2all.ops.linear import feed_forward as build_feed_forward
-from zero2all.ops.linear import fp8_linear, fp32_wgrad_linear
 from zero2all.ops.registry import OPERATORS
 from zero2all.ops.swiglu import triton_swiglu
 
@@ -124,7 +126,7 @@ def test_float8_linear_agrees_to_the_digits_it_has(float8, device):
 def test_float8_feed_forward_agrees_to_the_digits_it_has(float8, device):
     # Errors of the matmuls add up: three one behind the other in the gradient.
     inputs, tolerance = feed_forward_inputs(), 2 * EIGHT_BITS
-    assert_agrees(linear.feed_forward_8, feed_forward_reference, inputs, LOW, tolerance=tolerance, device=device)
+    assert_agrees(fp8_linear.feed_forward, feed_forward_reference, inputs, LOW, tolerance=tolerance, device=device)
 
 
 def test_float8_feed_forward_is_its_three_steps(float8, device):
@@ -134,7 +136,7 @@ def test_float8_feed_forward_is_its_three_steps(float8, device):
     def one_after_the_other(x, up, down):
         return fp8_linear(triton_swiglu(fp8_linear(x, up)), down)
 
-    fused, fused_gradients = values_and_gradients(linear.feed_forward_8, given)
+    fused, fused_gradients = values_and_gradients(fp8_linear.feed_forward, given)
     apart, apart_gradients = values_and_gradients(one_after_the_other, given)
     for ours, theirs in zip([*fused, *fused_gradients], [*apart, *apart_gradients], strict=True):
         assert_close(ours, theirs, EIGHT_BITS)
@@ -152,23 +154,33 @@ def test_float8_weight_gradients_are_added_to_main_grad(float8, device):
 
 
 def test_weight_is_made_small_again_only_when_it_has_changed(device):
-    weight = random(16, 16).to(device, LOW)
-    first = linear.float8_weight(weight)
-    assert linear.float8_weight(weight) is first
+    weight, copies = random(16, 16).to(device, LOW), Float8Linear().copies
+    first = linear.float8_weight(weight, copies)
+    assert linear.float8_weight(weight, copies) is first
     scale, numbers = float(first.scale), first.straight.float()
     weight.mul_(2.0)
-    second = linear.float8_weight(weight)
+    second = linear.float8_weight(weight, copies)
     assert float(second.scale) == pytest.approx(2 * scale)
     assert torch.equal(second.straight.float(), numbers)
 
 
+def test_small_copies_live_as_long_as_their_weights(device):
+    weight, operator = random(16, 16).to(device, LOW), Float8Linear()
+    linear.float8_weight(weight, operator.copies)
+    operator.renew_copies([weight, torch.ones(2, 2)])
+    assert [key is weight for key in operator.copies] == [True]
+    del weight
+    gc.collect()
+    assert len(operator.copies) == 0
+
+
 def test_its_small_copy_stays_where_a_recording_reads_it(device):
-    weight = random(16, 16).to(device, LOW)
-    first = linear.float8_weight(weight)
+    weight, copies = random(16, 16).to(device, LOW), Float8Linear().copies
+    first = linear.float8_weight(weight, copies)
     weight.copy_(random(16, 16).to(device, LOW))
-    second = linear.float8_weight(weight)
+    second = linear.float8_weight(weight, copies)
     for place in ("straight", "turned", "scale"):
         assert getattr(second, place).data_ptr() == getattr(first, place).data_ptr()
-    fresh = linear.float8_weight(weight.clone())
+    fresh = linear.float8_weight(weight.clone(), copies)
     assert torch.equal(second.turned.float(), fresh.turned.float())
     assert torch.equal(second.scale, fresh.scale)

@@ -11,9 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from zero2all.tokenizer.bpe import learn as learn_module
-from zero2all.tokenizer.bpe import learn_bpe, merging, parts_from_texts
+from zero2all.tokenizer.bpe import learn_bpe, merging
 from zero2all.tokenizer.bpe.memory import Memory
 from zero2all.tokenizer.bpe.reference import ReferenceEncoder, reference_train
+from zero2all.tokenizer.spool import parts_from_texts
 
 TEXTS = chinese_like(seed=3, clauses=9000)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from zero2all.common import jsonio
-from zero2all.train.config import GuardsConfig
+from zero2all.config.training import GuardsConfig
 from zero2all.train.guards.detector import Detector, SpikeRule, level_of
 
 WARMUP = 100

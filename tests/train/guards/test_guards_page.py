@@ -8,7 +8,7 @@ import html.parser
 import pytest
 
 from zero2all.common.files import read_json
-from zero2all.train.config import GuardsConfig
+from zero2all.config.training import GuardsConfig
 from zero2all.train.guards.advice import Facts, advice, data_is_suspect
 from zero2all.train.guards.detector import Detector
 from zero2all.train.guards.findings import Finding

@@ -9,7 +9,7 @@ import pytest
 
 from zero2all.common import jsonio
 from zero2all.common.errors import LostRunError
-from zero2all.train.config import GuardsConfig
+from zero2all.config.training import GuardsConfig
 from zero2all.train.guards.policy import Continue, Rollback
 from zero2all.train.guards.rows import RowFinder
 from zero2all.train.guards.watch import INCIDENTS_FOLDER, RunGuards

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-from zero2all.train.config import OptimConfig
+from zero2all.config.training import OptimConfig
 from zero2all.train.optimizers import Role, build_optimizer
 
 # Rows that do not divide evenly, fewer rows than processes, more columns than a block of the 8-bit codes.

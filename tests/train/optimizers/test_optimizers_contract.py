@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from zero2all.common.errors import BadInputError, UsageError
+from zero2all.config.training import OptimConfig
 from zero2all.model.config import ModelConfig
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
-from zero2all.train.config import OptimConfig
 from zero2all.train.optimizers import Role, build_optimizer, model_roles
 
 SHAPE = {"vocab_size": 48, "hidden_size": 24, "intermediate_size": 40, "layers": 2, "heads": 4, "kv_heads": 2}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from zero2all.train.config import OptimConfig
+from zero2all.config.training import OptimConfig
 from zero2all.train.optimizers import Role, build_optimizer
 
 STEPS, LR, DECAY, SCALE = 20, 0.01, 0.3, 0.7

@@ -3,5 +3,5 @@
 Nothing here is imported unless the registry chose it, so that the package runs where Triton is not installed. All
 kernels read each input once and write each output once, do their arithmetic in float32, use no atomics (the same
 input gives the same bits), and run on the CPU as well through Triton's interpreter (`TRITON_INTERPRET=1`), where
-the tests hold them against float64.
+the tests compare them with float64.
 """

@@ -1,9 +1,9 @@
-"""Cross-entropy on logits that are overwritten by their own gradient.
+"""Cross-entropy on logits that are overwritten with their own gradient.
 
 One program per row runs over the row in blocks twice: once for the largest logit and the sum of exponentials, once
-to write weight * (softmax - onehot) where the logits stood. Columns from `vocab_size` on are padding: they take no
-part in the sum and get gradient 0, so they can neither be predicted nor learn. A target below 0 is ignored.
-The z-loss adds z * logsumexp^2 to what is minimised, which keeps the logits from drifting; it is returned apart.
+to write weight * (softmax - onehot) over the logits. Columns from `vocab_size` on are padding: they take no
+part in the sum and get gradient 0, so they are never predicted and never learn. A target below 0 is ignored.
+The z-loss adds z * logsumexp^2 to what is minimised, which keeps the logits from drifting; it is returned separately.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _losses_and_gradient(
 def cross_entropy_in_place(
     logits: Tensor, targets: Tensor, weights: Tensor, vocab_size: int, z: float = 0.0, gradient: bool = True
 ) -> tuple[Tensor, Tensor | None]:
-    """The losses (N,) and, with z, the penalties (N,), in float32. With `gradient`, turns `logits` (N, V) into
+    """The losses (N,) and, with z, the penalties (N,), in float32. With `gradient`, overwrites `logits` (N, V) with
     d(sum of weights * (losses + penalties))/dlogits."""
     losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     penalties = torch.empty_like(losses) if z else None
@@ -72,7 +72,7 @@ def cross_entropy_in_place(
 
 
 class CrossEntropyInPlace(torch.autograd.Function):
-    """(logits (N, V), targets (N,)) -> losses (N,). The logits are gone afterwards: their gradient stands there."""
+    """(logits (N, V), targets (N,)) -> losses (N,). The logits are overwritten with their gradient."""
 
     @staticmethod
     @without_autocast
@@ -91,6 +91,6 @@ class CrossEntropyInPlace(torch.autograd.Function):
 
 
 def triton_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """The registry's entry."""
+    """See `zero2all.ops.cross_entropy`."""
     losses: Tensor = CrossEntropyInPlace.apply(logits.contiguous(), targets)
     return losses

@@ -1,15 +1,15 @@
-"""Embedding whose backward touches only the rows of the ids that occur.
+"""Embedding whose backward writes only the rows of the ids that occur.
 
-The gradient of a row is the sum over all positions of its id. Positions are sorted by id, in a stable way, so that
-those of one id form a run, in the order of the text: whoever sums a run is the only one who writes its row, without
-atomics, and every sum has one order. Text has ids that are every twentieth token, so the sorted positions are cut into
-pieces, and no program sums more than what lies of a run in one piece. A run within a piece is written at once. Of one
-that crosses a border each piece leaves a part, in float32, and a second pass adds the parts, from left to right.
+The gradient of a row is the sum over all positions of its id. A stable sort by id makes the positions of one id a run,
+in the order of the text: one program sums a run and writes its row, so no atomics are needed and the order of every sum
+is fixed. In text some ids are every twentieth token, so the sorted positions are cut into pieces, and a program sums at
+most the part of a run in one piece. A run within a piece is written at once. Of a run that crosses pieces each piece
+writes a partial sum in float32, and a second pass adds these from left to right.
 
-Which programs have something to do is seen in the ids themselves, so the host never waits for the device.
+The programs see in the ids whether they have work, so the host never waits for the device.
 
-A table with a `main_grad` (see `zero2all.train.weights`) has its gradient added there, row by row, in float32; one
-without gets an ordinary gradient, rounded once.
+The gradient of a table with a `main_grad` (see `zero2all.train.weights`) is added to it, row by row, in float32; a
+table without one gets an ordinary gradient, rounded once.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from zero2all.ops.kernels.launch import rows_of
 PIECE = 64
 """Sorted positions in a piece; a power of two."""
 ROWS = 4
-"""Rows that a program has on their way from memory at once."""
+"""Rows that a program loads at once."""
 LARGEST_BLOCK = 2048
-"""Columns of one program."""
+"""Most columns of one program."""
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def _sum_within_pieces(
     gradient, ids, order, target, parts, count, width, table_rows,
     ADD: tl.constexpr, PIECE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program per sorted position; it works where a run, or what lies of it in a piece, begins."""
+    """A program per sorted position; it works only where a run, or its part in a piece, begins."""
     place = tl.program_id(0)
     token = tl.load(ids + place)
     comes_from_the_left = (place > 0) & (tl.load(ids + place - 1, mask=place > 0, other=-1) == token)
@@ -70,7 +70,7 @@ def _sum_within_pieces(
         total += tl.sum(tl.load(values, mask=mine[:, None] & inside[None, :], other=0.0).to(tl.float32), axis=0)
     goes_on = tl.load(ids + border, mask=border < count, other=-1) == token
     if comes_from_the_left | goes_on:
-        # Of each piece: what comes from the left, then what begins here and goes on.
+        # Two partial sums per piece: of the run that enters it, and of the run that leaves it.
         part = 2 * piece.to(tl.int64) + tl.where(comes_from_the_left, 0, 1)
         tl.store(parts + part * width + columns, total, mask=inside)
     else:
@@ -82,7 +82,7 @@ def _add_over_borders(
     ids, target, parts, count, width, table_rows,
     ADD: tl.constexpr, PIECE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program per border between two pieces; it works where it is the first border that a run crosses."""
+    """A program per border between two pieces; it works only where a run crosses its first border."""
     piece = tl.program_id(0)
     start, border = piece * PIECE, (piece + 1) * PIECE
     token = tl.load(ids + border)
@@ -106,11 +106,11 @@ def _add_over_borders(
 
 
 def _sum_by_id(gradient: Tensor, tokens: Tensor, target: Tensor, add: bool) -> None:
-    """Write, or add, to the rows of `target` the sums of the rows of `gradient` by their ids; ids outside it count
-    for nothing."""
+    """Sum the rows of `gradient` by id, and write the sums to the rows of `target`, or add them; ids outside of it are
+    ignored."""
     assert target.is_contiguous()
     count, width = gradient.shape
-    # Half the digits take half the passes of the sort.
+    # With int32, the sort takes half as many passes.
     ids, order = torch.sort(tokens.reshape(-1).to(torch.int32), stable=True)
     pieces = triton.cdiv(count, PIECE)
     parts = torch.empty(2 * pieces, width, dtype=torch.float32, device=gradient.device)
@@ -130,7 +130,7 @@ class Embedding(torch.autograd.Function):
     @without_autocast
     def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(tokens)
-        ctx.weight = weight  # itself: a saved tensor may come back as another one, without `main_grad`
+        ctx.weight = weight  # not as a saved tensor, which may come back without its `main_grad`
         return F.embedding(tokens, weight)
 
     @staticmethod
@@ -147,6 +147,6 @@ class Embedding(torch.autograd.Function):
 
 
 def triton_embedding(tokens: Tensor, weight: Tensor) -> Tensor:
-    """The registry's entry."""
+    """See `zero2all.ops.embedding`."""
     rows: Tensor = Embedding.apply(tokens, weight)
     return rows

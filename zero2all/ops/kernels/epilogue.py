@@ -1,13 +1,13 @@
-"""The feed-forward part with SwiGLU inside the matmuls, by QuACK: an epilogue still has the results at hand.
+"""The feed-forward part with SwiGLU inside the epilogues of the matmuls, by QuACK.
 
-By itself SwiGLU reads the output of the matmul before it and writes a third of its own; its backward reads three such
-tensors and writes three. In an epilogue those reads are gone, and the arithmetic hides behind the next tile's matmul.
-The matmul that makes gate and up gives h too; the one that makes dh gives the gradients of gate and up, and h again.
-The other matmuls have nothing to add to and stay torch's.
+A SwiGLU kernel reads gate and up and writes h; its backward reads three such tensors and writes three. An epilogue has
+the values in registers, so those reads are saved, and the arithmetic overlaps with the matmul of the next tile. The
+matmul that computes gate and up also writes h; the one that computes dh writes the gradients of gate and up, and h
+again. The other matmuls are torch's.
 
-QuACK's own choice of tiles is taken: on Hopper 128 x 192, two groups of warps taking turns (one multiplies while the
-other is in its epilogue), tiles handed out as programs become free in the backward. Of the four tile shapes tried on an
-H200 (2026-11-15; 32,768 rows, 2048 x 5632) it was the fastest in both.
+The tiles are QuACK's default: on Hopper 128 x 192 with ping-pong scheduling (one group of warps multiplies while the
+other is in its epilogue), and dynamic scheduling of tiles in the backward. Of four tile shapes on an H200 (2026-11-15;
+32,768 rows, 2048 x 5632) it was the fastest in both.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class FeedForwardInEpilogues(torch.autograd.Function):
 
 
 def feed_forward_in_epilogues(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """The registry's entry."""
+    """See `zero2all.ops.linear`."""
     x, gate_up, down = for_autocast(x, gate_up, down)
     y: Tensor = FeedForwardInEpilogues.apply(rows_of(x), gate_up, down).view(x.shape)
     return y

@@ -1,4 +1,4 @@
-"""What every kernel launch needs to know about the device."""
+"""Helpers of kernel launches."""
 
 from __future__ import annotations
 

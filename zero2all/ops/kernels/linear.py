@@ -1,6 +1,6 @@
 """Linear layers that add their weight gradient to a float32 buffer, in bfloat16 and in float8.
 
-A weight with a `main_grad` (see `zero2all.train.weights`) has its gradient added there in float32, over any number of
+The gradient of a weight with a `main_grad` (see `zero2all.train.weights`) is added to it in float32, over any number of
 micro-batches; a weight without one gets an ordinary gradient.
 
 float8: one scale per tensor, measured on the tensor itself. Weights and activations are e4m3 (more digits), gradients
@@ -9,6 +9,7 @@ e5m2 (more range). The backward needs the input only transposed, so that alone i
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -57,7 +58,7 @@ class LinearFp32Wgrad(torch.autograd.Function):
 
 
 class SwigluLinearFp32Wgrad(torch.autograd.Function):
-    """Rows swiglu(pairs) W^T. The product of SwiGLU is not kept: the backward kernel makes it again in passing."""
+    """Rows swiglu(pairs) W^T. The product of SwiGLU is not saved: the backward kernel computes it again."""
 
     @staticmethod
     @without_autocast
@@ -77,14 +78,14 @@ class SwigluLinearFp32Wgrad(torch.autograd.Function):
 
 
 def linear_fp32_wgrad(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The registry's entry."""
+    """x W^T + bias for `zero2all.ops.linear`."""
     x, weight, bias = for_autocast(x, weight, bias)
     y: Tensor = LinearFp32Wgrad.apply(rows_of(x), weight).view(*x.shape[:-1], -1)
     return y if bias is None else y + bias
 
 
 def feed_forward_fp32_wgrad(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """The registry's entry."""
+    """down(swiglu(gate_up(x))) for `zero2all.ops.linear`."""
     x, gate_up, down = for_autocast(x, gate_up, down)
     y: Tensor = SwigluLinearFp32Wgrad.apply(LinearFp32Wgrad.apply(rows_of(x), gate_up), down).view(x.shape)
     return y
@@ -94,7 +95,7 @@ def feed_forward_fp32_wgrad(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
 
 
 class Float8Weight(NamedTuple):
-    """A weight in float8, both ways round, and what to multiply by to get it back."""
+    """A weight in float8, as it is and transposed, and the factor that gives its values back."""
 
     version: int
     straight: Tensor
@@ -102,10 +103,14 @@ class Float8Weight(NamedTuple):
     scale: Tensor
 
 
-def float8_weight(weight: Tensor) -> Float8Weight:
-    """`weight` in float8, made anew only when the weight has changed: once per optimizer step. A copy stays where it
-    is, because a captured pass (`zero2all.train.cuda_graph`) reads it there."""
-    known: Float8Weight | None = getattr(weight, "float8", None)
+Float8Copies = MutableMapping[Tensor, Float8Weight]
+"""By weight; see `zero2all.ops.linear.Float8Linear`."""
+
+
+def float8_weight(weight: Tensor, copies: Float8Copies) -> Float8Weight:
+    """`weight` in float8. Computed only when the weight has changed, and then written to the same memory, because the
+    CUDA graph of a pass (`zero2all.train.cuda_graph`) reads it there."""
+    known = copies.get(weight)
     if known is None or known.version != weight._version:
         with torch.no_grad():
             scale = scale_of(weight, E4M3)
@@ -118,34 +123,36 @@ def float8_weight(weight: Tensor) -> Float8Weight:
                 for kept, new in ((known.straight, straight), (known.turned, turned), (known.scale, scale)):
                     kept.copy_(new)
                 known = known._replace(version=weight._version)
-        weight.float8 = known  # type: ignore[attr-defined]
+        copies[weight] = known
     return known
 
 
 def _matmul(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, fast: bool, dtype: torch.dtype) -> Tensor:
-    """a (M, K) b (N, K)^T, both with K contiguous, as the tensor cores want it."""
+    """a (M, K) b (N, K)^T, both with K contiguous, as the tensor cores require."""
     return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=fast)
 
 
-def _forward8(x: Tensor, weight: Tensor, peaks: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """y, and for the backward the input transposed and its scale. `peaks` saves measuring x."""
+def _forward8(
+    x: Tensor, weight: Tensor, copies: Float8Copies, peaks: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, and for the backward pass the input transposed and its scale. With `peaks`, x need not be measured."""
     scale = scale_of(x, E4M3) if peaks is None else scale_from_peaks(peaks, E4M3)
     straight, turned = quantise(x, E4M3, scale)
-    w = float8_weight(weight)
+    w = float8_weight(weight, copies)
     assert straight is not None
     assert turned is not None
     return _matmul(straight, w.straight, scale, w.scale, True, x.dtype), turned, scale
 
 
 def _backward8(
-    dy: Tensor, turned: Tensor, scale: Tensor, weight: Tensor, peaks: Tensor | None = None
+    dy: Tensor, turned: Tensor, scale: Tensor, weight: Tensor, copies: Float8Copies, peaks: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """dx and, where the weight has no `main_grad`, dweight. `peaks` saves measuring dy."""
+    """dx and, where the weight has no `main_grad`, dweight. With `peaks`, dy need not be measured."""
     dy_scale = scale_of(dy, E5M2) if peaks is None else scale_from_peaks(peaks, E5M2)
     dy_straight, dy_turned = quantise(dy, E5M2, dy_scale)
     assert dy_straight is not None
     assert dy_turned is not None
-    w = float8_weight(weight)
+    w = float8_weight(weight, copies)
     dx = _matmul(dy_straight, w.turned, dy_scale, w.scale, FAST_BACKWARD, dy.dtype)
     dweight = _matmul(dy_turned, turned, dy_scale, scale, FAST_BACKWARD, dy.dtype)
     main = getattr(weight, "main_grad", None)
@@ -156,7 +163,7 @@ def _backward8(
 
 
 FAST_BACKWARD = True
-"""Whether gradients are summed with the tensor cores' short accumulator."""
+"""Whether gradients are summed with the tensor cores' fast, less precise accumulator."""
 
 
 class Linear8(torch.autograd.Function):
@@ -164,55 +171,55 @@ class Linear8(torch.autograd.Function):
 
     @staticmethod
     @without_autocast
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        y, turned, scale = _forward8(x, weight)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, copies: Float8Copies) -> Tensor:
+        y, turned, scale = _forward8(x, weight, copies)
         ctx.save_for_backward(turned, scale)
-        ctx.weight = weight
+        ctx.weight, ctx.copies = weight, copies
         return y
 
     @staticmethod
     @without_autocast
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         turned, scale = ctx.saved_tensors
-        return _backward8(dy.contiguous(), turned, scale, ctx.weight)
+        return *_backward8(dy.contiguous(), turned, scale, ctx.weight, ctx.copies), None
 
 
 class FeedForward8(torch.autograd.Function):
-    """Rows down(swiglu(gate_up(x))) in float8: one function, so that SwiGLU's kernels, which see every value anyway,
-    can measure what the matmuls behind them need to know."""
+    """Rows down(swiglu(gate_up(x))) in float8: one function, so that SwiGLU's kernels, which read every value anyway,
+    can measure the scales of the matmuls after them."""
 
     @staticmethod
     @without_autocast
-    def forward(ctx: Any, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        pairs, x_turned, x_scale = _forward8(x, gate_up)
+    def forward(ctx: Any, x: Tensor, gate_up: Tensor, down: Tensor, copies: Float8Copies) -> Tensor:
+        pairs, x_turned, x_scale = _forward8(x, gate_up, copies)
         peaks = new_peaks(x.device)
         h = swiglu_forward(pairs, peaks)
-        y, h_turned, h_scale = _forward8(h, down, peaks)
+        y, h_turned, h_scale = _forward8(h, down, copies, peaks)
         ctx.save_for_backward(pairs, x_turned, x_scale, h_turned, h_scale)
-        ctx.weights = (gate_up, down)
+        ctx.weights, ctx.copies = (gate_up, down), copies
         return y
 
     @staticmethod
     @without_autocast
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         pairs, x_turned, x_scale, h_turned, h_scale = ctx.saved_tensors
-        gate_up, down = ctx.weights
-        dh, ddown = _backward8(dy.contiguous(), h_turned, h_scale, down)
+        (gate_up, down), copies = ctx.weights, ctx.copies
+        dh, ddown = _backward8(dy.contiguous(), h_turned, h_scale, down, copies)
         peaks = new_peaks(dy.device)
         dpairs, _ = swiglu_backward(dh, pairs, peaks=peaks)
-        dx, dgate_up = _backward8(dpairs, x_turned, x_scale, gate_up, peaks)
-        return dx, dgate_up, ddown
+        dx, dgate_up = _backward8(dpairs, x_turned, x_scale, gate_up, copies, peaks)
+        return dx, dgate_up, ddown, None
 
 
-def linear_8(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The registry's entry."""
+def linear_8(x: Tensor, weight: Tensor, bias: Tensor | None, copies: Float8Copies) -> Tensor:
+    """x W^T + bias for `zero2all.ops.linear`."""
     x, weight, bias = for_autocast(x, weight, bias)
-    y: Tensor = Linear8.apply(rows_of(x), weight).view(*x.shape[:-1], -1)
+    y: Tensor = Linear8.apply(rows_of(x), weight, copies).view(*x.shape[:-1], -1)
     return y if bias is None else y + bias
 
 
-def feed_forward_8(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """The registry's entry."""
+def feed_forward_8(x: Tensor, gate_up: Tensor, down: Tensor, copies: Float8Copies) -> Tensor:
+    """down(swiglu(gate_up(x))) for `zero2all.ops.linear`."""
     x, gate_up, down = for_autocast(x, gate_up, down)
-    y: Tensor = FeedForward8.apply(rows_of(x), gate_up, down).view(x.shape)
+    y: Tensor = FeedForward8.apply(rows_of(x), gate_up, down, copies).view(x.shape)
     return y

@@ -1,6 +1,6 @@
 """bfloat16 to float8 with one scale for the whole tensor, and the transpose in the same pass.
 
-Hopper's float8 matmul wants both operands with the summed dimension contiguous. A linear layer's three matmuls sum
+Hopper's float8 matmul needs both operands with the summed dimension contiguous. A linear layer's three matmuls sum
 over different dimensions, so each operand is needed as it is and transposed; both are written from one read.
 """
 
@@ -52,7 +52,7 @@ def _quantise(
 
 
 def scale_of(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """What to multiply float8 values by to get `x` back: its largest magnitude over the largest float8."""
+    """The factor that turns float8 values back into `x`: its largest magnitude over the largest float8."""
     count = x.numel()
     programs = min(triton.cdiv(count, AMAX_BLOCK), processors(x.device) * AMAX_PROGRAMS_PER_PROCESSOR)
     parts = torch.empty(programs, dtype=torch.float32, device=x.device)
@@ -61,7 +61,7 @@ def scale_of(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def scale_from_peaks(peaks: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same from magnitudes that somebody else collected."""
+    """The same from magnitudes that another kernel collected."""
     return peaks.max().clamp(min=1e-12) / LARGEST[dtype]
 
 

@@ -1,14 +1,14 @@
 """Residual add and RMSNorm in one pass each way.
 
 Forward: s = x + branch, normed = s / sqrt(mean(s^2) + eps) * weight; s is written back as the new residual and
-1/sqrt(...) is kept, one float per row. Backward, with g = dnormed * weight and h = s * rstd:
-ds = rstd * (g - h * mean(g * h)) + (what comes down the residual); it is the gradient of both x and branch.
+1/sqrt(...) is saved, one float per row. Backward, with g = dnormed * weight and h = s * rstd:
+ds = rstd * (g - h * mean(g * h)) + (the gradient of the residual); it is the gradient of both x and branch.
 dweight is summed by each program over its rows and then, by a small kernel, over the programs, always in the same
 order; that kernel adds it to the weight's `main_grad` (see `zero2all.train.weights`) where there is one.
 
-The lean variant does not keep s. Its backward takes h = normed / weight from the output, which the linear layer behind
-the norm keeps for itself anyway, so that a norm costs no memory of its own; h then has the rounding of the output, and
-a weight of exactly 0 is taken as LEAST_WEIGHT.
+The lean variant does not save s. Its backward computes h = normed / weight from the output, which the linear layer
+after the norm saves anyway, so a norm needs no memory of its own; h then has the rounding of the output, and a weight
+of exactly 0 is replaced by LEAST_WEIGHT.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from zero2all.ops.autocast import autocast_to, without_autocast
 from zero2all.ops.kernels.launch import processors, rows_of
 
 PROGRAMS_PER_PROCESSOR = 6
-"""Best on an H200 at width 2048 with 4 warps: 95 % of what a copy moves. Fewer leave loads waiting, more spill."""
+"""Best on an H200 at width 2048 with 4 warps: 95 % of what a copy moves. Fewer hide less latency, more spill."""
 LEAST_WEIGHT = 1e-6
 SUM_ROWS, SUM_COLUMNS = 256, 16
-"""Of a tile of the sum over programs: columns few enough that many programs share the work, 64 bytes of each row."""
+"""Tile of the sum over programs: few columns, so that many programs share the work, and 64 bytes of each row."""
 
 
 @triton.jit
@@ -128,9 +128,9 @@ class AddRmsNorm(torch.autograd.Function):
         )  # fmt: skip
         out = normed.view(x.shape)
         ctx.save_for_backward(out if lean else total, rstd)
-        ctx.weight = weight  # itself: a saved tensor may come back as another one, without `main_grad`
+        ctx.weight = weight  # not as a saved tensor, which may come back without its `main_grad`
         ctx.lean, ctx.sum_dtype = lean, total.dtype
-        ctx.set_materialize_grads(False)  # of the last norm nobody uses the sum
+        ctx.set_materialize_grads(False)  # the sum of the last norm is not used
         ctx.branch_dtype = None if branch is None else branch.dtype
         return out, total.view(x.shape)
 
@@ -162,7 +162,7 @@ class AddRmsNorm(torch.autograd.Function):
 def triton_add_rms_norm(
     x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, lean: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The registry's entry."""
+    """See `zero2all.ops.rms_norm`."""
     dtype = autocast_to(x.device.type)
     normed, total = AddRmsNorm.apply(x, branch, weight if dtype is None else weight.to(dtype), eps, lean)
     return normed, total

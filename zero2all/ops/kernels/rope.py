@@ -1,9 +1,8 @@
 """Rotary positions, in place on the output of the qkv projection.
 
-Forward turns the query and key heads where they lie and hands out views, so nothing is copied; the projection's own
-backward does not need its output, so overwriting it is safe. Backward turns the gradients by the opposite angle and
-writes them straight into one (B, T, heads, D) buffer, which is the gradient the projection wants: one launch, which
-finds each head in the gradient it belongs to.
+Forward rotates the query and key heads in place and returns views, so nothing is copied; the projection's own backward
+does not need its output, so overwriting it is safe. Backward rotates the gradients by the opposite angle and writes
+them into one (B, T, heads, D) buffer, which is the gradient of the projection's output, in one launch.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class RopeInPlace(torch.autograd.Function):
     def forward(
         ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        assert qkv.is_contiguous(), "the heads are found by counting"
+        assert qkv.is_contiguous(), "the kernel addresses the heads of contiguous rows"
         B, T, H, D = qkv.shape
         cos, sin = cos.contiguous(), sin.contiguous()
         _turn_in_place[(B * T,)](
@@ -99,6 +98,6 @@ class RopeInPlace(torch.autograd.Function):
 
 
 def triton_rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The registry's entry."""
+    """See `zero2all.ops.rope`."""
     query, key, value = RopeInPlace.apply(qkv, cos, sin, heads, kv_heads)
     return query, key, value

@@ -1,4 +1,4 @@
-"""Scaling by a number that only the GPU knows, at the speed of a copy.
+"""Scaling by a number in GPU memory, at the speed of a copy.
 
 torch multiplies a large tensor by a one-element tensor of another dtype value by value: 268 MB take 0.29 ms on an H200,
 where a copy takes 0.06.

@@ -1,18 +1,18 @@
 """The head and the loss with the softmax inside the matmuls, by QuACK, on Hopper.
 
-Logits are never written. The epilogue of the matmul that makes them writes, for each row and each tile of TILE
+Logits are never written. The epilogue of the matmul that computes them writes, for each row and each tile of TILE
 columns, E = 2^(logit log2(e) - k), where the whole number k (per row and tile) keeps E near 1 at the tile's largest
 logit; beside it k, the tile's sum of E, and the logit of the row's target. From those few numbers per tile come the
 loss and
 
     dlogits = factor * u * E      u = 2^(k - k_row), exact; factor = weight * slope * 2^k_row / exp(logsumexp), per row
 
-with E at the target put right (softmax - 1). So the gradient is not written either: the two matmuls that read it take
-E, multiply by u on the way into the tensor cores, and the factor goes into the other operand or the epilogue. What a
-separate softmax would read and write, twice the logits, is what this saves.
+with E corrected at the target (softmax - 1). So the gradient is not written either: the two matmuls that need it read E
+and multiply it by u on the way into the tensor cores; the factor goes into the other operand or the epilogue. This
+saves what a separate softmax would read and write: twice the logits.
 
-Columns behind the last whole tile (a vocabulary that TILE does not divide, and padding, which must take no part) are
-made by a small matmul of their own and a kernel that does to them what the epilogue does to the rest.
+The columns after the last whole tile (TILE does not divide the vocabulary, and padding must not count) are computed by
+a small matmul of their own, and a kernel that does for them what the epilogue does for the rest.
 
 This module imports QuACK: import it where the probe has passed.
 """
@@ -33,16 +33,16 @@ from quack.operand_transform.host import transform_a_operand
 from torch import Tensor
 
 TILE = 192
-"""Columns with one k. QuACK's fastest tile for this matmul on an H200: 128 x 192, two groups of warps taking turns."""
+"""Columns with one k. QuACK's fastest tile for this matmul on an H200: 128 x 192, ping-pong scheduling."""
 GROUP = 64
 """Rows or columns of the operand that share a value of u."""
 ROWS = 128
-"""Rows of a tile: the epilogues take multiples of it only."""
+"""Rows of a tile; the epilogues need multiples of it."""
 ALIGNMENT = 32
-"""Bytes: where QuACK lets the targets begin."""
+"""Bytes: the alignment that QuACK needs of the targets."""
 FURTHEST = 80.0
-"""Nats between the sum of all columns and the tile of the target beyond which its gradient fades: E is bfloat16, whose
-largest value is e^88. Logits that far apart are not those of a model that learns."""
+"""Nats from the tile of the target to the sum of all columns beyond which the target's gradient becomes too small: E is
+bfloat16, whose largest value is e^88. A model that learns has no logits that far apart."""
 
 _LN2 = tl.constexpr(math.log(2.0))
 _LOG2E = tl.constexpr(math.log2(math.e))
@@ -72,7 +72,7 @@ def _last_columns(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     x = tl.load(logits + row * columns + column, mask=column < counted_columns, other=float("-inf"))
-    k = tl.floor(tl.maximum(tl.max(x, axis=0), -1e30) * _LOG2E + 0.5)  # a number, where all columns are padding
+    k = tl.floor(tl.maximum(tl.max(x, axis=0), -1e30) * _LOG2E + 0.5)  # finite even where all columns are padding
     e = tl.exp2(x * _LOG2E - k)
     tl.store(exponentials + row * row_stride + column, e.to(exponentials.dtype.element_ty), mask=column < columns)
     tl.store(peaks + row, k)
@@ -165,10 +165,10 @@ def losses_and_gradients(
     whole = tiles * TILE
     chunk = min(chunk_rows, count)
     device, narrow = hidden.device, hidden.dtype
-    if targets.data_ptr() % ALIGNMENT:  # the ids of one row behind its first one begin in the middle of an address
+    if targets.data_ptr() % ALIGNMENT:  # a slice of a row of ids need not be aligned
         targets = targets.clone()
     exponentials = torch.empty(chunk, padded, dtype=narrow, device=device)
-    exponentials[:, V:] = 0.0  # read by the matmul, and 0 times what was there could be no number
+    exponentials[:, V:] = 0.0  # the matmul reads it, and 0 times uninitialised memory may be NaN
     numbers = torch.empty(2, chunk, tiles, dtype=torch.float32, device=device)
     per_row = torch.empty(5, chunk, dtype=torch.float32, device=device)
     groups = padded // GROUP
@@ -216,7 +216,7 @@ def losses_and_gradients(
 
 
 def _wide_matmul(x: Tensor, weight: Tensor) -> Tensor:
-    """x weight^T as the accumulator has it."""
+    """x weight^T in the float32 of the accumulator."""
     if not x.is_cuda:
         return x.float() @ weight.float().t()
     return torch.mm(x, weight.t(), out_dtype=torch.float32)

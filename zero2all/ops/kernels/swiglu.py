@@ -1,12 +1,12 @@
-"""SwiGLU: silu(gate) * up, on the output of one fused gate-and-up projection: gate 0, up 0, gate 1, up 1, and so on.
+"""SwiGLU: silu(gate) * up, on the output of one gate-and-up projection: gate 0, up 0, gate 1, up 1, and so on.
 
 Gate and up of a unit lie side by side, so rows do not matter: a program takes the next BLOCK units. It reads their
-pairs as one stretch of memory, 16 bytes a thread at a time, and parts them in registers; what else a thread reads and
-writes is of the same units, so that nothing has to move between threads.
+pairs as contiguous memory, 16 bytes per thread at a time, and splits them in registers; everything else a thread reads
+and writes belongs to the same units, so that nothing has to move between threads.
 
 Backward, with q = sigmoid(gate): dup = dh * gate * q, dgate = dh * up * q * (1 + gate * (1 - q)). The backward kernel
-can write h itself again as well, so that nobody has to keep it. Both can note the largest magnitude they wrote, which
-is what a float8 matmul behind them needs to know first (see `zero2all.ops.kernels.linear`).
+can also write h again, so that it need not be saved. Both can record the largest magnitude they wrote, which gives the
+scale of a float8 matmul after them (see `zero2all.ops.kernels.linear`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zero2all.ops.kernels.launch import rows_of
 
 BLOCK = 1024
 PEAK_SLOTS = 1024
-"""Programs note their largest value in one of so many places, so that they do not queue for one."""
+"""Places where programs record their largest value: many, so that they do not wait for each other."""
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def _load_pairs(pairs, first, left, BLOCK: tl.constexpr):
 
 @triton.jit
 def _own_units(pairs, BLOCK: tl.constexpr):
-    """0 to BLOCK; a thread takes as many side by side as 16 bytes of pairs hold, which are then its own."""
+    """0 to BLOCK; each thread takes as many consecutive units as 16 bytes of pairs hold."""
     return tl.max_contiguous(tl.arange(0, BLOCK), 64 // pairs.dtype.element_ty.primitive_bitwidth)
 
 
@@ -91,7 +91,7 @@ def swiglu_forward(pairs: Tensor, peaks: Tensor | None = None) -> Tensor:
 def swiglu_backward(
     dh: Tensor, pairs: Tensor, again: bool = False, peaks: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradient of rows `pairs`, and, with `again`, h itself once more. `peaks` as in the forward."""
+    """The gradient of rows `pairs`, and, with `again`, h again. `peaks` as in the forward."""
     dpairs = torch.empty_like(pairs)
     h = torch.empty_like(dh) if again else None
     slots = 0 if peaks is None else PEAK_SLOTS
@@ -103,7 +103,7 @@ def swiglu_backward(
 
 
 def new_peaks(device: torch.device) -> Tensor:
-    """Where programs note the largest magnitude they saw; the largest of all is its maximum."""
+    """Where programs record the largest magnitude they saw; the maximum over it is the largest of all."""
     return torch.zeros(PEAK_SLOTS, dtype=torch.float32, device=device)
 
 
@@ -126,6 +126,6 @@ class Swiglu(torch.autograd.Function):
 
 
 def triton_swiglu(pairs: Tensor) -> Tensor:
-    """The registry's entry."""
+    """See `zero2all.ops.swiglu`."""
     h: Tensor = Swiglu.apply(*for_autocast(pairs))
     return h

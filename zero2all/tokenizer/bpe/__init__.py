@@ -8,7 +8,6 @@ pre-token keeps the whole text. Ours cuts pre-tokens wherever two neighbouring c
 T times in all the text. Such a pair of characters can be inside no piece that is learned with T occurrences or more,
 so the merges are, one by one, those of training without any cut (`learn` says when, and checks it).
 
-    parts       a one-shot iterator of texts made readable many times (corpus shards and files are parts already)
     categories  which code points are letters, numbers and white space, as the encoders see it
     scan        the pre-token pattern as native code
     blocks      documents to arrays of code points; repairs and forbidden strings are counted here
@@ -26,7 +25,5 @@ Importing this package does not import numba; the first call does.
 
 from zero2all.tokenizer.bpe.learn import learn_bpe
 from zero2all.tokenizer.bpe.learned import LearnedBpe
-from zero2all.tokenizer.bpe.spool import parts_from_texts
-from zero2all.tokenizer.parts import TextPart
 
-__all__ = ["LearnedBpe", "TextPart", "learn_bpe", "parts_from_texts"]
+__all__ = ["LearnedBpe", "learn_bpe"]

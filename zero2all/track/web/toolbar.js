@@ -1,8 +1,8 @@
 // The bar on top: search, axis, smoothing, scales, theme, language.
 
 import { button, byId, h, later } from './dom.js';
+import { showHelp } from './help.js';
 import { change, state } from './state.js';
-import { showHelp } from './keys.js';
 import { language, t } from './words.js';
 
 export const AXES = ['step', 'tokens', 'time', 'flops'];

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from operator import mul
 from typing import Any
 
-from zero2all.train.config import GuardsConfig
+from zero2all.config.training import GuardsConfig
 from zero2all.train.guards.findings import Finding, Kind
 
 MAD_TO_SIGMA = 1.4826

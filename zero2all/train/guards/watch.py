@@ -17,9 +17,9 @@ import numpy as np
 
 from zero2all.common import jsonio
 from zero2all.common.files import LARGEST_JSON_BYTES, read_regular, write_json
+from zero2all.config.training import GuardsConfig
 from zero2all.packed.mixture import TrainingData
 from zero2all.train.checkpoints.run_lock import Fence, no_fence
-from zero2all.train.config import GuardsConfig
 from zero2all.train.guards.detector import Detector, Limits, SpikeRule
 from zero2all.train.guards.findings import Finding
 from zero2all.train.guards.ledger import SkipLedger, keep_damaged

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from zero2all.common.errors import BadInputError
-from zero2all.train.config import ParameterKind
+from zero2all.config.training import ParameterKind
 from zero2all.train.optimizers.roles import Role
 from zero2all.train.optimizers.shards import copy_values, gradient_part, local, spread_like, whole
 

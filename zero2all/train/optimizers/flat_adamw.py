@@ -11,9 +11,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from zero2all.config.training import OptimConfig
 from zero2all.ops.optimizer import AdamW as Constants
-from zero2all.ops.optimizer import Flat, Update
-from zero2all.train.config import OptimConfig
+from zero2all.ops.optimizer import Flat, OptimizerOp
 from zero2all.train.optimizers.base import STEP_NAME, check_fits
 from zero2all.train.optimizers.roles import decay_of
 from zero2all.train.weights import FlatWeights
@@ -26,7 +26,7 @@ class FlatAdamW:
 
     writes_weights = True
 
-    def __init__(self, weights: FlatWeights, update: Update, config: OptimConfig) -> None:
+    def __init__(self, weights: FlatWeights, update: OptimizerOp, config: OptimConfig) -> None:
         self._weights, self._update = weights, update
         self._constants = Constants(config.beta1, config.beta2, config.eps)
         self.firsts, self.seconds = torch.zeros_like(weights.gradients), torch.zeros_like(weights.gradients)

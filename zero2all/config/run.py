@@ -2,7 +2,7 @@
 
     config = load_config("configs/quickstart.yaml", ["--optim.lr_max", "3e-4"])
 
-Sections live beside the code they steer; this file only gathers them. Loading never edits what a person wrote:
+This file only gathers the sections. Loading never edits what a person wrote:
 the resolved config (every default filled in) is what is printed, saved with the run and compared on resume.
 """
 
@@ -18,14 +18,8 @@ from zero2all.common.errors import UsageError
 from zero2all.common.progress import counted
 from zero2all.common.schema import Problem, UnknownName, apply_overrides, build, field_docs, nearest_hint
 from zero2all.common.yamlio import read_yaml
-from zero2all.model.config import ModelConfig
-from zero2all.ops.config import OpsConfig
-from zero2all.packed.config import DataConfig
-from zero2all.parallel.config import ParallelConfig
-from zero2all.resilience.config import ResilienceConfig
-from zero2all.tokenizer.config import TokenizerConfig
-from zero2all.track.config import TrackConfig
-from zero2all.train.config import (
+from zero2all.config.schedule import schedule_problems
+from zero2all.config.training import (
     CheckpointConfig,
     EvalConfig,
     GuardsConfig,
@@ -34,6 +28,13 @@ from zero2all.train.config import (
     StageConfig,
     TrainConfig,
 )
+from zero2all.model.config import ModelConfig
+from zero2all.ops.config import OpsConfig
+from zero2all.packed.config import DataConfig
+from zero2all.parallel.config import ParallelConfig
+from zero2all.resilience.config import ResilienceConfig
+from zero2all.tokenizer.config import TokenizerConfig
+from zero2all.track.config import TrackConfig
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ def find_config(source: str) -> Path:
 
 def preset_files() -> dict[str, Path]:
     """The named configs that come with zero2all; those of a checkout stand before installed copies."""
-    checkout = Path(__file__).resolve().parent.parent / "configs"
+    checkout = Path(__file__).resolve().parents[2] / "configs"
     installed = Path(sys.prefix) / "share" / "zero2all" / "configs"
     return {preset.stem: preset for folder in (installed, checkout) for preset in sorted(folder.glob("*.yaml"))}
 
@@ -252,8 +253,6 @@ def _cross_problems(config: RunConfig, known: list[Problem]) -> list[Problem]:
         for index, stage in enumerate(config.stages):
             found.extend(_stage_length_problems(stage.seq_len, f"stages[{index}].seq_len", config))
     if sound("schedule", "train", "stages"):
-        from zero2all.train.schedule import schedule_problems  # it needs this module's sections
-
         top = config.optim.lr_max if sound("optim") else 1.0
         found.extend(schedule_problems(config.train.steps, top, config.schedule, config.stages))
     return found

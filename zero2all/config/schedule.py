@@ -25,12 +25,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from zero2all.common.progress import counted
 from zero2all.common.schema import Problem
-from zero2all.train.config import AnnealConfig, DecayShape, ScheduleConfig, StageConfig, StageScheduleConfig
+from zero2all.config.training import AnnealConfig, DecayShape, ScheduleConfig, StageConfig, StageScheduleConfig
 
 
 def learning_rate(
@@ -52,24 +49,6 @@ def learning_rate(
 def steps_with_anneal(steps: int, anneal: AnnealConfig | None) -> int:
     """The number of steps of a run of `steps` with this anneal: it ends where the anneal ends."""
     return steps if anneal is None else anneal.from_step + anneal.steps
-
-
-def preview(
-    steps: int,
-    lr_max: float,
-    config: ScheduleConfig,
-    stages: Sequence[StageConfig] = (),
-    anneal: AnnealConfig | None = None,
-    points: int = 400,
-) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Steps and their rates, to plot: evenly spread, with both sides of every border of the schedule among them."""
-    end = steps_with_anneal(steps, anneal)
-    chosen = set(np.linspace(0, end - 1, min(points, end)).astype(int).tolist())
-    for border, _ in _borders(steps, lr_max, config, stages, anneal):
-        chosen |= {at for at in (border - 1, border) if 0 <= at < end}
-    at_steps = np.array(sorted(chosen), dtype=np.int64)
-    rates = [learning_rate(int(step), steps, lr_max, config, stages, anneal) for step in at_steps]
-    return at_steps, np.array(rates)
 
 
 def schedule_lines(
