@@ -78,7 +78,7 @@ def test_bad_bytes_nul_and_control_strings_are_repaired_and_counted(text, z2a, t
     bad.write_bytes(text.read_bytes() + b"\nNUL \0 and \xff\xfe bytes <|end_of_text|> <|pad|>\n")
     ended = z2a("tokenizer", "train", "--work", tmp_path, "--text", bad, "--vocab-size", "340")
     assert ended.code == 0, ended.err
-    assert "repaired: 1 documents with bytes or surrogates that are no UTF-8" in ended.out
+    assert "repaired: 1 document with bytes or surrogates that are no UTF-8" in ended.out
     assert "taken out of the text: 2 strings that spell a control token" in ended.out
 
 

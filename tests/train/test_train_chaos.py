@@ -110,9 +110,10 @@ from zero2all.train.checkpoints.store import CheckpointStore
 
 go_back_to = CheckpointStore.go_back_to
 
-def stop_first(*arguments):
+def stop_first(store, *arguments):
+    store.wait()  # so that there is a newer checkpoint than the one to go back to
     os.kill(os.getpid(), signal.SIGSTOP)
-    return go_back_to(*arguments)
+    return go_back_to(store, *arguments)
 
 CheckpointStore.go_back_to = stop_first
 {CODE}

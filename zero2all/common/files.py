@@ -33,8 +33,8 @@ def package_text(package: str, name: str) -> str:
     return resources.files(package).joinpath(name).read_text(encoding="utf-8")
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Replace `path` by `data`, or leave it exactly as it was."""
+def write_atomic(path: Path, data: bytes, check: Callable[[], None] | None = None) -> None:
+    """Replace `path` by `data`, or leave it exactly as it was; `check` is called right before, and may raise."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}{PARTIAL_MARK}{os.getpid()}")
     try:
@@ -42,6 +42,8 @@ def write_atomic(path: Path, data: bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
+        if check is not None:
+            check()
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

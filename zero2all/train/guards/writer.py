@@ -14,7 +14,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from zero2all.common.files import write_atomic, write_json
+from zero2all.common import jsonio
+from zero2all.common.files import write_atomic
 from zero2all.common.progress import counted
 from zero2all.packed.mixture import TrainingData
 from zero2all.train.checkpoints.run_lock import Fence, no_fence
@@ -68,7 +69,7 @@ class IncidentWriter:
             try:
                 whole = self._with_documents(incident)
                 self._fence()
-                self.written.append(write_incident(self.folder, whole))
+                self.written.append(write_incident(self.folder, whole, self._fence))
             except Exception as error:  # a full disk, a deleted folder: not a reason to stop the run
                 self.problems.append(f"the page of step {incident.step} could not be written: {error}")
 
@@ -84,12 +85,12 @@ class IncidentWriter:
         return dataclasses.replace(incident, samples=[sample.as_json() for sample in samples], samples_note=note)
 
 
-def write_incident(folder: Path, incident: Incident) -> Path:
-    """Write the files of an incident; returns the page."""
+def write_incident(folder: Path, incident: Incident, fence: Fence = no_fence) -> Path:
+    """Write the files of an incident, the fence checked before each; returns the page."""
     page = folder / f"{incident.name()}.html"
-    write_json(page.with_suffix(".json"), incident.as_json())
-    write_atomic(page.with_suffix(".txt"), incident_text(incident).encode(errors="replace"))
-    write_atomic(page, incident_html(incident).encode(errors="replace"))
+    write_atomic(page.with_suffix(".json"), jsonio.dumps_pretty(incident.as_json()), fence)
+    write_atomic(page.with_suffix(".txt"), incident_text(incident).encode(errors="replace"), fence)
+    write_atomic(page, incident_html(incident).encode(errors="replace"), fence)
     return page
 
 
