@@ -211,7 +211,7 @@ def test_an_odd_record_of_an_anneal_is_refused_in_words(text, copy, z2a):
     for words in (["anneal", "tiny"], ["data", "show", "--at", "0", "--config", "tiny"]):
         ended = z2a(*words, "--work", copy)
         assert ended.code == 3, ended
-        assert "Write it anew with `z2a anneal`, or delete it" in ended.err
+        assert "Write it again with `z2a anneal`, or delete it" in ended.err
     assert z2a("watch", "tiny", "--once", "--work", copy).code == 0
 
 

@@ -188,7 +188,7 @@ class StageConfig:
     mixture: dict[str, NaturalFloat] | None = None
     """Weights as in data.mixture; each source continues where it stood. None takes data.mixture."""
     seq_len: PositiveInt | None = None
-    """Tokens per sample. None takes data.seq_len. Another length than before cuts and shuffles the text anew; a step
+    """Tokens per sample. None takes data.seq_len. A new length cuts the text into new samples and shuffles them; a step
     keeps its tokens, a pass (micro_batch_samples) about as many."""
     schedule: StageScheduleConfig | None = None
     """A schedule over the steps of this stage. None continues the one before."""

@@ -75,7 +75,7 @@ def choose_micro_batch(
     known = world.broadcast(recall(run, decided_by) if run is not None and world.is_first else None)
     if known in candidates:
         return known, [
-            f"micro-batch: {counted(known, 'sample')}, as found before (delete {FILE_NAME} in the run to find it anew)"
+            f"micro-batch: {counted(known, 'sample')}, as found before (delete {FILE_NAME} in the run to search again)"
         ]
     guess = largest_by_estimate(config, model.ops, world, candidates)
     if world.size > 1 and config.parallel.data == "shard":

@@ -1,4 +1,4 @@
-"""What a run does every so many steps: validate, save a checkpoint, log update ratios. One small object each.
+"""What a run does periodically: validate, save a checkpoint, log update ratios. One small object each.
 
 The loop asks `is_due` and decides the order; garbage collection (`zero2all.train.garbage`) has its own file.
 """

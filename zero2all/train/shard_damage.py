@@ -12,7 +12,7 @@ from zero2all.train.setup import Prepared
 
 
 class ShardDamage:
-    """The check of everything this run reads, beside the training."""
+    """The check of everything this run reads, in the background."""
 
     def __init__(self, prepared: Prepared, log: RunLog) -> None:
         self._prepared, self._log = prepared, log

@@ -219,7 +219,7 @@ class CheckpointStore:
             return SaveResult(step, None, "the save before is still being written", was_skipped=True)
         problem = None
         if not all(each["is_planned"] for each in said):
-            problem = self._plan_anew(tensors)
+            problem = self._replan(tensors)
         if problem is None and self._peers.is_first:
             problem = self._lack_of_space()
         for rank, each in enumerate(self._peers.gather(problem)):
@@ -231,7 +231,7 @@ class CheckpointStore:
             return SaveResult(step, None, f"{bad} holds values that are not finite", is_refused=True)
         return str(said[0]["attempt"])
 
-    def _plan_anew(self, tensors: Mapping[str, Tensor]) -> str | None:
+    def _replan(self, tensors: Mapping[str, Tensor]) -> str | None:
         try:
             self.prepare(tensors)
         except Exception as error:

@@ -17,5 +17,5 @@ random numbers. The whole state is JSON, so a resumed run decides like one that 
     advice       which settings to change, where the data is not the cause
     incident     everything the page shows, as JSON
     page         the same as HTML and as text
-    writer       writes pages in a thread of its own
+    writer       writes pages in a background thread
 """
