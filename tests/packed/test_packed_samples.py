@@ -180,4 +180,4 @@ def test_a_batch_of_best_fit_rows_says_where_documents_lie_for_short_ranks_too(b
     batch = read_batch(data, 0, 7, LoaderOptions(rank=3, ranks=4, documents=True))
     assert (batch.samples, len(batch.tokens)) == (1, 2)
     assert batch.documents.numbers[batch.documents.row_starts[1] :].tolist() == [NO_DOCUMENT]
-    assert batch.segments[1].tolist() == [0] * 17
+    assert batch.document_ids[1].tolist() == [0] * 17

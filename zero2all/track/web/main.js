@@ -4,7 +4,7 @@ import { announce, byId, h, span } from './dom.js';
 import { configTable } from './compare.js';
 import { eventList, loadMarks, openEvent } from './events.js';
 import { Grid } from './grid.js';
-import { listenToKeys } from './keys.js';
+import { listenToKeys, showHelp } from './keys.js';
 import { richCards } from './rich.js';
 import { fullName, RunList } from './runs.js';
 import { get, Live } from './server.js';
@@ -41,7 +41,7 @@ async function begin() {
 	main.addEventListener('marker', (event) => openEvent(event.detail));
 	listenToKeys();
 	onChange(onState);
-	drawToolbar();
+	drawToolbar(showHelp);
 	const early = state.runs.map(load);
 	try {
 		await list.load();
@@ -157,7 +157,7 @@ async function onState(changed) {
 		drawAfter();
 	}
 	if (has('runs', 'base')) list.draw();
-	if (has('runs', 'zoom', 'x', 'smooth', 'ylog', 'xlog', 'robust', 'diff', 'theme', 'lang', 'base')) drawToolbar();
+	if (has('runs', 'zoom', 'x', 'smooth', 'ylog', 'xlog', 'robust', 'diff', 'theme', 'lang', 'base')) drawToolbar(showHelp);
 	if (has('diff') && state.diff && !state.base) change({ base: state.runs[0] });
 	if (has('runs')) await showRuns();
 	else if (has('q', 'shut', 'wide')) grid.render();

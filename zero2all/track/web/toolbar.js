@@ -1,7 +1,6 @@
 // The bar on top: search, axis, smoothing, scales, theme, language.
 
 import { button, byId, h, later } from './dom.js';
-import { showHelp } from './help.js';
 import { change, state } from './state.js';
 import { language, t } from './words.js';
 
@@ -23,7 +22,7 @@ export function stepSmoothing(direction) {
 
 const isDark = () => document.documentElement.dataset.theme === 'dark';
 
-export function drawToolbar() {
+export function drawToolbar(showHelp) {
 	const { kind, width } = smoothing();
 	const search = h('input', {
 		type: 'search', id: 'metric-search', value: state.q, placeholder: `${t('findMetric')}  /`, 'aria-label': t('findMetric'),
