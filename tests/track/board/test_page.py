@@ -70,12 +70,12 @@ def test_the_marker_of_a_spike_opens_its_channel_losses_and_documents(page, serv
 def test_compared_runs_are_overlaid_and_their_difference_and_configs_shown(page, served, locale):
     open_page(page, served, "runs=0/base,0/other")
     legend = page.locator(f"{LOSS} .legend li")
-    assert [line.split("\n")[0] for line in legend.all_inner_texts()] == ["base", "other"]
+    expect(legend).to_have_text([re.compile(r"^\s*base"), re.compile(r"^\s*other")])
     page.locator('[data-run="0/base"] [data-tool="base"]').click()
     expect(legend).to_have_count(1)
-    assert "base=0/base&diff=1" in page.url
+    expect(page).to_have_url(re.compile("base=0/base&diff=1"))
     row = page.locator('[data-group="config"] tr', has_text="optim.lr_max")
-    assert [cell.strip() for cell in row.locator("td").all_inner_texts()] == ["0.0001", "0.0002"]
+    expect(row.locator("td")).to_have_text(["0.0001", "0.0002"])
 
 
 def test_a_chart_is_saved_as_png_and_all_its_points_as_csv(page, served):
@@ -121,8 +121,7 @@ def test_the_parts_of_a_step_are_stacked_once_and_their_sum_is_a_line(page, serv
     card = page.locator('[data-chart="time/*"]')
     card.scroll_into_view_if_needed()
     page.wait_for_selector('[data-chart="time/*"][data-state="painted"]')
-    labels = card.locator(".legend .name").all_inner_texts()
-    assert labels == ["backward", "forward", "Σ step"]
+    expect(card.locator(".legend .name")).to_have_text(["backward", "forward", "Σ step"])
     columns = card.evaluate("(element) => element.card.chart.plot.data.slice(1).map((column) => column.at(-1))")
     assert columns == pytest.approx([0.4, 0.6, 0.6], abs=1e-6)
     assert card.evaluate("(element) => element.card.chart.plot.scales.y.max") < 0.7
@@ -188,8 +187,12 @@ def test_two_workspaces_with_a_run_of_the_same_name_are_told_apart(page, tmp_pat
     try:
         page.set_viewport_size({"width": 390, "height": 844})
         open_page(page, served, "runs=0/runs/same,1/runs/same")
-        assert sorted(page.locator(f"{LOSS} .legend .name").all_inner_texts()) == ["left/runs/same", "right/runs/same"]
-        assert sorted(page.locator(".only .where").all_text_contents()) == ["left", "right"]
+        legend, places = page.locator(f"{LOSS} .legend .name"), page.locator(".only .where")
+        expect(legend).to_have_count(2)
+        expect(places).to_have_count(2)
+        assert sorted(legend.all_inner_texts()) == ["left/runs/same", "right/runs/same"]
+        assert sorted(places.all_text_contents()) == ["left", "right"]
+        page.locator(".compare td.num").first.wait_for()
         numbers = page.locator(".compare td.num").evaluate_all(
             "(cells) => cells.map((cell) => { const range = document.createRange(); range.selectNodeContents(cell);"
             " return range.getClientRects().length; })"
@@ -237,7 +240,7 @@ def test_zoom_axis_scales_search_and_theme_are_in_the_address(page, served):
         assert part in page.url
     page.reload()
     page.wait_for_selector('[data-chart="grad_norm"][data-state="painted"]')
-    assert page.locator(".groups .card").count() == 1
+    expect(page.locator(".groups .card")).to_have_count(1)
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"
 
 
