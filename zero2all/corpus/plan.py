@@ -146,11 +146,6 @@ def plan_source(source: Source, listing: Listing, corpus_folder: Path, options: 
     return SourcePlan(source, listing, channel, reason, look.mappings, look.formats, cleans, inputs, folder)
 
 
-def whole_file(file: InputFile, limits: Limits) -> Unit:
-    """A file as one unit, which takes no more than a look at its beginning."""
-    return plan_units(file, replace(limits, unit_bytes=max(file.size_bytes, 1)))[0]
-
-
 def _first_rows(unit: Unit, limits: Limits, most: int = PEEKED_ROWS) -> list[Row]:
     return [] if unit.format in NOT_READ else first_rows(read_unit(unit, limits, lambda _: None), most)
 

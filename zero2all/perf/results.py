@@ -65,11 +65,6 @@ def newest(lines: Iterable[Line]) -> Line | None:
     return found[-1] if found else None
 
 
-def anchor_of(line: Line, lines: list[Line]) -> float | None:
-    """Seconds per iteration of the anchor measured in the same sitting, on the same batch."""
-    return anchors(line["batch"], line["environment"], lines).get(line["sitting"])
-
-
 def anchors(batch: str, environment: dict[str, Any], lines: list[Line]) -> dict[int, float]:
     """Sitting -> seconds per iteration of its anchor."""
     return {

@@ -33,7 +33,6 @@ FILTER_BITS = 23
 SMALLEST_SKETCH_BITS = 16
 
 _SHIFT = np.uint64(21)
-_LOW = np.uint64((1 << 21) - 1)
 _HALF = np.uint64(32)
 _ONE = np.uint64(1)
 _LOW32 = np.uint64(0xFFFFFFFF)
