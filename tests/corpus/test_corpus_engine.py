@@ -138,6 +138,7 @@ def test_workers_share_nothing_with_a_name_and_end_with_their_parent():
         assert [line for line in named if not line.endswith("(deleted)")] == []
         parent.kill()
         parent.wait()
+        deadline = time.monotonic() + 30
         while group(parent.pid) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not group(parent.pid)

@@ -57,8 +57,9 @@ def steps_in(run: Path) -> list[int]:
 
 
 def files_in(run: Path) -> dict[str, bytes]:
-    """Every file, byte for byte."""
-    return {str(path.relative_to(run)): path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()}
+    """Every file, byte for byte; a process may be stopped in the middle of one that it removes when it goes on."""
+    files = [path for path in sorted(run.rglob("*")) if path.is_file() and ".partial-" not in path.name]
+    return {str(path.relative_to(run)): path.read_bytes() for path in files}
 
 
 def events(run: Path, kind: str) -> list[dict]:
