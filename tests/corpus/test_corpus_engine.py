@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 import pytest
-from corpus_helpers import HERE, build_three, tree
 
+from tests.corpus.corpus_helpers import HERE, build_three, tree
 from zero2all.common.engine import advance, open_engine, run_tasks
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.corpus import EngineConfig
@@ -214,7 +214,7 @@ KILLED_BUILD = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[3])
-from corpus_helpers import EngineConfig, build_three
+from tests.corpus.corpus_helpers import EngineConfig, build_three
 build_three(Path(sys.argv[1]), Path(sys.argv[2]), EngineConfig(workers=2))
 """
 

@@ -6,6 +6,7 @@ in every respect that matters: signals, locks, files. Requests and answers are J
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -42,6 +43,8 @@ def run(code: str, arguments: list[str], output: str) -> None:
 
 def main() -> None:
     """Serve until stdin ends."""
+    gc.collect()
+    gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests; they close stdin
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:

@@ -13,8 +13,9 @@ from types import ModuleType
 
 import pytest
 import torch
-from agreement import assert_agrees, assert_close, random, random_ids, values_and_gradients
 from torch import Tensor
+
+from tests.ops.agreement import assert_agrees, assert_close, random, random_ids, values_and_gradients
 
 pytest.importorskip("triton", reason="the kernels around it are written in Triton, which is not installed")
 
