@@ -10,11 +10,14 @@ import itertools
 import json
 import os
 import random
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
 
+from tests.processes import Z2A, Program, Start, WarmProcess
 from zero2all.common.workspace import Workspace, open_workspace
 from zero2all.config import RunConfig, config_from_values
 from zero2all.corpus import BuildOptions, Source, build_corpus
@@ -92,3 +95,26 @@ def _write_raw(path: Path, channel: str) -> Path:
     texts = ["".join(rng.choices(sentences, k=rng.randint(4, 12))) for _ in range(150)]
     path.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts), encoding="utf-8")
     return path
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[WarmProcess]:
+    process = WarmProcess()
+    yield process
+    process.process.communicate()
+
+
+@pytest.fixture
+def start(warm: WarmProcess, tmp_path: Path) -> Iterator[Start]:
+    """Start `z2a` with these words, or other code; what is still running at the end of the test is killed."""
+    started: list[Program] = []
+
+    def run(*words: object, code: str = Z2A) -> Program:
+        program = Program(warm, code, [str(word) for word in words], tmp_path / f"output-{len(started)}.txt")
+        started.append(program)
+        return program
+
+    yield run
+    for program in started:
+        program.signal(signal.SIGKILL)
+        program.wait()

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.train.checkpoints.conftest import reseal
-from tests.train.conftest import Trainer
 from tests.train.ranks import CODE, Launch, RankStarter
 from zero2all.common.errors import AnomalyError, LostRunError
 from zero2all.common.workspace import Workspace
@@ -36,7 +35,7 @@ def lab(shared_work, tmp_path_factory) -> Workspace:
 
 @pytest.fixture(scope="module")
 def ranks(warm, lab, tmp_path_factory):
-    starter = RankStarter(warm, Trainer, lab.root, tmp_path_factory.mktemp("ranks"))
+    starter = RankStarter(warm, lab.root, tmp_path_factory.mktemp("ranks"))
     yield starter
     starter.stop()
 

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import traceback
+from pathlib import Path
 
 # What a trainer needs, imported for the children; the first optimizer of a process imports torch._dynamo.
 import torch._dynamo  # noqa: F401
@@ -43,6 +44,7 @@ def run(code: str, arguments: list[str], output: str) -> None:
 
 def main() -> None:
     """Serve until stdin ends."""
+    sys.path[0] = str(Path(__file__).parents[1])  # so that a child may import from `tests`
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests; they close stdin
