@@ -30,6 +30,22 @@ hypothesis.settings.register_profile("same", derandomize=True)
 hypothesis.settings.register_profile("random")
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
+LONG_FILES = (
+    *("track/board/test_page.py", "ops/kernels/test_softmax_epilogue.py", "train/test_train_guards.py"),
+    *("quickstart/test_journey.py", "train/test_train_exact.py", "corpus/test_corpus_engine.py"),
+    *("cli/test_cli_train.py", "cli/test_cli_journey.py", "track/test_mirror.py", "perf/test_perf_ablate.py"),
+    *("train/test_train_resume.py", "track/board/test_accessibility.py", "train/test_train_loop.py"),
+    *("corpus/test_corpus_build.py", "train/test_train_data.py", "train/test_train_chaos.py", "test_exchange.py"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take long come first, or the last of them runs while the other workers have nothing to do."""
+    here = Path(__file__).parent
+    places = {here / name: place for place, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
 CAPITALS = {
     "zh": {"中国": "北京", "法国": "巴黎", "日本": "东京", "英国": "伦敦", "德国": "柏林"},
     "en": {"China": "Beijing", "France": "Paris", "Japan": "Tokyo", "Britain": "London", "Germany": "Berlin"},
