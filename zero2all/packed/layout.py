@@ -1,12 +1,10 @@
 """The packed contract on disk: `packed/<source>/{train,valid}/tokens-00000.bin`, `docs-00000.idx`, `manifest.json`.
 
 Tokens are little-endian uint16 where the vocabulary fits, else uint32; an index holds the uint64 position, within
-its shard, at which each document starts. Where the manifest says `loss_mask: true`, `mask-00000.bin` holds one bit per
-token of the shard, lowest bit first, 1 where the token counts in the loss. Where it says `gids: true`, `gids-00000.bin`
-holds the uint64 gid of each document's corpus record: where it came from. All are memory-mapped when they are first
-touched and never read whole. `packed/report.json` names the sources that belong together: it is removed before
-anything is packed anew and written last, so while it is absent there is no packed data, and a source that was left out
-of the corpus is no longer read.
+its shard, at which each document starts. With `loss_mask: true` in the manifest, `mask-00000.bin` holds one bit per
+token, lowest bit first, 1 where it counts in the loss. With `gids: true`, `gids-00000.bin` holds the uint64 gid of each
+document's corpus record. All are memory-mapped when first touched. `packed/report.json` names the sources that belong
+together; it is removed before anything is packed anew and written last.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Callable
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, cast
 
@@ -52,24 +51,11 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
-def tokens_name(shard: int) -> str:
-    """File name of a token shard."""
-    return f"tokens-{shard:05d}.bin"
-
-
-def docs_name(shard: int) -> str:
-    """File name of a document index."""
-    return f"docs-{shard:05d}.idx"
-
-
-def mask_name(shard: int) -> str:
-    """File name of a loss mask."""
-    return f"mask-{shard:05d}.bin"
-
-
-def gids_name(shard: int) -> str:
-    """File name of the gids of a shard's documents."""
-    return f"gids-{shard:05d}.bin"
+tokens_name = "tokens-{:05d}.bin".format
+docs_name = "docs-{:05d}.idx".format
+mask_name = "mask-{:05d}.bin".format
+gids_name = "gids-{:05d}.bin".format
+"""File names of a shard: tokens, starts of its documents, loss mask, gids of its documents."""
 
 
 def map_array(path: Path, dtype: np.dtype | str) -> np.ndarray:
@@ -99,7 +85,8 @@ class ShardFiles:
         remote: Remote | None = None,
         in_blocks: bool = False,
     ) -> None:
-        """`remote`: the files lie at an address; `in_blocks`: of which only what is touched is fetched."""
+        """`remote`: the files lie at an address, which has checked that they are there; `in_blocks`: of them only what
+        is touched is fetched."""
         self._folder, self._names, self._dtype = folder, names, np.dtype(dtype)
         self._files, self._remote, self._in_blocks = files, remote, in_blocks
         self.lengths = [self._checked_bytes(name) // self._dtype.itemsize for name in names]
@@ -121,11 +108,11 @@ class ShardFiles:
                 f"{self._folder / MANIFEST_NAME}: `files` does not list {name}. Run `{PACK_COMMAND}` again."
             )
         expected = int(self._files[name]["bytes"])
-        size: int | None
+        if self._remote is not None:
+            return expected
         try:
             # There may be thousands of files, and Path would take longer than the disk.
-            path = f"{self._folder}/{name}"
-            size = os.stat(path).st_size if self._remote is None else self._remote.size(path)  # noqa: PTH116
+            size: int | None = os.stat(f"{self._folder}/{name}").st_size  # noqa: PTH116
         except FileNotFoundError:
             size = None
         if size != expected:
@@ -155,11 +142,8 @@ class PackedSplit:
         self.shards = self._files(tokens_name, manifest["dtype"], in_blocks=True)
         self.docs = self._files(docs_name, "<u8")
         self.masks = self._files(mask_name, "u1", in_blocks=True) if manifest.get("loss_mask") else None
-        self._starts = [0]
-        self._first_documents = [0]
-        for tokens, documents in zip(self.shards.lengths, self.docs.lengths, strict=True):
-            self._starts.append(self._starts[-1] + tokens)
-            self._first_documents.append(self._first_documents[-1] + documents)
+        self._starts = [0, *accumulate(self.shards.lengths)]
+        self._first_documents = [0, *accumulate(self.docs.lengths)]
         self.shard_starts = np.array(self._starts, dtype=np.int64)
         """Position of each shard's first token within the split, and the total at the end."""
 
@@ -173,7 +157,7 @@ class PackedSplit:
 
     @property
     def tokens(self) -> int:
-        """Tokens in this split."""
+        """How many tokens the split has."""
         return self._starts[-1]
 
     @property
@@ -219,9 +203,9 @@ class PackedSplit:
         filled = 0
         while filled < count:
             offset = start + filled - self._starts[shard]
-            piece = self.shards[shard][offset : offset + count - filled]
-            out[filled : filled + len(piece)] = piece
-            filled += len(piece)
+            found = self.shards[shard][offset : offset + count - filled]
+            out[filled : filled + len(found)] = found
+            filled += len(found)
             shard += 1
 
     def read_mask(self, start: int, count: int) -> np.ndarray:

@@ -1,8 +1,4 @@
-"""`z2a corpus download`: files of a Hugging Face-style hub, whole, checked and of one commit.
-
-hub       what a repo holds, and what to do when the hub says no       transfer  one file, in pieces, resumable
-fetch     the whole folder: plan, pinned commit, manifest
-"""
+"""`z2a corpus download`: files of a Hugging Face-style hub (hub, transfer, fetch)."""
 
 from zero2all.corpus.download.fetch import (
     MANIFEST_NAME,

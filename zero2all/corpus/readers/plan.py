@@ -263,7 +263,8 @@ def _plan_zip(unit: Unit, handle: BinaryIO, limits: Limits) -> list[Unit]:
     packed = before = 0
     try:
         reader = ZipReader(handle, Guard(size, limits))
-        for number, (_, packed_bytes) in enumerate(reader.directory()):
+        for number, info in enumerate(reader.directory()):
+            packed_bytes = info.compress_size
             if packed and packed + packed_bytes // 2 > limits.unit_bytes:
                 starts.append(number)
                 shares.append(min(before, size))

@@ -15,7 +15,7 @@ import tempfile
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO, NamedTuple, Protocol, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
 from zero2all.common.errors import DiskError, is_disk_full
 from zero2all.corpus.readers.items import Limits, first_line_of
@@ -178,16 +178,6 @@ class FilePart(io.RawIOBase):
 # ---- compressed streams ---------------------------------------------------------------------------------------
 
 
-class _Decompressor(Protocol):
-    @property
-    def eof(self) -> bool: ...
-    @property
-    def needs_input(self) -> bool: ...
-    @property
-    def unused_data(self) -> bytes: ...
-    def decompress(self, data: bytes, max_length: int) -> bytes: ...
-
-
 class _Gzip:
     """zlib with the interface of bz2 and lzma."""
 
@@ -213,7 +203,7 @@ class _Gzip:
         return out
 
 
-_MAKE: dict[str, Callable[[], _Decompressor]] = {
+_MAKE: dict[str, Callable[[], Any]] = {
     "gzip": _Gzip,
     "bzip2": bz2.BZ2Decompressor,
     "xz": lambda: lzma.LZMADecompressor(memlimit=MAX_WINDOW_BYTES * 2),
@@ -237,17 +227,10 @@ class _Decompressed:
         self._stream = _MAKE[compression]()
         self._waiting = b""
         self._in = self._out = 0
-        self._error: StreamError | None = None
 
     def read(self, size: int) -> bytes:
-        if self._error is not None:
-            raise self._error
-        try:
-            data = self._next(size)
-            self._guard.check(self._in, self._out, len(data))
-        except StreamError as error:
-            self._error = error
-            raise
+        data = self._next(size)
+        self._guard.check(self._in, self._out, len(data))
         return data
 
     def _next(self, size: int) -> bytes:
@@ -260,7 +243,10 @@ class _Decompressed:
                 data = self._lower(INPUT_BYTES)
                 self._in += len(data)
                 ended = not data
-            out = self._decompress(data, size)
+            try:
+                out: bytes = self._stream.decompress(data, size)
+            except _ERRORS as error:
+                raise _damaged(self._compression, error) from error
             if out:
                 self._out += len(out)
                 return out
@@ -279,12 +265,10 @@ class _Decompressed:
         self._stream, self._waiting = _MAKE[self._compression](), rest
         return True
 
-    def _decompress(self, data: bytes, size: int) -> bytes:
-        try:
-            return self._stream.decompress(data, size)
-        except _ERRORS as error:
-            reason = "needs_memory" if "emory" in str(error) else "damaged_compression"
-            raise StreamError(reason, f"{self._compression}: {first_line_of(error)}") from error
+
+def _damaged(compression: str, error: Exception) -> StreamError:
+    reason = "needs_memory" if "emory" in str(error) else "damaged_compression"
+    return StreamError(reason, f"{compression}: {first_line_of(error)}")
 
 
 class ZstdStream:
@@ -295,7 +279,6 @@ class ZstdStream:
 
         self._guard = guard
         self._out = 0
-        self._error: StreamError | None = None
         self._fed = _Followed(read)
         self._zstd_error = zstandard.ZstdError
         context = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
@@ -303,30 +286,19 @@ class ZstdStream:
 
     def read(self, size: int) -> bytes:
         """Up to `size` bytes; none at the end."""
-        if self._error is not None:
-            raise self._error
-        try:
-            data = self._next(size)
-            self._guard.check(self._fed.walker.position, self._out, len(data))
-        except StreamError as error:
-            self._error = error
-            raise
-        return data
-
-    def _next(self, size: int) -> bytes:
         data = b""
         try:
             while not data and not self._fed.is_at_end:
-                pieces = self._fed.pieces
+                reads = self._fed.reads
                 data = self._reader.read1(size)
-                if not data and self._fed.pieces == pieces:
+                if not data and self._fed.reads == reads:
                     raise StreamError("damaged_compression", "zstd: the library stopped before the end")
         except self._zstd_error as error:
-            reason = "needs_memory" if "emory" in str(error) else "damaged_compression"
-            raise StreamError(reason, f"zstd: {first_line_of(error)}") from error
+            raise _damaged("zstd", error) from error
         if not data and not self._fed.walker.at_frame_end:
             raise StreamError("cut_off", "the zstd data ends inside a frame")
         self._out += len(data)
+        self._guard.check(self._fed.walker.position, self._out, len(data))
         return data
 
 
@@ -339,12 +311,12 @@ class _Followed:
     def __init__(self, read: Read) -> None:
         self.walker = FrameWalker()
         self.is_at_end = False
-        self.pieces = 0
+        self.reads = 0
         self._lower = read
         self._blocks: deque[bytes] = deque()
 
     def read(self, size: int) -> bytes:
-        self.pieces += 1
+        self.reads += 1
         if not self._blocks:
             data = self._lower(size)
             start = self.walker.position
@@ -357,7 +329,7 @@ class _Followed:
             self.walker.frame_ends.clear()
             if at < len(data):
                 self._blocks.append(data[at:])
-            self.is_at_end = not data  # the library takes an empty piece for the end
+            self.is_at_end = not data  # the library takes an empty read for the end
         return self._blocks.popleft() if self._blocks else b""
 
 
@@ -371,7 +343,7 @@ class FrameWalker:
         self.position = 0
         self.at_frame_end = True
         self.frame_ends: list[int] = []
-        """Ends of the frames passed since somebody cleared the list …"""
+        """Ends of the frames passed, until the list is cleared …"""
         self.block_ends: list[int] = []
         """… and of the blocks."""
         self._skip = 0
@@ -379,12 +351,13 @@ class FrameWalker:
         self._step: Callable[[bytes], None] = self._magic
         self._held = b""
         self._has_checksum = False
-        self._lost = False
+        self.is_lost = False
+        """What came is no zst frame."""
 
     def feed(self, data: bytes) -> None:
         """Take the next bytes of the stream."""
         at = 0
-        while at < len(data) and not self._lost:
+        while at < len(data) and not self.is_lost:
             if self._skip:
                 step = min(self._skip, len(data) - at)
                 self._skip -= step
@@ -404,27 +377,13 @@ class FrameWalker:
                 header, self._held = self._held, b""
                 self._step(header)
 
-    @property
-    def bytes_to_skip(self) -> int:
-        """How many bytes come before the next header; somebody who can seek need not feed them."""
-        return self._skip
-
-    def skipped(self) -> None:
-        """The bytes before the next header were passed over without feeding them."""
+    def skip_to_header(self) -> int:
+        """Go to the next header without being fed what lies before it; returns the size of that header."""
         self.position += self._skip
         self._skip = 0
         if self._wanted == 0:
             self._frame_ended()
-
-    @property
-    def is_lost(self) -> bool:
-        """What came is no zst frame."""
-        return self._lost
-
-    @property
-    def bytes_wanted(self) -> int:
-        """How many bytes the next header still needs."""
-        return self._wanted - len(self._held)
+        return self._wanted
 
     def _frame_ended(self) -> None:
         self.at_frame_end = True
@@ -437,7 +396,7 @@ class FrameWalker:
         elif header[1:] == b"\x2a\x4d\x18" and 0x50 <= header[0] <= 0x5F:
             self._step, self._wanted = self._skippable, 4
         else:
-            self._lost = True
+            self.is_lost = True
 
     def _skippable(self, header: bytes) -> None:
         self._skip, self._wanted = int.from_bytes(header, "little"), 0
@@ -477,19 +436,18 @@ def zstd_frames(file: BinaryIO, start: int = 0, end: int | None = None) -> Itera
     size = file.seek(0, os.SEEK_END)
     end = size if end is None else end
     while frame_start < end:
-        if walker.bytes_to_skip:
-            walker.skipped()
-        else:
-            file.seek(walker.position)
-            header = file.read(walker.bytes_wanted)
-            if not header or walker.is_lost:
-                yield Frame(frame_start, size)
-                return
-            walker.feed(header)
+        header_bytes = walker.skip_to_header()
         if walker.frame_ends:
             frame_end = min(walker.frame_ends.pop(), size)
             yield Frame(frame_start, frame_end)
             frame_start = frame_end
+            continue
+        file.seek(walker.position)
+        header = file.read(header_bytes)
+        if not header or walker.is_lost:
+            yield Frame(frame_start, size)
+            return
+        walker.feed(header)
 
 
 class FrameLines:
