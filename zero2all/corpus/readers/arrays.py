@@ -58,23 +58,13 @@ def read_json_array(
     `is_inside`: `at` lies behind the array's opening bracket. `is_last`: the array must end in this source.
     """
     loads: Callable[[Any], Any] = jsonio.loads
-    for event in scan_array(source, limits, at, first_key, is_last, is_inside):
+    for event in _ArrayScan(source, limits, at, first_key, is_last, is_inside).events():
         if isinstance(event, Lost):
-            size = event.end - event.start
-            if event.reason == "too_large":
-                yield too_large(origin, event.start, size, limits.max_record_bytes, event.head)
+            start, end, at, reason, detail, head, ends_file = event
+            if reason == "too_large":
+                yield too_large(origin, start, end - start, limits.max_record_bytes, head)
             else:
-                yield damaged_at(
-                    origin,
-                    event.start,
-                    event.end,
-                    event.reason,
-                    event.detail,
-                    size,
-                    event.head,
-                    place_at=event.at,
-                    ends_file=event.ends_file,
-                )
+                yield damaged_at(origin, start, end, reason, detail, end - start, head, at, ends_file)
             continue
         data, base, spans = event
         for start, end in spans:
@@ -103,7 +93,7 @@ def array_borders(source: Source, limits: Limits, at: int, first_key: str | None
     borders: list[int] = []
     target = unit_bytes
     after_good = False
-    for event in scan_array(source, limits, at, first_key, is_last=True, is_inside=False):
+    for event in _ArrayScan(source, limits, at, first_key, is_last=True, is_inside=False).events():
         if isinstance(event, Lost):
             after_good = False
             target = max(target, event.at + 1)
@@ -115,13 +105,6 @@ def array_borders(source: Source, limits: Limits, at: int, first_key: str | None
             after_good = True
         after_good = True
     return borders
-
-
-def scan_array(
-    source: Source, limits: Limits, at: int, first_key: str | None, is_last: bool, is_inside: bool
-) -> Iterator[Elements | Lost]:
-    """Elements in batches, and what lies between them and cannot be read."""
-    return _ArrayScan(source, limits, at, first_key, is_last, is_inside).events()
 
 
 class _ArrayScan:
@@ -156,7 +139,7 @@ class _ArrayScan:
         return int(self.state[kernels.START]) if inside else None
 
     def events(self) -> Iterator[Elements | Lost]:
-        """The whole pass."""
+        """Elements in batches, and what lies between them and cannot be read."""
         if not self.is_inside and not (yield from self._open()):
             return
         while True:

@@ -123,15 +123,11 @@ def read_json_lines(source: Source, origin: Origin, limits: Limits, at: int) -> 
     """JSON lines from position `at`, where the source stands."""
     loads = jsonio.loads
     encoding = origin.data
-    for batch in line_batches(source, encoding, limits.max_record_bytes):
-        if isinstance(batch, LongLine):
-            yield too_large(origin, at, batch.size, limits.max_record_bytes, batch.head)
-            at += batch.size
+    for batch in _whole_lines(source, origin, limits, at):
+        if isinstance(batch, Damaged):
+            yield batch
             continue
-        lines, newline_bytes = batch
-        if not newline_bytes and source.broken is not None:
-            yield broken_item(source, origin, at, lines[0])
-            return
+        lines, newline_bytes, at = batch
         for line in lines:
             end = at + len(line) + newline_bytes
             value: Any = None
@@ -147,6 +143,22 @@ def read_json_lines(source: Source, origin: Origin, limits: Limits, at: int) -> 
                 if item is not None:
                     yield item
             at = end
+
+
+def _whole_lines(
+    source: Source, origin: Origin, limits: Limits, at: int
+) -> Iterator[tuple[list[bytes], int, int] | Damaged]:
+    """Lines, the length of their line ends, and the position of the first of them; and what cannot be read."""
+    for batch in line_batches(source, origin.data, limits.max_record_bytes):
+        if isinstance(batch, LongLine):
+            yield too_large(origin, at, batch.size, limits.max_record_bytes, batch.head)
+            at += batch.size
+        elif not batch.newline_bytes and source.broken is not None:
+            yield broken_item(source, origin, at, batch.lines[0])
+            return
+        else:
+            yield batch.lines, batch.newline_bytes, at
+            at += sum(map(len, batch.lines)) + batch.newline_bytes * len(batch.lines)
     if source.broken is not None:
         yield broken_item(source, origin, at, b"")
 
@@ -202,23 +214,17 @@ def _lenient_loads(data: bytes, encoding: str) -> Any:
 
 def read_text_lines(source: Source, origin: Origin, limits: Limits, at: int) -> Items:
     """Every line that is not blank, from position `at`, where the source stands."""
-    encoding = origin.data
-    for batch in line_batches(source, encoding, limits.max_record_bytes):
-        if isinstance(batch, LongLine):
-            yield too_large(origin, at, batch.size, limits.max_record_bytes, batch.head)
-            at += batch.size
+    for batch in _whole_lines(source, origin, limits, at):
+        if isinstance(batch, Damaged):
+            yield batch
             continue
-        if not batch.newline_bytes and source.broken is not None:
-            yield broken_item(source, origin, at, batch.lines[0])
-            return
-        for line in batch.lines:
-            end = at + len(line) + batch.newline_bytes
+        lines, newline_bytes, at = batch
+        for line in lines:
+            end = at + len(line) + newline_bytes
             item = text_row(line, origin, at, end, whole=False)
             if item is not None:
                 yield item
             at = end
-    if source.broken is not None:
-        yield broken_item(source, origin, at, b"")
 
 
 def text_row(data: bytes, origin: Origin, at: int, end: int, whole: bool) -> Row | Damaged | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -57,7 +57,7 @@ from zero2all.corpus.readers.streams import (
     decompressed,
     spooled,
 )
-from zero2all.corpus.readers.texts import read_json_object, read_long_text, read_paragraphs, read_text_file
+from zero2all.corpus.readers.texts import read_long_text, read_paragraphs, read_whole
 
 
 def read_unit(
@@ -77,15 +77,12 @@ def read_unit(
     if unit.format not in NOT_READ and resume_at != [FINISHED]:
         try:
             with closing(open_input(unit.file)) as file:
-                yield from _UnitReader(unit, limits, file, progress, on_skip or _ignore).items(resume_at)
+                skip = on_skip or (lambda _reason, _name: None)
+                yield from _UnitReader(unit, limits, file, progress, skip).items(resume_at)
         except OSError as error:
             origin = Origin(unit.file.name, "", unit.format)
             yield damaged_at(origin, 0, 0, "read_error", first_line_of(error), unit.raw_bytes, ends_file=True)
     progress.finish()
-
-
-def _ignore(_reason: str, _name: str) -> None:
-    return
 
 
 class _UnitReader:
@@ -174,27 +171,30 @@ class _UnitReader:
         if kind in ("7z", "rar") and not has_libarchive():
             self.on_skip(Format.NEEDS_LIBARCHIVE, self._label(member))
             return
-        spool: BinaryIO | None = None
         try:
-            file = source.file
-            if file is None and kind != "tar":
-                file = spool = spooled(source, self.limits)
-            start, end = (self.unit.start, self.unit.end) if depth == 0 else (0, None)
-            for entry in self._entries(kind, source, file, max(first, start), end):
-                if entry.number < first:
-                    continue
-                inner = resume[1:] if resume and entry.number == first else None
-                if inner != [FINISHED]:
-                    yield from self._member(entry, member, path, depth, inner)
+            with self._seekable(source, kind != "tar") as file:
+                start, end = (self.unit.start, self.unit.end) if depth == 0 else (0, None)
+                for entry in self._entries(kind, source, file, max(first, start), end):
+                    if entry.number < first:
+                        continue
+                    inner = resume[1:] if resume and entry.number == first else None
+                    if inner != [FINISHED]:
+                        yield from self._member(entry, member, path, depth, inner)
         except StreamError as error:
             origin = self._origin(Found(Format.ARCHIVE), self.name, member, path)
             words = f"{kind}: {error.detail}"
             place = f"{member}, {kind} archive" if member else f"{kind} archive"
             cursor = [*path, FINISHED]
             yield Damaged(place, error.reason, words[:400], error.lost_bytes, "", True, origin, cursor)
-        finally:
-            if spool is not None:
-                spool.close()
+
+    @contextmanager
+    def _seekable(self, source: Source, is_needed: bool = True) -> Iterator[BinaryIO | None]:
+        """The bytes of a source with random access, copied to a temporary file if there is no other way."""
+        if source.file is not None or not is_needed:
+            yield source.file
+            return
+        with spooled(source, self.limits) as file:
+            yield file
 
     def _entries(
         self, kind: str, source: Source, file: BinaryIO | None, first: int, end: int | None
@@ -202,8 +202,7 @@ class _UnitReader:
         if kind == "tar":
             yield from TarReader(source).members()
             return
-        if file is None:
-            raise AssertionError("only a tar is read from a stream")
+        assert file is not None, "only a tar is read from a stream"
         if kind != "zip":
             yield from libarchive_members(file, self.guard, "7zip" if kind == "7z" else kind)
             return
@@ -242,19 +241,10 @@ class _UnitReader:
 
     def _origin(self, found: Found, name: str, member: str, path: tuple[int, ...]) -> Origin:
         counts = "row" if found.format is Format.PARQUET else "byte"
-        suffix = suffix_of(name)
-        is_misnamed = found.format is Format.TEXT and suffix in JSON_SUFFIXES
-        return Origin(
-            self.name,
-            member,
-            found.format,
-            found.encoding,
-            found.encoding,
-            path,
-            is_code=suffix in CODE_SUFFIXES,
-            is_misnamed=is_misnamed,
-            counts=counts,
-        )
+        is_code = suffix_of(name) in CODE_SUFFIXES
+        is_misnamed = found.format is Format.TEXT and suffix_of(name) in JSON_SUFFIXES
+        encoding = found.encoding
+        return Origin(self.name, member, found.format, encoding, encoding, path, is_code, is_misnamed, counts)
 
     def _leaf(
         self,
@@ -294,15 +284,13 @@ class _UnitReader:
             yield from read_json_array(
                 source, origin, limits, at, found.first_key, self.unit.end is None, not is_beginning
             )
-        elif found.format is Format.JSON_OBJECT:
-            yield from read_json_object(source, origin, limits)
         elif found.format is Format.CSV:
             from zero2all.corpus.readers.tables import read_csv
 
             skip_header = found.has_header and is_beginning
             yield from read_csv(source, origin, limits, at, found.header, found.delimiter, skip_header)
         elif self._is_whole(origin, size):
-            yield from read_text_file(source, origin, limits)
+            yield from read_whole(source, origin, limits)
         elif limits.text_by is TextBy.LINE:
             yield from read_text_lines(source, origin, limits, at)
         elif limits.text_by is TextBy.BLANK_LINE:
@@ -319,19 +307,13 @@ class _UnitReader:
         yield from read_parquet(file, origin, self.limits, groups, unit.first_row, row, self.progress, unit.raw_bytes)
 
     def _nested_parquet(self, source: Source, origin: Origin, resume: Cursor | None) -> Items:
-        file = source.file
-        spool: BinaryIO | None = None
         try:
-            if file is None:
-                file = spool = spooled(source, self.limits)
-            else:
+            with self._seekable(source) as file:
+                assert file is not None, "parquet is not read from a stream"
                 file.seek(0)
-            yield from self._parquet(file, origin, resume)
+                yield from self._parquet(file, origin, resume)
         except StreamError as error:
             yield damaged_at(origin, 0, 0, error.reason, error.detail, 0, ends_file=True)
-        finally:
-            if spool is not None:
-                spool.close()
 
     def _is_whole(self, origin: Origin, size: int) -> bool:
         """Whether all of a file or member is one item."""
@@ -351,6 +333,4 @@ class _UnitReader:
 
 
 def _found_of(unit: Unit) -> Found:
-    return Found(
-        unit.format, unit.encoding, unit.bom_bytes, unit.delimiter, unit.header, unit.has_header, unit.first_key
-    )
+    return Found(*(getattr(unit, name) for name in Found._fields))

@@ -145,8 +145,7 @@ class FilePart(io.RawIOBase):
     def readable(self) -> bool:  # noqa: D102
         return True
 
-    def seekable(self) -> bool:  # noqa: D102
-        return True
+    seekable = readable
 
     def tell(self) -> int:  # noqa: D102
         return self._at
@@ -429,13 +428,12 @@ class Frame(NamedTuple):
     end: int
 
 
-def zstd_frames(file: BinaryIO, start: int = 0, end: int | None = None) -> Iterator[Frame]:
+def zstd_frames(file: BinaryIO, start: int = 0) -> Iterator[Frame]:
     """The frames of a zst file from `start` on, by their headers alone. A frame that is cut off ends at the end."""
     walker = FrameWalker()
     walker.position = frame_start = start
     size = file.seek(0, os.SEEK_END)
-    end = size if end is None else end
-    while frame_start < end:
+    while frame_start < size:
         header_bytes = walker.skip_to_header()
         if walker.frame_ends:
             frame_end = min(walker.frame_ends.pop(), size)
@@ -451,10 +449,10 @@ def zstd_frames(file: BinaryIO, start: int = 0, end: int | None = None) -> Itera
 
 
 class FrameLines:
-    """The lines that begin in some frames of a zst file, which need not end where lines do.
+    """The lines that begin in some frames of a zst file: from behind the first line end in the frames (from the very
+    beginning, in the first frame of the file) up to the first line end behind them.
 
-    These are the lines from behind the first line end in the frames (from the very beginning, in the first frame of the
-    file) up to the first line end behind the frames. Positions count plain bytes from the first of the frames.
+    Positions count plain bytes from the first of the frames.
     """
 
     def __init__(

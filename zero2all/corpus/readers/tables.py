@@ -6,6 +6,7 @@ import csv
 import io
 from bisect import bisect_left
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -114,7 +115,9 @@ def read_csv(
             skip_header = False
             continue
         data, base, start, ends = found
-        rows = _parsed_rows(data[start - base : ends[-1] - base], delimiter)
+        rows: list[list[str]] = []  # none when there is anything odd about one of them
+        with suppress(UnicodeDecodeError, csv.Error):
+            rows = _parsed(data[start - base : ends[-1] - base], delimiter)
         if len(rows) != len(ends):
             rows = []
         for number, end in enumerate(ends):
@@ -137,12 +140,8 @@ def read_csv(
         yield from _odd_row(rest, origin, start, end, header, delimiter)
 
 
-def _parsed_rows(data: bytes, delimiter: str) -> list[list[str]]:
-    """Many rows at once; none when there is anything odd about one of them."""
-    try:
-        return list(csv.reader(io.StringIO(data.decode("utf-8"), newline="\n"), delimiter=delimiter))
-    except (UnicodeDecodeError, csv.Error):
-        return []
+def _parsed(data: bytes, delimiter: str) -> list[list[str]]:
+    return list(csv.reader(io.StringIO(data.decode("utf-8"), newline="\n"), delimiter=delimiter))
 
 
 def _odd_row(
@@ -150,7 +149,7 @@ def _odd_row(
 ) -> Iterator[Row | Damaged]:
     """One row on its own, with what is wrong with it."""
     try:
-        rows = list(csv.reader(io.StringIO(data.decode("utf-8"), newline="\n"), delimiter=delimiter))
+        rows = _parsed(data, delimiter)
     except UnicodeDecodeError as error:
         yield wrong_encoding(origin, start, end, data, error)
         return
@@ -270,12 +269,8 @@ def _large_rows(batch: Any, limit: int) -> dict[int, int]:
     """Rows above the limit and their sizes."""
     if batch.nbytes <= limit:
         return {}
-    found = {}
-    for index in range(batch.num_rows):
-        size = batch.slice(index, 1).nbytes
-        if size > limit:
-            found[index] = size
-    return found
+    sizes = (batch.slice(index, 1).nbytes for index in range(batch.num_rows))
+    return {index: size for index, size in enumerate(sizes) if size > limit}
 
 
 def rows_in_groups(file: Path | BinaryIO) -> list[tuple[int, int]]:
