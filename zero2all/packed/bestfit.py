@@ -1,26 +1,24 @@
 """Best-fit packing: rows of seq_len + 1 tokens in which no document is cut unless it is longer than a row.
 
 Documents are placed longest first, each into the row with the least room that still takes it (best fit decreasing).
-A document longer than a row gives full rows, which share one token as the windows of plain concatenation do, and a
-rest that is placed like any other piece. What stays free at the end of a row is padding, a few tenths of a percent of
-real text.
+A document longer than a row gives full rows, which share one token as windows do, and a rest that is placed like any
+other. What stays free at the end of a row is padding, a few tenths of a percent of real text.
 
-A row with the least sufficient room c takes not one document of length l but c // l of them, for after each its room
-is still the least. So all documents of one length are placed in a few bulk moves, one for each room that occurs:
-sorting costs O(n), placing O(n) numpy work in at most L moves per length, and finding the next room O(log L) big
-steps of a bit set. Each shard is packed for itself: memory is bounded by the documents of one shard, and what the
-last rows of a shard lose is one row in a hundred thousand.
+A row with the least sufficient room c takes c // l documents of length l at once, for after each its room is still the
+least. So all documents of one length are placed in a few bulk moves: sorting costs O(n), placing O(n) numpy work in at
+most L moves per length, and finding the next room O(log L) steps of a bit set. Each shard is packed for itself, which
+bounds the memory.
 
 On disk, beside the shards: `best-fit-<seq_len>/` with `starts.u64` and `lengths.u32` (the pieces, row after row),
-`rows.u64` (the first piece of each row, and the total at the end) and a manifest of its own, so that an index for
-another seq_len can be added at any time. It goes when its split is packed anew.
+`rows.u64` (the first piece of each row, and the total at the end) and a manifest of its own.
 """
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -62,27 +60,22 @@ def build_best_fit(split: PackedSplit, seq_len: int) -> dict[str, Any]:
         return read_manifest(folder, "best_fit", BEST_FIT_COMMAND)
     totals = dict.fromkeys(("rows", "pieces", "piece_tokens", "cut", "dropped"), 0)
     with staged_folder(folder) as partial:
-        files = {name: (partial / name).open("wb") for name in ARRAYS}
-        try:
+        with ExitStack() as stack:
+            starts, lengths, rows = (stack.enter_context((partial / name).open("wb")) for name in ARRAYS)
             for shard, tokens in enumerate(split.shards.lengths):
-                starts = split.docs[shard]
-                pieces = cut_documents(np.append(starts.astype(np.int64), tokens), seq_len)
+                pieces = cut_documents(np.append(split.docs[shard].astype(np.int64), tokens), seq_len)
                 row_of = best_fit_rows(pieces.lengths, seq_len + 1)
                 by_row = np.lexsort((pieces.starts, row_of))
                 counts = np.bincount(row_of, minlength=0)
-                firsts = np.cumsum(counts) - counts + totals["pieces"]
-                files["starts.u64"].write((pieces.starts[by_row] + split.shard_starts[shard]).astype("<u8").tobytes())
-                files["lengths.u32"].write(pieces.lengths[by_row].astype("<u4").tobytes())
-                files["rows.u64"].write(firsts.astype("<u8").tobytes())
+                starts.write((pieces.starts[by_row] + split.shard_starts[shard]).astype("<u8").tobytes())
+                lengths.write(pieces.lengths[by_row].astype("<u4").tobytes())
+                rows.write((np.cumsum(counts) - counts + totals["pieces"]).astype("<u8").tobytes())
                 totals["rows"] += len(counts)
                 totals["pieces"] += len(by_row)
                 totals["piece_tokens"] += int(pieces.lengths.sum())
                 totals["cut"] += pieces.cut
                 totals["dropped"] += pieces.dropped
-            files["rows.u64"].write(np.array([totals["pieces"]], dtype="<u8").tobytes())
-        finally:
-            for file in files.values():
-                file.close()
+            rows.write(np.array([totals["pieces"]], dtype="<u8").tobytes())
         padding = totals["rows"] * (seq_len + 1) - totals["piece_tokens"]
         content = {"source": split.name, "split": split.split, "seq_len": seq_len, **totals, "padding": padding}
         write_manifest(partial, "best_fit", inputs, content)
@@ -108,8 +101,7 @@ def _inputs(split: PackedSplit, seq_len: int) -> str:
     return fingerprint({"files": split.manifest["files"], "seq_len": seq_len})
 
 
-@dataclass(frozen=True)
-class Pieces:
+class Pieces(NamedTuple):
     """What has to be placed into rows."""
 
     starts: np.ndarray
@@ -131,9 +123,8 @@ def cut_documents(borders: np.ndarray, seq_len: int) -> Pieces:
     piece_lengths = np.minimum(np.repeat(lengths, pieces_of) - offsets, seq_len + 1)
     piece_starts = np.repeat(starts, pieces_of) + offsets
     useful = piece_lengths > 1
-    return Pieces(
-        piece_starts[useful], piece_lengths[useful], int((pieces_of > 1).sum()), int(len(useful) - useful.sum())
-    )
+    dropped = int(len(useful) - useful.sum())
+    return Pieces(piece_starts[useful], piece_lengths[useful], int((pieces_of > 1).sum()), dropped)
 
 
 def best_fit_rows(lengths: np.ndarray, capacity: int) -> np.ndarray:

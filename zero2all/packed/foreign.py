@@ -344,9 +344,9 @@ def _facts(path: Path) -> dict[str, Any]:
 # ---- Megatron -------------------------------------------------------------------------------------------------
 
 # PREFIX.bin holds all tokens, one sequence after the other. PREFIX.idx: magic, version (uint64), type of the tokens
-# (uint8), sequences (uint64), entries of the document list (uint64); then the length of each sequence (int32), its first
-# byte in the .bin (int64), and the document list: the first sequence of each document, and the number of sequences
-# (int64). What we write has one sequence per document.
+# (uint8), sequences (uint64), entries of the document list (uint64); then the length of each sequence (int32), its
+# first byte in the .bin (int64), and the document list: the first sequence of each document, and the number of
+# sequences (int64). What we write has one sequence per document.
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

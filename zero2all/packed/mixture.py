@@ -94,37 +94,31 @@ class TrainingData:
         names = [split.name for split in self.splits]
         return [*stage_notes(self.plan, self.segments, names, end), "\n".join(self.epochs_table(end))]
 
-    def epochs_table(self, end: int) -> list[str]:
-        """Per source: tokens it has, tokens and share of the run up to `end`, and how often it is read."""
-        rows = epochs_read(self.segments, end)
-        read = [
-            sum(
-                float(row[number]) * segment.order.sources[number].samples * segment.seq_len
-                for row, segment in zip(rows, self.segments, strict=False)
+    def reading(self, end: int) -> list[tuple[float, float]]:
+        """Per source: the tokens that a run up to `end` reads of it, and how often that is all of it."""
+        rows = list(zip(epochs_read(self.segments, end), self.segments, strict=False))
+        return [
+            (
+                sum(float(row[number]) * part.order.sources[number].samples * part.seq_len for row, part in rows),
+                sum(float(row[number]) for row, _ in rows),
             )
             for number in range(len(self.splits))
         ]
-        total = sum(read) or 1.0
-        heading = ("source", "channel", "tokens", "read", "share", "epochs")
-        cells = [
-            (
-                split.name,
-                split.channel,
-                f"{split.tokens:,}",
-                f"{tokens:,.0f}",
-                f"{tokens / total:.2%}",
-                f"{sum(float(row[number]) for row in rows):.2f}",
-            )
-            for number, (split, tokens) in enumerate(zip(self.splits, read, strict=True))
-        ]
-        widths = [max(len(row[column]) for row in [heading, *cells]) for column in range(len(heading))]
+
+    def epochs_table(self, end: int) -> list[str]:
+        """Per source: tokens it has, tokens and share of the run up to `end`, and how often it is read."""
+        reading = self.reading(end)
+        total = sum(tokens for tokens, _ in reading) or 1.0
+        table = [("source", "channel", "tokens", "read", "share", "epochs")]
+        for split, (tokens, epochs) in zip(self.splits, reading, strict=True):
+            figures = (f"{split.tokens:,}", f"{tokens:,.0f}", f"{tokens / total:.2%}", f"{epochs:.2f}")
+            table.append((split.name, split.channel, *figures))
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = [f"epochs over the whole run ({end:,} tokens)"]
-        for row in [heading, *cells]:
-            words = [
-                cell.ljust(width) if column < 2 else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ]
-            lines.append("  " + "  ".join(words).rstrip())
+        for row in table:
+            cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+            cells[:2] = [cell.ljust(width) for cell, width in zip(row[:2], widths, strict=False)]
+            lines.append("  " + "  ".join(cells).rstrip())
         return lines
 
 

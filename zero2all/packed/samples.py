@@ -11,7 +11,6 @@ Legend: B rows, T = seq_len. Inputs are tokens[:, :-1], targets tokens[:, 1:]; w
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
@@ -80,24 +79,28 @@ class Borders:
         )
 
 
-class Samples(Protocol):
+class Samples:
     """The samples of one split at one seq_len."""
 
     count: int
     weighted: bool
     """Whether some tokens may weigh nothing."""
 
+    def __init__(self, split: PackedSplit, seq_len: int) -> None:
+        self.split, self.seq_len = split, seq_len
+
     def read(
         self, index: int, tokens: np.ndarray, weights: np.ndarray | None, borders: Borders | None, row: int
     ) -> None:
         """Fill `tokens` (T + 1) and, where asked, `weights` (T) with sample `index`, and note its documents."""
+        raise NotImplementedError
 
 
-class ConcatSamples:
+class ConcatSamples(Samples):
     """Windows over the tokens."""
 
     def __init__(self, split: PackedSplit, seq_len: int) -> None:
-        self.split, self.seq_len = split, seq_len
+        super().__init__(split, seq_len)
         self.count = split.samples(seq_len)
         self.weighted = split.masks is not None
 
@@ -113,13 +116,13 @@ class ConcatSamples:
             borders.add(row, *self.split.documents_in(start, self.seq_len + 1))
 
 
-class BestFitSamples:
+class BestFitSamples(Samples):
     """Rows of whole documents, padded."""
 
     weighted = True
 
     def __init__(self, split: PackedSplit, seq_len: int) -> None:
-        self.split, self.seq_len = split, seq_len
+        super().__init__(split, seq_len)
         self.index = open_best_fit(split, seq_len)
         self.count = int(self.index.manifest["rows"])
 

@@ -5,21 +5,17 @@
     commit    manifest last, then the split appears under its name; `report.json` when all have
 
 Each document becomes <|begin_of_text|>, its tokens, <|end_of_text|>; documents follow one another without padding.
-Everything before the commit lives under `packed/.build/<inputs>/`. A packing that was killed, run again, goes on with
-what is there and writes byte for byte what an undisturbed one writes, whatever the number of workers.
-
-Nothing damaged goes in or stays: corpus shards are checked against their manifest as they are read (size and crc32c),
-and packing again reads what is there, and packs a split anew where the corpus, the tokenizer or a byte of it has
-changed. Checking runs at gigabytes a second.
+Everything before the commit lies under `packed/.build/<inputs>/`. A packing that was killed continues with what is
+there, and writes the same bytes whatever the number of workers. Corpus shards are checked as they are read; packing
+again checks what is there, and packs a split anew where the corpus, the tokenizer or a byte of it has changed.
 """
 
 from __future__ import annotations
 
 import itertools
 import shutil
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -149,13 +145,10 @@ def pack_corpus(
     return results
 
 
-@contextmanager
-def writing_to(packed: Path) -> Iterator[None]:
+def writing_to(packed: Path) -> AbstractContextManager[None]:
     """Keep every other packing or import out of `packed`."""
     packed.mkdir(parents=True, exist_ok=True)
-    taken = f"Another process is packing in {packed}. Wait for it, or choose another --work."
-    with folder_lock(packed, taken):
-        yield
+    return folder_lock(packed, f"Another process is packing in {packed}. Wait for it, or choose another --work.")
 
 
 # ---- planning -------------------------------------------------------------------------------------------------
@@ -187,10 +180,7 @@ def _make_plans(
 def _find_stale(
     plans: Sequence[_Plan], imported: Sequence[dict[str, Any]], packed: Path, workers: int | None
 ) -> tuple[list[_Plan], list[tuple[_Plan, int]]]:
-    """The splits that must be packed: those of other inputs, and those of which a file is no longer what was written.
-
-    Also the best-fit indexes that damage has cost, each with its sequence length.
-    """
+    """The splits to be packed, because of other inputs or a damaged file, and the best-fit indexes lost by damage."""
     current = {plan.folder: plan for plan in plans}
     checks: list[FileCheck] = []
     for plan in plans:
@@ -254,26 +244,18 @@ def _engine_for(config: EngineConfig, plans: Sequence[_Plan]) -> EngineConfig:
 
 def _sweep_builds(packed: Path, wanted: Sequence[_Plan]) -> None:
     """Remove what was prepared for something else than `wanted`."""
-    build = packed / BUILD_NAME
-    if not build.is_dir():
-        return
-    kept = {plan.work.name for plan in wanted}
-    for folder in build.iterdir():
-        if folder.name not in kept:
+    kept = {plan.work for plan in wanted}
+    for folder in (packed / BUILD_NAME).glob("*"):
+        if folder not in kept:
             shutil.rmtree(folder, ignore_errors=True)
     if not wanted:
-        shutil.rmtree(build, ignore_errors=True)
+        shutil.rmtree(packed / BUILD_NAME, ignore_errors=True)
 
 
 def imported_manifests(packed: Path) -> list[dict[str, Any]]:
     """Manifests of the splits that came in by `z2a data import`."""
-    found = []
-    for path in sorted(packed.glob("*/*/manifest.json")):
-        if path.parent.name in SPLITS:
-            manifest = read_json(path)
-            if manifest.get("imported"):
-                found.append(manifest)
-    return found
+    paths = [path for path in sorted(packed.glob("*/*/manifest.json")) if path.parent.name in SPLITS]
+    return [manifest for manifest in map(read_json, paths) if manifest.get("imported")]
 
 
 def _imported_sources(packed: Path, sources: dict[str, Any], tokenizer: Tokenizer) -> list[dict[str, Any]]:
@@ -299,8 +281,7 @@ def _choose_encoder(corpus: Path, stale: Sequence[_Plan], tokenizer: Tokenizer, 
     sample = [text for source in dict.fromkeys(plan.source for plan in stale) for text in first_texts(corpus, source)]
     encoder = open_encoder(tokenizer, options.encoder, sample, sum(plan.corpus_bytes for plan in stale))
     if options.encoder.name not in ("auto", encoder.name):
-        reason = f"asked for the encoder {options.encoder.name}, got {encoder.name}: {encoder.reason}"
-        print(f"pack: {reason}", file=sys.stderr, flush=True)
+        say(f"pack: asked for the encoder {options.encoder.name}, got {encoder.name}: {encoder.reason}")
     return encoder
 
 
@@ -358,6 +339,9 @@ class _Split:
             PieceTask(part, start, end, plan.source, plan.work / f"piece-{number:05d}", *made_with)
             for number, (part, start, end) in enumerate(ranges)
         ]
+        self._of_part: dict[Path, list[int]] = {}
+        for number, piece in enumerate(self.pieces):
+            self._of_part.setdefault(piece.part, []).append(number)
         self.totals: dict[str, int] = {}
         self._facts: dict[int, dict[str, Any]] = {}
         self._files: dict[str, dict[str, Any]] = {}
@@ -365,15 +349,14 @@ class _Split:
         self._masked = False
 
     def take_piece(self, number: int, facts: dict[str, Any]) -> None:
-        """Note a piece that is made; refuse a corpus shard whose pieces come from other bytes than its manifest says."""
+        """Note a piece that is made; refuse a corpus shard that is not what its manifest says."""
         self._facts[number] = facts
         part = self.pieces[number].part
-        numbers = [other for other, piece in enumerate(self.pieces) if piece.part == part]
+        numbers = self._of_part[part]
         if not all(other in self._facts for other in numbers):
             return
         pieces = [(self._facts[other]["crc32c"], self.pieces[other]) for other in numbers]
-        crc32c = joined_crc32c((found, piece.end - piece.start) for found, piece in pieces)
-        if crc32c != self.plan.parts[part]["crc32c"]:
+        if joined_crc32c((crc32c, one.end - one.start) for crc32c, one in pieces) != self.plan.parts[part]["crc32c"]:
             shutil.rmtree(self.plan.work, ignore_errors=True)  # what was made of it is wrong
             raise _damaged_part(f"{part} has changed since it was written (crc32c differs)")
 
