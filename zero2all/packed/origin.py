@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,9 @@ class Origin:
 
     def in_words(self) -> str:
         """In a line."""
-        where = f"{self.file}, item {self.item:,}" if self.file is not None and self.item is not None else None
-        if where is None:
-            where = f"item {self.ordinal:,} of the {self.files:,} files of {self.path}"
+        where = f"item {self.ordinal:,} of the {self.files:,} files of {self.path}"
+        if self.file is not None and self.item is not None:
+            where = f"{self.file}, item {self.item:,}"
         record = f"; {'/'.join(self.part.parts[-3:])}" if self.part is not None else ""
         return f"{where}{record}; gid {self.gid}"
 
@@ -52,8 +53,8 @@ class Origins:
 
     def __init__(self, corpus: Path) -> None:
         self._corpus = corpus
-        self._manifests: dict[str, dict[str, Any]] = {}
-        self._lists: dict[str, tuple[list[int], list[str]]] = {}
+        self._manifest = cache(self._read_manifest)
+        self._listed = cache(self._read_list)
 
     def find(self, source: str, split: str, gid: int) -> Origin | None:
         """The origin of a document of `source`; None when the corpus is not here or no longer the same."""
@@ -71,36 +72,26 @@ class Origins:
         part, title = self._record(source, split, gid)
         return Origin(gid, ordinal, part, title, file, item, files, path)
 
-    def _manifest(self, source: str) -> dict[str, Any]:
-        if source not in self._manifests:
-            try:
-                self._manifests[source] = read_json(self._corpus / source / MANIFEST_NAME)
-            except FileNotFoundError:
-                self._manifests[source] = {}
-        return self._manifests[source]
+    def _read_manifest(self, source: str) -> dict[str, Any]:
+        path = self._corpus / source / MANIFEST_NAME
+        return read_json(path) if path.exists() else {}
 
     def _raw_file(self, source: str, ordinal: int, files: int, path: str) -> tuple[str | None, int | None]:
         firsts, names = self._listed(source)
         stretch = bisect_right(firsts, ordinal) - 1
         if stretch >= 0:
             name = names[stretch]
-            before = sum(  # items of the same file in earlier stretches
-                firsts[n + 1] - firsts[n] for n in range(stretch) if names[n] == name
-            )
+            earlier = [n for n in range(stretch) if names[n] == name]  # stretches of the same file
+            before = sum(firsts[n + 1] - firsts[n] for n in earlier)
             folder, _, last = path.rpartition("/")
             is_one_file = files == 1 and name.split("/")[0] == last  # then the list names it, and not what is below it
             return f"{folder if is_one_file else path}/{name}", before + ordinal - firsts[stretch]
         return (path, ordinal) if files == 1 else (None, None)
 
-    def _listed(self, source: str) -> tuple[list[int], list[str]]:
-        if source not in self._lists:
-            try:
-                lines = (self._corpus / source / ORIGINS_NAME).read_bytes().splitlines()
-            except FileNotFoundError:
-                lines = []
-            rows = [jsonio.loads(line) for line in lines]
-            self._lists[source] = [row["first"] for row in rows], [row["file"] for row in rows]
-        return self._lists[source]
+    def _read_list(self, source: str) -> tuple[list[int], list[str]]:
+        path = self._corpus / source / ORIGINS_NAME
+        rows = [jsonio.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+        return [row["first"] for row in rows], [row["file"] for row in rows]
 
     def _record(self, source: str, split: str, gid: int) -> tuple[Path | None, str]:
         """The shard that holds a record, and its title; records stand in the order of their gids."""

@@ -1,7 +1,6 @@
 """What a sample is: which tokens of a split stand in its row, which of them are predicted, whose documents they are.
 
-`concat`: sample i is the window of seq_len + 1 tokens from token i x seq_len on. Every token but the first of the split
-is predicted once per epoch; documents are cut anywhere, and nothing is padded.
+`concat`: sample i is the window of seq_len + 1 tokens from token i x seq_len on; nothing is padded.
 `best_fit`: sample i is row i of an index (`packed.bestfit`): whole documents side by side, then padding. The first
 token of a piece is not predicted, for nothing in its row belongs to it.
 

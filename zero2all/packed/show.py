@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -59,14 +59,11 @@ class ShownSample:
 
     def heading(self) -> str:
         """In a line."""
-        parts = []
-        if self.position is not None:
-            parts.append(f"position {self.position:,} (stage {self.stage})")
-        parts.append(f"source {self.split.name}, channel {self.split.channel}, {self.split.split}")
-        parts.append(f"sample {self.index:,} of {self.count:,} of {self.seq_len:,} + 1 tokens")
-        if self.epoch is not None:
-            parts.append(f"epoch {self.epoch}")
-        return "; ".join(parts)
+        words = f"source {self.split.name}, channel {self.split.channel}, {self.split.split}"
+        words += f"; sample {self.index:,} of {self.count:,} of {self.seq_len:,} + 1 tokens"
+        if self.position is None:
+            return words
+        return f"position {self.position:,} (stage {self.stage}); {words}; epoch {self.epoch}"
 
 
 def sample_at(data: TrainingData, position: int, corpus: Path) -> ShownSample:
@@ -88,8 +85,7 @@ def sample_at(data: TrainingData, position: int, corpus: Path) -> ShownSample:
     token = segment.from_token + within * segment.seq_len
     stage = [stage.name for stage in data.plan if stage.from_token <= token][-1]
     shown = split_sample(split, index, segment.seq_len, data.packing, corpus)
-    epoch = taken // segment.order.sources[source].samples
-    return ShownSample(split, index, shown.count, segment.seq_len, shown.documents, position, epoch, stage)
+    return replace(shown, position=position, epoch=taken // segment.order.sources[source].samples, stage=stage)
 
 
 def split_sample(split: PackedSplit, index: int, seq_len: int, packing: str, corpus: Path) -> ShownSample:

@@ -160,7 +160,7 @@ class _Download:
             return result
         self._begin(result, transfers)
         self._fetch(result, transfers)
-        _write_state(self.home / MANIFEST_NAME, self._facts(result))
+        self._write_state(MANIFEST_NAME, result)
         for name in (PLAN_NAME, FINISHED_NAME):
             (self.home / name).unlink(missing_ok=True)
         return result
@@ -243,7 +243,7 @@ class _Download:
         """Write the plan, and remove what is not part of it."""
         missing = {file.name for file in result.missing}
         finished = self.finished | {file.name: file.digest for file in result.files if file.name not in missing}
-        _write_state(self.home / PLAN_NAME, self._facts(result) | {"finished": finished})
+        self._write_state(PLAN_NAME, result, finished=finished)
         (self.home / MANIFEST_NAME).unlink(missing_ok=True)
         (self.home / FINISHED_NAME).unlink(missing_ok=True)  # its lines stand in the plan now
         used = {each.path for transfer in transfers for each in transfer.ranges}
@@ -282,8 +282,11 @@ class _Download:
                 f"damaged: run the command again with another --endpoint, or leave these files out with --exclude."
             )
 
-    def _facts(self, result: DownloadResult) -> dict[str, Any]:
-        return {
+    def _write_state(self, name: str, result: DownloadResult, **more: Any) -> None:
+        facts = {
+            "kind": KIND,
+            "format": FORMAT,
+            "zero2all": __version__,
             "repo": self.request.repo,
             "type": self.request.kind,
             "endpoint": self.hub.endpoint,
@@ -291,13 +294,10 @@ class _Download:
             "commit": result.commit,
             "files": {file.name: {"bytes": file.size_bytes, file.algorithm: file.digest} for file in result.files},
         }
+        write_json(self.home / name, facts | more)
 
 
 # ---- the state of a folder -------------------------------------------------------------------------------------
-
-
-def _write_state(path: Path, facts: dict[str, Any]) -> None:
-    write_json(path, {"kind": KIND, "format": FORMAT, "zero2all": __version__, **facts})
 
 
 def _read_state(path: Path) -> tuple[dict[str, Any], dict[str, str]]:

@@ -15,8 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
@@ -309,15 +307,7 @@ def _hub_file(entry: dict[str, Any]) -> HubFile:
 
 
 def _asked_seconds(headers: Mapping[str, str]) -> float | None:
-    """How long a hub asks us to wait: Retry-After in seconds or as a date, or the rate limit's `t=55`."""
+    """How long a hub asks us to wait: Retry-After in seconds, or the rate limit's `r=0;t=55`."""
     value = headers.get("retry-after", "").strip()
-    if value.isdigit():
-        return float(value)
-    if value:
-        try:
-            until = parsedate_to_datetime(value)
-        except ValueError:
-            return None
-        return max(0.0, (until.astimezone(UTC) - datetime.now(UTC)).total_seconds())
     spent = re.search(r"\br\s*=\s*0\s*;\s*t\s*=\s*(\d+)", headers.get("ratelimit", ""))
-    return float(spent[1]) if spent else None
+    return float(value) if value.isdigit() else float(spent[1]) if spent else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import threading
 import time
@@ -188,7 +189,9 @@ class Fleet:
                     wanted.position = 0
                     part.truncate(0)
                 elif byte_range:
-                    _require_range(answer.headers.get("content-range", ""), wanted.position, size)
+                    sent = answer.headers.get("content-range", "")
+                    if not re.fullmatch(rf"bytes {wanted.position}-.*/({size}|\*)", sent):
+                        raise InterruptedTransferError(f"asked for {byte_range} of {size:,} and was sent {sent!r}")
                 for chunk in answer.iter_raw():
                     if self._stop.is_set():
                         raise StoppedError
@@ -208,7 +211,12 @@ class Fleet:
         transfer.join()
         found = digest_of(transfer.first, file.algorithm, self._stop)
         if found == file.digest:
-            place_whole(transfer.first, self.target / file.name)
+            final = self.target / file.name
+            final.parent.mkdir(parents=True, exist_ok=True)
+            with open(transfer.first, "rb") as part:
+                os.fsync(part.fileno())
+            transfer.first.replace(final)
+            fsync_folder(final.parent)
             with self._lock:
                 self.on_whole(file)
             return
@@ -229,12 +237,6 @@ class Fleet:
             self.failures.setdefault(transfer.file.name, reason)
 
 
-def _require_range(content_range: str, position: int, size: int) -> None:
-    """Refuse another range than the one that was asked for."""
-    if not content_range.startswith(f"bytes {position}-") or content_range.rpartition("/")[2] not in (str(size), "*"):
-        raise InterruptedTransferError(f"asked for byte {position:,} of {size:,} and was sent {content_range!r}")
-
-
 def digest_of(path: Path, algorithm: str, stop: threading.Event | None = None) -> str:
     """The checksum of a file as a hub states it: `sha256` of the content, or `git_sha1` of git's blob."""
     # git hashes a file as `blob <size>`, a zero byte, and the content
@@ -245,12 +247,3 @@ def digest_of(path: Path, algorithm: str, stop: threading.Event | None = None) -
                 raise StoppedError
             digest.update(block)
     return digest.hexdigest()
-
-
-def place_whole(part: Path, final: Path) -> None:
-    """Flush a finished part to the disk and give it its name."""
-    final.parent.mkdir(parents=True, exist_ok=True)
-    with open(part, "rb") as file:
-        os.fsync(file.fileno())
-    part.replace(final)
-    fsync_folder(final.parent)

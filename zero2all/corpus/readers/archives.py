@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import lzma
 import os
+import re
 import stat
 import struct
 import tarfile
@@ -20,7 +21,7 @@ from itertools import islice
 from typing import Any, BinaryIO, cast
 
 from zero2all.corpus.readers.items import EXCERPT_CHARS, first_line_of
-from zero2all.corpus.readers.streams import CHUNK_BYTES, FilePart, Guard, Read, Source, StreamError
+from zero2all.corpus.readers.streams import CHUNK_BYTES, FilePart, Guard, Read, Source, StreamError, ZstdStream
 
 INSTALL_LIBARCHIVE = (
     "reading 7z and rar needs libarchive: apt install libarchive13 (Debian, Ubuntu), dnf install libarchive (Fedora), "
@@ -277,16 +278,13 @@ class ZipReader:
         at += 30 + sum(struct.unpack_from("<2H", header, 26))
         part = FilePart(self._file, at, info.compress_size)
         if info.compress_type == 93:
-            from zero2all.corpus.readers.streams import ZstdStream
-
             return Source(ZstdStream(part.read, self._guard).read)
         try:
             plain = zipfile.ZipExtFile(cast(Any, part), "r", info)
         except (NotImplementedError, zipfile.BadZipFile) as error:
             return _failed_source(StreamError("unknown_compression", first_line_of(error)))
-        has_plain_bytes = info.compress_type == zipfile.ZIP_STORED
         read = _watched(_zip_read(plain), info.file_size, lambda: info.compress_size, self._guard)
-        return Source(read, cast(BinaryIO, part) if has_plain_bytes else None)
+        return Source(read, cast(BinaryIO, part) if info.compress_type == zipfile.ZIP_STORED else None)
 
     def _find_directory(self) -> tuple[int, int, int, int]:
         """(entries, offset, length, shift of all offsets) of the central directory."""
@@ -382,15 +380,14 @@ def libarchive_members(file: BinaryIO, guard: Guard, formats: str) -> Iterator[M
 
 
 def _libarchive_error(error: Any, stream: _Countable) -> StreamError:
-    words = str(error.msg).lower()
-    reason = "damaged_archive"
     if stream.error is not None:
         return StreamError("read_error", first_line_of(stream.error))
-    if "truncated" in words or "premature" in words or "unexpected end" in words:
-        reason = "cut_off"
-    elif "encrypt" in words or "passphrase" in words:
-        reason = "encrypted"
     text = error.msg.decode(errors="replace") if isinstance(error.msg, bytes) else str(error.msg)
+    reason = "damaged_archive"
+    if re.search("truncated|premature|unexpected end", text, re.IGNORECASE):
+        reason = "cut_off"
+    elif re.search("encrypt|passphrase", text, re.IGNORECASE):
+        reason = "encrypted"
     return StreamError(reason, f"libarchive: {text}"[:EXCERPT_CHARS])  # str(error) has the address of a pointer in it
 
 
@@ -459,7 +456,6 @@ def _watched(read: Read, size: int | None, packed_bytes: Callable[[], int], guar
 
 
 def _failed_source(error: StreamError) -> Source:
-    def read(_: int) -> bytes:
-        raise error
-
-    return Source(read)
+    source = Source(lambda _: b"")
+    source.broken = error
+    return source

@@ -39,17 +39,14 @@ class Format(StrEnum):
     UNREADABLE = UNREADABLE
 
 
-NOT_READ = frozenset(
-    {Format.EMPTY, Format.BINARY, Format.COMPRESSED, Format.NEEDS_LIBARCHIVE, Format.UNREADABLE},
-)
+NOT_READ = frozenset({Format.EMPTY, Format.BINARY, Format.COMPRESSED, Format.NEEDS_LIBARCHIVE, Format.UNREADABLE})
 
 
 class TextBy(StrEnum):
     """What one document of a plain text is. Program text is always one document a file."""
 
     AUTO = "auto"
-    """The file; above `split_text_above_bytes`, pieces of 1 to 4 `text_piece_bytes` cut at blank lines where there are
-    any."""
+    """The file; above `split_text_above_bytes`, documents of 1 to 4 `text_piece_bytes`, best cut at blank lines."""
     LINE = "line"
     BLANK_LINE = "blank line"
     FILE = "file"
@@ -192,9 +189,8 @@ class Row:
     @property
     def cursor(self) -> Cursor:
         """From where reading goes on behind this item."""
-        return (
-            [*self.origin.path, self.end] if self.line_start is None else [*self.origin.path, self.end, self.line_start]
-        )
+        cursor = [*self.origin.path, self.end]
+        return cursor if self.line_start is None else [*cursor, self.line_start]
 
 
 @dataclass(frozen=True, slots=True)

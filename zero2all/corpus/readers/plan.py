@@ -20,7 +20,7 @@ from zero2all.corpus.readers.archives import INSTALL_LIBARCHIVE, ZipReader, has_
 from zero2all.corpus.readers.encodings import newline_of
 from zero2all.corpus.readers.items import Format, Limits, TextBy, Unit, first_line_of, suffix_of
 from zero2all.corpus.readers.sniff import ARCHIVES, HEAD_BYTES, STREAMS, Found, container_of, inner_name, sniff
-from zero2all.corpus.readers.streams import FilePart, Guard, Source, StreamError, decompressed, zstd_frames
+from zero2all.corpus.readers.streams import FilePart, Guard, Source, StreamError, decompress, zstd_frames
 
 LOOK_BYTES = 1 << 16
 BLANKS_SEEN = 4096
@@ -66,7 +66,7 @@ def _look_inside(file: InputFile, handle: BinaryIO, limits: Limits) -> tuple[Fou
         if container not in STREAMS or len(layers) >= limits.max_nesting:
             break
         layers.append(container)
-        source = Source(decompressed(source.read_or_raise, container, Guard(file.size_bytes, limits)))
+        source = Source(decompress(source.read_or_raise, container, Guard(file.size_bytes, limits)))
         name = inner_name(name, container)
     if not head:
         return Found(Format.TEXT if source.broken is not None else Format.EMPTY), layers

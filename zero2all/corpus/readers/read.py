@@ -8,16 +8,8 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from zero2all.corpus.listing import CODE_SUFFIXES, open_input
-from zero2all.corpus.readers.archives import (
-    INSTALL_LIBARCHIVE,
-    Member,
-    TarReader,
-    ZipReader,
-    has_libarchive,
-    is_hidden,
-    is_safe_name,
-    libarchive_members,
-)
+from zero2all.corpus.readers import archives
+from zero2all.corpus.readers.archives import Member
 from zero2all.corpus.readers.encodings import Transcoded
 from zero2all.corpus.readers.items import (
     FINISHED,
@@ -54,7 +46,7 @@ from zero2all.corpus.readers.streams import (
     Progress,
     Source,
     StreamError,
-    decompressed,
+    decompress,
     spooled,
 )
 from zero2all.corpus.readers.texts import read_long_text, read_paragraphs, read_whole
@@ -140,7 +132,7 @@ class _UnitReader:
             detail = f"more than {self.limits.max_nesting} archives and compressions inside one another (max_nesting)"
             yield damaged_at(origin, 0, FINISHED, "nested_too_deep", detail, 0, head)
         elif container in STREAMS:
-            inner = Source(decompressed(source.read_or_raise, container, self.guard))
+            inner = Source(decompress(source.read_or_raise, container, self.guard))
             yield from self._stream(inner, inner_name(name, container), member, path, depth + 1, resume)
         elif container in ARCHIVES:
             yield from self._archive(container, source, member, path, depth, resume)
@@ -168,7 +160,7 @@ class _UnitReader:
         first = resume[0] if resume else 0
         if first == FINISHED:
             return
-        if kind in ("7z", "rar") and not has_libarchive():
+        if kind in ("7z", "rar") and not archives.has_libarchive():
             self.on_skip(Format.NEEDS_LIBARCHIVE, self._label(member))
             return
         try:
@@ -200,36 +192,38 @@ class _UnitReader:
         self, kind: str, source: Source, file: BinaryIO | None, first: int, end: int | None
     ) -> Iterator[Member]:
         if kind == "tar":
-            yield from TarReader(source).members()
+            yield from archives.TarReader(source).members()
             return
         assert file is not None, "only a tar is read from a stream"
         if kind != "zip":
-            yield from libarchive_members(file, self.guard, "7zip" if kind == "7z" else kind)
+            yield from archives.libarchive_members(file, self.guard, "7zip" if kind == "7z" else kind)
             return
         try:
-            reader = ZipReader(file, self.guard)
+            reader = archives.ZipReader(file, self.guard)
         except StreamError as error:
-            if not has_libarchive():
-                raise StreamError(error.reason, f"{error.detail}; {INSTALL_LIBARCHIVE}") from error
-            yield from libarchive_members(file, self.guard, "zip_streamable")
+            if not archives.has_libarchive():
+                raise StreamError(error.reason, f"{error.detail}; {archives.INSTALL_LIBARCHIVE}") from error
+            yield from archives.libarchive_members(file, self.guard, "zip_streamable")
             return
         yield from reader.members(first, end)
 
-    def _member(self, entry: Member, outer: str, path: tuple[int, ...], depth: int, resume: Cursor | None) -> Items:
+    def _member(
+        self, entry: archives.Member, outer: str, path: tuple[int, ...], depth: int, resume: Cursor | None
+    ) -> Items:
         name = entry.name.removeprefix("./")
         member = f"{outer}/{name}" if outer else name
         inner_path = (*path, entry.number)
         if entry.skip == "folder":
             return
         problem = entry.error
-        if problem is None and not is_safe_name(name):
+        if problem is None and not archives.is_safe_name(name):
             problem = StreamError("unsafe_name", f"the archive member {name!r} points outside of the archive; refused")
         if problem is not None:
             origin = self._origin(Found(Format.ARCHIVE), name, member, inner_path)
             place = member or f"entry {entry.number + 1}"
             cursor = [*inner_path, FINISHED]
             yield Damaged(place, problem.reason, problem.detail, entry.size, "", False, origin, cursor)
-        elif entry.skip or is_hidden(name):
+        elif entry.skip or archives.is_hidden(name):
             self.on_skip(entry.skip or "hidden", self._label(member))
         elif entry.open is not None:
             yield from self._stream(entry.open(), name, member, inner_path, depth + 1, resume)

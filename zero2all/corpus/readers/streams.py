@@ -211,7 +211,7 @@ _MAGIC = {"gzip": b"\x1f\x8b", "bzip2": b"BZh", "xz": b"\xfd7zXZ"}
 _ERRORS = (zlib.error, OSError, lzma.LZMAError, EOFError, ValueError)
 
 
-def decompressed(read: Read, compression: str, guard: Guard) -> Read:
+def decompress(read: Read, compression: str, guard: Guard) -> Read:
     """The layer that undoes a compression."""
     if compression == "zstd":
         return ZstdStream(read, guard).read
@@ -276,10 +276,8 @@ class ZstdStream:
     def __init__(self, read: Read, guard: Guard) -> None:
         import zstandard
 
-        self._guard = guard
-        self._out = 0
-        self._fed = _Followed(read)
-        self._zstd_error = zstandard.ZstdError
+        self._guard, self._out = guard, 0
+        self._fed, self._zstd_error = _Followed(read), zstandard.ZstdError
         context = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
         self._reader = context.stream_reader(cast(BinaryIO, self._fed), read_size=INPUT_BYTES, read_across_frames=True)
 
@@ -456,17 +454,11 @@ class FrameLines:
     """
 
     def __init__(
-        self,
-        file: BinaryIO,
-        start: int,
-        end: int | None,
-        guard: Guard,
-        frames: list[tuple[int, int]],
-        progress: Progress,
+        self, file: BinaryIO, start: int, end: int | None, guard: Guard, met: list[tuple[int, int]], progress: Progress
     ) -> None:
+        """`met`: gets (position, byte in the file) of each frame."""
         self._file, self._start, self._end, self._guard, self._progress = file, start, end, guard, progress
-        self._met = frames
-        self._zstd = zstd_frames(file, start)
+        self._met, self._zstd = met, zstd_frames(file, start)
         self._layer: ZstdStream | None = None
         self._held = b""
         self._position = 0
@@ -495,11 +487,7 @@ class FrameLines:
         if self._held:
             data, self._held = self._held, b""
             return data
-        try:
-            data = self._plain(size)
-        except StreamError as error:
-            self._error = error
-            raise
+        data = self._plain(size)
         if self._in_tail:
             line_end = data.find(b"\n")
             if line_end >= 0:
@@ -532,9 +520,8 @@ def spooled(source: Source, limits: Limits) -> BinaryIO:
         while data := source.read_or_raise(CHUNK_BYTES):
             size += len(data)
             if size > limits.max_spool_bytes:
-                raise StreamError(
-                    "too_large", f"more than {limits.max_spool_bytes:,} bytes (max_spool_bytes) to unpack first"
-                )
+                detail = f"more than {limits.max_spool_bytes:,} bytes (max_spool_bytes) to unpack first"
+                raise StreamError("too_large", detail)
             file.write(data)
         file.seek(0)
     except BaseException as error:
