@@ -21,8 +21,8 @@ from tests.corpus.corpus_helpers import tree
 from tests.corpus.hub_server import HubServer
 from zero2all.cli import main
 from zero2all.common.errors import BadInputError, DiskError, RunLockedError, UsageError, UserError
-from zero2all.corpus.download import DownloadRequest, DownloadResult, download
 from zero2all.corpus.download import fetch as download_module
+from zero2all.corpus.download.fetch import DownloadRequest, DownloadResult, download
 from zero2all.corpus.listing import list_files
 
 KB = 1000

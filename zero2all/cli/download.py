@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from zero2all.cli.verb import Subparsers, add_output, add_verb, whole
 
 if TYPE_CHECKING:
-    from zero2all.corpus.download import DownloadRequest, DownloadResult
+    from zero2all.corpus.download.fetch import DownloadRequest, DownloadResult
 
 EXAMPLES = """z2a corpus download wikimedia/wikipedia --include '20231101.zh/*' --to raw/wiki_zh
   z2a corpus download OWNER/MODEL --type model --exclude '*.bin' --endpoint https://mirror.example
@@ -41,7 +41,7 @@ def register(inner: Subparsers) -> None:
 
 def _download(arguments: argparse.Namespace) -> None:
     from zero2all.common.progress import say
-    from zero2all.corpus.download import DownloadRequest, download
+    from zero2all.corpus.download.fetch import DownloadRequest, download
 
     name = arguments.repo.rstrip("/").rpartition("/")[2]
     folder = arguments.to or Path("models" if arguments.type == "model" else "raw") / name
@@ -63,7 +63,7 @@ def _download(arguments: argparse.Namespace) -> None:
 def _print_files(result: DownloadResult) -> None:
     from zero2all.cli.table import print_table
     from zero2all.common.files import human_bytes
-    from zero2all.corpus.download import in_words
+    from zero2all.corpus.download.fetch import in_words
 
     missing = {file.name for file in result.missing}
     rows = [
@@ -77,7 +77,7 @@ def _print_files(result: DownloadResult) -> None:
 def _print_summary(request: DownloadRequest, result: DownloadResult) -> None:
     from zero2all.common.files import human_bytes
     from zero2all.common.progress import counted, human_seconds
-    from zero2all.corpus.download import MANIFEST_NAME, STATE_FOLDER, in_words
+    from zero2all.corpus.download.fetch import MANIFEST_NAME, STATE_FOLDER, in_words
 
     if result.missing:
         losses = f", lost connections taken up again: {result.interruptions:,}" if result.interruptions else ""

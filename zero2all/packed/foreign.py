@@ -15,7 +15,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
@@ -30,7 +30,6 @@ from zero2all.packed.writer import imported_manifests, split_content, write_repo
 from zero2all.tokenizer.load import Tokenizer
 
 FileFormat = Literal["megatron", "numpy"]
-FILE_FORMATS: tuple[str, ...] = get_args(FileFormat)
 
 
 # ---- out ------------------------------------------------------------------------------------------------------
@@ -120,7 +119,7 @@ class Import:
 def import_source(
     packed: Path, tokenizer: Tokenizer, asked: Import, shard_tokens: int = SHARD_TOKENS
 ) -> dict[str, Any]:
-    """Make a source of somebody's tokens; returns the manifest of the split."""
+    """Make a source of tokens from elsewhere; returns the manifest of the split."""
     tokens, facts = _open_foreign(asked, tokenizer)
     channel = asked.channel or facts.get("channel") or asked.name
     _check_tokenizer(asked, facts, tokenizer)
@@ -206,7 +205,7 @@ def _check_tokenizer(asked: Import, facts: dict[str, Any], tokenizer: Tokenizer)
 
 
 class ForeignTokens:
-    """Somebody's tokens, checked as they are read."""
+    """Tokens from elsewhere, checked as they are read."""
 
     def __init__(
         self, path: Path, array: np.ndarray, lengths: np.ndarray, mask: np.ndarray | None, tokenizer: Tokenizer

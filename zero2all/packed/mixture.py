@@ -123,11 +123,7 @@ class TrainingData:
 
 
 def open_training_data(
-    packed: Path,
-    config: DataConfig,
-    stages: Sequence[Stage],
-    progress: Progress | None = None,
-    end: int | None = None,
+    packed: Path, config: DataConfig, stages: Sequence[Stage], progress: Progress | None = None, end: int | None = None
 ) -> TrainingData:
     """Open the sources that any stage uses, check them, and lay out their order.
 

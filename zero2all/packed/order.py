@@ -44,7 +44,7 @@ def rounded_weights(weights: list[float]) -> list[int]:
 
 
 class MixtureCycle:
-    """One period of picks among the sources, repeated for ever."""
+    """One period of picks among the sources, repeated without end."""
 
     def __init__(self, units: Sequence[int]) -> None:
         divisor = gcd(*units)

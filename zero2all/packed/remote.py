@@ -1,7 +1,7 @@
 """Packed data in object storage, read through a bounded local cache.
 
     packed = packed_root(workspace.packed, config.data)      # a folder, also where data.packed is s3://bucket/packed
-    open_split(packed, "en", "train")                        # as ever
+    open_split(packed, "en", "train")                        # as for a local folder
 
 Reports and manifests are fetched when the data is opened; document indexes, gids and best-fit indexes when they are
 first touched, and they stay. Token shards and masks are fetched in blocks of 256 KB as samples touch them; blocks take
@@ -239,7 +239,7 @@ class BlockCache:
         """Remove the oldest blocks; returns the bytes of those that stay."""
         found = []
         for path in self._blocks.glob("*/*"):
-            if PARTIAL_MARK in path.name:  # of a process that was killed: whoever writes holds the lock
+            if PARTIAL_MARK in path.name:  # of a killed process: only the holder of the lock writes
                 path.unlink()
             else:
                 facts = path.stat()

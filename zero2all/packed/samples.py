@@ -2,7 +2,7 @@
 
 `concat`: sample i is the window of seq_len + 1 tokens from token i x seq_len on; nothing is padded.
 `best_fit`: sample i is row i of an index (`packed.bestfit`): whole documents side by side, then padding. The first
-token of a piece is not predicted, for nothing in its row belongs to it.
+token of a chunk is not predicted, for nothing in its row belongs to it.
 
 Legend: B rows, T = seq_len. Inputs are tokens[:, :-1], targets tokens[:, 1:]; weights belong to targets.
 """
@@ -136,7 +136,7 @@ class BestFitSamples(Samples):
             weights[:] = 0
         for start, length in zip(self.index.starts[first:end].tolist(), lengths, strict=True):
             self.split.read_into(tokens[column : column + length], start)
-            if weights is not None:  # targets are shifted by one: the piece's first token is nobody's target
+            if weights is not None:  # targets are shifted by one: the first token of a chunk is no target
                 counts = 1 if self.split.masks is None else self.split.read_mask(start + 1, length - 1)
                 weights[column : column + length - 1] = counts
             if borders is not None:

@@ -1,7 +1,7 @@
 """Pieces into shards: which documents stand in which shard follows from their lengths alone.
 
 A shard is closed after the document that takes it past `shard_tokens`. So the shards of a split are the same whatever
-the pieces were and whoever made them, and each can be written by itself.
+the pieces were, and each can be written by itself.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class _ToDevice:
             sent = _mapped(batch, self._copy)
             done = torch.cuda.Event()
             done.record(self.stream)
-        # Waiting here blocks the reading thread and nobody else: a batch that is handed out is on the device.
+        # This blocks the reading thread only: a batch that is handed out is on the device.
         done.synchronize()
         return sent
 

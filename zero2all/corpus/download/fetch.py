@@ -250,6 +250,8 @@ class _Download:
         for path in self.home.iterdir():
             if path.suffix in PARTIAL_SUFFIXES and path not in used:
                 path.unlink()
+                if path.suffix == ".done":
+                    self.announce(f"{path.name}: a part that version 0.1.0 had begun is fetched again")
         gone = sorted(finished.keys() - {file.name for file in result.files})
         for name in gone:
             (self.request.folder / name).unlink(missing_ok=True)

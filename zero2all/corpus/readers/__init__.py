@@ -11,7 +11,7 @@
 
 Memory does not grow with the file, and an item above `max_record_bytes` goes to quarantine unread. A reader never
 raises for bad content: it yields `Damaged` and goes on; where it cannot go on, `ends_file` is set. The units of a file
-on end give exactly what reading it in one unit gives, and so does going on at the cursor of any item. pyarrow, numba,
+give exactly what reading it in one unit gives, and so does going on at the cursor of any item. pyarrow, numba,
 zstandard and libarchive are imported only when a file needs them.
 """
 
@@ -21,16 +21,12 @@ from zero2all.corpus.readers.items import (
     Cursor,
     Damaged,
     Format,
-    Items,
     Limits,
-    OnBytes,
-    OnSkip,
     Origin,
     Row,
     TextBy,
     Unit,
     damaged_at,
-    excerpt_of,
 )
 from zero2all.corpus.readers.plan import plan_units
 from zero2all.corpus.readers.read import read_unit
@@ -42,16 +38,12 @@ __all__ = [
     "Cursor",
     "Damaged",
     "Format",
-    "Items",
     "Limits",
-    "OnBytes",
-    "OnSkip",
     "Origin",
     "Row",
     "TextBy",
     "Unit",
     "damaged_at",
-    "excerpt_of",
     "plan_units",
     "read_unit",
     "sniff",

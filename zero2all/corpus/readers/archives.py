@@ -21,7 +21,7 @@ from itertools import islice
 from typing import Any, BinaryIO, cast
 
 from zero2all.corpus.readers.items import EXCERPT_CHARS, first_line_of
-from zero2all.corpus.readers.streams import CHUNK_BYTES, FilePart, Guard, Read, Source, StreamError, ZstdStream
+from zero2all.corpus.readers.streams import CHUNK_BYTES, FilePart, Guard, Read, Stream, StreamError, ZstdStream
 
 INSTALL_LIBARCHIVE = (
     "reading 7z and rar needs libarchive: apt install libarchive13 (Debian, Ubuntu), dnf install libarchive (Fedora), "
@@ -48,11 +48,11 @@ class Member:
     """Why it holds nothing to read: `folder`, `link` …"""
     error: StreamError | None = None
     """Why it cannot be read."""
-    open: Callable[[], Source] | None = None
+    open: Callable[[], Stream] | None = None
 
 
 def _member(
-    number: int, name: str, size: int, is_folder: bool, is_link: bool, is_file: bool, opened: Callable[[], Source]
+    number: int, name: str, size: int, is_folder: bool, is_link: bool, is_file: bool, opened: Callable[[], Stream]
 ) -> Member:
     skip = "folder" if is_folder else "link" if is_link else "" if is_file else "not a file"
     return Member(number, name, 0 if skip else size, skip, open=opened)
@@ -86,8 +86,8 @@ def has_libarchive() -> bool:
 class TarReader:
     """The members of a tar, from a stream or a file. A damaged header costs the members up to the next good one."""
 
-    def __init__(self, source: Source) -> None:
-        self._source, self._file = source, source.file
+    def __init__(self, stream: Stream) -> None:
+        self._stream, self._file = stream, stream.file
         self._at = 0
         """Offset of the next header."""
         self._position = 0
@@ -139,10 +139,10 @@ class TarReader:
         is_link, is_file = info.issym() or info.islnk(), info.type not in TAR_DEVICES
         return _member(number, name, size, info.isdir(), is_link, is_file, lambda: self._open(at, size))
 
-    def _open(self, at: int, size: int) -> Source:
+    def _open(self, at: int, size: int) -> Stream:
         if self._file is not None and at + size <= self._size:
             part = FilePart(self._file, at, size)
-            return Source(part.read, cast(BinaryIO, part))
+            return Stream(part.read, cast(BinaryIO, part))
         self._position = max(self._position, at)
         end = at + size
 
@@ -153,7 +153,7 @@ class TarReader:
                 raise StreamError("cut_off", "the tar ends inside this entry")
             return data
 
-        return Source(read)
+        return Stream(read)
 
     def _block(self) -> bytes:
         """The next header; nothing at the end of the data."""
@@ -184,7 +184,7 @@ class TarReader:
             self._file.seek(self._position)
             data = self._file.read(size)
         else:
-            data = self._source.read_or_raise(size)
+            data = self._stream.read_or_raise(size)
         self._position += len(data)
         return data
 
@@ -201,7 +201,7 @@ class TarReader:
                     self._at -= TAR_BLOCK
                     self._position -= TAR_BLOCK
                     if self._file is None:
-                        self._source.unread(block)
+                        self._stream.unread(block)
                     return self._at - start
             raise StreamError("damaged_archive", "nothing readable follows a damaged tar header")
         except StreamError as error:
@@ -269,22 +269,22 @@ class ZipReader:
                 member.error = error
         return member
 
-    def _open(self, info: zipfile.ZipInfo) -> Source:
+    def _open(self, info: zipfile.ZipInfo) -> Stream:
         at = info.header_offset + self._shift
         self._file.seek(at)
         header = self._file.read(30)
         if len(header) < 30 or header[:4] != b"PK\x03\x04":
-            return _failed_source(StreamError("damaged_archive", "the zip entry has no header of its own"))
+            return _failed_stream(StreamError("damaged_archive", "the zip entry has no header of its own"))
         at += 30 + sum(struct.unpack_from("<2H", header, 26))
         part = FilePart(self._file, at, info.compress_size)
         if info.compress_type == 93:
-            return Source(ZstdStream(part.read, self._guard).read)
+            return Stream(ZstdStream(part.read, self._guard).read)
         try:
             plain = zipfile.ZipExtFile(cast(Any, part), "r", info)
         except (NotImplementedError, zipfile.BadZipFile) as error:
-            return _failed_source(StreamError("unknown_compression", first_line_of(error)))
+            return _failed_stream(StreamError("unknown_compression", first_line_of(error)))
         read = _watched(_zip_read(plain), info.file_size, lambda: info.compress_size, self._guard)
-        return Source(read, cast(BinaryIO, part) if info.compress_type == zipfile.ZIP_STORED else None)
+        return Stream(read, cast(BinaryIO, part) if info.compress_type == zipfile.ZIP_STORED else None)
 
     def _find_directory(self) -> tuple[int, int, int, int]:
         """(entries, offset, length, shift of all offsets) of the central directory."""
@@ -392,9 +392,9 @@ def _libarchive_error(error: Any, stream: _Countable) -> StreamError:
 
 
 def _libarchive_member(number: int, entry: Any, stream: _Countable, guard: Guard) -> Member:
-    def opened() -> Source:
+    def opened() -> Stream:
         # A solid block may be unpacked ahead of the entry that needs it: measured against all that was read.
-        return Source(_watched(_libarchive_read(entry, stream), entry.size, lambda: stream.bytes_read, guard))
+        return Stream(_watched(_libarchive_read(entry, stream), entry.size, lambda: stream.bytes_read, guard))
 
     is_link = entry.issym or entry.islnk
     return _member(number, entry.pathname or "", entry.size or 0, entry.isdir, is_link, entry.isreg, opened)
@@ -455,7 +455,7 @@ def _watched(read: Read, size: int | None, packed_bytes: Callable[[], int], guar
     return watched
 
 
-def _failed_source(error: StreamError) -> Source:
-    source = Source(lambda _: b"")
-    source.broken = error
-    return source
+def _failed_stream(error: StreamError) -> Stream:
+    stream = Stream(lambda _: b"")
+    stream.broken = error
+    return stream

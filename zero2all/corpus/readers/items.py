@@ -57,7 +57,7 @@ class Limits:
     """Sizes the readers must respect, and how plain text is cut."""
 
     max_record_bytes: int = 32_000_000
-    """A larger item is passed over into quarantine without being held in memory."""
+    """A larger item goes to quarantine without being held in memory."""
     split_text_above_bytes: int = 1_000_000
     """With `text_by` auto, a plain text above this size is cut into documents …"""
     text_piece_bytes: int = 8_000
@@ -113,7 +113,7 @@ class Unit:
     """First key of the first object of a JSON array: where reading goes on behind damage."""
     mapping: Mapping[str, str] | None = None
     """Record field -> raw field as found in the first rows of a file of several units; empty when nothing was found
-    there. None: whoever reads the unit looks."""
+    there. None: the reader of the unit looks."""
     note: str = ""
     """For the user: why the file is not split, or not read."""
 

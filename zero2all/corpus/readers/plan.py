@@ -20,7 +20,7 @@ from zero2all.corpus.readers.archives import INSTALL_LIBARCHIVE, ZipReader, has_
 from zero2all.corpus.readers.encodings import newline_of
 from zero2all.corpus.readers.items import Format, Limits, TextBy, Unit, first_line_of, suffix_of
 from zero2all.corpus.readers.sniff import ARCHIVES, HEAD_BYTES, STREAMS, Found, container_of, inner_name, sniff
-from zero2all.corpus.readers.streams import FilePart, Guard, Source, StreamError, decompress, zstd_frames
+from zero2all.corpus.readers.streams import FilePart, Guard, Stream, StreamError, decompress, zstd_frames
 
 LOOK_BYTES = 1 << 16
 BLANKS_SEEN = 4096
@@ -54,11 +54,11 @@ def _plan(file: InputFile, handle: BinaryIO, limits: Limits) -> list[Unit]:
 def _look_inside(file: InputFile, handle: BinaryIO, limits: Limits) -> tuple[Found, list[str]]:
     """What is under all compression, and the names of the layers above it."""
     part = FilePart(handle, 0, file.size_bytes)
-    source = Source(part.read)
+    stream = Stream(part.read)
     name = file.name
     layers: list[str] = []
     while True:
-        head = source.peek(HEAD_BYTES)
+        head = stream.peek(HEAD_BYTES)
         container = container_of(head, name)
         if container in ARCHIVES:
             missing = container in ("7z", "rar") and not has_libarchive()
@@ -66,12 +66,12 @@ def _look_inside(file: InputFile, handle: BinaryIO, limits: Limits) -> tuple[Fou
         if container not in STREAMS or len(layers) >= limits.max_nesting:
             break
         layers.append(container)
-        source = Source(decompress(source.read_or_raise, container, Guard(file.size_bytes, limits)))
+        stream = Stream(decompress(stream.read_or_raise, container, Guard(file.size_bytes, limits)))
         name = inner_name(name, container)
     if not head:
-        return Found(Format.TEXT if source.broken is not None else Format.EMPTY), layers
+        return Found(Format.TEXT if stream.broken is not None else Format.EMPTY), layers
     sample = _sample(handle, file.size_bytes) if not layers else b""
-    return sniff(head, name, whole=len(head) < HEAD_BYTES and source.broken is None, sample=sample), layers
+    return sniff(head, name, whole=len(head) < HEAD_BYTES and stream.broken is None, sample=sample), layers
 
 
 def _sample(handle: BinaryIO, size: int) -> bytes:
@@ -106,18 +106,18 @@ def _borders(unit: Unit, handle: BinaryIO, limits: Limits) -> list[int]:
     unit_bytes = limits.unit_bytes
     if size < unit_bytes * 3 // 2:
         return []
-    source = Source(FilePart(handle, unit.bom_bytes, size - unit.bom_bytes).read)
+    stream = Stream(FilePart(handle, unit.bom_bytes, size - unit.bom_bytes).read)
     wide = len(newline_of(unit.encoding)) > 1
     if unit.format is Format.JSON_LINES:
         return _line_borders(unit, handle, unit_bytes, 1)
     if unit.format is Format.JSON_ARRAY and unit.encoding == "utf-8":
         from zero2all.corpus.readers.arrays import array_borders
 
-        return array_borders(source, limits, unit.bom_bytes, unit.first_key, unit_bytes)
+        return array_borders(stream, limits, unit.bom_bytes, unit.first_key, unit_bytes)
     if unit.format is Format.CSV and unit.encoding == "utf-8":
         from zero2all.corpus.readers.tables import csv_borders
 
-        return csv_borders(source, limits, unit.bom_bytes, unit.delimiter, unit_bytes)
+        return csv_borders(stream, limits, unit.bom_bytes, unit.delimiter, unit_bytes)
     if unit.format is not Format.TEXT or suffix_of(unit.file.name) in CODE_SUFFIXES:
         return []
     if limits.text_by is TextBy.LINE:

@@ -44,7 +44,7 @@ from zero2all.corpus.readers.streams import (
     FrameLines,
     Guard,
     Progress,
-    Source,
+    Stream,
     StreamError,
     decompress,
     spooled,
@@ -53,11 +53,7 @@ from zero2all.corpus.readers.texts import read_long_text, read_paragraphs, read_
 
 
 def read_unit(
-    unit: Unit,
-    limits: Limits,
-    on_bytes: OnBytes,
-    resume_at: Cursor | None = None,
-    on_skip: OnSkip | None = None,
+    unit: Unit, limits: Limits, on_bytes: OnBytes, resume_at: Cursor | None = None, on_skip: OnSkip | None = None
 ) -> Items:
     """Everything in one unit, in order, or what follows the item whose cursor is `resume_at`.
 
@@ -93,7 +89,7 @@ class _UnitReader:
         if not unit.compression:
             return self._plain(resume)
         part = FilePart(self.file, 0, unit.file.size_bytes, self.progress)
-        return self._stream(Source(part.read, cast(BinaryIO, part)), self.name, "", (), 0, resume)
+        return self._stream(Stream(part.read, cast(BinaryIO, part)), self.name, "", (), 0, resume)
 
     # ---- what files are split into -----------------------------------------------------------------------------
 
@@ -109,53 +105,53 @@ class _UnitReader:
         if resume and not self._is_whole(origin, size) and not self._is_converted(origin, size):
             start = resume[0]
         end = size if unit.end is None else unit.end
-        source = Source(FilePart(self.file, start, end - start, self.progress).read)
-        return self._leaf(source, found, origin, size, resume, start)
+        stream = Stream(FilePart(self.file, start, end - start, self.progress).read)
+        return self._leaf(stream, found, origin, size, resume, start)
 
     def _by_frames(self, resume: Cursor | None) -> Items:
         unit = self.unit
         found = _found_of(unit)
         origin = self._origin(found, inner_name(self.name, "zstd"), "", ())
         lines = FrameLines(self.file, unit.start, unit.end, self.guard, origin.frames, self.progress)
-        return self._leaf(Source(lines.read), found, origin, 0, resume, lines.to_first_line(), unit.start == 0)
+        return self._leaf(Stream(lines.read), found, origin, 0, resume, lines.to_first_line(), unit.start == 0)
 
     # ---- layers ------------------------------------------------------------------------------------------------
 
     def _stream(
-        self, source: Source, name: str, member: str, path: tuple[int, ...], depth: int, resume: Cursor | None
+        self, stream: Stream, name: str, member: str, path: tuple[int, ...], depth: int, resume: Cursor | None
     ) -> Items:
         """Whatever a stream holds. `name` is what tells its format, `member` the label within the archive."""
-        head = source.peek(HEAD_BYTES)
+        head = stream.peek(HEAD_BYTES)
         container = container_of(head, name)
         if container and depth >= self.limits.max_nesting:
             origin = self._origin(Found(Format.ARCHIVE), name, member, path)
             detail = f"more than {self.limits.max_nesting} archives and compressions inside one another (max_nesting)"
             yield damaged_at(origin, 0, FINISHED, "nested_too_deep", detail, 0, head)
         elif container in STREAMS:
-            inner = Source(decompress(source.read_or_raise, container, self.guard))
+            inner = Stream(decompress(stream.read_or_raise, container, self.guard))
             yield from self._stream(inner, inner_name(name, container), member, path, depth + 1, resume)
         elif container in ARCHIVES:
-            yield from self._archive(container, source, member, path, depth, resume)
-        elif not head and source.broken is None:
+            yield from self._archive(container, stream, member, path, depth, resume)
+        elif not head and stream.broken is None:
             self.on_skip(Format.EMPTY, self._label(member))
         else:
-            found = sniff(head, name, whole=len(head) < HEAD_BYTES and source.broken is None)
+            found = sniff(head, name, whole=len(head) < HEAD_BYTES and stream.broken is None)
             if not head:
                 found = Found(Format.TEXT)
             if found.format in NOT_READ:
                 self.on_skip(found.format, self._label(member))
                 return
             origin = self._origin(found, name, member, path)
-            yield from self._leaf(source, found, origin, self._size_of(source, found), resume)
+            yield from self._leaf(stream, found, origin, self._size_of(stream, found), resume)
 
-    def _size_of(self, source: Source, found: Found) -> int:
+    def _size_of(self, stream: Stream, found: Found) -> int:
         """How long a stream is, as far as it matters: whether a text is long enough to be cut."""
         if found.format is not Format.TEXT or self.limits.text_by is not TextBy.AUTO:
             return 0
-        return len(source.peek(min(self.limits.split_text_above_bytes, self.limits.max_record_bytes) + 1))
+        return len(stream.peek(min(self.limits.split_text_above_bytes, self.limits.max_record_bytes) + 1))
 
     def _archive(
-        self, kind: str, source: Source, member: str, path: tuple[int, ...], depth: int, resume: Cursor | None
+        self, kind: str, stream: Stream, member: str, path: tuple[int, ...], depth: int, resume: Cursor | None
     ) -> Items:
         first = resume[0] if resume else 0
         if first == FINISHED:
@@ -164,9 +160,9 @@ class _UnitReader:
             self.on_skip(Format.NEEDS_LIBARCHIVE, self._label(member))
             return
         try:
-            with self._seekable(source, kind != "tar") as file:
+            with self._seekable(stream, kind != "tar") as file:
                 start, end = (self.unit.start, self.unit.end) if depth == 0 else (0, None)
-                for entry in self._entries(kind, source, file, max(first, start), end):
+                for entry in self._entries(kind, stream, file, max(first, start), end):
                     if entry.number < first:
                         continue
                     inner = resume[1:] if resume and entry.number == first else None
@@ -180,19 +176,19 @@ class _UnitReader:
             yield Damaged(place, error.reason, words[:400], error.lost_bytes, "", True, origin, cursor)
 
     @contextmanager
-    def _seekable(self, source: Source, is_needed: bool = True) -> Iterator[BinaryIO | None]:
-        """The bytes of a source with random access, copied to a temporary file if there is no other way."""
-        if source.file is not None or not is_needed:
-            yield source.file
+    def _seekable(self, stream: Stream, is_needed: bool = True) -> Iterator[BinaryIO | None]:
+        """The bytes of a stream with random access, copied to a temporary file if there is no other way."""
+        if stream.file is not None or not is_needed:
+            yield stream.file
             return
-        with spooled(source, self.limits) as file:
+        with spooled(stream, self.limits) as file:
             yield file
 
     def _entries(
-        self, kind: str, source: Source, file: BinaryIO | None, first: int, end: int | None
+        self, kind: str, stream: Stream, file: BinaryIO | None, first: int, end: int | None
     ) -> Iterator[Member]:
         if kind == "tar":
-            yield from archives.TarReader(source).members()
+            yield from archives.TarReader(stream).members()
             return
         assert file is not None, "only a tar is read from a stream"
         if kind != "zip":
@@ -242,7 +238,7 @@ class _UnitReader:
 
     def _leaf(
         self,
-        source: Source,
+        stream: Stream,
         found: Found,
         origin: Origin,
         size: int,
@@ -250,47 +246,47 @@ class _UnitReader:
         start: int = 0,
         has_beginning: bool = True,
     ) -> Items:
-        """The items of a file or member of `size` bytes, of which the source has those from position `start` on."""
+        """The items of a file or member of `size` bytes, of which the stream has those from position `start` on."""
         if resume and (resume[0] == FINISHED or self._is_whole(origin, size)):
             return
         if found.format is Format.PARQUET:
-            yield from self._nested_parquet(source, origin, resume)
+            yield from self._nested_parquet(stream, origin, resume)
             return
         at = start
         if start == 0 and has_beginning:
-            at = source.skip(found.bom_bytes)
+            at = stream.skip(found.bom_bytes)
         if self._is_converted(origin, size):
-            source = Source(Transcoded(source.read_or_raise, origin.encoding).read)
+            stream = Stream(Transcoded(stream.read_or_raise, origin.encoding).read)
             origin.data = "utf-8"
             at = 0
         is_beginning = start == 0 and has_beginning and not resume
         line_start = None
         if resume:
-            source.skip(resume[0] - at)
+            stream.skip(resume[0] - at)
             at = resume[0]
             line_start = resume[1] if len(resume) > 1 else None
         limits = self.limits
         if found.format is Format.JSON_LINES:
-            yield from read_json_lines(source, origin, limits, at)
+            yield from read_json_lines(stream, origin, limits, at)
         elif found.format is Format.JSON_ARRAY:
             from zero2all.corpus.readers.arrays import read_json_array
 
             yield from read_json_array(
-                source, origin, limits, at, found.first_key, self.unit.end is None, not is_beginning
+                stream, origin, limits, at, found.first_key, self.unit.end is None, not is_beginning
             )
         elif found.format is Format.CSV:
             from zero2all.corpus.readers.tables import read_csv
 
             skip_header = found.has_header and is_beginning
-            yield from read_csv(source, origin, limits, at, found.header, found.delimiter, skip_header)
+            yield from read_csv(stream, origin, limits, at, found.header, found.delimiter, skip_header)
         elif self._is_whole(origin, size):
-            yield from read_whole(source, origin, limits)
+            yield from read_whole(stream, origin, limits)
         elif limits.text_by is TextBy.LINE:
-            yield from read_text_lines(source, origin, limits, at)
+            yield from read_text_lines(stream, origin, limits, at)
         elif limits.text_by is TextBy.BLANK_LINE:
-            yield from read_paragraphs(source, origin, limits, at)
+            yield from read_paragraphs(stream, origin, limits, at)
         else:
-            yield from read_long_text(source, origin, limits, at, line_start)
+            yield from read_long_text(stream, origin, limits, at, line_start)
 
     def _parquet(self, file: Path | BinaryIO, origin: Origin, resume: Cursor | None) -> Items:
         from zero2all.corpus.readers.tables import read_parquet
@@ -300,9 +296,9 @@ class _UnitReader:
         row = resume[0] if resume else None
         yield from read_parquet(file, origin, self.limits, groups, unit.first_row, row, self.progress, unit.raw_bytes)
 
-    def _nested_parquet(self, source: Source, origin: Origin, resume: Cursor | None) -> Items:
+    def _nested_parquet(self, stream: Stream, origin: Origin, resume: Cursor | None) -> Items:
         try:
-            with self._seekable(source) as file:
+            with self._seekable(stream) as file:
                 assert file is not None, "parquet is not read from a stream"
                 file.seek(0)
                 yield from self._parquet(file, origin, resume)

@@ -1,7 +1,7 @@
 """Bytes in order, whatever they are wrapped in.
 
 A layer is a function `read(size)` that returns about `size` bytes, none at the end, and raises `StreamError` when what
-is below it is damaged. `Source`, on top, is what format readers use: there the error ends the bytes and is remembered,
+is below it is damaged. `Stream`, on top, is what format readers use: there the error ends the bytes and is remembered,
 so that everything before the damage is read and the damage is reported once.
 """
 
@@ -36,10 +36,10 @@ class StreamError(Exception):
         super().__init__(f"{reason}: {detail}")
         self.reason, self.detail = reason, detail
         self.lost_bytes = 0
-        """What was passed over before this place, where somebody counted it."""
+        """Bytes skipped before this place, where they were counted."""
 
 
-class Source:
+class Stream:
     """What the format readers read from."""
 
     def __init__(self, read: Read, file: BinaryIO | None = None) -> None:
@@ -219,7 +219,7 @@ def decompress(read: Read, compression: str, guard: Guard) -> Read:
 
 
 class _Decompressed:
-    """One or more gzip, bzip2 or xz streams on end."""
+    """One or more gzip, bzip2 or xz streams, one after the other."""
 
     def __init__(self, read: Read, compression: str, guard: Guard) -> None:
         self._lower, self._compression, self._guard = read, compression, guard
@@ -271,7 +271,7 @@ def _damaged(compression: str, error: Exception) -> StreamError:
 
 
 class ZstdStream:
-    """One or more zst frames on end."""
+    """One or more zst frames, one after the other."""
 
     def __init__(self, read: Read, guard: Guard) -> None:
         import zstandard
@@ -512,12 +512,12 @@ class FrameLines:
             self._layer = None
 
 
-def spooled(source: Source, limits: Limits) -> BinaryIO:
+def spooled(stream: Stream, limits: Limits) -> BinaryIO:
     """All of a stream in a nameless temporary file, for formats that are not read from front to back."""
     file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
     try:
         size = 0
-        while data := source.read_or_raise(CHUNK_BYTES):
+        while data := stream.read_or_raise(CHUNK_BYTES):
             size += len(data)
             if size > limits.max_spool_bytes:
                 detail = f"more than {limits.max_spool_bytes:,} bytes (max_spool_bytes) to unpack first"

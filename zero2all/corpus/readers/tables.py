@@ -22,7 +22,7 @@ from zero2all.corpus.readers.items import (
     wrong_encoding,
 )
 from zero2all.corpus.readers.lines import HEAD_KEPT, broken_item
-from zero2all.corpus.readers.streams import CHUNK_BYTES, Progress, Source
+from zero2all.corpus.readers.streams import CHUNK_BYTES, Progress, Stream
 
 # ---- CSV ------------------------------------------------------------------------------------------------------
 
@@ -39,7 +39,7 @@ class CsvRows(NamedTuple):
 
 
 class LongRow(NamedTuple):
-    """A row above the limit that was passed over."""
+    """A row above the limit, which was skipped."""
 
     start: int
     end: int
@@ -49,8 +49,8 @@ class LongRow(NamedTuple):
 class RowScan:
     """Finds rows, which may have line ends inside quotes, in constant memory."""
 
-    def __init__(self, source: Source, limits: Limits, at: int, delimiter: str) -> None:
-        self.source, self.limit, self.delimiter = source, limits.max_record_bytes, ord(delimiter)
+    def __init__(self, stream: Stream, limits: Limits, at: int, delimiter: str) -> None:
+        self.stream, self.limit, self.delimiter = stream, limits.max_record_bytes, ord(delimiter)
         self.data, self.base = b"", at
         self.row_start = at
         self.in_quotes = False
@@ -71,7 +71,7 @@ class RowScan:
                 position, count = scan_rows(view, position, self.base, self.delimiter, self.limit, state, out)
                 yield from self._found(out[:count].tolist())
                 self.in_quotes = int(state[0]) == QUOTED
-            more = self.source.read(CHUNK_BYTES)
+            more = self.stream.read(CHUNK_BYTES)
             if not more:
                 return
             keep = self.row_start - self.base
@@ -103,11 +103,11 @@ class RowScan:
 
 
 def read_csv(
-    source: Source, origin: Origin, limits: Limits, at: int, header: tuple[str, ...], delimiter: str, skip_header: bool
+    stream: Stream, origin: Origin, limits: Limits, at: int, header: tuple[str, ...], delimiter: str, skip_header: bool
 ) -> Items:
-    """The rows from position `at`, where the source stands. `skip_header`: the first one is the header."""
+    """The rows from position `at`, where the stream stands. `skip_header`: the first one is the header."""
     csv.field_size_limit(max(csv.field_size_limit(), limits.max_record_bytes))
-    scan = RowScan(source, limits, at, delimiter)
+    scan = RowScan(stream, limits, at, delimiter)
     width = len(header)
     for found in scan.rows():
         if isinstance(found, LongRow):
@@ -130,8 +130,8 @@ def read_csv(
             start = end
     start, rest = scan.row_start, scan.data[max(scan.row_start - scan.base, 0) :]
     end = scan.base + len(scan.data)
-    if source.broken is not None:
-        yield broken_item(source, origin, start, rest)
+    if stream.broken is not None:
+        yield broken_item(stream, origin, start, rest)
     elif end - start > limits.max_record_bytes:
         yield too_large(origin, start, end - start, limits.max_record_bytes, scan.large_head or rest)
     elif scan.in_quotes:
@@ -164,11 +164,11 @@ def _odd_row(
         yield damaged_at(origin, start, end, "wrong_field_count", detail, end - start, data)
 
 
-def csv_borders(source: Source, limits: Limits, at: int, delimiter: str, unit_bytes: int) -> list[int]:
+def csv_borders(stream: Stream, limits: Limits, at: int, delimiter: str, unit_bytes: int) -> list[int]:
     """Where units of about `unit_bytes` can begin: starts of rows, found by one pass over the file."""
     borders: list[int] = []
     target = unit_bytes
-    for found in RowScan(source, limits, at, delimiter).rows():
+    for found in RowScan(stream, limits, at, delimiter).rows():
         ends = found.ends if isinstance(found, CsvRows) else [found.end]
         while (first := bisect_left(ends, target)) < len(ends):
             borders.append(ends[first])

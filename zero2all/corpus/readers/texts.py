@@ -13,7 +13,7 @@ from dataclasses import replace
 from zero2all.corpus.readers.encodings import newline_of
 from zero2all.corpus.readers.items import Damaged, Format, Items, Limits, Origin, Row, too_large
 from zero2all.corpus.readers.lines import LongLine, broken_item, line_batches, parse_record, text_row
-from zero2all.corpus.readers.streams import Source
+from zero2all.corpus.readers.streams import Stream
 
 LONGEST = 4
 """Times `text_piece_bytes`: the longest document cut from a long text."""
@@ -22,11 +22,11 @@ READ_BYTES = 1 << 18
 _BLANK_LINE = re.compile(rb"\n(?=[^\S\n]*\n)")
 
 
-def read_whole(source: Source, origin: Origin, limits: Limits) -> Items:
+def read_whole(stream: Stream, origin: Origin, limits: Limits) -> Items:
     """The whole file as one document, or as one JSON value."""
     chunks: list[bytes] = []
     size = 0
-    while data := source.read():
+    while data := stream.read():
         size += len(data)
         if size <= limits.max_record_bytes:
             chunks.append(data)
@@ -34,8 +34,8 @@ def read_whole(source: Source, origin: Origin, limits: Limits) -> Items:
     item: Row | Damaged | None
     if size > limits.max_record_bytes:
         item = too_large(origin, 0, size, limits.max_record_bytes, chunks[0] if chunks else b"")
-    elif source.broken is not None:
-        item = broken_item(source, origin, size, whole)
+    elif stream.broken is not None:
+        item = broken_item(stream, origin, size, whole)
     elif origin.format is Format.JSON_OBJECT:
         item = parse_record(whole, origin.data, origin, 0, size)
     else:
@@ -44,8 +44,8 @@ def read_whole(source: Source, origin: Origin, limits: Limits) -> Items:
         yield item
 
 
-def read_paragraphs(source: Source, origin: Origin, limits: Limits, at: int) -> Items:
-    """Blocks of lines with blank lines between them, from position `at`, where the source stands."""
+def read_paragraphs(stream: Stream, origin: Origin, limits: Limits, at: int) -> Items:
+    """Blocks of lines with blank lines between them, from position `at`, where the stream stands."""
     limit = limits.max_record_bytes
     encoding = origin.data
     newline = newline_of(encoding)
@@ -53,7 +53,7 @@ def read_paragraphs(source: Source, origin: Origin, limits: Limits, at: int) -> 
     block: list[bytes] = []
     start = end = at
     size = 0
-    for batch in line_batches(source, encoding, limit):
+    for batch in line_batches(stream, encoding, limit):
         if isinstance(batch, LongLine):
             block = block or [batch.head]
             end += batch.size
@@ -72,8 +72,8 @@ def read_paragraphs(source: Source, origin: Origin, limits: Limits, at: int) -> 
                 yield from _paragraph(block, size, newline, origin, limits, start, line_end)
             block, size = [], 0
             start = end = line_end
-    if source.broken is not None:
-        yield broken_item(source, origin, start, newline.join(block))
+    if stream.broken is not None:
+        yield broken_item(stream, origin, start, newline.join(block))
     elif block:
         yield from _paragraph(block, size, newline, origin, limits, start, end)
 
@@ -89,8 +89,8 @@ def _paragraph(
         yield item
 
 
-def read_long_text(source: Source, origin: Origin, limits: Limits, at: int, line_start: int | None) -> Items:
-    """Documents of 1 to 4 `text_piece_bytes` of UTF-8 text, from position `at`, where the source stands.
+def read_long_text(stream: Stream, origin: Origin, limits: Limits, at: int, line_start: int | None) -> Items:
+    """Documents of 1 to 4 `text_piece_bytes` of UTF-8 text, from position `at`, where the stream stands.
 
     `line_start`: where the line began that `at` lies in, if it is not its beginning.
     """
@@ -100,10 +100,10 @@ def read_long_text(source: Source, origin: Origin, limits: Limits, at: int, line
     line_start = at if line_start is None else line_start
     while True:
         while not at_end and len(data) <= most + 4:
-            more = source.read(READ_BYTES)
+            more = stream.read(READ_BYTES)
             at_end = not more
             data += more
-        if not data or (at_end and source.broken is not None and len(data) <= most):
+        if not data or (at_end and stream.broken is not None and len(data) <= most):
             break
         size = _document_end(data, at_end, at, line_start, limits)
         document, data = data[:size], data[size:]
@@ -120,8 +120,8 @@ def read_long_text(source: Source, origin: Origin, limits: Limits, at: int, line
         if item is not None:
             yield item
         at = end
-    if source.broken is not None:
-        yield broken_item(source, origin, at, data)
+    if stream.broken is not None:
+        yield broken_item(stream, origin, at, data)
 
 
 def _document_end(data: bytes, at_end: bool, at: int, line_start: int, limits: Limits) -> int:
