@@ -24,20 +24,16 @@ from zero2all.common.errors import BadInputError
 from zero2all.common.files import MANIFEST_NAME, read_json_object
 from zero2all.common.manifest import fingerprint, read_manifest
 from zero2all.common.records import report_sources
-from zero2all.packed.remote import Remote, remote_of
+from zero2all.packed.remote import BlockArray, Remote, remote_of
 
 PACK_COMMAND = "z2a pack"
 REPORT_NAME = "report.json"
 TOKEN_DTYPES = ("<u2", "<u4")
+COUNTS = ("vocab_size", "shards", "tokens", "text_bytes")
 MANIFEST_FIELDS: dict[str, type] = {
-    "source": str,
-    "channel": str,
-    "tokenizer": str,
-    "vocab_size": int,
+    **dict.fromkeys(("source", "channel", "tokenizer"), str),
+    **dict.fromkeys(COUNTS, int),
     "dtype": str,
-    "shards": int,
-    "tokens": int,
-    "text_bytes": int,
     "files": dict,
 }
 """What the manifest of a split must say, and of which type. Optional: `max_id` (largest id there), `loss_mask`,
@@ -128,7 +124,8 @@ class ShardFiles:
         if self._remote is not None:
             facts = self._files[path.name]
             if self._in_blocks:
-                return cast(np.ndarray, self._remote.blocks(path, facts, self._dtype))  # it is only ever sliced
+                blocks = BlockArray(self._remote, path, facts, self._dtype)
+                return cast(np.ndarray, blocks)  # it is only ever sliced
             return map_array(self._remote.whole(path, facts), self._dtype)
         return map_array(path, self._dtype)
 
@@ -272,13 +269,13 @@ def open_split(packed: Path, source: str, split: str) -> PackedSplit:
     opened = PackedSplit(packed, source, split, manifest)
     if opened.tokens != manifest["tokens"]:
         raise _bad_field(folder, "tokens", manifest["tokens"], f"{opened.tokens}, which is what the shards hold")
-    if opened.masks is not None:
-        for shard, tokens in enumerate(opened.shards.lengths):
-            if opened.masks.lengths[shard] != -(-tokens // 8):
-                raise BadInputError(
-                    f"{folder / mask_name(shard)} has {opened.masks.lengths[shard]} bytes, expected one bit for each "
-                    f"of {tokens} tokens. Run `{PACK_COMMAND}` again."
-                )
+    for shard, size in enumerate(opened.masks.lengths if opened.masks is not None else ()):
+        tokens = opened.shards.lengths[shard]
+        if size != -(-tokens // 8):
+            raise BadInputError(
+                f"{folder / mask_name(shard)} has {size} bytes, expected one bit for each of {tokens} tokens. Run "
+                f"`{PACK_COMMAND}` again."
+            )
     return opened
 
 
@@ -288,20 +285,19 @@ def check_split_manifest(folder: Path, manifest: dict[str, Any]) -> None:
         value = manifest.get(field)
         if not isinstance(value, kind) or isinstance(value, bool):
             raise _bad_field(folder, field, value, f"a {kind.__name__}")
-    for field in ("vocab_size", "shards", "tokens", "text_bytes"):
+    for field in COUNTS:
         if manifest[field] < 0:
             raise _bad_field(folder, field, manifest[field], "a number that is not negative")
-    if manifest["shards"] > len(manifest["files"]):
-        raise _bad_field(
-            folder, "shards", manifest["shards"], f"at most one for each of {len(manifest['files'])} files"
-        )
-    if manifest["dtype"] not in TOKEN_DTYPES:
-        raise _bad_field(folder, "dtype", manifest["dtype"], f"one of {', '.join(TOKEN_DTYPES)}")
-    if manifest["vocab_size"] > 1 << 8 * np.dtype(manifest["dtype"]).itemsize:
-        raise _bad_field(folder, "dtype", manifest["dtype"], f"a type that holds {manifest['vocab_size']} ids")
+    shards, files, dtype, vocab_size = (manifest[name] for name in ("shards", "files", "dtype", "vocab_size"))
+    if shards > len(files):
+        raise _bad_field(folder, "shards", shards, f"at most one for each of {len(files)} files")
+    if dtype not in TOKEN_DTYPES:
+        raise _bad_field(folder, "dtype", dtype, f"one of {', '.join(TOKEN_DTYPES)}")
+    if vocab_size > 1 << 8 * np.dtype(dtype).itemsize:
+        raise _bad_field(folder, "dtype", dtype, f"a type that holds {vocab_size} ids")
     largest = manifest.get("max_id", 0)
-    if not isinstance(largest, int) or largest >= max(1, manifest["vocab_size"]):
-        raise _bad_field(folder, "max_id", largest, f"an id below vocab_size ({manifest['vocab_size']})")
+    if not isinstance(largest, int) or largest >= max(1, vocab_size):
+        raise _bad_field(folder, "max_id", largest, f"an id below vocab_size ({vocab_size})")
 
 
 def _bad_field(folder: Path, field: str, value: Any, expected: str) -> BadInputError:

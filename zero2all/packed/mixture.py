@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ from zero2all.packed.stages import (
     epochs_read,
     segments_of,
     stage_notes,
-    stage_records,
     stages_from_records,
 )
 
@@ -77,7 +76,7 @@ class TrainingData:
             "seed": self.seed,
             "packing": self.packing,
             "sources": {split.name: split.fingerprint for split in self.splits},
-            "stages": stage_records(self.plan),
+            "stages": [asdict(stage) for stage in self.plan],
         }
 
     @property

@@ -73,10 +73,8 @@ class MixtureCycle:
         return cycles * self.length + int(np.flatnonzero(self.picks == source)[within])
 
 
-@lru_cache(maxsize=256)
-def mixture_cycle(units: tuple[int, ...]) -> MixtureCycle:
-    """The cycle of these weights; planning a run asks for the same one again and again."""
-    return MixtureCycle(units)
+mixture_cycle = lru_cache(maxsize=256)(MixtureCycle)
+"""The cycle of these weights, a tuple; planning a run asks for the same one again and again."""
 
 
 @dataclass(frozen=True)

@@ -203,8 +203,7 @@ def _write_piece(task: PieceTask, tokenizer: Tokenizer, encoder: Encoder, folder
             totals["text_bytes"] += sum(map(_utf8_bytes, texts))
     if not totals["conversations"] or task.learn_prompts:
         (folder / COUNTS).unlink()
-    lengths = np.concatenate(all_lengths) if all_lengths else np.empty(0, np.int64)
-    (folder / LENGTHS).write_bytes(lengths.astype("<u4").tobytes())
+    (folder / LENGTHS).write_bytes(b"".join(lengths.astype("<u4").tobytes() for lengths in all_lengths))
     (folder / GIDS).write_bytes(np.array(gids, dtype="<u8").tobytes())
     write_json(folder / FACTS, {**totals, "crc32c": crc32c})
 

@@ -129,16 +129,15 @@ class Remote:
     def whole(self, path: Path, facts: dict[str, Any]) -> Path:
         """A copy of a file, fetched if need be, its bytes checked."""
         local = self.cache.folder / "files" / _key(facts)
-        name = path.relative_to(self.folder).as_posix()
         if local.is_file():
             return local
         with locked(local.parent / "lock"):  # readers that want the same file wait for the one that fetches it
             if not local.is_file():
-                fetched = local.with_name(f"{local.name}{PARTIAL_MARK}fetched")
-                write_atomic(fetched, self.storage.read(name))
+                fetched, where = local.with_name(f"{local.name}{PARTIAL_MARK}fetched"), self.name(path)
+                write_atomic(fetched, self.storage.read(where))
                 if crc32c_of(fetched) != facts["crc32c"]:
                     raise BadInputError(
-                        f"{self.storage.url}/{name} is damaged: its bytes have changed since it was written (crc32c "
+                        f"{self.storage.url}/{where} is damaged: its bytes have changed since it was written (crc32c "
                         f"differs). {UPLOAD}"
                     )
                 fetched.replace(local)
@@ -151,9 +150,9 @@ class Remote:
                 (folder / name).unlink(missing_ok=True)
                 (folder / name).symlink_to(self.whole(folder / name, facts))
 
-    def blocks(self, path: Path, facts: dict[str, Any], dtype: np.dtype) -> BlockArray:
-        """A file whose bytes are fetched as they are touched."""
-        return BlockArray(self, path.relative_to(self.folder).as_posix(), facts, dtype)
+    def name(self, path: Path) -> str:
+        """What a file is called at the address."""
+        return path.relative_to(self.folder).as_posix()
 
 
 def _key(facts: dict[str, Any]) -> str:
@@ -177,8 +176,8 @@ def locked(path: Path) -> Iterator[int]:
 class BlockArray:
     """Slices like those of an array, of a file that is fetched in blocks."""
 
-    def __init__(self, remote: Remote, name: str, facts: dict[str, Any], dtype: np.dtype) -> None:
-        self.dtype, self._remote, self._name = dtype, remote, name
+    def __init__(self, remote: Remote, path: Path, facts: dict[str, Any], dtype: np.dtype) -> None:
+        self.dtype, self._remote, self._name = dtype, remote, remote.name(path)
         self._key, self._bytes = _key(facts), int(facts["bytes"])
 
     def __len__(self) -> int:

@@ -10,7 +10,7 @@ keeps the stages it recorded up to its position.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -194,13 +194,8 @@ def _without(stage: PlannedStage, used_up: set[str], at: int) -> PlannedStage:
     return PlannedStage(f"{stage.name} without {', '.join(gone)}", at, stage.seq_len, units)
 
 
-def stage_records(plan: Sequence[PlannedStage]) -> list[dict[str, Any]]:
-    """A plan as plain values, for a checkpoint."""
-    return [asdict(stage) for stage in plan]
-
-
 def stages_from_records(records: Sequence[Mapping[str, Any]]) -> list[PlannedStage]:
-    """The way back; ValueError for what `stage_records` would not give."""
+    """The plan that a checkpoint recorded; ValueError for what cannot be one."""
     problems: list[Problem] = []
     stages = [build(PlannedStage, record, "stages", problems) for record in records]
     if problems:

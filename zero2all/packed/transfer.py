@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,4 +67,5 @@ class _ToDevice:
 
 def _mapped(batch: Batch, convert: Callable[[np.ndarray], torch.Tensor]) -> Batch:
     arrays = {name: getattr(batch, name) for name in ("tokens", "channels", "weights", "document_ids")}
-    return replace(batch, **{name: convert(array) for name, array in arrays.items() if array is not None})
+    converted: dict[str, Any] = {name: convert(array) for name, array in arrays.items() if array is not None}
+    return replace(batch, **converted)

@@ -190,7 +190,7 @@ class _Download:
     def _choose(self, listing: Sequence[HubFile]) -> dict[str, HubFile]:
         from huggingface_hub.utils import filter_repo_objects
 
-        include, exclude = self.request.include, self.request.exclude
+        include, exclude = list(self.request.include), list(self.request.exclude)
         names = [file.name for file in listing]
         wanted = set(filter_repo_objects(names, allow_patterns=include or None, ignore_patterns=exclude or None))
         if not wanted:
