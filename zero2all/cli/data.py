@@ -199,9 +199,7 @@ def _verify(arguments: argparse.Namespace) -> None:
         problems = verify_packed(workspace.packed, tokenizer, bar.advance)
     if problems:
         lines = "\n".join(f"{number}. {problem}" for number, problem in enumerate(problems, 1))
-        raise BadInputError(
-            f"The packed data in {workspace.packed} is damaged:\n{lines}\nRun `z2a pack` to write it again."
-        )
+        raise BadInputError(f"The packed data in {workspace.packed} is damaged:\n{lines}\nRun `z2a pack` again.")
     print(f"{workspace.packed}: {human_bytes(total)}, every byte as it was written")
 
 
@@ -238,9 +236,7 @@ def _import(arguments: argparse.Namespace) -> None:
 
     name, equals, path = arguments.source.partition("=")
     if not equals or not path:
-        raise UsageError(
-            f"`{arguments.source}` is not understood. Write NAME=PATH, such as pile=data/pile_text_document."
-        )
+        raise UsageError(f"`{arguments.source}` is not understood. Write NAME=PATH, such as pile=data/pile_document.")
     workspace = workspace_of(arguments, create=True)
     tokenizer = load_tokenizer(workspace.tokenizer)
     channel, split, fingerprint = arguments.channel, arguments.split, arguments.tokenizer_fingerprint

@@ -53,9 +53,7 @@ def _turn(message: Any, role_key: str, text_key: str, where: str) -> Turn:
     text = message.get(text_key) if isinstance(message, dict) else None
     role = OTHER_ROLE_NAMES.get(str(role), role)
     if role not in ROLES:
-        raise BadInputError(
-            f"{where}: the role is {role!r}, expected one of {', '.join(ROLES)}. Mend it and build again."
-        )
+        raise BadInputError(f"{where}: the role is {role!r}, expected one of {', '.join(ROLES)}. Fix it and rebuild.")
     if not isinstance(text, str):
         raise BadInputError(f"{where}: `{text_key}` is {type(text).__name__}, expected text. Mend it and build again.")
     return Turn(str(role), text)

@@ -183,9 +183,7 @@ def _check_name(packed: Path, asked: Import, tokenizer: Tokenizer) -> None:
         raise UsageError(f"`{asked.name}` cannot be the name of a source. Use letters, digits, dots and dashes.")
     imported = {manifest["source"]: manifest for manifest in imported_manifests(packed)}
     if (packed / asked.name / "train" / "manifest.json").is_file() and asked.name not in imported:
-        raise UsageError(
-            f"There is a packed source `{asked.name}` already, made from the corpus. Import under another name."
-        )
+        raise UsageError(f"There is a packed source `{asked.name}` already, made from the corpus. Choose another name.")
     if (packed / REPORT_NAME).is_file():
         stated = packed_report(packed).get("tokenizer")
         if stated not in (None, tokenizer.fingerprint):
@@ -264,9 +262,7 @@ def _open_foreign(asked: Import, tokenizer: Tokenizer) -> tuple[ForeignTokens, d
         bin_path, index_path = (plain.with_name(f"{plain.name}{suffix}") for suffix in (".bin", ".idx"))
         for path in (bin_path, index_path):
             if not path.is_file():
-                raise BadInputError(
-                    f"There is no {path}. A Megatron data set is PREFIX.bin and PREFIX.idx: give PREFIX."
-                )
+                raise BadInputError(f"There is no {path}. Megatron data is PREFIX.bin and PREFIX.idx: give PREFIX.")
         dtype, lengths = read_index(index_path, bin_path.stat().st_size)
         return ForeignTokens(bin_path, _mapped(bin_path, dtype), lengths, None, tokenizer), _facts(bin_path)
     path = asked.path
@@ -302,14 +298,10 @@ def _open_numpy(path: Path, dtype: str | None) -> np.ndarray:
         except TypeError as error:
             raise UsageError(f"--dtype {dtype} is no type of numpy. Write uint16, int32, uint32 or int64.") from error
         if path.stat().st_size % kind.itemsize:
-            raise BadInputError(
-                f"{path} has {path.stat().st_size} bytes, not a whole number of {kind.itemsize}-byte ids."
-            )
+            raise BadInputError(f"{path} has {path.stat().st_size} bytes, not a multiple of {kind.itemsize} (--dtype).")
         array = _mapped(path, kind)
     if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
-        raise BadInputError(
-            f"{path} holds {array.dtype} of shape {array.shape}; expected a list, or rows, of whole numbers."
-        )
+        raise BadInputError(f"{path} holds {array.dtype} of shape {array.shape}; expected a list or rows of integers.")
     return array
 
 
@@ -399,9 +391,7 @@ def read_index(path: Path, bin_bytes: int) -> tuple[np.dtype, np.ndarray]:
         raise BadInputError(f"{path}: its sequences do not follow one another in the .bin, which is not supported.")
     expected = int(ends[-1]) * dtype.itemsize if sequences else 0
     if bin_bytes != expected:
-        raise BadInputError(
-            f"{path.with_suffix('.bin')} has {bin_bytes} bytes, its index says {expected}. Copy it again."
-        )
+        raise BadInputError(f"{path.with_suffix('.bin')} has {bin_bytes} bytes, its index says {expected}. Copy again.")
     firsts = documents if entries and documents[-1] == sequences else np.append(documents, sequences)
     if len(firsts) == 1 or firsts[0] != 0 or (np.diff(firsts) < 0).any() or firsts[-1] != sequences:
         raise BadInputError(f"{path}: its document list is not a rising list of sequences from 0 to {sequences}.")

@@ -27,6 +27,7 @@ from zero2all.common.records import report_sources
 from zero2all.packed.remote import BlockArray, Remote, remote_of
 
 PACK_COMMAND = "z2a pack"
+PACK_AGAIN = "Run `z2a pack` again."
 REPORT_NAME = "report.json"
 TOKEN_DTYPES = ("<u2", "<u4")
 COUNTS = ("vocab_size", "shards", "tokens", "text_bytes")
@@ -100,9 +101,7 @@ class ShardFiles:
 
     def _checked_bytes(self, name: str) -> int:
         if name not in self._files:
-            raise BadInputError(
-                f"{self._folder / MANIFEST_NAME}: `files` does not list {name}. Run `{PACK_COMMAND}` again."
-            )
+            raise BadInputError(f"{self._folder / MANIFEST_NAME}: `files` does not list {name}. {PACK_AGAIN}")
         expected = int(self._files[name]["bytes"])
         if self._remote is not None:
             return expected
@@ -114,8 +113,7 @@ class ShardFiles:
         if size != expected:
             found = "no file" if size is None else f"{size} bytes"
             raise BadInputError(
-                f"The packed file {self._folder / name} is damaged: {found}, expected {expected} bytes. "
-                f"Run `{PACK_COMMAND}` again."
+                f"The packed file {self._folder / name} is damaged: {found}, expected {expected} bytes. {PACK_AGAIN}"
             )
         return expected
 
@@ -301,18 +299,16 @@ def check_split_manifest(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def _bad_field(folder: Path, field: str, value: Any, expected: str) -> BadInputError:
-    return BadInputError(
-        f"{folder / MANIFEST_NAME}: `{field}` is {value!r}, expected {expected}. Run `{PACK_COMMAND}` again."
-    )
+    return BadInputError(f"{folder / MANIFEST_NAME}: `{field}` is {value!r}, expected {expected}. {PACK_AGAIN}")
 
 
 def packed_report(packed: Path) -> dict[str, Any]:
     """What was packed together: `tokenizer`, and `sources` by name; FileNotFoundError when nothing was."""
     path = packed / REPORT_NAME
-    report = read_json_object(path, f"Run `{PACK_COMMAND}` again.")
-    report_sources(report, path, f"Run `{PACK_COMMAND}` again.")
+    report = read_json_object(path, PACK_AGAIN)
+    report_sources(report, path, PACK_AGAIN)
     if not isinstance(report.get("tokenizer"), str | None):
-        raise BadInputError(f"{path}: `tokenizer` is no fingerprint. Run `{PACK_COMMAND}` again.")
+        raise BadInputError(f"{path}: `tokenizer` is no fingerprint. {PACK_AGAIN}")
     return report
 
 

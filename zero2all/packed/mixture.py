@@ -180,9 +180,7 @@ def source_weights(splits: Sequence[PackedSplit], mixture: Mapping[str, float] |
     weights = [0.0] * len(splits)
     for name, weight in mixture.items():
         if not 0 <= weight < math.inf:
-            raise UsageError(
-                f"data.mixture gives `{name}` the weight {weight}; expected a number that is not negative."
-            )
+            raise UsageError(f"data.mixture gives `{name}` the weight {weight}; expected one that is not negative.")
         members = _members(splits, name, "data.mixture")
         tokens = sum(splits[index].tokens for index in members)
         for index in members:
@@ -220,9 +218,7 @@ def _members(splits: Sequence[PackedSplit], name: str, field: str) -> list[int]:
     ]
     if not members:
         known = [*(split.name for split in splits), *sorted({split.channel for split in splits})]
-        raise UsageError(
-            f"{field} names `{name}`, which is neither a packed source nor a channel. {nearest_hint(name, known)}"
-        )
+        raise UsageError(f"{field} names `{name}`, neither a packed source nor a channel. {nearest_hint(name, known)}")
     return members
 
 

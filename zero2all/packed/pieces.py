@@ -103,9 +103,7 @@ def _tools(task: PieceTask) -> tuple[Tokenizer, Encoder]:
         os.environ.setdefault("RAYON_NUM_THREADS", "1")  # in a worker, of which there is one per core
         tokenizer = load_tokenizer(task.tokenizer)
         if tokenizer.fingerprint != task.tokenizer_fingerprint:
-            raise BadInputError(
-                f"The tokenizer in {task.tokenizer} was changed while it was packing. Run `z2a pack` again."
-            )
+            raise BadInputError(f"The tokenizer in {task.tokenizer} was changed while packing. Run `z2a pack` again.")
         keep_tools(task.tokenizer, tokenizer, open_encoder(tokenizer, EncoderConfig(task.encoder, True, threads=1)))
     return _kept_tools[key]
 

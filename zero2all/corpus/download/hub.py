@@ -286,9 +286,7 @@ def _token(token_env: str | None, endpoint: str) -> str | Literal[False]:
     if token_env is not None:
         token = os.environ.get(token_env, "").strip()
         if not token:
-            raise UsageError(
-                f"--token-env names the variable {token_env}, which is not set. Export it, or leave it out."
-            )
+            raise UsageError(f"--token-env names the variable {token_env}, which is not set. Export it, or omit it.")
         return token
     if endpoint != OFFICIAL_HUB or constants.HF_HUB_DISABLE_IMPLICIT_TOKEN:
         return False
