@@ -210,7 +210,7 @@ def _is_index(folder: Path) -> bool:
 
 
 def _say_damaged(problem: str, folder: Path, current: Mapping[Path, _Plan]) -> None:
-    """Say what is done about a damaged file of `folder`; an error where nothing can be."""
+    """Say that a damaged folder is written again; an error for an imported one."""
     split = folder.parent if folder.parent in current else folder
     if split not in current:
         raise BadInputError(
@@ -286,7 +286,7 @@ def _choose_encoder(corpus: Path, stale: Sequence[_Plan], tokenizer: Tokenizer, 
 
 
 def first_texts(corpus: Path, source: str) -> Iterator[str]:
-    """The beginning of a source, on which an encoder has to prove itself."""
+    """The beginning of a source, on which an encoder is compared with the reference."""
     characters = 0
     records = itertools.chain.from_iterable(iter_records(corpus, source, split) for split in SPLITS)
     for text in map(training_text, itertools.islice(records, SAMPLE_DOCUMENTS)):

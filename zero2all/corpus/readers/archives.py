@@ -440,7 +440,7 @@ class _Countable(FilePart):
 
 
 def _watched(read: Read, size: int | None, packed_bytes: Callable[[], int], guard: Guard) -> Read:
-    """The data of an entry, compared while it grows with the bytes it was packed in, and at its end with its `size`."""
+    """The data of an entry: its ratio is checked as it is read, and its `size` at its end."""
     out = 0
 
     def watched(wanted: int) -> bytes:

@@ -37,7 +37,7 @@ class Elements(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """Bytes that are no elements."""
+    """Bytes between elements that cannot be read."""
 
     start: int
     end: int

@@ -120,7 +120,7 @@ class _UnitReader:
     def _stream(
         self, stream: Stream, name: str, member: str, path: tuple[int, ...], depth: int, resume: Cursor | None
     ) -> Items:
-        """Whatever a stream holds. `name` is what tells its format, `member` the label within the archive."""
+        """What a stream holds. `name` helps to find its format, `member` is its label within the archive."""
         head = stream.peek(HEAD_BYTES)
         container = container_of(head, name)
         if container and depth >= self.limits.max_nesting:

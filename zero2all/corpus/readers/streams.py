@@ -24,7 +24,7 @@ Read = Callable[[int], bytes]
 
 CHUNK_BYTES = 1 << 20
 INPUT_BYTES = 1 << 15
-"""Compressed bytes taken at a time: an error costs what is in the piece it stands in."""
+"""Compressed bytes taken at a time: the most that an error costs."""
 MAX_WINDOW_BYTES = 1 << 27
 """The most memory a zst or xz stream may ask for (xz -9 needs 65 MB); beyond it the stream is reported, not read."""
 
@@ -91,7 +91,7 @@ class Stream:
         self._head = data + self._head
 
     def skip(self, size: int) -> int:
-        """Pass over bytes; returns how many there were."""
+        """Skip bytes; returns how many there were."""
         left = size
         while left > 0 and (data := self.read(min(left, CHUNK_BYTES))):
             left -= len(data)
@@ -117,7 +117,7 @@ class Progress:
 
 
 class Guard:
-    """Refuses what grows beyond all measure: one stream on its own, and all of a file together."""
+    """Refuses decompression bombs, by the ratio of one stream and of the whole file."""
 
     def __init__(self, file_bytes: int, limits: Limits) -> None:
         self._file_bytes, self._limits = file_bytes, limits
@@ -137,7 +137,7 @@ class Guard:
 
 
 class FilePart(io.RawIOBase):
-    """Some bytes of a file as a file of their own. Several parts may share one handle: each seeks before it reads."""
+    """Some bytes of a file, read like a file. Several parts may share one handle: each seeks before it reads."""
 
     def __init__(self, file: BinaryIO, start: int, size: int, progress: Progress | None = None) -> None:
         self._file, self._start, self._size, self._at, self._progress = file, start, size, 0, progress
@@ -331,7 +331,7 @@ class _Followed:
 
 
 class FrameWalker:
-    """Follows the headers of zst frames and blocks through a stream fed to it in any pieces (RFC 8878, section 3).
+    """Follows the headers of zst frames and blocks in a stream that comes in chunks of any size (RFC 8878, section 3).
 
     The library says neither where frames end nor that a stream was cut off inside one.
     """
@@ -375,7 +375,7 @@ class FrameWalker:
                 self._step(header)
 
     def skip_to_header(self) -> int:
-        """Go to the next header without being fed what lies before it; returns the size of that header."""
+        """Go to the next header without reading what comes before it; returns the size of that header."""
         self.position += self._skip
         self._skip = 0
         if self._wanted == 0:
@@ -466,7 +466,7 @@ class FrameLines:
         self._error: StreamError | None = None
 
     def to_first_line(self) -> int:
-        """Pass over what belongs to the unit before; returns the position of the first line."""
+        """Skip what belongs to the unit before; returns the position of the first line."""
         try:
             while self._start > 0 and (data := self._plain(CHUNK_BYTES)) and not self._in_tail:
                 line_end = data.find(b"\n")
@@ -513,7 +513,7 @@ class FrameLines:
 
 
 def spooled(stream: Stream, limits: Limits) -> BinaryIO:
-    """All of a stream in a nameless temporary file, for formats that are not read from front to back."""
+    """All of a stream in a temporary file without a name, for formats that need random access."""
     file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
     try:
         size = 0
