@@ -10,10 +10,9 @@ import torch
 
 from zero2all.common.errors import UsageError
 from zero2all.model import config as model_config
-from zero2all.perf.batch import SEED_BATCH, BatchShape, check_batch, default_batches, parse_batch
+from zero2all.perf.batch import SEED_BATCH, BatchShape, check_batch, default_batches, load_measured_config, parse_batch
 from zero2all.perf.gpu_watch import summary
 from zero2all.perf.measure import Pace, figures, measure, pace_of, without_padding
-from zero2all.perf.measured_config import load_measured_config
 from zero2all.perf.row import measure_row
 from zero2all.perf.variants import ANCHOR, BY_NAME, NAIVE, VARIANTS, named_variants, title_of, vary
 

@@ -75,10 +75,7 @@ def _inspect(arguments: argparse.Namespace) -> None:
 
 
 def _tokens_of(run: Path, config: RunConfig, step: int) -> tuple[int, int, dict[str, Any]]:
-    """First and end token of a step, and what the metrics say of it.
-
-    The metrics know how many tokens a run had seen after each step, also where tokens_per_step was changed on the way.
-    """
+    """First and end token of a step (tokens_per_step may have changed), and what the metrics say of the step."""
     from zero2all.common.errors import BadInputError
     from zero2all.track.reader import read_run
 
@@ -101,8 +98,7 @@ def _tokens_of(run: Path, config: RunConfig, step: int) -> tuple[int, int, dict[
 
 
 def _print(facts: dict[str, Any], count: int, samples: list[SampleText]) -> None:
-    from zero2all.common.progress import counted, terminal_safe
-    from zero2all.train.guards.page import WIDE_SPACES
+    from zero2all.common.progress import TEXT_MARKS, counted, terminal_safe
 
     loss = "" if facts["loss"] is None else f", loss {facts['loss']:.4f}"
     state = "" if facts["trained"] else ", not trained yet"
@@ -128,4 +124,4 @@ def _print(facts: dict[str, Any], count: int, samples: list[SampleText]) -> None
             )
             tokens = f"tokens {document.first_column:,} to {last:,}"
             print(f"   document {document.number:,}, {tokens}{terminal_safe(origin)}{title}")
-            print(terminal_safe(document.text, keep=f"\n\t{WIDE_SPACES}") + (" …" if document.is_cut else ""))
+            print(terminal_safe(document.text, keep=TEXT_MARKS) + (" …" if document.is_cut else ""))

@@ -124,10 +124,7 @@ def _require_address_space() -> None:
 
 
 def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:
-    """The words for argparse, and the config overrides: `--section.field` (or a whole section) and their values.
-
-    argparse must not see them: it would take the value after a flag it does not know for a positional argument.
-    """
+    """The words for argparse, and the overrides `--section.field VALUE`, whose values it would take for arguments."""
     plain: list[str] = []
     overrides: list[str] = []
     rest = list(words)

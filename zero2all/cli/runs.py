@@ -35,16 +35,14 @@ def add_run(parser: argparse.ArgumentParser, several: bool = False) -> None:
 
 @contextmanager
 def open_run(word: str, arguments: argparse.Namespace, take_newest: bool = False) -> Iterator[OpenRun]:
-    """Find the run; one on another machine is copied first and kept up to date while the block lasts.
-
-    An address with several runs below it is an error that names them, or with `take_newest` means the newest.
-    """
+    """Find the run; one on another machine is copied and kept up to date. `take_newest` chooses among several."""
     from zero2all.track.ssh import is_address
 
     if is_address(word):
-        from zero2all.track.mirror import Mirror, default_cache
+        from zero2all.track.mirror import Mirror
+        from zero2all.track.sidecar import user_cache
 
-        with Mirror(word, default_cache()) as mirror:
+        with Mirror(word, user_cache("mirror")) as mirror:
             _wait_until_copied(mirror)
             yield OpenRun(
                 _one_run(mirror.folder, word, take_newest), True, lambda: f"{mirror.address.host}: {mirror.state}"

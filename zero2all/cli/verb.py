@@ -32,29 +32,21 @@ def add_verb(
 ) -> argparse.ArgumentParser:
     """Register a verb; the handler gets the parsed arguments and returns an exit code (None is 0)."""
     notes = f"{OVERRIDES_HELP}\n\n" if takes_overrides else ""
-    parser: argparse.ArgumentParser = verbs.add_parser(
-        name,
-        help=summary,
-        description=summary,
-        epilog=f"{notes}example:\n  {example}",
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = _parser(verbs, name, summary, f"{notes}example:\n  {example}")
     parser.set_defaults(handler=handler, verb=parser, takes_overrides=takes_overrides)
     return parser
 
 
 def add_group(verbs: Subparsers, name: str, summary: str, example: str) -> Subparsers:
     """Register a word with verbs of its own, such as `z2a corpus`."""
-    parser = verbs.add_parser(
-        name,
-        help=summary,
-        description=summary,
-        epilog=f"example:\n  {example}",
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = _parser(verbs, name, summary, f"example:\n  {example}")
     return parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+
+
+def _parser(verbs: Subparsers, name: str, summary: str, epilog: str) -> argparse.ArgumentParser:
+    looks = {"help": summary, "description": summary, "epilog": epilog, "formatter_class": HelpFormatter}
+    parser: argparse.ArgumentParser = verbs.add_parser(name, **looks, allow_abbrev=False)
+    return parser
 
 
 def add_work(parser: argparse.ArgumentParser) -> None:

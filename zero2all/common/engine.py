@@ -4,17 +4,13 @@
         for number, result in engine.run(function, tasks, on_bytes=bar.advance):
             ...
 
-A task is a picklable value, `function` a module-level function of one task. Results come in the order they are
-finished, each with the position of its task. What a task writes must depend on the task alone and must appear whole
-or not at all, because a task may be done twice: a worker that is killed has its task redone, here by another worker, on
-Ray by Ray (`max_retries`).
+A task is a picklable value, `function` a module-level function of one task. Results come as they are finished, each
+with the position of its task. A task may be done twice (a killed worker has its task redone), so what it writes must
+depend on the task alone and appear whole or not at all.
 
-Local workers come from a fork server that has imported what they need once, so their memory is mostly shared, and
-end themselves when their parent is gone. One worker means no worker: the tasks run in the calling process. As always
-with worker processes, a script of one's own must call from under `if __name__ == "__main__":`.
-
-On Ray every node must have zero2all installed and see inputs and workspace under the same paths: a shared file system,
-or inputs behind fsspec.
+Local workers come from a fork server that has imported what they need once, and end when their parent is gone. One
+worker means none: the tasks run in the calling process. A script must call from under `if __name__ == "__main__":`. On
+Ray every node must have zero2all installed and see inputs and workspace under the same paths.
 """
 
 from __future__ import annotations
@@ -31,7 +27,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from multiprocessing import connection
-from types import TracebackType
 from typing import Any, Literal, Protocol, TypeVar
 
 from zero2all.common.errors import BadInputError, UsageError
@@ -102,29 +97,14 @@ class Shown:
 
 
 def open_engine(config: EngineConfig, preloaded: Sequence[str] = ()) -> AbstractContextManager[Engine]:
-    """The engine that `config` asks for; processes are started with the first tasks and ended with the context.
-
-    `preloaded` names the modules that local workers need: the fork server imports them once for all of them.
-    """
+    """The engine of `config`; processes start with the first tasks, from a fork server that imported `preloaded`."""
     problems = config.problems()
     if problems:
         raise UsageError(f"The engine cannot be started: {'; '.join(problems)}.")
     if config.kind == "ray":
         return _RayEngine(config)
     workers = config.workers or available_cores()
-    return _InProcess() if workers == 1 else _Processes(workers, preloaded)
-
-
-def run_tasks(
-    function: Callable[[Task], Result],
-    tasks: Sequence[Task],
-    engine: EngineKind = "local",
-    workers: int | None = None,
-    address: str | None = None,
-) -> Iterator[tuple[int, Result]]:
-    """Run `tasks` on an engine opened for them alone."""
-    with open_engine(EngineConfig(engine, workers, address)) as opened:
-        yield from opened.run(function, tasks)
+    return contextlib.nullcontext(_InProcess()) if workers == 1 else contextlib.closing(_Processes(workers, preloaded))
 
 
 def available_cores() -> int:
@@ -164,12 +144,6 @@ def _advancing(report: OnBytes | None) -> Iterator[None]:
 class _InProcess:
     workers = 1
 
-    def __enter__(self) -> _InProcess:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        return None
-
     def run(
         self, function: Callable[[Task], Result], tasks: Sequence[Task], on_bytes: OnBytes | None = None
     ) -> Iterator[tuple[int, Result]]:
@@ -185,8 +159,7 @@ class _InProcess:
 class _Processes:
     """Worker processes with a socket each; one that was killed is replaced and its tasks are given out again.
 
-    The sockets and a shared piece of memory without a name are all they have in common. The pool of
-    `concurrent.futures` has semaphores too, which stay in /dev/shm when the whole build is killed.
+    Unlike the pool of `concurrent.futures` they share no semaphores, which stay in /dev/shm when a build is killed.
     """
 
     def __init__(self, workers: int, preloaded: Sequence[str]) -> None:
@@ -200,10 +173,8 @@ class _Processes:
         """Of a run that was given up: they end with the task they are at."""
         self._told = 0
 
-    def __enter__(self) -> _Processes:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def close(self) -> None:
+        """End the workers."""
         self._board[0] = 1
         for worker in self._started:
             worker.connection.close()
@@ -227,10 +198,11 @@ class _Processes:
                         is_result, answer = worker.connection.recv()
                     except (EOFError, OSError) as error:
                         todo.extendleft(reversed(worker.numbers))
-                        self._bury(worker)
-                        if worker.round < rounds:
-                            continue
-                        rounds, failures = rounds + 1, failures + 1
+                        self._started.remove(worker)
+                        worker.connection.close()
+                        worker.process.join()
+                        if worker.round == rounds:
+                            rounds, failures = rounds + 1, failures + 1
                         if failures > RETRIES:
                             raise _workers_die(failures) from error
                         continue
@@ -274,11 +246,6 @@ class _Processes:
             process.start()
         self._started.append(_Worker(process, ours, slot, rounds))
         return self._started[-1]
-
-    def _bury(self, worker: _Worker) -> None:
-        self._started.remove(worker)
-        worker.connection.close()
-        worker.process.join()
 
     def _tell(self, on_bytes: OnBytes | None) -> None:
         done = sum(self._board[1:])
@@ -395,7 +362,7 @@ class _RayEngine:
         self._counter = ray.remote(num_cpus=0)(_Counter).remote()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._started:
             self._ray.shutdown()
 

@@ -123,8 +123,7 @@ def read_regular(path: Path, largest_bytes: int) -> bytes:
 def staged_folder(final: Path) -> Iterator[Path]:
     """Yield an empty temporary folder that becomes `final` when the block ends without an error.
 
-    An older `final` is replaced only at the very end; a crash between its two renames leaves no `final`, never a
-    mixed one. Leftovers of killed attempts are removed first.
+    A crash between the two renames that replace an older `final` leaves none, never a mixed one.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
     sweep_partials(final)
@@ -218,10 +217,7 @@ def crc32c_of(path: Path, start: int = 0, end: int | None = None, on_bytes: Call
 
 
 def joined_crc32c(parts: Iterable[tuple[str, int]]) -> str:
-    """The crc32c of bytes of which it is known part by part: the crc32c and the length of each, in order.
-
-    A crc is a remainder of polynomials over GF(2): appending n bytes multiplies what came before by x^(8n).
-    """
+    """The crc32c of joined parts, from the crc32c and length of each: n more bytes multiply the crc by x^(8n)."""
     crc = 0
     for part, length in parts:
         power, square = 1 << 31, 1 << 23  # x^0 and x^8; the highest bit is the lowest power

@@ -40,16 +40,9 @@ def fingerprint(value: Any) -> str:
 
 
 def write_manifest(
-    folder: Path,
-    kind: str,
-    inputs: str,
-    content: dict[str, Any],
-    known: Mapping[str, dict[str, Any]] | None = None,
+    folder: Path, kind: str, inputs: str, content: dict[str, Any], known: Mapping[str, dict[str, Any]] | None = None
 ) -> None:
-    """Describe every file of `folder`, then write the manifest that declares the folder whole.
-
-    `known` describes files by name whose writer has their size and crc32c already, so that they are not read again.
-    """
+    """Write the manifest that declares `folder` whole. `known`: size and crc32c of files that need not be read."""
     files = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name != MANIFEST_NAME:
@@ -63,10 +56,7 @@ def write_manifest(
 
 
 def read_manifest(folder: Path, kind: str, made_by: str) -> dict[str, Any]:
-    """The manifest of a finished artifact; a clear error when it is absent, foreign or of another version.
-
-    `made_by` is the command that writes this kind of artifact, for the message.
-    """
+    """The manifest of a finished artifact; where it is absent or foreign, an error that names the command `made_by`."""
     path = folder / MANIFEST_NAME
     try:
         manifest: dict[str, Any] = read_json(path)
@@ -116,10 +106,7 @@ def _oddity(manifest: dict[str, Any], fields: Mapping[str, type]) -> str | None:
 
 
 def is_current(folder: Path, kind: str, inputs: str) -> bool:
-    """True when `folder` holds a whole artifact of this version, made from exactly these inputs.
-
-    Every file must be there with its size; their bytes are not read again (`verify_files` does that).
-    """
+    """Whether `folder` holds an artifact of this version made from these inputs; checks sizes, not bytes."""
     checks = checks_of_current(folder, kind, inputs)
     return checks is not None and all(_has_size(check.path, check.expected["bytes"]) for check in checks)
 

@@ -1,8 +1,7 @@
 """Typed sections from plain mappings, with every problem found in one pass.
 
-A section is a frozen dataclass with a doc line (a string literal) under each field. `build` turns nested mappings,
-as YAML gives them, into such dataclasses and collects what is wrong instead of stopping at the first: a person who
-mistyped three fields should learn of three. Types are what we use in configs and no more: bool, int, float, str,
+A section is a frozen dataclass with a doc line (a string literal) under each field. `build` turns nested mappings, as
+YAML gives them, into such dataclasses and collects all problems. Types are those of our configs: bool, int, float, str,
 Literal, Optional, list, dict with str keys, nested dataclasses, and `Annotated[..., Range(...)]`.
 """
 
@@ -42,16 +41,8 @@ class Range:
 
     def words(self) -> str:
         """'at least 1', 'above 0 and at most 1'."""
-        parts = []
-        if self.above is not None:
-            parts.append(f"above {_number(self.above)}")
-        if self.minimum is not None:
-            parts.append(f"at least {_number(self.minimum)}")
-        if self.maximum is not None:
-            parts.append(f"at most {_number(self.maximum)}")
-        if self.below is not None:
-            parts.append(f"below {_number(self.below)}")
-        return " and ".join(parts)
+        bounds = {"above": self.above, "at least": self.minimum, "at most": self.maximum, "below": self.below}
+        return " and ".join(f"{word} {_number(bound)}" for word, bound in bounds.items() if bound is not None)
 
 
 def _number(value: float) -> str:
@@ -178,10 +169,7 @@ def apply_overrides(values: dict[str, Any], overrides: list[str], problems: list
 
 
 def _override_value(text: str) -> Any:
-    """What YAML makes of `text`, but text wherever reading it would lose something: 007, 1.10, 2024-01-01.
-
-    A field that wants a number takes it from text as well. ValueError for YAML of a kind that is never read.
-    """
+    """What YAML makes of `text`; the text itself where YAML would lose something: 007, 1.10, 2024-01-01."""
     from zero2all.common.yamlio import YamlError, YamlRefusedError, loads  # here: a usage error needs no YAML
 
     try:

@@ -19,9 +19,8 @@ from zero2all.common.errors import BadInputError
 from zero2all.common.files import read_json
 from zero2all.common.progress import human_seconds, say
 from zero2all.config import RunConfig
-from zero2all.perf.batch import BatchShape, check_batch, default_batches
+from zero2all.perf.batch import BatchShape, check_batch, default_batches, load_measured_config
 from zero2all.perf.environment import code_fingerprint, environment
-from zero2all.perf.measured_config import load_measured_config
 from zero2all.perf.results import Line, Results, row_key
 from zero2all.perf.variants import ANCHOR, BY_NAME, VARIANTS, Variant
 
@@ -100,12 +99,7 @@ class _Sitting:
     """The rows that one command measures."""
 
     def __init__(
-        self,
-        options: AblateOptions,
-        config: RunConfig,
-        here: dict[str, str | None],
-        results: Results,
-        started: float,
+        self, options: AblateOptions, config: RunConfig, here: dict[str, str | None], results: Results, started: float
     ) -> None:
         self.options, self.config, self.here, self.results, self.started = options, config, here, results, started
         self.number = results.next_sitting

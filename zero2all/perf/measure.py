@@ -73,11 +73,7 @@ class Pace:
 
 
 def pace_of(
-    iterate: Iterate,
-    accumulation: int,
-    device: torch.device,
-    seconds: float,
-    warm_up_seconds: float = WARM_UP_SECONDS,
+    iterate: Iterate, accumulation: int, device: torch.device, seconds: float, warm_up_seconds: float = WARM_UP_SECONDS
 ) -> Pace:
     """Make a first step, warm up, then iterate for at least `seconds` (and at least once)."""
     with scheduled_garbage_collection() as after_step:
@@ -107,11 +103,7 @@ def pace_of(
 
 
 def measure(
-    config: RunConfig,
-    batch: BatchShape,
-    device: torch.device,
-    seconds: float,
-    warm_up_seconds: float = WARM_UP_SECONDS,
+    config: RunConfig, batch: BatchShape, device: torch.device, seconds: float, warm_up_seconds: float = WARM_UP_SECONDS
 ) -> dict[str, Any]:
     """The figures of one config on one batch, as JSON values."""
     dtype = DTYPES[config.train.precision]

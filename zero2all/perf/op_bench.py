@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -71,10 +70,6 @@ class Bench:
     ceilings: Ceilings
     rows: list[BenchRow]
 
-    def as_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
-
 
 def operator_names(config: RunConfig) -> list[str]:
     """What can be measured; each linear layer of a block is one entry."""
@@ -96,14 +91,8 @@ def bench_operators(
         raise UsageError(f"There is no operator {only}. {hint}{' ' if hint else ''}There are: {', '.join(names)}.")
     samples, seq_len = batch_of(config, tokens, device)
     say(f"ops bench: {device_name(device)}: measuring copy and matmul rates first")
-    bench = Bench(
-        device_name(device),
-        str(dtype).removeprefix("torch."),
-        samples,
-        seq_len,
-        measured_ceilings(device, dtype, least_seconds),
-        [],
-    )
+    ceilings = measured_ceilings(device, dtype, least_seconds)
+    bench = Bench(device_name(device), str(dtype).removeprefix("torch."), samples, seq_len, ceilings, [])
     where = context_here(config)
     automatic = resolve(type(config.ops)(), where).taken
     for name in wanted:
@@ -139,8 +128,7 @@ def _row(
     dtype: torch.dtype,
     least_seconds: float,
 ) -> BenchRow:
-    problem = implementation.probe(where)
-    if problem is not None:
+    if (problem := implementation.probe(where)) is not None:
         return BenchRow(name, implementation.name, taken, problem)
     try:
         torch.manual_seed(0)

@@ -85,11 +85,7 @@ VARIANTS = (
     Variant("optimizer-fused", "AdamW: torch's fused", "leave one out", {"optimizer": "fused"}),
     Variant("optimizer-eager", "AdamW: torch's loop", "leave one out", {"optimizer": "eager"}),
     Variant(
-        "only-flash",
-        "naive + flash attention",
-        "step by step",
-        {**NAIVE, "attention": "sdpa_flash"},
-        cuda_graph=False,
+        "only-flash", "naive + flash attention", "step by step", {**NAIVE, "attention": "sdpa_flash"}, cuda_graph=False
     ),
     Variant(
         "flash-ce-adamw",

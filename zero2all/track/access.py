@@ -1,12 +1,9 @@
-"""Who may talk to the board: the gate in front of every route.
+"""The gate in front of every route: who may use the board.
 
-The board shows what is in run folders, and a browser will carry requests to 127.0.0.1 for any web page. Three things
-stand against that. The Host header must name this machine, so that a foreign name that resolves to us (DNS rebinding)
-is refused. Requests that another site makes a browser send are refused. And once the board listens beyond loopback,
-every request needs the random token: once in the address that was printed, from then on in a cookie.
-
-Every answer carries a Content-Security-Policy that allows scripts, styles and connections of this origin only, and no
-inline script or style at all: text from a run that slipped into the page as markup would still not run.
+A browser carries requests to 127.0.0.1 for any web page, so: the Host header must name this machine (no DNS
+rebinding), requests that another site makes a browser send are refused, and once the board listens beyond loopback,
+every request needs the random token: once in the printed address, from then on in a cookie. A Content-Security-Policy
+allows scripts, styles and connections of this origin only, and nothing inline.
 """
 
 from __future__ import annotations

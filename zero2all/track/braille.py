@@ -31,10 +31,7 @@ class Canvas:
     def curve(
         self, x: NDArray[np.float64], low: NDArray[np.float64], high: NDArray[np.float64] | None = None, layer: int = 0
     ) -> None:
-        """Draw through the points; with `high`, a band between the two. What is not finite is left out.
-
-        What lies above or below the canvas is drawn at its edge rather than lost.
-        """
+        """Draw through the points; with `high`, a band. Values outside the canvas are drawn at its edge."""
         high = low if high is None else high
         known = np.isfinite(x) & np.isfinite(low) & np.isfinite(high)
         width, height = 2 * self.columns, 4 * self.rows

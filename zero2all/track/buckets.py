@@ -6,6 +6,7 @@ Each bucket keeps the smallest, the largest and the mean value, so a spike of on
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,7 +46,7 @@ def bucket(
     """Put `values` at `x` (any order) into at most `count` buckets between `low` and `high`, both included."""
     if count < 1:
         raise ValueError(f"count={count}: at least one bucket is needed.")
-    if len(x) and not (np.diff(x) >= 0).all():  # also when x holds NaN
+    if len(x) and not (math.isfinite(x[0]) and (np.diff(x) >= 0).all()):  # also when x holds NaN
         order = np.argsort(x, kind="stable")[: int(np.isfinite(x).sum())]
         x, values = x[order], values[order]
         smooth = None if smooth is None else smooth[order]

@@ -1,9 +1,7 @@
 """Which charts the board draws of a run: metric names in, groups of charts out.
 
-Names are paths (`loss/zh`, `time/forward`). What lies below one first word is a family and shares a chart, because its
-members have a common unit; scores share one when they are of the same quantity. A family that nobody knows, or whose
-members are of different kinds (degrees, watts, bytes), has a chart for each. Where several runs are compared, the page
-takes every chart apart: one metric each, a line for every run.
+Names are paths (`loss/zh`, `time/forward`). The metrics below one first word share a chart; scores share one when they
+are of the same quantity. Unknown families, and those of mixed units (gpu/, host/), have a chart for each metric.
 """
 
 from __future__ import annotations

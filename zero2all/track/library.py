@@ -1,11 +1,8 @@
 """The runs a board knows: the folders it was given, the runs found below them, and the readers that are open.
 
-A run is named to the page by an id, `<number of the root>/<path below it>`, which is only ever looked up among the
-runs that were found. No part of a request becomes part of a path.
-
-Listing is cheap and repeated while somebody looks; reading a run is dear and done only for runs somebody opened. A
-reader is used by one thread at a time, under its lock. A run whose folder vanishes keeps its reader: what was read can
-still be looked at, and the page is told.
+A run has an id, `<number of the root>/<path below it>`, which is only ever looked up among the runs that were found: no
+part of a request becomes part of a path. Listing is cheap and repeated while somebody looks; only runs that somebody
+opened are read. A reader is used by one thread at a time, and kept when the folder of its run vanishes.
 """
 
 from __future__ import annotations
@@ -20,11 +17,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from zero2all.track.frame import seconds_left
 from zero2all.track.listing import distinct_names
 from zero2all.track.reader import RunListing, RunReader, find_runs
+from zero2all.track.status import RunStatus
+
+if TYPE_CHECKING:
+    from zero2all.track.mirror import Mirror
 
 MAX_OPEN_RUNS = 40
 MAX_ANSWERS = 100
@@ -34,26 +35,13 @@ LISTING_SHARE = 0.1
 LISTING_SECONDS = 1.0
 
 
-class MirrorLike(Protocol):
-    """What the board needs of a mirrored remote folder."""
-
-    folder: Path
-    state: str
-
-    def start(self) -> None:
-        """Begin to mirror."""
-
-    def stop(self) -> None:
-        """End it."""
-
-
 @dataclass(frozen=True)
 class Root:
     """One place that was given on the command line."""
 
     label: str
     folder: Path
-    mirror: MirrorLike | None = None
+    mirror: Mirror | None = None
 
     def facts(self) -> dict[str, Any]:
         """What the page shows about it."""
@@ -79,7 +67,6 @@ class OpenRun:
         self.is_gone = False
         self._cache = cache
         self._answers: OrderedDict[Hashable, Any] = OrderedDict()
-        self._counted: tuple[int, dict[str, Any]] = (-1, {})
 
     @cached_property
     def reader(self) -> RunReader:
@@ -97,15 +84,16 @@ class OpenRun:
 
     def counts(self) -> dict[str, Any]:
         """How many events and metrics there are, and the newest values, looked up once per version."""
-        if self._counted[0] != self.reader.version:
-            counts = {
+        counts: dict[str, Any] = self.remember(
+            "counts",
+            lambda: {
                 "events": len(self.reader.events()),
                 "metrics": len(self.reader.metrics()),
                 "loss": self._newest("loss"),
                 "speed": self._newest("tokens_per_second"),
-            }
-            self._counted = (self.reader.version, counts)
-        return self._counted[1]
+            },
+        )
+        return counts
 
     def _newest(self, metric: str) -> float | None:
         values = self.reader.series(metric).value[-1:]
@@ -122,6 +110,7 @@ class RunLibrary:
     def __init__(self, roots: Sequence[Root], cache: Path | None = None) -> None:
         self.roots = list(roots)
         self.cache = cache
+        self._mirrors = [root.mirror for root in self.roots if root.mirror is not None]
         self.version = 0
         """Rises whenever the list of runs, or something in it, changed."""
         self._rows: dict[str, dict[str, Any]] = {}
@@ -241,28 +230,21 @@ class RunLibrary:
 
     def start(self) -> None:
         """Begin to mirror what is remote, and list what is there: whoever opens the page finds the list ready."""
-        for root in self.roots:
-            if root.mirror is not None:
-                root.mirror.start()
+        for mirror in self._mirrors:
+            mirror.start()
         threading.Thread(target=self.refresh_list, name="first-list", daemon=True).start()
 
     def stop(self) -> None:
         """End the mirrors."""
-        for root in self.roots:
-            if root.mirror is not None:
-                root.mirror.stop()
+        for mirror in self._mirrors:
+            mirror.stop()
 
 
 def live_facts(run: OpenRun) -> dict[str, Any]:
     """What changes while a run is watched, in a few hundred bytes."""
     status = run.reader.status
     return {
-        "state": status.state,
-        "step": status.last_step,
-        "total": status.total_steps,
-        "tokens": status.last_tokens,
-        "time": status.last_time,
-        "attempt": status.attempt,
+        **_status_facts(status),
         "message": status.message,
         "left": seconds_left(run.reader, status) if status.state == "running" else None,
         "gone": run.is_gone,
@@ -271,17 +253,17 @@ def live_facts(run: OpenRun) -> dict[str, Any]:
 
 
 def _row(number: int, listing: RunListing) -> dict[str, Any]:
-    status = listing.status
+    loss = listing.last_loss if listing.last_loss is not None and math.isfinite(listing.last_loss) else None
+    facts = {"id": f"{number}/{listing.name}", "name": listing.name, "place": "", "root": number, "loss": loss}
+    return facts | _status_facts(listing.status)
+
+
+def _status_facts(status: RunStatus) -> dict[str, Any]:
     return {
-        "id": f"{number}/{listing.name}",
-        "name": listing.name,
-        "place": "",
-        "root": number,
         "state": status.state,
         "step": status.last_step,
         "total": status.total_steps,
         "tokens": status.last_tokens,
         "time": status.last_time,
-        "loss": listing.last_loss if listing.last_loss is not None and math.isfinite(listing.last_loss) else None,
         "attempt": status.attempt,
     }

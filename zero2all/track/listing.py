@@ -19,9 +19,9 @@ import numpy as np
 from zero2all.common import jsonio
 from zero2all.common.files import read_regular
 from zero2all.common.yamlio import LARGEST_BYTES
-from zero2all.track.rows import NOT_FINITE, read_row
+from zero2all.track.rows import read_number, read_row
 from zero2all.track.status import Evidence, RunStatus, is_writer_alive, judge
-from zero2all.track.writer import END_KIND, FILE_NAME, METRICS_FOLDER, SEGMENT_KIND
+from zero2all.track.writer import END_KIND, FILE_NAME, MEDIA_FOLDER, METRICS_FOLDER, SEGMENT_KIND
 
 TRAIN_WRITER = "train"
 CONFIG_FILE = "config.yaml"
@@ -32,6 +32,7 @@ MAX_DEPTH = 4
 MAX_FOLDERS = 50_000
 """Folders looked into below one root, so that pointing at a whole disk ends."""
 ANNEAL_FILE = "anneal.json"
+MAX_IMAGE_BYTES = 128 << 20
 TOTAL_STEPS = re.compile(r"^train:[^\n]*\n(?:(?:[ #][^\n]*)?\n)*?  steps: (\d+)", re.MULTILINE)
 
 
@@ -85,6 +86,17 @@ def metrics_files(folder: Path) -> list[tuple[Path, str, int]]:
     except OSError:
         return []
     return sorted(found, key=lambda each: each[1:])
+
+
+def media_file(folder: Path, name: Any) -> Path | None:
+    """A picture below the run's `media`, or None when it is not there or the name leads elsewhere."""
+    media = (folder / MEDIA_FOLDER).resolve()
+    try:
+        path = (media / str(name)).resolve()
+        good = path.is_relative_to(media) and path.is_file() and path.stat().st_size <= MAX_IMAGE_BYTES
+    except (OSError, ValueError):
+        return None
+    return path if good else None
 
 
 def total_steps(folder: Path) -> int | None:
@@ -157,10 +169,7 @@ def _listing(folder: Path, root: Path) -> RunListing:
 
 def _last_loss(rows: list[dict[str, Any]]) -> float | None:
     losses = [row["values"]["loss"] for row in rows if "loss" in row.get("values", ())]
-    loss = losses[-1] if losses else None
-    if isinstance(loss, str):
-        loss = NOT_FINITE.get(loss)
-    return loss if isinstance(loss, int | float) else None
+    return read_number(losses[-1]) if losses else None
 
 
 def latest_attempt(files: list[tuple[Path, str, int]]) -> tuple[Path, str, int] | None:
@@ -171,13 +180,11 @@ def latest_attempt(files: list[tuple[Path, str, int]]) -> tuple[Path, str, int] 
     return max(files, key=_modified, default=None)
 
 
-def median_step_seconds(steps: Any, times: Any) -> float:
-    """How long a step takes, from the rows of the tail."""
-    if len(steps) < 2:
-        return 0.0
+def median_step_seconds(steps: Any, times: Any) -> float | None:
+    """How long a step takes, from some rows; None when they do not tell."""
     advance = np.diff(steps)
     good = advance > 0
-    return float(np.median(np.diff(times)[good] / advance[good])) if good.any() else 0.0
+    return float(np.median(np.diff(times)[good] / advance[good])) if good.any() else None
 
 
 def _modified(file: tuple[Path, str, int]) -> float:

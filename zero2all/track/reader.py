@@ -30,9 +30,9 @@ from zero2all.track.listing import (
     metrics_files,
     total_steps,
 )
-from zero2all.track.segment import Event, Segment
+from zero2all.track.metrics_file import Event, MetricsFile
 from zero2all.track.series import NO_POINTS, Part, Series, by_step, concatenate, join_attempts, join_writers
-from zero2all.track.sidecar import default_cache
+from zero2all.track.sidecar import user_cache
 from zero2all.track.smoothing import Smoothing, smooth, smoothing_of
 from zero2all.track.spikes import Spike, find_spikes
 from zero2all.track.status import Evidence, RunStatus, is_writer_alive, judge
@@ -53,20 +53,17 @@ VANISHED = "the metrics folder disappeared"
 
 
 class RunReader:
-    """One run, as it is now and as it grows. Methods may be called from several threads.
-
-    What is read is kept in memory as columns, 8 bytes per value and 24 per row.
-    """
+    """One run as it grows, 8 bytes of memory per value and 24 per row. Methods may be called from several threads."""
 
     def __init__(self, folder: Path, cache: Path | None = None) -> None:
         """Open the run in `folder` and read it. `cache` is where binary copies live; None: the user's cache folder."""
         self.folder = Path(folder)
         self.version = 0
         """Rises whenever `refresh` saw something new."""
-        self._cache = default_cache() if cache is None else Path(cache)
+        self._cache = user_cache("track") if cache is None else Path(cache)
         self._lock = threading.RLock()
         self._names = MetricNames()
-        self._segments: dict[str, Segment] = {}
+        self._files: dict[str, MetricsFile] = {}
         self._events: list[Event] = []
         self._event_keys: set[tuple[str, int, str, int, float]] = set()
         self._taken_events: dict[str, int] = {}
@@ -92,7 +89,7 @@ class RunReader:
     def metrics(self) -> list[str]:
         """The names of all metrics, sorted. At most 5,000 are kept; the rest is counted in `problems`."""
         with self._lock:
-            return sorted({name for segment in self._segments.values() for name in segment.columns.metrics})
+            return sorted({name for segment in self._files.values() for name in segment.columns.metrics})
 
     def series(self, metric: str) -> Series:
         """One metric over the run, every point of it; empty when there is no such metric."""
@@ -111,15 +108,12 @@ class RunReader:
         count: int = 2000,
         smoothing: Smoothing | None = None,
     ) -> Buckets:
-        """The curve between `low` and `high` of `axis` in at most `count` buckets, smoothed before it is cut.
-
-        Without a `flops` metric the `flops` axis is empty. Curves of fewer than 50 points are not smoothed.
-        """
+        """The curve from `low` to `high` of `axis` in at most `count` buckets, smoothed before it is cut."""
         points = self.series(metric)
         x = self.along(points, axis)
         smoothing = smoothing_of(points.value, smoothing)
         smoothed = None if smoothing is None else self._smoothed(metric, points, smoothing)
-        return bucket(x, points.value if len(x) else x, smoothed if len(x) else None, low, high, count)
+        return bucket(x, points.value, smoothed, low, high, count)
 
     def events(self, after: int = 0) -> list[Event]:
         """Events in the order they were found, without the first `after` of them."""
@@ -151,11 +145,11 @@ class RunReader:
             if latest is None:
                 gone = "The folder is gone." if self._gone else "There are no metrics yet."
                 return RunStatus(total_steps=total_steps(self.folder), message=gone)
-            segment = self._segments[latest[0].name]
+            segment = self._files[latest[0].name]
             alive = is_writer_alive(segment.header)
             if alive is False and not segment.has_ended:  # it may have written its end since we last read
                 self.refresh()
-                segment = self._segments.get(latest[0].name, segment)
+                segment = self._files.get(latest[0].name, segment)
             rows = segment.columns
             steps, times = rows.step.view[-256:], rows.time.view[-256:]
             last_row_time = float(times[-1]) if len(times) else None
@@ -187,7 +181,7 @@ class RunReader:
     def skipped_lines(self) -> int:
         """Lines that are not rows of ours: half-written, damaged, foreign."""
         with self._lock:
-            return sum(each.skipped_lines + each.has_torn_line for each in self._segments.values())
+            return sum(each.skipped_lines + each.has_torn_line for each in self._files.values())
 
     @property
     def problems(self) -> dict[str, int]:
@@ -210,7 +204,7 @@ class RunReader:
         folder = self.folder / METRICS_FOLDER
         if not folder.is_dir():
             self._gone = not self.folder.is_dir()
-            vanished = bool(self._segments) and VANISHED not in self._problems
+            vanished = bool(self._files) and VANISHED not in self._problems
             if vanished:
                 self._problems[VANISHED] = 1
             return vanished
@@ -218,15 +212,15 @@ class RunReader:
         came_back = self._problems.pop(VANISHED, None) is not None
         files = metrics_files(folder)
         names = {path.name for path, _, _ in files}
-        lost = [name for name in self._segments if name not in names]
+        lost = [name for name in self._files if name not in names]
         for name in lost:
-            del self._segments[name]
+            del self._files[name]
             self._taken_events.pop(name, None)
         changed = bool(lost) or came_back
         for path, writer, attempt in files:
-            segment = self._segments.get(path.name)
+            segment = self._files.get(path.name)
             if segment is None:
-                segment = self._segments[path.name] = Segment(path, writer, attempt, self._names, self._cache)
+                segment = self._files[path.name] = MetricsFile(path, writer, attempt, self._names, self._cache)
                 changed = True
             try:
                 changed |= segment.refresh()
@@ -238,7 +232,7 @@ class RunReader:
 
     def _take_events(self) -> None:
         new: list[Event] = []
-        for name, segment in self._segments.items():
+        for name, segment in self._files.items():
             taken = self._taken_events.get(name, 0)
             if taken > len(segment.events):  # the file was replaced
                 taken = 0
@@ -251,8 +245,8 @@ class RunReader:
             self._event_keys.add(key)
             self._events.append(event)
 
-    def _in_order(self) -> list[Segment]:
-        return sorted(self._segments.values(), key=lambda segment: (segment.writer, segment.attempt))
+    def _in_order(self) -> list[MetricsFile]:
+        return sorted(self._files.values(), key=lambda segment: (segment.writer, segment.attempt))
 
     # ---- joining ----
 
@@ -261,7 +255,7 @@ class RunReader:
             known = self._joined.get(metric)
             if known is not None and known[0] == self.version:
                 return known[1], known[2]
-            by_writer: dict[str, list[Segment]] = {}
+            by_writer: dict[str, list[MetricsFile]] = {}
             for segment in self._in_order():
                 by_writer.setdefault(segment.writer, []).append(segment)
             joined = [join_attempts(list(_parts(segments, metric))) for segments in by_writer.values()]
@@ -283,7 +277,7 @@ class RunReader:
         return known[1]
 
     def along(self, points: Series, axis: Axis) -> NDArray[np.float64]:
-        """Where points stand on an axis: NaN where its metric does not reach, nothing at all where there is none."""
+        """The x of some points on an axis; NaN where the run did not log the axis."""
         if axis == "step":
             return points.step.astype(np.float64)
         if axis == "tokens":
@@ -294,11 +288,11 @@ class RunReader:
             raise ValueError(f"axis={axis!r}: use step, tokens, time or flops.")
         flops = self.series(FLOPS_METRIC)
         if not len(flops):
-            return np.empty(0)
+            return np.full(len(points), np.nan)
         return np.interp(points.step, flops.step, flops.value, left=np.nan, right=np.nan)
 
 
-def _parts(segments: list[Segment], metric: str) -> Iterable[Part]:
+def _parts(segments: list[MetricsFile], metric: str) -> Iterable[Part]:
     """What each attempt of one writer wrote of a metric, and from where on it takes the earlier ones back."""
     earlier_rows = False
     for segment in segments:
@@ -356,7 +350,7 @@ def read_run(folder: Path, cache: Path | None = None) -> RunData:
         raise BadInputError(f"There is no run in {folder}. Give a run's folder, for example work/runs/NAME.")
     reader = RunReader(folder, cache)
     metrics = reader.metrics()
-    segments = list(reader._segments.values())
+    segments = list(reader._files.values())
     events = [event for event in reader.events() if event.kind not in (SEGMENT_KIND, END_KIND)]
     return RunData(
         folder,

@@ -260,7 +260,7 @@ def _parse_one_by_one(
             events.append(row)
         else:
             for name, value in row["values"].items():
-                number = _number(value)
+                number = read_number(value)
                 if number is None:
                     skipped_values += 1
                 elif names.admit(name):
@@ -298,7 +298,8 @@ def read_row(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row.get("values"), dict) and _is_int64(row.get("tokens")) else None
 
 
-def _number(value: Any) -> float | None:
+def read_number(value: Any) -> float | None:
+    """A value of a metric row as a float; None for what is no number."""
     if _is_number(value):
         return float(value)
     return NOT_FINITE.get(value) if isinstance(value, str) else None

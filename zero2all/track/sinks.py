@@ -23,9 +23,9 @@ from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import write_json
 from zero2all.common.progress import say
-from zero2all.track.listing import find_runs, metrics_files
+from zero2all.track.listing import find_runs, media_file, metrics_files
 from zero2all.track.reader import RunReader
-from zero2all.track.rows import NOT_FINITE, read_row
+from zero2all.track.rows import read_number, read_row
 from zero2all.track.tensorboard import EventFile, messages
 from zero2all.track.writer import END_KIND, METRICS_FOLDER, SEGMENT_KIND
 
@@ -33,7 +33,6 @@ STATE_NAME = "z2a-export.json"
 CHUNK_BYTES = 4 << 20
 LOOK_SECONDS = 1.0
 RETRY_SECONDS = (1.0, 60.0)
-MAX_IMAGE_BYTES = 32 << 20
 
 Row = dict[str, Any]
 
@@ -60,16 +59,8 @@ class Sent:
     failures: list[str] = field(default_factory=list)
 
 
-def export(
-    folder: Path,
-    sink: Sink,
-    follow: bool = False,
-    wait: Callable[[float], object] = time.sleep,
-) -> Sent:
-    """Send all rows of the run in `folder`; with `follow`, go on until the run has ended.
-
-    A sink that fails is tried again with growing pauses when following; otherwise its exception is the caller's.
-    """
+def export(folder: Path, sink: Sink, follow: bool = False, wait: Callable[[float], object] = time.sleep) -> Sent:
+    """Send all rows of a run; with `follow`, go on until it has ended, and try again when the sink fails."""
     if not (folder / METRICS_FOLDER).is_dir():
         raise BadInputError(f"There are no metrics in {folder}. Give a run's folder, for example work/runs/NAME.")
     tail = RowTail(folder, sink.state)
@@ -154,24 +145,7 @@ class RowTail:
 
 def numbers(row: Row) -> dict[str, float]:
     """The values of a metric row, as floats; what is no number is left out."""
-    found = {}
-    for name, value in row["values"].items():
-        if isinstance(value, str):
-            value = NOT_FINITE.get(value)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            found[name] = float(value)
-    return found
-
-
-def media_file(folder: Path, name: Any) -> Path | None:
-    """A file below the run's `media`, or None when it is not there or the name leads elsewhere."""
-    media = (folder / "media").resolve()
-    try:
-        path = (media / str(name)).resolve()
-        good = path.is_relative_to(media) and path.is_file() and path.stat().st_size <= MAX_IMAGE_BYTES
-    except (OSError, ValueError):
-        return None
-    return path if good else None
+    return {name: number for name, value in row["values"].items() if (number := read_number(value)) is not None}
 
 
 class TensorboardSink:

@@ -1,13 +1,11 @@
-"""Smooth a curve at full resolution, before anything is thinned out for the screen.
+"""Smooth a curve at full resolution, before it is thinned out for the screen.
 
-Values that are not finite weigh nothing, and the ends are debiased: no method pulls the first points towards zero or
-towards a neighbour that is not there. All of them look as far ahead as back, the exponential mean too: one that only
-looks back trails a falling loss and lies above all of its points. None of them subtracts running totals from each
-other, so a spike of 1e30 leaves no rounding noise behind on the values around it.
+Values that are not finite weigh nothing, and the ends are debiased. All methods look as far ahead as back, the
+exponential mean too: one that only looks back trails a falling loss. None subtracts running totals from each other, so
+a spike of 1e30 leaves no rounding noise on the values around it.
 
 `width` is counted in points: the time constant of the exponential mean, the length of the window and of the median,
-the standard deviation of the Gaussian. `smoothing_of` says how a whole curve may be smoothed: not at all where it has
-fewer than MIN_POINTS points, for each of them can be seen, and over no more than a twentieth of it.
+the standard deviation of the Gaussian.
 """
 
 from __future__ import annotations
@@ -57,6 +55,20 @@ class Smoothing:
             raise ValueError(f"width={self.width}: the width is a number of points, at most {LARGEST_WIDTH:,}.")
 
 
+def parse_smoothing(text: str) -> Smoothing | None:
+    """Read `kind:width`, or `none`; ValueError says what was expected."""
+    if text == "none":
+        return None
+    kind, _, width = text.partition(":")
+    try:
+        return Smoothing(kind, float(width))  # type: ignore[arg-type]
+    except ValueError:
+        raise ValueError(
+            f"is {text[:80]!r}; use none, or a kind ({', '.join(KINDS)}) and a width in points, at most "
+            f"{LARGEST_WIDTH:,}, as in ema:20"
+        ) from None
+
+
 def smoothing_of(values: NDArray[np.floating], wanted: Smoothing | None) -> Smoothing | None:
     """What is wanted, no wider than a twentieth of the whole curve `values`; None where it has too few points."""
     points = np.count_nonzero(np.isfinite(values))
@@ -101,10 +113,7 @@ def _two_sided(values: Floats, width: float) -> Floats:
 
 
 def _exponential(values: Floats, width: float) -> Floats:
-    """y[i] = decay * y[i-1] + values[i], block by block: inside a block the recursion is one cumulative sum.
-
-    A block ends before 1 / decay**i loses precision. Old terms only ever shrink, so nothing cancels.
-    """
+    """y[i] = decay * y[i-1] + values[i]: a cumulative sum per block, which ends before 1 / decay**i loses precision."""
     decay = 1.0 - 1.0 / width
     count = len(values)
     length = int(np.clip(np.log(_GROWTH) / -np.log(decay), 1, count))

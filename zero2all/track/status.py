@@ -1,10 +1,9 @@
-"""Is a run still going? Judged from its files and, on the same machine, from the process that wrote them.
+"""Whether a run is still going, judged from its files and, on the same machine, from the process that wrote them.
 
 - *finished*: the writer said so (`end` event, reason `done` or `exit`).
 - *crashed*: it said that it failed; or it said nothing, and its process is gone from this machine.
 - *running*: it wrote a row not long ago.
-- *stalled*: it has been silent for longer than a minute and than ten median steps; or it was preempted and waits to
-  be started again. On another machine, or in a mirrored copy, a dead process cannot be told from a slow one.
+- *stalled*: it has been silent for longer than a minute and than ten median steps; or it was preempted.
 - *unknown*: there is nothing to judge by.
 """
 
@@ -53,7 +52,7 @@ class Evidence:
     last_time: float | None
     modified: float
     """When the file was last written, by the clock of this machine."""
-    median_step_seconds: float = 0.0
+    median_step_seconds: float | None = None
     alive: bool | None = None
     """Whether the process still runs, looked up *before* the file was read: whoever was gone by then has written all
     it ever will. None: unknown."""
@@ -70,7 +69,7 @@ def judge(evidence: Evidence, now: float | None = None) -> tuple[State, str]:
         return "crashed", f"Process {pid} is gone and did not say that it ended."
     if evidence.alive is None and evidence.last_time is not None:  # a fresh copy of old files is not a running run
         silence = max(silence, now - evidence.last_time - CLOCK_DIFFERENCE_SECONDS)
-    if silence > max(SILENCE_SECONDS, SILENCE_STEPS * evidence.median_step_seconds):
+    if silence > max(SILENCE_SECONDS, SILENCE_STEPS * (evidence.median_step_seconds or 0.0)):
         return "stalled", f"No row for {_duration(silence)}."
     return "running", ""
 

@@ -23,7 +23,7 @@ CHUNK_BYTES = 512 << 10
 MAX_LINE_BYTES = 64 << 20
 """A longer line is no row of ours: it is skipped without being held in memory."""
 MARK_BYTES = 256
-"""So many bytes at the start of a file, and before the place reading stopped, tell it from another."""
+"""Bytes at the start of a file, and before the place reading stopped, by which it is recognised."""
 SIDECAR_BYTES = 1 << 20
 """Shorter files are parsed faster than a sidecar is worth."""
 SIDECAR_GROWTH = 0.05
@@ -32,7 +32,7 @@ MAX_EVENTS = 100_000
 MAX_TEXT_CHARACTERS = 256 << 20
 """Events, and the text samples in them, kept per file; the rest is counted."""
 HALF_LINE_SECONDS = 10.0
-"""A last line that has no end for so long will never have one."""
+"""A last line without its end for this long will never get one."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Event:
     attempt: int
 
 
-class Segment:
+class MetricsFile:
     """The rows and events of one file: one start of one writer."""
 
     def __init__(self, path: Path, writer: str, attempt: int, names: MetricNames, cache: Path) -> None:
@@ -165,8 +165,7 @@ class Segment:
         if events and not self.events and not len(self.columns) and events[0]["kind"] == SEGMENT_KIND:
             self.header = events[0]["data"]
         for row in events:
-            event = Event(row["step"], float(row["time"]), row["kind"], row["data"], self.writer, self.attempt)
-            self._newest_event = event
+            event = self._newest_event = self._event(row)
             text = event.data.get("text")
             size = len(text) if isinstance(text, str) else 0
             if len(self.events) < MAX_EVENTS and self._text_characters + size <= MAX_TEXT_CHARACTERS:
@@ -175,47 +174,43 @@ class Segment:
             else:
                 self.left_out_events += 1
 
+    def _event(self, row: dict[str, Any]) -> Event:
+        return Event(row["step"], float(row["time"]), row["kind"], row["data"], self.writer, self.attempt)
+
     # ---- the sidecar ----
 
     def _load(self, fd: int, stat: os.stat_result) -> None:
         """Start from the sidecar if there is one of this very file."""
         if stat.st_size < SIDECAR_BYTES or (known := sidecar.load(self._sidecar_path)) is None:
             return
-        is_untouched = (stat.st_size, stat.st_mtime_ns) == (known.size, known.modified_ns)
-        has_grown = stat.st_size > known.size and _has_marks(fd, known.head, known.tail, known.offset)
+        facts, columns = known
+        is_untouched = (stat.st_size, stat.st_mtime_ns) == (facts["size"], facts["modified_ns"])
+        has_grown = stat.st_size > facts["size"] and _has_marks(fd, facts["head"], facts["tail"], facts["offset"])
         if not (is_untouched or has_grown):
             return
-        self._take_events(known.events)
-        self.columns = known.columns
-        for name in list(self.columns.metrics):
-            if not self._names.admit(name, len(self.columns.metrics[name].values)):
-                del self.columns.metrics[name]
-        if known.last_event is not None:
-            row = known.last_event
-            self.last_event = Event(row["step"], row["time"], row["kind"], row["data"], self.writer, self.attempt)
-        self.skipped_lines, self.skipped_values = known.skipped_lines, known.skipped_values
-        self.left_out_events = known.left_out_events
-        self.offset = self._saved_offset = known.offset
-        self._head, self._tail = known.head, known.tail
+        self._take_events(facts["events"])
+        self.columns = columns
+        for name in list(columns.metrics):
+            if not self._names.admit(name, len(columns.metrics[name].values)):
+                del columns.metrics[name]
+        self.last_event = None if facts["last_event"] is None else self._event(facts["last_event"])
+        for name in sidecar.COUNTS:
+            setattr(self, name, facts[name])
+        self._saved_offset, self._head, self._tail = self.offset, facts["head"], facts["tail"]
 
     def _save(self) -> None:
         assert self._seen is not None, "a file is looked at before it is read"
-        content = sidecar.Sidecar(
-            offset=self.offset,
-            size=self._seen.st_size,
-            modified_ns=self._seen.st_mtime_ns,
-            head=self._head,
-            tail=self._tail,
-            events=[_row(event) for event in self.events],
-            last_event=_row(self.last_event) if self.last_event else None,
-            skipped_lines=self.skipped_lines,
-            skipped_values=self.skipped_values,
-            left_out_events=self.left_out_events,
-            columns=self.columns,
-        )
+        facts = {name: getattr(self, name) for name in sidecar.COUNTS} | {
+            "size": self._seen.st_size,
+            "modified_ns": self._seen.st_mtime_ns,
+            "head": self._head,
+            "tail": self._tail,
+            "events": [_row(event) for event in self.events],
+            "last_event": _row(self.last_event) if self.last_event else None,
+        }
         self._saved_offset = self.offset
-        with suppress(OSError, TypeError, ValueError):  # without a sidecar the next opening takes longer, that is all
-            sidecar.save(self._sidecar_path, content)
+        with suppress(OSError, TypeError, ValueError):  # without a sidecar the next opening only takes longer
+            sidecar.save(self._sidecar_path, facts, self.columns)
 
 
 def _row(event: Event) -> dict[str, Any]:
