@@ -106,11 +106,8 @@ def _print(facts: dict[str, Any], count: int, samples: list[SampleText]) -> None
     rows = counted(count, "sample")
     print(f"{facts['run']}, step {facts['step']:,}: {rows}, tokens {first:,} to {end - 1:,}{loss}{state}")
     for sample in samples:
-        where = (
-            ""
-            if sample.split_tokens is None
-            else f", its tokens {sample.split_tokens[0]:,} to {sample.split_tokens[1] - 1:,}"
-        )
+        begin, behind = sample.split_tokens or (0, 0)
+        where = "" if sample.split_tokens is None else f", its tokens {begin:,} to {behind - 1:,}"
         row_loss = "" if sample.loss is None else f", loss {sample.loss:.4f}"
         print(
             f"\n── sample {sample.row}: source {sample.source}, channel {sample.channel}, shard {sample.shard}, "
@@ -119,9 +116,8 @@ def _print(facts: dict[str, Any], count: int, samples: list[SampleText]) -> None
         for document in sample.documents:
             last = document.first_column + document.tokens - 1
             title = f"  {terminal_safe(document.title)}" if document.title else ""
-            origin = (
-                f"; {document.origin}" if document.origin else "" if document.gid is None else f"; gid {document.gid}"
-            )
+            gid = "" if document.gid is None else f"; gid {document.gid}"
+            origin = f"; {document.origin}" if document.origin else gid
             tokens = f"tokens {document.first_column:,} to {last:,}"
             print(f"   document {document.number:,}, {tokens}{terminal_safe(origin)}{title}")
             print(terminal_safe(document.text, keep=TEXT_MARKS) + (" …" if document.is_cut else ""))

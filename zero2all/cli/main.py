@@ -54,8 +54,7 @@ INTERRUPTED = 130
 LEAST_ADDRESS_SPACE_BYTES = 512 << 20
 DECIDED_TOGETHER = tuple(error.exit_code for error in (PreemptedError, AnomalyError, RunLockedError, LostRunError))
 """Ends of a training run that all of its processes come to at once."""
-WHOLE_SECTIONS = ("stages",)
-"""Sections that are lists, so that they are set as a whole: --stages '[{name: …}]'."""
+WHOLE_SECTIONS = ("stages",)  # sections that are lists, so that they are set as a whole: --stages '[{name: …}]'
 REFUSED_PATH_ERRNOS = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
 )

@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zero2all.common.workspace import Workspace
 
-LARGEST_WHOLE = (1 << 62) - 1
-"""Whatever is counted is counted in 64 bits, and sums of two such numbers still are."""
-Subparsers = Any
-"""What argparse's add_subparsers returns; it has no public name."""
+LARGEST_WHOLE = (1 << 62) - 1  # whatever is counted is counted in 64 bits, and sums of two such numbers still are
+Subparsers = Any  # what argparse's add_subparsers returns; it has no public name
 
 OVERRIDES_HELP = """\
 Any field of the config can be set here, over what its file says:

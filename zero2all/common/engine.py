@@ -34,16 +34,15 @@ from zero2all.common.progress import Bar
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
-OnBytes = Callable[[int], None]
+OnBytes = Callable[[int], None] | None
+Done = Iterator[tuple[int, Result]]
 EngineKind = Literal["local", "ray"]
 
-RETRIES = 3
-"""How often work is tried again when a worker dies without any task having been finished in between."""
+RETRIES = 3  # how often work is tried again when a worker dies without any task having been finished in between
 POLL_SECONDS = 0.2
-WAITING_BYTES = 16 << 10
-"""A second task may wait in a worker's socket if it is no larger: a socket holds more than that."""
+WAITING_BYTES = 16 << 10  # a second task may wait in a worker's socket if it is no larger
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "RAYON_NUM_THREADS")
-"""Workers are processes; threads of numerical libraries inside them would only cost memory."""
+"""Threads of numerical libraries inside worker processes only cost memory."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +73,7 @@ class Engine(Protocol):
 
     workers: int
 
-    def run(
-        self, function: Callable[[Task], Result], tasks: Sequence[Task], on_bytes: OnBytes | None = None
-    ) -> Iterator[tuple[int, Result]]:
+    def run(self, function: Callable[[Task], Result], tasks: Sequence[Task], on_bytes: OnBytes = None) -> Done[Result]:
         """Results with the position of their task, as they are finished; `on_bytes` hears what `advance` is told."""
 
 
@@ -87,9 +84,7 @@ class Shown:
         self.workers = engine.workers
         self._engine, self._bar = engine, bar
 
-    def run(
-        self, function: Callable[[Task], Result], tasks: Sequence[Task], on_bytes: OnBytes | None = None
-    ) -> Iterator[tuple[int, Result]]:
+    def run(self, function: Callable[[Task], Result], tasks: Sequence[Task], on_bytes: OnBytes = None) -> Done[Result]:
         """As the engine does."""
         for number, result in self._engine.run(function, tasks, on_bytes):
             self._bar.advance(1)
@@ -119,7 +114,7 @@ class StoppedError(Exception):
     """The build ends; a worker in the middle of a task need not finish it."""
 
 
-_advance: OnBytes | None = None
+_advance: OnBytes = None
 
 
 def advance(amount: int) -> None:
@@ -129,7 +124,7 @@ def advance(amount: int) -> None:
 
 
 @contextlib.contextmanager
-def _advancing(report: OnBytes | None) -> Iterator[None]:
+def _advancing(report: OnBytes) -> Iterator[None]:
     global _advance
     before, _advance = _advance, report
     try:
@@ -144,9 +139,7 @@ def _advancing(report: OnBytes | None) -> Iterator[None]:
 class _InProcess:
     workers = 1
 
-    def run(
-        self, function: Callable[[Task], Result], tasks: Sequence[Task], on_bytes: OnBytes | None = None
-    ) -> Iterator[tuple[int, Result]]:
+    def run(self, function: Callable[[Task], Result], tasks: Sequence[Task], on_bytes: OnBytes = None) -> Done[Result]:
         for number, task in enumerate(tasks):
             with _advancing(on_bytes):
                 result = function(task)
@@ -167,10 +160,9 @@ class _Processes:
         methods = multiprocessing.get_all_start_methods()
         self._context: Any = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
         self._board = self._context.RawArray("q", 1 + workers)
-        """Whether to stop, then the bytes each worker has done: one writer a number, so no lock is needed."""
+        """Whether to stop, then the bytes of each worker; one writer each, so no lock."""
         self._started: list[_Worker] = []
-        self._leaving: list[_Worker] = []
-        """Of a run that was given up: they end with the task they are at."""
+        self._leaving: list[_Worker] = []  # of a run that was given up: they end with the task they are at
         self._told = 0
 
     def close(self) -> None:
@@ -181,13 +173,10 @@ class _Processes:
         for worker in (*self._started, *self._leaving):
             worker.process.join()
 
-    def run(
-        self, function: Callable[[Task], Result], tasks: Sequence[Task], on_bytes: OnBytes | None = None
-    ) -> Iterator[tuple[int, Result]]:
+    def run(self, function: Callable[[Task], Result], tasks: Sequence[Task], on_bytes: OnBytes = None) -> Done[Result]:
         todo = deque(range(len(tasks)))
         failures = 0
-        rounds = 0
-        """Deaths of workers that were started in the same round have one cause, and count once."""
+        rounds = 0  # deaths of workers that were started in the same round have one cause, and count once
         try:
             while todo or any(worker.numbers for worker in self._started):
                 self._give_out(function, tasks, todo, rounds)
@@ -247,7 +236,7 @@ class _Processes:
         self._started.append(_Worker(process, ours, slot, rounds))
         return self._started[-1]
 
-    def _tell(self, on_bytes: OnBytes | None) -> None:
+    def _tell(self, on_bytes: OnBytes) -> None:
         done = sum(self._board[1:])
         if on_bytes is not None and done > self._told:
             on_bytes(done - self._told)
@@ -258,11 +247,9 @@ class _Processes:
 class _Worker:
     process: Any
     connection: connection.Connection
-    slot: int
-    """Its place on the board."""
+    slot: int  # its place on the board
     round: int
-    numbers: deque[int] = field(default_factory=deque)
-    """Tasks it was given and has not answered."""
+    numbers: deque[int] = field(default_factory=deque)  # tasks it was given and has not answered
 
 
 @contextlib.contextmanager
@@ -366,9 +353,7 @@ class _RayEngine:
         if self._started:
             self._ray.shutdown()
 
-    def run(
-        self, function: Callable[[Task], Result], tasks: Sequence[Task], on_bytes: OnBytes | None = None
-    ) -> Iterator[tuple[int, Result]]:
+    def run(self, function: Callable[[Task], Result], tasks: Sequence[Task], on_bytes: OnBytes = None) -> Done[Result]:
         ray = self._ray
         remote = ray.remote(num_cpus=1, max_retries=RETRIES)(_call)
         todo = deque(range(len(tasks)))
@@ -393,7 +378,7 @@ class _RayEngine:
                 ray.cancel(reference, force=True)
         self._tell(on_bytes)
 
-    def _tell(self, on_bytes: OnBytes | None) -> None:
+    def _tell(self, on_bytes: OnBytes) -> None:
         done = self._ray.get(self._counter.read.remote())
         if on_bytes is not None and done > self._told:
             on_bytes(done - self._told)

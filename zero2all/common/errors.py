@@ -9,7 +9,7 @@ import errno
 import re
 
 DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""No space left; quota used up; larger than a file may be here (a limit of the shell, or of the file system)."""
+"""No space left; quota used up; larger than a file may be here."""
 
 
 class UserError(Exception):
@@ -26,8 +26,6 @@ class UsageError(UserError):
 
 class BadInputError(UserError):
     """A file or folder that was given cannot be used as it is."""
-
-    exit_code = 3
 
 
 class DiskError(UserError):

@@ -177,8 +177,8 @@ def _is_at_work(mark: str) -> bool:
         os.kill(int(number), 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:  # somebody else's, so it is alive
-        return True
+    except PermissionError:
+        pass  # somebody else's, so it is alive
     return True
 
 
@@ -239,8 +239,7 @@ def _crc32c_product(first: int, second: int) -> int:
     return product
 
 
-LONGEST_NAME = 200
-"""Bytes of a name: file systems take 255, and a file is first written under a longer one."""
+LONGEST_NAME = 200  # bytes of a name: file systems take 255, and a file is first written under a longer one
 
 
 def require_writable(path: Path, flag: str, is_folder: bool = False) -> None:
@@ -258,19 +257,15 @@ def require_writable(path: Path, flag: str, is_folder: bool = False) -> None:
         folder = folder.parent
     if not folder.is_dir():
         raise BadInputError(f"{flag} {path}: {folder} is a file, so nothing can be written below it. Choose another.")
-    _require_new_files(folder, f"{flag} {path}")
-
-
-def _require_new_files(folder: Path, what: str) -> None:
-    """Make a file in `folder` that nobody sees: rights alone say too little about /proc, /sys or a read-only disk."""
-    try:
+    try:  # to make a file that nobody sees: rights alone say too little about /proc, /sys or a read-only disk
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         if error.errno in DISK_FULL_ERRNOS:
             raise
         raise BadInputError(
-            f"{what}: {folder} cannot be written to ({error.strerror}). Choose another path, or change its rights."
+            f"{flag} {path}: {folder} cannot be written to ({error.strerror}). Choose another path, or change its "
+            f"rights."
         ) from error
 
 

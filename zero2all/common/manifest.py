@@ -21,8 +21,7 @@ from zero2all.common.progress import progress
 
 FORMATS = {"corpus": 1, "tokenizer": 1, "packed": 1, "best_fit": 1, "checkpoint": 1, "raw": 1}
 """The format number this version writes and reads, per kind of artifact. Raise it when the layout changes."""
-ONE_PROCESS_BYTES = 4_000_000_000
-"""Files of less than this together are checked sooner than processes are started for it."""
+ONE_PROCESS_BYTES = 4_000_000_000  # less than this is checked without worker processes
 
 
 FIELDS: dict[str, dict[str, type]] = {
@@ -108,7 +107,9 @@ def _oddity(manifest: dict[str, Any], fields: Mapping[str, type]) -> str | None:
 def is_current(folder: Path, kind: str, inputs: str) -> bool:
     """Whether `folder` holds an artifact of this version made from these inputs; checks sizes, not bytes."""
     checks = checks_of_current(folder, kind, inputs)
-    return checks is not None and all(_has_size(check.path, check.expected["bytes"]) for check in checks)
+    return checks is not None and all(
+        check.path.is_file() and check.path.stat().st_size == check.expected["bytes"] for check in checks
+    )
 
 
 def checks_of_current(folder: Path, kind: str, inputs: str) -> list[FileCheck] | None:
@@ -123,10 +124,6 @@ def checks_of_current(folder: Path, kind: str, inputs: str) -> list[FileCheck] |
     if _oddity(manifest, FIELDS.get(kind, {})) is not None:
         return None
     return file_checks(folder, manifest)
-
-
-def _has_size(path: Path, expected_bytes: int) -> bool:
-    return path.is_file() and path.stat().st_size == expected_bytes
 
 
 class FileCheck(NamedTuple):
@@ -154,8 +151,7 @@ def check_file(check: FileCheck) -> str | None:
 
 
 def damaged_files(checks: Sequence[FileCheck], workers: int | None = None) -> Iterator[tuple[FileCheck, str]]:
-    """The files of `checks` that are not as they were written, and what is wrong; read with a bar, and in processes
-    where there is much to read (`workers` of them, None: one per core)."""
+    """The files of `checks` that are not as they were written, and what is wrong; large ones are read by `workers`."""
     total = sum(int(check.expected["bytes"]) for check in checks)
     if not checks:
         return

@@ -126,14 +126,7 @@ def _read_txt(part: Path, source: str) -> Iterator[dict[str, Any]]:
                     content = text.decode()
                 except UnicodeDecodeError as error:
                     raise _damaged(part, f"is not UTF-8 ({error})") from error
-                yield {
-                    "data_src": source,
-                    "category": "",
-                    "title": "",
-                    "content": content,
-                    "desc": "",
-                    "others": {},
-                }
+                yield {"data_src": source, "category": "", "title": "", "content": content, "desc": "", "others": {}}
         if rest:
             raise _damaged(part, "ends inside a document")
 

@@ -32,12 +32,8 @@ class Range:
 
     def admits(self, value: float) -> bool:
         """Whether `value` lies inside."""
-        return (
-            (self.minimum is None or value >= self.minimum)
-            and (self.maximum is None or value <= self.maximum)
-            and (self.above is None or value > self.above)
-            and (self.below is None or value < self.below)
-        )
+        is_inside = (self.minimum is None or value >= self.minimum) and (self.maximum is None or value <= self.maximum)
+        return is_inside and (self.above is None or value > self.above) and (self.below is None or value < self.below)
 
     def words(self) -> str:
         """'at least 1', 'above 0 and at most 1'."""
@@ -50,8 +46,7 @@ def _number(value: float) -> str:
     return f"{value:.0f}" if float(value).is_integer() else repr(value)
 
 
-LARGEST_INT = (1 << 63) - 1
-"""What torch and numpy count with."""
+LARGEST_INT = (1 << 63) - 1  # what torch and numpy count with
 
 PositiveInt = Annotated[int, Range(minimum=1)]
 NaturalInt = Annotated[int, Range(minimum=0)]
@@ -75,8 +70,7 @@ class Problem:
         return f"{self.field[:LONGEST_SHOWN]}: got {_shown(self.value)}, expected {self.expected}.{hint}"
 
 
-LONGEST_SHOWN = 200
-"""Characters of a name or value that are printed."""
+LONGEST_SHOWN = 200  # characters of a name or value that are printed
 
 
 def _shown(value: Any) -> str:
@@ -291,7 +285,7 @@ def _convert_plain(kind: Any, value: Any, where: str, problems: list[Problem]) -
         return value
     if kind is str and isinstance(value, int) and not isinstance(value, bool):
         return str(value)
-    # A float is no text: `name: 1.10` has already lost its zero by the time it gets here.
+    # a float is no text: `name: 1.10` has already lost its zero by the time it gets here.
     hint = "Put it in quotes." if kind is str and value is not None and not isinstance(value, dict | list) else ""
     problems.append(Problem(where, value, _type_words(kind), hint))
     return None

@@ -12,11 +12,9 @@ from typing import Any
 
 from zero2all.common.files import read_regular
 
-LARGEST_BYTES = 1 << 20
-"""A run's config with every field and its comments has about 20 KB."""
+LARGEST_BYTES = 1 << 20  # a run's config with every field and its comments has about 20 KB
 DEEPEST = 50
-MOST_VALUES = 100_000
-"""Counting what aliases stand for."""
+MOST_VALUES = 100_000  # counting what aliases stand for
 
 
 class YamlError(ValueError):

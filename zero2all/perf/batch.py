@@ -27,8 +27,7 @@ class BatchShape:
         return f"{self.samples}x{self.seq_len}x{self.accumulation}"
 
 
-SEED_BATCH = BatchShape(2, 2048, 16)
-"""The batch of the seed's table."""
+SEED_BATCH = BatchShape(2, 2048, 16)  # the batch of the seed's table
 
 
 def parse_batch(text: str) -> BatchShape:

@@ -23,12 +23,9 @@ Function = Callable[..., Any]
 class Case:
     """An operator on inputs of one size."""
 
-    inputs: list[Tensor]
-    """Tensors with gradients."""
-    call: Callable[[Function, list[Tensor]], tuple[Tensor, ...]]
-    """(implementation, inputs) -> its differentiable outputs."""
-    gathers_into_main: bool = False
-    """Whether the last input is a weight whose gradient is summed in float32, as in training."""
+    inputs: list[Tensor]  # Tensors with gradients
+    call: Callable[[Function, list[Tensor]], tuple[Tensor, ...]]  # (implementation, inputs) -> outputs
+    gathers_into_main: bool = False  # the last input is a weight whose gradient is summed in float32
 
 
 def make_case(name: str, config: ModelConfig, B: int, T: int, device: torch.device) -> Case:  # noqa: N803

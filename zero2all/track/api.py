@@ -48,10 +48,8 @@ PICTURE_TYPES = {f".{kind}": f"image/{kind.replace('jpg', 'jpeg')}" for kind in 
 MAX_QUERIES = 400
 MAX_BODY_BYTES = 1_000_000
 MAX_ROWS = 500
-POLL_SECONDS = 0.1
-"""How soon appended bytes are noticed: a stat per metrics file."""
-QUIET_POLL_SECONDS = 1.0
-"""The same for runs that are not running."""
+POLL_SECONDS = 0.1  # how soon appended bytes are noticed: a stat per metrics file
+QUIET_POLL_SECONDS = 1.0  # the same for runs that are not running
 LEAST_SECONDS_BETWEEN_MESSAGES = 0.25
 HEARTBEAT_SECONDS = 30.0
 HEARTBEAT = b":\n\n"
@@ -109,8 +107,7 @@ class _Api:
     def __init__(self, library: RunLibrary, is_stopping: Callable[[], bool]) -> None:
         self.library = library
         self.is_stopping = is_stopping
-        self.boot = secrets.token_hex(4)
-        """Tells a page that the server is another one, so that versions it remembers mean nothing."""
+        self.boot = secrets.token_hex(4)  # tells a page that the versions it remembers mean nothing
 
     def runs(self, request: Request) -> Any:
         self.library.refresh_list()

@@ -19,17 +19,13 @@ Floats = NDArray[np.float64]
 class Buckets:
     """A curve ready to draw: columns of equal length in order of `x`; NaN in buckets without a finite value."""
 
-    x: NDArray[np.float64]
-    """The middle of the bucket, or the point itself where there is one point per bucket."""
+    x: NDArray[np.float64]  # the middle of the bucket, or the point itself where there is one point per bucket
     minimum: NDArray[np.float32]
     maximum: NDArray[np.float32]
     mean: NDArray[np.float32]
-    smooth: NDArray[np.float32] | None
-    """The mean of the smoothed curve; None when no smoothing was asked for."""
-    count: NDArray[np.uint32]
-    """Finite values in the bucket."""
-    nonfinite: int
-    """NaN and infinities within the range, which no bucket shows."""
+    smooth: NDArray[np.float32] | None  # the mean of the smoothed curve; None when no smoothing was asked for
+    count: NDArray[np.uint32]  # finite values in the bucket
+    nonfinite: int  # NaN and infinities within the range, which no bucket shows
 
     def __len__(self) -> int:
         return len(self.x)

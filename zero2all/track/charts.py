@@ -26,8 +26,7 @@ GROUPS: tuple[tuple[str, str], ...] = (
 OTHER = "other"
 APART = frozenset({"gpu", "host"})
 STACKED = frozenset({"time", "mixture"})
-TOTALS = frozenset({"time/step"})
-"""The sum of the family it belongs to: a line above the stack, and no part of it."""
+TOTALS = frozenset({"time/step"})  # the sum of the family it belongs to: a line above the stack, and no part of it
 NEVER_SMOOTHED = frozenset({"eval", "memory", "mixture"})
 """Scores, sums and plans are drawn as they are: smoothing would only bend them."""
 LINES_PER_CHART = 24
@@ -55,8 +54,7 @@ class Line:
 
     name: str
     label: str
-    total: bool = False
-    """The sum of the others."""
+    total: bool = False  # the sum of the others
 
 
 @dataclass(frozen=True)
@@ -68,10 +66,8 @@ class Chart:
     unit: str
     metrics: list[Line] = field(default_factory=list)
     stacked: bool = False
-    dots: bool = False
-    """Few points, each worth seeing."""
-    raw: bool = False
-    """Never smoothed."""
+    dots: bool = False  # few points, each worth seeing
+    raw: bool = False  # never smoothed
 
 
 def arrange(names: Sequence[str]) -> list[dict[str, Any]]:

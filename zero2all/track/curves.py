@@ -35,8 +35,7 @@ from zero2all.track.smoothing import Smoothing, parse_smoothing, smooth, smoothi
 
 MAX_BUCKETS = 4_000
 MAX_BAD_MARKS = 200
-REACH = {"ema": 20.0, "window": 1.0, "gaussian": 8.0, "median": 2.0}
-"""How many widths away a neighbour still matters to a smoothed point: e^-20 of an exponential mean."""
+REACH = {"ema": 20.0, "window": 1.0, "gaussian": 8.0, "median": 2.0}  # how many widths away a neighbour still matters
 
 ALIGNMENT = 8
 REDRAWN_WIDTHS = 3.0
@@ -62,15 +61,11 @@ class Query:
     axis: Axis = "step"
     low: float | None = None
     high: float | None = None
-    after: float | None = None
-    """Only points beyond this; None for all."""
+    after: float | None = None  # only points beyond this; None for all
     count: Annotated[int, Range(minimum=1, maximum=MAX_BUCKETS)] = 1000
-    smooth: str | None = None
-    """As `parse_smoothing` reads it; None: not at all."""
-    base: str | None = None
-    """Id of the run whose values are subtracted."""
-    ghosts: bool = False
-    """What later attempts took back, instead of the curve."""
+    smooth: str | None = None  # as `parse_smoothing` reads it; None: not at all
+    base: str | None = None  # id of the run whose values are subtracted
+    ghosts: bool = False  # what later attempts took back, instead of the curve
 
     @cached_property
     def smoothing(self) -> Smoothing | None:

@@ -29,8 +29,7 @@ MAX_FOUND_SPIKES = 300
 MAX_AROUND = 40
 MAX_HISTOGRAMS = 120
 SPIKE_METRIC = "loss"
-FOUND = "found-"
-"""The name of a spike the board found: this and its step."""
+FOUND = "found-"  # the name of a spike the board found: this and its step
 KINDS: dict[str, tuple[int, str, str]] = {
     "spike": (0, "bad", "▲"),
     "checkpoint_failed": (1, "bad", "!"),
@@ -219,15 +218,14 @@ def _documents(reader: RunReader, data: dict[str, Any]) -> list[dict[str, Any]]:
         if not path.is_file() or path.stat().st_size > MAX_INCIDENT_BYTES:
             return []
         samples = json.loads(path.read_bytes())["samples"]
-        return [_document(sample, document) for sample in samples for document in sample["documents"]]
+        return [
+            {key: sample[key] for key in ("source", "loss") if sample.get(key) is not None}
+            | {key: document[key] for key in ("gid", "title", "text") if document.get(key) is not None}
+            for sample in samples
+            for document in sample["documents"]
+        ]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return []
-
-
-def _document(sample: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
-    return {key: sample[key] for key in ("source", "loss") if sample.get(key) is not None} | {
-        key: document[key] for key in ("gid", "title", "text") if document.get(key) is not None
-    }
 
 
 def _height(spike: Spike) -> float:

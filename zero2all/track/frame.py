@@ -35,19 +35,16 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 MIN_COLUMNS, MIN_ROWS = 40, 10
-WIDE_COLUMNS = 120
-"""From here on the figures stand beside the curve instead of below it."""
+WIDE_COLUMNS = 120  # from here on the figures stand beside the curve instead of below it
 SIDE_COLUMNS = 46
 LABEL_COLUMNS = 9
 CHANGE_ROWS = 100
 
 COLORS = {"running": "green", "finished": "blue", "stalled": "yellow", "crashed": "red", "unknown": "white"}
-LAYER_STYLES = {-1: "", 0: "blue", 1: "bold cyan"}
-"""Nothing drawn, values as logged, smoothed."""
+LAYER_STYLES = {-1: "", 0: "blue", 1: "bold cyan"}  # nothing drawn, values as logged, smoothed
 REDRAW_SECONDS = 1.0
 LOOK_SECONDS = 0.5
-REST_PER_FRAME = 4
-"""Pauses are this many times as long as a frame took: a run of a million rows must not keep a core busy."""
+REST_PER_FRAME = 4  # pauses are this many times as long as drawing a frame took
 ALARM_KINDS = frozenset({"spike", "warning", "rollback", "skip", "quarantine"})
 
 
@@ -200,9 +197,8 @@ def _chart(reader: RunReader, columns: int, rows: int) -> list[Text]:
     lines = [title]
     tops = canvas.top_layers()
     for number, row in enumerate(canvas.lines()):
-        label = (
-            _label(high - (high - low) * number / max(1, height - 1)) if number % 3 == 0 or number == height - 1 else ""
-        )
+        is_labelled = number % 3 == 0 or number == height - 1
+        label = _label(high - (high - low) * number / max(1, height - 1)) if is_labelled else ""
         line = Text().append(label.rjust(LABEL_COLUMNS - 1) + ("┤" if label else "│"), style="dim")
         _append_colored(line, row, tops[number])
         lines.append(line)
@@ -257,11 +253,9 @@ class _Channel:
     """The newest figures of a channel, or of all together."""
 
     name: str
-    loss: float | None
-    """Training loss, as is its change."""
+    loss: float | None  # training loss, as is its change
     change: float | None
-    bpb: float | None = None
-    """Bits per byte of the training text."""
+    bpb: float | None = None  # bits per byte of the training text
     held_out_bpb: float | None = None
 
 
@@ -285,8 +279,9 @@ def _channels(reader: RunReader, metrics: list[str]) -> list[_Channel]:
     prefixes = ("loss/", "bpb/", "eval/valid/bpb/")
     names = {metric.removeprefix(prefix) for prefix in prefixes for metric in metrics if metric.startswith(prefix)}
     for name in sorted(names):
-        loss, bpb, held_out = (reader.series(prefix + name) for prefix in prefixes)
-        rows.append(_Channel(name, _last_known(loss), change_of(loss), _last_known(bpb), _last_known(held_out)))
+        series = [reader.series(prefix + name) for prefix in prefixes]
+        loss, bpb, held_out = (_last(each) if len(each) else None for each in series)
+        rows.append(_Channel(name, loss, change_of(series[0]), bpb, held_out))
     return rows
 
 
@@ -372,10 +367,6 @@ def change_of(series: Series) -> float | None:
     late, early = series.value[-count:], series.value[-2 * count : -count]
     late, early = late[np.isfinite(late)], early[np.isfinite(early)]
     return float(late.mean() - early.mean()) if len(late) and len(early) else None
-
-
-def _last_known(series: Series) -> float | None:
-    return _last(series) if len(series) else None
 
 
 def _last(series: Series) -> float:

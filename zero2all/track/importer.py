@@ -41,8 +41,7 @@ def import_tensorboard(
 ) -> list[Imported]:
     """Make the run `runs/name` of the event files in `source`, and `runs/name-SUB` of those in each folder below it.
 
-    `rename` gives tags other names, for example {"train/loss": "loss"}, which the board draws first. The tag
-    `tokens_tag` holds the tokens seen so far. Raises when a run of that name is there, or nothing to import.
+    `rename` gives tags other names, for example {"train/loss": "loss"}; `tokens_tag` holds the tokens seen so far.
     """
     if not is_folder_name(name):
         raise UsageError(f"--name is {name!r}, expected {FOLDER_NAME_WORDS}.")
@@ -74,9 +73,8 @@ def _import_folder(source: Path, target: Path, rename: Mapping[str, str], tokens
             known, attempts = writers[number] if number < len(writers) else (set(), 0)
             writers[number : number + 1] = [(known | tags, attempts + 1)]
             writer = TRAIN_WRITER if number == 0 else f"import{number + 1}"
-            _finish(
-                metrics / f"{writer}-{attempts + 1}.jsonl", body, writer, attempts + 1, last_step, last_time, path.name
-            )
+            target_file = metrics / f"{writer}-{attempts + 1}.jsonl"
+            _finish(target_file, body, writer, attempts + 1, last_step, last_time, path.name)
             done.files += 1
         (folder / "body").unlink(missing_ok=True)
     return done
@@ -112,16 +110,16 @@ def _rows(events: Iterator[TensorboardEvent]) -> Iterator[tuple[float, int, dict
     values: dict[str, float] = {}
     texts: dict[str, str] = {}
     for event in events:
-        for value in event.values:
-            if (values or texts) and (event.step != step or value.tag in values or value.tag in texts):
+        for tag, content in event.values:
+            if (values or texts) and (event.step != step or tag in values or tag in texts):
                 yield when, step, values, texts
                 values, texts = {}, {}
             if not values and not texts:
                 when, step = event.time, event.step
-            if isinstance(value.content, str):
-                texts[value.tag] = value.content
+            if isinstance(content, str):
+                texts[tag] = content
             else:
-                values[value.tag] = value.content
+                values[tag] = content
     if values or texts:
         yield when, step, values, texts
 

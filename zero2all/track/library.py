@@ -28,10 +28,8 @@ if TYPE_CHECKING:
     from zero2all.track.mirror import Mirror
 
 MAX_OPEN_RUNS = 40
-MAX_ANSWERS = 100
-"""Curves kept per open run, each at most 100 KB."""
-LISTING_SHARE = 0.1
-"""At most this share of the time is spent listing, however many runs there are."""
+MAX_ANSWERS = 100  # curves kept per open run, each at most 100 KB
+LISTING_SHARE = 0.1  # at most this share of the time is spent listing, however many runs there are
 LISTING_SECONDS = 1.0
 
 
@@ -111,8 +109,7 @@ class RunLibrary:
         self.roots = list(roots)
         self.cache = cache
         self._mirrors = [root.mirror for root in self.roots if root.mirror is not None]
-        self.version = 0
-        """Rises whenever the list of runs, or something in it, changed."""
+        self.version = 0  # rises whenever the list of runs, or something in it, changed
         self._rows: dict[str, dict[str, Any]] = {}
         self._folders: dict[str, Path] = {}
         self._changed_at: dict[str, int] = {}
@@ -128,9 +125,8 @@ class RunLibrary:
         """Look for runs again, unless that was done a moment ago; when it `is_urgent`, a shorter moment will do."""
         with self._listing_lock:
             started = time.monotonic()
-            if started < self._listed_at + max(
-                0.0 if is_urgent else LISTING_SECONDS, self._listing_took / LISTING_SHARE
-            ):
+            pause = max(0.0 if is_urgent else LISTING_SECONDS, self._listing_took / LISTING_SHARE)
+            if started < self._listed_at + pause:
                 return
             rows: dict[str, dict[str, Any]] = {}
             folders: dict[str, Path] = {}
@@ -185,9 +181,8 @@ class RunLibrary:
         """Rows that changed after `version` of the list, and the ids that are gone."""
         with self._lock:
             changed = [run_id for run_id, changed_at in self._changed_at.items() if changed_at > version]
-            return [self._rows[run_id] for run_id in changed if run_id in self._rows], [
-                run_id for run_id in changed if run_id not in self._rows
-            ]
+            gone = [run_id for run_id in changed if run_id not in self._rows]
+            return [self._rows[run_id] for run_id in changed if run_id in self._rows], gone
 
     # ---- open runs ----
 

@@ -36,18 +36,15 @@ from zero2all.track.listing import ANNEAL_FILE, CONFIG_FILE
 from zero2all.track.ssh import MAX_REQUESTS, Address, Connection, FileRange, Request, SshError, parse_address
 from zero2all.track.writer import FILE_NAME, MEDIA_FOLDER, METRICS_FOLDER
 
-WHOLE_FILES = (CONFIG_FILE, ANNEAL_FILE)
-"""Files of a run itself; an anneal changes where the run ends."""
+WHOLE_FILES = (CONFIG_FILE, ANNEAL_FILE)  # files of a run itself; an anneal changes where the run ends
 MEDIA_DEPTH = 4
 
 POLL_SECONDS = 0.5
 QUIET_POLL_SECONDS = 1.0
 QUIET_AFTER_SECONDS = 60.0
-GONE_AFTER_SECONDS = 10.0
-"""A file absent from the far list for so long is removed here: once might be a hiccup of a network disk."""
+GONE_AFTER_SECONDS = 10.0  # a file absent from the far list for so long is removed here
 
-LISTING_BYTES_PER_SECOND = 128_000
-"""A list of many thousand files is asked for less often than its growing files are."""
+LISTING_BYTES_PER_SECOND = 128_000  # a list of many thousand files is asked for less often than its growing files are
 OVERLAP_BYTES = 256
 FIRST_BATCH_BYTES = 256_000
 BATCH_BYTES = (64_000, 4_000_000)
@@ -55,26 +52,21 @@ BATCH_SECONDS = 0.5
 BYTES_PER_SECOND = 16_000_000
 
 MAX_FILES = 50_000
-MAX_OTHER_BYTES = 64_000_000
-"""A config or a picture larger than this is left out."""
+MAX_OTHER_BYTES = 64_000_000  # a config or a picture larger than this is left out
 MIN_FREE_BYTES = 500_000_000
 MAX_SLOTS = 16
 UNREADABLE = "files that cannot be read there"
-UNKNOWN = "?"
-"""The identity of a file of which only the bytes are left from the last time."""
+UNKNOWN = "?"  # the identity of a file of which only the bytes are left from the last time
 
 
 @dataclass(frozen=True)
 class FarFile:
     """A file as the far side lists it."""
 
-    name: str
-    """Its path there, as requests name it: `./…`."""
-    local: PurePosixPath
-    """Its path below `Mirror.folder`."""
+    name: str  # its path there, as requests name it: `./…`
+    local: PurePosixPath  # its path below `Mirror.folder`
     size: int
-    identity: str
-    """What another file under the same name has another of: the inode; for files that do not grow, also the date."""
+    identity: str  # the inode; for files that do not grow, also the date
 
     @property
     def only_grows(self) -> bool:
@@ -96,10 +88,8 @@ class Mirror:
         """`ssh` None takes the words of Z2A_SSH or `ssh`; `retry_seconds` are the first and the longest pause."""
         self.url = url
         self.address = parse_address(url)
-        self.state = "connecting"
-        """`connecting`, `live`, or `broken: ` and why; a broken one keeps trying."""
-        self.problems: dict[str, int] = {}
-        """What the last list left out, and how many files each."""
+        self.state = "connecting"  # `connecting`, `live`, or `broken: ` and why; a broken one keeps trying
+        self.problems: dict[str, int] = {}  # what the last list left out, and how many files each
         self.connections = 0
         self.received_bytes = 0
 
@@ -390,10 +380,7 @@ class Mirror:
 
 
 def parse_line(line: bytes, own_name: str | None) -> FarFile | None:
-    """Read one line of `ls -lin`; None for what is not a file of a run, or has a name that could do harm.
-
-    `own_name` is the name of the run when the folder is one run, and its files are listed without it.
-    """
+    """Read one line of `ls -lin`; None for other files. `own_name` is the run, when the folder is one run."""
     words = line.split(None, 9)
     if len(words) != 10 or not words[0].isdigit() or not words[5].isdigit() or len(words[5]) > 18:
         return None

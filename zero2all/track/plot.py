@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_PNG_BYTES = 200_000
-DPI_CHOICES = (140, 110, 80, 50, 30)
-"""Tried in turn until the picture fits into MAX_PNG_BYTES."""
+DPI_CHOICES = (140, 110, 80, 50, 30)  # tried in turn until the picture fits into MAX_PNG_BYTES
 MAX_LINE_POINTS = 3_000
 MAX_LEGEND_ENTRIES = 10
 MAX_PANELS = 8
@@ -80,18 +79,13 @@ STYLE: dict[str, Any] = {
 class PlotOptions:
     """How a picture is drawn."""
 
-    title: str | None = None
-    """None takes the name of the run, or how many runs there are."""
+    title: str | None = None  # none takes the name of the run, or how many runs there are
     axis: Axis = "step"
-    smoothing: Smoothing | Literal["auto"] | None = "auto"
-    """`auto` smooths long noisy curves over a fiftieth of their rows; None draws the values only."""
-    metrics: tuple[str, ...] = ()
-    """One panel for each of these; empty draws what there is of the usual ones."""
+    smoothing: Smoothing | Literal["auto"] | None = "auto"  # `auto`: long curves over a fiftieth of their rows
+    metrics: tuple[str, ...] = ()  # one panel for each of these; empty: the usual ones
     width_inches: float = 11.5
-    height_inches: float | None = None
-    """None makes room for the panels."""
-    dpi: int | None = None
-    """Dots per inch of a PNG; None takes the highest at which it stays below 200 KB."""
+    height_inches: float | None = None  # none makes room for the panels
+    dpi: int | None = None  # dots per inch of a PNG; None: the most that stay below 200 KB
     log_y: bool = False
 
 
@@ -153,8 +147,7 @@ class _Curve:
 @dataclass(frozen=True)
 class _Panel:
     title: str
-    lines: dict[str, _Curve]
-    """By label; the only line of a panel may have none."""
+    lines: dict[str, _Curve]  # by label; the only line of a panel may have none
     is_smoothed: bool = True
     tick: Callable[[float, int], str] | None = None
     starts_at_zero: bool = False
@@ -207,9 +200,8 @@ def _chosen_panels(runs: list[RunReader], options: PlotOptions) -> list[_Panel]:
 def _run_labels(runs: list[RunReader]) -> list[str]:
     """The name of each run; where two have the same, so much of their paths that they can be told apart."""
     labels = distinct_names([run.folder for run in runs])
-    return [
-        label if labels.count(label) == 1 else f"{label} ({number})" for number, label in enumerate(labels, start=1)
-    ]
+    is_alone = [labels.count(label) == 1 for label in labels]
+    return [label if is_alone[n] else f"{label} ({n + 1})" for n, label in enumerate(labels)]
 
 
 def _panel_of(metric: str, lines: dict[str, _Curve]) -> _Panel:
@@ -379,7 +371,7 @@ def _draw_panel(axis: Axes, panel: _Panel, colors: dict[str, str], options: Plot
 
 def _smoothing_for(values: NDArray[np.float64], wanted: Smoothing | Literal["auto"] | None) -> Smoothing | None:
     if wanted == "auto":
-        # A window that shrinks towards the ends: the others would begin below the steep start of a loss.
+        # a window that shrinks towards the ends: the others would begin below the steep start of a loss.
         rows = len(values)
         wanted = Smoothing("window", min(rows / MIN_POINTS, 4_000)) if rows >= 3 * MIN_POINTS else None
     return smoothing_of(values, wanted)
@@ -438,7 +430,7 @@ def png_bytes(figure: Figure, dpi_choices: Sequence[int] = DPI_CHOICES) -> bytes
     for dpi in dpi_choices:
         raw, picture = io.BytesIO(), io.BytesIO()
         figure.savefig(raw, format="png", dpi=dpi, metadata={"Software": None})
-        # A chart has few colors: a palette of 256 looks the same and takes a third of the bytes.
+        # a chart has few colors: a palette of 256 looks the same and takes a third of the bytes.
         palette = Image.open(raw).convert("RGB").quantize(256, dither=Image.Dither.NONE)
         palette.save(picture, format="png")
         data = picture.getvalue()

@@ -32,10 +32,8 @@ class BoardOptions:
     """Where to listen, and to whom to answer."""
 
     host: str = "127.0.0.1"
-    port: int | None = None
-    """None: the first free one from DEFAULT_PORT on. 0: any."""
-    needs_token: bool = False
-    """Ask for a token on loopback too: for machines that others also work on."""
+    port: int | None = None  # None: the first free one from DEFAULT_PORT on. 0: any.
+    needs_token: bool = False  # ask for a token on loopback too: for machines that others also work on
     allowed_hosts: Sequence[str] = field(default_factory=list)
 
 

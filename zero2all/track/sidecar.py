@@ -25,13 +25,11 @@ from zero2all.common import jsonio
 from zero2all.track.columns import Column, FileColumns, GrowingArray, MetricColumn
 
 END = b"\nz2a end"
-ITEM_BYTES = 8
-"""Of every column; the first line is filled up to a multiple of it, so that all columns are aligned."""
-MAX_CACHE_BYTES = 4 << 30
-"""When all sidecars together are larger, the least recently used are removed."""
+ITEM_BYTES = 8  # of every column; the first line is filled up to a multiple of it, so that all columns are aligned
+MAX_CACHE_BYTES = 4 << 30  # when all sidecars together are larger, the least recently used are removed
 SUFFIX = ".columns"
 COUNTS = ("offset", "skipped_lines", "skipped_values", "left_out_events")
-FACTS = (*COUNTS, "size", "modified_ns", "head", "tail", "events", "last_event")
+FACTS = (*COUNTS, "size", "modified_ns", "head", "tail", "events")
 """What a sidecar says of the metrics file beside its columns."""
 
 

@@ -1,8 +1,7 @@
 """Send a run to other trackers, from a process of its own that only reads the metrics files.
 
-Training never knows: it has no queue to this process, no socket and no lock in common with it, so a tracker that hangs,
-raises or is killed costs at most its own copy. How far each file was sent is kept beside the target, so an export
-that is started again goes on where the last one was; rows are sent at least once.
+Training never notices it. How far each file was sent is kept beside the target, so an export that is started again goes
+on there; rows are sent at least once.
 
     export(Path("runs/small"), TensorboardSink(Path("tb")), follow=True)
 """
@@ -32,6 +31,7 @@ from zero2all.track.writer import END_KIND, METRICS_FOLDER, SEGMENT_KIND
 STATE_NAME = "z2a-export.json"
 CHUNK_BYTES = 4 << 20
 LOOK_SECONDS = 1.0
+ENDED = ("finished", "crashed")
 RETRY_SECONDS = (1.0, 60.0)
 
 Row = dict[str, Any]
@@ -40,8 +40,7 @@ Row = dict[str, Any]
 class Sink(Protocol):
     """Where rows go. Any exception it raises means: not taken, try these rows again."""
 
-    state: Path
-    """A file of the target's own in which the export notes how far it is."""
+    state: Path  # a file of the target's own in which the export notes how far it is
 
     def send(self, rows: list[Row], folder: Path) -> None:
         """Take these rows, metric and event rows mixed, of the run in `folder`; they are safe when this returns."""
@@ -68,7 +67,8 @@ def export(folder: Path, sink: Sink, follow: bool = False, wait: Callable[[float
     pause = RETRY_SECONDS[0]
     try:
         while True:
-            is_over = not follow or _has_ended(folder)  # asked before the last look, so that nothing is missed
+            # Asked before the last look, so that nothing is missed.
+            is_over = not follow or all(run.status.state in ENDED for run in find_runs([folder]))
             try:
                 for rows in tail.new_rows():
                     sink.send(rows, folder)
@@ -90,10 +90,6 @@ def export(folder: Path, sink: Sink, follow: bool = False, wait: Callable[[float
             wait(LOOK_SECONDS)
     finally:
         sink.close()
-
-
-def _has_ended(folder: Path) -> bool:
-    return all(run.status.state in ("finished", "crashed") for run in find_runs([folder]))
 
 
 class RowTail:

@@ -20,20 +20,13 @@ from numpy.typing import NDArray
 Kind = Literal["ema", "window", "gaussian", "median"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-MIN_POINTS = 50
-"""Finite points without which a curve is drawn as it is."""
-WIDTHS_PER_CURVE = 20
-"""A wider mean of a short and steep curve lies beside it."""
-EXACT_SIGMA = 16
-"""Gaussians up to this wide are summed directly; wider ones are four running means in a row, within 4 % of them."""
+MIN_POINTS = 50  # finite points without which a curve is drawn as it is
+WIDTHS_PER_CURVE = 20  # a wider mean of a short and steep curve lies beside it
+EXACT_SIGMA = 16  # wider Gaussians are four running means in a row, within 4 % of them
 LARGEST_WIDTH = 1_000_000
-MEDIANS_PER_WINDOW = 16
-"""A running median is computed this often per window and drawn straight in between."""
-FLAT = 4
-"""A Gaussian this many times as wide as the whole curve weighs all its points within 4 % alike; wider ones are not
-computed, so that memory is bounded by the curve."""
-_START_WIDTHS = 8
-"""Beyond so many widths a neighbour counts less than a thousandth."""
+MEDIANS_PER_WINDOW = 16  # a running median is computed this often per window and drawn straight in between
+FLAT = 4  # A Gaussian this many times as wide as the curve weighs all points within 4 % alike; none is wider.
+_START_WIDTHS = 8  # beyond so many widths a neighbour counts less than a thousandth
 _MAX_START = 20_000
 _ROWS = 16_384
 _GROWTH = 1e12
@@ -97,8 +90,7 @@ def smooth(values: NDArray[np.floating], how: Smoothing) -> Floats:
 def _two_sided(values: Floats, width: float) -> Floats:
     """Each value and its neighbours on both sides, each counting `decay` times the one before.
 
-    Near the start it looks no further ahead than back, so that the steep start of a loss is not cut off; at the end it
-    looks back only: the newest point is the mean of those before it.
+    Near the start it looks no further ahead than back, because a loss is steep there; at the end it looks back only.
     """
     decay, count = 1.0 - 1.0 / width, len(values)
     total = _exponential(values, width)

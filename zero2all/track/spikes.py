@@ -22,8 +22,7 @@ WINDOW = 128
 SIGMAS = 6.0
 ROBUST_SIGMAS = 7.0
 SIGMA_OF_MAD = 1.4826
-MAX_SPIKES = 10_000
-"""More marks than this say nothing: the curve is noise. The highest are kept."""
+MAX_SPIKES = 10_000  # more marks than this say nothing: the curve is noise. The highest are kept.
 _MARGIN = 0.8
 _MEDIAN_STRIDE = 16
 _BATCH = 8_192
@@ -43,10 +42,8 @@ class Spike:
     mean: float
     sigma: float
     median: float
-    mad: float
-    """Median distance from the median."""
-    rules: tuple[str, ...]
-    """Which rules found it: "sigma", "mad" or both."""
+    mad: float  # median distance from the median
+    rules: tuple[str, ...]  # which rules found it: "sigma", "mad" or both
 
 
 def find_spikes(points: Series) -> list[Spike]:
@@ -74,7 +71,7 @@ def _may_be_sigma(values: Floats) -> NDArray[np.bool_]:
     centred = values - np.median(values)
     mean = window_totals(centred, WINDOW)[:-1] / WINDOW
     square = window_totals(centred * centred, WINDOW)[:-1] / WINDOW
-    # A variance this small against the square is rounding; the rule itself will look.
+    # a variance this small against the square is rounding; the rule itself will look.
     sigma = np.sqrt(np.maximum(square - mean * mean, 0.0))
     return centred[WINDOW:] > mean + _MARGIN * SIGMAS * sigma
 
@@ -93,7 +90,7 @@ def _may_be_mad(windows: Floats, after: Floats) -> NDArray[np.bool_]:
 def _judged(points: Series, index: Places, windows: Floats, values: Floats) -> list[Spike]:
     mean, sigma = windows.mean(axis=1), windows.std(axis=1)
     median, mad = _robust(windows)
-    # A window of equal values has no spread of its own: any step up from it would be a spike.
+    # a window of equal values has no spread of its own: any step up from it would be a spike.
     by_sigma = (sigma > 1e-9 * np.abs(mean)) & (values > mean + SIGMAS * sigma)
     by_mad = (mad > 1e-9 * np.abs(median)) & (values > median + ROBUST_SIGMAS * SIGMA_OF_MAD * mad)
     spikes = []
@@ -101,8 +98,8 @@ def _judged(points: Series, index: Places, windows: Floats, values: Floats) -> l
         at = int(index[place])
         rules = (("sigma",) if by_sigma[place] else ()) + (("mad",) if by_mad[place] else ())
         step, time, tokens = int(points.step[at]), float(points.time[at]), int(points.tokens[at])
-        value, *spread = (float(column[place]) for column in (values, mean, sigma, median, mad))
-        spikes.append(Spike(step, time, tokens, value, *spread, rules=rules))
+        value, m, s, med, dist = (float(column[place]) for column in (values, mean, sigma, median, mad))
+        spikes.append(Spike(step, time, tokens, value, m, s, med, dist, rules))
     return spikes
 
 

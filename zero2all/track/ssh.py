@@ -32,8 +32,7 @@ from zero2all.common.files import package_text
 from zero2all.common.progress import terminal_safe
 
 SCHEME = "ssh://"
-COMMAND_VARIABLE = "Z2A_SSH"
-"""Environment variable with another ssh command, for people whose site has a wrapper around it."""
+COMMAND_VARIABLE = "Z2A_SSH"  # environment variable with another ssh command
 
 ANSWER_SECONDS = 30.0
 MAX_GREETING_BYTES = 1 << 20
@@ -70,8 +69,7 @@ class Address:
     """Where the runs are: the parts of an ssh:// URL."""
 
     host: str
-    path: str
-    """Absolute, or relative to the home folder there (`./…`)."""
+    path: str  # absolute, or relative to the home folder there (`./…`)
     user: str | None = None
     port: int | None = None
 
@@ -125,12 +123,6 @@ def parse_address(url: str) -> Address:
     return Address(host, path, parts.username, port)
 
 
-def ssh_words() -> list[str]:
-    """The words that start ssh here: `ssh`, or what Z2A_SSH says."""
-    words = shlex.split(os.environ.get(COMMAND_VARIABLE, ""))
-    return words or ["ssh"]
-
-
 @dataclass(frozen=True)
 class Request:
     """Ask for at most `limit` bytes of a file, from `offset` on."""
@@ -144,8 +136,7 @@ class Request:
 class FileRange:
     """Some bytes of a far file."""
 
-    size: int
-    """How large the whole file is now; -1 when it is gone or may not be read."""
+    size: int  # how large the whole file is now; -1 when it is gone or may not be read
     data: bytes
 
 
@@ -157,7 +148,8 @@ class Connection:
         self.received_bytes = 0
         self._mark = secrets.token_hex(16).encode()
         self._buffer = bytearray()
-        words = [*(ssh_words() if ssh is None else ssh), *OPTIONS]
+        default = shlex.split(os.environ.get(COMMAND_VARIABLE, "")) or ["ssh"]
+        words = [*(default if ssh is None else ssh), *OPTIONS]
         words += ["-p", str(address.port)] if address.port is not None else []
         words += ["-l", address.user] if address.user is not None else []
         words += ["--", address.host, FAR_COMMAND]

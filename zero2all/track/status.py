@@ -19,8 +19,7 @@ State = Literal["running", "stalled", "finished", "crashed", "unknown"]
 
 SILENCE_SECONDS = 60.0
 SILENCE_STEPS = 10
-CLOCK_DIFFERENCE_SECONDS = 600.0
-"""How far the clocks of two machines may be apart before a running run looks silent."""
+CLOCK_DIFFERENCE_SECONDS = 600.0  # how far the clocks of two machines may be apart before a running run looks silent
 SAME_PROCESS_SECONDS = 5.0
 
 
@@ -30,15 +29,11 @@ class RunStatus:
 
     state: State = "unknown"
     last_step: int | None = None
-    last_time: float | None = None
-    """Seconds since the epoch, by the clock of the machine that trains."""
+    last_time: float | None = None  # seconds since the epoch, by the clock of the machine that trains
     last_tokens: int | None = None
-    total_steps: int | None = None
-    """`train.steps` of the run's config; None when it has none."""
-    attempt: int | None = None
-    """The latest start of the training process."""
-    message: str = ""
-    """Why it is in this state, in one sentence for people; empty while it runs."""
+    total_steps: int | None = None  # `train.steps` of the run's config; None when it has none
+    attempt: int | None = None  # the latest start of the training process
+    message: str = ""  # why it is in this state, in one sentence for people; empty while it runs
 
 
 @dataclass(frozen=True)
@@ -54,8 +49,7 @@ class Evidence:
     """When the file was last written, by the clock of this machine."""
     median_step_seconds: float | None = None
     alive: bool | None = None
-    """Whether the process still runs, looked up *before* the file was read: whoever was gone by then has written all
-    it ever will. None: unknown."""
+    """Whether the process still ran *before* the file was read, so that the file is whole. None: unknown."""
 
 
 def judge(evidence: Evidence, now: float | None = None) -> tuple[State, str]:
@@ -105,7 +99,7 @@ def is_writer_alive(header: dict[str, Any]) -> bool | None:
         return None
     if begun == 0.0:
         return False  # a zombie: it ended, and its parent has not looked yet
-    # A process that began after this file was opened only inherited the number.
+    # a process that began after this file was opened only inherited the number.
     return not (isinstance(started, int | float) and begun > started + SAME_PROCESS_SECONDS)
 
 

@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-PNG_COLORS = {1: 0, 3: 2, 4: 6}
-"""Values per pixel -> the color type of a PNG: grey, RGB, RGB with alpha."""
+PNG_COLORS = {1: 0, 3: 2, 4: 6}  # values per pixel -> the color type of a PNG: grey, RGB, RGB with alpha
 
 
 class Picture:
@@ -24,8 +23,7 @@ class Picture:
         self.content = content
         self.width = width
         self.height = height
-        self.values_per_pixel = values_per_pixel
-        """None when `content` is a PNG already."""
+        self.values_per_pixel = values_per_pixel  # none when `content` is a PNG already
 
     def png(self) -> bytes:
         """The picture as a PNG: three chunks, no filter, compressed by zlib."""

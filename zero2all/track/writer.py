@@ -41,19 +41,15 @@ END_KIND = "end"
 FORMAT = 1
 FILE_NAME = re.compile(r"(?P<writer>.+)-(?P<attempt>\d+)\.jsonl")
 WRITER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-REPORT_KIND = "tracking"
-"""The kind of the event row that counts what the writer dropped."""
+REPORT_KIND = "tracking"  # the kind of the event row that counts what the writer dropped
 
 REPORT_EVERY_SECONDS = 1.0
-CLOSE_SECONDS = 0.5
-"""How long `close` waits for the last rows by default."""
+CLOSE_SECONDS = 0.5  # how long `close` waits for the last rows by default
 FIRST_RETRY_SECONDS = 0.1
 LAST_RETRY_SECONDS = 5.0
-MAX_PROBLEMS = 100
-"""Different messages kept in `problems`; a million bad metric names must not fill the memory."""
+MAX_PROBLEMS = 100  # different messages kept in `problems`; a million bad metric names must not fill the memory
 MAX_TEXT_CHARACTERS = 100_000
-MAX_HELD_BYTES = 128 << 20
-"""Pictures, texts and very large rows waiting for the disk; beyond this, new ones are dropped and counted."""
+MAX_HELD_BYTES = 128 << 20  # pictures, texts and large rows waiting for the disk; more are dropped
 LARGE_ROW_VALUES = 1_000
 TAKEN_OVER = "the run belongs to another process now"
 END_ROW_BYTES = 16 << 10
@@ -120,10 +116,8 @@ class Run:
         self.writer = writer
         self.attempt = attempt
         self.resumed_from = resumed_from
-        self.dropped_rows = 0
-        """Rows that will never be in the file: pushed out of a full queue, not encodable, or logged after close."""
-        self.problems: dict[str, int] = {}
-        """What went wrong so far, and how often. Empty in a healthy run."""
+        self.dropped_rows = 0  # rows that will never be in the file
+        self.problems: dict[str, int] = {}  # what went wrong so far, and how often. Empty in a healthy run.
 
         self._may_write = may_write
         self._queue: SimpleQueue[_Row | None] = SimpleQueue()
@@ -295,10 +289,7 @@ class Run:
         self._remember(what, error)
 
     def _remember(self, what: str, error: Exception) -> None:
-        try:
-            message = f"{what}: {type(error).__name__}: {error}"[:500]
-        except Exception:  # an exception whose own text cannot be made
-            message = f"{what}: {type(error).__name__}"
+        message = f"{what}: {_sentence(error)}"[:500]
         with self._lock:
             if message not in self.problems and len(self.problems) >= MAX_PROBLEMS:
                 message = "further problems"
@@ -399,9 +390,14 @@ class Run:
         delay = FIRST_RETRY_SECONDS
         while True:
             try:
-                # A deleted file takes writes without complaint, and they are gone: look at the link count.
-                if self._fd is None or os.fstat(self._fd).st_nlink == 0:
-                    self._reopen()
+                # a deleted file takes writes without complaint, and they are gone: look at the link count.
+                if self._fd is not None and os.fstat(self._fd).st_nlink == 0:
+                    lost = FileNotFoundError("the metrics file was deleted, its rows are lost")
+                    self._remember("while running", lost)
+                    fd, self._fd = self._fd, None
+                    os.close(fd)
+                if self._fd is None:
+                    self._open()
                     line, sent = line.lstrip(b"\n"), 0
                 assert self._fd is not None, "_open sets the file or raises"
                 while sent < len(line):
@@ -415,13 +411,6 @@ class Run:
                 return False
             self._closing.wait(delay)
             delay = min(2 * delay, LAST_RETRY_SECONDS)
-
-    def _reopen(self) -> None:
-        if self._fd is not None:
-            self._remember("while running", FileNotFoundError("the metrics file was deleted, its rows are lost"))
-            fd, self._fd = self._fd, None
-            os.close(fd)
-        self._open()
 
     def _open(self) -> None:
         """Create the next free file and begin it. A run folder that someone deleted is not brought back to life."""
@@ -465,8 +454,7 @@ class Run:
 
 _FLOATS = frozenset((float,))
 
-_fork_count = 0
-"""Forks on the way to this process. Unlike asking the kernel for the process number it costs nothing per call."""
+_fork_count = 0  # forks on the way to this process; cheaper than asking for the process number
 
 
 def _count_fork() -> None:
@@ -494,5 +482,5 @@ def _process_start() -> float:
 def _sentence(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {error}".removesuffix(": ")
-    except Exception:
+    except Exception:  # an exception whose own text cannot be made
         return type(error).__name__
