@@ -88,7 +88,7 @@ def _run(words: list[str] | None) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted. What was finished is kept; run the same command again to continue.", INTERRUPTED)
     except BrokenPipeError:
-        return 0  # whoever read our output (`| head`) has seen enough
+        return 0  # the reader of our output (`| head`) has gone
     except Exception as error:
         return _fail_for_disk_or_path(error)
 

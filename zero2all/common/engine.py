@@ -199,7 +199,7 @@ class _Processes:
                     if not is_result:
                         raise answer
                     failures = 0
-                    self._give_out(function, tasks, todo, rounds)  # whoever takes the result may take a while
+                    self._give_out(function, tasks, todo, rounds)  # the caller may take a while with the result
                     yield number, answer
         finally:
             for worker in [worker for worker in self._started if worker.numbers]:

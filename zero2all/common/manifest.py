@@ -88,7 +88,7 @@ def is_count(value: object) -> bool:
 
 
 def _oddity(manifest: dict[str, Any], fields: Mapping[str, type]) -> str | None:
-    """What no manifest of ours says, in words; None when all is well."""
+    """What is wrong with the fields of a manifest, in words; None: nothing."""
     for name, kind in {"inputs": str, **fields}.items():
         value = manifest.get(name)
         if not is_count(value) if kind is int else not isinstance(value, kind):

@@ -45,7 +45,7 @@ def progress(label: str, total: float | None, unit: str, done: float = 0, quiet:
 
 
 def say(line: str) -> None:
-    """A line for whoever watches; that nobody does (`2>&1 | head`) must not end the work."""
+    """Print a line on stderr; a closed stderr (`2>&1 | head`) does not end the work."""
     with suppress(OSError):
         print(line, file=sys.stderr, flush=True)
 

@@ -285,7 +285,7 @@ def _convert_plain(kind: Any, value: Any, where: str, problems: list[Problem]) -
         return value
     if kind is str and isinstance(value, int) and not isinstance(value, bool):
         return str(value)
-    # a float is no text: `name: 1.10` has already lost its zero by the time it gets here.
+    # A float is no text: `name: 1.10` has already lost its zero by the time it gets here.
     hint = "Put it in quotes." if kind is str and value is not None and not isinstance(value, dict | list) else ""
     problems.append(Problem(where, value, _type_words(kind), hint))
     return None

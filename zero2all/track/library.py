@@ -224,7 +224,7 @@ class RunLibrary:
     # ---- mirrors ----
 
     def start(self) -> None:
-        """Begin to mirror what is remote, and list what is there: whoever opens the page finds the list ready."""
+        """Start the mirrors, and list the runs, so that the page finds the list ready."""
         for mirror in self._mirrors:
             mirror.start()
         threading.Thread(target=self.refresh_list, name="first-list", daemon=True).start()

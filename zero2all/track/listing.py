@@ -159,7 +159,7 @@ def _last_loss(rows: list[dict[str, Any]]) -> float | None:
 
 
 def latest_attempt(files: list[tuple[Path, str, int]]) -> tuple[Path, str, int] | None:
-    """The file that says how a run stands: the last attempt of training, or of whoever wrote last without one."""
+    """The file that tells the status of a run: the last attempt of training, else the one written last."""
 
     def modified(file: tuple[Path, str, int]) -> float:
         try:

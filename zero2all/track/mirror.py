@@ -42,7 +42,7 @@ MEDIA_DEPTH = 4
 POLL_SECONDS = 0.5
 QUIET_POLL_SECONDS = 1.0
 QUIET_AFTER_SECONDS = 60.0
-GONE_AFTER_SECONDS = 10.0  # a file absent from the far list for so long is removed here
+GONE_AFTER_SECONDS = 10.0  # a file absent from the far list for this long is removed here
 
 LISTING_BYTES_PER_SECOND = 128_000  # a list of many thousand files is asked for less often than its growing files are
 OVERLAP_BYTES = 256
@@ -100,11 +100,11 @@ class Mirror:
         self._slot = _free_slot(cache, self.address, self._held)
         self.folder = self._slot / "runs"
         """Where the runs are on this machine: one folder per run, as find_runs expects."""
-        self._workshop = self._slot / "incoming"
+        self._incoming = self._slot / "incoming"
         self._index = self._slot / "index.json"
         self.folder.mkdir(exist_ok=True)
-        shutil.rmtree(self._workshop, ignore_errors=True)
-        self._workshop.mkdir()
+        shutil.rmtree(self._incoming, ignore_errors=True)
+        self._incoming.mkdir()
 
         self._stopping = threading.Event()
         self._synced = threading.Event()
@@ -333,11 +333,11 @@ class Mirror:
             return file.read(count)
 
     def _target(self, file: FarFile) -> Path:
-        """Where the bytes of a file are gathered: in its place, or in the workshop while the old one still stands."""
+        """Where a file is written: in its place, or in `incoming` until it replaces an older one."""
         if file.local not in self._replaced:
             return self.folder / file.local
         version = file.identity if file.only_grows else f"{file.identity} {file.size}"
-        return self._workshop / hashlib.sha256(f"{version} {file.local}".encode()).hexdigest()
+        return self._incoming / hashlib.sha256(f"{version} {file.local}".encode()).hexdigest()
 
     # ---- what is gone, and what is known from the last time ----
 

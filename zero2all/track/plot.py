@@ -371,7 +371,7 @@ def _draw_panel(axis: Axes, panel: _Panel, colors: dict[str, str], options: Plot
 
 def _smoothing_for(values: NDArray[np.float64], wanted: Smoothing | Literal["auto"] | None) -> Smoothing | None:
     if wanted == "auto":
-        # a window that shrinks towards the ends: the others would begin below the steep start of a loss.
+        # A window that shrinks towards the ends: the others would begin below the steep start of a loss.
         rows = len(values)
         wanted = Smoothing("window", min(rows / MIN_POINTS, 4_000)) if rows >= 3 * MIN_POINTS else None
     return smoothing_of(values, wanted)
@@ -430,7 +430,7 @@ def png_bytes(figure: Figure, dpi_choices: Sequence[int] = DPI_CHOICES) -> bytes
     for dpi in dpi_choices:
         raw, picture = io.BytesIO(), io.BytesIO()
         figure.savefig(raw, format="png", dpi=dpi, metadata={"Software": None})
-        # a chart has few colors: a palette of 256 looks the same and takes a third of the bytes.
+        # A chart has few colors: a palette of 256 looks the same and takes a third of the bytes.
         palette = Image.open(raw).convert("RGB").quantize(256, dither=Image.Dither.NONE)
         palette.save(picture, format="png")
         data = picture.getvalue()

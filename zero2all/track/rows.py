@@ -184,7 +184,7 @@ def _parse_group(lines: _Lines, numbers: Positions, shape: _Shape, places: list[
 
 
 def _packed(code: str, numbers: list[Any]) -> NDArray[Any]:
-    """A column of whole numbers ("q") or floats ("d"). Thrice as fast as np.array; "q" refuses floats."""
+    """A column of whole numbers ("q") or floats ("d"). Three times as fast as np.array; "q" refuses floats."""
     return np.frombuffer(struct.pack(f"{len(numbers)}{code}", *numbers), np.int64 if code == "q" else np.float64)
 
 
@@ -275,7 +275,7 @@ def _parse_one_by_one(
 
 
 def read_row(line: bytes) -> dict[str, Any] | None:
-    """One line as a row of ours (an event has a `kind`), or None when it is none."""
+    """One line as a metric or event row (an event has a `kind`); None for anything else."""
     try:
         row = jsonio.loads(line)
     except (ValueError, RecursionError):

@@ -120,7 +120,7 @@ class RowTail:
                     break
                 whole = chunk[: chunk.rfind(b"\n") + 1]
                 if not whole and len(chunk) == CHUNK_BYTES:
-                    whole = chunk  # no row of ours is so long: leave it out
+                    whole = chunk  # longer than any row: leave it out
                 if not whole:
                     break
                 self._read[path.name] = offset + len(whole)

@@ -71,7 +71,7 @@ def _may_be_sigma(values: Floats) -> NDArray[np.bool_]:
     centred = values - np.median(values)
     mean = window_totals(centred, WINDOW)[:-1] / WINDOW
     square = window_totals(centred * centred, WINDOW)[:-1] / WINDOW
-    # a variance this small against the square is rounding; the rule itself will look.
+    # A variance this small against the square is rounding; the rule itself will look.
     sigma = np.sqrt(np.maximum(square - mean * mean, 0.0))
     return centred[WINDOW:] > mean + _MARGIN * SIGMAS * sigma
 
@@ -90,7 +90,7 @@ def _may_be_mad(windows: Floats, after: Floats) -> NDArray[np.bool_]:
 def _judged(points: Series, index: Places, windows: Floats, values: Floats) -> list[Spike]:
     mean, sigma = windows.mean(axis=1), windows.std(axis=1)
     median, mad = _robust(windows)
-    # a window of equal values has no spread of its own: any step up from it would be a spike.
+    # A window of equal values has no spread of its own: any step up from it would be a spike.
     by_sigma = (sigma > 1e-9 * np.abs(mean)) & (values > mean + SIGMAS * sigma)
     by_mad = (mad > 1e-9 * np.abs(median)) & (values > median + ROBUST_SIGMAS * SIGMA_OF_MAD * mad)
     spikes = []

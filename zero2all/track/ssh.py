@@ -61,7 +61,7 @@ FAR_COMMAND = """exec sh -c 'IFS= read -r program && eval "$program"'"""
 
 
 class SshError(Exception):
-    """The connection cannot be used, or no longer; the message says why, in words for a person."""
+    """The connection cannot be used (any more); the message says why."""
 
 
 @dataclass(frozen=True)

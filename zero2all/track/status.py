@@ -99,7 +99,7 @@ def is_writer_alive(header: dict[str, Any]) -> bool | None:
         return None
     if begun == 0.0:
         return False  # a zombie: it ended, and its parent has not looked yet
-    # a process that began after this file was opened only inherited the number.
+    # A process that began after this file was opened only inherited the number.
     return not (isinstance(started, int | float) and begun > started + SAME_PROCESS_SECONDS)
 
 

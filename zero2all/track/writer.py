@@ -250,7 +250,7 @@ class Run:
         self._put((row, [], self._hold(size)))
 
     def _hold(self, size: int) -> int:
-        """Make sure that there is room for so many bytes, and count them until their row has left the queue."""
+        """Reserve `size` bytes until their row has left the queue; MemoryError when too many are held."""
         with self._lock:
             if self._held_bytes + size > MAX_HELD_BYTES:
                 raise MemoryError(f"more than {MAX_HELD_BYTES >> 20} MiB of pictures and texts wait for the disk")
@@ -390,7 +390,7 @@ class Run:
         delay = FIRST_RETRY_SECONDS
         while True:
             try:
-                # a deleted file takes writes without complaint, and they are gone: look at the link count.
+                # A deleted file takes writes without complaint, and they are gone: look at the link count.
                 if self._fd is not None and os.fstat(self._fd).st_nlink == 0:
                     lost = FileNotFoundError("the metrics file was deleted, its rows are lost")
                     self._remember("while running", lost)
