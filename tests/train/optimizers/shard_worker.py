@@ -85,4 +85,3 @@ def main():
         torch.save(found, out)
     dist.barrier()
     dist.destroy_process_group()
-
