@@ -279,9 +279,9 @@ def _channels(reader: RunReader, metrics: list[str]) -> list[_Channel]:
     prefixes = ("loss/", "bpb/", "eval/valid/bpb/")
     names = {metric.removeprefix(prefix) for prefix in prefixes for metric in metrics if metric.startswith(prefix)}
     for name in sorted(names):
-        series = [reader.series(prefix + name) for prefix in prefixes]
-        loss, bpb, held_out = (_last(each) if len(each) else None for each in series)
-        rows.append(_Channel(name, loss, change_of(series[0]), bpb, held_out))
+        found = [reader.series(prefix + name) for prefix in prefixes]
+        loss, bpb, held_out = (_last(each) if len(each) else None for each in found)
+        rows.append(_Channel(name, loss, change_of(found[0]), bpb, held_out))
     return rows
 
 

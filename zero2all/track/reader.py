@@ -20,14 +20,7 @@ from zero2all.common.errors import BadInputError
 from zero2all.common.yamlio import read_yaml
 from zero2all.track.buckets import Buckets, bucket
 from zero2all.track.columns import MAX_METRICS, MetricNames
-from zero2all.track.listing import (
-    CONFIG_FILE,
-    TRAIN_WRITER,
-    RunListing,
-    find_runs,
-    metrics_files,
-    read_status,
-)
+from zero2all.track.listing import CONFIG_FILE, TRAIN_WRITER, RunListing, find_runs, metrics_files, read_status
 from zero2all.track.metrics_file import Event, MetricsFile
 from zero2all.track.series import NO_POINTS, Part, Series, by_step, concatenate, join_attempts, join_writers
 from zero2all.track.sidecar import user_cache
