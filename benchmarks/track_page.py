@@ -35,8 +35,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.machine import save_result
 from benchmarks.track_run import write_long_run
 from zero2all.track import Run
-from zero2all.track.api import CHART_LIBRARY, page_files
-from zero2all.track.live import HEARTBEAT, HEARTBEAT_SECONDS
+from zero2all.track.api import CHART_LIBRARY, HEARTBEAT, HEARTBEAT_SECONDS, page_files
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 ROUNDS = 5

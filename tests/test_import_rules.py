@@ -79,7 +79,7 @@ LAZY_THIRD_PARTY = {
     "common.engine": {"ray"},
     "packed.remote": {"fsspec"},
     "packed.stats": {"matplotlib"},
-    "perf.chart": {"matplotlib"},
+    "perf.report": {"matplotlib"},
     **{f"ops.{name}": {"liger_kernel"} for name in ("rms_norm", "rope", "swiglu", "cross_entropy")},
     "ops.linear_cross_entropy": {"liger_kernel"},
     "ops.kernels.epilogue": {"quack"},

@@ -149,6 +149,7 @@ def test_the_field_with_most_text_is_proposed(tmp_path, write_lines):
 
 def test_command_line_builds_shows_and_reports(tmp_path, write_lines, capsys):
     rows = [{"text": f"text number {n}", "title": f"t{n}"} for n in range(30)]
+    rows[1]["text"] = "a text that steers a terminal: \x1b[31m"
     path = write_lines("a.jsonl", [*rows, {"text": "x"}, rows[0]])
     work = ["--work", str(tmp_path / "work")]
     options = ["--options.rules", "none", "--dedup.near", "off", "--clean.too_short.on", "true"]
@@ -159,8 +160,11 @@ def test_command_line_builds_shows_and_reports(tmp_path, write_lines, capsys):
     assert "dropped 1 duplicate, 1 too_short" in output.out
     assert main(["corpus", "report", *work]) == 0
     assert "dropped 1 duplicate, 1 too_short" in capsys.readouterr().out
-    assert main(["corpus", "show", "a", "--count", "1", *work]) == 0
-    assert "── gid 0  t0\ntext number 0" in capsys.readouterr().out
+    assert main(["corpus", "show", "a", "--count", "2", *work]) == 0
+    shown = capsys.readouterr().out
+    assert "── gid 0  t0\ntext number 0" in shown
+    assert "steers a terminal: " in shown
+    assert "\x1b" not in shown
     assert main(["corpus", "show", "--dropped", "duplicate", *work]) == 0
     assert "a: 1 dropped by duplicate\n── gid 31, 13 characters, kept for it: gid 0" in capsys.readouterr().out
     assert main(["corpus", "show", "--dropped", "digits", *work]) == 0

@@ -15,11 +15,16 @@ from pathlib import Path
 import pytest
 
 from tests.corpus.corpus_helpers import HERE, build_three, tree
-from zero2all.common.engine import advance, open_engine, run_tasks
+from zero2all.common.engine import advance, open_engine
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.corpus import EngineConfig
 
 # ---- tasks ----------------------------------------------------------------------------------------------------
+
+
+def run_tasks(function, tasks, workers):
+    with open_engine(EngineConfig("local", workers)) as engine:
+        yield from engine.run(function, tasks)
 
 
 def double(number: int) -> int:
@@ -115,9 +120,10 @@ def test_problems_of_the_engine_are_told():
 
 ORPHAN_MAKER = """
 import os, sys, time
-from zero2all.common.engine import run_tasks
+from zero2all.common.engine import EngineConfig, open_engine
 if __name__ == "__main__":
-    list(run_tasks(time.sleep, [60, 60], workers=2))
+    with open_engine(EngineConfig("local", 2)) as engine:
+        list(engine.run(time.sleep, [60, 60]))
 """
 
 

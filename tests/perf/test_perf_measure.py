@@ -10,10 +10,8 @@ import torch
 
 from zero2all.common.errors import UsageError
 from zero2all.model import config as model_config
-from zero2all.perf.batch import SEED_BATCH, BatchShape, check_batch, default_batches, parse_batch
-from zero2all.perf.gpu_watch import summary
-from zero2all.perf.measure import Pace, figures, measure, pace_of, without_padding
-from zero2all.perf.measured_config import load_measured_config
+from zero2all.perf.batch import SEED_BATCH, BatchShape, check_batch, default_batches, load_measured_config, parse_batch
+from zero2all.perf.measure import Pace, figures, gpu_summary, measure, pace_of, without_padding
 from zero2all.perf.row import measure_row
 from zero2all.perf.variants import ANCHOR, BY_NAME, NAIVE, VARIANTS, named_variants, title_of, vary
 
@@ -145,7 +143,7 @@ def test_rows_are_asked_for_by_name_and_a_wrong_name_gets_a_hint():
 
 def test_power_and_clocks_are_medians_without_the_sample_from_before():
     text = "80, 300, 1000, 30\n690.5, 1500, 3201, 60\n700, 1520, 3201, 62\n[N/A], 1, 1, 1\n680, 1510, 3201, 61\n"
-    found = summary(text)
+    found = gpu_summary(text)
     assert (found["watts"], found["sm_mhz"], found["celsius"]) == (690.5, 1510, 61)
     assert found["samples"]["watts"] == [690.5, 700, 680]
-    assert summary("") == {}
+    assert gpu_summary("") == {}

@@ -316,8 +316,8 @@ def test_a_clock_that_jumps_back_moves_no_step(tmp_path):
 
 
 def test_a_line_longer_than_memory_should_hold_is_skipped(tmp_path, monkeypatch):
-    monkeypatch.setattr("zero2all.track.segment.CHUNK_BYTES", 1000)
-    monkeypatch.setattr("zero2all.track.segment.MAX_LINE_BYTES", 4000)
+    monkeypatch.setattr("zero2all.track.metrics_file.CHUNK_BYTES", 1000)
+    monkeypatch.setattr("zero2all.track.metrics_file.MAX_LINE_BYTES", 4000)
     write(tmp_path, range(40), 0.0)
     path = tmp_path / "metrics" / "train-1.jsonl"
     path.write_bytes(path.read_bytes() + b"x" * 50_000 + b"\n" + path.read_bytes())
@@ -336,8 +336,8 @@ def test_more_names_than_a_board_can_show_are_counted(tmp_path):
 
 
 def test_more_events_than_memory_should_hold_are_counted_and_the_end_is_still_seen(tmp_path, monkeypatch):
-    monkeypatch.setattr("zero2all.track.segment.MAX_EVENTS", 50)
-    monkeypatch.setattr("zero2all.track.segment.MAX_TEXT_CHARACTERS", 10_000)
+    monkeypatch.setattr("zero2all.track.metrics_file.MAX_EVENTS", 50)
+    monkeypatch.setattr("zero2all.track.metrics_file.MAX_TEXT_CHARACTERS", 10_000)
     with Run(tmp_path) as run:
         for step in range(20):
             run.text("sample", "x" * 1000, step=step)

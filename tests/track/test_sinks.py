@@ -16,7 +16,8 @@ from zero2all.cli import main
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.track import Run
 from zero2all.track.csv_export import export_csv
-from zero2all.track.sinks import TensorboardSink, WandbSink, export, media_file
+from zero2all.track.listing import media_file
+from zero2all.track.sinks import TensorboardSink, WandbSink, export
 from zero2all.track.tensorboard import Damage, TensorboardEvent, event_files, read_events
 
 
@@ -34,7 +35,7 @@ def events_in(folder: Path) -> tuple[list[TensorboardEvent], Damage]:
 
 
 def losses(events: list[TensorboardEvent]) -> list[tuple[int, Any]]:
-    return [(event.step, value.content) for event in events for value in event.values if value.tag == "loss"]
+    return [(event.step, content) for event in events for tag, content in event.values if tag == "loss"]
 
 
 # ---- TensorBoard ----
@@ -46,7 +47,7 @@ def test_a_whole_run_goes_to_tensorboard(tmp_path):
     events, damage = events_in(tmp_path / "tb")
     assert damage == Damage()
     assert losses(events) == [(0, 5.0), (1, 4.0), (2, 3.0), (3, 2.0), (4, 1.0)]
-    texts = {value.tag: value.content for event in events for value in event.values if value.kind == "text"}
+    texts = {tag: content for event in events for tag, content in event.values if isinstance(content, str)}
     assert texts["sample"] == "<b>hello"
     assert '"value": 9.5' in str(texts["events/spike"])
     assert sent.skipped_lines == 0
@@ -155,7 +156,7 @@ def test_pictures_and_histograms_go_along(tmp_path):
     export(tmp_path / "run", TensorboardSink(tmp_path / "tb"))
     events, damage = events_in(tmp_path / "tb")
     assert damage.values == {"image": 1, "histogram": 1}
-    assert [value.tag for event in events for value in event.values] == ["events/histogram"], "the broken one, as text"
+    assert [tag for event in events for tag, _ in event.values] == ["events/histogram"], "the broken one, as text"
 
 
 # ---- wandb ----

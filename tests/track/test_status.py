@@ -85,7 +85,7 @@ def test_a_killed_process_is_a_crashed_run_at_once_and_a_stopped_one_is_not(tmp_
     assert (status.state, status.last_step, status.last_tokens, status.attempt) == ("crashed", 99, 990, 1)
     assert str(process.pid) in status.message
     listing = find_runs([tmp_path])[0]
-    assert (listing.status.state, listing.last_step) == ("crashed", 99)
+    assert (listing.status.state, listing.status.last_step) == ("crashed", 99)
     assert listing.last_loss == pytest.approx(1.01)
 
 
@@ -141,7 +141,7 @@ def test_runs_are_found_at_and_below_the_given_folders(tmp_path):
         ("work/runs/b", "finished"),
     ]
     run_a = found[2]
-    assert (run_a.last_step, run_a.last_loss, run_a.status.total_steps) == (4, 2.5, 900)
+    assert (run_a.status.last_step, run_a.last_loss, run_a.status.total_steps) == (4, 2.5, 900)
     assert run_a.folder == tmp_path / "work/runs/a"
     assert found[3].last_loss != found[3].last_loss  # NaN
     assert [each.name for each in find_runs([tmp_path / "other"])] == ["other"]
@@ -175,7 +175,7 @@ def test_two_hundred_long_runs_are_listed_without_being_read(tmp_path):
     seconds = time.perf_counter() - started
     print(f"{len(found)} runs listed in {seconds:.2f} s")
     assert len(found) == 201
-    assert all(each.last_step == 1999 for each in found)
+    assert all(each.status.last_step == 1999 for each in found)
     assert seconds < 5, "reading them whole would take longer"
 
 
@@ -184,7 +184,7 @@ def test_the_last_loss_is_found_behind_a_long_text(tmp_path):
         run.log({"loss": 1.5}, step=3)
         run.text("sample", "x" * 90_000, step=3)
     (listing,) = find_runs([tmp_path])
-    assert (listing.last_loss, listing.last_step, listing.status.state) == (1.5, 3, "finished")
+    assert (listing.last_loss, listing.status.last_step, listing.status.state) == (1.5, 3, "finished")
 
 
 @pytest.mark.parametrize("damage", [b"", b"\xff\xfe\x00", b'{"step":', b"x" * 200_000, b"\n" * 50_000])
@@ -194,5 +194,5 @@ def test_a_damaged_run_does_not_keep_the_others_out_of_the_list(tmp_path, damage
     with Run(tmp_path / "good") as run:
         run.log({"loss": 1.0}, step=1)
     bad, good = find_runs([tmp_path])
-    assert (bad.name, bad.last_loss, good.last_step) == ("bad", None, 1)
+    assert (bad.name, bad.last_loss, good.status.last_step) == ("bad", None, 1)
     assert RunReader(tmp_path / "bad").status.last_step is None

@@ -14,7 +14,7 @@ from zero2all.common.errors import BadInputError, UsageError
 from zero2all.track.importer import import_tensorboard
 from zero2all.track.reader import RunReader
 from zero2all.track.sinks import TensorboardSink
-from zero2all.track.tensorboard import Damage, EventFile, TensorboardEvent, Value, event_files, masked_crc, read_events
+from zero2all.track.tensorboard import Damage, EventFile, TensorboardEvent, event_files, masked_crc, read_events
 
 WRITTEN_BY_TENSORBOARD = base64.b85decode(
     "NB{r;00000{*p+Y2_?cDlUu&pK^hHWa$#w1E=6`_Zge^_QZ5QCbY*UHZ*pR9VRB?Hb9HTPVRCsccXDZTWpXZMc4cmKUuJ1+WnXu4"
@@ -43,11 +43,11 @@ def read(path: Path) -> tuple[list[TensorboardEvent], Damage]:
 
 def test_what_tensorboard_wrote_is_read(tmp_path):
     events, damage = read(put(tmp_path, WRITTEN_BY_TENSORBOARD))
-    scalar = [Value("train/loss", "scalar", 2.5), Value("lr", "scalar", 0.125), Value("count", "scalar", 0.0)]
-    later = [Value("train/loss", "scalar", 1.5), Value("lr", "scalar", 1.125), Value("count", "scalar", -1.0)]
+    scalar = [("train/loss", 2.5), ("lr", 0.125), ("count", 0.0)]
+    later = [("train/loss", 1.5), ("lr", 1.125), ("count", -1.0)]
     assert events == [
         TensorboardEvent(1e9, 0, tuple(scalar)),
-        TensorboardEvent(1e9 + 1, 10, (*later, Value("sample", "text", "hello 中文"))),
+        TensorboardEvent(1e9 + 1, 10, (*later, ("sample", "hello 中文"))),
     ]
     assert damage == Damage(values={"other": 2}), "the pairs"
 
@@ -104,13 +104,13 @@ def test_what_we_write_is_read_back(tmp_path):
     file.close()
     events, damage = read(file.path)
     assert damage == Damage()
-    values = {value.tag: value.content for value in events[0].values}
+    values = dict(events[0].values)
     assert (events[0].time, events[0].step) == (12.5, 7)
     assert math.isnan(float(values.pop("nan")))
     assert values == {"loss": 2.5, "huge": math.inf, "中文": -0.5}
     assert (events[1].is_restart, events[1].step) == (True, -3)
-    assert events[2] == TensorboardEvent(14.0, 2**40, (Value("sample", "text", "one\ntwo"),))
-    assert events[3].values == (Value("sample", "text", "again"),)
+    assert events[2] == TensorboardEvent(14.0, 2**40, (("sample", "one\ntwo"),))
+    assert events[3].values == (("sample", "again"),)
 
 
 def test_histograms_and_images_are_records_that_a_reader_skips_by_kind(tmp_path):

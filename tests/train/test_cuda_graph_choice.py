@@ -12,7 +12,7 @@ from zero2all.config import ConfigError, RunConfig
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import Choice, Ops, resolve
-from zero2all.perf.measured_config import load_measured_config
+from zero2all.perf.batch import load_measured_config
 from zero2all.train.cuda_graph import check_cuda_graph, choose_cuda_graph, is_worth_it, why_no_cuda_graph
 
 CPU, CUDA, H200 = torch.device("cpu"), torch.device("cuda"), "NVIDIA H200"

@@ -233,7 +233,7 @@ def _show_dropped(corpus: Any, names: list[str], arguments: argparse.Namespace) 
 
     from zero2all.common.errors import UsageError
     from zero2all.common.files import as_written
-    from zero2all.common.progress import terminal_safe
+    from zero2all.common.progress import TEXT_MARKS, terminal_safe
     from zero2all.common.schema import nearest_hint
     from zero2all.corpus import iter_dropped, read_report
     from zero2all.corpus.clean.config import MEASURES, RULES
@@ -263,7 +263,7 @@ def _show_dropped(corpus: Any, names: list[str], arguments: argparse.Namespace) 
                 measures = sample.get("measures", {})
                 facts += [f"{measure} {measures.get(measure, 0):g}" for measure in MEASURES.get(rule, ())]
                 more = " …" if sample["chars"] > len(sample["excerpt"]) else ""
-                print(f"── {', '.join(facts)}\n{sample['excerpt']}{more}\n")
+                print(f"── {', '.join(facts)}\n{terminal_safe(sample['excerpt'], keep=TEXT_MARKS)}{more}\n")
 
 
 def _rules(arguments: argparse.Namespace) -> None:
@@ -319,6 +319,9 @@ def _print_wrapped(line: str, indent: int = 4) -> None:
 
 
 def _cut(text: str, arguments: argparse.Namespace) -> str:
+    from zero2all.common.progress import TEXT_MARKS, terminal_safe
+
+    text = terminal_safe(text, keep=TEXT_MARKS)
     limit = arguments.chars or (SHOWN_CHARS if sys.stdout.isatty() else len(text))
     if len(text) <= limit:
         return text

@@ -97,7 +97,7 @@ def _config_of(arguments: argparse.Namespace, workspace: Workspace) -> tuple[Run
 
 def _show(arguments: argparse.Namespace) -> None:
     from zero2all.common.errors import UsageError
-    from zero2all.common.progress import terminal_safe
+    from zero2all.common.progress import TEXT_MARKS, terminal_safe
     from zero2all.packed.layout import open_split, packed_sources
     from zero2all.packed.remote import packed_root
     from zero2all.packed.show import sample_at, split_sample
@@ -128,7 +128,7 @@ def _show(arguments: argparse.Namespace) -> None:
         origin = document.origin.in_words() if document.origin is not None else "origin unknown"
         title = f"  {document.origin.title}" if document.origin is not None and document.origin.title else ""
         print(f"── document {document.number:,}, {count}; {origin}{terminal_safe(title, ' ')}")
-        print(document.text(tokenizer))
+        print(terminal_safe(document.text(tokenizer), keep=TEXT_MARKS))
 
 
 def _stats(arguments: argparse.Namespace) -> None:

@@ -75,10 +75,7 @@ def _inspect(arguments: argparse.Namespace) -> None:
 
 
 def _tokens_of(run: Path, config: RunConfig, step: int) -> tuple[int, int, dict[str, Any]]:
-    """First and end token of a step, and what the metrics say of it.
-
-    The metrics know how many tokens a run had seen after each step, also where tokens_per_step was changed on the way.
-    """
+    """First and end token of a step (tokens_per_step may have changed), and what the metrics say of the step."""
     from zero2all.common.errors import BadInputError
     from zero2all.track.reader import read_run
 
@@ -101,8 +98,7 @@ def _tokens_of(run: Path, config: RunConfig, step: int) -> tuple[int, int, dict[
 
 
 def _print(facts: dict[str, Any], count: int, samples: list[SampleText]) -> None:
-    from zero2all.common.progress import counted, terminal_safe
-    from zero2all.train.guards.page import WIDE_SPACES
+    from zero2all.common.progress import TEXT_MARKS, counted, terminal_safe
 
     loss = "" if facts["loss"] is None else f", loss {facts['loss']:.4f}"
     state = "" if facts["trained"] else ", not trained yet"
@@ -110,11 +106,8 @@ def _print(facts: dict[str, Any], count: int, samples: list[SampleText]) -> None
     rows = counted(count, "sample")
     print(f"{facts['run']}, step {facts['step']:,}: {rows}, tokens {first:,} to {end - 1:,}{loss}{state}")
     for sample in samples:
-        where = (
-            ""
-            if sample.split_tokens is None
-            else f", its tokens {sample.split_tokens[0]:,} to {sample.split_tokens[1] - 1:,}"
-        )
+        begin, behind = sample.split_tokens or (0, 0)
+        where = "" if sample.split_tokens is None else f", its tokens {begin:,} to {behind - 1:,}"
         row_loss = "" if sample.loss is None else f", loss {sample.loss:.4f}"
         print(
             f"\n── sample {sample.row}: source {sample.source}, channel {sample.channel}, shard {sample.shard}, "
@@ -123,9 +116,8 @@ def _print(facts: dict[str, Any], count: int, samples: list[SampleText]) -> None
         for document in sample.documents:
             last = document.first_column + document.tokens - 1
             title = f"  {terminal_safe(document.title)}" if document.title else ""
-            origin = (
-                f"; {document.origin}" if document.origin else "" if document.gid is None else f"; gid {document.gid}"
-            )
+            gid = "" if document.gid is None else f"; gid {document.gid}"
+            origin = f"; {document.origin}" if document.origin else gid
             tokens = f"tokens {document.first_column:,} to {last:,}"
             print(f"   document {document.number:,}, {tokens}{terminal_safe(origin)}{title}")
-            print(terminal_safe(document.text, keep=f"\n\t{WIDE_SPACES}") + (" …" if document.is_cut else ""))
+            print(terminal_safe(document.text, keep=TEXT_MARKS) + (" …" if document.is_cut else ""))

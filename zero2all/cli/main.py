@@ -54,8 +54,7 @@ INTERRUPTED = 130
 LEAST_ADDRESS_SPACE_BYTES = 512 << 20
 DECIDED_TOGETHER = tuple(error.exit_code for error in (PreemptedError, AnomalyError, RunLockedError, LostRunError))
 """Ends of a training run that all of its processes come to at once."""
-WHOLE_SECTIONS = ("stages",)
-"""Sections that are lists, so that they are set as a whole: --stages '[{name: …}]'."""
+WHOLE_SECTIONS = ("stages",)  # sections that are lists, so that they are set as a whole: --stages '[{name: …}]'
 REFUSED_PATH_ERRNOS = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
 )
@@ -89,7 +88,7 @@ def _run(words: list[str] | None) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted. What was finished is kept; run the same command again to continue.", INTERRUPTED)
     except BrokenPipeError:
-        return 0  # whoever read our output (`| head`) has seen enough
+        return 0  # the reader of our output (`| head`) has gone
     except Exception as error:
         return _fail_for_disk_or_path(error)
 
@@ -124,10 +123,7 @@ def _require_address_space() -> None:
 
 
 def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:
-    """The words for argparse, and the config overrides: `--section.field` (or a whole section) and their values.
-
-    argparse must not see them: it would take the value after a flag it does not know for a positional argument.
-    """
+    """The words for argparse, and the overrides `--section.field VALUE`, whose values it would take for arguments."""
     plain: list[str] = []
     overrides: list[str] = []
     rest = list(words)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 
@@ -66,7 +67,7 @@ def _ops(arguments: argparse.Namespace) -> None:
 
     config = None
     if words:
-        from zero2all.perf.measured_config import load_measured_config
+        from zero2all.perf.batch import load_measured_config
 
         config, _ = load_measured_config(words[0], arguments.overrides)
     elif arguments.overrides:
@@ -78,13 +79,13 @@ def _ops(arguments: argparse.Namespace) -> None:
 
 def _bench(arguments: argparse.Namespace, source: str) -> None:
     from zero2all.cli.table import print_table
-    from zero2all.perf.measured_config import load_measured_config
+    from zero2all.perf.batch import load_measured_config
     from zero2all.perf.op_bench import Bench, bench_cells, bench_operators
 
     config, _ = load_measured_config(source, arguments.overrides)
 
     def keep(bench: Bench) -> None:
-        _write_json(arguments.json, bench.as_json())
+        _write_json(arguments.json, dataclasses.asdict(bench))
 
     bench = bench_operators(config, arguments.rows, arguments.only, arguments.seconds, keep)
     print_table(
@@ -151,7 +152,7 @@ def _ablate(arguments: argparse.Namespace) -> int:
     from zero2all.perf.variants import VARIANTS, named_variants, title_of
 
     if arguments.list:
-        from zero2all.perf.measured_config import load_measured_config
+        from zero2all.perf.batch import load_measured_config
 
         config, _ = load_measured_config(arguments.config, arguments.overrides)
         listed = [

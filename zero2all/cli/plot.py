@@ -80,17 +80,9 @@ def _plot(arguments: argparse.Namespace) -> None:
 
 
 def _smoothing(text: str) -> Smoothing | Literal["auto"] | None:
-    from zero2all.track.smoothing import Smoothing
+    from zero2all.track.smoothing import parse_smoothing
 
-    if text == "auto":
-        return "auto"
-    if text == "none":
-        return None
-    kind, _, width = text.partition(":")
     try:
-        return Smoothing(kind, float(width))  # type: ignore[arg-type]
-    except ValueError:
-        raise UsageError(
-            f"--smoothing {text} is not understood. Use auto, none, or a kind and its width in rows (at most a "
-            f"million): ema:20, window:50, gaussian:5, median:9."
-        ) from None
+        return "auto" if text == "auto" else parse_smoothing(text)
+    except ValueError as error:
+        raise UsageError(f"--smoothing {error}. The default is auto.") from None

@@ -7,9 +7,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zero2all.cli.verb import add_work, workspace_of
 from zero2all.common.errors import BadInputError, UsageError
+
+if TYPE_CHECKING:
+    from zero2all.track.mirror import Mirror
 
 RUN_HELP = "name of a run in the workspace, a run's folder, or ssh://[user@]host[:port]/path/to/run"
 
@@ -20,8 +24,7 @@ class OpenRun:
 
     folder: Path
     is_remote: bool
-    connection: Callable[[], str]
-    """What to tell a person about the connection; empty for a run on this machine."""
+    connection: Callable[[], str]  # what to tell a person about the connection; empty for a run on this machine
 
 
 def add_run(parser: argparse.ArgumentParser, several: bool = False) -> None:
@@ -35,16 +38,14 @@ def add_run(parser: argparse.ArgumentParser, several: bool = False) -> None:
 
 @contextmanager
 def open_run(word: str, arguments: argparse.Namespace, take_newest: bool = False) -> Iterator[OpenRun]:
-    """Find the run; one on another machine is copied first and kept up to date while the block lasts.
-
-    An address with several runs below it is an error that names them, or with `take_newest` means the newest.
-    """
+    """Find the run; one on another machine is copied and kept up to date. `take_newest` chooses among several."""
     from zero2all.track.ssh import is_address
 
     if is_address(word):
-        from zero2all.track.mirror import Mirror, default_cache
+        from zero2all.track.mirror import Mirror
+        from zero2all.track.sidecar import user_cache
 
-        with Mirror(word, default_cache()) as mirror:
+        with Mirror(word, user_cache("mirror")) as mirror:
             _wait_until_copied(mirror)
             yield OpenRun(
                 _one_run(mirror.folder, word, take_newest), True, lambda: f"{mirror.address.host}: {mirror.state}"
@@ -56,11 +57,9 @@ def open_run(word: str, arguments: argparse.Namespace, take_newest: bool = False
     yield OpenRun(folder, False, str)
 
 
-def _wait_until_copied(mirror: object) -> None:
+def _wait_until_copied(mirror: Mirror) -> None:
     from zero2all.common.progress import say
-    from zero2all.track.mirror import Mirror
 
-    assert isinstance(mirror, Mirror), "only a mirror can be waited for"
     waited = 0
     while not mirror.wait_synced(0.2):
         waited += 1

@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-WIDTH_IN_FILES = 160
-"""Columns where no terminal says how many there are: rich would assume 80 and break figures in two."""
+WIDTH_IN_FILES = 160  # columns where no terminal says how many there are: rich would assume 80 and break figures in two
 
 
 def print_table(rows: Sequence[Sequence[str]], title: str | None = None) -> None:

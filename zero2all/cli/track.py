@@ -104,7 +104,7 @@ def _send(run: OpenRun, arguments: argparse.Namespace, folder: Path | None) -> N
     import hashlib
 
     from zero2all.common.progress import counted
-    from zero2all.track.sidecar import default_cache
+    from zero2all.track.sidecar import user_cache
     from zero2all.track.sinks import Sink, TensorboardSink, WandbSink, export
 
     sink: Sink
@@ -113,7 +113,7 @@ def _send(run: OpenRun, arguments: argparse.Namespace, folder: Path | None) -> N
         target = str(folder)
     else:
         key = hashlib.sha256(f"{arguments.project} {run.folder.resolve()}".encode()).hexdigest()[:16]
-        state = default_cache().parent / "wandb" / f"{key}.json"
+        state = user_cache("wandb") / f"{key}.json"
         sink = WandbSink(arguments.project, run.folder, state, arguments.name)
         target = f"wandb project {arguments.project}"
     sent = export(run.folder, sink, arguments.follow)

@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zero2all.common.workspace import Workspace
 
-LARGEST_WHOLE = (1 << 62) - 1
-"""Whatever is counted is counted in 64 bits, and sums of two such numbers still are."""
-Subparsers = Any
-"""What argparse's add_subparsers returns; it has no public name."""
+LARGEST_WHOLE = (1 << 62) - 1  # whatever is counted is counted in 64 bits, and sums of two such numbers still are
+Subparsers = Any  # what argparse's add_subparsers returns; it has no public name
 
 OVERRIDES_HELP = """\
 Any field of the config can be set here, over what its file says:
@@ -32,29 +30,21 @@ def add_verb(
 ) -> argparse.ArgumentParser:
     """Register a verb; the handler gets the parsed arguments and returns an exit code (None is 0)."""
     notes = f"{OVERRIDES_HELP}\n\n" if takes_overrides else ""
-    parser: argparse.ArgumentParser = verbs.add_parser(
-        name,
-        help=summary,
-        description=summary,
-        epilog=f"{notes}example:\n  {example}",
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = _parser(verbs, name, summary, f"{notes}example:\n  {example}")
     parser.set_defaults(handler=handler, verb=parser, takes_overrides=takes_overrides)
     return parser
 
 
 def add_group(verbs: Subparsers, name: str, summary: str, example: str) -> Subparsers:
     """Register a word with verbs of its own, such as `z2a corpus`."""
-    parser = verbs.add_parser(
-        name,
-        help=summary,
-        description=summary,
-        epilog=f"example:\n  {example}",
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = _parser(verbs, name, summary, f"example:\n  {example}")
     return parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+
+
+def _parser(verbs: Subparsers, name: str, summary: str, epilog: str) -> argparse.ArgumentParser:
+    looks = {"help": summary, "description": summary, "epilog": epilog, "formatter_class": HelpFormatter}
+    parser: argparse.ArgumentParser = verbs.add_parser(name, **looks, allow_abbrev=False)
+    return parser
 
 
 def add_work(parser: argparse.ArgumentParser) -> None:

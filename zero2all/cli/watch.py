@@ -27,8 +27,8 @@ def _watch(arguments: argparse.Namespace) -> None:
 
     from rich.console import Console
 
+    from zero2all.track.frame import print_frame, watch
     from zero2all.track.reader import RunReader
-    from zero2all.track.terminal import print_frame, watch
 
     with open_run(arguments.run, arguments, take_newest=True) as run:
         reader = RunReader(run.folder)

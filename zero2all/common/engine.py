@@ -4,17 +4,13 @@
         for number, result in engine.run(function, tasks, on_bytes=bar.advance):
             ...
 
-A task is a picklable value, `function` a module-level function of one task. Results come in the order they are
-finished, each with the position of its task. What a task writes must depend on the task alone and must appear whole
-or not at all, because a task may be done twice: a worker that is killed has its task redone, here by another worker, on
-Ray by Ray (`max_retries`).
+A task is a picklable value, `function` a module-level function of one task. Results come as they are finished, each
+with the position of its task. A task may be done twice (a killed worker has its task redone), so what it writes must
+depend on the task alone and appear whole or not at all.
 
-Local workers come from a fork server that has imported what they need once, so their memory is mostly shared, and
-end themselves when their parent is gone. One worker means no worker: the tasks run in the calling process. As always
-with worker processes, a script of one's own must call from under `if __name__ == "__main__":`.
-
-On Ray every node must have zero2all installed and see inputs and workspace under the same paths: a shared file system,
-or inputs behind fsspec.
+Local workers come from a fork server that has imported what they need once, and end when their parent is gone. One
+worker means none: the tasks run in the calling process. A script must call from under `if __name__ == "__main__":`. On
+Ray every node must have zero2all installed and see inputs and workspace under the same paths.
 """
 
 from __future__ import annotations
@@ -31,7 +27,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from multiprocessing import connection
-from types import TracebackType
 from typing import Any, Literal, Protocol, TypeVar
 
 from zero2all.common.errors import BadInputError, UsageError
@@ -39,16 +34,15 @@ from zero2all.common.progress import Bar
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
-OnBytes = Callable[[int], None]
+OnBytes = Callable[[int], None] | None
+Done = Iterator[tuple[int, Result]]
 EngineKind = Literal["local", "ray"]
 
-RETRIES = 3
-"""How often work is tried again when a worker dies without any task having been finished in between."""
+RETRIES = 3  # how often work is tried again when a worker dies without any task having been finished in between
 POLL_SECONDS = 0.2
-WAITING_BYTES = 16 << 10
-"""A second task may wait in a worker's socket if it is no larger: a socket holds more than that."""
+WAITING_BYTES = 16 << 10  # a second task may wait in a worker's socket if it is no larger
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "RAYON_NUM_THREADS")
-"""Workers are processes; threads of numerical libraries inside them would only cost memory."""
+"""Threads of numerical libraries inside worker processes only cost memory."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +73,7 @@ class Engine(Protocol):
 
     workers: int
 
-    def run(
-        self, function: Callable[[Task], Result], tasks: Sequence[Task], on_bytes: OnBytes | None = None
-    ) -> Iterator[tuple[int, Result]]:
+    def run(self, function: Callable[[Task], Result], tasks: Sequence[Task], on_bytes: OnBytes = None) -> Done[Result]:
         """Results with the position of their task, as they are finished; `on_bytes` hears what `advance` is told."""
 
 
@@ -92,9 +84,7 @@ class Shown:
         self.workers = engine.workers
         self._engine, self._bar = engine, bar
 
-    def run(
-        self, function: Callable[[Task], Result], tasks: Sequence[Task], on_bytes: OnBytes | None = None
-    ) -> Iterator[tuple[int, Result]]:
+    def run(self, function: Callable[[Task], Result], tasks: Sequence[Task], on_bytes: OnBytes = None) -> Done[Result]:
         """As the engine does."""
         for number, result in self._engine.run(function, tasks, on_bytes):
             self._bar.advance(1)
@@ -102,29 +92,14 @@ class Shown:
 
 
 def open_engine(config: EngineConfig, preloaded: Sequence[str] = ()) -> AbstractContextManager[Engine]:
-    """The engine that `config` asks for; processes are started with the first tasks and ended with the context.
-
-    `preloaded` names the modules that local workers need: the fork server imports them once for all of them.
-    """
+    """The engine of `config`; processes start with the first tasks, from a fork server that imported `preloaded`."""
     problems = config.problems()
     if problems:
         raise UsageError(f"The engine cannot be started: {'; '.join(problems)}.")
     if config.kind == "ray":
         return _RayEngine(config)
     workers = config.workers or available_cores()
-    return _InProcess() if workers == 1 else _Processes(workers, preloaded)
-
-
-def run_tasks(
-    function: Callable[[Task], Result],
-    tasks: Sequence[Task],
-    engine: EngineKind = "local",
-    workers: int | None = None,
-    address: str | None = None,
-) -> Iterator[tuple[int, Result]]:
-    """Run `tasks` on an engine opened for them alone."""
-    with open_engine(EngineConfig(engine, workers, address)) as opened:
-        yield from opened.run(function, tasks)
+    return contextlib.nullcontext(_InProcess()) if workers == 1 else contextlib.closing(_Processes(workers, preloaded))
 
 
 def available_cores() -> int:
@@ -139,7 +114,7 @@ class StoppedError(Exception):
     """The build ends; a worker in the middle of a task need not finish it."""
 
 
-_advance: OnBytes | None = None
+_advance: OnBytes = None
 
 
 def advance(amount: int) -> None:
@@ -149,7 +124,7 @@ def advance(amount: int) -> None:
 
 
 @contextlib.contextmanager
-def _advancing(report: OnBytes | None) -> Iterator[None]:
+def _advancing(report: OnBytes) -> Iterator[None]:
     global _advance
     before, _advance = _advance, report
     try:
@@ -164,15 +139,7 @@ def _advancing(report: OnBytes | None) -> Iterator[None]:
 class _InProcess:
     workers = 1
 
-    def __enter__(self) -> _InProcess:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        return None
-
-    def run(
-        self, function: Callable[[Task], Result], tasks: Sequence[Task], on_bytes: OnBytes | None = None
-    ) -> Iterator[tuple[int, Result]]:
+    def run(self, function: Callable[[Task], Result], tasks: Sequence[Task], on_bytes: OnBytes = None) -> Done[Result]:
         for number, task in enumerate(tasks):
             with _advancing(on_bytes):
                 result = function(task)
@@ -185,8 +152,7 @@ class _InProcess:
 class _Processes:
     """Worker processes with a socket each; one that was killed is replaced and its tasks are given out again.
 
-    The sockets and a shared piece of memory without a name are all they have in common. The pool of
-    `concurrent.futures` has semaphores too, which stay in /dev/shm when the whole build is killed.
+    Unlike the pool of `concurrent.futures` they share no semaphores, which stay in /dev/shm when a build is killed.
     """
 
     def __init__(self, workers: int, preloaded: Sequence[str]) -> None:
@@ -194,29 +160,23 @@ class _Processes:
         methods = multiprocessing.get_all_start_methods()
         self._context: Any = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
         self._board = self._context.RawArray("q", 1 + workers)
-        """Whether to stop, then the bytes each worker has done: one writer a number, so no lock is needed."""
+        """Whether to stop, then the bytes of each worker; one writer each, so no lock."""
         self._started: list[_Worker] = []
-        self._leaving: list[_Worker] = []
-        """Of a run that was given up: they end with the task they are at."""
+        self._leaving: list[_Worker] = []  # of a run that was given up: they end with the task they are at
         self._told = 0
 
-    def __enter__(self) -> _Processes:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def close(self) -> None:
+        """End the workers."""
         self._board[0] = 1
         for worker in self._started:
             worker.connection.close()
         for worker in (*self._started, *self._leaving):
             worker.process.join()
 
-    def run(
-        self, function: Callable[[Task], Result], tasks: Sequence[Task], on_bytes: OnBytes | None = None
-    ) -> Iterator[tuple[int, Result]]:
+    def run(self, function: Callable[[Task], Result], tasks: Sequence[Task], on_bytes: OnBytes = None) -> Done[Result]:
         todo = deque(range(len(tasks)))
         failures = 0
-        rounds = 0
-        """Deaths of workers that were started in the same round have one cause, and count once."""
+        rounds = 0  # deaths of workers that were started in the same round have one cause, and count once
         try:
             while todo or any(worker.numbers for worker in self._started):
                 self._give_out(function, tasks, todo, rounds)
@@ -227,10 +187,11 @@ class _Processes:
                         is_result, answer = worker.connection.recv()
                     except (EOFError, OSError) as error:
                         todo.extendleft(reversed(worker.numbers))
-                        self._bury(worker)
-                        if worker.round < rounds:
-                            continue
-                        rounds, failures = rounds + 1, failures + 1
+                        self._started.remove(worker)
+                        worker.connection.close()
+                        worker.process.join()
+                        if worker.round == rounds:
+                            rounds, failures = rounds + 1, failures + 1
                         if failures > RETRIES:
                             raise _workers_die(failures) from error
                         continue
@@ -238,7 +199,7 @@ class _Processes:
                     if not is_result:
                         raise answer
                     failures = 0
-                    self._give_out(function, tasks, todo, rounds)  # whoever takes the result may take a while
+                    self._give_out(function, tasks, todo, rounds)  # the caller may take a while with the result
                     yield number, answer
         finally:
             for worker in [worker for worker in self._started if worker.numbers]:
@@ -275,12 +236,7 @@ class _Processes:
         self._started.append(_Worker(process, ours, slot, rounds))
         return self._started[-1]
 
-    def _bury(self, worker: _Worker) -> None:
-        self._started.remove(worker)
-        worker.connection.close()
-        worker.process.join()
-
-    def _tell(self, on_bytes: OnBytes | None) -> None:
+    def _tell(self, on_bytes: OnBytes) -> None:
         done = sum(self._board[1:])
         if on_bytes is not None and done > self._told:
             on_bytes(done - self._told)
@@ -291,11 +247,9 @@ class _Processes:
 class _Worker:
     process: Any
     connection: connection.Connection
-    slot: int
-    """Its place on the board."""
+    slot: int  # its place on the board
     round: int
-    numbers: deque[int] = field(default_factory=deque)
-    """Tasks it was given and has not answered."""
+    numbers: deque[int] = field(default_factory=deque)  # tasks it was given and has not answered
 
 
 @contextlib.contextmanager
@@ -395,13 +349,11 @@ class _RayEngine:
         self._counter = ray.remote(num_cpus=0)(_Counter).remote()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._started:
             self._ray.shutdown()
 
-    def run(
-        self, function: Callable[[Task], Result], tasks: Sequence[Task], on_bytes: OnBytes | None = None
-    ) -> Iterator[tuple[int, Result]]:
+    def run(self, function: Callable[[Task], Result], tasks: Sequence[Task], on_bytes: OnBytes = None) -> Done[Result]:
         ray = self._ray
         remote = ray.remote(num_cpus=1, max_retries=RETRIES)(_call)
         todo = deque(range(len(tasks)))
@@ -426,7 +378,7 @@ class _RayEngine:
                 ray.cancel(reference, force=True)
         self._tell(on_bytes)
 
-    def _tell(self, on_bytes: OnBytes | None) -> None:
+    def _tell(self, on_bytes: OnBytes) -> None:
         done = self._ray.get(self._counter.read.remote())
         if on_bytes is not None and done > self._told:
             on_bytes(done - self._told)

@@ -1,16 +1,15 @@
 """Errors a person can act on, and the exit code each of them ends the command with.
 
-Raise one of these with a whole paragraph: what was wrong, what was expected, what to do. The command line prints
-it without a traceback. Anything else that escapes is a bug of ours, keeps its traceback and exits with 1, except for
-a full disk, which can meet any write, and for want of memory, which can meet anything: `is_disk_full` and
-`is_out_of_memory` recognise them.
+Raise one with a paragraph: what was wrong, what was expected, what to do. The command line prints it without a
+traceback. Anything else is a bug of ours, keeps its traceback and exits with 1, except for a full disk and for memory
+that ran out: `is_disk_full` and `is_out_of_memory` recognise them.
 """
 
 import errno
 import re
 
 DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""No space left; quota used up; larger than a file may be here (a limit of the shell, or of the file system)."""
+"""No space left; quota used up; larger than a file may be here."""
 
 
 class UserError(Exception):
@@ -27,8 +26,6 @@ class UsageError(UserError):
 
 class BadInputError(UserError):
     """A file or folder that was given cannot be used as it is."""
-
-    exit_code = 3
 
 
 class DiskError(UserError):
@@ -68,11 +65,9 @@ class LostRunError(UserError):
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether a write failed for want of room.
+    """Whether a write failed because the disk is full.
 
-    Libraries written in Rust (safetensors, tokenizers) wrap the cause in an exception of their own, whose text still
-    ends the way Rust prints the system's errors: `No space left on device (os error 28)`. numpy says only how much it
-    could write: `16384 requested and 484 written`.
+    Libraries written in Rust raise errors that end with `(os error 28)`. numpy only says how much it wrote.
     """
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in DISK_FULL_ERRNOS
@@ -89,15 +84,12 @@ OUT_OF_MEMORY_WORDS = (
     "failed to map segment from shared object",
     "cannot allocate memory in static TLS block",
     "can't start new thread",
+    "CUBLAS_STATUS_ALLOC_FAILED",
 )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether something failed for want of memory: the machine's, the GPU's, or what a limit (`ulimit -v`) leaves.
-
-    It comes in many shapes: Python's own error, the system's, torch's plain RuntimeError, a library that cannot be
-    loaded, a thread that gets no stack. Looked for along the causes, since libraries wrap it.
-    """
+    """Whether memory ran out: of the machine, of the GPU, or by `ulimit -v`; also where a library wraps the error."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, MemoryError) or (isinstance(seen, OSError) and seen.errno == errno.ENOMEM):

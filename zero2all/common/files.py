@@ -123,8 +123,7 @@ def read_regular(path: Path, largest_bytes: int) -> bytes:
 def staged_folder(final: Path) -> Iterator[Path]:
     """Yield an empty temporary folder that becomes `final` when the block ends without an error.
 
-    An older `final` is replaced only at the very end; a crash between its two renames leaves no `final`, never a
-    mixed one. Leftovers of killed attempts are removed first.
+    A crash between the two renames that replace an older `final` leaves none, never a mixed one.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
     sweep_partials(final)
@@ -178,8 +177,8 @@ def _is_at_work(mark: str) -> bool:
         os.kill(int(number), 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:  # somebody else's, so it is alive
-        return True
+    except PermissionError:
+        pass  # somebody else's, so it is alive
     return True
 
 
@@ -218,10 +217,7 @@ def crc32c_of(path: Path, start: int = 0, end: int | None = None, on_bytes: Call
 
 
 def joined_crc32c(parts: Iterable[tuple[str, int]]) -> str:
-    """The crc32c of bytes of which it is known part by part: the crc32c and the length of each, in order.
-
-    A crc is a remainder of polynomials over GF(2): appending n bytes multiplies what came before by x^(8n).
-    """
+    """The crc32c of joined parts, from the crc32c and length of each: n more bytes multiply the crc by x^(8n)."""
     crc = 0
     for part, length in parts:
         power, square = 1 << 31, 1 << 23  # x^0 and x^8; the highest bit is the lowest power
@@ -243,8 +239,7 @@ def _crc32c_product(first: int, second: int) -> int:
     return product
 
 
-LONGEST_NAME = 200
-"""Bytes of a name: file systems take 255, and a file is first written under a longer one."""
+LONGEST_NAME = 200  # bytes of a name: file systems take 255, and a file is first written under a longer one
 
 
 def require_writable(path: Path, flag: str, is_folder: bool = False) -> None:
@@ -262,19 +257,15 @@ def require_writable(path: Path, flag: str, is_folder: bool = False) -> None:
         folder = folder.parent
     if not folder.is_dir():
         raise BadInputError(f"{flag} {path}: {folder} is a file, so nothing can be written below it. Choose another.")
-    _require_new_files(folder, f"{flag} {path}")
-
-
-def _require_new_files(folder: Path, what: str) -> None:
-    """Make a file in `folder` that nobody sees: rights alone say too little about /proc, /sys or a read-only disk."""
-    try:
+    try:  # to make a file that nobody sees: rights alone say too little about /proc, /sys or a read-only disk
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         if error.errno in DISK_FULL_ERRNOS:
             raise
         raise BadInputError(
-            f"{what}: {folder} cannot be written to ({error.strerror}). Choose another path, or change its rights."
+            f"{flag} {path}: {folder} cannot be written to ({error.strerror}). Choose another path, or change its "
+            f"rights."
         ) from error
 
 

@@ -1,7 +1,6 @@
 """One HTML page that needs nothing else: no script, no network, no font of its own.
 
-Such pages hold text from a corpus, which nobody has vetted. So everything that goes into them is escaped, and a content
-security policy forbids scripts and addresses altogether, should an escape ever be forgotten.
+Such pages hold text of a corpus, so everything is escaped, and a content security policy forbids scripts as well.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """JSON in and out: orjson where it is installed, the standard library where it is not (a bare GPU image).
 
-Both write UTF-8 without escaping to ASCII, so a Chinese corpus stays readable with `less`. JSON has no NaN and no
-infinities: both write them as null, and neither reads them.
-
-`loads` is for lines by the million. `loads_strict` is for the small files that decide something (manifests, indices,
-configs): it also refuses a name that stands twice in an object, of which one would be dropped in silence.
+Both write UTF-8, and null for NaN and the infinities, which neither reads. `loads` is for lines by the million;
+`loads_strict`, for the small files that decide something, also refuses a name that stands twice in an object.
 """
 
 from __future__ import annotations
@@ -36,8 +33,7 @@ def loads(data: bytes | str) -> Any:
     return json.loads(data, parse_constant=_refuse) if orjson is None else orjson.loads(data)
 
 
-LONGEST_NUMBER = 40
-"""Digits. Hugging Face writes 10^30 where it means "no limit"."""
+LONGEST_NUMBER = 40  # Digits. Hugging Face writes 10^30 where it means "no limit".
 DEEPEST = 100
 
 
@@ -53,8 +49,11 @@ def loads_strict(data: bytes) -> Any:
         )
     except RecursionError:
         raise ValueError(f"it is nested deeper than {DEEPEST} levels") from None
-    if b"\\u" in data:
-        _refuse_surrogates(value)
+    if b"\\u" in data:  # half a character can be neither printed nor written
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError("it holds half of a surrogate pair") from None
     _refuse_depth(value)
     return value
 
@@ -81,14 +80,6 @@ def _short_int(text: str) -> int:
     if len(text) > LONGEST_NUMBER:
         raise ValueError(f"a number has {len(text):,} digits")
     return int(text)
-
-
-def _refuse_surrogates(value: Any) -> None:
-    """Half a character, which can be neither printed nor written."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise ValueError("it holds half of a surrogate pair") from None
 
 
 def _refuse_depth(value: Any) -> None:

@@ -21,8 +21,7 @@ from zero2all.common.progress import progress
 
 FORMATS = {"corpus": 1, "tokenizer": 1, "packed": 1, "best_fit": 1, "checkpoint": 1, "raw": 1}
 """The format number this version writes and reads, per kind of artifact. Raise it when the layout changes."""
-ONE_PROCESS_BYTES = 4_000_000_000
-"""Files of less than this together are checked sooner than processes are started for it."""
+ONE_PROCESS_BYTES = 4_000_000_000  # less than this is checked without worker processes
 
 
 FIELDS: dict[str, dict[str, type]] = {
@@ -40,16 +39,9 @@ def fingerprint(value: Any) -> str:
 
 
 def write_manifest(
-    folder: Path,
-    kind: str,
-    inputs: str,
-    content: dict[str, Any],
-    known: Mapping[str, dict[str, Any]] | None = None,
+    folder: Path, kind: str, inputs: str, content: dict[str, Any], known: Mapping[str, dict[str, Any]] | None = None
 ) -> None:
-    """Describe every file of `folder`, then write the manifest that declares the folder whole.
-
-    `known` describes files by name whose writer has their size and crc32c already, so that they are not read again.
-    """
+    """Write the manifest that declares `folder` whole. `known`: size and crc32c of files that need not be read."""
     files = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name != MANIFEST_NAME:
@@ -63,10 +55,7 @@ def write_manifest(
 
 
 def read_manifest(folder: Path, kind: str, made_by: str) -> dict[str, Any]:
-    """The manifest of a finished artifact; a clear error when it is absent, foreign or of another version.
-
-    `made_by` is the command that writes this kind of artifact, for the message.
-    """
+    """The manifest of a finished artifact; where it is absent or foreign, an error that names the command `made_by`."""
     path = folder / MANIFEST_NAME
     try:
         manifest: dict[str, Any] = read_json(path)
@@ -99,7 +88,7 @@ def is_count(value: object) -> bool:
 
 
 def _oddity(manifest: dict[str, Any], fields: Mapping[str, type]) -> str | None:
-    """What no manifest of ours says, in words; None when all is well."""
+    """What is wrong with the fields of a manifest, in words; None: nothing."""
     for name, kind in {"inputs": str, **fields}.items():
         value = manifest.get(name)
         if not is_count(value) if kind is int else not isinstance(value, kind):
@@ -116,12 +105,11 @@ def _oddity(manifest: dict[str, Any], fields: Mapping[str, type]) -> str | None:
 
 
 def is_current(folder: Path, kind: str, inputs: str) -> bool:
-    """True when `folder` holds a whole artifact of this version, made from exactly these inputs.
-
-    Every file must be there with its size; their bytes are not read again (`verify_files` does that).
-    """
+    """Whether `folder` holds an artifact of this version made from these inputs; checks sizes, not bytes."""
     checks = checks_of_current(folder, kind, inputs)
-    return checks is not None and all(_has_size(check.path, check.expected["bytes"]) for check in checks)
+    return checks is not None and all(
+        check.path.is_file() and check.path.stat().st_size == check.expected["bytes"] for check in checks
+    )
 
 
 def checks_of_current(folder: Path, kind: str, inputs: str) -> list[FileCheck] | None:
@@ -136,10 +124,6 @@ def checks_of_current(folder: Path, kind: str, inputs: str) -> list[FileCheck] |
     if _oddity(manifest, FIELDS.get(kind, {})) is not None:
         return None
     return file_checks(folder, manifest)
-
-
-def _has_size(path: Path, expected_bytes: int) -> bool:
-    return path.is_file() and path.stat().st_size == expected_bytes
 
 
 class FileCheck(NamedTuple):
@@ -167,8 +151,7 @@ def check_file(check: FileCheck) -> str | None:
 
 
 def damaged_files(checks: Sequence[FileCheck], workers: int | None = None) -> Iterator[tuple[FileCheck, str]]:
-    """The files of `checks` that are not as they were written, and what is wrong; read with a bar, and in processes
-    where there is much to read (`workers` of them, None: one per core)."""
+    """The files of `checks` that are not as they were written, and what is wrong; large ones are read by `workers`."""
     total = sum(int(check.expected["bytes"]) for check in checks)
     if not checks:
         return

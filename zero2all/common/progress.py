@@ -13,29 +13,28 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any
 
 LOG_EVERY_SECONDS = 10.0
+TEXT_MARKS = "\n\t\u3000\xa0\u200c\u200d"
+"""Line ends, tabs, wide spaces and joiners: what a printed document keeps beside printable characters."""
 
 
-class Bar(Protocol):
-    """What a stage may do with its bar."""
+class Bar:
+    """What a stage may do with its bar. This one shows nothing."""
 
     def advance(self, amount: float, note: str = "") -> None:
         """Count `amount` more units as done."""
 
     def set_total(self, total: float) -> None:
-        """The total turned out to be another one."""
+        """Change the total."""
 
 
 @contextmanager
 def progress(label: str, total: float | None, unit: str, done: float = 0, quiet: bool = False) -> Iterator[Bar]:
-    """A bar named `label`; `done` units are counted as finished before (a resumed stage) and not in the speed.
-
-    `quiet` shows nothing: of several processes one speaks.
-    """
+    """A bar named `label`; `done` units were finished before and do not count in the speed. `quiet` shows nothing."""
     if quiet:
-        yield _NoBar()
+        yield Bar()
     elif sys.stderr.isatty():
         with _rich_bar(label, total, unit, done) as bar:
             yield bar
@@ -45,20 +44,8 @@ def progress(label: str, total: float | None, unit: str, done: float = 0, quiet:
         log.finish()
 
 
-class _NoBar:
-    """Shows nothing."""
-
-    def advance(self, amount: float, note: str = "") -> None:
-        """Nothing to see."""
-        del amount, note
-
-    def set_total(self, total: float) -> None:
-        """Nor this."""
-        del total
-
-
 def say(line: str) -> None:
-    """A line for whoever watches; that nobody does (`2>&1 | head`) must not end the work."""
+    """Print a line on stderr; a closed stderr (`2>&1 | head`) does not end the work."""
     with suppress(OSError):
         print(line, file=sys.stderr, flush=True)
 
@@ -91,7 +78,7 @@ def human_seconds(seconds: float) -> str:
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
-class _LogBar:
+class _LogBar(Bar):
     """One line now and then, for output that is a file or a pipe."""
 
     def __init__(self, label: str, total: float | None, unit: str, done: float) -> None:
@@ -130,7 +117,7 @@ class _LogBar:
         say("  ".join(parts))
 
 
-class _RichBar:
+class _RichBar(Bar):
     """The live bar; rich is imported only when there is a terminal to draw on."""
 
     def __init__(self, live: Any, task: Any) -> None:

@@ -47,10 +47,7 @@ def report_sources(report: Any, origin: object, remedy: str) -> list[str]:
 
 
 def iter_records(corpus: Path, source: str, split: str) -> Iterator[dict[str, Any]]:
-    """The records of one split of one source, in order.
-
-    Records from plain text shards have `content` only, with the title as its first line, and no `gid` or `id`.
-    """
+    """The records of one split of a source, in order. Those of plain text have only `content`, with the title first."""
     for part in sorted((corpus / source / split).glob("part-*")):
         if PARTIAL_MARK in part.name:
             continue
@@ -129,14 +126,7 @@ def _read_txt(part: Path, source: str) -> Iterator[dict[str, Any]]:
                     content = text.decode()
                 except UnicodeDecodeError as error:
                     raise _damaged(part, f"is not UTF-8 ({error})") from error
-                yield {
-                    "data_src": source,
-                    "category": "",
-                    "title": "",
-                    "content": content,
-                    "desc": "",
-                    "others": {},
-                }
+                yield {"data_src": source, "category": "", "title": "", "content": content, "desc": "", "others": {}}
         if rest:
             raise _damaged(part, "ends inside a document")
 

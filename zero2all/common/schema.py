@@ -1,8 +1,7 @@
 """Typed sections from plain mappings, with every problem found in one pass.
 
-A section is a frozen dataclass with a doc line (a string literal) under each field. `build` turns nested mappings,
-as YAML gives them, into such dataclasses and collects what is wrong instead of stopping at the first: a person who
-mistyped three fields should learn of three. Types are what we use in configs and no more: bool, int, float, str,
+A section is a frozen dataclass with a doc line (a string literal) under each field. `build` turns nested mappings, as
+YAML gives them, into such dataclasses and collects all problems. Types are those of our configs: bool, int, float, str,
 Literal, Optional, list, dict with str keys, nested dataclasses, and `Annotated[..., Range(...)]`.
 """
 
@@ -33,25 +32,13 @@ class Range:
 
     def admits(self, value: float) -> bool:
         """Whether `value` lies inside."""
-        return (
-            (self.minimum is None or value >= self.minimum)
-            and (self.maximum is None or value <= self.maximum)
-            and (self.above is None or value > self.above)
-            and (self.below is None or value < self.below)
-        )
+        is_inside = (self.minimum is None or value >= self.minimum) and (self.maximum is None or value <= self.maximum)
+        return is_inside and (self.above is None or value > self.above) and (self.below is None or value < self.below)
 
     def words(self) -> str:
         """'at least 1', 'above 0 and at most 1'."""
-        parts = []
-        if self.above is not None:
-            parts.append(f"above {_number(self.above)}")
-        if self.minimum is not None:
-            parts.append(f"at least {_number(self.minimum)}")
-        if self.maximum is not None:
-            parts.append(f"at most {_number(self.maximum)}")
-        if self.below is not None:
-            parts.append(f"below {_number(self.below)}")
-        return " and ".join(parts)
+        bounds = {"above": self.above, "at least": self.minimum, "at most": self.maximum, "below": self.below}
+        return " and ".join(f"{word} {_number(bound)}" for word, bound in bounds.items() if bound is not None)
 
 
 def _number(value: float) -> str:
@@ -59,8 +46,7 @@ def _number(value: float) -> str:
     return f"{value:.0f}" if float(value).is_integer() else repr(value)
 
 
-LARGEST_INT = (1 << 63) - 1
-"""What torch and numpy count with."""
+LARGEST_INT = (1 << 63) - 1  # what torch and numpy count with
 
 PositiveInt = Annotated[int, Range(minimum=1)]
 NaturalInt = Annotated[int, Range(minimum=0)]
@@ -84,8 +70,7 @@ class Problem:
         return f"{self.field[:LONGEST_SHOWN]}: got {_shown(self.value)}, expected {self.expected}.{hint}"
 
 
-LONGEST_SHOWN = 200
-"""Characters of a name or value that are printed."""
+LONGEST_SHOWN = 200  # characters of a name or value that are printed
 
 
 def _shown(value: Any) -> str:
@@ -178,10 +163,7 @@ def apply_overrides(values: dict[str, Any], overrides: list[str], problems: list
 
 
 def _override_value(text: str) -> Any:
-    """What YAML makes of `text`, but text wherever reading it would lose something: 007, 1.10, 2024-01-01.
-
-    A field that wants a number takes it from text as well. ValueError for YAML of a kind that is never read.
-    """
+    """What YAML makes of `text`; the text itself where YAML would lose something: 007, 1.10, 2024-01-01."""
     from zero2all.common.yamlio import YamlError, YamlRefusedError, loads  # here: a usage error needs no YAML
 
     try:

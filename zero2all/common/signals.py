@@ -16,10 +16,9 @@ Handler = Callable[[int, FrameType | None], None] | signal.Handlers
 
 @contextmanager
 def stop_signals_to(handler: Handler, interrupts: bool = True) -> Iterator[None]:
-    """Let `handler` have Ctrl-C (where it `interrupts`), SIGTERM and SIGHUP (the terminal is gone) in the block.
+    """Let `handler` have SIGTERM, SIGHUP (unless `nohup` ignores it) and, where it `interrupts`, Ctrl-C.
 
-    A SIGHUP that is ignored stays ignored: that is what `nohup` asks for. Only the main thread may handle signals; in
-    another the block runs as it is, since whoever started it handles them.
+    Only the main thread may handle signals; in another the block runs without.
     """
     numbers = [signal.SIGINT, signal.SIGTERM] if interrupts else [signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
@@ -37,10 +36,7 @@ def stop_signals_to(handler: Handler, interrupts: bool = True) -> Iterator[None]
 
 
 def end_before_the_start(number: int, _frame: FrameType | None) -> None:
-    """A handler for a run that is still loading its libraries: nothing is held and nothing to save, so it ends here.
-
-    No exception: one that comes in the middle of an import may be caught there.
-    """
+    """End a run that is still loading its libraries; an exception might be caught in the middle of an import."""
     name = signal.Signals(number).name
     text = f"z2a: {name} before the run had begun; nothing was changed. Run the same command to start it.\n"
     if os.environ.get("RANK", "0") == "0":  # of several processes one speaks

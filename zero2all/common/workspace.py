@@ -26,8 +26,7 @@ from zero2all.common.schema import nearest_hint
 LAYOUT = 1
 STAMP_NAME = "workspace.json"
 STAGE_FOLDERS = ("raw", "corpus", "tokenizer", "packed", "runs")
-PICTURES = (".png", ".svg", ".pdf")
-"""No stage reads them, so one may be drawn again anywhere."""
+PICTURES = (".png", ".svg", ".pdf")  # no stage reads them, so one may be drawn again anywhere
 
 
 FOLDER_NAME_WORDS = "a plain folder name without slashes, control characters or a leading dot, of at most 200 bytes"
@@ -117,23 +116,21 @@ def open_workspace(root: Path, create: bool = False) -> Workspace:
 
 
 def require_output(path: Path, flag: str, is_folder: bool = False) -> None:
-    """Stop before the work begins when its result cannot be put at `path`, the value of `flag`, or would replace a file
-    that a stage has written: a shard, a manifest, the metrics of a run."""
+    """Stop before the work begins when its result cannot be put at `path`, or would replace what a stage wrote."""
     require_writable(path, flag, is_folder)
     if is_folder or not path.is_file() or path.suffix.lower() in PICTURES:
         return
     real = path.resolve()
     for folder in real.parents:
-        if _holds_manifest(folder) or _is_of_a_stage(real, folder):
+        is_stamped = (folder / STAMP_NAME).is_file() and real.relative_to(folder).parts[0] in (
+            STAMP_NAME,
+            *STAGE_FOLDERS,
+        )
+        if is_stamped or _holds_manifest(folder):
             raise BadInputError(
                 f"{flag} {path} is there already, inside of {folder}, where stages keep what they write; replacing it "
                 f"could destroy that. Choose another path, or delete the file first if it is one of your own."
             )
-
-
-def _is_of_a_stage(path: Path, root: Path) -> bool:
-    """Whether `root` is a workspace and `path` its stamp or below a folder of a stage."""
-    return (root / STAMP_NAME).is_file() and path.relative_to(root).parts[0] in (STAMP_NAME, *STAGE_FOLDERS)
 
 
 def _holds_manifest(folder: Path) -> bool:

@@ -1,9 +1,7 @@
 """YAML that strangers may have written: plain values only, within bounds of size, depth and number.
 
-A few lines of YAML can stand for billions of values (aliases of aliases), for a value that holds itself, or for a
-nesting that no recursive reader survives. So the text is first read as a stream of events, which costs no memory, and
-only what keeps within the bounds is built. Of a name that stands twice in a mapping YAML would silently drop the first;
-that is refused too.
+Aliases of aliases can stand for billions of values. So the text is first read as a stream of events, and only what
+keeps within the bounds is built. A name that stands twice in a mapping is refused too.
 """
 
 from __future__ import annotations
@@ -14,11 +12,9 @@ from typing import Any
 
 from zero2all.common.files import read_regular
 
-LARGEST_BYTES = 1 << 20
-"""A run's config with every field and its comments has about 20 KB."""
+LARGEST_BYTES = 1 << 20  # a run's config with every field and its comments has about 20 KB
 DEEPEST = 50
-MOST_VALUES = 100_000
-"""Counting what aliases stand for."""
+MOST_VALUES = 100_000  # counting what aliases stand for
 
 
 class YamlError(ValueError):

@@ -19,10 +19,8 @@ from zero2all.common.errors import BadInputError
 from zero2all.common.files import read_json
 from zero2all.common.progress import human_seconds, say
 from zero2all.config import RunConfig
-from zero2all.perf.batch import BatchShape, check_batch, default_batches
-from zero2all.perf.environment import code_fingerprint, environment
-from zero2all.perf.measured_config import load_measured_config
-from zero2all.perf.results import Line, Results, row_key
+from zero2all.perf.batch import BatchShape, check_batch, default_batches, load_measured_config
+from zero2all.perf.results import Line, Results, code_fingerprint, environment, row_key
 from zero2all.perf.variants import ANCHOR, BY_NAME, VARIANTS, Variant
 
 FIRST_GUESS_SECONDS = {False: 45.0, True: 150.0}
@@ -34,26 +32,18 @@ LOG_TAIL_LINES = 12
 class AblateOptions:
     """What to measure, for how long, and where to store the results."""
 
-    source: str
-    """Preset or path of the config."""
+    source: str  # preset or path of the config
     output: Path
     overrides: list[str] = field(default_factory=list)
-    batches: list[BatchShape] | None = None
-    """None: the seed's batch and the config's own."""
+    batches: list[BatchShape] | None = None  # None: the seed's batch and the config's own
     variants: list[Variant] = field(default_factory=lambda: list(VARIANTS))
-    seconds: float = 8.0
-    """Seconds of measurement per row, at least."""
+    seconds: float = 8.0  # seconds of measurement per row, at least
     warm_up_seconds: float = 3.0
-    budget_seconds: float | None = None
-    """No row is started that would exceed it. None: no limit."""
-    row_timeout_seconds: float = 900.0
-    """A row that takes longer is ended and counts as failed."""
-    again: bool = False
-    """Measure rows again that have a result."""
-    warm_starts: bool = False
-    """Start each compiled row a second time, to see its first step with a warm cache."""
-    report_only: bool = False
-    """Measure nothing; report the results in the folder, from whatever machine."""
+    budget_seconds: float | None = None  # no row is started that would exceed it. None: no limit.
+    row_timeout_seconds: float = 900.0  # a row that takes longer is ended and counts as failed
+    again: bool = False  # measure rows again that have a result
+    warm_starts: bool = False  # start each compiled row a second time, to see its first step with a warm cache
+    report_only: bool = False  # measure nothing; report the results in the folder, from whatever machine
 
 
 @dataclass(frozen=True)
@@ -64,8 +54,7 @@ class Ablation:
     batches: list[BatchShape]
     environment: dict[str, str | None]
     lines: list[Line]
-    pending: list[tuple[BatchShape, Variant]]
-    """Rows still to be measured, including those that failed."""
+    pending: list[tuple[BatchShape, Variant]]  # rows still to be measured, including those that failed
 
 
 def ablate(options: AblateOptions) -> Ablation:
@@ -100,12 +89,7 @@ class _Sitting:
     """The rows that one command measures."""
 
     def __init__(
-        self,
-        options: AblateOptions,
-        config: RunConfig,
-        here: dict[str, str | None],
-        results: Results,
-        started: float,
+        self, options: AblateOptions, config: RunConfig, here: dict[str, str | None], results: Results, started: float
     ) -> None:
         self.options, self.config, self.here, self.results, self.started = options, config, here, results, started
         self.number = results.next_sitting

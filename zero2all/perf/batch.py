@@ -1,12 +1,13 @@
-"""The batch of a measurement: MICROxSEQxACCUMULATION, as in 2x2048x16."""
+"""What is measured: the config of `z2a train` without what needs data, and a batch such as 2x2048x16."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from dataclasses import dataclass
 
 from zero2all.common.errors import UsageError
-from zero2all.config import RunConfig
+from zero2all.config import RunConfig, load_config
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,7 @@ class BatchShape:
         return f"{self.samples}x{self.seq_len}x{self.accumulation}"
 
 
-SEED_BATCH = BatchShape(2, 2048, 16)
-"""The batch of the seed's table."""
+SEED_BATCH = BatchShape(2, 2048, 16)  # the batch of the seed's table
 
 
 def parse_batch(text: str) -> BatchShape:
@@ -63,3 +63,17 @@ def check_batch(batch: BatchShape, config: RunConfig) -> None:
             f"--batch {batch} has sequences of {batch.seq_len} tokens, but model.max_seq_len is "
             f"{config.model.max_seq_len}. Give shorter ones, or set --model.max_seq_len."
         )
+
+
+def load_measured_config(source: str, overrides: list[str]) -> tuple[RunConfig, list[str]]:
+    """The config and what was assumed: random tokens need a size of the vocabulary, and have no documents to mask."""
+    config = load_config(source, overrides)
+    notes = []
+    if config.model.vocab_size is None:
+        size = config.tokenizer.vocab_size
+        notes.append(f"model.vocab_size is not set: measured with tokenizer.vocab_size, {size}")
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
+    if config.data.document_mask:
+        notes.append("data.document_mask is left out: random tokens have no documents")
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, document_mask=False))
+    return config, notes

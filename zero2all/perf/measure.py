@@ -10,7 +10,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import resource
+import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,7 +32,6 @@ from zero2all.model.z2all import Z2all
 from zero2all.ops.registry import Ops, resolve
 from zero2all.parallel.world import World
 from zero2all.perf.batch import BatchShape
-from zero2all.perf.gpu_watch import watched_gpu
 from zero2all.train.cuda_graph import choose_cuda_graph
 from zero2all.train.garbage import scheduled_garbage_collection
 from zero2all.train.setup import op_context
@@ -39,11 +41,12 @@ from zero2all.train.weights import FlatWeights
 
 CLIP_NORM = 1.0
 LEARNING_RATE = 1e-4
-WARM_UP_SECONDS = 3.0
-"""Long enough for the clocks to settle at the power limit."""
-SLOTS = 4
-"""Different micro-batches of random tokens, used in turn."""
+WARM_UP_SECONDS = 3.0  # long enough for the clocks to settle at the power limit
+SLOTS = 4  # different micro-batches of random tokens, used in turn
 SEED = 1
+GPU_FIELDS = ("power.draw", "clocks.sm", "clocks.mem", "temperature.gpu")
+GPU_NAMES = ("watts", "sm_mhz", "memory_mhz", "celsius")
+EVERY_MILLISECONDS = 500
 
 Iterate = Callable[[int], Tensor]
 """(number of micro-batches) -> forward and backward over them, an update; returns the summed loss, on the device."""
@@ -53,18 +56,12 @@ Iterate = Callable[[int], Tensor]
 class Pace:
     """The times of the iterations of a measurement."""
 
-    first_step_seconds: float
-    """One micro-batch and one update, including compilation."""
-    iteration_seconds: list[float]
-    """Each measured iteration."""
-    queueing_seconds: list[float]
-    """How long the host took to queue each; if nearly the whole iteration, the host is the bottleneck."""
-    loss: float
-    """Of the last iteration."""
-    peak_bytes: int
-    """Peak memory after the first step: of the device, or of the process on a CPU."""
-    gpu: dict[str, Any]
-    """Power and clocks during the measurement."""
+    first_step_seconds: float  # one micro-batch and one update, including compilation
+    iteration_seconds: list[float]  # each measured iteration
+    queueing_seconds: list[float]  # how long the host took to queue each
+    loss: float  # of the last iteration
+    peak_bytes: int  # peak memory after the first step, of the device or the process
+    gpu: dict[str, Any]  # power and clocks during the measurement
 
     @property
     def seconds(self) -> float:
@@ -73,11 +70,7 @@ class Pace:
 
 
 def pace_of(
-    iterate: Iterate,
-    accumulation: int,
-    device: torch.device,
-    seconds: float,
-    warm_up_seconds: float = WARM_UP_SECONDS,
+    iterate: Iterate, accumulation: int, device: torch.device, seconds: float, warm_up_seconds: float = WARM_UP_SECONDS
 ) -> Pace:
     """Make a first step, warm up, then iterate for at least `seconds` (and at least once)."""
     with scheduled_garbage_collection() as after_step:
@@ -107,11 +100,7 @@ def pace_of(
 
 
 def measure(
-    config: RunConfig,
-    batch: BatchShape,
-    device: torch.device,
-    seconds: float,
-    warm_up_seconds: float = WARM_UP_SECONDS,
+    config: RunConfig, batch: BatchShape, device: torch.device, seconds: float, warm_up_seconds: float = WARM_UP_SECONDS
 ) -> dict[str, Any]:
     """The figures of one config on one batch, as JSON values."""
     dtype = DTYPES[config.train.precision]
@@ -204,6 +193,53 @@ def _iterations(state: TrainState, batch: BatchShape, z_loss: float, device: tor
         return loss
 
     return iterate
+
+
+@contextmanager
+def watched_gpu(device: torch.device) -> Iterator[dict[str, Any]]:
+    """Power and clocks in the block, from nvidia-smi: a GPU at its power limit lowers its clock.
+
+    The mapping is filled when the block ends; it stays empty without a GPU or nvidia-smi.
+    """
+    found: dict[str, Any] = {}
+    if device.type != "cuda":
+        yield found
+        return
+    identity = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    command = [
+        *("nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader,nounits"),
+        *(f"--loop-ms={EVERY_MILLISECONDS}", *([f"--id=GPU-{identity}"] if identity is not None else [])),
+    ]
+    with tempfile.TemporaryFile("w+") as lines:  # a pipe that nobody reads would fill up
+        try:
+            process = subprocess.Popen(command, stdout=lines, stderr=subprocess.DEVNULL)
+        except OSError:
+            yield found
+            return
+        try:
+            yield found
+        finally:
+            process.terminate()
+            process.wait()
+            lines.seek(0)
+            found.update(gpu_summary(lines.read()))
+
+
+def gpu_summary(text: str) -> dict[str, Any]:
+    """nvidia-smi's lines -> samples and their medians; the first sample is from before the block."""
+    samples = []
+    for line in text.splitlines()[1:]:
+        try:
+            values = [float(value) for value in line.split(",")]
+        except ValueError:  # "[N/A]": not reported
+            continue
+        if len(values) == len(GPU_NAMES):
+            samples.append(values)
+    if not samples:
+        return {}
+    columns = dict(zip(GPU_NAMES, zip(*samples, strict=True), strict=True))
+    medians = {name: statistics.median(column) for name, column in columns.items()}
+    return {"every_milliseconds": EVERY_MILLISECONDS, **medians, "samples": {k: list(v) for k, v in columns.items()}}
 
 
 @contextmanager

@@ -7,8 +7,9 @@ alone, because some implementations overwrite their inputs, so a backward cannot
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,18 +27,25 @@ from zero2all.ops.registry import OPERATORS, resolve
 from zero2all.ops.split_master import join, split
 from zero2all.parallel.device import pick_device
 from zero2all.perf.batch import own_batch
-from zero2all.perf.clock import Ceilings, measured_ceilings, seconds_of
-from zero2all.perf.measure import device_name
+from zero2all.perf.measure import device_name, wait_for
 from zero2all.perf.op_cases import Case, Function, make_case
 from zero2all.perf.op_list import context_here
 from zero2all.perf.variants import NAIVE
 from zero2all.train.state import DTYPES
 
-EXACT_ROWS = {"cuda": 512, "cpu": 64}
-"""Tokens of the comparison with float64: few, so that it fits in memory."""
-CPU_TOKENS, CPU_PARAMETERS = 256, 2_000_000
-"""Default sizes where a full micro-batch would take minutes."""
+EXACT_ROWS = {"cuda": 512, "cpu": 64}  # tokens of the comparison with float64: few, so that it fits in memory
+CPU_TOKENS, CPU_PARAMETERS = 256, 2_000_000  # default sizes where a full micro-batch would take minutes
 EXACT_PARAMETERS = 65_536
+LEAST_SECONDS = 0.2
+LEAST_CALLS = 3
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Measured upper limits of this device."""
+
+    copy_bytes_per_second: float  # read and written, by a plain copy of one large tensor
+    matmul_flops_per_second: float  # of a large square matmul, in a short burst
 
 
 @dataclass(frozen=True)
@@ -50,14 +58,11 @@ class BenchRow:
     problem: str | None = None
     forward_ms: float | None = None
     backward_ms: float | None = None
-    rate: float | None = None
-    """Bytes or FLOPs of the floor per second, forward and backward together."""
+    rate: float | None = None  # bytes or FLOPs of the floor per second, forward and backward together
     is_matmul: bool = False
     floor_ms: float | None = None
-    floor_percent: float | None = None
-    """Floor / time: 100 is the best there can be."""
-    error: float | None = None
-    """Largest relative error (L2) of an output or gradient against float64."""
+    floor_percent: float | None = None  # floor / time: 100 is the best there can be
+    error: float | None = None  # largest relative error (L2) of an output or gradient against float64
 
 
 @dataclass(frozen=True)
@@ -70,10 +75,6 @@ class Bench:
     seq_len: int
     ceilings: Ceilings
     rows: list[BenchRow]
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
 
 
 def operator_names(config: RunConfig) -> list[str]:
@@ -96,14 +97,8 @@ def bench_operators(
         raise UsageError(f"There is no operator {only}. {hint}{' ' if hint else ''}There are: {', '.join(names)}.")
     samples, seq_len = batch_of(config, tokens, device)
     say(f"ops bench: {device_name(device)}: measuring copy and matmul rates first")
-    bench = Bench(
-        device_name(device),
-        str(dtype).removeprefix("torch."),
-        samples,
-        seq_len,
-        measured_ceilings(device, dtype, least_seconds),
-        [],
-    )
+    ceilings = measured_ceilings(device, dtype, least_seconds)
+    bench = Bench(device_name(device), str(dtype).removeprefix("torch."), samples, seq_len, ceilings, [])
     where = context_here(config)
     automatic = resolve(type(config.ops)(), where).taken
     for name in wanted:
@@ -139,8 +134,7 @@ def _row(
     dtype: torch.dtype,
     least_seconds: float,
 ) -> BenchRow:
-    problem = implementation.probe(where)
-    if problem is not None:
+    if (problem := implementation.probe(where)) is not None:
         return BenchRow(name, implementation.name, taken, problem)
     try:
         torch.manual_seed(0)
@@ -255,6 +249,44 @@ def _outputs_and_gradients(function: Function, case: Case, given: list[Tensor]) 
 def _relative(found: Tensor, wanted: Tensor) -> float:
     found, wanted = found.detach().double(), wanted.detach().double()
     return float((found - wanted).norm() / wanted.norm().clamp(min=1e-300))
+
+
+# ---- time on the device ---------------------------------------------------------------------------------------------
+
+
+def seconds_of(call: Callable[[], Any], device: torch.device, least_seconds: float = LEAST_SECONDS) -> float:
+    """Mean seconds of a call, over as many as fill `least_seconds`, after a warm-up."""
+    for _ in range(2):
+        call()
+    once = _timed(call, 1, device)
+    return _timed(call, max(LEAST_CALLS, int(least_seconds / max(once, 1e-7))), device)
+
+
+def _timed(call: Callable[[], Any], calls: int, device: torch.device) -> float:
+    wait_for(device)
+    if device.type == "cuda":
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(calls):
+            call()
+        end.record()
+        wait_for(device)
+        return begin.elapsed_time(end) / 1e3 / calls
+    started = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - started) / calls
+
+
+def measured_ceilings(device: torch.device, dtype: torch.dtype, least_seconds: float = LEAST_SECONDS) -> Ceilings:
+    """Measure both."""
+    source = torch.ones(2**28 if device.type == "cuda" else 2**23, dtype=dtype, device=device)
+    target = torch.empty_like(source)
+    copy = seconds_of(lambda: target.copy_(source), device, least_seconds)
+    side = 8192 if device.type == "cuda" else 512
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    matmul = seconds_of(lambda: a @ b, device, least_seconds)
+    return Ceilings(2 * source.nbytes / copy, 2 * side**3 / matmul)
 
 
 # ---- the optimizer, which has no backward ----------------------------------------------------------------------------

@@ -28,8 +28,8 @@ def listed_operators(config: RunConfig | None) -> list[dict[str, Any]]:
     """One entry per implementation: operator, name, why it cannot run (None: it can), flags, and who takes it."""
     where = context_here(config)
     asked = OpsConfig() if config is None else config.ops
-    automatic = _taken(OpsConfig(), where)
-    chosen = _taken(dataclasses.replace(asked, strict=False), where)
+    automatic = resolve(OpsConfig(), where).taken
+    chosen = resolve(dataclasses.replace(asked, strict=False), where).taken
     return [
         {
             "operator": operator,
@@ -46,10 +46,6 @@ def listed_operators(config: RunConfig | None) -> list[dict[str, Any]]:
     ]
 
 
-def _taken(config: OpsConfig, where: OpContext) -> dict[str, str]:
-    return resolve(config, where).taken
-
-
 def describe(where: OpContext) -> str:
     """The context in one line."""
     device = torch.cuda.get_device_name() if where.device == "cuda" else "cpu"
@@ -59,25 +55,13 @@ def describe(where: OpContext) -> str:
 
 def list_cells(entries: list[dict[str, Any]]) -> list[list[str]]:
     """Heading and rows of the table."""
-
-    def mark(entry: dict[str, Any]) -> str:
-        words = ["auto"] if entry["taken_by_auto"] else []
-        if entry["taken"] and not entry["taken_by_auto"]:
-            words.append("config")
-        return ", ".join(words)
-
     rows = []
     before = ""
     for entry in entries:
-        rows.append(
-            [
-                entry["operator"] if entry["operator"] != before else "",
-                entry["implementation"],
-                mark(entry),
-                "runs" if entry["why_not"] is None else f"no: {entry['why_not']}",
-                "yes" if entry["compile_safe"] else "no",
-                "yes" if entry["deterministic"] else "no",
-            ]
-        )
+        shown = entry["operator"] if entry["operator"] != before else ""
+        taken = "auto" if entry["taken_by_auto"] else "config" if entry["taken"] else ""
+        here = "runs" if entry["why_not"] is None else f"no: {entry['why_not']}"
+        flags = ("yes" if entry[flag] else "no" for flag in ("compile_safe", "deterministic"))
+        rows.append([shown, entry["implementation"], taken, here, *flags])
         before = entry["operator"]
     return [["operator", "implementation", "taken by", "here", "compile-safe", "deterministic"], *rows]

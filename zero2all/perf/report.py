@@ -1,13 +1,25 @@
-"""Writes the files of an ablation: ablation.json, ablation.md, ablation.png."""
+"""The files of an ablation: ablation.json, ablation.md and ablation.png.
+
+The picture has one bar per row and one panel per batch; for the seed's model also the seed's A800 figures.
+
+MFU is the scale where the device's peak is known, because it can be compared between devices; else tokens/s.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from zero2all.common.files import write_atomic, write_json
 from zero2all.perf.ablate import Ablation
-from zero2all.perf.chart import draw_ablation
-from zero2all.perf.summary import as_json, as_markdown, batch_tables
+from zero2all.perf.seed_table import DEVICE, seed_mfu_percent
+from zero2all.perf.summary import BatchTable, Row, as_json, as_markdown, batch_tables
+from zero2all.track.plot import COLORS, FAINT_INK, INK, STYLE, png_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+GROUPS = ("whole", "leave one out", "step by step", "other choices", "vocabulary", "compile")
 
 
 def write_report(ablation: Ablation, folder: Path, title: str) -> list[str]:
@@ -23,3 +35,54 @@ def write_report(ablation: Ablation, folder: Path, title: str) -> list[str]:
     except ImportError as error:
         return [*said, f"no picture: {error.name or 'matplotlib'} is not installed"]
     return [*said, str(folder / "ablation.png")]
+
+
+def draw_ablation(tables: list[BatchTable], title: str, png: Path) -> None:
+    """Write the picture; raises ImportError where matplotlib is not installed."""
+    import matplotlib.style
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    shown = [table for table in tables if any(row.is_measured for row in table.rows)]
+    style: Any = {**STYLE, "axes.grid.axis": "x"}
+    with matplotlib.style.context("default"), rc_context(style):
+        height = 1.3 + 0.27 * max((len(table.rows) for table in shown), default=1)
+        figure = Figure(figsize=(7.2 * max(1, len(shown)), height), facecolor="white", layout="constrained")
+        FigureCanvasAgg(figure)
+        figure.suptitle(title, x=0.012, ha="left", fontsize=14, fontweight="bold", color=INK)
+        for number, table in enumerate(shown):
+            _draw_batch(figure.add_subplot(1, len(shown), number + 1), table)
+        write_atomic(png, png_bytes(figure))
+
+
+def _draw_batch(axis: Axes, table: BatchTable) -> None:
+    by_mfu = all(row.result["mfu"] for row in table.rows if row.is_measured)
+    places = range(len(table.rows), 0, -1)
+    longest = max(_length(row, by_mfu) for row in table.rows)
+    for place, row in zip(places, table.rows, strict=True):
+        length = _length(row, by_mfu)
+        axis.barh(place, length, height=0.66, color=COLORS[GROUPS.index(row.variant.group) % len(COLORS)], zorder=2)
+        seed = None if row.seed is None or not by_mfu else seed_mfu_percent(row.seed)[0]
+        behind = max(length, seed or 0.0) + 0.022 * longest
+        axis.text(behind, place, _label(row), va="center", fontsize=7.5, color=INK, zorder=4)
+        if seed is not None:
+            axis.plot([seed], [place], "D", color="white", markeredgecolor=INK, markersize=5, zorder=5)
+    axis.set_yticks(list(places), [row.title for row in table.rows], fontsize=8.5, color=INK)
+    axis.set_xlim(0, 1.42 * longest)
+    axis.set_ylim(0.3, len(table.rows) + 0.7)
+    axis.set_title(f"{table.batch}", color=INK)
+    marks = f"; ◇ the seed on one {DEVICE}" if by_mfu and table.has_seed else ""
+    axis.set_xlabel(f"MFU, seed convention, %{marks}" if by_mfu else "tokens/s", color=FAINT_INK)
+
+
+def _length(row: Row, by_mfu: bool) -> float:
+    if not row.is_measured:
+        return 0.0
+    return 100.0 * row.result["mfu"]["seed"] if by_mfu else float(row.result["tokens_per_second"])
+
+
+def _label(row: Row) -> str:
+    if not row.is_measured:
+        return str(row.line["status"])
+    return f"{row.result['tokens_per_second']:,.0f} tok/s, {row.result['peak_gib']:.0f} GiB"

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+import platform
+import subprocess
+from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +20,52 @@ from zero2all.config import RunConfig, config_values
 from zero2all.perf.batch import BatchShape
 from zero2all.perf.variants import ANCHOR, Variant, vary
 
+PACKAGES = ("torch", "triton", "liger-kernel", "flash-attn-4", "quack-kernels")
+MEASURED_PARTS = ("model", "ops", "train")
 RESULTS_FILE = "results.jsonl"
 FINAL_STATUSES = ("measured", "out of memory", "cannot run here")
 """A row that ended otherwise (failed, too slow) is tried again."""
 
 Line = dict[str, Any]
+
+
+def environment() -> dict[str, str | None]:
+    """What a result depends on beside our code. Not found by torch, whose CUDA context would take memory of the GPU."""
+    gpu, driver = _gpu()
+    found: dict[str, str | None] = {
+        "gpu": gpu,
+        "driver": driver,
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+    }
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def code_fingerprint() -> str:
+    """A fingerprint of the measured source, to notice when a table mixes two versions of it."""
+    root = Path(__file__).resolve().parent.parent
+    digest = sha256()
+    for part in MEASURED_PARTS:
+        for path in sorted((root / part).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _gpu() -> tuple[str | None, str | None]:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    command += [f"--id={visible}"] if visible else []
+    try:
+        lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return None, None
+    name, _, driver = lines[0].partition(",") if lines else ("", "", "")
+    return name.strip() or None, driver.strip() or None
 
 
 def row_key(config: RunConfig, variant: Variant, batch: BatchShape, environment: dict[str, str | None]) -> str:
@@ -56,25 +100,15 @@ class Results:
 
     def finished(self, key: str) -> Line | None:
         """The newest line of a row that need not be tried again."""
-        return newest(line for line in self.lines if line["key"] == key and line["status"] in FINAL_STATUSES)
-
-
-def newest(lines: Iterable[Line]) -> Line | None:
-    """The last line; None if there is none."""
-    found = list(lines)
-    return found[-1] if found else None
+        lines = [line for line in self.lines if line["key"] == key and line["status"] in FINAL_STATUSES]
+        return lines[-1] if lines else None
 
 
 def anchors(batch: str, environment: dict[str, Any], lines: list[Line]) -> dict[int, float]:
     """Sitting -> seconds per iteration of its anchor."""
-    return {
-        line["sitting"]: line["result"]["seconds_per_iteration"]
-        for line in lines
-        if line["row"] == ANCHOR
-        and line["batch"] == batch
-        and line["status"] == "measured"
-        and line["environment"] == environment
-    }
+    wanted = {"row": ANCHOR, "batch": batch, "status": "measured", "environment": environment}
+    found = [line for line in lines if all(line[name] == value for name, value in wanted.items())]
+    return {line["sitting"]: line["result"]["seconds_per_iteration"] for line in found}
 
 
 def _read(path: Path) -> list[Line]:

@@ -19,19 +19,15 @@ from typing import Any
 
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
-import torch
-
-from zero2all.common.errors import UsageError
+from zero2all.common.errors import UsageError, is_out_of_memory
 from zero2all.common.files import write_json
 from zero2all.config import RunConfig
 from zero2all.parallel.device import pick_device, set_cpu_threads
-from zero2all.perf.batch import BatchShape, parse_batch
+from zero2all.perf.batch import BatchShape, load_measured_config, parse_batch
 from zero2all.perf.measure import WARM_UP_SECONDS, measure, without_padding
-from zero2all.perf.measured_config import load_measured_config
 from zero2all.perf.variants import BY_NAME, Variant, vary
 
 MEASURED, OUT_OF_MEMORY, CANNOT_RUN, FAILED = "measured", "out of memory", "cannot run here", "failed"
-MEMORY_WORDS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator")
 
 
 def main(words: list[str] | None = None) -> int:
@@ -79,13 +75,6 @@ def measure_row(
             return {"status": OUT_OF_MEMORY, "reason": reason.splitlines()[0]}
         traceback.print_exc()
         return {"status": FAILED, "reason": reason}
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the device or the host ran out of memory."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return any(word in str(error) for word in MEMORY_WORDS)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
 """The table this project set out to beat: the seed's ablation of z2all-1b's shape on one NVIDIA A800 80GB.
 
-An iteration is 16 passes over 2 x 2048 tokens; with another batch, compare shares and MFU, not seconds. The figures are
-shown only for the same model. MFU in the convention called `seed` in `zero2all.limits.flops`, of 312 TFLOPS. None: not
-published. The seed's all-fused row had an unfused AdamW, so it is compared with our row with torch's AdamW loop, and
-its last row, with a fused AdamW, with our all-fused.
+An iteration is 16 passes over 2 x 2048 tokens. MFU in the convention called `seed` in `zero2all.limits.flops`, of 312
+TFLOPS. None: not published. The seed's all-fused row had an unfused AdamW, so it is compared with our row with torch's
+AdamW loop, and its last row, with a fused AdamW, with our all-fused.
 """
 
 from __future__ import annotations
@@ -32,14 +31,11 @@ SEED_SHAPE = {
 class SeedRow:
     """One published row."""
 
-    name: str
-    """As the seed called it."""
-    seconds: float | None = None
-    """Per iteration of 65,536 tokens."""
+    name: str  # as the seed called it
+    seconds: float | None = None  # per iteration of 65,536 tokens
     mfu_percent: float | None = None
     memory_gb: float | None = None
-    remark: str = ""
-    """What was published instead of figures."""
+    remark: str = ""  # what was published instead of figures
 
 
 NAIVE_SECONDS, NAIVE_MFU_PERCENT = 9.85, 18.4

@@ -8,14 +8,12 @@ from typing import Any
 from zero2all.limits.flops import CONVENTIONS
 from zero2all.perf.ablate import Ablation
 from zero2all.perf.batch import SEED_BATCH, BatchShape
-from zero2all.perf.environment import PACKAGES
-from zero2all.perf.results import Line, anchors, newest, row_key
+from zero2all.perf.results import PACKAGES, Line, anchors, row_key
 from zero2all.perf.seed_table import DEVICE, SEED_ROWS, SeedRow, seed_mfu_percent, seed_row
 from zero2all.perf.variants import ANCHOR, VARIANTS, Variant, title_of
 
 SEED_COLUMNS = tuple(f"{DEVICE} {name}" for name in ("s", "x fused", "MFU %", "GB"))
-DRIFT_WORTH_SAYING = 0.01
-"""If anchors differ by more, a second column is scaled to the speed of the first sitting."""
+DRIFT_WORTH_SAYING = 0.01  # if anchors differ by more, a second column is scaled to the speed of the first sitting
 
 
 @dataclass(frozen=True)
@@ -25,15 +23,13 @@ class Row:
     variant: Variant
     title: str
     line: Line
-    pace: float | None
-    """Anchor of the first sitting / anchor of this row's sitting; None where one of them is missing."""
+    pace: float | None  # anchor of the first sitting / anchor of this row's sitting; None where one of them is missing
     seed: SeedRow | None
 
     @property
-    def result(self) -> dict[str, Any]:
-        """The figures."""
-        found: dict[str, Any] = self.line["result"]
-        return found
+    def result(self) -> Any:
+        """The figures, by name."""
+        return self.line["result"]
 
     @property
     def is_measured(self) -> bool:
@@ -43,10 +39,8 @@ class Row:
     @property
     def scaled_seconds(self) -> float | None:
         """Seconds per iteration at the pace of the first sitting."""
-        if not self.is_measured or self.pace is None:
-            return None
-        seconds: float = self.result["seconds_per_iteration"]
-        return seconds * self.pace
+        seconds = float(self.result["seconds_per_iteration"]) if self.is_measured else None
+        return None if seconds is None or self.pace is None else seconds * self.pace
 
 
 @dataclass(frozen=True)
@@ -55,8 +49,7 @@ class BatchTable:
 
     batch: BatchShape
     rows: list[Row]
-    anchors: dict[int, float]
-    """Sitting -> seconds per iteration of its anchor."""
+    anchors: dict[int, float]  # sitting -> seconds per iteration of its anchor
 
     @property
     def has_seed(self) -> bool:
@@ -87,10 +80,9 @@ def _batch_table(ablation: Ablation, batch: BatchShape) -> BatchTable:
     for variant in VARIANTS:
         key = row_key(ablation.config, variant, batch, ablation.environment)
         lines = [line for line in ablation.lines if line["key"] == key]
-        # Of the anchor the first measurement counts, of any other row the newest.
-        line = lines[0] if variant.name == ANCHOR and lines else newest(lines)
-        if line is None:
+        if not lines:
             continue
+        line = lines[0] if variant.name == ANCHOR else lines[-1]  # of the anchor the first measurement counts
         own = found.get(line["sitting"])
         pace = reference / own if own and reference else None
         seed = seed_row(variant.name, ablation.config.model)

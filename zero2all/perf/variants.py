@@ -38,20 +38,13 @@ class Variant:
     """One row."""
 
     name: str
-    title: str
-    """As shown in tables; {odd} is replaced by the size of the odd vocabulary."""
-    group: str
-    """Its group in the picture."""
-    ops: Mapping[str, str] = field(default_factory=dict)
-    """Fields of `ops` that differ from the config's."""
-    model: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `model` that differ."""
-    cuda_graph: bool = True
-    """Whether passes may be captured as a CUDA graph (train.cuda_graph)."""
-    odd_vocabulary: bool = False
-    """One id more than the padded size of the vocabulary, so that it is odd."""
-    unpadded: bool = False
-    """The head has exactly as many rows as there are ids."""
+    title: str  # as shown in tables; {odd} is replaced by the size of the odd vocabulary
+    group: str  # its group in the picture
+    ops: Mapping[str, str] = field(default_factory=dict)  # fields of `ops` that differ from the config's
+    model: Mapping[str, Any] = field(default_factory=dict)  # fields of `model` that differ
+    cuda_graph: bool = True  # whether passes may be captured as a CUDA graph (train.cuda_graph)
+    odd_vocabulary: bool = False  # one id more than the padded size of the vocabulary, so that it is odd
+    unpadded: bool = False  # the head has exactly as many rows as there are ids
 
     @property
     def is_compiled(self) -> bool:
@@ -60,7 +53,7 @@ class Variant:
 
 
 KERNELS = {"rope": "triton", "rms_norm": "triton", "swiglu": "triton", "linear": "fp32_wgrad", "embedding": "triton"}
-"""Our kernels by name, for the row in which compilation would choose otherwise."""
+"""For the row in which compilation would choose otherwise."""
 OWN_KERNELS = {"attention": "sdpa_cudnn", "rope": "triton", "swiglu": "triton", "linear_cross_entropy": "triton"}
 """What `auto` takes where nothing is installed but torch and Triton."""
 
@@ -85,11 +78,7 @@ VARIANTS = (
     Variant("optimizer-fused", "AdamW: torch's fused", "leave one out", {"optimizer": "fused"}),
     Variant("optimizer-eager", "AdamW: torch's loop", "leave one out", {"optimizer": "eager"}),
     Variant(
-        "only-flash",
-        "naive + flash attention",
-        "step by step",
-        {**NAIVE, "attention": "sdpa_flash"},
-        cuda_graph=False,
+        "only-flash", "naive + flash attention", "step by step", {**NAIVE, "attention": "sdpa_flash"}, cuda_graph=False
     ),
     Variant(
         "flash-ce-adamw",

@@ -1,7 +1,7 @@
 """Metrics of a run: files that training can always write, and what is made of them.
 
-`Run` writes (standard library only, usable alone); `reader.RunReader` follows a run as it grows, all attempts as one.
-The JSON lines in `runs/<name>/metrics/` are the truth; everything else is derived.
+`Run` writes (standard library only); `reader.RunReader` follows a run. The JSON lines in `runs/<name>/metrics/` are the
+truth; everything else is derived.
 
     from zero2all.track import Run
 

@@ -1,12 +1,9 @@
-"""Who may talk to the board: the gate in front of every route.
+"""The gate in front of every route: who may use the board.
 
-The board shows what is in run folders, and a browser will carry requests to 127.0.0.1 for any web page. Three things
-stand against that. The Host header must name this machine, so that a foreign name that resolves to us (DNS rebinding)
-is refused. Requests that another site makes a browser send are refused. And once the board listens beyond loopback,
-every request needs the random token: once in the address that was printed, from then on in a cookie.
-
-Every answer carries a Content-Security-Policy that allows scripts, styles and connections of this origin only, and no
-inline script or style at all: text from a run that slipped into the page as markup would still not run.
+A browser carries requests to 127.0.0.1 for any web page, so: the Host header must name this machine (no DNS
+rebinding), requests that another site makes a browser send are refused, and once the board listens beyond loopback,
+every request needs the random token: once in the printed address, from then on in a cookie. A Content-Security-Policy
+allows scripts, styles and connections of this origin only, and nothing inline.
 """
 
 from __future__ import annotations
@@ -63,8 +60,7 @@ class Gate:
         self.app = app
         self.token = token
         self.names = {*LOOPBACK_NAMES, *(name.lower() for name in allowed_hosts)}
-        self.allows_addresses = not is_loopback(host)
-        """Bound beyond loopback, people come by an address of ours; a rebound name cannot look like one."""
+        self.allows_addresses = not is_loopback(host)  # a rebound name cannot look like an address
         if self.allows_addresses:
             self.names |= {host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}
 
@@ -99,15 +95,15 @@ class Gate:
         query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
         if self._is_token(dict(query).get("token", "")):
             rest = urlencode([pair for pair in query if pair[0] != "token"])
-            response = RedirectResponse(f"{_local_path(scope['path'])}{'?' + rest if rest else ''}", status_code=303)
+            path = "/" + scope["path"].lstrip("/\\")  # cannot be read as another host (`//evil.example`)
+            response = RedirectResponse(f"{path}{'?' + rest if rest else ''}", status_code=303)
             response.set_cookie(
                 _cookie_name(scope), self.token, httponly=True, samesite="strict", max_age=30 * 24 * 3600
             )
             return response
         bearer = headers.get("authorization", "").removeprefix("Bearer ")
-        if self._is_token(cookie_parser(headers.get("cookie", "")).get(_cookie_name(scope), "")) or self._is_token(
-            bearer
-        ):
+        cookie = cookie_parser(headers.get("cookie", "")).get(_cookie_name(scope), "")
+        if self._is_token(cookie) or self._is_token(bearer):
             return None
         return PlainTextResponse(
             "This board needs its token: open the whole address that `z2a board` printed, with ?token=… at its end.",
@@ -115,15 +111,10 @@ class Gate:
         )
 
     def _is_our_name(self, name: str) -> bool:
-        if name in self.names:
-            return True
-        if not self.allows_addresses:
-            return False
         try:
-            ipaddress.ip_address(name)
+            return name in self.names or (self.allows_addresses and bool(ipaddress.ip_address(name)))
         except ValueError:
             return False
-        return True
 
     def _is_token(self, given: str) -> bool:
         return self.token is not None and hmac.compare_digest(given.encode(), self.token.encode())
@@ -132,8 +123,3 @@ class Gate:
 def _cookie_name(scope: Scope) -> str:
     """Cookies know no ports, and one machine may have several boards: the port is part of the name."""
     return f"{COOKIE}_{scope['server'][1] if scope.get('server') else 0}"
-
-
-def _local_path(path: str) -> str:
-    """A path that cannot be read as another host (`//evil.example`)."""
-    return "/" + path.lstrip("/\\")

@@ -2,14 +2,20 @@
 
 Nothing here takes a path from a request. Files of the page are looked up in a table made at the start; runs are looked
 up by id among those found; a picture of a run must be named by one of its events and lie below its `media` folder.
+
+An open page is told what happens by one stream of server-sent events per tab. A message says which runs have new rows,
+their version, and the few facts that are shown live; the page then fetches the ends of the curves it is drawing. So a
+stream that broke loses nothing: the new one begins with the present versions, and the page fetches whatever it lacks.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +31,9 @@ from zero2all.common.errors import BadInputError
 from zero2all.track import facts
 from zero2all.track.access import Gate
 from zero2all.track.csv_export import csv_lines
-from zero2all.track.curves import Query, curve, read_query
+from zero2all.track.curves import Curve, Query, curve, pack_curves, read_query
 from zero2all.track.library import RunLibrary, UnknownRunError
-from zero2all.track.live import stream_changes
-from zero2all.track.wire import Curve, pack_curves
+from zero2all.track.listing import media_file
 
 WEB = Path(__file__).parent / "web"
 MODULES = sorted(path.name for path in WEB.glob("*.js") if path.name != "before.js")
@@ -39,17 +44,15 @@ CONTENT_TYPES = {
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-PICTURE_TYPES = {
-    ".png": "image/png",
-    ".jpg": "image/jpeg",
-    ".jpeg": "image/jpeg",
-    ".gif": "image/gif",
-    ".webp": "image/webp",
-}
-MEDIA_FOLDER = "media"
+PICTURE_TYPES = {f".{kind}": f"image/{kind.replace('jpg', 'jpeg')}" for kind in ("png", "jpg", "jpeg", "gif", "webp")}
 MAX_QUERIES = 400
 MAX_BODY_BYTES = 1_000_000
 MAX_ROWS = 500
+POLL_SECONDS = 0.1  # how soon appended bytes are noticed: a stat per metrics file
+QUIET_POLL_SECONDS = 1.0  # the same for runs that are not running
+LEAST_SECONDS_BETWEEN_MESSAGES = 0.25
+HEARTBEAT_SECONDS = 30.0
+HEARTBEAT = b":\n\n"
 
 
 def make_app(
@@ -104,8 +107,7 @@ class _Api:
     def __init__(self, library: RunLibrary, is_stopping: Callable[[], bool]) -> None:
         self.library = library
         self.is_stopping = is_stopping
-        self.boot = secrets.token_hex(4)
-        """Tells a page that the server is another one, so that versions it remembers mean nothing."""
+        self.boot = secrets.token_hex(4)  # tells a page that the versions it remembers mean nothing
 
     def runs(self, request: Request) -> Any:
         self.library.refresh_list()
@@ -173,13 +175,9 @@ class _Api:
     def media(self, request: Request, _: bytes) -> Response:
         with self.library.reading(_asked(request, "id")) as run:
             event = facts.event_facts(run.reader, _asked(request, "i"))
-            folder = (run.folder / MEDIA_FOLDER).resolve()
-        name = event["data"].get("file") if event["kind"] == "image" else None
-        if not isinstance(name, str) or "\0" in name or Path(name).suffix.lower() not in PICTURE_TYPES:
-            raise BadInputError("This event has no picture that can be shown.")
-        path = (folder / name).resolve()
-        if not path.is_relative_to(folder) or path.suffix.lower() not in PICTURE_TYPES:
-            raise BadInputError("A picture lies below the media folder of its run.")
+            path = media_file(run.folder, event["data"].get("file")) if event["kind"] == "image" else None
+        if path is None or path.suffix.lower() not in PICTURE_TYPES:
+            raise BadInputError("This event has no picture below the media folder of its run.")
         try:
             kind = PICTURE_TYPES[path.suffix.lower()]
             return Response(path.read_bytes(), media_type=kind, headers={"Cache-Control": "private, max-age=3600"})
@@ -196,6 +194,59 @@ class _Api:
         changes = stream_changes(self.library, self.boot, ids, int(known) if known.isdecimal() else 0, is_over)
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return StreamingResponse(changes, media_type="text/event-stream", headers=headers)
+
+
+async def stream_changes(
+    library: RunLibrary, boot: str, ids: Sequence[str], list_version: int, is_over: Callable[[], Awaitable[bool]]
+) -> AsyncIterator[bytes]:
+    """Messages about the runs `ids`, and about the list of runs since `list_version`, until it `is_over`."""
+    sent: dict[str, Any] = {}
+    sent_roots: Any = None
+    next_look = dict.fromkeys(ids, 0.0)
+    last_message = 0.0
+    last_byte = time.monotonic()
+    while not await is_over():
+        now = time.monotonic()
+        message: dict[str, Any] = {}
+        if now - last_message >= LEAST_SECONDS_BETWEEN_MESSAGES:
+            due = [run_id for run_id in ids if next_look[run_id] <= now]
+            moved, roots = await run_in_threadpool(_look, library, due)
+            for run_id, signature in moved.items():
+                is_running = signature is not None and signature[1]["state"] == "running"
+                next_look[run_id] = now + (POLL_SECONDS if is_running else QUIET_POLL_SECONDS)
+                shown = signature and (signature[0], {**signature[1], "message": ""})  # it counts seconds of silence
+                if run_id not in sent or sent[run_id] != shown:
+                    sent[run_id] = shown
+                    message.setdefault("runs", {})[run_id] = (
+                        {"gone": True} if signature is None else {"version": signature[0], **signature[1]}
+                    )
+            if library.version != list_version:
+                rows, gone = library.rows_since(list_version)
+                list_version = library.version
+                message |= {"rows": rows, "gone": gone}
+            if roots != sent_roots:
+                sent_roots = roots
+                message["roots"] = roots
+        if message:
+            message |= {"boot": boot, "list": list_version}
+            yield b"data: " + jsonio.dumps_line(message) + b"\n"
+            last_message = last_byte = time.monotonic()
+        elif now - last_byte >= HEARTBEAT_SECONDS:
+            yield HEARTBEAT
+            last_byte = now
+        await asyncio.sleep(POLL_SECONDS)
+
+
+def _look(library: RunLibrary, ids: Sequence[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Refresh the list and these runs; None stands for a run that was never there."""
+    library.refresh_list()
+    found: dict[str, Any] = {}
+    for run_id in ids:
+        try:
+            found[run_id] = library.refresh(run_id)
+        except UnknownRunError:
+            found[run_id] = None
+    return found, [root.facts() for root in library.roots]
 
 
 def _asked(request: Request, name: str) -> str:

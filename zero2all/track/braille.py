@@ -1,7 +1,6 @@
 """Curves in a terminal: every character is 2 x 4 dots of Unicode's braille block, so 80 columns show 160 points.
 
-A canvas has layers. A character shows the dots of all of them in the color of the topmost that has one there, because
-a terminal cannot color single dots. The values between two points are joined, and a column that holds several points is
+A character shows the dots of all layers, in the color of the topmost. Points are joined, and a column with several is
 filled from the lowest to the highest, so a one-step spike is a line and not a gap.
 """
 
@@ -31,21 +30,15 @@ class Canvas:
     def curve(
         self, x: NDArray[np.float64], low: NDArray[np.float64], high: NDArray[np.float64] | None = None, layer: int = 0
     ) -> None:
-        """Draw through the points; with `high`, a band between the two. What is not finite is left out.
-
-        What lies above or below the canvas is drawn at its edge rather than lost.
-        """
+        """Draw through the points; with `high`, a band. Values outside the canvas are drawn at its edge."""
         high = low if high is None else high
         known = np.isfinite(x) & np.isfinite(low) & np.isfinite(high)
         width, height = 2 * self.columns, 4 * self.rows
         across = _place(x[known], self.x_range, width)
         top, bottom = (height - 1 - _place(edge[known], self.y_range, height) for edge in (high, low))
         inside = (across >= 0) & (across < width)
-        across, top, bottom = (
-            across[inside],
-            np.clip(top[inside], 0, height - 1),
-            np.clip(bottom[inside], 0, height - 1),
-        )
+        top, bottom = (np.clip(edge[inside], 0, height - 1) for edge in (top, bottom))
+        across = across[inside]
         for column, first, last in zip(across, top, bottom, strict=True):
             self._dots[layer, first : last + 1, column] = True
         middle = (top + bottom) / 2

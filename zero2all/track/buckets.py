@@ -6,6 +6,7 @@ Each bucket keeps the smallest, the largest and the mean value, so a spike of on
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,17 +19,13 @@ Floats = NDArray[np.float64]
 class Buckets:
     """A curve ready to draw: columns of equal length in order of `x`; NaN in buckets without a finite value."""
 
-    x: NDArray[np.float64]
-    """The middle of the bucket, or the point itself where there is one point per bucket."""
+    x: NDArray[np.float64]  # the middle of the bucket, or the point itself where there is one point per bucket
     minimum: NDArray[np.float32]
     maximum: NDArray[np.float32]
     mean: NDArray[np.float32]
-    smooth: NDArray[np.float32] | None
-    """The mean of the smoothed curve; None when no smoothing was asked for."""
-    count: NDArray[np.uint32]
-    """Finite values in the bucket."""
-    nonfinite: int
-    """NaN and infinities within the range, which no bucket shows."""
+    smooth: NDArray[np.float32] | None  # the mean of the smoothed curve; None when no smoothing was asked for
+    count: NDArray[np.uint32]  # finite values in the bucket
+    nonfinite: int  # NaN and infinities within the range, which no bucket shows
 
     def __len__(self) -> int:
         return len(self.x)
@@ -45,7 +42,7 @@ def bucket(
     """Put `values` at `x` (any order) into at most `count` buckets between `low` and `high`, both included."""
     if count < 1:
         raise ValueError(f"count={count}: at least one bucket is needed.")
-    if len(x) and not (np.diff(x) >= 0).all():  # also when x holds NaN
+    if len(x) and not (math.isfinite(x[0]) and (np.diff(x) >= 0).all()):  # also when x holds NaN
         order = np.argsort(x, kind="stable")[: int(np.isfinite(x).sum())]
         x, values = x[order], values[order]
         smooth = None if smooth is None else smooth[order]

@@ -1,9 +1,7 @@
 """Which charts the board draws of a run: metric names in, groups of charts out.
 
-Names are paths (`loss/zh`, `time/forward`). What lies below one first word is a family and shares a chart, because its
-members have a common unit; scores share one when they are of the same quantity. A family that nobody knows, or whose
-members are of different kinds (degrees, watts, bytes), has a chart for each. Where several runs are compared, the page
-takes every chart apart: one metric each, a line for every run.
+Names are paths (`loss/zh`, `time/forward`). The metrics below one first word share a chart; scores share one when they
+are of the same quantity. Unknown families, and those of mixed units (gpu/, host/), have a chart for each metric.
 """
 
 from __future__ import annotations
@@ -28,8 +26,7 @@ GROUPS: tuple[tuple[str, str], ...] = (
 OTHER = "other"
 APART = frozenset({"gpu", "host"})
 STACKED = frozenset({"time", "mixture"})
-TOTALS = frozenset({"time/step"})
-"""The sum of the family it belongs to: a line above the stack, and no part of it."""
+TOTALS = frozenset({"time/step"})  # the sum of the family it belongs to: a line above the stack, and no part of it
 NEVER_SMOOTHED = frozenset({"eval", "memory", "mixture"})
 """Scores, sums and plans are drawn as they are: smoothing would only bend them."""
 LINES_PER_CHART = 24
@@ -57,8 +54,7 @@ class Line:
 
     name: str
     label: str
-    total: bool = False
-    """The sum of the others."""
+    total: bool = False  # the sum of the others
 
 
 @dataclass(frozen=True)
@@ -70,10 +66,8 @@ class Chart:
     unit: str
     metrics: list[Line] = field(default_factory=list)
     stacked: bool = False
-    dots: bool = False
-    """Few points, each worth seeing."""
-    raw: bool = False
-    """Never smoothed."""
+    dots: bool = False  # few points, each worth seeing
+    raw: bool = False  # never smoothed
 
 
 def arrange(names: Sequence[str]) -> list[dict[str, Any]]:

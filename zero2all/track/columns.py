@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from zero2all.track.series import Series
 
-MAX_METRICS = 5_000
-"""Different metric names kept per run; the values of further ones are counted and left out."""
+MAX_METRICS = 5_000  # different metric names kept per run; the values of further ones are counted and left out
 
 Column = NDArray[Any]
 
@@ -52,8 +51,7 @@ class MetricNames:
     def __init__(self, limit: int = MAX_METRICS) -> None:
         self._limit = limit
         self._known: set[str] = set()
-        self.left_out_values = 0
-        """Values of metrics beyond the limit."""
+        self.left_out_values = 0  # values of metrics beyond the limit
 
     def admit(self, name: str, values: int = 1) -> bool:
         """Whether this metric is kept; if not, its `values` are counted."""
@@ -74,7 +72,7 @@ class Block:
     time: NDArray[np.float64]
     tokens: NDArray[np.int64]
     metrics: dict[str, tuple[NDArray[np.int64], NDArray[np.float64]]] = field(default_factory=dict)
-    """Name -> which of these rows, in ascending order, and its value in each."""
+    """Name -> rows, ascending, and values."""
     events: list[dict[str, Any]] = field(default_factory=list)
     skipped_lines: int = 0
     """Lines that are not rows of ours: damaged, foreign."""
@@ -103,7 +101,9 @@ class FileColumns:
         for name, (rows, values) in block.metrics.items():
             column = self.metrics.get(name)
             if column is None:
-                column = self.metrics[name] = MetricColumn.starting_at(first + int(rows[0]))
+                column = self.metrics[name] = MetricColumn(
+                    GrowingArray(np.empty(0, np.float64)), first + int(rows[0]), None
+                )
             column.extend(first + rows, values)
 
     def points(self, metric: str) -> Series | None:
@@ -121,13 +121,7 @@ class MetricColumn:
     def __init__(self, values: GrowingArray, first_row: int, row_list: GrowingArray | None) -> None:
         self.values = values
         self.first_row = first_row
-        self.row_list = row_list
-        """The rows, or None as long as they follow each other without a gap."""
-
-    @classmethod
-    def starting_at(cls, row: int) -> MetricColumn:
-        """No values yet; the first will be in `row`."""
-        return cls(GrowingArray(np.empty(0, np.float64)), row, None)
+        self.row_list = row_list  # the rows, or None as long as they follow each other without a gap
 
     @property
     def rows(self) -> slice | NDArray[np.int64]:

@@ -19,10 +19,7 @@ FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 
 
 def export_csv(folder: Path, target: Path, metrics: Sequence[str] | None = None) -> int:
-    """Write `target` with the columns step, tokens, time (seconds since 1970) and the metrics; returns its rows.
-
-    `metrics` None takes all. A step at which a metric was not logged has an empty cell.
-    """
+    """Write a CSV of step, tokens, time (seconds since 1970) and the metrics (None: all); returns its rows."""
     reader = RunReader(folder)
     known = reader.metrics()
     if not known:

@@ -1,9 +1,7 @@
-"""What the page knows about a run beside its curves: how it stands, what happened, what it generated.
+"""What the page knows about a run beside its curves: its status, its events, what it generated.
 
-Events are sent short; everything about one of them is sent when it is opened. Spikes that the trainer recorded come
-with the losses of the channels and the documents of the batch; the board also looks for spikes in the loss itself, so
-that runs of other programs have them marked too. Everything is sent ready to be shown: the page knows how to draw and
-two languages, and nothing of what an event means.
+Events are sent short; all about one of them is sent when it is opened. The board also looks for spikes in the loss
+itself, so that runs of other programs have them marked too. Everything is sent ready to be shown.
 """
 
 from __future__ import annotations
@@ -31,8 +29,7 @@ MAX_FOUND_SPIKES = 300
 MAX_AROUND = 40
 MAX_HISTOGRAMS = 120
 SPIKE_METRIC = "loss"
-FOUND = "found-"
-"""The name of a spike the board found: this and its step."""
+FOUND = "found-"  # the name of a spike the board found: this and its step
 KINDS: dict[str, tuple[int, str, str]] = {
     "spike": (0, "bad", "▲"),
     "checkpoint_failed": (1, "bad", "!"),
@@ -110,7 +107,8 @@ def event_facts(reader: RunReader, name: str) -> dict[str, Any]:
         spike = next((each for each in reader.spikes(SPIKE_METRIC) if str(each.step) == step), None)
         if spike is None:
             raise BadInputError(f"There is no spike at step {step}.")
-        facts = {**_spike_mark(spike), "data": {"metric": SPIKE_METRIC, **_numbers(spike)}}
+        numbers = {name: _finite(getattr(spike, name)) for name in ("value", "mean", "sigma", "median", "mad")}
+        facts = {**_spike_mark(spike), "data": {"metric": SPIKE_METRIC, **numbers}}
         data: dict[str, Any] = {}
     else:
         events = reader.events()
@@ -168,13 +166,7 @@ def _is_hidden(event: Event) -> bool:
 
 
 def _mark(event: Event) -> dict[str, Any]:
-    mark: dict[str, Any] = {
-        "kind": event.kind,
-        "step": event.step,
-        "time": event.time,
-        "writer": event.writer,
-        "attempt": event.attempt,
-    }
+    mark: dict[str, Any] = {name: getattr(event, name) for name in ("kind", "step", "time", "writer", "attempt")}
     if event.kind == "spike":
         usual = "grad_norm" if event.data.get("kind") == "grad_spike" else SPIKE_METRIC
         mark |= {"metric": str(event.data.get("metric", usual)), "value": _finite(event.data.get("value"))}
@@ -193,16 +185,8 @@ def _looks(kind: str) -> dict[str, Any]:
 
 
 def _spike_mark(spike: Spike) -> dict[str, Any]:
-    return {
-        "i": f"{FOUND}{spike.step}",
-        "kind": "spike",
-        "step": spike.step,
-        "time": spike.time,
-        "metric": SPIKE_METRIC,
-        "value": _finite(spike.value),
-        "found": True,
-        **_looks("spike"),
-    }
+    mark: dict[str, Any] = {"i": f"{FOUND}{spike.step}", "kind": "spike", "step": spike.step, "time": spike.time}
+    return mark | {"metric": SPIKE_METRIC, "value": _finite(spike.value), "found": True} | _looks("spike")
 
 
 def _measures(data: dict[str, Any]) -> list[list[Any]]:
@@ -234,19 +218,14 @@ def _documents(reader: RunReader, data: dict[str, Any]) -> list[dict[str, Any]]:
         if not path.is_file() or path.stat().st_size > MAX_INCIDENT_BYTES:
             return []
         samples = json.loads(path.read_bytes())["samples"]
-        return [_document(sample, document) for sample in samples for document in sample["documents"]]
+        return [
+            {key: sample[key] for key in ("source", "loss") if sample.get(key) is not None}
+            | {key: document[key] for key in ("gid", "title", "text") if document.get(key) is not None}
+            for sample in samples
+            for document in sample["documents"]
+        ]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return []
-
-
-def _document(sample: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
-    return {key: sample[key] for key in ("source", "loss") if sample.get(key) is not None} | {
-        key: document[key] for key in ("gid", "title", "text") if document.get(key) is not None
-    }
-
-
-def _numbers(spike: Spike) -> dict[str, float | None]:
-    return {name: _finite(getattr(spike, name)) for name in ("value", "mean", "sigma", "median", "mad")}
 
 
 def _height(spike: Spike) -> float:

@@ -1,13 +1,23 @@
-"""One picture of a run for a terminal: the loss curve, channels, speed, memory, time left, the last events.
+"""A run in the terminal: the loss curve, channels, speed, memory, time left, the last events; once, or live.
 
 `frame` draws for a size that is given and knows nothing of terminals, so a test can look at what it drew. Everything
-that comes from a run (names, event texts) is printed without the characters that steer a terminal.
+that comes from a run (names, event texts) is printed without control characters.
+
+`watch` asks the reader for new rows twice a second; it draws a frame when there were some, when the window changed its
+size, or after a second. It uses the terminal's second screen, so what was there before comes back.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import select
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,21 +26,25 @@ from rich.text import Text
 
 from zero2all.common.progress import human_count, human_seconds, terminal_safe
 from zero2all.track.braille import Canvas
-from zero2all.track.listing import TRAIN_WRITER
+from zero2all.track.listing import TRAIN_WRITER, median_step_seconds
 from zero2all.track.reader import Event, RunReader, RunStatus, Series
 from zero2all.track.smoothing import MIN_POINTS, Smoothing
 from zero2all.track.writer import END_KIND, SEGMENT_KIND
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 MIN_COLUMNS, MIN_ROWS = 40, 10
-WIDE_COLUMNS = 120
-"""From here on the figures stand beside the curve instead of below it."""
+WIDE_COLUMNS = 120  # from here on the figures stand beside the curve instead of below it
 SIDE_COLUMNS = 46
 LABEL_COLUMNS = 9
 CHANGE_ROWS = 100
 
 COLORS = {"running": "green", "finished": "blue", "stalled": "yellow", "crashed": "red", "unknown": "white"}
-LAYER_STYLES = {-1: "", 0: "blue", 1: "bold cyan"}
-"""Nothing drawn, values as logged, smoothed."""
+LAYER_STYLES = {-1: "", 0: "blue", 1: "bold cyan"}  # nothing drawn, values as logged, smoothed
+REDRAW_SECONDS = 1.0
+LOOK_SECONDS = 0.5
+REST_PER_FRAME = 4  # pauses are this many times as long as drawing a frame took
 ALARM_KINDS = frozenset({"spike", "warning", "rollback", "skip", "quarantine"})
 
 
@@ -56,6 +70,68 @@ def frame(reader: RunReader, columns: int, rows: int, now: float, note: str = ""
     for line in lines:
         line.truncate(columns, overflow="ellipsis")
     return lines
+
+
+def print_frame(reader: RunReader, console: Console, note: str = "") -> None:
+    """Print one picture as large as the terminal (80 x 24 where there is none) and be done."""
+    size = console.size
+    for line in frame(reader, size.width, size.height - 1, time.time(), note):  # one line for the prompt
+        console.print(line, soft_wrap=True)
+
+
+def watch(
+    reader: RunReader, console: Console, note: Callable[[], str] = str, look_seconds: float = LOOK_SECONDS
+) -> None:
+    """Show the run until Ctrl-C or `q`. `note` is asked before each frame for a remark, e.g. about the connection."""
+    from rich.console import Group
+    from rich.live import Live
+
+    drawn_at, drawn_size, cost = 0.0, (0, 0), 0.0
+    with _single_keys() as pressed, Live(console=console, screen=True, auto_refresh=False, transient=True) as live:
+        pending = True
+        while True:
+            is_new = reader.refresh()
+            size = (console.size.width, console.size.height)
+            began = time.monotonic()
+            pending |= is_new or size != drawn_size or began - drawn_at >= REDRAW_SECONDS
+            if pending and began - drawn_at >= REST_PER_FRAME * cost:
+                live.update(Group(*frame(reader, *size, time.time(), note())), refresh=True)
+                drawn_at, drawn_size, pending = time.monotonic(), size, False
+                cost = drawn_at - began
+            if pressed(look_seconds) in ("q", "Q"):
+                return
+
+
+@contextmanager
+def _single_keys() -> Iterator[Callable[[float], str]]:
+    """Yield a function that waits for a key for some seconds; without a terminal to read from it only waits."""
+    if not sys.stdin.isatty():
+        yield _only_wait
+        return
+    import termios
+    import tty
+
+    handle = sys.stdin.fileno()
+    before = termios.tcgetattr(handle)
+
+    def pressed(seconds: float) -> str:
+        if not select.select([handle], [], [], seconds)[0]:
+            return ""
+        key = os.read(handle, 64)
+        if not key:  # the terminal is gone
+            raise KeyboardInterrupt
+        return key[:1].decode("latin-1")
+
+    tty.setcbreak(handle)
+    try:
+        yield pressed
+    finally:
+        termios.tcsetattr(handle, termios.TCSADRAIN, before)
+
+
+def _only_wait(seconds: float) -> str:
+    time.sleep(seconds)
+    return ""
 
 
 # ---- the parts of a frame ----
@@ -121,9 +197,8 @@ def _chart(reader: RunReader, columns: int, rows: int) -> list[Text]:
     lines = [title]
     tops = canvas.top_layers()
     for number, row in enumerate(canvas.lines()):
-        label = (
-            _label(high - (high - low) * number / max(1, height - 1)) if number % 3 == 0 or number == height - 1 else ""
-        )
+        is_labelled = number % 3 == 0 or number == height - 1
+        label = _label(high - (high - low) * number / max(1, height - 1)) if is_labelled else ""
         line = Text().append(label.rjust(LABEL_COLUMNS - 1) + ("┤" if label else "│"), style="dim")
         _append_colored(line, row, tops[number])
         lines.append(line)
@@ -178,11 +253,9 @@ class _Channel:
     """The newest figures of a channel, or of all together."""
 
     name: str
-    loss: float | None
-    """Training loss, as is its change."""
+    loss: float | None  # training loss, as is its change
     change: float | None
-    bpb: float | None = None
-    """Bits per byte of the training text."""
+    bpb: float | None = None  # bits per byte of the training text
     held_out_bpb: float | None = None
 
 
@@ -206,8 +279,9 @@ def _channels(reader: RunReader, metrics: list[str]) -> list[_Channel]:
     prefixes = ("loss/", "bpb/", "eval/valid/bpb/")
     names = {metric.removeprefix(prefix) for prefix in prefixes for metric in metrics if metric.startswith(prefix)}
     for name in sorted(names):
-        loss, bpb, held_out = (reader.series(prefix + name) for prefix in prefixes)
-        rows.append(_Channel(name, _last_known(loss), change_of(loss), _last_known(bpb), _last_known(held_out)))
+        found = [reader.series(prefix + name) for prefix in prefixes]
+        loss, bpb, held_out = (_last(each) if len(each) else None for each in found)
+        rows.append(_Channel(name, loss, change_of(found[0]), bpb, held_out))
     return rows
 
 
@@ -224,10 +298,9 @@ def _vitals(reader: RunReader, metrics: list[str], status: RunStatus) -> list[Te
     for metric, label in (("lr", "lr"), ("grad_norm", "gradient norm")):
         if metric in metrics:
             figures.append((label, f"{_last(reader.series(metric)):.3g}"))
-    lines = []
-    for label, value in figures:
-        lines.append(Text().append(set_cell_size(_clean(label), 20) + " ", style="dim").append(value))
-    return lines
+    return [
+        Text().append(set_cell_size(_clean(label), 20) + " ", style="dim").append(value) for label, value in figures
+    ]
 
 
 def _events(reader: RunReader, columns: int, rows: int) -> list[Text]:
@@ -282,12 +355,8 @@ def seconds_left(reader: RunReader, status: RunStatus) -> float | None:
     if not status.total_steps or status.last_step is None:
         return None
     series = reader.series("loss")
-    steps, times = series.step[-257:], series.time[-257:]
-    advance = np.diff(steps)
-    pace = np.diff(times)[advance > 0] / advance[advance > 0]
-    if not len(pace):
-        return None
-    return max(0.0, float(np.median(pace)) * (status.total_steps - status.last_step))
+    pace = median_step_seconds(series.step[-257:], series.time[-257:])
+    return None if pace is None else max(0.0, pace * (status.total_steps - status.last_step))
 
 
 def change_of(series: Series) -> float | None:
@@ -298,10 +367,6 @@ def change_of(series: Series) -> float | None:
     late, early = series.value[-count:], series.value[-2 * count : -count]
     late, early = late[np.isfinite(late)], early[np.isfinite(early)]
     return float(late.mean() - early.mean()) if len(late) and len(early) else None
-
-
-def _last_known(series: Series) -> float | None:
-    return _last(series) if len(series) else None
 
 
 def _last(series: Series) -> float:

@@ -1,11 +1,8 @@
 """TensorBoard event files -> run folders of ours.
 
-Each folder with event files becomes one run, as TensorBoard itself sees it. The files of a folder are put in order of
-their names, which begin with the time they were opened. A file that writes a tag an earlier one wrote is a restart of
-the same process and becomes its next attempt; one with tags of its own is another writer beside it.
-
-Scalars and texts are taken over, at their steps and with their times; images, histograms and what is damaged are left
-out and counted.
+Each folder with event files becomes one run. A file that writes a tag an earlier one wrote is a restart of the same
+process and becomes its next attempt; one with tags of its own is another writer. Scalars and texts are taken over;
+images, histograms and what is damaged are left out and counted.
 """
 
 from __future__ import annotations
@@ -21,10 +18,10 @@ from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import staged_folder
 from zero2all.common.workspace import FOLDER_NAME_WORDS, is_folder_name
+from zero2all.track.listing import TRAIN_WRITER
 from zero2all.track.tensorboard import Damage, TensorboardEvent, event_files, messages, read_events
+from zero2all.track.values import json_number
 from zero2all.track.writer import END_KIND, METRICS_FOLDER, SEGMENT_KIND
-
-TRAIN_WRITER = "train"
 
 
 @dataclass
@@ -40,16 +37,11 @@ class Imported:
 
 
 def import_tensorboard(
-    source: Path,
-    runs: Path,
-    name: str,
-    rename: Mapping[str, str] | None = None,
-    tokens_tag: str | None = None,
+    source: Path, runs: Path, name: str, rename: Mapping[str, str] | None = None, tokens_tag: str | None = None
 ) -> list[Imported]:
     """Make the run `runs/name` of the event files in `source`, and `runs/name-SUB` of those in each folder below it.
 
-    `rename` gives tags other names, for example {"train/loss": "loss"}, which the board draws first. The tag
-    `tokens_tag` holds the tokens seen so far. Raises when a run of that name is there, or nothing to import.
+    `rename` gives tags other names, for example {"train/loss": "loss"}; `tokens_tag` holds the tokens seen so far.
     """
     if not is_folder_name(name):
         raise UsageError(f"--name is {name!r}, expected {FOLDER_NAME_WORDS}.")
@@ -81,9 +73,8 @@ def _import_folder(source: Path, target: Path, rename: Mapping[str, str], tokens
             known, attempts = writers[number] if number < len(writers) else (set(), 0)
             writers[number : number + 1] = [(known | tags, attempts + 1)]
             writer = TRAIN_WRITER if number == 0 else f"import{number + 1}"
-            _finish(
-                metrics / f"{writer}-{attempts + 1}.jsonl", body, writer, attempts + 1, last_step, last_time, path.name
-            )
+            target_file = metrics / f"{writer}-{attempts + 1}.jsonl"
+            _finish(target_file, body, writer, attempts + 1, last_step, last_time, path.name)
             done.files += 1
         (folder / "body").unlink(missing_ok=True)
     return done
@@ -103,7 +94,7 @@ def _convert(
             if seen is not None and math.isfinite(seen):
                 tokens = int(seen)
             if values:
-                named = {rename.get(tag, tag): _json_number(number) for tag, number in values.items()}
+                named = {rename.get(tag, tag): json_number(number) for tag, number in values.items()}
                 out.write(jsonio.dumps_line({"step": step, "time": when, "tokens": tokens, "values": named}))
             for tag, text in texts.items():
                 out.write(_event_line(step, when, "text", {"name": rename.get(tag, tag), "text": text}))
@@ -119,16 +110,16 @@ def _rows(events: Iterator[TensorboardEvent]) -> Iterator[tuple[float, int, dict
     values: dict[str, float] = {}
     texts: dict[str, str] = {}
     for event in events:
-        for value in event.values:
-            if (values or texts) and (event.step != step or value.tag in values or value.tag in texts):
+        for tag, content in event.values:
+            if (values or texts) and (event.step != step or tag in values or tag in texts):
                 yield when, step, values, texts
                 values, texts = {}, {}
             if not values and not texts:
                 when, step = event.time, event.step
-            if isinstance(value.content, str):
-                texts[value.tag] = value.content
+            if isinstance(content, str):
+                texts[tag] = content
             else:
-                values[value.tag] = value.content
+                values[tag] = content
     if values or texts:
         yield when, step, values, texts
 
@@ -146,9 +137,3 @@ def _finish(path: Path, body: Path, writer: str, attempt: int, step: int, when: 
 
 def _event_line(step: int, when: float, kind: str, data: dict[str, Any]) -> bytes:
     return jsonio.dumps_line({"step": step, "time": when, "kind": kind, "data": data})
-
-
-def _json_number(number: float) -> float | str:
-    if math.isfinite(number):
-        return number
-    return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"

@@ -1,11 +1,8 @@
 """The runs a board knows: the folders it was given, the runs found below them, and the readers that are open.
 
-A run is named to the page by an id, `<number of the root>/<path below it>`, which is only ever looked up among the
-runs that were found. No part of a request becomes part of a path.
-
-Listing is cheap and repeated while somebody looks; reading a run is dear and done only for runs somebody opened. A
-reader is used by one thread at a time, under its lock. A run whose folder vanishes keeps its reader: what was read can
-still be looked at, and the page is told.
+A run has an id, `<number of the root>/<path below it>`, which is only ever looked up among the runs that were found: no
+part of a request becomes part of a path. Listing is cheap and repeated while somebody looks; only runs that somebody
+opened are read. A reader is used by one thread at a time, and kept when the folder of its run vanishes.
 """
 
 from __future__ import annotations
@@ -20,31 +17,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from zero2all.track.frame import seconds_left
 from zero2all.track.listing import distinct_names
 from zero2all.track.reader import RunListing, RunReader, find_runs
+from zero2all.track.status import RunStatus
+
+if TYPE_CHECKING:
+    from zero2all.track.mirror import Mirror
 
 MAX_OPEN_RUNS = 40
-MAX_ANSWERS = 100
-"""Curves kept per open run, each at most 100 KB."""
-LISTING_SHARE = 0.1
-"""At most this share of the time is spent listing, however many runs there are."""
+MAX_ANSWERS = 100  # curves kept per open run, each at most 100 KB
+LISTING_SHARE = 0.1  # at most this share of the time is spent listing, however many runs there are
 LISTING_SECONDS = 1.0
-
-
-class MirrorLike(Protocol):
-    """What the board needs of a mirrored remote folder."""
-
-    folder: Path
-    state: str
-
-    def start(self) -> None:
-        """Begin to mirror."""
-
-    def stop(self) -> None:
-        """End it."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +39,7 @@ class Root:
 
     label: str
     folder: Path
-    mirror: MirrorLike | None = None
+    mirror: Mirror | None = None
 
     def facts(self) -> dict[str, Any]:
         """What the page shows about it."""
@@ -79,7 +65,6 @@ class OpenRun:
         self.is_gone = False
         self._cache = cache
         self._answers: OrderedDict[Hashable, Any] = OrderedDict()
-        self._counted: tuple[int, dict[str, Any]] = (-1, {})
 
     @cached_property
     def reader(self) -> RunReader:
@@ -97,15 +82,16 @@ class OpenRun:
 
     def counts(self) -> dict[str, Any]:
         """How many events and metrics there are, and the newest values, looked up once per version."""
-        if self._counted[0] != self.reader.version:
-            counts = {
+        counts: dict[str, Any] = self.remember(
+            "counts",
+            lambda: {
                 "events": len(self.reader.events()),
                 "metrics": len(self.reader.metrics()),
                 "loss": self._newest("loss"),
                 "speed": self._newest("tokens_per_second"),
-            }
-            self._counted = (self.reader.version, counts)
-        return self._counted[1]
+            },
+        )
+        return counts
 
     def _newest(self, metric: str) -> float | None:
         values = self.reader.series(metric).value[-1:]
@@ -122,8 +108,8 @@ class RunLibrary:
     def __init__(self, roots: Sequence[Root], cache: Path | None = None) -> None:
         self.roots = list(roots)
         self.cache = cache
-        self.version = 0
-        """Rises whenever the list of runs, or something in it, changed."""
+        self._mirrors = [root.mirror for root in self.roots if root.mirror is not None]
+        self.version = 0  # rises whenever the list of runs, or something in it, changed
         self._rows: dict[str, dict[str, Any]] = {}
         self._folders: dict[str, Path] = {}
         self._changed_at: dict[str, int] = {}
@@ -139,9 +125,8 @@ class RunLibrary:
         """Look for runs again, unless that was done a moment ago; when it `is_urgent`, a shorter moment will do."""
         with self._listing_lock:
             started = time.monotonic()
-            if started < self._listed_at + max(
-                0.0 if is_urgent else LISTING_SECONDS, self._listing_took / LISTING_SHARE
-            ):
+            pause = max(0.0 if is_urgent else LISTING_SECONDS, self._listing_took / LISTING_SHARE)
+            if started < self._listed_at + pause:
                 return
             rows: dict[str, dict[str, Any]] = {}
             folders: dict[str, Path] = {}
@@ -196,9 +181,8 @@ class RunLibrary:
         """Rows that changed after `version` of the list, and the ids that are gone."""
         with self._lock:
             changed = [run_id for run_id, changed_at in self._changed_at.items() if changed_at > version]
-            return [self._rows[run_id] for run_id in changed if run_id in self._rows], [
-                run_id for run_id in changed if run_id not in self._rows
-            ]
+            gone = [run_id for run_id in changed if run_id not in self._rows]
+            return [self._rows[run_id] for run_id in changed if run_id in self._rows], gone
 
     # ---- open runs ----
 
@@ -240,29 +224,22 @@ class RunLibrary:
     # ---- mirrors ----
 
     def start(self) -> None:
-        """Begin to mirror what is remote, and list what is there: whoever opens the page finds the list ready."""
-        for root in self.roots:
-            if root.mirror is not None:
-                root.mirror.start()
+        """Start the mirrors, and list the runs, so that the page finds the list ready."""
+        for mirror in self._mirrors:
+            mirror.start()
         threading.Thread(target=self.refresh_list, name="first-list", daemon=True).start()
 
     def stop(self) -> None:
         """End the mirrors."""
-        for root in self.roots:
-            if root.mirror is not None:
-                root.mirror.stop()
+        for mirror in self._mirrors:
+            mirror.stop()
 
 
 def live_facts(run: OpenRun) -> dict[str, Any]:
     """What changes while a run is watched, in a few hundred bytes."""
     status = run.reader.status
     return {
-        "state": status.state,
-        "step": status.last_step,
-        "total": status.total_steps,
-        "tokens": status.last_tokens,
-        "time": status.last_time,
-        "attempt": status.attempt,
+        **_status_facts(status),
         "message": status.message,
         "left": seconds_left(run.reader, status) if status.state == "running" else None,
         "gone": run.is_gone,
@@ -271,17 +248,17 @@ def live_facts(run: OpenRun) -> dict[str, Any]:
 
 
 def _row(number: int, listing: RunListing) -> dict[str, Any]:
-    status = listing.status
+    loss = listing.last_loss if listing.last_loss is not None and math.isfinite(listing.last_loss) else None
+    facts = {"id": f"{number}/{listing.name}", "name": listing.name, "place": "", "root": number, "loss": loss}
+    return facts | _status_facts(listing.status)
+
+
+def _status_facts(status: RunStatus) -> dict[str, Any]:
     return {
-        "id": f"{number}/{listing.name}",
-        "name": listing.name,
-        "place": "",
-        "root": number,
         "state": status.state,
         "step": status.last_step,
         "total": status.total_steps,
         "tokens": status.last_tokens,
         "time": status.last_time,
-        "loss": listing.last_loss if listing.last_loss is not None and math.isfinite(listing.last_loss) else None,
         "attempt": status.attempt,
     }

@@ -19,19 +19,18 @@ import numpy as np
 from zero2all.common import jsonio
 from zero2all.common.files import read_regular
 from zero2all.common.yamlio import LARGEST_BYTES
-from zero2all.track.rows import NOT_FINITE, read_row
+from zero2all.track.rows import read_number, read_row
 from zero2all.track.status import Evidence, RunStatus, is_writer_alive, judge
-from zero2all.track.writer import END_KIND, FILE_NAME, METRICS_FOLDER, SEGMENT_KIND
+from zero2all.track.writer import END_KIND, FILE_NAME, MEDIA_FOLDER, METRICS_FOLDER, SEGMENT_KIND
 
 TRAIN_WRITER = "train"
 CONFIG_FILE = "config.yaml"
 HEAD_BYTES = 16 << 10
-TAIL_BYTES = (16 << 10, 2 << 20)
-"""How much of the end is read: more only when the first amount holds no metric row (a long text sample)."""
+TAIL_BYTES = (16 << 10, 2 << 20)  # how much of the end is read: more only when the first holds no metric row
 MAX_DEPTH = 4
-MAX_FOLDERS = 50_000
-"""Folders looked into below one root, so that pointing at a whole disk ends."""
+MAX_FOLDERS = 50_000  # folders looked into below one root, so that pointing at a whole disk ends
 ANNEAL_FILE = "anneal.json"
+MAX_IMAGE_BYTES = 128 << 20
 TOTAL_STEPS = re.compile(r"^train:[^\n]*\n(?:(?:[ #][^\n]*)?\n)*?  steps: (\d+)", re.MULTILINE)
 
 
@@ -39,12 +38,9 @@ TOTAL_STEPS = re.compile(r"^train:[^\n]*\n(?:(?:[ #][^\n]*)?\n)*?  steps: (\d+)"
 class RunListing:
     """One run in a list."""
 
-    name: str
-    """Its path below the root it was found in, with '/' between folders; the folder's own name where it is the root."""
+    name: str  # its path below the root it was found in; the folder's own name where it is the root
     folder: Path
-    root: Path
     status: RunStatus
-    last_step: int | None
     last_loss: float | None
 
 
@@ -56,7 +52,8 @@ def find_runs(roots: Sequence[Path]) -> list[RunListing]:
         for folder in sorted(_run_folders(Path(root))):
             if (real := folder.resolve()) not in seen:
                 seen.add(real)
-                listings.append(_listing(folder, Path(root)))
+                name = folder.relative_to(root).as_posix() if folder != Path(root) else real.name
+                listings.append(RunListing(name, folder, *read_status(folder)))
     return listings
 
 
@@ -85,6 +82,17 @@ def metrics_files(folder: Path) -> list[tuple[Path, str, int]]:
     except OSError:
         return []
     return sorted(found, key=lambda each: each[1:])
+
+
+def media_file(folder: Path, name: Any) -> Path | None:
+    """A picture below the run's `media`, or None when it is not there or the name leads elsewhere."""
+    media = (folder / MEDIA_FOLDER).resolve()
+    try:
+        path = (media / str(name)).resolve()
+        good = path.is_relative_to(media) and path.is_file() and path.stat().st_size <= MAX_IMAGE_BYTES
+    except (OSError, ValueError):
+        return None
+    return path if good else None
 
 
 def total_steps(folder: Path) -> int | None:
@@ -119,72 +127,57 @@ def _run_folders(root: Path) -> Iterator[Path]:
             waiting += [(folder / name, depth + 1) for name in below]
 
 
-def _listing(folder: Path, root: Path) -> RunListing:
-    name = folder.relative_to(root).as_posix() if folder != root else folder.resolve().name
+def read_status(folder: Path) -> tuple[RunStatus, float | None]:
+    """How the run in `folder` stands, and its last loss, from the head and the tail of its latest file."""
     files = metrics_files(folder / METRICS_FOLDER)
     latest = latest_attempt(files)
     if latest is None:
-        return RunListing(name, folder, root, RunStatus(message="There are no metrics yet."), None, None)
+        return RunStatus(total_steps=total_steps(folder), message="There are no metrics yet."), None
     path, _, attempt = latest
     try:
         header, alive, rows, modified = _ends(path)
     except OSError as error:
-        message = f"{path.name} cannot be read ({error.strerror})."
-        return RunListing(name, folder, root, RunStatus(attempt=attempt, message=message), None, None)
+        return RunStatus(attempt=attempt, message=f"{path.name} cannot be read ({error.strerror})."), None
     metric_rows = [row for row in rows if "values" in row]
     last: dict[str, Any] = metric_rows[-1] if metric_rows else rows[-1] if rows else {}
-    evidence = Evidence(
-        header=header,
-        end=rows[-1]["data"] if rows and rows[-1].get("kind") == END_KIND else None,
-        last_time=float(rows[-1]["time"]) if rows else None,
-        modified=modified,
-        median_step_seconds=median_step_seconds(
-            np.array([row["step"] for row in metric_rows]), np.array([float(row["time"]) for row in metric_rows])
-        ),
-        alive=alive,
-    )
-    state, message = judge(evidence)
-    status = RunStatus(
-        state, last.get("step"), evidence.last_time, last.get("tokens"), total_steps(folder), attempt, message
-    )
+    last_time = float(rows[-1]["time"]) if rows else None
+    end = rows[-1]["data"] if rows and rows[-1].get("kind") == END_KIND else None
+    steps, times = [row["step"] for row in metric_rows], [float(row["time"]) for row in metric_rows]
+    state, message = judge(Evidence(header, end, last_time, modified, median_step_seconds(steps, times), alive))
+    status = RunStatus(state, last.get("step"), last_time, last.get("tokens"), total_steps(folder), attempt, message)
     loss = _last_loss(metric_rows)
     for earlier, writer, _ in reversed(files):  # an attempt that has just begun has no loss of its own yet
         if loss is None and writer == latest[1] and earlier != path:
             with suppress(OSError):
                 loss = _last_loss(_ends(earlier)[2])
-    return RunListing(name, folder, root, status, status.last_step, loss)
+    return status, loss
 
 
 def _last_loss(rows: list[dict[str, Any]]) -> float | None:
     losses = [row["values"]["loss"] for row in rows if "loss" in row.get("values", ())]
-    loss = losses[-1] if losses else None
-    if isinstance(loss, str):
-        loss = NOT_FINITE.get(loss)
-    return loss if isinstance(loss, int | float) else None
+    return read_number(losses[-1]) if losses else None
 
 
 def latest_attempt(files: list[tuple[Path, str, int]]) -> tuple[Path, str, int] | None:
-    """The file that says how a run stands: the last attempt of training, or of whoever wrote last without one."""
+    """The file that tells the status of a run: the last attempt of training, else the one written last."""
+
+    def modified(file: tuple[Path, str, int]) -> float:
+        try:
+            return file[0].stat().st_mtime
+        except OSError:
+            return 0.0
+
     trained = [each for each in files if each[1] == TRAIN_WRITER]
     if trained:
         return trained[-1]
-    return max(files, key=_modified, default=None)
+    return max(files, key=modified, default=None)
 
 
-def median_step_seconds(steps: Any, times: Any) -> float:
-    """How long a step takes, from the rows of the tail."""
-    if len(steps) < 2:
-        return 0.0
+def median_step_seconds(steps: Any, times: Any) -> float | None:
+    """How long a step takes, from some rows; None when they do not tell."""
     advance = np.diff(steps)
     good = advance > 0
-    return float(np.median(np.diff(times)[good] / advance[good])) if good.any() else 0.0
-
-
-def _modified(file: tuple[Path, str, int]) -> float:
-    try:
-        return file[0].stat().st_mtime
-    except OSError:
-        return 0.0
+    return float(np.median(np.diff(times)[good] / advance[good])) if good.any() else None
 
 
 def _ends(path: Path) -> tuple[dict[str, Any], bool | None, list[dict[str, Any]], float]:

@@ -5,17 +5,15 @@
     find_runs([mirror.folder])
 
 Copied are the metrics files, `config.yaml`, `anneal.json` and what is below `media/`; never a checkpoint. One thread
-and one connection per mirror ask for the list of files about twice a second and for the bytes that are new:
+and one connection per mirror ask for the list of files about twice a second and for the new bytes:
 
-- A metrics file only grows, so only its end is fetched. Each request starts a little before what is already here, and
-  those bytes must match: a file that shrank, or was replaced by another, is fetched anew beside the old one and then
-  put in its place. The other files are always put in place whole.
-- The local file's own size says how far the copy has come, so a broken connection, or a killed viewer, goes on from
-  there. Between attempts it waits 1, 2, 4, … at most 30 seconds, and says why in `state`.
-- Small files first, and never more in flight than the link moves in half a second: while a long run is being fetched
-  for the first time, the newest rows of the others still arrive.
-- Names are the far side's, so they are not believed: a path that does not have exactly the shape of ours is left out
-  and counted in `problems`. Nothing is ever written outside `folder` and the mirror's own workshop beside it.
+- A metrics file only grows, so only its end is fetched, with a few bytes that are already here: where these do not
+  match, the file was replaced and is fetched anew beside the old one. All other files are replaced whole.
+- The size of the local file says how far the copy has come, so a broken connection resumes there, after 1, 2, 4, …
+  at most 30 seconds.
+- Small files first, and no more per request than the link moves in half a second, so that the newest rows of all runs
+  arrive while a long run is fetched.
+- File names of the far side are not trusted: a path that is not exactly one of ours is counted in `problems`.
 """
 
 from __future__ import annotations
@@ -35,23 +33,18 @@ from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError, RunLockedError
 from zero2all.common.lock import folder_lock
 from zero2all.track.listing import ANNEAL_FILE, CONFIG_FILE
-from zero2all.track.sidecar import default_cache as default_sidecars
-from zero2all.track.ssh import MAX_REQUESTS, Address, Connection, Piece, Request, SshError, parse_address
-from zero2all.track.writer import FILE_NAME, METRICS_FOLDER
+from zero2all.track.ssh import MAX_REQUESTS, Address, Connection, FileRange, Request, SshError, parse_address
+from zero2all.track.writer import FILE_NAME, MEDIA_FOLDER, METRICS_FOLDER
 
-WHOLE_FILES = (CONFIG_FILE, ANNEAL_FILE)
-"""Files of a run itself; an anneal changes where the run ends."""
-MEDIA_FOLDER = "media"
+WHOLE_FILES = (CONFIG_FILE, ANNEAL_FILE)  # files of a run itself; an anneal changes where the run ends
 MEDIA_DEPTH = 4
 
 POLL_SECONDS = 0.5
 QUIET_POLL_SECONDS = 1.0
 QUIET_AFTER_SECONDS = 60.0
-GONE_AFTER_SECONDS = 10.0
-"""A file absent from the far list for so long is removed here: once might be a hiccup of a network disk."""
+GONE_AFTER_SECONDS = 10.0  # a file absent from the far list for this long is removed here
 
-LISTING_BYTES_PER_SECOND = 128_000
-"""A list of many thousand files is asked for less often than its growing files are."""
+LISTING_BYTES_PER_SECOND = 128_000  # a list of many thousand files is asked for less often than its growing files are
 OVERLAP_BYTES = 256
 FIRST_BATCH_BYTES = 256_000
 BATCH_BYTES = (64_000, 4_000_000)
@@ -59,26 +52,21 @@ BATCH_SECONDS = 0.5
 BYTES_PER_SECOND = 16_000_000
 
 MAX_FILES = 50_000
-MAX_OTHER_BYTES = 64_000_000
-"""A config or a picture larger than this is left out."""
+MAX_OTHER_BYTES = 64_000_000  # a config or a picture larger than this is left out
 MIN_FREE_BYTES = 500_000_000
 MAX_SLOTS = 16
 UNREADABLE = "files that cannot be read there"
-UNKNOWN = "?"
-"""The identity of a file of which only the bytes are left from the last time."""
+UNKNOWN = "?"  # the identity of a file of which only the bytes are left from the last time
 
 
 @dataclass(frozen=True)
 class FarFile:
     """A file as the far side lists it."""
 
-    name: str
-    """Its path there, as requests name it: `./…`."""
-    local: PurePosixPath
-    """Its path below `Mirror.folder`."""
+    name: str  # its path there, as requests name it: `./…`
+    local: PurePosixPath  # its path below `Mirror.folder`
     size: int
-    identity: str
-    """What another file under the same name has another of: the inode; for files that do not grow, also the date."""
+    identity: str  # the inode; for files that do not grow, also the date
 
     @property
     def only_grows(self) -> bool:
@@ -87,10 +75,7 @@ class FarFile:
 
 
 class Mirror:
-    """Keeps `folder` a copy of the runs at `url` from `start` to `stop`. Make one per host; they do not share anything.
-
-    Raises UsageError for an address that is none; every later trouble is told in `state` and tried again.
-    """
+    """Keeps `folder` a copy of the runs at `url` from `start` to `stop`; `state` says how that goes."""
 
     def __init__(
         self,
@@ -103,10 +88,8 @@ class Mirror:
         """`ssh` None takes the words of Z2A_SSH or `ssh`; `retry_seconds` are the first and the longest pause."""
         self.url = url
         self.address = parse_address(url)
-        self.state = "connecting"
-        """`connecting`, `live`, or `broken: ` and why; a broken one keeps trying."""
-        self.problems: dict[str, int] = {}
-        """What the last list left out, and how many files each."""
+        self.state = "connecting"  # `connecting`, `live`, or `broken: ` and why; a broken one keeps trying
+        self.problems: dict[str, int] = {}  # what the last list left out, and how many files each
         self.connections = 0
         self.received_bytes = 0
 
@@ -117,11 +100,11 @@ class Mirror:
         self._slot = _free_slot(cache, self.address, self._held)
         self.folder = self._slot / "runs"
         """Where the runs are on this machine: one folder per run, as find_runs expects."""
-        self._workshop = self._slot / "incoming"
+        self._incoming = self._slot / "incoming"
         self._index = self._slot / "index.json"
         self.folder.mkdir(exist_ok=True)
-        shutil.rmtree(self._workshop, ignore_errors=True)
-        self._workshop.mkdir()
+        shutil.rmtree(self._incoming, ignore_errors=True)
+        self._incoming.mkdir()
 
         self._stopping = threading.Event()
         self._synced = threading.Event()
@@ -172,19 +155,15 @@ class Mirror:
         while not self._stopping.is_set():
             try:
                 self._converse()
-            except SshError as error:
-                self._break(str(error))
-            except OSError as error:
-                self._break(f"this machine's disk: {error.strerror} ({error.filename})")
+            except (SshError, OSError) as error:
+                disk = f"this machine's disk: {error.strerror} ({error.filename})" if isinstance(error, OSError) else ""
+                why = disk or str(error)
+                self.state = self.state if self._stopping.is_set() else f"broken: {why}"
             if self._synced.is_set():  # it did work: begin with the short pauses again
                 pause = first
                 self._synced.clear()
             self._stopping.wait(pause * random.uniform(0.75, 1.25))  # not all viewers of a host in the same moment
             pause = min(2 * pause, longest)
-
-    def _break(self, why: str) -> None:
-        if not self._stopping.is_set():
-            self.state = f"broken: {why}"
 
     def _converse(self) -> None:
         self.connections += 1
@@ -273,7 +252,7 @@ class Mirror:
         hot = sorted(hot, key=lambda local: -self._grew_at[local])[:MAX_REQUESTS]
         files = [self._far[local] for local in hot if local in self._far and local not in self._replaced]
         limit = max(1, int(self._batch_bytes / MAX_REQUESTS))
-        return [(file, self._request(file, self._size_here(file), limit)) for file in files]
+        return [(file, self._request(file, _size(self.folder / file.local), limit)) for file in files]
 
     def _rests(self) -> Iterator[tuple[int, FarFile]]:
         """Bytes already here, for each file that is not as the far side lists it."""
@@ -295,31 +274,31 @@ class Mirror:
         if shutil.disk_usage(self._slot).free < MIN_FREE_BYTES:
             raise SshError(f"this machine's disk has less than {MIN_FREE_BYTES // 1_000_000} MB free")
         began, before = time.monotonic(), connection.received_bytes
-        answers = connection.pieces([request for _, request in jobs])
-        for (file, request), piece in zip(jobs, answers, strict=True):
-            self._take(file, request, piece)
+        answers = connection.ranges([request for _, request in jobs])
+        for (file, request), found in zip(jobs, answers, strict=True):
+            self._take(file, request, found)
         seconds, received = time.monotonic() - began, connection.received_bytes - before
         if received > self._batch_bytes / 2:  # a short answer says nothing about the link
             self._batch_bytes = min(max(BATCH_SECONDS * received / max(seconds, 1e-3), BATCH_BYTES[0]), BATCH_BYTES[1])
         self._stopping.wait(max(0.0, received / self._bytes_per_second - seconds))
 
-    def _take(self, file: FarFile, request: Request, piece: Piece) -> None:
+    def _take(self, file: FarFile, request: Request, found: FileRange) -> None:
         """Put one answer where it belongs, and note how far the file is."""
         local = file.local
-        if piece.size < 0:
+        if found.size < 0:
             self.problems[UNREADABLE] = self.problems.get(UNREADABLE, 0) + 1
             self._blocked[local] = file
             return
-        file = self._far[local] = replace(file, size=piece.size)  # the answer is younger than the list
+        file = self._far[local] = replace(file, size=found.size)  # the answer is younger than the list
         path = self._target(file)
         path.parent.mkdir(parents=True, exist_ok=True)
-        data = piece.data
+        data = found.data
         if local in self._replaced:
-            if request.offset != _size(path) or _size(path) > piece.size:  # it changed once more on the way
+            if request.offset != _size(path) or _size(path) > found.size:  # it changed once more on the way
                 path.unlink(missing_ok=True)
                 return
         else:
-            overlap = self._size_here(file) - request.offset
+            overlap = _size(self.folder / local) - request.offset
             if data[:overlap] != self._tail(path, overlap):
                 self._replaced.add(local)  # other bytes, or fewer: from the beginning, beside the old file
                 return
@@ -327,9 +306,12 @@ class Mirror:
         have = self._append(path, data)
         if data:
             self._grew_at[local] = time.monotonic()
-        if have >= piece.size:
+        if have >= found.size:
             if local in self._replaced:
-                self._into_place(path, local)
+                final = self.folder / local
+                final.parent.mkdir(parents=True, exist_ok=True)
+                path.replace(final)
+                self._replaced.discard(local)
             self._fetched[local] = (file.identity, have)
         elif not data:
             self._blocked[local] = file  # no progress: wait until the list says something new
@@ -343,12 +325,6 @@ class Mirror:
                 rest = rest[file.write(rest) :]
             return os.fstat(handle).st_size
 
-    def _into_place(self, path: Path, local: PurePosixPath) -> None:
-        final = self.folder / local
-        final.parent.mkdir(parents=True, exist_ok=True)
-        path.replace(final)
-        self._replaced.discard(local)
-
     def _tail(self, path: Path, count: int) -> bytes:
         if count <= 0:
             return b""
@@ -357,14 +333,11 @@ class Mirror:
             return file.read(count)
 
     def _target(self, file: FarFile) -> Path:
-        """Where the bytes of a file are gathered: in its place, or in the workshop while the old one still stands."""
+        """Where a file is written: in its place, or in `incoming` until it replaces an older one."""
         if file.local not in self._replaced:
             return self.folder / file.local
         version = file.identity if file.only_grows else f"{file.identity} {file.size}"
-        return self._workshop / hashlib.sha256(f"{version} {file.local}".encode()).hexdigest()
-
-    def _size_here(self, file: FarFile) -> int:
-        return _size(self.folder / file.local)
+        return self._incoming / hashlib.sha256(f"{version} {file.local}".encode()).hexdigest()
 
     # ---- what is gone, and what is known from the last time ----
 
@@ -406,16 +379,8 @@ class Mirror:
         fresh.replace(self._index)
 
 
-def default_cache() -> Path:
-    """Where mirrors live unless the caller says otherwise: `~/.cache/zero2all/mirror`."""
-    return default_sidecars().parent / "mirror"
-
-
 def parse_line(line: bytes, own_name: str | None) -> FarFile | None:
-    """Read one line of `ls -lin`; None for what is not a file of a run, or has a name that could do harm.
-
-    `own_name` is the name of the run when the folder is one run, and its files are listed without it.
-    """
+    """Read one line of `ls -lin`; None for other files. `own_name` is the run, when the folder is one run."""
     words = line.split(None, 9)
     if len(words) != 10 or not words[0].isdigit() or not words[5].isdigit() or len(words[5]) > 18:
         return None
@@ -434,13 +399,8 @@ def parse_line(line: bytes, own_name: str | None) -> FarFile | None:
 
 def is_safe_part(part: str) -> bool:
     """Whether this can be the name of one file or folder here, and nothing else."""
-    return (
-        part not in ("", ".", "..")
-        and len(part.encode()) <= 200
-        and part.isprintable()
-        and "/" not in part
-        and "\\" not in part
-    )
+    is_plain = part.isprintable() and not any(mark in part for mark in "/\\")
+    return is_plain and part not in ("", ".", "..") and len(part.encode()) <= 200
 
 
 def _is_wanted(parts: list[str]) -> bool:

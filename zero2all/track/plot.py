@@ -1,12 +1,9 @@
-"""Pictures of runs, for a paper, a chat or a README: PNG, SVG or PDF.
+"""Pictures of runs: PNG, SVG or PDF.
 
 One run: loss, loss per channel, held-out bits per byte per channel, learning rate, gradient norm, tokens per second,
 each only when its metrics are there. Several runs: one panel per metric, one color per run. Thin lines are the values
-as logged, thick lines are smoothed; below 50 points nothing is.
-
-The picture does not lie about what it cannot show: long curves are thinned to the minimum and maximum of each
-bucket, so a one-step spike stays visible; steps whose value was not finite are marked in red at the bottom; resumes
-are dashed lines; lines of the metrics files that could not be read are counted in the last line.
+as logged, thick lines are smoothed; below 50 points nothing is. Long curves keep the minimum and maximum of a bucket;
+values that are not finite are marked in red at the bottom, resumes are dashed, unreadable lines are counted below.
 
 matplotlib is used through its objects, not through pyplot, so neither the caller's backend nor its settings change.
 """
@@ -16,7 +13,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -36,8 +33,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_PNG_BYTES = 200_000
-DPI_CHOICES = (140, 110, 80, 50, 30)
-"""Tried in turn until the picture fits into MAX_PNG_BYTES."""
+DPI_CHOICES = (140, 110, 80, 50, 30)  # tried in turn until the picture fits into MAX_PNG_BYTES
 MAX_LINE_POINTS = 3_000
 MAX_LEGEND_ENTRIES = 10
 MAX_PANELS = 8
@@ -83,18 +79,13 @@ STYLE: dict[str, Any] = {
 class PlotOptions:
     """How a picture is drawn."""
 
-    title: str | None = None
-    """None takes the name of the run, or how many runs there are."""
+    title: str | None = None  # none takes the name of the run, or how many runs there are
     axis: Axis = "step"
-    smoothing: Smoothing | Literal["auto"] | None = "auto"
-    """`auto` smooths long noisy curves over a fiftieth of their rows; None draws the values only."""
-    metrics: tuple[str, ...] = ()
-    """One panel for each of these; empty draws what there is of the usual ones."""
+    smoothing: Smoothing | Literal["auto"] | None = "auto"  # `auto`: long curves over a fiftieth of their rows
+    metrics: tuple[str, ...] = ()  # one panel for each of these; empty: the usual ones
     width_inches: float = 11.5
-    height_inches: float | None = None
-    """None makes room for the panels."""
-    dpi: int | None = None
-    """Dots per inch of a PNG; None takes the highest at which it stays below 200 KB."""
+    height_inches: float | None = None  # none makes room for the panels
+    dpi: int | None = None  # dots per inch of a PNG; None: the most that stay below 200 KB
     log_y: bool = False
 
 
@@ -149,23 +140,14 @@ class _Curve:
 
     def along(self, axis: Axis) -> NDArray[np.float64]:
         """The x of every point."""
-        if axis == "tokens":
-            return self.series.tokens.astype(np.float64)
-        if axis == "time":
-            return (self.series.time - self.series.time.min()) / 3600
-        if axis == "flops":
-            flops = self.run.series("flops")
-            if not len(flops):
-                return np.full(len(self.series), np.nan)
-            return np.interp(self.series.step, flops.step, flops.value, left=np.nan, right=np.nan)
-        return self.series.step.astype(np.float64)
+        x = self.run.along(self.series, axis)
+        return (x - x.min()) / 3600 if axis == "time" else x
 
 
 @dataclass(frozen=True)
 class _Panel:
     title: str
-    lines: dict[str, _Curve] = field(default_factory=dict)
-    """By label; the only line of a panel may have none."""
+    lines: dict[str, _Curve]  # by label; the only line of a panel may have none
     is_smoothed: bool = True
     tick: Callable[[float, int], str] | None = None
     starts_at_zero: bool = False
@@ -188,10 +170,10 @@ def _open(folder: Path) -> RunReader:
 def _usual_panels(run: RunReader) -> list[_Panel]:
     """One run: all channels of a kind in one panel."""
     panels = [
-        replace(_panel_of("loss"), lines=_one(run, "loss")),
+        _panel_of("loss", _one(run, "loss")),
         _Panel("Training loss per channel", _channels(run, "loss/")),
         _Panel("Held-out bits per byte", _channels(run, BPB), is_smoothed=False),
-        *(replace(_panel_of(metric), lines=_one(run, metric)) for metric in ("lr", "grad_norm", "tokens_per_second")),
+        *(_panel_of(metric, _one(run, metric)) for metric in ("lr", "grad_norm", "tokens_per_second")),
     ]
     return [panel for panel in panels if panel.lines]
 
@@ -206,38 +188,36 @@ def _chosen_panels(runs: list[RunReader], options: PlotOptions) -> list[_Panel]:
     by_channel = [metric for prefix in ("loss/", BPB) for metric in known if metric.startswith(prefix)]
     metrics = list(options.metrics) or [*usual[:1], *by_channel, *usual[1:]][:MAX_PANELS]
     labels = _run_labels(runs)
+    if len(runs) == 1:
+        labels = [""]
     panels = []
     for metric in metrics:
-        found = {label: run.series(metric) for label, run in zip(labels, runs, strict=True)}
-        lines = {label: _Curve(run, found[label]) for label, run in zip(labels, runs, strict=True) if len(found[label])}
-        if len(runs) == 1:
-            lines = dict.fromkeys([""], *lines.values())
-        panels.append(replace(_panel_of(metric), lines=lines))
+        lines = {label: _Curve(run, run.series(metric)) for label, run in zip(labels, runs, strict=True)}
+        panels.append(_panel_of(metric, {label: line for label, line in lines.items() if len(line.series)}))
     return [panel for panel in panels if panel.lines]
 
 
 def _run_labels(runs: list[RunReader]) -> list[str]:
     """The name of each run; where two have the same, so much of their paths that they can be told apart."""
     labels = distinct_names([run.folder for run in runs])
-    return [
-        label if labels.count(label) == 1 else f"{label} ({number})" for number, label in enumerate(labels, start=1)
-    ]
+    is_alone = [labels.count(label) == 1 for label in labels]
+    return [label if is_alone[n] else f"{label} ({n + 1})" for n, label in enumerate(labels)]
 
 
-def _panel_of(metric: str) -> _Panel:
+def _panel_of(metric: str, lines: dict[str, _Curve]) -> _Panel:
     if metric == "loss":
-        return _Panel("Training loss (nats per token)")
+        return _Panel("Training loss (nats per token)", lines)
     if metric == "lr":
-        return _Panel("Learning rate", is_smoothed=False, tick=_scientific, starts_at_zero=True)
+        return _Panel("Learning rate", lines, is_smoothed=False, tick=_scientific, starts_at_zero=True)
     if metric == "grad_norm":
-        return _Panel("Gradient norm", starts_at_zero=True)
+        return _Panel("Gradient norm", lines, starts_at_zero=True)
     if metric == "tokens_per_second":
-        return _Panel("Tokens per second", tick=_count, starts_at_zero=True)
+        return _Panel("Tokens per second", lines, tick=_count, starts_at_zero=True)
     if metric.startswith("loss/"):
-        return _Panel(f"Training loss: {metric.removeprefix('loss/')}")
+        return _Panel(f"Training loss: {metric.removeprefix('loss/')}", lines)
     if metric.startswith(BPB):
-        return _Panel(f"Held-out bits per byte: {metric.removeprefix(BPB)}", is_smoothed=False)
-    return _Panel(metric, is_smoothed=not metric.startswith("eval/"))
+        return _Panel(f"Held-out bits per byte: {metric.removeprefix(BPB)}", lines, is_smoothed=False)
+    return _Panel(metric, lines, is_smoothed=not metric.startswith("eval/"))
 
 
 def _one(run: RunReader, key: str) -> dict[str, _Curve]:
@@ -256,16 +236,16 @@ def _scientific(value: float, _: int) -> str:
     return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
 
 
-def _whole(value: float, _: int) -> str:
-    return f"{value:,.0f}"
-
-
-def _plain(value: float, _: int) -> str:
-    return f"{value:g}"
-
-
 def _count(value: float, _: int) -> str:
     return human_count(value).replace(".0", "")
+
+
+X_TICKS: dict[Axis, Callable[[float, int], str]] = {
+    "step": lambda value, _: f"{value:,.0f}",
+    "tokens": _count,
+    "time": lambda value, _: f"{value:g}",
+    "flops": _scientific,
+}
 
 
 # ---- how to draw it ----
@@ -278,7 +258,12 @@ def _render(runs: list[RunReader], panels: list[_Panel], options: PlotOptions, s
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    style: Any = {**STYLE, "font.family": _fonts(), "svg.hashsalt": "zero2all", "pdf.fonttype": 42}
+    style: Any = {
+        **STYLE,
+        "font.family": ["DejaVu Sans", *_cjk_fonts()],
+        "svg.hashsalt": "zero2all",
+        "pdf.fonttype": 42,
+    }
     # "default" puts aside what the person has in matplotlibrc; both contexts give everything back at the end.
     with matplotlib.style.context("default"), rc_context(style):
         layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12, hspace=0.02, wspace=0.02)
@@ -311,8 +296,9 @@ def _x_limits(panels: list[_Panel], axis: Axis) -> tuple[float, float]:
             x = x[np.isfinite(x)]
             edges += [float(x.min()), float(x.max())] if len(x) else []
     first, last = min(edges, default=0.0), max(edges, default=1.0)
-    pad = 0.015 * (last - first) or (1.0 if axis == "step" else 0.5)
-    return first - (max(1.0, pad) if axis == "step" else pad), last + (max(1.0, pad) if axis == "step" else pad)
+    pad = 0.015 * (last - first) or 0.5
+    pad = max(1.0, pad) if axis == "step" else pad
+    return first - pad, last + pad
 
 
 def _draw_heading(figure: Figure, runs: list[RunReader], title: str | None) -> None:
@@ -370,10 +356,7 @@ def _draw_panel(axis: Axes, panel: _Panel, colors: dict[str, str], options: Plot
     axis.set_title(", ".join(notes), loc="right", fontsize=8.5, fontweight="normal", color=FAINT_INK)
     axis.set_xlabel(AXIS_LABELS[options.axis])
     axis.xaxis.set_major_locator(MaxNLocator(nbins=9, integer=options.axis == "step", steps=[1, 2, 2.5, 5, 10]))
-    x_tick: Callable[[float, int], str] = {"step": _whole, "tokens": _count, "time": _plain, "flops": _scientific}[
-        options.axis
-    ]
-    axis.xaxis.set_major_formatter(FuncFormatter(x_tick))
+    axis.xaxis.set_major_formatter(FuncFormatter(X_TICKS[options.axis]))
     if options.log_y:
         axis.set_yscale("log", nonpositive="mask")
     else:
@@ -456,12 +439,8 @@ def png_bytes(figure: Figure, dpi_choices: Sequence[int] = DPI_CHOICES) -> bytes
     return data
 
 
-def _fonts() -> list[str]:
-    """matplotlib's own font, and after it whatever this machine has for Chinese."""
-    return ["DejaVu Sans", *_cjk_fonts()]
-
-
 def _cjk_fonts() -> list[str]:
+    """The fonts for Chinese that this machine has."""
     from matplotlib.font_manager import fontManager
 
     installed = set(fontManager.get_font_names())

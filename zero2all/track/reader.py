@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,22 +20,13 @@ from zero2all.common.errors import BadInputError
 from zero2all.common.yamlio import read_yaml
 from zero2all.track.buckets import Buckets, bucket
 from zero2all.track.columns import MAX_METRICS, MetricNames
-from zero2all.track.listing import (
-    CONFIG_FILE,
-    TRAIN_WRITER,
-    RunListing,
-    find_runs,
-    latest_attempt,
-    median_step_seconds,
-    metrics_files,
-    total_steps,
-)
-from zero2all.track.segment import Event, Segment
+from zero2all.track.listing import CONFIG_FILE, TRAIN_WRITER, RunListing, find_runs, metrics_files, read_status
+from zero2all.track.metrics_file import Event, MetricsFile
 from zero2all.track.series import NO_POINTS, Part, Series, by_step, concatenate, join_attempts, join_writers
-from zero2all.track.sidecar import default_cache
+from zero2all.track.sidecar import user_cache
 from zero2all.track.smoothing import Smoothing, smooth, smoothing_of
 from zero2all.track.spikes import Spike, find_spikes
-from zero2all.track.status import Evidence, RunStatus, is_writer_alive, judge
+from zero2all.track.status import RunStatus
 from zero2all.track.writer import END_KIND, METRICS_FOLDER, SEGMENT_KIND
 
 __all__ = [
@@ -44,29 +35,23 @@ __all__ = [
 ]  # fmt: skip
 
 Axis = Literal["step", "tokens", "time", "flops"]
-FLOPS_METRIC = "flops"
-"""Cumulative model FLOPs: what the `flops` axis is made of."""
+FLOPS_METRIC = "flops"  # cumulative model FLOPs: what the `flops` axis is made of
 MAX_SMOOTH_CURVES = 16
-ROLLBACK_KIND = "rollback"
-"""The process went back to an earlier checkpoint without being started again: data {to_step, …}."""
+ROLLBACK_KIND = "rollback"  # the process itself went back to a checkpoint: data {to_step, …}
 VANISHED = "the metrics folder disappeared"
 
 
 class RunReader:
-    """One run, as it is now and as it grows. Methods may be called from several threads.
-
-    What is read is kept in memory as columns, 8 bytes per value and 24 per row.
-    """
+    """One run as it grows, 8 bytes of memory per value and 24 per row. Methods may be called from several threads."""
 
     def __init__(self, folder: Path, cache: Path | None = None) -> None:
         """Open the run in `folder` and read it. `cache` is where binary copies live; None: the user's cache folder."""
         self.folder = Path(folder)
-        self.version = 0
-        """Rises whenever `refresh` saw something new."""
-        self._cache = default_cache() if cache is None else Path(cache)
+        self.version = 0  # rises whenever `refresh` saw something new
+        self._cache = user_cache("track") if cache is None else Path(cache)
         self._lock = threading.RLock()
         self._names = MetricNames()
-        self._segments: dict[str, Segment] = {}
+        self._files: dict[str, MetricsFile] = {}
         self._events: list[Event] = []
         self._event_keys: set[tuple[str, int, str, int, float]] = set()
         self._taken_events: dict[str, int] = {}
@@ -74,7 +59,7 @@ class RunReader:
         self._found_spikes: dict[str, tuple[int, list[Spike]]] = {}
         self._smooth_curves: dict[tuple[str, Smoothing], tuple[Series, NDArray[np.float64]]] = {}
         self._problems: dict[str, int] = {}
-        self._gone = False
+        self._status = RunStatus()
         self.refresh()
 
     @property
@@ -92,7 +77,7 @@ class RunReader:
     def metrics(self) -> list[str]:
         """The names of all metrics, sorted. At most 5,000 are kept; the rest is counted in `problems`."""
         with self._lock:
-            return sorted({name for segment in self._segments.values() for name in segment.columns.metrics})
+            return sorted({name for file in self._files.values() for name in file.columns.metrics})
 
     def series(self, metric: str) -> Series:
         """One metric over the run, every point of it; empty when there is no such metric."""
@@ -111,15 +96,12 @@ class RunReader:
         count: int = 2000,
         smoothing: Smoothing | None = None,
     ) -> Buckets:
-        """The curve between `low` and `high` of `axis` in at most `count` buckets, smoothed before it is cut.
-
-        Without a `flops` metric the `flops` axis is empty. Curves of fewer than 50 points are not smoothed.
-        """
+        """The curve from `low` to `high` of `axis` in at most `count` buckets, smoothed before it is cut."""
         points = self.series(metric)
         x = self.along(points, axis)
         smoothing = smoothing_of(points.value, smoothing)
         smoothed = None if smoothing is None else self._smoothed(metric, points, smoothing)
-        return bucket(x, points.value if len(x) else x, smoothed if len(x) else None, low, high, count)
+        return bucket(x, points.value, smoothed, low, high, count)
 
     def events(self, after: int = 0) -> list[Event]:
         """Events in the order they were found, without the first `after` of them."""
@@ -145,36 +127,12 @@ class RunReader:
 
     @property
     def status(self) -> RunStatus:
-        """Where the run stands now, by its files and its process."""
-        with self._lock:
-            latest = latest_attempt([(each.path, each.writer, each.attempt) for each in self._in_order()])
-            if latest is None:
-                gone = "The folder is gone." if self._gone else "There are no metrics yet."
-                return RunStatus(total_steps=total_steps(self.folder), message=gone)
-            segment = self._segments[latest[0].name]
-            alive = is_writer_alive(segment.header)
-            if alive is False and not segment.has_ended:  # it may have written its end since we last read
-                self.refresh()
-                segment = self._segments.get(latest[0].name, segment)
-            rows = segment.columns
-            steps, times = rows.step.view[-256:], rows.time.view[-256:]
-            last_row_time = float(times[-1]) if len(times) else None
-            last_event = segment.events[-1] if segment.events else None
-            last_time = max((t for t in (last_row_time, last_event.time if last_event else None) if t), default=None)
-            evidence = Evidence(
-                header=segment.header,
-                end=segment.last_event.data if segment.has_ended and segment.last_event else None,
-                last_time=last_time,
-                modified=segment.modified,
-                median_step_seconds=median_step_seconds(steps, times),
-                alive=alive,
-            )
-            state, message = judge(evidence)
-            if self._gone:
-                state, message = "unknown", "The folder is gone; this is what it held when it was last seen."
-            step = int(steps[-1]) if len(steps) else last_event.step if last_event else None
-            tokens = int(rows.tokens.view[-1]) if len(rows) else None
-            return RunStatus(state, step, last_time, tokens, total_steps(self.folder), segment.attempt, message)
+        """How the run stands now, by its files and its process; of one whose files are gone, what was last seen."""
+        if (self.folder / METRICS_FOLDER).is_dir() or self._status.last_step is None:
+            self._status = read_status(self.folder)[0]
+        if self.folder.is_dir():
+            return self._status
+        return replace(self._status, state="unknown", message="The folder is gone.")
 
     @property
     def resumed_at_steps(self) -> list[int]:
@@ -187,20 +145,20 @@ class RunReader:
     def skipped_lines(self) -> int:
         """Lines that are not rows of ours: half-written, damaged, foreign."""
         with self._lock:
-            return sum(each.skipped_lines + each.has_torn_line for each in self._segments.values())
+            return sum(each.skipped_lines + each.has_torn_line for each in self._files.values())
 
     @property
     def problems(self) -> dict[str, int]:
         """What was left out, and how often. Empty for a healthy run."""
         with self._lock:
             counts = dict(self._problems)
-            for segment in self._in_order():
-                name = segment.path.name
-                counts[f"{name}: unreadable lines"] = segment.skipped_lines
-                counts[f"{name}: half a last line"] = int(segment.has_torn_line)
-                counts[f"{name}: values that are no numbers"] = segment.skipped_values
-                counts[f"{name}: events beyond what is kept"] = segment.left_out_events
-                counts[f"{name}: replaced by another file"] = segment.replaced
+            for file in self._in_order():
+                name = file.path.name
+                counts[f"{name}: unreadable lines"] = file.skipped_lines
+                counts[f"{name}: half a last line"] = int(file.has_torn_line)
+                counts[f"{name}: values that are no numbers"] = file.skipped_values
+                counts[f"{name}: events beyond what is kept"] = file.left_out_events
+                counts[f"{name}: replaced by another file"] = file.replaced
             counts[f"values of metrics beyond the first {MAX_METRICS:,} names"] = self._names.left_out_values
             return {problem: count for problem, count in counts.items() if count}
 
@@ -209,27 +167,25 @@ class RunReader:
     def _refresh(self) -> bool:
         folder = self.folder / METRICS_FOLDER
         if not folder.is_dir():
-            self._gone = not self.folder.is_dir()
-            vanished = bool(self._segments) and VANISHED not in self._problems
+            vanished = bool(self._files) and VANISHED not in self._problems
             if vanished:
                 self._problems[VANISHED] = 1
             return vanished
-        self._gone = False
         came_back = self._problems.pop(VANISHED, None) is not None
         files = metrics_files(folder)
         names = {path.name for path, _, _ in files}
-        lost = [name for name in self._segments if name not in names]
+        lost = [name for name in self._files if name not in names]
         for name in lost:
-            del self._segments[name]
+            del self._files[name]
             self._taken_events.pop(name, None)
         changed = bool(lost) or came_back
         for path, writer, attempt in files:
-            segment = self._segments.get(path.name)
-            if segment is None:
-                segment = self._segments[path.name] = Segment(path, writer, attempt, self._names, self._cache)
+            file = self._files.get(path.name)
+            if file is None:
+                file = self._files[path.name] = MetricsFile(path, writer, attempt, self._names, self._cache)
                 changed = True
             try:
-                changed |= segment.refresh()
+                changed |= file.refresh()
             except OSError as error:
                 key = f"{path.name}: cannot be read ({error.strerror})"
                 self._problems[key] = self._problems.get(key, 0) + 1
@@ -238,12 +194,12 @@ class RunReader:
 
     def _take_events(self) -> None:
         new: list[Event] = []
-        for name, segment in self._segments.items():
+        for name, file in self._files.items():
             taken = self._taken_events.get(name, 0)
-            if taken > len(segment.events):  # the file was replaced
+            if taken > len(file.events):  # the file was replaced
                 taken = 0
-            new += segment.events[taken:]
-            self._taken_events[name] = len(segment.events)
+            new += file.events[taken:]
+            self._taken_events[name] = len(file.events)
         for event in sorted(new, key=lambda event: event.time):
             key = (event.writer, event.attempt, event.kind, event.step, event.time)
             if key in self._event_keys and event in self._events:
@@ -251,8 +207,8 @@ class RunReader:
             self._event_keys.add(key)
             self._events.append(event)
 
-    def _in_order(self) -> list[Segment]:
-        return sorted(self._segments.values(), key=lambda segment: (segment.writer, segment.attempt))
+    def _in_order(self) -> list[MetricsFile]:
+        return sorted(self._files.values(), key=lambda file: (file.writer, file.attempt))
 
     # ---- joining ----
 
@@ -261,10 +217,10 @@ class RunReader:
             known = self._joined.get(metric)
             if known is not None and known[0] == self.version:
                 return known[1], known[2]
-            by_writer: dict[str, list[Segment]] = {}
-            for segment in self._in_order():
-                by_writer.setdefault(segment.writer, []).append(segment)
-            joined = [join_attempts(list(_parts(segments, metric))) for segments in by_writer.values()]
+            by_writer: dict[str, list[MetricsFile]] = {}
+            for file in self._in_order():
+                by_writer.setdefault(file.writer, []).append(file)
+            joined = [join_attempts(list(_parts(files, metric))) for files in by_writer.values()]
             curve = join_writers([curve for curve, _ in joined])
             ghosts = by_step(concatenate([ghost for _, ghost in joined]))
             self._joined[metric] = (self.version, curve, ghosts)
@@ -283,7 +239,7 @@ class RunReader:
         return known[1]
 
     def along(self, points: Series, axis: Axis) -> NDArray[np.float64]:
-        """Where points stand on an axis: NaN where its metric does not reach, nothing at all where there is none."""
+        """The x of some points on an axis; NaN where the run did not log the axis."""
         if axis == "step":
             return points.step.astype(np.float64)
         if axis == "tokens":
@@ -294,26 +250,26 @@ class RunReader:
             raise ValueError(f"axis={axis!r}: use step, tokens, time or flops.")
         flops = self.series(FLOPS_METRIC)
         if not len(flops):
-            return np.empty(0)
+            return np.full(len(points), np.nan)
         return np.interp(points.step, flops.step, flops.value, left=np.nan, right=np.nan)
 
 
-def _parts(segments: list[Segment], metric: str) -> Iterable[Part]:
+def _parts(files: list[MetricsFile], metric: str) -> Iterable[Part]:
     """What each attempt of one writer wrote of a metric, and from where on it takes the earlier ones back."""
     earlier_rows = False
-    for segment in segments:
+    for file in files:
         cut = None
-        if segment.writer == TRAIN_WRITER and earlier_rows and len(segment.columns):
+        if file.writer == TRAIN_WRITER and earlier_rows and len(file.columns):
             # At the first step itself a metric gives way only to its own new value: an evaluation repeated right
             # after the resume must not erase the training loss of that step.
-            cut = int(segment.columns.step.view[0])
-            resumed_from = segment.header.get("resumed_from")
+            cut = int(file.columns.step.view[0])
+            resumed_from = file.header.get("resumed_from")
             if type(resumed_from) is int:
                 cut = min(cut, resumed_from)
-        earlier_rows = earlier_rows or len(segment.columns) > 0
-        points = segment.columns.points(metric) or NO_POINTS
-        if segment.writer == TRAIN_WRITER:
-            for event in segment.events:
+        earlier_rows = earlier_rows or len(file.columns) > 0
+        points = file.columns.points(metric) or NO_POINTS
+        if file.writer == TRAIN_WRITER:
+            for event in file.events:
                 to_step = event.data.get("to_step")
                 if event.kind == ROLLBACK_KIND and type(to_step) is int:
                     is_before = points.time < event.time
@@ -327,22 +283,14 @@ class RunData:
     """Everything a run wrote, and what of it could not be used."""
 
     folder: Path
-    series: dict[str, Series] = field(default_factory=dict)
-    """One entry per metric key."""
-    events: list[Event] = field(default_factory=list)
-    """All events of all attempts, in order of time, without the writer's own marks (`segment`, `end`)."""
-    resumed_at_steps: list[int] = field(default_factory=list)
-    """The first step of each training attempt after the first."""
-    rows: int = 0
-    """Metric rows read, those taken back by a later attempt included."""
-    superseded_values: int = 0
-    """Values that a later attempt replaced or took back."""
-    skipped_lines: int = 0
-    """Lines that are not rows of ours: half-written, damaged, foreign."""
-    skipped_values: int = 0
-    """Values inside good rows that are not numbers."""
-    problems: list[str] = field(default_factory=list)
-    """One sentence for everything that was left out."""
+    series: dict[str, Series] = field(default_factory=dict)  # one entry per metric key
+    events: list[Event] = field(default_factory=list)  # in order of time, without `segment` and `end`
+    resumed_at_steps: list[int] = field(default_factory=list)  # the first step of each training attempt after the first
+    rows: int = 0  # metric rows read, also those taken back later
+    superseded_values: int = 0  # values that a later attempt replaced or took back
+    skipped_lines: int = 0  # lines that are not rows of ours: half-written, damaged, foreign
+    skipped_values: int = 0  # values inside good rows that are not numbers
+    problems: list[str] = field(default_factory=list)  # one sentence for everything that was left out
 
     @property
     def name(self) -> str:
@@ -356,16 +304,16 @@ def read_run(folder: Path, cache: Path | None = None) -> RunData:
         raise BadInputError(f"There is no run in {folder}. Give a run's folder, for example work/runs/NAME.")
     reader = RunReader(folder, cache)
     metrics = reader.metrics()
-    segments = list(reader._segments.values())
+    files = list(reader._files.values())
     events = [event for event in reader.events() if event.kind not in (SEGMENT_KIND, END_KIND)]
     return RunData(
         folder,
         series={metric: reader.series(metric) for metric in metrics if len(reader.series(metric))},
         events=sorted(events, key=lambda event: event.time),
         resumed_at_steps=reader.resumed_at_steps,
-        rows=sum(len(segment.columns) for segment in segments),
+        rows=sum(len(file.columns) for file in files),
         superseded_values=sum(len(reader.ghosts(metric)) for metric in metrics),
         skipped_lines=reader.skipped_lines,
-        skipped_values=sum(segment.skipped_values for segment in segments),
+        skipped_values=sum(file.skipped_values for file in files),
         problems=[f"{problem}: {count}" for problem, count in reader.problems.items()],
     )

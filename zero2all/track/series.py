@@ -1,11 +1,9 @@
 """One metric as columns, and how the attempts of a run become one curve.
 
-A resumed run repeats the steps after its checkpoint. The training process moves along one line, so the rows of a
-later attempt take back everything an earlier one wrote beyond the point it resumed from, even where the later
-attempt has not come that far again. A process that goes back to a checkpoint by itself says so with an event
-`rollback`, which has the same effect. Other writers (late evaluations) visit steps in any order; of theirs, only the
-same metric at the same step is replaced. What was taken back is kept as a *ghost*: it happened, but it is not part
-of the curve.
+A resumed run repeats the steps after its checkpoint: the rows of a later attempt take back everything an earlier one
+wrote beyond the point it resumed from, even where it has not come that far again; an event `rollback` does the same. Of
+other writers (late evaluations) only the same metric at the same step is replaced. What was taken back is kept as a
+*ghost*.
 """
 
 from __future__ import annotations
@@ -42,8 +40,7 @@ class Part:
     """What one attempt wrote of a metric, or wrote between two rollbacks, in the order it was written."""
 
     points: Series
-    cut: int | None = None
-    """This part takes back what earlier ones wrote beyond this step; None takes nothing back."""
+    cut: int | None = None  # this part takes back what earlier ones wrote beyond this step; None takes nothing back
 
 
 def join_attempts(parts: Sequence[Part]) -> tuple[Series, Series]:

@@ -7,7 +7,6 @@ which is the only way in.
 from __future__ import annotations
 
 import errno
-import os
 import secrets
 import socket
 from collections.abc import Sequence
@@ -21,10 +20,11 @@ from zero2all.common.errors import BadInputError, UsageError
 from zero2all.track.access import is_loopback
 from zero2all.track.api import CHART_LIBRARY, make_app
 from zero2all.track.library import Root, RunLibrary
+from zero2all.track.sidecar import user_cache
+from zero2all.track.ssh import SCHEME, is_address
 
 DEFAULT_PORT = 6106
 PORTS_TRIED = 20
-SSH_PREFIX = "ssh://"
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,8 @@ class BoardOptions:
     """Where to listen, and to whom to answer."""
 
     host: str = "127.0.0.1"
-    port: int | None = None
-    """None: the first free one from DEFAULT_PORT on. 0: any."""
-    needs_token: bool = False
-    """Ask for a token on loopback too: for machines that others also work on."""
+    port: int | None = None  # None: the first free one from DEFAULT_PORT on. 0: any.
+    needs_token: bool = False  # ask for a token on loopback too: for machines that others also work on
     allowed_hosts: Sequence[str] = field(default_factory=list)
 
 
@@ -43,7 +41,7 @@ class Board:
     """A board that is listening; `serve` answers until it is stopped."""
 
     def __init__(self, places: Sequence[str], options: BoardOptions, cache: Path | None = None) -> None:
-        self.library = RunLibrary(open_roots(places, cache or default_cache()), cache)
+        self.library = RunLibrary(open_roots(places, cache / "mirror" if cache else user_cache("mirror")), cache)
         is_open = not is_loopback(options.host)
         self.token = secrets.token_urlsafe(24) if is_open or options.needs_token else None
         self.app: Starlette = make_app(
@@ -77,20 +75,15 @@ class Board:
         return notes + [f"{folder} does not exist yet; runs in it will appear when they do." for folder in missing]
 
 
-def default_cache() -> Path:
-    """The user's cache folder for derived files."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zero2all"
-
-
-def open_roots(places: Sequence[str], cache: Path) -> list[Root]:
-    """A root per place: a folder, or `ssh://[user@]host/path`."""
+def open_roots(places: Sequence[str], mirrors: Path) -> list[Root]:
+    """A root per place: a folder, or `ssh://[user@]host/path`, which is copied below `mirrors`."""
     roots = []
     for place in places:
-        if place.startswith(SSH_PREFIX):
+        if is_address(place):
             from zero2all.track.mirror import Mirror
 
-            mirror = Mirror(place, cache / "mirror")
-            roots.append(Root(place.removeprefix(SSH_PREFIX), mirror.folder, mirror))
+            mirror = Mirror(place, mirrors)
+            roots.append(Root(place[len(SCHEME) :], mirror.folder, mirror))
         elif "://" in place:
             raise UsageError(f"`{place}` is not understood. Give folders, or ssh://user@host/path/to/runs.")
         else:

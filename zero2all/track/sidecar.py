@@ -1,12 +1,12 @@
 """The columns of a metrics file as a binary copy, so that opening a long run again takes milliseconds.
 
-One file per metrics file, in the user's cache folder and never in the run: a magic word, the length of a JSON
-header, the header (where reading stopped, marks to recognise the metrics file by, events, where each column lies),
-the columns, the magic word again. It is mapped into memory, so a column that nobody asks for is never read.
+One file per metrics file, in the user's cache folder and never in the run: a line of JSON (where reading stopped, marks
+to recognise the metrics file by, events, the names and lengths of the columns), the columns, an end mark. It is mapped
+into memory, so a column that nobody asks for is never read.
 
-A sidecar is only a copy. It is written under another name and renamed; one that is damaged, of another format, or
-of a file that has changed otherwise than by growing is ignored, and the metrics file is read instead. The format is our
-own because Arrow's takes 120 ms more to open, all of it its import, and is not on a machine that only trains.
+A sidecar is only a copy. It is written under another name and renamed; one that is damaged, of another format, or of a
+file that has changed otherwise than by growing is ignored, and the metrics file is read instead. The format is our own
+because Arrow's takes 120 ms more to open, all of it its import, and is not on a machine that only trains.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ import hashlib
 import mmap
 import os
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,127 +24,80 @@ import numpy as np
 from zero2all.common import jsonio
 from zero2all.track.columns import Column, FileColumns, GrowingArray, MetricColumn
 
-MAGIC = b"z2acols1"
-ALIGNMENT = 64
-MAX_CACHE_BYTES = 4 << 30
-"""When all sidecars together are larger, those not opened for longest are removed."""
+END = b"\nz2a end"
+ITEM_BYTES = 8  # of every column; the first line is filled up to a multiple of it, so that all columns are aligned
+MAX_CACHE_BYTES = 4 << 30  # when all sidecars together are larger, the least recently used are removed
 SUFFIX = ".columns"
+COUNTS = ("offset", "skipped_lines", "skipped_values", "left_out_events")
+FACTS = (*COUNTS, "size", "modified_ns", "head", "tail", "events")
+"""What a sidecar says of the metrics file beside its columns."""
 
 
-@dataclass(frozen=True)
-class Sidecar:
-    """What was read of a metrics file."""
-
-    offset: int
-    """Bytes of whole lines that are in the columns."""
-    size: int
-    modified_ns: int
-    """Size and time of the metrics file when it was read."""
-    head: bytes
-    tail: bytes
-    """The first bytes of the file, and the last ones before `offset`."""
-    events: list[dict[str, Any]]
-    last_event: dict[str, Any] | None
-    """The event in the last line, or None when that is a metric row."""
-    skipped_lines: int
-    skipped_values: int
-    left_out_events: int
-    columns: FileColumns
-
-
-def default_cache() -> Path:
-    """Where sidecars live unless the caller says otherwise."""
+def user_cache(name: str) -> Path:
+    """The folder `name` for derived files in the user's cache: `~/.cache/zero2all/NAME`."""
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache") / "zero2all" / "track"
+    return (Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache") / "zero2all" / name
 
 
 def sidecar_path(cache: Path, metrics_file: Path) -> Path:
-    """The sidecar of a metrics file: named after its place, so two runs never share one."""
+    """The sidecar of a metrics file, named after its path, so two runs never share one."""
     return cache / (hashlib.sha256(os.fsencode(metrics_file.absolute())).hexdigest()[:32] + SUFFIX)
 
 
-def save(path: Path, sidecar: Sidecar) -> None:
-    """Write a sidecar whole, or raise OSError and leave what was there."""
-    arrays: list[Column] = []
-    entries = []
-    position = 0
-    for name, first_row, array in _named_arrays(sidecar.columns):
-        array = np.ascontiguousarray(array)
-        entries.append(
-            {"name": name, "first_row": first_row, "dtype": array.dtype.str, "at": position, "n": len(array)}
-        )
-        arrays.append(array)
-        position += _padded(array.nbytes)
-    facts = {**vars(sidecar), "head": sidecar.head.hex(), "tail": sidecar.tail.hex(), "arrays": entries}
-    del facts["columns"]
-    header = jsonio.dumps_line(facts | {"bytes": position})
+def save(path: Path, facts: dict[str, Any], columns: FileColumns) -> None:
+    """Write a sidecar whole, or raise OSError and leave the old one. `facts` are FACTS."""
+    arrays = {"step": columns.step.view, "time": columns.time.view, "tokens": columns.tokens.view}
+    for name, metric in columns.metrics.items():
+        arrays[f"values {name}"] = metric.values.view
+        if metric.row_list is not None:
+            arrays[f"rows {name}"] = metric.row_list.view
+    first_rows = {name: metric.first_row for name, metric in columns.metrics.items()}
+    lengths = [[name, array.dtype.str, len(array)] for name, array in arrays.items()]
+    hexed = facts | {name: facts[name].hex() for name in ("head", "tail")}
+    header = jsonio.dumps_line({"facts": hexed, "first_rows": first_rows, "arrays": lengths})
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}-{threading.get_ident()}")
     try:
         with open(partial, "wb") as file:
-            file.write((MAGIC + len(header).to_bytes(8, "little") + header).ljust(_padded(16 + len(header)), b"\0"))
-            for array in arrays:
-                file.write(array.data)
-                file.write(bytes(_padded(array.nbytes) - array.nbytes))
-            file.write(MAGIC)
+            file.write(b" " * (-len(header) % ITEM_BYTES) + header)
+            for array in arrays.values():
+                file.write(np.ascontiguousarray(array).data)
+            file.write(END)
         partial.replace(path)  # no fsync: after a power cut the end mark is missing, and the sidecar is ignored
     finally:
         partial.unlink(missing_ok=True)
     _prune(path.parent, keep=path)
 
 
-def load(path: Path) -> Sidecar | None:
-    """Map a sidecar; None when there is none or it is not whole."""
+def load(path: Path) -> tuple[dict[str, Any], FileColumns] | None:
+    """Map a sidecar: its facts and columns; None when there is none or it is damaged."""
     try:
         with open(path, "rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         with suppress(OSError):
             os.utime(path)  # the time of the last use, for pruning
-        if mapped[:8] != MAGIC or mapped[-8:] != MAGIC:
+        header = jsonio.loads(mapped.readline())
+        offset = mapped.tell()
+        arrays: dict[str, Column] = {}
+        for name, dtype, length in header["arrays"]:
+            arrays[name] = np.frombuffer(mapped, dtype, length, offset)
+            offset += ITEM_BYTES * length
+        if mapped[offset:] != END:
             return None
-        header_bytes = int.from_bytes(mapped[8:16], "little")
-        header = jsonio.loads(mapped[16 : 16 + header_bytes])
-        base = _padded(16 + header_bytes)
-        if len(mapped) != base + header.pop("bytes") + len(MAGIC):
-            return None
-        arrays: dict[str, tuple[int | None, Column]] = {}
-        for entry in header.pop("arrays"):
-            array = np.frombuffer(mapped, entry["dtype"], entry["n"], base + entry["at"])
-            arrays[entry["name"]] = (entry["first_row"], array)
-        header["head"], header["tail"] = bytes.fromhex(header["head"]), bytes.fromhex(header["tail"])
-        return Sidecar(**header, columns=_columns(arrays))
+        columns = FileColumns()
+        columns.step, columns.time, columns.tokens = (GrowingArray(arrays[name]) for name in ("step", "time", "tokens"))
+        for name, first_row in header["first_rows"].items():
+            rows = arrays.get(f"rows {name}")
+            row_list = None if rows is None else GrowingArray(rows)
+            columns.metrics[name] = MetricColumn(GrowingArray(arrays[f"values {name}"]), first_row, row_list)
+        facts = {name: header["facts"][name] for name in FACTS}
+        return facts | {name: bytes.fromhex(facts[name]) for name in ("head", "tail")}, columns
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _named_arrays(columns: FileColumns) -> Iterator[tuple[str, int | None, Column]]:
-    """Every array to be stored. The letter in front keeps the rows of a metric apart from its values."""
-    yield "s", None, columns.step.view
-    yield "t", None, columns.time.view
-    yield "n", None, columns.tokens.view
-    for name, metric in columns.metrics.items():
-        yield "v" + name, metric.first_row, metric.values.view
-        if metric.row_list is not None:
-            yield "r" + name, None, metric.row_list.view
-
-
-def _columns(arrays: dict[str, tuple[int | None, Column]]) -> FileColumns:
-    columns = FileColumns()
-    columns.step, columns.time, columns.tokens = (GrowingArray(arrays[name][1]) for name in "stn")
-    for key, (first_row, values) in arrays.items():
-        if key[0] == "v" and first_row is not None:
-            rows = arrays.get("r" + key[1:])
-            row_list = None if rows is None else GrowingArray(rows[1])
-            columns.metrics[key[1:]] = MetricColumn(GrowingArray(values), first_row, row_list)
-    return columns
-
-
-def _padded(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
 def _prune(cache: Path, keep: Path) -> None:
-    """Remove the sidecars not used for longest until the rest is within MAX_CACHE_BYTES."""
+    """Remove the least recently used sidecars until the rest is within MAX_CACHE_BYTES."""
     found = []
     for path in cache.glob("*" + SUFFIX):
         with suppress(OSError):

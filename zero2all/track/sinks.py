@@ -1,8 +1,7 @@
 """Send a run to other trackers, from a process of its own that only reads the metrics files.
 
-Training never knows: it has no queue to this process, no socket and no lock in common with it, so a tracker that hangs,
-raises or is killed costs at most its own copy. How far each file was sent is kept beside the target, so an export
-that is started again goes on where the last one was; rows are sent at least once.
+Training never notices it. How far each file was sent is kept beside the target, so an export that is started again goes
+on there; rows are sent at least once.
 
     export(Path("runs/small"), TensorboardSink(Path("tb")), follow=True)
 """
@@ -23,17 +22,17 @@ from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import write_json
 from zero2all.common.progress import say
-from zero2all.track.listing import find_runs, metrics_files
+from zero2all.track.listing import find_runs, media_file, metrics_files
 from zero2all.track.reader import RunReader
-from zero2all.track.rows import NOT_FINITE, read_row
+from zero2all.track.rows import read_number, read_row
 from zero2all.track.tensorboard import EventFile, messages
 from zero2all.track.writer import END_KIND, METRICS_FOLDER, SEGMENT_KIND
 
 STATE_NAME = "z2a-export.json"
 CHUNK_BYTES = 4 << 20
 LOOK_SECONDS = 1.0
+ENDED = ("finished", "crashed")
 RETRY_SECONDS = (1.0, 60.0)
-MAX_IMAGE_BYTES = 32 << 20
 
 Row = dict[str, Any]
 
@@ -41,8 +40,7 @@ Row = dict[str, Any]
 class Sink(Protocol):
     """Where rows go. Any exception it raises means: not taken, try these rows again."""
 
-    state: Path
-    """A file of the target's own in which the export notes how far it is."""
+    state: Path  # a file of the target's own in which the export notes how far it is
 
     def send(self, rows: list[Row], folder: Path) -> None:
         """Take these rows, metric and event rows mixed, of the run in `folder`; they are safe when this returns."""
@@ -60,16 +58,8 @@ class Sent:
     failures: list[str] = field(default_factory=list)
 
 
-def export(
-    folder: Path,
-    sink: Sink,
-    follow: bool = False,
-    wait: Callable[[float], object] = time.sleep,
-) -> Sent:
-    """Send all rows of the run in `folder`; with `follow`, go on until the run has ended.
-
-    A sink that fails is tried again with growing pauses when following; otherwise its exception is the caller's.
-    """
+def export(folder: Path, sink: Sink, follow: bool = False, wait: Callable[[float], object] = time.sleep) -> Sent:
+    """Send all rows of a run; with `follow`, go on until it has ended, and try again when the sink fails."""
     if not (folder / METRICS_FOLDER).is_dir():
         raise BadInputError(f"There are no metrics in {folder}. Give a run's folder, for example work/runs/NAME.")
     tail = RowTail(folder, sink.state)
@@ -77,7 +67,8 @@ def export(
     pause = RETRY_SECONDS[0]
     try:
         while True:
-            is_over = not follow or _has_ended(folder)  # asked before the last look, so that nothing is missed
+            # Asked before the last look, so that nothing is missed.
+            is_over = not follow or all(run.status.state in ENDED for run in find_runs([folder]))
             try:
                 for rows in tail.new_rows():
                     sink.send(rows, folder)
@@ -99,10 +90,6 @@ def export(
             wait(LOOK_SECONDS)
     finally:
         sink.close()
-
-
-def _has_ended(folder: Path) -> bool:
-    return all(run.status.state in ("finished", "crashed") for run in find_runs([folder]))
 
 
 class RowTail:
@@ -133,7 +120,7 @@ class RowTail:
                     break
                 whole = chunk[: chunk.rfind(b"\n") + 1]
                 if not whole and len(chunk) == CHUNK_BYTES:
-                    whole = chunk  # no row of ours is so long: leave it out
+                    whole = chunk  # longer than any row: leave it out
                 if not whole:
                     break
                 self._read[path.name] = offset + len(whole)
@@ -154,24 +141,7 @@ class RowTail:
 
 def numbers(row: Row) -> dict[str, float]:
     """The values of a metric row, as floats; what is no number is left out."""
-    found = {}
-    for name, value in row["values"].items():
-        if isinstance(value, str):
-            value = NOT_FINITE.get(value)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            found[name] = float(value)
-    return found
-
-
-def media_file(folder: Path, name: Any) -> Path | None:
-    """A file below the run's `media`, or None when it is not there or the name leads elsewhere."""
-    media = (folder / "media").resolve()
-    try:
-        path = (media / str(name)).resolve()
-        good = path.is_relative_to(media) and path.is_file() and path.stat().st_size <= MAX_IMAGE_BYTES
-    except (OSError, ValueError):
-        return None
-    return path if good else None
+    return {name: number for name, value in row["values"].items() if (number := read_number(value)) is not None}
 
 
 class TensorboardSink:

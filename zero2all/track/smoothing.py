@@ -1,13 +1,11 @@
-"""Smooth a curve at full resolution, before anything is thinned out for the screen.
+"""Smooth a curve at full resolution, before it is thinned out for the screen.
 
-Values that are not finite weigh nothing, and the ends are debiased: no method pulls the first points towards zero or
-towards a neighbour that is not there. All of them look as far ahead as back, the exponential mean too: one that only
-looks back trails a falling loss and lies above all of its points. None of them subtracts running totals from each
-other, so a spike of 1e30 leaves no rounding noise behind on the values around it.
+Values that are not finite weigh nothing, and the ends are debiased. All methods look as far ahead as back, the
+exponential mean too: one that only looks back trails a falling loss. None subtracts running totals from each other, so
+a spike of 1e30 leaves no rounding noise on the values around it.
 
 `width` is counted in points: the time constant of the exponential mean, the length of the window and of the median,
-the standard deviation of the Gaussian. `smoothing_of` says how a whole curve may be smoothed: not at all where it has
-fewer than MIN_POINTS points, for each of them can be seen, and over no more than a twentieth of it.
+the standard deviation of the Gaussian.
 """
 
 from __future__ import annotations
@@ -22,20 +20,13 @@ from numpy.typing import NDArray
 Kind = Literal["ema", "window", "gaussian", "median"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-MIN_POINTS = 50
-"""Finite points without which a curve is drawn as it is."""
-WIDTHS_PER_CURVE = 20
-"""A wider mean of a short and steep curve lies beside it."""
-EXACT_SIGMA = 16
-"""Gaussians up to this wide are summed directly; wider ones are four running means in a row, within 4 % of them."""
+MIN_POINTS = 50  # finite points without which a curve is drawn as it is
+WIDTHS_PER_CURVE = 20  # a wider mean of a short and steep curve lies beside it
+EXACT_SIGMA = 16  # wider Gaussians are four running means in a row, within 4 % of them
 LARGEST_WIDTH = 1_000_000
-MEDIANS_PER_WINDOW = 16
-"""A running median is computed this often per window and drawn straight in between."""
-FLAT = 4
-"""A Gaussian this many times as wide as the whole curve weighs all its points within 4 % alike; wider ones are not
-computed, so that memory is bounded by the curve."""
-_START_WIDTHS = 8
-"""Beyond so many widths a neighbour counts less than a thousandth."""
+MEDIANS_PER_WINDOW = 16  # a running median is computed this often per window and drawn straight in between
+FLAT = 4  # A Gaussian this many times as wide as the curve weighs all points within 4 % alike; none is wider.
+_START_WIDTHS = 8  # beyond so many widths a neighbour counts less than a thousandth
 _MAX_START = 20_000
 _ROWS = 16_384
 _GROWTH = 1e12
@@ -55,6 +46,20 @@ class Smoothing:
             raise ValueError(f"kind={self.kind!r}: use one of {', '.join(KINDS)}.")
         if not 0 < self.width <= LARGEST_WIDTH:
             raise ValueError(f"width={self.width}: the width is a number of points, at most {LARGEST_WIDTH:,}.")
+
+
+def parse_smoothing(text: str) -> Smoothing | None:
+    """Read `kind:width`, or `none`; ValueError says what was expected."""
+    if text == "none":
+        return None
+    kind, _, width = text.partition(":")
+    try:
+        return Smoothing(kind, float(width))  # type: ignore[arg-type]
+    except ValueError:
+        raise ValueError(
+            f"is {text[:80]!r}; use none, or a kind ({', '.join(KINDS)}) and a width in points, at most "
+            f"{LARGEST_WIDTH:,}, as in ema:20"
+        ) from None
 
 
 def smoothing_of(values: NDArray[np.floating], wanted: Smoothing | None) -> Smoothing | None:
@@ -85,8 +90,7 @@ def smooth(values: NDArray[np.floating], how: Smoothing) -> Floats:
 def _two_sided(values: Floats, width: float) -> Floats:
     """Each value and its neighbours on both sides, each counting `decay` times the one before.
 
-    Near the start it looks no further ahead than back, so that the steep start of a loss is not cut off; at the end it
-    looks back only: the newest point is the mean of those before it.
+    Near the start it looks no further ahead than back, because a loss is steep there; at the end it looks back only.
     """
     decay, count = 1.0 - 1.0 / width, len(values)
     total = _exponential(values, width)
@@ -101,10 +105,7 @@ def _two_sided(values: Floats, width: float) -> Floats:
 
 
 def _exponential(values: Floats, width: float) -> Floats:
-    """y[i] = decay * y[i-1] + values[i], block by block: inside a block the recursion is one cumulative sum.
-
-    A block ends before 1 / decay**i loses precision. Old terms only ever shrink, so nothing cancels.
-    """
+    """y[i] = decay * y[i-1] + values[i]: a cumulative sum per block, which ends before 1 / decay**i loses precision."""
     decay = 1.0 - 1.0 / width
     count = len(values)
     length = int(np.clip(np.log(_GROWTH) / -np.log(decay), 1, count))

@@ -1,14 +1,10 @@
-"""Find spikes in a curve: values far above what came just before.
-
-Two rules, both against the 128 finite values before a point:
+"""Find spikes in a curve: values far above the 128 finite values before them, by two rules.
 
 - *sigma*: value > mean + 6 standard deviations, the rule of OLMo-core. Calm curves, single spikes.
 - *mad*: value > median + 7 robust standard deviations (1.4826 × the median distance from the median). It still finds
-  the second spike of a burst, where the first has widened the standard deviation. Seven and not six, because the
-  median distance of 128 values is itself uncertain by a tenth.
+  the second spike of a burst, where the first has widened the standard deviation.
 
-All points are first looked at with a margin, by running totals and by a median every 16 points; the few that pass
-are judged by the rules themselves.
+All points are first looked at with a margin, by running totals and by a median every 16 points.
 """
 
 from __future__ import annotations
@@ -26,8 +22,7 @@ WINDOW = 128
 SIGMAS = 6.0
 ROBUST_SIGMAS = 7.0
 SIGMA_OF_MAD = 1.4826
-MAX_SPIKES = 10_000
-"""More marks than this say nothing: the curve is noise. The highest are kept."""
+MAX_SPIKES = 10_000  # more marks than this say nothing: the curve is noise. The highest are kept.
 _MARGIN = 0.8
 _MEDIAN_STRIDE = 16
 _BATCH = 8_192
@@ -47,10 +42,8 @@ class Spike:
     mean: float
     sigma: float
     median: float
-    mad: float
-    """Median distance from the median."""
-    rules: tuple[str, ...]
-    """Which rules found it: "sigma", "mad" or both."""
+    mad: float  # median distance from the median
+    rules: tuple[str, ...]  # which rules found it: "sigma", "mad" or both
 
 
 def find_spikes(points: Series) -> list[Spike]:
@@ -104,19 +97,9 @@ def _judged(points: Series, index: Places, windows: Floats, values: Floats) -> l
     for place in np.flatnonzero(by_sigma | by_mad).tolist():
         at = int(index[place])
         rules = (("sigma",) if by_sigma[place] else ()) + (("mad",) if by_mad[place] else ())
-        spikes.append(
-            Spike(
-                step=int(points.step[at]),
-                time=float(points.time[at]),
-                tokens=int(points.tokens[at]),
-                value=float(values[place]),
-                mean=float(mean[place]),
-                sigma=float(sigma[place]),
-                median=float(median[place]),
-                mad=float(mad[place]),
-                rules=rules,
-            )
-        )
+        step, time, tokens = int(points.step[at]), float(points.time[at]), int(points.tokens[at])
+        value, m, s, med, dist = (float(column[place]) for column in (values, mean, sigma, median, mad))
+        spikes.append(Spike(step, time, tokens, value, m, s, med, dist, rules))
     return spikes
 
 

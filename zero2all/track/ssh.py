@@ -1,21 +1,15 @@
-"""One conversation with a far machine over the person's own OpenSSH: list the files of runs, read pieces of them.
+"""One connection to a far machine over the person's own OpenSSH: list the files of runs, read ranges of their bytes.
 
 The far side needs a POSIX shell with `find`, `ls`, `wc`, `tail` and `head`; nothing is installed or written there. One
-ssh process runs one small shell program, `far.sh`, for as long as the connection lives. The program answers requests,
-so there is one login however many files there are, and nothing is sent that was not asked for. It is sent as one line:
-every statement in it ends with `;`, and it has no comments.
-
-What keeps it safe:
+ssh process runs one small shell program, `far.sh`, which answers requests. It is sent as one line: every statement in
+it ends with `;`, and it has no comments.
 
 - ssh gets a fixed command, and the address after `--`. The program, the folder and all file names travel as lines on
   its input and are only ever used as "$variables": no name can become an option or shell code, at either end.
-- BatchMode, so ssh fails instead of asking a question nobody sees; keys, jump hosts, known hosts and shared connections
-  come from the person's own configuration. We use a shared connection that is there, but never become its master,
-  because others would be cut off when we end.
-- Every answer begins with a random mark, so what a login script prints is not taken for an answer. A piece of a
-  file is followed by the mark again: had the file shrunk while it was sent, the mark would be in the wrong place, and
-  the connection is given up rather than misread.
-- Every answer is due within `ANSWER_SECONDS`: a dead network looks like silence.
+- BatchMode, so ssh fails instead of asking; keys, jump hosts and known hosts come from the person's own configuration.
+  A shared connection is used, but we never become its master, because others would be cut off when we end.
+- Every answer begins and ends with a random mark, so what a login script prints is not taken for an answer, and a file
+  that shrank while it was sent is noticed. Every answer is due within `ANSWER_SECONDS`.
 """
 
 from __future__ import annotations
@@ -30,7 +24,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Any
 from urllib.parse import unquote_to_bytes, urlsplit
 
 from zero2all.common.errors import UsageError
@@ -38,15 +32,15 @@ from zero2all.common.files import package_text
 from zero2all.common.progress import terminal_safe
 
 SCHEME = "ssh://"
-COMMAND_VARIABLE = "Z2A_SSH"
-"""Environment variable with another ssh command, for people whose site has a wrapper around it."""
+COMMAND_VARIABLE = "Z2A_SSH"  # environment variable with another ssh command
 
 ANSWER_SECONDS = 30.0
 MAX_GREETING_BYTES = 1 << 20
 MAX_LISTING_BYTES = 32 << 20
 STDERR_BYTES_KEPT = 4_096
+UNEXPECTED = "the far side answers something else than expected"
 MAX_REQUESTS = 8
-PIECE_NUMBER = re.compile(rb"-?[0-9]{1,18}")
+RANGE_NUMBER = re.compile(rb"-?[0-9]{1,18}")
 
 HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*|[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?")
 USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@+-]*")
@@ -67,7 +61,7 @@ FAR_COMMAND = """exec sh -c 'IFS= read -r program && eval "$program"'"""
 
 
 class SshError(Exception):
-    """The connection cannot be used, or no longer; the message says why, in words for a person."""
+    """The connection cannot be used (any more); the message says why."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +69,7 @@ class Address:
     """Where the runs are: the parts of an ssh:// URL."""
 
     host: str
-    path: str
-    """Absolute, or relative to the home folder there (`./…`)."""
+    path: str  # absolute, or relative to the home folder there (`./…`)
     user: str | None = None
     port: int | None = None
 
@@ -130,12 +123,6 @@ def parse_address(url: str) -> Address:
     return Address(host, path, parts.username, port)
 
 
-def ssh_words() -> list[str]:
-    """The words that start ssh here: `ssh`, or what Z2A_SSH says."""
-    words = shlex.split(os.environ.get(COMMAND_VARIABLE, ""))
-    return words or ["ssh"]
-
-
 @dataclass(frozen=True)
 class Request:
     """Ask for at most `limit` bytes of a file, from `offset` on."""
@@ -146,11 +133,10 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A part of a far file."""
+class FileRange:
+    """Some bytes of a far file."""
 
-    size: int
-    """How large the whole file is now; -1 when it is gone or may not be read."""
+    size: int  # how large the whole file is now; -1 when it is gone or may not be read
     data: bytes
 
 
@@ -162,7 +148,8 @@ class Connection:
         self.received_bytes = 0
         self._mark = secrets.token_hex(16).encode()
         self._buffer = bytearray()
-        words = [*(ssh_words() if ssh is None else ssh), *OPTIONS]
+        default = shlex.split(os.environ.get(COMMAND_VARIABLE, "")) or ["ssh"]
+        words = [*(default if ssh is None else ssh), *OPTIONS]
         words += ["-p", str(address.port)] if address.port is not None else []
         words += ["-l", address.user] if address.user is not None else []
         words += ["--", address.host, FAR_COMMAND]
@@ -172,8 +159,15 @@ class Connection:
             )
         except OSError as error:
             raise SshError(f"{words[0]} cannot be started ({error.strerror}); install OpenSSH's client") from error
-        self._input, self._output = _stream(self._process.stdin), _stream(self._process.stdout)
-        self._complaints = _Complaints(_stream(self._process.stderr))
+        pipes: Any = self._process  # whose streams are not None
+        self._input: IO[bytes] = pipes.stdin
+        self._output: IO[bytes] = pipes.stdout
+        self._errors = b""
+        # Not waited for: the master of a shared connection, left behind by ssh, keeps the stream open for hours.
+        self._reading_errors = threading.Thread(
+            target=self._read_errors, args=(pipes.stderr,), name="ssh-errors", daemon=True
+        )
+        self._reading_errors.start()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._output, selectors.EVENT_READ)
 
@@ -186,7 +180,7 @@ class Connection:
         if answer == [b"missing"]:
             raise SshError(f"there is no folder {self.address.path} on {self.address.host}, or it may not be entered")
         if len(answer) != 2 or answer[0] != b"ready" or answer[1] not in (b"run", b"runs"):
-            raise SshError("the far side answers something else than expected")
+            raise SshError(UNEXPECTED)
         return answer[1].decode()
 
     def listing(self, again: bool = False) -> list[bytes] | None:
@@ -198,7 +192,7 @@ class Connection:
         if answer == b"missing":
             raise SshError(f"the folder {self.address.path} on {self.address.host} has disappeared")
         if answer != b"files":
-            raise SshError("the far side answers something else than expected")
+            raise SshError(UNEXPECTED)
         end = self._mark + b" end"
         lines: list[bytes] = []
         total = 0
@@ -209,7 +203,7 @@ class Connection:
                 raise SshError(f"the far side lists more than {MAX_LISTING_BYTES:,} bytes of file names")
         return [line for line in lines if line]
 
-    def pieces(self, requests: Sequence[Request]) -> Iterator[Piece]:
+    def ranges(self, requests: Sequence[Request]) -> Iterator[FileRange]:
         """The answers to `requests`, in their order. All are sent at once, so that many small files cost one trip."""
         assert len(requests) <= MAX_REQUESTS, "more would fill the pipe to ssh while nobody reads its answers"
         lines = []
@@ -218,15 +212,15 @@ class Connection:
         self._send(*lines)
         for request in requests:
             words = self._answer().split()
-            if len(words) != 3 or words[0] != b"piece" or not all(PIECE_NUMBER.fullmatch(word) for word in words[1:]):
-                raise SshError("the far side answers something else than expected")
+            if len(words) != 3 or words[0] != b"piece" or not all(RANGE_NUMBER.fullmatch(word) for word in words[1:]):
+                raise SshError(UNEXPECTED)
             size, count = int(words[1]), int(words[2])
             if not 0 <= count <= request.limit:
                 raise SshError("the far side sends more than was asked for")
             data = self._exactly(count)
             if self._line() != self._mark + b" end":
                 raise SshError("a file shrank while it was being read")
-            yield Piece(size, data)
+            yield FileRange(size, data)
 
     def kill(self) -> None:
         """End the ssh process: whatever waits for its answer fails with SshError."""
@@ -260,7 +254,7 @@ class Connection:
     def _answer(self) -> bytes:
         line = self._line()
         if not line.startswith(self._mark + b" "):
-            raise SshError("the far side answers something else than expected")
+            raise SshError(UNEXPECTED)
         return line[len(self._mark) + 1 :]
 
     def _line(self) -> bytes:
@@ -302,40 +296,13 @@ class Connection:
             code: int | None = self._process.wait(2)
         except subprocess.TimeoutExpired:
             code = None
-        said = self._complaints.last_line()
-        if said:
-            return SshError(said)
-        return SshError(
-            f"the connection to {self.address.host} was closed" + (f" (ssh ended with {code})" if code else "")
-        )
+        self._reading_errors.join(0.2)
+        lines = [line.strip() for line in self._errors.decode("utf-8", "replace").splitlines() if line.strip()]
+        closed = f"the connection to {self.address.host} was closed" + (f" (ssh ended with {code})" if code else "")
+        return SshError(terminal_safe(lines[-1], "?")[:300] if lines else closed)
 
-
-def _stream(stream: IO[bytes] | None) -> IO[bytes]:
-    assert stream is not None, "Popen was given PIPE"
-    return stream
-
-
-class _Complaints:
-    """The end of what ssh writes to its error stream.
-
-    Read in a thread of its own, which nobody waits for: a shared connection's master that ssh left in the background
-    keeps the stream open for hours.
-    """
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        self._stream = stream
-        self._tail = b""
-        self._thread = threading.Thread(target=self._read, name="ssh-complaints", daemon=True)
-        self._thread.start()
-
-    def _read(self) -> None:
-        with self._stream:
-            while data := self._stream.read(1 << 12):
-                self._tail = (self._tail + data)[-STDERR_BYTES_KEPT:]
-
-    def last_line(self) -> str:
-        """The last thing ssh said, as one printable line; empty when it said nothing."""
-        self._thread.join(0.2)
-        lines = [line.strip() for line in self._tail.decode("utf-8", "replace").splitlines() if line.strip()]
-        last = lines[-1] if lines else ""
-        return terminal_safe(last, "?")[:300]
+    def _read_errors(self, stream: IO[bytes]) -> None:
+        """Keep the end of what ssh writes to its error stream."""
+        with stream:
+            while data := stream.read(1 << 12):
+                self._errors = (self._errors + data)[-STDERR_BYTES_KEPT:]

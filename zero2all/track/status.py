@@ -1,10 +1,9 @@
-"""Is a run still going? Judged from its files and, on the same machine, from the process that wrote them.
+"""Whether a run is still going, judged from its files and, on the same machine, from the process that wrote them.
 
 - *finished*: the writer said so (`end` event, reason `done` or `exit`).
 - *crashed*: it said that it failed; or it said nothing, and its process is gone from this machine.
 - *running*: it wrote a row not long ago.
-- *stalled*: it has been silent for longer than a minute and than ten median steps; or it was preempted and waits to
-  be started again. On another machine, or in a mirrored copy, a dead process cannot be told from a slow one.
+- *stalled*: it has been silent for longer than a minute and than ten median steps; or it was preempted.
 - *unknown*: there is nothing to judge by.
 """
 
@@ -20,8 +19,7 @@ State = Literal["running", "stalled", "finished", "crashed", "unknown"]
 
 SILENCE_SECONDS = 60.0
 SILENCE_STEPS = 10
-CLOCK_DIFFERENCE_SECONDS = 600.0
-"""How far the clocks of two machines may be apart before a running run looks silent."""
+CLOCK_DIFFERENCE_SECONDS = 600.0  # how far the clocks of two machines may be apart before a running run looks silent
 SAME_PROCESS_SECONDS = 5.0
 
 
@@ -31,15 +29,11 @@ class RunStatus:
 
     state: State = "unknown"
     last_step: int | None = None
-    last_time: float | None = None
-    """Seconds since the epoch, by the clock of the machine that trains."""
+    last_time: float | None = None  # seconds since the epoch, by the clock of the machine that trains
     last_tokens: int | None = None
-    total_steps: int | None = None
-    """`train.steps` of the run's config; None when it has none."""
-    attempt: int | None = None
-    """The latest start of the training process."""
-    message: str = ""
-    """Why it is in this state, in one sentence for people; empty while it runs."""
+    total_steps: int | None = None  # `train.steps` of the run's config; None when it has none
+    attempt: int | None = None  # the latest start of the training process
+    message: str = ""  # why it is in this state, in one sentence for people; empty while it runs
 
 
 @dataclass(frozen=True)
@@ -53,10 +47,9 @@ class Evidence:
     last_time: float | None
     modified: float
     """When the file was last written, by the clock of this machine."""
-    median_step_seconds: float = 0.0
+    median_step_seconds: float | None = None
     alive: bool | None = None
-    """Whether the process still runs, looked up *before* the file was read: whoever was gone by then has written all
-    it ever will. None: unknown."""
+    """Whether the process still ran *before* the file was read, so that the file is whole. None: unknown."""
 
 
 def judge(evidence: Evidence, now: float | None = None) -> tuple[State, str]:
@@ -70,7 +63,7 @@ def judge(evidence: Evidence, now: float | None = None) -> tuple[State, str]:
         return "crashed", f"Process {pid} is gone and did not say that it ended."
     if evidence.alive is None and evidence.last_time is not None:  # a fresh copy of old files is not a running run
         silence = max(silence, now - evidence.last_time - CLOCK_DIFFERENCE_SECONDS)
-    if silence > max(SILENCE_SECONDS, SILENCE_STEPS * evidence.median_step_seconds):
+    if silence > max(SILENCE_SECONDS, SILENCE_STEPS * (evidence.median_step_seconds or 0.0)):
         return "stalled", f"No row for {_duration(silence)}."
     return "running", ""
 

@@ -1,9 +1,8 @@
 """TensorBoard's event files, read and written with the messages of the `tensorboard` package (extra `tensorboard`).
 
 A file is a chain of records: the length (8 bytes), its checksum, the data, its checksum; both are masked crc32c. We
-walk the records ourselves, because TensorBoard's reader stops at the first damaged one. A record whose data is damaged
-is skipped and counted; where a length is damaged or cut off, nothing behind it can be found again, so reading ends
-there and the bytes that are left are counted.
+walk the records ourselves, because TensorBoard's reader stops at the first damaged one. A damaged record is skipped and
+counted; behind a damaged length nothing can be found again, so the bytes that are left are counted.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 import google_crc32c
 import numpy as np
@@ -39,13 +38,7 @@ TENSOR_FIELDS = ("float_val", "double_val", "int_val", "int64_val", "bool_val", 
 """Where a tensor without `tensor_content` has its numbers, but for the two kinds of 16-bit floats."""
 
 
-@dataclass(frozen=True)
-class Value:
-    """One value of one tag: a number for `scalar`, a text for `text`."""
-
-    tag: str
-    kind: Literal["scalar", "text"]
-    content: float | str
+Value = tuple[str, float | str]  # a tag, and its number or text
 
 
 @dataclass(frozen=True)
@@ -62,12 +55,9 @@ class TensorboardEvent:
 class Damage:
     """What of a file could not be used."""
 
-    records: int = 0
-    """Records whose checksum or content was wrong."""
-    tail_bytes: int = 0
-    """Bytes behind the last readable record."""
-    values: dict[str, int] = field(default_factory=dict)
-    """Good values of kinds that have no place in a run of ours, by kind."""
+    records: int = 0  # records whose checksum or content was wrong
+    tail_bytes: int = 0  # bytes behind the last readable record
+    values: dict[str, int] = field(default_factory=dict)  # values of kinds we do not keep
 
 
 def messages() -> Any:
@@ -136,13 +126,11 @@ def _value(value: Any, plugins: dict[str, str], damage: Damage, tb: Any) -> list
     plugin = plugins.get(tag, "")
     kind = value.WhichOneof("value")
     if kind == "simple_value":
-        return [Value(tag, "scalar", value.simple_value)]
+        return [(tag, value.simple_value)]
     if kind == "tensor" and plugin in ("scalars", "text", ""):
         content = _tensor(value.tensor, tb)
-        if isinstance(content, float):
-            return [Value(tag, "scalar", content)]
-        if isinstance(content, str) and plugin == "text":
-            return [Value(tag, "text", content)]
+        if isinstance(content, float) or (isinstance(content, str) and plugin == "text"):
+            return [(tag, content)]
     kind = plugin or {"image": "image", "histo": "histogram", "audio": "audio"}.get(kind, "other")
     damage.values[kind] = damage.values.get(kind, 0) + 1
     return []

@@ -1,12 +1,10 @@
 """Write the metrics of a run without ever hurting it.
 
-`log()` copies the values into a queue and returns: it does not block, does not raise, starts no process and opens
-no connection. One daemon thread turns each row into a JSON line and hands it to the kernel with its own write, so
-that a killed process loses at most the row in flight (waking per row instead of every 200 ms costs about 7 µs per
-call and loses 1 row instead of 37; measured November 2026 on two cores).
-
-When the disk is full or the folder is gone the thread keeps trying, the queue keeps the newest `queue_rows` rows,
-and what was dropped is counted, kept in `problems` and written as an event row as soon as rows can be written again.
+`log()` copies the values into a queue and returns: it does not block, does not raise, starts no process and opens no
+connection. One daemon thread writes each row as a JSON line at once, so that a killed process loses at most one row
+(about 7 µs per call; measured November 2026 on two cores). When the disk is full or the folder is gone, the thread
+keeps trying and the queue keeps the newest `queue_rows` rows; what was dropped is counted in `problems` and written as
+an event row later.
 
 Files: `<run>/metrics/<writer>-<attempt>.jsonl`, one per process start, never reopened. Metric rows are
 `{step, time, tokens, values}`, event rows `{step, time, kind, data}`. The first row is an event `segment` (who writes,
@@ -18,6 +16,7 @@ Pictures go to `<run>/media/`; their event row names the file.
 from __future__ import annotations
 
 import atexit
+import functools
 import math
 import operator
 import os
@@ -29,11 +28,11 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from types import TracebackType
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 from zero2all.common import jsonio
-from zero2all.track.picture import Picture, copy_of
+from zero2all.track import values as convert
+from zero2all.track.status import pid_namespace
 
 METRICS_FOLDER = "metrics"
 MEDIA_FOLDER = "media"
@@ -42,19 +41,15 @@ END_KIND = "end"
 FORMAT = 1
 FILE_NAME = re.compile(r"(?P<writer>.+)-(?P<attempt>\d+)\.jsonl")
 WRITER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-REPORT_KIND = "tracking"
-"""The kind of the event row in which the writer confesses what it had to drop."""
+REPORT_KIND = "tracking"  # the kind of the event row that counts what the writer dropped
 
 REPORT_EVERY_SECONDS = 1.0
-CLOSE_SECONDS = 0.5
-"""How long the end of a program may wait for its last rows, where nobody says otherwise."""
+CLOSE_SECONDS = 0.5  # how long `close` waits for the last rows by default
 FIRST_RETRY_SECONDS = 0.1
 LAST_RETRY_SECONDS = 5.0
-MAX_PROBLEMS = 100
-"""Different messages kept in `problems`; a million bad metric names must not fill the memory."""
+MAX_PROBLEMS = 100  # different messages kept in `problems`; a million bad metric names must not fill the memory
 MAX_TEXT_CHARACTERS = 100_000
-MAX_HELD_BYTES = 128 << 20
-"""Pictures, texts and very large rows waiting for the disk; beyond this, new ones are dropped and counted."""
+MAX_HELD_BYTES = 128 << 20  # pictures, texts and large rows waiting for the disk; more are dropped
 LARGE_ROW_VALUES = 1_000
 TAKEN_OVER = "the run belongs to another process now"
 END_ROW_BYTES = 16 << 10
@@ -73,14 +68,29 @@ def has_finished(folder: Path, writer: str = "train") -> bool:
         return False
 
 
+P = ParamSpec("P")
+
+
+def _never_raises(method: Callable[Concatenate[Run, P], None]) -> Callable[Concatenate[Run, P], None]:
+    """A way to log: an error drops the row and is counted, and in a forked child nothing is done."""
+
+    @functools.wraps(method)
+    def call(run: Run, *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            if run._fork_count == _fork_count:
+                method(run, *args, **kwargs)
+        except Exception as error:
+            run._drop(f"{method.__name__}()", error)
+
+    return call
+
+
 class Run:
     """The metrics of one process of one run. Create it once, call `log` every step, `close` it at the end.
 
     Numbers of any kind may be passed, also tensors with one element: a CUDA scalar is copied asynchronously and
-    resolved in the thread, so logging it does not make the training loop wait for the GPU. A sharded DTensor is
-    refused, because reading it would start a collective on this rank alone: pass `x.full_tensor()`.
-
-    In a forked child every call does nothing: the parent's file belongs to the parent.
+    resolved in the thread. A sharded DTensor is refused, because reading it would start a collective on this rank
+    alone: pass `x.full_tensor()`. In a forked child every call does nothing.
     """
 
     def __init__(
@@ -92,17 +102,11 @@ class Run:
         resumed_from: int | None = None,
         may_write: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Create the file of this attempt in `<folder>/metrics`.
+        """Create the file of this attempt in `<folder>/metrics`; None takes the next free number.
 
-        `resumed_from` is the step of the checkpoint a resumed run goes on from: what earlier attempts wrote after it
-        is no longer part of the curve. None for a run that starts from nothing.
-
-        `attempt` None takes the number after the highest there is; a number that is already taken is counted up to
-        the next free one, so no attempt ever writes into another's file. An unwritable folder raises nothing: it
-        is remembered in `problems` and tried again.
-
-        `may_write` is asked in the thread before each row: False, for good, when the run belongs to another process by
-        now. Rows are dropped and counted from then on.
+        `resumed_from` is the step of the checkpoint that a resumed run continues: what earlier attempts wrote after it
+        is no longer part of the curve. An unwritable folder is remembered in `problems` and tried again. `may_write` is
+        asked before each row: once it says False, another process has the run, and rows are dropped and counted.
         """
         if not WRITER_NAME.fullmatch(writer):
             raise ValueError(f"writer={writer!r} becomes part of a file name: use letters, digits, '_', '.' and '-'.")
@@ -112,10 +116,8 @@ class Run:
         self.writer = writer
         self.attempt = attempt
         self.resumed_from = resumed_from
-        self.dropped_rows = 0
-        """Rows that will never be in the file: pushed out of a full queue, not encodable, or logged after close."""
-        self.problems: dict[str, int] = {}
-        """What went wrong so far, and how often. Empty in a healthy run."""
+        self.dropped_rows = 0  # rows that will never be in the file
+        self.problems: dict[str, int] = {}  # what went wrong so far, and how often. Empty in a healthy run.
 
         self._may_write = may_write
         self._queue: SimpleQueue[_Row | None] = SimpleQueue()
@@ -151,99 +153,66 @@ class Run:
         """The file this run writes to."""
         return self.folder / METRICS_FOLDER / f"{self.writer}-{self.attempt or 1}.jsonl"
 
+    @_never_raises
     def log(self, values: Mapping[str, Any], step: int, tokens: int = 0, at: float | None = None) -> None:
-        """Write one row of metrics, some time soon. Never blocks, never raises.
+        """Write one row of metrics soon. `at`: seconds since the epoch; None: now."""
+        kept = dict(values)
+        waits: list[Any] = []
+        if not _FLOATS.issuperset(map(type, kept.values())):
+            kept, waits = self._snapshots(kept)
+        when = time.time() if at is None else float(at)
+        row = {"step": operator.index(step), "time": when, "tokens": operator.index(tokens), "values": kept}
+        self._put((row, waits, 0 if len(kept) < LARGE_ROW_VALUES else self._hold(200 * len(kept))))
 
-        `at` is when it was, in seconds since the epoch. None: now.
-        """
-        try:
-            if self._fork_count != _fork_count:
-                return
-            kept = dict(values)
-            copies_done: list[Any] = []
-            if not _FLOATS.issuperset(map(type, kept.values())):
-                kept, copies_done = self._snapshots(kept)
-            when = time.time() if at is None else float(at)
-            row = {"step": operator.index(step), "time": when, "tokens": operator.index(tokens), "values": kept}
-            self._put((row, copies_done, 0 if len(kept) < LARGE_ROW_VALUES else self._hold(200 * len(kept))))
-        except Exception as error:
-            self._drop("log()", error)
-
+    @_never_raises
     def event(self, kind: str, step: int, data: Mapping[str, Any] | None = None) -> None:
-        """Write that something happened at `step`: a checkpoint, a spike, a restart. Never blocks, never raises.
+        """Write that something happened at `step`. `data` may be nested; objects are written as text."""
+        devices: set[Any] = set()
+        content = convert.frozen(data or {}, devices)
+        row = {"step": operator.index(step), "time": time.time(), "kind": convert.utf8_text(kind), "data": content}
+        self._put((row, convert.copies_done(devices), 0))
 
-        `data` may be nested; what JSON cannot hold is written as text.
-        """
-        try:
-            if self._fork_count != _fork_count:
-                return
-            devices: set[Any] = set()
-            content = _frozen(data or {}, devices)
-            row = {"step": operator.index(step), "time": time.time(), "kind": _text(kind), "data": content}
-            self._put((row, _copies_done(devices), 0))
-        except Exception as error:
-            self._drop("event()", error)
-
+    @_never_raises
     def text(self, name: str, text: str, step: int) -> None:
-        """Write a text sample, such as what the model generates at this step. Never blocks, never raises.
+        """Write a text sample; beyond 100,000 characters it is cut, and `cut_characters` counts the rest."""
+        whole = convert.utf8_text(text)
+        data: dict[str, Any] = {"name": convert.utf8_text(name), "text": whole[:MAX_TEXT_CHARACTERS]}
+        if len(whole) > MAX_TEXT_CHARACTERS:
+            data["cut_characters"] = len(whole) - MAX_TEXT_CHARACTERS
+        self._event_holding("text", step, data, 4 * len(data["text"]))
 
-        Beyond 100,000 characters it is cut, and says so in `cut_characters`.
-        """
-        try:
-            if self._fork_count != _fork_count:
-                return
-            whole = _text(text)
-            data: dict[str, Any] = {"name": _text(name), "text": whole[:MAX_TEXT_CHARACTERS]}
-            if len(whole) > MAX_TEXT_CHARACTERS:
-                data["cut_characters"] = len(whole) - MAX_TEXT_CHARACTERS
-            self._event_holding("text", step, data, 4 * len(data["text"]))
-        except Exception as error:
-            self._drop("text()", error)
-
+    @_never_raises
     def histogram(self, name: str, edges: Sequence[float], counts: Sequence[float], step: int) -> None:
-        """Write a histogram: one edge more than there are counts, as numpy's `histogram` returns them (swapped).
+        """Write a histogram: one edge more than there are counts, as numpy's `histogram` returns them (swapped)."""
+        edge_list, count_list = convert.json_numbers(edges), convert.json_numbers(counts)
+        if len(edge_list) != len(count_list) + 1:
+            raise ValueError(f"{len(edge_list)} edges for {len(count_list)} counts: one edge more is needed")
+        data = {"name": convert.utf8_text(name), "edges": edge_list, "counts": count_list}
+        self._event_holding("histogram", step, data, 32 * len(edge_list))
 
-        Never blocks, never raises.
-        """
-        try:
-            if self._fork_count != _fork_count:
-                return
-            edge_list, count_list = _number_list(edges), _number_list(counts)
-            if len(edge_list) != len(count_list) + 1:
-                raise ValueError(f"{len(edge_list)} edges for {len(count_list)} counts: one edge more is needed")
-            data = {"name": _text(name), "edges": edge_list, "counts": count_list}
-            self._event_holding("histogram", step, data, 32 * len(edge_list))
-        except Exception as error:
-            self._drop("histogram()", error)
-
+    @_never_raises
     def image(self, name: str, image: Any, step: int) -> None:
         """Write a picture: the bytes of a PNG, or an array of bytes (uint8), height × width × 1, 3 or 4.
 
-        The array is copied now and becomes a PNG in the thread. A picture the disk does not take at once is dropped
-        and counted, so that it does not hold up the rows behind it. Never blocks on the disk, never raises; a tensor
-        on a GPU is waited for.
+        The array is copied now and becomes a PNG in the thread; one the disk does not take is dropped and counted.
         """
-        try:
-            if self._fork_count != _fork_count:
-                return
-            picture = copy_of(image)
-            data = {"name": _text(name), "width": picture.width, "height": picture.height, "file": picture}
-            self._event_holding("image", step, data, len(picture.content))
-        except Exception as error:
-            self._drop("image()", error)
+        picture = convert.picture_of(image)
+        data = {"name": convert.utf8_text(name), "width": picture.width, "height": picture.height, "file": picture}
+        self._event_holding("image", step, data, len(picture.content))
 
     def close(self, timeout_seconds: float | None = None, reason: str = "done", message: str | None = None) -> None:
         """Write what is queued, for at most `timeout_seconds` (None: CLOSE_SECONDS), then say why the run ended.
 
-        `reason`: "done"; "failed", with a `message` for whoever looks; "preempted", for a run that will go on. Rows
-        that did not make it are added to `dropped_rows`. Called at interpreter exit if the program does not; a second
-        call does nothing.
+        `reason`: "done"; "failed", with a `message`; "preempted", for a run that will go on. Rows not written in
+        time are added to `dropped_rows`. Called at interpreter exit if the program does not.
         """
         try:
             if self._fork_count != _fork_count or self._closed:
                 return
             self._closed = True
-            self._end = {"reason": _text(reason)} | ({} if message is None else {"message": _text(message)[:2000]})
+            self._end = {"reason": convert.utf8_text(reason)} | (
+                {} if message is None else {"message": convert.utf8_text(message)[:2000]}
+            )
             self._closing.set()
             self._queue.put(None)
             atexit.unregister(self._close_at_exit)
@@ -258,21 +227,18 @@ class Run:
             self._remember("close()", error)
 
     def _close_at_exit(self) -> None:
-        """The program ended without closing: with an error that nobody caught, or just so."""
-        error = getattr(sys, "last_value", None)
-        if error is None:
-            self.close(reason="exit")
-        else:
-            self.close(reason="failed", message=_sentence(error))
+        """The program ended without closing, perhaps with an error that nobody caught."""
+        self._close_with(getattr(sys, "last_value", None), "exit")
 
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        self._close_with(error, "done")
+
+    def _close_with(self, error: BaseException | None, reason: str) -> None:
         if error is None:
-            self.close()
+            self.close(reason=reason)
         else:
             self.close(reason="failed", message=_sentence(error))
 
@@ -284,7 +250,7 @@ class Run:
         self._put((row, [], self._hold(size)))
 
     def _hold(self, size: int) -> int:
-        """Make sure that there is room for so many bytes, and count them until their row has left the queue."""
+        """Reserve `size` bytes until their row has left the queue; MemoryError when too many are held."""
         with self._lock:
             if self._held_bytes + size > MAX_HELD_BYTES:
                 raise MemoryError(f"more than {MAX_HELD_BYTES >> 20} MiB of pictures and texts wait for the disk")
@@ -297,10 +263,10 @@ class Run:
         devices: set[Any] = set()
         for key, value in values.items():
             try:
-                kept[key] = value if type(value) is float else _snapshot(value, devices)
+                kept[key] = value if type(value) is float else convert.snapshot(value, devices)
             except Exception as error:
                 self._remember(f"the value of {str(key)[:100]!r}", error)
-        return kept, _copies_done(devices)
+        return kept, convert.copies_done(devices)
 
     def _put(self, row: _Row) -> None:
         if self._closed:
@@ -323,10 +289,7 @@ class Run:
         self._remember(what, error)
 
     def _remember(self, what: str, error: Exception) -> None:
-        try:
-            message = f"{what}: {type(error).__name__}: {error}"[:500]
-        except Exception:  # an exception whose own text cannot be made
-            message = f"{what}: {type(error).__name__}"
+        message = f"{what}: {_sentence(error)}"[:500]
         with self._lock:
             if message not in self.problems and len(self.problems) >= MAX_PROBLEMS:
                 message = "further problems"
@@ -353,9 +316,9 @@ class Run:
             self._remember("ending the writer thread", error)
 
     def _write(self, row: _Row) -> None:
-        content, copies_done, _ = row
-        for copy_done in copies_done:
-            copy_done.synchronize()
+        content, waits, _ = row
+        for copied in waits:
+            copied.synchronize()
         self._last_step = content["step"]
         if self._append(self._line(content)):
             if self._queue.empty() or time.monotonic() - self._reported_at > REPORT_EVERY_SECONDS:
@@ -373,22 +336,22 @@ class Run:
                 except Exception:
                     pass  # a name that is no text: it is made one below
             content["values"] = self._numbers(content["values"])
-        elif isinstance(picture := content["data"].get("file"), Picture):
+        elif isinstance(picture := content["data"].get("file"), convert.Picture):
             content["data"]["file"] = self._save_picture(picture, content["data"]["name"], content["step"])
         else:
-            content["data"] = _plain(content["data"])
+            content["data"] = convert.plain(content["data"])
         return jsonio.dumps_line(content)
 
     def _numbers(self, values: dict[str, Any]) -> dict[str, float | str]:
         numbers: dict[str, float | str] = {}
         for key, value in values.items():
             try:
-                numbers[_text(key)] = _number(value)
+                numbers[convert.utf8_text(key)] = convert.json_number(value)
             except Exception as error:
                 self._remember(f"the value of {str(key)[:100]!r}", error)
         return numbers
 
-    def _save_picture(self, picture: Picture, name: str, step: int) -> str:
+    def _save_picture(self, picture: convert.Picture, name: str, step: int) -> str:
         """Write the PNG whole under its final name; returns that name below the media folder."""
         if not self._may_write():
             raise PermissionError(TAKEN_OVER)
@@ -413,7 +376,7 @@ class Run:
             data = {"dropped_rows": self.dropped_rows, "problems": dict(self.problems)}
         if now != self._reported:
             self._reported, self._reported_at = now, time.monotonic()
-            row = {"step": self._last_step, "time": time.time(), "kind": REPORT_KIND, "data": _plain(data)}
+            row = {"step": self._last_step, "time": time.time(), "kind": REPORT_KIND, "data": convert.plain(data)}
             self._append(jsonio.dumps_line(row))
 
     def _append(self, line: bytes) -> bool:
@@ -428,8 +391,13 @@ class Run:
         while True:
             try:
                 # A deleted file takes writes without complaint, and they are gone: look at the link count.
-                if self._fd is None or os.fstat(self._fd).st_nlink == 0:
-                    self._reopen()
+                if self._fd is not None and os.fstat(self._fd).st_nlink == 0:
+                    lost = FileNotFoundError("the metrics file was deleted, its rows are lost")
+                    self._remember("while running", lost)
+                    fd, self._fd = self._fd, None
+                    os.close(fd)
+                if self._fd is None:
+                    self._open()
                     line, sent = line.lstrip(b"\n"), 0
                 assert self._fd is not None, "_open sets the file or raises"
                 while sent < len(line):
@@ -443,13 +411,6 @@ class Run:
                 return False
             self._closing.wait(delay)
             delay = min(2 * delay, LAST_RETRY_SECONDS)
-
-    def _reopen(self) -> None:
-        if self._fd is not None:
-            self._remember("while running", FileNotFoundError("the metrics file was deleted, its rows are lost"))
-            fd, self._fd = self._fd, None
-            os.close(fd)
-        self._open()
 
     def _open(self) -> None:
         """Create the next free file and begin it. A run folder that someone deleted is not brought back to life."""
@@ -485,7 +446,7 @@ class Run:
             "host": os.uname().nodename,
             "pid": self._pid,
             "process_start": _process_start(),
-            "pid_namespace": _pid_namespace(),
+            "pid_namespace": pid_namespace(),
             "resumed_from": self.resumed_from,
             "format": FORMAT,
         }
@@ -493,8 +454,7 @@ class Run:
 
 _FLOATS = frozenset((float,))
 
-_fork_count = 0
-"""Forks on the way to this process. Unlike asking the kernel for the process number it costs nothing per call."""
+_fork_count = 0  # forks on the way to this process; cheaper than asking for the process number
 
 
 def _count_fork() -> None:
@@ -508,10 +468,6 @@ _Row = tuple[dict[str, Any], list[Any], int]
 """A row as it waits in the queue, the CUDA events after which its values are on the host, and the bytes it holds."""
 
 
-def _number_list(numbers: Any) -> list[float | str]:
-    return [_number(number) for number in (numbers.tolist() if hasattr(numbers, "tolist") else numbers)]
-
-
 def _process_start() -> float:
     """When this process began, in seconds since the epoch; where the system does not say, now."""
     try:
@@ -523,94 +479,8 @@ def _process_start() -> float:
         return time.time()
 
 
-def _pid_namespace() -> str | None:
-    """What tells the process numbers of one container from those of another."""
-    try:
-        return str(Path("/proc/self/ns/pid").readlink())
-    except OSError:
-        return None
-
-
 def _sentence(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {error}".removesuffix(": ")
-    except Exception:
+    except Exception:  # an exception whose own text cannot be made
         return type(error).__name__
-
-
-def _snapshot(value: Any, devices: set[Any]) -> Any:
-    """The value as it is now, without waiting for it: training may overwrite the tensor in place right after.
-
-    The CUDA devices from which copies are now under way are added to `devices`.
-    """
-    if hasattr(value, "full_tensor"):
-        raise TypeError("this is a sharded DTensor; log its full_tensor()")
-    if not hasattr(value, "detach"):
-        return value
-    value = value.detach()
-    device = getattr(value, "device", None)
-    kind = getattr(device, "type", None)
-    if kind == "cpu":
-        return value.item()
-    if kind == "cuda":
-        devices.add(device)
-        return value.to("cpu", non_blocking=True)
-    return value.clone() if hasattr(value, "clone") else value
-
-
-def _copies_done(devices: set[Any]) -> list[Any]:
-    """CUDA events right behind the copies just queued.
-
-    Waiting for them waits for this step only; `.item()` on the device would wait for all that was queued since.
-    """
-    # Only CUDA tensors put a device here, so torch is loaded; importing it for everyone else would take seconds.
-    return [sys.modules["torch"].cuda.current_stream(device).record_event() for device in devices]
-
-
-def _number(value: Any) -> float | str:
-    """A JSON number, or the name of a float that JSON cannot write."""
-    if hasattr(value, "item"):
-        value = value.item()
-    if isinstance(value, (str, bytes)):
-        raise TypeError(f"a metric must be a number, this is {type(value).__name__}")
-    if isinstance(value, int) and -(2**63) <= value < 2**63:
-        return int(value)
-    number = float(value)
-    return number if math.isfinite(number) else _name_of(number)
-
-
-def _name_of(number: float) -> str:
-    return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
-
-
-def _frozen(value: Any, devices: set[Any]) -> Any:
-    """A copy of nested `value` that later changes by the caller do not reach; device scalars stay unresolved."""
-    if isinstance(value, Mapping):
-        return {_text(key): _frozen(inner, devices) for key, inner in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [_frozen(inner, devices) for inner in value]
-    if hasattr(value, "detach"):
-        try:
-            return _snapshot(value, devices)
-        except Exception as error:  # several elements, or sharded
-            return f"{type(value).__name__}: {error}"
-    return value
-
-
-def _plain(value: Any) -> Any:
-    """What `_frozen` kept, as JSON can hold it: numbers, text, lists and objects; anything else by its `str`."""
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_plain(inner) for inner in value]
-    try:
-        return _number(value)
-    except Exception:
-        return _text(value)
-
-
-def _text(value: Any) -> str:
-    """UTF-8 text, whatever comes; lone surrogates are escaped."""
-    return str(value).encode("utf-8", "backslashreplace").decode()

@@ -23,12 +23,11 @@ from starlette.testclient import TestClient
 
 from zero2all.common.errors import UsageError
 from zero2all.track import Run
-from zero2all.track.api import make_app
+from zero2all.track.api import make_app, stream_changes
+from zero2all.track.curves import Curve, pack_curves, unpack_curves
 from zero2all.track.library import Root, RunLibrary
-from zero2all.track.live import stream_changes
 from zero2all.track.server import Board, BoardOptions, open_roots
 from zero2all.track.smoothing import KINDS
-from zero2all.track.wire import Curve, pack_curves, unpack_curves
 
 from .conftest import HOSTILE, SPIKE_STEP
 

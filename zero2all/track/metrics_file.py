@@ -1,8 +1,7 @@
 """One metrics file, read as it grows.
 
-`refresh` costs one stat while nothing happens. When the file grew, only the new whole lines are read; a half-written
-last line waits for its end. A file that was replaced under its name (another inode, shorter, or other bytes where we
-have read already) is noticed and read again from the start. Long files are also kept as a binary sidecar.
+`refresh` costs one stat while nothing happens, and reads only new whole lines. A file that was replaced under its name
+(another inode, shorter, or other bytes where we have read already) is read again. Long files are kept as a sidecar.
 """
 
 from __future__ import annotations
@@ -16,23 +15,19 @@ from typing import Any
 
 from zero2all.track import rows, sidecar
 from zero2all.track.columns import FileColumns, MetricNames
-from zero2all.track.writer import END_KIND, SEGMENT_KIND
+from zero2all.track.writer import SEGMENT_KIND
 
-CHUNK_BYTES = 512 << 10
-"""As much as the second-level cache of a core holds together with its parsed numbers: 15 % faster than 2 MiB."""
-MAX_LINE_BYTES = 64 << 20
-"""A longer line is no row of ours: it is skipped without being held in memory."""
-MARK_BYTES = 256
-"""So many bytes at the start of a file, and before the place reading stopped, tell it from another."""
-SIDECAR_BYTES = 1 << 20
-"""Shorter files are parsed faster than a sidecar is worth."""
-SIDECAR_GROWTH = 0.05
-"""A sidecar is written again when the file has grown by this share."""
+CHUNK_BYTES = 512 << 10  # fits into a core's second-level cache with its numbers: 15 % faster than 2 MiB
+MAX_LINE_BYTES = 64 << 20  # a longer line is no row of ours: it is skipped without being held in memory
+MARK_BYTES = 256  # bytes at the start of a file, and before the place reading stopped, by which it is recognised
+SIDECAR_BYTES = 1 << 20  # shorter files are parsed faster than a sidecar is worth
+SIDECAR_GROWTH = 0.05  # a sidecar is written again when the file has grown by this share
 MAX_EVENTS = 100_000
-MAX_TEXT_CHARACTERS = 256 << 20
-"""Events, and the text samples in them, kept per file; the rest is counted."""
-HALF_LINE_SECONDS = 10.0
-"""A last line that has no end for so long will never have one."""
+MAX_TEXT_CHARACTERS = 256 << 20  # events, and the text samples in them, kept per file; the rest is counted
+HALF_LINE_SECONDS = 10.0  # a last line without its end for this long will never get one
+
+
+EVENT_ROW = ("step", "time", "kind", "data")
 
 
 @dataclass(frozen=True)
@@ -47,17 +42,15 @@ class Event:
     attempt: int
 
 
-class Segment:
+class MetricsFile:
     """The rows and events of one file: one start of one writer."""
 
     def __init__(self, path: Path, writer: str, attempt: int, names: MetricNames, cache: Path) -> None:
         self.path = path
         self.writer = writer
         self.attempt = attempt
-        self.replaced = 0
-        """How often another file took the place of this one."""
-        self.modified = 0.0
-        """When the file was last written, by the clock of the file system."""
+        self.replaced = 0  # how often another file took the place of this one
+        self.modified = 0.0  # when the file was last written, by the clock of the file system
         self._names = names
         self._sidecar_path = sidecar.sidecar_path(cache, path)
         self._seen: os.stat_result | None = None
@@ -66,27 +59,17 @@ class Segment:
     def _forget(self) -> None:
         self.columns = FileColumns()
         self.events: list[Event] = []
-        self.header: dict[str, Any] = {}
-        """The data of the `segment` event the file begins with; empty in files of other writers."""
-        self.last_event: Event | None = None
-        """The event in the last line, or None when that is a metric row."""
+        self.header: dict[str, Any] = {}  # the data of the `segment` event the file begins with, if any
         self.skipped_lines = 0
         self.skipped_values = 0
         self.left_out_events = 0
-        self.offset = 0
-        """Bytes read: all whole lines."""
+        self.offset = 0  # bytes read: all whole lines
         self._text_characters = 0
-        self._newest_event: Event | None = None
         self._half_line_bytes = 0
         self._saved_offset = 0
         self._head = b""
         self._tail = b""
         self._skipping = False
-
-    @property
-    def has_ended(self) -> bool:
-        """The last line says that the writer ended by itself."""
-        return self.last_event is not None and self.last_event.kind == END_KIND
 
     @property
     def has_torn_line(self) -> bool:
@@ -156,17 +139,12 @@ class Segment:
             self._take_events(block.events)
         if len(block.step):
             self.columns.append(block)
-        if len(block.step) or block.events:
-            last_line = lines[lines.rstrip().rfind(b"\n") + 1 :]
-            is_event = bool(block.events) and (rows.read_row(last_line) or {}).get("kind") is not None
-            self.last_event = self._newest_event if is_event else None
 
     def _take_events(self, events: list[dict[str, Any]]) -> None:
         if events and not self.events and not len(self.columns) and events[0]["kind"] == SEGMENT_KIND:
             self.header = events[0]["data"]
         for row in events:
             event = Event(row["step"], float(row["time"]), row["kind"], row["data"], self.writer, self.attempt)
-            self._newest_event = event
             text = event.data.get("text")
             size = len(text) if isinstance(text, str) else 0
             if len(self.events) < MAX_EVENTS and self._text_characters + size <= MAX_TEXT_CHARACTERS:
@@ -181,45 +159,32 @@ class Segment:
         """Start from the sidecar if there is one of this very file."""
         if stat.st_size < SIDECAR_BYTES or (known := sidecar.load(self._sidecar_path)) is None:
             return
-        is_untouched = (stat.st_size, stat.st_mtime_ns) == (known.size, known.modified_ns)
-        has_grown = stat.st_size > known.size and _has_marks(fd, known.head, known.tail, known.offset)
+        facts, columns = known
+        is_untouched = (stat.st_size, stat.st_mtime_ns) == (facts["size"], facts["modified_ns"])
+        has_grown = stat.st_size > facts["size"] and _has_marks(fd, facts["head"], facts["tail"], facts["offset"])
         if not (is_untouched or has_grown):
             return
-        self._take_events(known.events)
-        self.columns = known.columns
-        for name in list(self.columns.metrics):
-            if not self._names.admit(name, len(self.columns.metrics[name].values)):
-                del self.columns.metrics[name]
-        if known.last_event is not None:
-            row = known.last_event
-            self.last_event = Event(row["step"], row["time"], row["kind"], row["data"], self.writer, self.attempt)
-        self.skipped_lines, self.skipped_values = known.skipped_lines, known.skipped_values
-        self.left_out_events = known.left_out_events
-        self.offset = self._saved_offset = known.offset
-        self._head, self._tail = known.head, known.tail
+        self._take_events(facts["events"])
+        self.columns = columns
+        for name in list(columns.metrics):
+            if not self._names.admit(name, len(columns.metrics[name].values)):
+                del columns.metrics[name]
+        for name in sidecar.COUNTS:
+            setattr(self, name, facts[name])
+        self._saved_offset, self._head, self._tail = self.offset, facts["head"], facts["tail"]
 
     def _save(self) -> None:
         assert self._seen is not None, "a file is looked at before it is read"
-        content = sidecar.Sidecar(
-            offset=self.offset,
-            size=self._seen.st_size,
-            modified_ns=self._seen.st_mtime_ns,
-            head=self._head,
-            tail=self._tail,
-            events=[_row(event) for event in self.events],
-            last_event=_row(self.last_event) if self.last_event else None,
-            skipped_lines=self.skipped_lines,
-            skipped_values=self.skipped_values,
-            left_out_events=self.left_out_events,
-            columns=self.columns,
-        )
+        facts = {name: getattr(self, name) for name in sidecar.COUNTS} | {
+            "size": self._seen.st_size,
+            "modified_ns": self._seen.st_mtime_ns,
+            "head": self._head,
+            "tail": self._tail,
+            "events": [{name: getattr(event, name) for name in EVENT_ROW} for event in self.events],
+        }
         self._saved_offset = self.offset
-        with suppress(OSError, TypeError, ValueError):  # without a sidecar the next opening takes longer, that is all
-            sidecar.save(self._sidecar_path, content)
-
-
-def _row(event: Event) -> dict[str, Any]:
-    return {"step": event.step, "time": event.time, "kind": event.kind, "data": event.data}
+        with suppress(OSError, TypeError, ValueError):  # without a sidecar the next opening only takes longer
+            sidecar.save(self._sidecar_path, facts, self.columns)
 
 
 def _identity(stat: os.stat_result) -> tuple[int, int, int]:
