@@ -325,7 +325,7 @@ class _Build:
             channels = [each.channel for each in self.parts if each.plan is plan]
             content[PART_KEY] = {"source": plan.name, "inputs": plan.inputs, "channels": channels}
         fields = report_fields(part, states)
-        contained = finish.duplicates.facts["contained"] if finish.duplicates is not None else {}
+        contained = finish.duplicates.contained if finish.duplicates is not None else {}
         fields["contained"] = contained.get(part.name, {})
         finish.commit(self.inputs[part.name], content, fields)
         self.stale = [each for each in self.stale if each is not part]

@@ -11,7 +11,6 @@ Once `found.json` is there, the segments of a source are needed only until that 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +20,9 @@ import numpy as np
 
 from zero2all.common import jsonio
 from zero2all.common.engine import Engine
-from zero2all.common.files import PARTIAL_MARK, read_json, write_json
+from zero2all.common.files import atomic_file, read_json, write_json
 from zero2all.corpus.dedup.cluster import CLUSTERS_NAME as PAIRS_NAME
-from zero2all.corpus.dedup.cluster import NEAR_DUPLICATE, DedupResult, find_duplicates
+from zero2all.corpus.dedup.cluster import NEAR_DUPLICATE, DedupResult, drop_path, find_duplicates
 from zero2all.corpus.dedup.config import DedupConfig, jaccard_estimate
 from zero2all.corpus.dedup.contained import find_contained
 from zero2all.corpus.dedup.index import read_index
@@ -58,12 +57,12 @@ class Duplicates:
     """Name of a source -> position of its first segment among all."""
     first_documents: Sequence[int]
     """Number of the first document of each segment."""
-    facts: Mapping[str, Any]
-    """Counts for the report."""
+    contained: Mapping[str, Any]
+    """By source: records that stand inside longer ones."""
 
     def drop_path(self, source: str, segment: int) -> Path:
         """The list of a segment: a byte for each kept record, 0 where it stays."""
-        return self.folder / f"drop-{self.first_segment[source] + segment:05d}.npy"
+        return drop_path(self.folder, self.first_segment[source] + segment)
 
     def first_document(self, source: str, segment: int) -> int:
         """Number of the first record of a segment over all sources."""
@@ -88,7 +87,7 @@ def read_duplicates(folder: Path) -> Duplicates | None:
         found = read_json(folder / FOUND_NAME)
     except FileNotFoundError:
         return None
-    return Duplicates(folder, found["first_segment"], found["first_documents"], found["facts"])
+    return Duplicates(folder, found["first_segment"], found["first_documents"], found["facts"]["contained"])
 
 
 def search_duplicates(
@@ -108,18 +107,10 @@ def search_duplicates(
     _write_gids(folder / GIDS_NAME, sources, result.documents)
     _write_clusters(folder)
     first_segment = {name: owners.index(name) for name in dict.fromkeys(owners)}
-    facts: dict[str, Any] = {
-        "documents": result.documents,
-        "clusters": result.clusters,
-        "exact": result.exact,
-        "near": result.near,
-    }
-    facts["contained"] = _contained(folder, units, result, owners) if config.near != "off" else {}
-    write_json(
-        folder / FOUND_NAME,
-        {"first_segment": first_segment, "first_documents": list(result.first_ids), "facts": facts},
-    )
-    return Duplicates(folder, first_segment, result.first_ids, facts)
+    contained = _contained(folder, units, result, owners) if config.near != "off" else {}
+    found = {"first_segment": first_segment, "first_documents": result.first_ids, "facts": {"contained": contained}}
+    write_json(folder / FOUND_NAME, found)
+    return Duplicates(folder, first_segment, result.first_ids, contained)
 
 
 def _contained(folder: Path, units: list[Path], result: DedupResult, owners: list[str]) -> dict[str, Any]:
@@ -168,13 +159,9 @@ def _write_gids(path: Path, sources: Sequence[SourceSegments], documents: int) -
 
 
 def _write_clusters(folder: Path) -> None:
-    partial = folder / f"{CLUSTERS_NAME}{PARTIAL_MARK}{os.getpid()}"
-    with open(partial, "wb", buffering=1 << 20) as file:
+    with atomic_file(folder / CLUSTERS_NAME) as file:
         for kept, dropped in _clusters(folder):
             file.write(jsonio.dumps_line({"kept": kept, "dropped": dropped}))
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(folder / CLUSTERS_NAME)
 
 
 def _clusters(folder: Path) -> Iterator[tuple[int, list[dict[str, Any]]]]:

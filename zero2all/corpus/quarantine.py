@@ -6,13 +6,12 @@ appears whole. A source without damage has no such file.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero2all.common import jsonio
-from zero2all.common.files import PARTIAL_MARK, fsync_folder
+from zero2all.common.files import atomic_file
 from zero2all.corpus.record import make_gid
 
 if TYPE_CHECKING:
@@ -58,20 +57,11 @@ class Quarantine:
         if not any(segment.state["tally"]["quarantined"] for segment in segments):
             self.path.unlink(missing_ok=True)
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_name(f"{self.path.name}{PARTIAL_MARK}{os.getpid()}")
-        try:
-            with open(partial, "wb") as file:
-                for line in self._lines(segments):
-                    self.counts[line["reason"]] = self.counts.get(line["reason"], 0) + 1
-                    self.firsts.setdefault(line["reason"], f"{line['file']}, {line['place']}: {line['detail']}")
-                    file.write(jsonio.dumps_line({**line, "gid": make_gid(source_number, line["gid"])}))
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(self.path)
-        finally:
-            partial.unlink(missing_ok=True)
-        fsync_folder(self.path.parent)
+        with atomic_file(self.path) as file:
+            for line in self._lines(segments):
+                self.counts[line["reason"]] = self.counts.get(line["reason"], 0) + 1
+                self.firsts.setdefault(line["reason"], f"{line['file']}, {line['place']}: {line['detail']}")
+                file.write(jsonio.dumps_line({**line, "gid": make_gid(source_number, line["gid"])}))
 
     def in_words(self) -> str:
         """Counts by reason, each with its first place."""

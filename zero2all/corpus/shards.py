@@ -12,19 +12,17 @@ same records stand in the same shard in every format, and which ones is known be
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, get_args
 
 from zero2all.common import jsonio
-from zero2all.common.files import PARTIAL_MARK
+from zero2all.common.files import atomic_file
 from zero2all.common.records import TEXT_END, training_text
 
 ShardFormat = Literal["jsonl", "jsonl.zst", "parquet", "txt"]
 SHARD_FORMATS: tuple[str, ...] = get_args(ShardFormat)
 
-WRITE_BUFFER_BYTES = 1 << 20
 FRAME_BYTES = 4_000_000
 ROW_GROUP_BYTES = 16_000_000
 ZSTD_LEVEL = 3
@@ -37,8 +35,6 @@ def shard_name(number: int, shard_format: str) -> str:
 
 def write_shard(path: Path, shard_format: str, batches: Iterator[list[bytes]]) -> int:
     """Write one shard from lines of JSON, which appears when it is whole; returns how many records it has."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}{PARTIAL_MARK}{os.getpid()}")
     writers: dict[str, Callable[[BinaryIO, Iterator[list[bytes]]], None]] = {
         "jsonl": _write_jsonl,
         "jsonl.zst": _write_zst,
@@ -53,14 +49,8 @@ def write_shard(path: Path, shard_format: str, batches: Iterator[list[bytes]]) -
             records += len(batch)
             yield batch
 
-    try:
-        with open(partial, "wb", buffering=WRITE_BUFFER_BYTES) as file:
-            writers[shard_format](file, counted())
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with atomic_file(path) as file:
+        writers[shard_format](file, counted())
     return records
 
 

@@ -15,22 +15,24 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dedup_helpers import InOrder, changed, en_text, make_units, outcome, random_units, zh_text
+from dedup_helpers import (
+    InOrder,
+    changed,
+    clusters,
+    described,
+    en_text,
+    make_units,
+    outcome,
+    random_units,
+    text_digest,
+    zh_text,
+)
 
 from zero2all.common.errors import BadInputError, UsageError
-from zero2all.corpus.dedup import (
-    EXACT_DUPLICATE,
-    KEEP,
-    NEAR_DUPLICATE,
-    DedupConfig,
-    Described,
-    IndexWriter,
-    digest_bytes,
-    find_duplicates,
-    read_index,
-    read_signatures,
-    text_digest,
-)
+from zero2all.corpus.dedup.cluster import EXACT_DUPLICATE, KEEP, NEAR_DUPLICATE, find_duplicates
+from zero2all.corpus.dedup.config import DedupConfig
+from zero2all.corpus.dedup.index import IndexWriter, digest_bytes, read_index, read_signatures
+from zero2all.corpus.dedup.signatures import Described
 
 
 def drops(units: list[list[str]], tmp_path: Path, channel: str = "zh", **settings: Any) -> list[list[int]]:
@@ -60,10 +62,10 @@ def test_of_near_duplicates_the_longest_stays_and_the_cluster_is_recorded(tmp_pa
     folders = make_units(tmp_path / "units", [[text, other], [changed(text, 0.04, rng), longest, text + " "]])
     result = find_duplicates(folders, tmp_path / "work", DedupConfig())
     assert outcome(result)[0] == [[EXACT_DUPLICATE, KEEP], [NEAR_DUPLICATE, KEEP, NEAR_DUPLICATE]]
-    (cluster,) = result.iter_clusters()
-    assert cluster.kept == (1, 1)
-    assert [(m.place, m.reason) for m in cluster.members] == [((0, 0), 1), ((1, 0), 2), ((1, 2), 2)]
-    assert all(0.75 < m.similarity < 1 for m in cluster.members)
+    ((kept, members),) = clusters(result).items()
+    assert kept == 3
+    assert [(document, reason) for document, reason, _ in members] == [(0, 1), (2, 2), (4, 2)]
+    assert all(0.75 < similarity < 1 for *_, similarity in members)
     assert (result.exact, result.near, result.clusters, result.documents) == (1, 2, 1, 5)
 
 
@@ -77,8 +79,8 @@ def test_a_chain_of_small_changes_is_not_swallowed_whole(tmp_path: Path) -> None
     result = find_duplicates(folders, tmp_path / "work", DedupConfig())
     kept = [at for at, drop in enumerate(result.drops(0)) if drop == KEEP]
     assert 4 <= len(kept) <= 6
-    for cluster in result.iter_clusters():
-        assert all(abs(m.place.row - cluster.kept.row) <= 1 for m in cluster.members)
+    for kept_one, members in clusters(result).items():
+        assert all(abs(document - kept_one) <= 1 for document, *_ in members)
 
 
 @pytest.mark.parametrize("channel", ["zh", "en", "code"])
@@ -94,7 +96,7 @@ def test_no_units_and_empty_units(tmp_path: Path) -> None:
     assert find_duplicates([], tmp_path / "none", DedupConfig()).documents == 0
     result = find_duplicates(make_units(tmp_path / "units", [[], []]), tmp_path / "work", DedupConfig())
     assert outcome(result)[0] == [[], []]
-    assert list(result.iter_clusters()) == []
+    assert clusters(result) == {}
 
 
 def test_large_families_leave_one_each(tmp_path: Path) -> None:
@@ -107,9 +109,8 @@ def test_large_families_leave_one_each(tmp_path: Path) -> None:
     dropped = np.concatenate([result.drops(0), result.drops(1)])
     kept = [n % 3 for n in np.flatnonzero(dropped == KEEP)]
     assert sorted(kept) == [0, 1, 2]
-    for cluster in result.iter_clusters():
-        rows = {result.first_ids[m.place.unit] + m.place.row for m in cluster.members}
-        assert len({row % 3 for row in rows}) == 1
+    for members in clusters(result).values():
+        assert len({document % 3 for document, *_ in members}) == 1
 
 
 @pytest.mark.parametrize("size", [1, 60])
@@ -125,8 +126,7 @@ def test_held_out_guard_drops_only_train_copies_of_held_out_records(size: int, t
 
     result = find_duplicates(folders, tmp_path / "work", DedupConfig(near="held_out"), held_out=held_out)
     assert result.drops(0).tolist() == [0, 0, *[NEAR_DUPLICATE] * size, *[0] * size]
-    (cluster,) = result.iter_clusters()
-    assert cluster.kept.row == 0
+    assert list(clusters(result)) == [0]
 
 
 def test_outcome_does_not_depend_on_parts_workers_or_order(tmp_path: Path) -> None:
@@ -217,7 +217,8 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from itertools import chain
 from pathlib import Path
-from zero2all.corpus.dedup import DedupConfig, find_duplicates
+from zero2all.corpus.dedup.cluster import find_duplicates
+from zero2all.corpus.dedup.config import DedupConfig
 units = sorted(Path(sys.argv[1]).glob("unit-*"))
 result = find_duplicates(units, Path(sys.argv[1]) / "work", DedupConfig(), memory_bytes=8 << 20)
 assert result.near > 0.1 * result.documents, result
@@ -243,7 +244,7 @@ def test_index_files_are_plain_npy(tmp_path: Path) -> None:
 
     def batch(count: int) -> Described:
         digests, rows = rng.integers(0, 256, (count, 16), np.uint8), rng.integers(0, 256, (count, 256), np.uint8)
-        return Described(digests, np.arange(count, dtype=np.uint32), rows)
+        return described(digests, np.arange(count, dtype=np.uint32), rows)
 
     first, second = batch(5), batch(4)
     with IndexWriter(tmp_path, near=True) as writer:

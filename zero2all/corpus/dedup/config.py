@@ -18,7 +18,7 @@ Unit = Literal["character", "word", "token"]
 
 @dataclass(frozen=True)
 class Shingle:
-    """What a text is cut into before two texts are compared; see `shingles.py` for the exact definition."""
+    """What a text is cut into before two texts are compared; see `fold.py` for the exact definition."""
 
     unit: Unit
     """character: code points without white space; word: runs of letters and digits; token: words and signs."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
 import numpy as np
@@ -44,17 +43,15 @@ class IndexWriter:
         """Append a batch; `ordinals` are the places of its records among all items of the unit."""
         rows = np.empty(len(described.digests), INDEX)
         rows["digest"] = np.ascontiguousarray(described.digests).view(">u8")
-        rows["key"] = rows["digest"][:, 0] if described.keys is None else described.keys
+        rows["key"] = described.keys
         rows["ordinal"] = ordinals
         rows["text_bytes"] = described.text_bytes
         self._index.append(rows)
-        if self._signatures is not None:
-            if described.signatures is None:
+        if self._signatures is not None and self._anchors is not None:
+            if described.signatures is None or described.anchors is None:
                 raise AssertionError("near dedup is on, but the batch was described without signatures")
             self._signatures.append(described.signatures)
-        if self._anchors is not None:
-            none = np.full((len(rows), ANCHORS), 0xFFFFFFFF, np.uint32)
-            self._anchors.append(none if described.anchors is None else described.anchors)
+            self._anchors.append(described.anchors)
 
     def close(self) -> None:
         """Write the headers."""
@@ -65,16 +62,8 @@ class IndexWriter:
     def __enter__(self) -> IndexWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def write_index(folder: Path, described: Described, ordinals: np.ndarray | None = None) -> None:
-    """Write all files in one go, for a unit that fits in memory."""
-    with IndexWriter(folder, near=described.signatures is not None) as writer:
-        writer.add(described, np.arange(len(described.digests)) if ordinals is None else ordinals)
 
 
 def read_index(folder: Path) -> np.ndarray:

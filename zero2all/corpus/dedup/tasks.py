@@ -6,7 +6,7 @@ A task whose last file exists is done and does nothing. `cluster.py` says what t
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,6 @@ from zero2all.corpus.dedup.arrays import (
     lookup,
     npy_rows,
     pread_into,
-    read_into,
     read_slice,
     read_sorted_slice,
     sorted_unique,
@@ -42,8 +41,8 @@ APART_NAME = "apart.npy"
 """One byte a document: 1 when it is held out. There only when nothing but copies of held-out records is dropped."""
 
 
-class Piece(NamedTuple):
-    """Consecutive records of one unit."""
+class RowRange(NamedTuple):
+    """Consecutive rows of one unit."""
 
     folder: Path
     row: int
@@ -55,7 +54,7 @@ class Chunk(NamedTuple):
     """Consecutive documents."""
 
     number: int
-    pieces: tuple[Piece, ...]
+    ranges: tuple[RowRange, ...]
     steps: Path
     config: DedupConfig
 
@@ -100,14 +99,14 @@ def split_digests(chunk: Chunk) -> None:
     target = chunk.steps / f"digests-{chunk.number:05d}.npy"
     if ends_of(target).exists():
         return
-    entries = np.empty(sum(piece.records for piece in chunk.pieces), DIGEST_ENTRY)
+    entries = np.empty(sum(each.records for each in chunk.ranges), DIGEST_ENTRY)
+    entries["document"] = np.arange(len(entries), dtype=np.uint32) + np.uint32(chunk.ranges[0].first_id)
     at = 0
-    for piece in chunk.pieces:
-        rows = index_slice(piece.folder, piece.row, piece.records)
-        part = entries[at : at + piece.records]
-        part["high"], part["low"] = rows["digest"][:, 0], rows["digest"][:, 1]
-        part["document"] = np.arange(piece.first_id, piece.first_id + piece.records, dtype=np.uint32)
-        at += piece.records
+    for each in chunk.ranges:
+        digests = index_slice(each.folder, each.row, each.records)["digest"]
+        entries["high"][at : at + each.records] = digests[:, 0]
+        entries["low"][at : at + each.records] = digests[:, 1]
+        at += each.records
     parts = (entries["high"] >> np.uint64(52)).astype(np.uint16)
     order = np.argsort(parts, kind="stable")
     ends = np.searchsorted(parts[order], np.arange(DIGEST_PARTS + 1)).astype(np.int64)
@@ -154,16 +153,13 @@ def split_bands(chunk: Chunk) -> None:
     target = chunk.steps / f"bands-{chunk.number:05d}.npy"
     if ends_of(target).exists():
         return
-    records = sum(piece.records for piece in chunk.pieces)
-    first_id = chunk.pieces[0].first_id
-    lost = read_slice(chunk.steps / LOST_NAME.format(round_number=0), np.dtype(np.uint8), first_id, first_id + records)
-    rows = np.empty((records, VALUES), np.uint8)
-    at = 0
-    for piece in chunk.pieces:
-        part = rows[at : at + piece.records]
-        read_into(part, piece.folder / SIGNATURES_NAME, HEADER_BYTES + piece.row * VALUES)
-        at += piece.records
-    entries = np.empty(records * chunk.config.bands, np.uint64)
+    first_id = chunk.ranges[0].first_id
+    end_id = first_id + sum(each.records for each in chunk.ranges)
+    lost = read_slice(chunk.steps / LOST_NAME.format(round_number=0), np.dtype(np.uint8), first_id, end_id)
+    unit_ids = [each.first_id - each.row for each in chunk.ranges]
+    with _Signatures([each.folder for each in chunk.ranges], unit_ids) as signatures:
+        rows = signatures.read(np.arange(first_id, end_id))
+    entries = np.empty(len(rows) * chunk.config.bands, np.uint64)
     ends = np.empty(kernels.PARTS + 1, np.int64)
     total = kernels.band_entries(rows, lost, first_id, chunk.config.bands, chunk.config.rows, entries, ends)
     write_npy(target, entries[:total])
@@ -247,15 +243,13 @@ def _packed(one: np.ndarray, two: np.ndarray) -> np.ndarray:
     return np.minimum(one, two) << np.uint64(32) | np.maximum(one, two)
 
 
-def compare_pairs(task: CompareTask) -> tuple[str, int, int]:
-    """The pairs whose signatures agree, with the number of equal values; (file name, compared, agreed)."""
+def compare_pairs(task: CompareTask) -> str:
+    """The pairs whose signatures agree, with the number of equal values; returns the name of their file."""
     from zero2all.corpus.dedup import graph_kernels as kernels
 
     name = f"edges-{task.round_number:02d}-{task.number:05d}.npy"
-    done = task.steps / f"{name}.json"
-    if done.exists():
-        compared, similar = read_json(done)
-        return name, compared, similar
+    if (task.steps / name).exists():
+        return name
     pairs = sorted_unique(np.concatenate([read_sorted_slice(file, task.first, task.end) for file in task.files]))
     edges, edge_matches = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint8)]
     with _Signatures(task.units, task.first_ids) as signatures:
@@ -268,11 +262,9 @@ def compare_pairs(task: CompareTask) -> tuple[str, int, int]:
             kernels.compare(signatures.read(documents), first, second, matches, task.needed)
             edges.append(piece[matches > 0])
             edge_matches.append(matches[matches > 0])
-    found = np.concatenate(edges)
     write_npy(matches_of(task.steps / name), np.concatenate(edge_matches))
-    write_npy(task.steps / name, found)
-    write_json(done, [len(pairs), len(found)])
-    return name, len(pairs), len(found)
+    write_npy(task.steps / name, np.concatenate(edges))
+    return name
 
 
 class _Buckets:
@@ -344,7 +336,7 @@ class _Signatures:
 
     OPEN_MOST = 128
 
-    def __init__(self, units: tuple[Path, ...], first_ids: tuple[int, ...]) -> None:
+    def __init__(self, units: Sequence[Path], first_ids: Sequence[int]) -> None:
         self.units, self.first_ids = units, np.array(first_ids)
         self.handle = lru_cache(maxsize=None)(self._open)
         self.handles: list[int] = []

@@ -17,8 +17,7 @@ import numpy as np
 from numba import int64, njit, types, uint8, uint16, uint32, uint64
 
 from zero2all.corpus.dedup.config import VALUES
-from zero2all.corpus.dedup.fold import fold_table
-from zero2all.corpus.dedup.shingles import LETTER, SIGN, SPACE, character_class
+from zero2all.corpus.dedup.fold import LETTER, SIGN, SPACE, character_class, fold_table
 
 CHARACTER, WORD, TOKEN = range(3)
 UNIT_MODES = {"character": CHARACTER, "word": WORD, "token": TOKEN}
