@@ -275,9 +275,9 @@ def _rules(arguments: argparse.Namespace) -> None:
     print(f"  --clean.too_short.min_chars 20   --clean.{channel}.digits.on false")
     for title, wanted in (("edits, which never drop a text", True), ("drops, in this order", False)):
         print(f"\n{title}")
-        for name, rule in RULES.items():
+        for name, description in RULES.items():
             if (name in EDITS) == wanted:
-                _print_rule(name, rule.description, getattr(config, name))
+                _print_rule(name, description, getattr(config, name))
 
 
 def _print_rule(name: str, description: str, settings: Any) -> None:

@@ -35,7 +35,7 @@ def package_text(package: str, name: str) -> str:
 
 @contextmanager
 def atomic_file(path: Path, check: Callable[[], None] | None = None) -> Iterator[BinaryIO]:
-    """A file that replaces `path` when the block ends without an error; `check` is called right before, and may raise."""
+    """A file that replaces `path` when the block ends well; `check` is called right before, and may raise."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}{PARTIAL_MARK}{os.getpid()}")
     try:

@@ -1,9 +1,8 @@
 """Ingest: one task's raw files -> segments of cleaned records, ready for dedup and finish.
 
-A task is some files read whole, or one piece of a large file. Rows are put into documents, cleaned in batches of
-about 1 MB, and written without their final numbers: how many items come before them in their source is known only
-when every task is done. What a segment holds depends on the task alone, never on who ran it or how often it was
-interrupted.
+A task is some files read whole, or one unit of a large file. Rows become documents, are cleaned in batches of about
+1 MB, and written without their final numbers, which are known only when every task is done. What a segment holds
+depends on the task alone, not on the worker or on interruptions.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from zero2all.corpus.readers import (
     read_unit,
 )
 from zero2all.corpus.record import Document
-from zero2all.corpus.segment_writer import AutoWriter, SegmentWriter
+from zero2all.corpus.segment_writer import SegmentWriter
 from zero2all.corpus.segments import (
     DONE_NAME,
     STATE_NAME,
@@ -45,10 +44,9 @@ from zero2all.corpus.segments import (
     segment_name,
     segments_of_unit,
 )
-from zero2all.corpus.sources import apply_mapping, guess_mapping, has_field, longest_first
+from zero2all.corpus.sources import PEEKED_ROWS, apply_mapping, guess_mapping, has_field, longest_first
 
 PROGRESS_BYTES = 1 << 18
-PEEKED_ROWS = 20
 PEEKED_ITEMS = 1000
 NAMED_FILES = 20
 NAMED_FIELDS = 50
@@ -63,6 +61,8 @@ class IngestTask:
     is_auto: bool
     """Documents go to the segments of their own channels; `channel` is that of what belongs to none."""
     given_mapping: Mapping[str, str]
+    known_mappings: Mapping[str, Mapping[str, str]]
+    """File name -> mapping of its rows, where it was guessed when the source was looked into."""
     files: tuple[InputFile | Unit, ...]
     """Files to be read whole, or one unit of a large one."""
     folder: Path
@@ -88,11 +88,7 @@ def ingest_unit(task: IngestTask) -> list[Segment]:
     while not items.at_end:
         folder = task.folder / segment_name(len(segments))
         with staged_folder(folder) as staging, ExitStack() as stack:
-            writer: SegmentWriter | AutoWriter
-            if task.is_auto:
-                writer = AutoWriter(task.source, task.channel, task.dedup, staging, cleaners, stack)
-            else:
-                writer = SegmentWriter(task.source, task.dedup, staging, cleaners[task.channel], stack)
+            writer = SegmentWriter(task.source, task.channel, task.is_auto, task.dedup, staging, cleaners, stack)
             while not (writer.is_full or items.at_end):
                 items.fill(writer)
                 writer.clean_batch()
@@ -113,32 +109,29 @@ class _Items:
         self.at_end = False
         self._file = self._unit = 0
         self._mapping: Mapping[str, str] | None = None
-        """That of the item handed out last."""
+        """Mapping of the item handed out last."""
         self._resume = self._next = resume
         self._notes = _Notes()
+        self._unit_items: Iterator[Row | Damaged] = iter(())
         self._skips: list[tuple[str, str]] = []
-        """Archive members without anything to read that stand before the next item …"""
-        self._last_skips: list[tuple[str, str]] = []
-        """… and those behind the last one, when it was looked at before its turn."""
+        """Archive members without anything to read before the item read last."""
+        self._ahead: deque[tuple[Row | Damaged | None, list[tuple[str, str]]]] = deque()
+        """Items read to guess a mapping and not handed out yet, with the members skipped before each; None: the end."""
         self._told = self._untold = 0
         self._unit_left = 0
         """Bytes of the current unit that have not been read."""
         self._stream = self._read()
 
-    def fill(self, writer: SegmentWriter | AutoWriter) -> None:
+    def fill(self, writer: SegmentWriter) -> None:
         """Hand over items until the writer has a batch, or there are no more."""
         item: Row | Damaged | None = None
         for item in self._stream:
             document = _document_of(item, self._mapping)
-            if isinstance(document, Damaged):
-                writer.add_damaged(item, document, self._unread_behind(document))
-            else:
-                writer.add(item, document)
-            if writer.batch_is_full():
+            writer.add(item, document, self._unread_behind(document) if isinstance(document, Damaged) else 0)
+            if writer.batch_is_full:
                 break
         else:
             self.at_end = True
-        self._note_skips()
         if item is not None:
             mapping = dict(self._mapping) if self._mapping is not None else None
             place = {"file": self._file, "unit": self._unit, "origin": _origin_key(item), "cursor": item.cursor}
@@ -179,80 +172,65 @@ class _Items:
                 if unit.format is Format.UNREADABLE:
                     if at is None:
                         self._mapping = None
-                        yield unreadable_file(unit)
+                        origin = Origin(unit.file.name, "", Format.UNREADABLE)
+                        yield damaged_at(origin, 0, 0, UNREADABLE, unit.note, unit.raw_bytes, ends_file=True)
                     continue
                 items = read_unit(unit, self.task.limits, self._on_bytes, cursor, on_skip=self._on_skip)
-                yield from self._mapped(iter(items), unit, at)
-                self._skips += self._last_skips
-                self._last_skips = []
-                self._note_skips()
+                self._unit_items = iter(items)
+                yield from self._mapped(unit, at)
 
-    def _mapped(
-        self,
-        items: Iterator[Row | Damaged],
-        unit: Unit,
-        resumed: dict[str, Any] | None,
-    ) -> Iterator[Row | Damaged]:
-        """The items of a unit; `_mapping` is what was found in the first rows of their file or archive member."""
+    def _mapped(self, unit: Unit, resumed: dict[str, Any] | None) -> Iterator[Row | Damaged]:
+        """The items of a unit; `_mapping` is that of their file or archive member."""
+        known = unit.mapping if unit.mapping is not None else self.task.known_mappings.get(unit.file.name)
         origin: Any = None
-        ahead: deque[tuple[Row | Damaged, list[tuple[str, str]]]] = deque()
-        while True:
-            was_ahead = bool(ahead)
-            for item in self._from_ahead(ahead) if ahead else items:
-                if item.origin is origin:
-                    yield item
-                    continue
+        while (item := self._take()) is not None:
+            if item.origin is not origin:
                 origin = item.origin
                 if resumed is not None and _origin_key(item) == resumed["origin"]:
                     self._mapping = resumed["mapping"]
                 else:
-                    self._mapping = unit.mapping if unit.mapping is not None else self._guess(item, ahead, items)
+                    self._mapping = known if known is not None else self._guess(item)
                     is_first = unit.number == 0 or unit.format is Format.ARCHIVE
                     self._notes.add_origin(item, self._mapping, is_first)
                 resumed = None
-                yield item
-                break  # some items may have been looked at before their turn, and come next
-            else:
-                if not was_ahead:
-                    return
+            yield item
 
-    def _guess(self, first: Row | Damaged, ahead: deque[Any], items: Iterator[Row | Damaged]) -> dict[str, str] | None:
-        """The mapping for rows like the first of this origin; items looked at are put into `ahead`."""
+    def _guess(self, first: Row | Damaged) -> dict[str, str] | None:
+        """The mapping for rows like the first of this origin; the items read for it are put into `_ahead`."""
         if isinstance(first, Row) and first.is_document:
             return None
-        self._note_skips()
-        rows = sum(isinstance(item, Row) for item, _ in ahead)
+        rows = [first, *(item for item, _ in self._ahead if isinstance(item, Row))]
+        last: Row | Damaged | None = self._ahead[-1][0] if self._ahead else first
         while (
-            rows < PEEKED_ROWS - 1 and len(ahead) < PEEKED_ITEMS and (not ahead or ahead[-1][0].origin is first.origin)
+            len(rows) < PEEKED_ROWS
+            and len(self._ahead) < PEEKED_ITEMS
+            and last is not None
+            and last.origin is first.origin
         ):
-            item = next(items, None)
-            skips, self._skips = self._skips, []
-            if item is None:
-                self._last_skips += skips
-                break
-            rows += isinstance(item, Row)
-            ahead.append((item, skips))
-        same = [item for item in [first, *(item for item, _ in ahead)] if item.origin is first.origin]
-        fields = [item.fields for item in same if isinstance(item, Row)][:PEEKED_ROWS]
+            self._ahead.append(self._read_one())
+            last = self._ahead[-1][0]
+            rows += [last] if isinstance(last, Row) else []
+        fields = [row.fields for row in rows if isinstance(row, Row) and row.origin is first.origin][:PEEKED_ROWS]
         mapping = guess_mapping(fields, self.task.given_mapping) if fields else None
         if mapping is None:
             self._notes.see_fields(longest_first(fields))
         return mapping
 
-    def _from_ahead(self, ahead: deque[tuple[Row | Damaged, list[tuple[str, str]]]]) -> Iterator[Row | Damaged]:
-        while ahead:
-            item, skips = ahead.popleft()
-            self._skips += skips
-            yield item
+    def _take(self) -> Row | Damaged | None:
+        """The next item of the unit. The archive members skipped before it are counted now: a resumed build starts
+        behind them."""
+        item, skips = self._ahead.popleft() if self._ahead else self._read_one()
+        for reason, name in skips:
+            self._notes.skip(reason, name)
+        return item
+
+    def _read_one(self) -> tuple[Row | Damaged | None, list[tuple[str, str]]]:
+        item = next(self._unit_items, None)
+        skips, self._skips = self._skips, []
+        return item, skips
 
     def _on_skip(self, reason: str, name: str) -> None:
         self._skips.append((reason, name))
-
-    def _note_skips(self) -> None:
-        """Count the members that were passed over up to here; an interrupted build will not meet them again."""
-        for reason, name in self._skips:
-            self._notes.skip(reason, name)
-        self._skips = []
 
     def _on_bytes(self, amount: int) -> None:
         self._unit_left -= amount
@@ -315,16 +293,6 @@ class _Notes:
         }
 
 
-def first_rows(items: Iterator[Row | Damaged], most: int = PEEKED_ROWS) -> list[Row]:
-    """The first rows of a unit that come from one file or archive member."""
-    first = next(items, None)
-    if first is None:
-        return []
-    same = itertools.takewhile(lambda item: item.origin is first.origin, itertools.islice(items, PEEKED_ITEMS))
-    rows = (item for item in itertools.chain([first], same) if isinstance(item, Row))
-    return list(itertools.islice(rows, most))
-
-
 def _origin_key(item: Row | Damaged) -> list[Any]:
     """Tells one file or archive member from another; as JSON holds it."""
     return [item.origin.name, *item.origin.path] if item.origin is not None else []
@@ -341,12 +309,6 @@ def _document_of(item: Row | Damaged, mapping: Mapping[str, str] | None) -> Docu
         return apply_mapping(item.fields, mapping)
     except ValueError as error:
         return _unusable_row(item, "not_text", str(error))
-
-
-def unreadable_file(unit: Unit) -> Damaged:
-    """A file that could not be opened, as one damaged item."""
-    origin = Origin(unit.file.name, "", Format.UNREADABLE)
-    return damaged_at(origin, 0, 0, UNREADABLE, unit.note, unit.raw_bytes, ends_file=True)
 
 
 def _unusable_row(row: Row, reason: str, detail: str) -> Damaged:

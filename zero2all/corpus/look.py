@@ -1,9 +1,8 @@
-"""A look into a source before it is read: documents from all over it, for the guess of its channel, and its fields.
+"""A look into a source before it is read: sampled documents for the guess of its channel, and the mapping of its files.
 
-Samples are spread: over the files, over the places where a file can be cut (lines, row groups, members of a zip), and
-over what can be read from each place within a budget of bytes. They are documents as ingest will see them, after raw
-fields were put in their places. A tar or a compressed stream can only be read from its beginning, so of a large one
-the samples are from there.
+Samples are spread over the files, over the places where a file can be cut (lines, row groups, members of a zip), and
+over what can be read from each place within a budget of bytes. They are documents as ingest will see them. A tar or a
+compressed stream can only be read from its beginning, so the samples of a large one are from there.
 """
 
 from __future__ import annotations
@@ -14,10 +13,9 @@ from dataclasses import replace
 from typing import Any
 
 from zero2all.corpus.channels import ChannelGuess
-from zero2all.corpus.ingest import PEEKED_ROWS
 from zero2all.corpus.listing import InputFile, Listing
 from zero2all.corpus.readers import NOT_READ, Format, Limits, Origin, Row, Unit, plan_units, read_unit
-from zero2all.corpus.sources import Source, apply_mapping, guess_mapping, longest_first
+from zero2all.corpus.sources import PEEKED_ROWS, Source, apply_mapping, guess_mapping, longest_first
 
 FILES = 16
 """Files looked into, spread over the source …"""
@@ -42,6 +40,9 @@ class Look:
     def __init__(self, source: Source, listing: Listing, limits: Limits) -> None:
         self.guess = ChannelGuess()
         self.mappings: list[dict[str, str]] = []
+        """All that were found."""
+        self.mapping_of: dict[str, dict[str, str]] = {}
+        """By file name: those that hold for the whole file, so that nobody has to guess them again."""
         self.formats: list[str] = []
         self.fields_without_text: tuple[str, list[str]] | None = None
         """A file and its fields, when nothing in this source will have a text, or the text field that was given."""
@@ -82,21 +83,24 @@ class Look:
         for unit in units:
             sample = _Sample(unit, limits, len(units) * files)
             for origin, rows in sample.by_origin():
-                self._take(origin, rows, sample.first_rows[origin], source)
+                mapping = self._take(origin, rows, sample.first_rows[origin], source)
+                if mapping is not None and unit.number == 0 and sample.shows_first_rows(is_all=len(units) == 1):
+                    self.mapping_of[file.name] = mapping
             self._is_sure = self._is_sure and sample.is_sure
 
-    def _take(self, origin: Origin, rows: list[Row], first: list[Row], source: Source) -> None:
+    def _take(self, origin: Origin, rows: list[Row], first: list[Row], source: Source) -> dict[str, str] | None:
+        """Look at the rows of one file or archive member; returns how they are mapped."""
         self.formats = list(dict.fromkeys([*self.formats, str(origin.format)]))
         if first and first[0].is_document:
             for row in rows:
                 self._add(row.fields["title"], row.fields["content"])
-            return
+            return None
         raw = [row.fields for row in first]
         mapping = guess_mapping(raw, source.given_mapping)
         self._tables.append((origin.name, longest_first(raw)))
         if mapping is None:
             self._textless.append(self._tables[-1])
-            return
+            return None
         if mapping not in self.mappings:
             self.mappings.append(mapping)
         for row in rows:
@@ -105,6 +109,7 @@ class Look:
             except (KeyError, ValueError):
                 continue
             self._add(document.title, document.content)
+        return mapping
 
     def _add(self, title: str, content: str) -> None:
         self._documents += 1
@@ -137,6 +142,9 @@ class _Sample:
         self._step = 1
         self._most = max(2, DOCUMENTS // places)
         self._raw_bytes = 0
+        self._unit = unit
+        self._damaged = 0
+        self._is_whole = False
         self.is_sure = self._read(unit, limits, places)
 
     def _read(self, unit: Unit, limits: Limits, places: int) -> bool:
@@ -150,12 +158,21 @@ class _Sample:
                     first.append(item)
                 self._add(item)
                 plain_bytes += item.raw_bytes
+            else:
+                self._damaged += 1
             # Readers take blocks larger than a place's share, so a first block is looked at whatever its size.
             enough_raw = self._raw_bytes > RAW_BYTES // places and self._met >= self._most
             spent = enough_raw or plain_bytes > PLAIN_BYTES // places
             if spent or number >= ITEMS // places:
                 return rows >= MANY_ROWS // places or unit.format is not Format.ARCHIVE
+        self._is_whole = True
         return True
+
+    def shows_first_rows(self, is_all: bool) -> bool:
+        """Whether it has the rows by which ingest would guess the mapping of the file; `is_all`: the unit is all of it."""
+        if self._unit.format is Format.ARCHIVE or self._damaged:
+            return False
+        return (is_all and self._is_whole) or all(len(rows) == PEEKED_ROWS for rows in self.first_rows.values())
 
     def _add(self, row: Row) -> None:
         self._met += 1

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from zero2all.common.schema import Problem
-from zero2all.corpus.clean.config import RULES, CleanConfig, build_config
+from zero2all.corpus.clean.config import RULES, CleanConfig, build_config, merged
 from zero2all.corpus.dedup.config import DedupConfig
 from zero2all.corpus.readers import Limits, TextBy
 from zero2all.corpus.shards import SHARD_FORMATS, ShardFormat
@@ -111,10 +111,3 @@ class BuildOptions:
         for name, settings in (self.clean.get(channel) or {}).items():
             values[name] = merged(values.get(name), settings)
         return build_config(channel, values, "clean", problems)
-
-
-def merged(below: Any, above: Any) -> Any:
-    """Nested mappings, the second on top of the first."""
-    if isinstance(below, Mapping) and isinstance(above, Mapping):
-        return {**below, **{name: merged(below.get(name), value) for name, value in above.items()}}
-    return above

@@ -421,8 +421,7 @@ def _binary_size(count: int) -> str:
 
 def _meaning(rule: str) -> str:
     """A rule in a sentence."""
-    known = RULES.get(rule)
-    return OTHER_REASONS.get(rule, "") if known is None else known.description.replace("Also edits", "It also edits")
+    return {**OTHER_REASONS, **RULES}.get(rule, "").replace("Also edits", "It also edits")
 
 
 def _by_size(counts: Mapping[str, int]) -> list[tuple[str, int]]:

@@ -21,8 +21,8 @@ def plan_in_words(plan: SourcePlan) -> str:
     """What was found and guessed, in a line."""
     files = f"{len(plan.listing.files):,} file{'' if len(plan.listing.files) == 1 else 's'}"
     parts = [f"{files}, {human_bytes(plan.listing.size_bytes)}"]
-    if plan.formats:
-        parts.append(" and ".join(plan.formats))
+    if plan.look.formats:
+        parts.append(" and ".join(plan.look.formats))
     if plan.source.is_auto:
         parts.append(
             f"each document goes to the source of its channel, {plan.name}-zh and so on: {plan.channel_reason}"
@@ -30,7 +30,7 @@ def plan_in_words(plan: SourcePlan) -> str:
     else:
         guessed = "" if plan.source.given_channel else f" (guessed: {plan.channel_reason})"
         parts.append(f"channel {plan.channel}{guessed}")
-    parts += [mapping_in_words(mapping) for mapping in plan.sampled_mappings]
+    parts += [mapping_in_words(mapping) for mapping in plan.look.mappings]
     return f"{plan.name}: {'; '.join(parts)}"
 
 

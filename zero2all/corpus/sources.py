@@ -28,6 +28,9 @@ FIELD_NAMES = {
 }
 """Where each part of a record is looked for, best first; upper and lower case are the same."""
 
+PEEKED_ROWS = 20
+"""The first rows of a file, so many, tell how all its rows are mapped."""
+
 NAME_PATTERN = re.compile(r"\w[\w.-]*")
 RESERVED_NAMES = frozenset({"quarantine", "sources.json", "report.json", "report.html", "clusters.jsonl"})
 CHANNEL_PATTERN = re.compile(r"\w[\w-]*")

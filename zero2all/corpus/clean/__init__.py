@@ -13,20 +13,3 @@
 
 numba is imported by the first text that needs it.
 """
-
-from zero2all.corpus.clean.cleaner import Cleaned, Cleaner, warm_up
-from zero2all.corpus.clean.config import RULES, CleanConfig, RuleInfo, build_config, config_problems, default_config
-from zero2all.corpus.clean.repair import repair
-
-__all__ = [
-    "RULES",
-    "CleanConfig",
-    "Cleaned",
-    "Cleaner",
-    "RuleInfo",
-    "build_config",
-    "config_problems",
-    "default_config",
-    "repair",
-    "warm_up",
-]
