@@ -86,8 +86,7 @@ def strip_segment(task: StripTask) -> Segment:
     """Write one segment again."""
     if task.folder.is_dir():
         return Segment(task.folder, read_json(task.folder / STATE_NAME))
-    tally = Tally()
-    tally.add(task.segment.state["tally"])
+    tally = Tally.of([task.segment])
     with staged_folder(task.folder) as staging, ExitStack() as stack:
         for name in (QUARANTINED_NAME, DROPPED_NAME, ORIGINS_NAME):
             shutil.copyfile(task.segment.folder / name, staging / name)

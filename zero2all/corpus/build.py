@@ -51,7 +51,6 @@ from zero2all.corpus.duplicates import (
 from zero2all.corpus.finish import SourceFinish, finish_shard
 from zero2all.corpus.ingest import NAMED_FILES, IngestTask, ingest_unit
 from zero2all.corpus.listing import require_readable
-from zero2all.corpus.options import BuildOptions
 from zero2all.corpus.plan import Part, SourcePlan, cut_sources, list_source, plan_source
 from zero2all.corpus.quarantine import QUARANTINE_NAME
 from zero2all.corpus.record import SOURCES_NAME, keep_source_numbers, source_numbers
@@ -64,6 +63,7 @@ from zero2all.corpus.segments import (
     channels_in,
     segments_of_unit,
 )
+from zero2all.corpus.settings import BuildOptions
 from zero2all.corpus.source_report import plan_in_words, report_fields, segments_of, skipped_names
 from zero2all.corpus.sources import Source, source_problems
 from zero2all.corpus.usable import require_usable

@@ -1,8 +1,7 @@
 """Finish: segments and the list of duplicates -> numbered shards, samples of what was dropped, a source's report.
 
-Which record stands in which shard is worked out first, from the lengths of the lines; then every shard is a task of its
-own, so shards are written in parallel and an interrupted build goes on with those that are missing. They are written
-under `.build` and moved, as a whole folder with its manifest, to `corpus/<source>`.
+Which record goes to which shard is computed first, from the lengths of the lines; then every shard is a task of its
+own. Shards are written under `.build` and moved, as a whole folder with its manifest, to `corpus/<source>`.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from zero2all.common.manifest import write_manifest
 from zero2all.common.records import ORIGINS_NAME, SPLITS, iter_records
 from zero2all.corpus.dedup.index import read_index
 from zero2all.corpus.duplicates import DROP_REASONS, Duplicates, SourceSegments, split_before_dedup
-from zero2all.corpus.options import BuildOptions
 from zero2all.corpus.record import ORDINAL_BITS, make_gid, numbered, numbers_bytes
 from zero2all.corpus.report import EXAMPLE_CHARS, LENGTH_BUCKETS, Tally, check_identity
 from zero2all.corpus.scripts import SCRIPTS
 from zero2all.corpus.segments import DROPPED_NAME, LAYOUT_NAME, RECORDS_NAME, Segment, first_ordinals
+from zero2all.corpus.settings import BuildOptions
 from zero2all.corpus.shards import shard_name, write_shard
 from zero2all.corpus.split import Split, SplitChoice
 
@@ -66,15 +65,8 @@ class ShardTask:
     line_bytes: int
 
 
-class ShardFacts(NamedTuple):
-    """A shard that has been written."""
-
-    size_bytes: int
-    crc32c: str
-
-
-def finish_shard(task: ShardTask) -> ShardFacts:
-    """Write one shard, unless an earlier attempt did."""
+def finish_shard(task: ShardTask) -> dict[str, Any]:
+    """Write one shard, unless an earlier attempt did; returns what its manifest says of it."""
     if task.path.is_file():
         advance(task.line_bytes)
     else:
@@ -82,7 +74,7 @@ def finish_shard(task: ShardTask) -> ShardFacts:
         written = write_shard(task.path, task.shard_format, _lines_of(task))
         if written != task.records:
             raise AssertionError(f"{task.path} should have {task.records} records and got {written}")
-    return ShardFacts(task.path.stat().st_size, crc32c_of(task.path))
+    return {"bytes": task.path.stat().st_size, "crc32c": crc32c_of(task.path)}
 
 
 def _lines_of(task: ShardTask) -> Iterator[list[bytes]]:
@@ -162,20 +154,19 @@ class SourceFinish:
     ) -> None:
         self.source, self.segments = source, source.segments
         self.final, self.work, self.duplicates, self.options = final, work, duplicates, options
-        self.tally = Tally()
+        self.tally = Tally.of(source.segments)
         self.lengths = np.zeros(LENGTH_BUCKETS, np.int64)
         self.script_records = np.zeros(len(SCRIPTS), np.int64)
         self.script_bytes = np.zeros(len(SCRIPTS), np.int64)
         self._first_ordinals = first_ordinals(self.segments)
         self._split = self._count()
         self.tasks = self._plan()
-        self.facts: dict[Path, ShardFacts] = {}
+        self.facts: dict[str, dict[str, Any]] = {}
 
     def _count(self) -> Split:
         """Count what stays and what goes; how the source is split follows from what stays."""
         choice = SplitChoice(self.options.valid_share)
-        for number, segment in enumerate(self.segments):
-            self.tally.add(segment.state["tally"])
+        for number in range(len(self.segments)):
             rows = self._rows(number)
             for value, reason in DROP_REASONS.items():
                 dropped = rows.drops == value
@@ -198,14 +189,15 @@ class SourceFinish:
         return choice.result()
 
     def _plan(self) -> list[ShardTask]:
-        plans = {name: _SplitPlan(self.options.shard_bytes) for name in SPLITS}
+        shards: dict[str, list[_PlannedShard]] = {name: [] for name in SPLITS}
         for number in range(len(self.segments)):
             rows = self._rows(number)
             lengths = rows.line_bytes + numbers_bytes(self.source.number, rows.ordinals)
             is_valid = self._split.is_valid(rows.keys)
             stretch = Stretch(rows.folder, self._drop_path(number), self._first_ordinals[number], 0, len(lengths))
-            for name, plan in plans.items():
-                plan.add(stretch, np.flatnonzero(rows.keep & (is_valid == (name == "valid"))), lengths)
+            for name, planned in shards.items():
+                chosen = np.flatnonzero(rows.keep & (is_valid == (name == "valid")))
+                _add_to_shards(planned, stretch, chosen, np.cumsum(lengths[chosen]), self.options.shard_bytes)
         return [
             ShardTask(
                 self.work / name / shard_name(number, self.options.format),
@@ -217,13 +209,13 @@ class SourceFinish:
                 shard.records,
                 shard.line_bytes,
             )
-            for name, plan in plans.items()
-            for number, shard in enumerate(plan.shards)
+            for name, planned in shards.items()
+            for number, shard in enumerate(planned)
         ]
 
-    def take(self, task: ShardTask, facts: ShardFacts) -> bool:
+    def take(self, task: ShardTask, facts: dict[str, Any]) -> bool:
         """Note a shard that is written; True when it was the last."""
-        self.facts[task.path] = facts
+        self.facts[task.path.relative_to(self.work).as_posix()] = facts
         return len(self.facts) == len(self.tasks)
 
     def commit(self, inputs: str, content: dict[str, Any], report: dict[str, Any]) -> None:
@@ -250,11 +242,7 @@ class SourceFinish:
             "examples": {"kept": self._examples(), "dropped": samples},
         }
         check_identity(self.source.name, report)
-        known = {
-            path.relative_to(self.work).as_posix(): {"bytes": facts.size_bytes, "crc32c": facts.crc32c}
-            for path, facts in self.facts.items()
-        }
-        write_manifest(self.work, "corpus", inputs, {**content, "report": report}, known)
+        write_manifest(self.work, "corpus", inputs, {**content, "report": report}, self.facts)
         fsync_tree(self.work)
         if self.final.exists():
             old = self.final.with_name(f"{self.final.name}{PARTIAL_MARK}old-{os.getpid()}")
@@ -342,30 +330,24 @@ class _PlannedShard:
     line_bytes: int = 0
 
 
-class _SplitPlan:
-    """Cuts the records of one split into shards: a shard ends before it would grow past `shard_bytes`."""
+def _add_to_shards(
+    shards: list[_PlannedShard], stretch: Stretch, rows: np.ndarray, sums: np.ndarray, shard_bytes: int
+) -> None:
+    """Append some rows of a segment to the shards of a split; `sums` are the running sums of their lengths.
 
-    def __init__(self, shard_bytes: int) -> None:
-        self.shard_bytes = shard_bytes
-        self.shards: list[_PlannedShard] = []
-
-    def add(self, stretch: Stretch, rows: np.ndarray, lengths: np.ndarray) -> None:
-        """Append some rows of a segment; `lengths` are those of all its lines."""
-        at = 0
-        sums = np.cumsum(lengths[rows])
-        before = 0
-        while at < len(rows):
-            if not self.shards:
-                self.shards.append(_PlannedShard([]))
-            shard = self.shards[-1]
-            room = self.shard_bytes - shard.line_bytes
-            end = int(np.searchsorted(sums, before + room, side="right"))
-            if end <= at and shard.records:
-                self.shards.append(_PlannedShard([]))
-                continue
-            end = max(end, at + 1)  # a record above the size of a shard has one to itself
-            shard.stretches.append(stretch._replace(start=int(rows[at]), end=int(rows[end - 1]) + 1))
-            shard.records += end - at
-            shard.line_bytes += int(sums[end - 1]) - before
-            before = int(sums[end - 1])
-            at = end
+    A shard ends before it would grow past `shard_bytes`.
+    """
+    at = before = 0
+    while at < len(rows):
+        room = shard_bytes - shards[-1].line_bytes if shards else 0
+        end = int(np.searchsorted(sums, before + room, side="right"))
+        if end <= at and (not shards or shards[-1].records):
+            shards.append(_PlannedShard([]))
+            continue
+        end = max(end, at + 1)  # a record above the size of a shard has one to itself
+        shard = shards[-1]
+        shard.stretches.append(stretch._replace(start=int(rows[at]), end=int(rows[end - 1]) + 1))
+        shard.records += end - at
+        shard.line_bytes += int(sums[end - 1]) - before
+        before = int(sums[end - 1])
+        at = end

@@ -169,7 +169,7 @@ class _Sample:
         return True
 
     def shows_first_rows(self, is_all: bool) -> bool:
-        """Whether it has the rows by which ingest would guess the mapping of the file; `is_all`: the unit is all of it."""
+        """Whether it has the rows by which the mapping of the file is guessed; `is_all`: the unit is the whole file."""
         if self._unit.format is Format.ARCHIVE or self._damaged:
             return False
         return (is_all and self._is_whole) or all(len(rows) == PEEKED_ROWS for rows in self.first_rows.values())

@@ -24,11 +24,11 @@ from zero2all.corpus.clean.config import CleanConfig
 from zero2all.corpus.ingest import PEEKED_ITEMS, IngestTask
 from zero2all.corpus.listing import InputFile, Listing, list_files
 from zero2all.corpus.look import Look
-from zero2all.corpus.options import BuildOptions
 from zero2all.corpus.readers import NOT_READ, Format, Limits, Row, Unit, plan_units, read_unit
 from zero2all.corpus.refusals import no_text_field, nothing_readable
 from zero2all.corpus.segment_writer import SEGMENT_BYTES, SEGMENT_ITEMS
 from zero2all.corpus.segments import BUILD_NAME
+from zero2all.corpus.settings import BuildOptions
 from zero2all.corpus.sources import PEEKED_ROWS, Source, guess_mapping, part_name
 
 RULES = 6

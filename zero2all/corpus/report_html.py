@@ -5,6 +5,7 @@ Plots are drawn here, as HTML bars and small SVG; every figure in them also stan
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -16,10 +17,11 @@ from zero2all.corpus.report import (
     EXAMPLE_CHARS,
     OTHER_REASONS,
     accounted_bytes,
-    contained_in_words,
+    by_size,
+    counts_in_words,
+    facts_in_words,
     mapping_in_words,
-    private_use_in_words,
-    replaced_in_words,
+    summary_rows,
 )
 
 REPORT_HTML_NAME = "report.html"
@@ -38,8 +40,8 @@ def report_html(report: Mapping[str, Any]) -> str:
         _headline(report["totals"]),
         _balance(sources),
         _make_up(sources),
-        _sources_table(sources, report["totals"], anchors),
-        _rules_table(sources, anchors),
+        _sources_table(report, anchors),
+        _rules_table(report, anchors),
         *(_source_section(name, source, anchors[name]) for name, source in sources.items()),
         _settings(report),
     ]
@@ -69,20 +71,15 @@ def _headline(totals: Mapping[str, Any]) -> str:
 
 def _balance(sources: Sources) -> str:
     """The two identities, in figures: what came in is what was kept and what was not."""
-    records = {
-        "in": sum(source["records_in"] for source in sources.values()),
-        "kept": sum(source["records_kept"] for source in sources.values()),
-        "dropped": sum(sum(source["dropped"].values()) for source in sources.values()),
-        "quarantined": sum(source["quarantined"] for source in sources.values()),
-    }
-    sizes = {"in": 0, "kept": 0, "dropped": 0, "quarantined": 0, "repaired": 0, "boilerplate": 0}
+    total = Counter[str]()
+    sizes = Counter[str](dict.fromkeys(("in", "kept", "dropped", "quarantined", "repaired", "boilerplate"), 0))
     for source in sources.values():
-        for name, value in accounted_bytes(source).items():
-            sizes[name] += value
-        sizes["in"] += source["bytes_in"]
+        total.update({"in": source["records_in"], "kept": source["records_kept"]})
+        total.update({"dropped": sum(source["dropped"].values()), "quarantined": source["quarantined"]})
+        sizes.update({"in": source["bytes_in"], **accounted_bytes(source)})
     rows = "".join(
         f'<div class="balance"><h3>{title}</h3>{_stacked(parts)}{_equation(parts)}</div>'
-        for title, parts in (("Records", records), ("Bytes of text", sizes))
+        for title, parts in (("Records", total), ("Bytes of text", sizes))
     )
     return f"<section><h2>Where everything went</h2>{rows}</section>"
 
@@ -136,34 +133,26 @@ def _make_up(sources: Sources) -> str:
     return f'<section><h2>Channels, by text kept</h2><div class="bars">{"".join(rows)}</div></section>'
 
 
-def _sources_table(sources: Sources, totals: Mapping[str, Any], anchors: Mapping[str, str]) -> str:
-    heading = ("source", "channel", "records in", "kept", "dropped", "quarantined", "train", "valid", "text kept")
-    head = "".join(f'<th scope="col">{name}</th>' for name in heading) + '<th scope="col">of the bytes read</th>'
-    rows = []
-    for name, source in sources.items():
-        link = f'<a href="#{anchors[name]}">{escape(name)}</a>'
-        rows.append(f'<th scope="row">{link}</th>{_cells(source)}<td>{_share_bar(source)}</td>')
-    foot = ""
-    if len(sources) > 1:
-        foot = f'<tfoot><tr><th scope="row">total</th>{_cells({"channel": "", **totals})}<td></td></tr></tfoot>'
-    body = "".join(f"<tr>{row}</tr>" for row in rows)
+def _sources_table(report: Mapping[str, Any], anchors: Mapping[str, str]) -> str:
+    heading, *rows = summary_rows(report)
+    head = "".join(f'<th scope="col">{name}</th>' for name in [*heading, "of the bytes read"])
+    body = "".join(
+        f'<tr><th scope="row"><a href="#{anchors[name]}">{escape(name)}</a></th>{_cells(figures)}'
+        f"<td>{_share_bar(report['sources'][name])}</td></tr>"
+        for name, *figures in rows[: len(anchors)]
+    )
+    foot = "".join(
+        f'<tfoot><tr><th scope="row">{name}</th>{_cells(figures)}<td></td></tr></tfoot>'
+        for name, *figures in rows[len(anchors) :]
+    )
     return (
         '<section><h2>Sources</h2><div class="wide" tabindex="0" role="region" aria-label="Sources">'
         f'<table class="sources"><thead><tr>{head}</tr></thead><tbody>{body}</tbody>{foot}</table></div></section>'
     )
 
 
-def _cells(source: Source) -> str:
-    counts = (
-        source["records_in"],
-        source["records_kept"],
-        sum(source["dropped"].values()),
-        source["quarantined"],
-        source["train_records"],
-        source["valid_records"],
-    )
-    cells = [escape(source["channel"]), *(f"{count:,}" for count in counts), human_bytes(source["bytes_kept"])]
-    return "".join(f"<td>{cell}</td>" for cell in cells)
+def _cells(figures: Sequence[str]) -> str:
+    return "".join(f"<td>{escape(figure)}</td>" for figure in figures)
 
 
 def _share_bar(source: Source) -> str:
@@ -172,12 +161,10 @@ def _share_bar(source: Source) -> str:
     return f'<div role="img" aria-label="{words}">{_stacked(parts)}</div>'
 
 
-def _rules_table(sources: Sources, anchors: Mapping[str, str]) -> str:
+def _rules_table(report: Mapping[str, Any], anchors: Mapping[str, str]) -> str:
     """What each rule dropped from each source; one source has the same in its own section."""
-    totals: dict[str, int] = {}
-    for source in sources.values():
-        for rule, count in source["dropped"].items():
-            totals[rule] = totals.get(rule, 0) + count
+    sources = report["sources"]
+    totals = report["totals"]["dropped"]
     if len(sources) < 2 or not totals:
         return ""
     most = max(
@@ -186,7 +173,7 @@ def _rules_table(sources: Sources, anchors: Mapping[str, str]) -> str:
     kind = "rules many" if len(sources) > MANY_SOURCES else "rules"
     names = "".join(f'<th scope="col"><a href="#{anchors[name]}">{escape(name)}</a></th>' for name in sources)
     rows = []
-    for rule, total in _by_size(totals):
+    for rule, total in by_size(totals):
         cells = []
         for source in sources.values():
             count = source["dropped"].get(rule, 0)
@@ -261,7 +248,7 @@ def _facts(source: Source) -> Iterator[tuple[str, str]]:
     size = f"{human_bytes(source['input_file_bytes'])} on disk"
     yield "files", f"{files} ({kinds}), {size}" if kinds else f"{files}, {size}"
     if source["skipped_files"]:
-        yield "not read", ", ".join(f"{count:,} {reason}" for reason, count in _by_size(source["skipped_files"]))
+        yield "not read", counts_in_words(source["skipped_files"])
     guessed = "guessed: " if source["channel_guessed"] else ""
     yield "channel", f"{source['channel']} ({guessed}{source['channel_reason']})"
     for mapping in source["mappings"]:
@@ -272,13 +259,8 @@ def _facts(source: Source) -> Iterator[tuple[str, str]]:
         mean = human_bytes(source["bytes_kept"] / kept)
         yield "kept", f"{kept:,} of {source['records_in']:,} records, {mean} of text each on average"
     if source["masked"]:
-        yield "masked", ", ".join(f"{count:,} {what}" for what, count in _by_size(source["masked"]))
-    if source["contained"].get("records"):
-        yield "contained", contained_in_words(source["contained"])
-    if source["private_use"]:
-        yield "characters", private_use_in_words(source["private_use"])
-    if source.get("replaced"):
-        yield "bad bytes", replaced_in_words(source["replaced"])
+        yield "masked", counts_in_words(source["masked"])
+    yield from facts_in_words(source).items()
     for note in source["reading_notes"]:
         yield "note", note
 
@@ -304,7 +286,7 @@ def _dropped(source: Source) -> str:
         return '<h3>Dropped</h3><p class="faint">no record</p>'
     top = max(source["dropped"].values())
     rules = []
-    for rule, count in _by_size(source["dropped"]):
+    for rule, count in by_size(source["dropped"]):
         share = _share(count, source["records_in"])
         line = (
             f"<summary><code>{escape(rule)}</code>"
@@ -319,7 +301,7 @@ def _dropped(source: Source) -> str:
 def _quarantined(name: str, source: Source) -> str:
     if not source["quarantined"]:
         return ""
-    reasons = _by_size(source["quarantined_by_reason"])
+    reasons = by_size(source["quarantined_by_reason"])
     bars = "".join(_bar(reason, count, source["quarantined"], f"{count:,}") for reason, count in reasons)
     where = f"corpus/quarantine/{name}.jsonl"
     return (
@@ -422,10 +404,6 @@ def _binary_size(count: int) -> str:
 def _meaning(rule: str) -> str:
     """A rule in a sentence."""
     return {**OTHER_REASONS, **RULES}.get(rule, "").replace("Also edits", "It also edits")
-
-
-def _by_size(counts: Mapping[str, int]) -> list[tuple[str, int]]:
-    return sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
 
 
 def _share(part: float, whole: float) -> str:

@@ -260,7 +260,7 @@ class _ChannelWriter:
             self._dropped.write(jsonio.dumps_line(encodable(sample)))
 
     def _quarantine(self, number: int, item: Row | Damaged, damaged: Damaged) -> None:
-        self.tally.quarantined[damaged.reason] += 1
+        self.tally.quarantined_by_reason[damaged.reason] += 1
         self.tally.bytes_quarantined += damaged.raw_bytes
         if self.cleaner.masks:
             excerpt = self.cleaner.mask(_without_cut_words(damaged.excerpt))

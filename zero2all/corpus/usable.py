@@ -10,12 +10,12 @@ from typing import Any
 
 from zero2all.common.errors import BadInputError
 from zero2all.corpus.listing import UNREADABLE
-from zero2all.corpus.options import BuildOptions
 from zero2all.corpus.plan import Part, SourcePlan, planned_units
 from zero2all.corpus.quarantine import QUARANTINE_NAME, Quarantine
 from zero2all.corpus.refusals import no_text_field, nothing_readable
 from zero2all.corpus.report import Tally, in_short
 from zero2all.corpus.segments import CHANNELS_KEY, Segment, dropped_excerpts
+from zero2all.corpus.settings import BuildOptions
 from zero2all.corpus.source_report import report_fields, segments_of
 from zero2all.corpus.sources import content_flag
 
@@ -37,11 +37,7 @@ def require_usable(
     options: BuildOptions,
 ) -> None:
     """Stop when a source has nothing in it, no text, too much damage, or loses too much to a rule by a guess."""
-    tallies: dict[str, Tally] = {}
-    for part in parts:
-        tallies[part.name] = Tally()
-        for segment in segments[part.name]:
-            tallies[part.name].add(segment.state["tally"])
+    tallies = {part.name: Tally.of(segments[part.name]) for part in parts}
     for part in parts:
         quarantine = Quarantine(corpus_folder / QUARANTINE_NAME / f"{part.name}.jsonl")
         quarantine.write(segments[part.name], part.number)
@@ -84,8 +80,8 @@ def _require_undamaged(
     if not records_in:
         facts = report_fields(part, states)
         raise nothing_readable(source, facts["skipped_files"], facts["reading_notes"])
-    damaged = tally.quarantined.total()
-    if damaged == tally.quarantined["no_text_field"] == records_in:
+    damaged = tally.quarantined_by_reason.total()
+    if damaged == tally.quarantined_by_reason["no_text_field"] == records_in:
         fields = dict.fromkeys(field for state in states for field in state["unmapped_fields"])
         raise no_text_field(source, str(source.path), list(fields))
     unread_bytes = sum(segment.state["unread_bytes"] for segment in segments_of(part, segments))
@@ -133,7 +129,7 @@ def too_many_dropped(
 def _field_hint(tally: Tally, states: list[dict[str, Any]]) -> str:
     """How to name the text field, where records were refused because none is known."""
     fields = list(dict.fromkeys(field for state in states for field in state["unmapped_fields"]))
-    if not tally.quarantined["no_text_field"] or not fields:
+    if not tally.quarantined_by_reason["no_text_field"] or not fields:
         return ""
     return (
         f"If a field of those without text ({', '.join(fields[:NAMED_FIELDS])}) is the text, name it, for example "
