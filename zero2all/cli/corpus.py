@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import itertools
 import shlex
+import shutil
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
 from zero2all.cli import download
 from zero2all.cli.verb import Subparsers, add_group, add_verb, add_work, real, whole, workspace_of
+from zero2all.common.errors import UsageError
+from zero2all.common.progress import say, terminal_safe
 
 BUILD_EXAMPLES = """z2a corpus build news=raw/news.json:zh wiki=raw/wiki.parquet:en --work my-workspace
   z2a corpus build qa=raw/baike::baike2018qa --work my-workspace --format jsonl.zst --dedup.near off
@@ -120,7 +126,6 @@ def _register_build(inner: Subparsers) -> None:
 
 
 def _build(arguments: argparse.Namespace) -> None:
-    from zero2all.common.progress import say
     from zero2all.corpus import build_corpus, check_sources, load_settings, parse_mapping
 
     flags = {
@@ -175,7 +180,6 @@ def _work_flag(arguments: argparse.Namespace) -> Path | None:
 
 
 def _show(arguments: argparse.Namespace) -> None:
-    from zero2all.common.errors import UsageError
     from zero2all.common.records import corpus_sources
     from zero2all.common.schema import nearest_hint
 
@@ -193,8 +197,6 @@ def _show(arguments: argparse.Namespace) -> None:
 
 
 def _show_gid(corpus: Any, known: dict[str, Any], arguments: argparse.Namespace) -> None:
-    from zero2all.common.errors import UsageError
-    from zero2all.common.progress import terminal_safe
     from zero2all.corpus import find_record
 
     found = find_record(corpus, {name: manifest["number"] for name, manifest in known.items()}, arguments.gid)
@@ -212,9 +214,6 @@ def _show_gid(corpus: Any, known: dict[str, Any], arguments: argparse.Namespace)
 
 
 def _show_records(corpus: Any, names: list[str], arguments: argparse.Namespace) -> None:
-    import itertools
-
-    from zero2all.common.progress import terminal_safe
     from zero2all.common.records import iter_records
 
     for name in names:
@@ -229,11 +228,7 @@ def _show_records(corpus: Any, names: list[str], arguments: argparse.Namespace) 
 
 
 def _show_dropped(corpus: Any, names: list[str], arguments: argparse.Namespace) -> None:
-    import itertools
-
-    from zero2all.common.errors import UsageError
     from zero2all.common.files import as_written
-    from zero2all.common.progress import terminal_safe
     from zero2all.common.schema import nearest_hint
     from zero2all.corpus import iter_dropped, read_report
     from zero2all.corpus.clean.config import MEASURES, RULES
@@ -281,8 +276,6 @@ def _rules(arguments: argparse.Namespace) -> None:
 
 
 def _print_rule(name: str, description: str, settings: Any) -> None:
-    import dataclasses
-
     values = dataclasses.asdict(settings)
     is_on = values.pop("on", True)
     words = [f"{key} {_setting_in_words(value)}" for key, value in values.items()]
@@ -307,9 +300,6 @@ LINE_COLUMNS = 110
 
 def _print_wrapped(line: str, indent: int = 4) -> None:
     """Print a line, broken at blanks where the terminal ends; whole where there is no terminal."""
-    import shutil
-    import textwrap
-
     if not sys.stdout.isatty():
         print(line)
         return

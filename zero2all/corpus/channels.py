@@ -1,4 +1,4 @@
-"""Which channel a document belongs to, found from its own text: zh, en, code or other.
+"""Which script a text is written in, and which channel a document belongs to: zh, en, code or other.
 
     code    named like a program file
     zh      most of its letters are Han, a Han character counting as much as four letters (and few of them kana), or
@@ -22,10 +22,16 @@ from functools import cache
 import numpy as np
 
 from zero2all.corpus.clean.tables import FUNCTION_WORDS
-from zero2all.corpus.dedup.signatures import encode
+from zero2all.corpus.dedup.signatures import Encoded, encode
 from zero2all.corpus.listing import CODE_SUFFIXES
 from zero2all.corpus.readers.items import suffix_of
-from zero2all.corpus.scripts import HAN, LATIN, NONE, scripts_of_encoded
+
+SCRIPTS = ("none", "han", "latin", "kana", "hangul", "cyrillic", "arabic", "devanagari", "greek", "other")
+"""Names of the numbers `scripts_of_encoded` returns; only the larger scripts have one."""
+
+SAMPLED_BYTES = 1200
+
+NONE, HAN, LATIN, KANA, HANGUL, CYRILLIC, ARABIC, DEVANAGARI, GREEK, OTHER = range(len(SCRIPTS))
 
 CHANNELS = ("zh", "en", "code", "other")
 """What `auto` splits a source into; upper and lower case of these names are the same."""
@@ -118,7 +124,7 @@ def _pieces(content: str) -> str:
 
 
 def _speaks_other_language(buffer: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    from zero2all.corpus.script_kernel import count_words
+    from zero2all.corpus.channel_kernels import count_words
 
     counts = np.empty((offsets.size - 1, 3), np.int64)
     count_words(buffer, offsets, *_word_tables(), counts)
@@ -138,6 +144,37 @@ def _word_tables() -> tuple[np.ndarray, np.ndarray]:
 def _packed(words: set[str]) -> np.ndarray:
     numbers = [int.from_bytes(data, "big") for word in words if len(data := word.encode()) <= 8]
     return np.array(sorted(numbers), np.uint64)
+
+
+def scripts_of_encoded(encoded: Encoded) -> np.ndarray:
+    """(n,) uint8: the number in `SCRIPTS` of the script that most letters in the middle of each text belong to.
+
+    A text with more than a tenth of kana among its Han and kana is Japanese, though most of its letters may be Han.
+    """
+    from zero2all.corpus.channel_kernels import find_scripts
+
+    out = np.empty(encoded.offsets.size - 1, np.uint8)
+    find_scripts(encoded.buffer, encoded.offsets, _classes(), SAMPLED_BYTES, len(SCRIPTS), out)
+    return out
+
+
+@cache
+def _classes() -> np.ndarray:
+    """For each possible byte, the script of the character it begins; NONE where it begins no letter."""
+    table = np.zeros(256, np.uint8)
+    ranges = {
+        LATIN: [(0x41, 0x5A), (0x61, 0x7A), (0xC3, 0xC9)],
+        GREEK: [(0xCE, 0xCF)],
+        CYRILLIC: [(0xD0, 0xD3)],
+        ARABIC: [(0xD8, 0xDB)],
+        OTHER: [(0xD4, 0xD7), (0xDC, 0xDF), (0xE1, 0xE1)],
+        HAN: [(0xE4, 0xE9)],
+        HANGUL: [(0xEA, 0xED)],
+    }
+    for script, pairs in ranges.items():
+        for first, last in pairs:
+            table[first : last + 1] = script
+    return table
 
 
 class ChannelGuess:

@@ -22,11 +22,11 @@ from zero2all.common.engine import advance
 from zero2all.common.files import PARTIAL_MARK, crc32c_of, fsync_folder, fsync_tree, sweep_partials
 from zero2all.common.manifest import write_manifest
 from zero2all.common.records import ORIGINS_NAME, SPLITS, iter_records
+from zero2all.corpus.channels import SCRIPTS
 from zero2all.corpus.dedup.index import read_index
 from zero2all.corpus.duplicates import DROP_REASONS, Duplicates, SourceSegments, split_before_dedup
 from zero2all.corpus.record import ORDINAL_BITS, make_gid, numbered, numbers_bytes
 from zero2all.corpus.report import EXAMPLE_CHARS, LENGTH_BUCKETS, Tally, check_identity
-from zero2all.corpus.scripts import SCRIPTS
 from zero2all.corpus.segments import DROPPED_NAME, LAYOUT_NAME, RECORDS_NAME, Segment, first_ordinals
 from zero2all.corpus.settings import BuildOptions
 from zero2all.corpus.shards import shard_name, write_shard

@@ -18,7 +18,7 @@ import numpy as np
 
 from zero2all.common import jsonio
 from zero2all.common.records import ORIGINS_NAME
-from zero2all.corpus.channels import channels_of
+from zero2all.corpus.channels import channels_of, scripts_of_encoded
 from zero2all.corpus.clean.cleaner import Cleaned, Cleaner
 from zero2all.corpus.dedup.config import DedupConfig
 from zero2all.corpus.dedup.index import IndexWriter
@@ -28,7 +28,6 @@ from zero2all.corpus.quarantine import encodable, quarantine_line
 from zero2all.corpus.readers import EXCERPT_CHARS, Damaged, Row
 from zero2all.corpus.record import Document, encode_record, plain
 from zero2all.corpus.report import Tally
-from zero2all.corpus.scripts import scripts_of_encoded
 from zero2all.corpus.segments import (
     CHANNELS_KEY,
     DROPPED_NAME,

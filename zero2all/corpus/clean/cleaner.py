@@ -175,7 +175,7 @@ class Cleaner:
 
         config = self.config
         points, starts = joined
-        counts = np.empty((len(texts), len(k.COUNTS)), np.int64)
+        counts = np.empty((len(texts), k.COUNTS), np.int64)
         settings = np.array(
             [
                 config.loose_lines.max_line_chars,
@@ -299,11 +299,6 @@ class Cleaner:
                     if reasons[at] is None and is_bad(text):
                         reasons[at] = name
         return reasons
-
-
-def warm_up() -> None:
-    """Compile the native code or load it from numba's cache, so that worker processes find it there."""
-    Cleaner(channel="en").clean(["warm"])
 
 
 def _join(texts: list[str]) -> _Joined:

@@ -19,32 +19,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from zero2all.corpus.clean.tables import (
-    CAN_JOIN,
-    CLASS_MASK,
-    CLASSICAL_HAN,
-    CLOSER,
-    CONTINUATION,
-    COUNTING_HAN,
-    DIGIT,
-    FUNCTION_HAN,
-    GBK_SUSPECT,
-    HAN,
-    JOINER,
-    LATIN_LOWER,
-    LATIN_UPPER,
-    MARK,
-    MODERN_HAN,
-    NEWLINE,
-    PUNCTUATION,
-    REMOVE,
-    SENTENCE_END,
-    SIGN,
-    SINGLE,
-    SPACE,
-    SPAM_HAN,
-    SYMBOL,
-)
+from zero2all.corpus.clean import tables as t
 
 WINDOW_UNITS = 1 << 15
 WINDOW_LINES = 1 << 13
@@ -64,25 +39,12 @@ LONG_PHRASE = 15
 BY_SIGN, BY_SPACE, BY_LINE_END, BY_SENTENCE_END = range(4)
 """What closes a phrase."""
 BARE_PHRASE_CHARS = 8
-BINDING = FUNCTION_HAN | COUNTING_HAN
+BINDING = t.FUNCTION_HAN | t.COUNTING_HAN
 """Flags of the characters that a bare phrase has none of. (A bit of it on a spam character is not set.)"""
 PROSE_LINE_CHARS = 20
 MASK_TOKEN_CHARS = 16
 """A run of letters and digits at least this long may be a key, and is looked at by the masks."""
 
-COUNTS = (
-    "removed", "newline", "space", "han", "single", "latin_lower", "latin_upper", "letter", "mark", "digit",
-    "sentence_end", "punctuation", "symbol", "art", "replacement", "joiner",
-    "ascii", "function_han", "gbk_suspect", "distinct", "units", "unit_chars", "words", "function_words",
-    "lines", "line_chars", "line_chars_max", "ended_lines", "ellipsis_lines", "loose_chars", "duplicate_line_chars",
-    "top_ngram_chars", "duplicate_ngram_chars", "sentences", "url_chars", "emails", "blob_chars", "mojibake_pairs",
-    "split_pairs", "longest_number", "long_tokens", "bytes_in", "bytes_out", "changed", "keep_from", "keep_to",
-    "classical_han", "modern_han", "spam_han", "spam_words", "rare_han", "pairs", "pair_hits", "far_pairs", "far_hits",
-    "phrases", "ended_phrases", "line_phrases", "lone_han", "bare_chars", "verse_chars", "even_chars", "longest_phrase",
-    "noise", "broken_words", "menu_chars", "table_chars", "table_rules", "prose_chars", "stopped_lines",
-)  # fmt: skip
-"""Columns of the counts, one row per text; the first sixteen are the character classes of `tables`. `changed` is 0
-for a text that stays as it was, 1 when only its ends are cut off, 2 when it needs `compact`."""
 (
     ASCII, FUNCTION_HANS, GBK_SUSPECTS, DISTINCT, UNITS, UNIT_CHARS, WORDS, FUNCTION_WORDS,
     LINES, LINE_CHARS, LINE_CHARS_MAX, ENDED_LINES, ELLIPSIS_LINES, LOOSE_CHARS, DUPLICATE_LINE_CHARS,
@@ -91,10 +53,13 @@ for a text that stays as it was, 1 when only its ends are cut off, 2 when it nee
     CLASSICAL_HANS, MODERN_HANS, SPAM_HANS, SPAM_WORDS, RARE_HANS, PAIRS, PAIR_HITS, FAR_PAIRS, FAR_HITS,
     PHRASES, ENDED_PHRASES, LINE_PHRASES, LONE_HANS, BARE_CHARS, VERSE_CHARS, EVEN_CHARS, LONGEST_PHRASE,
     NOISE, BROKEN_WORDS, MENU_CHARS, TABLE_CHARS, TABLE_RULES, PROSE_CHARS, STOPPED_LINES,
-) = range(16, len(COUNTS))  # fmt: skip
+) = range(16, 70)  # fmt: skip
+"""Columns of the counts, one row per text; the first sixteen are the character classes of `tables`. `CHANGED` is 0
+for a text that stays as it was, 1 when only its ends are cut off, 2 when it needs `compact`."""
+COUNTS = STOPPED_LINES + 1
+"""How many columns there are."""
 
-SETTINGS = ("loose_line_chars", "blob_run_chars", "duplicate_line_chars", "top_ngram", "duplicate_ngram", "keep_indent")
-LOOSE_LINE, BLOB_RUN, DUPLICATE_LINE, TOP_NGRAM, DUPLICATE_NGRAM, KEEP_INDENT = range(len(SETTINGS))
+LOOSE_LINE, BLOB_RUN, DUPLICATE_LINE, TOP_NGRAM, DUPLICATE_NGRAM, KEEP_INDENT = range(6)
 
 _SEED = np.uint64(0xCBF29CE484222325)
 _PRIME = np.uint64(0x100000001B3)
@@ -118,11 +83,14 @@ def _mixed(value):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def _slots_for(items):  # type: ignore[no-untyped-def]
+def _cleared(keys, items):  # type: ignore[no-untyped-def]
+    """Make an empty hash table for so many items of the beginning of `keys`; returns its last slot."""
     slots = 64
     while slots < 2 * items:
         slots *= 2
-    return slots
+    for slot in range(slots):
+        keys[slot] = _ZERO
+    return np.uint64(slots - 1)
 
 
 @njit(nogil=True)
@@ -130,10 +98,7 @@ def _top_ngram_chars(units, sizes, count, n, keys, tally):  # type: ignore[no-un
     """Characters in all copies of the n-gram that covers most, or 0 when none occurs three times."""
     if n == 0 or count < n + 2:
         return 0
-    slots = _slots_for(count)
-    last_slot = np.uint64(slots - 1)
-    for slot in range(slots):
-        keys[slot] = _ZERO
+    last_slot = _cleared(keys, count)
     power = _ONE
     for _ in range(n):
         power *= _BASE
@@ -167,10 +132,7 @@ def _duplicate_ngram_chars(units, sizes, count, n, keys):  # type: ignore[no-unt
     """Characters covered by n-grams that occurred before."""
     if n == 0 or count < n + 1:
         return 0
-    slots = _slots_for(count)
-    last_slot = np.uint64(slots - 1)
-    for slot in range(slots):
-        keys[slot] = _ZERO
+    last_slot = _cleared(keys, count)
     power = _ONE
     for _ in range(n):
         power *= _BASE
@@ -208,10 +170,7 @@ def _close_window(units, sizes, count, settings, keys, tally, row):  # type: ign
 @njit(nogil=True)
 def _duplicate_line_chars(lines, sizes, count, keys):  # type: ignore[no-untyped-def]
     """Characters of the lines that occurred before."""
-    slots = _slots_for(count)
-    last_slot = np.uint64(slots - 1)
-    for slot in range(slots):
-        keys[slot] = _ZERO
+    last_slot = _cleared(keys, count)
     repeated = 0
     for at in range(count):
         key = lines[at] | _ONE
@@ -308,12 +267,12 @@ def _is_broken(points, start, end, table):  # type: ignore[no-untyped-def]
     digits = 0
     between = False
     for at in range(start, end):
-        if table[points[at]] & CLASS_MASK == DIGIT:
+        if table[points[at]] & t.CLASS_MASK == t.DIGIT:
             digits += 1
             between |= (
                 start < at < end - 1
-                and table[points[at - 1]] & CLASS_MASK == LATIN_LOWER
-                and table[points[at + 1]] & CLASS_MASK == LATIN_LOWER
+                and table[points[at - 1]] & t.CLASS_MASK == t.LATIN_LOWER
+                and table[points[at + 1]] & t.CLASS_MASK == t.LATIN_LOWER
             )
     return between and 3 * digits <= end - start
 
@@ -340,7 +299,7 @@ def _is_table_rule(points, start, end):  # type: ignore[no-untyped-def]
 def scan(  # type: ignore[no-untyped-def]
     points, starts, table, han_codes, pairs, known_words, word_marks, settings, stamps, first_stamp, counts
 ):
-    """Fill `counts` (a row per text, columns `COUNTS`) for the texts that begin at `starts` in `points`.
+    """Fill `counts` (a row per text, a column per count) for the texts that begin at `starts` in `points`.
 
     `han_codes` and `pairs` are those of `han`, `known_words` and `word_marks` of `word_table`. `stamps` has a place
     for every code point and remembers the last text it was seen in; text t is `first_stamp` + t.
@@ -412,18 +371,18 @@ def scan(  # type: ignore[no-untyped-def]
                 histogram[kind] += 1
             else:
                 point = np.uint32(10)
-                kind = np.uint8(NEWLINE)
-            of_class = kind & CLASS_MASK
-            if LATIN_LOWER <= of_class <= DIGIT:
+                kind = np.uint8(t.NEWLINE)
+            of_class = kind & t.CLASS_MASK
+            if t.LATIN_LOWER <= of_class <= t.DIGIT:
                 if stamps[point] != stamp:
                     stamps[point] = stamp
                     distinct += 1
                 line_hash = (line_hash ^ np.uint64(point)) * _PRIME
-                if of_class == LATIN_UPPER and point < 128:
+                if of_class == t.LATIN_UPPER and point < 128:
                     word_hash = (word_hash ^ np.uint64(point | np.uint32(32))) * _PRIME
                 else:
                     word_hash = (word_hash ^ np.uint64(point)) * _PRIME
-                if of_class == DIGIT:
+                if of_class == t.DIGIT:
                     run_digits += 1
                     if at - last_digit > 3:
                         number_digits = 0
@@ -433,10 +392,10 @@ def scan(  # type: ignore[no-untyped-def]
                         row[LONGEST_NUMBER] = number_digits
                 elif point >= 0xC2 and point <= 0xF4 and at + 1 < end:
                     after_kind = table[points[at + 1]]
-                    after_class = after_kind & CLASS_MASK
-                    if after_class != HAN and after_kind & CONTINUATION:
+                    after_class = after_kind & t.CLASS_MASK
+                    if after_class != t.HAN and after_kind & t.CONTINUATION:
                         row[MOJIBAKE_PAIRS] += 1
-                    elif after_class in (REMOVE, JOINER):
+                    elif after_class in (t.REMOVE, t.JOINER):
                         row[SPLIT_PAIRS] += 1  # may become a pair when that character is gone
                 word_chars += 1
                 run_chars += 1
@@ -450,19 +409,19 @@ def scan(  # type: ignore[no-untyped-def]
                     first_line = line_start
                 at += 1
                 continue
-            if of_class == REMOVE:
+            if of_class == t.REMOVE:
                 repaired = True
                 at += 1
                 continue
-            if of_class == JOINER:
-                if before_kind & CAN_JOIN:
-                    before_kind = MARK
+            if of_class == t.JOINER:
+                if before_kind & t.CAN_JOIN:
+                    before_kind = t.MARK
                     last_kept = at + 1
                 else:
                     repaired = True
                 at += 1
                 continue
-            before_kind = HAN if of_class == HAN else kind  # the flags of Han have other meanings
+            before_kind = t.HAN if of_class == t.HAN else kind  # the flags of Han have other meanings
 
             # Everything below ends a word.
             if word_chars > 0:
@@ -499,12 +458,12 @@ def scan(  # type: ignore[no-untyped-def]
                 run_digits = 0
                 run_alnum = 0
 
-            if HAN <= of_class <= SINGLE:
+            if t.HAN <= of_class <= t.SINGLE:
                 if stamps[point] != stamp:
                     stamps[point] = stamp
                     distinct += 1
                 line_hash = (line_hash ^ np.uint64(point)) * _PRIME
-                if of_class == HAN:
+                if of_class == t.HAN:
                     adjacent = last_han == at - 1
                     if hans < PAIR_HANS:
                         code = han_codes[point] if point < len(han_codes) else np.uint32(0)
@@ -517,14 +476,14 @@ def scan(  # type: ignore[no-untyped-def]
                     if not adjacent:
                         if last_han == at - 2:
                             between = points[at - 1]
-                            class_between = table[between] & CLASS_MASK
+                            class_between = table[between] & t.CLASS_MASK
                             if (
-                                LATIN_LOWER <= class_between <= LATIN_UPPER
-                                or (class_between == SYMBOL and between != 96)  # not Markdown's `
+                                t.LATIN_LOWER <= class_between <= t.LATIN_UPPER
+                                or (class_between == t.SYMBOL and between != 96)  # not Markdown's `
                                 or between in (35, 37, 38, 92)  # # % & \
                             ):
                                 row[NOISE] += 1
-                        if phrase > 0 and line_end_kind == HAN:
+                        if phrase > 0 and line_end_kind == t.HAN:
                             even += _close_phrase(phrases, phrase, phrase_bound, phrase_before, BY_SPACE)
                             phrase_before = phrase
                             phrase = 0
@@ -543,14 +502,14 @@ def scan(  # type: ignore[no-untyped-def]
                 if first_kept < 0:
                     first_kept = at
                     first_line = line_start
-            elif of_class == SPACE:
+            elif of_class == t.SPACE:
                 pass
-            elif of_class == NEWLINE:
+            elif of_class == t.NEWLINE:
                 if point == 13:
                     repaired = True
                     if at + 1 < end and points[at + 1] == 10:
                         at += 1
-                        histogram[NEWLINE] += 1
+                        histogram[t.NEWLINE] += 1
                 elif point != 10:
                     repaired = True
                 if phrase > 0:
@@ -561,8 +520,8 @@ def scan(  # type: ignore[no-untyped-def]
                 if line_chars > 0:
                     row[LINES] += 1
                     row[LINE_CHARS_MAX] = max(row[LINE_CHARS_MAX], at - line_start)
-                    ended = line_end_kind == SENTENCE_END
-                    row[STOPPED_LINES] += ended or line_end_kind == PUNCTUATION
+                    ended = line_end_kind == t.SENTENCE_END
+                    row[STOPPED_LINES] += ended or line_end_kind == t.PUNCTUATION
                     if ended:
                         row[ENDED_LINES] += 1
                         # … ⋯ ‥ or the end of an ASCII ellipsis
@@ -605,28 +564,28 @@ def scan(  # type: ignore[no-untyped-def]
                     first_kept = at
                     first_line = line_start
                 if phrase > 0:
-                    by = BY_SENTENCE_END if of_class == SENTENCE_END else BY_SIGN
+                    by = BY_SENTENCE_END if of_class == t.SENTENCE_END else BY_SIGN
                     even += _close_phrase(phrases, phrase, phrase_bound, phrase_before, by)
                     phrase_before = phrase
                     phrase = 0
                     phrase_bound = 0
-                if kind & SIGN:
+                if kind & t.SIGN:
                     line_bars += point == 124 or point > 127
                     if (
                         start < at < end - 1
-                        and table[points[at - 1]] & CLASS_MASK == LATIN_LOWER
-                        and table[points[at + 1]] & CLASS_MASK == LATIN_LOWER
+                        and table[points[at - 1]] & t.CLASS_MASK == t.LATIN_LOWER
+                        and table[points[at + 1]] & t.CLASS_MASK == t.LATIN_LOWER
                     ):
                         row[BROKEN_WORDS] += 1
-                if kind & CLOSER == 0:
+                if kind & t.CLOSER == 0:
                     line_end_kind = of_class
                     line_end_point = point
-                if of_class == SENTENCE_END:
-                    after = table[points[at + 1]] & CLASS_MASK if at + 1 < end else NEWLINE
+                if of_class == t.SENTENCE_END:
+                    after = table[points[at + 1]] & t.CLASS_MASK if at + 1 < end else t.NEWLINE
                     if point == 46:
                         if at >= start + 2 and points[at - 1] == 46 and points[at - 2] == 46:
                             line_end_point = np.uint32(0x2026)
-                        if after < LATIN_LOWER or after == PUNCTUATION:
+                        if after < t.LATIN_LOWER or after == t.PUNCTUATION:
                             row[SENTENCES] += 1
                         elif (
                             at >= start + 3
@@ -637,7 +596,7 @@ def scan(  # type: ignore[no-untyped-def]
                             address = 3 + _url_end(points, at, end) - at
                             row[URL_CHARS] += address
                             line_urls += address
-                    elif after != SENTENCE_END:
+                    elif after != t.SENTENCE_END:
                         row[SENTENCES] += 1
                 elif point == 58:
                     if at + 2 < end and points[at + 1] == 47 and points[at + 2] == 47:
@@ -645,8 +604,8 @@ def scan(  # type: ignore[no-untyped-def]
                         row[URL_CHARS] += address
                         line_urls += address
                 elif point == 64 and at > start:
-                    before_class = table[points[at - 1]] & CLASS_MASK
-                    if LATIN_LOWER <= before_class <= PUNCTUATION and _is_email_at(points, at, end):
+                    before_class = table[points[at - 1]] & t.CLASS_MASK
+                    if t.LATIN_LOWER <= before_class <= t.PUNCTUATION and _is_email_at(points, at, end):
                         row[EMAILS] += 1
             if unit_count == WINDOW_UNITS:
                 unit_count = _close_window(units, unit_sizes, unit_count, settings, keys, tally, row)
@@ -667,17 +626,17 @@ def scan(  # type: ignore[no-untyped-def]
         for entry in range(256):
             number = histogram[entry]
             if number:
-                row[entry & CLASS_MASK] += number
-                if entry & CLASS_MASK == HAN:
-                    if entry & FUNCTION_HAN:
+                row[entry & t.CLASS_MASK] += number
+                if entry & t.CLASS_MASK == t.HAN:
+                    if entry & t.FUNCTION_HAN:
                         row[FUNCTION_HANS] += number
-                        if entry & CLASSICAL_HAN:
+                        if entry & t.CLASSICAL_HAN:
                             row[CLASSICAL_HANS] += number
-                        if entry & MODERN_HAN:
+                        if entry & t.MODERN_HAN:
                             row[MODERN_HANS] += number
-                    elif entry & SPAM_HAN:
+                    elif entry & t.SPAM_HAN:
                         row[SPAM_HANS] += number
-                    if entry & GBK_SUSPECT:
+                    if entry & t.GBK_SUSPECT:
                         row[GBK_SUSPECTS] += number
         ascii_chars = 0
         for place in range(start, end):
@@ -705,18 +664,18 @@ def compact(points, start, end, table, kept):  # type: ignore[no-untyped-def]
     for at in range(start, end):
         point = points[at]
         kind = table[point]
-        of_class = kind & CLASS_MASK
-        if of_class == REMOVE:
+        of_class = kind & t.CLASS_MASK
+        if of_class == t.REMOVE:
             continue
-        if of_class == NEWLINE:
+        if of_class == t.NEWLINE:
             if point == 13 and at + 1 < end and points[at + 1] == 10:
                 continue
             point = np.uint32(10)
-        elif of_class == JOINER:
-            if before_kind & CAN_JOIN == 0:
+        elif of_class == t.JOINER:
+            if before_kind & t.CAN_JOIN == 0:
                 continue
-            kind = np.uint8(MARK)
-        before_kind = HAN if of_class == HAN else kind
+            kind = np.uint8(t.MARK)
+        before_kind = t.HAN if of_class == t.HAN else kind
         kept[count] = point
         count += 1
     return count
@@ -778,9 +737,9 @@ def find_spans(points, table, at_least, of_digits, spans):  # type: ignore[no-un
     alnum = 0
     for at in range(len(points) + 1):
         point = points[at] if at < len(points) else np.uint32(0)
-        of_class = table[point] & CLASS_MASK
-        is_digit = of_class == DIGIT
-        is_alnum = LATIN_LOWER <= of_class <= DIGIT
+        of_class = table[point] & t.CLASS_MASK
+        is_digit = of_class == t.DIGIT
+        is_alnum = t.LATIN_LOWER <= of_class <= t.DIGIT
         if of_digits:
             if is_digit and at - last <= 3:
                 size += 1

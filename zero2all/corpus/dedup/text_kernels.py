@@ -335,12 +335,17 @@ def collapse_spaces(
         ends[number] = put
 
 
-@njit(int64(TEXT, int64, int64, int64, uint64[::1], int64[::1]), cache=True, nogil=True)
-def hash_lines(text: np.ndarray, start: int, end: int, min_chars: int, hashes: np.ndarray, bounds: np.ndarray) -> int:
+@njit(nogil=True)
+def _hash_lines(text: np.ndarray, start: int, end: int, min_chars: int) -> tuple[np.ndarray, np.ndarray]:
     """Hash every line of one text without the blanks at its ends; 0 for lines shorter than `min_chars`.
 
-    `bounds[i]` is where line i begins; `bounds[lines]` is `end + 1`. Returns the number of lines.
+    Also returns where each line begins, and `end + 1`.
     """
+    count = 1
+    for at in range(start, end):
+        count += text[at] == 0x0A
+    hashes = np.empty(count, np.uint64)
+    bounds = np.empty(count + 1, np.int64)
     lines = 0
     at = start
     while True:
@@ -365,7 +370,7 @@ def hash_lines(text: np.ndarray, start: int, end: int, min_chars: int, hashes: n
         lines += 1
         if at >= end:
             bounds[lines] = end + 1
-            return lines
+            return hashes, bounds
         at += 1
 
 
@@ -375,17 +380,12 @@ def distinct_lines(text: np.ndarray, offsets: np.ndarray, min_chars: int, out: n
     put = 0
     for number in range(offsets.size - 1):
         start, end = offsets[number], offsets[number + 1]
-        most = 1
-        for at in range(start, end):
-            most += text[at] == 0x0A
-        hashes = np.empty(most, np.uint64)
-        bounds = np.empty(most + 1, np.int64)
-        lines = hash_lines(text, start, end, min_chars, hashes, bounds)
-        hashes[:lines].sort()
+        hashes, _ = _hash_lines(text, start, end, min_chars)
+        hashes.sort()
         last = np.uint64(0)
-        for at in range(lines):
-            if hashes[at] != last:
-                last = hashes[at]
+        for value in hashes:
+            if value != last:
+                last = value
                 out[put] = last
                 put += 1
     return put
@@ -404,15 +404,10 @@ def remove_lines(
     changed = 0
     for number in range(offsets.size - 1):
         start, end = offsets[number], offsets[number + 1]
-        most = 1
-        for at in range(start, end):
-            most += text[at] == 0x0A
-        hashes = np.empty(most, np.uint64)
-        bounds = np.empty(most + 1, np.int64)
-        lines = hash_lines(text, start, end, min_chars, hashes, bounds)
+        hashes, bounds = _hash_lines(text, start, end, min_chars)
         begin = put
         kept = 0
-        for line in range(lines):
+        for line in range(hashes.size):
             value = hashes[line]
             if value != 0:
                 place = np.searchsorted(frequent, value)
