@@ -44,7 +44,7 @@ def one_rule(**options) -> BuildOptions:
 
 
 def guess(path: Path, **options) -> tuple[str, str]:
-    return Look(Source("one", path), list_files(path), Options(**options).limits).guess.result()
+    return Look(Source("one", path), list_files(path), Options(**options).limits).guess_channel()
 
 
 CODE = ("let value = other(value);\n" * 8 + "// 值\n") * 12

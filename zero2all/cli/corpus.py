@@ -41,25 +41,16 @@ def register(verbs: Subparsers) -> None:
         "  z2a corpus show --gid 1099511627785 --work my-workspace",
         _show,
     )
-    show.add_argument("source", nargs="?", default=None, help="name of the source (default: all)")
+    show.add_argument("source", nargs="?", help="name of the source (default: all)")
     add_work(show)
     show.add_argument("--split", choices=("train", "valid"), default="train", help="which split (default train)")
     show.add_argument("--count", type=whole(1), default=3, metavar="N", help="records of each source (default 3)")
     show.add_argument(
-        "--dropped",
-        nargs="?",
-        const="",
-        default=None,
-        metavar="RULE",
-        help="samples of what RULE dropped; no RULE: of every rule",
+        "--dropped", nargs="?", const="", metavar="RULE", help="samples of what RULE dropped; no RULE: of every rule"
     )
-    show.add_argument("--gid", type=whole(0), default=None, metavar="N", help="the one record with this gid, if kept")
+    show.add_argument("--gid", type=whole(0), metavar="N", help="the one record with this gid, if kept")
     show.add_argument(
-        "--chars",
-        type=whole(1),
-        default=None,
-        metavar="N",
-        help="characters of each text (default: 1,000 on a terminal, else all)",
+        "--chars", type=whole(1), metavar="N", help="characters of each text (default: 1,000 on a terminal, else all)"
     )
 
     report = add_verb(
@@ -90,18 +81,13 @@ def _register_build(inner: Subparsers) -> None:
         "YAML file that names them all",
     )
     add_work(build)
-    build.add_argument("--map", default=None, metavar="FIELD=RAW,…", help="raw fields to use: content=body,title=name")
-    build.add_argument("--format", default=None, help="shards as jsonl, jsonl.zst, parquet or txt (default jsonl)")
-    build.add_argument(
-        "--shard-bytes", type=whole(1), default=None, metavar="N", help="size of a shard (default 200 MB)"
-    )
-    build.add_argument(
-        "--valid-share", type=real(0, 0.5), default=None, metavar="SHARE", help="share held out (default 0.01)"
-    )
+    build.add_argument("--map", metavar="FIELD=RAW,…", help="raw fields to use: content=body,title=name")
+    build.add_argument("--format", help="shards as jsonl, jsonl.zst, parquet or txt (default jsonl)")
+    build.add_argument("--shard-bytes", type=whole(1), metavar="N", help="size of a shard (default 200 MB)")
+    build.add_argument("--valid-share", type=real(0, 0.5), metavar="SHARE", help="share held out (default 0.01)")
     build.add_argument(
         "--max-damaged-share",
         type=real(0, 1),
-        default=None,
         metavar="SHARE",
         help="stop when a larger share of a source is damaged (default 0.01)",
     )
@@ -111,14 +97,10 @@ def _register_build(inner: Subparsers) -> None:
         default=None,
         help="go on when a rule drops more than a fifth of a source whose channel was guessed",
     )
-    build.add_argument("--engine", choices=("local", "ray"), default=None, help="what runs the work (default local)")
+    build.add_argument("--engine", choices=("local", "ray"), help="what runs the work (default local)")
+    build.add_argument("--workers", type=whole(1), metavar="N", help="tasks at a time (default: one per core)")
     build.add_argument(
-        "--workers", type=whole(1), default=None, metavar="N", help="tasks at a time (default: one per core)"
-    )
-    build.add_argument(
-        "--address",
-        default=None,
-        help="address of a Ray cluster, whose nodes all see the workspace (default: start Ray here)",
+        "--address", help="address of a Ray cluster, whose nodes all see the workspace (default: start Ray here)"
     )
     build.add_argument(
         "--keep-build", action="store_true", help="keep corpus/.build, so that the next build reads only what is new"
@@ -128,14 +110,9 @@ def _register_build(inner: Subparsers) -> None:
 def _build(arguments: argparse.Namespace) -> None:
     from zero2all.corpus import build_corpus, check_sources, load_settings, parse_mapping
 
+    names = ("format", "shard_bytes", "valid_share", "max_damaged_share", "accept_drops")
     flags = {
-        "options": {
-            "format": arguments.format,
-            "shard_bytes": arguments.shard_bytes,
-            "valid_share": arguments.valid_share,
-            "max_damaged_share": arguments.max_damaged_share,
-            "accept_drops": arguments.accept_drops,
-        },
+        "options": {name: getattr(arguments, name) for name in names},
         "engine": {"kind": arguments.engine, "workers": arguments.workers, "address": arguments.address},
     }
     mapping = parse_mapping(arguments.map) if arguments.map else None
@@ -144,12 +121,7 @@ def _build(arguments: argparse.Namespace) -> None:
     check_sources(settings.sources, settings.options, settings.engine)
     corpus = workspace_of(arguments, create=True).corpus
     report = build_corpus(
-        corpus,
-        settings.sources,
-        settings.options,
-        settings.engine,
-        keep_build=arguments.keep_build,
-        announce=say,
+        corpus, settings.sources, settings.options, settings.engine, keep_build=arguments.keep_build, announce=say
     )
     _print_report(report, arguments)
     print(f"report: {corpus / 'report.html'}")

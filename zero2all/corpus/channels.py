@@ -81,7 +81,7 @@ def is_code_name(name: str) -> bool:
 
 def channels_of(titles: Sequence[str], contents: Sequence[str]) -> list[str | None]:
     """The channel of each document; None where there are no letters to tell it by."""
-    pieces = [_pieces(content) for content in contents]
+    pieces = [sampled_text(content) for content in contents]
     encoded = encode(pieces)
     scripts = scripts_of_encoded(encoded)
     other = _speaks_other_language(encoded.buffer, encoded.offsets)
@@ -114,8 +114,8 @@ def _channel_of_han(content: str, piece: str) -> str | None:
     return "other" if kana > MOST_KANA_SHARE * len(found) else "zh"
 
 
-def _pieces(content: str) -> str:
-    """A sixth, a half and five sixths into the text."""
+def sampled_text(content: str) -> str:
+    """A text short enough to be looked at: of a long one, pieces a sixth, a half and five sixths into it."""
     size = len(content)
     if size <= 3 * PIECE_CHARS:
         return content
@@ -177,26 +177,14 @@ def _classes() -> np.ndarray:
     return table
 
 
-class ChannelGuess:
-    """Looks at sampled documents and names the channel of their source."""
-
-    def __init__(self) -> None:
-        self._titles: list[str] = []
-        self._contents: list[str] = []
-
-    def look(self, title: str, content: str) -> None:
-        """Take one document into account."""
-        self._titles.append(title)
-        self._contents.append(_pieces(content))
-
-    def result(self) -> tuple[str, str]:
-        """The channel of most of the sampled documents, and the figures it rests on."""
-        found = Counter(channel for channel in channels_of(self._titles, self._contents) if channel is not None)
-        if not self._titles:
-            return "en", "nothing could be sampled"
-        if not found:
-            return "en", f"none of {len(self._titles):,} sampled documents has letters to tell it by"
-        total = found.total()
-        shares = [f"{count / total:.0%} {name}" for name, count in found.most_common()]
-        what = "document" if total == 1 else "documents"
-        return found.most_common(1)[0][0], f"of {total:,} sampled {what} {', '.join(shares)}"
+def guess_channel(titles: Sequence[str], contents: Sequence[str]) -> tuple[str, str]:
+    """The channel that most of the sampled documents of a source belong to, and the figures it rests on."""
+    found = Counter(channel for channel in channels_of(titles, contents) if channel is not None)
+    if not titles:
+        return "en", "nothing could be sampled"
+    if not found:
+        return "en", f"none of {len(titles):,} sampled documents has letters to tell it by"
+    total = found.total()
+    shares = [f"{count / total:.0%} {name}" for name, count in found.most_common()]
+    what = "document" if total == 1 else "documents"
+    return found.most_common(1)[0][0], f"of {total:,} sampled {what} {', '.join(shares)}"

@@ -28,7 +28,7 @@ from zero2all.corpus.dedup.contained import find_contained
 from zero2all.corpus.dedup.index import read_index
 from zero2all.corpus.record import ORDINAL_BITS
 from zero2all.corpus.segments import Segment, first_ordinals
-from zero2all.corpus.split import Split, SplitChoice
+from zero2all.corpus.split import Split, choose_split
 
 CLUSTERS_NAME = "clusters.jsonl"
 GIDS_NAME = "gids.npy"
@@ -140,10 +140,7 @@ def _contained(folder: Path, units: list[Path], result: DedupResult, owners: lis
 
 def split_before_dedup(segments: Sequence[Segment], valid_share: float) -> Split:
     """How a source is split when all its records are taken into account, duplicates too."""
-    choice = SplitChoice(valid_share)
-    for segment in segments:
-        choice.look(read_index(segment.folder)["key"])
-    return choice.result()
+    return choose_split(valid_share, (read_index(segment.folder)["key"] for segment in segments))
 
 
 def _write_gids(path: Path, sources: Sequence[SourceSegments], documents: int) -> None:

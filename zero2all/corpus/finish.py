@@ -30,7 +30,7 @@ from zero2all.corpus.report import EXAMPLE_CHARS, LENGTH_BUCKETS, Tally, check_i
 from zero2all.corpus.segments import DROPPED_NAME, LAYOUT_NAME, RECORDS_NAME, Segment, first_ordinals
 from zero2all.corpus.settings import BuildOptions
 from zero2all.corpus.shards import shard_name, write_shard
-from zero2all.corpus.split import Split, SplitChoice
+from zero2all.corpus.split import Split, choose_split
 
 DROPPED_FOLDER = "dropped"
 SAMPLES_PER_RULE = 200
@@ -165,7 +165,6 @@ class SourceFinish:
 
     def _count(self) -> Split:
         """Count what stays and what goes; how the source is split follows from what stays."""
-        choice = SplitChoice(self.options.valid_share)
         for number in range(len(self.segments)):
             rows = self._rows(number)
             for value, reason in DROP_REASONS.items():
@@ -177,7 +176,6 @@ class SourceFinish:
             self.lengths += np.bincount(buckets, minlength=LENGTH_BUCKETS)
             self.script_records += np.bincount(scripts, minlength=len(SCRIPTS))
             self.script_bytes += np.bincount(scripts, weights=text_bytes, minlength=len(SCRIPTS)).astype(np.int64)
-            choice.look(rows.keys[rows.keep])
         found = int(self.lengths.sum()), int(self.script_bytes.sum())
         if found != (self.tally.records_kept, self.tally.bytes_kept):
             raise AssertionError(
@@ -186,7 +184,8 @@ class SourceFinish:
             )
         if self.options.dedup.near == "held_out":  # the search went by this split
             return split_before_dedup(self.segments, self.options.valid_share)
-        return choice.result()
+        kept = (rows.keys[rows.keep] for rows in map(self._rows, range(len(self.segments))))
+        return choose_split(self.options.valid_share, kept)
 
     def _plan(self) -> list[ShardTask]:
         shards: dict[str, list[_PlannedShard]] = {name: [] for name in SPLITS}

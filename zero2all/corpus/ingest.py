@@ -7,11 +7,10 @@ depends on the task alone, not on the worker or on interruptions.
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +146,7 @@ class _Items:
     def take_notes(self) -> dict[str, Any]:
         """What was learnt about files since the last call, and where to go on."""
         notes, self._notes = self._notes, _Notes()
-        return {"next": self._next, **notes.as_state()}
+        return {"next": self._next, **asdict(notes)}
 
     def tell_rest(self) -> None:
         """Bring the progress bar to the end of this task."""
@@ -241,20 +240,20 @@ class _Items:
             self._untold = 0
 
 
+@dataclass
 class _Notes:
-    """What is learnt about files while they are read."""
+    """What is learnt about files while they are read; as the state of a segment holds it."""
 
-    def __init__(self) -> None:
-        self.formats: Counter[str] = Counter()
-        self.skipped: Counter[str] = Counter()
-        self.skipped_names: dict[str, list[str]] = {}
-        self.mappings: list[dict[str, str]] = []
-        self.unmapped_fields: dict[str, None] = {}
-        self.notes: list[str] = []
+    formats: dict[str, int] = field(default_factory=dict)
+    skipped: dict[str, int] = field(default_factory=dict)
+    skipped_names: dict[str, list[str]] = field(default_factory=dict)
+    mappings: list[dict[str, str]] = field(default_factory=list)
+    unmapped_fields: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def skip(self, reason: str, name: str) -> None:
         """A file or archive member that is not read."""
-        self.skipped[reason] += 1
+        self.skipped[reason] = self.skipped.get(reason, 0) + 1
         names = self.skipped_names.setdefault(reason, [])
         if len(names) < NAMED_FILES:
             names.append(name)
@@ -266,31 +265,19 @@ class _Notes:
 
     def see_fields(self, names: Iterable[str]) -> None:
         """Fields of rows none of which is known to hold the text; a few are enough for the message."""
-        room = NAMED_FIELDS - len(self.unmapped_fields)
-        new = (name for name in names if name not in self.unmapped_fields)
-        self.unmapped_fields.update(dict.fromkeys(itertools.islice(new, room)))
+        self.unmapped_fields = list(dict.fromkeys([*self.unmapped_fields, *names]))[:NAMED_FIELDS]
 
     def add_origin(self, first: Row | Damaged, mapping: Mapping[str, str] | None, is_beginning: bool) -> None:
         """A file or archive member, by its first item: what it is and how its rows are read, or that they cannot be."""
         if is_beginning and first.origin is not None:
-            self.formats[str(first.origin.format)] += 1
+            name = str(first.origin.format)
+            self.formats[name] = self.formats.get(name, 0) + 1
             if first.origin.is_misnamed:
                 self.note(first.origin.name, "read as plain text: its name says JSON, but there is none in it")
         if mapping and mapping not in self.mappings:
             self.mappings.append(dict(mapping))
         elif not mapping and isinstance(first, Row) and not first.is_document:
             self.see_fields(first.fields)
-
-    def as_state(self) -> dict[str, Any]:
-        """Everything, as JSON holds it."""
-        return {
-            "formats": dict(self.formats),
-            "skipped": dict(self.skipped),
-            "skipped_names": self.skipped_names,
-            "mappings": self.mappings,
-            "unmapped_fields": list(self.unmapped_fields),
-            "notes": self.notes,
-        }
 
 
 def _origin_key(item: Row | Damaged) -> list[Any]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from zero2all.corpus.channels import ChannelGuess
+from zero2all.corpus.channels import guess_channel, sampled_text
 from zero2all.corpus.listing import InputFile, Listing
 from zero2all.corpus.readers import NOT_READ, Format, Limits, Origin, Row, Unit, plan_units, read_unit
 from zero2all.corpus.sources import PEEKED_ROWS, Source, apply_mapping, guess_mapping, longest_first
@@ -38,7 +38,8 @@ class Look:
     """What was found in the samples."""
 
     def __init__(self, source: Source, listing: Listing, limits: Limits) -> None:
-        self.guess = ChannelGuess()
+        self._titles: list[str] = []
+        self._contents: list[str] = []
         self.mappings: list[dict[str, str]] = []
         """All that were found."""
         self.mapping_of: dict[str, dict[str, str]] = {}
@@ -52,7 +53,6 @@ class Look:
         """What their reader says about it."""
         self.nothing_to_read = False
         """No file of this source will be."""
-        self._documents = 0
         self._given = source.given_mapping.get("content")
         self._tables: list[tuple[str, list[str]]] = []
         """Files with rows and their fields."""
@@ -66,7 +66,7 @@ class Look:
         if len(sampled) < len(files):
             return
         self.nothing_to_read = self.left_out.total() == len(files)
-        if self._textless and not self._documents and self._is_sure:
+        if self._textless and not self._titles and self._is_sure:
             self.fields_without_text = self._textless[0]
         is_found = any(mapping["content"] == self._given for mapping in self.mappings)
         if self._given is not None and self._tables and not is_found and self._is_sure:
@@ -112,8 +112,12 @@ class Look:
         return mapping
 
     def _add(self, title: str, content: str) -> None:
-        self._documents += 1
-        self.guess.look(title, content)
+        self._titles.append(title)
+        self._contents.append(sampled_text(content))
+
+    def guess_channel(self) -> tuple[str, str]:
+        """The channel of most of the sampled documents, and why."""
+        return guess_channel(self._titles, self._contents)
 
 
 def spread(values: Sequence[Any], most: int) -> list[Any]:

@@ -119,7 +119,7 @@ def plan_source(source: Source, listing: Listing, corpus_folder: Path, options: 
         raise nothing_readable(source, left_out, look.notes)
     if look.fields_without_text is not None:
         raise no_text_field(source, *look.fields_without_text)
-    guessed, reason = look.guess.result()
+    guessed, reason = look.guess_channel()
     is_auto = source.is_auto
     channel = guessed if is_auto else source.given_channel or guessed
     cleans = {each: options.clean_config(each) for each in (CHANNELS if is_auto else (channel,))}

@@ -11,7 +11,7 @@ from typing import Any
 from zero2all.common.errors import BadInputError
 from zero2all.corpus.listing import UNREADABLE
 from zero2all.corpus.plan import Part, SourcePlan, planned_units
-from zero2all.corpus.quarantine import QUARANTINE_NAME, Quarantine
+from zero2all.corpus.quarantine import QUARANTINE_NAME, write_quarantine
 from zero2all.corpus.refusals import no_text_field, nothing_readable
 from zero2all.corpus.report import Tally, in_short
 from zero2all.corpus.segments import CHANNELS_KEY, Segment, dropped_excerpts
@@ -39,15 +39,15 @@ def require_usable(
     """Stop when a source has nothing in it, no text, too much damage, or loses too much to a rule by a guess."""
     tallies = {part.name: Tally.of(segments[part.name]) for part in parts}
     for part in parts:
-        quarantine = Quarantine(corpus_folder / QUARANTINE_NAME / f"{part.name}.jsonl")
-        quarantine.write(segments[part.name], part.number)
+        path = corpus_folder / QUARANTINE_NAME / f"{part.name}.jsonl"
+        damage = write_quarantine(path, segments[part.name], part.number)
+        listed = f"Found: {damage}. Each is listed with file, place and reason in {path}."
         if part.is_main:
             of_plan = [each for each in parts if each.plan is part.plan]
             records_in = sum(tallies[each.name].records_in for each in of_plan)
             bytes_in = sum(tallies[each.name].bytes_in for each in of_plan)
-            _require_undamaged(
-                part, quarantine, tallies[part.name], records_in, bytes_in, read[part.plan.name], options
-            )
+            most = options.max_damaged_share
+            _require_undamaged(part, listed, tallies[part.name], records_in, bytes_in, read[part.plan.name], most)
     if not options.accept_drops:
         of_source: Counter[str] = Counter()
         for part in parts:
@@ -67,12 +67,12 @@ def require_usable(
 
 def _require_undamaged(
     part: Part,
-    quarantine: Quarantine,
+    listed: str,
     tally: Tally,
     records_in: int,
     bytes_in: int,
     segments: list[Segment],
-    options: BuildOptions,
+    most: float,
 ) -> None:
     """Stop when what a source gave is nothing, nothing but rows without text, or too much damage."""
     plan, source = part.plan, part.plan.source
@@ -90,15 +90,14 @@ def _require_undamaged(
         unread_bytes += swallowed
     unread_share = unread_bytes / max(plan.listing.size_bytes, 1)  # of what was compressed, more may be unread
     share = min(1.0, max(damaged / records_in, unread_share))
-    if share > options.max_damaged_share:
+    if share > most:
         _forget_unreadable(plan, segments)
         are = "is" if damaged == 1 else "are"
         behind = f", and {unread_bytes:,} bytes behind damaged places could not be read" if unread_bytes else ""
         raise BadInputError(
             f"Source {source.name}: {damaged:,} of {records_in:,} records {are} damaged{behind}: {share:.2%}, "
-            f"where {options.max_damaged_share:.2%} is allowed. Found: {quarantine.in_words()}. Each is listed "
-            f"with file, place and reason in {quarantine.path}. {_field_hint(tally, states)}Repair the input, or "
-            f"accept the loss with a larger --max-damaged-share."
+            f"where {most:.2%} is allowed. {listed} {_field_hint(tally, states)}Repair the input, or accept the loss "
+            f"with a larger --max-damaged-share."
         )
 
 

@@ -13,7 +13,7 @@ estimate is too coarse there. What is found is a lower bound. Memory: at most 40
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -112,12 +112,15 @@ def _verified(units: Sequence[Path], first_ids: Sequence[int], looked_up: np.nda
     best: dict[int, tuple[float, int]] = {}
     for start in range(0, len(pairs), PAIRS_AT_ONCE):
         some = pairs[start : start + PAIRS_AT_ONCE]
-        inner_bytes, outer_bytes = (_lengths(units, first_ids, some[:, side]) for side in (0, 1))
+        inner_bytes, outer_bytes = (
+            _gathered(units, first_ids, some[:, side], _lengths).astype(np.float64) for side in (0, 1)
+        )
         some_ok = (outer_bytes > inner_bytes) & (outer_bytes <= MOST_LONGER * inner_bytes)
         some, inner_bytes, outer_bytes = some[some_ok], inner_bytes[some_ok], outer_bytes[some_ok]
         if not len(some):
             continue
-        equal = _signatures(units, first_ids, some[:, 0]) == _signatures(units, first_ids, some[:, 1])
+        inner_rows, outer_rows = (_gathered(units, first_ids, some[:, side], read_signatures) for side in (0, 1))
+        equal = inner_rows == outer_rows
         jaccard = np.maximum((equal.mean(axis=1) - 1 / VALUES) / (1 - 1 / VALUES), 0)
         shares = np.minimum(jaccard / (1 + jaccard) * (inner_bytes + outer_bytes) / inner_bytes, 1)
         for at in np.flatnonzero(shares >= LEAST_SHARE).tolist():
@@ -133,27 +136,19 @@ def _verified(units: Sequence[Path], first_ids: Sequence[int], looked_up: np.nda
     )
 
 
-def _lengths(units: Sequence[Path], first_ids: Sequence[int], documents: np.ndarray) -> np.ndarray:
-    out = np.zeros(len(documents), np.float64)
-    for unit, rows, places in _by_unit(units, first_ids, documents):
-        out[places] = read_index(unit)["text_bytes"][rows]
-    return out
-
-
-def _signatures(units: Sequence[Path], first_ids: Sequence[int], documents: np.ndarray) -> np.ndarray:
-    out = np.zeros((len(documents), VALUES), np.uint8)
-    for unit, rows, places in _by_unit(units, first_ids, documents):
-        out[places] = read_signatures(unit)[rows]
-    return out
-
-
-def _by_unit(
-    units: Sequence[Path], first_ids: Sequence[int], documents: np.ndarray
-) -> list[tuple[Path, np.ndarray, np.ndarray]]:
-    """Unit, rows in it, and places in `documents`, for every unit that has some of them."""
+def _gathered(
+    units: Sequence[Path], first_ids: Sequence[int], documents: np.ndarray, read: Callable[[Path], np.ndarray]
+) -> np.ndarray:
+    """The rows of some documents, of what `read` gives for their units."""
     owners = np.searchsorted(np.asarray(first_ids), documents, side="right") - 1
-    found = []
-    for owner in np.unique(owners).tolist():
-        places = np.flatnonzero(owners == owner)
-        found.append((units[owner], documents[places] - first_ids[owner], places))
-    return found
+    found: list[np.ndarray] = []
+    places = [np.flatnonzero(owners == owner) for owner in np.unique(owners)]
+    for at in places:
+        owner = int(owners[at[0]])
+        found.append(read(units[owner])[documents[at] - first_ids[owner]])
+    order = np.argsort(np.concatenate(places))
+    return np.concatenate(found)[order]
+
+
+def _lengths(unit: Path) -> np.ndarray:
+    return read_index(unit)["text_bytes"]
