@@ -1,12 +1,4 @@
-"""Raw files to clean records: the first stage.
-
-    readers  any mix of JSON lines, arrays, CSV, parquet and text, compressed or not -> rows, or damaged items
-    sources  what the user named: path, channel, kind, and which raw field is the text
-    look     documents sampled from all over a source     channels which channel a document belongs to
-    plan     each source cut into tasks                   ingest   a task -> segments of cleaned records
-    clean    repair, and the rules that drop a text       dedup    exact, near and line duplicates, on disk
-    finish   numbered shards, samples, manifest           report   what came in, what was kept, what was not and why
-    engine   local processes or Ray                       build    all of it, resumable
+"""Raw files to clean records: the first stage. docs/architecture.md names its files, one line each.
 
 numba, pyarrow and ray are imported only when they are needed.
 """

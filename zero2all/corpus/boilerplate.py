@@ -1,8 +1,7 @@
-"""Boilerplate lines, by option (`dedup.lines`): lines that stand in many records are taken out of all of them.
+"""Boilerplate lines, by option (`dedup.lines`): lines that stand in many records are removed from all of them.
 
-The search goes over all sources, between ingest and dedup: segments are written again without those lines, so that
-duplicates are looked for in the text that will be kept. A record of which nothing is left is dropped as `boilerplate`.
-Code is left alone.
+Between ingest and dedup, segments are written again without those lines. A record of which nothing is left is dropped
+as `boilerplate`. Code is left alone.
 """
 
 from __future__ import annotations

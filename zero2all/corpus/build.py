@@ -7,14 +7,12 @@
     finish   segments -> numbered shards, in parallel; a source appears when it is whole             finish.py
     report   `report.html`, then `report.json`, the sign that there is a corpus                      report.py
 
-Everything before finish lives under `corpus/.build/<inputs>/`, where `inputs` names what decides the content: files
-(names, sizes, times), mapping, rules, options. A build that was interrupted, run again, finds there what is done and
-goes on behind it, and writes byte for byte what an uninterrupted build writes, whatever the number of workers.
-`.build` is removed at the end, unless it is to be kept: then a source that has not changed need not be read again
-when another is added or another dedup is tried.
+Everything before finish lives under `corpus/.build/<inputs>/`, where `inputs` names what decides the content: files,
+mapping, rules, options. An interrupted build, run again, continues there and writes the same bytes, whatever the number
+of workers. `.build` is removed at the end, unless it is kept for later builds with more sources or another dedup.
 
 A source left out of a later build keeps its folder, but no stage reads it. A build that finds all sources finished
-still reads their files (gigabytes a second): one that is no longer as it was written is built again.
+still reads their files: one that has changed on disk is built again.
 """
 
 from __future__ import annotations

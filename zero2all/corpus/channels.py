@@ -1,15 +1,14 @@
 """Which script a text is written in, and which channel a document belongs to: zh, en, code or other.
 
     code    named like a program file
-    zh      most of its letters are Han, a Han character counting as much as four letters (and few of them kana), or
-            they are Latin and 3 % of the characters are Han: pages with code in them
+    zh      most of its letters are Han, a Han character counting as four letters (and few of them kana), or they are
+            Latin and 3 % of the characters are Han: pages with code in them
     en      Latin letters, unless the function words of another language outnumber the English ones
     other   everything else: other languages in Latin letters, Japanese, Korean, Russian, Arabic, …
 
-Three pieces of a long text stand for the whole: one place alone may be a header or an example. Where they are Latin
-with a few Han characters, all of the text is looked at: much of a page may be code. A text without letters
-has no channel of its own. `auto` in place of a channel splits a source by these, document by document; a source
-without a channel gets the one that most of the sampled text belongs to.
+Three pieces of a long text stand for the whole; where they are Latin with a few Han characters, all of the text is
+looked at. A text without letters has no channel of its own. The channel `auto` splits a source document by document; a
+source without a channel gets the one that most of the sampled documents belong to.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """The dedup step of a build: the search over all sources, and its outcome in terms of gids.
 
-    .build/<inputs>/drop-00000.npy   which records of a segment are dropped, and why      (written by dedup/)
-                    clusters.npy     (kept, dropped) pairs by document number             (written by dedup/)
-                    gids.npy         document number -> gid
-                    clusters.jsonl   which record was kept for which; moved to `corpus/clusters.jsonl` at the end
-                    found.json       last: the step is done
-
-Once `found.json` is there, the segments of a source are needed only until that source is finished.
+.build/<inputs>/drop-00000.npy   which records of a segment are dropped, and why      (written by dedup/)
+                clusters.npy     (kept, dropped) pairs by document number             (written by dedup/)
+                gids.npy         document number -> gid
+                clusters.jsonl   which record was kept for which; also `corpus/clusters.jsonl` at the end
+                found.json       last: the step is done
 """
 
 from __future__ import annotations

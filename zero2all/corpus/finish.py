@@ -19,7 +19,7 @@ import numpy as np
 
 from zero2all.common import jsonio
 from zero2all.common.engine import advance
-from zero2all.common.files import PARTIAL_MARK, crc32c_of, fsync_folder, fsync_tree, sweep_partials
+from zero2all.common.files import PARTIAL_MARK, crc32c_of, fsync_folder, fsync_tree, put_in_place, sweep_partials
 from zero2all.common.manifest import write_manifest
 from zero2all.common.records import ORIGINS_NAME, SPLITS, iter_records
 from zero2all.corpus.channels import SCRIPTS
@@ -47,8 +47,8 @@ class Stretch(NamedTuple):
     """The list of dedup for this segment: a byte per record, 0 where it stays. None: all stay."""
     first_ordinal: int
     """Ordinal of the segment's first item in its source."""
-    start: int
-    end: int
+    start: int = 0
+    end: int | None = None
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def finish_shard(task: ShardTask) -> dict[str, Any]:
 def _lines_of(task: ShardTask) -> Iterator[list[bytes]]:
     """The numbered lines of a shard, some at a time."""
     for stretch in task.stretches:
-        rows = _Rows(stretch.folder, stretch.drops, stretch.first_ordinal, stretch.start, stretch.end)
+        rows = _Rows(stretch)
         chosen = np.flatnonzero(rows.keep & (task.split.is_valid(rows.keys) == task.held_out))
         for some, lines in rows.read(chosen):
             pairs = zip(lines, rows.ordinals[some].tolist(), strict=True)
@@ -111,8 +111,9 @@ def find_record(corpus: Path, numbers: Mapping[str, int], gid: int) -> tuple[str
 class _Rows:
     """The kept records of a segment, or a stretch of them."""
 
-    def __init__(self, folder: Path, drops: Path | None, first_ordinal: int, start: int = 0, end: int | None = None):
-        self.folder = folder
+    def __init__(self, stretch: Stretch) -> None:
+        self.folder, drops, first_ordinal, start, end = stretch
+        folder = self.folder
         index = np.array(read_index(folder)[start:end])
         layout = np.load(folder / LAYOUT_NAME)
         self.text_bytes = index["text_bytes"].astype(np.int64)
@@ -193,10 +194,10 @@ class SourceFinish:
             rows = self._rows(number)
             lengths = rows.line_bytes + numbers_bytes(self.source.number, rows.ordinals)
             is_valid = self._split.is_valid(rows.keys)
-            stretch = Stretch(rows.folder, self._drop_path(number), self._first_ordinals[number], 0, len(lengths))
             for name, planned in shards.items():
                 chosen = np.flatnonzero(rows.keep & (is_valid == (name == "valid")))
-                _add_to_shards(planned, stretch, chosen, np.cumsum(lengths[chosen]), self.options.shard_bytes)
+                sums = np.cumsum(lengths[chosen])
+                _add_to_shards(planned, self._stretch(number), chosen, sums, self.options.shard_bytes)
         return [
             ShardTask(
                 self.work / name / shard_name(number, self.options.format),
@@ -243,20 +244,16 @@ class SourceFinish:
         check_identity(self.source.name, report)
         write_manifest(self.work, "corpus", inputs, {**content, "report": report}, self.facts)
         fsync_tree(self.work)
-        if self.final.exists():
-            old = self.final.with_name(f"{self.final.name}{PARTIAL_MARK}old-{os.getpid()}")
-            self.final.rename(old)
-            self.work.rename(self.final)
-            shutil.rmtree(old)
-        else:
-            self.work.rename(self.final)
+        put_in_place(self.work, self.final)
         fsync_folder(self.final.parent)
 
     def _rows(self, number: int) -> _Rows:
-        return _Rows(self.segments[number].folder, self._drop_path(number), self._first_ordinals[number])
+        return _Rows(self._stretch(number))
 
-    def _drop_path(self, number: int) -> Path | None:
-        return self.duplicates.drop_path(self.source.name, number) if self.duplicates is not None else None
+    def _stretch(self, number: int) -> Stretch:
+        """All rows of a segment."""
+        drops = self.duplicates.drop_path(self.source.name, number) if self.duplicates is not None else None
+        return Stretch(self.segments[number].folder, drops, self._first_ordinals[number])
 
     def _write_samples(self) -> dict[str, list[str]]:
         """`dropped/RULE.jsonl`: the first samples of each rule over the whole source; returns a few of each."""

@@ -15,6 +15,7 @@ from typing import Any
 from zero2all.corpus.channels import guess_channel, sampled_text
 from zero2all.corpus.listing import InputFile, Listing
 from zero2all.corpus.readers import NOT_READ, Format, Limits, Origin, Row, Unit, plan_units, read_unit
+from zero2all.corpus.refusals import no_text_field, nothing_readable
 from zero2all.corpus.sources import PEEKED_ROWS, Source, apply_mapping, guess_mapping, longest_first
 
 FILES = 16
@@ -35,49 +36,46 @@ LEAST_PLACE_BYTES = 1 << 16
 
 
 class Look:
-    """What was found in the samples."""
+    """What was found in the samples; an error when nothing in the source can be read, or nothing of it has a text."""
 
     def __init__(self, source: Source, listing: Listing, limits: Limits) -> None:
-        self._titles: list[str] = []
-        self._contents: list[str] = []
         self.mappings: list[dict[str, str]] = []
         """All that were found."""
         self.mapping_of: dict[str, dict[str, str]] = {}
         """By file name: those that hold for the whole file, so that nobody has to guess them again."""
         self.formats: list[str] = []
-        self.fields_without_text: tuple[str, list[str]] | None = None
-        """A file and its fields, when nothing in this source will have a text, or the text field that was given."""
-        self.left_out: Counter[str] = Counter()
-        """Why files will not be read; of those looked into."""
-        self.notes: list[str] = []
-        """What their reader says about it."""
-        self.nothing_to_read = False
-        """No file of this source will be."""
-        self._given = source.given_mapping.get("content")
+        self._titles: list[str] = []
+        self._contents: list[str] = []
+        self._left_out = Counter({reason: len(names) for reason, names in listing.skipped.items()})
+        """Why files are not read, and what their reader says about it; of those looked into."""
+        self._notes: list[str] = []
         self._tables: list[tuple[str, list[str]]] = []
-        """Files with rows and their fields."""
+        """Files with rows and their fields; and those of them in which no field holds the text."""
         self._textless: list[tuple[str, list[str]]] = []
         self._is_sure = True
         """Whether what was not looked at cannot hold a text when nothing that was looked at does."""
         files = listing.files
+        skipped = self._left_out.total()
         sampled = spread(files, FILES)
         for file in sampled:
             self._look_into(file, source, limits, len(sampled))
         if len(sampled) < len(files):
             return
-        self.nothing_to_read = self.left_out.total() == len(files)
-        if self._textless and not self._titles and self._is_sure:
-            self.fields_without_text = self._textless[0]
-        is_found = any(mapping["content"] == self._given for mapping in self.mappings)
-        if self._given is not None and self._tables and not is_found and self._is_sure:
-            self.fields_without_text = self._tables[0]
+        if self._left_out.total() - skipped == len(files):
+            raise nothing_readable(source, self._left_out, self._notes)
+        given = source.given_mapping.get("content")
+        is_missing = given is not None and all(mapping["content"] != given for mapping in self.mappings)
+        if self._is_sure and self._tables and is_missing:
+            raise no_text_field(source, *self._tables[0])
+        if self._is_sure and self._textless and not self._titles:
+            raise no_text_field(source, *self._textless[0])
 
     def _look_into(self, file: InputFile, source: Source, limits: Limits, files: int) -> None:
         whole = plan_units(file, replace(limits, unit_bytes=max(file.size_bytes, 1)))[0]
         if whole.format in NOT_READ:
             if whole.format is not Format.UNREADABLE:
-                self.left_out[str(whole.format)] += 1
-                self.notes += [f"{file.name}: {whole.note}"] if whole.note else []
+                self._left_out[str(whole.format)] += 1
+                self._notes += [f"{file.name}: {whole.note}"] if whole.note else []
             return
         units = spread(_places(file, whole, limits), PLACES)
         for unit in units:

@@ -9,7 +9,6 @@ be split. That can take a pass over the file, so it is done by the engine and ke
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from zero2all.corpus.ingest import PEEKED_ITEMS, IngestTask
 from zero2all.corpus.listing import InputFile, Listing, list_files
 from zero2all.corpus.look import Look
 from zero2all.corpus.readers import NOT_READ, Format, Limits, Row, Unit, plan_units, read_unit
-from zero2all.corpus.refusals import no_text_field, nothing_readable
+from zero2all.corpus.refusals import nothing_readable
 from zero2all.corpus.segment_writer import SEGMENT_BYTES, SEGMENT_ITEMS
 from zero2all.corpus.segments import BUILD_NAME
 from zero2all.corpus.settings import BuildOptions
@@ -114,11 +113,6 @@ def plan_source(source: Source, listing: Listing, corpus_folder: Path, options: 
     """Look into a source."""
     limits = options.limits
     look = Look(source, listing, limits)
-    if look.nothing_to_read:
-        left_out = look.left_out + Counter({reason: len(names) for reason, names in listing.skipped.items()})
-        raise nothing_readable(source, left_out, look.notes)
-    if look.fields_without_text is not None:
-        raise no_text_field(source, *look.fields_without_text)
     guessed, reason = look.guess_channel()
     is_auto = source.is_auto
     channel = guessed if is_auto else source.given_channel or guessed

@@ -1,7 +1,6 @@
 """`corpus/quarantine/<source>.jsonl`: every damaged item with file, place, reason and the beginning of what is there.
 
-Ingest lists the damaged items of each segment; the list of a source is put together when all of it has been read, and
-appears whole. A source without damage has no such file.
+Ingest lists the damaged items of each segment. A source without damage has no such file.
 """
 
 from __future__ import annotations

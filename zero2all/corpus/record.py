@@ -1,8 +1,8 @@
 """The unified record: what every source becomes, one JSON object a line, and the numbers that name it.
 
-`gid` = source number x 2^40 + ordinal, where the ordinal counts every item the reader met in that source, kept or
-not. So a gid does not move when a cleaning option changes, and it stays below 2^53, where JavaScript and float64
-are still exact. Source numbers come from the append-only `corpus/sources.json`.
+`gid` = source number x 2^40 + ordinal, where the ordinal counts every item of that source, kept or not. So a gid stays
+the same when a cleaning option changes, and below 2^53, where JavaScript and float64 are exact. Source numbers come
+from the append-only `corpus/sources.json`.
 """
 
 from __future__ import annotations

@@ -1,17 +1,14 @@
 """The report of a build: per source, what came in, what was kept, and what was not and why.
 
-Two identities hold and are checked at the end of every build:
+Two identities are checked at the end of every build:
 
     records_in = records_kept + sum(dropped) + quarantined
     bytes_in   = bytes_kept   + sum(bytes_dropped) + bytes_quarantined + bytes_repaired + bytes_boilerplate
 
-`bytes_*` count UTF-8 bytes of text (for damaged items: of the raw input that could not be read); `bytes_repaired` is
-what repair, edits and masks took off the texts that passed cleaning, `bytes_boilerplate` what was taken out as lines
-that stand in many records; `input_file_bytes` is what the raw files weigh on disk. Held-out (valid) records count as
-kept. No clock and no host name goes into the report, so that two builds of the same input write the same bytes.
-
-`report.json` lists the sources of the last finished build. That list is the corpus: later stages read these
-sources and no other folder that may stand beside them from an earlier build.
+`bytes_*` count UTF-8 bytes of text (of damaged items: raw bytes). `bytes_repaired` is what repair, edits and masks
+removed from kept texts, `bytes_boilerplate` what was removed as lines that stand in many records; `input_file_bytes` is
+the size on disk. Valid records count as kept. No time and no host name goes into the report, so that two builds of the
+same input write the same bytes. Later stages read the sources listed in `report.json` and no other folder.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`report.html`: the report as one page that needs nothing else (`common/html.py`). Its looks are in `report.css`.
 
-Plots are drawn here, as HTML bars and small SVG; every figure in them also stands as text beside them.
+Plots are HTML bars and small SVG; every figure in them also stands as text beside them.
 """
 
 from __future__ import annotations

@@ -9,8 +9,7 @@
     dedup: {near: all, jaccard: 0.8}
     engine: {workers: 8}
 
-Paths are relative to the folder of the file. Dotted overrides (`--dedup.near off`) come on top, and every problem is
-told at once.
+Paths are relative to the folder of the file. Dotted overrides (`--dedup.near off`) come on top.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
-"""Shards: `part-00000.jsonl`, `part-00001.jsonl`, … of about `shard_bytes` each.
+"""Shards: `part-00000.jsonl`, `part-00001.jsonl`, … of about `shard_bytes` each, as lines of JSON in any format.
 
-Whatever the format, a shard ends before its records, as lines of JSON, would weigh more than `shard_bytes`; so the
-same records stand in the same shard in every format, and which ones is known before anything is written.
-
-    jsonl       one record a line
-    jsonl.zst   the same, compressed in frames of about 4 MB that can be read apart
-    parquet     a column for each field of the record, `others` as JSON text; zstd, row groups of about 16 MB
-    txt         the text a model sees (title, then content), each document followed by a line with a form feed;
-                no numbers and no other fields
+jsonl       one record a line
+jsonl.zst   the same, compressed in frames of about 4 MB that can be read apart
+parquet     a column for each field of the record, `others` as JSON text; zstd, row groups of about 16 MB
+txt         the text a model sees (title, then content), each document followed by a line with a form feed;
+            no numbers and no other fields
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Sources: what the user named, which channel it belongs to, and which raw field is the text.
 
-Fields are recognised by name, file by file, from the first rows; the report shows what was chosen. A kind, such as
-`baike2018qa`, is a known public data set: it brings the fields and the channel with it. A raw field may lie inside
-another, as `doc.text`. What a source is in when nobody said it is found in `channels.py`.
+Fields are recognised by name, file by file, from the first rows; a raw field may lie inside another, as `doc.text`. A
+kind, such as `baike2018qa`, is a known public data set: it brings the fields and the channel with it.
 """
 
 from __future__ import annotations

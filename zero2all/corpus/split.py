@@ -1,8 +1,8 @@
 """The valid split: a record is held out when its key falls below `valid_share`.
 
-The key is a hash of the folded letters and digits (`dedup/fold.py`). The choice depends on the text only, so it is the
-same in every build, and a text can never be on both sides, in whatever width, punctuation or simplified or traditional
-characters. A source of at least 20 records holds out at least one (the one with the smallest key), a smaller one none.
+The key is a hash of the folded letters and digits (`dedup/fold.py`), so the choice depends on the text only, and a text
+is never on both sides, in whatever width, punctuation or simplified or traditional characters. A source of at least 20
+records holds out at least one (the one with the smallest key), a smaller one none.
 """
 
 from __future__ import annotations

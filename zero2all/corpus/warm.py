@@ -1,7 +1,6 @@
 """Importing this module loads the native code of cleaning and dedup, compiling it where numba's cache lacks it.
 
-The fork server of the local engine imports it once, so that worker processes share the code instead of each loading
-its own.
+The fork server of the local engine imports it once, so that worker processes share the code.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Cleaning a batch of texts: scan, edit the few that need it, judge, mask.
+"""Cleaning a batch of texts.
 
 scan    one native pass over all texts (kernels.py) -> counts
-edit    texts that the scan found something in: repair, drawn lines, boilerplate lines, licence headers; then
-        these are scanned again
+edit    texts in which the scan found something: repair, drawn lines, boilerplate lines, licence headers; scanned again
 judge   counts -> measures -> the first rule that drops the text (rules.py), for all texts at once
-mask    secrets and personal data, also in what is dropped, since samples of that are shown
+mask    secrets and personal data, also in dropped texts, since samples of them are shown
 """
 
 from __future__ import annotations

@@ -3,10 +3,8 @@
 The field name of a rule in `CleanConfig` is its name everywhere: in configs and overrides (`clean.zh.digits.on=false`),
 as the reason of a dropped document, in the report and in `z2a corpus show --dropped digits`.
 
-The defaults were fitted on good text of many kinds: modern and classical Chinese prose, Tang and Song verse, ci, modern
-verse in Chinese and English, technical documentation in eight languages. What they drop of each stands in
-docs/corpus.md, and `benchmarks/corpus_rules.py` measures it. The tests hold that they drop at least 95 % of each kind
-of planted garbage, and keep planted good text, verse, classical text and short answers.
+The defaults were fitted on good text of many kinds: Chinese and English prose and verse of several centuries, technical
+documentation in eight languages. docs/corpus.md says what they drop of each, `benchmarks/corpus_rules.py` measures it.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
 """The native part: one pass over the code points of a batch that counts everything the rules ask about.
 
-A batch is the texts put end to end as UTF-32. For every character: one look-up in the character table, one increment
-of a histogram, two hashes (of the word and of the line it is in). Words and lines go into small buffers; when a
-buffer is full or the text ends, repetition is counted in it with an open hash table. Nothing is sampled: the
-repetition measures are exact within windows of `WINDOW_UNITS` units or `WINDOW_LINES` lines, counted from the start
-of the text, which keeps the tables in the cache and the memory constant for a text of any length.
+A batch is the texts put end to end as UTF-32. Each character takes one look-up in the character table, one increment of
+a histogram and two hashes (of its word and its line). Words and lines go into small buffers; when a buffer is full or
+the text ends, repetition is counted in it with an open hash table: exact within windows of `WINDOW_UNITS` units or
+`WINDOW_LINES` lines, in constant memory.
 
 A unit is a word (a run of letters, marks and digits, ASCII upper case as lower case), or a single character of a
-script written without spaces. So the same code counts words in English, characters in Chinese, and both in Chinese
-with English in it.
+script written without spaces.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Secrets and personal data, replaced by a short mark and counted.
 
-The native scan says in which texts there can be anything to find (an @ with a host behind it, ten digits close
-together, a long run of letters and digits) and a second native pass says where, so the regular expressions see only
-a few characters around each place. A mark is never longer than what it hides, and what was hidden is neither kept
-nor logged anywhere.
+The native scan says which texts can have any (an @ with a host behind it, ten digits close together, a long run of
+letters and digits) and a second native pass says where, so the regular expressions see only a few characters around
+each place. A mark is never longer than what it hides, and what was hidden is not kept or logged anywhere.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""From counts to measures, and from measures to the reason of a drop; all texts of a batch at once.
+"""From counts to measures, and from measures to the rule that drops a text; all texts of a batch at once.
 
-A measure is a number per text that a threshold is compared with. `JUDGES` has one entry per dropping rule that
-needs nothing but measures: it says which texts the rule drops.
+A measure is a number per text that a threshold is compared with. `JUDGES` says which texts a rule drops, for every rule
+that needs nothing but measures.
 """
 
 from __future__ import annotations
@@ -148,12 +148,12 @@ def _share(part: Array, whole: Array) -> Array:
     return part / np.maximum(whole, 1)
 
 
-def _over(rule: str, measure: str) -> Callable[[Measures, CleanConfig], Array]:
-    """Drops above `max_share`, from `from_chars` on; what has enough sentences beside it is spared."""
+def _over(rule: str, measure: str, unit: str = "chars") -> Callable[[Measures, CleanConfig], Array]:
+    """Drops above `max_share`, from `from_chars` (or lines) on; what has enough sentences beside it is spared."""
 
     def judge(measures: Measures, config: CleanConfig) -> Array:
         settings = getattr(config, rule)
-        over = (measures[measure] > settings.max_share) & (measures["chars"] >= settings.from_chars)
+        over = (measures[measure] > settings.max_share) & (measures[unit] >= getattr(settings, f"from_{unit}"))
         spare = getattr(settings, "spare_prose_share", None)
         return over if spare is None else over & ((measures["prose_share"] < spare) | (measures[measure] > 0.8))
 
@@ -161,13 +161,12 @@ def _over(rule: str, measure: str) -> Callable[[Measures, CleanConfig], Array]:
 
 
 def _list_like(rule: str, measure: str) -> Callable[[Measures, CleanConfig], Array]:
-    """Drops above `max_share`, from `from_lines` on, what has not the function words of running text."""
+    """As `_over`, by lines; documents with the function words of running text are spared."""
+    over = _over(rule, measure, "lines")
 
     def judge(measures: Measures, config: CleanConfig) -> Array:
-        settings = getattr(config, rule)
-        enough = measures["lines"] >= settings.from_lines
-        spared = (measures["function_share"] >= settings.spare_function_share) | measures["unstopped"]
-        return (measures[measure] > settings.max_share) & enough & ~spared
+        spare = getattr(config, rule).spare_function_share
+        return over(measures, config) & ~((measures["function_share"] >= spare) | measures["unstopped"])
 
     return judge
 
@@ -198,11 +197,6 @@ def _few_sentences(m: Measures, c: CleanConfig) -> Array:
     return few & (m["function_share"] < rule.spare_function_share) & ~m["unstopped"]
 
 
-def _ellipsis_lines(m: Measures, c: CleanConfig) -> Array:
-    rule = c.ellipsis_lines
-    return (m["ellipsis_line_share"] > rule.max_share) & (m["lines"] >= rule.from_lines)
-
-
 def _few_function_words(m: Measures, c: CleanConfig) -> Array:
     rule = c.few_function_words
     if rule.of == "han":
@@ -221,10 +215,6 @@ def _mojibake(m: Measures, c: CleanConfig) -> Array:
 def _long_lines(m: Measures, c: CleanConfig) -> Array:
     rule = c.long_lines
     return (m["longest_line_chars"] > rule.max_line_chars) | (m["mean_line_chars"] > rule.max_mean_line_chars)
-
-
-def _emails(m: Measures, c: CleanConfig) -> Array:
-    return (m["emails"] >= 3) & (m["emails_per_1000_chars"] > c.emails.max_per_1000_chars)
 
 
 def _duplicate_lines(m: Measures, c: CleanConfig) -> Array:
@@ -277,7 +267,7 @@ JUDGES: dict[str, Callable[[Measures, CleanConfig], Array]] = {
     "digits": _digits,
     "symbols": _over("symbols", "symbol_share"),
     "urls": _over("urls", "url_share"),
-    "emails": _emails,
+    "emails": lambda m, c: (m["emails"] >= 3) & (m["emails_per_1000_chars"] > c.emails.max_per_1000_chars),
     "few_distinct": _few_distinct,
     "duplicate_lines": _duplicate_lines,
     "top_ngram": _over("top_ngram", "top_ngram_share"),
@@ -285,7 +275,7 @@ JUDGES: dict[str, Callable[[Measures, CleanConfig], Array]] = {
     "menu_lines": _over("menu_lines", "menu_share"),
     "loose_lines": _list_like("loose_lines", "loose_line_share"),
     "unended_lines": _list_like("unended_lines", "unended_line_share"),
-    "ellipsis_lines": _ellipsis_lines,
+    "ellipsis_lines": _over("ellipsis_lines", "ellipsis_line_share", "lines"),
     "few_sentences": _few_sentences,
     "few_function_words": _few_function_words,
     "keyword_lists": _keyword_lists,

@@ -1,9 +1,8 @@
-"""One byte per Unicode code point: what cleaning needs to know about a character.
+"""One byte per Unicode code point: the class in the low four bits, flags in the high four.
 
-The low four bits are the class, the high four are flags whose meaning depends on it. The table has 0x110000 bytes and
-is made from `unicodedata` when first asked for (0.1 s): only the planes that have assigned characters are looked at
-one by one, the rest is filled by range. Planes 2 and 3 and the emoji blocks count as assigned wherever Unicode has
-not ruled otherwise, so a new emoji or a new Han character is not lost because Python is older than it.
+The meaning of a flag depends on the class. The table has 0x110000 bytes and is made from `unicodedata` on first use
+(0.1 s). Planes 2 and 3 and the emoji blocks count as assigned wherever Unicode has not ruled otherwise, so that a new
+emoji or Han character is not removed because Python is older than it.
 """
 
 from __future__ import annotations

@@ -33,8 +33,9 @@ class DedupConfig:
     exact: bool = True
     """Drop records whose text equals another's but for white space."""
     near: Literal["all", "held_out", "off"] = "all"
-    """all: of every group of similar records the best stays; held_out: only train records similar to a held-out one
-    are dropped; off: similar records stay, and some of them may be on both sides of the split."""
+    """all: of every group of similar records the best stays, so whatever is held out has no near duplicate in train;
+    held_out: only train records similar to a held-out one are dropped; off: similar records stay, and some of them may
+    be on both sides of the split."""
     jaccard: float = 0.8
     """Records whose shingle sets are at least this similar are duplicates (size of intersection over union)."""
     bands: int = 16

@@ -1,14 +1,13 @@
-"""Records that stand inside longer ones: half copies, quotations, chapters beside their book. Found, not dropped.
+"""Records that stand inside longer ones: half copies, quotations, chapters beside their book. Reported, not dropped.
 
 The Jaccard index of a text and its half is 0.5, far below what near dedup looks for. But the least shingle hashes of a
-text (its anchors) are, as far as they lie in the half, the least of the half too, so the two share some. Kept records
-that share an anchor are compared by their signatures: with J the estimated Jaccard index, a and b the lengths,
+text (its anchors) that lie in the half are the least of the half too. Kept records that share an anchor are compared by
+their signatures: with J the estimated Jaccard index, a and b the lengths,
 
     share of the shorter one that is in the longer one  =  J / (1 + J) * (a + b) / b
 
-It is a report, so it is cheap: at most `SAMPLED` records are looked up among all, an anchor that stands in many records
-is followed to the first `MOST_RECORDS` only, and a record more than `MOST_LONGER` times as long is not considered: the
-estimate is too coarse there. What is found is a lower bound. Memory: at most 400 MB, where all records share phrases.
+At most `SAMPLED` records are looked up among all, an anchor is followed to the first `MOST_RECORDS` records only, and a
+record more than `MOST_LONGER` times as long is not considered. So the count is a lower bound. Memory: at most 400 MB.
 """
 
 from __future__ import annotations

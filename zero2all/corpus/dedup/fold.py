@@ -4,7 +4,7 @@ Folded are
 - full-width and half-width forms, vertical and small punctuation, compatibility and radical forms of Han: to what NFKC
   makes of them;
 - punctuation of Chinese and Western typesetting: 。 is a full stop, 「 a quotation mark, — a hyphen;
-- traditional Han characters: to the simplified ones (`han_forms.py`), also where one stands for several.
+- traditional Han characters: to the simplified ones (`han_forms.txt`), also where one stands for several.
 
 Only signatures and the choice of what is held out see folded text. Two texts are compared by their shingles, runs of
 consecutive units:
@@ -26,7 +26,7 @@ from functools import cache
 
 import numpy as np
 
-from zero2all.corpus.han_forms import simplified_of
+from zero2all.common.files import package_text
 
 WIDTHS = ((0x2E80, 0x2FE0), (0xF900, 0xFB00), (0xFE10, 0xFE70), (0xFF00, 0xFFF0))
 """Blocks of characters that have another shape only: radicals, compatibility Han, vertical, small, full, half width."""
@@ -58,6 +58,16 @@ def fold_table() -> np.ndarray:
         table[point] = folded
     table.flags.writeable = False
     return table
+
+
+def simplified_of() -> dict[int, int]:
+    """Code point of a traditional Han character, or variant -> that of its simplified form.
+
+    `han_forms.txt` has a word for each simplified character: the character, then its traditional forms. The pairs are
+    those on which two converters agree, OpenCC (Apache 2.0) and zhconv, and a few variants of old books.
+    """
+    words = package_text("zero2all.corpus", "han_forms.txt").split()
+    return {ord(form): ord(word[0]) for word in words for form in word[1:]}
 
 
 @cache

@@ -5,8 +5,7 @@
     signatures.npy   (n, 256) uint8; absent when near dedup is off
     anchors.npy      (n, 8) uint32; absent when near dedup is off
 
-They are ordinary .npy files, but written row by row: the header has a fixed size and gets its shape at the end, so a
-unit with millions of short records costs no memory, and an interrupted one can go on after any record.
+They are ordinary .npy files, written row by row: the header has a fixed size and gets its shape at the end.
 """
 
 from __future__ import annotations

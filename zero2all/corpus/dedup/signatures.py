@@ -1,10 +1,9 @@
 """A batch of texts to what dedup needs of them: a digest, a key, a length, and a minhash signature with its anchors.
 
-The digest is the xxh3_128 of the text with its white space collapsed, 16 bytes, and decides exact duplicates. The
-signature is 256 bytes (`text_kernels.sign_texts`) and all zeros for a text without any unit, such as a row of
-dashes on the en channel: such a text has no near duplicates. The key decides what is held out: it is a hash of the
-folded letters and digits, so that texts that differ in width, punctuation or simplified and traditional characters only
-are on one side of the split.
+The digest, xxh3_128 of the text with its white space collapsed, decides exact duplicates. The signature has 256 bytes
+(`text_kernels.sign_texts`), all zero for a text without any unit, which has no near duplicates. The key decides what is
+held out: a hash of the folded letters and digits, so that texts that differ in width, punctuation or simplified and
+traditional characters only are on one side of the split.
 """
 
 from __future__ import annotations

@@ -5,9 +5,8 @@ A task whose last file exists is done and does nothing. `cluster.py` says what t
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -157,8 +156,7 @@ def split_bands(chunk: Chunk) -> None:
     end_id = first_id + sum(each.records for each in chunk.ranges)
     lost = read_slice(chunk.steps / LOST_NAME.format(round_number=0), np.dtype(np.uint8), first_id, end_id)
     unit_ids = [each.first_id - each.row for each in chunk.ranges]
-    with _Signatures([each.folder for each in chunk.ranges], unit_ids) as signatures:
-        rows = signatures.read(np.arange(first_id, end_id))
+    rows = _signatures_of(np.arange(first_id, end_id), [each.folder for each in chunk.ranges], unit_ids)
     entries = np.empty(len(rows) * chunk.config.bands, np.uint64)
     ends = np.empty(kernels.PARTS + 1, np.int64)
     total = kernels.band_entries(rows, lost, first_id, chunk.config.bands, chunk.config.rows, entries, ends)
@@ -252,16 +250,15 @@ def compare_pairs(task: CompareTask) -> str:
         return name
     pairs = sorted_unique(np.concatenate([read_sorted_slice(file, task.first, task.end) for file in task.files]))
     edges, edge_matches = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint8)]
-    with _Signatures(task.units, task.first_ids) as signatures:
-        for start in range(0, len(pairs), COMPARED_PAIRS):
-            piece = pairs[start : start + COMPARED_PAIRS]
-            one, two = (piece >> np.uint64(32)).astype(np.uint32), piece.astype(np.uint32)
-            documents = sorted_unique(np.concatenate([one, two]))
-            first, second = np.searchsorted(documents, one), np.searchsorted(documents, two)
-            matches = np.empty(len(piece), np.uint8)
-            kernels.compare(signatures.read(documents), first, second, matches, task.needed)
-            edges.append(piece[matches > 0])
-            edge_matches.append(matches[matches > 0])
+    for start in range(0, len(pairs), COMPARED_PAIRS):
+        some = pairs[start : start + COMPARED_PAIRS]
+        one, two = (some >> np.uint64(32)).astype(np.uint32), some.astype(np.uint32)
+        documents = sorted_unique(np.concatenate([one, two]))
+        first, second = np.searchsorted(documents, one), np.searchsorted(documents, two)
+        matches = np.empty(len(some), np.uint8)
+        kernels.compare(_signatures_of(documents, task.units, task.first_ids), first, second, matches, task.needed)
+        edges.append(some[matches > 0])
+        edge_matches.append(matches[matches > 0])
     write_npy(matches_of(task.steps / name), np.concatenate(edge_matches))
     write_npy(task.steps / name, np.concatenate(edges))
     return name
@@ -331,45 +328,19 @@ class _Runs:
         self.held, self.count = [], 0
 
 
-class _Signatures:
-    """Reads rows of the signature files of many units by position, without mapping them: memory stays bounded."""
-
-    OPEN_MOST = 128
-
-    def __init__(self, units: Sequence[Path], first_ids: Sequence[int]) -> None:
-        self.units, self.first_ids = units, np.array(first_ids)
-        self.handle = lru_cache(maxsize=None)(self._open)
-        self.handles: list[int] = []
-
-    def __enter__(self) -> _Signatures:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._close()
-
-    def read(self, documents: np.ndarray) -> np.ndarray:
-        """(n, 256) uint8 for increasing document numbers; runs of neighbours are read at once."""
-        rows = np.empty((len(documents), VALUES), np.uint8)
-        units = np.searchsorted(self.first_ids, documents, side="right") - 1
-        breaks = np.flatnonzero((np.diff(documents) != 1) | (np.diff(units) != 0)) + 1
-        starts = [0, *breaks.tolist()]
-        for start, end in zip(starts, [*starts[1:], len(documents)], strict=True):
-            unit = int(units[start])
-            at = HEADER_BYTES + (int(documents[start]) - int(self.first_ids[unit])) * VALUES
-            pread_into(rows[start:end], self.handle(unit), at, self.units[unit])
-        return rows
-
-    def _open(self, unit: int) -> int:
-        if len(self.handles) >= self.OPEN_MOST:
-            self._close()
-        self.handles.append(os.open(self.units[unit] / SIGNATURES_NAME, os.O_RDONLY))
-        return self.handles[-1]
-
-    def _close(self) -> None:
-        for handle in self.handles:
-            os.close(handle)
-        self.handles = []
-        self.handle.cache_clear()
+def _signatures_of(documents: np.ndarray, units: Sequence[Path], first_ids: Sequence[int]) -> np.ndarray:
+    """(n, 256) uint8 for increasing document numbers; runs of neighbours are read at once, and nothing is mapped."""
+    rows = np.empty((len(documents), VALUES), np.uint8)
+    owners = np.searchsorted(np.array(first_ids), documents, side="right") - 1
+    breaks = np.flatnonzero((np.diff(documents) != 1) | (np.diff(owners) != 0)) + 1
+    runs = pairwise([0, *breaks.tolist(), len(documents)])
+    for owner, of_unit in groupby(runs, key=lambda run: int(owners[run[0]])):
+        path = units[owner] / SIGNATURES_NAME
+        with open(path, "rb", buffering=0) as file:
+            for start, end in of_unit:
+                at = HEADER_BYTES + (int(documents[start]) - first_ids[owner]) * VALUES
+                pread_into(rows[start:end], file.fileno(), at, path)
+    return rows
 
 
 def ends_of(path: Path) -> Path:

@@ -1,12 +1,11 @@
 """The loops over text: signatures, white-space collapse, line hashes. numba; import this module only where it runs.
 
 A batch of texts is one buffer of UTF-8 bytes and an array of offsets. Signatures are one-permutation minhashes: each
-shingle is hashed once (a rolling polynomial over its units modulo 2^64, then mixed), the upper half of the hash
-chooses one of 256 bins and the lower half is the value, of which every bin keeps the least. An empty bin takes
-the value of another one, found by walking a random order of the bins that belongs to it (optimal densification), so
-the share of equal bins estimates the Jaccard index, for short texts as well (error on 450 edited real texts: mean
--0.003, standard deviation 0.021). Stored is one byte of value and bin number hashed together: a short text repeats few
-values, but each bin shows another byte of them.
+shingle is hashed once (a rolling polynomial over its units modulo 2^64, then mixed), the upper half of the hash chooses
+one of 256 bins and the lower half is the value, of which every bin keeps the least. An empty bin takes the value of the
+first full one on a random walk of its own (optimal densification), so the share of equal bins estimates the Jaccard
+index, for short texts as well (error on 450 edited real texts: mean -0.003, standard deviation 0.021). Stored is one
+byte of value and bin number hashed together.
 
 One core of a Neoverse N1, texts of 4 to 28 KB, CPU time, encoding included: 153 MB/s zh, 121 en, 147 code.
 """
