@@ -104,7 +104,7 @@ def strip_segment(task: StripTask) -> Segment:
             advance(0)
             left = np.ones(len(batch.lines), bool)
             left[emptied] = False
-            described = Described(*(values[left] if values is not None else None for values in batch.described))
+            described = Described._make(values if values is None else values[left] for values in batch.described)
             index.add(described, batch.ordinals[left])
             records.writelines(line for line, stays in zip(batch.lines, left.tolist(), strict=True) if stays)
             layout.append(batch.layout[left])

@@ -351,8 +351,8 @@ class _Search:
         return self._result(content)
 
     def _result(self, content: dict[str, Any]) -> DedupResult:
-        counts = (content[name] for name in ("documents", "exact", "near", "clusters"))
-        return DedupResult(self.work, *counts, first_ids=tuple(content["first_ids"]))
+        documents, exact, near, clusters = (content[name] for name in ("documents", "exact", "near", "clusters"))
+        return DedupResult(self.work, documents, exact, near, clusters, tuple(content["first_ids"]))
 
     def _write_clusters(self) -> int:
         """Sort (kept, member) of all dropped documents; returns the number of clusters."""

@@ -121,7 +121,7 @@ def _better(first: np.int64, second: np.int64, lengths: np.ndarray) -> np.bool:
 
 @njit(types.void(PAIRS, LENGTHS, uint8[::1], uint8[::1]), cache=True, nogil=True)
 def spread(edges: np.ndarray, lengths: np.ndarray, state: np.ndarray, waits: np.ndarray) -> None:
-    """One sweep over edges: a document similar to a better one that stays is dropped, else waits until it is decided."""
+    """One sweep: a document similar to a better one that stays is dropped, else it waits until that is decided."""
     for edge in edges:
         better = np.int64(edge >> HALF)
         worse = np.int64(edge & LOW)
