@@ -203,7 +203,8 @@ def _show_dropped(corpus: Any, names: list[str], arguments: argparse.Namespace) 
     from zero2all.common.files import as_written
     from zero2all.common.schema import nearest_hint
     from zero2all.corpus import iter_dropped, read_report
-    from zero2all.corpus.clean.config import MEASURES, RULES
+    from zero2all.corpus.clean.config import RULES
+    from zero2all.corpus.clean.rules import JUDGES
     from zero2all.corpus.report import OTHER_REASONS
 
     sources = read_report(corpus)["sources"]
@@ -228,7 +229,8 @@ def _show_dropped(corpus: Any, names: list[str], arguments: argparse.Namespace) 
                 if sample.get("kept_gid") is not None:
                     facts.append(f"kept for it: gid {sample['kept_gid']}")
                 measures = sample.get("measures", {})
-                facts += [f"{measure} {measures.get(measure, 0):g}" for measure in MEASURES.get(rule, ())]
+                compared = JUDGES[rule].compared.split() if rule in JUDGES else []
+                facts += [f"{measure} {measures.get(measure, 0):g}" for measure in compared]
                 more = " …" if sample["chars"] > len(sample["excerpt"]) else ""
                 print(f"── {', '.join(facts)}\n{sample['excerpt']}{more}\n")
 

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from zero2all.common.errors import UsageError
+from zero2all.corpus.clean import counts as k
+from zero2all.corpus.clean import rules
 from zero2all.corpus.clean.code import is_broken_python, is_generated, without_licence
 from zero2all.corpus.clean.config import CleanConfig, config_problems, default_config
 from zero2all.corpus.clean.han import pair_tables
@@ -134,9 +136,6 @@ class Cleaner:
         return value
 
     def _clean_group(self, originals: list[str]) -> list[Cleaned]:
-        from zero2all.corpus.clean import kernels as k
-        from zero2all.corpus.clean import rules
-
         joined = _join(originals)
         counts, texts = self._scan(originals, joined)
         bytes_in = counts[:, k.BYTES_IN].copy()
@@ -170,11 +169,11 @@ class Cleaner:
 
     def _scan(self, texts: list[str], joined: _Joined) -> tuple[Array, list[str]]:
         """Counts of the texts, and the texts with unwanted characters and white space at the ends removed."""
-        from zero2all.corpus.clean import kernels as k
+        from zero2all.corpus.clean import kernels
 
         config = self.config
         points, starts = joined
-        counts = np.empty((len(texts), k.COUNTS), np.int64)
+        counts = np.empty((len(texts), k.COLUMNS), np.int64)
         settings = np.array(
             [
                 config.loose_lines.max_line_chars,
@@ -187,9 +186,9 @@ class Cleaner:
             np.int64,
         )
         first_stamp = self._stamp(len(texts))
-        pairs = pair_tables(k.PAIR_BITS)
-        words = k.word_table(FUNCTION_WORDS, SPAM_WORDS)
-        k.scan(points, starts, self._table, *pairs, *words, settings, self._stamps, first_stamp, counts)
+        pairs = pair_tables()
+        words = kernels.word_table(FUNCTION_WORDS, SPAM_WORDS)
+        kernels.scan(points, starts, self._table, *pairs, *words, settings, self._stamps, first_stamp, counts)
         cleaned = list(texts)
         for at in np.flatnonzero(counts[:, k.CHANGED]).tolist():
             first, end = int(counts[at, k.KEEP_FROM]), int(counts[at, k.KEEP_TO])
@@ -197,7 +196,7 @@ class Cleaner:
                 cleaned[at] = texts[at][first:end]
                 continue
             kept = np.empty(end - first, np.uint32)
-            count = k.compact(points, starts[at] + first, starts[at] + end, self._table, kept)
+            count = kernels.compact(points, starts[at] + first, starts[at] + end, self._table, kept)
             cleaned[at] = kept[:count].tobytes().decode("utf-32-le")
             counts[at, k.BYTES_OUT] = _utf8_bytes(cleaned[at])
         return counts, cleaned
@@ -212,8 +211,6 @@ class Cleaner:
 
     def _private_use(self, originals: list[str], counts: Array) -> dict[int, dict[str, int]]:
         """Place -> what became of its private-use characters, for the texts that have any."""
-        from zero2all.corpus.clean import kernels as k
-
         removes = self.config.repair.private_use
         places = np.flatnonzero(counts[:, k.CHANGED] > 1).tolist() if removes else range(len(originals))
         found: dict[int, dict[str, int]] = {}
@@ -232,8 +229,6 @@ class Cleaner:
         private_use: dict[int, dict[str, int]],
     ) -> dict[int, str]:
         """Place -> text, for the texts that an edit changes."""
-        from zero2all.corpus.clean import kernels as k
-
         config = self.config
         edited: dict[int, str] = {}
         for at, found in private_use.items():
@@ -281,14 +276,12 @@ class Cleaner:
         return drawn >= _MIN_ART_CHARS and drawn > self.config.block_art.max_line_share * len("".join(line.split()))
 
     def _reasons(self, texts: list[str], measures: dict[str, Array]) -> list[str | None]:
-        from zero2all.corpus.clean.rules import JUDGES
-
         reasons: list[str | None] = [None] * len(texts)
         open_places = np.ones(len(texts), bool)
-        for name, judge in JUDGES.items():
+        for name, rule in rules.JUDGES.items():
             if not getattr(self.config, name).on:
                 continue
-            dropped = judge(measures, self.config) & open_places
+            dropped = rule.judge(measures, self.config) & open_places
             for at in np.flatnonzero(dropped).tolist():
                 reasons[at] = name
             open_places &= ~dropped
@@ -322,12 +315,12 @@ def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
 
 def _holding(texts: list[str], joined: _Joined, phrases: list[str]) -> list[int]:
     """Places of the texts that hold a phrase."""
-    from zero2all.corpus.clean import kernels as k
+    from zero2all.corpus.clean import kernels
 
     if not phrases:
         return []
     may_hold = np.empty(len(texts), np.bool_)
-    k.find_beginnings(*joined, *k.beginnings_of(tuple(phrases)), may_hold)
+    kernels.find_beginnings(*joined, *kernels.beginnings_of(tuple(phrases)), may_hold)
     return [at for at in np.flatnonzero(may_hold).tolist() if any(phrase in texts[at] for phrase in phrases)]
 
 

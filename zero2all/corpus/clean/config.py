@@ -579,33 +579,3 @@ DEFAULTS: dict[str, CleanConfig] = {
         few_sentences={"min_per_1000_chars": 1.0},
     ),
 }
-
-MEASURES: dict[str, tuple[str, ...]] = {
-    "too_short": ("chars",),
-    "too_long": ("chars",),
-    "replacement_characters": ("replacement_share",),
-    "mojibake": ("mojibake_latin_share", "mojibake_han_share", "rare_share"),
-    "block_art": ("art_share",),
-    "wrong_script": ("han_share", "latin_share", "ascii_share"),
-    "blobs": ("blob_share",),
-    "digits": ("digit_share", "prose_share"),
-    "symbols": ("symbol_share", "prose_share"),
-    "urls": ("url_share", "prose_share"),
-    "emails": ("emails_per_1000_chars",),
-    "few_distinct": ("distinct_share",),
-    "duplicate_lines": ("duplicate_line_share",),
-    "top_ngram": ("top_ngram_share",),
-    "duplicate_ngrams": ("duplicate_ngram_share",),
-    "menu_lines": ("menu_share",),
-    "loose_lines": ("loose_line_share", "function_share"),
-    "unended_lines": ("unended_line_share", "function_share"),
-    "ellipsis_lines": ("ellipsis_line_share",),
-    "few_sentences": ("sentences_per_1000_chars", "function_share"),
-    "few_function_words": ("function_word_share", "function_han_share"),
-    "keyword_lists": ("bare_share", "ended_phrase_share", "function_han_share", "pair_share", "verse", "classical"),
-    "scrambled": ("pair_excess", "pair_share", "modern_share"),
-    "garbled": ("noise_share", "rare_share", "broken_word_share", "modern_share"),
-    "spam": ("spam_share", "spam_terms"),
-    "long_lines": ("longest_line_chars", "mean_line_chars"),
-}
-"""Rule -> what it compares with its thresholds; `clean.rules` works them out."""

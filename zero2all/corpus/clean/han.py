@@ -24,13 +24,14 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 CODES = 0xA000
 """Characters from here on have no pairs."""
+PAIR_BITS = 20
 
 
 @cache
-def pair_tables(bits: int) -> tuple[Array, Array]:
+def pair_tables() -> tuple[Array, Array]:
     """Code point -> random number, the same for both forms of a character, 0 if it is in no pair; and the pairs.
 
-    The pairs are a set of bits: that of a pair has the number (31 · first + second) mod 2³², its upper `bits` bits.
+    The pairs are a set of bits: the number of a pair is the upper `PAIR_BITS` bits of (31 · first + second) mod 2³².
     """
     lines = package_text(__package__, "han_pairs.txt").splitlines()
     codes = np.zeros(CODES, np.uint32)
@@ -41,8 +42,8 @@ def pair_tables(bits: int) -> tuple[Array, Array]:
     forms = simplified_of()
     codes[list(forms)] = codes[list(forms.values())]
     one, two = (codes[[ord(character) for character in half]].astype(np.uint64) for half in (firsts, seconds))
-    places = ((one * np.uint64(31) + two) & np.uint64(0xFFFF_FFFF)) >> np.uint64(32 - bits)
-    pairs = np.zeros(1 << bits, bool)
+    places = ((one * np.uint64(31) + two) & np.uint64(0xFFFF_FFFF)) >> np.uint64(32 - PAIR_BITS)
+    pairs = np.zeros(1 << PAIR_BITS, bool)
     pairs[places] = True
     return codes, np.packbits(pairs, bitorder="little")
 

@@ -17,7 +17,9 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from zero2all.corpus.clean import counts as k
 from zero2all.corpus.clean import tables as t
+from zero2all.corpus.clean.han import PAIR_BITS
 
 WINDOW_UNITS = 1 << 15
 WINDOW_LINES = 1 << 13
@@ -25,9 +27,6 @@ TABLE_SLOTS = 2 * WINDOW_UNITS
 FUNCTION_SLOTS = 1024
 SPAM_WORD = 2
 """The mark of a spam word among the function words."""
-PAIR_BITS = 20
-PAIR_HANS = 2048
-"""Pairs are looked up among so many Han characters of a text, which is enough to tell."""
 FAR = 6
 """Characters this far apart are the control of the pairs: what a text would have of them in any order."""
 MENU_PIECE_CHARS = 20
@@ -42,22 +41,6 @@ BINDING = t.FUNCTION_HAN | t.COUNTING_HAN
 PROSE_LINE_CHARS = 20
 MASK_TOKEN_CHARS = 16
 """A run of letters and digits at least this long may be a key, and is looked at by the masks."""
-
-(
-    ASCII, FUNCTION_HANS, GBK_SUSPECTS, DISTINCT, UNITS, UNIT_CHARS, WORDS, FUNCTION_WORDS,
-    LINES, LINE_CHARS, LINE_CHARS_MAX, ENDED_LINES, ELLIPSIS_LINES, LOOSE_CHARS, DUPLICATE_LINE_CHARS,
-    TOP_NGRAM_CHARS, DUPLICATE_NGRAM_CHARS, SENTENCES, URL_CHARS, EMAILS, BLOB_CHARS, MOJIBAKE_PAIRS,
-    SPLIT_PAIRS, LONGEST_NUMBER, LONG_TOKENS, BYTES_IN, BYTES_OUT, CHANGED, KEEP_FROM, KEEP_TO,
-    CLASSICAL_HANS, MODERN_HANS, SPAM_HANS, SPAM_WORDS, RARE_HANS, PAIRS, PAIR_HITS, FAR_PAIRS, FAR_HITS,
-    PHRASES, ENDED_PHRASES, LINE_PHRASES, LONE_HANS, BARE_CHARS, VERSE_CHARS, EVEN_CHARS, LONGEST_PHRASE,
-    NOISE, BROKEN_WORDS, MENU_CHARS, TABLE_CHARS, TABLE_RULES, PROSE_CHARS, STOPPED_LINES,
-) = range(16, 70)  # fmt: skip
-"""Columns of the counts, one row per text; the first sixteen are the character classes of `tables`. `CHANGED` is 0
-for a text that stays as it was, 1 when only its ends are cut off, 2 when it needs `compact`."""
-COUNTS = STOPPED_LINES + 1
-"""How many columns there are."""
-
-LOOSE_LINE, BLOB_RUN, DUPLICATE_LINE, TOP_NGRAM, DUPLICATE_NGRAM, KEEP_INDENT = range(6)
 
 _SEED = np.uint64(0xCBF29CE484222325)
 _PRIME = np.uint64(0x100000001B3)
@@ -159,9 +142,9 @@ def _duplicate_ngram_chars(units, sizes, count, n, keys):  # type: ignore[no-unt
 @njit(nogil=True)
 def _close_window(units, sizes, count, settings, keys, tally, row):  # type: ignore[no-untyped-def]
     """Measure the repetition among the units gathered so far; returns how many are left, 0."""
-    row[TOP_NGRAM_CHARS] += _top_ngram_chars(units, sizes, count, settings[TOP_NGRAM], keys, tally)
-    row[DUPLICATE_NGRAM_CHARS] += _duplicate_ngram_chars(units, sizes, count, settings[DUPLICATE_NGRAM], keys)
-    row[UNITS] += count
+    row[k.TOP_NGRAM_CHARS] += _top_ngram_chars(units, sizes, count, settings[k.TOP_NGRAM], keys, tally)
+    row[k.DUPLICATE_NGRAM_CHARS] += _duplicate_ngram_chars(units, sizes, count, settings[k.DUPLICATE_NGRAM], keys)
+    row[k.UNITS] += count
     return 0
 
 
@@ -245,18 +228,18 @@ def _add_phrases(phrases, row):  # type: ignore[no-untyped-def]
         phrases[entry] = 0
         size = entry >> 3
         closed_by = (entry >> 1) & 3
-        row[PHRASES] += number
-        row[LONGEST_PHRASE] = size
+        row[k.PHRASES] += number
+        row[k.LONGEST_PHRASE] = size
         if closed_by == BY_SENTENCE_END:
-            row[ENDED_PHRASES] += number
+            row[k.ENDED_PHRASES] += number
         elif closed_by == BY_LINE_END:
-            row[LINE_PHRASES] += number
+            row[k.LINE_PHRASES] += number
         if size == 5 or size == 7:
-            row[VERSE_CHARS] += number * size
+            row[k.VERSE_CHARS] += number * size
         elif size == 1 and BY_SPACE <= closed_by <= BY_LINE_END:
-            row[LONE_HANS] += number
+            row[k.LONE_HANS] += number
         if entry & 1 == 0 and size <= BARE_PHRASE_CHARS:
-            row[BARE_CHARS] += number * size
+            row[k.BARE_CHARS] += number * size
 
 
 @njit(nogil=True)
@@ -311,10 +294,10 @@ def scan(  # type: ignore[no-untyped-def]
     histogram = np.empty(256, np.int64)
     recent = np.empty(8, np.uint32)
     phrases = np.zeros((LONG_PHRASE + 1) << 3, np.int64)
-    loose_line = settings[LOOSE_LINE]
-    blob_run = settings[BLOB_RUN]
-    duplicate_line = settings[DUPLICATE_LINE]
-    keep_indent = settings[KEEP_INDENT]
+    loose_line = settings[k.LOOSE_LINE]
+    blob_run = settings[k.BLOB_RUN]
+    duplicate_line = settings[k.DUPLICATE_LINE]
+    keep_indent = settings[k.KEEP_INDENT]
 
     for text in range(len(starts) - 1):
         start = starts[text]
@@ -386,15 +369,15 @@ def scan(  # type: ignore[no-untyped-def]
                         number_digits = 0
                     number_digits += 1
                     last_digit = at
-                    if number_digits > row[LONGEST_NUMBER]:
-                        row[LONGEST_NUMBER] = number_digits
+                    if number_digits > row[k.LONGEST_NUMBER]:
+                        row[k.LONGEST_NUMBER] = number_digits
                 elif point >= 0xC2 and point <= 0xF4 and at + 1 < end:
                     after_kind = table[points[at + 1]]
                     after_class = after_kind & t.CLASS_MASK
                     if after_class != t.HAN and after_kind & t.CONTINUATION:
-                        row[MOJIBAKE_PAIRS] += 1
+                        row[k.MOJIBAKE_PAIRS] += 1
                     elif after_class in (t.REMOVE, t.JOINER):
-                        row[SPLIT_PAIRS] += 1  # may become a pair when that character is gone
+                        row[k.SPLIT_PAIRS] += 1  # may become a pair when that character is gone
                 word_chars += 1
                 run_chars += 1
                 run_alnum += 1
@@ -427,19 +410,19 @@ def scan(  # type: ignore[no-untyped-def]
                 units[unit_count] = unit
                 unit_sizes[unit_count] = word_chars
                 unit_count += 1
-                row[WORDS] += 1
-                row[UNIT_CHARS] += word_chars
+                row[k.WORDS] += 1
+                row[k.UNIT_CHARS] += word_chars
                 slot = unit & _FUNCTION_MASK
                 while known_words[slot] != _ZERO:
                     if known_words[slot] == unit:
                         if word_marks[slot] == SPAM_WORD:
-                            row[SPAM_WORDS] += 1
+                            row[k.SPAM_WORDS] += 1
                         else:
-                            row[FUNCTION_WORDS] += 1
+                            row[k.FUNCTION_WORDS] += 1
                         break
                     slot = (slot + _ONE) & _FUNCTION_MASK
                 if 0 < run_digits < word_chars:
-                    row[BROKEN_WORDS] += _is_broken(points, at - word_chars, at, table)
+                    row[k.BROKEN_WORDS] += _is_broken(points, at - word_chars, at, table)
                 word_hash = _SEED
                 word_chars = 0
                 if unit_count == WINDOW_UNITS:
@@ -449,9 +432,9 @@ def scan(  # type: ignore[no-untyped-def]
                 run_chars += 1  # + - / = _
             elif run_chars > 0:
                 if run_chars >= MASK_TOKEN_CHARS and 0 < run_digits < run_alnum:
-                    row[LONG_TOKENS] += 1
+                    row[k.LONG_TOKENS] += 1
                 if run_chars >= blob_run and 10 * run_alnum >= 9 * run_chars and 30 * run_digits >= run_chars:
-                    row[BLOB_CHARS] += run_chars
+                    row[k.BLOB_CHARS] += run_chars
                 run_chars = 0
                 run_digits = 0
                 run_alnum = 0
@@ -463,7 +446,7 @@ def scan(  # type: ignore[no-untyped-def]
                 line_hash = (line_hash ^ np.uint64(point)) * _PRIME
                 if of_class == t.HAN:
                     adjacent = last_han == at - 1
-                    if hans < PAIR_HANS:
+                    if hans < k.PAIR_HANS:
                         code = han_codes[point] if point < len(han_codes) else np.uint32(0)
                         rare += code == 0
                         if adjacent:
@@ -480,7 +463,7 @@ def scan(  # type: ignore[no-untyped-def]
                                 or (class_between == t.SYMBOL and between != 96)  # not Markdown's `
                                 or between in (35, 37, 38, 92)  # # % & \
                             ):
-                                row[NOISE] += 1
+                                row[k.NOISE] += 1
                         if phrase > 0 and line_end_kind == t.HAN:
                             even += _close_phrase(phrases, phrase, phrase_bound, phrase_before, BY_SPACE)
                             phrase_before = phrase
@@ -495,7 +478,7 @@ def scan(  # type: ignore[no-untyped-def]
                 units[unit_count] = (np.uint64(point) + _ONE) * _MIX
                 unit_sizes[unit_count] = 1
                 unit_count += 1
-                row[UNIT_CHARS] += 1
+                row[k.UNIT_CHARS] += 1
                 last_kept = at + 1
                 if first_kept < 0:
                     first_kept = at
@@ -516,31 +499,31 @@ def scan(  # type: ignore[no-untyped-def]
                     phrase = 0
                     phrase_bound = 0
                 if line_chars > 0:
-                    row[LINES] += 1
-                    row[LINE_CHARS_MAX] = max(row[LINE_CHARS_MAX], at - line_start)
+                    row[k.LINES] += 1
+                    row[k.LINE_CHARS_MAX] = max(row[k.LINE_CHARS_MAX], at - line_start)
                     ended = line_end_kind == t.SENTENCE_END
-                    row[STOPPED_LINES] += ended or line_end_kind == t.PUNCTUATION
+                    row[k.STOPPED_LINES] += ended or line_end_kind == t.PUNCTUATION
                     if ended:
-                        row[ENDED_LINES] += 1
+                        row[k.ENDED_LINES] += 1
                         # … ⋯ ‥ or the end of an ASCII ellipsis
                         if line_end_point == 0x2026 or line_end_point == 0x22EF or line_end_point == 0x2025:
-                            row[ELLIPSIS_LINES] += 1
+                            row[k.ELLIPSIS_LINES] += 1
                         if line_chars >= PROSE_LINE_CHARS:
-                            row[PROSE_CHARS] += max(0, line_chars - line_urls)
+                            row[k.PROSE_CHARS] += max(0, line_chars - line_urls)
                     elif line_chars < loose_line:
-                        row[LOOSE_CHARS] += line_chars
+                        row[k.LOOSE_CHARS] += line_chars
                     if line_bars > 0:
                         if line_first == 124 and _is_table_rule(points, line_start, at):
-                            row[TABLE_RULES] += 1
+                            row[k.TABLE_RULES] += 1
                         elif line_bars > 2 and not ended and line_chars < MENU_PIECE_CHARS * line_bars:
-                            row[TABLE_CHARS if line_first == 124 else MENU_CHARS] += line_chars
-                    row[LINE_CHARS] += line_chars
+                            row[k.TABLE_CHARS if line_first == 124 else k.MENU_CHARS] += line_chars
+                    row[k.LINE_CHARS] += line_chars
                     if line_chars >= duplicate_line:
                         lines[line_count] = line_hash
                         line_sizes[line_count] = line_chars
                         line_count += 1
                         if line_count == WINDOW_LINES:
-                            row[DUPLICATE_LINE_CHARS] += _duplicate_line_chars(lines, line_sizes, line_count, keys)
+                            row[k.DUPLICATE_LINE_CHARS] += _duplicate_line_chars(lines, line_sizes, line_count, keys)
                             line_count = 0
                     line_hash = _SEED
                     line_chars = 0
@@ -574,7 +557,7 @@ def scan(  # type: ignore[no-untyped-def]
                         and table[points[at - 1]] & t.CLASS_MASK == t.LATIN_LOWER
                         and table[points[at + 1]] & t.CLASS_MASK == t.LATIN_LOWER
                     ):
-                        row[BROKEN_WORDS] += 1
+                        row[k.BROKEN_WORDS] += 1
                 if kind & t.CLOSER == 0:
                     line_end_kind = of_class
                     line_end_point = point
@@ -584,7 +567,7 @@ def scan(  # type: ignore[no-untyped-def]
                         if at >= start + 2 and points[at - 1] == 46 and points[at - 2] == 46:
                             line_end_point = np.uint32(0x2026)
                         if after < t.LATIN_LOWER or after == t.PUNCTUATION:
-                            row[SENTENCES] += 1
+                            row[k.SENTENCES] += 1
                         elif (
                             at >= start + 3
                             and points[at - 1] == 119
@@ -592,19 +575,19 @@ def scan(  # type: ignore[no-untyped-def]
                             and points[at - 3] == 119
                         ):
                             address = 3 + _url_end(points, at, end) - at
-                            row[URL_CHARS] += address
+                            row[k.URL_CHARS] += address
                             line_urls += address
                     elif after != t.SENTENCE_END:
-                        row[SENTENCES] += 1
+                        row[k.SENTENCES] += 1
                 elif point == 58:
                     if at + 2 < end and points[at + 1] == 47 and points[at + 2] == 47:
                         address = min(at - start, 5) + _url_end(points, at, end) - at
-                        row[URL_CHARS] += address
+                        row[k.URL_CHARS] += address
                         line_urls += address
                 elif point == 64 and at > start:
                     before_class = table[points[at - 1]] & t.CLASS_MASK
                     if t.LATIN_LOWER <= before_class <= t.PUNCTUATION and _is_email_at(points, at, end):
-                        row[EMAILS] += 1
+                        row[k.EMAILS] += 1
             if unit_count == WINDOW_UNITS:
                 unit_count = _close_window(units, unit_sizes, unit_count, settings, keys, tally, row)
             at += 1
@@ -612,46 +595,48 @@ def scan(  # type: ignore[no-untyped-def]
         if unit_count > 0:
             _close_window(units, unit_sizes, unit_count, settings, keys, tally, row)
         if line_count > 1:
-            row[DUPLICATE_LINE_CHARS] += _duplicate_line_chars(lines, line_sizes, line_count, keys)
-        row[DISTINCT] = distinct
-        row[EVEN_CHARS] = even
+            row[k.DUPLICATE_LINE_CHARS] += _duplicate_line_chars(lines, line_sizes, line_count, keys)
+        row[k.DISTINCT] = distinct
+        row[k.EVEN_CHARS] = even
         _add_phrases(phrases, row)
-        row[RARE_HANS] = rare
-        row[PAIRS] = pair_count
-        row[PAIR_HITS] = pair_hits
-        row[FAR_PAIRS] = max(0, min(hans, PAIR_HANS) - FAR)
-        row[FAR_HITS] = far_hits
+        row[k.RARE_HANS] = rare
+        row[k.PAIRS] = pair_count
+        row[k.PAIR_HITS] = pair_hits
+        row[k.FAR_PAIRS] = max(0, min(hans, k.PAIR_HANS) - FAR)
+        row[k.FAR_HITS] = far_hits
         for entry in range(256):
             number = histogram[entry]
             if number:
                 row[entry & t.CLASS_MASK] += number
                 if entry & t.CLASS_MASK == t.HAN:
                     if entry & t.FUNCTION_HAN:
-                        row[FUNCTION_HANS] += number
+                        row[k.FUNCTION_HANS] += number
                         if entry & t.CLASSICAL_HAN:
-                            row[CLASSICAL_HANS] += number
+                            row[k.CLASSICAL_HANS] += number
                         if entry & t.MODERN_HAN:
-                            row[MODERN_HANS] += number
+                            row[k.MODERN_HANS] += number
                     elif entry & t.SPAM_HAN:
-                        row[SPAM_HANS] += number
+                        row[k.SPAM_HANS] += number
                     if entry & t.GBK_SUSPECT:
-                        row[GBK_SUSPECTS] += number
+                        row[k.GBK_SUSPECTS] += number
         ascii_chars = 0
         for place in range(start, end):
             ascii_chars += (points[place] > 32) & (points[place] < 127)
-        row[ASCII] = ascii_chars
-        row[BYTES_IN] = _utf8_bytes(points, start, end)
+        row[k.ASCII] = ascii_chars
+        row[k.BYTES_IN] = _utf8_bytes(points, start, end)
         if first_kept < 0:
             first_kept = last_kept
         elif keep_indent:
             first_kept = first_line
-        row[KEEP_FROM] = first_kept - start
-        row[KEEP_TO] = last_kept - start
-        row[BYTES_OUT] = row[BYTES_IN] - _utf8_bytes(points, start, first_kept) - _utf8_bytes(points, last_kept, end)
+        row[k.KEEP_FROM] = first_kept - start
+        row[k.KEEP_TO] = last_kept - start
+        row[k.BYTES_OUT] = (
+            row[k.BYTES_IN] - _utf8_bytes(points, start, first_kept) - _utf8_bytes(points, last_kept, end)
+        )
         if repaired:
-            row[CHANGED] = 2
+            row[k.CHANGED] = 2
         elif first_kept > start or last_kept < end:
-            row[CHANGED] = 1
+            row[k.CHANGED] = 1
 
 
 @njit(f"int64({_U32}, int64, int64, Array(uint8, 1, 'C', readonly=True), uint32[::1])", cache=True, nogil=True)

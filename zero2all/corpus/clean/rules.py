@@ -8,16 +8,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from zero2all.corpus.clean import kernels as k
+from zero2all.corpus.clean import counts as k
 from zero2all.corpus.clean import tables as t
 from zero2all.corpus.clean.config import CleanConfig
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Measures = dict[str, Array]
+Judge = Callable[[Measures, CleanConfig], Array]
+
+
+class Rule(NamedTuple):
+    """A rule that drops texts."""
+
+    judge: Judge
+    """Which texts it drops."""
+    compared: str = ""
+    """The measures that it compares with its thresholds."""
+
 
 _BROKEN = re.compile(r"[a-z][0135-9!$%*+;@^|~][a-z]")
 """Not 2 and 4, which stand for to and for in names, and not two digits, as in i18n."""
@@ -75,7 +86,8 @@ def measures_of(counts: Array, config: CleanConfig) -> Measures:
         "rare_share": _share(column[k.RARE_HANS], np.minimum(column[t.HAN], k.PAIR_HANS)),
         "broken_word_share": _share(column[k.BROKEN_WORDS], column[k.WORDS]),  # lowered by `lower_broken_share`
         "menu_share": _share(
-            column[k.MENU_CHARS] + np.where(column[k.TABLE_RULES] > 0, 0, column[k.TABLE_CHARS]), column[k.LINE_CHARS]
+            column[k.MENU_CHARS] + np.where(column[k.TABLE_RULES] > 0, 0, column[k.TABLE_CHARS]),
+            column[k.LINE_CHARS],
         ),
         "prose_share": _share(column[k.PROSE_CHARS], column[k.LINE_CHARS] - column[k.URL_CHARS]),
         **_pairs(column),
@@ -148,7 +160,7 @@ def _share(part: Array, whole: Array) -> Array:
     return part / np.maximum(whole, 1)
 
 
-def _over(rule: str, measure: str, unit: str = "chars") -> Callable[[Measures, CleanConfig], Array]:
+def _over(rule: str, measure: str, unit: str = "chars") -> Judge:
     """Drops above `max_share`, from `from_chars` (or lines) on; what has enough sentences beside it is spared."""
 
     def judge(measures: Measures, config: CleanConfig) -> Array:
@@ -160,7 +172,7 @@ def _over(rule: str, measure: str, unit: str = "chars") -> Callable[[Measures, C
     return judge
 
 
-def _list_like(rule: str, measure: str) -> Callable[[Measures, CleanConfig], Array]:
+def _list_like(rule: str, measure: str) -> Judge:
     """As `_over`, by lines; documents with the function words of running text are spared."""
     over = _over(rule, measure, "lines")
 
@@ -255,33 +267,41 @@ def _keyword_lists(m: Measures, c: CleanConfig) -> Array:
     return bare & (listed | (words & (m["classical_share"] < 0.005)))
 
 
-JUDGES: dict[str, Callable[[Measures, CleanConfig], Array]] = {
-    "empty": lambda m, c: m["chars"] == 0,  # noqa: ARG005
-    "too_short": lambda m, c: m["chars"] < c.too_short.min_chars,
-    "too_long": lambda m, c: m["chars"] > c.too_long.max_chars,
-    "replacement_characters": _over("replacement_characters", "replacement_share"),
-    "mojibake": _mojibake,
-    "block_art": lambda m, c: m["art_share"] > c.block_art.max_share,
-    "wrong_script": _wrong_script,
-    "blobs": _blobs,
-    "digits": _digits,
-    "symbols": _over("symbols", "symbol_share"),
-    "urls": _over("urls", "url_share"),
-    "emails": lambda m, c: (m["emails"] >= 3) & (m["emails_per_1000_chars"] > c.emails.max_per_1000_chars),
-    "few_distinct": _few_distinct,
-    "duplicate_lines": _duplicate_lines,
-    "top_ngram": _over("top_ngram", "top_ngram_share"),
-    "duplicate_ngrams": _duplicate_ngrams,
-    "menu_lines": _over("menu_lines", "menu_share"),
-    "loose_lines": _list_like("loose_lines", "loose_line_share"),
-    "unended_lines": _list_like("unended_lines", "unended_line_share"),
-    "ellipsis_lines": _over("ellipsis_lines", "ellipsis_line_share", "lines"),
-    "few_sentences": _few_sentences,
-    "few_function_words": _few_function_words,
-    "keyword_lists": _keyword_lists,
-    "scrambled": _scrambled,
-    "garbled": _garbled,
-    "spam": lambda m, c: (m["spam_share"] > c.spam.max_share) & (m["spam_terms"] >= c.spam.min_terms),
-    "long_lines": _long_lines,
+JUDGES: dict[str, Rule] = {
+    "empty": Rule(lambda m, c: m["chars"] == 0),  # noqa: ARG005
+    "too_short": Rule(lambda m, c: m["chars"] < c.too_short.min_chars, "chars"),
+    "too_long": Rule(lambda m, c: m["chars"] > c.too_long.max_chars, "chars"),
+    "replacement_characters": Rule(_over("replacement_characters", "replacement_share"), "replacement_share"),
+    "mojibake": Rule(_mojibake, "mojibake_latin_share mojibake_han_share rare_share"),
+    "block_art": Rule(lambda m, c: m["art_share"] > c.block_art.max_share, "art_share"),
+    "wrong_script": Rule(_wrong_script, "han_share latin_share ascii_share"),
+    "blobs": Rule(_blobs, "blob_share"),
+    "digits": Rule(_digits, "digit_share prose_share"),
+    "symbols": Rule(_over("symbols", "symbol_share"), "symbol_share prose_share"),
+    "urls": Rule(_over("urls", "url_share"), "url_share prose_share"),
+    "emails": Rule(
+        lambda m, c: (m["emails"] >= 3) & (m["emails_per_1000_chars"] > c.emails.max_per_1000_chars),
+        "emails_per_1000_chars",
+    ),
+    "few_distinct": Rule(_few_distinct, "distinct_share"),
+    "duplicate_lines": Rule(_duplicate_lines, "duplicate_line_share"),
+    "top_ngram": Rule(_over("top_ngram", "top_ngram_share"), "top_ngram_share"),
+    "duplicate_ngrams": Rule(_duplicate_ngrams, "duplicate_ngram_share"),
+    "menu_lines": Rule(_over("menu_lines", "menu_share"), "menu_share"),
+    "loose_lines": Rule(_list_like("loose_lines", "loose_line_share"), "loose_line_share function_share"),
+    "unended_lines": Rule(_list_like("unended_lines", "unended_line_share"), "unended_line_share function_share"),
+    "ellipsis_lines": Rule(_over("ellipsis_lines", "ellipsis_line_share", "lines"), "ellipsis_line_share"),
+    "few_sentences": Rule(_few_sentences, "sentences_per_1000_chars function_share"),
+    "few_function_words": Rule(_few_function_words, "function_word_share function_han_share"),
+    "keyword_lists": Rule(
+        _keyword_lists, "bare_share ended_phrase_share function_han_share pair_share verse classical"
+    ),
+    "scrambled": Rule(_scrambled, "pair_excess pair_share modern_share"),
+    "garbled": Rule(_garbled, "noise_share rare_share broken_word_share modern_share"),
+    "spam": Rule(
+        lambda m, c: (m["spam_share"] > c.spam.max_share) & (m["spam_terms"] >= c.spam.min_terms),
+        "spam_share spam_terms",
+    ),
+    "long_lines": Rule(_long_lines, "longest_line_chars mean_line_chars"),
 }
-"""Rule -> which texts it drops, in the order in which they are judged."""
+"""Every dropping rule that needs nothing but measures, in the order in which they are judged."""
