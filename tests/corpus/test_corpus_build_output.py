@@ -291,7 +291,7 @@ def test_unit_resumed_behind_any_segment_is_the_same(tmp_path, monkeypatch):
     options = plain_options()
     plan = plan_source(source, list_source(source, tmp_path / "corpus"), tmp_path / "corpus", options)
     with open_engine(HERE) as engine:
-        (task,) = cut_sources([plan], options, engine)["a"]
+        (task,) = cut_sources([plan], options, engine)
     segments = ingest.ingest_unit(task)
     whole = tree(task.folder)
     assert len(segments) >= 6

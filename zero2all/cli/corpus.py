@@ -65,11 +65,7 @@ def register(verbs: Subparsers) -> None:
 
 def _register_build(inner: Subparsers) -> None:
     build = add_verb(
-        inner,
-        "build",
-        "read raw files, clean them, drop duplicates, hold out a valid split",
-        BUILD_EXAMPLES,
-        _build,
+        inner, "build", "read raw files, clean them, drop duplicates, hold out a valid split", BUILD_EXAMPLES, _build
     )
     build.set_defaults(takes_overrides=True)  # its overrides are rules of cleaning, explained in the examples
     build.add_argument(

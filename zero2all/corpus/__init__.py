@@ -6,7 +6,6 @@ numba, pyarrow and ray are imported only when they are needed.
 from zero2all.common.engine import EngineConfig
 from zero2all.corpus.build import build_corpus, check_sources
 from zero2all.corpus.finish import find_record, iter_dropped
-from zero2all.corpus.record import Record
 from zero2all.corpus.report import read_report, summary_notes, summary_rows
 from zero2all.corpus.settings import BuildOptions, BuildSettings, load_settings
 from zero2all.corpus.sources import Source, parse_mapping, parse_source, source_from_path
@@ -15,7 +14,6 @@ __all__ = [
     "BuildOptions",
     "BuildSettings",
     "EngineConfig",
-    "Record",
     "Source",
     "build_corpus",
     "check_sources",

@@ -27,40 +27,22 @@ from typing import Any
 from zero2all.common import jsonio
 from zero2all.common.engine import Engine, EngineConfig, Shown, open_engine
 from zero2all.common.errors import DiskError, UsageError
-from zero2all.common.files import (
-    link_or_copy,
-    read_json,
-    require_free_space,
-    sweep_partials,
-    write_atomic,
-    write_json,
-)
+from zero2all.common.files import link_or_copy, read_json, require_free_space, sweep_partials, write_atomic, write_json
 from zero2all.common.lock import folder_lock
 from zero2all.common.manifest import MANIFEST_NAME, FileCheck, checks_of_current, damaged_files, fingerprint
 from zero2all.common.progress import progress, say
 from zero2all.corpus.boilerplate import strip_boilerplate
-from zero2all.corpus.duplicates import (
-    CLUSTERS_NAME,
-    Duplicates,
-    SourceSegments,
-    read_duplicates,
-    search_duplicates,
-)
+from zero2all.corpus.build_errors import nothing_kept
+from zero2all.corpus.duplicates import CLUSTERS_NAME, Duplicates, SourceSegments, read_duplicates, search_duplicates
 from zero2all.corpus.finish import SourceFinish, finish_shard
-from zero2all.corpus.ingest import NAMED_FILES, IngestTask, ingest_unit
+from zero2all.corpus.ingest import NAMED_FILES, ingest_unit
 from zero2all.corpus.listing import require_readable
 from zero2all.corpus.plan import Part, SourcePlan, cut_sources, list_source, plan_source
 from zero2all.corpus.quarantine import QUARANTINE_NAME
 from zero2all.corpus.record import SOURCES_NAME, keep_source_numbers, source_numbers
-from zero2all.corpus.refusals import nothing_kept
 from zero2all.corpus.report import REPORT_NAME, make_report
 from zero2all.corpus.report_html import REPORT_HTML_NAME, report_html
-from zero2all.corpus.segments import (
-    BUILD_NAME,
-    Segment,
-    channels_in,
-    segments_of_unit,
-)
+from zero2all.corpus.segments import BUILD_NAME, Segment, channels_in, segments_of_unit
 from zero2all.corpus.settings import BuildOptions
 from zero2all.corpus.source_report import plan_in_words, report_fields, segments_of, skipped_names
 from zero2all.corpus.sources import Source, source_problems
@@ -82,8 +64,6 @@ CHANNELS_NAME = "channels.json"
 PART_KEY = "part_of"
 """In the manifest of a part of an `auto` source: which source, read how, and all channels it became."""
 
-Announce = Callable[[str], None]
-
 
 def build_corpus(
     corpus_folder: Path,
@@ -91,7 +71,7 @@ def build_corpus(
     options: BuildOptions | None = None,
     engine: EngineConfig | None = None,
     keep_build: bool = False,
-    announce: Announce | None = None,
+    announce: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """Build what is missing or out of date, and return the report, which is also `corpus_folder/report.json`.
 
@@ -162,7 +142,6 @@ class _Build:
         self.corpus_folder, self.plans, self.options, self.keep_build = corpus_folder, plans, options, keep_build
         self.work = corpus_folder / BUILD_NAME
         self.dedups = options.dedup.exact or options.dedup.near != "off" or options.dedup.lines
-        self.tasks: dict[str, list[IngestTask]] = {}
         self.parts: list[Part] = []
         self.stale: list[Part] = []
         self.finished: dict[str, list[FileCheck]] = {}
@@ -216,8 +195,6 @@ class _Build:
         """Whether anything is missing or out of date."""
         return not self.is_settled or bool(self.stale)
 
-    # ---- the steps --------------------------------------------------------------------------------------------
-
     def run(self, config: EngineConfig) -> None:
         """Build every stale source."""
         self._remove_other_builds()
@@ -227,13 +204,11 @@ class _Build:
             config = EngineConfig("local", 1)
         with open_engine(config, PRELOADED) as engine:
             if not self.is_settled:
-                self.tasks = cut_sources(self.plans, self.options, engine)
                 self._find_channels(self._ingest(engine, self.plans))
             folder = self.work / self.dedup_inputs
             duplicates = read_duplicates(folder) if self.dedups else None
             needed = self.stale if duplicates is not None or not self.dedups else self.parts
             plans = [plan for plan in self.plans if any(part.plan is plan for part in needed)]
-            self.tasks = cut_sources(plans, self.options, engine)
             read = self._ingest(engine, plans)
             segments = {part.name: segments_of(part, read[part.plan.name]) for part in needed}
             require_usable(self.corpus_folder, needed, segments, read, self.options)
@@ -250,17 +225,15 @@ class _Build:
 
     def _find_channels(self, read: dict[str, list[Segment]]) -> None:
         """Which channels the `auto` sources have, now that they have been read."""
-        channels = {}
+        channels = {plan.name: [plan.channel] for plan in self.plans}
         for plan in self.plans:
             if plan.source.is_auto:
                 channels[plan.name] = channels_in(read[plan.name]) or [plan.channel]
                 write_json(plan.folder / CHANNELS_NAME, channels[plan.name])
-            else:
-                channels[plan.name] = [plan.channel]
         self._settle(channels)
 
     def _ingest(self, engine: Engine, plans: list[SourcePlan]) -> dict[str, list[Segment]]:
-        tasks = [task for plan in plans for task in self.tasks[plan.name]]
+        tasks = cut_sources(plans, self.options, engine)
         units: list[list[Segment] | None] = [segments_of_unit(task.folder) for task in tasks]
         todo = [number for number, unit in enumerate(units) if unit is None]
         total = sum(task.raw_bytes for task in tasks)
@@ -335,7 +308,10 @@ class _Build:
         by_source = {
             part.name: read_json(self.corpus_folder / part.name / MANIFEST_NAME)["report"] for part in self.parts
         }
-        report = make_report(by_source, asdict(self.options), fingerprint(self.inputs), self._notes())
+        notes = []
+        if self.options.valid_share and self.options.dedup.near == "off":
+            notes = ["near duplicates were not looked for: some of valid may stand, slightly changed, in train"]
+        report = make_report(by_source, asdict(self.options), fingerprint(self.inputs), notes)
         if not report["totals"]["records_kept"]:
             raise nothing_kept(self.corpus_folder, report)
         clusters = self.work / self.dedup_inputs / CLUSTERS_NAME
@@ -350,15 +326,8 @@ class _Build:
             shutil.rmtree(self.work)
         return report
 
-    # ---- details ----------------------------------------------------------------------------------------------
-
-    def _notes(self) -> list[str]:
-        if self.options.valid_share and self.options.dedup.near == "off":
-            return ["near duplicates were not looked for: some of valid may stand, slightly changed, in train"]
-        return []
-
     def _remove_other_builds(self) -> None:
-        """What is left of builds of other inputs would only take room."""
+        """Remove what is left of builds of other inputs."""
         if self.keep_build or not self.work.is_dir():
             return
         for folder in self.work.iterdir():

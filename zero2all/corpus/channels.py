@@ -38,7 +38,7 @@ AUTO = "auto"
 PIECE_CHARS = 250
 LEAST_HAN = 10
 LEAST_HAN_SHARE = 0.03
-"""A text in Latin letters with so many, and such a share, of Han characters is Chinese with code or names in it."""
+"""A text in Latin letters with this number and share of Han characters is Chinese with code or names in it."""
 MOST_KANA_SHARE = 0.2
 _HAN_OR_KANA = re.compile("[\u3041-\u30ff\u4e00-\u9fff]")
 OTHER_WORDS = """
@@ -63,7 +63,7 @@ và của là có không được cho trong với các một
 """The commonest words of other languages in Latin letters, but for those that are English words too."""
 LEAST_OTHER_WORDS = 3
 LEAST_OTHER_SHARE = 0.06
-"""A text speaks another language when at least so many, and such a share, of its words are among `OTHER_WORDS`, and
+"""A text is in another language when at least this number and share of its words are among `OTHER_WORDS`, and
 more of them than among the English function words. English prose has under 0.01, German, French or Polish 0.2."""
 
 

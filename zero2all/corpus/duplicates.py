@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ GIDS_NAME = "gids.npy"
 FOUND_NAME = "found.json"
 DROP_REASONS = {1: "duplicate", 2: "near_duplicate"}
 """Why dedup drops a record, by the number in its list."""
-PIECE_ROWS = 1 << 16
+ROWS_AT_ONCE = 1 << 16
 CONTAINED_EXAMPLES = 5
 
 
@@ -72,9 +73,9 @@ class Duplicates:
         gids = np.load(self.folder / GIDS_NAME, mmap_mode="r")
         wanted = np.array(sorted(documents), np.uint32)
         found: dict[int, int] = {}
-        for start in range(0, len(pairs) if len(wanted) else 0, PIECE_ROWS):
-            piece = np.array(pairs[start : start + PIECE_ROWS])
-            for row in piece[np.isin(piece["member"], wanted)]:
+        for start in range(0, len(pairs) if len(wanted) else 0, ROWS_AT_ONCE):
+            rows = np.array(pairs[start : start + ROWS_AT_ONCE])
+            for row in rows[np.isin(rows["member"], wanted)]:
                 found[int(row["member"])] = int(gids[row["kept"]])
         return found
 
@@ -155,28 +156,19 @@ def _write_gids(path: Path, sources: Sequence[SourceSegments], documents: int) -
 
 def _write_clusters(folder: Path) -> None:
     with atomic_file(folder / CLUSTERS_NAME) as file:
-        for kept, dropped in _clusters(folder):
-            file.write(jsonio.dumps_line({"kept": kept, "dropped": dropped}))
+        for kept, dropped in groupby(_dropped(folder), key=lambda pair: pair[0]):
+            file.write(jsonio.dumps_line({"kept": kept, "dropped": [entry for _, entry in dropped]}))
 
 
-def _clusters(folder: Path) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """The gid of each record that others were dropped for, and those others."""
+def _dropped(folder: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The gid of the record that was kept, with each one that was dropped for it."""
     pairs = np.load(folder / PAIRS_NAME, mmap_mode="r")
     gids = np.load(folder / GIDS_NAME, mmap_mode="r")
-    current: int | None = None
-    members: list[dict[str, Any]] = []
-    for start in range(0, len(pairs), PIECE_ROWS):
-        piece = np.array(pairs[start : start + PIECE_ROWS])
-        kept_gids, member_gids = gids[piece["kept"]].tolist(), gids[piece["member"]].tolist()
-        matches, reasons = piece["matches"].tolist(), piece["reason"].tolist()
-        for kept, member, reason, equal in zip(kept_gids, member_gids, reasons, matches, strict=True):
-            if kept != current:
-                if current is not None:
-                    yield current, members
-                current, members = kept, []
+    for start in range(0, len(pairs), ROWS_AT_ONCE):
+        rows = np.array(pairs[start : start + ROWS_AT_ONCE])
+        columns = (gids[rows["kept"]], gids[rows["member"]], rows["reason"], rows["matches"])
+        for kept, member, reason, equal in zip(*(column.tolist() for column in columns), strict=True):
             entry = {"gid": member, "reason": DROP_REASONS[reason]}
             if reason == NEAR_DUPLICATE:
                 entry["similarity"] = 1.0 if equal == 255 else round(jaccard_estimate(equal), 3)
-            members.append(entry)
-    if current is not None:
-        yield current, members
+            yield kept, entry

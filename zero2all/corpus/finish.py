@@ -11,7 +11,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,8 +39,8 @@ EXAMPLES = 3
 READ_BYTES = 1 << 20
 
 
-class Stretch(NamedTuple):
-    """Some rows of one segment."""
+class RowRange(NamedTuple):
+    """Consecutive rows of one segment."""
 
     folder: Path
     drops: Path | None
@@ -51,18 +51,18 @@ class Stretch(NamedTuple):
     end: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class ShardTask:
-    """Everything a worker needs to write one shard."""
+    """Everything a worker needs to write one shard. It ends before it would grow past `shard_bytes`."""
 
     path: Path
     shard_format: str
     source_number: int
     held_out: bool
     split: Split
-    stretches: tuple[Stretch, ...]
-    records: int
-    line_bytes: int
+    ranges: list[RowRange] = field(default_factory=list)
+    records: int = 0
+    line_bytes: int = 0
 
 
 def finish_shard(task: ShardTask) -> dict[str, Any]:
@@ -79,8 +79,8 @@ def finish_shard(task: ShardTask) -> dict[str, Any]:
 
 def _lines_of(task: ShardTask) -> Iterator[list[bytes]]:
     """The numbered lines of a shard, some at a time."""
-    for stretch in task.stretches:
-        rows = _Rows(stretch)
+    for row_range in task.ranges:
+        rows = _Rows(row_range)
         chosen = np.flatnonzero(rows.keep & (task.split.is_valid(rows.keys) == task.held_out))
         for some, lines in rows.read(chosen):
             pairs = zip(lines, rows.ordinals[some].tolist(), strict=True)
@@ -109,10 +109,10 @@ def find_record(corpus: Path, numbers: Mapping[str, int], gid: int) -> tuple[str
 
 
 class _Rows:
-    """The kept records of a segment, or a stretch of them."""
+    """The kept records of a segment, or a range of them."""
 
-    def __init__(self, stretch: Stretch) -> None:
-        self.folder, drops, first_ordinal, start, end = stretch
+    def __init__(self, row_range: RowRange) -> None:
+        self.folder, drops, first_ordinal, start, end = row_range
         folder = self.folder
         index = np.array(read_index(folder)[start:end])
         layout = np.load(folder / LAYOUT_NAME)
@@ -127,10 +127,10 @@ class _Rows:
         self.keep = self.drops == 0
 
     def read(self, rows: np.ndarray) -> Iterator[tuple[np.ndarray, list[bytes]]]:
-        """Some rows, in order, a piece at a time: which they are, and their lines."""
+        """Some rows, in order, a batch at a time: which they are, and their lines."""
         starts = self.offsets[rows]
         ends = starts + self.line_bytes[rows]
-        # A piece is cut where lines are left out, and every so many bytes.
+        # A batch ends where lines are left out, and at every multiple of READ_BYTES.
         cuts = np.flatnonzero((starts[1:] != ends[:-1]) | (starts[1:] // READ_BYTES != starts[:-1] // READ_BYTES)) + 1
         with open(self.folder / RECORDS_NAME, "rb", buffering=0) as file:
             for first, end in itertools.pairwise([0, *cuts.tolist(), len(rows)]):
@@ -189,29 +189,35 @@ class SourceFinish:
         return choose_split(self.options.valid_share, kept)
 
     def _plan(self) -> list[ShardTask]:
-        shards: dict[str, list[_PlannedShard]] = {name: [] for name in SPLITS}
+        shards: dict[str, list[ShardTask]] = {name: [] for name in SPLITS}
         for number in range(len(self.segments)):
             rows = self._rows(number)
             lengths = rows.line_bytes + numbers_bytes(self.source.number, rows.ordinals)
             is_valid = self._split.is_valid(rows.keys)
             for name, planned in shards.items():
                 chosen = np.flatnonzero(rows.keep & (is_valid == (name == "valid")))
-                sums = np.cumsum(lengths[chosen])
-                _add_to_shards(planned, self._stretch(number), chosen, sums, self.options.shard_bytes)
-        return [
-            ShardTask(
-                self.work / name / shard_name(number, self.options.format),
-                self.options.format,
-                self.source.number,
-                name == "valid",
-                self._split,
-                tuple(shard.stretches),
-                shard.records,
-                shard.line_bytes,
-            )
-            for name, planned in shards.items()
-            for number, shard in enumerate(planned)
-        ]
+                self._add_to_shards(planned, name, number, chosen, np.cumsum(lengths[chosen]))
+        return [task for planned in shards.values() for task in planned]
+
+    def _add_to_shards(
+        self, shards: list[ShardTask], split: str, number: int, rows: np.ndarray, sums: np.ndarray
+    ) -> None:
+        """Append some rows of a segment to the shards of a split; `sums` are the running sums of their lengths."""
+        at = before = 0
+        while at < len(rows):
+            room = self.options.shard_bytes - shards[-1].line_bytes if shards else 0
+            end = int(np.searchsorted(sums, before + room, side="right"))
+            if end <= at and (not shards or shards[-1].records):
+                path = self.work / split / shard_name(len(shards), self.options.format)
+                shards.append(ShardTask(path, self.options.format, self.source.number, split == "valid", self._split))
+                continue
+            end = max(end, at + 1)  # a record above the size of a shard has one to itself
+            shard = shards[-1]
+            shard.ranges.append(self._all_rows(number)._replace(start=int(rows[at]), end=int(rows[end - 1]) + 1))
+            shard.records += end - at
+            shard.line_bytes += int(sums[end - 1]) - before
+            before = int(sums[end - 1])
+            at = end
 
     def take(self, task: ShardTask, facts: dict[str, Any]) -> bool:
         """Note a shard that is written; True when it was the last."""
@@ -248,12 +254,12 @@ class SourceFinish:
         fsync_folder(self.final.parent)
 
     def _rows(self, number: int) -> _Rows:
-        return _Rows(self._stretch(number))
+        return _Rows(self._all_rows(number))
 
-    def _stretch(self, number: int) -> Stretch:
+    def _all_rows(self, number: int) -> RowRange:
         """All rows of a segment."""
         drops = self.duplicates.drop_path(self.source.name, number) if self.duplicates is not None else None
-        return Stretch(self.segments[number].folder, drops, self._first_ordinals[number])
+        return RowRange(self.segments[number].folder, drops, self._first_ordinals[number])
 
     def _write_samples(self) -> dict[str, list[str]]:
         """`dropped/RULE.jsonl`: the first samples of each rule over the whole source; returns a few of each."""
@@ -278,10 +284,10 @@ class SourceFinish:
         with open(self.work / ORIGINS_NAME, "wb", buffering=1 << 20) as out:
             for first_ordinal, segment in zip(self._first_ordinals, self.segments, strict=True):
                 with open(segment.folder / ORIGINS_NAME, "rb") as file:
-                    for stretch in map(jsonio.loads, file):
-                        if stretch["file"] != last:
-                            last = stretch["file"]
-                            out.write(jsonio.dumps_line({"first": first_ordinal + stretch["first"], "file": last}))
+                    for run in map(jsonio.loads, file):
+                        if run["file"] != last:
+                            last = run["file"]
+                            out.write(jsonio.dumps_line({"first": first_ordinal + run["first"], "file": last}))
 
     def _rule_samples(self, number: int, segment: Segment) -> Iterator[dict[str, Any]]:
         with open(segment.folder / DROPPED_NAME, "rb") as file:
@@ -317,33 +323,3 @@ class SourceFinish:
             if len(found) >= EXAMPLES:
                 break
         return found
-
-
-@dataclass
-class _PlannedShard:
-    stretches: list[Stretch]
-    records: int = 0
-    line_bytes: int = 0
-
-
-def _add_to_shards(
-    shards: list[_PlannedShard], stretch: Stretch, rows: np.ndarray, sums: np.ndarray, shard_bytes: int
-) -> None:
-    """Append some rows of a segment to the shards of a split; `sums` are the running sums of their lengths.
-
-    A shard ends before it would grow past `shard_bytes`.
-    """
-    at = before = 0
-    while at < len(rows):
-        room = shard_bytes - shards[-1].line_bytes if shards else 0
-        end = int(np.searchsorted(sums, before + room, side="right"))
-        if end <= at and (not shards or shards[-1].records):
-            shards.append(_PlannedShard([]))
-            continue
-        end = max(end, at + 1)  # a record above the size of a shard has one to itself
-        shard = shards[-1]
-        shard.stretches.append(stretch._replace(start=int(rows[at]), end=int(rows[end - 1]) + 1))
-        shard.records += end - at
-        shard.line_bytes += int(sums[end - 1]) - before
-        before = int(sums[end - 1])
-        at = end

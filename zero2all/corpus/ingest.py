@@ -35,14 +35,7 @@ from zero2all.corpus.readers import (
 )
 from zero2all.corpus.record import Document
 from zero2all.corpus.segment_writer import SegmentWriter
-from zero2all.corpus.segments import (
-    DONE_NAME,
-    STATE_NAME,
-    Segment,
-    finished_segments,
-    segment_name,
-    segments_of_unit,
-)
+from zero2all.corpus.segments import DONE_NAME, STATE_NAME, Segment, finished_segments, segment_name, segments_of_unit
 from zero2all.corpus.sources import PEEKED_ROWS, apply_mapping, guess_mapping, has_field, longest_first
 
 PROGRESS_BYTES = 1 << 18
@@ -149,7 +142,7 @@ class _Items:
         return {"next": self._next, **asdict(notes)}
 
     def tell_rest(self) -> None:
-        """Bring the progress bar to the end of this task."""
+        """Move the progress bar to the end of this task."""
         advance(max(self.task.raw_bytes - self._told, 0))
 
     def _read(self) -> Iterator[Row | Damaged]:

@@ -12,26 +12,26 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from zero2all.corpus.build_errors import no_text_field, nothing_readable
 from zero2all.corpus.channels import guess_channel, sampled_text
 from zero2all.corpus.listing import InputFile, Listing
 from zero2all.corpus.readers import NOT_READ, Format, Limits, Origin, Row, Unit, plan_units, read_unit
-from zero2all.corpus.refusals import no_text_field, nothing_readable
 from zero2all.corpus.sources import PEEKED_ROWS, Source, apply_mapping, guess_mapping, longest_first
 
 FILES = 16
-"""Files looked into, spread over the source …"""
+"""Files looked into, spread over the source."""
 PLACES = 8
-"""… places in each of them, spread over the file …"""
+"""Places in each of them, spread over the file."""
 DOCUMENTS = 400
-"""… and about how many documents of all of them together."""
+"""About how many documents are sampled, of all files together."""
 RAW_BYTES = 8_000_000
-"""What is read for it at most, of all files together; …"""
+"""Most bytes read, of all files together."""
 PLAIN_BYTES = 32_000_000
-"""… this much once unpacked, …"""
+"""The same once unpacked."""
 ITEMS = 4000
-"""… and so many items."""
+"""Most items read, of all files together."""
 MANY_ROWS = 400
-"""A file or archive member whose first rows, so many, have no text is not going to have any."""
+"""When this many first rows of a file or archive member have no text, none will."""
 LEAST_PLACE_BYTES = 1 << 16
 
 
@@ -42,7 +42,7 @@ class Look:
         self.mappings: list[dict[str, str]] = []
         """All that were found."""
         self.mapping_of: dict[str, dict[str, str]] = {}
-        """By file name: those that hold for the whole file, so that nobody has to guess them again."""
+        """By file name: those that hold for the whole file, handed on to ingest."""
         self.formats: list[str] = []
         self._titles: list[str] = []
         self._contents: list[str] = []
@@ -119,7 +119,7 @@ class Look:
 
 
 def spread(values: Sequence[Any], most: int) -> list[Any]:
-    """At most so many of the values, evenly spread, the first one among them."""
+    """At most `most` of the values, evenly spread, the first one among them."""
     if len(values) <= most:
         return list(values)
     return [values[number * len(values) // most] for number in range(most)]

@@ -18,13 +18,13 @@ from zero2all.common.engine import Engine, advance
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import read_json, write_json
 from zero2all.common.manifest import fingerprint
+from zero2all.corpus.build_errors import nothing_readable
 from zero2all.corpus.channels import CHANNELS
 from zero2all.corpus.clean.config import CleanConfig
 from zero2all.corpus.ingest import PEEKED_ITEMS, IngestTask
 from zero2all.corpus.listing import InputFile, Listing, list_files
 from zero2all.corpus.look import Look
 from zero2all.corpus.readers import NOT_READ, Format, Limits, Row, Unit, plan_units, read_unit
-from zero2all.corpus.refusals import nothing_readable
 from zero2all.corpus.segment_writer import SEGMENT_BYTES, SEGMENT_ITEMS
 from zero2all.corpus.segments import BUILD_NAME
 from zero2all.corpus.settings import BuildOptions
@@ -87,7 +87,7 @@ class Part:
 
     @property
     def is_guessed(self) -> bool:
-        """Whether nobody named its channel."""
+        """Whether its channel was guessed."""
         return self.plan.source.given_channel is None or self.plan.source.is_auto
 
 
@@ -151,8 +151,8 @@ class LargeFile:
     known_mapping: Mapping[str, str] | None
 
 
-def cut_sources(plans: Sequence[SourcePlan], options: BuildOptions, engine: Engine) -> dict[str, list[IngestTask]]:
-    """The tasks of each source; large files are planned by the engine, once."""
+def cut_sources(plans: Sequence[SourcePlan], options: BuildOptions, engine: Engine) -> list[IngestTask]:
+    """The tasks of all sources, in order; large files are planned by the engine, once."""
     missing = [plan for plan in plans if not (plan.folder / PLAN_NAME).is_file()]
     large = [
         (plan, number, LargeFile(file, options.limits, plan.source.given_mapping, plan.look.mapping_of.get(file.name)))
@@ -167,7 +167,7 @@ def cut_sources(plans: Sequence[SourcePlan], options: BuildOptions, engine: Engi
     for plan in missing:
         ordered = dict(sorted(found[plan.name].items(), key=lambda pair: int(pair[0])))
         write_json(plan.folder / PLAN_NAME, ordered)
-    return {plan.name: _tasks(plan, read_json(plan.folder / PLAN_NAME), options) for plan in plans}
+    return [task for plan in plans for task in _tasks(plan, read_json(plan.folder / PLAN_NAME), options)]
 
 
 def planned_units(plan: SourcePlan) -> list[Unit]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
@@ -26,35 +26,19 @@ SOURCES_NAME = "sources.json"
 SURROGATES = dict.fromkeys(range(0xD800, 0xE000))
 
 
-class Record(TypedDict):
-    """One document of the corpus."""
+class Document(NamedTuple):
+    """A record before it is numbered: raw fields put in their places; empty where the raw data gave none."""
 
-    gid: int
-    """Unique over the corpus, stable over reruns."""
-    id: int
-    """Ordinal within its source, counting dropped and damaged items too."""
-    data_src: str
-    """Name of the source."""
-    category: str
-    """Topic or class the raw data gave; empty when it gave none."""
-    title: str
-    """Title, question or file path; empty when there is none."""
     content: str
     """The text to learn from."""
-    desc: str
-    """Summary or description; empty when there is none."""
-    others: dict[str, Any]
-    """Every raw field that has no place above, under its raw name."""
-
-
-class Document(NamedTuple):
-    """A record before it is numbered: raw fields put in their places."""
-
-    content: str
     title: str = ""
+    """Title, question or file path."""
     category: str = ""
+    """Topic or class."""
     desc: str = ""
+    """Summary or description."""
     others: dict[str, Any] = {}  # noqa: RUF012 - the default of a NamedTuple; never changed in place
+    """Every raw field that has no place above, under its raw name."""
 
 
 def make_gid(source_number: int, ordinal: int) -> int:
@@ -114,7 +98,7 @@ def _digits(numbers: np.ndarray) -> np.ndarray:
 def source_numbers(corpus_folder: Path, names: list[str]) -> dict[str, int]:
     """The number of every name ever built, old ones as they were; new names get the next ones.
 
-    They are not taken until `keep_source_numbers`, so that a build that is refused uses none.
+    They are not taken until `keep_source_numbers`, so that a build that stops early uses none.
     """
     path = corpus_folder / SOURCES_NAME
     try:

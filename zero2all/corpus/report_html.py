@@ -228,6 +228,7 @@ def _source_section(name: str, source: Source, anchor: str) -> str:
     scripts = [(script, shares["bytes"]) for script, shares in source["scripts"].items()]
     lengths = {int(low): count for low, count in source["length_histogram"].items()}
     facts = "".join(f"<div><dt>{label}</dt><dd>{escape(words)}</dd></div>" for label, words in _facts(source))
+    kept = _texts(source["examples"]["kept"], source["channel"])
     parts = [
         f'<section class="source" id="{anchor}"><h2>{escape(name)} ',
         f'<span class="chip">{escape(source["channel"])}</span></h2><dl class="facts">{facts}</dl>',
@@ -235,8 +236,9 @@ def _source_section(name: str, source: Source, anchor: str) -> str:
         f"<figure><figcaption>Scripts, by bytes of kept text</figcaption>{_script_bars(scripts)}</figure></div>",
         _dropped(source),
         _quarantined(name, source),
-        _samples("The first texts that were kept", source["examples"]["kept"], source["channel"]),
     ]
+    if source["examples"]["kept"]:
+        parts.append(f'<details class="samples"><summary>The first texts that were kept</summary>{kept}</details>')
     return "".join(parts) + "</section>"
 
 
@@ -310,24 +312,14 @@ def _quarantined(name: str, source: Source) -> str:
     )
 
 
-def _samples(title: str, texts: Sequence[str], channel: str) -> str:
-    if not texts:
-        return ""
-    return f'<details class="samples"><summary>{title}</summary>{_texts(texts, channel)}</details>'
-
-
 def _texts(texts: Sequence[str], channel: str) -> str:
-    """Texts of the corpus as they are; the language decides how Han characters are drawn."""
+    """Texts of the corpus, with a mark where one was cut; the language decides how Han characters are drawn."""
     if not texts:
         return '<p class="faint">no sample was kept</p>'
     language = ' lang="zh"' if channel == "zh" else ""
     kind = "code" if channel == "code" else "prose"
-    return "".join(f'<pre class="{kind}"{language} dir="auto">{escape(_cut(text)) or " "}</pre>' for text in texts)
-
-
-def _cut(text: str) -> str:
-    """With a mark where a sample was cut off."""
-    return f"{text} …" if len(text) >= EXAMPLE_CHARS else text
+    shown = [f"{text} …" if len(text) >= EXAMPLE_CHARS else text for text in texts]
+    return "".join(f'<pre class="{kind}"{language} dir="auto">{escape(text) or " "}</pre>' for text in shown)
 
 
 # ---- plots ----------------------------------------------------------------------------------------------------

@@ -43,9 +43,8 @@ from zero2all.corpus.sources import part_name
 BATCH_CHARS = 1 << 19
 BATCH_RECORDS = 4096
 SEGMENT_BYTES = 64_000_000
-"""A segment is closed when this much text has been read for it …"""
 SEGMENT_ITEMS = 100_000
-"""… or this many items, so that a worker's memory stays small."""
+"""A segment is closed when this much text or this many items have been read, so that memory stays small."""
 CUT_WORD = re.compile(r"^[\w.@+/=-]+|[\w.@+/=-]+$")
 
 

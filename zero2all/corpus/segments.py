@@ -38,9 +38,8 @@ CHANNELS_KEY = "channels"
 """Where the counts of an `auto` segment stand, by channel."""
 
 SAMPLES_PER_RULE = 40
-"""Samples a segment keeps of what a rule dropped …"""
+"""Samples a segment keeps of what a rule dropped."""
 SAMPLE_CHARS = 400
-"""… and how much of each."""
 
 LAYOUT = np.dtype([("line_bytes", "<u4"), ("script", "u1")])
 

@@ -54,7 +54,7 @@ class BuildOptions:
     split_text_above_bytes: int = 1_000_000
     """A plain text file above this size is cut into documents; below, it is one document."""
     text_piece_bytes: int = 8_000
-    """Documents cut from a long text have 1 to 4 times so many bytes."""
+    """Documents cut from a long text have 1 to 4 times this many bytes."""
     text_by: Literal["auto", "line", "blank line", "file"] = "auto"
     """What one document of a plain text is. auto: the file, or above `split_text_above_bytes` pieces of it."""
     unit_bytes: int = 32_000_000

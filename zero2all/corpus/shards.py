@@ -70,9 +70,7 @@ def _write_parquet(file: BinaryIO, batches: Iterator[list[bytes]]) -> None:
 
     text = pyarrow.string()
     names = ("data_src", "category", "title", "content", "desc", "others")
-    schema = pyarrow.schema(
-        [("gid", pyarrow.int64()), ("id", pyarrow.int64()), *((name, text) for name in names)],
-    )
+    schema = pyarrow.schema([("gid", pyarrow.int64()), ("id", pyarrow.int64()), *((name, text) for name in names)])
     with pyarrow.parquet.ParquetWriter(file, schema, compression="zstd", compression_level=ZSTD_LEVEL) as writer:
         for batch in _regrouped(batches, ROW_GROUP_BYTES):
             rows: list[dict[str, Any]] = [jsonio.loads(line) for line in batch]

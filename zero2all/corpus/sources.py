@@ -28,7 +28,7 @@ FIELD_NAMES = {
 """Where each part of a record is looked for, best first; upper and lower case are the same."""
 
 PEEKED_ROWS = 20
-"""The first rows of a file, so many, tell how all its rows are mapped."""
+"""How many first rows of a file tell the mapping of all its rows."""
 
 NAME_PATTERN = re.compile(r"\w[\w.-]*")
 RESERVED_NAMES = frozenset({"quarantine", "sources.json", "report.json", "report.html", "clusters.jsonl"})

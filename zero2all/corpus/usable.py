@@ -6,13 +6,12 @@ import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from zero2all.common.errors import BadInputError
+from zero2all.corpus.build_errors import no_text_field, nothing_readable
 from zero2all.corpus.listing import UNREADABLE
 from zero2all.corpus.plan import Part, SourcePlan, planned_units
 from zero2all.corpus.quarantine import QUARANTINE_NAME, write_quarantine
-from zero2all.corpus.refusals import no_text_field, nothing_readable
 from zero2all.corpus.report import Tally, in_short
 from zero2all.corpus.segments import CHANNELS_KEY, Segment, dropped_excerpts
 from zero2all.corpus.settings import BuildOptions
@@ -25,7 +24,7 @@ MOST_DROPPED_BY_GUESS = 0.2
 """When a rule drops a larger share of a source whose channel was guessed, the build stops: the guess may be wrong."""
 NAMED_FIELDS = 10
 """Of records without text."""
-PASSING = frozenset({UNREADABLE, "read_error"})
+TRANSIENT = frozenset({UNREADABLE, "read_error"})
 """Reasons of damage that may be gone at the next attempt, though the file has not changed."""
 
 
@@ -43,11 +42,8 @@ def require_usable(
         damage = write_quarantine(path, segments[part.name], part.number)
         listed = f"Found: {damage}. Each is listed with file, place and reason in {path}."
         if part.is_main:
-            of_plan = [each for each in parts if each.plan is part.plan]
-            records_in = sum(tallies[each.name].records_in for each in of_plan)
-            bytes_in = sum(tallies[each.name].bytes_in for each in of_plan)
-            most = options.max_damaged_share
-            _require_undamaged(part, listed, tallies[part.name], records_in, bytes_in, read[part.plan.name], most)
+            whole = Tally.of(segment for each in parts if each.plan is part.plan for segment in segments[each.name])
+            _require_undamaged(part, whole, tallies[part.name], listed, read[part.plan.name], options.max_damaged_share)
     if not options.accept_drops:
         of_source: Counter[str] = Counter()
         for part in parts:
@@ -66,27 +62,21 @@ def require_usable(
 
 
 def _require_undamaged(
-    part: Part,
-    listed: str,
-    tally: Tally,
-    records_in: int,
-    bytes_in: int,
-    segments: list[Segment],
-    most: float,
+    part: Part, whole: Tally, tally: Tally, listed: str, segments: list[Segment], most: float
 ) -> None:
     """Stop when what a source gave is nothing, nothing but rows without text, or too much damage."""
-    plan, source = part.plan, part.plan.source
+    plan, source, records_in = part.plan, part.plan.source, whole.records_in
     states = [segment.state for segment in segments]
     if not records_in:
         facts = report_fields(part, states)
         raise nothing_readable(source, facts["skipped_files"], facts["reading_notes"])
-    damaged = tally.quarantined_by_reason.total()
-    if damaged == tally.quarantined_by_reason["no_text_field"] == records_in:
-        fields = dict.fromkeys(field for state in states for field in state["unmapped_fields"])
-        raise no_text_field(source, str(source.path), list(fields))
+    damaged, without_text = tally.quarantined_by_reason.total(), tally.quarantined_by_reason["no_text_field"]
+    fields = list(dict.fromkeys(field for state in states for field in state["unmapped_fields"]))
+    if damaged == without_text == records_in:
+        raise no_text_field(source, str(source.path), fields)
     unread_bytes = sum(segment.state["unread_bytes"] for segment in segments_of(part, segments))
     swallowed = tally.bytes_quarantined - unread_bytes
-    if swallowed > SWALLOWING * damaged * bytes_in / records_in:  # an unclosed quote in a table
+    if swallowed > SWALLOWING * damaged * whole.bytes_in / records_in:  # an unclosed quote in a table
         unread_bytes += swallowed
     unread_share = unread_bytes / max(plan.listing.size_bytes, 1)  # of what was compressed, more may be unread
     share = min(1.0, max(damaged / records_in, unread_share))
@@ -94,17 +84,23 @@ def _require_undamaged(
         _forget_unreadable(plan, segments)
         are = "is" if damaged == 1 else "are"
         behind = f", and {unread_bytes:,} bytes behind damaged places could not be read" if unread_bytes else ""
+        hint = ""
+        if without_text and fields:
+            hint = (
+                f"If a field of those without text ({', '.join(fields[:NAMED_FIELDS])}) is the text, name it, for "
+                f"example {content_flag(fields[0])}. "
+            )
         raise BadInputError(
             f"Source {source.name}: {damaged:,} of {records_in:,} records {are} damaged{behind}: {share:.2%}, "
-            f"where {most:.2%} is allowed. {listed} {_field_hint(tally, states)}Repair the input, or accept the loss "
-            f"with a larger --max-damaged-share."
+            f"where {most:.2%} is allowed. {listed} {hint}Repair the input, or accept the loss with a larger "
+            f"--max-damaged-share."
         )
 
 
 def too_many_dropped(
     found: list[tuple[Part, str, int]], tallies: Mapping[str, Tally], segments: Mapping[str, list[Segment]]
 ) -> BadInputError:
-    """The error for rules that drop much of sources whose channel nobody named; it shows what they dropped."""
+    """The error for rules that drop much of sources whose channel was guessed; it shows what they dropped."""
     lines = []
     for part, rule, count in found:
         share = count / tallies[part.name].records_in
@@ -113,8 +109,7 @@ def too_many_dropped(
             f"channel {part.channel}, such as:"
         )
         lines += [f"    {in_short(excerpt)}" for excerpt in dropped_excerpts(segments[part.name], rule)]
-    names = list(dict.fromkeys(part.plan.name for part, *_ in found))
-    sources = " and ".join(names)
+    sources = " and ".join(dict.fromkeys(part.plan.name for part, *_ in found))
     return BadInputError(
         f"A rule drops more than {MOST_DROPPED_BY_GUESS:.0%} of a source whose channel was guessed: the guess or the "
         f"rule may be wrong. Nothing was written to the corpus; what was read is kept.\n"
@@ -125,22 +120,11 @@ def too_many_dropped(
     )
 
 
-def _field_hint(tally: Tally, states: list[dict[str, Any]]) -> str:
-    """How to name the text field, where records were refused because none is known."""
-    fields = list(dict.fromkeys(field for state in states for field in state["unmapped_fields"]))
-    if not tally.quarantined_by_reason["no_text_field"] or not fields:
-        return ""
-    return (
-        f"If a field of those without text ({', '.join(fields[:NAMED_FIELDS])}) is the text, name it, for example "
-        f"{content_flag(fields[0])}. "
-    )
-
-
 def _forget_unreadable(plan: SourcePlan, segments: list[Segment]) -> None:
-    """Let the next run try again what the disk or the network refused: a right that is given does not change a file."""
+    """Let the next run try again what the disk or the network refused: a new permission does not change a file."""
     if any(unit.format == UNREADABLE for unit in planned_units(plan)):
         shutil.rmtree(plan.folder, ignore_errors=True)  # how the source was cut is no longer true
     for segment in segments:
         states = segment.state.get(CHANNELS_KEY, {"": segment.state}).values()
-        if any(not PASSING.isdisjoint(state["tally"]["quarantined_by_reason"]) for state in states):
+        if any(not TRANSIENT.isdisjoint(state["tally"]["quarantined_by_reason"]) for state in states):
             shutil.rmtree(segment.folder.parent, ignore_errors=True)

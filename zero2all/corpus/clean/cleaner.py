@@ -90,7 +90,8 @@ class Cleaner:
         if problems:
             raise UsageError("The cleaning rules cannot be used: " + " ".join(map(str, problems)))
         self._keep_indent = channel == "code"
-        self._masks = any(dataclasses.astuple(self.config.mask))
+        self.masks = any(dataclasses.astuple(self.config.mask))
+        """Whether anything is to be masked."""
         self._table = table_for(self.config.repair.private_use)
         self._stamps = np.zeros(CODE_POINTS, np.uint32)
         self._next_stamp = 1
@@ -101,11 +102,6 @@ class Cleaner:
         for group in _groups(texts):
             done.extend(self._clean_group(group))
         return done
-
-    @property
-    def masks(self) -> bool:
-        """Whether anything is to be masked."""
-        return self._masks
 
     def tidy(self, text: str, masked: Counter[str] | None = None) -> str:
         """A short text beside the documents, such as a title: repaired and masked, not judged."""
@@ -118,7 +114,7 @@ class Cleaner:
 
     def mask(self, value: Any, masked: Counter[str] | None = None) -> Any:
         """A text, or anything JSON can hold with texts in it, with the marks; `masked` counts them."""
-        if not self._masks:
+        if not self.masks:
             return value
         if isinstance(value, str):
             value, counts = mask_text(value, self.config.mask)
@@ -157,7 +153,7 @@ class Cleaner:
         done = []
         for at, (text, reason, size) in enumerate(zip(texts, reasons, text_bytes, strict=True)):
             masked: dict[str, int] = {}
-            if self._masks:
+            if self.masks:
                 text, masked = mask_text(text, self.config.mask, Hints(*hints[at]))
                 size = _utf8_bytes(text) if masked else size
             done.append(
@@ -268,12 +264,13 @@ class Cleaner:
         return strip_blank(text, self._keep_indent)
 
     def _without_drawn_lines(self, text: str) -> str:
-        kept = [line for line in text.split("\n") if not self._is_drawn(line)]
+        kept = []
+        for line in text.split("\n"):
+            drawn = len(_ART.findall(line))
+            share = self.config.block_art.max_line_share
+            if drawn < _MIN_ART_CHARS or drawn <= share * len("".join(line.split())):
+                kept.append(line)
         return strip_blank("\n".join(kept), self._keep_indent)
-
-    def _is_drawn(self, line: str) -> bool:
-        drawn = len(_ART.findall(line))
-        return drawn >= _MIN_ART_CHARS and drawn > self.config.block_art.max_line_share * len("".join(line.split()))
 
     def _reasons(self, texts: list[str], measures: dict[str, Array]) -> list[str | None]:
         reasons: list[str | None] = [None] * len(texts)

@@ -124,9 +124,8 @@ class MaxShareBesideProse(Switch):
     max_share: Share = 1.0
     """Documents with a larger share are dropped."""
     spare_prose_share: Share = 0.3
-    """Documents are spared that have at least this share of their characters, addresses not counted, in lines of 20
-    and more characters that end as sentences do: a page about binary numbers, a list of links with a text to each.
-    Not above a share of 0.8."""
+    """Documents with at least this share of their characters, addresses not counted, in lines of 20 and more
+    characters that end as sentences do are spared, up to a share of 0.8."""
     from_chars: NaturalInt = 0
     """Documents with fewer characters, white space not counted, are not judged by this rule."""
 
@@ -175,8 +174,8 @@ class Blobs(Switch):
     """A run of letters, digits and + - / = _ is data from this length on, if at least nine tenths are letters and
     digits and one in thirty is a digit, as in base64 and unlike in paths."""
     spare_prose_share: Share = 0.1
-    """Documents are spared that have at least this share of their other characters in lines of 20 and more characters
-    that end as sentences do: a page on keys and certificates. Not above a share of 0.3."""
+    """Documents with at least this share of their other characters in lines of 20 and more characters that end as
+    sentences do are spared, up to a share of 0.3."""
 
 
 @dataclass(frozen=True)

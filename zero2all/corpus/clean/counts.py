@@ -15,7 +15,7 @@ COLUMNS = STOPPED_LINES + 1
 """How many columns there are."""
 
 PAIR_HANS = 2048
-"""Pairs are looked up among so many Han characters of a text, which is enough to tell."""
+"""Pairs are looked up among the first Han characters of a text, at most this many."""
 
 LOOSE_LINE, BLOB_RUN, DUPLICATE_LINE, TOP_NGRAM, DUPLICATE_NGRAM, KEEP_INDENT = range(6)
 """The settings of the scan."""

@@ -32,7 +32,7 @@ FAR = 6
 MENU_PIECE_CHARS = 20
 """Pieces between bars that are shorter on average are entries of a menu."""
 LONG_PHRASE = 15
-"""Phrases of so many characters and more are counted as one size."""
+"""Phrases of this many characters and more are counted as one size."""
 BY_SIGN, BY_SPACE, BY_LINE_END, BY_SENTENCE_END = range(4)
 """What closes a phrase."""
 BARE_PHRASE_CHARS = 8
@@ -65,7 +65,7 @@ def _mixed(value):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def _cleared(keys, items):  # type: ignore[no-untyped-def]
-    """Make an empty hash table for so many items of the beginning of `keys`; returns its last slot."""
+    """Make the beginning of `keys` an empty hash table with room for `items`; returns its last slot."""
     slots = 64
     while slots < 2 * items:
         slots *= 2
@@ -701,11 +701,7 @@ def beginnings_of(phrases: tuple[str, ...]) -> tuple[np.uint64, np.uint64, Array
     return np.uint64(shift), np.uint64(64 - bits), table
 
 
-@njit(
-    f"int64({_U32}, Array(uint8, 1, 'C', readonly=True), int64, boolean, int64[:, ::1])",
-    cache=True,
-    nogil=True,
-)
+@njit(f"int64({_U32}, Array(uint8, 1, 'C', readonly=True), int64, boolean, int64[:, ::1])", cache=True, nogil=True)
 def find_spans(points, table, at_least, of_digits, spans):  # type: ignore[no-untyped-def]
     """Write where things that may have to be masked begin and end to `spans`, and return how many there are.
 

@@ -76,7 +76,7 @@ def mask_text(text: str, options: Mask, hints: Hints | None = None) -> tuple[str
     """`text` with the marks, and how many of each kind were set. Without `hints` everything is looked for."""
     counts: dict[str, int] = {}
     for kind, enabled, likely, replace in (
-        ("keys", options.keys, hints is None or hints.long_tokens > 0 or _may_hold_key(text), _mask_keys),
+        ("keys", options.keys, hints is None or hints.long_tokens or _DIGITLESS_KEY.search(text), _mask_keys),
         ("id_numbers", options.id_numbers, hints is None or hints.longest_number >= ID_DIGITS, _mask_id_numbers),
         ("emails", options.emails, hints is None or hints.emails > 0, _mask_emails),
         ("phones", options.phones, hints is None or hints.longest_number >= PHONE_DIGITS, _mask_phones),
@@ -92,10 +92,6 @@ def is_id_number(number: str) -> bool:
     """Whether the check digit of an 18-character Chinese identity number is right."""
     total = sum(int(digit) * weight for digit, weight in zip(number[:17], _ID_WEIGHTS, strict=True))
     return "10X98765432"[total % 11] == number[17].upper()
-
-
-def _may_hold_key(text: str) -> bool:
-    return _DIGITLESS_KEY.search(text) is not None
 
 
 def _mask_keys(text: str) -> tuple[str, int]:

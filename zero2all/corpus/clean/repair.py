@@ -22,11 +22,11 @@ import numpy as np
 from zero2all.corpus.clean.tables import (
     CLASS_MASK,
     CONTINUATION_CHARACTERS,
+    PRIVATE_USE,
     REMOVE,
     SYMBOL,
     WINDOWS_1252,
     character_table,
-    private_use_ranges,
     standard_characters,
 )
 
@@ -39,7 +39,7 @@ _CERTAIN_ALONE = re.compile(
 )
 """General punctuation (â€™), CJK punctuation (ã€‚) and full-width forms (ï¼Œ): no language writes these in a row.
 Not beside other such characters, which would be a piece of something that is broken twice."""
-_PRIVATE_USE = re.compile("[" + "".join(f"{chr(start)}-{chr(end - 1)}" for start, end in private_use_ranges()) + "]+")
+_PRIVATE_USE = re.compile("[" + "".join(f"{chr(start)}-{chr(end - 1)}" for start, end in PRIVATE_USE) + "]+")
 _BYTES_BY_POINT = {ord(character): byte for character, byte in WINDOWS_1252.items()}
 _CERTAIN_SEQUENCES = 3
 """From this many mended characters on, and not one left over, a line cannot have been meant as it was."""
@@ -88,7 +88,7 @@ def table_for(private_use: bool) -> Table:
     if private_use:
         return character_table()
     table = character_table().copy()
-    for start, end in private_use_ranges():
+    for start, end in PRIVATE_USE:
         table[start:end] = SYMBOL
     table.flags.writeable = False
     return table

@@ -86,8 +86,7 @@ def measures_of(counts: Array, config: CleanConfig) -> Measures:
         "rare_share": _share(column[k.RARE_HANS], np.minimum(column[t.HAN], k.PAIR_HANS)),
         "broken_word_share": _share(column[k.BROKEN_WORDS], column[k.WORDS]),  # lowered by `lower_broken_share`
         "menu_share": _share(
-            column[k.MENU_CHARS] + np.where(column[k.TABLE_RULES] > 0, 0, column[k.TABLE_CHARS]),
-            column[k.LINE_CHARS],
+            column[k.MENU_CHARS] + np.where(column[k.TABLE_RULES] > 0, 0, column[k.TABLE_CHARS]), column[k.LINE_CHARS]
         ),
         "prose_share": _share(column[k.PROSE_CHARS], column[k.LINE_CHARS] - column[k.URL_CHARS]),
         **_pairs(column),

@@ -106,6 +106,8 @@ _JOINING = (
     (0x2190, 0x21B0),
     (0x2600, 0x27C0),
 )
+PRIVATE_USE = ((0xE000, 0xF900), (0xF0000, 0xFFFFE), (0x100000, 0x10FFFE))
+"""Characters whose meaning only a font knows; the last two code points of both planes are no characters."""
 _LISTED_END = 0x20000
 """Below this every code point is asked about; above, whole planes are Han, private use or unassigned."""
 _KINDS = {"Zs": SPACE, "Nd": DIGIT, "Nl": PUNCTUATION, "No": PUNCTUATION}
@@ -142,11 +144,6 @@ def character_table() -> np.ndarray[Any, np.dtype[np.uint8]]:
     _add_flags(table)
     table.flags.writeable = False
     return table
-
-
-def private_use_ranges() -> tuple[tuple[int, int], ...]:
-    """Where nobody but a font knows the meaning; the two planes' last two code points are no characters."""
-    return ((0xE000, 0xF900), (0xF0000, 0xFFFFE), (0x100000, 0x10FFFE))
 
 
 def standard_characters() -> dict[int, int]:

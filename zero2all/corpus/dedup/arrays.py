@@ -31,16 +31,10 @@ def npy_rows(path: Path) -> int:
     return int(np.load(path, mmap_mode="r").shape[0])
 
 
-def read_slice(path: Path, dtype: np.dtype, start: int, end: int) -> np.ndarray:
+def read_slice(path: Path, start: int, end: int) -> np.ndarray:
     """Rows `start` to `end` of a one-dimensional .npy file, read rather than mapped."""
-    with open(path, "rb") as file:
-        version = np.lib.format.read_magic(file)
-        assert version == (1, 0), f"{path} was not written by this module"
-        np.lib.format.read_array_header_1_0(file)
-        file.seek(start * dtype.itemsize, os.SEEK_CUR)
-        rows = np.empty(end - start, dtype)
-        file.readinto(rows.view(np.uint8).data)
-    return rows
+    mapped = np.load(path, mmap_mode="r")
+    return np.fromfile(path, mapped.dtype, end - start, offset=mapped.offset + start * mapped.dtype.itemsize)
 
 
 def read_sorted_slice(path: Path, first: int, end: int) -> np.ndarray:
@@ -48,7 +42,7 @@ def read_sorted_slice(path: Path, first: int, end: int) -> np.ndarray:
     values = np.load(path, mmap_mode="r")
     start = int(np.searchsorted(values, np.uint64(first)))
     stop = len(values) if end >= 1 << 64 else int(np.searchsorted(values, np.uint64(end)))
-    return read_slice(path, np.dtype(np.uint64), start, stop)
+    return read_slice(path, start, stop)
 
 
 def sorted_unique(values: np.ndarray) -> np.ndarray:

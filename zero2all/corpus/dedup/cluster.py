@@ -70,7 +70,7 @@ STEPS_NAME = "steps"
 CLUSTER = np.dtype([("kept", "<u4"), ("member", "<u4"), ("reason", "u1"), ("matches", "u1")])
 MAX_ROUNDS = 20
 """How often what remains of large buckets is compared again; two or three times have been enough so far."""
-PIECE = 1 << 18
+ROWS_AT_ONCE = 1 << 18
 DEFAULT_MEMORY_BYTES = 128 << 20
 
 HeldOut = Callable[[int, np.ndarray], np.ndarray]
@@ -359,8 +359,8 @@ class _Search:
         count = int(np.count_nonzero(self.drop))
         packed = np.empty(count, np.uint64)
         at = 0
-        for start in range(0, self.documents, PIECE):
-            members = (np.flatnonzero(self.drop[start : start + PIECE]) + start).astype(np.uint32)
+        for start in range(0, self.documents, ROWS_AT_ONCE):
+            members = (np.flatnonzero(self.drop[start : start + ROWS_AT_ONCE]) + start).astype(np.uint32)
             kept = self.parent[members]
             moved = self.drop[kept] != KEEP  # the best exact copy is itself a near copy
             self.parent_matches[members[moved]] = self.parent_matches[kept[moved]]
@@ -374,9 +374,9 @@ class _Search:
         previous = -1
         partial = partial_of(self.work / CLUSTERS_NAME)
         out = np.lib.format.open_memmap(partial, mode="w+", dtype=CLUSTER, shape=(count,))
-        for start in range(0, count, PIECE):
-            piece = packed[start : start + PIECE]
-            rows = out[start : start + PIECE]
+        for start in range(0, count, ROWS_AT_ONCE):
+            piece = packed[start : start + ROWS_AT_ONCE]
+            rows = out[start : start + ROWS_AT_ONCE]
             rows["kept"] = piece >> np.uint64(32)
             rows["member"] = piece & np.uint64(0xFFFFFFFF)
             rows["reason"] = self.drop[rows["member"]]

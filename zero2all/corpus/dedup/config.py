@@ -80,18 +80,16 @@ class DedupConfig:
         return Shingle("word", self.word_ngram)
 
     @property
-    def accepted_jaccard(self) -> float:
-        """The least estimate taken for a duplicate: two standard deviations below `jaccard`, so that 98 % of the
-        pairs at exactly that similarity are accepted."""
-        return self.jaccard - 2 * math.sqrt(self.jaccard * (1 - self.jaccard) / VALUES)
-
-    @property
     def needed_matches(self) -> int:
-        """Equal values of two signatures from which they are duplicates; unequal minima agree in 1 byte of 256."""
-        chance = self.accepted_jaccard + (1 - self.accepted_jaccard) / 256
-        return math.ceil(VALUES * chance)
+        """Equal values of two signatures from which they are duplicates.
+
+        The least estimate accepted is two standard deviations below `jaccard`, so that 98 % of the pairs at exactly
+        that similarity are; unequal minima agree in 1 byte of 256.
+        """
+        accepted = self.jaccard - 2 * math.sqrt(self.jaccard * (1 - self.jaccard) / VALUES)
+        return math.ceil(VALUES * (accepted + (1 - accepted) / 256))
 
 
 def jaccard_estimate(matches: int) -> float:
-    """The Jaccard similarity that so many equal values speak for."""
+    """The Jaccard similarity estimated from the number of equal values."""
     return max(0.0, (matches / VALUES - 1 / 256) / (1 - 1 / 256))

@@ -36,13 +36,13 @@ class Contained(NamedTuple):
     """What was found, by document number."""
 
     looked_up: np.ndarray
-    """The records that were looked up, rising."""
+    """The records that were looked up, in rising order."""
     inner: np.ndarray
-    """Those of them that stand in another …"""
+    """Those of them that stand in another."""
     outer: np.ndarray
-    """… and the one each stands in …"""
+    """The record each of these stands in."""
     shares: np.ndarray
-    """… with how much of it."""
+    """How much of each does."""
 
 
 def find_contained(units: Sequence[Path], drops: Sequence[np.ndarray], first_ids: Sequence[int]) -> Contained:

@@ -148,11 +148,7 @@ def settle(state: np.ndarray, waits: np.ndarray) -> int:
     return waiting
 
 
-@njit(
-    types.void(PAIRS, FLAGS, LENGTHS, uint8[::1], uint32[::1], uint8[::1]),
-    cache=True,
-    nogil=True,
-)
+@njit(types.void(PAIRS, FLAGS, LENGTHS, uint8[::1], uint32[::1], uint8[::1]), cache=True, nogil=True)
 def attach(
     edges: np.ndarray,
     matches: np.ndarray,

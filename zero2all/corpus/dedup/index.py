@@ -31,7 +31,7 @@ HEADER_BYTES = 256
 
 
 class IndexWriter:
-    """Appends records to the files of a unit folder; close it, or use it as a context, to make them readable."""
+    """Appends records to the files of a unit folder, which get their headers when the context ends."""
 
     def __init__(self, folder: Path, near: bool) -> None:
         self._index = _NpyAppender(folder / INDEX_NAME, INDEX)
@@ -52,17 +52,13 @@ class IndexWriter:
             self._signatures.append(described.signatures)
             self._anchors.append(described.anchors)
 
-    def close(self) -> None:
-        """Write the headers."""
-        for file in (self._index, self._signatures, self._anchors):
-            if file is not None:
-                file.close()
-
     def __enter__(self) -> IndexWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        for file in (self._index, self._signatures, self._anchors):
+            if file is not None:
+                file.close()
 
 
 def read_index(folder: Path) -> np.ndarray:
@@ -71,7 +67,7 @@ def read_index(folder: Path) -> np.ndarray:
 
 
 def index_pieces(folder: Path, records: int = 1 << 18) -> Iterator[np.ndarray]:
-    """The same rows, so many at a time, read rather than mapped: memory stays bounded for any unit."""
+    """The same rows in batches, read rather than mapped: memory stays bounded for any unit."""
     for start in range(0, len(read_index(folder)), records):
         yield index_slice(folder, start, records)
 
@@ -123,8 +119,6 @@ class _NpyAppender:
         self.file.write(np.ascontiguousarray(rows).data.cast("B") if rows.size else b"")
 
     def close(self) -> None:
-        if self.file.closed:
-            return
         rows = (self.file.tell() - HEADER_BYTES) // self.dtype.itemsize
         base, shape = self.dtype.base, (rows, *self.dtype.shape)
         header = f"{{'descr': {np.lib.format.dtype_to_descr(base)!r}, 'fortran_order': False, 'shape': {shape!r}, }}"

@@ -25,7 +25,7 @@ from zero2all.corpus.dedup.signatures import encode
 LINES_NAME = "lines.npy"
 LINE = np.dtype([("hash", "<u8"), ("records", "<u4")])
 MERGED_LINES = 1 << 22
-"""Hashes are merged in memory when so many have come together."""
+"""Lines held in memory before equal ones are merged."""
 
 
 def uses_lines(channel: str, config: DedupConfig) -> bool:

@@ -28,7 +28,7 @@ from zero2all.corpus.dedup.index import HEADER_BYTES, SIGNATURES_NAME, index_sli
 DIGEST_ENTRY = np.dtype([("high", "<u8"), ("low", "<u8"), ("document", "<u4")])
 DIGEST_PARTS = 4096
 BUCKET_MOST = 32
-"""A bucket of at most so many documents is compared pair by pair."""
+"""A bucket of at most this many documents is compared pair by pair."""
 BUCKET_BEST = 8
 BUCKET_NEXT = 8
 COMPARED_PAIRS = 1 << 15
@@ -118,7 +118,7 @@ def group_digests(task: PartTask) -> Path:
     target = task.steps / f"copies-{task.number:05d}.npy"
     if target.exists():
         return target
-    entries = np.concatenate([read_slice(file, DIGEST_ENTRY, *_part_bounds(file, task)) for file in task.files])
+    entries = np.concatenate([read_slice(file, *_part_bounds(file, task)) for file in task.files])
     entries = _repeated(entries)  # a full sort of all entries would take five times as long
     lengths = lookup(task.steps / LENGTHS_NAME, entries["document"])
     order = np.lexsort((entries["document"], ~lengths, entries["low"], entries["high"]))
@@ -154,7 +154,7 @@ def split_bands(chunk: Chunk) -> None:
         return
     first_id = chunk.ranges[0].first_id
     end_id = first_id + sum(each.records for each in chunk.ranges)
-    lost = read_slice(chunk.steps / LOST_NAME.format(round_number=0), np.dtype(np.uint8), first_id, end_id)
+    lost = read_slice(chunk.steps / LOST_NAME.format(round_number=0), first_id, end_id)
     unit_ids = [each.first_id - each.row for each in chunk.ranges]
     rows = _signatures_of(np.arange(first_id, end_id), [each.folder for each in chunk.ranges], unit_ids)
     entries = np.empty(len(rows) * chunk.config.bands, np.uint64)
@@ -175,7 +175,7 @@ def pair_buckets(task: PartTask) -> dict[str, Any]:
     pieces, ends = [], []
     for file in task.files:
         bounds = np.load(ends_of(file))[task.first : task.end + 1]
-        pieces.append(read_slice(file, np.dtype(np.uint64), int(bounds[0]), int(bounds[-1])))
+        pieces.append(read_slice(file, int(bounds[0]), int(bounds[-1])))
         ends.append(bounds - bounds[0])
     large = _Buckets()
     for part in range(task.end - task.first):
@@ -364,7 +364,4 @@ def edge_pieces(edges: list[Path]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         rows = npy_rows(file)
         for start in range(0, rows, 1 << 20):
             end = min(rows, start + (1 << 20))
-            yield (
-                read_slice(file, np.dtype(np.uint64), start, end),
-                read_slice(matches_of(file), np.dtype(np.uint8), start, end),
-            )
+            yield read_slice(file, start, end), read_slice(matches_of(file), start, end)

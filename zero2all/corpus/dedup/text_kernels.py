@@ -40,38 +40,23 @@ PLACE = np.uint32(0x9E3779B1)
 PLACE_1 = np.uint32(0x85EBCA6B)
 PLACE_2 = np.uint32(0xC2B2AE35)
 FEW_BINS = 64
-"""Up to so many full bins it is faster to try them all than to walk."""
+"""Up to this many full bins it is faster to try them all than to walk."""
 
 
-def _class_table() -> np.ndarray:
-    """The class of every code point below the Han characters; `_class_of` knows the rest."""
-    return np.array([character_class(code) for code in range(0x3400)], dtype=np.uint8)
-
-
-def _walks() -> np.ndarray:
-    """walks[bin] is the order in which an empty bin looks for a full one: a random order of all bins."""
-    rng = np.random.Generator(np.random.PCG64(20240229))
-    return np.stack([rng.permutation(VALUES) for _ in range(VALUES)]).astype(np.uint8)
-
-
-CLASSES = _class_table()
+CLASSES = np.array([character_class(code) for code in range(0x3400)], dtype=np.uint8)
+"""The class of every code point below the Han characters; `_class_of` knows the rest."""
 FOLD = fold_table()
-WALKS = _walks()
+_RANDOM = np.random.Generator(np.random.PCG64(20240229))
+WALKS = np.stack([_RANDOM.permutation(VALUES) for _ in range(VALUES)]).astype(np.uint8)
+"""WALKS[bin] is the order in which an empty bin looks for a full one: a random order of all bins."""
 STEPS = (
     np.ascontiguousarray(np.argsort(WALKS, axis=1).T.astype(np.uint16) << 8)
     | np.arange(VALUES, dtype=np.uint16)[:, None]
 )
 """STEPS[full, empty]: at which step the empty bin's walk comes to the full one, times 256, plus the full one."""
-
-
-def _space_table() -> np.ndarray:
-    table = np.arange(256, dtype=np.uint8)
-    table[[*range(0x09, 0x0E), *range(0x1C, 0x20)]] = 0x20
-    table[[0xC2, 0xE1, 0xE2, 0xE3]] = 0
-    return table
-
-
-SPACES = _space_table()
+SPACES = np.arange(256, dtype=np.uint8)
+SPACES[[*range(0x09, 0x0E), *range(0x1C, 0x20)]] = 0x20
+SPACES[[0xC2, 0xE1, 0xE2, 0xE3]] = 0
 """Byte -> 0x20 for white space, 0 where more bytes must be looked at, else the byte."""
 
 
@@ -156,7 +141,7 @@ def _finish(minima: np.ndarray, out: np.ndarray, walks: np.ndarray, steps: np.nd
 
 @njit(nogil=True)
 def _choose_anchors(minima: np.ndarray, out: np.ndarray) -> None:
-    """The least of the minima, rising; EMPTY where there are not so many."""
+    """The least of the minima, in rising order; EMPTY where there are fewer."""
     out[:] = EMPTY
     last = out.size - 1
     for place in range(VALUES):
