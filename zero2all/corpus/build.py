@@ -2,7 +2,7 @@
 
     plan     each source is listed, looked into and cut into tasks                                   plan.py
     ingest   tasks -> segments of cleaned records, in parallel                                       ingest.py
-    check    too much damage, or a rule that drops too much, ends the build here                     usable.py
+    check    too much damage, or a rule that drops too much, ends the build here                     source_report.py
     dedup    all segments -> which records are duplicates of others, over all sources                dedup/
     finish   segments -> numbered shards, in parallel; a source appears when it is whole             finish.py
     report   `report.html`, then `report.json`, the sign that there is a corpus                      report.py
@@ -44,9 +44,8 @@ from zero2all.corpus.report import REPORT_NAME, make_report
 from zero2all.corpus.report_html import REPORT_HTML_NAME, report_html
 from zero2all.corpus.segments import BUILD_NAME, Segment, channels_in, segments_of_unit
 from zero2all.corpus.settings import BuildOptions
-from zero2all.corpus.source_report import plan_in_words, report_fields, segments_of, skipped_names
+from zero2all.corpus.source_report import plan_in_words, report_fields, require_usable, segments_of, skipped_names
 from zero2all.corpus.sources import Source, source_problems
-from zero2all.corpus.usable import require_usable
 
 FORMAT_RULES = 1
 """Raise it when finish changes what it writes from the same segments."""

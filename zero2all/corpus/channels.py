@@ -73,11 +73,6 @@ def channel_name(name: str) -> str:
     return lowered if lowered in CHANNELS or lowered == AUTO else name
 
 
-def is_code_name(name: str) -> bool:
-    """Whether a title or path is that of a program file."""
-    return "." in name and suffix_of(name) in CODE_SUFFIXES
-
-
 def channels_of(titles: Sequence[str], contents: Sequence[str]) -> list[str | None]:
     """The channel of each document; None where there are no letters to tell it by."""
     pieces = [sampled_text(content) for content in contents]
@@ -87,7 +82,7 @@ def channels_of(titles: Sequence[str], contents: Sequence[str]) -> list[str | No
     found: list[str | None] = []
     of_each = zip(titles, contents, pieces, scripts.tolist(), other.tolist(), strict=True)
     for title, content, piece, script, is_other in of_each:
-        if is_code_name(title):
+        if "." in title and suffix_of(title) in CODE_SUFFIXES:
             found.append("code")
         elif script == NONE:
             found.append(None)

@@ -183,7 +183,8 @@ def plan_large_file(task: LargeFile) -> list[dict[str, Any]]:
     if len(units) > 1 and units[0].format is not Format.ARCHIVE:
         mapping = task.known_mapping or _guessed(units[0], task)
         units = [replace(unit, mapping=mapping) for unit in units]
-    return [_unit_values(unit) for unit in units]
+    names = [each.name for each in fields(Unit) if each.name != "file"]
+    return [{name: getattr(unit, name) for name in names} for unit in units]
 
 
 def _guessed(unit: Unit, task: LargeFile) -> dict[str, str]:
@@ -233,10 +234,6 @@ def _files_of_tasks(
             yield [_unit_from(file, values)]
     if gathered:
         yield gathered
-
-
-def _unit_values(unit: Unit) -> dict[str, Any]:
-    return {each.name: getattr(unit, each.name) for each in fields(Unit) if each.name != "file"}
 
 
 def _unit_from(file: InputFile, values: Mapping[str, Any]) -> Unit:

@@ -225,7 +225,10 @@ def _flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
 
 
 def _source_section(name: str, source: Source, anchor: str) -> str:
-    scripts = [(script, shares["bytes"]) for script, shares in source["scripts"].items()]
+    sizes = {script: shares["bytes"] for script, shares in source["scripts"].items()}
+    total = sum(sizes.values()) or 1
+    bars = "".join(_bar(script, size, total, human_bytes(size)) for script, size in sizes.items())
+    scripts = f'<div class="bars">{bars}</div>' if sizes else '<p class="faint">nothing was kept</p>'
     lengths = {int(low): count for low, count in source["length_histogram"].items()}
     facts = "".join(f"<div><dt>{label}</dt><dd>{escape(words)}</dd></div>" for label, words in _facts(source))
     kept = _texts(source["examples"]["kept"], source["channel"])
@@ -233,7 +236,7 @@ def _source_section(name: str, source: Source, anchor: str) -> str:
         f'<section class="source" id="{anchor}"><h2>{escape(name)} ',
         f'<span class="chip">{escape(source["channel"])}</span></h2><dl class="facts">{facts}</dl>',
         f'<div class="plots"><figure><figcaption>Length of the kept texts</figcaption>{length_plot(lengths)}</figure>',
-        f"<figure><figcaption>Scripts, by bytes of kept text</figcaption>{_script_bars(scripts)}</figure></div>",
+        f"<figure><figcaption>Scripts, by bytes of kept text</figcaption>{scripts}</figure></div>",
         _dropped(source),
         _quarantined(name, source),
     ]
@@ -265,13 +268,6 @@ def _facts(source: Source) -> Iterator[tuple[str, str]]:
     yield from facts_in_words(source).items()
     for note in source["reading_notes"]:
         yield "note", note
-
-
-def _script_bars(scripts: Sequence[tuple[str, int]]) -> str:
-    if not scripts:
-        return '<p class="faint">nothing was kept</p>'
-    total = sum(size for _, size in scripts) or 1
-    return f'<div class="bars">{"".join(_bar(name, size, total, human_bytes(size)) for name, size in scripts)}</div>'
 
 
 def _bar(name: str, size: int, total: int, words: str) -> str:

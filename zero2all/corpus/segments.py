@@ -84,15 +84,6 @@ def channels_in(segments: Sequence[Segment]) -> list[str]:
     return sorted({channel for segment in segments for channel in segment.state[CHANNELS_KEY]})
 
 
-def segments_of_channel(segments: Sequence[Segment], channel: str) -> list[Segment]:
-    """What the segments of an `auto` source hold of one channel."""
-    return [
-        Segment(segment.folder / channel, segment.state[CHANNELS_KEY][channel])
-        for segment in segments
-        if channel in segment.state[CHANNELS_KEY]
-    ]
-
-
 def dropped_excerpts(segments: Sequence[Segment], rule: str, most: int = 3) -> list[str]:
     """The beginnings of the first texts that a rule dropped."""
     found: list[str] = []

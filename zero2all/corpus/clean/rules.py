@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,7 +34,6 @@ _BROKEN = re.compile(r"[a-z][0135-9!$%*+;@^|~][a-z]")
 """Not 2 and 4, which stand for to and for in names, and not two digits, as in i18n."""
 SEARCHED_CHARS = 20_000
 """Longer texts are searched for different words up to here."""
-SCRIPTS: Final = {"han": "han_share", "latin": "latin_share", "ascii": "ascii_share"}
 
 
 def measures_of(counts: Array, config: CleanConfig) -> Measures:
@@ -184,7 +183,7 @@ def _list_like(rule: str, measure: str) -> Judge:
 
 def _wrong_script(m: Measures, c: CleanConfig) -> Array:
     rule = c.wrong_script
-    return (m[SCRIPTS[rule.script]] < rule.min_share) & (m["chars"] >= rule.from_chars) & (m["letters"] > 0)
+    return (m[f"{rule.script}_share"] < rule.min_share) & (m["chars"] >= rule.from_chars) & (m["letters"] > 0)
 
 
 def _digits(m: Measures, c: CleanConfig) -> Array:
@@ -196,10 +195,6 @@ def _blobs(m: Measures, c: CleanConfig) -> Array:
     share = m["blob_share"]
     prose = m["prose_share"] / np.maximum(1 - share, 0.1)
     return (share > c.blobs.max_share) & ((prose < c.blobs.spare_prose_share) | (share > 0.3))
-
-
-def _few_distinct(m: Measures, c: CleanConfig) -> Array:
-    return (m["distinct_share"] < c.few_distinct.min_share) & (m["chars"] >= c.few_distinct.from_chars)
 
 
 def _few_sentences(m: Measures, c: CleanConfig) -> Array:
@@ -282,7 +277,10 @@ JUDGES: dict[str, Rule] = {
         lambda m, c: (m["emails"] >= 3) & (m["emails_per_1000_chars"] > c.emails.max_per_1000_chars),
         "emails_per_1000_chars",
     ),
-    "few_distinct": Rule(_few_distinct, "distinct_share"),
+    "few_distinct": Rule(
+        lambda m, c: (m["distinct_share"] < c.few_distinct.min_share) & (m["chars"] >= c.few_distinct.from_chars),
+        "distinct_share",
+    ),
     "duplicate_lines": Rule(_duplicate_lines, "duplicate_line_share"),
     "top_ngram": Rule(_over("top_ngram", "top_ngram_share"), "top_ngram_share"),
     "duplicate_ngrams": Rule(_duplicate_ngrams, "duplicate_ngram_share"),

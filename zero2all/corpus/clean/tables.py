@@ -169,7 +169,8 @@ def _add_flags(table: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
     table[_points(CLASSICAL_CHARACTERS)] |= CLASSICAL_HAN
     table[sorted(set(_points(COUNTING_CHARACTERS)) - set(_points(FUNCTION_CHARACTERS)))] |= COUNTING_HAN
     table[sorted(set(_points(SPAM_CHARACTERS)) - set(_points(FUNCTION_CHARACTERS)))] |= SPAM_HAN
-    suspects = {ord(character) for lead in range(0xE3, 0xEA) for character in _gbk_row(lead, range(0x80, 0xC0))}
+    pairs = (bytes((lead, trail)) for lead in range(0xE3, 0xEA) for trail in range(0x80, 0xC0))
+    suspects = set(map(ord, "".join(pair.decode("gbk", errors="ignore") for pair in pairs)))
     table[sorted(suspects - {ord(character) for character in FUNCTION_CHARACTERS} | {ord("锟")})] |= GBK_SUSPECT
     table[_points(CONTINUATION_CHARACTERS)] |= CONTINUATION
     table[_points(_CLOSERS)] |= CLOSER
@@ -184,14 +185,6 @@ def _points(characters: str) -> list[int]:
     return [ord(character) for character in characters]
 
 
-def _gbk_row(lead: int, trails: range) -> str:
-    return "".join(bytes((lead, trail)).decode("gbk", errors="ignore") for trail in trails)
-
-
-def _windows_1252(byte: int) -> str:
-    return bytes((byte,)).decode("cp1252", errors="ignore") or chr(byte)
-
-
-WINDOWS_1252 = {_windows_1252(byte): byte for byte in range(0x80, 0x100)}
+WINDOWS_1252 = {bytes((byte,)).decode("cp1252", errors="ignore") or chr(byte): byte for byte in range(0x80, 0x100)}
 """Character -> byte; the five bytes that Windows-1252 leaves undefined stand for themselves, as browsers read them."""
 CONTINUATION_CHARACTERS = "".join(character for character, byte in WINDOWS_1252.items() if byte < 0xC0)

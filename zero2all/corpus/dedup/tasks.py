@@ -118,7 +118,8 @@ def group_digests(task: PartTask) -> Path:
     target = task.steps / f"copies-{task.number:05d}.npy"
     if target.exists():
         return target
-    entries = np.concatenate([read_slice(file, *_part_bounds(file, task)) for file in task.files])
+    bounds = [np.load(ends_of(file))[[task.first, task.end]].tolist() for file in task.files]
+    entries = np.concatenate([read_slice(file, *bound) for file, bound in zip(task.files, bounds, strict=True)])
     entries = _repeated(entries)  # a full sort of all entries would take five times as long
     lengths = lookup(task.steps / LENGTHS_NAME, entries["document"])
     order = np.lexsort((entries["document"], ~lengths, entries["low"], entries["high"]))
@@ -351,11 +352,6 @@ def ends_of(path: Path) -> Path:
 def matches_of(path: Path) -> Path:
     """The equal values of each edge of a file."""
     return path.with_suffix(".matches.npy")
-
-
-def _part_bounds(file: Path, task: PartTask) -> tuple[int, int]:
-    ends = np.load(ends_of(file))
-    return int(ends[task.first]), int(ends[task.end])
 
 
 def edge_pieces(edges: list[Path]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
