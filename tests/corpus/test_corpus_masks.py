@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from corpus_helpers import HERE, plain_options, tree
-
+from tests.corpus.corpus_helpers import HERE, plain_options, tree
 from zero2all.corpus import Source, build_corpus
 from zero2all.corpus.clean.cleaner import Cleaner, mask_text
 from zero2all.corpus.clean.config import Mask, build_config, default_config

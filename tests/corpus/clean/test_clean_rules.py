@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable
 from textwrap import dedent
 
-import planted
 import pytest
 
+from tests.corpus.clean import planted
 from zero2all.corpus.clean.cleaner import Cleaner
 from zero2all.corpus.clean.config import EDITS, RULES, CleanConfig, default_config
 from zero2all.corpus.clean.kernels import WINDOW_UNITS

@@ -5,9 +5,9 @@ import random
 import subprocess
 import sys
 
-import planted
 import pytest
 
+from tests.corpus.clean import planted
 from zero2all.corpus.clean.cleaner import Cleaned, Cleaner
 from zero2all.corpus.clean.config import Mask, build_config, default_config
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dedup_helpers import (
+
+from tests.corpus.dedup.dedup_helpers import (
     InOrder,
     changed,
     clusters,
@@ -27,7 +28,6 @@ from dedup_helpers import (
     text_digest,
     zh_text,
 )
-
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.corpus.dedup.cluster import EXACT_DUPLICATE, KEEP, NEAR_DUPLICATE, find_duplicates
 from zero2all.corpus.dedup.config import DedupConfig

@@ -6,11 +6,11 @@ import sys
 
 import numpy as np
 import pytest
-from dedup_helpers import changed, en_text, text_digest, zh_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.shingles import jaccard, shingle_set, units_of
+from tests.corpus.dedup.dedup_helpers import changed, en_text, text_digest, zh_text
 from zero2all.corpus.dedup.config import DedupConfig, jaccard_estimate
 from zero2all.corpus.dedup.signatures import describe
 

@@ -6,10 +6,10 @@ import os
 import signal
 
 import pytest
-from bpe_texts import TextList, chinese_like, in_parts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.tokenizer.bpe.bpe_texts import TextList, chinese_like, in_parts
 from zero2all.tokenizer.bpe import learn as learn_module
 from zero2all.tokenizer.bpe import learn_bpe, merging
 from zero2all.tokenizer.bpe.memory import Memory
