@@ -261,8 +261,6 @@ def _setting_in_words(value: Any) -> str:
     return f"({len(value)} phrases)" if isinstance(value, list) else str(value)
 
 
-# ---- words on a terminal --------------------------------------------------------------------------------------
-
 SHOWN_CHARS = 1000
 LINE_COLUMNS = 110
 """Longer lines are hard to read, however wide the terminal is."""

@@ -94,7 +94,7 @@ def build_corpus(
         for problem in build.find_damage(engine):
             (announce or say)(problem)
         try:
-            if build.has_work:
+            if build.stale or not build.is_settled:
                 if announce is not None:
                     for plan in plans:
                         announce(plan_in_words(plan))
@@ -188,11 +188,6 @@ class _Build:
             problems.setdefault(name, f"{problem}; the source {name} is built again")
         self.stale = [part for part in self.parts if part.name not in self.finished or part.name in problems]
         return list(problems.values())
-
-    @property
-    def has_work(self) -> bool:
-        """Whether anything is missing or out of date."""
-        return not self.is_settled or bool(self.stale)
 
     def run(self, config: EngineConfig) -> None:
         """Build every stale source."""
@@ -335,10 +330,9 @@ class _Build:
 
     def _disk_bytes_needed(self) -> int:
         needed = 0.0
-        for plan in self.plans:
-            for file in plan.listing.files:
-                compressed = file.path.suffix.lower() in COMPRESSED_SUFFIXES
-                needed += file.size_bytes * (DISK_SHARE_COMPRESSED if compressed else DISK_SHARE)
+        for file in (file for plan in self.plans for file in plan.listing.files):
+            compressed = file.path.suffix.lower() in COMPRESSED_SUFFIXES
+            needed += file.size_bytes * (DISK_SHARE_COMPRESSED if compressed else DISK_SHARE)
         there = sum(path.stat().st_size for path in self.work.rglob("*") if path.is_file())  # of an interrupted build
         return max(int(needed) - there, 0) + DISK_MARGIN_BYTES
 

@@ -103,7 +103,7 @@ def search_duplicates(
 
     units = [segment.folder for source in sources for segment in source.segments]
     result = find_duplicates(units, folder, config, engine=engine, held_out=held_out)
-    _write_gids(folder / GIDS_NAME, sources, result.documents)
+    _write_gids(folder / GIDS_NAME, sources, result.first_ids[-1])
     _write_clusters(folder)
     first_segment = {name: owners.index(name) for name in dict.fromkeys(owners)}
     contained = _contained(folder, units, result, owners) if config.near != "off" else {}

@@ -99,12 +99,11 @@ def iter_dropped(corpus: Path, source: str, rule: str) -> Iterator[dict[str, Any
 
 def find_record(corpus: Path, numbers: Mapping[str, int], gid: int) -> tuple[str, dict[str, Any]] | None:
     """The split and record of a gid, looked for in the source with its number; None when it was not kept."""
-    for name, number in numbers.items():
-        if number == gid >> ORDINAL_BITS:
-            for split in SPLITS:
-                for record in iter_records(corpus, name, split):
-                    if record.get("gid") == gid:
-                        return split, record
+    names = [name for name, number in numbers.items() if number == gid >> ORDINAL_BITS]
+    for name, split in itertools.product(names, SPLITS):
+        for record in iter_records(corpus, name, split):
+            if record.get("gid") == gid:
+                return split, record
     return None
 
 

@@ -138,9 +138,6 @@ def plan_source(source: Source, listing: Listing, corpus_folder: Path, options: 
     return SourcePlan(source, listing, channel, reason, look, cleans, inputs, folder)
 
 
-# ---- cutting --------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class LargeFile:
     """A file that its reader may split."""

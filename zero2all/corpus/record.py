@@ -10,15 +10,13 @@ from __future__ import annotations
 import json
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import orjson
 
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import read_json, write_json
-
-if TYPE_CHECKING:
-    import numpy as np
 
 ORDINAL_BITS = 40
 SOURCES_LIMIT = 1 << (53 - ORDINAL_BITS)
@@ -89,8 +87,6 @@ def numbers_bytes(source_number: int, ordinals: np.ndarray) -> np.ndarray:
 
 def _digits(numbers: np.ndarray) -> np.ndarray:
     """How many decimal digits each number has."""
-    import numpy as np
-
     powers = 10 ** np.arange(1, 19, dtype=np.int64)
     return np.searchsorted(powers, numbers, side="right") + 1
 

@@ -5,6 +5,7 @@ Plots are HTML bars and small SVG; every figure in them also stands as text besi
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
@@ -358,13 +359,10 @@ def length_plot(lengths: Mapping[int, int]) -> str:
 
 
 def _middle_bucket(lengths: Mapping[int, int]) -> str:
-    half = sum(lengths.values()) / 2
-    below = 0
-    for low, count in sorted(lengths.items()):
-        below += count
-        if below >= half:
-            return f"{_binary_size(low)} and {_binary_size(2 * low)}"
-    raise AssertionError("some bucket holds the middle")
+    lows = sorted(lengths)
+    sums = itertools.accumulate(lengths[low] for low in lows)
+    middle = next(low for low, below in zip(lows, sums, strict=True) if 2 * below >= sum(lengths.values()))
+    return f"{_binary_size(middle)} and {_binary_size(2 * middle)}"
 
 
 def _round_scale(most: int) -> tuple[int, list[int]]:
@@ -379,11 +377,8 @@ def _round_scale(most: int) -> tuple[int, list[int]]:
 
 def _binary_size(count: int) -> str:
     """2048 -> '2 KiB': the borders of the bars are powers of two."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return f"{count} {unit}"
-        count //= 1024
-    raise AssertionError("unreachable: the loop returns at GiB")
+    power = min((count.bit_length() - 1) // 10, 3)
+    return f"{count >> 10 * power} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
 # ---- words ----------------------------------------------------------------------------------------------------

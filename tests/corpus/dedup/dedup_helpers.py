@@ -71,6 +71,11 @@ def outcome(result: DedupResult) -> tuple[list[list[int]], bytes]:
     return [result.drops(unit).tolist() for unit in range(units)], (result.work / "clusters.npy").read_bytes()
 
 
+def dropped(result: DedupResult, reason: int) -> int:
+    """How many documents were dropped for a reason."""
+    return sum(int((result.drops(unit) == reason).sum()) for unit in range(len(result.first_ids) - 1))
+
+
 def clusters(result: DedupResult) -> dict[int, list[tuple[int, int, float]]]:
     """Kept document -> (dropped document, reason, similarity) of each that was dropped for it."""
     found: dict[int, list[tuple[int, int, float]]] = {}

@@ -21,6 +21,7 @@ from tests.corpus.dedup.dedup_helpers import (
     changed,
     clusters,
     described,
+    dropped,
     en_text,
     make_units,
     outcome,
@@ -66,7 +67,7 @@ def test_of_near_duplicates_the_longest_stays_and_the_cluster_is_recorded(tmp_pa
     assert kept == 3
     assert [(document, reason) for document, reason, _ in members] == [(0, 1), (2, 2), (4, 2)]
     assert all(0.75 < similarity < 1 for *_, similarity in members)
-    assert (result.exact, result.near, result.clusters, result.documents) == (1, 2, 1, 5)
+    assert result.first_ids == (0, 2, 5)
 
 
 def test_a_chain_of_small_changes_is_not_swallowed_whole(tmp_path: Path) -> None:
@@ -93,7 +94,7 @@ def test_unrelated_short_and_empty_documents(channel: str, tmp_path: Path) -> No
 
 
 def test_no_units_and_empty_units(tmp_path: Path) -> None:
-    assert find_duplicates([], tmp_path / "none", DedupConfig()).documents == 0
+    assert find_duplicates([], tmp_path / "none", DedupConfig()).first_ids == (0,)
     result = find_duplicates(make_units(tmp_path / "units", [[], []]), tmp_path / "work", DedupConfig())
     assert outcome(result)[0] == [[], []]
     assert clusters(result) == {}
@@ -205,11 +206,11 @@ def test_a_finished_search_is_not_done_again_but_other_input_is(tmp_path: Path) 
     folders = make_units(tmp_path / "units", [["天地玄黄宇宙洪荒", "天地玄黄宇宙洪荒"]])
     find_duplicates(folders, tmp_path / "work", DedupConfig())
     tasks = InOrder()
-    assert find_duplicates(folders, tmp_path / "work", DedupConfig(), engine=tasks).exact == 1
+    assert dropped(find_duplicates(folders, tmp_path / "work", DedupConfig(), engine=tasks), EXACT_DUPLICATE) == 1
     assert tasks.tasks == 0
-    assert find_duplicates(folders, tmp_path / "work", DedupConfig(exact=False)).exact == 0
+    assert dropped(find_duplicates(folders, tmp_path / "work", DedupConfig(exact=False)), EXACT_DUPLICATE) == 0
     more = [*folders, *make_units(tmp_path / "more", [["天地玄黄宇宙洪荒"]])]
-    assert find_duplicates(more, tmp_path / "work", DedupConfig()).exact == 2
+    assert dropped(find_duplicates(more, tmp_path / "work", DedupConfig()), EXACT_DUPLICATE) == 2
 
 
 PEAK = """
@@ -221,7 +222,8 @@ from zero2all.corpus.dedup.cluster import find_duplicates
 from zero2all.corpus.dedup.config import DedupConfig
 units = sorted(Path(sys.argv[1]).glob("unit-*"))
 result = find_duplicates(units, Path(sys.argv[1]) / "work", DedupConfig(), memory_bytes=8 << 20)
-assert result.near > 0.1 * result.documents, result
+near = sum(int((result.drops(unit) == 2).sum()) for unit in range(len(units)))
+assert near > 0.1 * result.first_ids[-1], result
 line = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
 print(int(line.split()[1]) * 1024)
 """

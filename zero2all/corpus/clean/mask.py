@@ -129,7 +129,10 @@ def _mask_emails(text: str) -> tuple[str, int]:
 
 def _mask_phones(text: str) -> tuple[str, int]:
     places = ((start - 4, end + 4) for start, end in _spans(text, PHONE_DIGITS, of_digits=True))
-    return _replace(_PHONE, text, places, lambda match: MARKS["phones"] if _has_phone_digits(match[0]) else None)
+    digits = range(PHONE_DIGITS, 16)
+    return _replace(
+        _PHONE, text, places, lambda match: MARKS["phones"] if sum(map(str.isdigit, match[0])) in digits else None
+    )
 
 
 def _spans(text: str, at_least: int, *, of_digits: bool) -> list[tuple[int, int]]:
@@ -173,10 +176,6 @@ def _merged(places: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         stop = max(stop, end)
     if begin >= 0:
         yield begin, stop
-
-
-def _has_phone_digits(number: str) -> bool:
-    return PHONE_DIGITS <= sum(character.isdigit() for character in number) <= 15
 
 
 def _is_random(token: str) -> bool:

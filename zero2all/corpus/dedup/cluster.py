@@ -79,15 +79,9 @@ HeldOut = Callable[[int, np.ndarray], np.ndarray]
 
 @dataclass(frozen=True)
 class DedupResult:
-    """The folder of the result, and its counts."""
+    """Where the result of a search is."""
 
     work: Path
-    documents: int
-    exact: int
-    """Records dropped as exact duplicates."""
-    near: int
-    """Records dropped as near duplicates."""
-    clusters: int
     first_ids: tuple[int, ...]
     """The number of each unit's first document, and the number of documents."""
 
@@ -149,8 +143,6 @@ class _Search:
             self._find_near()
         return self._write_result(inputs)
 
-    # ---- input
-
     def _read_indexes(self) -> str:
         """Lengths of all texts, first document numbers, and a fingerprint of everything the outcome depends on."""
         self.first_ids = [0]
@@ -178,10 +170,9 @@ class _Search:
         """The result of an earlier run on the same input; steps of a run on other input are removed."""
         result, mark = self.work / RESULT_NAME, self.steps / INPUTS_NAME
         if result.exists():
-            content = read_json(result)
-            if content["inputs"] == inputs:
+            if read_json(result)["inputs"] == inputs:
                 shutil.rmtree(self.steps, ignore_errors=True)
-                return self._result(content)
+                return DedupResult(self.work, tuple(self.first_ids))
             result.unlink()
         cut = [inputs, self.memory_bytes]  # how the work was cut into files depends on the memory
         if not mark.exists() or read_json(mark) != cut:
@@ -214,8 +205,6 @@ class _Search:
             chunks.append(Chunk(len(chunks), tuple(ranges), self.steps, self.config))
         return chunks
 
-    # ---- exact
-
     def _find_exact(self) -> None:
         chunks = self._chunks(100)
         self._run_tasks(split_digests, chunks)
@@ -240,8 +229,6 @@ class _Search:
                 first, held = part, 0
             held += size
         return tasks
-
-    # ---- near
 
     def _find_near(self) -> None:
         from zero2all.corpus.dedup.graph_kernels import PARTS
@@ -330,32 +317,19 @@ class _Search:
             kernels.attach(pairs, matches, self.lengths, state, self.parent, self.parent_matches)
         self.drop[(state == kernels.DROPPED) & (self.drop == KEEP)] = NEAR_DUPLICATE
 
-    # ---- output
-
     def _write_result(self, inputs: str) -> DedupResult:
         for leftover in self.work.glob(f"*{PARTIAL_MARK}*"):  # of searches that were killed here
             leftover.unlink()
         for number, (first, end) in enumerate(pairwise(self.first_ids)):
             write_npy(drop_path(self.work, number), self.drop[first:end])
-        content = {
-            "inputs": inputs,
-            "documents": self.documents,
-            "exact": int(np.count_nonzero(self.drop == EXACT_DUPLICATE)),
-            "near": int(np.count_nonzero(self.drop == NEAR_DUPLICATE)),
-            "clusters": self._write_clusters(),
-            "first_ids": self.first_ids,
-        }
+        self._write_clusters()
         fsync_folder(self.work)
-        write_json(self.work / RESULT_NAME, content)
+        write_json(self.work / RESULT_NAME, {"inputs": inputs})
         shutil.rmtree(self.steps, ignore_errors=True)
-        return self._result(content)
+        return DedupResult(self.work, tuple(self.first_ids))
 
-    def _result(self, content: dict[str, Any]) -> DedupResult:
-        documents, exact, near, clusters = (content[name] for name in ("documents", "exact", "near", "clusters"))
-        return DedupResult(self.work, documents, exact, near, clusters, tuple(content["first_ids"]))
-
-    def _write_clusters(self) -> int:
-        """Sort (kept, member) of all dropped documents; returns the number of clusters."""
+    def _write_clusters(self) -> None:
+        """(kept, member) of all dropped documents, sorted, with the reason."""
         count = int(np.count_nonzero(self.drop))
         packed = np.empty(count, np.uint64)
         at = 0
@@ -370,8 +344,6 @@ class _Search:
             packed[at : at + len(members)] = kept.astype(np.uint64) << np.uint64(32) | members
             at += len(members)
         packed.sort()
-        clusters = 0
-        previous = -1
         partial = partial_of(self.work / CLUSTERS_NAME)
         out = np.lib.format.open_memmap(partial, mode="w+", dtype=CLUSTER, shape=(count,))
         for start in range(0, count, ROWS_AT_ONCE):
@@ -381,14 +353,8 @@ class _Search:
             rows["member"] = piece & np.uint64(0xFFFFFFFF)
             rows["reason"] = self.drop[rows["member"]]
             rows["matches"] = self.parent_matches[rows["member"]]
-            clusters += int(np.count_nonzero(rows["kept"][1:] != rows["kept"][:-1]))
-            clusters += int(rows["kept"][0]) != previous
-            previous = int(rows["kept"][-1])
         out.flush()
         partial.replace(self.work / CLUSTERS_NAME)
-        return clusters
-
-    # ---- helpers
 
     def _run_tasks(self, function: Callable[[Any], Any], tasks: Sequence[Any]) -> list[Any]:
         results: list[Any] = [None] * len(tasks)
