@@ -15,7 +15,6 @@ from typing import Any
 from zero2all.cli import download
 from zero2all.cli.verb import Subparsers, add_group, add_verb, add_work, real, whole, workspace_of
 from zero2all.common.errors import UsageError
-from zero2all.common.progress import say, terminal_safe
 
 BUILD_EXAMPLES = """z2a corpus build news=raw/news.json:zh wiki=raw/wiki.parquet:en --work my-workspace
   z2a corpus build qa=raw/baike::baike2018qa --work my-workspace --format jsonl.zst --dedup.near off
@@ -104,6 +103,7 @@ def _register_build(inner: Subparsers) -> None:
 
 
 def _build(arguments: argparse.Namespace) -> None:
+    from zero2all.common.progress import say
     from zero2all.corpus import build_corpus, check_sources, load_settings, parse_mapping
 
     names = ("format", "shard_bytes", "valid_share", "max_damaged_share", "accept_drops")
@@ -177,7 +177,7 @@ def _show_gid(corpus: Any, known: dict[str, Any], arguments: argparse.Namespace)
             f"no gids."
         )
     split, record = found
-    print(f"── gid {arguments.gid}  {record['data_src']}, {split}  {terminal_safe(record['title'], ' ')}")
+    print(f"── gid {arguments.gid}  {record['data_src']}, {split}  {_in_a_line(record['title'])}")
     print(_cut(record["content"], arguments))
 
 
@@ -192,7 +192,7 @@ def _show_records(corpus: Any, names: list[str], arguments: argparse.Namespace) 
             continue
         for record in itertools.islice(itertools.chain([first], records), arguments.count):
             number = f"gid {record['gid']}" if "gid" in record else name
-            print(f"── {number}  {terminal_safe(record['title'], ' ')}\n{_cut(record['content'], arguments)}\n")
+            print(f"── {number}  {_in_a_line(record['title'])}\n{_cut(record['content'], arguments)}\n")
 
 
 def _show_dropped(corpus: Any, names: list[str], arguments: argparse.Namespace) -> None:
@@ -221,7 +221,7 @@ def _show_dropped(corpus: Any, names: list[str], arguments: argparse.Namespace) 
             for sample in itertools.islice(iter_dropped(corpus, name, rule), arguments.count):
                 facts = [f"gid {sample['gid']}", f"{sample['chars']:,} characters"]
                 if "file" in sample:
-                    facts.insert(1, terminal_safe(f"{sample['file']}, {sample['place']}", " "))
+                    facts.insert(1, _in_a_line(f"{sample['file']}, {sample['place']}"))
                 if sample.get("kept_gid") is not None:
                     facts.append(f"kept for it: gid {sample['kept_gid']}")
                 measures = sample.get("measures", {})
@@ -274,6 +274,12 @@ def _print_wrapped(line: str, indent: int = 4) -> None:
     columns = min(shutil.get_terminal_size().columns, LINE_COLUMNS)
     hanging = " " * indent
     print(textwrap.fill(line, columns, subsequent_indent=hanging, break_long_words=False, break_on_hyphens=False))
+
+
+def _in_a_line(text: str) -> str:
+    from zero2all.common.progress import terminal_safe
+
+    return terminal_safe(text, " ")
 
 
 def _cut(text: str, arguments: argparse.Namespace) -> str:
