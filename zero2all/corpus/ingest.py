@@ -48,6 +48,9 @@ NAMED_FIELDS = 50
 class IngestTask:
     """Everything a worker needs to write one unit folder."""
 
+    files: tuple[InputFile | Unit, ...]
+    """Files to be read whole, or one unit of a large one."""
+    folder: Path
     source: str
     channel: str
     is_auto: bool
@@ -55,9 +58,6 @@ class IngestTask:
     given_mapping: Mapping[str, str]
     known_mappings: Mapping[str, Mapping[str, str]]
     """File name -> mapping of its rows, where it was guessed when the source was looked into."""
-    files: tuple[InputFile | Unit, ...]
-    """Files to be read whole, or one unit of a large one."""
-    folder: Path
     limits: Limits
     cleans: Mapping[str, CleanConfig]
     """The rules of every channel a document may get."""

@@ -194,20 +194,12 @@ def _guessed(unit: Unit, task: LargeFile) -> dict[str, str]:
 
 
 def _tasks(plan: SourcePlan, large: Mapping[str, Any], options: BuildOptions) -> list[IngestTask]:
+    source = plan.source
+    reading = (source.name, plan.channel, source.is_auto, source.given_mapping, plan.look.mapping_of, options.limits)
+    units = enumerate(_files_of_tasks(plan.listing, large, options.unit_bytes))
     return [
-        IngestTask(
-            plan.name,
-            plan.channel,
-            plan.source.is_auto,
-            plan.source.given_mapping,
-            plan.look.mapping_of,
-            tuple(files),
-            plan.folder / f"unit-{number:05d}",
-            options.limits,
-            plan.cleans,
-            options.dedup,
-        )
-        for number, files in enumerate(_files_of_tasks(plan.listing, large, options.unit_bytes))
+        IngestTask(tuple(files), plan.folder / f"unit-{number:05d}", *reading, plan.cleans, options.dedup)
+        for number, files in units
     ]
 
 

@@ -87,13 +87,8 @@ class BuildOptions:
     @property
     def limits(self) -> Limits:
         """What the readers must respect."""
-        return Limits(
-            max_record_bytes=self.max_record_bytes,
-            split_text_above_bytes=self.split_text_above_bytes,
-            text_piece_bytes=self.text_piece_bytes,
-            unit_bytes=self.unit_bytes,
-            text_by=TextBy(self.text_by),
-        )
+        names = ("max_record_bytes", "split_text_above_bytes", "text_piece_bytes", "unit_bytes")
+        return Limits(**{name: getattr(self, name) for name in names}, text_by=TextBy(self.text_by))
 
     def signing(self, channel: str) -> dict[str, Any]:
         """The part of the dedup settings that decides what ingest writes."""

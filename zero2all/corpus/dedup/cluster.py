@@ -271,20 +271,9 @@ class _Search:
         """Compare the signatures of all pairs of the sorted files; the files of the pairs that agree."""
         files = [self.steps / run for run in runs]
         borders = sample_borders(files, self.memory_bytes // 4)
-        tasks = [
-            CompareTask(
-                number,
-                round_number,
-                first,
-                end,
-                tuple(files),
-                tuple(self.units),
-                tuple(self.first_ids),
-                self.steps,
-                self.config.needed_matches,
-            )
-            for number, (first, end) in enumerate(pairwise(borders))
-        ]
+        shared = (tuple(files), tuple(self.units), tuple(self.first_ids), self.steps, self.config.needed_matches)
+        ranges = enumerate(pairwise(borders))
+        tasks = [CompareTask(number, round_number, first, end, *shared) for number, (first, end) in ranges]
         return [self.steps / file for file in self._run_tasks(compare_pairs, tasks)]
 
     def _choose(self, edges: list[Path]) -> None:
