@@ -1,4 +1,7 @@
-"""What the native scan counts in a text, by column, and what it is told. Importing this does not import numba."""
+"""What the native scan counts in a text, by column, and what it is told. Importing this does not import numba.
+
+numba's cache knows when `kernels.py` changes, not when this file does: touch that one too.
+"""
 
 (
     ASCII, FUNCTION_HANS, GBK_SUSPECTS, DISTINCT, UNITS, UNIT_CHARS, WORDS, FUNCTION_WORDS,
@@ -12,7 +15,6 @@
 """Columns of the counts, one row per text; the first sixteen are the character classes of `tables`. `CHANGED` is 0
 for a text that stays as it was, 1 when only its ends are cut off, 2 when it needs `compact`."""
 COLUMNS = STOPPED_LINES + 1
-"""How many columns there are."""
 
 PAIR_HANS = 2048
 """Pairs are looked up among the first Han characters of a text, at most this many."""
