@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.common.files import read_json
-from zero2all.corpus.clean.config import MEASURES, RULES
+from zero2all.corpus.clean.config import RULES
+from zero2all.corpus.clean.rules import JUDGES
 
 SAMPLES = 40
 
@@ -62,7 +63,8 @@ def write_samples(dropped: Path, work: Path, name: str, rule: str) -> None:
         for line in lines:
             sample = json.loads(line)
             measures = sample.get("measures") or {}
-            compared = " ".join(f"{each} {measures.get(each, 0):.4g}" for each in MEASURES.get(rule, ()))
+            names = JUDGES[rule].compared.split() if rule in JUDGES else []
+            compared = " ".join(f"{each} {measures.get(each, 0):.4g}" for each in names)
             file.write(f"── {compared}\n{sample['excerpt']}\n\n")
 
 

@@ -3,7 +3,7 @@
 A copy differs from its base by 5 to 20 % of its units (characters for zh, words for en, lines for code), which are
 inserted, deleted or replaced: in one to eight blocks, or scattered. Scattered edits break many shingles (5 % of the
 characters changed one by one leave a 5-gram Jaccard of about 0.63), so both kinds are needed to cover 0.4 to 0.95.
-The similarity is the exact Jaccard index over the very shingles the stage uses (`zero2all.corpus.dedup.shingles`).
+The similarity is the exact Jaccard index over the very shingles the stage uses (`benchmarks/shingles.py`).
 
     recall           copies with Jaccard >= 0.8 to their base of which not both are kept / all such copies
     false positives  dropped records whose exact Jaccard with the record kept for them is below 0.6 / all records, and
@@ -24,8 +24,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zero2all.corpus.dedup import DedupConfig, describe, find_duplicates, write_index
-from zero2all.corpus.dedup.shingles import jaccard, shingle_set
+from benchmarks.shingles import jaccard, shingle_set
+from zero2all.corpus.dedup.cluster import find_duplicates
+from zero2all.corpus.dedup.config import DedupConfig
+from zero2all.corpus.dedup.index import IndexWriter
+from zero2all.corpus.dedup.signatures import describe
 
 LEAST_EDITS, MOST_EDITS = 0.05, 0.20
 RECALL_AT = 0.8
@@ -122,7 +125,8 @@ def measure(planted: Planted, channel: str, work: Path, config: DedupConfig | No
     for number, texts in enumerate((planted.texts[:half], planted.texts[half:])):
         units.append(work / f"unit-{number}")
         units[-1].mkdir(parents=True)
-        write_index(units[-1], describe(texts, channel, config))
+        with IndexWriter(units[-1], near=config.near != "off") as writer:
+            writer.add(describe(texts, channel, config), np.arange(len(texts)))
     result = find_duplicates(units, work / "dedup", config)
     dropped = np.concatenate([result.drops(number) for number in range(2)])
 
@@ -131,11 +135,8 @@ def measure(planted: Planted, channel: str, work: Path, config: DedupConfig | No
         return shingle_set(planted.texts[at], channel, config)
 
     base_at = {family: at for at, family in enumerate(planted.family) if planted.is_base[at]}
-    kept_for: dict[int, int] = {}
-    for cluster in result.iter_clusters():
-        kept = result.first_ids[cluster.kept.unit] + cluster.kept.row
-        for member in cluster.members:
-            kept_for[result.first_ids[member.place.unit] + member.place.row] = kept
+    pairs = np.load(result.work / "clusters.npy")
+    kept_for = dict(zip(pairs["member"].tolist(), pairs["kept"].tolist(), strict=True))
     counts = dict.fromkeys(("similar", "found", "borderline", "borderline_found", "wrong", "wrong_family"), 0)
     for at in sorted(range(len(planted.texts)), key=lambda at: planted.family[at]):
         family = planted.family[at]

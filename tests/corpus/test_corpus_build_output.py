@@ -12,8 +12,9 @@ from tests.corpus.corpus_helpers import HERE, plain_options, tree
 from zero2all.common.errors import BadInputError
 from zero2all.common.records import iter_records, training_text
 from zero2all.corpus import BuildOptions, EngineConfig, Source, build_corpus, find_record, iter_dropped, read_report
+from zero2all.corpus.channels import SCRIPTS, scripts_of_encoded
 from zero2all.corpus.dedup.config import DedupConfig
-from zero2all.corpus.scripts import SCRIPTS, scripts_of
+from zero2all.corpus.dedup.signatures import encode
 from zero2all.corpus.shards import SHARD_FORMATS
 
 WORDS = ["river", "stone", "morning", "carpenter", "window", "letter", "garden", "winter", "market", "bridge"]
@@ -191,7 +192,7 @@ def test_report_has_lengths_and_scripts_of_what_was_kept(tmp_path, write_lines):
     ],
 )
 def test_script_is_told_from_the_text(text, script):
-    assert SCRIPTS[scripts_of([text])[0]] == script
+    assert SCRIPTS[scripts_of_encoded(encode([text]))[0]] == script
 
 
 # ---- inputs ---------------------------------------------------------------------------------------------------
@@ -290,7 +291,7 @@ def test_unit_resumed_behind_any_segment_is_the_same(tmp_path, monkeypatch):
     options = plain_options()
     plan = plan_source(source, list_source(source, tmp_path / "corpus"), tmp_path / "corpus", options)
     with open_engine(HERE) as engine:
-        (task,) = cut_sources([plan], options, engine)["a"]
+        (task,) = cut_sources([plan], options, engine)
     segments = ingest.ingest_unit(task)
     whole = tree(task.folder)
     assert len(segments) >= 6

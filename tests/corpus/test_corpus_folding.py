@@ -10,8 +10,7 @@ from tests.corpus.corpus_helpers import HERE, plain_options
 from zero2all.common.records import iter_records
 from zero2all.corpus import Source, build_corpus, summary_notes
 from zero2all.corpus.dedup.config import DedupConfig
-from zero2all.corpus.dedup.fold import fold
-from zero2all.corpus.han_forms import simplified_of
+from zero2all.corpus.dedup.fold import fold, simplified_of
 
 TRADITIONAL = {chr(simplified): chr(form) for form, simplified in reversed(simplified_of().items())}
 WIDE = str.maketrans("，。！？：；", ",.!?:;")

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from tests.corpus.corpus_helpers import HERE, plain_options, tree
 from zero2all.corpus import Source, build_corpus
-from zero2all.corpus.clean import Cleaner, default_config
-from zero2all.corpus.clean.cleaner import mask_text
-from zero2all.corpus.clean.config import Mask, build_config
+from zero2all.corpus.clean.cleaner import Cleaner, mask_text
+from zero2all.corpus.clean.config import Mask, build_config, default_config
 
 # Made up for this test.
 SECRETS = ("11010519491231002X", "13800138000", "AKIA" + "QEXAMPLEABCDEFGH", "someone@mail.example.com")

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import itertools
 import shlex
+import shutil
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
 from zero2all.cli import download
 from zero2all.cli.verb import Subparsers, add_group, add_verb, add_work, real, whole, workspace_of
+from zero2all.common.errors import UsageError
 
 BUILD_EXAMPLES = """z2a corpus build news=raw/news.json:zh wiki=raw/wiki.parquet:en --work my-workspace
   z2a corpus build qa=raw/baike::baike2018qa --work my-workspace --format jsonl.zst --dedup.near off
@@ -35,25 +40,16 @@ def register(verbs: Subparsers) -> None:
         "  z2a corpus show --gid 1099511627785 --work my-workspace",
         _show,
     )
-    show.add_argument("source", nargs="?", default=None, help="name of the source (default: all)")
+    show.add_argument("source", nargs="?", help="name of the source (default: all)")
     add_work(show)
     show.add_argument("--split", choices=("train", "valid"), default="train", help="which split (default train)")
     show.add_argument("--count", type=whole(1), default=3, metavar="N", help="records of each source (default 3)")
     show.add_argument(
-        "--dropped",
-        nargs="?",
-        const="",
-        default=None,
-        metavar="RULE",
-        help="samples of what RULE dropped; no RULE: of every rule",
+        "--dropped", nargs="?", const="", metavar="RULE", help="samples of what RULE dropped; no RULE: of every rule"
     )
-    show.add_argument("--gid", type=whole(0), default=None, metavar="N", help="the one record with this gid, if kept")
+    show.add_argument("--gid", type=whole(0), metavar="N", help="the one record with this gid, if kept")
     show.add_argument(
-        "--chars",
-        type=whole(1),
-        default=None,
-        metavar="N",
-        help="characters of each text (default: 1,000 on a terminal, else all)",
+        "--chars", type=whole(1), metavar="N", help="characters of each text (default: 1,000 on a terminal, else all)"
     )
 
     report = add_verb(
@@ -68,11 +64,7 @@ def register(verbs: Subparsers) -> None:
 
 def _register_build(inner: Subparsers) -> None:
     build = add_verb(
-        inner,
-        "build",
-        "read raw files, clean them, drop duplicates, hold out a valid split",
-        BUILD_EXAMPLES,
-        _build,
+        inner, "build", "read raw files, clean them, drop duplicates, hold out a valid split", BUILD_EXAMPLES, _build
     )
     build.set_defaults(takes_overrides=True)  # its overrides are rules of cleaning, explained in the examples
     build.add_argument(
@@ -84,18 +76,13 @@ def _register_build(inner: Subparsers) -> None:
         "YAML file that names them all",
     )
     add_work(build)
-    build.add_argument("--map", default=None, metavar="FIELD=RAW,…", help="raw fields to use: content=body,title=name")
-    build.add_argument("--format", default=None, help="shards as jsonl, jsonl.zst, parquet or txt (default jsonl)")
-    build.add_argument(
-        "--shard-bytes", type=whole(1), default=None, metavar="N", help="size of a shard (default 200 MB)"
-    )
-    build.add_argument(
-        "--valid-share", type=real(0, 0.5), default=None, metavar="SHARE", help="share held out (default 0.01)"
-    )
+    build.add_argument("--map", metavar="FIELD=RAW,…", help="raw fields to use: content=body,title=name")
+    build.add_argument("--format", help="shards as jsonl, jsonl.zst, parquet or txt (default jsonl)")
+    build.add_argument("--shard-bytes", type=whole(1), metavar="N", help="size of a shard (default 200 MB)")
+    build.add_argument("--valid-share", type=real(0, 0.5), metavar="SHARE", help="share held out (default 0.01)")
     build.add_argument(
         "--max-damaged-share",
         type=real(0, 1),
-        default=None,
         metavar="SHARE",
         help="stop when a larger share of a source is damaged (default 0.01)",
     )
@@ -105,14 +92,10 @@ def _register_build(inner: Subparsers) -> None:
         default=None,
         help="go on when a rule drops more than a fifth of a source whose channel was guessed",
     )
-    build.add_argument("--engine", choices=("local", "ray"), default=None, help="what runs the work (default local)")
+    build.add_argument("--engine", choices=("local", "ray"), help="what runs the work (default local)")
+    build.add_argument("--workers", type=whole(1), metavar="N", help="tasks at a time (default: one per core)")
     build.add_argument(
-        "--workers", type=whole(1), default=None, metavar="N", help="tasks at a time (default: one per core)"
-    )
-    build.add_argument(
-        "--address",
-        default=None,
-        help="address of a Ray cluster, whose nodes all see the workspace (default: start Ray here)",
+        "--address", help="address of a Ray cluster, whose nodes all see the workspace (default: start Ray here)"
     )
     build.add_argument(
         "--keep-build", action="store_true", help="keep corpus/.build, so that the next build reads only what is new"
@@ -123,14 +106,9 @@ def _build(arguments: argparse.Namespace) -> None:
     from zero2all.common.progress import say
     from zero2all.corpus import build_corpus, check_sources, load_settings, parse_mapping
 
+    names = ("format", "shard_bytes", "valid_share", "max_damaged_share", "accept_drops")
     flags = {
-        "options": {
-            "format": arguments.format,
-            "shard_bytes": arguments.shard_bytes,
-            "valid_share": arguments.valid_share,
-            "max_damaged_share": arguments.max_damaged_share,
-            "accept_drops": arguments.accept_drops,
-        },
+        "options": {name: getattr(arguments, name) for name in names},
         "engine": {"kind": arguments.engine, "workers": arguments.workers, "address": arguments.address},
     }
     mapping = parse_mapping(arguments.map) if arguments.map else None
@@ -139,12 +117,7 @@ def _build(arguments: argparse.Namespace) -> None:
     check_sources(settings.sources, settings.options, settings.engine)
     corpus = workspace_of(arguments, create=True).corpus
     report = build_corpus(
-        corpus,
-        settings.sources,
-        settings.options,
-        settings.engine,
-        keep_build=arguments.keep_build,
-        announce=say,
+        corpus, settings.sources, settings.options, settings.engine, keep_build=arguments.keep_build, announce=say
     )
     _print_report(report, arguments)
     print(f"report: {corpus / 'report.html'}")
@@ -175,7 +148,6 @@ def _work_flag(arguments: argparse.Namespace) -> Path | None:
 
 
 def _show(arguments: argparse.Namespace) -> None:
-    from zero2all.common.errors import UsageError
     from zero2all.common.records import corpus_sources
     from zero2all.common.schema import nearest_hint
 
@@ -193,8 +165,6 @@ def _show(arguments: argparse.Namespace) -> None:
 
 
 def _show_gid(corpus: Any, known: dict[str, Any], arguments: argparse.Namespace) -> None:
-    from zero2all.common.errors import UsageError
-    from zero2all.common.progress import terminal_safe
     from zero2all.corpus import find_record
 
     found = find_record(corpus, {name: manifest["number"] for name, manifest in known.items()}, arguments.gid)
@@ -207,14 +177,11 @@ def _show_gid(corpus: Any, known: dict[str, Any], arguments: argparse.Namespace)
             f"no gids."
         )
     split, record = found
-    print(f"── gid {arguments.gid}  {record['data_src']}, {split}  {terminal_safe(record['title'], ' ')}")
+    print(f"── gid {arguments.gid}  {record['data_src']}, {split}  {_in_a_line(record['title'])}")
     print(_cut(record["content"], arguments))
 
 
 def _show_records(corpus: Any, names: list[str], arguments: argparse.Namespace) -> None:
-    import itertools
-
-    from zero2all.common.progress import terminal_safe
     from zero2all.common.records import iter_records
 
     for name in names:
@@ -225,18 +192,16 @@ def _show_records(corpus: Any, names: list[str], arguments: argparse.Namespace) 
             continue
         for record in itertools.islice(itertools.chain([first], records), arguments.count):
             number = f"gid {record['gid']}" if "gid" in record else name
-            print(f"── {number}  {terminal_safe(record['title'], ' ')}\n{_cut(record['content'], arguments)}\n")
+            print(f"── {number}  {_in_a_line(record['title'])}\n{_cut(record['content'], arguments)}\n")
 
 
 def _show_dropped(corpus: Any, names: list[str], arguments: argparse.Namespace) -> None:
-    import itertools
-
-    from zero2all.common.errors import UsageError
     from zero2all.common.files import as_written
     from zero2all.common.progress import TEXT_MARKS, terminal_safe
     from zero2all.common.schema import nearest_hint
     from zero2all.corpus import iter_dropped, read_report
-    from zero2all.corpus.clean.config import MEASURES, RULES
+    from zero2all.corpus.clean.config import RULES
+    from zero2all.corpus.clean.rules import JUDGES
     from zero2all.corpus.report import OTHER_REASONS
 
     sources = read_report(corpus)["sources"]
@@ -257,11 +222,12 @@ def _show_dropped(corpus: Any, names: list[str], arguments: argparse.Namespace) 
             for sample in itertools.islice(iter_dropped(corpus, name, rule), arguments.count):
                 facts = [f"gid {sample['gid']}", f"{sample['chars']:,} characters"]
                 if "file" in sample:
-                    facts.insert(1, terminal_safe(f"{sample['file']}, {sample['place']}", " "))
+                    facts.insert(1, _in_a_line(f"{sample['file']}, {sample['place']}"))
                 if sample.get("kept_gid") is not None:
                     facts.append(f"kept for it: gid {sample['kept_gid']}")
                 measures = sample.get("measures", {})
-                facts += [f"{measure} {measures.get(measure, 0):g}" for measure in MEASURES.get(rule, ())]
+                compared = JUDGES[rule].compared.split() if rule in JUDGES else []
+                facts += [f"{measure} {measures.get(measure, 0):g}" for measure in compared]
                 more = " …" if sample["chars"] > len(sample["excerpt"]) else ""
                 print(f"── {', '.join(facts)}\n{terminal_safe(sample['excerpt'], keep=TEXT_MARKS)}{more}\n")
 
@@ -275,14 +241,12 @@ def _rules(arguments: argparse.Namespace) -> None:
     print(f"  --clean.too_short.min_chars 20   --clean.{channel}.digits.on false")
     for title, wanted in (("edits, which never drop a text", True), ("drops, in this order", False)):
         print(f"\n{title}")
-        for name, rule in RULES.items():
+        for name, description in RULES.items():
             if (name in EDITS) == wanted:
-                _print_rule(name, rule.description, getattr(config, name))
+                _print_rule(name, description, getattr(config, name))
 
 
 def _print_rule(name: str, description: str, settings: Any) -> None:
-    import dataclasses
-
     values = dataclasses.asdict(settings)
     is_on = values.pop("on", True)
     words = [f"{key} {_setting_in_words(value)}" for key, value in values.items()]
@@ -298,8 +262,6 @@ def _setting_in_words(value: Any) -> str:
     return f"({len(value)} phrases)" if isinstance(value, list) else str(value)
 
 
-# ---- words on a terminal --------------------------------------------------------------------------------------
-
 SHOWN_CHARS = 1000
 LINE_COLUMNS = 110
 """Longer lines are hard to read, however wide the terminal is."""
@@ -307,15 +269,18 @@ LINE_COLUMNS = 110
 
 def _print_wrapped(line: str, indent: int = 4) -> None:
     """Print a line, broken at blanks where the terminal ends; whole where there is no terminal."""
-    import shutil
-    import textwrap
-
     if not sys.stdout.isatty():
         print(line)
         return
     columns = min(shutil.get_terminal_size().columns, LINE_COLUMNS)
     hanging = " " * indent
     print(textwrap.fill(line, columns, subsequent_indent=hanging, break_long_words=False, break_on_hyphens=False))
+
+
+def _in_a_line(text: str) -> str:
+    from zero2all.common.progress import terminal_safe
+
+    return terminal_safe(text, " ")
 
 
 def _cut(text: str, arguments: argparse.Namespace) -> str:

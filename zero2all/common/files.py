@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from zero2all.common import jsonio
 from zero2all.common.errors import DISK_FULL_ERRNOS, BadInputError, DiskError
@@ -33,13 +33,14 @@ def package_text(package: str, name: str) -> str:
     return resources.files(package).joinpath(name).read_text(encoding="utf-8")
 
 
-def write_atomic(path: Path, data: bytes, check: Callable[[], None] | None = None) -> None:
-    """Replace `path` by `data`, or leave it exactly as it was; `check` is called right before, and may raise."""
+@contextmanager
+def atomic_file(path: Path, check: Callable[[], None] | None = None) -> Iterator[BinaryIO]:
+    """A file that replaces `path` when the block ends well; `check` is called right before, and may raise."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}{PARTIAL_MARK}{os.getpid()}")
     try:
-        with open(partial, "wb") as file:
-            file.write(data)
+        with open(partial, "wb", buffering=1 << 20) as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         if check is not None:
@@ -48,6 +49,12 @@ def write_atomic(path: Path, data: bytes, check: Callable[[], None] | None = Non
     finally:
         partial.unlink(missing_ok=True)
     fsync_folder(path.parent)
+
+
+def write_atomic(path: Path, data: bytes, check: Callable[[], None] | None = None) -> None:
+    """Replace `path` by `data`, or leave it exactly as it was; `check` is called right before, and may raise."""
+    with atomic_file(path, check) as file:
+        file.write(data)
 
 
 def link_or_copy(source: Path, target: Path) -> None:

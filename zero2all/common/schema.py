@@ -179,10 +179,13 @@ def _override_value(text: str) -> Any:
 
 @cache
 def field_docs(section: type) -> dict[str, str]:
-    """The doc line under each field, read from the source of the dataclass."""
+    """The doc line under each field, read from the source of the dataclass, and of those it inherits from."""
+    docs: dict[str, str] = {}
+    for base in section.__bases__:
+        if dataclasses.is_dataclass(base):
+            docs.update(field_docs(base))
     tree = ast.parse(inspect.cleandoc(inspect.getsource(section)))
     body = typing.cast(ast.ClassDef, tree.body[0]).body
-    docs = {}
     for statement, after in itertools.pairwise(body):
         if (
             isinstance(statement, ast.AnnAssign)

@@ -1,12 +1,4 @@
-"""Raw files to clean records: the first stage.
-
-    readers  any mix of JSON lines, arrays, CSV, parquet and text, compressed or not -> rows, or damaged items
-    sources  what the user named: path, channel, kind, and which raw field is the text
-    look     documents sampled from all over a source     channels which channel a document belongs to
-    plan     each source cut into tasks                   ingest   a task -> segments of cleaned records
-    clean    repair, and the rules that drop a text       dedup    exact, near and line duplicates, on disk
-    finish   numbered shards, samples, manifest           report   what came in, what was kept, what was not and why
-    engine   local processes or Ray                       build    all of it, resumable
+"""Raw files to clean records: the first stage. docs/architecture.md names its files, one line each.
 
 numba, pyarrow and ray are imported only when they are needed.
 """
@@ -14,17 +6,14 @@ numba, pyarrow and ray are imported only when they are needed.
 from zero2all.common.engine import EngineConfig
 from zero2all.corpus.build import build_corpus, check_sources
 from zero2all.corpus.finish import find_record, iter_dropped
-from zero2all.corpus.options import BuildOptions
-from zero2all.corpus.record import Record
 from zero2all.corpus.report import read_report, summary_notes, summary_rows
-from zero2all.corpus.settings import BuildSettings, load_settings
+from zero2all.corpus.settings import BuildOptions, BuildSettings, load_settings
 from zero2all.corpus.sources import Source, parse_mapping, parse_source, source_from_path
 
 __all__ = [
     "BuildOptions",
     "BuildSettings",
     "EngineConfig",
-    "Record",
     "Source",
     "build_corpus",
     "check_sources",

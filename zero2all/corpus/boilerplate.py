@@ -1,8 +1,7 @@
-"""Boilerplate lines, by option (`dedup.lines`): lines that stand in many records are taken out of all of them.
+"""Boilerplate lines, by option (`dedup.lines`): lines that stand in many records are removed from all of them.
 
-The search goes over all sources, between ingest and dedup: segments are written again without those lines, so that
-duplicates are looked for in the text that will be kept. A record of which nothing is left is dropped as `boilerplate`.
-Code is left alone.
+Between ingest and dedup, segments are written again without those lines. A record of which nothing is left is dropped
+as `boilerplate`. Code is left alone.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -86,27 +86,29 @@ def strip_segment(task: StripTask) -> Segment:
     """Write one segment again."""
     if task.folder.is_dir():
         return Segment(task.folder, read_json(task.folder / STATE_NAME))
-    tally = Tally()
-    tally.add(task.segment.state["tally"])
+    tally = Tally.of([task.segment])
+    near = task.config.near != "off"
     with staged_folder(task.folder) as staging, ExitStack() as stack:
         for name in (QUARANTINED_NAME, DROPPED_NAME, ORIGINS_NAME):
             shutil.copyfile(task.segment.folder / name, staging / name)
         records = stack.enter_context(open(staging / RECORDS_NAME, "wb", buffering=1 << 20))
         dropped = stack.enter_context(open(staging / DROPPED_NAME, "ab"))
-        index = stack.enter_context(IndexWriter(staging, near=task.config.near != "off"))
-        layout: list[np.ndarray] = []
+        index = stack.enter_context(IndexWriter(staging, near=near))
+        layout = [np.zeros(0, LAYOUT)]
         samples = 0
-        for batch in _batches(task):
-            for row in batch.strip(task, tally):
-                if samples < SAMPLES_PER_RULE:
-                    samples += 1
-                    dropped.write(batch.sample(row))
+        for batch in _batches(task.segment.folder, near):
+            emptied = _strip(batch, task, tally)
+            for row in emptied[: max(0, SAMPLES_PER_RULE - samples)]:
+                dropped.write(_sample(batch, row))
+            samples += len(emptied)
             advance(0)
-            index.add(*batch.described(task))
-            for line in batch.lines:
-                records.write(line)
-            layout.append(batch.layout)
-        np.save(staging / LAYOUT_NAME, np.concatenate(layout) if layout else np.zeros(0, LAYOUT))
+            left = np.ones(len(batch.lines), bool)
+            left[emptied] = False
+            described = Described._make(values if values is None else values[left] for values in batch.described)
+            index.add(described, batch.ordinals[left])
+            records.writelines(line for line, stays in zip(batch.lines, left.tolist(), strict=True) if stays)
+            layout.append(batch.layout[left])
+        np.save(staging / LAYOUT_NAME, np.concatenate(layout))
         stack.close()
         state = {**task.segment.state, "tally": tally.as_report()}
         write_json(staging / STATE_NAME, state)
@@ -119,92 +121,74 @@ def _frequent(path: Path) -> np.ndarray:
     return loaded
 
 
-class _Batch:
-    """Some records of a segment."""
+class _Batch(NamedTuple):
+    """Some records of a segment, as lines and as JSON, with what the segment keeps of them."""
 
-    def __init__(self, lines: list[bytes], first: int, folder: Path, near: bool) -> None:
-        self.lines = lines
-        self._records = [jsonio.loads(line) for line in lines]
-        end = first + len(lines)
-        self._index = np.array(read_index(folder)[first:end])
-        self._signatures = np.array(read_signatures(folder)[first:end]) if near else None
-        self._anchors = np.array(read_anchors(folder)[first:end]) if near else None
-        self.layout = np.load(folder / LAYOUT_NAME, mmap_mode="r")[first:end].copy()
-        self._changed: list[int] = []
-        self._emptied: set[int] = set()
-
-    def strip(self, task: StripTask, tally: Tally) -> list[int]:
-        """Take the lines out; returns the rows of which nothing is left, which are no longer in the batch after."""
-        texts = [record["content"] for record in self._records]
-        emptied = []
-        for row, (before, after) in enumerate(
-            zip(texts, strip_lines(texts, _frequent(task.frequent), task.config), strict=True)
-        ):
-            if before == after:
-                continue
-            text = after.strip("\n") if task.channel == "code" else after.strip()
-            removed = len(before.encode()) - len(text.encode())
-            if not text:
-                emptied.append(row)
-                tally.drop_kept(RULE, 1, len(before.encode()))
-                continue
-            tally.bytes_kept -= removed
-            tally.bytes_boilerplate += removed
-            record = self._records[row]
-            record["content"] = text
-            names = ("data_src", "category", "title", "content", "desc", "others")
-            self.lines[row] = encode_record(*(record[name] for name in names))
-            self.layout["line_bytes"][row] = len(self.lines[row])
-            self._changed.append(row)
-        self._emptied = set(emptied)
-        return emptied
-
-    def sample(self, row: int) -> bytes:
-        """A dropped record as a sample."""
-        record = self._records[row]
-        return jsonio.dumps_line(
-            {
-                "rule": RULE,
-                "item": int(self._index["ordinal"][row]),
-                "title": record["title"][:SAMPLE_CHARS],
-                "chars": len(record["content"]),
-                "excerpt": record["content"][:SAMPLE_CHARS],
-            }
-        )
-
-    def described(self, task: StripTask) -> tuple[Described, np.ndarray]:
-        """What dedup needs of the records that are left; of unchanged ones it is known."""
-        digests, text_bytes = digest_bytes(self._index).copy(), self._index["text_bytes"].copy()
-        keys = self._index["key"].copy()
-        if self._changed:
-            texts = [self._records[row]["content"] for row in self._changed]
-            again = describe(texts, task.channel, task.config)
-            digests[self._changed] = again.digests
-            text_bytes[self._changed] = again.text_bytes
-            keys[self._changed] = again.keys
-            if self._signatures is not None and self._anchors is not None:
-                self._signatures[self._changed] = again.signatures
-                self._anchors[self._changed] = again.anchors
-        left = np.array([row not in self._emptied for row in range(len(self.lines))], bool)
-        self.lines = [line for line, stays in zip(self.lines, left.tolist(), strict=True) if stays]
-        self.layout = self.layout[left]
-        signatures = self._signatures[left] if self._signatures is not None else None
-        anchors = self._anchors[left] if self._anchors is not None else None
-        described = Described(digests[left], text_bytes[left], signatures, anchors, keys[left])
-        return described, self._index["ordinal"][left]
+    lines: list[bytes]
+    records: list[dict[str, Any]]
+    described: Described
+    ordinals: np.ndarray
+    layout: np.ndarray
 
 
-def _batches(task: StripTask) -> Iterator[_Batch]:
-    folder, near = task.segment.folder, task.config.near != "off"
-    lines: list[bytes] = []
-    size = first = 0
+def _batches(folder: Path, near: bool) -> Iterator[_Batch]:
+    first = 0
     with open(folder / RECORDS_NAME, "rb", buffering=1 << 20) as file:
-        for line in file:
-            lines.append(line)
-            size += len(line)
-            if size >= BATCH_BYTES:
-                yield _Batch(lines, first, folder, near)
-                first += len(lines)
-                lines, size = [], 0
-    if lines:
-        yield _Batch(lines, first, folder, near)
+        while lines := file.readlines(BATCH_BYTES):
+            rows = slice(first, first + len(lines))
+            first += len(lines)
+            index = np.array(read_index(folder)[rows])
+            described = Described(
+                digest_bytes(index).copy(),
+                index["text_bytes"].copy(),
+                np.array(read_signatures(folder)[rows]) if near else None,
+                np.array(read_anchors(folder)[rows]) if near else None,
+                index["key"].copy(),
+            )
+            layout = np.load(folder / LAYOUT_NAME, mmap_mode="r")[rows].copy()
+            yield _Batch(lines, [jsonio.loads(line) for line in lines], described, index["ordinal"], layout)
+
+
+def _strip(batch: _Batch, task: StripTask, tally: Tally) -> list[int]:
+    """Take the frequent lines out of a batch, in place; returns the rows of which nothing is left."""
+    texts = [record["content"] for record in batch.records]
+    changed: list[int] = []
+    emptied: list[int] = []
+    stripped = strip_lines(texts, _frequent(task.frequent), task.config)
+    for row, (before, after) in enumerate(zip(texts, stripped, strict=True)):
+        if before == after:
+            continue
+        text = after.strip()
+        if not text:
+            emptied.append(row)
+            tally.drop_kept(RULE, 1, len(before.encode()))
+            continue
+        removed = len(before.encode()) - len(text.encode())
+        tally.bytes_kept -= removed
+        tally.bytes_boilerplate += removed
+        record = batch.records[row]
+        record["content"] = text
+        names = ("data_src", "category", "title", "content", "desc", "others")
+        batch.lines[row] = encode_record(*(record[name] for name in names))
+        batch.layout["line_bytes"][row] = len(batch.lines[row])
+        changed.append(row)
+    if changed:
+        again = describe([batch.records[row]["content"] for row in changed], task.channel, task.config)
+        for values, new in zip(batch.described, again, strict=True):
+            if values is not None:
+                values[changed] = new
+    return emptied
+
+
+def _sample(batch: _Batch, row: int) -> bytes:
+    """A dropped record as a sample."""
+    record = batch.records[row]
+    return jsonio.dumps_line(
+        {
+            "rule": RULE,
+            "item": int(batch.ordinals[row]),
+            "title": record["title"][:SAMPLE_CHARS],
+            "chars": len(record["content"]),
+            "excerpt": record["content"][:SAMPLE_CHARS],
+        }
+    )

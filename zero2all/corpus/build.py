@@ -2,19 +2,17 @@
 
     plan     each source is listed, looked into and cut into tasks                                   plan.py
     ingest   tasks -> segments of cleaned records, in parallel                                       ingest.py
-    check    too much damage, or a rule that drops too much, ends the build here                     usable.py
+    check    too much damage, or a rule that drops too much, ends the build here                     source_report.py
     dedup    all segments -> which records are duplicates of others, over all sources                dedup/
     finish   segments -> numbered shards, in parallel; a source appears when it is whole             finish.py
     report   `report.html`, then `report.json`, the sign that there is a corpus                      report.py
 
-Everything before finish lives under `corpus/.build/<inputs>/`, where `inputs` names what decides the content: files
-(names, sizes, times), mapping, rules, options. A build that was interrupted, run again, finds there what is done and
-goes on behind it, and writes byte for byte what an uninterrupted build writes, whatever the number of workers.
-`.build` is removed at the end, unless it is to be kept: then a source that has not changed need not be read again
-when another is added or another dedup is tried.
+Everything before finish lives under `corpus/.build/<inputs>/`, where `inputs` names what decides the content: files,
+mapping, rules, options. An interrupted build, run again, continues there and writes the same bytes, whatever the number
+of workers. `.build` is removed at the end, unless it is kept for later builds with more sources or another dedup.
 
 A source left out of a later build keeps its folder, but no stage reads it. A build that finds all sources finished
-still reads their files (gigabytes a second): one that is no longer as it was written is built again.
+still reads their files: one that has changed on disk is built again.
 """
 
 from __future__ import annotations
@@ -29,44 +27,25 @@ from typing import Any
 from zero2all.common import jsonio
 from zero2all.common.engine import Engine, EngineConfig, Shown, open_engine
 from zero2all.common.errors import DiskError, UsageError
-from zero2all.common.files import (
-    link_or_copy,
-    read_json,
-    require_free_space,
-    sweep_partials,
-    write_atomic,
-    write_json,
-)
+from zero2all.common.files import link_or_copy, read_json, require_free_space, sweep_partials, write_atomic, write_json
 from zero2all.common.lock import folder_lock
 from zero2all.common.manifest import MANIFEST_NAME, FileCheck, checks_of_current, damaged_files, fingerprint
 from zero2all.common.progress import progress, say
 from zero2all.corpus.boilerplate import strip_boilerplate
-from zero2all.corpus.duplicates import (
-    CLUSTERS_NAME,
-    Duplicates,
-    SourceSegments,
-    read_duplicates,
-    search_duplicates,
-)
+from zero2all.corpus.build_errors import nothing_kept
+from zero2all.corpus.duplicates import CLUSTERS_NAME, Duplicates, SourceSegments, read_duplicates, search_duplicates
 from zero2all.corpus.finish import SourceFinish, finish_shard
-from zero2all.corpus.ingest import NAMED_FILES, IngestTask, ingest_unit
+from zero2all.corpus.ingest import NAMED_FILES, ingest_unit
 from zero2all.corpus.listing import require_readable
-from zero2all.corpus.options import BuildOptions
 from zero2all.corpus.plan import Part, SourcePlan, cut_sources, list_source, plan_source
 from zero2all.corpus.quarantine import QUARANTINE_NAME
 from zero2all.corpus.record import SOURCES_NAME, keep_source_numbers, source_numbers
-from zero2all.corpus.refusals import nothing_kept
 from zero2all.corpus.report import REPORT_NAME, make_report
 from zero2all.corpus.report_html import REPORT_HTML_NAME, report_html
-from zero2all.corpus.segments import (
-    BUILD_NAME,
-    Segment,
-    channels_in,
-    segments_of_unit,
-)
-from zero2all.corpus.source_report import plan_in_words, report_fields, segments_of, skipped_names
+from zero2all.corpus.segments import BUILD_NAME, Segment, channels_in, segments_of_unit
+from zero2all.corpus.settings import BuildOptions
+from zero2all.corpus.source_report import plan_in_words, report_fields, require_usable, segments_of, skipped_names
 from zero2all.corpus.sources import Source, source_problems
-from zero2all.corpus.usable import require_usable
 
 FORMAT_RULES = 1
 """Raise it when finish changes what it writes from the same segments."""
@@ -84,8 +63,6 @@ CHANNELS_NAME = "channels.json"
 PART_KEY = "part_of"
 """In the manifest of a part of an `auto` source: which source, read how, and all channels it became."""
 
-Announce = Callable[[str], None]
-
 
 def build_corpus(
     corpus_folder: Path,
@@ -93,7 +70,7 @@ def build_corpus(
     options: BuildOptions | None = None,
     engine: EngineConfig | None = None,
     keep_build: bool = False,
-    announce: Announce | None = None,
+    announce: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """Build what is missing or out of date, and return the report, which is also `corpus_folder/report.json`.
 
@@ -117,7 +94,7 @@ def build_corpus(
         for problem in build.find_damage(engine):
             (announce or say)(problem)
         try:
-            if build.has_work:
+            if build.stale or not build.is_settled:
                 if announce is not None:
                     for plan in plans:
                         announce(plan_in_words(plan))
@@ -164,7 +141,6 @@ class _Build:
         self.corpus_folder, self.plans, self.options, self.keep_build = corpus_folder, plans, options, keep_build
         self.work = corpus_folder / BUILD_NAME
         self.dedups = options.dedup.exact or options.dedup.near != "off" or options.dedup.lines
-        self.tasks: dict[str, list[IngestTask]] = {}
         self.parts: list[Part] = []
         self.stale: list[Part] = []
         self.finished: dict[str, list[FileCheck]] = {}
@@ -213,13 +189,6 @@ class _Build:
         self.stale = [part for part in self.parts if part.name not in self.finished or part.name in problems]
         return list(problems.values())
 
-    @property
-    def has_work(self) -> bool:
-        """Whether anything is missing or out of date."""
-        return not self.is_settled or bool(self.stale)
-
-    # ---- the steps --------------------------------------------------------------------------------------------
-
     def run(self, config: EngineConfig) -> None:
         """Build every stale source."""
         self._remove_other_builds()
@@ -229,13 +198,11 @@ class _Build:
             config = EngineConfig("local", 1)
         with open_engine(config, PRELOADED) as engine:
             if not self.is_settled:
-                self.tasks = cut_sources(self.plans, self.options, engine)
                 self._find_channels(self._ingest(engine, self.plans))
             folder = self.work / self.dedup_inputs
             duplicates = read_duplicates(folder) if self.dedups else None
             needed = self.stale if duplicates is not None or not self.dedups else self.parts
             plans = [plan for plan in self.plans if any(part.plan is plan for part in needed)]
-            self.tasks = cut_sources(plans, self.options, engine)
             read = self._ingest(engine, plans)
             segments = {part.name: segments_of(part, read[part.plan.name]) for part in needed}
             require_usable(self.corpus_folder, needed, segments, read, self.options)
@@ -252,17 +219,15 @@ class _Build:
 
     def _find_channels(self, read: dict[str, list[Segment]]) -> None:
         """Which channels the `auto` sources have, now that they have been read."""
-        channels = {}
+        channels = {plan.name: [plan.channel] for plan in self.plans}
         for plan in self.plans:
             if plan.source.is_auto:
                 channels[plan.name] = channels_in(read[plan.name]) or [plan.channel]
                 write_json(plan.folder / CHANNELS_NAME, channels[plan.name])
-            else:
-                channels[plan.name] = [plan.channel]
         self._settle(channels)
 
     def _ingest(self, engine: Engine, plans: list[SourcePlan]) -> dict[str, list[Segment]]:
-        tasks = [task for plan in plans for task in self.tasks[plan.name]]
+        tasks = cut_sources(plans, self.options, engine)
         units: list[list[Segment] | None] = [segments_of_unit(task.folder) for task in tasks]
         todo = [number for number, unit in enumerate(units) if unit is None]
         total = sum(task.raw_bytes for task in tasks)
@@ -325,7 +290,7 @@ class _Build:
             channels = [each.channel for each in self.parts if each.plan is plan]
             content[PART_KEY] = {"source": plan.name, "inputs": plan.inputs, "channels": channels}
         fields = report_fields(part, states)
-        contained = finish.duplicates.facts["contained"] if finish.duplicates is not None else {}
+        contained = finish.duplicates.contained if finish.duplicates is not None else {}
         fields["contained"] = contained.get(part.name, {})
         finish.commit(self.inputs[part.name], content, fields)
         self.stale = [each for each in self.stale if each is not part]
@@ -337,7 +302,10 @@ class _Build:
         by_source = {
             part.name: read_json(self.corpus_folder / part.name / MANIFEST_NAME)["report"] for part in self.parts
         }
-        report = make_report(by_source, asdict(self.options), fingerprint(self.inputs), self._notes())
+        notes = []
+        if self.options.valid_share and self.options.dedup.near == "off":
+            notes = ["near duplicates were not looked for: some of valid may stand, slightly changed, in train"]
+        report = make_report(by_source, asdict(self.options), fingerprint(self.inputs), notes)
         if not report["totals"]["records_kept"]:
             raise nothing_kept(self.corpus_folder, report)
         clusters = self.work / self.dedup_inputs / CLUSTERS_NAME
@@ -352,15 +320,8 @@ class _Build:
             shutil.rmtree(self.work)
         return report
 
-    # ---- details ----------------------------------------------------------------------------------------------
-
-    def _notes(self) -> list[str]:
-        if self.options.valid_share and self.options.dedup.near == "off":
-            return ["near duplicates were not looked for: some of valid may stand, slightly changed, in train"]
-        return []
-
     def _remove_other_builds(self) -> None:
-        """What is left of builds of other inputs would only take room."""
+        """Remove what is left of builds of other inputs."""
         if self.keep_build or not self.work.is_dir():
             return
         for folder in self.work.iterdir():
@@ -369,10 +330,9 @@ class _Build:
 
     def _disk_bytes_needed(self) -> int:
         needed = 0.0
-        for plan in self.plans:
-            for file in plan.listing.files:
-                compressed = file.path.suffix.lower() in COMPRESSED_SUFFIXES
-                needed += file.size_bytes * (DISK_SHARE_COMPRESSED if compressed else DISK_SHARE)
+        for file in (file for plan in self.plans for file in plan.listing.files):
+            compressed = file.path.suffix.lower() in COMPRESSED_SUFFIXES
+            needed += file.size_bytes * (DISK_SHARE_COMPRESSED if compressed else DISK_SHARE)
         there = sum(path.stat().st_size for path in self.work.rglob("*") if path.is_file())  # of an interrupted build
         return max(int(needed) - there, 0) + DISK_MARGIN_BYTES
 

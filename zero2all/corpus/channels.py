@@ -1,15 +1,14 @@
-"""Which channel a document belongs to, found from its own text: zh, en, code or other.
+"""Which script a text is written in, and which channel a document belongs to: zh, en, code or other.
 
     code    named like a program file
-    zh      most of its letters are Han, a Han character counting as much as four letters (and few of them kana), or
-            they are Latin and 3 % of the characters are Han: pages with code in them
+    zh      most of its letters are Han, a Han character counting as four letters (and few of them kana), or they are
+            Latin and 3 % of the characters are Han: pages with code in them
     en      Latin letters, unless the function words of another language outnumber the English ones
     other   everything else: other languages in Latin letters, Japanese, Korean, Russian, Arabic, …
 
-Three pieces of a long text stand for the whole: one place alone may be a header or an example. Where they are Latin
-with a few Han characters, all of the text is looked at: much of a page may be code. A text without letters
-has no channel of its own. `auto` in place of a channel splits a source by these, document by document; a source
-without a channel gets the one that most of the sampled text belongs to.
+Three pieces of a long text stand for the whole; where they are Latin with a few Han characters, all of the text is
+looked at. A text without letters has no channel of its own. The channel `auto` splits a source document by document; a
+source without a channel gets the one that most of the sampled documents belong to.
 """
 
 from __future__ import annotations
@@ -22,10 +21,16 @@ from functools import cache
 import numpy as np
 
 from zero2all.corpus.clean.tables import FUNCTION_WORDS
-from zero2all.corpus.dedup.signatures import encode
+from zero2all.corpus.dedup.signatures import Encoded, encode
 from zero2all.corpus.listing import CODE_SUFFIXES
 from zero2all.corpus.readers.items import suffix_of
-from zero2all.corpus.scripts import HAN, LATIN, NONE, scripts_of_encoded
+
+SCRIPTS = ("none", "han", "latin", "kana", "hangul", "cyrillic", "arabic", "devanagari", "greek", "other")
+"""Names of the numbers `scripts_of_encoded` returns; only the larger scripts have one."""
+
+SAMPLED_BYTES = 1200
+
+NONE, HAN, LATIN, KANA, HANGUL, CYRILLIC, ARABIC, DEVANAGARI, GREEK, OTHER = range(len(SCRIPTS))
 
 CHANNELS = ("zh", "en", "code", "other")
 """What `auto` splits a source into; upper and lower case of these names are the same."""
@@ -33,7 +38,7 @@ AUTO = "auto"
 PIECE_CHARS = 250
 LEAST_HAN = 10
 LEAST_HAN_SHARE = 0.03
-"""A text in Latin letters with so many, and such a share, of Han characters is Chinese with code or names in it."""
+"""A text in Latin letters with this number and share of Han characters is Chinese with code or names in it."""
 MOST_KANA_SHARE = 0.2
 _HAN_OR_KANA = re.compile("[\u3041-\u30ff\u4e00-\u9fff]")
 OTHER_WORDS = """
@@ -58,7 +63,7 @@ và của là có không được cho trong với các một
 """The commonest words of other languages in Latin letters, but for those that are English words too."""
 LEAST_OTHER_WORDS = 3
 LEAST_OTHER_SHARE = 0.06
-"""A text speaks another language when at least so many, and such a share, of its words are among `OTHER_WORDS`, and
+"""A text is in another language when at least this number and share of its words are among `OTHER_WORDS`, and
 more of them than among the English function words. English prose has under 0.01, German, French or Polish 0.2."""
 
 
@@ -68,21 +73,16 @@ def channel_name(name: str) -> str:
     return lowered if lowered in CHANNELS or lowered == AUTO else name
 
 
-def is_code_name(name: str) -> bool:
-    """Whether a title or path is that of a program file."""
-    return "." in name and suffix_of(name) in CODE_SUFFIXES
-
-
 def channels_of(titles: Sequence[str], contents: Sequence[str]) -> list[str | None]:
     """The channel of each document; None where there are no letters to tell it by."""
-    pieces = [_pieces(content) for content in contents]
+    pieces = [sampled_text(content) for content in contents]
     encoded = encode(pieces)
     scripts = scripts_of_encoded(encoded)
     other = _speaks_other_language(encoded.buffer, encoded.offsets)
     found: list[str | None] = []
     of_each = zip(titles, contents, pieces, scripts.tolist(), other.tolist(), strict=True)
     for title, content, piece, script, is_other in of_each:
-        if is_code_name(title):
+        if "." in title and suffix_of(title) in CODE_SUFFIXES:
             found.append("code")
         elif script == NONE:
             found.append(None)
@@ -108,8 +108,8 @@ def _channel_of_han(content: str, piece: str) -> str | None:
     return "other" if kana > MOST_KANA_SHARE * len(found) else "zh"
 
 
-def _pieces(content: str) -> str:
-    """A sixth, a half and five sixths into the text."""
+def sampled_text(content: str) -> str:
+    """A text short enough to be looked at: of a long one, pieces a sixth, a half and five sixths into it."""
     size = len(content)
     if size <= 3 * PIECE_CHARS:
         return content
@@ -118,7 +118,7 @@ def _pieces(content: str) -> str:
 
 
 def _speaks_other_language(buffer: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    from zero2all.corpus.script_kernel import count_words
+    from zero2all.corpus.channel_kernels import count_words
 
     counts = np.empty((offsets.size - 1, 3), np.int64)
     count_words(buffer, offsets, *_word_tables(), counts)
@@ -140,26 +140,45 @@ def _packed(words: set[str]) -> np.ndarray:
     return np.array(sorted(numbers), np.uint64)
 
 
-class ChannelGuess:
-    """Looks at sampled documents and names the channel of their source."""
+def scripts_of_encoded(encoded: Encoded) -> np.ndarray:
+    """(n,) uint8: the number in `SCRIPTS` of the script that most letters in the middle of each text belong to.
 
-    def __init__(self) -> None:
-        self._titles: list[str] = []
-        self._contents: list[str] = []
+    A text with more than a tenth of kana among its Han and kana is Japanese, though most of its letters may be Han.
+    """
+    from zero2all.corpus.channel_kernels import find_scripts
 
-    def look(self, title: str, content: str) -> None:
-        """Take one document into account."""
-        self._titles.append(title)
-        self._contents.append(_pieces(content))
+    out = np.empty(encoded.offsets.size - 1, np.uint8)
+    find_scripts(encoded.buffer, encoded.offsets, _classes(), SAMPLED_BYTES, len(SCRIPTS), out)
+    return out
 
-    def result(self) -> tuple[str, str]:
-        """The channel of most of the sampled documents, and the figures it rests on."""
-        found = Counter(channel for channel in channels_of(self._titles, self._contents) if channel is not None)
-        if not self._titles:
-            return "en", "nothing could be sampled"
-        if not found:
-            return "en", f"none of {len(self._titles):,} sampled documents has letters to tell it by"
-        total = found.total()
-        shares = [f"{count / total:.0%} {name}" for name, count in found.most_common()]
-        what = "document" if total == 1 else "documents"
-        return found.most_common(1)[0][0], f"of {total:,} sampled {what} {', '.join(shares)}"
+
+@cache
+def _classes() -> np.ndarray:
+    """For each possible byte, the script of the character it begins; NONE where it begins no letter."""
+    table = np.zeros(256, np.uint8)
+    ranges = {
+        LATIN: [(0x41, 0x5A), (0x61, 0x7A), (0xC3, 0xC9)],
+        GREEK: [(0xCE, 0xCF)],
+        CYRILLIC: [(0xD0, 0xD3)],
+        ARABIC: [(0xD8, 0xDB)],
+        OTHER: [(0xD4, 0xD7), (0xDC, 0xDF), (0xE1, 0xE1)],
+        HAN: [(0xE4, 0xE9)],
+        HANGUL: [(0xEA, 0xED)],
+    }
+    for script, pairs in ranges.items():
+        for first, last in pairs:
+            table[first : last + 1] = script
+    return table
+
+
+def guess_channel(titles: Sequence[str], contents: Sequence[str]) -> tuple[str, str]:
+    """The channel that most of the sampled documents of a source belong to, and the figures it rests on."""
+    found = Counter(channel for channel in channels_of(titles, contents) if channel is not None)
+    if not titles:
+        return "en", "nothing could be sampled"
+    if not found:
+        return "en", f"none of {len(titles):,} sampled documents has letters to tell it by"
+    total = found.total()
+    shares = [f"{count / total:.0%} {name}" for name, count in found.most_common()]
+    what = "document" if total == 1 else "documents"
+    return found.most_common(1)[0][0], f"of {total:,} sampled {what} {', '.join(shares)}"

@@ -1,19 +1,17 @@
 """The dedup step of a build: the search over all sources, and its outcome in terms of gids.
 
-    .build/<inputs>/drop-00000.npy   which records of a segment are dropped, and why      (written by dedup/)
-                    clusters.npy     (kept, dropped) pairs by document number             (written by dedup/)
-                    gids.npy         document number -> gid
-                    clusters.jsonl   which record was kept for which; moved to `corpus/clusters.jsonl` at the end
-                    found.json       last: the step is done
-
-Once `found.json` is there, the segments of a source are needed only until that source is finished.
+.build/<inputs>/drop-00000.npy   which records of a segment are dropped, and why      (written by dedup/)
+                clusters.npy     (kept, dropped) pairs by document number             (written by dedup/)
+                gids.npy         document number -> gid
+                clusters.jsonl   which record was kept for which; also `corpus/clusters.jsonl` at the end
+                found.json       last: the step is done
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +19,22 @@ import numpy as np
 
 from zero2all.common import jsonio
 from zero2all.common.engine import Engine
-from zero2all.common.files import PARTIAL_MARK, read_json, write_json
+from zero2all.common.files import atomic_file, read_json, write_json
 from zero2all.corpus.dedup.cluster import CLUSTERS_NAME as PAIRS_NAME
-from zero2all.corpus.dedup.cluster import NEAR_DUPLICATE, DedupResult, find_duplicates
+from zero2all.corpus.dedup.cluster import NEAR_DUPLICATE, DedupResult, drop_path, find_duplicates
 from zero2all.corpus.dedup.config import DedupConfig, jaccard_estimate
 from zero2all.corpus.dedup.contained import find_contained
 from zero2all.corpus.dedup.index import read_index
 from zero2all.corpus.record import ORDINAL_BITS
 from zero2all.corpus.segments import Segment, first_ordinals
-from zero2all.corpus.split import Split, SplitChoice
+from zero2all.corpus.split import Split, choose_split
 
 CLUSTERS_NAME = "clusters.jsonl"
 GIDS_NAME = "gids.npy"
 FOUND_NAME = "found.json"
 DROP_REASONS = {1: "duplicate", 2: "near_duplicate"}
 """Why dedup drops a record, by the number in its list."""
-PIECE_ROWS = 1 << 16
+ROWS_AT_ONCE = 1 << 16
 CONTAINED_EXAMPLES = 5
 
 
@@ -58,12 +56,12 @@ class Duplicates:
     """Name of a source -> position of its first segment among all."""
     first_documents: Sequence[int]
     """Number of the first document of each segment."""
-    facts: Mapping[str, Any]
-    """Counts for the report."""
+    contained: Mapping[str, Any]
+    """By source: records that stand inside longer ones."""
 
     def drop_path(self, source: str, segment: int) -> Path:
         """The list of a segment: a byte for each kept record, 0 where it stays."""
-        return self.folder / f"drop-{self.first_segment[source] + segment:05d}.npy"
+        return drop_path(self.folder, self.first_segment[source] + segment)
 
     def first_document(self, source: str, segment: int) -> int:
         """Number of the first record of a segment over all sources."""
@@ -75,9 +73,9 @@ class Duplicates:
         gids = np.load(self.folder / GIDS_NAME, mmap_mode="r")
         wanted = np.array(sorted(documents), np.uint32)
         found: dict[int, int] = {}
-        for start in range(0, len(pairs) if len(wanted) else 0, PIECE_ROWS):
-            piece = np.array(pairs[start : start + PIECE_ROWS])
-            for row in piece[np.isin(piece["member"], wanted)]:
+        for start in range(0, len(pairs) if len(wanted) else 0, ROWS_AT_ONCE):
+            rows = np.array(pairs[start : start + ROWS_AT_ONCE])
+            for row in rows[np.isin(rows["member"], wanted)]:
                 found[int(row["member"])] = int(gids[row["kept"]])
         return found
 
@@ -88,7 +86,7 @@ def read_duplicates(folder: Path) -> Duplicates | None:
         found = read_json(folder / FOUND_NAME)
     except FileNotFoundError:
         return None
-    return Duplicates(folder, found["first_segment"], found["first_documents"], found["facts"])
+    return Duplicates(folder, found["first_segment"], found["first_documents"], found["facts"]["contained"])
 
 
 def search_duplicates(
@@ -105,21 +103,13 @@ def search_duplicates(
 
     units = [segment.folder for source in sources for segment in source.segments]
     result = find_duplicates(units, folder, config, engine=engine, held_out=held_out)
-    _write_gids(folder / GIDS_NAME, sources, result.documents)
+    _write_gids(folder / GIDS_NAME, sources, result.first_ids[-1])
     _write_clusters(folder)
     first_segment = {name: owners.index(name) for name in dict.fromkeys(owners)}
-    facts: dict[str, Any] = {
-        "documents": result.documents,
-        "clusters": result.clusters,
-        "exact": result.exact,
-        "near": result.near,
-    }
-    facts["contained"] = _contained(folder, units, result, owners) if config.near != "off" else {}
-    write_json(
-        folder / FOUND_NAME,
-        {"first_segment": first_segment, "first_documents": list(result.first_ids), "facts": facts},
-    )
-    return Duplicates(folder, first_segment, result.first_ids, facts)
+    contained = _contained(folder, units, result, owners) if config.near != "off" else {}
+    found = {"first_segment": first_segment, "first_documents": result.first_ids, "facts": {"contained": contained}}
+    write_json(folder / FOUND_NAME, found)
+    return Duplicates(folder, first_segment, result.first_ids, contained)
 
 
 def _contained(folder: Path, units: list[Path], result: DedupResult, owners: list[str]) -> dict[str, Any]:
@@ -149,10 +139,7 @@ def _contained(folder: Path, units: list[Path], result: DedupResult, owners: lis
 
 def split_before_dedup(segments: Sequence[Segment], valid_share: float) -> Split:
     """How a source is split when all its records are taken into account, duplicates too."""
-    choice = SplitChoice(valid_share)
-    for segment in segments:
-        choice.look(read_index(segment.folder)["key"])
-    return choice.result()
+    return choose_split(valid_share, (read_index(segment.folder)["key"] for segment in segments))
 
 
 def _write_gids(path: Path, sources: Sequence[SourceSegments], documents: int) -> None:
@@ -168,33 +155,20 @@ def _write_gids(path: Path, sources: Sequence[SourceSegments], documents: int) -
 
 
 def _write_clusters(folder: Path) -> None:
-    partial = folder / f"{CLUSTERS_NAME}{PARTIAL_MARK}{os.getpid()}"
-    with open(partial, "wb", buffering=1 << 20) as file:
-        for kept, dropped in _clusters(folder):
-            file.write(jsonio.dumps_line({"kept": kept, "dropped": dropped}))
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(folder / CLUSTERS_NAME)
+    with atomic_file(folder / CLUSTERS_NAME) as file:
+        for kept, dropped in groupby(_dropped(folder), key=lambda pair: pair[0]):
+            file.write(jsonio.dumps_line({"kept": kept, "dropped": [entry for _, entry in dropped]}))
 
 
-def _clusters(folder: Path) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """The gid of each record that others were dropped for, and those others."""
+def _dropped(folder: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The gid of the record that was kept, with each one that was dropped for it."""
     pairs = np.load(folder / PAIRS_NAME, mmap_mode="r")
     gids = np.load(folder / GIDS_NAME, mmap_mode="r")
-    current: int | None = None
-    members: list[dict[str, Any]] = []
-    for start in range(0, len(pairs), PIECE_ROWS):
-        piece = np.array(pairs[start : start + PIECE_ROWS])
-        kept_gids, member_gids = gids[piece["kept"]].tolist(), gids[piece["member"]].tolist()
-        matches, reasons = piece["matches"].tolist(), piece["reason"].tolist()
-        for kept, member, reason, equal in zip(kept_gids, member_gids, reasons, matches, strict=True):
-            if kept != current:
-                if current is not None:
-                    yield current, members
-                current, members = kept, []
+    for start in range(0, len(pairs), ROWS_AT_ONCE):
+        rows = np.array(pairs[start : start + ROWS_AT_ONCE])
+        columns = (gids[rows["kept"]], gids[rows["member"]], rows["reason"], rows["matches"])
+        for kept, member, reason, equal in zip(*(column.tolist() for column in columns), strict=True):
             entry = {"gid": member, "reason": DROP_REASONS[reason]}
             if reason == NEAR_DUPLICATE:
                 entry["similarity"] = 1.0 if equal == 255 else round(jaccard_estimate(equal), 3)
-            members.append(entry)
-    if current is not None:
-        yield current, members
+            yield kept, entry

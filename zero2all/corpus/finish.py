@@ -1,8 +1,7 @@
 """Finish: segments and the list of duplicates -> numbered shards, samples of what was dropped, a source's report.
 
-Which record stands in which shard is worked out first, from the lengths of the lines; then every shard is a task of its
-own, so shards are written in parallel and an interrupted build goes on with those that are missing. They are written
-under `.build` and moved, as a whole folder with its manifest, to `corpus/<source>`.
+Which record goes to which shard is computed first, from the lengths of the lines; then every shard is a task of its
+own. Shards are written under `.build` and moved, as a whole folder with its manifest, to `corpus/<source>`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,18 +19,18 @@ import numpy as np
 
 from zero2all.common import jsonio
 from zero2all.common.engine import advance
-from zero2all.common.files import PARTIAL_MARK, crc32c_of, fsync_folder, fsync_tree, sweep_partials
+from zero2all.common.files import PARTIAL_MARK, crc32c_of, fsync_folder, fsync_tree, put_in_place, sweep_partials
 from zero2all.common.manifest import write_manifest
 from zero2all.common.records import ORIGINS_NAME, SPLITS, iter_records
+from zero2all.corpus.channels import SCRIPTS
 from zero2all.corpus.dedup.index import read_index
 from zero2all.corpus.duplicates import DROP_REASONS, Duplicates, SourceSegments, split_before_dedup
-from zero2all.corpus.options import BuildOptions
 from zero2all.corpus.record import ORDINAL_BITS, make_gid, numbered, numbers_bytes
 from zero2all.corpus.report import EXAMPLE_CHARS, LENGTH_BUCKETS, Tally, check_identity
-from zero2all.corpus.scripts import SCRIPTS
 from zero2all.corpus.segments import DROPPED_NAME, LAYOUT_NAME, RECORDS_NAME, Segment, first_ordinals
+from zero2all.corpus.settings import BuildOptions
 from zero2all.corpus.shards import shard_name, write_shard
-from zero2all.corpus.split import Split, SplitChoice
+from zero2all.corpus.split import Split, choose_split
 
 DROPPED_FOLDER = "dropped"
 SAMPLES_PER_RULE = 200
@@ -40,41 +39,34 @@ EXAMPLES = 3
 READ_BYTES = 1 << 20
 
 
-class Stretch(NamedTuple):
-    """Some rows of one segment."""
+class RowRange(NamedTuple):
+    """Consecutive rows of one segment."""
 
     folder: Path
     drops: Path | None
     """The list of dedup for this segment: a byte per record, 0 where it stays. None: all stay."""
     first_ordinal: int
     """Ordinal of the segment's first item in its source."""
-    start: int
-    end: int
+    start: int = 0
+    end: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class ShardTask:
-    """Everything a worker needs to write one shard."""
+    """Everything a worker needs to write one shard. It ends before it would grow past `shard_bytes`."""
 
     path: Path
     shard_format: str
     source_number: int
     held_out: bool
     split: Split
-    stretches: tuple[Stretch, ...]
-    records: int
-    line_bytes: int
+    ranges: list[RowRange] = field(default_factory=list)
+    records: int = 0
+    line_bytes: int = 0
 
 
-class ShardFacts(NamedTuple):
-    """A shard that has been written."""
-
-    size_bytes: int
-    crc32c: str
-
-
-def finish_shard(task: ShardTask) -> ShardFacts:
-    """Write one shard, unless an earlier attempt did."""
+def finish_shard(task: ShardTask) -> dict[str, Any]:
+    """Write one shard, unless an earlier attempt did; returns what its manifest says of it."""
     if task.path.is_file():
         advance(task.line_bytes)
     else:
@@ -82,13 +74,13 @@ def finish_shard(task: ShardTask) -> ShardFacts:
         written = write_shard(task.path, task.shard_format, _lines_of(task))
         if written != task.records:
             raise AssertionError(f"{task.path} should have {task.records} records and got {written}")
-    return ShardFacts(task.path.stat().st_size, crc32c_of(task.path))
+    return {"bytes": task.path.stat().st_size, "crc32c": crc32c_of(task.path)}
 
 
 def _lines_of(task: ShardTask) -> Iterator[list[bytes]]:
     """The numbered lines of a shard, some at a time."""
-    for stretch in task.stretches:
-        rows = _Rows(stretch.folder, stretch.drops, stretch.first_ordinal, stretch.start, stretch.end)
+    for row_range in task.ranges:
+        rows = _Rows(row_range)
         chosen = np.flatnonzero(rows.keep & (task.split.is_valid(rows.keys) == task.held_out))
         for some, lines in rows.read(chosen):
             pairs = zip(lines, rows.ordinals[some].tolist(), strict=True)
@@ -107,20 +99,20 @@ def iter_dropped(corpus: Path, source: str, rule: str) -> Iterator[dict[str, Any
 
 def find_record(corpus: Path, numbers: Mapping[str, int], gid: int) -> tuple[str, dict[str, Any]] | None:
     """The split and record of a gid, looked for in the source with its number; None when it was not kept."""
-    for name, number in numbers.items():
-        if number == gid >> ORDINAL_BITS:
-            for split in SPLITS:
-                for record in iter_records(corpus, name, split):
-                    if record.get("gid") == gid:
-                        return split, record
+    names = [name for name, number in numbers.items() if number == gid >> ORDINAL_BITS]
+    for name, split in itertools.product(names, SPLITS):
+        for record in iter_records(corpus, name, split):
+            if record.get("gid") == gid:
+                return split, record
     return None
 
 
 class _Rows:
-    """The kept records of a segment, or a stretch of them."""
+    """The kept records of a segment, or a range of them."""
 
-    def __init__(self, folder: Path, drops: Path | None, first_ordinal: int, start: int = 0, end: int | None = None):
-        self.folder = folder
+    def __init__(self, row_range: RowRange) -> None:
+        self.folder, drops, first_ordinal, start, end = row_range
+        folder = self.folder
         index = np.array(read_index(folder)[start:end])
         layout = np.load(folder / LAYOUT_NAME)
         self.text_bytes = index["text_bytes"].astype(np.int64)
@@ -134,10 +126,10 @@ class _Rows:
         self.keep = self.drops == 0
 
     def read(self, rows: np.ndarray) -> Iterator[tuple[np.ndarray, list[bytes]]]:
-        """Some rows, in order, a piece at a time: which they are, and their lines."""
+        """Some rows, in order, a batch at a time: which they are, and their lines."""
         starts = self.offsets[rows]
         ends = starts + self.line_bytes[rows]
-        # A piece is cut where lines are left out, and every so many bytes.
+        # A batch ends where lines are left out, and at every multiple of READ_BYTES.
         cuts = np.flatnonzero((starts[1:] != ends[:-1]) | (starts[1:] // READ_BYTES != starts[:-1] // READ_BYTES)) + 1
         with open(self.folder / RECORDS_NAME, "rb", buffering=0) as file:
             for first, end in itertools.pairwise([0, *cuts.tolist(), len(rows)]):
@@ -162,20 +154,18 @@ class SourceFinish:
     ) -> None:
         self.source, self.segments = source, source.segments
         self.final, self.work, self.duplicates, self.options = final, work, duplicates, options
-        self.tally = Tally()
+        self.tally = Tally.of(source.segments)
         self.lengths = np.zeros(LENGTH_BUCKETS, np.int64)
         self.script_records = np.zeros(len(SCRIPTS), np.int64)
         self.script_bytes = np.zeros(len(SCRIPTS), np.int64)
         self._first_ordinals = first_ordinals(self.segments)
         self._split = self._count()
         self.tasks = self._plan()
-        self.facts: dict[Path, ShardFacts] = {}
+        self.facts: dict[str, dict[str, Any]] = {}
 
     def _count(self) -> Split:
         """Count what stays and what goes; how the source is split follows from what stays."""
-        choice = SplitChoice(self.options.valid_share)
-        for number, segment in enumerate(self.segments):
-            self.tally.add(segment.state["tally"])
+        for number in range(len(self.segments)):
             rows = self._rows(number)
             for value, reason in DROP_REASONS.items():
                 dropped = rows.drops == value
@@ -186,7 +176,6 @@ class SourceFinish:
             self.lengths += np.bincount(buckets, minlength=LENGTH_BUCKETS)
             self.script_records += np.bincount(scripts, minlength=len(SCRIPTS))
             self.script_bytes += np.bincount(scripts, weights=text_bytes, minlength=len(SCRIPTS)).astype(np.int64)
-            choice.look(rows.keys[rows.keep])
         found = int(self.lengths.sum()), int(self.script_bytes.sum())
         if found != (self.tally.records_kept, self.tally.bytes_kept):
             raise AssertionError(
@@ -195,35 +184,43 @@ class SourceFinish:
             )
         if self.options.dedup.near == "held_out":  # the search went by this split
             return split_before_dedup(self.segments, self.options.valid_share)
-        return choice.result()
+        kept = (rows.keys[rows.keep] for rows in map(self._rows, range(len(self.segments))))
+        return choose_split(self.options.valid_share, kept)
 
     def _plan(self) -> list[ShardTask]:
-        plans = {name: _SplitPlan(self.options.shard_bytes) for name in SPLITS}
+        shards: dict[str, list[ShardTask]] = {name: [] for name in SPLITS}
         for number in range(len(self.segments)):
             rows = self._rows(number)
             lengths = rows.line_bytes + numbers_bytes(self.source.number, rows.ordinals)
             is_valid = self._split.is_valid(rows.keys)
-            stretch = Stretch(rows.folder, self._drop_path(number), self._first_ordinals[number], 0, len(lengths))
-            for name, plan in plans.items():
-                plan.add(stretch, np.flatnonzero(rows.keep & (is_valid == (name == "valid"))), lengths)
-        return [
-            ShardTask(
-                self.work / name / shard_name(number, self.options.format),
-                self.options.format,
-                self.source.number,
-                name == "valid",
-                self._split,
-                tuple(shard.stretches),
-                shard.records,
-                shard.line_bytes,
-            )
-            for name, plan in plans.items()
-            for number, shard in enumerate(plan.shards)
-        ]
+            for name, planned in shards.items():
+                chosen = np.flatnonzero(rows.keep & (is_valid == (name == "valid")))
+                self._add_to_shards(planned, name, number, chosen, np.cumsum(lengths[chosen]))
+        return [task for planned in shards.values() for task in planned]
 
-    def take(self, task: ShardTask, facts: ShardFacts) -> bool:
+    def _add_to_shards(
+        self, shards: list[ShardTask], split: str, number: int, rows: np.ndarray, sums: np.ndarray
+    ) -> None:
+        """Append some rows of a segment to the shards of a split; `sums` are the running sums of their lengths."""
+        at = before = 0
+        while at < len(rows):
+            room = self.options.shard_bytes - shards[-1].line_bytes if shards else 0
+            end = int(np.searchsorted(sums, before + room, side="right"))
+            if end <= at and (not shards or shards[-1].records):
+                path = self.work / split / shard_name(len(shards), self.options.format)
+                shards.append(ShardTask(path, self.options.format, self.source.number, split == "valid", self._split))
+                continue
+            end = max(end, at + 1)  # a record above the size of a shard has one to itself
+            shard = shards[-1]
+            shard.ranges.append(self._all_rows(number)._replace(start=int(rows[at]), end=int(rows[end - 1]) + 1))
+            shard.records += end - at
+            shard.line_bytes += int(sums[end - 1]) - before
+            before = int(sums[end - 1])
+            at = end
+
+    def take(self, task: ShardTask, facts: dict[str, Any]) -> bool:
         """Note a shard that is written; True when it was the last."""
-        self.facts[task.path] = facts
+        self.facts[task.path.relative_to(self.work).as_posix()] = facts
         return len(self.facts) == len(self.tasks)
 
     def commit(self, inputs: str, content: dict[str, Any], report: dict[str, Any]) -> None:
@@ -250,26 +247,18 @@ class SourceFinish:
             "examples": {"kept": self._examples(), "dropped": samples},
         }
         check_identity(self.source.name, report)
-        known = {
-            path.relative_to(self.work).as_posix(): {"bytes": facts.size_bytes, "crc32c": facts.crc32c}
-            for path, facts in self.facts.items()
-        }
-        write_manifest(self.work, "corpus", inputs, {**content, "report": report}, known)
+        write_manifest(self.work, "corpus", inputs, {**content, "report": report}, self.facts)
         fsync_tree(self.work)
-        if self.final.exists():
-            old = self.final.with_name(f"{self.final.name}{PARTIAL_MARK}old-{os.getpid()}")
-            self.final.rename(old)
-            self.work.rename(self.final)
-            shutil.rmtree(old)
-        else:
-            self.work.rename(self.final)
+        put_in_place(self.work, self.final)
         fsync_folder(self.final.parent)
 
     def _rows(self, number: int) -> _Rows:
-        return _Rows(self.segments[number].folder, self._drop_path(number), self._first_ordinals[number])
+        return _Rows(self._all_rows(number))
 
-    def _drop_path(self, number: int) -> Path | None:
-        return self.duplicates.drop_path(self.source.name, number) if self.duplicates is not None else None
+    def _all_rows(self, number: int) -> RowRange:
+        """All rows of a segment."""
+        drops = self.duplicates.drop_path(self.source.name, number) if self.duplicates is not None else None
+        return RowRange(self.segments[number].folder, drops, self._first_ordinals[number])
 
     def _write_samples(self) -> dict[str, list[str]]:
         """`dropped/RULE.jsonl`: the first samples of each rule over the whole source; returns a few of each."""
@@ -294,10 +283,10 @@ class SourceFinish:
         with open(self.work / ORIGINS_NAME, "wb", buffering=1 << 20) as out:
             for first_ordinal, segment in zip(self._first_ordinals, self.segments, strict=True):
                 with open(segment.folder / ORIGINS_NAME, "rb") as file:
-                    for stretch in map(jsonio.loads, file):
-                        if stretch["file"] != last:
-                            last = stretch["file"]
-                            out.write(jsonio.dumps_line({"first": first_ordinal + stretch["first"], "file": last}))
+                    for run in map(jsonio.loads, file):
+                        if run["file"] != last:
+                            last = run["file"]
+                            out.write(jsonio.dumps_line({"first": first_ordinal + run["first"], "file": last}))
 
     def _rule_samples(self, number: int, segment: Segment) -> Iterator[dict[str, Any]]:
         with open(segment.folder / DROPPED_NAME, "rb") as file:
@@ -333,39 +322,3 @@ class SourceFinish:
             if len(found) >= EXAMPLES:
                 break
         return found
-
-
-@dataclass
-class _PlannedShard:
-    stretches: list[Stretch]
-    records: int = 0
-    line_bytes: int = 0
-
-
-class _SplitPlan:
-    """Cuts the records of one split into shards: a shard ends before it would grow past `shard_bytes`."""
-
-    def __init__(self, shard_bytes: int) -> None:
-        self.shard_bytes = shard_bytes
-        self.shards: list[_PlannedShard] = []
-
-    def add(self, stretch: Stretch, rows: np.ndarray, lengths: np.ndarray) -> None:
-        """Append some rows of a segment; `lengths` are those of all its lines."""
-        at = 0
-        sums = np.cumsum(lengths[rows])
-        before = 0
-        while at < len(rows):
-            if not self.shards:
-                self.shards.append(_PlannedShard([]))
-            shard = self.shards[-1]
-            room = self.shard_bytes - shard.line_bytes
-            end = int(np.searchsorted(sums, before + room, side="right"))
-            if end <= at and shard.records:
-                self.shards.append(_PlannedShard([]))
-                continue
-            end = max(end, at + 1)  # a record above the size of a shard has one to itself
-            shard.stretches.append(stretch._replace(start=int(rows[at]), end=int(rows[end - 1]) + 1))
-            shard.records += end - at
-            shard.line_bytes += int(sums[end - 1]) - before
-            before = int(sums[end - 1])
-            at = end

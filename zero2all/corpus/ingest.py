@@ -1,18 +1,16 @@
 """Ingest: one task's raw files -> segments of cleaned records, ready for dedup and finish.
 
-A task is some files read whole, or one piece of a large file. Rows are put into documents, cleaned in batches of
-about 1 MB, and written without their final numbers: how many items come before them in their source is known only
-when every task is done. What a segment holds depends on the task alone, never on who ran it or how often it was
-interrupted.
+A task is some files read whole, or one unit of a large file. Rows become documents, are cleaned in batches of about
+1 MB, and written without their final numbers, which are known only when every task is done. What a segment holds
+depends on the task alone, not on the worker or on interruptions.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,19 +34,11 @@ from zero2all.corpus.readers import (
     read_unit,
 )
 from zero2all.corpus.record import Document
-from zero2all.corpus.segment_writer import AutoWriter, SegmentWriter
-from zero2all.corpus.segments import (
-    DONE_NAME,
-    STATE_NAME,
-    Segment,
-    finished_segments,
-    segment_name,
-    segments_of_unit,
-)
-from zero2all.corpus.sources import apply_mapping, guess_mapping, has_field, longest_first
+from zero2all.corpus.segment_writer import SegmentWriter
+from zero2all.corpus.segments import DONE_NAME, STATE_NAME, Segment, finished_segments, segment_name, segments_of_unit
+from zero2all.corpus.sources import PEEKED_ROWS, apply_mapping, guess_mapping, has_field, longest_first
 
 PROGRESS_BYTES = 1 << 18
-PEEKED_ROWS = 20
 PEEKED_ITEMS = 1000
 NAMED_FILES = 20
 NAMED_FIELDS = 50
@@ -58,14 +48,16 @@ NAMED_FIELDS = 50
 class IngestTask:
     """Everything a worker needs to write one unit folder."""
 
+    files: tuple[InputFile | Unit, ...]
+    """Files to be read whole, or one unit of a large one."""
+    folder: Path
     source: str
     channel: str
     is_auto: bool
     """Documents go to the segments of their own channels; `channel` is that of what belongs to none."""
     given_mapping: Mapping[str, str]
-    files: tuple[InputFile | Unit, ...]
-    """Files to be read whole, or one unit of a large one."""
-    folder: Path
+    known_mappings: Mapping[str, Mapping[str, str]]
+    """File name -> mapping of its rows, where it was guessed when the source was looked into."""
     limits: Limits
     cleans: Mapping[str, CleanConfig]
     """The rules of every channel a document may get."""
@@ -88,11 +80,7 @@ def ingest_unit(task: IngestTask) -> list[Segment]:
     while not items.at_end:
         folder = task.folder / segment_name(len(segments))
         with staged_folder(folder) as staging, ExitStack() as stack:
-            writer: SegmentWriter | AutoWriter
-            if task.is_auto:
-                writer = AutoWriter(task.source, task.channel, task.dedup, staging, cleaners, stack)
-            else:
-                writer = SegmentWriter(task.source, task.dedup, staging, cleaners[task.channel], stack)
+            writer = SegmentWriter(task.source, task.channel, task.is_auto, task.dedup, staging, cleaners, stack)
             while not (writer.is_full or items.at_end):
                 items.fill(writer)
                 writer.clean_batch()
@@ -113,32 +101,29 @@ class _Items:
         self.at_end = False
         self._file = self._unit = 0
         self._mapping: Mapping[str, str] | None = None
-        """That of the item handed out last."""
+        """Mapping of the item handed out last."""
         self._resume = self._next = resume
         self._notes = _Notes()
+        self._unit_items: Iterator[Row | Damaged] = iter(())
         self._skips: list[tuple[str, str]] = []
-        """Archive members without anything to read that stand before the next item …"""
-        self._last_skips: list[tuple[str, str]] = []
-        """… and those behind the last one, when it was looked at before its turn."""
+        """Archive members without anything to read before the item read last."""
+        self._ahead: deque[tuple[Row | Damaged | None, list[tuple[str, str]]]] = deque()
+        """Items read to guess a mapping and not handed out yet, with the members skipped before each; None: the end."""
         self._told = self._untold = 0
         self._unit_left = 0
         """Bytes of the current unit that have not been read."""
         self._stream = self._read()
 
-    def fill(self, writer: SegmentWriter | AutoWriter) -> None:
+    def fill(self, writer: SegmentWriter) -> None:
         """Hand over items until the writer has a batch, or there are no more."""
         item: Row | Damaged | None = None
         for item in self._stream:
             document = _document_of(item, self._mapping)
-            if isinstance(document, Damaged):
-                writer.add_damaged(item, document, self._unread_behind(document))
-            else:
-                writer.add(item, document)
-            if writer.batch_is_full():
+            writer.add(item, document, self._unread_behind(document) if isinstance(document, Damaged) else 0)
+            if writer.batch_is_full:
                 break
         else:
             self.at_end = True
-        self._note_skips()
         if item is not None:
             mapping = dict(self._mapping) if self._mapping is not None else None
             place = {"file": self._file, "unit": self._unit, "origin": _origin_key(item), "cursor": item.cursor}
@@ -154,10 +139,10 @@ class _Items:
     def take_notes(self) -> dict[str, Any]:
         """What was learnt about files since the last call, and where to go on."""
         notes, self._notes = self._notes, _Notes()
-        return {"next": self._next, **notes.as_state()}
+        return {"next": self._next, **asdict(notes)}
 
     def tell_rest(self) -> None:
-        """Bring the progress bar to the end of this task."""
+        """Move the progress bar to the end of this task."""
         advance(max(self.task.raw_bytes - self._told, 0))
 
     def _read(self) -> Iterator[Row | Damaged]:
@@ -179,80 +164,65 @@ class _Items:
                 if unit.format is Format.UNREADABLE:
                     if at is None:
                         self._mapping = None
-                        yield unreadable_file(unit)
+                        origin = Origin(unit.file.name, "", Format.UNREADABLE)
+                        yield damaged_at(origin, 0, 0, UNREADABLE, unit.note, unit.raw_bytes, ends_file=True)
                     continue
                 items = read_unit(unit, self.task.limits, self._on_bytes, cursor, on_skip=self._on_skip)
-                yield from self._mapped(iter(items), unit, at)
-                self._skips += self._last_skips
-                self._last_skips = []
-                self._note_skips()
+                self._unit_items = iter(items)
+                yield from self._mapped(unit, at)
 
-    def _mapped(
-        self,
-        items: Iterator[Row | Damaged],
-        unit: Unit,
-        resumed: dict[str, Any] | None,
-    ) -> Iterator[Row | Damaged]:
-        """The items of a unit; `_mapping` is what was found in the first rows of their file or archive member."""
+    def _mapped(self, unit: Unit, resumed: dict[str, Any] | None) -> Iterator[Row | Damaged]:
+        """The items of a unit; `_mapping` is that of their file or archive member."""
+        known = unit.mapping if unit.mapping is not None else self.task.known_mappings.get(unit.file.name)
         origin: Any = None
-        ahead: deque[tuple[Row | Damaged, list[tuple[str, str]]]] = deque()
-        while True:
-            was_ahead = bool(ahead)
-            for item in self._from_ahead(ahead) if ahead else items:
-                if item.origin is origin:
-                    yield item
-                    continue
+        while (item := self._take()) is not None:
+            if item.origin is not origin:
                 origin = item.origin
                 if resumed is not None and _origin_key(item) == resumed["origin"]:
                     self._mapping = resumed["mapping"]
                 else:
-                    self._mapping = unit.mapping if unit.mapping is not None else self._guess(item, ahead, items)
+                    self._mapping = known if known is not None else self._guess(item)
                     is_first = unit.number == 0 or unit.format is Format.ARCHIVE
                     self._notes.add_origin(item, self._mapping, is_first)
                 resumed = None
-                yield item
-                break  # some items may have been looked at before their turn, and come next
-            else:
-                if not was_ahead:
-                    return
+            yield item
 
-    def _guess(self, first: Row | Damaged, ahead: deque[Any], items: Iterator[Row | Damaged]) -> dict[str, str] | None:
-        """The mapping for rows like the first of this origin; items looked at are put into `ahead`."""
+    def _guess(self, first: Row | Damaged) -> dict[str, str] | None:
+        """The mapping for rows like the first of this origin; the items read for it are put into `_ahead`."""
         if isinstance(first, Row) and first.is_document:
             return None
-        self._note_skips()
-        rows = sum(isinstance(item, Row) for item, _ in ahead)
+        rows = [first, *(item for item, _ in self._ahead if isinstance(item, Row))]
+        last: Row | Damaged | None = self._ahead[-1][0] if self._ahead else first
         while (
-            rows < PEEKED_ROWS - 1 and len(ahead) < PEEKED_ITEMS and (not ahead or ahead[-1][0].origin is first.origin)
+            len(rows) < PEEKED_ROWS
+            and len(self._ahead) < PEEKED_ITEMS
+            and last is not None
+            and last.origin is first.origin
         ):
-            item = next(items, None)
-            skips, self._skips = self._skips, []
-            if item is None:
-                self._last_skips += skips
-                break
-            rows += isinstance(item, Row)
-            ahead.append((item, skips))
-        same = [item for item in [first, *(item for item, _ in ahead)] if item.origin is first.origin]
-        fields = [item.fields for item in same if isinstance(item, Row)][:PEEKED_ROWS]
+            self._ahead.append(self._read_one())
+            last = self._ahead[-1][0]
+            rows += [last] if isinstance(last, Row) else []
+        fields = [row.fields for row in rows if isinstance(row, Row) and row.origin is first.origin][:PEEKED_ROWS]
         mapping = guess_mapping(fields, self.task.given_mapping) if fields else None
         if mapping is None:
             self._notes.see_fields(longest_first(fields))
         return mapping
 
-    def _from_ahead(self, ahead: deque[tuple[Row | Damaged, list[tuple[str, str]]]]) -> Iterator[Row | Damaged]:
-        while ahead:
-            item, skips = ahead.popleft()
-            self._skips += skips
-            yield item
+    def _take(self) -> Row | Damaged | None:
+        """The next item of the unit. The archive members skipped before it are counted now: a resumed build starts
+        behind them."""
+        item, skips = self._ahead.popleft() if self._ahead else self._read_one()
+        for reason, name in skips:
+            self._notes.skip(reason, name)
+        return item
+
+    def _read_one(self) -> tuple[Row | Damaged | None, list[tuple[str, str]]]:
+        item = next(self._unit_items, None)
+        skips, self._skips = self._skips, []
+        return item, skips
 
     def _on_skip(self, reason: str, name: str) -> None:
         self._skips.append((reason, name))
-
-    def _note_skips(self) -> None:
-        """Count the members that were passed over up to here; an interrupted build will not meet them again."""
-        for reason, name in self._skips:
-            self._notes.skip(reason, name)
-        self._skips = []
 
     def _on_bytes(self, amount: int) -> None:
         self._unit_left -= amount
@@ -263,20 +233,20 @@ class _Items:
             self._untold = 0
 
 
+@dataclass
 class _Notes:
-    """What is learnt about files while they are read."""
+    """What is learnt about files while they are read; as the state of a segment holds it."""
 
-    def __init__(self) -> None:
-        self.formats: Counter[str] = Counter()
-        self.skipped: Counter[str] = Counter()
-        self.skipped_names: dict[str, list[str]] = {}
-        self.mappings: list[dict[str, str]] = []
-        self.unmapped_fields: dict[str, None] = {}
-        self.notes: list[str] = []
+    formats: dict[str, int] = field(default_factory=dict)
+    skipped: dict[str, int] = field(default_factory=dict)
+    skipped_names: dict[str, list[str]] = field(default_factory=dict)
+    mappings: list[dict[str, str]] = field(default_factory=list)
+    unmapped_fields: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def skip(self, reason: str, name: str) -> None:
         """A file or archive member that is not read."""
-        self.skipped[reason] += 1
+        self.skipped[reason] = self.skipped.get(reason, 0) + 1
         names = self.skipped_names.setdefault(reason, [])
         if len(names) < NAMED_FILES:
             names.append(name)
@@ -288,41 +258,19 @@ class _Notes:
 
     def see_fields(self, names: Iterable[str]) -> None:
         """Fields of rows none of which is known to hold the text; a few are enough for the message."""
-        room = NAMED_FIELDS - len(self.unmapped_fields)
-        new = (name for name in names if name not in self.unmapped_fields)
-        self.unmapped_fields.update(dict.fromkeys(itertools.islice(new, room)))
+        self.unmapped_fields = list(dict.fromkeys([*self.unmapped_fields, *names]))[:NAMED_FIELDS]
 
     def add_origin(self, first: Row | Damaged, mapping: Mapping[str, str] | None, is_beginning: bool) -> None:
         """A file or archive member, by its first item: what it is and how its rows are read, or that they cannot be."""
         if is_beginning and first.origin is not None:
-            self.formats[str(first.origin.format)] += 1
+            name = str(first.origin.format)
+            self.formats[name] = self.formats.get(name, 0) + 1
             if first.origin.is_misnamed:
                 self.note(first.origin.name, "read as plain text: its name says JSON, but there is none in it")
         if mapping and mapping not in self.mappings:
             self.mappings.append(dict(mapping))
         elif not mapping and isinstance(first, Row) and not first.is_document:
             self.see_fields(first.fields)
-
-    def as_state(self) -> dict[str, Any]:
-        """Everything, as JSON holds it."""
-        return {
-            "formats": dict(self.formats),
-            "skipped": dict(self.skipped),
-            "skipped_names": self.skipped_names,
-            "mappings": self.mappings,
-            "unmapped_fields": list(self.unmapped_fields),
-            "notes": self.notes,
-        }
-
-
-def first_rows(items: Iterator[Row | Damaged], most: int = PEEKED_ROWS) -> list[Row]:
-    """The first rows of a unit that come from one file or archive member."""
-    first = next(items, None)
-    if first is None:
-        return []
-    same = itertools.takewhile(lambda item: item.origin is first.origin, itertools.islice(items, PEEKED_ITEMS))
-    rows = (item for item in itertools.chain([first], same) if isinstance(item, Row))
-    return list(itertools.islice(rows, most))
 
 
 def _origin_key(item: Row | Damaged) -> list[Any]:
@@ -341,12 +289,6 @@ def _document_of(item: Row | Damaged, mapping: Mapping[str, str] | None) -> Docu
         return apply_mapping(item.fields, mapping)
     except ValueError as error:
         return _unusable_row(item, "not_text", str(error))
-
-
-def unreadable_file(unit: Unit) -> Damaged:
-    """A file that could not be opened, as one damaged item."""
-    origin = Origin(unit.file.name, "", Format.UNREADABLE)
-    return damaged_at(origin, 0, 0, UNREADABLE, unit.note, unit.raw_bytes, ends_file=True)
 
 
 def _unusable_row(row: Row, reason: str, detail: str) -> Damaged:

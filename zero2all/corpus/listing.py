@@ -47,11 +47,6 @@ class InputFile:
     url: str | None = None
     """Where the file is not on this machine: what fsspec opens, such as `s3://bucket/name`. `path` is then its name."""
 
-    @property
-    def is_code(self) -> bool:
-        """True for program text by its name."""
-        return self.path.suffix.lower() in CODE_SUFFIXES
-
 
 @dataclass(frozen=True, slots=True)
 class Listing:

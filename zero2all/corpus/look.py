@@ -1,9 +1,8 @@
-"""A look into a source before it is read: documents from all over it, for the guess of its channel, and its fields.
+"""A look into a source before it is read: sampled documents for the guess of its channel, and the mapping of its files.
 
-Samples are spread: over the files, over the places where a file can be cut (lines, row groups, members of a zip), and
-over what can be read from each place within a budget of bytes. They are documents as ingest will see them, after raw
-fields were put in their places. A tar or a compressed stream can only be read from its beginning, so of a large one
-the samples are from there.
+Samples are spread over the files, over the places where a file can be cut (lines, row groups, members of a zip), and
+over what can be read from each place within a budget of bytes. They are documents as ingest will see them. A tar or a
+compressed stream can only be read from its beginning, so the samples of a large one are from there.
 """
 
 from __future__ import annotations
@@ -13,90 +12,93 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from zero2all.corpus.channels import ChannelGuess
-from zero2all.corpus.ingest import PEEKED_ROWS
+from zero2all.corpus.build_errors import no_text_field, nothing_readable
+from zero2all.corpus.channels import guess_channel, sampled_text
 from zero2all.corpus.listing import InputFile, Listing
 from zero2all.corpus.readers import NOT_READ, Format, Limits, Origin, Row, Unit, plan_units, read_unit
-from zero2all.corpus.sources import Source, apply_mapping, guess_mapping, longest_first
+from zero2all.corpus.sources import PEEKED_ROWS, Source, apply_mapping, guess_mapping, longest_first
 
 FILES = 16
-"""Files looked into, spread over the source …"""
+"""Files looked into, spread over the source."""
 PLACES = 8
-"""… places in each of them, spread over the file …"""
+"""Places in each of them, spread over the file."""
 DOCUMENTS = 400
-"""… and about how many documents of all of them together."""
+"""About how many documents are sampled, of all files together."""
 RAW_BYTES = 8_000_000
-"""What is read for it at most, of all files together; …"""
+"""Most bytes read, of all files together."""
 PLAIN_BYTES = 32_000_000
-"""… this much once unpacked, …"""
+"""The same once unpacked."""
 ITEMS = 4000
-"""… and so many items."""
+"""Most items read, of all files together."""
 MANY_ROWS = 400
-"""A file or archive member whose first rows, so many, have no text is not going to have any."""
+"""When this many first rows of a file or archive member have no text, none will."""
 LEAST_PLACE_BYTES = 1 << 16
 
 
 class Look:
-    """What was found in the samples."""
+    """What was found in the samples; an error when nothing in the source can be read, or nothing of it has a text."""
 
     def __init__(self, source: Source, listing: Listing, limits: Limits) -> None:
-        self.guess = ChannelGuess()
         self.mappings: list[dict[str, str]] = []
+        """All that were found."""
+        self.mapping_of: dict[str, dict[str, str]] = {}
+        """By file name: those that hold for the whole file, handed on to ingest."""
         self.formats: list[str] = []
-        self.fields_without_text: tuple[str, list[str]] | None = None
-        """A file and its fields, when nothing in this source will have a text, or the text field that was given."""
-        self.left_out: Counter[str] = Counter()
-        """Why files will not be read; of those looked into."""
-        self.notes: list[str] = []
-        """What their reader says about it."""
-        self.nothing_to_read = False
-        """No file of this source will be."""
-        self._documents = 0
-        self._given = source.given_mapping.get("content")
+        self._titles: list[str] = []
+        self._contents: list[str] = []
+        self._left_out = Counter({reason: len(names) for reason, names in listing.skipped.items()})
+        """Why files are not read, and what their reader says about it; of those looked into."""
+        self._notes: list[str] = []
         self._tables: list[tuple[str, list[str]]] = []
-        """Files with rows and their fields."""
+        """Files with rows and their fields; and those of them in which no field holds the text."""
         self._textless: list[tuple[str, list[str]]] = []
         self._is_sure = True
         """Whether what was not looked at cannot hold a text when nothing that was looked at does."""
         files = listing.files
+        skipped = self._left_out.total()
         sampled = spread(files, FILES)
         for file in sampled:
             self._look_into(file, source, limits, len(sampled))
         if len(sampled) < len(files):
             return
-        self.nothing_to_read = self.left_out.total() == len(files)
-        if self._textless and not self._documents and self._is_sure:
-            self.fields_without_text = self._textless[0]
-        is_found = any(mapping["content"] == self._given for mapping in self.mappings)
-        if self._given is not None and self._tables and not is_found and self._is_sure:
-            self.fields_without_text = self._tables[0]
+        if self._left_out.total() - skipped == len(files):
+            raise nothing_readable(source, self._left_out, self._notes)
+        given = source.given_mapping.get("content")
+        is_missing = given is not None and all(mapping["content"] != given for mapping in self.mappings)
+        if self._is_sure and self._tables and is_missing:
+            raise no_text_field(source, *self._tables[0])
+        if self._is_sure and self._textless and not self._titles:
+            raise no_text_field(source, *self._textless[0])
 
     def _look_into(self, file: InputFile, source: Source, limits: Limits, files: int) -> None:
         whole = plan_units(file, replace(limits, unit_bytes=max(file.size_bytes, 1)))[0]
         if whole.format in NOT_READ:
             if whole.format is not Format.UNREADABLE:
-                self.left_out[str(whole.format)] += 1
-                self.notes += [f"{file.name}: {whole.note}"] if whole.note else []
+                self._left_out[str(whole.format)] += 1
+                self._notes += [f"{file.name}: {whole.note}"] if whole.note else []
             return
         units = spread(_places(file, whole, limits), PLACES)
         for unit in units:
             sample = _Sample(unit, limits, len(units) * files)
             for origin, rows in sample.by_origin():
-                self._take(origin, rows, sample.first_rows[origin], source)
+                mapping = self._take(origin, rows, sample.first_rows[origin], source)
+                if mapping is not None and unit.number == 0 and sample.shows_first_rows(is_all=len(units) == 1):
+                    self.mapping_of[file.name] = mapping
             self._is_sure = self._is_sure and sample.is_sure
 
-    def _take(self, origin: Origin, rows: list[Row], first: list[Row], source: Source) -> None:
+    def _take(self, origin: Origin, rows: list[Row], first: list[Row], source: Source) -> dict[str, str] | None:
+        """Look at the rows of one file or archive member; returns how they are mapped."""
         self.formats = list(dict.fromkeys([*self.formats, str(origin.format)]))
         if first and first[0].is_document:
             for row in rows:
                 self._add(row.fields["title"], row.fields["content"])
-            return
+            return None
         raw = [row.fields for row in first]
         mapping = guess_mapping(raw, source.given_mapping)
         self._tables.append((origin.name, longest_first(raw)))
         if mapping is None:
             self._textless.append(self._tables[-1])
-            return
+            return None
         if mapping not in self.mappings:
             self.mappings.append(mapping)
         for row in rows:
@@ -105,14 +107,19 @@ class Look:
             except (KeyError, ValueError):
                 continue
             self._add(document.title, document.content)
+        return mapping
 
     def _add(self, title: str, content: str) -> None:
-        self._documents += 1
-        self.guess.look(title, content)
+        self._titles.append(title)
+        self._contents.append(sampled_text(content))
+
+    def guess_channel(self) -> tuple[str, str]:
+        """The channel of most of the sampled documents, and why."""
+        return guess_channel(self._titles, self._contents)
 
 
 def spread(values: Sequence[Any], most: int) -> list[Any]:
-    """At most so many of the values, evenly spread, the first one among them."""
+    """At most `most` of the values, evenly spread, the first one among them."""
     if len(values) <= most:
         return list(values)
     return [values[number * len(values) // most] for number in range(most)]
@@ -137,6 +144,9 @@ class _Sample:
         self._step = 1
         self._most = max(2, DOCUMENTS // places)
         self._raw_bytes = 0
+        self._unit = unit
+        self._damaged = 0
+        self._is_whole = False
         self.is_sure = self._read(unit, limits, places)
 
     def _read(self, unit: Unit, limits: Limits, places: int) -> bool:
@@ -150,12 +160,21 @@ class _Sample:
                     first.append(item)
                 self._add(item)
                 plain_bytes += item.raw_bytes
+            else:
+                self._damaged += 1
             # Readers take blocks larger than a place's share, so a first block is looked at whatever its size.
             enough_raw = self._raw_bytes > RAW_BYTES // places and self._met >= self._most
             spent = enough_raw or plain_bytes > PLAIN_BYTES // places
             if spent or number >= ITEMS // places:
                 return rows >= MANY_ROWS // places or unit.format is not Format.ARCHIVE
+        self._is_whole = True
         return True
+
+    def shows_first_rows(self, is_all: bool) -> bool:
+        """Whether it has the rows by which the mapping of the file is guessed; `is_all`: the unit is the whole file."""
+        if self._unit.format is Format.ARCHIVE or self._damaged:
+            return False
+        return (is_all and self._is_whole) or all(len(rows) == PEEKED_ROWS for rows in self.first_rows.values())
 
     def _add(self, row: Row) -> None:
         self._met += 1

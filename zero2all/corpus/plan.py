@@ -1,15 +1,14 @@
-"""Planning: what each source consists of, how its rows are read, and into which pieces of work it is cut.
+"""Planning: what each source consists of, how its rows are read, and into which tasks it is cut.
 
-A look into the first rows of some files settles the channel, where none was given, and shows which fields will be
-used; with that, everything that decides what ingest writes is known and named (`inputs`). Only a source that has to be
-read is then cut into tasks: small files are gathered into tasks of about `unit_bytes`; a larger file is planned by its
-reader, which splits what can be split. That can take a pass over the file, so it is done by the engine and kept in
-`plan.json`.
+A look into some files settles the channel, where none was given, and the mapping of their rows; with that, everything
+that decides what ingest writes is known and named (`inputs`). Only a source that has to be read is then cut into tasks:
+small files are gathered into tasks of about `unit_bytes`; a larger file is planned by its reader, which splits what can
+be split. That can take a pass over the file, so it is done by the engine and kept in `plan.json`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -19,17 +18,17 @@ from zero2all.common.engine import Engine, advance
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import read_json, write_json
 from zero2all.common.manifest import fingerprint
+from zero2all.corpus.build_errors import nothing_readable
 from zero2all.corpus.channels import CHANNELS
 from zero2all.corpus.clean.config import CleanConfig
-from zero2all.corpus.ingest import PEEKED_ROWS, IngestTask, first_rows
+from zero2all.corpus.ingest import PEEKED_ITEMS, IngestTask
 from zero2all.corpus.listing import InputFile, Listing, list_files
 from zero2all.corpus.look import Look
-from zero2all.corpus.options import BuildOptions
 from zero2all.corpus.readers import NOT_READ, Format, Limits, Row, Unit, plan_units, read_unit
-from zero2all.corpus.refusals import no_text_field, nothing_readable
 from zero2all.corpus.segment_writer import SEGMENT_BYTES, SEGMENT_ITEMS
 from zero2all.corpus.segments import BUILD_NAME
-from zero2all.corpus.sources import Source, guess_mapping, part_name
+from zero2all.corpus.settings import BuildOptions
+from zero2all.corpus.sources import PEEKED_ROWS, Source, guess_mapping, part_name
 
 RULES = 6
 """Raise it when readers, field names, cleaning or signatures change what a build writes, so that it is made again."""
@@ -47,10 +46,8 @@ class SourcePlan:
     channel: str
     """Of an `auto` source, the one that most of the sampled documents belong to."""
     channel_reason: str
-    sampled_mappings: list[dict[str, str]]
-    """How the rows of the files looked into were mapped."""
-    formats: list[str]
-    """What those files were."""
+    look: Look
+    """What was found in the files looked into."""
     cleans: Mapping[str, CleanConfig]
     """The rules of every channel a document of it may get."""
     inputs: str
@@ -90,7 +87,7 @@ class Part:
 
     @property
     def is_guessed(self) -> bool:
-        """Whether nobody named its channel."""
+        """Whether its channel was guessed."""
         return self.plan.source.given_channel is None or self.plan.source.is_auto
 
 
@@ -116,12 +113,7 @@ def plan_source(source: Source, listing: Listing, corpus_folder: Path, options: 
     """Look into a source."""
     limits = options.limits
     look = Look(source, listing, limits)
-    if look.nothing_to_read:
-        left_out = look.left_out + Counter({reason: len(names) for reason, names in listing.skipped.items()})
-        raise nothing_readable(source, left_out, look.notes)
-    if look.fields_without_text is not None:
-        raise no_text_field(source, *look.fields_without_text)
-    guessed, reason = look.guess.result()
+    guessed, reason = look.guess_channel()
     is_auto = source.is_auto
     channel = guessed if is_auto else source.given_channel or guessed
     cleans = {each: options.clean_config(each) for each in (CHANNELS if is_auto else (channel,))}
@@ -143,14 +135,7 @@ def plan_source(source: Source, listing: Listing, corpus_folder: Path, options: 
     folder = corpus_folder / BUILD_NAME / inputs / source.name
     if not is_auto and source.given_channel:
         reason = "given" if source.channel else f"of the kind {source.kind}"
-    return SourcePlan(source, listing, channel, reason, look.mappings, look.formats, cleans, inputs, folder)
-
-
-def _first_rows(unit: Unit, limits: Limits, most: int = PEEKED_ROWS) -> list[Row]:
-    return [] if unit.format in NOT_READ else first_rows(read_unit(unit, limits, lambda _: None), most)
-
-
-# ---- cutting --------------------------------------------------------------------------------------------------
+    return SourcePlan(source, listing, channel, reason, look, cleans, inputs, folder)
 
 
 @dataclass(frozen=True)
@@ -160,13 +145,14 @@ class LargeFile:
     file: InputFile
     limits: Limits
     given_mapping: Mapping[str, str]
+    known_mapping: Mapping[str, str] | None
 
 
-def cut_sources(plans: Sequence[SourcePlan], options: BuildOptions, engine: Engine) -> dict[str, list[IngestTask]]:
-    """The tasks of each source; large files are planned by the engine, once."""
+def cut_sources(plans: Sequence[SourcePlan], options: BuildOptions, engine: Engine) -> list[IngestTask]:
+    """The tasks of all sources, in order; large files are planned by the engine, once."""
     missing = [plan for plan in plans if not (plan.folder / PLAN_NAME).is_file()]
     large = [
-        (plan, number, LargeFile(file, options.limits, plan.source.given_mapping))
+        (plan, number, LargeFile(file, options.limits, plan.source.given_mapping, plan.look.mapping_of.get(file.name)))
         for plan in missing
         for number, file in enumerate(plan.listing.files)
         if file.size_bytes > options.unit_bytes
@@ -178,7 +164,7 @@ def cut_sources(plans: Sequence[SourcePlan], options: BuildOptions, engine: Engi
     for plan in missing:
         ordered = dict(sorted(found[plan.name].items(), key=lambda pair: int(pair[0])))
         write_json(plan.folder / PLAN_NAME, ordered)
-    return {plan.name: _tasks(plan, read_json(plan.folder / PLAN_NAME), options) for plan in plans}
+    return [task for plan in plans for task in _tasks(plan, read_json(plan.folder / PLAN_NAME), options)]
 
 
 def planned_units(plan: SourcePlan) -> list[Unit]:
@@ -192,26 +178,28 @@ def plan_large_file(task: LargeFile) -> list[dict[str, Any]]:
     units = plan_units(task.file, task.limits)
     advance(0)
     if len(units) > 1 and units[0].format is not Format.ARCHIVE:
-        rows = [row.fields for row in _first_rows(units[0], task.limits) if not row.is_document]
-        mapping = guess_mapping(rows, task.given_mapping) or {}
+        mapping = task.known_mapping or _guessed(units[0], task)
         units = [replace(unit, mapping=mapping) for unit in units]
-    return [_unit_values(unit) for unit in units]
+    names = [each.name for each in fields(Unit) if each.name != "file"]
+    return [{name: getattr(unit, name) for name in names} for unit in units]
+
+
+def _guessed(unit: Unit, task: LargeFile) -> dict[str, str]:
+    """The mapping of a file that was not looked into, from the first rows of its first unit."""
+    if unit.format in NOT_READ:
+        return {}
+    items = itertools.islice(read_unit(unit, task.limits, lambda _: None), PEEKED_ITEMS + 1)
+    rows = itertools.islice((item for item in items if isinstance(item, Row)), PEEKED_ROWS)
+    return guess_mapping([row.fields for row in rows if not row.is_document], task.given_mapping) or {}
 
 
 def _tasks(plan: SourcePlan, large: Mapping[str, Any], options: BuildOptions) -> list[IngestTask]:
+    source = plan.source
+    reading = (source.name, plan.channel, source.is_auto, source.given_mapping, plan.look.mapping_of, options.limits)
+    units = enumerate(_files_of_tasks(plan.listing, large, options.unit_bytes))
     return [
-        IngestTask(
-            plan.name,
-            plan.channel,
-            plan.source.is_auto,
-            plan.source.given_mapping,
-            tuple(files),
-            plan.folder / f"unit-{number:05d}",
-            options.limits,
-            plan.cleans,
-            options.dedup,
-        )
-        for number, files in enumerate(_files_of_tasks(plan.listing, large, options.unit_bytes))
+        IngestTask(tuple(files), plan.folder / f"unit-{number:05d}", *reading, plan.cleans, options.dedup)
+        for number, files in units
     ]
 
 
@@ -235,10 +223,6 @@ def _files_of_tasks(
             yield [_unit_from(file, values)]
     if gathered:
         yield gathered
-
-
-def _unit_values(unit: Unit) -> dict[str, Any]:
-    return {each.name: getattr(unit, each.name) for each in fields(Unit) if each.name != "file"}
 
 
 def _unit_from(file: InputFile, values: Mapping[str, Any]) -> Unit:

@@ -1,23 +1,20 @@
 """`corpus/quarantine/<source>.jsonl`: every damaged item with file, place, reason and the beginning of what is there.
 
-Ingest lists the damaged items of each segment; the list of a source is put together when all of it has been read, and
-appears whole. A source without damage has no such file.
+Ingest lists the damaged items of each segment. A source without damage has no such file.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zero2all.common import jsonio
-from zero2all.common.files import PARTIAL_MARK, fsync_folder
+from zero2all.common.files import atomic_file
+from zero2all.corpus.readers import Damaged
 from zero2all.corpus.record import make_gid
-
-if TYPE_CHECKING:
-    from zero2all.corpus.readers import Damaged
-    from zero2all.corpus.segments import Segment
+from zero2all.corpus.segments import QUARANTINED_NAME, Segment, first_ordinals
 
 QUARANTINE_NAME = "quarantine"
 EXCERPT_CHARS = 200
@@ -45,50 +42,22 @@ def encodable(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-class Quarantine:
-    """The list of one source."""
+def write_quarantine(path: Path, segments: Sequence[Segment], source_number: int) -> str:
+    """Put the list of a source together, or remove the old one when there is nothing to list.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.firsts: dict[str, str] = {}
-        self.counts: dict[str, int] = {}
-
-    def write(self, segments: Sequence[Segment], source_number: int) -> None:
-        """Put the list together, or remove the one of an earlier build when there is nothing to list."""
-        if not any(segment.state["tally"]["quarantined"] for segment in segments):
-            self.path.unlink(missing_ok=True)
-            return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_name(f"{self.path.name}{PARTIAL_MARK}{os.getpid()}")
-        try:
-            with open(partial, "wb") as file:
-                for line in self._lines(segments):
-                    self.counts[line["reason"]] = self.counts.get(line["reason"], 0) + 1
-                    self.firsts.setdefault(line["reason"], f"{line['file']}, {line['place']}: {line['detail']}")
-                    file.write(jsonio.dumps_line({**line, "gid": make_gid(source_number, line["gid"])}))
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(self.path)
-        finally:
-            partial.unlink(missing_ok=True)
-        fsync_folder(self.path.parent)
-
-    def in_words(self) -> str:
-        """Counts by reason, each with its first place."""
-        return "; ".join(
-            f"{self.counts[reason]:,} {reason} (first in {first})" for reason, first in self.firsts.items()
-        )
-
-    @staticmethod
-    def _lines(segments: Sequence[Segment]) -> Iterator[dict[str, Any]]:
-        from zero2all.corpus.segments import QUARANTINED_NAME
-
-        before = 0
-        for segment in segments:
-            if segment.state["tally"]["quarantined"]:
-                with open(segment.folder / QUARANTINED_NAME, "rb") as file:
-                    for text in file:
-                        line = jsonio.loads(text)
-                        line["gid"] += before
-                        yield line
-            before += segment.items
+    Returns the counts by reason in words, each with its first place.
+    """
+    counts: Counter[str] = Counter()
+    firsts: dict[str, str] = {}
+    if not any(segment.state["tally"]["quarantined"] for segment in segments):
+        path.unlink(missing_ok=True)
+        return ""
+    with atomic_file(path) as out:
+        for segment, first_ordinal in zip(segments, first_ordinals(segments), strict=True):
+            with open(segment.folder / QUARANTINED_NAME, "rb") as file:
+                for line in map(jsonio.loads, file):
+                    counts[line["reason"]] += 1
+                    firsts.setdefault(line["reason"], f"{line['file']}, {line['place']}: {line['detail']}")
+                    line["gid"] = make_gid(source_number, first_ordinal + line["gid"])
+                    out.write(jsonio.dumps_line(line))
+    return "; ".join(f"{counts[reason]:,} {reason} (first in {first})" for reason, first in firsts.items())

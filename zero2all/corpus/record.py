@@ -1,8 +1,8 @@
 """The unified record: what every source becomes, one JSON object a line, and the numbers that name it.
 
-`gid` = source number x 2^40 + ordinal, where the ordinal counts every item the reader met in that source, kept or
-not. So a gid does not move when a cleaning option changes, and it stays below 2^53, where JavaScript and float64
-are still exact. Source numbers come from the append-only `corpus/sources.json`.
+`gid` = source number x 2^40 + ordinal, where the ordinal counts every item of that source, kept or not. So a gid stays
+the same when a cleaning option changes, and below 2^53, where JavaScript and float64 are exact. Source numbers come
+from the append-only `corpus/sources.json`.
 """
 
 from __future__ import annotations
@@ -10,15 +10,13 @@ from __future__ import annotations
 import json
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
+import numpy as np
 import orjson
 
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import read_json, write_json
-
-if TYPE_CHECKING:
-    import numpy as np
 
 ORDINAL_BITS = 40
 SOURCES_LIMIT = 1 << (53 - ORDINAL_BITS)
@@ -26,35 +24,19 @@ SOURCES_NAME = "sources.json"
 SURROGATES = dict.fromkeys(range(0xD800, 0xE000))
 
 
-class Record(TypedDict):
-    """One document of the corpus."""
+class Document(NamedTuple):
+    """A record before it is numbered: raw fields put in their places; empty where the raw data gave none."""
 
-    gid: int
-    """Unique over the corpus, stable over reruns."""
-    id: int
-    """Ordinal within its source, counting dropped and damaged items too."""
-    data_src: str
-    """Name of the source."""
-    category: str
-    """Topic or class the raw data gave; empty when it gave none."""
-    title: str
-    """Title, question or file path; empty when there is none."""
     content: str
     """The text to learn from."""
-    desc: str
-    """Summary or description; empty when there is none."""
-    others: dict[str, Any]
-    """Every raw field that has no place above, under its raw name."""
-
-
-class Document(NamedTuple):
-    """A record before it is numbered: raw fields put in their places."""
-
-    content: str
     title: str = ""
+    """Title, question or file path."""
     category: str = ""
+    """Topic or class."""
     desc: str = ""
+    """Summary or description."""
     others: dict[str, Any] = {}  # noqa: RUF012 - the default of a NamedTuple; never changed in place
+    """Every raw field that has no place above, under its raw name."""
 
 
 def make_gid(source_number: int, ordinal: int) -> int:
@@ -105,8 +87,6 @@ def numbers_bytes(source_number: int, ordinals: np.ndarray) -> np.ndarray:
 
 def _digits(numbers: np.ndarray) -> np.ndarray:
     """How many decimal digits each number has."""
-    import numpy as np
-
     powers = 10 ** np.arange(1, 19, dtype=np.int64)
     return np.searchsorted(powers, numbers, side="right") + 1
 
@@ -114,7 +94,7 @@ def _digits(numbers: np.ndarray) -> np.ndarray:
 def source_numbers(corpus_folder: Path, names: list[str]) -> dict[str, int]:
     """The number of every name ever built, old ones as they were; new names get the next ones.
 
-    They are not taken until `keep_source_numbers`, so that a build that is refused uses none.
+    They are not taken until `keep_source_numbers`, so that a build that stops early uses none.
     """
     path = corpus_folder / SOURCES_NAME
     try:

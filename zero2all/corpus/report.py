@@ -1,25 +1,22 @@
 """The report of a build: per source, what came in, what was kept, and what was not and why.
 
-Two identities hold and are checked at the end of every build:
+Two identities are checked at the end of every build:
 
     records_in = records_kept + sum(dropped) + quarantined
     bytes_in   = bytes_kept   + sum(bytes_dropped) + bytes_quarantined + bytes_repaired + bytes_boilerplate
 
-`bytes_*` count UTF-8 bytes of text (for damaged items: of the raw input that could not be read); `bytes_repaired` is
-what repair, edits and masks took off the texts that passed cleaning, `bytes_boilerplate` what was taken out as lines
-that stand in many records; `input_file_bytes` is what the raw files weigh on disk. Held-out (valid) records count as
-kept. No clock and no host name goes into the report, so that two builds of the same input write the same bytes.
-
-`report.json` lists the sources of the last finished build. That list is the corpus: later stages read these
-sources and no other folder that may stand beside them from an earlier build.
+`bytes_*` count UTF-8 bytes of text (of damaged items: raw bytes). `bytes_repaired` is what repair, edits and masks
+removed from kept texts, `bytes_boilerplate` what was removed as lines that stand in many records; `input_file_bytes` is
+the size on disk. Valid records count as kept. No time and no host name goes into the report, so that two builds of the
+same input write the same bytes. Later stages read the sources listed in `report.json` and no other folder.
 """
 
 from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +24,9 @@ from zero2all.common.errors import BadInputError
 from zero2all.common.files import human_bytes, read_json_object
 from zero2all.common.progress import terminal_safe
 from zero2all.common.records import REPORT_NAME, report_sources
+from zero2all.corpus.segments import Segment
 
 SUMMED = ("records_in", "records_kept", "quarantined", "bytes_in", "bytes_kept", "train_records", "valid_records")
-ADDED = (
-    "records_in",
-    "records_kept",
-    "bytes_in",
-    "bytes_kept",
-    "bytes_repaired",
-    "bytes_boilerplate",
-    "bytes_quarantined",
-)
 ACCOUNTED_BYTES = ("bytes_kept", "bytes_dropped", "bytes_quarantined", "bytes_repaired", "bytes_boilerplate")
 """The bytes of a source that add up to `bytes_in`; those dropped stand by reason."""
 LENGTH_BUCKETS = 32
@@ -63,7 +52,7 @@ class Tally:
     records_in: int = 0
     records_kept: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
-    quarantined: Counter[str] = field(default_factory=Counter)
+    quarantined_by_reason: Counter[str] = field(default_factory=Counter)
     bytes_in: int = 0
     bytes_kept: int = 0
     bytes_repaired: int = 0
@@ -74,35 +63,28 @@ class Tally:
     private_use: Counter[str] = field(default_factory=Counter)
     replaced: Counter[str] = field(default_factory=Counter)
 
+    @classmethod
+    def of(cls, segments: Iterable[Segment]) -> Tally:
+        """The counts of some segments together."""
+        tally = cls()
+        for segment in segments:
+            for each in fields(cls):
+                counts, more = getattr(tally, each.name), segment.state["tally"][each.name]
+                if isinstance(counts, Counter):
+                    counts.update(more)
+                else:
+                    setattr(tally, each.name, counts + more)
+        return tally
+
     def as_report(self) -> dict[str, Any]:
         """The counts as they stand in `report.json`."""
-        return {
-            "records_in": self.records_in,
-            "records_kept": self.records_kept,
-            "dropped": dict(sorted(self.dropped.items())),
-            "quarantined": self.quarantined.total(),
-            "quarantined_by_reason": dict(sorted(self.quarantined.items())),
-            "bytes_in": self.bytes_in,
-            "bytes_kept": self.bytes_kept,
-            "bytes_repaired": self.bytes_repaired,
-            "bytes_boilerplate": self.bytes_boilerplate,
-            "bytes_dropped": dict(sorted(self.bytes_dropped.items())),
-            "bytes_quarantined": self.bytes_quarantined,
-            "masked": dict(sorted(self.masked.items())),
-            "private_use": dict(sorted(self.private_use.items())),
-            "replaced": dict(sorted(self.replaced.items())),
-        }
-
-    def add(self, counts: Mapping[str, Any]) -> None:
-        """Add the counts of a part, given as `as_report` writes them."""
-        for name in ADDED:
-            setattr(self, name, getattr(self, name) + counts[name])
-        self.dropped.update(counts["dropped"])
-        self.bytes_dropped.update(counts["bytes_dropped"])
-        self.quarantined.update(counts["quarantined_by_reason"])
-        self.masked.update(counts["masked"])
-        self.private_use.update(counts["private_use"])
-        self.replaced.update(counts["replaced"])
+        report: dict[str, Any] = {}
+        for each in fields(self):
+            counts = getattr(self, each.name)
+            if each.name == "quarantined_by_reason":
+                report["quarantined"] = counts.total()
+            report[each.name] = dict(sorted(counts.items())) if isinstance(counts, Counter) else counts
+        return report
 
     def drop_kept(self, reason: str, records: int, text_bytes: int) -> None:
         """Records counted as kept turned out to be duplicates."""
@@ -166,8 +148,8 @@ def read_report(corpus_folder: Path) -> dict[str, Any]:
     return report
 
 
-def summary_rows(report: dict[str, Any]) -> list[list[str]]:
-    """A table for the terminal: a heading, a row per source, and a total when there are several."""
+def summary_rows(report: Mapping[str, Any]) -> list[list[str]]:
+    """A table: a heading, a row per source, and a total when there are several."""
     rows = [["source", "channel", "records in", "kept", "dropped", "quarantined", "train", "valid", "text kept"]]
     named = list(report["sources"].items())
     if len(named) > 1:
@@ -210,12 +192,7 @@ def summary_notes(report: dict[str, Any], work: Path | None = None) -> list[str]
                 )
         if source["masked"]:
             notes.append(f"{name}: masked {counts_in_words(source['masked'])}")
-        if source["contained"].get("records"):
-            notes.append(f"{name}: {contained_in_words(source['contained'])}")
-        if source["private_use"]:
-            notes.append(f"{name}: {private_use_in_words(source['private_use'])}")
-        if source.get("replaced"):  # not in reports of earlier versions
-            notes.append(f"{name}: {replaced_in_words(source['replaced'])}")
+        notes += [f"{name}: {words}" for words in facts_in_words(source).values()]
         if source["quarantined"]:
             reasons = counts_in_words(source["quarantined_by_reason"])
             listed = (work or Path()) / "corpus/quarantine" / f"{name}.jsonl"
@@ -230,29 +207,30 @@ def summary_notes(report: dict[str, Any], work: Path | None = None) -> list[str]
     return notes + report["notes"]
 
 
-def contained_in_words(contained: Mapping[str, Any]) -> str:
-    """How many records stand inside longer ones."""
-    example = contained["examples"][0]
-    return (
-        f"{contained['records']:,} of {contained['looked_up']:,} records looked up stand to 80% or more inside a "
-        f"longer one and were kept, such as gid {example['gid']} in gid {example['inside']}"
-    )
+def facts_in_words(source: Mapping[str, Any]) -> dict[str, str]:
+    """Records that stand inside longer ones, and what became of characters without a meaning; a sentence by topic."""
+    words = {}
+    if (contained := source["contained"]).get("records"):
+        example = contained["examples"][0]
+        words["contained"] = (
+            f"{contained['records']:,} of {contained['looked_up']:,} records looked up stand to 80% or more inside a "
+            f"longer one and were kept, such as gid {example['gid']} in gid {example['inside']}"
+        )
+    if counts := source["private_use"]:
+        words["characters"] = (
+            f"private-use characters in {_counted(counts['records'], 'record')}: {counts.get('mapped', 0):,} became "
+            f"the standard characters of GB18030, {counts.get('removed', 0):,} were taken out"
+        )
+    if counts := source.get("replaced"):  # not in reports of earlier versions
+        words["bad bytes"] = (
+            f"{_counted(counts['characters'], 'character')} in {_counted(counts['records'], 'record')} could not be "
+            f"decoded and became U+FFFD; text in another encoding needs conversion"
+        )
+    return words
 
 
-def private_use_in_words(counts: Mapping[str, int]) -> str:
-    """What became of the characters that only some font knows."""
-    records = f"{counts['records']:,} record{'' if counts['records'] == 1 else 's'}"
-    return (
-        f"private-use characters in {records}: {counts.get('mapped', 0):,} became the standard characters of GB18030, "
-        f"{counts.get('removed', 0):,} were taken out"
-    )
-
-
-def replaced_in_words(counts: Mapping[str, int]) -> str:
-    """What became of bytes that are no text."""
-    records = f"{counts['records']:,} record{'' if counts['records'] == 1 else 's'}"
-    what = "1 character" if counts["characters"] == 1 else f"{counts['characters']:,} characters"
-    return f"{what} in {records} could not be decoded and became U+FFFD; text in another encoding needs conversion"
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def mapping_in_words(mapping: Mapping[str, str]) -> str:
@@ -268,5 +246,9 @@ def in_short(text: str, chars: int = 100) -> str:
 
 def counts_in_words(counts: Mapping[str, int]) -> str:
     """{'empty': 3, 'duplicate': 1200} -> '1,200 duplicate, 3 empty'."""
-    by_size = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
-    return ", ".join(f"{count:,} {reason}" for reason, count in by_size)
+    return ", ".join(f"{count:,} {reason}" for reason, count in by_size(counts))
+
+
+def by_size(counts: Mapping[str, int]) -> list[tuple[str, int]]:
+    """The counts, the largest first."""
+    return sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))

@@ -1,10 +1,12 @@
 """`report.html`: the report as one page that needs nothing else (`common/html.py`). Its looks are in `report.css`.
 
-Plots are drawn here, as HTML bars and small SVG; every figure in them also stands as text beside them.
+Plots are HTML bars and small SVG; every figure in them also stands as text beside them.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -16,10 +18,11 @@ from zero2all.corpus.report import (
     EXAMPLE_CHARS,
     OTHER_REASONS,
     accounted_bytes,
-    contained_in_words,
+    by_size,
+    counts_in_words,
+    facts_in_words,
     mapping_in_words,
-    private_use_in_words,
-    replaced_in_words,
+    summary_rows,
 )
 
 REPORT_HTML_NAME = "report.html"
@@ -38,8 +41,8 @@ def report_html(report: Mapping[str, Any]) -> str:
         _headline(report["totals"]),
         _balance(sources),
         _make_up(sources),
-        _sources_table(sources, report["totals"], anchors),
-        _rules_table(sources, anchors),
+        _sources_table(report, anchors),
+        _rules_table(report, anchors),
         *(_source_section(name, source, anchors[name]) for name, source in sources.items()),
         _settings(report),
     ]
@@ -69,20 +72,15 @@ def _headline(totals: Mapping[str, Any]) -> str:
 
 def _balance(sources: Sources) -> str:
     """The two identities, in figures: what came in is what was kept and what was not."""
-    records = {
-        "in": sum(source["records_in"] for source in sources.values()),
-        "kept": sum(source["records_kept"] for source in sources.values()),
-        "dropped": sum(sum(source["dropped"].values()) for source in sources.values()),
-        "quarantined": sum(source["quarantined"] for source in sources.values()),
-    }
-    sizes = {"in": 0, "kept": 0, "dropped": 0, "quarantined": 0, "repaired": 0, "boilerplate": 0}
+    total = Counter[str]()
+    sizes = Counter[str](dict.fromkeys(("in", "kept", "dropped", "quarantined", "repaired", "boilerplate"), 0))
     for source in sources.values():
-        for name, value in accounted_bytes(source).items():
-            sizes[name] += value
-        sizes["in"] += source["bytes_in"]
+        total.update({"in": source["records_in"], "kept": source["records_kept"]})
+        total.update({"dropped": sum(source["dropped"].values()), "quarantined": source["quarantined"]})
+        sizes.update({"in": source["bytes_in"], **accounted_bytes(source)})
     rows = "".join(
         f'<div class="balance"><h3>{title}</h3>{_stacked(parts)}{_equation(parts)}</div>'
-        for title, parts in (("Records", records), ("Bytes of text", sizes))
+        for title, parts in (("Records", total), ("Bytes of text", sizes))
     )
     return f"<section><h2>Where everything went</h2>{rows}</section>"
 
@@ -136,34 +134,26 @@ def _make_up(sources: Sources) -> str:
     return f'<section><h2>Channels, by text kept</h2><div class="bars">{"".join(rows)}</div></section>'
 
 
-def _sources_table(sources: Sources, totals: Mapping[str, Any], anchors: Mapping[str, str]) -> str:
-    heading = ("source", "channel", "records in", "kept", "dropped", "quarantined", "train", "valid", "text kept")
-    head = "".join(f'<th scope="col">{name}</th>' for name in heading) + '<th scope="col">of the bytes read</th>'
-    rows = []
-    for name, source in sources.items():
-        link = f'<a href="#{anchors[name]}">{escape(name)}</a>'
-        rows.append(f'<th scope="row">{link}</th>{_cells(source)}<td>{_share_bar(source)}</td>')
-    foot = ""
-    if len(sources) > 1:
-        foot = f'<tfoot><tr><th scope="row">total</th>{_cells({"channel": "", **totals})}<td></td></tr></tfoot>'
-    body = "".join(f"<tr>{row}</tr>" for row in rows)
+def _sources_table(report: Mapping[str, Any], anchors: Mapping[str, str]) -> str:
+    heading, *rows = summary_rows(report)
+    head = "".join(f'<th scope="col">{name}</th>' for name in [*heading, "of the bytes read"])
+    body = "".join(
+        f'<tr><th scope="row"><a href="#{anchors[name]}">{escape(name)}</a></th>{_cells(figures)}'
+        f"<td>{_share_bar(report['sources'][name])}</td></tr>"
+        for name, *figures in rows[: len(anchors)]
+    )
+    foot = "".join(
+        f'<tfoot><tr><th scope="row">{name}</th>{_cells(figures)}<td></td></tr></tfoot>'
+        for name, *figures in rows[len(anchors) :]
+    )
     return (
         '<section><h2>Sources</h2><div class="wide" tabindex="0" role="region" aria-label="Sources">'
         f'<table class="sources"><thead><tr>{head}</tr></thead><tbody>{body}</tbody>{foot}</table></div></section>'
     )
 
 
-def _cells(source: Source) -> str:
-    counts = (
-        source["records_in"],
-        source["records_kept"],
-        sum(source["dropped"].values()),
-        source["quarantined"],
-        source["train_records"],
-        source["valid_records"],
-    )
-    cells = [escape(source["channel"]), *(f"{count:,}" for count in counts), human_bytes(source["bytes_kept"])]
-    return "".join(f"<td>{cell}</td>" for cell in cells)
+def _cells(figures: Sequence[str]) -> str:
+    return "".join(f"<td>{escape(figure)}</td>" for figure in figures)
 
 
 def _share_bar(source: Source) -> str:
@@ -172,12 +162,10 @@ def _share_bar(source: Source) -> str:
     return f'<div role="img" aria-label="{words}">{_stacked(parts)}</div>'
 
 
-def _rules_table(sources: Sources, anchors: Mapping[str, str]) -> str:
+def _rules_table(report: Mapping[str, Any], anchors: Mapping[str, str]) -> str:
     """What each rule dropped from each source; one source has the same in its own section."""
-    totals: dict[str, int] = {}
-    for source in sources.values():
-        for rule, count in source["dropped"].items():
-            totals[rule] = totals.get(rule, 0) + count
+    sources = report["sources"]
+    totals = report["totals"]["dropped"]
     if len(sources) < 2 or not totals:
         return ""
     most = max(
@@ -186,7 +174,7 @@ def _rules_table(sources: Sources, anchors: Mapping[str, str]) -> str:
     kind = "rules many" if len(sources) > MANY_SOURCES else "rules"
     names = "".join(f'<th scope="col"><a href="#{anchors[name]}">{escape(name)}</a></th>' for name in sources)
     rows = []
-    for rule, total in _by_size(totals):
+    for rule, total in by_size(totals):
         cells = []
         for source in sources.values():
             count = source["dropped"].get(rule, 0)
@@ -238,18 +226,23 @@ def _flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
 
 
 def _source_section(name: str, source: Source, anchor: str) -> str:
-    scripts = [(script, shares["bytes"]) for script, shares in source["scripts"].items()]
+    sizes = {script: shares["bytes"] for script, shares in source["scripts"].items()}
+    total = sum(sizes.values()) or 1
+    bars = "".join(_bar(script, size, total, human_bytes(size)) for script, size in sizes.items())
+    scripts = f'<div class="bars">{bars}</div>' if sizes else '<p class="faint">nothing was kept</p>'
     lengths = {int(low): count for low, count in source["length_histogram"].items()}
     facts = "".join(f"<div><dt>{label}</dt><dd>{escape(words)}</dd></div>" for label, words in _facts(source))
+    kept = _texts(source["examples"]["kept"], source["channel"])
     parts = [
         f'<section class="source" id="{anchor}"><h2>{escape(name)} ',
         f'<span class="chip">{escape(source["channel"])}</span></h2><dl class="facts">{facts}</dl>',
         f'<div class="plots"><figure><figcaption>Length of the kept texts</figcaption>{length_plot(lengths)}</figure>',
-        f"<figure><figcaption>Scripts, by bytes of kept text</figcaption>{_script_bars(scripts)}</figure></div>",
+        f"<figure><figcaption>Scripts, by bytes of kept text</figcaption>{scripts}</figure></div>",
         _dropped(source),
         _quarantined(name, source),
-        _samples("The first texts that were kept", source["examples"]["kept"], source["channel"]),
     ]
+    if source["examples"]["kept"]:
+        parts.append(f'<details class="samples"><summary>The first texts that were kept</summary>{kept}</details>')
     return "".join(parts) + "</section>"
 
 
@@ -261,7 +254,7 @@ def _facts(source: Source) -> Iterator[tuple[str, str]]:
     size = f"{human_bytes(source['input_file_bytes'])} on disk"
     yield "files", f"{files} ({kinds}), {size}" if kinds else f"{files}, {size}"
     if source["skipped_files"]:
-        yield "not read", ", ".join(f"{count:,} {reason}" for reason, count in _by_size(source["skipped_files"]))
+        yield "not read", counts_in_words(source["skipped_files"])
     guessed = "guessed: " if source["channel_guessed"] else ""
     yield "channel", f"{source['channel']} ({guessed}{source['channel_reason']})"
     for mapping in source["mappings"]:
@@ -272,22 +265,10 @@ def _facts(source: Source) -> Iterator[tuple[str, str]]:
         mean = human_bytes(source["bytes_kept"] / kept)
         yield "kept", f"{kept:,} of {source['records_in']:,} records, {mean} of text each on average"
     if source["masked"]:
-        yield "masked", ", ".join(f"{count:,} {what}" for what, count in _by_size(source["masked"]))
-    if source["contained"].get("records"):
-        yield "contained", contained_in_words(source["contained"])
-    if source["private_use"]:
-        yield "characters", private_use_in_words(source["private_use"])
-    if source.get("replaced"):
-        yield "bad bytes", replaced_in_words(source["replaced"])
+        yield "masked", counts_in_words(source["masked"])
+    yield from facts_in_words(source).items()
     for note in source["reading_notes"]:
         yield "note", note
-
-
-def _script_bars(scripts: Sequence[tuple[str, int]]) -> str:
-    if not scripts:
-        return '<p class="faint">nothing was kept</p>'
-    total = sum(size for _, size in scripts) or 1
-    return f'<div class="bars">{"".join(_bar(name, size, total, human_bytes(size)) for name, size in scripts)}</div>'
 
 
 def _bar(name: str, size: int, total: int, words: str) -> str:
@@ -304,7 +285,7 @@ def _dropped(source: Source) -> str:
         return '<h3>Dropped</h3><p class="faint">no record</p>'
     top = max(source["dropped"].values())
     rules = []
-    for rule, count in _by_size(source["dropped"]):
+    for rule, count in by_size(source["dropped"]):
         share = _share(count, source["records_in"])
         line = (
             f"<summary><code>{escape(rule)}</code>"
@@ -319,7 +300,7 @@ def _dropped(source: Source) -> str:
 def _quarantined(name: str, source: Source) -> str:
     if not source["quarantined"]:
         return ""
-    reasons = _by_size(source["quarantined_by_reason"])
+    reasons = by_size(source["quarantined_by_reason"])
     bars = "".join(_bar(reason, count, source["quarantined"], f"{count:,}") for reason, count in reasons)
     where = f"corpus/quarantine/{name}.jsonl"
     return (
@@ -328,24 +309,14 @@ def _quarantined(name: str, source: Source) -> str:
     )
 
 
-def _samples(title: str, texts: Sequence[str], channel: str) -> str:
-    if not texts:
-        return ""
-    return f'<details class="samples"><summary>{title}</summary>{_texts(texts, channel)}</details>'
-
-
 def _texts(texts: Sequence[str], channel: str) -> str:
-    """Texts of the corpus as they are; the language decides how Han characters are drawn."""
+    """Texts of the corpus, with a mark where one was cut; the language decides how Han characters are drawn."""
     if not texts:
         return '<p class="faint">no sample was kept</p>'
     language = ' lang="zh"' if channel == "zh" else ""
     kind = "code" if channel == "code" else "prose"
-    return "".join(f'<pre class="{kind}"{language} dir="auto">{escape(_cut(text)) or " "}</pre>' for text in texts)
-
-
-def _cut(text: str) -> str:
-    """With a mark where a sample was cut off."""
-    return f"{text} …" if len(text) >= EXAMPLE_CHARS else text
+    shown = [f"{text} …" if len(text) >= EXAMPLE_CHARS else text for text in texts]
+    return "".join(f'<pre class="{kind}"{language} dir="auto">{escape(text) or " "}</pre>' for text in shown)
 
 
 # ---- plots ----------------------------------------------------------------------------------------------------
@@ -388,13 +359,10 @@ def length_plot(lengths: Mapping[int, int]) -> str:
 
 
 def _middle_bucket(lengths: Mapping[int, int]) -> str:
-    half = sum(lengths.values()) / 2
-    below = 0
-    for low, count in sorted(lengths.items()):
-        below += count
-        if below >= half:
-            return f"{_binary_size(low)} and {_binary_size(2 * low)}"
-    raise AssertionError("some bucket holds the middle")
+    lows = sorted(lengths)
+    sums = itertools.accumulate(lengths[low] for low in lows)
+    middle = next(low for low, below in zip(lows, sums, strict=True) if 2 * below >= sum(lengths.values()))
+    return f"{_binary_size(middle)} and {_binary_size(2 * middle)}"
 
 
 def _round_scale(most: int) -> tuple[int, list[int]]:
@@ -409,11 +377,8 @@ def _round_scale(most: int) -> tuple[int, list[int]]:
 
 def _binary_size(count: int) -> str:
     """2048 -> '2 KiB': the borders of the bars are powers of two."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return f"{count} {unit}"
-        count //= 1024
-    raise AssertionError("unreachable: the loop returns at GiB")
+    power = min((count.bit_length() - 1) // 10, 3)
+    return f"{count >> 10 * power} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
 # ---- words ----------------------------------------------------------------------------------------------------
@@ -421,12 +386,7 @@ def _binary_size(count: int) -> str:
 
 def _meaning(rule: str) -> str:
     """A rule in a sentence."""
-    known = RULES.get(rule)
-    return OTHER_REASONS.get(rule, "") if known is None else known.description.replace("Also edits", "It also edits")
-
-
-def _by_size(counts: Mapping[str, int]) -> list[tuple[str, int]]:
-    return sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
+    return {**OTHER_REASONS, **RULES}.get(rule, "").replace("Also edits", "It also edits")
 
 
 def _share(part: float, whole: float) -> str:

@@ -1,13 +1,14 @@
-"""One segment of a task: documents in, cleaned records, index and samples of what was dropped out.
+"""One segment of a task: documents in; cleaned records, their index and samples of what was dropped out.
 
 Documents wait for a batch of about 1 MB, so that cleaning and signatures run over many at once.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ import numpy as np
 
 from zero2all.common import jsonio
 from zero2all.common.records import ORIGINS_NAME
-from zero2all.corpus.channels import channels_of
+from zero2all.corpus.channels import channels_of, scripts_of_encoded
 from zero2all.corpus.clean.cleaner import Cleaned, Cleaner
 from zero2all.corpus.dedup.config import DedupConfig
 from zero2all.corpus.dedup.index import IndexWriter
@@ -27,7 +28,6 @@ from zero2all.corpus.quarantine import encodable, quarantine_line
 from zero2all.corpus.readers import EXCERPT_CHARS, Damaged, Row
 from zero2all.corpus.record import Document, encode_record, plain
 from zero2all.corpus.report import Tally
-from zero2all.corpus.scripts import scripts_of_encoded
 from zero2all.corpus.segments import (
     CHANNELS_KEY,
     DROPPED_NAME,
@@ -43,10 +43,83 @@ from zero2all.corpus.sources import part_name
 BATCH_CHARS = 1 << 19
 BATCH_RECORDS = 4096
 SEGMENT_BYTES = 64_000_000
-"""A segment is closed when this much text has been read for it …"""
 SEGMENT_ITEMS = 100_000
-"""… or this many items, so that a worker's memory stays small."""
+"""A segment is closed when this much text or this many items have been read, so that memory stays small."""
 CUT_WORD = re.compile(r"^[\w.@+/=-]+|[\w.@+/=-]+$")
+
+
+class SegmentWriter:
+    """Fills the staging folder of one segment.
+
+    The documents of an `auto` source go to a folder for each channel met in the segment, and to `channel` when they
+    belong to none; any other source has one channel, whose files lie in the staging folder itself.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        channel: str,
+        is_auto: bool,
+        dedup: DedupConfig,
+        staging: Path,
+        cleaners: Mapping[str, Cleaner],
+        stack: ExitStack,
+    ) -> None:
+        self.source, self.channel, self.is_auto, self.dedup = source, channel, is_auto, dedup
+        self.staging, self.cleaners, self._stack = staging, cleaners, stack
+        self._writers: dict[str, _ChannelWriter] = {}
+        if not is_auto:
+            self._writers[channel] = _ChannelWriter(source, dedup, staging, cleaners[channel], stack)
+        self._batch: list[tuple[Row | Damaged, Document | Damaged, int]] = []
+        self._batch_chars = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the segment should end here."""
+        writers = self._writers.values()
+        return (
+            sum(writer.tally.bytes_in for writer in writers) >= SEGMENT_BYTES
+            or sum(writer.items for writer in writers) >= SEGMENT_ITEMS
+        )
+
+    @property
+    def batch_is_full(self) -> bool:
+        """Whether the documents waiting should be cleaned now."""
+        return self._batch_chars >= BATCH_CHARS or len(self._batch) >= BATCH_RECORDS
+
+    def add(self, item: Row | Damaged, document: Document | Damaged, unread_bytes: int = 0) -> None:
+        """Take an item into the batch, as a document or as damaged, with how much of its file is lost behind it."""
+        self._batch.append((item, document, unread_bytes))
+        if isinstance(document, Document):
+            self._batch_chars += len(document.content)
+
+    def clean_batch(self) -> None:
+        """Find the channel of each document waiting, and clean it as that."""
+        batch, self._batch, self._batch_chars = self._batch, [], 0
+        documents = [document for _, document, _ in batch if isinstance(document, Document)]
+        channels: Iterator[str | None] = itertools.repeat(self.channel)
+        if self.is_auto:
+            channels = iter(channels_of([one.title for one in documents], [one.content for one in documents]))
+        for item, document, unread_bytes in batch:
+            if isinstance(document, Damaged):
+                self._writer(self.channel).add_damaged(item, document, unread_bytes)
+            else:
+                self._writer(next(channels) or self.channel).add(item, document)
+        for writer in self._writers.values():
+            writer.clean_batch()
+
+    def finish(self, notes: dict[str, Any]) -> dict[str, Any]:
+        """Write what is left; returns the counts, those of an `auto` source by channel, and `notes`."""
+        counts = {channel: self._writers[channel].finish() for channel in sorted(self._writers)}
+        return {CHANNELS_KEY: counts, **notes} if self.is_auto else {**counts[self.channel], **notes}
+
+    def _writer(self, channel: str) -> _ChannelWriter:
+        if channel not in self._writers:
+            folder = self.staging / channel
+            folder.mkdir()
+            name = part_name(self.source, channel)
+            self._writers[channel] = _ChannelWriter(name, self.dedup, folder, self.cleaners[channel], self._stack)
+        return self._writers[channel]
 
 
 class _Waiting(NamedTuple):
@@ -57,70 +130,51 @@ class _Waiting(NamedTuple):
     document: Document
 
 
-class SegmentWriter:
-    """Fills the staging folder of one segment."""
+class _ChannelWriter:
+    """Writes what a segment has of one channel."""
 
-    def __init__(self, source: str, dedup: DedupConfig, staging: Path, cleaner: Cleaner, stack: ExitStack) -> None:
-        self.source, self.dedup, self.staging, self.cleaner = source, dedup, staging, cleaner
+    def __init__(self, source: str, dedup: DedupConfig, folder: Path, cleaner: Cleaner, stack: ExitStack) -> None:
+        self.source, self.dedup, self.folder, self.cleaner = source, dedup, folder, cleaner
         self.tally = Tally()
         self.unread_bytes = 0
-        self._items = 0
+        self.items = 0
         self._batch: list[_Waiting] = []
-        self._batch_chars = 0
-        self._batch_end = BATCH_RECORDS
         self._samples: Counter[str] = Counter()
         self._layout: list[np.ndarray] = []
-        self._records = stack.enter_context((staging / RECORDS_NAME).open("wb", buffering=1 << 20))
-        self._quarantined = stack.enter_context((staging / QUARANTINED_NAME).open("wb"))
-        self._dropped = stack.enter_context((staging / DROPPED_NAME).open("wb"))
-        self._origins = stack.enter_context((staging / ORIGINS_NAME).open("wb"))
+        self._records = stack.enter_context((folder / RECORDS_NAME).open("wb", buffering=1 << 20))
+        self._quarantined = stack.enter_context((folder / QUARANTINED_NAME).open("wb"))
+        self._dropped = stack.enter_context((folder / DROPPED_NAME).open("wb"))
+        self._origins = stack.enter_context((folder / ORIGINS_NAME).open("wb"))
         self._origin: Any = None
         """That of the last item."""
-        self._index = stack.enter_context(IndexWriter(staging, near=dedup.near != "off"))
+        self._index = stack.enter_context(IndexWriter(folder, near=dedup.near != "off"))
         self._lines = LineCounter(dedup) if uses_lines(cleaner.channel, dedup) else None
-
-    @property
-    def items(self) -> int:
-        """Everything it was given."""
-        return self._items
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the segment should end here."""
-        return self.tally.bytes_in >= SEGMENT_BYTES or self._items >= SEGMENT_ITEMS
-
-    def batch_is_full(self) -> bool:
-        """Whether the documents waiting should be cleaned now."""
-        return self._batch_chars >= BATCH_CHARS or self._items >= self._batch_end
 
     def add(self, item: Row | Damaged, document: Document) -> None:
         """Take a document into the batch."""
         self._note_origin(item)
-        self._batch.append(_Waiting(self._items, item, document))
-        self._batch_chars += len(document.content)
-        self._items += 1
+        self._batch.append(_Waiting(self.items, item, document))
+        self.items += 1
         if isinstance(item, Row) and item.replaced:
             self.tally.replaced.update({"records": 1, "characters": item.replaced})
 
     def add_damaged(self, item: Row | Damaged, damaged: Damaged, unread_bytes: int) -> None:
-        """Count and list an item that could not be read, and how much of its file is lost with it."""
+        """Count and list an item that could not be read."""
         self._note_origin(item)
         self.tally.bytes_in += damaged.raw_bytes
         self.unread_bytes += unread_bytes
-        self._quarantine(self._items, item, damaged)
-        self._items += 1
+        self._quarantine(self.items, item, damaged)
+        self.items += 1
 
     def _note_origin(self, item: Row | Damaged) -> None:
-        """Write down where a stretch of items from another file begins."""
+        """Write down where the items of another file begin."""
         if item.origin is not self._origin:
             self._origin = item.origin
-            self._origins.write(jsonio.dumps_line(encodable({"first": self._items, "file": origin_name(item)})))
+            self._origins.write(jsonio.dumps_line(encodable({"first": self.items, "file": origin_name(item)})))
 
     def clean_batch(self) -> None:
         """Clean the documents waiting, and write those that are kept."""
-        batch, self._batch, self._batch_chars = self._batch, [], 0
-        self.tally.records_in += self._items - self._batch_end + BATCH_RECORDS
-        self._batch_end = self._items + BATCH_RECORDS
+        batch, self._batch = self._batch, []
         texts: list[str] = []
         lines: list[bytes] = []
         numbers: list[int] = []
@@ -149,17 +203,13 @@ class SegmentWriter:
             self.tally.bytes_repaired += bytes_repaired
             self._write(texts, lines, numbers)
 
-    def finish(self, notes: dict[str, Any]) -> dict[str, Any]:
-        """Write what is left; returns what is to be kept of this segment in words and figures, `notes` included."""
-        np.save(self.staging / LAYOUT_NAME, np.concatenate(self._layout) if self._layout else np.zeros(0, LAYOUT))
+    def finish(self) -> dict[str, Any]:
+        """Write what is left; returns the counts."""
+        self.tally.records_in = self.items
+        np.save(self.folder / LAYOUT_NAME, np.concatenate(self._layout) if self._layout else np.zeros(0, LAYOUT))
         if self._lines is not None:
-            self._lines.write(self.staging)
-        return {
-            "items": self._items,
-            "tally": self.tally.as_report(),
-            "unread_bytes": self.unread_bytes,
-            **notes,
-        }
+            self._lines.write(self.folder)
+        return {"items": self.items, "tally": self.tally.as_report(), "unread_bytes": self.unread_bytes}
 
     def _encode(self, waiting: _Waiting, cleaned: Cleaned) -> bytes | None:
         document, tidy, masked = waiting.document, self.cleaner.tidy, self.tally.masked
@@ -208,81 +258,12 @@ class SegmentWriter:
             self._dropped.write(jsonio.dumps_line(encodable(sample)))
 
     def _quarantine(self, number: int, item: Row | Damaged, damaged: Damaged) -> None:
-        self.tally.quarantined[damaged.reason] += 1
+        self.tally.quarantined_by_reason[damaged.reason] += 1
         self.tally.bytes_quarantined += damaged.raw_bytes
         if self.cleaner.masks:
             excerpt = self.cleaner.mask(_without_cut_words(damaged.excerpt))
             damaged = replace(damaged, detail=self.cleaner.mask(damaged.detail), excerpt=excerpt)
         self._quarantined.write(quarantine_line(number, origin_name(item), damaged))
-
-
-class AutoWriter:
-    """Fills the staging folder of a segment of an `auto` source: in it, a segment for each channel that was met.
-
-    `channel` is the main channel of the source: it gets the documents that belong to no other.
-    """
-
-    def __init__(
-        self,
-        source: str,
-        channel: str,
-        dedup: DedupConfig,
-        staging: Path,
-        cleaners: Mapping[str, Cleaner],
-        stack: ExitStack,
-    ) -> None:
-        self.source, self.channel, self.dedup = source, channel, dedup
-        self.staging, self.cleaners, self._stack = staging, cleaners, stack
-        self._writers: dict[str, SegmentWriter] = {}
-        self._batch: list[tuple[Row | Damaged, Document | Damaged, int]] = []
-        self._batch_chars = 0
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the segment should end here."""
-        return (
-            sum(writer.tally.bytes_in for writer in self._writers.values()) >= SEGMENT_BYTES
-            or sum(writer.items for writer in self._writers.values()) >= SEGMENT_ITEMS
-        )
-
-    def batch_is_full(self) -> bool:
-        """Whether the documents waiting should be cleaned now."""
-        return self._batch_chars >= BATCH_CHARS or len(self._batch) >= BATCH_RECORDS
-
-    def add(self, item: Row | Damaged, document: Document) -> None:
-        """Take a document into the batch."""
-        self._batch.append((item, document, 0))
-        self._batch_chars += len(document.content)
-
-    def add_damaged(self, item: Row | Damaged, damaged: Damaged, unread_bytes: int) -> None:
-        """An item that could not be read; it is counted and listed under the main channel of the source."""
-        self._batch.append((item, damaged, unread_bytes))
-
-    def clean_batch(self) -> None:
-        """Find the channel of each document waiting, and clean it as that."""
-        batch, self._batch, self._batch_chars = self._batch, [], 0
-        documents = [document for _, document, _ in batch if isinstance(document, Document)]
-        channels = iter(channels_of([one.title for one in documents], [one.content for one in documents]))
-        for item, document, unread_bytes in batch:
-            if isinstance(document, Damaged):
-                self._writer(self.channel).add_damaged(item, document, unread_bytes)
-            else:
-                self._writer(next(channels) or self.channel).add(item, document)
-        for writer in self._writers.values():
-            writer.clean_batch()
-
-    def finish(self, notes: dict[str, Any]) -> dict[str, Any]:
-        """Write what is left; returns what is to be kept of this segment, that of each channel under its name."""
-        channels = {channel: self._writers[channel].finish({}) for channel in sorted(self._writers)}
-        return {CHANNELS_KEY: channels, **notes}
-
-    def _writer(self, channel: str) -> SegmentWriter:
-        if channel not in self._writers:
-            folder = self.staging / channel
-            folder.mkdir()
-            name = part_name(self.source, channel)
-            self._writers[channel] = SegmentWriter(name, self.dedup, folder, self.cleaners[channel], self._stack)
-        return self._writers[channel]
 
 
 def _without_cut_words(excerpt: str) -> str:

@@ -1,4 +1,4 @@
-"""What ingest leaves for the later steps: segments, the pieces of a build that are done or not done as a whole.
+"""What ingest leaves for the later steps: segments, each whole or absent.
 
     .build/<inputs>/<source>/unit-00000/        the outcome of one ingest task
         seg-00000/                              at most about SEGMENT_BYTES of text
@@ -6,15 +6,12 @@
             index.npy, signatures.npy           what dedup needs of them (see zero2all.corpus.dedup)
             layout.npy                          length of each line and script of its text
             quarantine.jsonl, dropped.jsonl     damaged items, samples of what the rules dropped
-            origins.jsonl                       the raw file of each stretch of items
+            origins.jsonl                       the raw file of each run of items
             segment.json                        counts, and the cursor behind its last item
         done.json                               the unit is whole: its segments' counts
 
-A segment of an `auto` source has a folder of these files for each channel that was met in it, and the counts of each
-under its name in `segment.json`.
-
-A segment appears by renaming, so it is whole when it is there. Where a stream cannot be split among workers, its unit
-has many segments, and an interrupted one goes on behind the last of them.
+A segment of an `auto` source has a folder of these files, and counts, for each channel met in it. A stream that cannot
+be split among workers is one unit of many segments; an interrupted unit continues behind the last of them.
 """
 
 from __future__ import annotations
@@ -41,9 +38,8 @@ CHANNELS_KEY = "channels"
 """Where the counts of an `auto` segment stand, by channel."""
 
 SAMPLES_PER_RULE = 40
-"""Samples a segment keeps of what a rule dropped …"""
+"""Samples a segment keeps of what a rule dropped."""
 SAMPLE_CHARS = 400
-"""… and how much of each."""
 
 LAYOUT = np.dtype([("line_bytes", "<u4"), ("script", "u1")])
 
@@ -86,15 +82,6 @@ def segments_of_unit(unit_folder: Path) -> list[Segment] | None:
 def channels_in(segments: Sequence[Segment]) -> list[str]:
     """The channels that were met in the segments of an `auto` source."""
     return sorted({channel for segment in segments for channel in segment.state[CHANNELS_KEY]})
-
-
-def segments_of_channel(segments: Sequence[Segment], channel: str) -> list[Segment]:
-    """What the segments of an `auto` source hold of one channel."""
-    return [
-        Segment(segment.folder / channel, segment.state[CHANNELS_KEY][channel])
-        for segment in segments
-        if channel in segment.state[CHANNELS_KEY]
-    ]
 
 
 def dropped_excerpts(segments: Sequence[Segment], rule: str, most: int = 3) -> list[str]:

@@ -1,30 +1,25 @@
-"""Shards: `part-00000.jsonl`, `part-00001.jsonl`, … of about `shard_bytes` each.
+"""Shards: `part-00000.jsonl`, `part-00001.jsonl`, … of about `shard_bytes` each, as lines of JSON in any format.
 
-Whatever the format, a shard ends before its records, as lines of JSON, would weigh more than `shard_bytes`; so the
-same records stand in the same shard in every format, and which ones is known before anything is written.
-
-    jsonl       one record a line
-    jsonl.zst   the same, compressed in frames of about 4 MB that can be read apart
-    parquet     a column for each field of the record, `others` as JSON text; zstd, row groups of about 16 MB
-    txt         the text a model sees (title, then content), each document followed by a line with a form feed;
-                no numbers and no other fields
+jsonl       one record a line
+jsonl.zst   the same, compressed in frames of about 4 MB that can be read apart
+parquet     a column for each field of the record, `others` as JSON text; zstd, row groups of about 16 MB
+txt         the text a model sees (title, then content), each document followed by a line with a form feed;
+            no numbers and no other fields
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, get_args
 
 from zero2all.common import jsonio
-from zero2all.common.files import PARTIAL_MARK
+from zero2all.common.files import atomic_file
 from zero2all.common.records import TEXT_END, training_text
 
 ShardFormat = Literal["jsonl", "jsonl.zst", "parquet", "txt"]
 SHARD_FORMATS: tuple[str, ...] = get_args(ShardFormat)
 
-WRITE_BUFFER_BYTES = 1 << 20
 FRAME_BYTES = 4_000_000
 ROW_GROUP_BYTES = 16_000_000
 ZSTD_LEVEL = 3
@@ -37,8 +32,6 @@ def shard_name(number: int, shard_format: str) -> str:
 
 def write_shard(path: Path, shard_format: str, batches: Iterator[list[bytes]]) -> int:
     """Write one shard from lines of JSON, which appears when it is whole; returns how many records it has."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}{PARTIAL_MARK}{os.getpid()}")
     writers: dict[str, Callable[[BinaryIO, Iterator[list[bytes]]], None]] = {
         "jsonl": _write_jsonl,
         "jsonl.zst": _write_zst,
@@ -53,14 +46,8 @@ def write_shard(path: Path, shard_format: str, batches: Iterator[list[bytes]]) -
             records += len(batch)
             yield batch
 
-    try:
-        with open(partial, "wb", buffering=WRITE_BUFFER_BYTES) as file:
-            writers[shard_format](file, counted())
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with atomic_file(path) as file:
+        writers[shard_format](file, counted())
     return records
 
 
@@ -83,9 +70,7 @@ def _write_parquet(file: BinaryIO, batches: Iterator[list[bytes]]) -> None:
 
     text = pyarrow.string()
     names = ("data_src", "category", "title", "content", "desc", "others")
-    schema = pyarrow.schema(
-        [("gid", pyarrow.int64()), ("id", pyarrow.int64()), *((name, text) for name in names)],
-    )
+    schema = pyarrow.schema([("gid", pyarrow.int64()), ("id", pyarrow.int64()), *((name, text) for name in names)])
     with pyarrow.parquet.ParquetWriter(file, schema, compression="zstd", compression_level=ZSTD_LEVEL) as writer:
         for batch in _regrouped(batches, ROW_GROUP_BYTES):
             rows: list[dict[str, Any]] = [jsonio.loads(line) for line in batch]

@@ -1,28 +1,154 @@
-"""What is told about a source beside its counts: what was found before reading it, and what reading it showed."""
+"""What was found in a source, before and by reading it; and whether that can become a corpus.
+
+If not, the build stops before it writes anything.
+"""
 
 from __future__ import annotations
 
+import shutil
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from zero2all.common.errors import BadInputError
 from zero2all.common.files import human_bytes
+from zero2all.corpus.build_errors import no_text_field, nothing_readable
+from zero2all.corpus.listing import UNREADABLE
 from zero2all.corpus.plan import Part, SourcePlan, planned_units
-from zero2all.corpus.report import FOUND_BY_DOCUMENT, mapping_in_words
-from zero2all.corpus.segments import Segment, segments_of_channel
+from zero2all.corpus.quarantine import QUARANTINE_NAME, write_quarantine
+from zero2all.corpus.report import FOUND_BY_DOCUMENT, Tally, in_short, mapping_in_words
+from zero2all.corpus.segments import CHANNELS_KEY, Segment, dropped_excerpts
+from zero2all.corpus.settings import BuildOptions
+from zero2all.corpus.sources import content_flag
 
+SWALLOWING = 16
+"""Damaged items this many times as large as a record hold other records, which count as unread."""
+MOST_DROPPED_BY_GUESS = 0.2
+"""When a rule drops a larger share of a source whose channel was guessed, the build stops: the guess may be wrong."""
+NAMED_FIELDS = 10
+"""Of records without text."""
 NOTED_FILES = 20
+TRANSIENT = frozenset({UNREADABLE, "read_error"})
+"""Reasons of damage that may be gone at the next attempt, though the file has not changed."""
+
+
+def require_usable(
+    corpus_folder: Path,
+    parts: Sequence[Part],
+    segments: Mapping[str, list[Segment]],
+    read: Mapping[str, list[Segment]],
+    options: BuildOptions,
+) -> None:
+    """Stop when a source has nothing in it, no text, too much damage, or loses too much to a rule by a guess."""
+    tallies = {part.name: Tally.of(segments[part.name]) for part in parts}
+    for part in parts:
+        path = corpus_folder / QUARANTINE_NAME / f"{part.name}.jsonl"
+        damage = write_quarantine(path, segments[part.name], part.number)
+        listed = f"Found: {damage}. Each is listed with file, place and reason in {path}."
+        if part.is_main:
+            whole = Tally.of(segment for each in parts if each.plan is part.plan for segment in segments[each.name])
+            _require_undamaged(part, whole, tallies[part.name], listed, read[part.plan.name], options.max_damaged_share)
+    if not options.accept_drops:
+        of_source: Counter[str] = Counter()
+        for part in parts:
+            of_source[part.plan.name] += tallies[part.name].records_in
+        found = [
+            (part, rule, count)
+            for part in parts
+            if part.is_guessed
+            for rule, count in tallies[part.name].dropped.items()
+            if rule != "empty"
+            and count > MOST_DROPPED_BY_GUESS * tallies[part.name].records_in
+            and count > 0.01 * of_source[part.plan.name]  # not a few records of a small part
+        ]
+        if found:
+            raise too_many_dropped(found, tallies, segments)
+
+
+def _require_undamaged(
+    part: Part, whole: Tally, tally: Tally, listed: str, segments: list[Segment], most: float
+) -> None:
+    """Stop when what a source gave is nothing, nothing but rows without text, or too much damage."""
+    plan, source, records_in = part.plan, part.plan.source, whole.records_in
+    states = [segment.state for segment in segments]
+    if not records_in:
+        facts = report_fields(part, states)
+        raise nothing_readable(source, facts["skipped_files"], facts["reading_notes"])
+    damaged, without_text = tally.quarantined_by_reason.total(), tally.quarantined_by_reason["no_text_field"]
+    fields = list(dict.fromkeys(field for state in states for field in state["unmapped_fields"]))
+    if damaged == without_text == records_in:
+        raise no_text_field(source, str(source.path), fields)
+    unread_bytes = sum(segment.state["unread_bytes"] for segment in segments_of(part, segments))
+    swallowed = tally.bytes_quarantined - unread_bytes
+    if swallowed > SWALLOWING * damaged * whole.bytes_in / records_in:  # an unclosed quote in a table
+        unread_bytes += swallowed
+    unread_share = unread_bytes / max(plan.listing.size_bytes, 1)  # of what was compressed, more may be unread
+    share = min(1.0, max(damaged / records_in, unread_share))
+    if share > most:
+        _forget_unreadable(plan, segments)
+        are = "is" if damaged == 1 else "are"
+        behind = f", and {unread_bytes:,} bytes behind damaged places could not be read" if unread_bytes else ""
+        hint = ""
+        if without_text and fields:
+            hint = (
+                f"If a field of those without text ({', '.join(fields[:NAMED_FIELDS])}) is the text, name it, for "
+                f"example {content_flag(fields[0])}. "
+            )
+        raise BadInputError(
+            f"Source {source.name}: {damaged:,} of {records_in:,} records {are} damaged{behind}: {share:.2%}, "
+            f"where {most:.2%} is allowed. {listed} {hint}Repair the input, or accept the loss with a larger "
+            f"--max-damaged-share."
+        )
+
+
+def too_many_dropped(
+    found: list[tuple[Part, str, int]], tallies: Mapping[str, Tally], segments: Mapping[str, list[Segment]]
+) -> BadInputError:
+    """The error for rules that drop much of sources whose channel was guessed; it shows what they dropped."""
+    lines = []
+    for part, rule, count in found:
+        share = count / tallies[part.name].records_in
+        lines.append(
+            f"  {part.name}: {rule} dropped {count:,} of {tallies[part.name].records_in:,} records ({share:.0%}) as "
+            f"channel {part.channel}, such as:"
+        )
+        lines += [f"    {in_short(excerpt)}" for excerpt in dropped_excerpts(segments[part.name], rule)]
+    sources = " and ".join(dict.fromkeys(part.plan.name for part, *_ in found))
+    return BadInputError(
+        f"A rule drops more than {MOST_DROPPED_BY_GUESS:.0%} of a source whose channel was guessed: the guess or the "
+        f"rule may be wrong. Nothing was written to the corpus; what was read is kept.\n"
+        + "\n".join(lines)
+        + f"\nIf this is good text, name the channel of {sources}: NAME=PATH:CHANNEL with zh, en, code, auto (each "
+        f"document by its own text) or a word of yours, or loosen the rule. If it is rubbish, run the same command "
+        f"with --accept-drops: it goes on from here."
+    )
+
+
+def _forget_unreadable(plan: SourcePlan, segments: list[Segment]) -> None:
+    """Let the next run try again what the disk or the network refused: a new permission does not change a file."""
+    if any(unit.format == UNREADABLE for unit in planned_units(plan)):
+        shutil.rmtree(plan.folder, ignore_errors=True)  # how the source was cut is no longer true
+    for segment in segments:
+        states = segment.state.get(CHANNELS_KEY, {"": segment.state}).values()
+        if any(not TRANSIENT.isdisjoint(state["tally"]["quarantined_by_reason"]) for state in states):
+            shutil.rmtree(segment.folder.parent, ignore_errors=True)
 
 
 def segments_of(part: Part, read: list[Segment]) -> list[Segment]:
     """What was read of a source, as far as it belongs to one part of it."""
-    return segments_of_channel(read, part.channel) if part.plan.source.is_auto else read
+    if not part.plan.source.is_auto:
+        return read
+    parts = [(segment.folder / part.channel, segment.state[CHANNELS_KEY].get(part.channel)) for segment in read]
+    return [Segment(folder, state) for folder, state in parts if state is not None]
 
 
 def plan_in_words(plan: SourcePlan) -> str:
     """What was found and guessed, in a line."""
     files = f"{len(plan.listing.files):,} file{'' if len(plan.listing.files) == 1 else 's'}"
     parts = [f"{files}, {human_bytes(plan.listing.size_bytes)}"]
-    if plan.formats:
-        parts.append(" and ".join(plan.formats))
+    if plan.look.formats:
+        parts.append(" and ".join(plan.look.formats))
     if plan.source.is_auto:
         parts.append(
             f"each document goes to the source of its channel, {plan.name}-zh and so on: {plan.channel_reason}"
@@ -30,7 +156,7 @@ def plan_in_words(plan: SourcePlan) -> str:
     else:
         guessed = "" if plan.source.given_channel else f" (guessed: {plan.channel_reason})"
         parts.append(f"channel {plan.channel}{guessed}")
-    parts += [mapping_in_words(mapping) for mapping in plan.sampled_mappings]
+    parts += [mapping_in_words(mapping) for mapping in plan.look.mappings]
     return f"{plan.name}: {'; '.join(parts)}"
 
 
@@ -39,7 +165,7 @@ def report_fields(part: Part, states: list[dict[str, Any]]) -> dict[str, Any]:
     plan = part.plan
     mappings: list[dict[str, str]] = []
     formats: dict[str, int] = {}
-    notes = _planning_notes(plan)
+    notes = [f"{unit.file.name}: {unit.note}" for unit in planned_units(plan) if unit.note]
     skipped = {reason: len(names) for reason, names in plan.listing.skipped.items()}
     for state in states:
         mappings += [mapping for mapping in state["mappings"] if mapping not in mappings]
@@ -71,9 +197,3 @@ def skipped_names(plan: SourcePlan, states: list[dict[str, Any]], limit: int) ->
         for reason, found in state["skipped_names"].items():
             names.setdefault(reason, []).extend(found)
     return {reason: found[:limit] for reason, found in sorted(names.items())}
-
-
-def _planning_notes(plan: SourcePlan) -> list[str]:
-    """What the readers of large files say about how these can be read."""
-    notes = dict.fromkeys(f"{unit.file.name}: {unit.note}" for unit in planned_units(plan) if unit.note)
-    return list(notes)[:NOTED_FILES]

@@ -1,8 +1,7 @@
 """Sources: what the user named, which channel it belongs to, and which raw field is the text.
 
-Fields are recognised by name, file by file, from the first rows; the report shows what was chosen. A kind, such as
-`baike2018qa`, is a known public data set: it brings the fields and the channel with it. A raw field may lie inside
-another, as `doc.text`. What a source is in when nobody said it is found in `channels.py`.
+Fields are recognised by name, file by file, from the first rows; a raw field may lie inside another, as `doc.text`. A
+kind, such as `baike2018qa`, is a known public data set: it brings the fields and the channel with it.
 """
 
 from __future__ import annotations
@@ -28,6 +27,9 @@ FIELD_NAMES = {
 }
 """Where each part of a record is looked for, best first; upper and lower case are the same."""
 
+PEEKED_ROWS = 20
+"""How many first rows of a file tell the mapping of all its rows."""
+
 NAME_PATTERN = re.compile(r"\w[\w.-]*")
 RESERVED_NAMES = frozenset({"quarantine", "sources.json", "report.json", "report.html", "clusters.jsonl"})
 CHANNEL_PATTERN = re.compile(r"\w[\w-]*")
@@ -40,31 +42,22 @@ class Kind:
     channel: str | None
     """None: guessed from the text."""
     mapping: Mapping[str, str]
-    note: str = ""
 
 
 _WIKIPEDIA = {"content": "text", "title": "title"}
 _ARTICLE = {"content": "content", "title": "title", "desc": "desc"}
 
 KINDS = {
-    "baike2018qa": Kind(
-        "zh",
-        {"content": "answer", "title": "title", "category": "category", "desc": "desc"},
-        "questions with category, description and answer, one JSON a line",
-    ),
-    "news2016zh": Kind("zh", _ARTICLE, "news with summary and keywords, one JSON a line"),
-    "webtext2019zh": Kind("zh", {**_ARTICLE, "category": "topic"}, "community questions and answers, one JSON a line"),
-    "wikipedia_cn": Kind("zh", _WIKIPEDIA, "one JSON a line in many files"),
-    "wikipedia_en": Kind("en", _WIKIPEDIA, "parquet"),
-    "Zhihu-KOL": Kind("zh", {"content": "RESPONSE", "title": "INSTRUCTION"}, "parquet"),
-    "WuDaoCorpus2.0": Kind(
-        "zh",
-        {"content": "content", "title": "title", "category": "dataType"},
-        "one JSON array a file, or one object a file",
-    ),
-    "github-python": Kind("code", {"content": "content", "title": "path"}, "program files with repository and path"),
-    "conversation": Kind(None, {"content": "messages"}, "chats: `messages` of role and content; packed as such"),
-    "sharegpt": Kind(None, {"content": "conversations"}, "chats: `conversations` of from and value; packed as such"),
+    "baike2018qa": Kind("zh", {"content": "answer", "title": "title", "category": "category", "desc": "desc"}),
+    "news2016zh": Kind("zh", _ARTICLE),
+    "webtext2019zh": Kind("zh", {**_ARTICLE, "category": "topic"}),
+    "wikipedia_cn": Kind("zh", _WIKIPEDIA),
+    "wikipedia_en": Kind("en", _WIKIPEDIA),
+    "Zhihu-KOL": Kind("zh", {"content": "RESPONSE", "title": "INSTRUCTION"}),
+    "WuDaoCorpus2.0": Kind("zh", {"content": "content", "title": "title", "category": "dataType"}),
+    "github-python": Kind("code", {"content": "content", "title": "path"}),
+    "conversation": Kind(None, {"content": "messages"}),
+    "sharegpt": Kind(None, {"content": "conversations"}),
 }
 """Known data sets by name: what `NAME=PATH:CHANNEL:KIND` and `kind:` in YAML accept."""
 
@@ -248,25 +241,14 @@ def guess_mapping(rows: Sequence[Mapping[str, Any]], given: Mapping[str, str] | 
     return mapping if "content" in mapping else None
 
 
-def fields_seen(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The names of all fields in these rows, in the order they were met; with those inside others, as `doc.text`."""
-    names: dict[str, None] = {}
-    for row in rows:
-        for name, value in row.items():
-            names[name] = None
-            if isinstance(value, Mapping):
-                names.update(dict.fromkeys(f"{name}.{inner}" for inner in value))
-    return list(names)
-
-
 def longest_first(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The fields of these rows; the one with the most text, most likely the wanted one, comes first."""
-    chars = dict.fromkeys(fields_seen(rows), 0)
+    """The fields of these rows, with those inside others as `doc.text`; the one with the most text comes first."""
+    chars: dict[str, int] = {}
     for row in rows:
         for name, value in row.items():
-            chars[name] += len(value) if isinstance(value, str) else 0
-            for inner, text in value.items() if isinstance(value, Mapping) else ():
-                chars[f"{name}.{inner}"] += len(text) if isinstance(text, str) else 0
+            inner = value.items() if isinstance(value, Mapping) else ()
+            for each, text in ((name, value), *((f"{name}.{key}", text) for key, text in inner)):
+                chars[each] = chars.get(each, 0) + (len(text) if isinstance(text, str) else 0)
     return sorted(chars, key=lambda name: -chars[name])
 
 

@@ -1,12 +1,13 @@
 """The valid split: a record is held out when its key falls below `valid_share`.
 
-The key is a hash of the folded letters and digits (`dedup/fold.py`). The choice depends on the text only, so it is the
-same in every build, and a text can never be on both sides, in whatever width, punctuation or simplified or traditional
-characters. A source of at least 20 records holds out at least one (the one with the smallest key), a smaller one none.
+The key is a hash of the folded letters and digits (`dedup/fold.py`), so the choice depends on the text only, and a text
+is never on both sides, in whatever width, punctuation or simplified or traditional characters. A source of at least 20
+records holds out at least one (the one with the smallest key), a smaller one none.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,23 +29,14 @@ class Split:
         return held_out
 
 
-class SplitChoice:
-    """Sees the keys of all kept records of a source and then says how it is split."""
-
-    def __init__(self, valid_share: float) -> None:
-        self._below = int(valid_share * (1 << 64))
-        self._kept = self._held_out = 0
-        self._smallest = (1 << 64) - 1
-
-    def look(self, keys: np.ndarray) -> None:
-        """Take some kept records into account."""
+def choose_split(valid_share: float, keys_of_segments: Iterable[np.ndarray]) -> Split:
+    """The split of a source with these records."""
+    below = int(valid_share * (1 << 64))
+    records, smallest = 0, (1 << 64) - 1
+    for keys in keys_of_segments:
         if len(keys):
-            self._kept += len(keys)
-            self._held_out += int((keys < np.uint64(self._below)).sum())
-            self._smallest = min(self._smallest, int(keys.min()))
-
-    def result(self) -> Split:
-        """The split of this source."""
-        if not self._below or self._kept < MIN_RECORDS_FOR_VALID:
-            return Split(0)
-        return Split(self._below if self._held_out else self._smallest + 1)
+            records += len(keys)
+            smallest = min(smallest, int(keys.min()))
+    if not below or records < MIN_RECORDS_FOR_VALID:
+        return Split(0)
+    return Split(max(below, smallest + 1))

@@ -6,8 +6,8 @@ import random
 import pytest
 
 from tests.corpus.clean import planted
-from zero2all.corpus.clean import Cleaner, default_config
-from zero2all.corpus.clean.config import Mask
+from zero2all.corpus.clean.cleaner import Cleaner
+from zero2all.corpus.clean.config import Mask, default_config
 from zero2all.corpus.clean.mask import MARKS, is_id_number, mask_text
 
 ALL = Mask(emails=True, phones=True, id_numbers=True, keys=True)

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from tests.corpus.clean import planted
-from zero2all.corpus.clean import Cleaned, Cleaner, build_config, default_config
-from zero2all.corpus.clean.config import Mask
+from zero2all.corpus.clean.cleaner import Cleaned, Cleaner
+from zero2all.corpus.clean.config import Mask, build_config, default_config
 
 
 def mixed_texts(seed: int, count: int) -> list[str]:

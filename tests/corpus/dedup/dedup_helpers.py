@@ -9,8 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
-from zero2all.corpus.dedup import DedupConfig, DedupResult, Described, IndexWriter, describe, write_index
+from zero2all.corpus.dedup.cluster import DedupResult
+from zero2all.corpus.dedup.config import DedupConfig, jaccard_estimate
+from zero2all.corpus.dedup.index import IndexWriter
+from zero2all.corpus.dedup.signatures import Described, describe
 
 REPOSITORY = Path(__file__).parents[3]
 if str(REPOSITORY) not in sys.path:  # benchmarks/ is beside the package, not in it
@@ -38,13 +42,26 @@ def changed(text: str, share: float, rng: random.Random) -> str:
     return text[:at] + zh_text(rng, size)[:size] + text[at + size :]
 
 
+def text_digest(text: str) -> bytes:
+    """Names a text: equal for texts that differ only in white space."""
+    return xxhash.xxh3_128_digest(" ".join(text.split()).encode("utf-8", "surrogatepass"))
+
+
+def described(digests: np.ndarray, lengths: np.ndarray, signatures: np.ndarray) -> Described:
+    """With the beginnings of the digests as keys, and no anchors."""
+    anchors = np.full((len(digests), 8), 0xFFFFFFFF, np.uint32)
+    return Described(digests, lengths, signatures, anchors, np.ascontiguousarray(digests).view(">u8")[:, 0])
+
+
 def make_units(root: Path, units: Sequence[Sequence[str]], channel: str = "zh", **settings: Any) -> list[Path]:
     """A finished unit folder for each list of texts."""
     folders = []
     for number, texts in enumerate(units):
         folders.append(root / f"unit-{number:03d}")
         folders[-1].mkdir(parents=True)
-        write_index(folders[-1], describe(texts, channel, DedupConfig(**settings)))
+        config = DedupConfig(**settings)
+        with IndexWriter(folders[-1], near=config.near != "off") as writer:
+            writer.add(describe(texts, channel, config), np.arange(len(texts)))
     return folders
 
 
@@ -52,6 +69,19 @@ def outcome(result: DedupResult) -> tuple[list[list[int]], bytes]:
     """Drop lists of all units, and the clusters file."""
     units = len(result.first_ids) - 1
     return [result.drops(unit).tolist() for unit in range(units)], (result.work / "clusters.npy").read_bytes()
+
+
+def dropped(result: DedupResult, reason: int) -> int:
+    """How many documents were dropped for a reason."""
+    return sum(int((result.drops(unit) == reason).sum()) for unit in range(len(result.first_ids) - 1))
+
+
+def clusters(result: DedupResult) -> dict[int, list[tuple[int, int, float]]]:
+    """Kept document -> (dropped document, reason, similarity) of each that was dropped for it."""
+    found: dict[int, list[tuple[int, int, float]]] = {}
+    for kept, member, reason, matches in np.load(result.work / "clusters.npy").tolist():
+        found.setdefault(kept, []).append((member, reason, 1.0 if matches == 255 else jaccard_estimate(matches)))
+    return found
 
 
 def random_units(root: Path, documents: int, units: int = 5, copies: float = 0.3, seed: int = 0) -> list[Path]:
@@ -72,7 +102,7 @@ def random_units(root: Path, documents: int, units: int = 5, copies: float = 0.3
                 signatures[:copied] = np.where(rng.random((copied, 256)) < 0.12, signatures[:copied], source)
                 digests[-count // 20 :] = digests[0]
                 lengths = rng.integers(100, 200, count).astype(np.uint32)
-                writer.add(Described(digests, lengths, signatures), np.arange(start, start + count))
+                writer.add(described(digests, lengths, signatures), np.arange(start, start + count))
                 earlier = signatures[::7].copy()
     return folders
 

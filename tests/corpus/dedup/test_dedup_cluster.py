@@ -16,21 +16,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.corpus.dedup.dedup_helpers import InOrder, changed, en_text, make_units, outcome, random_units, zh_text
-from zero2all.common.errors import BadInputError, UsageError
-from zero2all.corpus.dedup import (
-    EXACT_DUPLICATE,
-    KEEP,
-    NEAR_DUPLICATE,
-    DedupConfig,
-    Described,
-    IndexWriter,
-    digest_bytes,
-    find_duplicates,
-    read_index,
-    read_signatures,
+from tests.corpus.dedup.dedup_helpers import (
+    InOrder,
+    changed,
+    clusters,
+    described,
+    dropped,
+    en_text,
+    make_units,
+    outcome,
+    random_units,
     text_digest,
+    zh_text,
 )
+from zero2all.common.errors import BadInputError, UsageError
+from zero2all.corpus.dedup.cluster import EXACT_DUPLICATE, KEEP, NEAR_DUPLICATE, find_duplicates
+from zero2all.corpus.dedup.config import DedupConfig
+from zero2all.corpus.dedup.index import IndexWriter, digest_bytes, read_index, read_signatures
+from zero2all.corpus.dedup.signatures import Described
 
 
 def drops(units: list[list[str]], tmp_path: Path, channel: str = "zh", **settings: Any) -> list[list[int]]:
@@ -60,11 +63,11 @@ def test_of_near_duplicates_the_longest_stays_and_the_cluster_is_recorded(tmp_pa
     folders = make_units(tmp_path / "units", [[text, other], [changed(text, 0.04, rng), longest, text + " "]])
     result = find_duplicates(folders, tmp_path / "work", DedupConfig())
     assert outcome(result)[0] == [[EXACT_DUPLICATE, KEEP], [NEAR_DUPLICATE, KEEP, NEAR_DUPLICATE]]
-    (cluster,) = result.iter_clusters()
-    assert cluster.kept == (1, 1)
-    assert [(m.place, m.reason) for m in cluster.members] == [((0, 0), 1), ((1, 0), 2), ((1, 2), 2)]
-    assert all(0.75 < m.similarity < 1 for m in cluster.members)
-    assert (result.exact, result.near, result.clusters, result.documents) == (1, 2, 1, 5)
+    ((kept, members),) = clusters(result).items()
+    assert kept == 3
+    assert [(document, reason) for document, reason, _ in members] == [(0, 1), (2, 2), (4, 2)]
+    assert all(0.75 < similarity < 1 for *_, similarity in members)
+    assert result.first_ids == (0, 2, 5)
 
 
 def test_a_chain_of_small_changes_is_not_swallowed_whole(tmp_path: Path) -> None:
@@ -77,8 +80,8 @@ def test_a_chain_of_small_changes_is_not_swallowed_whole(tmp_path: Path) -> None
     result = find_duplicates(folders, tmp_path / "work", DedupConfig())
     kept = [at for at, drop in enumerate(result.drops(0)) if drop == KEEP]
     assert 4 <= len(kept) <= 6
-    for cluster in result.iter_clusters():
-        assert all(abs(m.place.row - cluster.kept.row) <= 1 for m in cluster.members)
+    for kept_one, members in clusters(result).items():
+        assert all(abs(document - kept_one) <= 1 for document, *_ in members)
 
 
 @pytest.mark.parametrize("channel", ["zh", "en", "code"])
@@ -91,10 +94,10 @@ def test_unrelated_short_and_empty_documents(channel: str, tmp_path: Path) -> No
 
 
 def test_no_units_and_empty_units(tmp_path: Path) -> None:
-    assert find_duplicates([], tmp_path / "none", DedupConfig()).documents == 0
+    assert find_duplicates([], tmp_path / "none", DedupConfig()).first_ids == (0,)
     result = find_duplicates(make_units(tmp_path / "units", [[], []]), tmp_path / "work", DedupConfig())
     assert outcome(result)[0] == [[], []]
-    assert list(result.iter_clusters()) == []
+    assert clusters(result) == {}
 
 
 def test_large_families_leave_one_each(tmp_path: Path) -> None:
@@ -107,9 +110,8 @@ def test_large_families_leave_one_each(tmp_path: Path) -> None:
     dropped = np.concatenate([result.drops(0), result.drops(1)])
     kept = [n % 3 for n in np.flatnonzero(dropped == KEEP)]
     assert sorted(kept) == [0, 1, 2]
-    for cluster in result.iter_clusters():
-        rows = {result.first_ids[m.place.unit] + m.place.row for m in cluster.members}
-        assert len({row % 3 for row in rows}) == 1
+    for members in clusters(result).values():
+        assert len({document % 3 for document, *_ in members}) == 1
 
 
 @pytest.mark.parametrize("size", [1, 60])
@@ -125,8 +127,7 @@ def test_held_out_guard_drops_only_train_copies_of_held_out_records(size: int, t
 
     result = find_duplicates(folders, tmp_path / "work", DedupConfig(near="held_out"), held_out=held_out)
     assert result.drops(0).tolist() == [0, 0, *[NEAR_DUPLICATE] * size, *[0] * size]
-    (cluster,) = result.iter_clusters()
-    assert cluster.kept.row == 0
+    assert list(clusters(result)) == [0]
 
 
 def test_outcome_does_not_depend_on_parts_workers_or_order(tmp_path: Path) -> None:
@@ -205,11 +206,11 @@ def test_a_finished_search_is_not_done_again_but_other_input_is(tmp_path: Path) 
     folders = make_units(tmp_path / "units", [["天地玄黄宇宙洪荒", "天地玄黄宇宙洪荒"]])
     find_duplicates(folders, tmp_path / "work", DedupConfig())
     tasks = InOrder()
-    assert find_duplicates(folders, tmp_path / "work", DedupConfig(), engine=tasks).exact == 1
+    assert dropped(find_duplicates(folders, tmp_path / "work", DedupConfig(), engine=tasks), EXACT_DUPLICATE) == 1
     assert tasks.tasks == 0
-    assert find_duplicates(folders, tmp_path / "work", DedupConfig(exact=False)).exact == 0
+    assert dropped(find_duplicates(folders, tmp_path / "work", DedupConfig(exact=False)), EXACT_DUPLICATE) == 0
     more = [*folders, *make_units(tmp_path / "more", [["天地玄黄宇宙洪荒"]])]
-    assert find_duplicates(more, tmp_path / "work", DedupConfig()).exact == 2
+    assert dropped(find_duplicates(more, tmp_path / "work", DedupConfig()), EXACT_DUPLICATE) == 2
 
 
 PEAK = """
@@ -217,10 +218,12 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from itertools import chain
 from pathlib import Path
-from zero2all.corpus.dedup import DedupConfig, find_duplicates
+from zero2all.corpus.dedup.cluster import find_duplicates
+from zero2all.corpus.dedup.config import DedupConfig
 units = sorted(Path(sys.argv[1]).glob("unit-*"))
 result = find_duplicates(units, Path(sys.argv[1]) / "work", DedupConfig(), memory_bytes=8 << 20)
-assert result.near > 0.1 * result.documents, result
+near = sum(int((result.drops(unit) == 2).sum()) for unit in range(len(units)))
+assert near > 0.1 * result.first_ids[-1], result
 line = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
 print(int(line.split()[1]) * 1024)
 """
@@ -243,7 +246,7 @@ def test_index_files_are_plain_npy(tmp_path: Path) -> None:
 
     def batch(count: int) -> Described:
         digests, rows = rng.integers(0, 256, (count, 16), np.uint8), rng.integers(0, 256, (count, 256), np.uint8)
-        return Described(digests, np.arange(count, dtype=np.uint32), rows)
+        return described(digests, np.arange(count, dtype=np.uint32), rows)
 
     first, second = batch(5), batch(4)
     with IndexWriter(tmp_path, near=True) as writer:

@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero2all.corpus.dedup import DedupConfig, LineCounter, count_lines, frequent_lines, strip_lines, uses_lines
+from zero2all.corpus.dedup.config import DedupConfig
+from zero2all.corpus.dedup.lines import LineCounter, count_lines, frequent_lines, strip_lines, uses_lines
 
 CONFIG = DedupConfig(lines=True, line_records=3)
 

@@ -9,13 +9,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.corpus.dedup.dedup_helpers import changed, en_text, zh_text
-from zero2all.corpus.dedup import DedupConfig, describe, signatures, text_digest, text_digests
-from zero2all.corpus.dedup.config import jaccard_estimate
-from zero2all.corpus.dedup.shingles import jaccard, shingle_set, units_of
+from benchmarks.shingles import jaccard, shingle_set, units_of
+from tests.corpus.dedup.dedup_helpers import changed, en_text, text_digest, zh_text
+from zero2all.corpus.dedup.config import DedupConfig, jaccard_estimate
+from zero2all.corpus.dedup.signatures import describe
 
 CHANNELS = ("zh", "en", "code")
 TRICKY = "aZ09_ \t\n\x1c\x1f\x85\xa0éß—“”’。，　ＡＢ！①漢字かなカナ한글🙂𠀀\u2028\u1680\u205f\u202f(){}='\"\\#"
+
+
+def signatures(texts: list[str], channel: str, config: DedupConfig | None = None) -> np.ndarray:
+    rows = describe(texts, channel, config or DedupConfig()).signatures
+    assert rows is not None
+    return rows
+
+
+def text_digests(texts: list[str]) -> np.ndarray:
+    return describe(texts, "en", DedupConfig(near="off")).digests
 
 
 def estimate(first: str, second: str, channel: str) -> float:

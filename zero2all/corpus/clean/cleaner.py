@@ -1,10 +1,9 @@
-"""Cleaning a batch of texts: scan, edit the few that need it, judge, mask.
+"""Cleaning a batch of texts.
 
 scan    one native pass over all texts (kernels.py) -> counts
-edit    texts that the scan found something in: repair, drawn lines, boilerplate lines, licence headers; then
-        these are scanned again
+edit    texts in which the scan found something: repair, drawn lines, boilerplate lines, licence headers; scanned again
 judge   counts -> measures -> the first rule that drops the text (rules.py), for all texts at once
-mask    secrets and personal data, also in what is dropped, since samples of that are shown
+mask    secrets and personal data, also in dropped texts, since samples of them are shown
 """
 
 from __future__ import annotations
@@ -19,6 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from zero2all.common.errors import UsageError
+from zero2all.corpus.clean import counts as k
+from zero2all.corpus.clean import rules
 from zero2all.corpus.clean.code import is_broken_python, is_generated, without_licence
 from zero2all.corpus.clean.config import CleanConfig, config_problems, default_config
 from zero2all.corpus.clean.han import pair_tables
@@ -89,7 +90,8 @@ class Cleaner:
         if problems:
             raise UsageError("The cleaning rules cannot be used: " + " ".join(map(str, problems)))
         self._keep_indent = channel == "code"
-        self._masks = any(dataclasses.astuple(self.config.mask))
+        self.masks = any(dataclasses.astuple(self.config.mask))
+        """Whether anything is to be masked."""
         self._table = table_for(self.config.repair.private_use)
         self._stamps = np.zeros(CODE_POINTS, np.uint32)
         self._next_stamp = 1
@@ -100,11 +102,6 @@ class Cleaner:
         for group in _groups(texts):
             done.extend(self._clean_group(group))
         return done
-
-    @property
-    def masks(self) -> bool:
-        """Whether anything is to be masked."""
-        return self._masks
 
     def tidy(self, text: str, masked: Counter[str] | None = None) -> str:
         """A short text beside the documents, such as a title: repaired and masked, not judged."""
@@ -117,7 +114,7 @@ class Cleaner:
 
     def mask(self, value: Any, masked: Counter[str] | None = None) -> Any:
         """A text, or anything JSON can hold with texts in it, with the marks; `masked` counts them."""
-        if not self._masks:
+        if not self.masks:
             return value
         if isinstance(value, str):
             value, counts = mask_text(value, self.config.mask)
@@ -135,9 +132,6 @@ class Cleaner:
         return value
 
     def _clean_group(self, originals: list[str]) -> list[Cleaned]:
-        from zero2all.corpus.clean import kernels as k
-        from zero2all.corpus.clean import rules
-
         joined = _join(originals)
         counts, texts = self._scan(originals, joined)
         bytes_in = counts[:, k.BYTES_IN].copy()
@@ -159,7 +153,7 @@ class Cleaner:
         done = []
         for at, (text, reason, size) in enumerate(zip(texts, reasons, text_bytes, strict=True)):
             masked: dict[str, int] = {}
-            if self._masks:
+            if self.masks:
                 text, masked = mask_text(text, self.config.mask, Hints(*hints[at]))
                 size = _utf8_bytes(text) if masked else size
             done.append(
@@ -171,11 +165,11 @@ class Cleaner:
 
     def _scan(self, texts: list[str], joined: _Joined) -> tuple[Array, list[str]]:
         """Counts of the texts, and the texts with unwanted characters and white space at the ends removed."""
-        from zero2all.corpus.clean import kernels as k
+        from zero2all.corpus.clean import kernels
 
         config = self.config
         points, starts = joined
-        counts = np.empty((len(texts), len(k.COUNTS)), np.int64)
+        counts = np.empty((len(texts), k.COLUMNS), np.int64)
         settings = np.array(
             [
                 config.loose_lines.max_line_chars,
@@ -188,9 +182,9 @@ class Cleaner:
             np.int64,
         )
         first_stamp = self._stamp(len(texts))
-        pairs = pair_tables(k.PAIR_BITS)
-        words = k.word_table(FUNCTION_WORDS, SPAM_WORDS)
-        k.scan(points, starts, self._table, *pairs, *words, settings, self._stamps, first_stamp, counts)
+        pairs = pair_tables()
+        words = kernels.word_table(FUNCTION_WORDS, SPAM_WORDS)
+        kernels.scan(points, starts, self._table, *pairs, *words, settings, self._stamps, first_stamp, counts)
         cleaned = list(texts)
         for at in np.flatnonzero(counts[:, k.CHANGED]).tolist():
             first, end = int(counts[at, k.KEEP_FROM]), int(counts[at, k.KEEP_TO])
@@ -198,7 +192,7 @@ class Cleaner:
                 cleaned[at] = texts[at][first:end]
                 continue
             kept = np.empty(end - first, np.uint32)
-            count = k.compact(points, starts[at] + first, starts[at] + end, self._table, kept)
+            count = kernels.compact(points, starts[at] + first, starts[at] + end, self._table, kept)
             cleaned[at] = kept[:count].tobytes().decode("utf-32-le")
             counts[at, k.BYTES_OUT] = _utf8_bytes(cleaned[at])
         return counts, cleaned
@@ -213,8 +207,6 @@ class Cleaner:
 
     def _private_use(self, originals: list[str], counts: Array) -> dict[int, dict[str, int]]:
         """Place -> what became of its private-use characters, for the texts that have any."""
-        from zero2all.corpus.clean import kernels as k
-
         removes = self.config.repair.private_use
         places = np.flatnonzero(counts[:, k.CHANGED] > 1).tolist() if removes else range(len(originals))
         found: dict[int, dict[str, int]] = {}
@@ -233,8 +225,6 @@ class Cleaner:
         private_use: dict[int, dict[str, int]],
     ) -> dict[int, str]:
         """Place -> text, for the texts that an edit changes."""
-        from zero2all.corpus.clean import kernels as k
-
         config = self.config
         edited: dict[int, str] = {}
         for at, found in private_use.items():
@@ -274,22 +264,21 @@ class Cleaner:
         return strip_blank(text, self._keep_indent)
 
     def _without_drawn_lines(self, text: str) -> str:
-        kept = [line for line in text.split("\n") if not self._is_drawn(line)]
+        kept = []
+        for line in text.split("\n"):
+            drawn = len(_ART.findall(line))
+            share = self.config.block_art.max_line_share
+            if drawn < _MIN_ART_CHARS or drawn <= share * len("".join(line.split())):
+                kept.append(line)
         return strip_blank("\n".join(kept), self._keep_indent)
 
-    def _is_drawn(self, line: str) -> bool:
-        drawn = len(_ART.findall(line))
-        return drawn >= _MIN_ART_CHARS and drawn > self.config.block_art.max_line_share * len("".join(line.split()))
-
     def _reasons(self, texts: list[str], measures: dict[str, Array]) -> list[str | None]:
-        from zero2all.corpus.clean.rules import JUDGES
-
         reasons: list[str | None] = [None] * len(texts)
         open_places = np.ones(len(texts), bool)
-        for name, judge in JUDGES.items():
+        for name, rule in rules.JUDGES.items():
             if not getattr(self.config, name).on:
                 continue
-            dropped = judge(measures, self.config) & open_places
+            dropped = rule.judge(measures, self.config) & open_places
             for at in np.flatnonzero(dropped).tolist():
                 reasons[at] = name
             open_places &= ~dropped
@@ -299,11 +288,6 @@ class Cleaner:
                     if reasons[at] is None and is_bad(text):
                         reasons[at] = name
         return reasons
-
-
-def warm_up() -> None:
-    """Compile the native code or load it from numba's cache, so that worker processes find it there."""
-    Cleaner(channel="en").clean(["warm"])
 
 
 def _join(texts: list[str]) -> _Joined:
@@ -328,12 +312,12 @@ def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
 
 def _holding(texts: list[str], joined: _Joined, phrases: list[str]) -> list[int]:
     """Places of the texts that hold a phrase."""
-    from zero2all.corpus.clean import kernels as k
+    from zero2all.corpus.clean import kernels
 
     if not phrases:
         return []
     may_hold = np.empty(len(texts), np.bool_)
-    k.find_beginnings(*joined, *k.beginnings_of(tuple(phrases)), may_hold)
+    kernels.find_beginnings(*joined, *kernels.beginnings_of(tuple(phrases)), may_hold)
     return [at for at in np.flatnonzero(may_hold).tolist() if any(phrase in texts[at] for phrase in phrases)]
 
 

@@ -3,10 +3,8 @@
 The field name of a rule in `CleanConfig` is its name everywhere: in configs and overrides (`clean.zh.digits.on=false`),
 as the reason of a dropped document, in the report and in `z2a corpus show --dropped digits`.
 
-The defaults were fitted on good text of many kinds: modern and classical Chinese prose, Tang and Song verse, ci, modern
-verse in Chinese and English, technical documentation in eight languages. What they drop of each stands in
-docs/corpus.md, and `benchmarks/corpus_rules.py` measures it. The tests hold that they drop at least 95 % of each kind
-of planted garbage, and keep planted good text, verse, classical text and short answers.
+The defaults were fitted on good text of many kinds: Chinese and English prose and verse of several centuries, technical
+documentation in eight languages. docs/corpus.md says what they drop of each, `benchmarks/corpus_rules.py` measures it.
 """
 
 from __future__ import annotations
@@ -73,11 +71,9 @@ class Switch:
 
 
 @dataclass(frozen=True)
-class BoilerplateLines:
+class BoilerplateLines(Switch):
     """Removes lines of navigation and legal notices."""
 
-    on: bool = True
-    """Whether the rule is applied."""
     max_line_chars: PositiveInt = 120
     """Longer lines are kept: they may be prose that mentions the phrase."""
     phrases: list[str] = field(default_factory=lambda: list(ENGLISH_BOILERPLATE))
@@ -85,11 +81,9 @@ class BoilerplateLines:
 
 
 @dataclass(frozen=True)
-class BlockArt:
+class BlockArt(Switch):
     """Drops documents full of ▅ █ ▂ ⣿, and takes single drawn lines out of the others."""
 
-    on: bool = True
-    """Whether the rule is applied."""
     max_share: Share = 0.02
     """Largest share of block elements and Braille patterns among the characters other than white space."""
     max_line_share: Share = 0.3
@@ -97,31 +91,26 @@ class BlockArt:
 
 
 @dataclass(frozen=True)
-class MinChars:
+class MinChars(Switch):
     """A lower limit of length."""
 
-    on: bool = True
-    """Whether the rule is applied."""
     min_chars: PositiveInt = 1
     """Fewest characters, white space not counted."""
 
 
 @dataclass(frozen=True)
-class MaxChars:
+class MaxChars(Switch):
     """An upper limit of length."""
 
     on: bool = False
-    """Whether the rule is applied."""
     max_chars: PositiveInt = 10_000_000
     """Most characters, white space not counted."""
 
 
 @dataclass(frozen=True)
-class MaxShare:
+class MaxShare(Switch):
     """An upper limit of a share."""
 
-    on: bool = True
-    """Whether the rule is applied."""
     max_share: Share = 1.0
     """Documents with a larger share are dropped."""
     from_chars: NaturalInt = 0
@@ -129,27 +118,22 @@ class MaxShare:
 
 
 @dataclass(frozen=True)
-class MaxShareBesideProse:
+class MaxShareBesideProse(Switch):
     """An upper limit of a share, for documents that are hardly anything else."""
 
-    on: bool = True
-    """Whether the rule is applied."""
     max_share: Share = 1.0
     """Documents with a larger share are dropped."""
     spare_prose_share: Share = 0.3
-    """Documents are spared that have at least this share of their characters, addresses not counted, in lines of 20
-    and more characters that end as sentences do: a page about binary numbers, a list of links with a text to each.
-    Not above a share of 0.8."""
+    """Documents with at least this share of their characters, addresses not counted, in lines of 20 and more
+    characters that end as sentences do are spared, up to a share of 0.8."""
     from_chars: NaturalInt = 0
     """Documents with fewer characters, white space not counted, are not judged by this rule."""
 
 
 @dataclass(frozen=True)
-class Mojibake:
+class Mojibake(Switch):
     """Text read in a wrong encoding that could not be repaired."""
 
-    on: bool = True
-    """Whether the rule is applied."""
     max_latin_share: Share = 0.02
     """Largest share of pairs such as Ã© or â€ (UTF-8 read as Windows-1252) among the characters."""
     max_han_share: Share = 0.15
@@ -160,11 +144,9 @@ class Mojibake:
 
 
 @dataclass(frozen=True)
-class WrongScript:
+class WrongScript(Switch):
     """Too little of the script that the channel is in."""
 
-    on: bool = True
-    """Whether the rule is applied."""
     script: Literal["han", "latin", "ascii"] = "latin"
     """`han`: Han characters among letters; `latin`: Latin among letters; `ascii`: printable ASCII among all
     characters other than white space."""
@@ -175,37 +157,31 @@ class WrongScript:
 
 
 @dataclass(frozen=True)
-class Emails:
+class Emails(Switch):
     """Address lists."""
 
-    on: bool = True
-    """Whether the rule is applied."""
     max_per_1000_chars: Annotated[float, Range(minimum=0)] = 5.0
     """Most e-mail addresses per 1,000 characters, white space not counted, in documents with at least 3 of them."""
 
 
 @dataclass(frozen=True)
-class Blobs:
+class Blobs(Switch):
     """Encoded data: base64, hashes, hexadecimal dumps without spaces."""
 
-    on: bool = True
-    """Whether the rule is applied."""
     max_share: Share = 0.2
     """Largest share of characters in such runs."""
     min_run_chars: PositiveInt = 60
     """A run of letters, digits and + - / = _ is data from this length on, if at least nine tenths are letters and
     digits and one in thirty is a digit, as in base64 and unlike in paths."""
     spare_prose_share: Share = 0.1
-    """Documents are spared that have at least this share of their other characters in lines of 20 and more characters
-    that end as sentences do: a page on keys and certificates. Not above a share of 0.3."""
+    """Documents with at least this share of their other characters in lines of 20 and more characters that end as
+    sentences do are spared, up to a share of 0.3."""
 
 
 @dataclass(frozen=True)
-class LooseLines:
+class LooseLines(Switch):
     """Menus, link lists, lists of names: short lines that are not sentences."""
 
-    on: bool = True
-    """Whether the rule is applied."""
     max_share: Share = 0.9
     """Largest share of characters in loose lines."""
     max_line_chars: PositiveInt = 30
@@ -217,11 +193,9 @@ class LooseLines:
 
 
 @dataclass(frozen=True)
-class EllipsisLines:
+class EllipsisLines(Switch):
     """Lists of teasers, each cut off."""
 
-    on: bool = True
-    """Whether the rule is applied."""
     max_share: Share = 0.3
     """Largest share of lines that end in an ellipsis."""
     from_lines: PositiveInt = 8
@@ -229,11 +203,9 @@ class EllipsisLines:
 
 
 @dataclass(frozen=True)
-class UnendedLines:
+class UnendedLines(Switch):
     """Lists and tables have lines, but no sentences."""
 
-    on: bool = True
-    """Whether the rule is applied."""
     max_share: Share = 0.995
     """Largest share of lines that do not end in a sentence end (. ! ? 。 ！ ？ …), closing quotes aside."""
     spare_function_share: Share = 0.25
@@ -243,11 +215,9 @@ class UnendedLines:
 
 
 @dataclass(frozen=True)
-class FewSentences:
+class FewSentences(Switch):
     """Running text has sentence ends; lists of search terms do not."""
 
-    on: bool = True
-    """Whether the rule is applied."""
     min_per_1000_chars: Annotated[float, Range(minimum=0)] = 1.0
     """Fewest sentence ends per 1,000 characters, white space not counted."""
     spare_function_share: Share = 0.25
@@ -257,11 +227,9 @@ class FewSentences:
 
 
 @dataclass(frozen=True)
-class FewFunctionWords:
+class FewFunctionWords(Switch):
     """Language cannot do without function words; lists of search terms can."""
 
-    on: bool = True
-    """Whether the rule is applied."""
     of: Literal["words", "han"] = "words"
     """`words`: English function words among words; `han`: function characters (的 是 不) among Han characters."""
     min_share: Share = 0.05
@@ -273,11 +241,9 @@ class FewFunctionWords:
 
 
 @dataclass(frozen=True)
-class FewDistinct:
+class FewDistinct(Switch):
     """Running text uses many different characters."""
 
-    on: bool = True
-    """Whether the rule is applied."""
     min_share: Share = 0.045
     """Fewest different characters, as a share of the characters or of `of_chars`, whichever is less."""
     of_chars: PositiveInt = 400
@@ -287,11 +253,9 @@ class FewDistinct:
 
 
 @dataclass(frozen=True)
-class DuplicateLines:
+class DuplicateLines(Switch):
     """Lines that were there before, within windows of 8,192 lines."""
 
-    on: bool = True
-    """Whether the rule is applied."""
     max_share: Share = 0.3
     """Largest share of characters in lines that repeat an earlier one (white space ignored)."""
     max_verse_share: Share = 0.6
@@ -324,11 +288,9 @@ class Kinds:
 
 
 @dataclass(frozen=True)
-class Scrambled:
+class Scrambled(Switch):
     """Characters drawn at random: neighbours go together no more often than characters far apart."""
 
-    on: bool = True
-    """Whether the rule is applied."""
     min_excess: Share = 0.1
     """Least excess of frequent pairs: their share among neighbouring Han characters, less that among characters six
     places apart, plus one standard error."""
@@ -344,11 +306,9 @@ class Scrambled:
 
 
 @dataclass(frozen=True)
-class Garbled:
+class Garbled(Switch):
     """Text as a bad scanner reads it: letters and symbols between Han, lone characters, digits in words."""
 
-    on: bool = True
-    """Whether the rule is applied."""
     max_share: Share = 0.055
     """Largest share of Han characters that stand alone between spaces or on a line, or are rare; those behind a
     single letter or symbol between Han count three times."""
@@ -366,11 +326,9 @@ class Garbled:
 
 
 @dataclass(frozen=True)
-class KeywordLists:
+class KeywordLists(Switch):
     """Search terms in a row: short phrases without any function character."""
 
-    on: bool = True
-    """Whether the rule is applied."""
     max_bare_share: Share = 0.6
     """Largest share of Han characters in phrases of at most 8 without a function character."""
     max_unended_bare_share: Share = 0.3
@@ -387,11 +345,9 @@ class KeywordLists:
 
 
 @dataclass(frozen=True)
-class Spam:
+class Spam(Switch):
     """Advertisements for gambling."""
 
-    on: bool = True
-    """Whether the rule is applied."""
     max_share: Share = 0.06
     """Largest share of characters, or of words, in terms of gambling and its advertising."""
     min_terms: NaturalInt = 4
@@ -399,11 +355,9 @@ class Spam:
 
 
 @dataclass(frozen=True)
-class Ngrams:
+class Ngrams(Switch):
     """Repetition within windows of 32,768 units. A unit is a word, or a character of a script without spaces."""
 
-    on: bool = True
-    """Whether the rule is applied."""
     max_share: Share = 0.2
     """Largest share of the characters of all units."""
     ngram_units: NgramUnits = 4
@@ -413,11 +367,10 @@ class Ngrams:
 
 
 @dataclass(frozen=True)
-class LongLines:
+class LongLines(Switch):
     """Minified code, data on one line."""
 
     on: bool = False
-    """Whether the rule is applied."""
     max_line_chars: PositiveInt = 2_000
     """Longest line allowed, white space counted."""
     max_mean_line_chars: PositiveInt = 100
@@ -505,31 +458,13 @@ EDITS = ("repair", "mask", "kinds", "licence_headers", "boilerplate_lines")
 """Fields of CleanConfig that change documents and never drop one."""
 
 
-@dataclass(frozen=True)
-class RuleInfo:
-    """A rule for a reader: what it is about and what can be set."""
-
-    name: str
-    description: str
-    drops: bool
-    """False for the rules that only edit."""
-    channels: tuple[str, ...]
-    """Those of zh, en and code in which it is on by default."""
-    section: type
-    """The dataclass of its settings."""
-
-    @property
-    def thresholds(self) -> dict[str, str]:
-        """Name of the setting -> its doc line."""
-        return field_docs(self.section)
-
-
-CHANNELS = ("zh", "en", "code")
+RULES: dict[str, str] = field_docs(CleanConfig)
+"""Every rule by its name, with what it is about, in the order in which they are judged."""
 
 
 def default_config(channel: str) -> CleanConfig:
     """The defaults of a channel; channels other than zh, en and code get rules that hold for any script."""
-    return {"zh": _zh, "en": _en, "code": _code}.get(channel, _neutral)()
+    return DEFAULTS.get(channel, DEFAULTS["other"])
 
 
 def build_config(
@@ -542,9 +477,9 @@ def build_config(
     if values is not None and not isinstance(values, Mapping):
         problems.append(Problem(place, values, "a mapping of rule names to settings"))
         return None
-    merged = _merged(dataclasses.asdict(default_config(channel)), values or {})
     before = len(problems)
-    config: CleanConfig | None = build(CleanConfig, merged, place, problems)
+    all_values = merged(dataclasses.asdict(default_config(channel)), values or {})
+    config: CleanConfig | None = build(CleanConfig, all_values, place, problems)
     if config is not None and len(problems) == before:
         problems.extend(config_problems(config, place))
     return config
@@ -565,145 +500,81 @@ def config_problems(config: CleanConfig, place: str = "clean") -> list[Problem]:
     return found
 
 
-def _merged(base: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    result = dict(base)
-    for name, value in values.items():
-        inner = result.get(name)
-        both = isinstance(inner, dict) and isinstance(value, Mapping)
-        result[name] = _merged(inner, value) if both and isinstance(inner, dict) else value
-    return result
+def merged(below: Any, above: Any) -> Any:
+    """Nested mappings, the second on top of the first."""
+    if isinstance(below, Mapping) and isinstance(above, Mapping):
+        return {**below, **{name: merged(below.get(name), value) for name, value in above.items()}}
+    return above
 
 
-def _zh() -> CleanConfig:
-    return CleanConfig(
-        boilerplate_lines=BoilerplateLines(phrases=list(CHINESE_BOILERPLATE)),
-        too_short=MinChars(min_chars=10),
-        wrong_script=WrongScript(script="han", min_share=0.03, from_chars=50),
-        blobs=Blobs(max_share=0.15),
-        digits=MaxShareBesideProse(max_share=0.2, from_chars=200),
-        symbols=MaxShareBesideProse(max_share=0.48),
-        urls=MaxShareBesideProse(max_share=0.4),
-        few_distinct=FewDistinct(min_share=0.1),
-        duplicate_lines=DuplicateLines(max_share=0.4),
-        top_ngram=Ngrams(max_share=0.3, ngram_units=4, from_chars=300),
-        duplicate_ngrams=Ngrams(max_share=0.45, ngram_units=10),
-        loose_lines=LooseLines(max_share=0.7, max_line_chars=30, spare_function_share=0.2),
-        unended_lines=UnendedLines(spare_function_share=0.2),
-        few_sentences=FewSentences(min_per_1000_chars=1.0, spare_function_share=0.2),
-        few_function_words=FewFunctionWords(of="han", min_share=0.09),
-        garbled=Garbled(max_word_share=0.15),
-    )
-
-
-def _en() -> CleanConfig:
-    return CleanConfig(
-        too_short=MinChars(min_chars=20),
-        wrong_script=WrongScript(script="latin", min_share=0.8, from_chars=50),
-        blobs=Blobs(max_share=0.12),
-        digits=MaxShareBesideProse(max_share=0.2, from_chars=200),
-        symbols=MaxShareBesideProse(max_share=0.32),
-        urls=MaxShareBesideProse(max_share=0.35),
-        few_distinct=FewDistinct(min_share=0.045),
-        duplicate_lines=DuplicateLines(max_share=0.35),
-        top_ngram=Ngrams(max_share=0.3, ngram_units=3, from_chars=300),
-        duplicate_ngrams=Ngrams(max_share=0.45, ngram_units=8),
-        loose_lines=LooseLines(max_share=0.75, max_line_chars=40),
-        few_sentences=FewSentences(min_per_1000_chars=0.8),
-        few_function_words=FewFunctionWords(of="words", min_share=0.05),
-    )
-
-
-def _code() -> CleanConfig:
-    return CleanConfig(
-        repair=Repair(mojibake=False),  # tests and tables of encodings have it on purpose
-        licence_headers=Switch(on=True),
-        boilerplate_lines=BoilerplateLines(on=False),
-        too_short=MinChars(min_chars=10),
-        wrong_script=WrongScript(script="ascii", min_share=0.5, from_chars=50),
-        blobs=Blobs(max_share=0.2),
-        digits=MaxShareBesideProse(max_share=0.3, from_chars=200),
-        symbols=MaxShareBesideProse(max_share=0.5),
-        urls=MaxShareBesideProse(max_share=0.4),
-        few_distinct=FewDistinct(min_share=0.045),
-        duplicate_lines=DuplicateLines(max_share=0.55),
-        top_ngram=Ngrams(on=False, max_share=0.4, ngram_units=3),
-        duplicate_ngrams=Ngrams(on=False, max_share=0.65, ngram_units=8),
-        loose_lines=LooseLines(on=False),
-        unended_lines=UnendedLines(on=False),
-        ellipsis_lines=EllipsisLines(on=False),
-        few_sentences=FewSentences(on=False),
-        few_function_words=FewFunctionWords(on=False),
-        menu_lines=MaxShare(on=False, max_share=0.5),
-        keyword_lists=KeywordLists(on=False),
-        scrambled=Scrambled(on=False),
-        garbled=Garbled(on=False),
-        spam=Spam(on=False),
-        long_lines=LongLines(on=True),
-        generated=Switch(on=True),
-    )
-
-
-def _neutral() -> CleanConfig:
+def _defaults(off: tuple[str, ...] = (), base: CleanConfig | None = None, **settings: dict[str, Any]) -> CleanConfig:
+    """The rules of `base` with some switched off and some settings changed."""
+    base = base or CleanConfig()
+    values = merged({name: {"on": False} for name in off}, settings)
     return dataclasses.replace(
-        _en(),
-        wrong_script=WrongScript(on=False),
-        symbols=MaxShareBesideProse(max_share=0.4),
-        loose_lines=LooseLines(max_share=0.9, max_line_chars=40),
-        unended_lines=UnendedLines(on=False),
-        few_sentences=FewSentences(on=False),
-        few_function_words=FewFunctionWords(on=False),
-        keyword_lists=KeywordLists(on=False),
-        scrambled=Scrambled(on=False),
-        garbled=Garbled(on=False),
+        base, **{name: dataclasses.replace(getattr(base, name), **changed) for name, changed in values.items()}
     )
 
 
-def _rules() -> dict[str, RuleInfo]:
-    docs = field_docs(CleanConfig)
-    defaults = {channel: default_config(channel) for channel in CHANNELS}
-    rules = {}
-    for each in dataclasses.fields(CleanConfig):
-        settings = getattr(defaults["en"], each.name)
-        switched = {channel: getattr(getattr(config, each.name), "on", True) for channel, config in defaults.items()}
-        rules[each.name] = RuleInfo(
-            each.name,
-            docs[each.name],
-            each.name not in EDITS,
-            tuple(channel for channel, on in switched.items() if on),
-            settings.__class__,
-        )
-    return rules
+_PROSE_RULES = ("unended_lines", "few_sentences", "few_function_words", "keyword_lists", "scrambled", "garbled")
+"""Rules that hold only for prose of languages they know."""
 
+_EN = _defaults(
+    too_short={"min_chars": 20},
+    wrong_script={"min_share": 0.8, "from_chars": 50},
+    blobs={"max_share": 0.12},
+    digits={"max_share": 0.2, "from_chars": 200},
+    symbols={"max_share": 0.32},
+    urls={"max_share": 0.35},
+    duplicate_lines={"max_share": 0.35},
+    top_ngram={"max_share": 0.3, "from_chars": 300},
+    duplicate_ngrams={"max_share": 0.45},
+    loose_lines={"max_share": 0.75, "max_line_chars": 40},
+    few_sentences={"min_per_1000_chars": 0.8},
+)
 
-RULES: dict[str, RuleInfo] = _rules()
-"""Every rule by its name, in the order in which they are judged."""
-
-MEASURES: dict[str, tuple[str, ...]] = {
-    "too_short": ("chars",),
-    "too_long": ("chars",),
-    "replacement_characters": ("replacement_share",),
-    "mojibake": ("mojibake_latin_share", "mojibake_han_share", "rare_share"),
-    "block_art": ("art_share",),
-    "wrong_script": ("han_share", "latin_share", "ascii_share"),
-    "blobs": ("blob_share",),
-    "digits": ("digit_share", "prose_share"),
-    "symbols": ("symbol_share", "prose_share"),
-    "urls": ("url_share", "prose_share"),
-    "emails": ("emails_per_1000_chars",),
-    "few_distinct": ("distinct_share",),
-    "duplicate_lines": ("duplicate_line_share",),
-    "top_ngram": ("top_ngram_share",),
-    "duplicate_ngrams": ("duplicate_ngram_share",),
-    "menu_lines": ("menu_share",),
-    "loose_lines": ("loose_line_share", "function_share"),
-    "unended_lines": ("unended_line_share", "function_share"),
-    "ellipsis_lines": ("ellipsis_line_share",),
-    "few_sentences": ("sentences_per_1000_chars", "function_share"),
-    "few_function_words": ("function_word_share", "function_han_share"),
-    "keyword_lists": ("bare_share", "ended_phrase_share", "function_han_share", "pair_share", "verse", "classical"),
-    "scrambled": ("pair_excess", "pair_share", "modern_share"),
-    "garbled": ("noise_share", "rare_share", "broken_word_share", "modern_share"),
-    "spam": ("spam_share", "spam_terms"),
-    "long_lines": ("longest_line_chars", "mean_line_chars"),
+DEFAULTS: dict[str, CleanConfig] = {
+    "zh": _defaults(
+        boilerplate_lines={"phrases": list(CHINESE_BOILERPLATE)},
+        too_short={"min_chars": 10},
+        wrong_script={"script": "han", "min_share": 0.03, "from_chars": 50},
+        blobs={"max_share": 0.15},
+        digits={"max_share": 0.2, "from_chars": 200},
+        symbols={"max_share": 0.48},
+        urls={"max_share": 0.4},
+        few_distinct={"min_share": 0.1},
+        duplicate_lines={"max_share": 0.4},
+        top_ngram={"max_share": 0.3, "ngram_units": 4, "from_chars": 300},
+        duplicate_ngrams={"max_share": 0.45, "ngram_units": 10},
+        loose_lines={"max_share": 0.7, "spare_function_share": 0.2},
+        unended_lines={"spare_function_share": 0.2},
+        few_sentences={"spare_function_share": 0.2},
+        few_function_words={"of": "han", "min_share": 0.09},
+        garbled={"max_word_share": 0.15},
+    ),
+    "en": _EN,
+    "code": _defaults(
+        ("boilerplate_lines", "loose_lines", "ellipsis_lines", "spam", *_PROSE_RULES),
+        repair={"mojibake": False},  # tests and tables of encodings have it on purpose
+        licence_headers={"on": True},
+        too_short={"min_chars": 10},
+        wrong_script={"script": "ascii", "from_chars": 50},
+        digits={"max_share": 0.3, "from_chars": 200},
+        symbols={"max_share": 0.5},
+        urls={"max_share": 0.4},
+        duplicate_lines={"max_share": 0.55},
+        top_ngram={"on": False, "max_share": 0.4},
+        duplicate_ngrams={"on": False, "max_share": 0.65},
+        menu_lines={"on": False, "from_chars": 0},
+        long_lines={"on": True},
+        generated={"on": True},
+    ),
+    "other": _defaults(
+        _PROSE_RULES,
+        _EN,
+        wrong_script={"on": False, "min_share": 0.5, "from_chars": 0},
+        symbols={"max_share": 0.4},
+        loose_lines={"max_share": 0.9},
+        few_sentences={"min_per_1000_chars": 1.0},
+    ),
 }
-"""Rule -> what it compares with its thresholds; `clean.rules` works them out."""

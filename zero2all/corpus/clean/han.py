@@ -1,15 +1,13 @@
-"""Which Han characters go together: 24,000 frequent pairs, against which text that is no language stands out.
+"""Which Han characters go together: 24,000 frequent pairs, by which text that is no language is recognised.
 
-`han_pairs.txt` has a line per character: the character, then those that often follow it, in simplified forms
-(`../han_forms.txt` has the traditional ones). They are the pairs with the greatest b · (log2(b / expected) − 0.5), b
-being the weighted mean of their shares in four kinds of Chinese: Tang and Song verse (the chinese-poetry collection;
-weight 1.6), classical and modern prose (both sides of NiuTrans' Classical-Modern; 1.3 and 0.9) and the words of a
-dictionary of modern Chinese with their frequencies (jieba's; 0.8). All three are published under the MIT licence; only
-counts were taken.
+`han_pairs.txt` has a line per character: the character, then those that often follow it, in simplified forms. They are
+the pairs with the greatest b · (log2(b / expected) − 0.5), b being the weighted mean of their shares in Tang and Song
+verse (the chinese-poetry collection; weight 1.6), classical and modern prose (NiuTrans' Classical-Modern; 1.3 and 0.9)
+and the words of a dictionary with their frequencies (jieba's; 0.8). All three are under the MIT licence; only counts
+were taken.
 
 In running text 25 % (verse) to 45 % (modern prose) of neighbouring characters are such a pair, and 3 to 6 % of
-characters six places apart, which are the control: how many pairs the same characters would make in any order. In
-text whose characters were drawn at random the two shares are the same, whatever the characters are.
+characters six places apart. In text whose characters were drawn at random the two shares are the same.
 """
 
 from __future__ import annotations
@@ -20,19 +18,20 @@ from typing import Any
 import numpy as np
 
 from zero2all.common.files import package_text
-from zero2all.corpus.han_forms import simplified_of
+from zero2all.corpus.dedup.fold import simplified_of
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 CODES = 0xA000
 """Characters from here on have no pairs."""
+PAIR_BITS = 20
 
 
 @cache
-def pair_tables(bits: int) -> tuple[Array, Array]:
+def pair_tables() -> tuple[Array, Array]:
     """Code point -> random number, the same for both forms of a character, 0 if it is in no pair; and the pairs.
 
-    The pairs are a set of bits: that of a pair has the number (31 · first + second) mod 2³², its upper `bits` bits.
+    The pairs are a set of bits: the number of a pair is the upper `PAIR_BITS` bits of (31 · first + second) mod 2³².
     """
     lines = package_text(__package__, "han_pairs.txt").splitlines()
     codes = np.zeros(CODES, np.uint32)
@@ -43,8 +42,8 @@ def pair_tables(bits: int) -> tuple[Array, Array]:
     forms = simplified_of()
     codes[list(forms)] = codes[list(forms.values())]
     one, two = (codes[[ord(character) for character in half]].astype(np.uint64) for half in (firsts, seconds))
-    places = ((one * np.uint64(31) + two) & np.uint64(0xFFFF_FFFF)) >> np.uint64(32 - bits)
-    pairs = np.zeros(1 << bits, bool)
+    places = ((one * np.uint64(31) + two) & np.uint64(0xFFFF_FFFF)) >> np.uint64(32 - PAIR_BITS)
+    pairs = np.zeros(1 << PAIR_BITS, bool)
     pairs[places] = True
     return codes, np.packbits(pairs, bitorder="little")
 

@@ -1,14 +1,12 @@
 """The native part: one pass over the code points of a batch that counts everything the rules ask about.
 
-A batch is the texts put end to end as UTF-32. For every character: one look-up in the character table, one increment
-of a histogram, two hashes (of the word and of the line it is in). Words and lines go into small buffers; when a
-buffer is full or the text ends, repetition is counted in it with an open hash table. Nothing is sampled: the
-repetition measures are exact within windows of `WINDOW_UNITS` units or `WINDOW_LINES` lines, counted from the start
-of the text, which keeps the tables in the cache and the memory constant for a text of any length.
+A batch is the texts put end to end as UTF-32. Each character takes one look-up in the character table, one increment of
+a histogram and two hashes (of its word and its line). Words and lines go into small buffers; when a buffer is full or
+the text ends, repetition is counted in it with an open hash table: exact within windows of `WINDOW_UNITS` units or
+`WINDOW_LINES` lines, in constant memory.
 
 A unit is a word (a run of letters, marks and digits, ASCII upper case as lower case), or a single character of a
-script written without spaces. So the same code counts words in English, characters in Chinese, and both in Chinese
-with English in it.
+script written without spaces.
 """
 
 from __future__ import annotations
@@ -19,32 +17,9 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from zero2all.corpus.clean.tables import (
-    CAN_JOIN,
-    CLASS_MASK,
-    CLASSICAL_HAN,
-    CLOSER,
-    CONTINUATION,
-    COUNTING_HAN,
-    DIGIT,
-    FUNCTION_HAN,
-    GBK_SUSPECT,
-    HAN,
-    JOINER,
-    LATIN_LOWER,
-    LATIN_UPPER,
-    MARK,
-    MODERN_HAN,
-    NEWLINE,
-    PUNCTUATION,
-    REMOVE,
-    SENTENCE_END,
-    SIGN,
-    SINGLE,
-    SPACE,
-    SPAM_HAN,
-    SYMBOL,
-)
+from zero2all.corpus.clean import counts as k
+from zero2all.corpus.clean import tables as t
+from zero2all.corpus.clean.han import PAIR_BITS
 
 WINDOW_UNITS = 1 << 15
 WINDOW_LINES = 1 << 13
@@ -52,49 +27,20 @@ TABLE_SLOTS = 2 * WINDOW_UNITS
 FUNCTION_SLOTS = 1024
 SPAM_WORD = 2
 """The mark of a spam word among the function words."""
-PAIR_BITS = 20
-PAIR_HANS = 2048
-"""Pairs are looked up among so many Han characters of a text, which is enough to tell."""
 FAR = 6
 """Characters this far apart are the control of the pairs: what a text would have of them in any order."""
 MENU_PIECE_CHARS = 20
 """Pieces between bars that are shorter on average are entries of a menu."""
 LONG_PHRASE = 15
-"""Phrases of so many characters and more are counted as one size."""
+"""Phrases of this many characters and more are counted as one size."""
 BY_SIGN, BY_SPACE, BY_LINE_END, BY_SENTENCE_END = range(4)
 """What closes a phrase."""
 BARE_PHRASE_CHARS = 8
-BINDING = FUNCTION_HAN | COUNTING_HAN
+BINDING = t.FUNCTION_HAN | t.COUNTING_HAN
 """Flags of the characters that a bare phrase has none of. (A bit of it on a spam character is not set.)"""
 PROSE_LINE_CHARS = 20
 MASK_TOKEN_CHARS = 16
 """A run of letters and digits at least this long may be a key, and is looked at by the masks."""
-
-COUNTS = (
-    "removed", "newline", "space", "han", "single", "latin_lower", "latin_upper", "letter", "mark", "digit",
-    "sentence_end", "punctuation", "symbol", "art", "replacement", "joiner",
-    "ascii", "function_han", "gbk_suspect", "distinct", "units", "unit_chars", "words", "function_words",
-    "lines", "line_chars", "line_chars_max", "ended_lines", "ellipsis_lines", "loose_chars", "duplicate_line_chars",
-    "top_ngram_chars", "duplicate_ngram_chars", "sentences", "url_chars", "emails", "blob_chars", "mojibake_pairs",
-    "split_pairs", "longest_number", "long_tokens", "bytes_in", "bytes_out", "changed", "keep_from", "keep_to",
-    "classical_han", "modern_han", "spam_han", "spam_words", "rare_han", "pairs", "pair_hits", "far_pairs", "far_hits",
-    "phrases", "ended_phrases", "line_phrases", "lone_han", "bare_chars", "verse_chars", "even_chars", "longest_phrase",
-    "noise", "broken_words", "menu_chars", "table_chars", "table_rules", "prose_chars", "stopped_lines",
-)  # fmt: skip
-"""Columns of the counts, one row per text; the first sixteen are the character classes of `tables`. `changed` is 0
-for a text that stays as it was, 1 when only its ends are cut off, 2 when it needs `compact`."""
-(
-    ASCII, FUNCTION_HANS, GBK_SUSPECTS, DISTINCT, UNITS, UNIT_CHARS, WORDS, FUNCTION_WORDS,
-    LINES, LINE_CHARS, LINE_CHARS_MAX, ENDED_LINES, ELLIPSIS_LINES, LOOSE_CHARS, DUPLICATE_LINE_CHARS,
-    TOP_NGRAM_CHARS, DUPLICATE_NGRAM_CHARS, SENTENCES, URL_CHARS, EMAILS, BLOB_CHARS, MOJIBAKE_PAIRS,
-    SPLIT_PAIRS, LONGEST_NUMBER, LONG_TOKENS, BYTES_IN, BYTES_OUT, CHANGED, KEEP_FROM, KEEP_TO,
-    CLASSICAL_HANS, MODERN_HANS, SPAM_HANS, SPAM_WORDS, RARE_HANS, PAIRS, PAIR_HITS, FAR_PAIRS, FAR_HITS,
-    PHRASES, ENDED_PHRASES, LINE_PHRASES, LONE_HANS, BARE_CHARS, VERSE_CHARS, EVEN_CHARS, LONGEST_PHRASE,
-    NOISE, BROKEN_WORDS, MENU_CHARS, TABLE_CHARS, TABLE_RULES, PROSE_CHARS, STOPPED_LINES,
-) = range(16, len(COUNTS))  # fmt: skip
-
-SETTINGS = ("loose_line_chars", "blob_run_chars", "duplicate_line_chars", "top_ngram", "duplicate_ngram", "keep_indent")
-LOOSE_LINE, BLOB_RUN, DUPLICATE_LINE, TOP_NGRAM, DUPLICATE_NGRAM, KEEP_INDENT = range(len(SETTINGS))
 
 _SEED = np.uint64(0xCBF29CE484222325)
 _PRIME = np.uint64(0x100000001B3)
@@ -118,11 +64,14 @@ def _mixed(value):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def _slots_for(items):  # type: ignore[no-untyped-def]
+def _cleared(keys, items):  # type: ignore[no-untyped-def]
+    """Make the beginning of `keys` an empty hash table with room for `items`; returns its last slot."""
     slots = 64
     while slots < 2 * items:
         slots *= 2
-    return slots
+    for slot in range(slots):
+        keys[slot] = _ZERO
+    return np.uint64(slots - 1)
 
 
 @njit(nogil=True)
@@ -130,10 +79,7 @@ def _top_ngram_chars(units, sizes, count, n, keys, tally):  # type: ignore[no-un
     """Characters in all copies of the n-gram that covers most, or 0 when none occurs three times."""
     if n == 0 or count < n + 2:
         return 0
-    slots = _slots_for(count)
-    last_slot = np.uint64(slots - 1)
-    for slot in range(slots):
-        keys[slot] = _ZERO
+    last_slot = _cleared(keys, count)
     power = _ONE
     for _ in range(n):
         power *= _BASE
@@ -167,10 +113,7 @@ def _duplicate_ngram_chars(units, sizes, count, n, keys):  # type: ignore[no-unt
     """Characters covered by n-grams that occurred before."""
     if n == 0 or count < n + 1:
         return 0
-    slots = _slots_for(count)
-    last_slot = np.uint64(slots - 1)
-    for slot in range(slots):
-        keys[slot] = _ZERO
+    last_slot = _cleared(keys, count)
     power = _ONE
     for _ in range(n):
         power *= _BASE
@@ -199,19 +142,16 @@ def _duplicate_ngram_chars(units, sizes, count, n, keys):  # type: ignore[no-unt
 @njit(nogil=True)
 def _close_window(units, sizes, count, settings, keys, tally, row):  # type: ignore[no-untyped-def]
     """Measure the repetition among the units gathered so far; returns how many are left, 0."""
-    row[TOP_NGRAM_CHARS] += _top_ngram_chars(units, sizes, count, settings[TOP_NGRAM], keys, tally)
-    row[DUPLICATE_NGRAM_CHARS] += _duplicate_ngram_chars(units, sizes, count, settings[DUPLICATE_NGRAM], keys)
-    row[UNITS] += count
+    row[k.TOP_NGRAM_CHARS] += _top_ngram_chars(units, sizes, count, settings[k.TOP_NGRAM], keys, tally)
+    row[k.DUPLICATE_NGRAM_CHARS] += _duplicate_ngram_chars(units, sizes, count, settings[k.DUPLICATE_NGRAM], keys)
+    row[k.UNITS] += count
     return 0
 
 
 @njit(nogil=True)
 def _duplicate_line_chars(lines, sizes, count, keys):  # type: ignore[no-untyped-def]
     """Characters of the lines that occurred before."""
-    slots = _slots_for(count)
-    last_slot = np.uint64(slots - 1)
-    for slot in range(slots):
-        keys[slot] = _ZERO
+    last_slot = _cleared(keys, count)
     repeated = 0
     for at in range(count):
         key = lines[at] | _ONE
@@ -288,18 +228,18 @@ def _add_phrases(phrases, row):  # type: ignore[no-untyped-def]
         phrases[entry] = 0
         size = entry >> 3
         closed_by = (entry >> 1) & 3
-        row[PHRASES] += number
-        row[LONGEST_PHRASE] = size
+        row[k.PHRASES] += number
+        row[k.LONGEST_PHRASE] = size
         if closed_by == BY_SENTENCE_END:
-            row[ENDED_PHRASES] += number
+            row[k.ENDED_PHRASES] += number
         elif closed_by == BY_LINE_END:
-            row[LINE_PHRASES] += number
+            row[k.LINE_PHRASES] += number
         if size == 5 or size == 7:
-            row[VERSE_CHARS] += number * size
+            row[k.VERSE_CHARS] += number * size
         elif size == 1 and BY_SPACE <= closed_by <= BY_LINE_END:
-            row[LONE_HANS] += number
+            row[k.LONE_HANS] += number
         if entry & 1 == 0 and size <= BARE_PHRASE_CHARS:
-            row[BARE_CHARS] += number * size
+            row[k.BARE_CHARS] += number * size
 
 
 @njit(nogil=True)
@@ -308,12 +248,12 @@ def _is_broken(points, start, end, table):  # type: ignore[no-untyped-def]
     digits = 0
     between = False
     for at in range(start, end):
-        if table[points[at]] & CLASS_MASK == DIGIT:
+        if table[points[at]] & t.CLASS_MASK == t.DIGIT:
             digits += 1
             between |= (
                 start < at < end - 1
-                and table[points[at - 1]] & CLASS_MASK == LATIN_LOWER
-                and table[points[at + 1]] & CLASS_MASK == LATIN_LOWER
+                and table[points[at - 1]] & t.CLASS_MASK == t.LATIN_LOWER
+                and table[points[at + 1]] & t.CLASS_MASK == t.LATIN_LOWER
             )
     return between and 3 * digits <= end - start
 
@@ -340,7 +280,7 @@ def _is_table_rule(points, start, end):  # type: ignore[no-untyped-def]
 def scan(  # type: ignore[no-untyped-def]
     points, starts, table, han_codes, pairs, known_words, word_marks, settings, stamps, first_stamp, counts
 ):
-    """Fill `counts` (a row per text, columns `COUNTS`) for the texts that begin at `starts` in `points`.
+    """Fill `counts` (a row per text, a column per count) for the texts that begin at `starts` in `points`.
 
     `han_codes` and `pairs` are those of `han`, `known_words` and `word_marks` of `word_table`. `stamps` has a place
     for every code point and remembers the last text it was seen in; text t is `first_stamp` + t.
@@ -354,10 +294,10 @@ def scan(  # type: ignore[no-untyped-def]
     histogram = np.empty(256, np.int64)
     recent = np.empty(8, np.uint32)
     phrases = np.zeros((LONG_PHRASE + 1) << 3, np.int64)
-    loose_line = settings[LOOSE_LINE]
-    blob_run = settings[BLOB_RUN]
-    duplicate_line = settings[DUPLICATE_LINE]
-    keep_indent = settings[KEEP_INDENT]
+    loose_line = settings[k.LOOSE_LINE]
+    blob_run = settings[k.BLOB_RUN]
+    duplicate_line = settings[k.DUPLICATE_LINE]
+    keep_indent = settings[k.KEEP_INDENT]
 
     for text in range(len(starts) - 1):
         start = starts[text]
@@ -412,32 +352,32 @@ def scan(  # type: ignore[no-untyped-def]
                 histogram[kind] += 1
             else:
                 point = np.uint32(10)
-                kind = np.uint8(NEWLINE)
-            of_class = kind & CLASS_MASK
-            if LATIN_LOWER <= of_class <= DIGIT:
+                kind = np.uint8(t.NEWLINE)
+            of_class = kind & t.CLASS_MASK
+            if t.LATIN_LOWER <= of_class <= t.DIGIT:
                 if stamps[point] != stamp:
                     stamps[point] = stamp
                     distinct += 1
                 line_hash = (line_hash ^ np.uint64(point)) * _PRIME
-                if of_class == LATIN_UPPER and point < 128:
+                if of_class == t.LATIN_UPPER and point < 128:
                     word_hash = (word_hash ^ np.uint64(point | np.uint32(32))) * _PRIME
                 else:
                     word_hash = (word_hash ^ np.uint64(point)) * _PRIME
-                if of_class == DIGIT:
+                if of_class == t.DIGIT:
                     run_digits += 1
                     if at - last_digit > 3:
                         number_digits = 0
                     number_digits += 1
                     last_digit = at
-                    if number_digits > row[LONGEST_NUMBER]:
-                        row[LONGEST_NUMBER] = number_digits
+                    if number_digits > row[k.LONGEST_NUMBER]:
+                        row[k.LONGEST_NUMBER] = number_digits
                 elif point >= 0xC2 and point <= 0xF4 and at + 1 < end:
                     after_kind = table[points[at + 1]]
-                    after_class = after_kind & CLASS_MASK
-                    if after_class != HAN and after_kind & CONTINUATION:
-                        row[MOJIBAKE_PAIRS] += 1
-                    elif after_class in (REMOVE, JOINER):
-                        row[SPLIT_PAIRS] += 1  # may become a pair when that character is gone
+                    after_class = after_kind & t.CLASS_MASK
+                    if after_class != t.HAN and after_kind & t.CONTINUATION:
+                        row[k.MOJIBAKE_PAIRS] += 1
+                    elif after_class in (t.REMOVE, t.JOINER):
+                        row[k.SPLIT_PAIRS] += 1  # may become a pair when that character is gone
                 word_chars += 1
                 run_chars += 1
                 run_alnum += 1
@@ -450,19 +390,19 @@ def scan(  # type: ignore[no-untyped-def]
                     first_line = line_start
                 at += 1
                 continue
-            if of_class == REMOVE:
+            if of_class == t.REMOVE:
                 repaired = True
                 at += 1
                 continue
-            if of_class == JOINER:
-                if before_kind & CAN_JOIN:
-                    before_kind = MARK
+            if of_class == t.JOINER:
+                if before_kind & t.CAN_JOIN:
+                    before_kind = t.MARK
                     last_kept = at + 1
                 else:
                     repaired = True
                 at += 1
                 continue
-            before_kind = HAN if of_class == HAN else kind  # the flags of Han have other meanings
+            before_kind = t.HAN if of_class == t.HAN else kind  # the flags of Han have other meanings
 
             # Everything below ends a word.
             if word_chars > 0:
@@ -470,19 +410,19 @@ def scan(  # type: ignore[no-untyped-def]
                 units[unit_count] = unit
                 unit_sizes[unit_count] = word_chars
                 unit_count += 1
-                row[WORDS] += 1
-                row[UNIT_CHARS] += word_chars
+                row[k.WORDS] += 1
+                row[k.UNIT_CHARS] += word_chars
                 slot = unit & _FUNCTION_MASK
                 while known_words[slot] != _ZERO:
                     if known_words[slot] == unit:
                         if word_marks[slot] == SPAM_WORD:
-                            row[SPAM_WORDS] += 1
+                            row[k.SPAM_WORDS] += 1
                         else:
-                            row[FUNCTION_WORDS] += 1
+                            row[k.FUNCTION_WORDS] += 1
                         break
                     slot = (slot + _ONE) & _FUNCTION_MASK
                 if 0 < run_digits < word_chars:
-                    row[BROKEN_WORDS] += _is_broken(points, at - word_chars, at, table)
+                    row[k.BROKEN_WORDS] += _is_broken(points, at - word_chars, at, table)
                 word_hash = _SEED
                 word_chars = 0
                 if unit_count == WINDOW_UNITS:
@@ -492,21 +432,21 @@ def scan(  # type: ignore[no-untyped-def]
                 run_chars += 1  # + - / = _
             elif run_chars > 0:
                 if run_chars >= MASK_TOKEN_CHARS and 0 < run_digits < run_alnum:
-                    row[LONG_TOKENS] += 1
+                    row[k.LONG_TOKENS] += 1
                 if run_chars >= blob_run and 10 * run_alnum >= 9 * run_chars and 30 * run_digits >= run_chars:
-                    row[BLOB_CHARS] += run_chars
+                    row[k.BLOB_CHARS] += run_chars
                 run_chars = 0
                 run_digits = 0
                 run_alnum = 0
 
-            if HAN <= of_class <= SINGLE:
+            if t.HAN <= of_class <= t.SINGLE:
                 if stamps[point] != stamp:
                     stamps[point] = stamp
                     distinct += 1
                 line_hash = (line_hash ^ np.uint64(point)) * _PRIME
-                if of_class == HAN:
+                if of_class == t.HAN:
                     adjacent = last_han == at - 1
-                    if hans < PAIR_HANS:
+                    if hans < k.PAIR_HANS:
                         code = han_codes[point] if point < len(han_codes) else np.uint32(0)
                         rare += code == 0
                         if adjacent:
@@ -517,14 +457,14 @@ def scan(  # type: ignore[no-untyped-def]
                     if not adjacent:
                         if last_han == at - 2:
                             between = points[at - 1]
-                            class_between = table[between] & CLASS_MASK
+                            class_between = table[between] & t.CLASS_MASK
                             if (
-                                LATIN_LOWER <= class_between <= LATIN_UPPER
-                                or (class_between == SYMBOL and between != 96)  # not Markdown's `
+                                t.LATIN_LOWER <= class_between <= t.LATIN_UPPER
+                                or (class_between == t.SYMBOL and between != 96)  # not Markdown's `
                                 or between in (35, 37, 38, 92)  # # % & \
                             ):
-                                row[NOISE] += 1
-                        if phrase > 0 and line_end_kind == HAN:
+                                row[k.NOISE] += 1
+                        if phrase > 0 and line_end_kind == t.HAN:
                             even += _close_phrase(phrases, phrase, phrase_bound, phrase_before, BY_SPACE)
                             phrase_before = phrase
                             phrase = 0
@@ -538,19 +478,19 @@ def scan(  # type: ignore[no-untyped-def]
                 units[unit_count] = (np.uint64(point) + _ONE) * _MIX
                 unit_sizes[unit_count] = 1
                 unit_count += 1
-                row[UNIT_CHARS] += 1
+                row[k.UNIT_CHARS] += 1
                 last_kept = at + 1
                 if first_kept < 0:
                     first_kept = at
                     first_line = line_start
-            elif of_class == SPACE:
+            elif of_class == t.SPACE:
                 pass
-            elif of_class == NEWLINE:
+            elif of_class == t.NEWLINE:
                 if point == 13:
                     repaired = True
                     if at + 1 < end and points[at + 1] == 10:
                         at += 1
-                        histogram[NEWLINE] += 1
+                        histogram[t.NEWLINE] += 1
                 elif point != 10:
                     repaired = True
                 if phrase > 0:
@@ -559,31 +499,31 @@ def scan(  # type: ignore[no-untyped-def]
                     phrase = 0
                     phrase_bound = 0
                 if line_chars > 0:
-                    row[LINES] += 1
-                    row[LINE_CHARS_MAX] = max(row[LINE_CHARS_MAX], at - line_start)
-                    ended = line_end_kind == SENTENCE_END
-                    row[STOPPED_LINES] += ended or line_end_kind == PUNCTUATION
+                    row[k.LINES] += 1
+                    row[k.LINE_CHARS_MAX] = max(row[k.LINE_CHARS_MAX], at - line_start)
+                    ended = line_end_kind == t.SENTENCE_END
+                    row[k.STOPPED_LINES] += ended or line_end_kind == t.PUNCTUATION
                     if ended:
-                        row[ENDED_LINES] += 1
+                        row[k.ENDED_LINES] += 1
                         # … ⋯ ‥ or the end of an ASCII ellipsis
                         if line_end_point == 0x2026 or line_end_point == 0x22EF or line_end_point == 0x2025:
-                            row[ELLIPSIS_LINES] += 1
+                            row[k.ELLIPSIS_LINES] += 1
                         if line_chars >= PROSE_LINE_CHARS:
-                            row[PROSE_CHARS] += max(0, line_chars - line_urls)
+                            row[k.PROSE_CHARS] += max(0, line_chars - line_urls)
                     elif line_chars < loose_line:
-                        row[LOOSE_CHARS] += line_chars
+                        row[k.LOOSE_CHARS] += line_chars
                     if line_bars > 0:
                         if line_first == 124 and _is_table_rule(points, line_start, at):
-                            row[TABLE_RULES] += 1
+                            row[k.TABLE_RULES] += 1
                         elif line_bars > 2 and not ended and line_chars < MENU_PIECE_CHARS * line_bars:
-                            row[TABLE_CHARS if line_first == 124 else MENU_CHARS] += line_chars
-                    row[LINE_CHARS] += line_chars
+                            row[k.TABLE_CHARS if line_first == 124 else k.MENU_CHARS] += line_chars
+                    row[k.LINE_CHARS] += line_chars
                     if line_chars >= duplicate_line:
                         lines[line_count] = line_hash
                         line_sizes[line_count] = line_chars
                         line_count += 1
                         if line_count == WINDOW_LINES:
-                            row[DUPLICATE_LINE_CHARS] += _duplicate_line_chars(lines, line_sizes, line_count, keys)
+                            row[k.DUPLICATE_LINE_CHARS] += _duplicate_line_chars(lines, line_sizes, line_count, keys)
                             line_count = 0
                     line_hash = _SEED
                     line_chars = 0
@@ -605,29 +545,29 @@ def scan(  # type: ignore[no-untyped-def]
                     first_kept = at
                     first_line = line_start
                 if phrase > 0:
-                    by = BY_SENTENCE_END if of_class == SENTENCE_END else BY_SIGN
+                    by = BY_SENTENCE_END if of_class == t.SENTENCE_END else BY_SIGN
                     even += _close_phrase(phrases, phrase, phrase_bound, phrase_before, by)
                     phrase_before = phrase
                     phrase = 0
                     phrase_bound = 0
-                if kind & SIGN:
+                if kind & t.SIGN:
                     line_bars += point == 124 or point > 127
                     if (
                         start < at < end - 1
-                        and table[points[at - 1]] & CLASS_MASK == LATIN_LOWER
-                        and table[points[at + 1]] & CLASS_MASK == LATIN_LOWER
+                        and table[points[at - 1]] & t.CLASS_MASK == t.LATIN_LOWER
+                        and table[points[at + 1]] & t.CLASS_MASK == t.LATIN_LOWER
                     ):
-                        row[BROKEN_WORDS] += 1
-                if kind & CLOSER == 0:
+                        row[k.BROKEN_WORDS] += 1
+                if kind & t.CLOSER == 0:
                     line_end_kind = of_class
                     line_end_point = point
-                if of_class == SENTENCE_END:
-                    after = table[points[at + 1]] & CLASS_MASK if at + 1 < end else NEWLINE
+                if of_class == t.SENTENCE_END:
+                    after = table[points[at + 1]] & t.CLASS_MASK if at + 1 < end else t.NEWLINE
                     if point == 46:
                         if at >= start + 2 and points[at - 1] == 46 and points[at - 2] == 46:
                             line_end_point = np.uint32(0x2026)
-                        if after < LATIN_LOWER or after == PUNCTUATION:
-                            row[SENTENCES] += 1
+                        if after < t.LATIN_LOWER or after == t.PUNCTUATION:
+                            row[k.SENTENCES] += 1
                         elif (
                             at >= start + 3
                             and points[at - 1] == 119
@@ -635,19 +575,19 @@ def scan(  # type: ignore[no-untyped-def]
                             and points[at - 3] == 119
                         ):
                             address = 3 + _url_end(points, at, end) - at
-                            row[URL_CHARS] += address
+                            row[k.URL_CHARS] += address
                             line_urls += address
-                    elif after != SENTENCE_END:
-                        row[SENTENCES] += 1
+                    elif after != t.SENTENCE_END:
+                        row[k.SENTENCES] += 1
                 elif point == 58:
                     if at + 2 < end and points[at + 1] == 47 and points[at + 2] == 47:
                         address = min(at - start, 5) + _url_end(points, at, end) - at
-                        row[URL_CHARS] += address
+                        row[k.URL_CHARS] += address
                         line_urls += address
                 elif point == 64 and at > start:
-                    before_class = table[points[at - 1]] & CLASS_MASK
-                    if LATIN_LOWER <= before_class <= PUNCTUATION and _is_email_at(points, at, end):
-                        row[EMAILS] += 1
+                    before_class = table[points[at - 1]] & t.CLASS_MASK
+                    if t.LATIN_LOWER <= before_class <= t.PUNCTUATION and _is_email_at(points, at, end):
+                        row[k.EMAILS] += 1
             if unit_count == WINDOW_UNITS:
                 unit_count = _close_window(units, unit_sizes, unit_count, settings, keys, tally, row)
             at += 1
@@ -655,46 +595,48 @@ def scan(  # type: ignore[no-untyped-def]
         if unit_count > 0:
             _close_window(units, unit_sizes, unit_count, settings, keys, tally, row)
         if line_count > 1:
-            row[DUPLICATE_LINE_CHARS] += _duplicate_line_chars(lines, line_sizes, line_count, keys)
-        row[DISTINCT] = distinct
-        row[EVEN_CHARS] = even
+            row[k.DUPLICATE_LINE_CHARS] += _duplicate_line_chars(lines, line_sizes, line_count, keys)
+        row[k.DISTINCT] = distinct
+        row[k.EVEN_CHARS] = even
         _add_phrases(phrases, row)
-        row[RARE_HANS] = rare
-        row[PAIRS] = pair_count
-        row[PAIR_HITS] = pair_hits
-        row[FAR_PAIRS] = max(0, min(hans, PAIR_HANS) - FAR)
-        row[FAR_HITS] = far_hits
+        row[k.RARE_HANS] = rare
+        row[k.PAIRS] = pair_count
+        row[k.PAIR_HITS] = pair_hits
+        row[k.FAR_PAIRS] = max(0, min(hans, k.PAIR_HANS) - FAR)
+        row[k.FAR_HITS] = far_hits
         for entry in range(256):
             number = histogram[entry]
             if number:
-                row[entry & CLASS_MASK] += number
-                if entry & CLASS_MASK == HAN:
-                    if entry & FUNCTION_HAN:
-                        row[FUNCTION_HANS] += number
-                        if entry & CLASSICAL_HAN:
-                            row[CLASSICAL_HANS] += number
-                        if entry & MODERN_HAN:
-                            row[MODERN_HANS] += number
-                    elif entry & SPAM_HAN:
-                        row[SPAM_HANS] += number
-                    if entry & GBK_SUSPECT:
-                        row[GBK_SUSPECTS] += number
+                row[entry & t.CLASS_MASK] += number
+                if entry & t.CLASS_MASK == t.HAN:
+                    if entry & t.FUNCTION_HAN:
+                        row[k.FUNCTION_HANS] += number
+                        if entry & t.CLASSICAL_HAN:
+                            row[k.CLASSICAL_HANS] += number
+                        if entry & t.MODERN_HAN:
+                            row[k.MODERN_HANS] += number
+                    elif entry & t.SPAM_HAN:
+                        row[k.SPAM_HANS] += number
+                    if entry & t.GBK_SUSPECT:
+                        row[k.GBK_SUSPECTS] += number
         ascii_chars = 0
         for place in range(start, end):
             ascii_chars += (points[place] > 32) & (points[place] < 127)
-        row[ASCII] = ascii_chars
-        row[BYTES_IN] = _utf8_bytes(points, start, end)
+        row[k.ASCII] = ascii_chars
+        row[k.BYTES_IN] = _utf8_bytes(points, start, end)
         if first_kept < 0:
             first_kept = last_kept
         elif keep_indent:
             first_kept = first_line
-        row[KEEP_FROM] = first_kept - start
-        row[KEEP_TO] = last_kept - start
-        row[BYTES_OUT] = row[BYTES_IN] - _utf8_bytes(points, start, first_kept) - _utf8_bytes(points, last_kept, end)
+        row[k.KEEP_FROM] = first_kept - start
+        row[k.KEEP_TO] = last_kept - start
+        row[k.BYTES_OUT] = (
+            row[k.BYTES_IN] - _utf8_bytes(points, start, first_kept) - _utf8_bytes(points, last_kept, end)
+        )
         if repaired:
-            row[CHANGED] = 2
+            row[k.CHANGED] = 2
         elif first_kept > start or last_kept < end:
-            row[CHANGED] = 1
+            row[k.CHANGED] = 1
 
 
 @njit(f"int64({_U32}, int64, int64, Array(uint8, 1, 'C', readonly=True), uint32[::1])", cache=True, nogil=True)
@@ -705,18 +647,18 @@ def compact(points, start, end, table, kept):  # type: ignore[no-untyped-def]
     for at in range(start, end):
         point = points[at]
         kind = table[point]
-        of_class = kind & CLASS_MASK
-        if of_class == REMOVE:
+        of_class = kind & t.CLASS_MASK
+        if of_class == t.REMOVE:
             continue
-        if of_class == NEWLINE:
+        if of_class == t.NEWLINE:
             if point == 13 and at + 1 < end and points[at + 1] == 10:
                 continue
             point = np.uint32(10)
-        elif of_class == JOINER:
-            if before_kind & CAN_JOIN == 0:
+        elif of_class == t.JOINER:
+            if before_kind & t.CAN_JOIN == 0:
                 continue
-            kind = np.uint8(MARK)
-        before_kind = HAN if of_class == HAN else kind
+            kind = np.uint8(t.MARK)
+        before_kind = t.HAN if of_class == t.HAN else kind
         kept[count] = point
         count += 1
     return count
@@ -759,11 +701,7 @@ def beginnings_of(phrases: tuple[str, ...]) -> tuple[np.uint64, np.uint64, Array
     return np.uint64(shift), np.uint64(64 - bits), table
 
 
-@njit(
-    f"int64({_U32}, Array(uint8, 1, 'C', readonly=True), int64, boolean, int64[:, ::1])",
-    cache=True,
-    nogil=True,
-)
+@njit(f"int64({_U32}, Array(uint8, 1, 'C', readonly=True), int64, boolean, int64[:, ::1])", cache=True, nogil=True)
 def find_spans(points, table, at_least, of_digits, spans):  # type: ignore[no-untyped-def]
     """Write where things that may have to be masked begin and end to `spans`, and return how many there are.
 
@@ -778,9 +716,9 @@ def find_spans(points, table, at_least, of_digits, spans):  # type: ignore[no-un
     alnum = 0
     for at in range(len(points) + 1):
         point = points[at] if at < len(points) else np.uint32(0)
-        of_class = table[point] & CLASS_MASK
-        is_digit = of_class == DIGIT
-        is_alnum = LATIN_LOWER <= of_class <= DIGIT
+        of_class = table[point] & t.CLASS_MASK
+        is_digit = of_class == t.DIGIT
+        is_alnum = t.LATIN_LOWER <= of_class <= t.DIGIT
         if of_digits:
             if is_digit and at - last <= 3:
                 size += 1

@@ -1,9 +1,8 @@
 """Secrets and personal data, replaced by a short mark and counted.
 
-The native scan says in which texts there can be anything to find (an @ with a host behind it, ten digits close
-together, a long run of letters and digits) and a second native pass says where, so the regular expressions see only
-a few characters around each place. A mark is never longer than what it hides, and what was hidden is neither kept
-nor logged anywhere.
+The native scan says which texts can have any (an @ with a host behind it, ten digits close together, a long run of
+letters and digits) and a second native pass says where, so the regular expressions see only a few characters around
+each place. A mark is never longer than what it hides, and what was hidden is not kept or logged anywhere.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def mask_text(text: str, options: Mask, hints: Hints | None = None) -> tuple[str
     """`text` with the marks, and how many of each kind were set. Without `hints` everything is looked for."""
     counts: dict[str, int] = {}
     for kind, enabled, likely, replace in (
-        ("keys", options.keys, hints is None or hints.long_tokens > 0 or _may_hold_key(text), _mask_keys),
+        ("keys", options.keys, hints is None or hints.long_tokens or _DIGITLESS_KEY.search(text), _mask_keys),
         ("id_numbers", options.id_numbers, hints is None or hints.longest_number >= ID_DIGITS, _mask_id_numbers),
         ("emails", options.emails, hints is None or hints.emails > 0, _mask_emails),
         ("phones", options.phones, hints is None or hints.longest_number >= PHONE_DIGITS, _mask_phones),
@@ -93,10 +92,6 @@ def is_id_number(number: str) -> bool:
     """Whether the check digit of an 18-character Chinese identity number is right."""
     total = sum(int(digit) * weight for digit, weight in zip(number[:17], _ID_WEIGHTS, strict=True))
     return "10X98765432"[total % 11] == number[17].upper()
-
-
-def _may_hold_key(text: str) -> bool:
-    return _DIGITLESS_KEY.search(text) is not None
 
 
 def _mask_keys(text: str) -> tuple[str, int]:
@@ -134,7 +129,10 @@ def _mask_emails(text: str) -> tuple[str, int]:
 
 def _mask_phones(text: str) -> tuple[str, int]:
     places = ((start - 4, end + 4) for start, end in _spans(text, PHONE_DIGITS, of_digits=True))
-    return _replace(_PHONE, text, places, lambda match: MARKS["phones"] if _has_phone_digits(match[0]) else None)
+    digits = range(PHONE_DIGITS, 16)
+    return _replace(
+        _PHONE, text, places, lambda match: MARKS["phones"] if sum(map(str.isdigit, match[0])) in digits else None
+    )
 
 
 def _spans(text: str, at_least: int, *, of_digits: bool) -> list[tuple[int, int]]:
@@ -178,10 +176,6 @@ def _merged(places: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         stop = max(stop, end)
     if begin >= 0:
         yield begin, stop
-
-
-def _has_phone_digits(number: str) -> bool:
-    return PHONE_DIGITS <= sum(character.isdigit() for character in number) <= 15
 
 
 def _is_random(token: str) -> bool:

@@ -1,15 +1,13 @@
-"""Repair of single characters: what a text goes through before it is judged.
+"""Repair of single characters, before a text is judged.
 
 - Line ends (CR LF, CR, VT, FF, NEL, U+2028, U+2029) become line feeds.
-- Unicode categories Cc, Cf, Cs, Co and Cn go: controls, byte order marks, zero-width and bidirectional marks, soft
-  hyphens, lone surrogates, private use, unassigned. Newline and tab stay. ZWJ and ZWNJ stay where they have a
-  meaning, directly behind an emoji or a letter of a joining script (Arabic, Indic, Burmese, Khmer, Mongolian), and
-  go elsewhere. Nothing is normalised: full-width letters, ligatures and the like are left alone (no NFKC).
-- Private-use characters of GB18030 that Unicode has a place for by now become standard ones, beside Han characters.
+- Unicode categories Cc, Cf, Cs, Co and Cn are removed, but for newline and tab. ZWJ and ZWNJ stay directly behind an
+  emoji or a letter of a joining script (Arabic, Indic, Burmese, Khmer, Mongolian). Nothing is normalised (no NFKC).
+- Private-use characters of GB18030 that have a standard code point by now get it, beside Han characters.
 - A line of UTF-8 that was read as Windows-1252 is read again, where that is certain (see `mend_mojibake`).
-- White space at both ends goes; code keeps the indentation of its first line.
+- White space at both ends is removed; code keeps the indentation of its first line.
 
-Repairing twice is repairing once. No repair makes a text longer in UTF-8, but for six of those standard characters,
+Repairing twice is the same as once. No repair makes a text longer in UTF-8, but for six of those standard characters,
 by a byte each.
 """
 
@@ -24,11 +22,11 @@ import numpy as np
 from zero2all.corpus.clean.tables import (
     CLASS_MASK,
     CONTINUATION_CHARACTERS,
+    PRIVATE_USE,
     REMOVE,
     SYMBOL,
     WINDOWS_1252,
     character_table,
-    private_use_ranges,
     standard_characters,
 )
 
@@ -41,7 +39,7 @@ _CERTAIN_ALONE = re.compile(
 )
 """General punctuation (â€™), CJK punctuation (ã€‚) and full-width forms (ï¼Œ): no language writes these in a row.
 Not beside other such characters, which would be a piece of something that is broken twice."""
-_PRIVATE_USE = re.compile("[" + "".join(f"{chr(start)}-{chr(end - 1)}" for start, end in private_use_ranges()) + "]+")
+_PRIVATE_USE = re.compile("[" + "".join(f"{chr(start)}-{chr(end - 1)}" for start, end in PRIVATE_USE) + "]+")
 _BYTES_BY_POINT = {ord(character): byte for character, byte in WINDOWS_1252.items()}
 _CERTAIN_SEQUENCES = 3
 """From this many mended characters on, and not one left over, a line cannot have been meant as it was."""
@@ -90,7 +88,7 @@ def table_for(private_use: bool) -> Table:
     if private_use:
         return character_table()
     table = character_table().copy()
-    for start, end in private_use_ranges():
+    for start, end in PRIVATE_USE:
         table[start:end] = SYMBOL
     table.flags.writeable = False
     return table

@@ -1,29 +1,39 @@
-"""From counts to measures, and from measures to the reason of a drop; all texts of a batch at once.
+"""From counts to measures, and from measures to the rule that drops a text; all texts of a batch at once.
 
-A measure is a number per text that a threshold is compared with. `JUDGES` has one entry per dropping rule that
-needs nothing but measures: it says which texts the rule drops.
+A measure is a number per text that a threshold is compared with. `JUDGES` says which texts a rule drops, for every rule
+that needs nothing but measures.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from zero2all.corpus.clean import kernels as k
+from zero2all.corpus.clean import counts as k
 from zero2all.corpus.clean import tables as t
 from zero2all.corpus.clean.config import CleanConfig
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Measures = dict[str, Array]
+Judge = Callable[[Measures, CleanConfig], Array]
+
+
+class Rule(NamedTuple):
+    """A rule that drops texts."""
+
+    judge: Judge
+    """Which texts it drops."""
+    compared: str = ""
+    """The measures that it compares with its thresholds."""
+
 
 _BROKEN = re.compile(r"[a-z][0135-9!$%*+;@^|~][a-z]")
 """Not 2 and 4, which stand for to and for in names, and not two digits, as in i18n."""
 SEARCHED_CHARS = 20_000
 """Longer texts are searched for different words up to here."""
-SCRIPTS: Final = {"han": "han_share", "latin": "latin_share", "ascii": "ascii_share"}
 
 
 def measures_of(counts: Array, config: CleanConfig) -> Measures:
@@ -148,33 +158,32 @@ def _share(part: Array, whole: Array) -> Array:
     return part / np.maximum(whole, 1)
 
 
-def _over(rule: str, measure: str) -> Callable[[Measures, CleanConfig], Array]:
-    """Drops above `max_share`, from `from_chars` on; what has enough sentences beside it is spared."""
+def _over(rule: str, measure: str, unit: str = "chars") -> Judge:
+    """Drops above `max_share`, from `from_chars` (or lines) on; what has enough sentences beside it is spared."""
 
     def judge(measures: Measures, config: CleanConfig) -> Array:
         settings = getattr(config, rule)
-        over = (measures[measure] > settings.max_share) & (measures["chars"] >= settings.from_chars)
+        over = (measures[measure] > settings.max_share) & (measures[unit] >= getattr(settings, f"from_{unit}"))
         spare = getattr(settings, "spare_prose_share", None)
         return over if spare is None else over & ((measures["prose_share"] < spare) | (measures[measure] > 0.8))
 
     return judge
 
 
-def _list_like(rule: str, measure: str) -> Callable[[Measures, CleanConfig], Array]:
-    """Drops above `max_share`, from `from_lines` on, what has not the function words of running text."""
+def _list_like(rule: str, measure: str) -> Judge:
+    """As `_over`, by lines; documents with the function words of running text are spared."""
+    over = _over(rule, measure, "lines")
 
     def judge(measures: Measures, config: CleanConfig) -> Array:
-        settings = getattr(config, rule)
-        enough = measures["lines"] >= settings.from_lines
-        spared = (measures["function_share"] >= settings.spare_function_share) | measures["unstopped"]
-        return (measures[measure] > settings.max_share) & enough & ~spared
+        spare = getattr(config, rule).spare_function_share
+        return over(measures, config) & ~((measures["function_share"] >= spare) | measures["unstopped"])
 
     return judge
 
 
 def _wrong_script(m: Measures, c: CleanConfig) -> Array:
     rule = c.wrong_script
-    return (m[SCRIPTS[rule.script]] < rule.min_share) & (m["chars"] >= rule.from_chars) & (m["letters"] > 0)
+    return (m[f"{rule.script}_share"] < rule.min_share) & (m["chars"] >= rule.from_chars) & (m["letters"] > 0)
 
 
 def _digits(m: Measures, c: CleanConfig) -> Array:
@@ -188,19 +197,10 @@ def _blobs(m: Measures, c: CleanConfig) -> Array:
     return (share > c.blobs.max_share) & ((prose < c.blobs.spare_prose_share) | (share > 0.3))
 
 
-def _few_distinct(m: Measures, c: CleanConfig) -> Array:
-    return (m["distinct_share"] < c.few_distinct.min_share) & (m["chars"] >= c.few_distinct.from_chars)
-
-
 def _few_sentences(m: Measures, c: CleanConfig) -> Array:
     rule = c.few_sentences
     few = (m["sentences_per_1000_chars"] < rule.min_per_1000_chars) & (m["chars"] >= rule.from_chars)
     return few & (m["function_share"] < rule.spare_function_share) & ~m["unstopped"]
-
-
-def _ellipsis_lines(m: Measures, c: CleanConfig) -> Array:
-    rule = c.ellipsis_lines
-    return (m["ellipsis_line_share"] > rule.max_share) & (m["lines"] >= rule.from_lines)
 
 
 def _few_function_words(m: Measures, c: CleanConfig) -> Array:
@@ -221,10 +221,6 @@ def _mojibake(m: Measures, c: CleanConfig) -> Array:
 def _long_lines(m: Measures, c: CleanConfig) -> Array:
     rule = c.long_lines
     return (m["longest_line_chars"] > rule.max_line_chars) | (m["mean_line_chars"] > rule.max_mean_line_chars)
-
-
-def _emails(m: Measures, c: CleanConfig) -> Array:
-    return (m["emails"] >= 3) & (m["emails_per_1000_chars"] > c.emails.max_per_1000_chars)
 
 
 def _duplicate_lines(m: Measures, c: CleanConfig) -> Array:
@@ -265,33 +261,44 @@ def _keyword_lists(m: Measures, c: CleanConfig) -> Array:
     return bare & (listed | (words & (m["classical_share"] < 0.005)))
 
 
-JUDGES: dict[str, Callable[[Measures, CleanConfig], Array]] = {
-    "empty": lambda m, c: m["chars"] == 0,  # noqa: ARG005
-    "too_short": lambda m, c: m["chars"] < c.too_short.min_chars,
-    "too_long": lambda m, c: m["chars"] > c.too_long.max_chars,
-    "replacement_characters": _over("replacement_characters", "replacement_share"),
-    "mojibake": _mojibake,
-    "block_art": lambda m, c: m["art_share"] > c.block_art.max_share,
-    "wrong_script": _wrong_script,
-    "blobs": _blobs,
-    "digits": _digits,
-    "symbols": _over("symbols", "symbol_share"),
-    "urls": _over("urls", "url_share"),
-    "emails": _emails,
-    "few_distinct": _few_distinct,
-    "duplicate_lines": _duplicate_lines,
-    "top_ngram": _over("top_ngram", "top_ngram_share"),
-    "duplicate_ngrams": _duplicate_ngrams,
-    "menu_lines": _over("menu_lines", "menu_share"),
-    "loose_lines": _list_like("loose_lines", "loose_line_share"),
-    "unended_lines": _list_like("unended_lines", "unended_line_share"),
-    "ellipsis_lines": _ellipsis_lines,
-    "few_sentences": _few_sentences,
-    "few_function_words": _few_function_words,
-    "keyword_lists": _keyword_lists,
-    "scrambled": _scrambled,
-    "garbled": _garbled,
-    "spam": lambda m, c: (m["spam_share"] > c.spam.max_share) & (m["spam_terms"] >= c.spam.min_terms),
-    "long_lines": _long_lines,
+JUDGES: dict[str, Rule] = {
+    "empty": Rule(lambda m, c: m["chars"] == 0),  # noqa: ARG005
+    "too_short": Rule(lambda m, c: m["chars"] < c.too_short.min_chars, "chars"),
+    "too_long": Rule(lambda m, c: m["chars"] > c.too_long.max_chars, "chars"),
+    "replacement_characters": Rule(_over("replacement_characters", "replacement_share"), "replacement_share"),
+    "mojibake": Rule(_mojibake, "mojibake_latin_share mojibake_han_share rare_share"),
+    "block_art": Rule(lambda m, c: m["art_share"] > c.block_art.max_share, "art_share"),
+    "wrong_script": Rule(_wrong_script, "han_share latin_share ascii_share"),
+    "blobs": Rule(_blobs, "blob_share"),
+    "digits": Rule(_digits, "digit_share prose_share"),
+    "symbols": Rule(_over("symbols", "symbol_share"), "symbol_share prose_share"),
+    "urls": Rule(_over("urls", "url_share"), "url_share prose_share"),
+    "emails": Rule(
+        lambda m, c: (m["emails"] >= 3) & (m["emails_per_1000_chars"] > c.emails.max_per_1000_chars),
+        "emails_per_1000_chars",
+    ),
+    "few_distinct": Rule(
+        lambda m, c: (m["distinct_share"] < c.few_distinct.min_share) & (m["chars"] >= c.few_distinct.from_chars),
+        "distinct_share",
+    ),
+    "duplicate_lines": Rule(_duplicate_lines, "duplicate_line_share"),
+    "top_ngram": Rule(_over("top_ngram", "top_ngram_share"), "top_ngram_share"),
+    "duplicate_ngrams": Rule(_duplicate_ngrams, "duplicate_ngram_share"),
+    "menu_lines": Rule(_over("menu_lines", "menu_share"), "menu_share"),
+    "loose_lines": Rule(_list_like("loose_lines", "loose_line_share"), "loose_line_share function_share"),
+    "unended_lines": Rule(_list_like("unended_lines", "unended_line_share"), "unended_line_share function_share"),
+    "ellipsis_lines": Rule(_over("ellipsis_lines", "ellipsis_line_share", "lines"), "ellipsis_line_share"),
+    "few_sentences": Rule(_few_sentences, "sentences_per_1000_chars function_share"),
+    "few_function_words": Rule(_few_function_words, "function_word_share function_han_share"),
+    "keyword_lists": Rule(
+        _keyword_lists, "bare_share ended_phrase_share function_han_share pair_share verse classical"
+    ),
+    "scrambled": Rule(_scrambled, "pair_excess pair_share modern_share"),
+    "garbled": Rule(_garbled, "noise_share rare_share broken_word_share modern_share"),
+    "spam": Rule(
+        lambda m, c: (m["spam_share"] > c.spam.max_share) & (m["spam_terms"] >= c.spam.min_terms),
+        "spam_share spam_terms",
+    ),
+    "long_lines": Rule(_long_lines, "longest_line_chars mean_line_chars"),
 }
-"""Rule -> which texts it drops, in the order in which they are judged."""
+"""Every dropping rule that needs nothing but measures, in the order in which they are judged."""

@@ -1,9 +1,8 @@
 """Terms of gambling and its advertising, and how much of a text is made of them.
 
-The native scan counts the characters and words that such terms are made of; only texts with many of them are
-searched here. A report on gambling, a novel with a scene at the table or a page on
-probability has a few of the terms; an advertisement has one in every sentence, and next to it what it offers:
-registration, credit, bonus, payout.
+The native scan counts the characters and words of such terms; only texts with many of them are searched here. A report
+on gambling, a novel or a page on probability has a few of the terms; an advertisement has one in every sentence, and
+next to it what it offers: registration, credit, bonus, payout.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""One byte per Unicode code point: what cleaning needs to know about a character.
+"""One byte per Unicode code point: the class in the low four bits, flags in the high four.
 
-The low four bits are the class, the high four are flags whose meaning depends on it. The table has 0x110000 bytes and
-is made from `unicodedata` when first asked for (0.1 s): only the planes that have assigned characters are looked at
-one by one, the rest is filled by range. Planes 2 and 3 and the emoji blocks count as assigned wherever Unicode has
-not ruled otherwise, so a new emoji or a new Han character is not lost because Python is older than it.
+The meaning of a flag depends on the class. The table has 0x110000 bytes and is made from `unicodedata` on first use
+(0.1 s). Planes 2 and 3 and the emoji blocks count as assigned wherever Unicode has not ruled otherwise, so that a new
+emoji or Han character is not removed because Python is older than it.
 """
 
 from __future__ import annotations
@@ -107,6 +106,8 @@ _JOINING = (
     (0x2190, 0x21B0),
     (0x2600, 0x27C0),
 )
+PRIVATE_USE = ((0xE000, 0xF900), (0xF0000, 0xFFFFE), (0x100000, 0x10FFFE))
+"""Characters whose meaning only a font knows; the last two code points of both planes are no characters."""
 _LISTED_END = 0x20000
 """Below this every code point is asked about; above, whole planes are Han, private use or unassigned."""
 _KINDS = {"Zs": SPACE, "Nd": DIGIT, "Nl": PUNCTUATION, "No": PUNCTUATION}
@@ -145,11 +146,6 @@ def character_table() -> np.ndarray[Any, np.dtype[np.uint8]]:
     return table
 
 
-def private_use_ranges() -> tuple[tuple[int, int], ...]:
-    """Where nobody but a font knows the meaning; the two planes' last two code points are no characters."""
-    return ((0xE000, 0xF900), (0xF0000, 0xFFFFE), (0x100000, 0x10FFFE))
-
-
 def standard_characters() -> dict[int, int]:
     """Private-use code point -> standard one, for what GB18030 and GBK put there before Unicode had it.
 
@@ -173,7 +169,8 @@ def _add_flags(table: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
     table[_points(CLASSICAL_CHARACTERS)] |= CLASSICAL_HAN
     table[sorted(set(_points(COUNTING_CHARACTERS)) - set(_points(FUNCTION_CHARACTERS)))] |= COUNTING_HAN
     table[sorted(set(_points(SPAM_CHARACTERS)) - set(_points(FUNCTION_CHARACTERS)))] |= SPAM_HAN
-    suspects = {ord(character) for lead in range(0xE3, 0xEA) for character in _gbk_row(lead, range(0x80, 0xC0))}
+    pairs = (bytes((lead, trail)) for lead in range(0xE3, 0xEA) for trail in range(0x80, 0xC0))
+    suspects = set(map(ord, "".join(pair.decode("gbk", errors="ignore") for pair in pairs)))
     table[sorted(suspects - {ord(character) for character in FUNCTION_CHARACTERS} | {ord("锟")})] |= GBK_SUSPECT
     table[_points(CONTINUATION_CHARACTERS)] |= CONTINUATION
     table[_points(_CLOSERS)] |= CLOSER
@@ -188,14 +185,6 @@ def _points(characters: str) -> list[int]:
     return [ord(character) for character in characters]
 
 
-def _gbk_row(lead: int, trails: range) -> str:
-    return "".join(bytes((lead, trail)).decode("gbk", errors="ignore") for trail in trails)
-
-
-def _windows_1252(byte: int) -> str:
-    return bytes((byte,)).decode("cp1252", errors="ignore") or chr(byte)
-
-
-WINDOWS_1252 = {_windows_1252(byte): byte for byte in range(0x80, 0x100)}
+WINDOWS_1252 = {bytes((byte,)).decode("cp1252", errors="ignore") or chr(byte): byte for byte in range(0x80, 0x100)}
 """Character -> byte; the five bytes that Windows-1252 leaves undefined stand for themselves, as browsers read them."""
 CONTINUATION_CHARACTERS = "".join(character for character, byte in WINDOWS_1252.items() if byte < 0xC0)

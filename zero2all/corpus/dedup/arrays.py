@@ -11,38 +11,14 @@ import numpy as np
 from zero2all.common.files import PARTIAL_MARK
 
 
-def _partial_of(path: Path) -> Path:
-    """A name of its own, since a task may be done twice at the same time on two machines."""
+def partial_of(path: Path) -> Path:
+    """A unique name: a task may run twice at the same time, on two machines."""
     return path.with_name(f"{path.name}{PARTIAL_MARK}{os.getpid()}-{time.time_ns()}")
-
-
-class NpyFile:
-    """A one-dimensional .npy file of known length, written piece by piece, visible when whole."""
-
-    def __init__(self, path: Path, dtype: np.dtype, rows: int) -> None:
-        self.path, self.partial = path, _partial_of(path)
-        self.file = open(self.partial, "wb")  # noqa: SIM115, closed by __exit__
-        description = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (rows,)}
-        np.lib.format.write_array_header_1_0(self.file, description)
-
-    def write(self, rows: np.ndarray) -> None:
-        """Append rows."""
-        self.file.write(rows.tobytes())
-
-    def __enter__(self) -> NpyFile:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        self.file.close()
-        if kind is None:
-            self.partial.replace(self.path)
 
 
 def write_npy(path: Path, values: np.ndarray) -> None:
     """Write an array so that it is there whole or not at all."""
-    partial = _partial_of(path)
+    partial = partial_of(path)
     with open(partial, "wb") as file:
         np.save(file, values)
         file.flush()
@@ -55,16 +31,10 @@ def npy_rows(path: Path) -> int:
     return int(np.load(path, mmap_mode="r").shape[0])
 
 
-def read_slice(path: Path, dtype: np.dtype, start: int, end: int) -> np.ndarray:
+def read_slice(path: Path, start: int, end: int) -> np.ndarray:
     """Rows `start` to `end` of a one-dimensional .npy file, read rather than mapped."""
-    with open(path, "rb") as file:
-        version = np.lib.format.read_magic(file)
-        assert version == (1, 0), f"{path} was not written by this module"
-        np.lib.format.read_array_header_1_0(file)
-        file.seek(start * dtype.itemsize, os.SEEK_CUR)
-        rows = np.empty(end - start, dtype)
-        file.readinto(rows.view(np.uint8).data)
-    return rows
+    mapped = np.load(path, mmap_mode="r")
+    return np.fromfile(path, mapped.dtype, end - start, offset=mapped.offset + start * mapped.dtype.itemsize)
 
 
 def read_sorted_slice(path: Path, first: int, end: int) -> np.ndarray:
@@ -72,7 +42,7 @@ def read_sorted_slice(path: Path, first: int, end: int) -> np.ndarray:
     values = np.load(path, mmap_mode="r")
     start = int(np.searchsorted(values, np.uint64(first)))
     stop = len(values) if end >= 1 << 64 else int(np.searchsorted(values, np.uint64(end)))
-    return read_slice(path, np.dtype(np.uint64), start, stop)
+    return read_slice(path, start, stop)
 
 
 def sorted_unique(values: np.ndarray) -> np.ndarray:
@@ -84,15 +54,6 @@ def sorted_unique(values: np.ndarray) -> np.ndarray:
 def lookup(path: Path, documents: np.ndarray) -> np.ndarray:
     """Values of a file with one value a document, for some documents."""
     return np.load(path, mmap_mode="r")[documents]
-
-
-def read_into(rows: np.ndarray, path: Path, at: int) -> None:
-    """Fill `rows` from byte `at` of a file."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        pread_into(rows, handle, at, path)
-    finally:
-        os.close(handle)
 
 
 def pread_into(rows: np.ndarray, handle: int, at: int, path: Path) -> None:

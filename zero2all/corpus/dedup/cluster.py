@@ -1,46 +1,42 @@
-"""Which records are copies of which: over all units, on disk, in bounded memory.
+"""Which documents are duplicates of which: over all units, on disk, in bounded memory.
 
-    exact     (digest, document) of all records, split by digest; equal digests of a part are one group
+    exact     (digest, document) of all documents, split by digest; equal digests of a part are one group
     bands     (bucket, document) for each of the 16 bands of every remaining signature, split by bucket
     pairs     documents that share a bucket, split by the earlier document
     edges     pairs whose whole signatures agree
-    choose    who stays
+    choose    which of them stay
 
-The best copy of a group is the longest text and, of equally long ones, the first. Groups are not closed under
-"similar to similar": going through the documents from best to worst, one is dropped when it is similar to a document
-that stays, and stays otherwise. So every dropped record has been compared with the one that is kept for it, and no
-two kept records were found similar; a chain of small changes does not swallow its whole length. The order decides
-the outcome, not the way of computing it: sweeps over the edge files settle documents whose better neighbours are all
-settled, until none is left.
+The best copy of a group is the longest text and, of equally long ones, the first. From the best document to the worst,
+one is dropped when it is similar to a document that stays. So every dropped document was compared with the one kept for
+it, no two kept documents were found similar, and a chain of small changes is not dropped as a whole. Sweeps over the
+edge files decide documents whose better neighbours are all decided, until none is left.
 
-A bucket of more than 32 documents is not compared pair by pair: each document meets the 8 best and the 8 next better
-ones, and what remains of such buckets after the choice is compared again until nothing is found.
+A bucket of more than 32 documents is not compared pair by pair: each document is compared with the 8 best and the 8
+next better ones, and what remains of such buckets after the choice is compared again until nothing is found.
 
 The steps are tasks over files (`engine.run`), each writing its file whole or not at all; a killed run goes on at the
-first missing file. What is found does not depend on the number of tasks, workers or parts. Memory of the calling
-process: 12 bytes a document and 8 more for every dropped one; measured over all, 13 bytes a document from 0.6 to
-2.4 million, 30 % of them dropped. A task takes about `memory_bytes`. Documents are numbered with 32 bits: at most
-4.29e9 of them.
+first missing file. The result does not depend on the number of tasks, workers or parts. Memory of the calling process:
+12 bytes a document and 8 more for every dropped one; a task takes about `memory_bytes`. Document numbers have 32 bits.
 """
 
 from __future__ import annotations
 
 import shutil
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 import xxhash
 
+from zero2all.common.engine import Engine
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import PARTIAL_MARK, fsync_folder, read_json, write_json
 from zero2all.common.manifest import fingerprint
-from zero2all.corpus.dedup.arrays import NpyFile, npy_rows, sample_borders, write_npy
-from zero2all.corpus.dedup.config import VALUES, DedupConfig, jaccard_estimate
+from zero2all.corpus.dedup.arrays import npy_rows, partial_of, sample_borders, write_npy
+from zero2all.corpus.dedup.config import VALUES, DedupConfig
 from zero2all.corpus.dedup.index import index_pieces, read_index, read_signatures
 from zero2all.corpus.dedup.tasks import (
     APART_NAME,
@@ -52,7 +48,7 @@ from zero2all.corpus.dedup.tasks import (
     CompareTask,
     LargeTask,
     PartTask,
-    Piece,
+    RowRange,
     compare_pairs,
     edge_pieces,
     ends_of,
@@ -74,101 +70,29 @@ STEPS_NAME = "steps"
 CLUSTER = np.dtype([("kept", "<u4"), ("member", "<u4"), ("reason", "u1"), ("matches", "u1")])
 MAX_ROUNDS = 20
 """How often what remains of large buckets is compared again; two or three times have been enough so far."""
-PIECE = 1 << 18
+ROWS_AT_ONCE = 1 << 18
 DEFAULT_MEMORY_BYTES = 128 << 20
 
 HeldOut = Callable[[int, np.ndarray], np.ndarray]
 """(unit number, its index rows) -> bool per row: held out as valid."""
 
 
-class Runner(Protocol):
-    """What runs tasks; `zero2all.common.engine.Engine` is one."""
-
-    def run(self, function: Callable[[Any], Any], tasks: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-        """Results in any order, each with the position of its task."""
-
-
-class Place(NamedTuple):
-    """A kept record of a unit."""
-
-    unit: int
-    row: int
-
-
-class Member(NamedTuple):
-    """A record dropped as a copy."""
-
-    place: Place
-    reason: int
-    """EXACT_DUPLICATE or NEAR_DUPLICATE."""
-    similarity: float
-    """Estimated Jaccard index with the kept record; for an exact copy of a near copy that of the near copy."""
-
-
-class Cluster(NamedTuple):
-    """The record that stays and the ones dropped for it."""
-
-    kept: Place
-    members: tuple[Member, ...]
-
-
 @dataclass(frozen=True)
 class DedupResult:
-    """Where the outcome lies, and its counts."""
+    """Where the result of a search is."""
 
     work: Path
-    documents: int
-    exact: int
-    """Records dropped as exact duplicates."""
-    near: int
-    """Records dropped as near duplicates."""
-    clusters: int
-    compared: int
-    """Pairs of signatures compared."""
-    similar: int
-    """Pairs of them that agreed."""
     first_ids: tuple[int, ...]
     """The number of each unit's first document, and the number of documents."""
-    seconds: dict[str, float]
-    """Wall-clock time of each step; steps that an earlier run had finished are missing or short."""
-
-    def drop_path(self, unit: int) -> Path:
-        """The uint8 file of a unit: 0 keep, 1 exact duplicate, 2 near duplicate, for each of its kept records."""
-        return self.work / f"drop-{unit:05d}.npy"
 
     def drops(self, unit: int) -> np.ndarray:
-        """(records of the unit,) uint8."""
-        return np.load(self.drop_path(unit))
-
-    def iter_clusters(self) -> Iterator[Cluster]:
-        """Every cluster, by the order of the records that stay; members in order."""
-        rows = np.load(self.work / CLUSTERS_NAME, mmap_mode="r")
-        held: list[np.ndarray] = []
-        for start in range(0, len(rows), 1 << 16):
-            piece = np.array(rows[start : start + (1 << 16)])
-            borders = np.flatnonzero(np.diff(piece["kept"])) + 1
-            for group in np.split(piece, borders):
-                if held and held[0]["kept"][0] != group["kept"][0]:
-                    yield self._cluster(np.concatenate(held))
-                    held = []
-                held.append(group)
-        if held:
-            yield self._cluster(np.concatenate(held))
-
-    def _cluster(self, rows: np.ndarray) -> Cluster:
-        members = tuple(
-            Member(self.place(int(row["member"])), int(row["reason"]), _similarity(int(row["matches"]))) for row in rows
-        )
-        return Cluster(self.place(int(rows["kept"][0])), members)
-
-    def place(self, document: int) -> Place:
-        """Unit and row of a document number."""
-        unit = int(np.searchsorted(self.first_ids, document, side="right")) - 1
-        return Place(unit, document - self.first_ids[unit])
+        """(records of the unit,) uint8: 0 keep, 1 exact duplicate, 2 near duplicate."""
+        return np.load(drop_path(self.work, unit))
 
 
-def _similarity(matches: int) -> float:
-    return 1.0 if matches >= 255 else round(jaccard_estimate(matches), 3)
+def drop_path(work: Path, unit: int) -> Path:
+    """The file of a unit with a byte for each of its kept records: 0 where it stays, else why it is dropped."""
+    return work / f"drop-{unit:05d}.npy"
 
 
 def find_duplicates(
@@ -176,7 +100,7 @@ def find_duplicates(
     work: Path,
     config: DedupConfig | None = None,
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
-    engine: Runner | None = None,
+    engine: Engine | None = None,
     held_out: HeldOut | None = None,
 ) -> DedupResult:
     """Find the duplicates of all records of the finished unit folders, given in final order.
@@ -190,48 +114,34 @@ def find_duplicates(
     if config.near == "held_out" and held_out is None:
         raise AssertionError("near='held_out' needs to know which records are held out")
     work.mkdir(parents=True, exist_ok=True)
-    search = _Search(list(units), work, config, max(memory_bytes, 1 << 20), engine, held_out)
-    return search.run()
+    return _Search(list(units), work, config, max(memory_bytes, 1 << 20), engine, held_out).run()
 
 
+@dataclass
 class _Search:
     """One run of `find_duplicates`."""
 
-    def __init__(
-        self,
-        units: list[Path],
-        work: Path,
-        config: DedupConfig,
-        memory_bytes: int,
-        engine: Runner | None,
-        held_out: HeldOut | None,
-    ) -> None:
-        self.units, self.work, self.config = units, work, config
-        self.memory_bytes, self.engine, self.held_out = memory_bytes, engine, held_out
-        self.steps = work / STEPS_NAME
-        self.seconds: dict[str, float] = {}
-        self.compared = 0
-        self.similar = 0
+    units: list[Path]
+    work: Path
+    config: DedupConfig
+    memory_bytes: int
+    engine: Engine | None
+    held_out: HeldOut | None
 
     def run(self) -> DedupResult:
-        started = time.monotonic()
+        self.steps = self.work / STEPS_NAME
         inputs = self._read_indexes()
         done = self._finished(inputs)
         if done is not None:
             return done
-        started = self._timed("read", started)
         self.drop = np.zeros(self.documents, np.uint8)
         self.parent = np.arange(self.documents, dtype=np.uint32)
         if self.config.exact:
             self._find_exact()
-        started = self._timed("exact", started)
         self.parent_matches = np.zeros(self.documents, np.uint8)
         if self.config.near != "off":
             self._find_near()
-        self._timed("near", started)
         return self._write_result(inputs)
-
-    # ---- input
 
     def _read_indexes(self) -> str:
         """Lengths of all texts, first document numbers, and a fingerprint of everything the outcome depends on."""
@@ -260,10 +170,9 @@ class _Search:
         """The result of an earlier run on the same input; steps of a run on other input are removed."""
         result, mark = self.work / RESULT_NAME, self.steps / INPUTS_NAME
         if result.exists():
-            content = read_json(result)
-            if content.pop("inputs") == inputs:
+            if read_json(result)["inputs"] == inputs:
                 shutil.rmtree(self.steps, ignore_errors=True)
-                return DedupResult(work=self.work, **{**content, "first_ids": tuple(content["first_ids"])})
+                return DedupResult(self.work, tuple(self.first_ids))
             result.unlink()
         cut = [inputs, self.memory_bytes]  # how the work was cut into files depends on the memory
         if not mark.exists() or read_json(mark) != cut:
@@ -277,26 +186,24 @@ class _Search:
         return None
 
     def _chunks(self, bytes_per_document: int) -> list[Chunk]:
-        """All documents in pieces of at most so many that their entries fill half a task's memory."""
+        """All documents in chunks whose entries fill half a task's memory."""
         most = max(1, self.memory_bytes // 2 // bytes_per_document)
         chunks: list[Chunk] = []
-        pieces: list[Piece] = []
+        ranges: list[RowRange] = []
         room = most
         for folder, first, end in zip(self.units, self.first_ids, self.first_ids[1:], strict=False):
             at = first
             while at < end:
                 take = min(room, end - at)
-                pieces.append(Piece(folder, at - first, take, at))
+                ranges.append(RowRange(folder, at - first, take, at))
                 at += take
                 room -= take
                 if room == 0:
-                    chunks.append(Chunk(len(chunks), tuple(pieces), self.steps, self.config))
-                    pieces, room = [], most
-        if pieces:
-            chunks.append(Chunk(len(chunks), tuple(pieces), self.steps, self.config))
+                    chunks.append(Chunk(len(chunks), tuple(ranges), self.steps, self.config))
+                    ranges, room = [], most
+        if ranges:
+            chunks.append(Chunk(len(chunks), tuple(ranges), self.steps, self.config))
         return chunks
-
-    # ---- exact
 
     def _find_exact(self) -> None:
         chunks = self._chunks(100)
@@ -322,8 +229,6 @@ class _Search:
                 first, held = part, 0
             held += size
         return tasks
-
-    # ---- near
 
     def _find_near(self) -> None:
         from zero2all.corpus.dedup.graph_kernels import PARTS
@@ -366,29 +271,13 @@ class _Search:
         """Compare the signatures of all pairs of the sorted files; the files of the pairs that agree."""
         files = [self.steps / run for run in runs]
         borders = sample_borders(files, self.memory_bytes // 4)
-        tasks = [
-            CompareTask(
-                number,
-                round_number,
-                first,
-                end,
-                tuple(files),
-                tuple(self.units),
-                tuple(self.first_ids),
-                self.steps,
-                self.config.needed_matches,
-            )
-            for number, (first, end) in enumerate(pairwise(borders))
-        ]
-        found = []
-        for file, compared, similar in self._run_tasks(compare_pairs, tasks):
-            self.compared += compared
-            self.similar += similar
-            found.append(self.steps / file)
-        return found
+        shared = (tuple(files), tuple(self.units), tuple(self.first_ids), self.steps, self.config.needed_matches)
+        ranges = enumerate(pairwise(borders))
+        tasks = [CompareTask(number, round_number, first, end, *shared) for number, (first, end) in ranges]
+        return [self.steps / file for file in self._run_tasks(compare_pairs, tasks)]
 
     def _choose(self, edges: list[Path]) -> None:
-        """Decide who stays, given all edges known so far, and whom every dropped document belongs to."""
+        """Decide which documents stay, given all edges so far, and for which of them each other one is dropped."""
         from zero2all.corpus.dedup import graph_kernels as kernels
 
         near = self.drop == NEAR_DUPLICATE
@@ -417,38 +306,24 @@ class _Search:
             kernels.attach(pairs, matches, self.lengths, state, self.parent, self.parent_matches)
         self.drop[(state == kernels.DROPPED) & (self.drop == KEEP)] = NEAR_DUPLICATE
 
-    # ---- output
-
     def _write_result(self, inputs: str) -> DedupResult:
-        started = time.monotonic()
         for leftover in self.work.glob(f"*{PARTIAL_MARK}*"):  # of searches that were killed here
             leftover.unlink()
         for number, (first, end) in enumerate(pairwise(self.first_ids)):
-            write_npy(self.work / f"drop-{number:05d}.npy", self.drop[first:end])
-        clusters = self._write_clusters()
+            write_npy(drop_path(self.work, number), self.drop[first:end])
+        self._write_clusters()
         fsync_folder(self.work)
-        self._timed("write", started)
-        content: dict[str, Any] = {
-            "documents": self.documents,
-            "exact": int(np.count_nonzero(self.drop == EXACT_DUPLICATE)),
-            "near": int(np.count_nonzero(self.drop == NEAR_DUPLICATE)),
-            "clusters": clusters,
-            "compared": self.compared,
-            "similar": self.similar,
-            "first_ids": self.first_ids,
-            "seconds": self.seconds,
-        }
-        write_json(self.work / RESULT_NAME, {"inputs": inputs, **content})
+        write_json(self.work / RESULT_NAME, {"inputs": inputs})
         shutil.rmtree(self.steps, ignore_errors=True)
-        return DedupResult(work=self.work, **{**content, "first_ids": tuple(self.first_ids)})
+        return DedupResult(self.work, tuple(self.first_ids))
 
-    def _write_clusters(self) -> int:
-        """Sort (kept, member) of all dropped documents; returns the number of clusters."""
+    def _write_clusters(self) -> None:
+        """(kept, member) of all dropped documents, sorted, with the reason."""
         count = int(np.count_nonzero(self.drop))
         packed = np.empty(count, np.uint64)
         at = 0
-        for start in range(0, self.documents, PIECE):
-            members = (np.flatnonzero(self.drop[start : start + PIECE]) + start).astype(np.uint32)
+        for start in range(0, self.documents, ROWS_AT_ONCE):
+            members = (np.flatnonzero(self.drop[start : start + ROWS_AT_ONCE]) + start).astype(np.uint32)
             kept = self.parent[members]
             moved = self.drop[kept] != KEEP  # the best exact copy is itself a near copy
             self.parent_matches[members[moved]] = self.parent_matches[kept[moved]]
@@ -458,23 +333,17 @@ class _Search:
             packed[at : at + len(members)] = kept.astype(np.uint64) << np.uint64(32) | members
             at += len(members)
         packed.sort()
-        clusters = 0
-        previous = -1
-        with NpyFile(self.work / CLUSTERS_NAME, CLUSTER, count) as file:
-            for start in range(0, count, PIECE):
-                piece = packed[start : start + PIECE]
-                rows = np.empty(len(piece), CLUSTER)
-                rows["kept"] = piece >> np.uint64(32)
-                rows["member"] = piece & np.uint64(0xFFFFFFFF)
-                rows["reason"] = self.drop[rows["member"]]
-                rows["matches"] = self.parent_matches[rows["member"]]
-                clusters += int(np.count_nonzero(rows["kept"][1:] != rows["kept"][:-1]))
-                clusters += int(rows["kept"][0]) != previous
-                previous = int(rows["kept"][-1])
-                file.write(rows)
-        return clusters
-
-    # ---- helpers
+        partial = partial_of(self.work / CLUSTERS_NAME)
+        out = np.lib.format.open_memmap(partial, mode="w+", dtype=CLUSTER, shape=(count,))
+        for start in range(0, count, ROWS_AT_ONCE):
+            piece = packed[start : start + ROWS_AT_ONCE]
+            rows = out[start : start + ROWS_AT_ONCE]
+            rows["kept"] = piece >> np.uint64(32)
+            rows["member"] = piece & np.uint64(0xFFFFFFFF)
+            rows["reason"] = self.drop[rows["member"]]
+            rows["matches"] = self.parent_matches[rows["member"]]
+        out.flush()
+        partial.replace(self.work / CLUSTERS_NAME)
 
     def _run_tasks(self, function: Callable[[Any], Any], tasks: Sequence[Any]) -> list[Any]:
         results: list[Any] = [None] * len(tasks)
@@ -486,8 +355,3 @@ class _Search:
 
     def _save(self, name: str, values: np.ndarray) -> None:
         write_npy(self.steps / name, values)
-
-    def _timed(self, name: str, started: float) -> float:
-        now = time.monotonic()
-        self.seconds[name] = round(now - started, 3)
-        return now

@@ -18,7 +18,7 @@ Unit = Literal["character", "word", "token"]
 
 @dataclass(frozen=True)
 class Shingle:
-    """What a text is cut into before two texts are compared; see `shingles.py` for the exact definition."""
+    """What a text is cut into before two texts are compared; see `fold.py` for the exact definition."""
 
     unit: Unit
     """character: code points without white space; word: runs of letters and digits; token: words and signs."""
@@ -33,8 +33,9 @@ class DedupConfig:
     exact: bool = True
     """Drop records whose text equals another's but for white space."""
     near: Literal["all", "held_out", "off"] = "all"
-    """all: of every group of similar records the best stays; held_out: only train records similar to a held-out one
-    are dropped; off: similar records stay, and some of them may be on both sides of the split."""
+    """all: of every group of similar records the best stays, so whatever is held out has no near duplicate in train;
+    held_out: only train records similar to a held-out one are dropped; off: similar records stay, and some of them may
+    be on both sides of the split."""
     jaccard: float = 0.8
     """Records whose shingle sets are at least this similar are duplicates (size of intersection over union)."""
     bands: int = 16
@@ -79,18 +80,16 @@ class DedupConfig:
         return Shingle("word", self.word_ngram)
 
     @property
-    def accepted_jaccard(self) -> float:
-        """The least estimate taken for a duplicate: two standard deviations below `jaccard`, so that 98 % of the
-        pairs at exactly that similarity are accepted."""
-        return self.jaccard - 2 * math.sqrt(self.jaccard * (1 - self.jaccard) / VALUES)
-
-    @property
     def needed_matches(self) -> int:
-        """Equal values of two signatures from which they are duplicates; unequal minima agree in 1 byte of 256."""
-        chance = self.accepted_jaccard + (1 - self.accepted_jaccard) / 256
-        return math.ceil(VALUES * chance)
+        """Equal values of two signatures from which they are duplicates.
+
+        The least estimate accepted is two standard deviations below `jaccard`, so that 98 % of the pairs at exactly
+        that similarity are; unequal minima agree in 1 byte of 256.
+        """
+        accepted = self.jaccard - 2 * math.sqrt(self.jaccard * (1 - self.jaccard) / VALUES)
+        return math.ceil(VALUES * (accepted + (1 - accepted) / 256))
 
 
 def jaccard_estimate(matches: int) -> float:
-    """The Jaccard similarity that so many equal values speak for."""
+    """The Jaccard similarity estimated from the number of equal values."""
     return max(0.0, (matches / VALUES - 1 / 256) / (1 - 1 / 256))

@@ -1,19 +1,18 @@
-"""Records that stand inside longer ones: half copies, quotations, chapters beside their book. Found, not dropped.
+"""Records that stand inside longer ones: half copies, quotations, chapters beside their book. Reported, not dropped.
 
 The Jaccard index of a text and its half is 0.5, far below what near dedup looks for. But the least shingle hashes of a
-text (its anchors) are, as far as they lie in the half, the least of the half too, so the two share some. Kept records
-that share an anchor are compared by their signatures: with J the estimated Jaccard index, a and b the lengths,
+text (its anchors) that lie in the half are the least of the half too. Kept records that share an anchor are compared by
+their signatures: with J the estimated Jaccard index, a and b the lengths,
 
     share of the shorter one that is in the longer one  =  J / (1 + J) * (a + b) / b
 
-It is a report, so it is cheap: at most `SAMPLED` records are looked up among all, an anchor that stands in many records
-is followed to the first `MOST_RECORDS` only, and a record more than `MOST_LONGER` times as long is not considered: the
-estimate is too coarse there. What is found is a lower bound. Memory: at most 400 MB, where all records share phrases.
+At most `SAMPLED` records are looked up among all, an anchor is followed to the first `MOST_RECORDS` records only, and a
+record more than `MOST_LONGER` times as long is not considered. So the count is a lower bound. Memory: at most 400 MB.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,13 +36,13 @@ class Contained(NamedTuple):
     """What was found, by document number."""
 
     looked_up: np.ndarray
-    """The records that were looked up, rising."""
+    """The records that were looked up, in rising order."""
     inner: np.ndarray
-    """Those of them that stand in another …"""
+    """Those of them that stand in another."""
     outer: np.ndarray
-    """… and the one each stands in …"""
+    """The record each of these stands in."""
     shares: np.ndarray
-    """… with how much of it."""
+    """How much of each does."""
 
 
 def find_contained(units: Sequence[Path], drops: Sequence[np.ndarray], first_ids: Sequence[int]) -> Contained:
@@ -112,12 +111,15 @@ def _verified(units: Sequence[Path], first_ids: Sequence[int], looked_up: np.nda
     best: dict[int, tuple[float, int]] = {}
     for start in range(0, len(pairs), PAIRS_AT_ONCE):
         some = pairs[start : start + PAIRS_AT_ONCE]
-        inner_bytes, outer_bytes = (_lengths(units, first_ids, some[:, side]) for side in (0, 1))
+        inner_bytes, outer_bytes = (
+            _gathered(units, first_ids, some[:, side], _lengths).astype(np.float64) for side in (0, 1)
+        )
         some_ok = (outer_bytes > inner_bytes) & (outer_bytes <= MOST_LONGER * inner_bytes)
         some, inner_bytes, outer_bytes = some[some_ok], inner_bytes[some_ok], outer_bytes[some_ok]
         if not len(some):
             continue
-        equal = _signatures(units, first_ids, some[:, 0]) == _signatures(units, first_ids, some[:, 1])
+        inner_rows, outer_rows = (_gathered(units, first_ids, some[:, side], read_signatures) for side in (0, 1))
+        equal = inner_rows == outer_rows
         jaccard = np.maximum((equal.mean(axis=1) - 1 / VALUES) / (1 - 1 / VALUES), 0)
         shares = np.minimum(jaccard / (1 + jaccard) * (inner_bytes + outer_bytes) / inner_bytes, 1)
         for at in np.flatnonzero(shares >= LEAST_SHARE).tolist():
@@ -133,27 +135,19 @@ def _verified(units: Sequence[Path], first_ids: Sequence[int], looked_up: np.nda
     )
 
 
-def _lengths(units: Sequence[Path], first_ids: Sequence[int], documents: np.ndarray) -> np.ndarray:
-    out = np.zeros(len(documents), np.float64)
-    for unit, rows, places in _by_unit(units, first_ids, documents):
-        out[places] = read_index(unit)["text_bytes"][rows]
-    return out
-
-
-def _signatures(units: Sequence[Path], first_ids: Sequence[int], documents: np.ndarray) -> np.ndarray:
-    out = np.zeros((len(documents), VALUES), np.uint8)
-    for unit, rows, places in _by_unit(units, first_ids, documents):
-        out[places] = read_signatures(unit)[rows]
-    return out
-
-
-def _by_unit(
-    units: Sequence[Path], first_ids: Sequence[int], documents: np.ndarray
-) -> list[tuple[Path, np.ndarray, np.ndarray]]:
-    """Unit, rows in it, and places in `documents`, for every unit that has some of them."""
+def _gathered(
+    units: Sequence[Path], first_ids: Sequence[int], documents: np.ndarray, read: Callable[[Path], np.ndarray]
+) -> np.ndarray:
+    """The rows of some documents, of what `read` gives for their units."""
     owners = np.searchsorted(np.asarray(first_ids), documents, side="right") - 1
-    found = []
-    for owner in np.unique(owners).tolist():
-        places = np.flatnonzero(owners == owner)
-        found.append((units[owner], documents[places] - first_ids[owner], places))
-    return found
+    found: list[np.ndarray] = []
+    places = [np.flatnonzero(owners == owner) for owner in np.unique(owners)]
+    for at in places:
+        owner = int(owners[at[0]])
+        found.append(read(units[owner])[documents[at] - first_ids[owner]])
+    order = np.argsort(np.concatenate(places))
+    return np.concatenate(found)[order]
+
+
+def _lengths(unit: Path) -> np.ndarray:
+    return read_index(unit)["text_bytes"]

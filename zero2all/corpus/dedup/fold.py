@@ -1,12 +1,22 @@
-"""Folding: the characters that mean the same when two texts are compared, and become one.
+"""What dedup makes of a character: which ones count as the same (folding), and which class each has.
 
-- Full-width and half-width forms, vertical and small punctuation, compatibility and radical forms of Han: what NFKC
-  makes of them.
-- Punctuation of Chinese and Western typesetting: 。 is a full stop, 「 a quotation mark, — a hyphen.
-- Traditional Han characters become the simplified ones (`han_forms.py`). Where one simplified
-  character stands for several traditional ones (发 for 發 and 髮) they all become it.
+Folded are
+- full-width and half-width forms, vertical and small punctuation, compatibility and radical forms of Han: to what NFKC
+  makes of them;
+- punctuation of Chinese and Western typesetting: 。 is a full stop, 「 a quotation mark, — a hyphen;
+- traditional Han characters: to the simplified ones (`han_forms.txt`), also where one stands for several.
 
-Only signatures and the choice of what is held out see folded text; what is written is not touched. Code is not folded.
+Only signatures and the choice of what is held out see folded text. Two texts are compared by their shingles, runs of
+consecutive units:
+
+    character (zh)   the code points of the folded text, white space left out, A-Z lower-cased; shingles of 5
+    word (en, rest)  maximal runs of letters and digits of the folded text, A-Z lower-cased; a Han, kana or Hangul
+                     character is a word of its own; signs and white space only separate; shingles of 3
+    token (code)     as word but not folded, with the case kept, `_` counted as a letter, and every sign a token;
+                     shingles of 5
+
+A text with fewer units, but at least one, has one shingle: all of them. The similarity of two texts is the Jaccard
+index of their shingle sets. `benchmarks/shingles.py` has the same in plain Python.
 """
 
 from __future__ import annotations
@@ -16,7 +26,7 @@ from functools import cache
 
 import numpy as np
 
-from zero2all.corpus.han_forms import simplified_of
+from zero2all.common.files import package_text
 
 WIDTHS = ((0x2E80, 0x2FE0), (0xF900, 0xFB00), (0xFE10, 0xFE70), (0xFF00, 0xFFF0))
 """Blocks of characters that have another shape only: radicals, compatibility Han, vertical, small, full, half width."""
@@ -50,6 +60,16 @@ def fold_table() -> np.ndarray:
     return table
 
 
+def simplified_of() -> dict[int, int]:
+    """Code point of a traditional Han character, or variant -> that of its simplified form.
+
+    `han_forms.txt` has a word for each simplified character: the character, then its traditional forms. The pairs are
+    those on which two converters agree, OpenCC (Apache 2.0) and zhconv, and a few variants of old books.
+    """
+    words = package_text("zero2all.corpus", "han_forms.txt").split()
+    return {ord(form): ord(word[0]) for word in words for form in word[1:]}
+
+
 @cache
 def _by_point() -> dict[int, int]:
     folded = {}
@@ -62,3 +82,32 @@ def _by_point() -> dict[int, int]:
         folded.update(dict.fromkeys(map(ord, others), ord(sign)))
     folded.update(simplified_of())
     return {point: folded.get(target, target) for point, target in folded.items()}
+
+
+SPACE, SIGN, LETTER, ALONE = range(4)
+"""Classes of characters: separates, is a sign, is part of a word, is a word of its own."""
+
+SPACE_RANGES = [(0x09, 0x0D), (0x1C, 0x20), (0x85, 0x85), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A)]
+SPACE_RANGES += [(0x2028, 0x2029), (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000)]
+"""White space as `str.split` sees it."""
+
+ALONE_RANGES = [(0x2E80, 0x2FDF), (0x3040, 0x31FF), (0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xAC00, 0xD7AF)]
+ALONE_RANGES += [(0xF900, 0xFAFF), (0x20000, 0x3FFFF)]
+"""Han, kana, bopomofo, Hangul."""
+
+SIGN_RANGES = [(0x80, 0xA9), (0xAB, 0xB4), (0xB6, 0xB9), (0xBB, 0xBF), (0xD7, 0xD7), (0xF7, 0xF7), (0x2000, 0x2BFF)]
+SIGN_RANGES += [(0x3000, 0x303F), (0xFE10, 0xFE6F), (0xFF00, 0xFF0F), (0xFF1A, 0xFF20), (0xFF3B, 0xFF40)]
+SIGN_RANGES += [(0xFF5B, 0xFF65), (0x1F000, 0x1FAFF)]
+"""Punctuation, symbols, emoji."""
+
+
+@cache
+def character_class(code: int) -> int:
+    """The class of a code point, the same for words and tokens but for `_`."""
+    if any(first <= code <= last for first, last in SPACE_RANGES):
+        return SPACE
+    if code < 0x80:
+        return LETTER if chr(code).isalnum() else SIGN
+    if any(first <= code <= last for first, last in ALONE_RANGES):
+        return ALONE
+    return SIGN if any(first <= code <= last for first, last in SIGN_RANGES) else LETTER

@@ -1,4 +1,4 @@
-"""The loops of clustering: band hashes, pairs of a bucket, comparing signatures, choosing who stays. numba."""
+"""The loops of clustering: band hashes, pairs of a bucket, comparing signatures, choosing which stay. numba."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from numba import int64, njit, types, uint8, uint32, uint64
 from zero2all.corpus.dedup.config import VALUES
 
 PARTS = 1024
-"""Band entries are split into so many parts by 10 bits of the hash; the other 32 bits are the bucket within a part."""
+"""Parts of the band entries, by 10 bits of the hash; the other 32 bits are the bucket within a part."""
 
 UNDECIDED, KEPT, DROPPED = range(3)
 
@@ -121,7 +121,7 @@ def _better(first: np.int64, second: np.int64, lengths: np.ndarray) -> np.bool:
 
 @njit(types.void(PAIRS, LENGTHS, uint8[::1], uint8[::1]), cache=True, nogil=True)
 def spread(edges: np.ndarray, lengths: np.ndarray, state: np.ndarray, waits: np.ndarray) -> None:
-    """One sweep over edges: whoever touches a better one that stays is dropped, else waits for it to be decided."""
+    """One sweep: a document similar to a better one that stays is dropped, else it waits until that is decided."""
     for edge in edges:
         better = np.int64(edge >> HALF)
         worse = np.int64(edge & LOW)
@@ -136,7 +136,7 @@ def spread(edges: np.ndarray, lengths: np.ndarray, state: np.ndarray, waits: np.
 
 @njit(int64(uint8[::1], uint8[::1]), cache=True, nogil=True)
 def settle(state: np.ndarray, waits: np.ndarray) -> int:
-    """Whoever waits for nobody stays. Returns how many still wait."""
+    """Keep every undecided document that waits for no better one. Returns how many still wait."""
     waiting = 0
     for number in range(state.size):
         if state[number] == UNDECIDED:
@@ -148,11 +148,7 @@ def settle(state: np.ndarray, waits: np.ndarray) -> int:
     return waiting
 
 
-@njit(
-    types.void(PAIRS, FLAGS, LENGTHS, uint8[::1], uint32[::1], uint8[::1]),
-    cache=True,
-    nogil=True,
-)
+@njit(types.void(PAIRS, FLAGS, LENGTHS, uint8[::1], uint32[::1], uint8[::1]), cache=True, nogil=True)
 def attach(
     edges: np.ndarray,
     matches: np.ndarray,
@@ -161,7 +157,7 @@ def attach(
     parent: np.ndarray,
     parent_matches: np.ndarray,
 ) -> None:
-    """Every dropped document belongs to the best of the documents that stay and that it touches."""
+    """The parent of every dropped document is the best of the similar documents that stay."""
     for at in range(edges.size):
         one = np.int64(edges[at] >> HALF)
         two = np.int64(edges[at] & LOW)

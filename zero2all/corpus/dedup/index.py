@@ -5,8 +5,7 @@
     signatures.npy   (n, 256) uint8; absent when near dedup is off
     anchors.npy      (n, 8) uint32; absent when near dedup is off
 
-They are ordinary .npy files, but written row by row: the header has a fixed size and gets its shape at the end, so a
-unit with millions of short records costs no memory, and an interrupted one can go on after any record.
+They are ordinary .npy files, written row by row: the header has a fixed size and gets its shape at the end.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
 import numpy as np
@@ -33,7 +31,7 @@ HEADER_BYTES = 256
 
 
 class IndexWriter:
-    """Appends records to the files of a unit folder; close it, or use it as a context, to make them readable."""
+    """Appends records to the files of a unit folder, which get their headers when the context ends."""
 
     def __init__(self, folder: Path, near: bool) -> None:
         self._index = _NpyAppender(folder / INDEX_NAME, INDEX)
@@ -44,37 +42,23 @@ class IndexWriter:
         """Append a batch; `ordinals` are the places of its records among all items of the unit."""
         rows = np.empty(len(described.digests), INDEX)
         rows["digest"] = np.ascontiguousarray(described.digests).view(">u8")
-        rows["key"] = rows["digest"][:, 0] if described.keys is None else described.keys
+        rows["key"] = described.keys
         rows["ordinal"] = ordinals
         rows["text_bytes"] = described.text_bytes
         self._index.append(rows)
-        if self._signatures is not None:
-            if described.signatures is None:
+        if self._signatures is not None and self._anchors is not None:
+            if described.signatures is None or described.anchors is None:
                 raise AssertionError("near dedup is on, but the batch was described without signatures")
             self._signatures.append(described.signatures)
-        if self._anchors is not None:
-            none = np.full((len(rows), ANCHORS), 0xFFFFFFFF, np.uint32)
-            self._anchors.append(none if described.anchors is None else described.anchors)
-
-    def close(self) -> None:
-        """Write the headers."""
-        for file in (self._index, self._signatures, self._anchors):
-            if file is not None:
-                file.close()
+            self._anchors.append(described.anchors)
 
     def __enter__(self) -> IndexWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def write_index(folder: Path, described: Described, ordinals: np.ndarray | None = None) -> None:
-    """Write all files in one go, for a unit that fits in memory."""
-    with IndexWriter(folder, near=described.signatures is not None) as writer:
-        writer.add(described, np.arange(len(described.digests)) if ordinals is None else ordinals)
+    def __exit__(self, *_: object) -> None:
+        for file in (self._index, self._signatures, self._anchors):
+            if file is not None:
+                file.close()
 
 
 def read_index(folder: Path) -> np.ndarray:
@@ -83,7 +67,7 @@ def read_index(folder: Path) -> np.ndarray:
 
 
 def index_pieces(folder: Path, records: int = 1 << 18) -> Iterator[np.ndarray]:
-    """The same rows, so many at a time, read rather than mapped: memory stays bounded for any unit."""
+    """The same rows in batches, read rather than mapped: memory stays bounded for any unit."""
     for start in range(0, len(read_index(folder)), records):
         yield index_slice(folder, start, records)
 
@@ -135,8 +119,6 @@ class _NpyAppender:
         self.file.write(np.ascontiguousarray(rows).data.cast("B") if rows.size else b"")
 
     def close(self) -> None:
-        if self.file.closed:
-            return
         rows = (self.file.tell() - HEADER_BYTES) // self.dtype.itemsize
         base, shape = self.dtype.base, (rows, *self.dtype.shape)
         header = f"{{'descr': {np.lib.format.dtype_to_descr(base)!r}, 'fortran_order': False, 'shape': {shape!r}, }}"

@@ -4,18 +4,15 @@
     frequent_lines   all segments -> the hashes of the lines that stand in at least `line_records` records
     strip_lines      texts -> the same texts without those lines
 
-`boilerplate.py` brings the three together, between ingest and the search for duplicates.
-
-A line is compared without the blanks at its ends and counts once a record, however often it stands there. A paragraph
-without a line break in it is a line here, which is how most data sets store them. Lines are known by 64 bits of hash
-only: that any of a billion lines is taken for one of 10,000 frequent ones has a chance of 5e-7.
-
-`lines.npy` has (hash, records), sorted by hash, 12 bytes for each distinct line of a segment. They are merged a range
-of hashes at a time, so memory stays at about `memory_bytes` and does not grow with the corpus.
+A line is compared without the blanks at its ends and counts once a record. A paragraph without a line break is a line.
+Lines are known by 64 bits of hash: that any of a billion lines is taken for one of 10,000 frequent ones has a chance of
+5e-7. `lines.npy` has (hash, records), sorted by hash; the files are merged a range of hashes at a time, in about
+`memory_bytes`.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,7 +25,7 @@ from zero2all.corpus.dedup.signatures import encode
 LINES_NAME = "lines.npy"
 LINE = np.dtype([("hash", "<u8"), ("records", "<u4")])
 MERGED_LINES = 1 << 22
-"""Hashes are merged in memory when so many have come together."""
+"""Lines held in memory before equal ones are merged."""
 
 
 def uses_lines(channel: str, config: DedupConfig) -> bool:
@@ -112,14 +109,7 @@ def strip_lines(texts: Sequence[str], frequent: np.ndarray, config: DedupConfig)
 
 def _first_at(lines: np.ndarray, value: np.uint64) -> int:
     """Position of the first hash that is not below `value`, reading a few pages only."""
-    low, high = 0, len(lines)
-    while low < high:
-        middle = (low + high) // 2
-        if lines[middle]["hash"] < value:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+    return bisect_left(range(len(lines)), value, key=lambda at: lines[at]["hash"])
 
 
 def _merged(parts: list[np.ndarray]) -> np.ndarray:

@@ -1,10 +1,9 @@
 """A batch of texts to what dedup needs of them: a digest, a key, a length, and a minhash signature with its anchors.
 
-The digest is the xxh3_128 of the text with its white space collapsed, 16 bytes, and decides exact duplicates. The
-signature is 256 bytes (`text_kernels.sign_texts`) and all zeros for a text without any unit, such as a row of
-dashes on the en channel: such a text has no near duplicates. The key decides what is held out: it is a hash of the
-folded letters and digits, so that texts that differ in width, punctuation or simplified and traditional characters only
-are on one side of the split.
+The digest, xxh3_128 of the text with its white space collapsed, decides exact duplicates. The signature has 256 bytes
+(`text_kernels.sign_texts`), all zero for a text without any unit, which has no near duplicates. The key decides what is
+held out: a hash of the folded letters and digits, so that texts that differ in width, punctuation or simplified and
+traditional characters only are on one side of the split.
 """
 
 from __future__ import annotations
@@ -30,15 +29,10 @@ class Described(NamedTuple):
     """(n,) uint32: length in UTF-8."""
     signatures: np.ndarray | None
     """(n, 256) uint8; None when near dedup is off."""
-    anchors: np.ndarray | None = None
+    anchors: np.ndarray | None
     """(n, 8) uint32, rising; None when near dedup is off."""
-    keys: np.ndarray | None = None
-    """(n,) uint64. None: the beginnings of the digests."""
-
-
-def text_digest(text: str) -> bytes:
-    """Names a text: equal for texts that differ only in white space."""
-    return xxhash.xxh3_128_digest(" ".join(text.split()).encode("utf-8", "surrogatepass"))
+    keys: np.ndarray
+    """(n,) uint64."""
 
 
 class Encoded(NamedTuple):
@@ -66,16 +60,6 @@ def describe_encoded(encoded: Encoded, channel: str, config: DedupConfig) -> Des
     if config.near == "off":
         return Described(digests, lengths, None, None, signed.keys)
     return Described(digests, lengths, signed.signatures, signed.anchors, signed.keys)
-
-
-def signatures(texts: Sequence[str], channel: str, config: DedupConfig | None = None) -> np.ndarray:
-    """(n, 256) uint8. The share of equal values of two rows estimates the Jaccard index of their shingles."""
-    return _sign(*encode(texts), channel, config or DedupConfig()).signatures
-
-
-def text_digests(texts: Sequence[str]) -> np.ndarray:
-    """(n, 16) uint8: `text_digest` of every text, without a Python string for every word."""
-    return _digest(*encode(texts))
 
 
 def encode(texts: Sequence[str]) -> Encoded:

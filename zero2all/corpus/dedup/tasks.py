@@ -5,9 +5,8 @@ A task whose last file exists is done and does nothing. `cluster.py` says what t
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Iterator, Sequence
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +17,6 @@ from zero2all.corpus.dedup.arrays import (
     lookup,
     npy_rows,
     pread_into,
-    read_into,
     read_slice,
     read_sorted_slice,
     sorted_unique,
@@ -30,7 +28,7 @@ from zero2all.corpus.dedup.index import HEADER_BYTES, SIGNATURES_NAME, index_sli
 DIGEST_ENTRY = np.dtype([("high", "<u8"), ("low", "<u8"), ("document", "<u4")])
 DIGEST_PARTS = 4096
 BUCKET_MOST = 32
-"""A bucket of at most so many documents is compared pair by pair."""
+"""A bucket of at most this many documents is compared pair by pair."""
 BUCKET_BEST = 8
 BUCKET_NEXT = 8
 COMPARED_PAIRS = 1 << 15
@@ -42,8 +40,8 @@ APART_NAME = "apart.npy"
 """One byte a document: 1 when it is held out. There only when nothing but copies of held-out records is dropped."""
 
 
-class Piece(NamedTuple):
-    """Consecutive records of one unit."""
+class RowRange(NamedTuple):
+    """Consecutive rows of one unit."""
 
     folder: Path
     row: int
@@ -55,7 +53,7 @@ class Chunk(NamedTuple):
     """Consecutive documents."""
 
     number: int
-    pieces: tuple[Piece, ...]
+    ranges: tuple[RowRange, ...]
     steps: Path
     config: DedupConfig
 
@@ -100,14 +98,14 @@ def split_digests(chunk: Chunk) -> None:
     target = chunk.steps / f"digests-{chunk.number:05d}.npy"
     if ends_of(target).exists():
         return
-    entries = np.empty(sum(piece.records for piece in chunk.pieces), DIGEST_ENTRY)
+    entries = np.empty(sum(each.records for each in chunk.ranges), DIGEST_ENTRY)
+    entries["document"] = np.arange(len(entries), dtype=np.uint32) + np.uint32(chunk.ranges[0].first_id)
     at = 0
-    for piece in chunk.pieces:
-        rows = index_slice(piece.folder, piece.row, piece.records)
-        part = entries[at : at + piece.records]
-        part["high"], part["low"] = rows["digest"][:, 0], rows["digest"][:, 1]
-        part["document"] = np.arange(piece.first_id, piece.first_id + piece.records, dtype=np.uint32)
-        at += piece.records
+    for each in chunk.ranges:
+        digests = index_slice(each.folder, each.row, each.records)["digest"]
+        entries["high"][at : at + each.records] = digests[:, 0]
+        entries["low"][at : at + each.records] = digests[:, 1]
+        at += each.records
     parts = (entries["high"] >> np.uint64(52)).astype(np.uint16)
     order = np.argsort(parts, kind="stable")
     ends = np.searchsorted(parts[order], np.arange(DIGEST_PARTS + 1)).astype(np.int64)
@@ -120,7 +118,8 @@ def group_digests(task: PartTask) -> Path:
     target = task.steps / f"copies-{task.number:05d}.npy"
     if target.exists():
         return target
-    entries = np.concatenate([read_slice(file, DIGEST_ENTRY, *_part_bounds(file, task)) for file in task.files])
+    bounds = [np.load(ends_of(file))[[task.first, task.end]].tolist() for file in task.files]
+    entries = np.concatenate([read_slice(file, *bound) for file, bound in zip(task.files, bounds, strict=True)])
     entries = _repeated(entries)  # a full sort of all entries would take five times as long
     lengths = lookup(task.steps / LENGTHS_NAME, entries["document"])
     order = np.lexsort((entries["document"], ~lengths, entries["low"], entries["high"]))
@@ -154,16 +153,12 @@ def split_bands(chunk: Chunk) -> None:
     target = chunk.steps / f"bands-{chunk.number:05d}.npy"
     if ends_of(target).exists():
         return
-    records = sum(piece.records for piece in chunk.pieces)
-    first_id = chunk.pieces[0].first_id
-    lost = read_slice(chunk.steps / LOST_NAME.format(round_number=0), np.dtype(np.uint8), first_id, first_id + records)
-    rows = np.empty((records, VALUES), np.uint8)
-    at = 0
-    for piece in chunk.pieces:
-        part = rows[at : at + piece.records]
-        read_into(part, piece.folder / SIGNATURES_NAME, HEADER_BYTES + piece.row * VALUES)
-        at += piece.records
-    entries = np.empty(records * chunk.config.bands, np.uint64)
+    first_id = chunk.ranges[0].first_id
+    end_id = first_id + sum(each.records for each in chunk.ranges)
+    lost = read_slice(chunk.steps / LOST_NAME.format(round_number=0), first_id, end_id)
+    unit_ids = [each.first_id - each.row for each in chunk.ranges]
+    rows = _signatures_of(np.arange(first_id, end_id), [each.folder for each in chunk.ranges], unit_ids)
+    entries = np.empty(len(rows) * chunk.config.bands, np.uint64)
     ends = np.empty(kernels.PARTS + 1, np.int64)
     total = kernels.band_entries(rows, lost, first_id, chunk.config.bands, chunk.config.rows, entries, ends)
     write_npy(target, entries[:total])
@@ -181,7 +176,7 @@ def pair_buckets(task: PartTask) -> dict[str, Any]:
     pieces, ends = [], []
     for file in task.files:
         bounds = np.load(ends_of(file))[task.first : task.end + 1]
-        pieces.append(read_slice(file, np.dtype(np.uint64), int(bounds[0]), int(bounds[-1])))
+        pieces.append(read_slice(file, int(bounds[0]), int(bounds[-1])))
         ends.append(bounds - bounds[0])
     large = _Buckets()
     for part in range(task.end - task.first):
@@ -247,32 +242,27 @@ def _packed(one: np.ndarray, two: np.ndarray) -> np.ndarray:
     return np.minimum(one, two) << np.uint64(32) | np.maximum(one, two)
 
 
-def compare_pairs(task: CompareTask) -> tuple[str, int, int]:
-    """The pairs whose signatures agree, with the number of equal values; (file name, compared, agreed)."""
+def compare_pairs(task: CompareTask) -> str:
+    """The pairs whose signatures agree, with the number of equal values; returns the name of their file."""
     from zero2all.corpus.dedup import graph_kernels as kernels
 
     name = f"edges-{task.round_number:02d}-{task.number:05d}.npy"
-    done = task.steps / f"{name}.json"
-    if done.exists():
-        compared, similar = read_json(done)
-        return name, compared, similar
+    if (task.steps / name).exists():
+        return name
     pairs = sorted_unique(np.concatenate([read_sorted_slice(file, task.first, task.end) for file in task.files]))
     edges, edge_matches = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint8)]
-    with _Signatures(task.units, task.first_ids) as signatures:
-        for start in range(0, len(pairs), COMPARED_PAIRS):
-            piece = pairs[start : start + COMPARED_PAIRS]
-            one, two = (piece >> np.uint64(32)).astype(np.uint32), piece.astype(np.uint32)
-            documents = sorted_unique(np.concatenate([one, two]))
-            first, second = np.searchsorted(documents, one), np.searchsorted(documents, two)
-            matches = np.empty(len(piece), np.uint8)
-            kernels.compare(signatures.read(documents), first, second, matches, task.needed)
-            edges.append(piece[matches > 0])
-            edge_matches.append(matches[matches > 0])
-    found = np.concatenate(edges)
+    for start in range(0, len(pairs), COMPARED_PAIRS):
+        some = pairs[start : start + COMPARED_PAIRS]
+        one, two = (some >> np.uint64(32)).astype(np.uint32), some.astype(np.uint32)
+        documents = sorted_unique(np.concatenate([one, two]))
+        first, second = np.searchsorted(documents, one), np.searchsorted(documents, two)
+        matches = np.empty(len(some), np.uint8)
+        kernels.compare(_signatures_of(documents, task.units, task.first_ids), first, second, matches, task.needed)
+        edges.append(some[matches > 0])
+        edge_matches.append(matches[matches > 0])
     write_npy(matches_of(task.steps / name), np.concatenate(edge_matches))
-    write_npy(task.steps / name, found)
-    write_json(done, [len(pairs), len(found)])
-    return name, len(pairs), len(found)
+    write_npy(task.steps / name, np.concatenate(edges))
+    return name
 
 
 class _Buckets:
@@ -339,45 +329,19 @@ class _Runs:
         self.held, self.count = [], 0
 
 
-class _Signatures:
-    """Reads rows of the signature files of many units by position, without mapping them: memory stays bounded."""
-
-    OPEN_MOST = 128
-
-    def __init__(self, units: tuple[Path, ...], first_ids: tuple[int, ...]) -> None:
-        self.units, self.first_ids = units, np.array(first_ids)
-        self.handle = lru_cache(maxsize=None)(self._open)
-        self.handles: list[int] = []
-
-    def __enter__(self) -> _Signatures:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._close()
-
-    def read(self, documents: np.ndarray) -> np.ndarray:
-        """(n, 256) uint8 for increasing document numbers; runs of neighbours are read at once."""
-        rows = np.empty((len(documents), VALUES), np.uint8)
-        units = np.searchsorted(self.first_ids, documents, side="right") - 1
-        breaks = np.flatnonzero((np.diff(documents) != 1) | (np.diff(units) != 0)) + 1
-        starts = [0, *breaks.tolist()]
-        for start, end in zip(starts, [*starts[1:], len(documents)], strict=True):
-            unit = int(units[start])
-            at = HEADER_BYTES + (int(documents[start]) - int(self.first_ids[unit])) * VALUES
-            pread_into(rows[start:end], self.handle(unit), at, self.units[unit])
-        return rows
-
-    def _open(self, unit: int) -> int:
-        if len(self.handles) >= self.OPEN_MOST:
-            self._close()
-        self.handles.append(os.open(self.units[unit] / SIGNATURES_NAME, os.O_RDONLY))
-        return self.handles[-1]
-
-    def _close(self) -> None:
-        for handle in self.handles:
-            os.close(handle)
-        self.handles = []
-        self.handle.cache_clear()
+def _signatures_of(documents: np.ndarray, units: Sequence[Path], first_ids: Sequence[int]) -> np.ndarray:
+    """(n, 256) uint8 for increasing document numbers; runs of neighbours are read at once, and nothing is mapped."""
+    rows = np.empty((len(documents), VALUES), np.uint8)
+    owners = np.searchsorted(np.array(first_ids), documents, side="right") - 1
+    breaks = np.flatnonzero((np.diff(documents) != 1) | (np.diff(owners) != 0)) + 1
+    runs = pairwise([0, *breaks.tolist(), len(documents)])
+    for owner, of_unit in groupby(runs, key=lambda run: int(owners[run[0]])):
+        path = units[owner] / SIGNATURES_NAME
+        with open(path, "rb", buffering=0) as file:
+            for start, end in of_unit:
+                at = HEADER_BYTES + (int(documents[start]) - first_ids[owner]) * VALUES
+                pread_into(rows[start:end], file.fileno(), at, path)
+    return rows
 
 
 def ends_of(path: Path) -> Path:
@@ -390,18 +354,10 @@ def matches_of(path: Path) -> Path:
     return path.with_suffix(".matches.npy")
 
 
-def _part_bounds(file: Path, task: PartTask) -> tuple[int, int]:
-    ends = np.load(ends_of(file))
-    return int(ends[task.first]), int(ends[task.end])
-
-
 def edge_pieces(edges: list[Path]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """All edges and their equal values, a million at a time."""
     for file in edges:
         rows = npy_rows(file)
         for start in range(0, rows, 1 << 20):
             end = min(rows, start + (1 << 20))
-            yield (
-                read_slice(file, np.dtype(np.uint64), start, end),
-                read_slice(matches_of(file), np.dtype(np.uint8), start, end),
-            )
+            yield read_slice(file, start, end), read_slice(matches_of(file), start, end)

@@ -57,16 +57,13 @@ def nothing_kept(corpus_folder: Path, report: Mapping[str, Any]) -> BadInputErro
         for name in sources
         if sources[name]["quarantined"]
     ]
+    fields = [mapping["content"] for source in sources.values() for mapping in source["mappings"]]
+    taken_from = ", ".join(f"'{field}'" for field in dict.fromkeys(fields)) or "whole text files"
     return BadInputError(
         f"The corpus is empty: {totals['records_in']:,} records were read and none was kept ({words}). Content was "
-        f"taken from {_mappings_in_words(sources)}.\n"
+        f"taken from {taken_from}.\n"
         + "".join(f"{line}\n" for line in lines)
         + "If this is good text, check that the text field is the right one (--map content=FIELD), name the right "
         "channel (NAME=PATH:CHANNEL with zh, en, code, auto or a word of yours; none: guessed), or loosen the rule "
         f"(z2a corpus rules); {'; '.join(look)}."
     )
-
-
-def _mappings_in_words(by_source: dict[str, dict[str, Any]]) -> str:
-    fields = [mapping["content"] for source in by_source.values() for mapping in source["mappings"]]
-    return ", ".join(f"'{field}'" for field in dict.fromkeys(fields)) or "whole text files"

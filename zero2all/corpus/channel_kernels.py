@@ -1,4 +1,4 @@
-"""The compiled loop of `scripts.py`."""
+"""The compiled loops of `channels.py`."""
 
 from __future__ import annotations
 
