@@ -106,9 +106,9 @@ def _measure(folder: Path, texts: dict[str, list[str]]) -> dict[str, dict[str, A
 
 def encoding_parity(folder: Path, documents: Sequence[str]) -> dict[str, Any]:
     """Every encoder that is installed against the plain encoder, on all of the documents."""
+    from benchmarks.bpe_reference import ReferenceEncoder
     from zero2all.common.progress import progress
     from zero2all.tokenizer import load_tokenizer
-    from zero2all.tokenizer.bpe.reference import ReferenceEncoder
     from zero2all.tokenizer.encoders import ENCODER_NAMES, EncoderConfig, open_encoder
 
     tokenizer = load_tokenizer(folder)

@@ -40,7 +40,7 @@ def _eval(arguments: argparse.Namespace) -> None:
     from zero2all.common.errors import UsageError
     from zero2all.common.files import write_atomic, write_json
     from zero2all.tokenizer.lab import evaluate, evaluation_page, evaluation_tables, held_out_text, open_subjects
-    from zero2all.tokenizer.sizes import parse_bytes
+    from zero2all.tokenizer.take import parse_bytes
 
     limit = parse_bytes(arguments.limit)
     if limit is None:

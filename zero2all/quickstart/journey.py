@@ -46,8 +46,8 @@ from zero2all.quickstart.choices import (
 )
 from zero2all.quickstart.own_text import OwnText, corpus_in_words, look_at, losses_in_words, refuse_other_text
 from zero2all.quickstart.raw import CHINESE_NAME, CODE_NAME, ENGLISH_NAME, PROBES_NAME, write_raw
-from zero2all.tokenizer.sizes import TooFewPiecesError
 from zero2all.tokenizer.stage import train_on_corpus
+from zero2all.tokenizer.text import TooFewPiecesError
 from zero2all.track.plot import plot_run
 from zero2all.train.loop import train
 

@@ -17,8 +17,8 @@ from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import MANIFEST_NAME, as_written, read_json_object
 from zero2all.common.manifest import read_manifest
-from zero2all.tokenizer.fingerprint import tokenizer_fingerprint
-from zero2all.tokenizer.specials import byte_alphabet, special_map
+from zero2all.tokenizer.save import tokenizer_fingerprint
+from zero2all.tokenizer.specials import byte_alphabet
 from zero2all.tokenizer.text import well_formed
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Tokenizer:
         self.normalisation = _normalisation(tokenizer_json.get("normalizer"))
         self.pad_id = None if pad is None else control[pad]
         self.vocab_size = max([*self.backend.get_vocab(with_added_tokens=True).values(), *self.control_ids]) + 1
-        self.fingerprint = tokenizer_fingerprint(tokenizer_json, special_map(self.control, begin, end, pad))
+        self.fingerprint = tokenizer_fingerprint(tokenizer_json, self.control, begin, end, pad)
         self.is_byte_level = _has_part(tokenizer_json.get("decoder"), "ByteLevel")
 
     def encode_text(self, text: str) -> list[int]:

@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.common.errors import BadInputError
-from zero2all.common.files import MANIFEST_NAME, read_json, staged_folder, write_atomic, write_json
-from zero2all.common.manifest import write_manifest
-from zero2all.tokenizer.fingerprint import tokenizer_fingerprint
-from zero2all.tokenizer.pattern import PRE_TOKEN_PATTERN
-from zero2all.tokenizer.specials import SpecialsConfig, byte_alphabet, special_map
+from zero2all.common.files import staged_folder, write_atomic, write_json
+from zero2all.common.manifest import fingerprint, write_manifest
+from zero2all.tokenizer.config import PRETOKEN_PATTERN
+from zero2all.tokenizer.specials import SpecialsConfig, byte_alphabet
 
 NO_LENGTH_LIMIT = int(1e30)
 """What transformers writes as `model_max_length` when the tokenizer itself sets no limit."""
@@ -33,12 +32,25 @@ CHAT_TEMPLATE_NAME = "chat_template.jinja"
 NORMALIZERS: dict[str, dict[str, Any] | None] = {"none": None, "nfc": {"type": "NFC"}, "nfkc": {"type": "NFKC"}}
 
 
+def tokenizer_fingerprint(
+    tokenizer_json: dict[str, Any], control: dict[str, int], begin: str | None, end: str, pad: str | None
+) -> str:
+    """The name of a tokenizer: two with the same fingerprint give the same ids for every text.
+
+    Packed shards and checkpoints record it, so that tokens of one vocabulary are never read with another. The parts of
+    tokenizer.json that our loader overrides do not count, nor does the order of keys.
+    """
+    relevant = {key: value for key, value in tokenizer_json.items() if key not in ("version", "truncation", "padding")}
+    special = {"control": control, "begin": begin, "end": end, "pad": pad}
+    return fingerprint({"tokenizer": relevant, "special": special})
+
+
 def tokenizer_json_of(
     pieces: Sequence[bytes],
     merges: Sequence[tuple[int, int]],
     control: Sequence[str],
     normalisation: str = "none",
-    pattern: str = PRE_TOKEN_PATTERN,
+    pattern: str = PRETOKEN_PATTERN,
 ) -> dict[str, Any]:
     """tokenizer.json of a byte-level BPE: control tokens first, then `pieces` in order; merges name places in it."""
     visible = {byte: character for character, byte in byte_alphabet().items()}
@@ -92,53 +104,37 @@ def save_tokenizer(
     specials: SpecialsConfig,
     content: dict[str, Any],
     inputs: str,
-    other_files: Mapping[str, bytes] | None = None,
-) -> dict[str, Any]:
-    """Write `folder`, whole or not at all; returns its manifest. `content` is what the manifest says of its making."""
-    names = specials.names()
-    identity = special_map(
-        {name: number for number, name in enumerate(names)}, specials.begin, specials.end, specials.pad
-    )
+    other_files: Mapping[str, bytes],
+) -> None:
+    """Write `folder`, whole or not at all. `content` is what the manifest says about the training."""
+    control = {name: number for number, name in enumerate(specials.names())}
     facts = {
         "vocab_size": len(tokenizer_json["model"]["vocab"]),
-        "fingerprint": tokenizer_fingerprint(tokenizer_json, identity),
+        "fingerprint": tokenizer_fingerprint(tokenizer_json, control, specials.begin, specials.end, specials.pad),
         **content,
     }
     with staged_folder(folder) as partial:
         write_json(partial / TOKENIZER_NAME, tokenizer_json)
-        write_json(partial / CONFIG_NAME, hugging_face_config(specials))
-        for name, data in (other_files or {}).items():
+        write_json(partial / CONFIG_NAME, _hugging_face_config(specials))
+        for name, data in other_files.items():
             write_atomic(partial / name, data)
         write_manifest(partial, "tokenizer", inputs, facts)
-    manifest: dict[str, Any] = read_json(folder / MANIFEST_NAME)
-    return manifest
 
 
-def hugging_face_config(specials: SpecialsConfig) -> dict[str, Any]:
+def _hugging_face_config(specials: SpecialsConfig) -> dict[str, Any]:
     """Makes `AutoTokenizer` use tokenizer.json as it is and split control strings that occur in text."""
     roles = {"bos_token": specials.begin, "eos_token": specials.end, "pad_token": specials.pad}
     names = specials.names()
+    plain = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "added_tokens_decoder": {str(number): added_token(name) for number, name in enumerate(names)},
+        "added_tokens_decoder": {str(number): {"content": name, **plain} for number, name in enumerate(names)},
         **roles,
         "additional_special_tokens": [name for name in names if name not in roles.values()],
         "split_special_tokens": True,
         "clean_up_tokenization_spaces": False,
         "model_max_length": NO_LENGTH_LIMIT,
         "control_roles": specials.roles(),
-    }
-
-
-def added_token(name: str) -> dict[str, Any]:
-    """How Hugging Face files describe a control token."""
-    return {
-        "content": name,
-        "lstrip": False,
-        "normalized": False,
-        "rstrip": False,
-        "single_word": False,
-        "special": True,
     }
 
 

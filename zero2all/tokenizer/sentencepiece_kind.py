@@ -65,15 +65,13 @@ def require_sentencepiece() -> None:
 
 
 def learn_sentencepiece(
-    text: CountedText, config: TokenizerConfig, total_bytes: int, scratch: Path
+    text: CountedText, config: TokenizerConfig, scratch: Path
 ) -> tuple[dict[str, Any], bytes, dict[str, Any]]:
     """tokenizer.json, the library's own model file, and what to note in the manifest."""
-    require_sentencepiece()
-    require_free_space(scratch, int(total_bytes * 1.1), "the training text of SentencePiece")
-    scratch.mkdir(parents=True, exist_ok=True)
+    require_free_space(scratch, int(text.expected_bytes * 1.1), "the training text of SentencePiece")
     lines_path, options_path, model_path = (scratch / name for name in ("lines.jsonl", "options.json", "model"))
     facts: dict[str, Any] = {"lines": 0, "lines_cut": 0, "characters_left_out": 0}
-    with progress("tokenizer", total=total_bytes, unit="B") as bar:
+    with progress("tokenizer", total=text.expected_bytes, unit="B") as bar:
         _write_lines(text, config, lines_path, facts, bar)
         options = _options(config)
         options_path.write_text(json.dumps(options, ensure_ascii=False), encoding="utf-8")

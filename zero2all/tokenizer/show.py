@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.common.files import MANIFEST_NAME, read_json
+from zero2all.tokenizer.config import PATTERNS
 from zero2all.tokenizer.load import Tokenizer, load_tokenizer
-from zero2all.tokenizer.pattern import PATTERNS
 from zero2all.tokenizer.save import TOKENIZER_NAME
 from zero2all.tokenizer.train import CONSEQUENCES
 

@@ -1,4 +1,4 @@
-"""Which of the text a tokenizer is trained on: a share of every source, chosen by the text itself.
+"""Which documents a tokenizer is trained on: a share of every source, chosen by the hash of each document.
 
 `20/44` takes 20 of 44 equal shares of a source's documents, `2GB` about that much of it, `0` none. A document belongs
 to a share by the hash of its text (xxh3, 64 bits): taken if hash / 2^64 < 20/44. So the choice is the same on every
@@ -15,10 +15,21 @@ from fractions import Fraction
 
 from zero2all.common.errors import UsageError
 from zero2all.common.schema import nearest_hint
-from zero2all.tokenizer.sizes import parse_bytes
 
 _SHARE = re.compile(r"\s*([0-9]+)\s*/\s*([0-9]+)\s*")
+_AMOUNT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+_UNITS = {"": 1, "b": 1, **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)}}
+_UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)}
 HASHES = 1 << 64
+
+
+def parse_bytes(text: str) -> int | None:
+    """`2GB`, `500 MB`, `1.5GiB` or a plain number of bytes; None for anything else. KB is 1000 bytes, KiB is 1024."""
+    found = _AMOUNT.fullmatch(text)
+    if found is None or found[2].lower() not in _UNITS:
+        return None
+    amount = int(float(found[1]) * _UNITS[found[2].lower()])
+    return amount if amount > 0 else None
 
 
 def take_problem(text: str) -> str | None:

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.bpe_reference import ReferenceEncoder
 from zero2all.common.errors import UsageError
 from zero2all.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
-from zero2all.tokenizer.bpe.reference import ReferenceEncoder
 from zero2all.tokenizer.encoders import (
     EncodedBatch,
     EncoderConfig,

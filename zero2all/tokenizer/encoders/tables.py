@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from zero2all.tokenizer.pattern import PRE_TOKEN_PATTERN
+from zero2all.tokenizer.config import PRETOKEN_PATTERN
 from zero2all.tokenizer.specials import byte_alphabet
 
 CODE_POINTS = 0x110000
@@ -118,7 +118,7 @@ def _plain_model(tokenizer_json: dict[str, Any]) -> dict[str, Any]:
         raise NotSupported("its model sets ignore_merges")
     if tokenizer_json.get("added_tokens"):
         raise NotSupported("it has added tokens that text can spell")
-    if pattern_of(tokenizer_json) != PRE_TOKEN_PATTERN:
+    if pattern_of(tokenizer_json) != PRETOKEN_PATTERN:
         raise NotSupported("its pre-token pattern is not the one our scanner knows")
     if max(model["vocab"].values()) > LARGEST_ID:
         raise NotSupported(f"it has ids above {LARGEST_ID:,}")
