@@ -39,7 +39,11 @@ def _eval(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
     from zero2all.common.errors import UsageError
     from zero2all.common.files import write_atomic, write_json
-    from zero2all.tokenizer.lab import evaluate, evaluation_page, evaluation_tables, held_out_text, open_subjects
+    from zero2all.tokenizer.lab.candidates import open_candidates
+    from zero2all.tokenizer.lab.measure import evaluate
+    from zero2all.tokenizer.lab.page import evaluation_page
+    from zero2all.tokenizer.lab.tables import evaluation_tables
+    from zero2all.tokenizer.lab.text import held_out_text
     from zero2all.tokenizer.take import parse_bytes
 
     limit = parse_bytes(arguments.limit)
@@ -47,8 +51,7 @@ def _eval(arguments: argparse.Namespace) -> None:
         raise UsageError(f"--limit is {arguments.limit!r}; expected an amount of text such as 20MB.")
     workspace = workspace_of(arguments)
     text = held_out_text(workspace.corpus, arguments.split, limit)
-    subjects = open_subjects(workspace.tokenizer, arguments.against, text)
-    report = evaluate(subjects, text)
+    report = evaluate(open_candidates(workspace.tokenizer, arguments.against, text), text)
     for table in evaluation_tables(report):
         print_table(table.rows, table.title)
         for note in table.notes:

@@ -27,9 +27,8 @@ from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import read_json, staged_folder, write_atomic, write_json
 from zero2all.common.manifest import fingerprint, read_manifest, write_manifest
 from zero2all.common.progress import progress
-from zero2all.tokenizer.load import Tokenizer, load_tokenizer
+from zero2all.tokenizer.load import Tokenizer, byte_level_piece, load_tokenizer
 from zero2all.tokenizer.save import CONFIG_NAME, SENTENCEPIECE_NAME, TOKENIZER_NAME
-from zero2all.tokenizer.specials import byte_alphabet
 from zero2all.tokenizer.text import well_formed
 
 OTHER_FILES = ("special_tokens_map.json", "chat_template.jinja", "generation_config.json")
@@ -232,7 +231,7 @@ class Extender:
 
     def _joinable(self, left: str, right: str) -> bool:
         """No piece of a character and a part of another, no second spelling of a piece that is there."""
-        return left + right not in self.vocab and _whole_or_one_character(_as_bytes(left + right))
+        return left + right not in self.vocab and _whole_or_one_character(byte_level_piece(left + right))
 
     def _merge(self, left: str, right: str) -> None:
         self.vocab[left + right] = self.first_id + len(self.extension.pieces)
@@ -321,14 +320,6 @@ def _rewrite(
         places[new].add(number)
         risen.add(new)
     return risen
-
-
-def _as_bytes(piece: str) -> bytes:
-    table = _BYTES
-    return bytes(table[character] for character in piece if character in table)
-
-
-_BYTES = byte_alphabet()
 
 
 def _whole_or_one_character(data: bytes) -> bool:

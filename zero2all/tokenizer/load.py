@@ -125,9 +125,10 @@ class Tokenizer:
             raise ValueError(f"token id {token_id} is not in this vocabulary of {self.vocab_size} ids")
         return piece
 
-    def has_id(self, token_id: int) -> bool:
-        """Whether the vocabulary has this id; foreign ones may have gaps."""
-        return token_id in self._pieces
+    @cached_property
+    def text_pieces(self) -> dict[int, bytes]:
+        """The bytes of every piece that text can produce, by rising id. Foreign vocabularies may have gaps."""
+        return {number: piece for number, piece in sorted(self._pieces.items()) if number not in self.control_ids}
 
     def ids_of_bytes(self, piece: bytes) -> list[int]:
         """The ids of pieces that are exactly these bytes; a piece can stand in a vocabulary twice, or not at all."""
@@ -136,14 +137,13 @@ class Tokenizer:
     @cached_property
     def _ids_by_piece(self) -> dict[bytes, list[int]]:
         found: dict[bytes, list[int]] = {}
-        for number, piece in sorted(self._pieces.items()):
-            if number not in self.control_ids:
-                found.setdefault(piece, []).append(number)
+        for number, piece in self.text_pieces.items():
+            found.setdefault(piece, []).append(number)
         return found
 
     @cached_property
     def _pieces(self) -> dict[int, bytes]:
-        as_bytes = _byte_level_piece if self.is_byte_level else _sentencepiece_piece
+        as_bytes = byte_level_piece if self.is_byte_level else sentencepiece_piece
         pieces = {number: as_bytes(piece) for piece, number in self.backend.get_vocab(with_added_tokens=False).items()}
         added = {number: token.content.encode() for number, token in self.backend.get_added_tokens_decoder().items()}
         return {**pieces, **added, **{number: name.encode() for name, number in self.control.items()}}
@@ -301,13 +301,15 @@ def _normalisation(normalizer: Any) -> str:
     return "none" if not forms else forms.pop() if forms <= {"nfc"} or forms <= {"nfkc"} else "other"
 
 
-def _byte_level_piece(piece: str) -> bytes:
+def byte_level_piece(piece: str) -> bytes:
+    """The bytes of a piece that is spelled in the byte alphabet."""
     try:
         return bytes(_BYTE_OF[character] for character in piece)
     except KeyError:  # a control token's name, or a piece that somebody added as plain text
         return piece.encode()
 
 
-def _sentencepiece_piece(piece: str) -> bytes:
+def sentencepiece_piece(piece: str) -> bytes:
+    """The bytes of a piece that is spelled as SentencePiece does: ▁ is a space, <0xE4> a byte."""
     byte = _BYTE_PIECE.fullmatch(piece)
     return bytes([int(byte[1], 16)]) if byte else piece.replace("▁", " ").encode()

@@ -1,4 +1,4 @@
-"""What a tokenizer is, in facts: for `z2a tokenizer show`, and the coloured view of how a text is cut."""
+"""The facts of a tokenizer for `z2a tokenizer show`, and the coloured view of how a text is cut."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from zero2all.common.files import MANIFEST_NAME, read_json
 from zero2all.tokenizer.config import PATTERNS
 from zero2all.tokenizer.load import Tokenizer, load_tokenizer
 from zero2all.tokenizer.save import TOKENIZER_NAME
+from zero2all.tokenizer.text import is_utf8
 from zero2all.tokenizer.train import CONSEQUENCES
 
 SAMPLES = 12
@@ -21,14 +22,10 @@ def tokenizer_facts(folder: Path, samples: int = SAMPLES) -> dict[str, Any]:
     tokenizer = load_tokenizer(folder)
     tokenizer_json: dict[str, Any] = read_json(folder / TOKENIZER_NAME)
     manifest = read_json(folder / MANIFEST_NAME) if (folder / MANIFEST_NAME).is_file() else {}
-    pieces = {
-        number: tokenizer.token_bytes(number)
-        for number in range(tokenizer.vocab_size)
-        if number not in tokenizer.control_ids and tokenizer.has_id(number)
-    }
+    pieces = tokenizer.text_pieces
     longest = sorted(pieces, key=lambda number: (-len(pieces[number]), number))[:samples]
     step = max(1, len(pieces) // samples)
-    spread = sorted(pieces)[step // 2 :: step][:samples]
+    spread = list(pieces)[step // 2 :: step][:samples]
     model = tokenizer_json["model"]
     return {
         "folder": str(folder),
@@ -49,7 +46,7 @@ def tokenizer_facts(folder: Path, samples: int = SAMPLES) -> dict[str, Any]:
         "end_ids": list(tokenizer.end_ids),
         "pad_id": tokenizer.pad_id,
         "text_reaches_control": _reachable(tokenizer_json, tokenizer),
-        "whole_characters": sum(_is_text(piece) for piece in pieces.values()),
+        "whole_characters": sum(map(is_utf8, pieces.values())),
         "sample": {str(number): readable(pieces[number]) for number in spread},
         "longest": {str(number): readable(pieces[number]) for number in longest},
         "made": {name: manifest[name] for name in ("text", "taken", "training", "extension") if name in manifest},
@@ -92,11 +89,3 @@ def _reachable(tokenizer_json: dict[str, Any], tokenizer: Tokenizer) -> list[str
     return [
         token["content"] for token in tokenizer_json.get("added_tokens", []) if token["content"] in tokenizer.control
     ]
-
-
-def _is_text(piece: bytes) -> bool:
-    try:
-        piece.decode()
-    except UnicodeDecodeError:
-        return False
-    return True

@@ -64,6 +64,15 @@ def well_formed(text: str) -> str:
     return text
 
 
+def is_utf8(piece: bytes) -> bool:
+    """Whether these bytes are whole characters."""
+    try:
+        piece.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
 class TextCleaner:
     """Normalises well-formed text and replaces each control string in it by a break. Safe for threads."""
 

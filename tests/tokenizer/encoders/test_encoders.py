@@ -25,8 +25,7 @@ from zero2all.tokenizer.encoders import (
     open_encoder,
 )
 from zero2all.tokenizer.encoders import choose as choosing
-from zero2all.tokenizer.encoders.batch import batch_of
-from zero2all.tokenizer.encoders.kinds import KINDS, EncoderKind
+from zero2all.tokenizer.encoders.kinds import KINDS, EncoderKind, batch_of
 from zero2all.tokenizer.encoders.tables import NotSupported, bpe_tables, whole_characters
 from zero2all.tokenizer.save import tokenizer_json_of
 

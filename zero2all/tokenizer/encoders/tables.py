@@ -1,4 +1,4 @@
-"""A byte-level BPE from tokenizer.json as the arrays that our own encoder works on, and what keeps one from being it.
+"""A byte-level BPE from tokenizer.json as the arrays that our own encoder works on.
 
 Only what the encoder reproduces exactly is accepted; everything else is refused with the reason in words.
 """
@@ -18,7 +18,7 @@ LARGEST_ID = (1 << 28) - 1
 
 
 class NotSupported(Exception):  # noqa: N818 (an answer, not a failure)
-    """This tokenizer is none that the encoder can reproduce; the message says why."""
+    """The encoder cannot reproduce this tokenizer; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -111,11 +111,10 @@ def _plain_model(tokenizer_json: dict[str, Any]) -> dict[str, Any]:
     model: dict[str, Any] = tokenizer_json["model"]
     if model.get("type") != "BPE":
         raise NotSupported(f"its model is {model.get('type')}, not BPE")
-    for name in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
+    unsupported = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
+    for name in (*unsupported, "ignore_merges"):
         if model.get(name):
             raise NotSupported(f"its model sets {name}")
-    if model.get("ignore_merges"):
-        raise NotSupported("its model sets ignore_merges")
     if tokenizer_json.get("added_tokens"):
         raise NotSupported("it has added tokens that text can spell")
     if pattern_of(tokenizer_json) != PRETOKEN_PATTERN:
