@@ -154,7 +154,10 @@ def run_journey(
         config = config if "data.mixture" in given else with_settings(config, {"data.mixture": None})
         print(f"{own.in_words()}. This takes about {forecast(own.size_bytes, config, given)} on two idle CPU cores.")
     with timer.stage("corpus") as done:
-        options, announce = (WORLD_OPTIONS, None) if own is None else (_own_options(own), say)
+        options, announce = WORLD_OPTIONS, None
+        if own is not None:  # damage and rules that drop much are named, and do not stop the build
+            options = BuildOptions(**cutting(own.size_bytes), max_damaged_share=1.0, accept_drops=True)
+            announce = say
         report = build_corpus(workspace.corpus, _sources(workspace, own), options, announce=announce)
         totals = report["totals"]
         kept, seen = totals["records_kept"], totals["records_in"]
@@ -226,18 +229,6 @@ def _sources(workspace: Workspace, own: OwnText | None) -> list[Source]:
         return [own.source]
     names = {"en": ENGLISH_NAME, "zh": CHINESE_NAME, "code": CODE_NAME}
     return [Source(channel, workspace.raw / name, channel) for channel, name in names.items()]
-
-
-def _own_options(own: OwnText) -> BuildOptions:
-    """Cleaning as `z2a corpus build` does it, but damage and rules that drop much are named, no reason to stop."""
-    cut = cutting(own.size_bytes)
-    return BuildOptions(
-        valid_share=cut.valid_share,
-        split_text_above_bytes=cut.split_text_above_bytes,
-        text_piece_bytes=cut.text_piece_bytes,
-        max_damaged_share=1.0,
-        accept_drops=True,
-    )
 
 
 def _with_vocabulary(config: RunConfig, workspace: Workspace, text_bytes: int, given: Collection[str]) -> RunConfig:

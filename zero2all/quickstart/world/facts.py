@@ -70,9 +70,14 @@ class Fact:
 
     def asked(self, template: str) -> tuple[str, str]:
         """The prompt an answer-last template makes of the fact, and the joiner between prompt and answer."""
-        before_answer = template.partition("{a}")[0].format(s=self.subject)
-        prompt = before_answer.rstrip()
-        return prompt, before_answer[len(prompt) :]
+        return asked(template, s=self.subject)
+
+
+def asked(template: str, **slots: object) -> tuple[str, str]:
+    """The prompt that an answer-last template makes, and the joiner between prompt and answer."""
+    before_answer = template.partition("{a}")[0].format(**slots)
+    prompt = before_answer.rstrip()
+    return prompt, before_answer[len(prompt) :]
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,6 @@ class Sentence:
     """One permitted telling of a fact."""
 
     fact: FactKey
-    template: str
     style: str
     text: str
 
@@ -127,4 +131,4 @@ def permitted_sentences(
             for style, templates in styled:
                 for template in templates:
                     if template not in held_out[fact.key]:
-                        yield Sentence(fact.key, template, style, fact.told(template))
+                        yield Sentence(fact.key, style, fact.told(template))

@@ -7,7 +7,6 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from zero2all.common.errors import UsageError
 from zero2all.common.files import package_text
 from zero2all.quickstart.world.arithmetic import ArithmeticWords, Calculation, split_calculations
 from zero2all.quickstart.world.facts import Fact, FactKey, Pin, Relation, held_out_templates
@@ -46,13 +45,6 @@ class Language:
     def random(self, purpose: str, seed: int) -> random.Random:
         """An independent stream per language and purpose. A string seeds through sha512, the same everywhere."""
         return random.Random(f"zero2all small world/{self.name}/{purpose}/{seed}")
-
-
-def language_named(name: str) -> Language:
-    """The language with this short name, `en` or `zh`."""
-    if name not in LANGUAGES:
-        raise UsageError(f"The small world has no language {name!r}. Choose one of: {', '.join(sorted(LANGUAGES))}.")
-    return LANGUAGES[name]
 
 
 def _load(name: str) -> Language:
