@@ -1,4 +1,4 @@
-"""`z2a tokenizer train / extend / show / encode / decode` (and `eval`, in a file of its own)."""
+"""`z2a tokenizer train / extend / eval / show / encode / decode`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from zero2all.cli import tokenizer_eval
 from zero2all.cli.verb import Subparsers, add_group, add_output, add_verb, add_work, whole, workspace_of
 
 TRAIN_FLAGS = (
@@ -26,7 +25,7 @@ def register(verbs: Subparsers) -> None:
     )
     _register_train(inner)
     _register_extend(inner)
-    tokenizer_eval.register(inner)
+    _register_eval(inner)
     _register_looking(inner)
 
 
@@ -89,6 +88,33 @@ def _register_extend(inner: Subparsers) -> None:
     extend.add_argument(
         "--replace", action="store_true", help="replace the workspace's tokenizer although data or runs use the old one"
     )
+
+
+def _register_eval(inner: Subparsers) -> None:
+    parser = add_verb(
+        inner,
+        "eval",
+        "judge the vocabulary on held-out text, side by side with others",
+        "z2a tokenizer eval --work my-workspace --against qwen/ tiktoken:o200k_base --html eval.html",
+        _eval,
+    )
+    add_work(parser)
+    parser.add_argument(
+        "--against",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="TOKENIZER",
+        help="others to compare with: a Hugging Face folder, tiktoken:NAME, or a SentencePiece .model file",
+    )
+    parser.add_argument(
+        "--split", choices=("valid", "train"), default="valid", help="which text of the corpus (default valid)"
+    )
+    parser.add_argument(
+        "--limit", default="20MB", metavar="AMOUNT", help="text to encode, shared among the sources (default 20MB)"
+    )
+    add_output(parser, "--json", help="write all figures there")
+    add_output(parser, "--html", help="write a page with charts and coloured segmentations")
 
 
 def _register_looking(inner: Subparsers) -> None:
@@ -165,13 +191,12 @@ def _train_config(arguments: argparse.Namespace) -> Any:
     from zero2all.tokenizer.take import parse_take
 
     problems: list[Problem] = []
-    given: dict[str, Any] = {}
-    apply_overrides(given, arguments.overrides, problems)
-    for name in given.keys() - {"tokenizer"}:
-        raise UsageError(f"`z2a tokenizer train` reads the config's tokenizer section only, not `{name}`.")
     source = arguments.config
-    values: dict[str, Any] = {} if source is None else config_values(load_config(source))["tokenizer"]
-    _merge(values, given.get("tokenizer", {}))
+    sections: dict[str, Any] = {"tokenizer": {} if source is None else config_values(load_config(source))["tokenizer"]}
+    apply_overrides(sections, arguments.overrides, problems)
+    for name in sections.keys() - {"tokenizer"}:
+        raise UsageError(f"`z2a tokenizer train` reads the config's tokenizer section only, not `{name}`.")
+    values = sections["tokenizer"]
     values |= {name: flag for name in TRAIN_FLAGS if (flag := getattr(arguments, name)) is not None}
     if arguments.take is not None:
         values["take"] = parse_take(arguments.take)
@@ -182,15 +207,6 @@ def _train_config(arguments: argparse.Namespace) -> Any:
     if problems:
         raise UsageError("No tokenizer was trained. " + " ".join(str(problem) for problem in problems))
     return config
-
-
-def _merge(values: dict[str, Any], over: dict[str, Any]) -> None:
-    """Set nested values over others."""
-    for name, value in over.items():
-        if isinstance(value, dict) and isinstance(values.get(name), dict):
-            _merge(values[name], value)
-        else:
-            values[name] = value
 
 
 def _print_repairs(text: dict[str, Any]) -> None:
@@ -246,6 +262,36 @@ def _extend(arguments: argparse.Namespace) -> None:
     print(f"give a model rows for them: z2a import FOLDER --tokenizer {target} --resize-embeddings --name NAME")
 
 
+def _eval(arguments: argparse.Namespace) -> None:
+    from zero2all.cli.table import print_table
+    from zero2all.common.errors import UsageError
+    from zero2all.common.files import write_atomic, write_json
+    from zero2all.tokenizer.lab.candidates import open_candidates
+    from zero2all.tokenizer.lab.measure import evaluate
+    from zero2all.tokenizer.lab.page import evaluation_page
+    from zero2all.tokenizer.lab.tables import evaluation_tables
+    from zero2all.tokenizer.lab.text import held_out_text
+    from zero2all.tokenizer.take import parse_bytes
+
+    limit = parse_bytes(arguments.limit)
+    if limit is None:
+        raise UsageError(f"--limit is {arguments.limit!r}; expected an amount of text such as 20MB.")
+    workspace = workspace_of(arguments)
+    text = held_out_text(workspace.corpus, arguments.split, limit)
+    report = evaluate(open_candidates(workspace.tokenizer, arguments.against, text), text)
+    for table in evaluation_tables(report):
+        print_table(table.rows, table.title)
+        for note in table.notes:
+            print(note)
+        print()
+    if arguments.json:
+        write_json(arguments.json, report)
+        print(f"all figures: {arguments.json}")
+    if arguments.html:
+        write_atomic(arguments.html, evaluation_page(report).encode())
+        print(f"page: {arguments.html}")
+
+
 def _show(arguments: argparse.Namespace) -> None:
     from zero2all.common import jsonio
     from zero2all.tokenizer.show import tokenizer_facts
@@ -268,8 +314,8 @@ def _show(arguments: argparse.Namespace) -> None:
     if facts["text_reaches_control"]:
         names = ", ".join(facts["text_reaches_control"])
         print(f"            plain `tokenizers` recognises these in text, z2a does not: {names}")
-    for title, name in (("sample", "sample"), ("longest", "longest")):
-        print(f"{title:<11} {'  '.join(f'{number}:{piece}' for number, piece in facts[name].items())}")
+    for name in ("sample", "longest"):
+        print(f"{name:<11} {'  '.join(f'{number}:{piece}' for number, piece in facts[name].items())}")
 
 
 def _encode(arguments: argparse.Namespace) -> None:
@@ -319,7 +365,7 @@ def _decode(arguments: argparse.Namespace) -> None:
 
 
 def _given_text(arguments: argparse.Namespace) -> str:
-    """The text of the command line, a file or a pipe; bytes that are no UTF-8 are counted and shown as U+FFFD."""
+    """The text of the command line, a file or a pipe; bytes that are not UTF-8 are counted and become U+FFFD."""
     if arguments.text not in (None, "-"):
         if arguments.file is not None:
             from zero2all.common.errors import UsageError

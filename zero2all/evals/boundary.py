@@ -1,8 +1,7 @@
-"""Where a prompt ends in the middle of a token.
+"""Prompts that end in the middle of a token.
 
 A model trained on `中国|的首都|是北京` has never seen `是` alone before `北京`, so the tokens of the prompt
-`中国的首都是` would put it on unknown ground. Both remedies give back the last tokens of the prompt and are exact about
-the text:
+`中国的首都是` would be new to it. Both remedies give back the last tokens of the prompt and are exact about the text:
 
 `heal` is for generation, which must first reproduce the bytes given back, and may do so with a token that reaches
 beyond the prompt.
@@ -27,7 +26,7 @@ class Vocabulary:
     """The bytes of every token, laid out so that 'which tokens may come next' is one pass over a table."""
 
     def __init__(self, tokenizer: Tokenizer, rows: int) -> None:
-        self.pieces = [_text_bytes(tokenizer, token) for token in range(rows)]
+        self.pieces = [tokenizer.text_pieces.get(token, b"") for token in range(rows)]
         """What each row of the model writes; nothing for control tokens, unused ids and padding rows."""
         silent = [token for token, piece in enumerate(self.pieces) if not piece and token not in tokenizer.end_ids]
         self.never = torch.tensor(silent, dtype=torch.long)
@@ -39,7 +38,8 @@ class Vocabulary:
 
     def continuing(self, tail: bytes) -> Tensor:
         """Ids whose bytes begin with `tail`, or with which `tail` begins."""
-        ids = [token for token, piece in enumerate(self.pieces) if piece and _agree(piece, tail)]
+        agree = (piece.startswith(tail) or tail.startswith(piece) for piece in self.pieces)
+        ids = [token for token, agrees in enumerate(agree) if agrees and self.pieces[token]]
         return torch.tensor(ids, dtype=torch.long)
 
 
@@ -96,19 +96,6 @@ def split_scored(prompt: str, continuations: list[str], tokenizer: Tokenizer) ->
 def opening_id(tokenizer: Tokenizer) -> int:
     """What stands before the first token of a document; the end of the one before, where there is no begin token."""
     return tokenizer.end_id if tokenizer.begin_id is None else tokenizer.begin_id
-
-
-def _text_bytes(tokenizer: Tokenizer, token: int) -> bytes:
-    if token in tokenizer.control_ids:
-        return b""
-    try:
-        return tokenizer.token_bytes(token)
-    except ValueError:  # an id that this tokenizer leaves unused
-        return b""
-
-
-def _agree(piece: bytes, tail: bytes) -> bool:
-    return piece.startswith(tail) or tail.startswith(piece)
 
 
 def _common_length(rows: list[list[int]]) -> int:

@@ -1,6 +1,6 @@
-"""What `z2a eval` needs, looked at before a model is loaded: all that is missing is said at once, within a second.
+"""Checks, before a model is loaded, that everything `z2a eval` needs is there; names all that is missing at once.
 
-Only whether things are there: loading still checks that they fit together. No torch here.
+Loading still checks that the parts fit together. No torch here.
 """
 
 from __future__ import annotations
@@ -40,11 +40,23 @@ def _problems_of(check: Callable[[], Any]) -> list[str]:
 
 
 def _check_run(workspace: Workspace, name: str, step: int | None) -> None:
-    steps = sorted(step_of(folder) for folder in list_checkpoints(workspace.existing_run(name)))
-    if step is not None and step not in steps:
-        raise BadInputError(f"The run {name} has no checkpoint at step {step}; it has {steps or 'none'}.")
-    if not steps:
-        raise BadInputError(f"The run {name} has no checkpoint yet. Let `z2a train` reach its first one.")
+    run = workspace.existing_run(name)
+    if step is not None:
+        require_step(run, step)
+    if not list_checkpoints(run):
+        raise no_checkpoint(name)
+
+
+def require_step(run: Path, step: int) -> None:
+    """Raise when a run has no checkpoint of this step."""
+    steps = sorted(step_of(folder) for folder in list_checkpoints(run))
+    if step not in steps:
+        raise BadInputError(f"The run {run.name} has no checkpoint at step {step}; it has {steps or 'none'}.")
+
+
+def no_checkpoint(name: str) -> BadInputError:
+    """The error for a run that has not saved anything yet."""
+    return BadInputError(f"The run {name} has no checkpoint yet. Let `z2a train` reach its first one.")
 
 
 def _check_corpus(corpus: Path, probes: Path | None) -> None:

@@ -35,34 +35,24 @@ class Tokenizer:
 
     begin_id: int | None
     """Stands before a document; None where a foreign tokenizer has no such token."""
-
     end_id: int
     """Stands after every document."""
-
     end_ids: tuple[int, ...]
     """Every id at which a model stops: `end_id`, and what else a foreign generation_config.json names."""
-
     pad_id: int | None
     """Fills rows that are too short; None where a foreign tokenizer has no such token."""
-
     control: dict[str, int]
     """Name and id of every control token, in id order."""
-
     control_roles: dict[str, str]
     """Which control token plays which part (`message_start`, …), where the folder says so."""
-
     control_ids: frozenset[int]
     """The ids that no text can produce."""
-
     vocab_size: int
     """One more than the largest id. A model may pad its embedding beyond that."""
-
     is_byte_level: bool
     """Whether pieces are strings of bytes, so that bytes are joined before characters are made."""
-
     normalisation: str
     """none, nfc, nfkc or other: the form in which text comes back from its ids."""
-
     fingerprint: str
     """Same fingerprint, same ids for every text."""
 

@@ -79,7 +79,7 @@ def _judge(
 ) -> dict[str, Any]:
     counts = np.zeros(candidate.vocab_size, np.int64)
     channels = {}
-    round_trip = _RoundTrip(candidate)
+    changed: list[str] = []
     for channel, texts in text.channels.items():
         tokens = 0
         size = sum(len(document.encode()) for document in texts)
@@ -92,7 +92,7 @@ def _judge(
             seconds += time.process_time() - began
             tokens += len(batch.ids)
             channel_counts += np.bincount(batch.ids, minlength=candidate.vocab_size)
-            round_trip.check(part, batch)
+            changed += _changed(candidate, part, batch)
         counts += channel_counts
         letters = sum(map(len, texts))
         channels[channel] = {
@@ -112,7 +112,11 @@ def _judge(
         "channels": channels,
         "tokens": int(counts.sum()),
         "bytes_per_token": total_bytes / max(1, int(counts.sum())),
-        "round_trip": round_trip.report(),
+        "round_trip": {
+            "documents": len(text.documents),
+            "changed": len(changed),
+            "example": changed[0][:80] if changed else "",
+        },
         "vocabulary_use": _vocabulary_use(candidate, counts),
         "coverage": _coverage(candidate, counts, characters),
         "fertility": _fertility(candidate),
@@ -122,35 +126,20 @@ def _judge(
     }
 
 
-class _RoundTrip:
-    """Counts documents that do not come back as they were."""
-
-    def __init__(self, candidate: Candidate) -> None:
-        self.subject = candidate
-        self.documents = self.changed = 0
-        self.example = ""
-
-    def check(self, texts: Sequence[str], batch: EncodedBatch) -> None:
-        pieces, decode = self.candidate.pieces, self.candidate.decode
-        for text, ids in zip(texts, batch, strict=True):
-            numbers = ids.tolist()
-            if decode is None:
-                try:
-                    same = b"".join([pieces[number] for number in numbers]) == text.encode()
-                except KeyError as error:
-                    raise BadInputError(
-                        f"{self.candidate.name} gave the id {error} for a text, which is none of its pieces. Its files "
-                        f"do not belong together; fetch it again."
-                    ) from error
-            else:
-                same = decode(numbers) == text
-            self.documents += 1
-            if not same:
-                self.changed += 1
-                self.example = self.example or text[:80]
-
-    def report(self) -> dict[str, Any]:
-        return {"documents": self.documents, "changed": self.changed, "example": self.example}
+def _changed(candidate: Candidate, texts: Sequence[str], batch: EncodedBatch) -> list[str]:
+    """The texts that do not come back from their ids as they were."""
+    pieces, decode = candidate.pieces, candidate.decode
+    try:
+        rows = [ids.tolist() for ids in batch]
+        if decode is not None:
+            return [text for text, ids in zip(texts, rows, strict=True) if decode(ids) != text]
+        joined = [b"".join([pieces[number] for number in ids]) for ids in rows]
+    except KeyError as error:
+        raise BadInputError(
+            f"{candidate.name} gave the id {error} for a text, which is none of its pieces. Its files do not belong "
+            f"together; fetch it again."
+        ) from error
+    return [text for text, data in zip(texts, joined, strict=True) if data != text.encode()]
 
 
 def _characters(text: EvalText) -> tuple[np.ndarray, np.ndarray]:
