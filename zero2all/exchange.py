@@ -26,18 +26,11 @@ from zero2all.model.hf import read_hf_folder, write_hf_folder
 from zero2all.tokenizer.chat import chat_template
 from zero2all.tokenizer.extend import check_extends, spelled_by
 from zero2all.tokenizer.load import Tokenizer, load_tokenizer
-from zero2all.tokenizer.save import (
-    CHAT_TEMPLATE_NAME,
-    CONFIG_NAME,
-    SENTENCEPIECE_NAME,
-    TOKENIZER_NAME,
-    compatible_files,
-)
+from zero2all.tokenizer.save import CHAT_TEMPLATE_NAME, CONFIG_NAME, TOKENIZER_FILES, TOKENIZER_NAME, compatible_files
 from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import write_checkpoint
 from zero2all.train.setup import save_run_config
 
-TOKENIZER_FILES = (TOKENIZER_NAME, CONFIG_NAME, "special_tokens_map.json", CHAT_TEMPLATE_NAME, SENTENCEPIECE_NAME)
 ENDS_NAME = "generation_config.json"
 TokenizerLayout = Literal["safe", "compatible"]
 

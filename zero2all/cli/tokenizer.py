@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.cli.verb import Subparsers, add_group, add_output, add_verb, add_work, whole, workspace_of
+from zero2all.common.errors import BadInputError, UsageError
 
 TRAIN_FLAGS = (
     *("vocab_size", "kind", "take", "normalise", "pattern", "min_piece_count", "max_piece_bytes", "max_memory"),
@@ -119,7 +120,6 @@ def _register_eval(inner: Subparsers) -> None:
 
 def _register_looking(inner: Subparsers) -> None:
     show = add_verb(inner, "show", "what a tokenizer is", "z2a tokenizer show --work my-workspace", _show)
-    add_work(show)
     _add_folder(show)
     show.add_argument("--count", type=whole(1), default=12, metavar="N", help="sample pieces to show (default 12)")
     show.add_argument("--json", action="store_true", help="print JSON")
@@ -131,7 +131,6 @@ def _register_looking(inner: Subparsers) -> None:
         'z2a tokenizer encode --work my-workspace "中国的首都是北京"',
         _encode,
     )
-    add_work(encode)
     _add_folder(encode)
     encode.add_argument("text", nargs="?", metavar="TEXT", help="the text, in quotes; - or nothing reads from a pipe")
     encode.add_argument("--file", type=Path, metavar="FILE", help="encode this file")
@@ -143,7 +142,6 @@ def _register_looking(inner: Subparsers) -> None:
     decode = add_verb(
         inner, "decode", "show the text of tokens", "z2a tokenizer decode --work my-workspace 17 256", _decode
     )
-    add_work(decode)
     _add_folder(decode)
     decode.add_argument("ids", nargs="*", type=int, metavar="ID", help="token ids; without any, read from a pipe")
     decode.add_argument("--file", type=Path, metavar="FILE", help="decode the ids in this file")
@@ -152,6 +150,7 @@ def _register_looking(inner: Subparsers) -> None:
 
 
 def _add_folder(parser: argparse.ArgumentParser) -> None:
+    add_work(parser)
     parser.add_argument(
         "--tokenizer", type=Path, metavar="DIR", help="any tokenizer folder (default: that of the workspace)"
     )
@@ -184,7 +183,6 @@ def _train(arguments: argparse.Namespace) -> None:
 
 def _train_config(arguments: argparse.Namespace) -> Any:
     """The tokenizer section of --config, with `--tokenizer.field value` and the flags over it; all problems at once."""
-    from zero2all.common.errors import UsageError
     from zero2all.common.schema import Problem, apply_overrides, build
     from zero2all.config import config_values, load_config
     from zero2all.tokenizer.config import TokenizerConfig
@@ -220,7 +218,6 @@ def _print_repairs(text: dict[str, Any]) -> None:
 
 
 def _extend(arguments: argparse.Namespace) -> None:
-    from zero2all.common.errors import UsageError
     from zero2all.common.progress import counted
     from zero2all.tokenizer.extend import Extender, read_pieces, require_replaceable, unescaped
     from zero2all.tokenizer.parts import file_parts
@@ -264,7 +261,6 @@ def _extend(arguments: argparse.Namespace) -> None:
 
 def _eval(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
-    from zero2all.common.errors import UsageError
     from zero2all.common.files import write_atomic, write_json
     from zero2all.tokenizer.lab.candidates import open_candidates
     from zero2all.tokenizer.lab.measure import evaluate
@@ -347,7 +343,6 @@ def _encode(arguments: argparse.Namespace) -> None:
 
 def _decode(arguments: argparse.Namespace) -> None:
     from zero2all.common import jsonio
-    from zero2all.common.errors import UsageError
     from zero2all.tokenizer.load import load_tokenizer
 
     ids = arguments.ids
@@ -368,24 +363,17 @@ def _given_text(arguments: argparse.Namespace) -> str:
     """The text of the command line, a file or a pipe; bytes that are not UTF-8 are counted and become U+FFFD."""
     if arguments.text not in (None, "-"):
         if arguments.file is not None:
-            from zero2all.common.errors import UsageError
-
             raise UsageError("Give a TEXT or a --file, not both.")
-        text: str = arguments.text
-        return text
-    data = _given_bytes(arguments, "text")
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        replaced = data.decode("utf-8", "surrogateescape")
-        bad = sum("\udc80" <= character <= "\udcff" for character in replaced)
+        return str(arguments.text)
+    from zero2all.tokenizer.text import well_formed
+
+    text = _given_bytes(arguments, "text").decode("utf-8", "surrogateescape")
+    if bad := sum("\udc80" <= character <= "\udcff" for character in text):
         print(f"{bad} bytes are no UTF-8 and are shown as U+FFFD", file=sys.stderr)
-        return "".join("\ufffd" if "\udc80" <= character <= "\udcff" else character for character in replaced)
+    return well_formed(text)
 
 
 def _given_bytes(arguments: argparse.Namespace, what: str) -> bytes:
-    from zero2all.common.errors import BadInputError, UsageError
-
     if arguments.file is not None:
         try:
             return Path(arguments.file).read_bytes()

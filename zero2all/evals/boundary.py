@@ -15,7 +15,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from zero2all.tokenizer.load import Tokenizer
 
@@ -36,11 +35,10 @@ class Vocabulary:
         """Ids whose bytes begin with `tail`."""
         return [token for token, piece in enumerate(self.pieces) if piece.startswith(tail)]
 
-    def continuing(self, tail: bytes) -> Tensor:
+    def continuing(self, tail: bytes) -> list[int]:
         """Ids whose bytes begin with `tail`, or with which `tail` begins."""
-        agree = (piece.startswith(tail) or tail.startswith(piece) for piece in self.pieces)
-        ids = [token for token, agrees in enumerate(agree) if agrees and self.pieces[token]]
-        return torch.tensor(ids, dtype=torch.long)
+        found = enumerate(self.pieces)
+        return [token for token, piece in found if piece and (piece.startswith(tail) or tail.startswith(piece))]
 
 
 @dataclass(frozen=True)

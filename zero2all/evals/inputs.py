@@ -19,7 +19,7 @@ from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 
 def check_inputs(workspace: Workspace, name: str, step: int | None, probes: Path | None) -> None:
     """Raise one error that names everything an evaluation of this run would miss."""
-    problems = _problems_of(lambda: _check_run(workspace, name, step))
+    problems = _problems_of(lambda: require_checkpoint(workspace.existing_run(name), step))
     problems += _problems_of(lambda: read_manifest(workspace.tokenizer, "tokenizer", "z2a tokenizer train"))
     problems += _problems_of(lambda: _check_corpus(workspace.corpus, probes))
     if probes is not None:
@@ -39,24 +39,13 @@ def _problems_of(check: Callable[[], Any]) -> list[str]:
     return []
 
 
-def _check_run(workspace: Workspace, name: str, step: int | None) -> None:
-    run = workspace.existing_run(name)
-    if step is not None:
-        require_step(run, step)
-    if not list_checkpoints(run):
-        raise no_checkpoint(name)
-
-
-def require_step(run: Path, step: int) -> None:
-    """Raise when a run has no checkpoint of this step."""
+def require_checkpoint(run: Path, step: int | None) -> None:
+    """Raise when a run has no checkpoint, or none of this step."""
     steps = sorted(step_of(folder) for folder in list_checkpoints(run))
-    if step not in steps:
+    if step is not None and step not in steps:
         raise BadInputError(f"The run {run.name} has no checkpoint at step {step}; it has {steps or 'none'}.")
-
-
-def no_checkpoint(name: str) -> BadInputError:
-    """The error for a run that has not saved anything yet."""
-    return BadInputError(f"The run {name} has no checkpoint yet. Let `z2a train` reach its first one.")
+    if not steps:
+        raise BadInputError(f"The run {run.name} has no checkpoint yet. Let `z2a train` reach its first one.")
 
 
 def _check_corpus(corpus: Path, probes: Path | None) -> None:

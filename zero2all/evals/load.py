@@ -11,7 +11,7 @@ from zero2all.common.errors import BadInputError
 from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig
 from zero2all.config.training import model_at
-from zero2all.evals.inputs import no_checkpoint, require_step
+from zero2all.evals.inputs import require_checkpoint
 from zero2all.model.z2all import Z2all
 from zero2all.ops.registry import resolve
 from zero2all.parallel.device import pick_device
@@ -46,11 +46,9 @@ def load_run(workspace: Workspace, name: str, step: int | None = None) -> Loaded
     """The newest checkpoint of a run, or the one of `step`."""
     run = workspace.run(name)
     config = load_run_config(run)
-    if step is not None:
-        require_step(run, step)
+    require_checkpoint(run, step)
     checkpoint = newest_checkpoint(run) if step is None else verified_checkpoint(checkpoint_folder(run, step))
-    if checkpoint is None:
-        raise no_checkpoint(name)
+    assert checkpoint is not None, "there is one: damaged ones raise"
     config = dataclasses.replace(config, model=model_at(checkpoint.step, config.model, config.stages))
     model = _bare_model(config)
     checkpoint.load_into({f"model/{key}": value for key, value in model.state_dict().items()})

@@ -1,8 +1,8 @@
-"""The whole journey in one workspace: raw text, corpus, tokenizer, packed data, model, evaluation, export, picture.
+"""All stages in one workspace: raw text, corpus, tokenizer, packed data, model, evaluation, export, picture.
 
-Every stage is the one a person runs alone; this file only puts them in a row, times them and remembers the times in
-`quickstart.json`. A stage that finds its work done does nothing, so an interrupted journey goes on where it stopped.
-The text is the small world (`raw.py`) or a person's own (`own_text.py`), for which settings are chosen (`choices.py`).
+Each stage is the same as its own verb; this file only runs them in order and keeps their times in `quickstart.json`. A
+stage that finds its work done does nothing, so an interrupted quickstart continues where it stopped. The text is the
+small world (`raw.py`) or your own (`own_text.py`), for which settings are chosen (`choices.py`).
 """
 
 from __future__ import annotations
@@ -34,16 +34,7 @@ from zero2all.evals.report import evaluate_run, log_report
 from zero2all.exchange import export_run
 from zero2all.model.config import parameter_counts
 from zero2all.packed.writer import pack_corpus
-from zero2all.quickstart.choices import (
-    cutting,
-    epochs_of,
-    forecast,
-    run_settings,
-    settings_in_words,
-    vocabulary_in_words,
-    vocabulary_settings,
-    with_settings,
-)
+from zero2all.quickstart import choices
 from zero2all.quickstart.own_text import OwnText, corpus_in_words, look_at, losses_in_words, refuse_other_text
 from zero2all.quickstart.raw import CHINESE_NAME, CODE_NAME, ENGLISH_NAME, PROBES_NAME, write_raw
 from zero2all.tokenizer.stage import train_on_corpus
@@ -151,12 +142,13 @@ def run_journey(
             done(f"en.jsonl, zh.json, code.parquet: {_folder_size(workspace.raw)}")
     else:
         # The preset's mixture speaks of the small world's channels.
-        config = config if "data.mixture" in given else with_settings(config, {"data.mixture": None})
-        print(f"{own.in_words()}. This takes about {forecast(own.size_bytes, config, given)} on two idle CPU cores.")
+        config = config if "data.mixture" in given else choices.with_settings(config, {"data.mixture": None})
+        duration = choices.forecast(own.size_bytes, config, given)
+        print(f"{own.in_words()}. This takes about {duration} on two idle CPU cores.")
     with timer.stage("corpus") as done:
         options, announce = WORLD_OPTIONS, None
         if own is not None:  # damage and rules that drop much are named, and do not stop the build
-            options = BuildOptions(**cutting(own.size_bytes), max_damaged_share=1.0, accept_drops=True)
+            options = BuildOptions(**choices.cutting(own.size_bytes), max_damaged_share=1.0, accept_drops=True)
             announce = say
         report = build_corpus(workspace.corpus, _sources(workspace, own), options, announce=announce)
         totals = report["totals"]
@@ -176,8 +168,10 @@ def run_journey(
         done(f"{sum(split['tokens'] for split in packed.values()):,} tokens, {_folder_size(workspace.packed)}")
     if own is not None:
         tokens = {key.removesuffix("/train"): each["tokens"] for key, each in packed.items() if key.endswith("/train")}
-        config = _with_run_settings(config, tokens, vocabulary["vocab_size"], given)
-        journey.epochs = epochs_of(tokens, config)
+        config = choices.with_settings(config, choices.run_settings(tokens, config, given))
+        sized = choices.with_settings(config, {"model.vocab_size": vocabulary["vocab_size"]})
+        _print_lines(choices.settings_in_words(tokens, sized, given))
+        journey.epochs = choices.epochs_of(tokens, config)
     journey.config = config
     probes = None if own is not None else workspace.raw / PROBES_NAME
     if probes is not None:
@@ -234,7 +228,7 @@ def _sources(workspace: Workspace, own: OwnText | None) -> list[Source]:
 def _with_vocabulary(config: RunConfig, workspace: Workspace, text_bytes: int, given: Collection[str]) -> RunConfig:
     """`config` with a vocabulary that this text can support, which is also trained."""
     most = config.tokenizer.vocab_size
-    config = with_settings(config, vocabulary_settings(text_bytes, config, given))
+    config = choices.with_settings(config, choices.vocabulary_settings(text_bytes, config, given))
     try:
         train_on_corpus(workspace.corpus, workspace.tokenizer, config.tokenizer)
     except TooFewPiecesError as error:
@@ -244,18 +238,8 @@ def _with_vocabulary(config: RunConfig, workspace: Workspace, text_bytes: int, g
                 f"{most:,}. Leave it out, and the quickstart chooses; or set it to {error.largest} or less."
             ) from None
         _print_lines([f"this text has pieces for {error.largest:,} token ids at most: trained again with so many"])
-        config = with_settings(config, {"tokenizer.vocab_size": error.largest})
-    _print_lines([vocabulary_in_words(config, most, given)])
-    return config
-
-
-def _with_run_settings(
-    config: RunConfig, tokens: Mapping[str, int], vocab_size: int, given: Collection[str]
-) -> RunConfig:
-    """`config` with samples, model and steps for as many tokens as each source has."""
-    config = with_settings(config, run_settings(tokens, config, given))
-    sized = with_settings(config, {"model.vocab_size": vocab_size})
-    _print_lines(settings_in_words(tokens, sized, given))
+        config = choices.with_settings(config, {"tokenizer.vocab_size": error.largest})
+    _print_lines([choices.vocabulary_in_words(config, most, given)])
     return config
 
 

@@ -62,7 +62,6 @@ class Extender:
                 f"The tokenizer in {folder} is a {model.get('type')} model. Pieces can be added to BPE tokenizers "
                 f"only: the pieces of others carry probabilities that text of yours would have to be weighed against."
             )
-        self.byte_level = self.tokenizer.is_byte_level
         self.vocab: dict[str, int] = dict(model["vocab"])
         self.first_id = self.tokenizer.vocab_size
         self.pieces: list[str] = []
@@ -79,9 +78,9 @@ class Extender:
 
     def learn(self, texts: Iterable[str], vocab_size: int) -> None:
         """Pieces from text, until there are `vocab_size` ids."""
-        if not self.byte_level:
+        if not self.tokenizer.is_byte_level:
             raise BadInputError(
-                f"The tokenizer in {self.folder} has no pre-token pattern (SentencePiece style), so text cannot be "
+                f"The tokenizer in {self.folder} has no pretoken pattern (SentencePiece style), so text cannot be "
                 f"cut into words to learn from. Add pieces by name with --pieces or --add."
             )
         wanted = vocab_size - self.first_id - len(self.pieces)

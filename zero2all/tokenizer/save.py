@@ -1,12 +1,11 @@
-"""Write a tokenizer folder that everybody can load, in a layout that keeps text from ever producing a control id.
+"""Write a tokenizer folder that Hugging Face tools can load, and in which text never produces a control id.
 
 The folder holds `tokenizer.json`, `tokenizer_config.json` and, last, our `manifest.json`; a SentencePiece tokenizer
-also has its `sentencepiece.model`. The control tokens stand in the model's vocabulary, but nothing leads to them: no
-merge makes one (BPE), and their score is so low that no segmentation takes one (unigram). tokenizer.json declares no
-added tokens; only tokenizer_config.json does, together with `split_special_tokens`. So `tokenizers.Tokenizer.from_file`
-sees `<|end_of_text|>` in a text as ordinary characters, and so does `AutoTokenizer`, which still knows the special ids
-for decoding and for `eos_token_id`. (A folder that transformers saved again has them as added tokens and loses the
-property for plain `tokenizers`.)
+also has its `sentencepiece.model`. The control tokens are in the model's vocabulary, but nothing leads to them: no
+merge makes one (BPE), and their score is too low for any segmentation (unigram). tokenizer.json declares no added
+tokens; only tokenizer_config.json does, together with `split_special_tokens`. So `tokenizers.Tokenizer.from_file` reads
+`<|end_of_text|>` in a text as ordinary characters, and so does `AutoTokenizer`, which still knows the special ids for
+decoding and for `eos_token_id`. (If transformers saves the folder again, plain `tokenizers` will recognise them.)
 
 The *compatible* layout, for tools that render chat templates as text, gives the property up: see `compatible_files`.
 """
@@ -29,6 +28,7 @@ TOKENIZER_NAME, CONFIG_NAME = "tokenizer.json", "tokenizer_config.json"
 SENTENCEPIECE_NAME = "sentencepiece.model"
 """Not `tokenizer.model`: transformers would prefer a file of that name to tokenizer.json and convert it its own way."""
 CHAT_TEMPLATE_NAME = "chat_template.jinja"
+TOKENIZER_FILES = (TOKENIZER_NAME, CONFIG_NAME, "special_tokens_map.json", CHAT_TEMPLATE_NAME, SENTENCEPIECE_NAME)
 NORMALIZERS: dict[str, dict[str, Any] | None] = {"none": None, "nfc": {"type": "NFC"}, "nfkc": {"type": "NFKC"}}
 
 
@@ -55,33 +55,45 @@ def tokenizer_json_of(
     """tokenizer.json of a byte-level BPE: control tokens first, then `pieces` in order; merges name places in it."""
     visible = {byte: character for character, byte in byte_alphabet().items()}
     names = ["".join(visible[byte] for byte in piece) for piece in pieces]
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return assembled_json(
+        NORMALIZERS[normalisation],
+        {"type": "Sequence", "pretokenizers": [split, byte_level]},
+        {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        bpe_model(vocabulary_of(control, names), [[names[left], names[right]] for left, right in merges]),
+    )
+
+
+def assembled_json(normalizer: Any, pre_tokenizer: Any, decoder: Any, model: dict[str, Any]) -> dict[str, Any]:
+    """A whole tokenizer.json."""
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": [],
-        "normalizer": NORMALIZERS[normalisation],
-        "pre_tokenizer": {
-            "type": "Sequence",
-            "pretokenizers": [
-                {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
-                {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
-            ],
-        },
+        "normalizer": normalizer,
+        "pre_tokenizer": pre_tokenizer,
         "post_processor": None,
-        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": vocabulary_of(control, names),
-            "merges": [[names[left], names[right]] for left, right in merges],
-        },
+        "decoder": decoder,
+        "model": model,
+    }
+
+
+def bpe_model(vocab: dict[str, int], merges: list[list[str]], **options: Any) -> dict[str, Any]:
+    """The `model` of a BPE in tokenizer.json."""
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        **options,
+        "vocab": vocab,
+        "merges": merges,
     }
 
 

@@ -27,6 +27,7 @@ def tokenizer_facts(folder: Path, samples: int = SAMPLES) -> dict[str, Any]:
     step = max(1, len(pieces) // samples)
     spread = list(pieces)[step // 2 :: step][:samples]
     model = tokenizer_json["model"]
+    added = [token["content"] for token in tokenizer_json.get("added_tokens", [])]
     return {
         "folder": str(folder),
         "kind": manifest.get("tokenizer_kind", f"foreign {model.get('type', 'unknown')}"),
@@ -45,7 +46,8 @@ def tokenizer_facts(folder: Path, samples: int = SAMPLES) -> dict[str, Any]:
         "begin_id": tokenizer.begin_id,
         "end_ids": list(tokenizer.end_ids),
         "pad_id": tokenizer.pad_id,
-        "text_reaches_control": _reachable(tokenizer_json, tokenizer),
+        # Those that the plain `tokenizers` library would recognise in text; our loader never does.
+        "text_reaches_control": [name for name in added if name in tokenizer.control],
         "whole_characters": sum(map(is_utf8, pieces.values())),
         "sample": {str(number): readable(pieces[number]) for number in spread},
         "longest": {str(number): readable(pieces[number]) for number in longest},
@@ -82,10 +84,3 @@ def _pattern(tokenizer_json: dict[str, Any]) -> str | None:
             text = next(iter(part["pattern"].values()))
             return next((name for name, known in PATTERNS.items() if known == text), str(text))
     return None
-
-
-def _reachable(tokenizer_json: dict[str, Any], tokenizer: Tokenizer) -> list[str]:
-    """Control tokens that the plain `tokenizers` library would recognise in text; ours never does."""
-    return [
-        token["content"] for token in tokenizer_json.get("added_tokens", []) if token["content"] in tokenizer.control
-    ]

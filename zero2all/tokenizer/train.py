@@ -174,8 +174,7 @@ def _by_hf_bbpe(parts: Sequence[TextPart], config: TokenizerConfig, _: Path, ign
 
     check_memory(parts, config, ignore_memory)
     text = CountedText(parts, config.specials.names(), config.normalise)
-    tokenizer_json = learn_hf_bbpe(text, config)
-    return tokenizer_json, text.facts(), {}, {}
+    return learn_hf_bbpe(text, config), text.facts(), {}, {}
 
 
 def _by_sentencepiece(parts: Sequence[TextPart], config: TokenizerConfig, scratch: Path, ignore: bool) -> _Learned:

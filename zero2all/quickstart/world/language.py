@@ -9,7 +9,7 @@ from typing import Any
 
 from zero2all.common.files import package_text
 from zero2all.quickstart.world.arithmetic import ArithmeticWords, Calculation, split_calculations
-from zero2all.quickstart.world.facts import Fact, FactKey, Pin, Relation, held_out_templates
+from zero2all.quickstart.world.facts import Fact, FactKey, Relation, held_out_templates
 from zero2all.quickstart.world.stories import Arc, StoryBook
 
 
@@ -21,7 +21,7 @@ class Language:
     joiner: str
     """What stands between two sentences of a paragraph."""
     relations: tuple[Relation, ...]
-    pins: tuple[Pin, ...]
+    pins: dict[FactKey, str]
     arithmetic: ArithmeticWords
     stories: StoryBook
     sheet_openers: tuple[str, ...]
@@ -54,7 +54,7 @@ def _load(name: str) -> Language:
         **words
         | {
             "relations": tuple(Relation(**relation) for relation in words["relations"]),
-            "pins": tuple(Pin(**pin) for pin in words["pins"]),
+            "pins": {pin["fact"]: pin["template"] for pin in words["pins"]},
             "arithmetic": ArithmeticWords(**words["arithmetic"]),
             "stories": StoryBook(**stories | {"arcs": tuple(Arc(**arc) for arc in stories["arcs"])}),
         }

@@ -220,11 +220,6 @@ class Bigrams:
         _add_to_sketch(self.keys, self.counts, self.sketch, self.sketch_bits)
         self.keys, self.counts, self.entries = np.zeros(1, np.uint64), np.zeros(1, np.int64), 0
 
-    @property
-    def sketched(self) -> bool:
-        """Whether counts may be too high."""
-        return self.sketch_bits > 0
-
     def text_bytes(self) -> int:
         """All characters counted, in UTF-8."""
         ends = ((0x80, 1), (0x800, 2), (0x10000, 3), (CODE_POINTS, 4))

@@ -343,11 +343,6 @@ class Fragments:
         """A counter for one thread."""
         return FragmentWorker(self)
 
-    def first_part_of_a_worker(self) -> int:
-        """Where a worker begins to hand over: they start at different parts, and seldom meet."""
-        self.workers += 1
-        return self.workers * 23 % PARTS
-
     def spilled_bytes(self) -> int:
         """Bytes of records on disk."""
         return sum(self.spilled)
@@ -474,7 +469,8 @@ class FragmentWorker:
         self.state = np.zeros(5, np.int64)
         self.slots = np.zeros(LOCAL_SLOTS, np.uint32)
         self.arena = np.empty(LOCAL_WORDS, np.uint32)
-        self.first_part = total.first_part_of_a_worker()
+        total.workers += 1
+        self.first_part = total.workers * 23 % PARTS  # workers hand over from different parts on, and seldom meet
         self.state[WORDS] = 1
 
     def add(self, codes: np.ndarray, _number: int = 0) -> None:

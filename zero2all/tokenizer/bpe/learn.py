@@ -140,7 +140,7 @@ def learn_bpe(
         "characters": merged.admitted,
         "learned": int(merged.counts.size),
         "pairs_of_characters": bigrams.distinct,
-        "pairs_counted_by_sketch": bigrams.sketched,
+        "pairs_counted_by_sketch": bigrams.sketch_bits > 0,
         "threads": threads,
         "seconds": {**clock.seconds, "all": round(time.monotonic() - started, 2)},
         "peak_memory_bytes": peak_resident(),

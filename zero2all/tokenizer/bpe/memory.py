@@ -31,10 +31,9 @@ class Memory:
 
     def __init__(self, limit: int | None, threads: int) -> None:
         self.limit = limit
-        self.used_by_program = _resident()
         self.free: int | None = None
         if limit is not None:
-            reserved = self.used_by_program + FOR_READING + threads * PER_THREAD
+            reserved = _resident() + FOR_READING + threads * PER_THREAD
             self.free = limit - reserved
             if self.free < LEAST:
                 raise UsageError(

@@ -15,8 +15,6 @@ A document is an array of code points that ends with `DOCUMENT_END`, so looking 
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 from numba import njit
 
@@ -73,21 +71,12 @@ def pretoken_end(codes, at, kinds):  # type: ignore[no-untyped-def]
     return end - 1
 
 
-@njit(cache=True, nogil=True)
-def _all_ends(codes, kinds, ends):  # type: ignore[no-untyped-def]
-    count = 0
-    at = 0
-    while kinds[codes[at]] != BREAK:
-        at = pretoken_end(codes, at, kinds)
-        ends[count] = at
-        count += 1
-    return count
-
-
 def pretokens(text: str) -> list[str]:
     """The pretokens of one text, by the scanner that the trainer runs over whole blocks."""
     codes = np.frombuffer((text + BREAK_CHARACTER).encode("utf-32-le", "surrogatepass"), np.uint32)
-    ends = np.empty(len(codes), np.int64)
-    count = _all_ends(codes, character_kinds(), ends)
-    starts = [0, *ends[:count].tolist()]
-    return [text[start:end] for start, end in pairwise(starts)]
+    found, start = [], 0
+    while start < len(text):
+        end = pretoken_end(codes, start, character_kinds())
+        found.append(text[start:end])
+        start = end
+    return found

@@ -17,15 +17,7 @@ from numba import njit
 
 from zero2all.common.errors import UsageError
 from zero2all.common.files import human_bytes
-from zero2all.tokenizer.bpe.fragments import (
-    HEAD_WORDS,
-    PARTS,
-    CharacterCode,
-    Fragments,
-    counts_at,
-    record_places,
-    words_of_record,
-)
+from zero2all.tokenizer.bpe.fragments import HEAD_WORDS, PARTS, Fragments, counts_at, record_places, words_of_record
 
 SEPARATOR = 0
 INSIDE = 1
@@ -60,13 +52,12 @@ def symbol_order(code_points: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Characters in the order of their symbols: ASCII by value, the others by falling count, then code point."""
     ascii_first = np.where(code_points < 128, code_points, 128)
     order = np.lexsort((code_points, np.where(code_points < 128, 0, -counts), ascii_first))
-    ordered: np.ndarray = code_points[order]
-    return ordered
+    return np.asarray(code_points[order])
 
 
 def words_of(fragments: Fragments, ordered: np.ndarray, max_bytes: int | None, drop_below: int = 0) -> Words:
     """Turn the fragments into words, emptying their table. Those rarer than `drop_below` are left out and counted."""
-    symbol_of = _symbol_of_rank(fragments.code, ordered)
+    symbol_of = _symbol_of_rank(fragments.code.code_points, ordered)
     wide = ordered.size + FIRST_SYMBOL > LARGEST_SHORT
     dtype = np.uint32 if wide else np.uint16
     parts: list[np.ndarray] = []
@@ -125,11 +116,10 @@ def _too_large(needed: int, allowed: int) -> UsageError:
     )
 
 
-def _symbol_of_rank(code: CharacterCode, ordered: np.ndarray) -> np.ndarray:
-    symbol = np.zeros(int(code.code_points.max(initial=0)) + 1, np.uint32)
+def _symbol_of_rank(by_rank: np.ndarray, ordered: np.ndarray) -> np.ndarray:
+    symbol = np.zeros(int(by_rank.max(initial=0)) + 1, np.uint32)
     symbol[ordered] = np.arange(FIRST_SYMBOL, FIRST_SYMBOL + ordered.size, dtype=np.uint32)
-    ranked: np.ndarray = symbol[code.code_points]
-    return ranked
+    return np.asarray(symbol[by_rank])
 
 
 def _joined(parts: list[np.ndarray], size: int, dtype: type) -> np.ndarray:

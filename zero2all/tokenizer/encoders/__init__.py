@@ -15,19 +15,7 @@ No encoder may return a control id: that is checked on every batch.
     choose      which encoder, with the reason
 """
 
-from zero2all.tokenizer.encoders.choose import Encoder, EncoderChoice, open_encoder
+from zero2all.tokenizer.encoders.choose import Encoder, open_encoder
 from zero2all.tokenizer.encoders.kinds import ENCODER_NAMES, EncodedBatch, EncoderConfig, EncoderName
-from zero2all.tokenizer.encoders.parity import ParityError, check_parity, hard_strings
 
-__all__ = [
-    "ENCODER_NAMES",
-    "EncodedBatch",
-    "Encoder",
-    "EncoderChoice",
-    "EncoderConfig",
-    "EncoderName",
-    "ParityError",
-    "check_parity",
-    "hard_strings",
-    "open_encoder",
-]
+__all__ = ["ENCODER_NAMES", "EncodedBatch", "Encoder", "EncoderConfig", "EncoderName", "open_encoder"]

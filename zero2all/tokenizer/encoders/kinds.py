@@ -20,7 +20,6 @@ from zero2all.common import jsonio
 from zero2all.common.schema import PositiveInt
 from zero2all.tokenizer.encoders.tables import NotSupported, bpe_tables, pattern_of
 from zero2all.tokenizer.load import Tokenizer
-from zero2all.tokenizer.specials import byte_alphabet
 from zero2all.tokenizer.text import BREAK_CHARACTER
 
 EncoderName = Literal["auto", "fastokens", "numba", "gigatoken", "tiktoken", "tokenizers"]
@@ -174,13 +173,7 @@ class _Tiktoken:
         pattern = pattern_of(content)
         if pattern is None or content.get("normalizer") or content["added_tokens"]:
             raise NotSupported("tiktoken takes only byte-level BPE with a pattern, no normalisation, no added tokens")
-        alphabet = byte_alphabet()
-        names = [name for name in content["model"]["vocab"] if all(character in alphabet for character in name)]
-        ranks = {
-            bytes(alphabet[character] for character in name): content["model"]["vocab"][name]
-            for name in names
-            if name not in tokenizer.control
-        }
+        ranks = {piece: number for number, piece in tokenizer.text_pieces.items()}
         self.threads = threads or os.cpu_count() or 1
         self.backend = tiktoken.Encoding("zero2all", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
 

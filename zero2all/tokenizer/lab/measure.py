@@ -51,23 +51,24 @@ CLAUSE_CHARACTERS = 8
 
 def evaluate(candidates: Sequence[Candidate], text: EvalText) -> dict[str, Any]:
     """The report: what the text is, then one entry for each tokenizer."""
-    sizes = {channel: sum(len(document.encode()) for document in texts) for channel, texts in text.channels.items()}
-    letters = {channel: sum(map(len, texts)) for channel, texts in text.channels.items()}
+    channels = {
+        channel: {
+            "documents": len(texts),
+            "bytes": sum(len(document.encode()) for document in texts),
+            "characters": sum(map(len, texts)),
+        }
+        for channel, texts in text.channels.items()
+    }
+    total_bytes = sum(facts["bytes"] for facts in channels.values())
     characters = _characters(text)
     excerpts = [{"title": title, "text": excerpt} for title, excerpt in text.excerpts()]
-    with progress("eval", total=len(candidates) * sum(sizes.values()), unit="B") as bar:
+    with progress("eval", total=len(candidates) * total_bytes, unit="B") as bar:
         results = []
         for candidate in candidates:
-            results.append(_judge(candidate, text, characters, excerpts))
-            bar.advance(sum(sizes.values()), note=candidate.name)
+            results.append(_judge(candidate, text, channels, characters, excerpts))
+            bar.advance(total_bytes, note=candidate.name)
     return {
-        "text": {
-            "split": text.split,
-            "channels": {
-                channel: {"documents": len(texts), "bytes": sizes[channel], "characters": letters[channel]}
-                for channel, texts in text.channels.items()
-            },
-        },
+        "text": {"split": text.split, "channels": channels},
         "junk_definitions": JUNK,
         "excerpts": excerpts,
         "tokenizers": results,
@@ -75,14 +76,17 @@ def evaluate(candidates: Sequence[Candidate], text: EvalText) -> dict[str, Any]:
 
 
 def _judge(
-    candidate: Candidate, text: EvalText, characters: tuple[np.ndarray, np.ndarray], excerpts: Sequence[dict[str, str]]
+    candidate: Candidate,
+    text: EvalText,
+    facts: Mapping[str, Mapping[str, int]],
+    characters: tuple[np.ndarray, np.ndarray],
+    excerpts: Sequence[dict[str, str]],
 ) -> dict[str, Any]:
     counts = np.zeros(candidate.vocab_size, np.int64)
     channels = {}
     changed: list[str] = []
     for channel, texts in text.channels.items():
         tokens = 0
-        size = sum(len(document.encode()) for document in texts)
         channel_counts = np.zeros_like(counts)
         seconds = 0.0
         for start in range(0, len(texts), BATCH_DOCUMENTS):
@@ -94,15 +98,15 @@ def _judge(
             channel_counts += np.bincount(batch.ids, minlength=candidate.vocab_size)
             changed += _changed(candidate, part, batch)
         counts += channel_counts
-        letters = sum(map(len, texts))
+        size = facts[channel]["bytes"]
         channels[channel] = {
             "tokens": tokens,
             "bytes_per_token": size / max(1, tokens),
-            "tokens_per_character": tokens / max(1, letters),
+            "tokens_per_character": tokens / max(1, facts[channel]["characters"]),
             "pieces_used": int(np.count_nonzero(channel_counts)),
             "megabytes_per_second": size / 1e6 / max(seconds, 1e-9),
         }
-    total_bytes = sum(len(document.encode()) for document in text.documents)
+    total_bytes = sum(each["bytes"] for each in facts.values())
     return {
         "name": candidate.name,
         "kind": candidate.kind,

@@ -30,14 +30,7 @@ def evaluation_tables(report: Mapping[str, Any]) -> list[TextTable]:
 def _compression(report: Mapping[str, Any]) -> TextTable:
     channels = report["text"]["channels"]
     first = report["tokenizers"][0]
-    rows = [
-        [
-            "tokenizer",
-            "ids",
-            *(f"{name} bytes/token" for name in channels),
-            *(f"{name} tokens/char" for name in channels),
-        ]
-    ]
+    rows = [["tokenizer", "ids", *(f"{name} {unit}" for unit in ("bytes/token", "tokens/char") for name in channels)]]
     for tokenizer in report["tokenizers"]:
         cells = [tokenizer["name"], f"{tokenizer['vocab_size']:,}"]
         for name in channels:
