@@ -64,7 +64,7 @@ def export_run(
 
 
 def require_new(target: Path) -> Path:
-    """The whole path of a folder that is to be written, unless something stands there."""
+    """The absolute path of a folder to write; an error when something is there already."""
     target = target.resolve()
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise UsageError(f"{target} exists and is no empty folder. Choose another one, or delete it first.")
@@ -175,7 +175,7 @@ def _resize(
 
 
 def _config_for(model: ModelConfig, name: str) -> RunConfig:
-    """A config with the imported shape; everything else is left at its default for the person to set."""
+    """A config with the imported shape and defaults for everything else."""
     base = RunConfig()
     seq_len = min(base.data.seq_len, model.max_seq_len)
     samples = 8

@@ -318,11 +318,11 @@ def _encode(arguments: argparse.Namespace) -> None:
     from zero2all.common import jsonio
     from zero2all.common.progress import counted
     from zero2all.tokenizer.load import load_tokenizer
-    from zero2all.tokenizer.show import coloured, readable, segments
+    from zero2all.tokenizer.show import coloured, readable
 
     tokenizer = load_tokenizer(_folder(arguments))
     text = _given_text(arguments)
-    pieces = segments(tokenizer, text)
+    pieces = [(number, tokenizer.token_bytes(number)) for number in tokenizer.encode_text(text)]
     size = len(text.encode("utf-8", "replace"))
     per_token = size / max(1, len(pieces))
     if arguments.json:

@@ -50,7 +50,7 @@ class HealedPrompt:
 
 
 def heal(prompt: str, tokenizer: Tokenizer, vocabulary: Vocabulary) -> HealedPrompt:
-    """Give back as many last tokens as some single token of the vocabulary spells and goes on from, at least one.
+    """Give back the last token, and more where one token of the vocabulary begins with all of them and goes further.
 
     Generation then takes, at each step, either the prompt's own next token or a token that spells all that is left of
     the prompt and may reach beyond it. Shorter tokens are not offered: they would lead away from how the text is
@@ -92,7 +92,7 @@ def split_scored(prompt: str, continuations: list[str], tokenizer: Tokenizer) ->
 
 
 def opening_id(tokenizer: Tokenizer) -> int:
-    """What stands before the first token of a document; the end of the one before, where there is no begin token."""
+    """The id before the first token of a document: the begin token or, where there is none, the end token."""
     return tokenizer.end_id if tokenizer.begin_id is None else tokenizer.begin_id
 
 

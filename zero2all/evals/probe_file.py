@@ -26,7 +26,7 @@ class Probe:
     prompt: str
     """Text to continue; no space at its end."""
     joiner: str = ""
-    """What stands between prompt and answer: a space or nothing."""
+    """What comes between prompt and answer: a space or nothing."""
     answer: str
     foils: list[str] = field(default_factory=list)
     """Wrong answers of the same kind, to rank the right one against."""
@@ -45,7 +45,7 @@ class Probe:
 
 
 def read_probes(path: Path) -> list[Probe]:
-    """Read a probes file; a line that is no probe is an error that names it."""
+    """Read a probes file; the error for a bad line names the line."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:

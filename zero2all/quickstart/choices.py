@@ -149,12 +149,6 @@ def given_fields(overrides: Collection[str]) -> frozenset[str]:
     return frozenset(word.removeprefix("--").partition("=")[0] for word in overrides if word.startswith("--"))
 
 
-def train_seconds(config: RunConfig) -> float:
-    """About how long training takes on two CPU cores."""
-    steps, tokens = config.train.steps, config.train.steps * config.train.tokens_per_step
-    return steps * SECONDS_PER_STEP + tokens * parameter_counts(config.model)["total"] * SECONDS_PER_TOKEN_AND_PARAMETER
-
-
 def vocabulary_in_words(config: RunConfig, most: int, given: Collection[str]) -> str:
     """What was chosen, and why."""
     size, take = config.tokenizer.vocab_size, config.tokenizer.take
@@ -199,10 +193,12 @@ def settings_in_words(tokens: Mapping[str, int], config: RunConfig, given: Colle
 
 
 def forecast(raw_bytes: int, config: RunConfig, given: Collection[str]) -> str:
-    """About how long all of it takes, before anything is read."""
+    """About how long everything takes on two CPU cores, before anything is read."""
     size = vocabulary_size(raw_bytes, config.tokenizer.vocab_size)
     settings = run_settings({"": raw_bytes * 2 // 5}, config, given)
     likely = with_settings(config, {**settings, "model.vocab_size": size, "data.mixture": None})
-    seconds = SECONDS_BESIDE_TRAINING + raw_bytes / CORPUS_BYTES_PER_SECOND + train_seconds(likely)
+    steps, parameters = likely.train.steps, parameter_counts(likely.model)["total"]
+    per_step = SECONDS_PER_STEP + likely.train.tokens_per_step * parameters * SECONDS_PER_TOKEN_AND_PARAMETER
+    seconds = SECONDS_BESIDE_TRAINING + raw_bytes / CORPUS_BYTES_PER_SECOND + steps * per_step
     minutes = max(1, round(seconds / 60))
     return "a minute" if minutes == 1 else f"{minutes:,} minutes"

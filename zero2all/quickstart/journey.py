@@ -47,7 +47,7 @@ HELD_OUT_BYTES = 60_000
 """Held-out bytes scored per source at the end: enough for two digits, a few seconds of work."""
 WORLD_OPTIONS = BuildOptions(
     valid_share=0.02,
-    # The small world is short made-up sentences, many of them alike, and free of rubbish.
+    # The small world is short sentences, many of them alike, and needs no cleaning.
     rules="none",
     dedup=DedupConfig(near="off"),
 )
@@ -103,9 +103,9 @@ class Journey:
     exported: Path | None = None
     own_data: bool = False
     epochs: float = 0.0
-    """How often a person's own text was read."""
+    """How often your own text was read."""
     dropped: int = 0
-    """Records of a person's own text that cleaning and dedup dropped."""
+    """Records of your own text that cleaning and dedup dropped."""
     losses: list[str] = field(default_factory=list)
     """The rules that dropped much of it, in words."""
 
@@ -122,9 +122,8 @@ def run_journey(
 ) -> Journey:
     """Run or continue the quickstart in `work`.
 
-    `data` takes the place of the small world, which has `size`; then settings are chosen for it, all but those in
-    `given`, which the person set. `mapping` says which raw fields of the data to use. `accept_changes` continues a run
-    although its settings changed.
+    `data` replaces the small world, which has `size`; settings are then chosen for it, except those in `given`.
+    `mapping` says which raw fields of the data to use. `accept_changes` continues a run although its settings changed.
     """
     size = size or WorldSize()
     own = None if data is None else look_at(data, mapping)
@@ -208,7 +207,7 @@ def run_journey(
 
 
 def clear_workspace(work: Path) -> None:
-    """Remove a quickstart's own folders; anything else that stands there is left alone."""
+    """Remove the folders of a quickstart; other files stay."""
     if not (work / STAMP_NAME).is_file():
         return
     workspace = Workspace(work)
@@ -237,7 +236,7 @@ def _with_vocabulary(config: RunConfig, workspace: Workspace, text_bytes: int, g
                 f"This text has pieces for {error.largest:,} token ids at most; --tokenizer.vocab_size asks for "
                 f"{most:,}. Leave it out, and the quickstart chooses; or set it to {error.largest} or less."
             ) from None
-        _print_lines([f"this text has pieces for {error.largest:,} token ids at most: trained again with so many"])
+        _print_lines([f"this text has pieces for {error.largest:,} token ids at most; training again with that number"])
         config = choices.with_settings(config, {"tokenizer.vocab_size": error.largest})
     _print_lines([choices.vocabulary_in_words(config, most, given)])
     return config
@@ -286,7 +285,7 @@ def _shown_probes(journey: Journey) -> list[tuple[str, str, float, float]]:
 
 
 def _own_prompts(workspace: Workspace, report: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    """The beginnings of two documents of the person's own text, held-out ones first."""
+    """The beginnings of two documents of your own text, held-out ones first."""
     prompts = {}
     for name, source in report["sources"].items():
         streams = (iter_records(workspace.corpus, name, split) for split in ("valid", "train"))
@@ -347,5 +346,4 @@ class _Timer:
             total = spent_before if finished and finished_before and seconds < spent_before else spent_before + seconds
             self.known[name] = {"seconds": total, "finished": finished or finished_before}
             write_json(self.path, self.known)
-        row = StageTime(name, total, results[0], done_before=total == spent_before)
-        self.journey.stages.append(row)
+        self.journey.stages.append(StageTime(name, total, results[0], done_before=total == spent_before))

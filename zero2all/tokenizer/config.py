@@ -78,7 +78,7 @@ class TokenizerConfig:
     their letters; nfkc also folds full-width letters, ligatures and the like. Text comes back in that form."""
 
     pattern: str | None = None
-    """kind hf-bbpe: `qwen2`, `isolated-han` or a regular expression of yours that cuts text into pre-tokens; None
+    """kind hf-bbpe: `qwen2`, `isolated-han` or a regular expression of yours that cuts text into pretokens; None
     takes qwen2, which fast encoders know."""
 
     min_piece_count: PositiveInt = 2

@@ -1,4 +1,4 @@
-"""Add pieces to a tokenizer that exists, ours or anybody's BPE, without moving an old id.
+"""Add pieces to an existing BPE tokenizer, ours or from elsewhere, without moving an old id.
 
 New pieces take the ids after the last one, and their merges come after all old merges. Old merges therefore run first
 and exactly as before; a new merge only joins what they left. So a text changes only where a new piece applies.
@@ -176,7 +176,7 @@ class Extender:
         return [token.value for token in self.tokenizer.backend.model.tokenize(word)]
 
     def _words(self, texts: Iterable[str]) -> Counter[tuple[str, ...]]:
-        """How often each pre-token occurs, spelled with the pieces there are."""
+        """How often each pretoken occurs, spelled in the pieces so far."""
         backend = self.tokenizer.backend
         counts: Counter[str] = Counter()
         with progress("extend", total=None, unit="B") as bar:
@@ -228,7 +228,7 @@ def read_pieces(path: Path) -> list[str]:
 
 
 def unescaped(text: str) -> str:
-    """`\\\\n`, `\\\\t`, `\\\\s` as what they stand for."""
+    """`\\\\n`, `\\\\t` and `\\\\s` become a line end, a tab and a space."""
     return text.replace("\\n", "\n").replace("\\t", "\t").replace("\\s", " ")
 
 

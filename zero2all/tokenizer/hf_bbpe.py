@@ -1,4 +1,4 @@
-"""Byte-level BPE by the trainer of the `tokenizers` library: the route most people know, kept for comparison.
+"""Byte-level BPE by the trainer of the `tokenizers` library: the common way, kept for comparison.
 
 It holds every distinct pretoken in memory. English needs little; Chinese, which has no spaces, needs about 80 bytes of
 memory per byte of text (4.2 GB for 50 MB), which `memory_estimate.py` checks before anything starts. The number of
@@ -52,7 +52,7 @@ def learn_hf_bbpe(text: CountedText, config: TokenizerConfig) -> dict[str, Any]:
 
 
 def pattern_of(asked: str | None) -> Any:
-    """The pre-token pattern as the library takes it: one of ours by name, or a regular expression."""
+    """The pretoken pattern as the library takes it: one of ours by name, or a regular expression."""
     from tokenizers import Regex
 
     text = PRETOKEN_PATTERN if asked is None else PATTERNS.get(asked, asked)

@@ -1,6 +1,6 @@
-"""Load a tokenizer folder, ours or anybody's, for encoding and decoding. Needs `tokenizers`, not `transformers`.
+"""Load a tokenizer folder, ours or from elsewhere, for encoding and decoding. Needs `tokenizers`, not `transformers`.
 
-Text and control tokens have separate doors: `encode_text` never returns a control id, whatever the text spells, and
+Text and control tokens are encoded separately: `encode_text` never returns a control id, whatever the text spells, and
 `encode_control` is the only way to get one. For folders of others (`z2a import`), which declare their control tokens
 as added tokens, the loader switches their recognition in text off.
 """
@@ -34,9 +34,9 @@ class Tokenizer:
     """Text to ids and back. Get one with `load_tokenizer`."""
 
     begin_id: int | None
-    """Stands before a document; None where a foreign tokenizer has no such token."""
+    """Comes before a document; None where a foreign tokenizer has no such token."""
     end_id: int
-    """Stands after every document."""
+    """Comes after every document."""
     end_ids: tuple[int, ...]
     """Every id at which a model stops: `end_id`, and what else a foreign generation_config.json names."""
     pad_id: int | None
@@ -44,7 +44,7 @@ class Tokenizer:
     control: dict[str, int]
     """Name and id of every control token, in id order."""
     control_roles: dict[str, str]
-    """Which control token plays which part (`message_start`, …), where the folder says so."""
+    """Role (`message_start`, …) -> control token, where the folder says so."""
     control_ids: frozenset[int]
     """The ids that no text can produce."""
     vocab_size: int
@@ -121,7 +121,7 @@ class Tokenizer:
         return {number: piece for number, piece in sorted(self._pieces.items()) if number not in self.control_ids}
 
     def ids_of_bytes(self, piece: bytes) -> list[int]:
-        """The ids of pieces that are exactly these bytes; a piece can stand in a vocabulary twice, or not at all."""
+        """The ids of pieces that are exactly these bytes; a vocabulary may have a piece twice, or not at all."""
         return self._ids_by_piece.get(piece, [])
 
     @cached_property
@@ -190,7 +190,7 @@ def _declared_control(folder: Path, tokenizer_json: dict[str, Any]) -> tuple[dic
                 f"declaration in tokenizer_config.json, or use the tokenizer that belongs to the model."
             )
         control[name] = ids[name]
-    # An unknown-token stands for text, so text must be able to produce it, unless it also plays one of the parts.
+    # An unknown-token is made from text, so text must be able to produce it, unless it also has one of the roles.
     unknown = tokenizer_json["model"].get("unk_token")
     if unknown not in roles.values():
         control.pop(unknown, None)
@@ -295,7 +295,7 @@ def byte_level_piece(piece: str) -> bytes:
     """The bytes of a piece that is spelled in the byte alphabet."""
     try:
         return bytes(_BYTE_OF[character] for character in piece)
-    except KeyError:  # a control token's name, or a piece that somebody added as plain text
+    except KeyError:  # a control token's name, or a piece that was added as plain text
         return piece.encode()
 
 

@@ -216,7 +216,7 @@ def _file_ranges(path: Path, size: int, part_bytes: int) -> list[tuple[int, int]
 
 
 def _safe_end(block: bytearray, look_from: int, first: bool = False) -> int:
-    """The last place (or the first) where a line ends and no white space follows, so that no pre-token crosses it; 0
+    """The last place (or the first) where a line ends and no white space follows, so that no pretoken crosses it; 0
     where there is none. `look_from`: earlier bytes are known to have none."""
     place = block.find(b"\n") if first else block.rfind(b"\n", max(0, look_from - 5))
     while place != -1:

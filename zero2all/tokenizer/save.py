@@ -154,7 +154,7 @@ def compatible_files(tokenizer_json: dict[str, Any], config: dict[str, Any]) -> 
     """The same tokenizer with control tokens as ordinary added tokens, which text CAN spell, for tools that need it.
 
     Such tools render a chat as one text with the marks in it and encode that; with our own layout they would get
-    the marks as plain characters. Whoever writes a message can then write marks as well.
+    the marks as plain characters. A message can then contain marks as well.
     """
     declared = config.get("added_tokens_decoder", {})
     added = [{"id": int(number), **token} for number, token in sorted(declared.items(), key=lambda item: int(item[0]))]

@@ -51,7 +51,7 @@ except Exception as error:
 """
 
 
-def require_sentencepiece() -> None:
+def _require_library() -> None:
     """An error that says how to get the library, where it is missing; before any work."""
     try:
         import sentencepiece  # noqa: F401
@@ -67,6 +67,7 @@ def learn_sentencepiece(
     text: CountedText, config: TokenizerConfig, scratch: Path
 ) -> tuple[dict[str, Any], bytes, dict[str, Any]]:
     """tokenizer.json, the library's own model file, and what to note in the manifest."""
+    _require_library()
     require_free_space(scratch, int(text.expected_bytes * 1.1), "the training text of SentencePiece")
     lines_path, options_path, model_path = (scratch / name for name in ("lines.jsonl", "options.json", "model"))
     facts: dict[str, Any] = {"lines": 0, "lines_cut": 0, "characters_left_out": 0}
@@ -115,7 +116,7 @@ def _spelling(config: TokenizerConfig) -> str:
 
 
 def _options(config: TokenizerConfig) -> dict[str, Any]:
-    """What the library's trainer is told, under its own names."""
+    """The options of the library's trainer, under its own names."""
     names, own = config.specials.names(), config.sentencepiece
     roles = {"bos": 0, "eos": 1, "pad": 5}
     options: dict[str, Any] = {
@@ -188,7 +189,7 @@ def _failure(code: int, said: list[str], config: TokenizerConfig) -> UserError:
     reason = next((line.removeprefix("FAILED ") for line in reversed(said) if line.startswith("FAILED ")), None)
     reason = reason or next((line for line in reversed(said) if "Check failed" in line), f"it ended with code {code}")
     return BadInputError(
-        f"SentencePiece could not train on this text: {reason.strip()}. Its options stand under "
+        f"SentencePiece could not train on this text: {reason.strip()}. Its options are under "
         f"tokenizer.sentencepiece in the config; --kind bpe is the usual way out."
     )
 
@@ -244,8 +245,8 @@ def _bpe(pieces: list[str], scores: list[float], first: int) -> dict[str, Any]:
 
 
 def _unigram(pieces: list[str], scores: list[float], first: int) -> dict[str, Any]:
-    """Control tokens and byte pieces stand in the list that the encoder matches text against, with a score that no
-    path through them can win with."""
+    """Control tokens and byte pieces are in the list that the encoder matches text against, with a score so low that
+    no path takes one."""
     longest = max(len(piece) for piece in pieces[:first])
     lowest = min(scores[first:])
     unreachable = (longest + 2) * min(lowest, -1.0) - 100

@@ -7,7 +7,7 @@ from typing import Any
 
 from zero2all.common.files import MANIFEST_NAME, read_json
 from zero2all.tokenizer.config import PATTERNS
-from zero2all.tokenizer.load import Tokenizer, load_tokenizer
+from zero2all.tokenizer.load import load_tokenizer
 from zero2all.tokenizer.save import TOKENIZER_NAME
 from zero2all.tokenizer.text import is_utf8
 from zero2all.tokenizer.train import CONSEQUENCES
@@ -18,7 +18,7 @@ COLOURS = (44, 42, 45, 43, 46, 41)
 
 
 def tokenizer_facts(folder: Path, samples: int = SAMPLES) -> dict[str, Any]:
-    """Everything about a tokenizer that can be told without text. JSON."""
+    """Everything about a tokenizer that needs no text, as JSON."""
     tokenizer = load_tokenizer(folder)
     tokenizer_json: dict[str, Any] = read_json(folder / TOKENIZER_NAME)
     manifest = read_json(folder / MANIFEST_NAME) if (folder / MANIFEST_NAME).is_file() else {}
@@ -60,11 +60,6 @@ def readable(piece: bytes) -> str:
     return repr(piece.decode("utf-8", "backslashreplace"))[1:-1]
 
 
-def segments(tokenizer: Tokenizer, text: str) -> list[tuple[int, bytes]]:
-    """The pieces of a text: id and bytes."""
-    return [(number, tokenizer.token_bytes(number)) for number in tokenizer.encode_text(text)]
-
-
 def coloured(pieces: list[tuple[int, bytes]]) -> str:
     """The text with a background colour for each piece; bytes that form no character alone are shown as \\\\xe4."""
     shown = []
@@ -77,7 +72,7 @@ def coloured(pieces: list[tuple[int, bytes]]) -> str:
 
 
 def _pattern(tokenizer_json: dict[str, Any]) -> str | None:
-    """The regular expression of a Split pre-tokenizer, by its name where we know it."""
+    """The regular expression that cuts text into pretokens, by its name where it has one."""
     found = tokenizer_json.get("pre_tokenizer") or {}
     for part in (found, *found.get("pretokenizers", [])):
         if part.get("type") == "Split":

@@ -21,9 +21,9 @@ class SpecialsConfig:
     """The control tokens of a new vocabulary: `tokenizer.specials` of the config."""
 
     begin: str = "<|begin_of_text|>"
-    """Stands before every document (bos)."""
+    """Comes before every document (bos)."""
     end: str = "<|end_of_text|>"
-    """Stands after every document (eos)."""
+    """Comes after every document (eos)."""
     end_of_prompt: str = "<|end_of_prompt|>"
     """Ends what the model is given, before what it should write."""
     message_start: str = "<|message_start|>"
@@ -46,7 +46,7 @@ class SpecialsConfig:
         return {role: getattr(self, role) for role in ROLES}
 
     def problems(self, place: str) -> list[Problem]:
-        """Names that cannot be told from each other, or from text."""
+        """Names that clash with each other or with text."""
         names = self.names()
         where = [*(f"{place}.{role}" for role in ROLES), *[f"{place}.reserved"] * self.reserved]
         where += [f"{place}.extra[{index}]" for index in range(len(self.extra))]
@@ -61,7 +61,7 @@ class SpecialsConfig:
 def _name_trouble(name: str) -> str | None:
     """What was expected instead of `name`, or None if it can be a control token."""
     if not name:
-        return "a name: an empty control token stands everywhere in every text"
+        return "a name: an empty control token would match everywhere"
     try:
         name.encode()
     except UnicodeEncodeError:

@@ -55,7 +55,7 @@ def parse_take(words: str) -> dict[str, str] | str:
                 f"--take news=20/44,wiki=2GB, or --take 2GB for all sources together."
             )
         if name in taken:
-            raise UsageError(f"--take {words}: {name} stands there twice.")
+            raise UsageError(f"--take {words}: {name} is named twice.")
         taken[name] = share
     return taken
 
@@ -68,7 +68,7 @@ def shares(take: Mapping[str, str] | str | None, source_bytes: Mapping[str, int]
         return dict.fromkeys(source_bytes, _share(take, sum(source_bytes.values())))
     for name in take:
         if name not in source_bytes:
-            raise UsageError(f"--take names {name!r}, which is no source here. {nearest_hint(name, source_bytes)}")
+            raise UsageError(f"--take names {name!r}, which is not a source. {nearest_hint(name, source_bytes)}")
     return {name: _share(take[name], size) if name in take else Fraction(1) for name, size in source_bytes.items()}
 
 

@@ -19,8 +19,11 @@ from zero2all.common.lock import folder_lock
 from zero2all.common.manifest import is_current
 from zero2all.common.progress import say
 from zero2all.tokenizer.config import TokenizerConfig
+from zero2all.tokenizer.hf_bbpe import learn_hf_bbpe
+from zero2all.tokenizer.memory_estimate import check_memory
 from zero2all.tokenizer.parts import TextPart, parts_from_texts
 from zero2all.tokenizer.save import SENTENCEPIECE_NAME, save_tokenizer, tokenizer_json_of
+from zero2all.tokenizer.sentencepiece_kind import learn_sentencepiece
 from zero2all.tokenizer.text import CountedText, TooFewPiecesError, require_text
 
 SCRATCH_MARK = ".training-"
@@ -119,8 +122,10 @@ def _train(
     scratch: Path,
     ignore_memory: bool,
 ) -> None:
+    if config.kind != "bpe":  # which keeps to its limit
+        check_memory(parts, config, ignore_memory)
     learn = {"bpe": _by_bpe, "hf-bbpe": _by_hf_bbpe, "sentencepiece": _by_sentencepiece}[config.kind]
-    tokenizer_json, text, facts, files = learn(parts, config, scratch, ignore_memory)
+    tokenizer_json, text, facts, files = learn(parts, config, scratch)
     require_text(text)
     largest = len(tokenizer_json["model"]["vocab"])
     if largest < config.vocab_size:
@@ -140,7 +145,7 @@ _Learned = tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, bytes
 """tokenizer.json, facts about the text, facts about the training, other files."""
 
 
-def _by_bpe(parts: Sequence[TextPart], config: TokenizerConfig, scratch: Path, _: bool) -> _Learned:
+def _by_bpe(parts: Sequence[TextPart], config: TokenizerConfig, scratch: Path) -> _Learned:
     from zero2all.tokenizer.bpe.learn import learn_bpe
 
     control = config.specials.names()
@@ -168,21 +173,12 @@ def _by_bpe(parts: Sequence[TextPart], config: TokenizerConfig, scratch: Path, _
     return tokenizer_json, found["text"], facts, {}
 
 
-def _by_hf_bbpe(parts: Sequence[TextPart], config: TokenizerConfig, _: Path, ignore_memory: bool) -> _Learned:
-    from zero2all.tokenizer.hf_bbpe import learn_hf_bbpe
-    from zero2all.tokenizer.memory_estimate import check_memory
-
-    check_memory(parts, config, ignore_memory)
+def _by_hf_bbpe(parts: Sequence[TextPart], config: TokenizerConfig, _: Path) -> _Learned:
     text = CountedText(parts, config.specials.names(), config.normalise)
     return learn_hf_bbpe(text, config), text.facts(), {}, {}
 
 
-def _by_sentencepiece(parts: Sequence[TextPart], config: TokenizerConfig, scratch: Path, ignore: bool) -> _Learned:
-    from zero2all.tokenizer.memory_estimate import check_memory
-    from zero2all.tokenizer.sentencepiece_kind import learn_sentencepiece, require_sentencepiece
-
-    require_sentencepiece()
-    check_memory(parts, config, ignore)
+def _by_sentencepiece(parts: Sequence[TextPart], config: TokenizerConfig, scratch: Path) -> _Learned:
     text = CountedText(parts, config.specials.names(), config.normalise)
     tokenizer_json, model, facts = learn_sentencepiece(text, config, scratch)
     return tokenizer_json, text.facts(), facts, {SENTENCEPIECE_NAME: model}

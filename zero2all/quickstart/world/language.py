@@ -19,7 +19,7 @@ class Language:
 
     name: str
     joiner: str
-    """What stands between two sentences of a paragraph."""
+    """What comes between two sentences of a paragraph."""
     relations: tuple[Relation, ...]
     pins: dict[FactKey, str]
     arithmetic: ArithmeticWords

@@ -183,7 +183,7 @@ class Bigrams:
         return BigramWorker(self)
 
     def add(self, worker: BigramWorker) -> None:
-        """Take over what a worker has counted."""
+        """Add what a worker has counted."""
         with self.lock:
             used = np.flatnonzero(worker.characters)
             self.characters[used] += worker.characters[used]
@@ -202,7 +202,7 @@ class Bigrams:
             return
         # What is needed may be mostly known keys, so grow by a third at least and never to the worst case at once.
         slots = max(int(1.3 * self.keys.size), int(needed / FULLEST) + 1)
-        # While it grows, the old and the new table stand side by side.
+        # While it grows, both the old and the new table are in memory.
         if self.max_bytes is not None and (slots + self.keys.size) * BYTES_PER_SLOT > self.max_bytes:
             self._become_sketch()
             return
@@ -275,7 +275,7 @@ class Bigrams:
         return {"sketch_bits": self.sketch_bits}
 
     def load(self, folder: Path, facts: dict[str, Any]) -> None:
-        """Go on from what `save` wrote."""
+        """Continue from what `save` wrote."""
         self.characters[:] = 0
         self.characters[np.load(folder / "used.npy")] = np.load(folder / "characters.npy")
         self.ascii_pairs = np.load(folder / "ascii_pairs.npy")

@@ -93,7 +93,7 @@ class CountingRun:
         free: SimpleQueue[Any] = SimpleQueue()
         for worker in workers:
             free.put(worker)
-        told = 0
+        reported = 0
 
         def work(texts: list[str], number: int) -> tuple[Counter[str], int]:
             codes, done = self.reader.codes(texts)
@@ -105,11 +105,11 @@ class CountingRun:
             return done, utf8_bytes(codes)
 
         def note(done: Counter[str], size: int) -> None:
-            nonlocal told
+            nonlocal reported
             seen.update(done)
             # The part's size is an estimate; the bar follows it, not beyond.
-            advance = min(size, max(0, part.size_bytes - told))
-            told += size
+            advance = min(size, max(0, part.size_bytes - reported))
+            reported += size
             bar.advance(advance)
 
         waiting: deque[Future[tuple[Counter[str], int]]] = deque()
@@ -123,7 +123,7 @@ class CountingRun:
                 note(*waiting.popleft().result())
         while waiting:
             note(*waiting.popleft().result())
-        bar.advance(max(0, part.size_bytes - told))
+        bar.advance(max(0, part.size_bytes - reported))
         return seen
 
     def _resume(self, folder: Path, count: Count, settings: dict[str, Any], seen: Counter[str]) -> int:

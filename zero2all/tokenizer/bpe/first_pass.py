@@ -64,7 +64,7 @@ class FirstPass:
         return {"bigrams": self.bigrams.save(folder), "words": self.words.save(folder / "words")}
 
     def load(self, folder: Path, facts: dict[str, Any]) -> None:
-        """Go on from what `save` wrote."""
+        """Continue from what `save` wrote."""
         self.bigrams.load(folder, facts["bigrams"])
         self.words.load(folder / "words", facts["words"])
 

@@ -71,7 +71,7 @@ def _hash(arena, start, words, length):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _find(slots, arena, source, start, words, length, value):  # type: ignore[no-untyped-def]
-    """The slot of the record whose characters stand at source[start:], or the empty one where it belongs."""
+    """The slot of the record whose characters are at source[start:], or the empty one where it belongs."""
     size = np.uint64(slots.size)
     slot = np.int64((value & _LOW32) * size >> _HALF)
     tag = np.uint32(value >> _HALF) >> np.uint32(PART_BITS) & np.uint32(63)
@@ -261,7 +261,7 @@ class CharacterCode:
     """How characters are written inside records: by rank, the most frequent ones in one byte.
 
     The lowest bits of the first byte tell the length, as in UTF-8: 0 one byte, 01 two, 11 three. `encoded` holds, per
-    code point, the bytes and in its upper 8 bits their number; 0 for a character that is no symbol.
+    code point, the bytes and in its upper 8 bits their number; 0 for a character that is not a symbol.
     """
 
     def __init__(self, code_points: np.ndarray, counts: np.ndarray) -> None:
@@ -269,13 +269,16 @@ class CharacterCode:
         self.code_points = by_rank
         rank = np.arange(by_rank.size, dtype=np.uint32)
         assert by_rank.size <= 128 + (1 << 14) + (1 << 22), "Unicode has fewer characters"
-        value = np.where(
-            rank < 128, rank << 1 | 1 << 24, np.where(rank < 128 + (1 << 14), (rank - 128) << 2 | 1 | 2 << 24, 0)
-        )
-        far = rank >= 128 + (1 << 14)
-        value[far] = (rank[far] - (128 + (1 << 14))) << 2 | 3 | 3 << 24
+        far = 128 + (1 << 14)
+        one, two, three = rank << 1 | 1 << 24, (rank - 128) << 2 | 1 | 2 << 24, (rank - far) << 2 | 3 | 3 << 24
         self.encoded = np.zeros(CODE_POINTS, np.uint32)
-        self.encoded[by_rank] = value
+        self.encoded[by_rank] = np.select([rank < 128, rank < far], [one, two], three)
+
+    def ranks(self, codes: np.ndarray) -> np.ndarray:
+        """The ranks of these characters."""
+        rank_of = np.zeros(CODE_POINTS, np.uint32)
+        rank_of[self.code_points] = np.arange(self.code_points.size)
+        return rank_of[codes]
 
 
 class _Part:
@@ -317,7 +320,7 @@ class _Part:
         _fill_slots(self.slots, self.arena, self.used)
 
     def _slots_for(self, entries: int) -> int:
-        """How many slots the table has when it must hold so many records: it grows by a third at a time."""
+        """How many slots the table needs for this many records: it grows by a third at a time."""
         slots = int(self.slots.size)
         while entries > FULLEST * slots:
             slots = int(slots * 1.33)
@@ -348,7 +351,7 @@ class Fragments:
         return sum(self.spilled)
 
     def take(self, worker: FragmentWorker) -> None:
-        """Take over what a worker has counted."""
+        """Add what a worker has counted."""
         used = int(worker.state[WORDS])
         records = np.empty(int(worker.state[ENTRIES]), np.uint32)
         ends, words = np.empty(PARTS + 1, np.int64), np.empty(PARTS, np.int64)
@@ -440,7 +443,7 @@ class Fragments:
         }
 
     def load(self, folder: Path, facts: dict[str, Any]) -> None:
-        """Go on from what `save` wrote: what was spilled later is cut off again."""
+        """Continue from what `save` wrote; what was spilled later is cut off again."""
         with open(folder / "tables.pieces", "rb") as file:
             for part, words in zip(self.parts, facts["words"], strict=True):
                 part.restore(np.frombuffer(file.read(4 * words), np.uint32))
@@ -488,8 +491,7 @@ class FragmentWorker:
             if reason == FULL:
                 self.flush()
             else:
-                values = encoded[codes[self.state[FIRST] : self.state[AT]]]
-                self.total.take_long(ranks(values))
+                self.total.take_long(self.total.code.ranks(codes[self.state[FIRST] : self.state[AT]]))
 
     def flush(self) -> None:
         """Hand everything over."""
@@ -502,13 +504,3 @@ def counts_at(records: np.ndarray, places: np.ndarray) -> np.ndarray:
     """The counts of the records at these places."""
     high: np.ndarray = (records[places] >> np.uint32(16)).astype(np.int64) << 32
     return high | records[places + np.uint32(1)]
-
-
-def ranks(values: np.ndarray) -> np.ndarray:
-    """The rank of characters from their entries in `CharacterCode.encoded`."""
-    size = values >> np.uint32(24)
-    number = values & np.uint32(0xFFFFFF)
-    two, three = np.uint32(128), np.uint32(128 + (1 << 14))
-    return np.where(size == 1, number >> 1, np.where(size == 2, (number >> 2) + two, (number >> 2) + three)).astype(
-        np.uint32
-    )

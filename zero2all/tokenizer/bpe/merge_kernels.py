@@ -1,8 +1,8 @@
 """The loops of merging. numba.
 
-Words stand in one flat array (`words`). A merged symbol keeps the places of the characters it covers: its number stands
-at the first and at the last of them. So the symbol to the right begins right behind, the one to the left ends right
-before, and merging touches three places however long the word is. `spans` says how many places a symbol covers;
+Words are in one flat array (`words`). A merged symbol keeps the places of the characters it covers: its number is at
+the first and at the last of them. So the symbol to the right begins right after, the one to the left ends right before,
+and merging touches three places however long the word is. `spans` says how many places a symbol covers;
 `squeeze` moves everything together again, after which each symbol covers one.
 
 Only pairs with at least `bound` occurrences are known at all: their count, and the places where they stood when they
@@ -392,7 +392,7 @@ def merge(  # type: ignore[no-untyped-def]
                 counts[other] -= lost_right[symbol]
             lost_right[symbol] = 0
 
-        # the neighbours as they stand now
+        # the neighbours as they are now
         lefts = 0
         rights = 0
         run = 0

@@ -2,10 +2,10 @@
 
     0 | word | 0 | word | 0 ...
 
-Words of equal count stand next to each other, so a count belongs to a run of words, not to each: the whole memory of a
-word is its symbols (16 bits each, as long as there are fewer than 65,536) and one separator. Symbols are numbered in
-the order in which they will stand in the vocabulary: ASCII characters, then the others by count and code point, then,
-as they are made, the merges. The order does not depend on where text was cut, so ties are broken alike.
+Words of equal count are neighbours, so a count belongs to a run of words, not to each: a word takes only the memory of
+its symbols (16 bits each, as long as there are fewer than 65,536) and one separator. Symbols are numbered in the order
+of the vocabulary: ASCII characters, then the others by count and code point, then the merges as they are made. The
+order does not depend on where text was cut, so ties are broken alike.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ INSIDE = 1
 FIRST_SYMBOL = 2
 """Symbols begin here: 0 separates words, 1 marks a place inside a merged symbol."""
 
-COUNTS_TOLD_APART = 1 << 20
+LARGEST_COUNT = 1 << 20
 """Larger counts are treated as equal when the rarest fragments are left out."""
 
 LARGEST_SHORT = np.iinfo(np.uint16).max
@@ -96,14 +96,14 @@ def words_of(fragments: Fragments, ordered: np.ndarray, max_bytes: int | None, d
 def rarest_that_fit(fragments: Fragments, ordered: np.ndarray, max_bytes: int) -> int:
     """The smallest count so that all fragments with at least that count fit as words; 0 when everything fits."""
     itemsize = 4 if ordered.size + FIRST_SYMBOL > LARGEST_SHORT else 2
-    places_of_count = np.zeros(COUNTS_TOLD_APART + 1, np.int64)
+    places_of_count = np.zeros(LARGEST_COUNT + 1, np.int64)
     for number in range(PARTS):
         records = fragments.table(number)
         _places_by_count(records, places_of_count)
         fragments.put_back(number, records)
     from_count = np.cumsum(places_of_count[::-1])[::-1] + fragments.long_bytes // 4
     fits = np.flatnonzero(from_count * itemsize <= max_bytes)
-    lowest = int(fits[0]) if fits.size else COUNTS_TOLD_APART
+    lowest = int(fits[0]) if fits.size else LARGEST_COUNT
     return 0 if lowest <= 1 else lowest
 
 
