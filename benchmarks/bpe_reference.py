@@ -1,4 +1,4 @@
-"""Slow and plain versions of training and encoding, to test the fast ones against. Nobody else should call them.
+"""Slow and plain versions of BPE training and encoding, to test the fast ones against.
 
 Both take their pretokens from the `tokenizers` library's regex engine, not from our scanner.
 """

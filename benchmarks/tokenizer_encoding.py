@@ -7,7 +7,7 @@ FILE is JSON lines (also .gz), a JSON array (.json, .json.gz) or parquet, with t
 
 - `encoding_speed`: MB per second of processor time with one thread, each encoder from a cold start (its caches are
   empty, its code is compiled), in batches as packing makes them;
-- `encoding_parity`: ids of every encoder against `bpe.reference`, document by document;
+- `encoding_parity`: ids of every encoder against `benchmarks.bpe_reference`, document by document;
 - `same_ids_everywhere`: ids of the saved folder in transformers, in plain tokenizers and in our package.
 """
 

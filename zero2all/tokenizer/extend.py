@@ -74,7 +74,22 @@ class Extender:
     def add(self, texts: Iterable[str]) -> None:
         """Add pieces by name: the text of each, with its leading space where it has one."""
         for text in texts:
-            self._add(text)
+            if not text or well_formed(text) != text:
+                raise UsageError(f"{text!r} cannot be a piece: give text that is not empty and that UTF-8 can hold.")
+            if text in self.tokenizer.control:
+                raise UsageError(f"{text!r} is a control token; text may not make one.")
+            pieces = self._joined(self._spelling(text))
+            whole = "".join(pieces)
+            if len(pieces) == 1:
+                self.already_there += 1
+            while len(pieces) > 1:
+                left, right = pieces[:2]
+                if left + right in self.vocab:  # the union exists, but nothing leads to it from these two: add the way
+                    self._add_merge(left, right)
+                else:
+                    self._merge(left, right)
+                    self.helpers += left + right != whole
+                pieces = self._joined(pieces)
 
     def learn(self, texts: Iterable[str], vocab_size: int) -> None:
         """Pieces from text, until there are `vocab_size` ids."""
@@ -140,24 +155,6 @@ class Extender:
             write_manifest(partial, "tokenizer", inputs, content)
         lost = (self.folder / SENTENCEPIECE_NAME).is_file()
         return {**facts, "vocab_size": extended.vocab_size, "sentencepiece_model_left_behind": lost}
-
-    def _add(self, text: str) -> None:
-        if not text or well_formed(text) != text:
-            raise UsageError(f"{text!r} cannot be a piece: give text that is not empty and that UTF-8 can hold.")
-        if text in self.tokenizer.control:
-            raise UsageError(f"{text!r} is a control token; text may not make one.")
-        pieces = self._joined(self._spelling(text))
-        whole = "".join(pieces)
-        if len(pieces) == 1:
-            self.already_there += 1
-        while len(pieces) > 1:
-            left, right = pieces[:2]
-            if left + right in self.vocab:  # the union exists, but nothing leads to it from these two: add the way
-                self._add_merge(left, right)
-            else:
-                self._merge(left, right)
-                self.helpers += left + right != whole
-            pieces = self._joined(pieces)
 
     def _spelling(self, text: str) -> list[str]:
         """The old pieces of a text that is to be one piece; an error when it never could be one."""

@@ -8,6 +8,7 @@ two sides never becomes one pretoken.
 
 from __future__ import annotations
 
+import os
 import re
 import unicodedata
 from collections import Counter
@@ -81,7 +82,7 @@ class TextCleaner:
         self._forbidden: re.Pattern[str] | None = None
         if forbidden:
             self._forbidden = re.compile("|".join(map(re.escape, sorted(forbidden, key=len, reverse=True))))
-            self._start = _common_start(forbidden)
+            self._start = os.path.commonprefix(list(forbidden))  # a fast search for it finds most texts clean
 
     def clean(self, text: str, counts: Counter[str]) -> str:
         """The clean text, the same object if nothing changed; what was done is added to `counts`."""
@@ -127,11 +128,3 @@ class CountedText:
     def facts(self) -> dict[str, Any]:
         """For the manifest."""
         return text_facts(self.text_bytes, self._counts)
-
-
-def _common_start(names: Sequence[str]) -> str:
-    """What all names begin with: searching for it is fast and finds most texts clean."""
-    start = min(names, key=len)
-    while not all(name.startswith(start) for name in names):
-        start = start[:-1]
-    return start
