@@ -17,7 +17,7 @@ quickstart: $(RUNTIME)
 	$(BIN)/z2a quickstart $(ARGS)
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu and not slow" -n 2 --dist loadfile --durations 10
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu and not slow" -n 4 --dist loadfile --no-loadscope-reorder --durations 10
 
 lint: $(DEV)
 	$(BIN)/ruff check .

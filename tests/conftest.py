@@ -10,11 +10,14 @@ import itertools
 import json
 import os
 import random
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
 
+from tests.processes import Z2A, Program, Start, WarmProcess
 from zero2all.common.workspace import Workspace, open_workspace
 from zero2all.config import RunConfig, config_from_values
 from zero2all.corpus import BuildOptions, Source, build_corpus
@@ -26,6 +29,22 @@ from zero2all.train.loop import train
 hypothesis.settings.register_profile("same", derandomize=True)
 hypothesis.settings.register_profile("random")
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+
+LONG_FILES = (
+    *("track/board/test_page.py", "ops/kernels/test_softmax_epilogue.py", "train/test_train_guards.py"),
+    *("quickstart/test_journey.py", "train/test_train_exact.py", "corpus/test_corpus_engine.py"),
+    *("cli/test_cli_train.py", "cli/test_cli_journey.py", "track/test_mirror.py", "perf/test_perf_ablate.py"),
+    *("train/test_train_resume.py", "track/board/test_accessibility.py", "train/test_train_loop.py"),
+    *("corpus/test_corpus_build.py", "train/test_train_data.py", "train/test_train_chaos.py", "test_exchange.py"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take long come first, or the last of them runs while the other workers have nothing to do."""
+    here = Path(__file__).parent
+    places = {here / name: place for place, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
+
 
 CAPITALS = {
     "zh": {"中国": "北京", "法国": "巴黎", "日本": "东京", "英国": "伦敦", "德国": "柏林"},
@@ -92,3 +111,26 @@ def _write_raw(path: Path, channel: str) -> Path:
     texts = ["".join(rng.choices(sentences, k=rng.randint(4, 12))) for _ in range(150)]
     path.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts), encoding="utf-8")
     return path
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[WarmProcess]:
+    process = WarmProcess()
+    yield process
+    process.process.communicate()
+
+
+@pytest.fixture
+def start(warm: WarmProcess, tmp_path: Path) -> Iterator[Start]:
+    """Start `z2a` with these words, or other code; what is still running at the end of the test is killed."""
+    started: list[Program] = []
+
+    def run(*words: object, code: str = Z2A) -> Program:
+        program = Program(warm, code, [str(word) for word in words], tmp_path / f"output-{len(started)}.txt")
+        started.append(program)
+        return program
+
+    yield run
+    for program in started:
+        program.signal(signal.SIGKILL)
+        program.wait()

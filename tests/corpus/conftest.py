@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from corpus_helpers import HERE, plain_options
 
+from tests.corpus.corpus_helpers import HERE, plain_options
 from zero2all.common.records import iter_records
 from zero2all.corpus import Source, build_corpus
 

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from corpus_helpers import HERE, plain_options
 
+from tests.corpus.corpus_helpers import HERE, plain_options
 from zero2all.common.errors import BadInputError, DiskError, RunLockedError
 from zero2all.common.records import iter_records
 from zero2all.corpus import (

@@ -7,8 +7,8 @@ import json
 import random
 
 import pytest
-from corpus_helpers import HERE, plain_options, tree
 
+from tests.corpus.corpus_helpers import HERE, plain_options, tree
 from zero2all.common.errors import BadInputError
 from zero2all.common.records import iter_records, training_text
 from zero2all.corpus import BuildOptions, EngineConfig, Source, build_corpus, find_record, iter_dropped, read_report

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from corpus_helpers import HERE, plain_options
 
+from tests.corpus.corpus_helpers import HERE, plain_options
 from zero2all.cli import main
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.records import iter_records

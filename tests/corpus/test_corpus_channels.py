@@ -15,8 +15,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from corpus_helpers import HERE, plain_options, tree
 
+from tests.corpus.corpus_helpers import HERE, plain_options, tree
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.records import corpus_sources, iter_records
 from zero2all.corpus import BuildOptions, Source, build_corpus, parse_source, summary_notes

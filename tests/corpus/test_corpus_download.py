@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from corpus_helpers import tree
-from hub_server import HubServer
 
+from tests.corpus.corpus_helpers import tree
+from tests.corpus.hub_server import HubServer
 from zero2all.cli import main
 from zero2all.common.errors import BadInputError, DiskError, RunLockedError, UsageError, UserError
 from zero2all.corpus.download import DownloadRequest, DownloadResult, download

@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 import pytest
-from corpus_helpers import HERE, build_three, tree
 
+from tests.corpus.corpus_helpers import HERE, build_three, tree
 from zero2all.common.engine import advance, open_engine, run_tasks
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.corpus import EngineConfig
@@ -138,6 +138,7 @@ def test_workers_share_nothing_with_a_name_and_end_with_their_parent():
         assert [line for line in named if not line.endswith("(deleted)")] == []
         parent.kill()
         parent.wait()
+        deadline = time.monotonic() + 30
         while group(parent.pid) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not group(parent.pid)
@@ -213,7 +214,7 @@ KILLED_BUILD = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[3])
-from corpus_helpers import EngineConfig, build_three
+from tests.corpus.corpus_helpers import EngineConfig, build_three
 build_three(Path(sys.argv[1]), Path(sys.argv[2]), EngineConfig(workers=2))
 """
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from corpus_helpers import HERE, plain_options
 
+from tests.corpus.corpus_helpers import HERE, plain_options
 from zero2all.common.records import iter_records
 from zero2all.corpus import Source, build_corpus, summary_notes
 from zero2all.corpus.dedup.config import DedupConfig

@@ -11,8 +11,8 @@ import random
 import tarfile
 
 import pytest
-from corpus_helpers import HERE, plain_options
 
+from tests.corpus.corpus_helpers import HERE, plain_options
 from zero2all.common.errors import BadInputError, DiskError
 from zero2all.common.files import read_json, write_json
 from zero2all.corpus import Source, build_corpus, summary_notes

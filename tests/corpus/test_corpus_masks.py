@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from corpus_helpers import HERE, plain_options, tree
-
+from tests.corpus.corpus_helpers import HERE, plain_options, tree
 from zero2all.corpus import Source, build_corpus
 from zero2all.corpus.clean import Cleaner, default_config
 from zero2all.corpus.clean.cleaner import mask_text

@@ -6,8 +6,8 @@ import json
 import zipfile
 
 import pytest
-from corpus_helpers import HERE, plain_options
 
+from tests.corpus.corpus_helpers import HERE, plain_options
 from zero2all.common.records import ORIGINS_NAME, iter_records
 from zero2all.corpus import Source, build_corpus
 

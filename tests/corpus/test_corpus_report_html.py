@@ -9,8 +9,8 @@ import subprocess
 from html.parser import HTMLParser
 
 import pytest
-from corpus_helpers import HERE, plain_options
 
+from tests.corpus.corpus_helpers import HERE, plain_options
 from zero2all.corpus import Source, build_corpus
 from zero2all.corpus.report import check_identity
 from zero2all.corpus.report_html import length_plot, report_html

@@ -13,8 +13,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from corpus_helpers import plain_options
 
+from tests.corpus.corpus_helpers import plain_options
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.corpus import (
     BuildOptions,

@@ -7,7 +7,9 @@ import math
 
 import pytest
 import torch
-from agreement import (
+from torch import Tensor
+
+from tests.ops.agreement import (
     TOLERANCE,
     assert_agrees,
     assert_close,
@@ -17,8 +19,6 @@ from agreement import (
     random_ids,
     values_and_gradients,
 )
-from torch import Tensor
-
 from zero2all.ops import linear_cross_entropy
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.implementation import OpContext

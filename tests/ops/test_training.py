@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 import torch
-from agreement import assert_close
-from small_run import EAGER, losses_of_a_run, resolved
 
+from tests.ops.agreement import assert_close
+from tests.ops.small_run import EAGER, losses_of_a_run, resolved
 from zero2all.model.compile import compile_model
 from zero2all.model.config import ModelConfig
 from zero2all.model.z2all import Z2all

@@ -192,7 +192,10 @@ def test_reading_ahead_is_bounded_and_ends_with_close(data, monkeypatch):
     loader = Loader(data, STEP, 0, steps=10**9, options=LoaderOptions(prefetch_steps=3))
     batches = iter(loader)
     next(batches)
-    time.sleep(0.2)
+    deadline = time.monotonic() + 30
+    while len(read) < 4 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.05)  # a fifth read would come at once
     assert read == [0, STEP, 2 * STEP, 3 * STEP]
     assert loaders_alive() == before + 1
     loader.close()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import random
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.processes import Z2A, Program, Start, WarmProcess
 from zero2all.common.errors import BadInputError, DiskError, UsageError
 from zero2all.common.files import read_json
 from zero2all.config import load_config
@@ -31,16 +30,13 @@ import sys
 from pathlib import Path
 from zero2all.config import load_config
 from zero2all.quickstart.journey import WorldSize, run_journey
+from zero2all.quickstart import raw
 from zero2all.quickstart.summary import print_summary
+every_probe = raw.probes
+raw.probes = lambda language, seed: every_probe(language, seed)[::7]
 journey = run_journey(load_config("quickstart", {SMALL!r}), Path(sys.argv[1]), size={SIZE!r})
 print_summary(journey)
 """
-
-
-def start(work: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", RUN, str(work)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
 
 
 def last_checkpoint(work: Path) -> dict[str, bytes]:
@@ -49,13 +45,12 @@ def last_checkpoint(work: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def finished(warm: WarmProcess, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A journey left alone, and what it printed."""
-    work = tmp_path_factory.mktemp("journey") / "work"
-    process = start(work)
-    output, errors = process.communicate(timeout=240)
-    assert process.returncode == 0, errors
-    return work, output
+    folder = tmp_path_factory.mktemp("journey")
+    program = Program(warm, RUN, [str(folder / "work")], folder / "output.txt")
+    assert program.wait() == 0, program.text()
+    return folder / "work", program.text()
 
 
 def test_summary_shows_stages_channels_probes_samples_picture_and_what_to_try_next(finished: tuple[Path, str]) -> None:
@@ -75,22 +70,26 @@ def test_untrained_model_knows_no_fact(finished: tuple[Path, str]) -> None:
     assert read_json(finished[0] / "runs/quickstart/eval/untrained.json")["accuracy"] < 0.1
 
 
-def test_killed_again_and_again_the_journey_ends_with_the_same_bits(finished: tuple[Path, str], tmp_path: Path) -> None:
+MOMENTS = {
+    "while the corpus is built": "corpus/.build",
+    "after the corpus": "corpus/report.json",
+    "after the tokenizer": "tokenizer/manifest.json",
+    "in training": "runs/quickstart/checkpoints/step-*",
+    "in evaluation": "runs/quickstart/eval/step-*.json",
+}
+
+
+def test_killed_again_and_again_the_journey_ends_with_the_same_bits(
+    finished: tuple[Path, str], tmp_path: Path, start: Start
+) -> None:
     work = tmp_path / "killed"
-    delays = random.Random(7)
-    kills = 0
-    while True:
-        process = start(work)
-        try:
-            _, errors = process.communicate(timeout=delays.uniform(3, 8) if kills < 3 else 240)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGKILL)
-            process.communicate()
-            kills += 1
-            continue
-        assert process.returncode == 0, errors
-        break
-    assert kills >= 2, "the journey ended before it could be killed twice"
+    for moment, pattern in MOMENTS.items():
+        program = start(work, code=RUN)
+        program.wait_until(lambda p=program, to_see=pattern: any(work.glob(to_see)) or p.poll() is not None)
+        program.signal(signal.SIGKILL)
+        assert program.wait() == -signal.SIGKILL, f"it was to be killed {moment}: {program.text()}"
+    program = start(work, code=RUN)
+    assert program.wait() == 0, program.text()
     assert last_checkpoint(work) == last_checkpoint(finished[0])
     assert not list(work.rglob("*.partial-*"))
 
@@ -141,13 +140,13 @@ def novel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def own(novel: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def own(warm: WarmProcess, novel: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The journey of one small text, as a person types it but for the steps, and what it printed."""
-    work = tmp_path_factory.mktemp("journey") / "own"
-    command = [sys.executable, "-m", "zero2all", "quickstart", "--data", str(novel), "--work", str(work)]
-    done = subprocess.run([*command, "--train.steps", "30"], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    return work, done.stdout
+    folder = tmp_path_factory.mktemp("journey")
+    words = ["quickstart", "--data", str(novel), "--work", str(folder / "own"), "--train.steps", "30"]
+    program = Program(warm, Z2A, words, folder / "output.txt")
+    assert program.wait() == 0, program.text()
+    return folder / "own", program.text()
 
 
 def test_twenty_kilobytes_of_text_become_a_model_and_it_is_said_what_was_chosen(own: tuple[Path, str]) -> None:

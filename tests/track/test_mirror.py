@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from sshd import Sshd, start_sshd
 
+from tests.track.sshd import Sshd, start_sshd
 from zero2all.cli import main
 from zero2all.common.errors import UsageError
 from zero2all.common.files import write_json

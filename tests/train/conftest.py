@@ -1,15 +1,11 @@
-"""A small workspace, a small config, and processes to train in."""
+"""A small workspace and a small config to train with."""
 
 from __future__ import annotations
 
+import gc
 import json
-import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.processes import WarmProcess
 from zero2all.common.workspace import Workspace, open_workspace
 from zero2all.config import RunConfig, config_from_values, config_yaml
 from zero2all.corpus import BuildOptions, Source, build_corpus
@@ -101,99 +98,17 @@ def repack() -> Callable[[Workspace, int], None]:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """A training run sets the threads of its process; here that is pytest's."""
+    """A training run sets the threads of its process, and collects garbage; here both are pytest's."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
+    gc.freeze()  # or each run looks at every object of pytest, and takes twice as long
     yield
     torch.set_num_threads(before)
 
 
-# ---- processes ----
-
-Z2A = "import sys; from zero2all.cli import main; sys.exit(main())"
-LONG_SECONDS = 60.0
-
-
-class WarmProcess:
-    """The other side of warm_process.py."""
-
-    def __init__(self) -> None:
-        script = Path(__file__).with_name("warm_process.py")
-        self.process = subprocess.Popen(
-            [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self.is_ready = False
-
-    def ask(self, request: Any) -> Any:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        if not self.is_ready:
-            self.process.stdout.readline()
-            self.is_ready = True
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())
-
-
-class Trainer:
-    """One started process."""
-
-    def __init__(self, warm: WarmProcess, code: str, arguments: list[str], output: Path) -> None:
-        self.warm, self.output = warm, output
-        self.pid: int = warm.ask({"code": code, "arguments": arguments, "output": str(output)})
-        self.exit_code: int | None = None
-
-    def text(self) -> str:
-        """What it printed so far."""
-        return self.output.read_text() if self.output.exists() else ""
-
-    def poll(self) -> int | None:
-        if self.exit_code is None:
-            self.exit_code = self.warm.ask({"wait": self.pid})
-        return self.exit_code
-
-    def wait(self) -> int:
-        """The exit code, negative for a signal."""
-        self.wait_until(lambda: self.poll() is not None)
-        assert self.exit_code is not None
-        return self.exit_code
-
-    def wait_until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + LONG_SECONDS
-        while not condition():
-            assert time.monotonic() < deadline, f"waited too long; it printed: {self.text()}"
-            time.sleep(0.004)
-
-    def signal(self, number: signal.Signals) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-
 @pytest.fixture(scope="session", autouse=True)
-def warm() -> Iterator[WarmProcess]:
+def warmed(warm: WarmProcess) -> None:
     """Started at once, so that it imports while other tests run."""
-    process = WarmProcess()
-    yield process
-    process.process.communicate()
-
-
-Start = Callable[..., Trainer]
-
-
-@pytest.fixture
-def start(warm: WarmProcess, tmp_path: Path) -> Iterator[Start]:
-    """Start `z2a` with these words, or other code; what is still running at the end of the test is killed."""
-    started: list[Trainer] = []
-
-    def run(*words: object, code: str = Z2A) -> Trainer:
-        trainer = Trainer(warm, code, [str(word) for word in words], tmp_path / f"output-{len(started)}.txt")
-        started.append(trainer)
-        return trainer
-
-    yield run
-    for trainer in started:
-        trainer.signal(signal.SIGKILL)
-        trainer.wait()
 
 
 @pytest.fixture

@@ -14,18 +14,18 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.processes import Program, WarmProcess
+
 if TYPE_CHECKING:
-    from tests.train.conftest import Trainer, WarmProcess
     from zero2all.config import RunConfig
 
 Moment = tuple[int, int, float]
 """The step after which a process is sent a signal, the signal, and how many seconds after the step."""
-CODE = "import ranks; ranks.main()"  # the warm process has this folder on its path
+CODE = "from tests.train import ranks; ranks.main()"
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class StepRecord:
 class Launch:
     """The processes of one attempt."""
 
-    trainers: list[Trainer]
+    trainers: list[Program]
     records: list[Path]
 
     def wait(self) -> list[int]:
@@ -79,7 +79,6 @@ class RankStarter:
     """Starts runs in a workspace; `stop` kills what is left."""
 
     warm: WarmProcess
-    trainer: Callable[[WarmProcess, str, list[str], Path], Trainer]
     root: Path
     """The workspace."""
     folder: Path
@@ -118,7 +117,7 @@ class RankStarter:
                 "spoiled": (spoiled or {}).get(rank),
             }
             output = self.folder / f"output-{number}-{rank}.txt"
-            launch.trainers.append(self.trainer(self.warm, code, [json.dumps(job)], output))
+            launch.trainers.append(Program(self.warm, code, [json.dumps(job)], output))
         return launch
 
     def finished(self, *arguments: Any, **options: Any) -> Launch:

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.train.checkpoints.conftest import reseal
-from tests.train.conftest import Trainer
 from tests.train.ranks import CODE, Launch, RankStarter
 from zero2all.common.errors import AnomalyError, LostRunError
 from zero2all.common.workspace import Workspace
@@ -36,7 +35,7 @@ def lab(shared_work, tmp_path_factory) -> Workspace:
 
 @pytest.fixture(scope="module")
 def ranks(warm, lab, tmp_path_factory):
-    starter = RankStarter(warm, Trainer, lab.root, tmp_path_factory.mktemp("ranks"))
+    starter = RankStarter(warm, lab.root, tmp_path_factory.mktemp("ranks"))
     yield starter
     starter.stop()
 
@@ -57,8 +56,9 @@ def steps_in(run: Path) -> list[int]:
 
 
 def files_in(run: Path) -> dict[str, bytes]:
-    """Every file, byte for byte."""
-    return {str(path.relative_to(run)): path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()}
+    """Every file, byte for byte; a process may be stopped in the middle of one that it removes when it goes on."""
+    files = [path for path in sorted(run.rglob("*")) if path.is_file() and ".partial-" not in path.name]
+    return {str(path.relative_to(run)): path.read_bytes() for path in files}
 
 
 def events(run: Path, kind: str) -> list[dict]:

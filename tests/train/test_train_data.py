@@ -9,7 +9,6 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.train.conftest import Trainer
 from tests.train.ranks import RankStarter
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.packed.bestfit import build_best_fit
@@ -207,7 +206,7 @@ def flip(path):
 
 @pytest.fixture
 def ranks(warm, work, tmp_path):
-    starter = RankStarter(warm, Trainer, work.root, tmp_path)
+    starter = RankStarter(warm, work.root, tmp_path)
     yield starter
     starter.stop()
 

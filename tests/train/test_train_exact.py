@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.train.conftest import Trainer
 from tests.train.ranks import Launch, RankStarter
 from tests.train.states import copies
 from zero2all.common.errors import PeerFailureError
@@ -54,7 +53,7 @@ def lab(shared_work, tmp_path_factory) -> Workspace:
 
 @pytest.fixture(scope="module")
 def ranks(warm, lab, tmp_path_factory):
-    starter = RankStarter(warm, Trainer, lab.root, tmp_path_factory.mktemp("ranks"))
+    starter = RankStarter(warm, lab.root, tmp_path_factory.mktemp("ranks"))
     yield starter
     starter.stop()
 
@@ -62,6 +61,7 @@ def ranks(warm, lab, tmp_path_factory):
 # ---- one process, killed ----
 
 
+@pytest.mark.slow  # test_train_resume.py kills a shorter one
 def test_a_run_of_60_steps_killed_five_times_ends_with_the_bits_of_the_run_left_alone(ranks, lab, config):
     def settings(name):
         length = {"name": name, "steps": 60}
@@ -164,7 +164,7 @@ def test_two_processes_of_which_one_is_asked_to_stop_both_stop_at_the_same_step_
     assert (events.count("checkpoint"), events.count("preempted")) == (1, 1)
 
 
-@pytest.mark.parametrize(("processes", "micro"), [(1, 5), (3, 1), (2, 2)])
+@pytest.mark.parametrize(("processes", "micro"), [(1, 5), (3, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
 def test_a_sharded_run_resumes_at_any_number_of_processes_and_micro_batch(
     ranks, lab, config, alone, stopped, processes, micro
 ):
@@ -379,8 +379,9 @@ def test_a_run_killed_before_the_checkpoint_after_an_anneal_began_anneals_from_t
 @pytest.mark.parametrize(
     ("change", "last_step"),
     [
-        ({"rope_theta": 500_000.0}, 4),  # killed before the stage's first step was saved
-        ({"rope_scaling": {"kind": "yarn", "factor": 2.0, "original_seq_len": 32}}, 7),  # and after
+        # killed before the stage's first step was saved
+        pytest.param({"rope_theta": 500_000.0}, 4, marks=pytest.mark.slow),
+        ({"rope_scaling": {"kind": "yarn", "factor": 2.0, "original_seq_len": 32}}, 7),  # after it
     ],
     ids=["theta", "yarn"],
 )

@@ -561,13 +561,13 @@ def test_a_run_that_keeps_failing_ends_with_code_12_and_weights_from_before(work
 def test_a_run_that_has_to_go_back_again_and_again_stops(work):
     """All text from some step on is noise: no window to leave out helps."""
     guards = {"spike_window_steps": 24, "spike_min_steps": 16, "skip_steps_after": 2, "max_rollbacks": 2}
-    config = settings(train={"steps": 110}, checkpoint={"every_steps": 10, "keep_last": 3}, guards=guards)
-    poison_steps(work, config, 81, 30)
+    config = settings(train={"steps": 70}, checkpoint={"every_steps": 10, "keep_last": 3}, guards=guards)
+    poison_steps(work, config, 41, 30)
     with pytest.raises(AnomalyError, match="gone back 2 times") as caught:
         trained(config, work)
     assert caught.value.exit_code == 12
     run = work.run("run")
-    assert [event.data["to_step"] for event in events(run, "rollback")] == [70, 60], "one further each time"
+    assert [event.data["to_step"] for event in events(run, "rollback")] == [30, 20], "one further each time"
     last = max((run / "incidents").glob("*-loss_spike.json"), key=lambda path: int(path.name.split("-")[0]))
     assert json.loads(last.read_text())["action"] == "stop"
 

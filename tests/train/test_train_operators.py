@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.train.conftest import Trainer
 from tests.train.ranks import RankStarter
 from zero2all.train.operators import changed_operators
 
 
 @pytest.fixture
 def ranks(warm, work, tmp_path):
-    starter = RankStarter(warm, Trainer, work.root, tmp_path)
+    starter = RankStarter(warm, work.root, tmp_path)
     yield starter
     starter.stop()
 

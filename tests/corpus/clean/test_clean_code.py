@@ -3,9 +3,9 @@
 import dataclasses
 import random
 
-import planted
 import pytest
 
+from tests.corpus.clean import planted
 from zero2all.corpus.clean import Cleaner, default_config
 from zero2all.corpus.clean.code import is_broken_python, is_generated, without_licence
 from zero2all.corpus.clean.config import Switch

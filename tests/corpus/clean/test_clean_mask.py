@@ -3,9 +3,9 @@
 import dataclasses
 import random
 
-import planted
 import pytest
 
+from tests.corpus.clean import planted
 from zero2all.corpus.clean import Cleaner, default_config
 from zero2all.corpus.clean.config import Mask
 from zero2all.corpus.clean.mask import MARKS, is_id_number, mask_text

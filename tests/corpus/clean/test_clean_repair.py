@@ -2,11 +2,11 @@
 
 import random
 
-import planted
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.corpus.clean import planted
 from zero2all.corpus.clean import RULES, Cleaner, build_config, repair
 from zero2all.corpus.clean.config import default_config
 from zero2all.corpus.clean.repair import mend_mojibake, strip_blank

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable
 from textwrap import dedent
 
-import planted
 import pytest
 
+from tests.corpus.clean import planted
 from zero2all.corpus.clean import RULES, CleanConfig, Cleaner, default_config
 from zero2all.corpus.clean.kernels import WINDOW_UNITS
 

@@ -5,9 +5,9 @@ import random
 import subprocess
 import sys
 
-import planted
 import pytest
 
+from tests.corpus.clean import planted
 from zero2all.corpus.clean import Cleaned, Cleaner, build_config, default_config
 from zero2all.corpus.clean.config import Mask
 

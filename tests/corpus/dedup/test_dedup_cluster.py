@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dedup_helpers import InOrder, changed, en_text, make_units, outcome, random_units, zh_text
 
+from tests.corpus.dedup.dedup_helpers import InOrder, changed, en_text, make_units, outcome, random_units, zh_text
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.corpus.dedup import (
     EXACT_DUPLICATE,

@@ -6,9 +6,9 @@ import random
 from pathlib import Path
 
 import pytest
-from dedup_helpers import en_text, zh_text
 
 from benchmarks.planted import cut_documents, measure, plant, stdlib_sources
+from tests.corpus.dedup.dedup_helpers import en_text, zh_text
 
 
 @pytest.mark.parametrize("channel", ["zh", "en", "code"])

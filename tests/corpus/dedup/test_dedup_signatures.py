@@ -6,10 +6,10 @@ import sys
 
 import numpy as np
 import pytest
-from dedup_helpers import changed, en_text, zh_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.corpus.dedup.dedup_helpers import changed, en_text, zh_text
 from zero2all.corpus.dedup import DedupConfig, describe, signatures, text_digest, text_digests
 from zero2all.corpus.dedup.config import jaccard_estimate
 from zero2all.corpus.dedup.shingles import jaccard, shingle_set, units_of

@@ -12,7 +12,8 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from reader_samples import (
+
+from tests.corpus.readers.reader_samples import (
     ROWS,
     damaged_of,
     json_lines,
@@ -27,7 +28,6 @@ from reader_samples import (
     zip_of,
     zstd_of,
 )
-
 from zero2all.corpus.readers import Format, Limits
 from zero2all.corpus.readers.archives import is_safe_name
 

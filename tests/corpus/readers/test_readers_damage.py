@@ -13,7 +13,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from reader_samples import (
+
+from tests.corpus.readers.reader_samples import (
     ROWS,
     TEXTS,
     WRAPPINGS,
@@ -31,7 +32,6 @@ from reader_samples import (
     zip_of,
     zstd_of,
 )
-
 from zero2all.corpus.listing import InputFile
 from zero2all.corpus.readers import Damaged, Format, Limits, Row, TextBy, plan_units, read_unit, sniff
 

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from reader_samples import FORMATS, ROWS, TEXTS, WRAPPINGS, Wrap, damaged_of, read_all, rows_of
 
+from tests.corpus.readers.reader_samples import FORMATS, ROWS, TEXTS, WRAPPINGS, Wrap, damaged_of, read_all, rows_of
 from zero2all.corpus.readers import Limits, Row, TextBy
 
 
@@ -27,7 +27,7 @@ def test_format_in_wrapping(tmp_path: Path, kind: str, wrapping: str):
 
 @pytest.mark.parametrize("wrapping", [".zip", ".tar", ".tar.gz", ".tar.zst", ".7z", ".rar", ".4.rar"])
 def test_one_object_a_file_in_an_archive(tmp_path: Path, wrapping: str):
-    from reader_samples import gzip, rar4_of, rar5_of, seven_zip_of, tar_of, zip_of, zstd_of
+    from tests.corpus.readers.reader_samples import gzip, rar4_of, rar5_of, seven_zip_of, tar_of, zip_of, zstd_of
 
     make = {
         ".zip": zip_of,
@@ -106,7 +106,7 @@ def test_text_by_file_line_blank_line_and_long(tmp_path: Path, encoding: str, wr
 
 
 def test_text_and_code_in_archives_are_named_by_their_member(tmp_path: Path):
-    from reader_samples import zip_of
+    from tests.corpus.readers.reader_samples import zip_of
 
     (tmp_path / "a.zip").write_bytes(zip_of({"src/b.py": b"x = 1\n", "c.md": b"# C\n"}))
     code, text = rows_of(read_all(tmp_path / "a.zip"))

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 
 import pytest
-from reader_samples import csv_table, parquet, tar_of, zip_of
 
+from tests.corpus.readers.reader_samples import csv_table, parquet, tar_of, zip_of
 from zero2all.common.errors import BadInputError
 from zero2all.corpus.listing import list_files
 from zero2all.corpus.readers import Format, sniff

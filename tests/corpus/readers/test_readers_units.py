@@ -13,7 +13,8 @@ from unittest.mock import patch
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from reader_samples import (
+
+from tests.corpus.readers.reader_samples import (
     ROWS,
     Item,
     csv_table,
@@ -29,7 +30,6 @@ from reader_samples import (
     zip_of,
     zstd_of,
 )
-
 from zero2all.corpus.readers import Format, Limits, TextBy, read_unit
 
 QUICK = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))

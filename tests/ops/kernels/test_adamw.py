@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
-from agreement import assert_close, assert_same_bits, random
 from torch import Tensor
+
+from tests.ops.agreement import assert_close, assert_same_bits, random
 
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 

@@ -5,7 +5,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from agreement import assert_same_bits, outputs_of, random, random_ids
+
+from tests.ops.agreement import assert_same_bits, outputs_of, random, random_ids
 
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 

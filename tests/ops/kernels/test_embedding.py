@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from agreement import TOLERANCE, assert_agrees, assert_close, assert_same_bits, dtypes, random, random_ids
 from torch import Tensor
+
+from tests.ops.agreement import TOLERANCE, assert_agrees, assert_close, assert_same_bits, dtypes, random, random_ids
 
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 

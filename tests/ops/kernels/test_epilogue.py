@@ -9,8 +9,9 @@ from types import ModuleType
 
 import pytest
 import torch
-from agreement import TOLERANCE, assert_agrees, assert_close, random, values_and_gradients
 from torch import Tensor
+
+from tests.ops.agreement import TOLERANCE, assert_agrees, assert_close, random, values_and_gradients
 
 pytest.importorskip("triton", reason="the kernels around it are written in Triton, which is not installed")
 

@@ -3,7 +3,8 @@
 import dataclasses
 
 import pytest
-from small_run import EAGER, losses_of_a_run, resolved
+
+from tests.ops.small_run import EAGER, losses_of_a_run, resolved
 
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 

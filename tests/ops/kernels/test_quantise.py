@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from agreement import assert_close, random
+
+from tests.ops.agreement import assert_close, random
 
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 

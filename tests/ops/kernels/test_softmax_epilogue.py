@@ -13,8 +13,9 @@ from types import ModuleType
 
 import pytest
 import torch
-from agreement import assert_agrees, assert_close, random, random_ids, values_and_gradients
 from torch import Tensor
+
+from tests.ops.agreement import assert_agrees, assert_close, random, random_ids, values_and_gradients
 
 pytest.importorskip("triton", reason="the kernels around it are written in Triton, which is not installed")
 
@@ -135,10 +136,9 @@ def given(rows: int, columns: int, spread: float = 1.0) -> list[Tensor]:
     return [random(rows, 64) / 8 * spread, random(columns, 64, seed=1)]
 
 
-@pytest.mark.parametrize("z", [0.0, Z], ids=["plain", "z"])
 @pytest.mark.parametrize(
-    ("vocab_size", "columns"),
-    [(384, 384), (192, 192), (448, 448), (500, 512), (577, 640), (574, 576), (150, 192)],
+    ("vocab_size", "columns", "z"),
+    [(384, 384, 0.0), (192, 192, 0.0), (448, 448, Z), (500, 512, 0.0), (577, 640, Z), (574, 576, Z), (150, 192, Z)],
     ids=["whole tiles", "one tile", "some behind", "padding behind", "one id behind", "padding in a tile", "no tile"],
 )
 def test_loss_and_gradients_are_those_of_the_formula(device, vocab_size, columns, z):
@@ -146,7 +146,7 @@ def test_loss_and_gradients_are_those_of_the_formula(device, vocab_size, columns
     assert_agrees(quack_linear_cross_entropy, head_and_loss, given(128, columns), LOW, *others, device=device)
 
 
-@pytest.mark.parametrize("rows", [256, 300, 100], ids=["two chunks", "rows behind", "less than a tile"])
+@pytest.mark.parametrize("rows", [300, 100], ids=["two chunks and rows behind", "less than a tile"])
 def test_chunks_and_rows_that_fill_no_tile(device, rows, monkeypatch):
     monkeypatch.setattr(linear_cross_entropy, "EPILOGUE_CHUNK_ROWS", 128)
     others = (targets_for(448, rows), random(rows, seed=3).abs().float(), 448, Z)
@@ -216,12 +216,21 @@ def test_losses_alone_take_the_kernel_that_writes_no_gradient(device):
     assert made == []
 
 
-def test_the_trial_passes_what_is_right_and_names_what_is_wrong(device, monkeypatch):
+@pytest.fixture
+def problem_in_trial(device, monkeypatch):
     monkeypatch.setattr(trial, "DEVICE", device)
     linear_cross_entropy.problem_in_trial.cache_clear()
-    assert linear_cross_entropy.problem_in_trial() is None
-    if device == "cpu":
-        linear_cross_entropy.problem_in_trial.cache_clear()
-        monkeypatch.setattr(sys.modules[OURS], "identity_epi", Epilogue(lambda acc: {"D": acc * 1.1}))
-        assert "wrong by" in str(linear_cross_entropy.problem_in_trial())
+    yield linear_cross_entropy.problem_in_trial
     linear_cross_entropy.problem_in_trial.cache_clear()
+
+
+@pytest.mark.slow
+def test_the_trial_passes_what_is_right(problem_in_trial):
+    assert problem_in_trial() is None
+
+
+def test_the_trial_names_what_is_wrong(device, problem_in_trial, monkeypatch):
+    if device != "cpu":
+        pytest.skip("QuACK itself is right")
+    monkeypatch.setattr(sys.modules[OURS], "identity_epi", Epilogue(lambda acc: {"D": acc * 1.1}))
+    assert "wrong by" in str(problem_in_trial())

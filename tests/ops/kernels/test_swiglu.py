@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from agreement import assert_agrees, assert_close, dtypes, random, values_and_gradients
 from torch import Tensor
+
+from tests.ops.agreement import assert_agrees, assert_close, dtypes, random, values_and_gradients
 
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bpe_texts import TextList
 
+from tests.tokenizer.bpe.bpe_texts import TextList
 from zero2all.tokenizer.bpe.learn import LearnedBpe, learn_bpe
 
 

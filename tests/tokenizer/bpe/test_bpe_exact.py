@@ -6,11 +6,11 @@ import os
 import signal
 
 import pytest
-from bpe_texts import TextList, chinese_like, in_parts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.bpe_reference import ReferenceEncoder, reference_train
+from tests.tokenizer.bpe.bpe_texts import TextList, chinese_like, in_parts
 from zero2all.tokenizer.bpe import learn as learn_module
 from zero2all.tokenizer.bpe import merging
 from zero2all.tokenizer.bpe.learn import learn_bpe

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from bpe_texts import TextList, chinese_like, in_parts
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks.bpe_reference import ReferenceEncoder
+from tests.tokenizer.bpe.bpe_texts import TextList, chinese_like, in_parts
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.tokenizer.bpe.memory import Memory
 

@@ -490,6 +490,13 @@ class Tab:
                 self.pieces
             )
 
+    def wait_for_silence(self, seconds: float) -> None:
+        deadline, before = time.monotonic() + 15, -1
+        while len(self.pieces) != before:
+            assert time.monotonic() < deadline, self.pieces
+            before = len(self.pieces)
+            time.sleep(seconds)
+
     def close(self) -> None:
         self.is_closed.set()
         self.thread.join(5)
@@ -508,13 +515,9 @@ def test_a_stream_tells_what_moved_at_most_four_times_a_second_and_is_silent_whi
         run.close()
         tab.wait_for('"step":39')
         tab.wait_for('"finished"')
-        assert min(np.diff(tab.times)) >= 0.24
-        before = len(tab.pieces)
-        time.sleep(1.2)  # silence cannot be waited for in another way
-        assert len(tab.pieces) - before <= 1  # the list may still tell that it is finished
-        before = len(tab.pieces)
-        time.sleep(0.6)
-        assert len(tab.pieces) == before
+        # Not the smallest distance: a reader that was held up takes two pieces at once.
+        assert len(tab.times) <= 4 * (tab.times[-1] - tab.times[0]) + 2
+        tab.wait_for_silence(0.6)
     finally:
         tab.close()
 

@@ -75,7 +75,8 @@ def whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def main(rank, world, store, out):
+def main():
+    rank, world, store, out = sys.argv[1:]
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world))
     mesh = init_device_mesh("cpu", (int(world),))
@@ -84,7 +85,3 @@ def main(rank, world, store, out):
         torch.save(found, out)
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.util
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-WORKER = Path(__file__).with_name("shard_worker.py")
-spec = importlib.util.spec_from_file_location("shard_worker", WORKER)
-worker = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(worker)
+from tests.processes import Program
+from tests.train.optimizers import shard_worker as worker
 
 EXACT = ("lion", "sgd", "muon", "adamw_8bit", "adamw_bf16", "adamw_bf16, kahan")
 """Nothing is summed over processes: every bit is the same. The fused AdamW kernel rounds the ends of tensors apart."""
 
 
 @pytest.fixture(scope="module")
-def spread(tmp_path_factory):
+def spread(warm, tmp_path_factory):
     folder = tmp_path_factory.mktemp("shards")
-    processes = [
-        subprocess.Popen([sys.executable, WORKER, str(rank), "2", folder / "store", folder / "out.pt"])
-        for rank in range(2)
-    ]
-    try:
-        assert [process.wait(timeout=100) for process in processes] == [0, 0]
-    finally:
-        for process in processes:
-            process.kill()
+    code = "from tests.train.optimizers import shard_worker; shard_worker.main()"
+    words = ["2", str(folder / "store"), str(folder / "out.pt")]
+    ranks = [Program(warm, code, [str(rank), *words], folder / f"output-{rank}.txt") for rank in range(2)]
+    for rank in ranks:
+        assert rank.wait() == 0, rank.text()
     return torch.load(folder / "out.pt", weights_only=True)
 
 

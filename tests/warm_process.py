@@ -6,11 +6,13 @@ in every respect that matters: signals, locks, files. Requests and answers are J
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
 import sys
 import traceback
+from pathlib import Path
 
 # What a trainer needs, imported for the children; the first optimizer of a process imports torch._dynamo.
 import torch._dynamo  # noqa: F401
@@ -42,6 +44,9 @@ def run(code: str, arguments: list[str], output: str) -> None:
 
 def main() -> None:
     """Serve until stdin ends."""
+    sys.path[0] = str(Path(__file__).parents[1])  # so that a child may import from `tests`
+    gc.collect()
+    gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests; they close stdin
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:

@@ -1,0 +1,74 @@
+"""Programs in processes of their own, forked from one that has imported torch (warm_process.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Z2A = "import sys; from zero2all.cli import main; sys.exit(main())"
+LONG_SECONDS = 60.0
+
+
+class WarmProcess:
+    """The other side of warm_process.py."""
+
+    def __init__(self) -> None:
+        script = Path(__file__).with_name("warm_process.py")
+        self.process = subprocess.Popen(
+            [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.is_ready = False
+
+    def ask(self, request: Any) -> Any:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        if not self.is_ready:
+            self.process.stdout.readline()
+            self.is_ready = True
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+
+class Program:
+    """One started process."""
+
+    def __init__(self, warm: WarmProcess, code: str, arguments: list[str], output: Path) -> None:
+        self.warm, self.output = warm, output
+        self.pid: int = warm.ask({"code": code, "arguments": arguments, "output": str(output)})
+        self.exit_code: int | None = None
+
+    def text(self) -> str:
+        """What it printed so far."""
+        return self.output.read_text() if self.output.exists() else ""
+
+    def poll(self) -> int | None:
+        if self.exit_code is None:
+            self.exit_code = self.warm.ask({"wait": self.pid})
+        return self.exit_code
+
+    def wait(self) -> int:
+        """The exit code, negative for a signal."""
+        self.wait_until(lambda: self.poll() is not None)
+        assert self.exit_code is not None
+        return self.exit_code
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + LONG_SECONDS
+        while not condition():
+            assert time.monotonic() < deadline, f"waited too long; it printed: {self.text()}"
+            time.sleep(0.004)
+
+    def signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+Start = Callable[..., Program]
