@@ -84,7 +84,7 @@ def test_what_take_says_is_understood_or_refused():
     for words in ("news=1/2,wiki", "=1/2", "a=1/2,a=1/3"):
         with pytest.raises(UsageError, match="--take"):
             parse_take(words)
-    with pytest.raises(UsageError, match=r"'nwes', which is no source here. Did you mean `news`"):
+    with pytest.raises(UsageError, match=r"'nwes', which is not a source. Did you mean `news`"):
         shares({"nwes": "1/2"}, {"news": 1})
 
 
