@@ -236,7 +236,7 @@ def _with_vocabulary(config: RunConfig, workspace: Workspace, text_bytes: int, g
                 f"This text has pieces for {error.largest:,} token ids at most; --tokenizer.vocab_size asks for "
                 f"{most:,}. Leave it out, and the quickstart chooses; or set it to {error.largest} or less."
             ) from None
-        _print_lines([f"this text has pieces for {error.largest:,} token ids at most; training again with that number"])
+        _print_lines([f"this text has pieces for {error.largest:,} token ids at most: trained again with that number"])
         config = choices.with_settings(config, {"tokenizer.vocab_size": error.largest})
     _print_lines([choices.vocabulary_in_words(config, most, given)])
     return config
