@@ -46,9 +46,11 @@ def load_run(workspace: Workspace, name: str, step: int | None = None) -> Loaded
     """The newest checkpoint of a run, or the one of `step`."""
     run = workspace.run(name)
     config = load_run_config(run)
-    require_checkpoint(run, step)
-    checkpoint = newest_checkpoint(run) if step is None else verified_checkpoint(checkpoint_folder(run, step))
-    assert checkpoint is not None, "there is one: damaged ones raise"
+    checkpoint = newest_checkpoint(run) if step is None else None  # it has more to say about a run that lost them
+    if checkpoint is None:
+        require_checkpoint(run, step)
+        assert step is not None, "a run with checkpoints has a newest one"
+        checkpoint = verified_checkpoint(checkpoint_folder(run, step))
     config = dataclasses.replace(config, model=model_at(checkpoint.step, config.model, config.stages))
     model = _bare_model(config)
     checkpoint.load_into({f"model/{key}": value for key, value in model.state_dict().items()})
