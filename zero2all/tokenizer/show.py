@@ -12,12 +12,11 @@ from zero2all.tokenizer.save import TOKENIZER_NAME
 from zero2all.tokenizer.text import is_utf8
 from zero2all.tokenizer.train import CONSEQUENCES
 
-SAMPLES = 12
 COLOURS = (44, 42, 45, 43, 46, 41)
 """ANSI background colours, one after the other, so that neighbours differ."""
 
 
-def tokenizer_facts(folder: Path, samples: int = SAMPLES) -> dict[str, Any]:
+def tokenizer_facts(folder: Path, samples: int = 12) -> dict[str, Any]:
     """Everything about a tokenizer that needs no text, as JSON."""
     tokenizer = load_tokenizer(folder)
     tokenizer_json: dict[str, Any] = read_json(folder / TOKENIZER_NAME)
