@@ -78,7 +78,7 @@ LAZY_THIRD_PARTY = {
     "common.records": {"zstandard", "pyarrow"},
     "common.engine": {"ray"},
     "packed.remote": {"fsspec"},
-    "packed.picture": {"matplotlib"},
+    "packed.stats": {"matplotlib"},
     "perf.chart": {"matplotlib"},
     **{f"ops.{name}": {"liger_kernel"} for name in ("rms_norm", "rope", "swiglu", "cross_entropy")},
     "ops.linear_cross_entropy": {"liger_kernel"},

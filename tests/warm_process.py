@@ -13,6 +13,7 @@ import signal
 import sys
 import traceback
 from pathlib import Path
+from types import ModuleType
 
 # What a trainer needs, imported for the children; the first optimizer of a process imports torch._dynamo.
 import torch._dynamo  # noqa: F401
@@ -30,7 +31,9 @@ def run(code: str, arguments: list[str], output: str) -> None:
     sys.argv = ["z2a", *arguments]
     exit_code = 1
     try:
-        exec(compile(code, "<test>", "exec"), {"__name__": "__main__"})
+        # Like `python -c`: a `__main__` without a file, which worker processes of the child need not import again.
+        program = sys.modules["__main__"] = ModuleType("__main__")
+        exec(compile(code, "<test>", "exec"), vars(program))
         exit_code = 0
     except SystemExit as error:
         exit_code = error.code if isinstance(error.code, int) else 0

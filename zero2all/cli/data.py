@@ -18,29 +18,21 @@ def register(verbs: Subparsers) -> None:
     inner = add_group(verbs, "data", "look at packed data, check it, bring it in or take it out", STATS_EXAMPLE)
     _register_show(inner)
     _register_stats(inner)
-    verify = add_verb(
-        inner,
-        "verify",
-        "read every packed file and name what is damaged",
-        "z2a data verify --work my-workspace",
-        _verify,
-    )
-    add_work(verify)
+    example = "z2a data verify --work my-workspace"
+    add_work(add_verb(inner, "verify", "read every packed file and name what is damaged", example, _verify))
     _register_exchange(inner)
 
 
 STATS_EXAMPLE = "z2a data stats --work my-workspace --config z2all-100m --tokens 2000000000"
+SHOW_EXAMPLES = """z2a data show --at 12345 --config my-run --work my-workspace
+  z2a data show --source zh --sample 7 --data.seq_len 512 --work my-workspace"""
+IMPORT_EXAMPLES = """z2a data import pile=data/pile_text_document --from megatron --channel en --work my-workspace
+  z2a data import own=tokens.bin --from numpy --dtype uint16 --work my-workspace"""
 
 
 def _register_show(inner: Subparsers) -> None:
-    show = add_verb(
-        inner,
-        "show",
-        "print a sample: its documents, their borders, what counts, where each came from",
-        "z2a data show --at 12345 --config my-run --work my-workspace\n"
-        "  z2a data show --source zh --sample 7 --data.seq_len 512 --work my-workspace",
-        _show,
-    )
+    summary = "print a sample: its documents, their borders, what counts, where each came from"
+    show = add_verb(inner, "show", summary, SHOW_EXAMPLES, _show)
     show.set_defaults(takes_overrides=True)
     add_work(show)
     show.add_argument("--at", type=whole(0), default=None, metavar="N", help="which sample of the run, counted from 0")
@@ -51,64 +43,38 @@ def _register_show(inner: Subparsers) -> None:
 
 
 def _register_stats(inner: Subparsers) -> None:
-    stats = add_verb(
-        inner,
-        "stats",
-        "count tokens, document lengths, what packing loses and how often sources are read",
-        STATS_EXAMPLE,
-        _stats,
-    )
+    summary = "count tokens, document lengths, what packing loses and how often sources are read"
+    stats = add_verb(inner, "stats", summary, STATS_EXAMPLE, _stats)
     stats.set_defaults(takes_overrides=True)
     add_work(stats)
     _add_config(stats)
-    stats.add_argument(
-        "--tokens", type=whole(1), default=None, metavar="N", help="budget of the run (default: what the config trains)"
-    )
+    stats.add_argument("--tokens", type=whole(1), metavar="N", help="budget of the run (default: that of the config)")
     add_output(stats, "--json", help="also write the figures as JSON")
     add_output(stats, "--png", help="also draw them")
 
 
 def _register_exchange(inner: Subparsers) -> None:
-    export = add_verb(
-        inner,
-        "export",
-        "write packed sources as token files that other tools read",
-        "z2a data export --to megatron --out exported --work my-workspace",
-        _export,
-    )
+    example = "z2a data export --to megatron --out exported --work my-workspace"
+    export = add_verb(inner, "export", "write packed sources as token files that other tools read", example, _export)
     export.add_argument("sources", nargs="*", metavar="SOURCE", help="which sources (default: all)")
     export.add_argument("--to", choices=("megatron", "numpy"), required=True, help="the format")
     add_output(export, "--out", is_folder=True, required=True, help="folder to write to")
     add_work(export)
 
-    bring = add_verb(
-        inner,
-        "import",
-        "make a packed source of a token file from elsewhere",
-        "z2a data import pile=data/pile_text_document --from megatron --channel en --work my-workspace\n"
-        "  z2a data import own=tokens.bin --from numpy --dtype uint16 --work my-workspace",
-        _import,
-    )
+    summary = "make a packed source of a token file from elsewhere"
+    bring = add_verb(inner, "import", summary, IMPORT_EXAMPLES, _import)
     bring.add_argument("source", metavar="NAME=PATH", help="name it gets; Megatron's PREFIX, or the .npy or .bin file")
     bring.add_argument("--from", dest="form", choices=("megatron", "numpy"), required=True, help="the format")
     bring.add_argument("--channel", default=None, help="channel its loss is reported under (default: its name)")
     bring.add_argument("--split", choices=("train", "valid"), default="train", help="which split (default train)")
-    bring.add_argument(
-        "--dtype", default=None, metavar="TYPE", help="type of the tokens of a bare .bin: uint16, int32, …"
-    )
-    bring.add_argument(
-        "--tokenizer-fingerprint", default=None, metavar="HEX", help="of the tokenizer it was made with, to be checked"
-    )
+    bring.add_argument("--dtype", metavar="TYPE", help="type of the tokens of a bare .bin: uint16, int32, …")
+    bring.add_argument("--tokenizer-fingerprint", metavar="HEX", help="of its tokenizer, to be checked")
     add_work(bring)
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--config",
-        default=None,
-        metavar="CONFIG",
-        help="a run of this workspace, a preset or a YAML file (default: sources by their tokens)",
-    )
+    about = "a run of this workspace, a preset or a YAML file (default: sources by their tokens)"
+    parser.add_argument("--config", metavar="CONFIG", help=about)
 
 
 def _config_of(arguments: argparse.Namespace, workspace: Workspace) -> tuple[RunConfig, bool]:
@@ -167,9 +133,8 @@ def _show(arguments: argparse.Namespace) -> None:
 
 def _stats(arguments: argparse.Namespace) -> None:
     from zero2all.common.files import write_json
-    from zero2all.packed.picture import draw_stats
     from zero2all.packed.remote import packed_root
-    from zero2all.packed.stats import packed_stats
+    from zero2all.packed.stats import draw_stats, packed_stats
     from zero2all.train.setup import open_run_data
 
     workspace = workspace_of(arguments)
@@ -214,13 +179,8 @@ def _print_stats(stats: dict[str, Any]) -> None:
     if "budget" in stats:
         epochs = [["source", "channel", "tokens", "read", "share", "epochs"]]
         for name, source in stats["budget"]["sources"].items():
-            figures = [
-                f"{source['tokens']:,}",
-                f"{source['read']:,}",
-                f"{source['share']:.2%}",
-                f"{source['epochs']:.2f}",
-            ]
-            epochs.append([name, source["channel"], *figures])
+            counts = [f"{source['tokens']:,}", f"{source['read']:,}"]
+            epochs.append([name, source["channel"], *counts, f"{source['share']:.2%}", f"{source['epochs']:.2f}"])
         print_table(epochs, f"a run of {human_count(stats['budget']['tokens'])} tokens")
 
 
@@ -239,9 +199,7 @@ def _verify(arguments: argparse.Namespace) -> None:
         problems = verify_packed(workspace.packed, tokenizer, bar.advance)
     if problems:
         lines = "\n".join(f"{number}. {problem}" for number, problem in enumerate(problems, 1))
-        raise BadInputError(
-            f"The packed data in {workspace.packed} is damaged:\n{lines}\nRun `z2a pack` to write it again."
-        )
+        raise BadInputError(f"The packed data in {workspace.packed} is damaged:\n{lines}\nRun `z2a pack` again.")
     print(f"{workspace.packed}: {human_bytes(total)}, every byte as it was written")
 
 
@@ -278,20 +236,11 @@ def _import(arguments: argparse.Namespace) -> None:
 
     name, equals, path = arguments.source.partition("=")
     if not equals or not path:
-        raise UsageError(
-            f"`{arguments.source}` is not understood. Write NAME=PATH, such as pile=data/pile_text_document."
-        )
+        raise UsageError(f"`{arguments.source}` is not understood. Write NAME=PATH, such as pile=data/pile_document.")
     workspace = workspace_of(arguments, create=True)
     tokenizer = load_tokenizer(workspace.tokenizer)
-    asked = Import(
-        name,
-        Path(path),
-        arguments.form,
-        arguments.channel,
-        arguments.split,
-        arguments.dtype,
-        arguments.tokenizer_fingerprint,
-    )
+    channel, split, fingerprint = arguments.channel, arguments.split, arguments.tokenizer_fingerprint
+    asked = Import(name, Path(path), arguments.form, channel, split, arguments.dtype, fingerprint)
     manifest = import_source(workspace.packed, tokenizer, asked)
     print(
         f"{name}/{arguments.split}: {counted(manifest['documents'], 'document')}, {manifest['tokens']:,} tokens, "

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zero2all.cli.verb import Subparsers, add_output, add_verb, whole
 
 if TYPE_CHECKING:
-    from zero2all.corpus.download import DownloadRequest, DownloadResult
+    from zero2all.corpus.download.fetch import DownloadRequest, DownloadResult
 
 EXAMPLES = """z2a corpus download wikimedia/wikipedia --include '20231101.zh/*' --to raw/wiki_zh
   z2a corpus download OWNER/MODEL --type model --exclude '*.bin' --endpoint https://mirror.example
@@ -23,30 +23,17 @@ def register(inner: Subparsers) -> None:
     verb = add_verb(inner, "download", "fetch a data set or a model from a Hugging Face-style hub", EXAMPLES, _download)
     verb.add_argument("repo", metavar="OWNER/NAME", help="the repo on the hub")
     verb.add_argument("--type", choices=("dataset", "model"), default="dataset", help="what it is (default dataset)")
-    verb.add_argument(
-        "--include",
-        action="append",
-        default=[],
-        metavar="PATTERN",
-        help="only files such as 'data/*.parquet', where * also matches slashes; may be repeated (default: all)",
-    )
-    verb.add_argument(
-        "--exclude", action="append", default=[], metavar="PATTERN", help="no files that match this; may be repeated"
-    )
+    patterns: Any = {"action": "append", "default": [], "metavar": "PATTERN"}
+    about = "only files such as 'data/*.parquet', where * also matches slashes; may be repeated (default: all)"
+    verb.add_argument("--include", help=about, **patterns)
+    verb.add_argument("--exclude", help="no files that match this; may be repeated", **patterns)
     add_output(verb, "--to", is_folder=True, help="where they go (default raw/NAME, for models models/NAME)")
     verb.add_argument("--revision", default="main", help="branch, tag or commit (default main)")
-    verb.add_argument(
-        "--endpoint", default=None, metavar="URL", help="hub or mirror (default: HF_ENDPOINT, or the hub)"
-    )
-    verb.add_argument(
-        "--token-env",
-        default=None,
-        metavar="VARIABLE",
-        help="environment variable with the token; a mirror gets none otherwise (default: HF_TOKEN or `hf auth login`)",
-    )
-    verb.add_argument(
-        "--connections", type=whole(1), default=4, metavar="N", help="files or pieces fetched at a time (default 4)"
-    )
+    verb.add_argument("--endpoint", metavar="URL", help="hub or mirror (default: HF_ENDPOINT, or the hub)")
+    about = "environment variable with the token; a mirror gets none otherwise (default: HF_TOKEN or `hf auth login`)"
+    verb.add_argument("--token-env", metavar="VARIABLE", help=about)
+    about = "files, or ranges of files, fetched at a time (default 4)"
+    verb.add_argument("--connections", type=whole(1), default=4, metavar="N", help=about)
     verb.add_argument("--verify", action="store_true", help="read files that are here already and check them again")
     verb.add_argument("--update", action="store_true", help="replace what is here by what the revision is now")
     verb.add_argument("--dry-run", action="store_true", help="list the files and stop")
@@ -54,21 +41,17 @@ def register(inner: Subparsers) -> None:
 
 def _download(arguments: argparse.Namespace) -> None:
     from zero2all.common.progress import say
-    from zero2all.corpus.download import DownloadRequest, download
+    from zero2all.corpus.download.fetch import DownloadRequest, download
 
+    name = arguments.repo.rstrip("/").rpartition("/")[2]
+    folder = arguments.to or Path("models" if arguments.type == "model" else "raw") / name
+    same = ("repo", "revision", "endpoint", "token_env", "connections", "verify", "update", "dry_run")
     request = DownloadRequest(
-        repo=arguments.repo,
-        folder=arguments.to or _default_folder(arguments.repo, arguments.type),
+        folder=folder,
         kind=arguments.type,
         include=tuple(arguments.include),
         exclude=tuple(arguments.exclude),
-        revision=arguments.revision,
-        endpoint=arguments.endpoint,
-        token_env=arguments.token_env,
-        connections=arguments.connections,
-        verify=arguments.verify,
-        update=arguments.update,
-        dry_run=arguments.dry_run,
+        **{name: getattr(arguments, name) for name in same},
     )
     result = download(request, announce=say)
     if request.dry_run:
@@ -77,15 +60,10 @@ def _download(arguments: argparse.Namespace) -> None:
         _print_summary(request, result)
 
 
-def _default_folder(repo: str, kind: str) -> Path:
-    name = repo.rstrip("/").rpartition("/")[2]
-    return Path("models" if kind == "model" else "raw") / name
-
-
 def _print_files(result: DownloadResult) -> None:
     from zero2all.cli.table import print_table
     from zero2all.common.files import human_bytes
-    from zero2all.corpus.download import in_words
+    from zero2all.corpus.download.fetch import in_words
 
     missing = {file.name for file in result.missing}
     rows = [
@@ -99,7 +77,7 @@ def _print_files(result: DownloadResult) -> None:
 def _print_summary(request: DownloadRequest, result: DownloadResult) -> None:
     from zero2all.common.files import human_bytes
     from zero2all.common.progress import counted, human_seconds
-    from zero2all.corpus.download import MANIFEST_NAME, STATE_FOLDER, in_words
+    from zero2all.corpus.download.fetch import MANIFEST_NAME, STATE_FOLDER, in_words
 
     if result.missing:
         losses = f", lost connections taken up again: {result.interruptions:,}" if result.interruptions else ""

@@ -16,18 +16,10 @@ def register(verbs: Subparsers) -> None:
     """Add the verb."""
     parser = add_verb(verbs, "pack", "encode the corpus into token shards for training", EXAMPLES, _pack)
     add_work(parser)
-    parser.add_argument(
-        "--best-fit",
-        type=_lengths,
-        default=(),
-        metavar="N,…",
-        help="also build the index of data.packing best_fit for these sequence lengths",
-    )
-    parser.add_argument(
-        "--learn-prompts",
-        action="store_true",
-        help="of conversations, count every token in the loss (default: only what the assistant writes)",
-    )
+    about = "also build the index of data.packing best_fit for these sequence lengths"
+    parser.add_argument("--best-fit", type=_lengths, default=(), metavar="N,…", help=about)
+    about = "of conversations, count every token in the loss (default: only what the assistant writes)"
+    parser.add_argument("--learn-prompts", action="store_true", help=about)
     parser.add_argument(
         "--encoder",
         default="auto",
@@ -35,22 +27,12 @@ def register(verbs: Subparsers) -> None:
         help="what encodes: auto, fastokens, numba, gigatoken, tiktoken or tokenizers; the tokens are the same with all"
         " of them (default auto: the fastest that runs here and agrees with tokenizers)",
     )
-    parser.add_argument(
-        "--strict-encoder",
-        action="store_true",
-        help="stop when the encoder named cannot be used (default: take another)",
-    )
-    parser.add_argument(
-        "--engine", choices=("local", "ray"), default="local", help="what runs the work (default local)"
-    )
-    parser.add_argument(
-        "--workers", type=whole(1), default=None, metavar="N", help="tasks at a time (default: one per core)"
-    )
-    parser.add_argument(
-        "--address",
-        default=None,
-        help="address of a Ray cluster, whose nodes all see the workspace (default: start Ray here)",
-    )
+    about = "stop when the encoder named cannot be used (default: take another)"
+    parser.add_argument("--strict-encoder", action="store_true", help=about)
+    parser.add_argument("--engine", choices=("local", "ray"), default="local", help="what runs it (default local)")
+    parser.add_argument("--workers", type=whole(1), metavar="N", help="tasks at a time (default: one per core)")
+    about = "address of a Ray cluster, whose nodes all see the workspace (default: start Ray here)"
+    parser.add_argument("--address", help=about)
 
 
 def _lengths(text: str) -> tuple[int, ...]:

@@ -1,9 +1,8 @@
 """Checks the shards that a run reads against their manifests, once, while it trains.
 
-A damaged shard is no error that anything else would notice: its tokens are still tokens. Reading all of them before
-the first step would take minutes per terabyte and more, so they are read beside the run, at a rate that is not felt:
-32 MB a second and process, in a process of its own with the lowest priority (crc32c keeps Python's lock), or, where
-there is little to read, in a thread. Each rank of a run checks its share of the files.
+Nothing else would notice a damaged shard: its tokens are still tokens. Files are read slowly beside the run, 32 MB a
+second and process, in a process with the lowest priority (crc32c keeps Python's lock), or, where there is little to
+read, in a thread. Each rank of a run checks its share of the files.
 """
 
 from __future__ import annotations

@@ -1,26 +1,24 @@
 """Best-fit packing: rows of seq_len + 1 tokens in which no document is cut unless it is longer than a row.
 
 Documents are placed longest first, each into the row with the least room that still takes it (best fit decreasing).
-A document longer than a row gives full rows, which share one token as the windows of plain concatenation do, and a
-rest that is placed like any other piece. What stays free at the end of a row is padding, a few tenths of a percent of
-real text.
+A document longer than a row gives full rows, which share one token as windows do, and a rest that is placed like any
+other. What stays free at the end of a row is padding, a few tenths of a percent of real text.
 
-A row with the least sufficient room c takes not one document of length l but c // l of them, for after each its room
-is still the least. So all documents of one length are placed in a few bulk moves, one for each room that occurs:
-sorting costs O(n), placing O(n) numpy work in at most L moves per length, and finding the next room O(log L) big
-steps of a bit set. Each shard is packed for itself: memory is bounded by the documents of one shard, and what the
-last rows of a shard lose is one row in a hundred thousand.
+A row with the least sufficient room c takes c // l documents of length l at once, for after each its room is still the
+least. So all documents of one length are placed in a few bulk moves: sorting costs O(n), placing O(n) numpy work in at
+most L moves per length, and finding the next room O(log L) steps of a bit set. Each shard is packed for itself, which
+bounds the memory.
 
-On disk, beside the shards: `best-fit-<seq_len>/` with `starts.u64` and `lengths.u32` (the pieces, row after row),
-`rows.u64` (the first piece of each row, and the total at the end) and a manifest of its own, so that an index for
-another seq_len can be added at any time. It goes when its split is packed anew.
+On disk, beside the shards: `best-fit-<seq_len>/` with `starts.u64` and `lengths.u32` (the chunks, row after row),
+`rows.u64` (the first chunk of each row, and the total at the end) and a manifest of its own.
 """
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,10 +38,10 @@ class BestFitIndex:
     folder: Path
     manifest: dict[str, Any]
     starts: np.ndarray
-    """Position within the split of each piece's first token."""
+    """Position within the split of each chunk's first token."""
     lengths: np.ndarray
     rows: np.ndarray
-    """First piece of each row, and the number of pieces at the end."""
+    """First chunk of each row, and the number of chunks at the end."""
 
 
 def best_fit_folder(split: PackedSplit, seq_len: int) -> Path:
@@ -54,7 +52,7 @@ def best_fit_folder(split: PackedSplit, seq_len: int) -> Path:
 def build_best_fit(split: PackedSplit, seq_len: int) -> dict[str, Any]:
     """Write the index of `split` for `seq_len`, unless it is there already; returns its manifest.
 
-    The manifest counts rows, pieces, padding (free token slots), cut (documents longer than a row) and dropped (pieces
+    The manifest counts rows, chunks, padding (free token slots), cut (documents longer than a row) and dropped (chunks
     of a single token, from which nothing can be learned).
     """
     folder, inputs = best_fit_folder(split, seq_len), _inputs(split, seq_len)
@@ -62,27 +60,22 @@ def build_best_fit(split: PackedSplit, seq_len: int) -> dict[str, Any]:
         return read_manifest(folder, "best_fit", BEST_FIT_COMMAND)
     totals = dict.fromkeys(("rows", "pieces", "piece_tokens", "cut", "dropped"), 0)
     with staged_folder(folder) as partial:
-        files = {name: (partial / name).open("wb") for name in ARRAYS}
-        try:
+        with ExitStack() as stack:
+            starts, lengths, rows = (stack.enter_context((partial / name).open("wb")) for name in ARRAYS)
             for shard, tokens in enumerate(split.shards.lengths):
-                starts = split.docs[shard]
-                pieces = cut_documents(np.append(starts.astype(np.int64), tokens), seq_len)
-                row_of = best_fit_rows(pieces.lengths, seq_len + 1)
-                by_row = np.lexsort((pieces.starts, row_of))
+                chunks = cut_documents(np.append(split.docs[shard].astype(np.int64), tokens), seq_len)
+                row_of = best_fit_rows(chunks.lengths, seq_len + 1)
+                by_row = np.lexsort((chunks.starts, row_of))
                 counts = np.bincount(row_of, minlength=0)
-                firsts = np.cumsum(counts) - counts + totals["pieces"]
-                files["starts.u64"].write((pieces.starts[by_row] + split.shard_starts[shard]).astype("<u8").tobytes())
-                files["lengths.u32"].write(pieces.lengths[by_row].astype("<u4").tobytes())
-                files["rows.u64"].write(firsts.astype("<u8").tobytes())
+                starts.write((chunks.starts[by_row] + split.shard_starts[shard]).astype("<u8").tobytes())
+                lengths.write(chunks.lengths[by_row].astype("<u4").tobytes())
+                rows.write((np.cumsum(counts) - counts + totals["pieces"]).astype("<u8").tobytes())
                 totals["rows"] += len(counts)
                 totals["pieces"] += len(by_row)
-                totals["piece_tokens"] += int(pieces.lengths.sum())
-                totals["cut"] += pieces.cut
-                totals["dropped"] += pieces.dropped
-            files["rows.u64"].write(np.array([totals["pieces"]], dtype="<u8").tobytes())
-        finally:
-            for file in files.values():
-                file.close()
+                totals["piece_tokens"] += int(chunks.lengths.sum())
+                totals["cut"] += chunks.cut
+                totals["dropped"] += chunks.dropped
+            rows.write(np.array([totals["pieces"]], dtype="<u8").tobytes())
         padding = totals["rows"] * (seq_len + 1) - totals["piece_tokens"]
         content = {"source": split.name, "split": split.split, "seq_len": seq_len, **totals, "padding": padding}
         write_manifest(partial, "best_fit", inputs, content)
@@ -108,8 +101,7 @@ def _inputs(split: PackedSplit, seq_len: int) -> str:
     return fingerprint({"files": split.manifest["files"], "seq_len": seq_len})
 
 
-@dataclass(frozen=True)
-class Pieces:
+class Chunks(NamedTuple):
     """What has to be placed into rows."""
 
     starts: np.ndarray
@@ -118,26 +110,25 @@ class Pieces:
     dropped: int
 
 
-def cut_documents(borders: np.ndarray, seq_len: int) -> Pieces:
-    """Documents (borders[i] to borders[i + 1]) as pieces of at most seq_len + 1 tokens.
+def cut_documents(borders: np.ndarray, seq_len: int) -> Chunks:
+    """Documents (borders[i] to borders[i + 1]) as chunks of at most seq_len + 1 tokens.
 
-    Pieces of one document overlap by a token: the first token of a piece is never predicted in its row, and this way
+    Chunks of one document overlap by a token: the first token of a chunk is never predicted in its row, and this way
     every token but a document's first is predicted exactly once.
     """
     starts, lengths = borders[:-1], np.diff(borders)
-    pieces_of = np.maximum(1, -(-(lengths - 1) // seq_len))
-    number = np.arange(int(pieces_of.sum())) - np.repeat(np.cumsum(pieces_of) - pieces_of, pieces_of)
+    chunks_of = np.maximum(1, -(-(lengths - 1) // seq_len))
+    number = np.arange(int(chunks_of.sum())) - np.repeat(np.cumsum(chunks_of) - chunks_of, chunks_of)
     offsets = number * seq_len
-    piece_lengths = np.minimum(np.repeat(lengths, pieces_of) - offsets, seq_len + 1)
-    piece_starts = np.repeat(starts, pieces_of) + offsets
-    useful = piece_lengths > 1
-    return Pieces(
-        piece_starts[useful], piece_lengths[useful], int((pieces_of > 1).sum()), int(len(useful) - useful.sum())
-    )
+    chunk_lengths = np.minimum(np.repeat(lengths, chunks_of) - offsets, seq_len + 1)
+    chunk_starts = np.repeat(starts, chunks_of) + offsets
+    useful = chunk_lengths > 1
+    dropped = int(len(useful) - useful.sum())
+    return Chunks(chunk_starts[useful], chunk_lengths[useful], int((chunks_of > 1).sum()), dropped)
 
 
 def best_fit_rows(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """The row of each piece, by best fit decreasing; pieces of one length are placed in their order."""
+    """The row of each chunk, by best fit decreasing; chunks of one length are placed in their order."""
     row_of = np.empty(len(lengths), dtype=np.int64)
     by_length = np.argsort(-lengths, kind="stable")
     distinct, firsts = np.unique(-lengths[by_length], return_index=True)
@@ -172,7 +163,7 @@ def best_fit_rows(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
 def _put(room: dict[int, np.ndarray], rooms: int, left: int, rows: np.ndarray) -> int:
     """Note that `rows` have `left` tokens of room; returns the new bit set."""
-    if left < 2 or len(rows) == 0:  # no piece is shorter than two tokens
+    if left < 2 or len(rows) == 0:  # no chunk is shorter than two tokens
         return rooms
     room[left] = np.concatenate((room[left], rows)) if left in room else rows
     return rooms | 1 << left

@@ -1,14 +1,12 @@
 """Conversations: instruction data, packed as the messages of a chat.
 
 A record is a conversation when its `others.messages` is a list of `{"role": …, "content": …}`, or its
-`others.conversations` one of `{"from": …, "value": …}`, as ShareGPT writes it; its own `content` is then only what
-cleaning and dedup looked at. It becomes
+`others.conversations` one of `{"from": …, "value": …}`, as ShareGPT writes it. It becomes
 
     <|begin_of_text|> <|message_start|> user\\n…text… <|message_end|> … assistant\\n… <|message_end|> <|end_of_text|>
 
-The marks are control ids that the program sets; role and text are encoded each by itself, so no text can close a
-message or speak in another's name. Counted in the loss is what the assistant writes: its text and the mark that ends
-its message.
+The marks are control ids; role and text are encoded each by itself, so no text can close a message or speak in
+another's name. Counted in the loss is what the assistant writes: its text and the mark that ends its message.
 """
 
 from __future__ import annotations
@@ -45,10 +43,8 @@ def turns_of(record: Mapping[str, Any], where: str) -> list[Turn] | None:
     for field, (role_key, text_key) in FORMS.items():
         messages = others.get(field)
         if isinstance(messages, list) and messages and isinstance(messages[0], dict) and role_key in messages[0]:
-            return [
-                _turn(message, role_key, text_key, f"{where}, others.{field}[{n}]")
-                for n, message in enumerate(messages)
-            ]
+            places = (f"{where}, others.{field}[{n}]" for n in range(len(messages)))
+            return [_turn(message, role_key, text_key, place) for message, place in zip(messages, places, strict=True)]
     return None
 
 
@@ -57,9 +53,7 @@ def _turn(message: Any, role_key: str, text_key: str, where: str) -> Turn:
     text = message.get(text_key) if isinstance(message, dict) else None
     role = OTHER_ROLE_NAMES.get(str(role), role)
     if role not in ROLES:
-        raise BadInputError(
-            f"{where}: the role is {role!r}, expected one of {', '.join(ROLES)}. Mend it and build again."
-        )
+        raise BadInputError(f"{where}: the role is {role!r}, expected one of {', '.join(ROLES)}. Fix it and rebuild.")
     if not isinstance(text, str):
         raise BadInputError(f"{where}: `{text_key}` is {type(text).__name__}, expected text. Mend it and build again.")
     return Turn(str(role), text)

@@ -1,6 +1,6 @@
 """Token files of others: data that was encoded elsewhere comes in, ours goes out.
 
-    megatron   PREFIX.bin, PREFIX.idx: what Megatron-LM, NeMo and GPT-NeoX read and write (see `packed.megatron`)
+    megatron   PREFIX.bin, PREFIX.idx: what Megatron-LM, NeMo and GPT-NeoX read and write
     numpy      tokens.npy, or a bare .bin with --dtype; beside it, where known, tokens.documents.npy (where each
                document starts) and tokens.mask.npy (1 where a token counts in the loss)
 
@@ -10,10 +10,12 @@ in is a source like any other, except that `z2a pack` keeps it beside those of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import io
+import struct
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
@@ -23,13 +25,11 @@ from zero2all.common.manifest import fingerprint, read_manifest, write_manifest
 from zero2all.common.progress import progress
 from zero2all.common.records import SPLITS
 from zero2all.packed.layout import PACK_COMMAND, REPORT_NAME, PackedSplit, packed_report, token_dtype
-from zero2all.packed.megatron import index_bytes, megatron_dtype, read_index
-from zero2all.packed.shards import COPY_TOKENS, SHARD_TOKENS, Stretch, WrittenFile, plan_shards, write_shard
-from zero2all.packed.writer import imported_manifests, write_report, writing_to
+from zero2all.packed.shards import COPY_TOKENS, SHARD_TOKENS, plan_shards, write_shard, written_file
+from zero2all.packed.writer import imported_manifests, split_content, write_report, writing_to
 from zero2all.tokenizer.load import Tokenizer
 
 FileFormat = Literal["megatron", "numpy"]
-FILE_FORMATS: tuple[str, ...] = get_args(FileFormat)
 
 
 # ---- out ------------------------------------------------------------------------------------------------------
@@ -41,23 +41,25 @@ def export_split(split: PackedSplit, folder: Path, to: FileFormat) -> list[Path]
     folder.mkdir(parents=True, exist_ok=True)
     lengths = document_lengths(split)
     known: dict[str, dict[str, Any]] = {}
-    with progress("export", total=split.tokens, unit="tokens") as bar:
-        if to == "megatron":
-            dtype = megatron_dtype(int(split.manifest["vocab_size"]))
-            _write(
-                folder / f"{stem}.bin", (chunk.astype(dtype).tobytes() for chunk in _chunks(split, bar.advance)), known
-            )
-            _write(folder / f"{stem}.idx", [index_bytes(lengths, dtype)], known)
-        else:
-            dtype = np.dtype(split.manifest["dtype"])
-            chunks = (chunk.astype(dtype).tobytes() for chunk in _chunks(split, bar.advance))
-            _write(folder / f"{stem}.npy", _with_header(dtype, split.tokens, chunks), known)
-            starts = np.cumsum(lengths) - lengths
-            rows = [starts.astype("<u8").tobytes()]
-            _write(folder / f"{stem}.documents.npy", _with_header(np.dtype("<u8"), len(starts), rows), known)
-            if split.masks is not None:
-                ones = (split.read_mask(start, count).tobytes() for start, count in _stretches(split.tokens))
-                _write(folder / f"{stem}.mask.npy", _with_header(np.dtype("u1"), split.tokens, ones), known)
+    is_megatron = to == "megatron"
+    dtype = megatron_dtype(int(split.manifest["vocab_size"])) if is_megatron else np.dtype(split.manifest["dtype"])
+
+    def tokens() -> Iterator[bytes]:
+        with progress("export", total=split.tokens, unit="tokens") as bar:
+            for start, count in _stretches(split.tokens):
+                yield split.read(start, count).astype(dtype).tobytes()
+                bar.advance(count)
+
+    if is_megatron:
+        _write(folder / f"{stem}.bin", tokens(), known)
+        _write(folder / f"{stem}.idx", [index_bytes(lengths, dtype)], known)
+    else:
+        _write(folder / f"{stem}.npy", _npy(dtype, split.tokens, tokens()), known)
+        starts = [(np.cumsum(lengths) - lengths).astype("<u8").tobytes()]
+        _write(folder / f"{stem}.documents.npy", _npy(np.dtype("<u8"), len(lengths), starts), known)
+        if split.masks is not None:
+            ones = (split.read_mask(start, count).tobytes() for start, count in _stretches(split.tokens))
+            _write(folder / f"{stem}.mask.npy", _npy(np.dtype("u1"), split.tokens, ones), known)
     fields = ("source", "split", "channel", "tokenizer", "vocab_size", "documents", "tokens", "text_bytes")
     facts = {name: split.manifest.get(name) for name in fields}
     write_json(folder / f"{stem}.json", {**facts, "dtype": dtype.str, "files": known})
@@ -78,16 +80,8 @@ def _stretches(tokens: int) -> Iterator[tuple[int, int]]:
         yield start, min(COPY_TOKENS, tokens - start)
 
 
-def _chunks(split: PackedSplit, on_tokens: Callable[[float], None]) -> Iterator[np.ndarray]:
-    for start, count in _stretches(split.tokens):
-        yield split.read(start, count)
-        on_tokens(count)
-
-
-def _with_header(dtype: np.dtype, count: int, chunks: Any) -> Iterator[bytes]:
+def _npy(dtype: np.dtype, count: int, chunks: Iterable[bytes]) -> Iterator[bytes]:
     """The bytes of an .npy file."""
-    import io
-
     header = io.BytesIO()
     description = {"descr": dtype.str, "fortran_order": False, "shape": (count,)}
     np.lib.format.write_array_header_2_0(header, description)
@@ -95,10 +89,10 @@ def _with_header(dtype: np.dtype, count: int, chunks: Any) -> Iterator[bytes]:
     yield from chunks
 
 
-def _write(path: Path, chunks: Any, known: dict[str, dict[str, Any]]) -> None:
-    with WrittenFile(path, known) as file:
+def _write(path: Path, chunks: Iterable[bytes], known: dict[str, dict[str, Any]]) -> None:
+    with written_file(path, known) as write:
         for chunk in chunks:
-            file.write(chunk)
+            write(chunk)
 
 
 # ---- in -------------------------------------------------------------------------------------------------------
@@ -125,7 +119,7 @@ class Import:
 def import_source(
     packed: Path, tokenizer: Tokenizer, asked: Import, shard_tokens: int = SHARD_TOKENS
 ) -> dict[str, Any]:
-    """Make a source of somebody's tokens; returns the manifest of the split."""
+    """Make a source of tokens from elsewhere; returns the manifest of the split."""
     tokens, facts = _open_foreign(asked, tokenizer)
     channel = asked.channel or facts.get("channel") or asked.name
     _check_tokenizer(asked, facts, tokenizer)
@@ -141,7 +135,7 @@ def import_source(
         ):
             tokens.on_tokens = bar.advance
             for number, stretches in enumerate(plan):
-                parts: list[tuple[Any, Stretch]] = [(tokens, stretch) for stretch in stretches]
+                parts = [(tokens, stretch) for stretch in stretches]
                 known |= write_shard(partial, number, dtype.str, parts, gids=False, masked=tokens.mask is not None)
             content = {
                 **_empty_content(asked.name, asked.split, channel, tokenizer),
@@ -168,11 +162,8 @@ def import_source(
 
 
 def _empty_content(name: str, split: str, channel: str, tokenizer: Tokenizer) -> dict[str, Any]:
-    return {
-        **{"source": name, "split": split, "channel": channel, "tokenizer": tokenizer.fingerprint},
-        **{"vocab_size": tokenizer.vocab_size, "dtype": token_dtype(tokenizer.vocab_size).str, "shards": 0},
-        **{"documents": 0, "tokens": 0, "text_bytes": 0, "max_id": 0, "loss_mask": False, "gids": False},
-    }
+    counts = dict.fromkeys(("shards", "documents", "tokens", "text_bytes", "max_id"), 0)
+    return {**split_content(name, split, channel, tokenizer), **counts, "loss_mask": False, "gids": False}
 
 
 def _write_report_with_imports(packed: Path, tokenizer: Tokenizer) -> None:
@@ -192,9 +183,7 @@ def _check_name(packed: Path, asked: Import, tokenizer: Tokenizer) -> None:
         raise UsageError(f"`{asked.name}` cannot be the name of a source. Use letters, digits, dots and dashes.")
     imported = {manifest["source"]: manifest for manifest in imported_manifests(packed)}
     if (packed / asked.name / "train" / "manifest.json").is_file() and asked.name not in imported:
-        raise UsageError(
-            f"There is a packed source `{asked.name}` already, made from the corpus. Import under another name."
-        )
+        raise UsageError(f"There is a packed source `{asked.name}` already, made from the corpus. Choose another name.")
     if (packed / REPORT_NAME).is_file():
         stated = packed_report(packed).get("tokenizer")
         if stated not in (None, tokenizer.fingerprint):
@@ -214,7 +203,7 @@ def _check_tokenizer(asked: Import, facts: dict[str, Any], tokenizer: Tokenizer)
 
 
 class ForeignTokens:
-    """Somebody's tokens, checked as they are read."""
+    """Tokens from elsewhere, checked as they are read."""
 
     def __init__(
         self, path: Path, array: np.ndarray, lengths: np.ndarray, mask: np.ndarray | None, tokenizer: Tokenizer
@@ -231,7 +220,7 @@ class ForeignTokens:
         return len(self.array)
 
     def read(self, start: int, end: int) -> np.ndarray:
-        """See `shards.Tokens`."""
+        """Tokens `start` to `end`, ids checked."""
         ids = np.asarray(self.array[start:end])
         wrong = np.flatnonzero((ids < 0) | (ids >= self._vocab_size))
         if len(wrong):
@@ -246,14 +235,11 @@ class ForeignTokens:
         return ids
 
     def lengths(self, first: int, end: int) -> np.ndarray:
-        """See `shards.Tokens`."""
+        """Lengths of documents `first` to `end`."""
         return self.all_lengths[first:end]
 
-    def gids(self, first: int, end: int) -> None:
-        """They have none."""
-
     def counts(self, start: int, end: int) -> np.ndarray:
-        """See `shards.Tokens`."""
+        """1 for each token that counts in the loss."""
         assert self.mask is not None, "only asked for where there is one"
         return (np.asarray(self.mask[start:end]) != 0).astype(np.uint8)
 
@@ -276,9 +262,7 @@ def _open_foreign(asked: Import, tokenizer: Tokenizer) -> tuple[ForeignTokens, d
         bin_path, index_path = (plain.with_name(f"{plain.name}{suffix}") for suffix in (".bin", ".idx"))
         for path in (bin_path, index_path):
             if not path.is_file():
-                raise BadInputError(
-                    f"There is no {path}. A Megatron data set is PREFIX.bin and PREFIX.idx: give PREFIX."
-                )
+                raise BadInputError(f"There is no {path}. Megatron data is PREFIX.bin and PREFIX.idx: give PREFIX.")
         dtype, lengths = read_index(index_path, bin_path.stat().st_size)
         return ForeignTokens(bin_path, _mapped(bin_path, dtype), lengths, None, tokenizer), _facts(bin_path)
     path = asked.path
@@ -314,14 +298,10 @@ def _open_numpy(path: Path, dtype: str | None) -> np.ndarray:
         except TypeError as error:
             raise UsageError(f"--dtype {dtype} is no type of numpy. Write uint16, int32, uint32 or int64.") from error
         if path.stat().st_size % kind.itemsize:
-            raise BadInputError(
-                f"{path} has {path.stat().st_size} bytes, not a whole number of {kind.itemsize}-byte ids."
-            )
+            raise BadInputError(f"{path} has {path.stat().st_size} bytes, not a multiple of {kind.itemsize} (--dtype).")
         array = _mapped(path, kind)
     if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
-        raise BadInputError(
-            f"{path} holds {array.dtype} of shape {array.shape}; expected a list, or rows, of whole numbers."
-        )
+        raise BadInputError(f"{path} holds {array.dtype} of shape {array.shape}; expected a list or rows of integers.")
     return array
 
 
@@ -349,5 +329,71 @@ def _lengths_by_end(tokens: np.ndarray, end_id: int) -> np.ndarray:
 def _facts(path: Path) -> dict[str, Any]:
     """What an export of ours wrote beside the tokens."""
     beside = path.with_suffix(".json")
-    facts = read_json_object(beside, "Delete it to import without it.") if beside.is_file() else {}
-    return facts if isinstance(facts, dict) else {}
+    return read_json_object(beside, "Delete it to import without it.") if beside.is_file() else {}
+
+
+# ---- Megatron -------------------------------------------------------------------------------------------------
+
+# PREFIX.bin holds all tokens, one sequence after the other. PREFIX.idx: magic, version (uint64), type of the tokens
+# (uint8), sequences (uint64), entries of the document list (uint64); then the length of each sequence (int32), its
+# first byte in the .bin (int64), and the document list: the first sequence of each document, and the number of
+# sequences (int64). What we write has one sequence per document.
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<QBQQ")
+TYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+"""Codes of the types that can hold ids."""
+UINT16_BELOW = 65_500
+
+
+def megatron_dtype(vocab_size: int) -> np.dtype:
+    """The type Megatron-LM takes for a vocabulary."""
+    return np.dtype("<u2" if vocab_size < UINT16_BELOW else "<i4")
+
+
+def index_bytes(lengths: np.ndarray, dtype: np.dtype) -> bytes:
+    """The .idx of documents of these lengths."""
+    code = next(code for code, name in TYPES.items() if np.dtype(name) == dtype)
+    ends = np.cumsum(lengths, dtype=np.int64)
+    return b"".join(
+        (
+            MAGIC,
+            HEADER.pack(VERSION, code, len(lengths), len(lengths) + 1),
+            lengths.astype("<i4").tobytes(),
+            ((ends - lengths) * dtype.itemsize).astype("<i8").tobytes(),
+            np.arange(len(lengths) + 1, dtype="<i8").tobytes(),
+        )
+    )
+
+
+def read_index(path: Path, bin_bytes: int) -> tuple[np.dtype, np.ndarray]:
+    """The type of the tokens in the .bin beside `path`, and the length of each document in tokens."""
+    data = path.read_bytes()
+    start = len(MAGIC) + HEADER.size
+    if not data.startswith(MAGIC) or len(data) < start:
+        raise BadInputError(f"{path} is no Megatron index: it does not begin with {MAGIC!r}. Check the path.")
+    version, code, sequences, entries = HEADER.unpack_from(data, len(MAGIC))
+    if version != VERSION:
+        raise BadInputError(f"{path} is a Megatron index of version {version}; expected {VERSION}.")
+    if code not in TYPES:
+        raise BadInputError(f"{path} says its tokens are of type {code}; expected one of {', '.join(map(str, TYPES))}.")
+    if len(data) < start + 12 * sequences + 8 * entries:
+        raise BadInputError(
+            f"{path} has {len(data)} bytes, too few for {sequences} sequences and {entries} documents. Copy it again."
+        )
+    dtype = np.dtype(TYPES[code])
+    lengths = np.frombuffer(data, "<i4", sequences, start).astype(np.int64)
+    pointers = np.frombuffer(data, "<i8", sequences, start + 4 * sequences)
+    documents = np.frombuffer(data, "<i8", entries, start + 12 * sequences)
+    ends = np.cumsum(lengths)
+    if (pointers != (ends - lengths) * dtype.itemsize).any():
+        raise BadInputError(f"{path}: its sequences do not follow one another in the .bin, which is not supported.")
+    expected = int(ends[-1]) * dtype.itemsize if sequences else 0
+    if bin_bytes != expected:
+        raise BadInputError(f"{path.with_suffix('.bin')} has {bin_bytes} bytes, its index says {expected}. Copy again.")
+    firsts = documents if entries and documents[-1] == sequences else np.append(documents, sequences)
+    if len(firsts) == 1 or firsts[0] != 0 or (np.diff(firsts) < 0).any() or firsts[-1] != sequences:
+        raise BadInputError(f"{path}: its document list is not a rising list of sequences from 0 to {sequences}.")
+    borders = np.concatenate(([0], ends))[firsts]
+    return dtype, np.diff(borders)

@@ -1,12 +1,10 @@
 """The packed contract on disk: `packed/<source>/{train,valid}/tokens-00000.bin`, `docs-00000.idx`, `manifest.json`.
 
 Tokens are little-endian uint16 where the vocabulary fits, else uint32; an index holds the uint64 position, within
-its shard, at which each document starts. Where the manifest says `loss_mask: true`, `mask-00000.bin` holds one bit per
-token of the shard, lowest bit first, 1 where the token counts in the loss. Where it says `gids: true`, `gids-00000.bin`
-holds the uint64 gid of each document's corpus record: where it came from. All are memory-mapped when they are first
-touched and never read whole. `packed/report.json` names the sources that belong together: it is removed before
-anything is packed anew and written last, so while it is absent there is no packed data, and a source that was left out
-of the corpus is no longer read.
+its shard, at which each document starts. With `loss_mask: true` in the manifest, `mask-00000.bin` holds one bit per
+token, lowest bit first, 1 where it counts in the loss. With `gids: true`, `gids-00000.bin` holds the uint64 gid of each
+document's corpus record. All are memory-mapped when first touched. `packed/report.json` names the sources that belong
+together; it is removed before anything is packed anew and written last.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Callable
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,20 +24,17 @@ from zero2all.common.errors import BadInputError
 from zero2all.common.files import MANIFEST_NAME, read_json_object
 from zero2all.common.manifest import fingerprint, read_manifest
 from zero2all.common.records import report_sources
-from zero2all.packed.remote import Remote, remote_of
+from zero2all.packed.remote import BlockArray, Remote, remote_of
 
 PACK_COMMAND = "z2a pack"
+PACK_AGAIN = "Run `z2a pack` again."
 REPORT_NAME = "report.json"
 TOKEN_DTYPES = ("<u2", "<u4")
+COUNTS = ("vocab_size", "shards", "tokens", "text_bytes")
 MANIFEST_FIELDS: dict[str, type] = {
-    "source": str,
-    "channel": str,
-    "tokenizer": str,
-    "vocab_size": int,
+    **dict.fromkeys(("source", "channel", "tokenizer"), str),
+    **dict.fromkeys(COUNTS, int),
     "dtype": str,
-    "shards": int,
-    "tokens": int,
-    "text_bytes": int,
     "files": dict,
 }
 """What the manifest of a split must say, and of which type. Optional: `max_id` (largest id there), `loss_mask`,
@@ -52,24 +48,11 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
-def tokens_name(shard: int) -> str:
-    """File name of a token shard."""
-    return f"tokens-{shard:05d}.bin"
-
-
-def docs_name(shard: int) -> str:
-    """File name of a document index."""
-    return f"docs-{shard:05d}.idx"
-
-
-def mask_name(shard: int) -> str:
-    """File name of a loss mask."""
-    return f"mask-{shard:05d}.bin"
-
-
-def gids_name(shard: int) -> str:
-    """File name of the gids of a shard's documents."""
-    return f"gids-{shard:05d}.bin"
+tokens_name = "tokens-{:05d}.bin".format
+docs_name = "docs-{:05d}.idx".format
+mask_name = "mask-{:05d}.bin".format
+gids_name = "gids-{:05d}.bin".format
+"""File names of a shard: tokens, starts of its documents, loss mask, gids of its documents."""
 
 
 def map_array(path: Path, dtype: np.dtype | str) -> np.ndarray:
@@ -99,7 +82,8 @@ class ShardFiles:
         remote: Remote | None = None,
         in_blocks: bool = False,
     ) -> None:
-        """`remote`: the files lie at an address; `in_blocks`: of which only what is touched is fetched."""
+        """`remote`: the files lie at an address, which has checked that they are there; `in_blocks`: of them only what
+        is touched is fetched."""
         self._folder, self._names, self._dtype = folder, names, np.dtype(dtype)
         self._files, self._remote, self._in_blocks = files, remote, in_blocks
         self.lengths = [self._checked_bytes(name) // self._dtype.itemsize for name in names]
@@ -117,22 +101,19 @@ class ShardFiles:
 
     def _checked_bytes(self, name: str) -> int:
         if name not in self._files:
-            raise BadInputError(
-                f"{self._folder / MANIFEST_NAME}: `files` does not list {name}. Run `{PACK_COMMAND}` again."
-            )
+            raise BadInputError(f"{self._folder / MANIFEST_NAME}: `files` does not list {name}. {PACK_AGAIN}")
         expected = int(self._files[name]["bytes"])
-        size: int | None
+        if self._remote is not None:
+            return expected
         try:
             # There may be thousands of files, and Path would take longer than the disk.
-            path = f"{self._folder}/{name}"
-            size = os.stat(path).st_size if self._remote is None else self._remote.size(path)  # noqa: PTH116
+            size: int | None = os.stat(f"{self._folder}/{name}").st_size  # noqa: PTH116
         except FileNotFoundError:
             size = None
         if size != expected:
             found = "no file" if size is None else f"{size} bytes"
             raise BadInputError(
-                f"The packed file {self._folder / name} is damaged: {found}, expected {expected} bytes. "
-                f"Run `{PACK_COMMAND}` again."
+                f"The packed file {self._folder / name} is damaged: {found}, expected {expected} bytes. {PACK_AGAIN}"
             )
         return expected
 
@@ -141,7 +122,8 @@ class ShardFiles:
         if self._remote is not None:
             facts = self._files[path.name]
             if self._in_blocks:
-                return cast(np.ndarray, self._remote.blocks(path, facts, self._dtype))  # it is only ever sliced
+                blocks = BlockArray(self._remote, path, facts, self._dtype)
+                return cast(np.ndarray, blocks)  # it is only ever sliced
             return map_array(self._remote.whole(path, facts), self._dtype)
         return map_array(path, self._dtype)
 
@@ -155,11 +137,8 @@ class PackedSplit:
         self.shards = self._files(tokens_name, manifest["dtype"], in_blocks=True)
         self.docs = self._files(docs_name, "<u8")
         self.masks = self._files(mask_name, "u1", in_blocks=True) if manifest.get("loss_mask") else None
-        self._starts = [0]
-        self._first_documents = [0]
-        for tokens, documents in zip(self.shards.lengths, self.docs.lengths, strict=True):
-            self._starts.append(self._starts[-1] + tokens)
-            self._first_documents.append(self._first_documents[-1] + documents)
+        self._starts = [0, *accumulate(self.shards.lengths)]
+        self._first_documents = [0, *accumulate(self.docs.lengths)]
         self.shard_starts = np.array(self._starts, dtype=np.int64)
         """Position of each shard's first token within the split, and the total at the end."""
 
@@ -173,7 +152,7 @@ class PackedSplit:
 
     @property
     def tokens(self) -> int:
-        """Tokens in this split."""
+        """How many tokens the split has."""
         return self._starts[-1]
 
     @property
@@ -219,9 +198,9 @@ class PackedSplit:
         filled = 0
         while filled < count:
             offset = start + filled - self._starts[shard]
-            piece = self.shards[shard][offset : offset + count - filled]
-            out[filled : filled + len(piece)] = piece
-            filled += len(piece)
+            found = self.shards[shard][offset : offset + count - filled]
+            out[filled : filled + len(found)] = found
+            filled += len(found)
             shard += 1
 
     def read_mask(self, start: int, count: int) -> np.ndarray:
@@ -288,13 +267,13 @@ def open_split(packed: Path, source: str, split: str) -> PackedSplit:
     opened = PackedSplit(packed, source, split, manifest)
     if opened.tokens != manifest["tokens"]:
         raise _bad_field(folder, "tokens", manifest["tokens"], f"{opened.tokens}, which is what the shards hold")
-    if opened.masks is not None:
-        for shard, tokens in enumerate(opened.shards.lengths):
-            if opened.masks.lengths[shard] != -(-tokens // 8):
-                raise BadInputError(
-                    f"{folder / mask_name(shard)} has {opened.masks.lengths[shard]} bytes, expected one bit for each "
-                    f"of {tokens} tokens. Run `{PACK_COMMAND}` again."
-                )
+    for shard, size in enumerate(opened.masks.lengths if opened.masks is not None else ()):
+        tokens = opened.shards.lengths[shard]
+        if size != -(-tokens // 8):
+            raise BadInputError(
+                f"{folder / mask_name(shard)} has {size} bytes, expected one bit for each of {tokens} tokens. Run "
+                f"`{PACK_COMMAND}` again."
+            )
     return opened
 
 
@@ -304,35 +283,32 @@ def check_split_manifest(folder: Path, manifest: dict[str, Any]) -> None:
         value = manifest.get(field)
         if not isinstance(value, kind) or isinstance(value, bool):
             raise _bad_field(folder, field, value, f"a {kind.__name__}")
-    for field in ("vocab_size", "shards", "tokens", "text_bytes"):
+    for field in COUNTS:
         if manifest[field] < 0:
             raise _bad_field(folder, field, manifest[field], "a number that is not negative")
-    if manifest["shards"] > len(manifest["files"]):
-        raise _bad_field(
-            folder, "shards", manifest["shards"], f"at most one for each of {len(manifest['files'])} files"
-        )
-    if manifest["dtype"] not in TOKEN_DTYPES:
-        raise _bad_field(folder, "dtype", manifest["dtype"], f"one of {', '.join(TOKEN_DTYPES)}")
-    if manifest["vocab_size"] > 1 << 8 * np.dtype(manifest["dtype"]).itemsize:
-        raise _bad_field(folder, "dtype", manifest["dtype"], f"a type that holds {manifest['vocab_size']} ids")
+    shards, files, dtype, vocab_size = (manifest[name] for name in ("shards", "files", "dtype", "vocab_size"))
+    if shards > len(files):
+        raise _bad_field(folder, "shards", shards, f"at most one for each of {len(files)} files")
+    if dtype not in TOKEN_DTYPES:
+        raise _bad_field(folder, "dtype", dtype, f"one of {', '.join(TOKEN_DTYPES)}")
+    if vocab_size > 1 << 8 * np.dtype(dtype).itemsize:
+        raise _bad_field(folder, "dtype", dtype, f"a type that holds {vocab_size} ids")
     largest = manifest.get("max_id", 0)
-    if not isinstance(largest, int) or largest >= max(1, manifest["vocab_size"]):
-        raise _bad_field(folder, "max_id", largest, f"an id below vocab_size ({manifest['vocab_size']})")
+    if not isinstance(largest, int) or largest >= max(1, vocab_size):
+        raise _bad_field(folder, "max_id", largest, f"an id below vocab_size ({vocab_size})")
 
 
 def _bad_field(folder: Path, field: str, value: Any, expected: str) -> BadInputError:
-    return BadInputError(
-        f"{folder / MANIFEST_NAME}: `{field}` is {value!r}, expected {expected}. Run `{PACK_COMMAND}` again."
-    )
+    return BadInputError(f"{folder / MANIFEST_NAME}: `{field}` is {value!r}, expected {expected}. {PACK_AGAIN}")
 
 
 def packed_report(packed: Path) -> dict[str, Any]:
     """What was packed together: `tokenizer`, and `sources` by name; FileNotFoundError when nothing was."""
     path = packed / REPORT_NAME
-    report = read_json_object(path, f"Run `{PACK_COMMAND}` again.")
-    report_sources(report, path, f"Run `{PACK_COMMAND}` again.")
+    report = read_json_object(path, PACK_AGAIN)
+    report_sources(report, path, PACK_AGAIN)
     if not isinstance(report.get("tokenizer"), str | None):
-        raise BadInputError(f"{path}: `tokenizer` is no fingerprint. Run `{PACK_COMMAND}` again.")
+        raise BadInputError(f"{path}: `tokenizer` is no fingerprint. {PACK_AGAIN}")
     return report
 
 

@@ -1,12 +1,9 @@
 """Hands the trainer its rows of each step's global batch, read ahead in the background.
 
-A batch is named by the token at which it begins, so the loader has no state worth saving: it can start anywhere. The
-rows of a global batch are numbered; rank r of W takes the r-th run of ceil(rows / W) of them. Where that does not
-divide, the last ranks get rows of weight 0 on top, so that all ranks run the same shapes and their collectives match.
-
-Reading is done by threads: copying out of a memory map and converting releases Python's lock. `process` readers are
-there for machines where the trainer itself needs the lock all the time; a thread then only waits for one of them. They
-map the files themselves, nothing is forked.
+A batch is named by the token at which it begins, so the loader has no state to save. Rank r of W takes the r-th run of
+ceil(rows / W) rows of a global batch. Where that does not divide, the last ranks get rows of weight 0 on top, so that
+all ranks run the same shapes. Reading is done by threads: copying out of a memory map releases Python's lock. `process`
+readers are for machines where the trainer itself needs the lock all the time; they map the files themselves.
 """
 
 from __future__ import annotations
@@ -122,10 +119,10 @@ def read_batch(
             weights[own:] = 0
     documents = borders.documents(rows, segment.seq_len + 1) if borders is not None else None
     return Batch(
-        tokens=tokens,
-        channels=data.channel_of[sources],
-        sources=sources,
-        first_position=position,
+        tokens,
+        data.channel_of[sources],
+        sources,
+        position,
         weights=weights,
         counted=None if weights is None else float(weights.sum(dtype=np.float64)),
         documents=documents,

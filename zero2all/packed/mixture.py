@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ from zero2all.packed.stages import (
     epochs_read,
     segments_of,
     stage_notes,
-    stage_records,
     stages_from_records,
 )
 
@@ -77,7 +76,7 @@ class TrainingData:
             "seed": self.seed,
             "packing": self.packing,
             "sources": {split.name: split.fingerprint for split in self.splits},
-            "stages": stage_records(self.plan),
+            "stages": [asdict(stage) for stage in self.plan],
         }
 
     @property
@@ -94,46 +93,36 @@ class TrainingData:
         names = [split.name for split in self.splits]
         return [*stage_notes(self.plan, self.segments, names, end), "\n".join(self.epochs_table(end))]
 
-    def epochs_table(self, end: int) -> list[str]:
-        """Per source: tokens it has, tokens and share of the run up to `end`, and how often it is read."""
-        rows = epochs_read(self.segments, end)
-        read = [
-            sum(
-                float(row[number]) * segment.order.sources[number].samples * segment.seq_len
-                for row, segment in zip(rows, self.segments, strict=False)
+    def reading(self, end: int) -> list[tuple[float, float]]:
+        """Per source: the tokens that a run up to `end` reads of it, and how often that is all of it."""
+        rows = list(zip(epochs_read(self.segments, end), self.segments, strict=False))
+        return [
+            (
+                sum(float(row[number]) * part.order.sources[number].samples * part.seq_len for row, part in rows),
+                sum(float(row[number]) for row, _ in rows),
             )
             for number in range(len(self.splits))
         ]
-        total = sum(read) or 1.0
-        heading = ("source", "channel", "tokens", "read", "share", "epochs")
-        cells = [
-            (
-                split.name,
-                split.channel,
-                f"{split.tokens:,}",
-                f"{tokens:,.0f}",
-                f"{tokens / total:.2%}",
-                f"{sum(float(row[number]) for row in rows):.2f}",
-            )
-            for number, (split, tokens) in enumerate(zip(self.splits, read, strict=True))
-        ]
-        widths = [max(len(row[column]) for row in [heading, *cells]) for column in range(len(heading))]
+
+    def epochs_table(self, end: int) -> list[str]:
+        """Per source: tokens it has, tokens and share of the run up to `end`, and how often it is read."""
+        reading = self.reading(end)
+        total = sum(tokens for tokens, _ in reading) or 1.0
+        table = [("source", "channel", "tokens", "read", "share", "epochs")]
+        for split, (tokens, epochs) in zip(self.splits, reading, strict=True):
+            figures = (f"{split.tokens:,}", f"{tokens:,.0f}", f"{tokens / total:.2%}", f"{epochs:.2f}")
+            table.append((split.name, split.channel, *figures))
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = [f"epochs over the whole run ({end:,} tokens)"]
-        for row in [heading, *cells]:
-            words = [
-                cell.ljust(width) if column < 2 else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ]
-            lines.append("  " + "  ".join(words).rstrip())
+        for row in table:
+            cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+            cells[:2] = [cell.ljust(width) for cell, width in zip(row[:2], widths, strict=False)]
+            lines.append("  " + "  ".join(cells).rstrip())
         return lines
 
 
 def open_training_data(
-    packed: Path,
-    config: DataConfig,
-    stages: Sequence[Stage],
-    progress: Progress | None = None,
-    end: int | None = None,
+    packed: Path, config: DataConfig, stages: Sequence[Stage], progress: Progress | None = None, end: int | None = None
 ) -> TrainingData:
     """Open the sources that any stage uses, check them, and lay out their order.
 
@@ -191,9 +180,7 @@ def source_weights(splits: Sequence[PackedSplit], mixture: Mapping[str, float] |
     weights = [0.0] * len(splits)
     for name, weight in mixture.items():
         if not 0 <= weight < math.inf:
-            raise UsageError(
-                f"data.mixture gives `{name}` the weight {weight}; expected a number that is not negative."
-            )
+            raise UsageError(f"data.mixture gives `{name}` the weight {weight}; expected one that is not negative.")
         members = _members(splits, name, "data.mixture")
         tokens = sum(splits[index].tokens for index in members)
         for index in members:
@@ -231,9 +218,7 @@ def _members(splits: Sequence[PackedSplit], name: str, field: str) -> list[int]:
     ]
     if not members:
         known = [*(split.name for split in splits), *sorted({split.channel for split in splits})]
-        raise UsageError(
-            f"{field} names `{name}`, which is neither a packed source nor a channel. {nearest_hint(name, known)}"
-        )
+        raise UsageError(f"{field} names `{name}`, neither a packed source nor a channel. {nearest_hint(name, known)}")
     return members
 
 

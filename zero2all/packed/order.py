@@ -1,13 +1,11 @@
 """Which sample stands at position i of a run: a pure function, with no stored shuffle.
 
-Two parts. Within a source, epoch e visits its n samples in the order of a keyed permutation of 0..n-1: a Feistel
-network over the next power of four, walked until it lands below n, so that any single place costs O(1) time and no
-memory. Between sources, weights are rounded to n/65536 and one cycle of picks is laid out by Tijdeman's rule, which
-keeps every source within one sample of its exact share at every prefix. A position is then (cycle, slot), and the
-pick's ordinal within its source follows from a prefix count.
-
-So the data position of a run is one integer, right for any number of ranks and any micro-batch. A stage changes the
-weights at a position; every source goes on where it stood.
+Within a source, epoch e visits its n samples in the order of a keyed permutation of 0..n-1: a Feistel network over the
+next power of four, walked until it lands below n, so that any place costs O(1) time and no memory. Between sources,
+weights are rounded to n/65536 and one cycle of picks is laid out by Tijdeman's rule, which keeps every source within
+one sample of its exact share at every prefix. A position is then (cycle, slot), and the pick's ordinal within its
+source follows from a prefix count. So the data position of a run is one integer, right for any number of ranks and any
+micro-batch. A stage changes the weights at a position; every source goes on where it stood.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ def rounded_weights(weights: list[float]) -> list[int]:
 
 
 class MixtureCycle:
-    """One period of picks among the sources, repeated for ever."""
+    """One period of picks among the sources, repeated without end."""
 
     def __init__(self, units: Sequence[int]) -> None:
         divisor = gcd(*units)
@@ -75,10 +73,8 @@ class MixtureCycle:
         return cycles * self.length + int(np.flatnonzero(self.picks == source)[within])
 
 
-@lru_cache(maxsize=256)
-def mixture_cycle(units: tuple[int, ...]) -> MixtureCycle:
-    """The cycle of these weights; planning a run asks for the same one again and again."""
-    return MixtureCycle(units)
+mixture_cycle = lru_cache(maxsize=256)(MixtureCycle)
+"""The cycle of these weights, a tuple; planning a run asks for the same one again and again."""
 
 
 @dataclass(frozen=True)

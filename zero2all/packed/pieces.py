@@ -7,8 +7,8 @@
         counts.u1         one byte per token, 1 where it counts in the loss; only where a conversation is among them
         facts.json        documents, tokens, text_bytes, max_id, conversations; crc32c of the bytes it was made from
 
-What a piece holds depends on its task alone, and it appears whole or not at all, so whoever was killed, the next one
-goes on with the pieces that are there.
+What a piece holds depends on its task alone, and it appears whole or not at all, so a packing that was killed goes on
+with the pieces that are there.
 """
 
 from __future__ import annotations
@@ -103,9 +103,7 @@ def _tools(task: PieceTask) -> tuple[Tokenizer, Encoder]:
         os.environ.setdefault("RAYON_NUM_THREADS", "1")  # in a worker, of which there is one per core
         tokenizer = load_tokenizer(task.tokenizer)
         if tokenizer.fingerprint != task.tokenizer_fingerprint:
-            raise BadInputError(
-                f"The tokenizer in {task.tokenizer} was changed while it was packing. Run `z2a pack` again."
-            )
+            raise BadInputError(f"The tokenizer in {task.tokenizer} was changed while packing. Run `z2a pack` again.")
         keep_tools(task.tokenizer, tokenizer, open_encoder(tokenizer, EncoderConfig(task.encoder, True, threads=1)))
     return _kept_tools[key]
 
@@ -120,14 +118,6 @@ class Document(NamedTuple):
     texts: list[str]
     turns: list[Turn] | None
     """None: plain text, the only one of `texts`."""
-
-
-def _documents(task: PieceTask) -> Iterator[Document]:
-    for record in _records(task):
-        gid = record.get("gid", NO_GID)
-        turns = turns_of(record, f"{task.part}, record gid {gid}")
-        texts = [training_text(record)] if turns is None else [turn.text for turn in turns]
-        yield Document(gid, texts, turns)
 
 
 def _records(task: PieceTask) -> Iterator[dict[str, Any]]:
@@ -155,12 +145,15 @@ def _records(task: PieceTask) -> Iterator[dict[str, Any]]:
     advance(task.end - task.start - told)
 
 
-def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+def _batches(task: PieceTask) -> Iterator[list[Document]]:
     batch: list[Document] = []
     characters = 0
-    for document in documents:
-        batch.append(document)
-        characters += sum(map(len, document.texts))
+    for record in _records(task):
+        gid = record.get("gid", NO_GID)
+        turns = turns_of(record, f"{task.part}, record gid {gid}")
+        texts = [training_text(record)] if turns is None else [turn.text for turn in turns]
+        batch.append(Document(gid, texts, turns))
+        characters += sum(map(len, texts))
         if len(batch) >= BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0
@@ -179,7 +172,7 @@ def _write_piece(task: PieceTask, tokenizer: Tokenizer, encoder: Encoder, folder
     gids: list[int] = []
     all_lengths: list[np.ndarray] = []
     with open(folder / TOKENS, "wb") as tokens_file, open(folder / COUNTS, "wb") as counts_file:
-        for batch in _batches(_documents(task)):
+        for batch in _batches(task):
             texts = [text for document in batch for text in document.texts]
             encoded = encoder.encode_batch(texts)
             largest = int(encoded.ids.max(initial=0))
@@ -193,7 +186,8 @@ def _write_piece(task: PieceTask, tokenizer: Tokenizer, encoder: Encoder, folder
                 tokens, lengths = _plain_tokens(encoded, tokenizer, dtype)
                 counts = None
             if conversations and not totals["conversations"]:  # what came before was plain text
-                _write_ones(counts_file, totals["tokens"])
+                for first in range(0, totals["tokens"], 1 << 20):
+                    counts_file.write(b"\1" * min(1 << 20, totals["tokens"] - first))
             totals["conversations"] += conversations
             if totals["conversations"]:
                 counts_file.write((np.ones(len(tokens), np.uint8) if counts is None else counts).tobytes())
@@ -207,8 +201,7 @@ def _write_piece(task: PieceTask, tokenizer: Tokenizer, encoder: Encoder, folder
             totals["text_bytes"] += sum(map(_utf8_bytes, texts))
     if not totals["conversations"] or task.learn_prompts:
         (folder / COUNTS).unlink()
-    lengths = np.concatenate(all_lengths) if all_lengths else np.empty(0, np.int64)
-    (folder / LENGTHS).write_bytes(lengths.astype("<u4").tobytes())
+    (folder / LENGTHS).write_bytes(b"".join(lengths.astype("<u4").tobytes() for lengths in all_lengths))
     (folder / GIDS).write_bytes(np.array(gids, dtype="<u8").tobytes())
     write_json(folder / FACTS, {**totals, "crc32c": crc32c})
 
@@ -254,8 +247,3 @@ def _mixed_tokens(
 
 def _utf8_bytes(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode("utf-8", "replace"))
-
-
-def _write_ones(file: Any, count: int) -> None:
-    for first in range(0, count, 1 << 20):
-        file.write(b"\1" * min(1 << 20, count - first))

@@ -3,10 +3,8 @@
     reading = ReaderProcesses(read_step, on_problem=print)
     reading(first_token)                     # read_step(first_token), in an idle process or a new one
 
-A process and the trainer share a socket and nothing else: no semaphores, no shared memory, no file, so nothing can be
-left behind. The process ends when the socket does, however the trainer ended. One that was killed is replaced and asked
-again, since what it reads depends on its argument alone; after RETRIES deaths without an answer between them the run
-ends with an error.
+A process and the trainer share a socket and nothing else, so nothing can be left behind: the process ends when the
+socket does. One that was killed is replaced and asked again; after RETRIES deaths in a row the run ends with an error.
 """
 
 from __future__ import annotations

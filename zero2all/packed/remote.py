@@ -1,34 +1,30 @@
-"""Packed data that lies in object storage, read through a bounded local cache.
+"""Packed data in object storage, read through a bounded local cache.
 
     packed = packed_root(workspace.packed, config.data)      # a folder, also where data.packed is s3://bucket/packed
-    open_split(packed, "en", "train")                        # as ever
+    open_split(packed, "en", "train")                        # as for a local folder
 
-What is small is fetched when the data is opened (reports, manifests, the sizes of all files) or when it is first
-touched (document indexes, gids, best-fit indexes), and stays. Token shards and masks are fetched in blocks of 256 KB as
-samples touch them; blocks take at most `cache_bytes`, the least recently used go first. Blocks are files that appear by
-renaming, named by the crc32c of the shard they belong to: a killed process leaves no half, several processes share
-them, and data that was packed anew has other names.
+Reports and manifests are fetched when the data is opened; document indexes, gids and best-fit indexes when they are
+first touched, and they stay. Token shards and masks are fetched in blocks of 256 KB as samples touch them; blocks take
+at most `cache_bytes`, the least recently used go first. Files appear by renaming and are named by the crc32c of what
+they belong to: a killed process leaves no half, processes share them, and data packed anew has other names.
 
     packed-cache/
-        <address>/              stands for `packed/`: report.json, manifests, remote.json, sizes.json
+        <address>/              stands for `packed/`: report.json, manifests, remote.json
         files/<crc32c>-<bytes>  files fetched whole
         blocks/<crc32c>-<bytes>/000012
         blocks/total            bytes of all blocks; its lock is held while blocks come and go
 
-A shuffled run touches blocks at random, so what comes over the network is about (256 KB / sample) times what is read
-until the cache holds most of the data: give it as much disk as there is, and several `data.readers`.
-Only this module needs fsspec, and only for an address.
+fsspec's own caches have no size limit, no lock between processes, and check no bytes. A shuffled run touches blocks at
+random: give the cache as much disk as there is, and set several `data.readers`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -36,33 +32,37 @@ import numpy as np
 
 from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError, UsageError
-from zero2all.common.files import MANIFEST_NAME, PARTIAL_MARK, is_inner_path, read_json, write_atomic, write_json
+from zero2all.common.files import (
+    MANIFEST_NAME,
+    PARTIAL_MARK,
+    as_written,
+    crc32c_of,
+    is_inner_path,
+    read_json,
+    write_atomic,
+    write_json,
+)
 from zero2all.common.manifest import fingerprint
 from zero2all.common.records import SPLITS, report_sources
 from zero2all.packed.config import DataConfig
 
 CACHE_NAME = "packed-cache"
 REMOTE_NAME = "remote.json"
-SIZES_NAME = "sizes.json"
 REPORT_NAME = "report.json"
 BLOCK_BYTES = 1 << 18
 LEAST_BLOCKS = 16
 KEPT_SHARE = 0.9
-"""How full the cache may be after blocks were removed: looking for the oldest costs a pass over all of them."""
+"""How full the cache may be after blocks were removed: finding the oldest takes a pass over all of them."""
 TRIES = 4
 FIRST_WAIT_SECONDS = 0.2
-
-
-def is_address(packed: str) -> bool:
-    """Whether this is something for fsspec and not a folder."""
-    return "://" in packed
+UPLOAD = "Copy the packed folder there again."
 
 
 def packed_root(own: Path, config: DataConfig) -> Path:
     """The folder to read from: that of the workspace, another one, or one that stands for an address."""
     if config.packed is None:
         return own
-    if not is_address(config.packed):
+    if "://" not in config.packed:
         return Path(config.packed)
     cache = Path(config.cache) if config.cache else own.parent / CACHE_NAME
     return open_address(config.packed, cache, config.cache_bytes)
@@ -78,44 +78,43 @@ def open_address(url: str, cache: Path, cache_bytes: int, block_bytes: int = BLO
     url = url.rstrip("/")
     storage = _Storage(url)
     folder = cache.absolute() / fingerprint(url)
-    folder.mkdir(parents=True, exist_ok=True)
     report = storage.read(REPORT_NAME, f"There is no finished packed data at {url} (no {REPORT_NAME})")
-    try:
-        listed = jsonio.loads_strict(report)
-    except ValueError as error:
-        raise BadInputError(f"{url}/{REPORT_NAME} cannot be read as JSON ({error}). Upload it again.") from error
-    for source in report_sources(listed, f"{url}/{REPORT_NAME}", "Upload the packed data again."):
-        for split in SPLITS:
-            inner = f"{source}/{split}"
-            sizes = storage.sizes(inner)
-            if not all(map(is_inner_path, sizes)):
-                raise BadInputError(f"{url}/{inner} lists names that lead out of it. Upload the packed data again.")
-            if MANIFEST_NAME not in sizes:
-                continue
-            write_json(folder / inner / SIZES_NAME, sizes)
-            for name in sizes:
-                if name == MANIFEST_NAME or name.endswith(f"/{MANIFEST_NAME}"):
-                    write_atomic(folder / inner / name, storage.read(f"{inner}/{name}"))
+    with as_written(f"{url}/{REPORT_NAME}", UPLOAD):
+        sources = report_sources(jsonio.loads_strict(report), f"{url}/{REPORT_NAME}", UPLOAD)
+    for inner in (f"{source}/{split}" for source in sources for split in SPLITS):
+        sizes = storage.sizes(inner)
+        if not all(map(is_inner_path, sizes)):
+            raise BadInputError(f"{url}/{inner} lists names that lead out of it. {UPLOAD}")
+        for name in sizes:
+            if name == MANIFEST_NAME or name.endswith(f"/{MANIFEST_NAME}"):
+                write_atomic(folder / inner / name, storage.read(f"{inner}/{name}"))
+        if MANIFEST_NAME in sizes:
+            _require_files(f"{url}/{inner}", read_json(folder / inner / MANIFEST_NAME), sizes)
     facts = {"url": url, "cache": str(cache.absolute()), "cache_bytes": cache_bytes, "block_bytes": block_bytes}
     write_json(folder / REMOTE_NAME, facts)
     write_atomic(folder / REPORT_NAME, report)
     return folder
 
 
+def _require_files(where: str, manifest: Any, sizes: dict[str, int]) -> None:
+    """Every file that training reads must be there with its size."""
+    with as_written(f"{where}/{MANIFEST_NAME}", UPLOAD):
+        for name, facts in manifest["files"].items():
+            if sizes.get(name) != facts["bytes"] and not name.startswith("gids-"):
+                found = f"{sizes[name]} bytes" if name in sizes else "no file"
+                raise BadInputError(
+                    f"The packed file {where}/{name} is damaged: {found}, expected {facts['bytes']} bytes. {UPLOAD}"
+                )
+
+
 def remote_of(packed: Path) -> Remote | None:
     """What is behind a folder that stands for an address; None for any other."""
     try:
-        facts = (packed / REMOTE_NAME).read_bytes()
-    except OSError:
+        facts = read_json(packed / REMOTE_NAME)
+    except FileNotFoundError:
         return None
-    return _remote(str(packed), facts)
-
-
-@lru_cache(maxsize=8)
-def _remote(packed: str, facts: bytes) -> Remote:
-    values = json.loads(facts)
-    cache = BlockCache(Path(values["cache"]), values["cache_bytes"])
-    return Remote(Path(packed), values["url"], cache, values["block_bytes"])
+    cache = BlockCache(Path(facts["cache"]), facts["cache_bytes"])
+    return Remote(packed, _Storage(facts["url"]), cache, facts["block_bytes"])
 
 
 @dataclass(frozen=True)
@@ -123,30 +122,25 @@ class Remote:
     """Packed data at an address."""
 
     folder: Path
-    url: str
+    storage: _Storage
     cache: BlockCache
     block_bytes: int
 
-    def size(self, path: str) -> int | None:
-        """Bytes of a file, named by where it would lie; None when there is none."""
-        source, split, name = path[len(str(self.folder)) + 1 :].split("/", 2)
-        sizes = self.folder / source / split / SIZES_NAME
-        return _sizes(sizes, sizes.stat().st_mtime_ns).get(name)
-
     def whole(self, path: Path, facts: dict[str, Any]) -> Path:
         """A copy of a file, fetched if need be, its bytes checked."""
-        local = self.cache.folder / "files" / f"{facts['crc32c']}-{facts['bytes']}"
+        local = self.cache.folder / "files" / _key(facts)
         if local.is_file():
             return local
         with locked(local.parent / "lock"):  # readers that want the same file wait for the one that fetches it
             if not local.is_file():
-                data = _Storage(self.url).read(self._name(path))
-                if f"{_crc32c(data):08x}" != facts["crc32c"]:
+                fetched, where = local.with_name(f"{local.name}{PARTIAL_MARK}fetched"), self.name(path)
+                write_atomic(fetched, self.storage.read(where))
+                if crc32c_of(fetched) != facts["crc32c"]:
                     raise BadInputError(
-                        f"{self.url}/{self._name(path)} is damaged: its bytes have changed since it was written "
-                        f"(crc32c differs). Copy it there again from where it was packed."
+                        f"{self.storage.url}/{where} is damaged: its bytes have changed since it was written (crc32c "
+                        f"differs). {UPLOAD}"
                     )
-                write_atomic(local, data)
+                fetched.replace(local)
         return local
 
     def bring(self, folder: Path, files: dict[str, dict[str, Any]]) -> None:
@@ -156,24 +150,13 @@ class Remote:
                 (folder / name).unlink(missing_ok=True)
                 (folder / name).symlink_to(self.whole(folder / name, facts))
 
-    def blocks(self, path: Path, facts: dict[str, Any], dtype: np.dtype) -> BlockArray:
-        """A file whose bytes are fetched as they are touched."""
-        name, storage = self._name(path), _Storage(self.url)
-
-        def fetch(start: int, end: int) -> bytes:
-            return storage.read(name, start=start, end=end)
-
-        key = f"{facts['crc32c']}-{facts['bytes']}"
-        return BlockArray(self.cache, key, int(facts["bytes"]), self.block_bytes, dtype, fetch)
-
-    def _name(self, path: Path) -> str:
+    def name(self, path: Path) -> str:
+        """What a file is called at the address."""
         return path.relative_to(self.folder).as_posix()
 
 
-def _crc32c(data: bytes) -> int:
-    import google_crc32c
-
-    return int(google_crc32c.value(data))
+def _key(facts: dict[str, Any]) -> str:
+    return f"{facts['crc32c']}-{facts['bytes']}"
 
 
 @contextlib.contextmanager
@@ -190,45 +173,32 @@ def locked(path: Path) -> Iterator[int]:
         os.close(handle)
 
 
-@lru_cache(maxsize=1024)
-def _sizes(path: Path, _: int) -> dict[str, int]:
-    sizes: dict[str, int] = read_json(path)
-    return sizes
-
-
 class BlockArray:
     """Slices like those of an array, of a file that is fetched in blocks."""
 
-    def __init__(
-        self,
-        cache: BlockCache,
-        key: str,
-        size_bytes: int,
-        block_bytes: int,
-        dtype: np.dtype,
-        fetch: Callable[[int, int], bytes],
-    ) -> None:
-        self.dtype, self._cache, self._key, self._fetch = dtype, cache, key, fetch
-        self._bytes, self._block_bytes = size_bytes, block_bytes
+    def __init__(self, remote: Remote, path: Path, facts: dict[str, Any], dtype: np.dtype) -> None:
+        self.dtype, self._remote, self._name = dtype, remote, remote.name(path)
+        self._key, self._bytes = _key(facts), int(facts["bytes"])
 
     def __len__(self) -> int:
         return self._bytes // self.dtype.itemsize
 
     def __getitem__(self, wanted: slice) -> np.ndarray:
         start, end, step = wanted.indices(len(self))
-        assert step == 1, "a stretch of tokens"
+        assert step == 1, "tokens that follow one another"
         first, last = start * self.dtype.itemsize, max(start, end) * self.dtype.itemsize
-        pieces = []
-        for number in range(first // self._block_bytes, -(-last // self._block_bytes)):
-            begin = number * self._block_bytes
-            finish = min(begin + self._block_bytes, self._bytes)
-            data = self._cache.read(self._key, number, max(first - begin, 0), min(last, finish) - begin)
+        cache, size = self._remote.cache, self._remote.block_bytes
+        parts = []
+        for number in range(first // size, -(-last // size)):
+            begin, finish = number * size, min((number + 1) * size, self._bytes)
+            inner = slice(max(first - begin, 0), min(last, finish) - begin)
+            data = cache.read(self._key, number, inner.start, inner.stop)
             if data is None:
-                block = self._fetch(begin, finish)
-                self._cache.put(self._key, number, block)
-                data = block[max(first - begin, 0) : min(last, finish) - begin]
-            pieces.append(data)
-        return np.frombuffer(b"".join(pieces), dtype=self.dtype)
+                block = self._remote.storage.read(self._name, start=begin, end=finish)
+                cache.put(self._key, number, block)
+                data = block[inner]
+            parts.append(data)
+        return np.frombuffer(b"".join(parts), dtype=self.dtype)
 
 
 class BlockCache:
@@ -241,9 +211,8 @@ class BlockCache:
 
     def read(self, key: str, number: int, start: int, end: int) -> bytes | None:
         """Bytes of a block; None when it is not here."""
-        path = self._path(key, number)
         try:
-            with open(path, "rb", buffering=0) as file:
+            with open(self._path(key, number), "rb", buffering=0) as file:
                 data = os.pread(file.fileno(), end - start, start)
                 os.utime(file.fileno())  # the least recently used go first
         except FileNotFoundError:
@@ -266,21 +235,19 @@ class BlockCache:
             os.pwrite(total_file, b"%-32d" % total, 0)
 
     def _make_room(self, needed: int) -> int:
-        """Remove the oldest blocks; returns the bytes of those that stay, counted anew."""
+        """Remove the oldest blocks; returns the bytes of those that stay."""
         found = []
-        for folder in self._blocks.iterdir():
-            if folder.is_dir():
-                for entry in os.scandir(folder):
-                    facts = entry.stat()
-                    if PARTIAL_MARK in entry.name:  # of a process that was killed: whoever writes holds the lock
-                        os.unlink(entry.path)  # noqa: PTH108 - entry.path is a string
-                    else:
-                        found.append((facts.st_mtime_ns, entry.path, facts.st_size))
+        for path in self._blocks.glob("*/*"):
+            if PARTIAL_MARK in path.name:  # of a killed process: only the holder of the lock writes
+                path.unlink()
+            else:
+                facts = path.stat()
+                found.append((facts.st_mtime_ns, path, facts.st_size))
         total = sum(size for *_, size in found)
         for _, path, size in sorted(found):
             if total + needed <= KEPT_SHARE * self.limit_bytes:
                 break
-            os.unlink(path)  # noqa: PTH108
+            path.unlink()
             total -= size
         return total
 
@@ -289,21 +256,19 @@ class BlockCache:
 
 
 class _Storage:
-    """Reads of one address, tried again when the network fails."""
+    """Reads of one address, repeated when the network fails."""
 
     def __init__(self, url: str) -> None:
         self.url = url
         try:
             import fsspec
-        except ImportError as error:
-            raise UsageError(
-                f"Reading packed data from {url} needs fsspec, which is not installed: pip install fsspec, and the "
-                f"package of the address, such as s3fs for s3://."
-            ) from error
-        try:
+
             self._files, self._root = fsspec.core.url_to_fs(url)
         except (ImportError, ValueError) as error:
-            raise UsageError(f"The address {url} cannot be opened: {error}") from error
+            raise UsageError(
+                f"The address {url} cannot be opened: {error}. Addresses need fsspec, and the package of their kind, "
+                f"such as s3fs for s3://."
+            ) from error
 
     def read(self, name: str, missing: str | None = None, start: int | None = None, end: int | None = None) -> bytes:
         """A file, or some bytes of it."""
@@ -314,35 +279,30 @@ class _Storage:
                 raise OSError(f"got {len(data)} bytes of {end - start}")
             return data
 
-        return self._tried(once, f"{self.url}/{name}", missing)
+        return self._repeated(once, f"{self.url}/{name}", missing)
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Bytes of every file of a folder and of the folders in it, by name."""
 
         def once() -> dict[str, int]:
+            self._files.invalidate_cache()
             root = f"{self._root}/{folder}"
-            found = self._files.find(root, detail=True)
             start = len(self._files._strip_protocol(root)) + 1
-            return {path[start:]: int(facts["size"]) for path, facts in sorted(found.items())}
+            return {path[start:]: int(facts["size"]) for path, facts in self._files.find(root, detail=True).items()}
 
-        self._files.invalidate_cache()
-        return self._tried(once, f"{self.url}/{folder}", None)
+        return self._repeated(once, f"{self.url}/{folder}", None)
 
-    def _tried(self, once: Callable[[], Any], what: str, missing: str | None) -> Any:
-        wait = FIRST_WAIT_SECONDS
+    def _repeated(self, once: Callable[[], Any], what: str, missing: str | None) -> Any:
         for attempt in range(TRIES):
             try:
                 return once()
             except FileNotFoundError as error:
-                raise BadInputError(
-                    f"{missing or f'{what} is missing'}. Check the address, or copy the packed folder there again."
-                ) from error
+                raise BadInputError(f"{missing or f'{what} is missing'}. Check the address. {UPLOAD}") from error
             except Exception as error:  # whatever the package behind an address may raise
                 if attempt == TRIES - 1:
                     raise BadInputError(
                         f"{what} cannot be read, tried {TRIES} times ({type(error).__name__}: {error}). Check the "
                         f"network, the address and the access rights."
                     ) from error
-                time.sleep(wait)
-                wait *= 4
+                time.sleep(FIRST_WAIT_SECONDS * 4**attempt)
         raise AssertionError("unreachable: the last try raises")

@@ -1,9 +1,8 @@
 """What a sample is: which tokens of a split stand in its row, which of them are predicted, whose documents they are.
 
-`concat`: sample i is the window of seq_len + 1 tokens from token i x seq_len on. Every token but the first of the split
-is predicted once per epoch; documents are cut anywhere, and nothing is padded.
+`concat`: sample i is the window of seq_len + 1 tokens from token i x seq_len on; nothing is padded.
 `best_fit`: sample i is row i of an index (`packed.bestfit`): whole documents side by side, then padding. The first
-token of a piece is not predicted, for nothing in its row belongs to it.
+token of a chunk is not predicted, for nothing in its row belongs to it.
 
 Legend: B rows, T = seq_len. Inputs are tokens[:, :-1], targets tokens[:, 1:]; weights belong to targets.
 """
@@ -11,7 +10,6 @@ Legend: B rows, T = seq_len. Inputs are tokens[:, :-1], targets tokens[:, 1:]; w
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
@@ -80,24 +78,28 @@ class Borders:
         )
 
 
-class Samples(Protocol):
+class Samples:
     """The samples of one split at one seq_len."""
 
     count: int
     weighted: bool
     """Whether some tokens may weigh nothing."""
 
+    def __init__(self, split: PackedSplit, seq_len: int) -> None:
+        self.split, self.seq_len = split, seq_len
+
     def read(
         self, index: int, tokens: np.ndarray, weights: np.ndarray | None, borders: Borders | None, row: int
     ) -> None:
         """Fill `tokens` (T + 1) and, where asked, `weights` (T) with sample `index`, and note its documents."""
+        raise NotImplementedError
 
 
-class ConcatSamples:
+class ConcatSamples(Samples):
     """Windows over the tokens."""
 
     def __init__(self, split: PackedSplit, seq_len: int) -> None:
-        self.split, self.seq_len = split, seq_len
+        super().__init__(split, seq_len)
         self.count = split.samples(seq_len)
         self.weighted = split.masks is not None
 
@@ -113,13 +115,13 @@ class ConcatSamples:
             borders.add(row, *self.split.documents_in(start, self.seq_len + 1))
 
 
-class BestFitSamples:
+class BestFitSamples(Samples):
     """Rows of whole documents, padded."""
 
     weighted = True
 
     def __init__(self, split: PackedSplit, seq_len: int) -> None:
-        self.split, self.seq_len = split, seq_len
+        super().__init__(split, seq_len)
         self.index = open_best_fit(split, seq_len)
         self.count = int(self.index.manifest["rows"])
 
@@ -134,7 +136,7 @@ class BestFitSamples:
             weights[:] = 0
         for start, length in zip(self.index.starts[first:end].tolist(), lengths, strict=True):
             self.split.read_into(tokens[column : column + length], start)
-            if weights is not None:  # targets are shifted by one: the piece's first token is nobody's target
+            if weights is not None:  # targets are shifted by one: the first token of a chunk is no target
                 counts = 1 if self.split.masks is None else self.split.read_mask(start + 1, length - 1)
                 weights[column : column + length - 1] = counts
             if borders is not None:

@@ -1,16 +1,17 @@
 """Pieces into shards: which documents stand in which shard follows from their lengths alone.
 
 A shard is closed after the document that takes it past `shard_tokens`. So the shards of a split are the same whatever
-the pieces were and whoever made them, and each can be written by itself.
+the pieces were, and each can be written by itself.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -54,42 +55,26 @@ def plan_shards(lengths_of_pieces: Iterable[np.ndarray], shard_tokens: int) -> l
     return shards
 
 
-class Tokens(Protocol):
-    """Documents to be written: those of a piece, or of somebody's file."""
-
-    def read(self, start: int, end: int) -> np.ndarray:
-        """Tokens `start` to `end`, ids checked."""
-
-    def lengths(self, first: int, end: int) -> np.ndarray:
-        """Lengths of documents `first` to `end`."""
-
-    def gids(self, first: int, end: int) -> np.ndarray | None:
-        """Gids of documents `first` to `end`."""
-
-    def counts(self, start: int, end: int) -> np.ndarray:
-        """1 for each token that counts in the loss."""
-
-
 class PieceTokens:
-    """The files of a piece."""
+    """Documents to be written: those of a piece. `foreign.ForeignTokens` has the same methods."""
 
     def __init__(self, folder: Path, dtype: str) -> None:
         self.folder, self.dtype = folder, np.dtype(dtype)
 
     def read(self, start: int, end: int) -> np.ndarray:
-        """See `Tokens`."""
+        """Tokens `start` to `end`."""
         return self._array(TOKENS, self.dtype, start, end)
 
     def lengths(self, first: int, end: int) -> np.ndarray:
-        """See `Tokens`."""
+        """Lengths of documents `first` to `end`."""
         return self._array(LENGTHS, np.dtype("<u4"), first, end).astype(np.int64)
 
     def gids(self, first: int, end: int) -> np.ndarray:
-        """See `Tokens`."""
+        """Gids of documents `first` to `end`."""
         return self._array(GIDS, np.dtype("<u8"), first, end)
 
     def counts(self, start: int, end: int) -> np.ndarray:
-        """See `Tokens`."""
+        """1 for each token that counts in the loss."""
         if not (self.folder / COUNTS).is_file():
             return np.ones(end - start, np.uint8)
         return self._array(COUNTS, np.dtype("u1"), start, end)
@@ -128,75 +113,63 @@ def write_shard_of_pieces(task: ShardTask) -> dict[str, dict[str, Any]]:
 
 
 def write_shard(
-    folder: Path, number: int, dtype: str, parts: Sequence[tuple[Tokens, Stretch]], gids: bool, masked: bool
+    folder: Path, number: int, dtype: str, parts: Sequence[tuple[Any, Stretch]], gids: bool, masked: bool
 ) -> dict[str, dict[str, Any]]:
     """Write the files of one shard; returns size and crc32c of each by name."""
     folder.mkdir(parents=True, exist_ok=True)
     known: dict[str, dict[str, Any]] = {}
-    with WrittenFile(folder / tokens_name(number), known) as file:
+    with written_file(folder / tokens_name(number), known) as write:
         for tokens, start, end in _copies(parts):
-            file.write(tokens.read(start, end).astype(dtype, copy=False).tobytes())
-    with WrittenFile(folder / docs_name(number), known) as file:
+            write(tokens.read(start, end).astype(dtype, copy=False).tobytes())
+    with written_file(folder / docs_name(number), known) as write:
         before = 0
         for tokens, stretch in parts:
             lengths = tokens.lengths(stretch.first_document, stretch.end_document)
             starts = np.cumsum(lengths) - lengths + before
             before += int(lengths.sum())
-            file.write(starts.astype("<u8").tobytes())
+            write(starts.astype("<u8").tobytes())
     if gids:
-        with WrittenFile(folder / gids_name(number), known) as file:
+        with written_file(folder / gids_name(number), known) as write:
             for tokens, stretch in parts:
-                found = tokens.gids(stretch.first_document, stretch.end_document)
-                assert found is not None, "a split has the gids of all its documents or of none"
-                file.write(found.astype("<u8", copy=False).tobytes())
+                write(tokens.gids(stretch.first_document, stretch.end_document).astype("<u8", copy=False).tobytes())
     if masked:
-        with WrittenFile(folder / mask_name(number), known) as file:
+        with written_file(folder / mask_name(number), known) as write:
             rest = np.empty(0, np.uint8)  # bits do not end where copies do
             for tokens, start, end in _copies(parts):
                 bits = np.concatenate((rest, tokens.counts(start, end)))
                 whole = len(bits) // 8 * 8
-                file.write(np.packbits(bits[:whole], bitorder="little").tobytes())
+                write(np.packbits(bits[:whole], bitorder="little").tobytes())
                 rest = bits[whole:]
-            file.write(np.packbits(rest, bitorder="little").tobytes())
+            write(np.packbits(rest, bitorder="little").tobytes())
     return known
 
 
-def _copies(parts: Sequence[tuple[Tokens, Stretch]]) -> Iterator[tuple[Tokens, int, int]]:
+def _copies(parts: Sequence[tuple[Any, Stretch]]) -> Iterator[tuple[Any, int, int]]:
     for tokens, stretch in parts:
         for start in range(stretch.first_token, stretch.end_token, COPY_TOKENS):
             yield tokens, start, min(start + COPY_TOKENS, stretch.end_token)
 
 
-class WrittenFile:
-    """A file that appears when it is whole, its size and crc32c noted in `known`."""
+@contextmanager
+def written_file(path: Path, known: dict[str, dict[str, Any]]) -> Iterator[Callable[[bytes], None]]:
+    """A function that appends to a file; the file appears when it is whole, its size and crc32c noted in `known`."""
+    import google_crc32c
 
-    def __init__(self, path: Path, known: dict[str, dict[str, Any]]) -> None:
-        self._path, self._known = path, known
-        self._partial = path.with_name(f"{path.name}{PARTIAL_MARK}{os.getpid()}")
-        self._file: BinaryIO | None = None
-        self._crc = self._bytes = 0
+    partial = path.with_name(f"{path.name}{PARTIAL_MARK}{os.getpid()}")
+    crc = size = 0
+    try:
+        with open(partial, "wb") as file:
 
-    def __enter__(self) -> WrittenFile:
-        self._file = open(self._partial, "wb")
-        return self
+            def write(data: bytes) -> None:
+                nonlocal crc, size
+                crc = google_crc32c.extend(crc, data)
+                size += len(data)
+                file.write(data)
 
-    def write(self, data: bytes) -> None:
-        """Append."""
-        import google_crc32c
-
-        assert self._file is not None, "used as a context manager"
-        self._crc = google_crc32c.extend(self._crc, data)
-        self._bytes += len(data)
-        self._file.write(data)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        assert self._file is not None, "used as a context manager"
-        try:
-            if kind is None:
-                self._file.flush()
-                os.fsync(self._file.fileno())
-                self._partial.replace(self._path)
-                self._known[self._path.name] = {"bytes": self._bytes, "crc32c": f"{self._crc:08x}"}
-        finally:
-            self._file.close()
-            self._partial.unlink(missing_ok=True)
+            yield write
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+        known[path.name] = {"bytes": size, "crc32c": f"{crc:08x}"}
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,18 +1,16 @@
 """The plan of a run's data: which weights and which sequence length hold from which token on.
 
-Token positions count every token slot of every step from the start of the run; they are what a checkpoint remembers.
-A *stage* holds weights; consecutive stages of one sequence length form a *segment* with one order, in which a change
-of weights lets every source continue where it stood. Another sequence length cuts the text into other samples, so it
-begins a new segment with permutations of its own, and some text will be read again; how much is said before training.
-
-What has been read is history and is never planned again: a run that resumes with other weights keeps the stages it
-recorded up to its position and takes the new ones from there.
+Token positions count every token slot of every step from the start of the run. A *stage* holds weights; consecutive
+stages of one sequence length form a *segment* with one order, in which a change of weights lets every source continue
+where it stood. Another sequence length cuts the text into other samples: it begins a new segment with permutations of
+its own, and some text is read again. What has been read is never planned again: a run that resumes with other weights
+keeps the stages it recorded up to its position.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -90,12 +88,8 @@ def epochs_read(segments: Sequence[Segment], token: int) -> list[list[Fraction]]
             break
         end = min(token, segments[number + 1].from_token) if number + 1 < len(segments) else token
         taken = segment.order.taken(segment.position_at(end))
-        rows.append(
-            [
-                Fraction(int(count), source.samples) if source.samples else Fraction(0)
-                for count, source in zip(taken, segment.order.sources, strict=True)
-            ]
-        )
+        counts = zip(taken, segment.order.sources, strict=True)
+        rows.append([Fraction(int(count), source.samples or 1) for count, source in counts])
     return rows
 
 
@@ -123,9 +117,8 @@ class Planner:
         future = [replace(stage, from_token=now) for stage in current] + coming
         used_up: set[str] = set()
         for index, stage in enumerate(future):
-            stage_end = future[index + 1].from_token if index + 1 < len(future) else end
-            if end is not None:
-                stage_end = min(end, stage_end) if stage_end is not None else end
+            ends = [later.from_token for later in future[index + 1 : index + 2]] + ([] if end is None else [end])
+            stage_end = min(ends, default=None)
             if self.share_when_used_up and stage_end is not None and stage.from_token < stage_end:
                 laid = self._within_limits(laid, stage, stage_end, used_up)
             else:
@@ -201,13 +194,8 @@ def _without(stage: PlannedStage, used_up: set[str], at: int) -> PlannedStage:
     return PlannedStage(f"{stage.name} without {', '.join(gone)}", at, stage.seq_len, units)
 
 
-def stage_records(plan: Sequence[PlannedStage]) -> list[dict[str, Any]]:
-    """A plan as plain values, for a checkpoint."""
-    return [asdict(stage) for stage in plan]
-
-
 def stages_from_records(records: Sequence[Mapping[str, Any]]) -> list[PlannedStage]:
-    """The way back; ValueError for what `stage_records` would not give."""
+    """The plan that a checkpoint recorded; ValueError for what cannot be one."""
     problems: list[Problem] = []
     stages = [build(PlannedStage, record, "stages", problems) for record in records]
     if problems:
@@ -225,17 +213,13 @@ def stage_notes(plan: Sequence[PlannedStage], segments: Sequence[Segment], names
         notes.append(f"mixture ({stage.name}{where}): {', '.join(parts)}")
         if stage.from_token in begins and stage.from_token < end:
             segment = begins[stage.from_token]
-            again = expected_repeats(segments[: segment.number + 1], _segment_end(segments, segment, end))
+            segment_end = min([end, *(other.from_token for other in segments[segment.number + 1 :])])
+            again = expected_repeats(segments[: segment.number + 1], segment_end)
             notes.append(
                 f"sequences of {segment.seq_len:,} from token {segment.from_token:,} on are cut and shuffled anew; "
                 f"about {again:.1%} of what they hold will have been read before"
             )
     return notes
-
-
-def _segment_end(segments: Sequence[Segment], segment: Segment, end: int) -> int:
-    following = segments[segment.number + 1 :]
-    return min([end, *(other.from_token for other in following)])
 
 
 def expected_repeats(segments: Sequence[Segment], end: int) -> float:

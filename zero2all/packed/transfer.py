@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,13 +29,10 @@ def batches_on(
 ) -> Loader:
     """A loader whose batches hold tensors on `device`; on the CPU they share memory with what was read."""
     if device.type != "cuda":
-        return Loader(data, tokens_per_step, first_token, steps, options, finish=_as_tensors, on_problem=on_problem)
+        finish = partial(_mapped, convert=torch.from_numpy)
+        return Loader(data, tokens_per_step, first_token, steps, options, finish=finish, on_problem=on_problem)
     to_device = _ToDevice(device)
     return Loader(data, tokens_per_step, first_token, steps, options, to_device.allocate, to_device.send, on_problem)
-
-
-def _as_tensors(batch: Batch) -> Batch:
-    return _mapped(batch, torch.from_numpy)
 
 
 class _ToDevice:
@@ -55,7 +54,7 @@ class _ToDevice:
             sent = _mapped(batch, self._copy)
             done = torch.cuda.Event()
             done.record(self.stream)
-        # Waiting here blocks the reading thread and nobody else: a batch that is handed out is on the device.
+        # This blocks the reading thread only: a batch that is handed out is on the device.
         done.synchronize()
         return sent
 
@@ -67,10 +66,6 @@ class _ToDevice:
 
 
 def _mapped(batch: Batch, convert: Callable[[np.ndarray], torch.Tensor]) -> Batch:
-    return replace(
-        batch,
-        tokens=convert(batch.tokens),
-        channels=convert(batch.channels),
-        weights=None if batch.weights is None else convert(batch.weights),
-        document_ids=None if batch.document_ids is None else convert(batch.document_ids),
-    )
+    arrays = {name: getattr(batch, name) for name in ("tokens", "channels", "weights", "document_ids")}
+    converted: dict[str, Any] = {name: convert(array) for name, array in arrays.items() if array is not None}
+    return replace(batch, **converted)

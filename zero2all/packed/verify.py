@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from zero2all.common.errors import BadInputError
-from zero2all.common.files import MANIFEST_NAME, read_json
+from zero2all.common.files import MANIFEST_NAME, crc32c_of, read_json
 from zero2all.common.manifest import fingerprint, read_manifest, verify_files
 from zero2all.common.records import SPLITS
 from zero2all.packed.layout import (
@@ -21,13 +21,14 @@ from zero2all.packed.layout import (
     check_split_manifest,
     docs_name,
     gids_name,
+    map_array,
     mask_name,
     packed_report,
     packed_sources,
     tokens_name,
 )
 
-READ_BYTES = 8 << 20
+READ_TOKENS = 4 << 20
 
 
 def packed_bytes(packed: Path) -> int:
@@ -104,9 +105,7 @@ class _Split:
         return [tokens_name, docs_name, *(name for name, field in optional if self.manifest.get(field))]
 
     def _has_its_bytes(self, name: str) -> bool:
-        """Whether a file is as it was written; the ids of token shards are looked at on the way."""
-        import google_crc32c
-
+        """Whether a file is as it was written; the ids of token shards are looked at, too."""
         path, expected = self.folder / name, self.manifest["files"][name]
         if not path.is_file():
             self.found.append(f"{path} is missing")
@@ -114,29 +113,21 @@ class _Split:
         if path.stat().st_size != expected["bytes"]:
             self.found.append(f"{path} has {path.stat().st_size} bytes, its manifest says {expected['bytes']}")
             return False
-        crc = at = 0
-        beyond = None
-        with open(path, "rb") as file:
-            while data := file.read(READ_BYTES):
-                crc = google_crc32c.extend(crc, data)
-                if name.startswith("tokens-") and beyond is None:
-                    beyond = self._first_beyond(data, at)
-                at += len(data)
-                self.on_bytes(len(data))
-        if f"{crc:08x}" != expected["crc32c"]:
+        is_sound = crc32c_of(path, on_bytes=self.on_bytes) == expected["crc32c"]
+        if not is_sound:
             self.found.append(f"{path} has changed since it was written (crc32c differs)")
-        if beyond is not None:
-            self.found.append(
-                f"{path}: token {beyond[0]:,} is the id {beyond[1]}, beyond {self.manifest['vocab_size']} ids"
-            )
-        return f"{crc:08x}" == expected["crc32c"]
+        if name.startswith("tokens-"):
+            self._check_ids(path)
+        return is_sound
 
-    def _first_beyond(self, data: bytes, at: int) -> tuple[int, int] | None:
-        ids = np.frombuffer(data, self.manifest["dtype"])
-        if len(ids) == 0 or int(ids.max()) < self.manifest["vocab_size"]:
-            return None
-        first = int(np.argmax(ids >= self.manifest["vocab_size"]))
-        return at // ids.itemsize + first, int(ids[first])
+    def _check_ids(self, path: Path) -> None:
+        vocab_size, ids = self.manifest["vocab_size"], map_array(path, self.manifest["dtype"])
+        for start in range(0, len(ids), READ_TOKENS):  # just read, so they come from the page cache
+            beyond = np.flatnonzero(ids[start : start + READ_TOKENS] >= vocab_size)
+            if len(beyond):
+                at = start + int(beyond[0])
+                self.found.append(f"{path}: token {at:,} is the id {ids[at]}, beyond {vocab_size} ids")
+                return
 
     def _check_borders(self, shard: int, tokens: int) -> int:
         path = self.folder / docs_name(shard)

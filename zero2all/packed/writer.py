@@ -5,21 +5,17 @@
     commit    manifest last, then the split appears under its name; `report.json` when all have
 
 Each document becomes <|begin_of_text|>, its tokens, <|end_of_text|>; documents follow one another without padding.
-Everything before the commit lives under `packed/.build/<inputs>/`. A packing that was killed, run again, goes on with
-what is there and writes byte for byte what an undisturbed one writes, whatever the number of workers.
-
-Nothing damaged goes in or stays: corpus shards are checked against their manifest as they are read (size and crc32c),
-and packing again reads what is there, and packs a split anew where the corpus, the tokenizer or a byte of it has
-changed. Checking runs at gigabytes a second.
+Everything before the commit lies under `packed/.build/<inputs>/`. A packing that was killed continues with what is
+there, and writes the same bytes whatever the number of workers. Corpus shards are checked as they are read; packing
+again checks what is there, and packs a split anew where the corpus, the tokenizer or a byte of it has changed.
 """
 
 from __future__ import annotations
 
 import itertools
 import shutil
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -149,13 +145,10 @@ def pack_corpus(
     return results
 
 
-@contextmanager
-def writing_to(packed: Path) -> Iterator[None]:
+def writing_to(packed: Path) -> AbstractContextManager[None]:
     """Keep every other packing or import out of `packed`."""
     packed.mkdir(parents=True, exist_ok=True)
-    taken = f"Another process is packing in {packed}. Wait for it, or choose another --work."
-    with folder_lock(packed, taken):
-        yield
+    return folder_lock(packed, f"Another process is packing in {packed}. Wait for it, or choose another --work.")
 
 
 # ---- planning -------------------------------------------------------------------------------------------------
@@ -187,10 +180,7 @@ def _make_plans(
 def _find_stale(
     plans: Sequence[_Plan], imported: Sequence[dict[str, Any]], packed: Path, workers: int | None
 ) -> tuple[list[_Plan], list[tuple[_Plan, int]]]:
-    """The splits that must be packed: those of other inputs, and those of which a file is no longer what was written.
-
-    Also the best-fit indexes that damage has cost, each with its sequence length.
-    """
+    """The splits to be packed, because of other inputs or a damaged file, and the best-fit indexes lost by damage."""
     current = {plan.folder: plan for plan in plans}
     checks: list[FileCheck] = []
     for plan in plans:
@@ -220,7 +210,7 @@ def _is_index(folder: Path) -> bool:
 
 
 def _say_damaged(problem: str, folder: Path, current: Mapping[Path, _Plan]) -> None:
-    """Say what is done about a damaged file of `folder`; an error where nothing can be."""
+    """Say that a damaged folder is written again; an error for an imported one."""
     split = folder.parent if folder.parent in current else folder
     if split not in current:
         raise BadInputError(
@@ -254,26 +244,18 @@ def _engine_for(config: EngineConfig, plans: Sequence[_Plan]) -> EngineConfig:
 
 def _sweep_builds(packed: Path, wanted: Sequence[_Plan]) -> None:
     """Remove what was prepared for something else than `wanted`."""
-    build = packed / BUILD_NAME
-    if not build.is_dir():
-        return
-    kept = {plan.work.name for plan in wanted}
-    for folder in build.iterdir():
-        if folder.name not in kept:
+    kept = {plan.work for plan in wanted}
+    for folder in (packed / BUILD_NAME).glob("*"):
+        if folder not in kept:
             shutil.rmtree(folder, ignore_errors=True)
     if not wanted:
-        shutil.rmtree(build, ignore_errors=True)
+        shutil.rmtree(packed / BUILD_NAME, ignore_errors=True)
 
 
 def imported_manifests(packed: Path) -> list[dict[str, Any]]:
     """Manifests of the splits that came in by `z2a data import`."""
-    found = []
-    for path in sorted(packed.glob("*/*/manifest.json")):
-        if path.parent.name in SPLITS:
-            manifest = read_json(path)
-            if manifest.get("imported"):
-                found.append(manifest)
-    return found
+    paths = [path for path in sorted(packed.glob("*/*/manifest.json")) if path.parent.name in SPLITS]
+    return [manifest for manifest in map(read_json, paths) if manifest.get("imported")]
 
 
 def _imported_sources(packed: Path, sources: dict[str, Any], tokenizer: Tokenizer) -> list[dict[str, Any]]:
@@ -299,13 +281,12 @@ def _choose_encoder(corpus: Path, stale: Sequence[_Plan], tokenizer: Tokenizer, 
     sample = [text for source in dict.fromkeys(plan.source for plan in stale) for text in first_texts(corpus, source)]
     encoder = open_encoder(tokenizer, options.encoder, sample, sum(plan.corpus_bytes for plan in stale))
     if options.encoder.name not in ("auto", encoder.name):
-        reason = f"asked for the encoder {options.encoder.name}, got {encoder.name}: {encoder.reason}"
-        print(f"pack: {reason}", file=sys.stderr, flush=True)
+        say(f"pack: asked for the encoder {options.encoder.name}, got {encoder.name}: {encoder.reason}")
     return encoder
 
 
 def first_texts(corpus: Path, source: str) -> Iterator[str]:
-    """The beginning of a source, on which an encoder has to prove itself."""
+    """The beginning of a source, on which an encoder is compared with the reference."""
     characters = 0
     records = itertools.chain.from_iterable(iter_records(corpus, source, split) for split in SPLITS)
     for text in map(training_text, itertools.islice(records, SAMPLE_DOCUMENTS)):
@@ -327,91 +308,69 @@ def _pack(
     engine: Engine,
 ) -> None:
     """Pieces of all splits, then the shards of each; a split is committed with its last shard."""
-    cut = {plan.folder: _cut(plan, tokenizer_folder, tokenizer, encoder, options) for plan in plans}
-    tasks = [(plan, number) for plan in plans for number in range(len(cut[plan.folder]))]
-    facts: dict[Path, dict[int, dict[str, Any]]] = {plan.folder: {} for plan in plans}
-    of_part: dict[Path, list[int]] = {}
-    for plan, number in tasks:
-        of_part.setdefault(cut[plan.folder][number].part, []).append(number)
+    splits = [_Split(plan, tokenizer_folder, tokenizer, encoder, options) for plan in plans]
+    pieces = [(split, number) for split in splits for number in range(len(split.pieces))]
     with progress("pack", total=sum(plan.corpus_bytes for plan in plans), unit="B") as bar:
-        every = [cut[plan.folder][number] for plan, number in tasks]
-        for position, found in engine.run(make_piece, every, bar.advance):
-            plan, number = tasks[position]
-            facts[plan.folder][number] = found
-            part = cut[plan.folder][number].part
-            if all(each in facts[plan.folder] for each in of_part[part]):
-                _check_part(plan, part, [(cut[plan.folder][each], facts[plan.folder][each]) for each in of_part[part]])
-    splits = [_Split(plan, cut[plan.folder], facts[plan.folder], tokenizer, encoder, options) for plan in plans]
-    shard_tasks = [(split, task) for split in splits for task in split.tasks]
-    for split in splits:
-        if not split.tasks:
-            split.commit()
+        tasks = [split.pieces[number] for split, number in pieces]
+        for position, facts in engine.run(make_piece, tasks, bar.advance):
+            split, number = pieces[position]
+            split.take_piece(number, facts)
+    shards = [(split, task) for split in splits for task in split.plan_shards()]
     with progress("shards", total=sum(split.totals["tokens"] for split in splits), unit="tokens") as bar:
-        for position, files in engine.run(write_shard_of_pieces, [task for _, task in shard_tasks], bar.advance):
-            split, task = shard_tasks[position]
-            split.take(task, files)
-
-
-def _check_part(plan: _Plan, part: Path, pieces: Sequence[tuple[PieceTask, dict[str, Any]]]) -> None:
-    """Refuse a corpus shard whose pieces were made from other bytes than its manifest names."""
-    if (
-        joined_crc32c((facts["crc32c"], piece.end - piece.start) for piece, facts in pieces)
-        != plan.parts[part]["crc32c"]
-    ):
-        shutil.rmtree(plan.work, ignore_errors=True)  # what was made of it is wrong
-        raise _damaged_part(f"{part} has changed since it was written (crc32c differs)")
-
-
-def _cut(
-    plan: _Plan, tokenizer_folder: Path, tokenizer: Tokenizer, encoder: Encoder, options: PackOptions
-) -> list[PieceTask]:
-    ranges = [
-        (part, start, end)
-        for part, file in plan.parts.items()
-        for start, end in cut_part(part, int(file["bytes"]), options.piece_bytes)
-    ]
-    return [
-        PieceTask(
-            part,
-            start,
-            end,
-            plan.source,
-            plan.work / f"piece-{number:05d}",
-            tokenizer_folder,
-            tokenizer.fingerprint,
-            encoder.name,
-            options.learn_prompts,
-        )
-        for number, (part, start, end) in enumerate(ranges)
-    ]
+        for position, files in engine.run(write_shard_of_pieces, [task for _, task in shards], bar.advance):
+            shards[position][0].take_shard(files)
 
 
 class _Split:
-    """A split whose pieces are all there, on its way to its shards."""
+    """A split while it is packed."""
 
     def __init__(
-        self,
-        plan: _Plan,
-        pieces: Sequence[PieceTask],
-        facts: dict[int, dict[str, Any]],
-        tokenizer: Tokenizer,
-        encoder: Encoder,
-        options: PackOptions,
+        self, plan: _Plan, tokenizer_folder: Path, tokenizer: Tokenizer, encoder: Encoder, options: PackOptions
     ) -> None:
         self.plan, self._tokenizer, self._encoder, self._options = plan, tokenizer, encoder, options
         self._dtype = token_dtype(tokenizer.vocab_size)
-        every = [facts[number] for number in range(len(pieces))]
-        self.totals = {
-            name: sum(fact[name] for fact in every) for name in ("documents", "tokens", "text_bytes", "conversations")
-        }
-        self.max_id = max((fact["max_id"] for fact in every), default=0)
-        self.masked = any((piece.folder / COUNTS).is_file() for piece in pieces)
-        self.tasks = self._plan_shards([piece.folder for piece in pieces])
-        self.files: dict[str, dict[str, Any]] = {}
-        self._taken = 0
+        ranges = [
+            (part, start, end)
+            for part, file in plan.parts.items()
+            for start, end in cut_part(part, int(file["bytes"]), options.piece_bytes)
+        ]
+        made_with = (tokenizer_folder, tokenizer.fingerprint, encoder.name, options.learn_prompts)
+        self.pieces = [
+            PieceTask(part, start, end, plan.source, plan.work / f"piece-{number:05d}", *made_with)
+            for number, (part, start, end) in enumerate(ranges)
+        ]
+        self._of_part: dict[Path, list[int]] = {}
+        for number, piece in enumerate(self.pieces):
+            self._of_part.setdefault(piece.part, []).append(number)
+        self.totals: dict[str, int] = {}
+        self._facts: dict[int, dict[str, Any]] = {}
+        self._files: dict[str, dict[str, Any]] = {}
+        self._shards = self._shards_left = 0
+        self._masked = False
 
-    def _plan_shards(self, folders: list[Path]) -> list[ShardTask]:
+    def take_piece(self, number: int, facts: dict[str, Any]) -> None:
+        """Note a piece that is made; refuse a corpus shard that is not what its manifest says."""
+        self._facts[number] = facts
+        part = self.pieces[number].part
+        numbers = self._of_part[part]
+        if not all(other in self._facts for other in numbers):
+            return
+        pieces = [(self._facts[other]["crc32c"], self.pieces[other]) for other in numbers]
+        if joined_crc32c((crc32c, one.end - one.start) for crc32c, one in pieces) != self.plan.parts[part]["crc32c"]:
+            shutil.rmtree(self.plan.work, ignore_errors=True)  # what was made of it is wrong
+            raise _damaged_part(f"{part} has changed since it was written (crc32c differs)")
+
+    def plan_shards(self) -> list[ShardTask]:
+        """When all pieces are there: the shards they make. A split without any is committed at once."""
+        names = ("documents", "tokens", "text_bytes", "conversations")
+        self.totals = {name: sum(facts[name] for facts in self._facts.values()) for name in names}
+        folders = [piece.folder for piece in self.pieces]
+        self._masked = any((folder / COUNTS).is_file() for folder in folders)
         lengths = (np.fromfile(folder / LENGTHS, "<u4") for folder in folders)
+        planned = plan_shards(lengths, self._options.shard_tokens)
+        self._shards = self._shards_left = len(planned)
+        if not planned:
+            self._commit()
         return [
             ShardTask(
                 self.plan.work / "out",
@@ -419,45 +378,45 @@ class _Split:
                 self._dtype.str,
                 tuple(folders[stretches[0].piece : stretches[-1].piece + 1]),
                 tuple(stretches),
-                self.masked,
+                self._masked,
             )
-            for number, stretches in enumerate(plan_shards(lengths, self._options.shard_tokens))
+            for number, stretches in enumerate(planned)
         ]
 
-    def take(self, task: ShardTask, files: dict[str, dict[str, Any]]) -> None:
+    def take_shard(self, files: dict[str, dict[str, Any]]) -> None:
         """Note a shard that is written; with the last of them the split is committed."""
-        assert task in self.tasks, "a shard of this split"
-        self.files.update(files)
-        self._taken += 1
-        if self._taken == len(self.tasks):
-            self.commit()
+        self._files.update(files)
+        self._shards_left -= 1
+        if not self._shards_left:
+            self._commit()
 
-    def commit(self) -> None:
+    def _commit(self) -> None:
         """Write the manifest and put the split in its place; then its pieces are no longer needed."""
         plan, out = self.plan, self.plan.work / "out"
         out.mkdir(parents=True, exist_ok=True)
         for leftover in out.glob(f"*{PARTIAL_MARK}*"):  # of a killed attempt
             leftover.unlink()
         content = {
-            "source": plan.source,
-            "split": plan.split,
-            "channel": plan.channel,
-            "tokenizer": self._tokenizer.fingerprint,
-            "vocab_size": self._tokenizer.vocab_size,
-            "dtype": self._dtype.str,
-            "shards": len(self.tasks),
+            **split_content(plan.source, plan.split, plan.channel, self._tokenizer),
+            "shards": self._shards,
             **self.totals,
-            "max_id": self.max_id,
-            "loss_mask": self.masked,
+            "max_id": max((facts["max_id"] for facts in self._facts.values()), default=0),
+            "loss_mask": self._masked,
             "gids": True,
             "encoder": self._encoder.choice.as_json(),
         }
-        write_manifest(out, "packed", plan.inputs, content, self.files)
+        write_manifest(out, "packed", plan.inputs, content, self._files)
         fsync_folder(out)
         plan.folder.parent.mkdir(parents=True, exist_ok=True)
         put_in_place(out, plan.folder)
         fsync_folder(plan.folder.parent)
         shutil.rmtree(plan.work, ignore_errors=True)
+
+
+def split_content(source: str, split: str, channel: str, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What the manifest of a split says first."""
+    facts = {"source": source, "split": split, "channel": channel, "tokenizer": tokenizer.fingerprint}
+    return {**facts, "vocab_size": tokenizer.vocab_size, "dtype": token_dtype(tokenizer.vocab_size).str}
 
 
 # ---- best fit, report -----------------------------------------------------------------------------------------

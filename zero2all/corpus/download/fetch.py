@@ -3,17 +3,16 @@
     request = DownloadRequest("wikimedia/wikipedia", Path("raw/wiki_zh"), include=("20231101.zh/*",))
     result = download(request, announce=print)
 
-First the hub is asked which commit the revision stands for and what files that commit has; everything after speaks of
-that commit only, so that a branch which moves during the night does not mix two versions of a data set. What is known
-about the folder lies in its `.download/`, a hidden folder that `z2a corpus build` does not read:
+The revision is resolved to a commit once, so that a branch that moves does not mix two versions. The state of a folder
+lies in its `.download/`, which `z2a corpus build` does not read:
 
     plan.json       a download that is under way: repo, commit, files wanted, files finished before
     finished.jsonl  files finished since, a line each
-    <key>.part      a file that is half here, and beside it what has arrived (transfer.py)
+    <key>….part     a file that is half here (transfer.py)
     download.json   the manifest. Written last: while it is absent, the folder is not whole
 
 A file under its own name has had its checksum checked. A second download into the same folder adds to it; a newer
-commit replaces the old one only on request (`update`), file by file, keeping what has not changed.
+commit replaces the old one only with `update`, file by file.
 """
 
 from __future__ import annotations
@@ -22,22 +21,24 @@ import os
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from zero2all import __version__
 from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError, DiskError, UsageError
-from zero2all.common.files import human_bytes, read_json, write_json
+from zero2all.common.files import as_written, human_bytes, read_json, write_json
 from zero2all.common.lock import folder_lock
 from zero2all.common.progress import counted, progress
-from zero2all.corpus.download.hub import Announce, Hub, HubFile, Patience, RepoKind
-from zero2all.corpus.download.transfer import DONE_SUFFIX, PART_SUFFIX, PIECE_BYTES, Fleet, Transfer, digest_of
+from zero2all.corpus.download.hub import LARGEST_FILE_BYTES, Announce, Hub, HubFile, Patience, RepoKind
+from zero2all.corpus.download.transfer import PART_SUFFIX, RANGE_BYTES, Fleet, NoRangesError, Transfer, digest_of
 
 STATE_FOLDER = ".download"
 PLAN_NAME, FINISHED_NAME, MANIFEST_NAME = "plan.json", "finished.jsonl", "download.json"
-FORMAT = 1
+KIND, FORMAT = "download", 1
+PARTIAL_SUFFIXES = (PART_SUFFIX, ".done")
+"""`.done` is what versions up to 0.1.0 wrote beside a part."""
 NAMES_SHOWN = 12
 """How many names an error lists before it says how many more there are."""
 
@@ -51,7 +52,6 @@ class DownloadRequest:
     folder: Path
     """Where the files go, under the names they have in the repo."""
     kind: RepoKind = "dataset"
-    """What the repo is."""
     include: tuple[str, ...] = ()
     """Patterns such as `data/*.parquet`, of which a file must match one; `*` also matches slashes. Empty: all files."""
     exclude: tuple[str, ...] = ()
@@ -63,9 +63,9 @@ class DownloadRequest:
     token_env: str | None = None
     """Variable that holds the token. None: the one of HF_TOKEN or `hf auth login`, and for huggingface.co only."""
     connections: int = 4
-    """How many files, or pieces of files, are fetched at a time."""
+    """How many files, or ranges of files, are fetched at a time."""
     verify: bool = False
-    """Read the files that are here already and compare their checksums, instead of looking at their sizes."""
+    """Compare the checksums of the files that are here already, and not only their sizes."""
     update: bool = False
     """When the folder holds another commit of the repo, replace it."""
     dry_run: bool = False
@@ -74,8 +74,8 @@ class DownloadRequest:
     """How often in a row a request may fail before the download stops."""
     first_wait_seconds: float = 0.5
     """The wait after the first failure; it doubles with each further one."""
-    piece_bytes: int = PIECE_BYTES
-    """Larger files are cut into pieces of this size, which are fetched side by side."""
+    range_bytes: int = RANGE_BYTES
+    """Larger files are fetched in ranges of this size, side by side."""
 
 
 @dataclass
@@ -89,36 +89,24 @@ class DownloadResult:
     """Those that were not here yet."""
     bytes_fetched: int = 0
     interruptions: int = 0
-    """How often a connection was lost."""
+    """How many requests failed and were repeated."""
     seconds: float = 0.0
 
 
-@dataclass
-class _State:
-    """What `.download/` says about a folder."""
-
-    repo: str
-    kind: str
-    revision: str
-    commit: str
-    is_whole: bool
-    finished: dict[str, str]
-    """Name -> checksum of every file that stands under its name because we put it there."""
-
-
 def download(request: DownloadRequest, announce: Announce = lambda _: None) -> DownloadResult:
-    """Fetch what is missing of a request; whatever ends it, the same call goes on where it ended."""
-    patience = Patience(request.retries, request.first_wait_seconds, announce)
-    hub = Hub(request.repo, request.kind, request.endpoint, request.token_env, patience)
+    """Fetch what is missing of a request; if it is interrupted, the same call continues."""
     if request.dry_run:
-        return _Download(request, hub, announce).survey()
+        return _Download(request, announce).survey()
     home = request.folder / STATE_FOLDER
     was_there = request.folder.exists()
     home.mkdir(parents=True, exist_ok=True)
     busy = f"Another process is downloading into {home.parent}. Wait for it, stop it, or choose another --to."
     with folder_lock(home, busy):
         try:
-            return _Download(request, hub, announce).run()
+            return _Download(request, announce).run()
+        except NoRangesError as error:
+            announce(f"{error}, so one connection fetches a file from its start")
+            return _Download(replace(request, range_bytes=LARGEST_FILE_BYTES), announce).run()
         finally:
             if not any(home.iterdir()):  # nothing was found or begun: leave no trace
                 home.rmdir()
@@ -129,24 +117,31 @@ def download(request: DownloadRequest, announce: Announce = lambda _: None) -> D
 class _Download:
     """One download, step by step."""
 
-    def __init__(self, request: DownloadRequest, hub: Hub, announce: Announce) -> None:
-        self.request, self.hub, self.announce = request, hub, announce
+    def __init__(self, request: DownloadRequest, announce: Announce) -> None:
+        patience = Patience(request.retries, request.first_wait_seconds, announce)
+        self.hub = Hub(request.repo, request.kind, request.endpoint, request.token_env, patience)
+        self.request, self.announce = request, announce
         self.home = request.folder / STATE_FOLDER
-        self.state = _read_state(self.home)
-        self.finished = self.state.finished if self.state else {}
+        self.is_whole = not (self.home / PLAN_NAME).exists()
+        self.state, self.finished = _read_state(self.home / (MANIFEST_NAME if self.is_whole else PLAN_NAME))
 
     def survey(self) -> DownloadResult:
         """Ask the hub, look at the disk, and say what is missing."""
-        self._refuse_another_repo()
+        request, state = self.request, self.state
+        if state and (state["repo"], state["type"]) != (request.repo, request.kind):
+            raise UsageError(
+                f"{request.folder} holds the {state['type']} {state['repo']}, and the {request.kind} {request.repo} "
+                f"would be mixed with it. Choose another folder with --to."
+            )
         commit = self._commit()
         listing = {file.name: file for file in self.hub.list_files(commit)}
         chosen = self._choose(list(listing.values()))
-        # What the folder holds from before stays part of it, so that it is never of two commits.
+        # What the folder holds from before is brought to the same commit.
         files = [file for name, file in listing.items() if name in chosen or name in self.finished]
         _refuse_unsafe_names(files)
         extra = len(files) - len(chosen)
         self.announce(
-            f"{self.request.repo} ({self.request.kind}) at commit {commit[:12]}: wanted are {len(chosen):,} of "
+            f"{request.repo} ({request.kind}) at commit {commit[:12]}: wanted are {len(chosen):,} of "
             f"{counted(len(listing), 'file')}, {human_bytes(sum(file.size_bytes for file in chosen.values()))}"
             + (f"; {extra:,} more are here from earlier downloads" if extra else "")
         )
@@ -155,121 +150,83 @@ class _Download:
     def run(self) -> DownloadResult:
         """Survey, fetch, write the manifest."""
         result = self.survey()
-        # What has arrived lies on the same disk, so this is a lower bound; and it comes before any piece is planned.
+        # A lower bound, checked before ranges are planned: what has arrived lies on the same disk.
         self._require_room(sum(file.size_bytes for file in result.missing), shutil.disk_usage(self.home).total)
-        transfers = [Transfer(file, self.home, self.request.piece_bytes) for file in result.missing]
+        transfers = [Transfer(file, self.home, self.request.range_bytes) for file in result.missing]
         left = sum(transfer.file.size_bytes - transfer.bytes_done for transfer in transfers)
         self._require_room(left, shutil.disk_usage(self.home).free)
         here = {file.name: file.digest for file in result.files}
-        is_whole = self.state is not None and self.state.is_whole and self.state.commit == result.commit
-        if is_whole and here == self.finished and not transfers:
+        if self.is_whole and self.state.get("commit") == result.commit and here == self.finished and not transfers:
             return result
         self._begin(result, transfers)
         self._fetch(result, transfers)
-        _write_state(self.home / MANIFEST_NAME, self._facts(result))
+        self._write_state(MANIFEST_NAME, result)
         for name in (PLAN_NAME, FINISHED_NAME):
             (self.home / name).unlink(missing_ok=True)
         return result
 
-    # ---- which commit ------------------------------------------------------------------------------------------
-
-    def _refuse_another_repo(self) -> None:
-        state, request = self.state, self.request
-        if state is not None and (state.repo, state.kind) != (request.repo, request.kind):
-            raise UsageError(
-                f"{request.folder} holds the {state.kind} {state.repo}, and the {request.kind} {request.repo} would be "
-                f"mixed with it. Choose another folder with --to."
-            )
-
     def _commit(self) -> str:
         """The commit this download is of: that of an earlier one into this folder, else what the revision is now."""
         now = self.hub.resolve(self.request.revision)
-        state, revision = self.state, self.request.revision
-        if state is None or state.commit == now:
+        old, revision = self.state.get("commit", now), self.request.revision
+        if old == now:
             return now
         if self.request.update:
-            self.announce(f"going from commit {state.commit[:12]} to {now[:12]}")
+            self.announce(f"going from commit {old[:12]} to {now[:12]}")
             return now
-        if revision not in (state.revision, state.commit):
+        if revision not in (self.state["revision"], old):
             raise UsageError(
-                f"{self.request.folder} holds commit {state.commit[:12]} ({state.revision}) of {state.repo}, and "
+                f"{self.request.folder} holds commit {old[:12]} ({self.state['revision']}) of {self.request.repo}, and "
                 f"{revision} is {now[:12]}. Replace it with --update, or choose another folder with --to."
             )
-        deed = "nothing is taken from the newer one" if state.is_whole else "the download goes on with the older one"
         self.announce(
-            f"{revision} has moved from {state.commit[:12]} to {now[:12]} since this download began; {deed}, so that "
-            f"two revisions are not mixed. For the newer one add --update, or choose another folder with --to."
+            f"{revision} has moved from {old[:12]} to {now[:12]} since this download began; the older one is kept, so "
+            f"that two revisions are not mixed. For the newer one add --update, or choose another folder with --to."
         )
-        return state.commit
+        return old
 
     # ---- which files -------------------------------------------------------------------------------------------
 
     def _choose(self, listing: Sequence[HubFile]) -> dict[str, HubFile]:
         from huggingface_hub.utils import filter_repo_objects
 
-        chosen = filter_repo_objects(
-            listing,
-            allow_patterns=list(self.request.include) or None,
-            ignore_patterns=list(self.request.exclude) or None,
-            key=lambda file: file.name,
-        )
-        found = {file.name: file for file in chosen}
-        if not found:
+        include, exclude = list(self.request.include), list(self.request.exclude)
+        names = [file.name for file in listing]
+        wanted = set(filter_repo_objects(names, allow_patterns=include or None, ignore_patterns=exclude or None))
+        if not wanted:
             raise UsageError(
                 f"No file of {self.request.repo} is wanted: of {counted(len(listing), 'file')} none matches --include "
-                f"{' '.join(self.request.include) or '*'}"
-                + (f" without --exclude {' '.join(self.request.exclude)}" if self.request.exclude else "")
+                f"{' '.join(include) or '*'}"
+                + (f" without --exclude {' '.join(exclude)}" if exclude else "")
                 + f". It has: {_outline(listing)}."
             )
-        return found
+        return {file.name: file for file in listing if file.name in wanted}
 
     def _missing(self, files: Sequence[HubFile]) -> list[HubFile]:
-        """The files that do not stand here, or not as the hub has them."""
-        right = self._right_after_reading([file for file in files if self._must_be_read(file)])
-        missing = [
-            file for file in files if file.name not in right and (self.request.verify or not self._looks_finished(file))
-        ]
-        damaged = [file.name for file in missing if self.finished.get(file.name) == file.digest]
+        """The files that are not here, or not as the hub has them."""
+        folder, finished = self.request.folder, self.finished
+        here = [file for file in files if (folder / file.name).exists()]
+        sized = [file for file in here if (folder / file.name).stat().st_size == file.size_bytes]
+        right = set() if self.request.verify else {f.name for f in sized if finished.get(f.name) == f.digest}
+        # Others must be read: copied here by hand, or finished right before the process was killed.
+        unknown = [file for file in sized if file.name not in right]
+        if unknown:
+            with progress("verify", total=sum(file.size_bytes for file in unknown), unit="B") as bar:
+                for file in unknown:
+                    if digest_of(folder / file.name, file.algorithm) == file.digest:
+                        right.add(file.name)
+                    bar.advance(file.size_bytes)
+        missing = [file for file in files if file.name not in right]
+        damaged = [file.name for file in missing if finished.get(file.name) == file.digest]
         if damaged:
             self.announce(f"changed or removed since the last download: {_names(damaged)}")
-        foreign = [
-            file.name
-            for file in missing
-            if file.name not in self.finished and (self.request.folder / file.name).exists()
-        ]
+        foreign = [file.name for file in here if file.name not in right and file.name not in finished]
         if foreign:
             raise BadInputError(
-                f"{self.request.folder} has files that were not downloaded by us and are not what the hub has: "
-                f"{_names(foreign)}. Move them away, or choose another folder with --to."
+                f"{folder} has files that were not downloaded by us and are not what the hub has: {_names(foreign)}. "
+                f"Move them away, or choose another folder with --to."
             )
         return missing
-
-    def _looks_finished(self, file: HubFile) -> bool:
-        return self.finished.get(file.name) == file.digest and self._has_its_size(file)
-
-    def _has_its_size(self, file: HubFile) -> bool:
-        path = self.request.folder / file.name
-        return path.is_file() and path.stat().st_size == file.size_bytes
-
-    def _must_be_read(self, file: HubFile) -> bool:
-        """Whether a file is here with the right size, and only its bytes can tell if it is the right one.
-
-        Without `verify` these are files we have no record of: copied here by hand, or finished in the instant before
-        the process was killed.
-        """
-        return self._has_its_size(file) and (self.request.verify or not self._looks_finished(file))
-
-    def _right_after_reading(self, files: Sequence[HubFile]) -> set[str]:
-        """Names of those whose checksum is right."""
-        if not files:
-            return set()
-        right = set()
-        with progress("verify", total=sum(file.size_bytes for file in files), unit="B") as bar:
-            for file in files:
-                if digest_of(self.request.folder / file.name, file.algorithm) == file.digest:
-                    right.add(file.name)
-                bar.advance(file.size_bytes)
-        return right
 
     # ---- fetching ----------------------------------------------------------------------------------------------
 
@@ -283,16 +240,18 @@ class _Download:
             )
 
     def _begin(self, result: DownloadResult, transfers: Sequence[Transfer]) -> None:
-        """Write down what is going to happen, and remove what belongs to no part of it."""
+        """Write the plan, and remove what is not part of it."""
         missing = {file.name for file in result.missing}
         finished = self.finished | {file.name: file.digest for file in result.files if file.name not in missing}
-        _write_state(self.home / PLAN_NAME, self._facts(result) | {"finished": finished})
+        self._write_state(PLAN_NAME, result, finished=finished)
         (self.home / MANIFEST_NAME).unlink(missing_ok=True)
         (self.home / FINISHED_NAME).unlink(missing_ok=True)  # its lines stand in the plan now
-        used = {path.name for transfer in transfers for path in (transfer.part, transfer.done)}
+        used = {each.path for transfer in transfers for each in transfer.ranges}
         for path in self.home.iterdir():
-            if path.suffix in (PART_SUFFIX, DONE_SUFFIX) and path.name not in used:
+            if path.suffix in PARTIAL_SUFFIXES and path not in used:
                 path.unlink()
+                if path.suffix == ".done":
+                    self.announce(f"{path.name}: a part that version 0.1.0 had begun is fetched again")
         gone = sorted(finished.keys() - {file.name for file in result.files})
         for name in gone:
             (self.request.folder / name).unlink(missing_ok=True)
@@ -300,33 +259,36 @@ class _Download:
             self.announce(f"removed, since commit {result.commit[:12]} no longer has it: {_names(gone)}")
 
     def _fetch(self, result: DownloadResult, transfers: Sequence[Transfer]) -> None:
-        started = time.monotonic()
+        started, before = time.monotonic(), self.hub.patience.failures
         total = sum(file.size_bytes for file in result.missing)
         here = sum(transfer.bytes_done for transfer in transfers)
         if here:
             self.announce(f"going on: {human_bytes(here)} of {human_bytes(total)} are here already")
-        with open(self.home / FINISHED_NAME, "ab", buffering=0) as log:
+        with (
+            open(self.home / FINISHED_NAME, "ab", buffering=0) as log,
+            progress("download", total=total, unit="B", done=here, quiet=not transfers) as bar,
+        ):
 
             def note(file: HubFile) -> None:
                 log.write(jsonio.dumps_line({"name": file.name, "digest": file.digest}))
 
-            fleet = Fleet(self.hub, result.commit, self.request.folder, transfers, note)
-            if transfers:
-                with progress("download", total=total, unit="B", done=here) as bar:
-                    fleet.run(self.request.connections, bar)
-        result.bytes_fetched, result.interruptions = fleet.bytes_fetched, fleet.interruptions
+            fleet = Fleet(self.hub, result.commit, self.request.folder, transfers, note, bar)
+            fleet.run(self.request.connections)
+        result.bytes_fetched, result.interruptions = fleet.bytes_fetched, self.hub.patience.failures - before
         result.seconds = time.monotonic() - started
         if fleet.failures:
             reasons = [f"{name} {reason}" for name, reason in sorted(fleet.failures.items())]
             raise BadInputError(
                 f"{len(reasons):,} of {counted(len(result.files), 'file')} could not be downloaded: "
-                f"{_names(reasons, '; ')}. The others are here and checked, and none stands under its name with wrong "
-                f"bytes. The copy on {self.hub.endpoint} may be damaged: run the command again with another "
-                f"--endpoint, or leave these files out with --exclude."
+                f"{_names(reasons, '; ')}. The others are here and checked. The copy on {self.hub.endpoint} may be "
+                f"damaged: run the command again with another --endpoint, or leave these files out with --exclude."
             )
 
-    def _facts(self, result: DownloadResult) -> dict[str, Any]:
-        return {
+    def _write_state(self, name: str, result: DownloadResult, **more: Any) -> None:
+        facts = {
+            "kind": KIND,
+            "format": FORMAT,
+            "zero2all": __version__,
             "repo": self.request.repo,
             "type": self.request.kind,
             "endpoint": self.hub.endpoint,
@@ -334,40 +296,30 @@ class _Download:
             "commit": result.commit,
             "files": {file.name: {"bytes": file.size_bytes, file.algorithm: file.digest} for file in result.files},
         }
+        write_json(self.home / name, facts | more)
 
 
 # ---- the state of a folder -------------------------------------------------------------------------------------
 
 
-def _write_state(path: Path, facts: dict[str, Any]) -> None:
-    write_json(path, {"kind": "download", "format": FORMAT, "zero2all": __version__, **facts})
-
-
-def _read_state(home: Path) -> _State | None:
-    """What an earlier download left: its plan if it did not end, else its manifest."""
-    path = home / PLAN_NAME if (home / PLAN_NAME).exists() else home / MANIFEST_NAME
+def _read_state(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """What an earlier download left in its plan or manifest, and name -> checksum of the files it finished."""
     try:
         facts = read_json(path)
     except FileNotFoundError:
-        return None
-    is_whole = path.name == MANIFEST_NAME
-    try:
-        if (facts["kind"], facts["format"]) != ("download", FORMAT):
+        return {}, {}
+    remedy = f"Use the version that wrote it, or delete {path.parent}: whole files are recognised by their checksums."
+    with as_written(path, remedy):
+        if (facts["kind"], facts["format"]) != (KIND, FORMAT):
             raise ValueError(f"it says {facts['kind']}, format {facts['format']}")
-        if is_whole:
-            finished = {name: file.get("sha256") or file["git_sha1"] for name, file in facts["files"].items()}
-        else:
-            finished = facts["finished"] | _read_finished(home / FINISHED_NAME)
-        return _State(facts["repo"], facts["type"], facts["revision"], facts["commit"], is_whole, finished)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise BadInputError(
-            f"{path} is not what this version of zero2all ({__version__}) writes ({error}). Use the version that wrote "
-            f"it, or delete {home}: files that are whole are then recognised by their checksums."
-        ) from error
+        state = {name: facts[name] for name in ("repo", "type", "revision", "commit")}
+        if path.name == PLAN_NAME:
+            return state, facts["finished"] | _read_finished(path.parent / FINISHED_NAME)
+        return state, {name: file.get("sha256") or file["git_sha1"] for name, file in facts["files"].items()}
 
 
 def _read_finished(path: Path) -> dict[str, str]:
-    """The log of finished files; a line that a crash cut off is left out, and its file known by its checksum."""
+    """The log of finished files; a line that a crash cut off is left out."""
     finished = {}
     for line in path.read_bytes().splitlines() if path.exists() else []:
         try:
@@ -383,25 +335,18 @@ def _read_finished(path: Path) -> dict[str, str]:
 
 def _refuse_unsafe_names(files: Sequence[HubFile]) -> None:
     """Names come from the hub, and a name such as `../../.bashrc` would be written outside the folder."""
-    unsafe = [file.name for file in files if not _is_safe(file.name)]
+    unsafe = [repr(file.name) for file in files if not _is_safe(file.name)]
     if unsafe:
         raise BadInputError(
             f"The hub lists names that would be written outside the folder, or over our own records in {STATE_FOLDER}: "
-            f"{_names([repr(name) for name in unsafe])}. No honest repo does that. If you trust it all the same, leave "
-            f"these files out with --exclude."
+            f"{_names(unsafe)}. No honest repo does that. To fetch the other files, leave these out with --exclude."
         )
 
 
 def _is_safe(name: str) -> bool:
     parts = name.split("/")
-    return (
-        bool(name)
-        and "\\" not in name
-        and name.isprintable()
-        and all(part not in ("", ".", "..") for part in parts)
-        and not (os.name == "nt" and ":" in name)
-        and parts[0] != STATE_FOLDER
-    )
+    is_plain = name.isprintable() and "\\" not in name and not (os.name == "nt" and ":" in name)
+    return is_plain and parts[0] != STATE_FOLDER and not {"", ".", ".."} & set(parts)
 
 
 def in_words(files: Sequence[HubFile]) -> str:
@@ -410,16 +355,12 @@ def in_words(files: Sequence[HubFile]) -> str:
 
 
 def _outline(files: Sequence[HubFile]) -> str:
-    """What a repo has at its top: folders with their weight, and files."""
+    """The top folders of a repo with their sizes, and its top files."""
     tops: dict[str, list[HubFile]] = {}
     for file in files:
-        parts = PurePosixPath(file.name).parts
-        tops.setdefault(f"{parts[0]}/" if len(parts) > 1 else file.name, []).append(file)
-    lines = [
-        f"{top} ({in_words(inner) if top.endswith('/') else human_bytes(inner[0].size_bytes)})"
-        for top, inner in tops.items()
-    ]
-    return _names(lines) if lines else "no files at all"
+        top, slash, _ = file.name.partition("/")
+        tops.setdefault(top + slash, []).append(file)
+    return _names([f"{top} ({in_words(inner)})" for top, inner in tops.items()]) or "no files at all"
 
 
 def _names(names: Sequence[str], separator: str = ", ") -> str:

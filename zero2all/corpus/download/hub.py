@@ -1,10 +1,8 @@
-"""What a Hugging Face-style hub has: the commit a revision stands for, the files of that commit, their checksums.
+"""What a Hugging Face-style hub has: the commit of a revision, the files of that commit, their checksums.
 
-huggingface_hub knows the addresses, the headers, where a token is kept and what an error of a hub means, so all of that
-is left to it. Two things are ours. The pages of a listing are asked for one by one here, because `HfApi.list_repo_tree`
-sets no time limit: a mirror that accepts a connection and then says nothing would hold the command for ever. And every
-request, of a listing or of a file, fails in one of two ways: as a `UserError`, which no repetition would mend, or as
-an `InterruptedTransferError`, which `Patience` waits out.
+Addresses, headers, tokens and the meaning of errors are left to huggingface_hub. The pages of a listing are asked for
+here, because `HfApi.list_repo_tree` has no timeout and follows links away from a mirror. Every request fails either as
+a `UserError`, which repeating does not help, or as an `InterruptedTransferError`, which `Patience` waits out.
 """
 
 from __future__ import annotations
@@ -14,36 +12,31 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from zero2all.common.errors import BadInputError, UsageError, UserError
 from zero2all.common.progress import human_seconds
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 RepoKind = Literal["dataset", "model"]
 Announce = Callable[[str], None]
 Result = TypeVar("Result")
 
 OFFICIAL_HUB = "https://huggingface.co"
-"""Where the token of `hf auth login` and HF_TOKEN belongs."""
-PASSING_STATUSES = frozenset({408, 416, 429, 500, 502, 503, 504})
-"""Answers after which the same request may succeed. 416 comes from mirrors that hold only a part of a file so far."""
+"""The only one that gets the token of HF_TOKEN or `hf auth login` without being asked to."""
+PASSING_STATUSES = frozenset({408, 416, 429})
+"""Beside 5xx, answers after which the same request may succeed. 416: a mirror that holds only part of a file so far."""
 FIRST_RETRIES = 2
-"""The very first request gives up early: what fails there is mostly a mistyped endpoint or no network at all."""
+"""The first request gives up early: it mostly fails because of a wrong endpoint, or without a network."""
 LONGEST_WAIT_SECONDS = 30.0
 """The wait after a failure doubles up to here."""
-LARGEST_FILE_BYTES = 1 << 50
-"""A petabyte, of which no hub holds one file: more is a wrong answer."""
 LONGEST_ASKED_WAIT_SECONDS = 900.0
-"""A hub that asks for more is not waited for: a command that sits still for an hour looks like one that hangs."""
+"""If a hub asks for a longer wait, the download stops."""
+LARGEST_FILE_BYTES = 1 << 50
+"""A larger size is a wrong answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,66 +58,70 @@ class InterruptedTransferError(Exception):
     def __init__(self, reason: str, asked_seconds: float | None = None) -> None:
         super().__init__(reason)
         self.asked_seconds = asked_seconds
-        """How long the hub asked us to stay away; None: it did not say."""
+        """How long the hub asked us to wait; None: it did not say."""
 
 
 class MissingFileError(Exception):
     """The hub lists a file and does not have it."""
 
 
-class Patience:
-    """How failures are waited out, by all connections together.
+class StoppedError(Exception):
+    """Another connection met an error, or the user interrupted."""
 
-    The wait doubles with each failure in a row. When the hub itself names a wait (429 with Retry-After), no connection
-    asks for anything before it is over. `stop` ends every wait at once.
+
+class Patience:
+    """How all connections together wait out failures.
+
+    The wait doubles with each failure in a row. When the hub names a wait (429 with Retry-After), no connection asks
+    for anything before it is over. `stop` ends every wait at once.
     """
 
     def __init__(self, retries: int, first_wait_seconds: float, announce: Announce) -> None:
         self.retries, self.first_wait_seconds, self.announce = retries, first_wait_seconds, announce
         self.stop = threading.Event()
+        self.failures = 0
+        """How many requests failed, in all."""
         self._not_before = 0.0
 
-    def repeat(self, what: str, call: Callable[[], Result], retries: int | None = None) -> Result:
-        """`call()`, again and again until it succeeds or patience ends, after `retries` if given."""
-        failures = 0
+    def repeat(
+        self, what: str, call: Callable[[], Result], retries: int | None = None, progress: Callable[[], int] = int
+    ) -> Result:
+        """`call()` until it succeeds, or has failed more than `retries` times in a row without `progress` rising."""
+        retries = self.retries if retries is None else min(retries, self.retries)
+        failures, most = 0, progress()
         while True:
-            self.wait_turn()
+            while (left := self._not_before - time.monotonic()) > 0 and not self.stop.wait(left):
+                pass
+            if self.stop.is_set():
+                raise StoppedError
             try:
                 return call()
             except InterruptedTransferError as error:
-                failures += 1
-                if retries is not None and failures > retries:
-                    raise UserError(
-                        f"{what}: {error}, {failures} times. Check the network and its proxy, --endpoint and "
-                        f"HF_ENDPOINT, or try a mirror with --endpoint."
-                    ) from error
-                self.wait_out(error, failures, what)
+                self.failures += 1
+                failures = 1 if progress() > most else failures + 1
+                most = max(most, progress())
+                self._wait(error, failures, what, retries)
 
-    def wait_turn(self) -> None:
-        """Return when the hub may be asked again."""
-        while (left := self._not_before - time.monotonic()) > 0 and not self.stop.wait(left):
-            pass
-
-    def wait_out(self, error: InterruptedTransferError, failures: int, what: str) -> None:
-        """Wait after the latest of `failures` in a row; a UserError when there were too many."""
-        if failures > self.retries:
+    def _wait(self, error: InterruptedTransferError, failures: int, what: str, retries: int) -> None:
+        asked = error.asked_seconds
+        if failures > retries:
             raise UserError(
                 f"{what}: {error}; this was try {failures} without getting any further. What has arrived is kept: run "
-                f"the same command again to go on, or try another mirror with --endpoint."
+                f"the same command again to continue. Check the network, its proxy and the endpoint (HF_ENDPOINT), or "
+                f"try another mirror with --endpoint."
             ) from error
-        if error.asked_seconds is not None:
-            if error.asked_seconds > LONGEST_ASKED_WAIT_SECONDS:
-                raise UserError(
-                    f"{what}: {error}, and the hub asks us to stay away for {human_seconds(error.asked_seconds)}. What "
-                    f"has arrived is kept: run the same command again then. A token, or fewer --connections, may help."
-                ) from error
-            self.announce(f"{what}: {error}; waiting {human_seconds(error.asked_seconds)}, as the hub asks")
-            self._not_before = max(self._not_before, time.monotonic() + error.asked_seconds)
-            self.wait_turn()
+        if asked is not None and asked > LONGEST_ASKED_WAIT_SECONDS:
+            raise UserError(
+                f"{what}: {error}, and the hub asks us to stay away for {human_seconds(asked)}. What has arrived is "
+                f"kept: run the same command again then. A token, or fewer --connections, may help."
+            ) from error
+        if asked is not None:
+            self.announce(f"{what}: {error}; waiting {human_seconds(asked)}, as the hub asks")
+            self._not_before = max(self._not_before, time.monotonic() + asked)
             return
         seconds = min(self.first_wait_seconds * 2 ** (failures - 1), LONGEST_WAIT_SECONDS)
-        if failures > 1:  # a single lost connection is everyday life, counted in the summary and not worth a line
-            self.announce(f"{what}: {error}; try {failures + 1} of {self.retries + 1} in {seconds:.1f} s")
+        if failures > 1:  # a single lost connection is common, and counted in the summary
+            self.announce(f"{what}: {error}; try {failures + 1} of {retries + 1} in {seconds:.1f} s")
         self.stop.wait(seconds * random.uniform(0.75, 1.25))  # so that connections lost together do not return together
 
 
@@ -134,9 +131,13 @@ class Hub:
     def __init__(
         self, repo: str, kind: RepoKind, endpoint: str | None, token_env: str | None, patience: Patience
     ) -> None:
-        _require_library()
-        from huggingface_hub import HfApi, constants
-
+        try:
+            from huggingface_hub import HfApi, constants
+        except ImportError as error:
+            raise UserError(
+                f"Downloads need huggingface_hub, which cannot be imported ({error}). Install it with "
+                f"`pip install 'huggingface_hub>=1.0'`."
+            ) from error
         if constants.HF_HUB_OFFLINE:
             raise UserError(
                 "Offline mode is on (HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set), so nothing is downloaded. Unset "
@@ -145,9 +146,7 @@ class Hub:
         self.repo, self.kind, self.patience = repo, kind, patience
         self.endpoint = (endpoint or os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
         if not re.match(r"https?://[^/]", self.endpoint):
-            raise UsageError(
-                f"The endpoint {self.endpoint!r} is no address. Expected is one like https://huggingface.co"
-            )
+            raise UsageError(f"The endpoint {self.endpoint!r} is no address. Expected is one like {OFFICIAL_HUB}")
         self.timeout_seconds = constants.HF_HUB_DOWNLOAD_TIMEOUT
         self._token = _token(token_env, self.endpoint)
         self._api = HfApi(endpoint=self.endpoint, token=self._token, library_name="zero2all")
@@ -162,7 +161,7 @@ class Hub:
                 return self._api.repo_info(self.repo, repo_type=self.kind, revision=revision, timeout=wait).sha
 
         try:
-            commit = self.patience.repeat("asking for the repo", ask, min(FIRST_RETRIES, self.patience.retries))
+            commit = self.patience.repeat("asking for the repo", ask, FIRST_RETRIES)
         except HFValidationError as error:
             raise UsageError(f"{self.repo!r} cannot be the name of a repo: {error} Expected is OWNER/NAME.") from error
         except (KeyError, TypeError, ValueError) as error:
@@ -173,46 +172,46 @@ class Hub:
 
     def list_files(self, commit: str) -> list[HubFile]:
         """Every file of a commit, sorted by name."""
-        from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
-
-        headers = build_hf_headers(token=self._token, library_name="zero2all")
         files: list[HubFile] = []
         tree = f"{self.endpoint}/api/{self.kind}s/{self.repo}/tree/{commit}"
-        address: str | None = f"{tree}?recursive=true"
-        asked: set[str] = set()
+        queries = ["recursive=true"]
 
         def ask() -> Any:
-            assert address is not None, "asked for a page after the last one"
-            with self._errors_translated():
-                answer = get_session().get(address, headers=headers, timeout=self.timeout_seconds)
-                hf_raise_for_status(answer)
-            return answer
+            with self._stream(f"{tree}?{queries[-1]}", {}) as answer:
+                answer.read()
+                return answer
 
-        while address is not None:
-            if address in asked:
-                raise self._strange_answer("a listing whose pages lead back to themselves")
-            asked.add(address)
+        while True:
             answer = self.patience.repeat("the listing", ask)
             try:
                 files += [_hub_file(entry) for entry in answer.json() if entry["type"] == "file"]
             except (ValueError, KeyError, TypeError) as error:
                 raise self._strange_answer(f"{type(error).__name__}: {error}") from error
-            # Of the next page only the cursor is taken: a mirror may hand on the hub's own address, which is perhaps
-            # not to be reached from here and must not get the mirror's token.
             next_page = answer.links.get("next", {}).get("url")
-            address = f"{tree}?{urlsplit(next_page).query}" if next_page else None
-        return sorted(files, key=lambda file: file.name)
+            if not next_page:
+                return sorted(files, key=lambda file: file.name)
+            # Only the cursor is taken: a mirror may name the hub's own address, which must not get the mirror's token.
+            query = urlsplit(next_page).query
+            if query in queries:
+                raise self._strange_answer("a listing whose pages lead back to themselves")
+            queries.append(query)
 
     @contextmanager
     def open(self, commit: str, name: str, byte_range: str | None) -> Iterator[Any]:
         """The answer to a request for a file, or for `byte_range` of it, as a stream."""
         from huggingface_hub import hf_hub_url
+
+        url = hf_hub_url(self.repo, name, repo_type=self.kind, revision=commit, endpoint=self.endpoint)
+        # With compression, positions in the stream would not be positions in the file.
+        headers = {"Accept-Encoding": "identity"} | ({"Range": byte_range} if byte_range else {})
+        with self._stream(url, headers) as answer:
+            yield answer
+
+    @contextmanager
+    def _stream(self, url: str, headers: dict[str, str]) -> Iterator[Any]:
         from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
-        # Compression on the way would make positions in the stream mean something else than positions in the file.
-        headers = {"Accept-Encoding": "identity"} | ({"Range": byte_range} if byte_range else {})
         headers = build_hf_headers(token=self._token, library_name="zero2all", headers=headers)
-        url = hf_hub_url(self.repo, name, repo_type=self.kind, revision=commit, endpoint=self.endpoint)
         with (
             self._errors_translated(),
             get_session().stream("GET", url, headers=headers, timeout=self.timeout_seconds) as answer,
@@ -236,11 +235,9 @@ class Hub:
     def _for_status(self, error: Any) -> Exception:
         from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
-        status = error.response.status_code
+        status, where = error.response.status_code, f"{self.endpoint} answered {error.response.status_code}"
         if status in PASSING_STATUSES or status >= 500:
-            return InterruptedTransferError(
-                f"{self.endpoint} answered {status}", _asked_seconds(error.response.headers)
-            )
+            return InterruptedTransferError(where, _asked_seconds(error.response.headers))
         if status in (401, 403):
             return UserError(self._refusal(status))
         if isinstance(error, RevisionNotFoundError):
@@ -255,21 +252,18 @@ class Hub:
                 f"add --type {other}; if it is private, give a token: {self._token_advice()}"
             )
         if status == 404:
-            return MissingFileError(f"{self.endpoint} answered 404")
+            return MissingFileError(where)
         return UserError(f"{self.endpoint} refused with {status}: {error.server_message or error}. Try --endpoint.")
 
     def _refusal(self, status: int) -> str:
         page = f"{self.endpoint}/{'datasets/' if self.kind == 'dataset' else ''}{self.repo}"
-        if self._token:
-            return (
-                f"{self.endpoint} refuses {self.repo} to the owner of this token ({status}). If it is gated, accept "
-                f"its terms at {page} with the account of the token; a fine-grained token also needs the right to read "
-                f"gated repos. Check the spelling, too: hubs answer so for repos that do not exist."
-            )
+        who = "to the owner of this token" if self._token else "without a token"
+        advice = (
+            "a fine-grained token also needs the right to read gated repos." if self._token else self._token_advice()
+        )
         return (
-            f"{self.endpoint} refuses {self.repo} without a token ({status}): it is gated, or private, or does not "
-            f"exist. Check the spelling, accept its terms at {page} if it has any, and give a token: "
-            f"{self._token_advice()}"
+            f"{self.endpoint} refuses {self.repo} {who} ({status}): it is gated, or private, or does not exist. Check "
+            f"the spelling, accept its terms at {page} if it has any, and use a token of that account: {advice}"
         )
 
     def _token_advice(self) -> str:
@@ -280,35 +274,19 @@ class Hub:
     def _strange_answer(self, detail: str) -> UserError:
         return UserError(
             f"{self.endpoint} does not answer like a Hugging Face-style hub ({detail}). Check --endpoint and "
-            f"HF_ENDPOINT; a page that asks to log in to the network answers like this, too."
+            f"HF_ENDPOINT; the login page of a network also answers like this."
         )
 
 
-def _require_library() -> None:
-    try:
-        import huggingface_hub  # noqa: F401
-    except ImportError as error:
-        raise UserError(
-            f"Downloads need huggingface_hub, which cannot be imported ({error}). Install it with "
-            f"`pip install 'huggingface_hub>=1.0'`."
-        ) from error
-
-
 def _token(token_env: str | None, endpoint: str) -> str | Literal[False]:
-    """The token to send. False, which huggingface_hub takes for "none at all", when there is none.
-
-    A token opens the account it belongs to. The hub itself gets the one the person is logged in with; a mirror, which
-    may be anybody's, only the one that was named for it.
-    """
+    """The token to send; False, as huggingface_hub wants it, for none. A mirror gets only one that was named for it."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_token
 
     if token_env is not None:
         token = os.environ.get(token_env, "").strip()
         if not token:
-            raise UsageError(
-                f"--token-env names the variable {token_env}, which is not set. Export it, or leave it out."
-            )
+            raise UsageError(f"--token-env names the variable {token_env}, which is not set. Export it, or omit it.")
         return token
     if endpoint != OFFICIAL_HUB or constants.HF_HUB_DISABLE_IMPLICIT_TOKEN:
         return False
@@ -321,21 +299,13 @@ def _hub_file(entry: dict[str, Any]) -> HubFile:
     if not re.fullmatch(r"[0-9a-f]{64}" if lfs else r"[0-9a-f]{40}", digest):
         raise ValueError(f"{entry['path']} with the checksum {digest!r}")
     size = (lfs or entry)["size"]
-    if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= LARGEST_FILE_BYTES:
+    if type(size) is not int or not 0 <= size <= LARGEST_FILE_BYTES:
         raise ValueError(f"{entry['path']} with a size of {str(size)[:40]} bytes")
     return HubFile(str(entry["path"]), size, "sha256" if lfs else "git_sha1", digest)
 
 
 def _asked_seconds(headers: Mapping[str, str]) -> float | None:
-    """How long a hub asks us to stay away: Retry-After in either of its forms, or the rate limit's `t=55`."""
+    """How long a hub asks us to wait: Retry-After in seconds, or the rate limit's `r=0;t=55`."""
     value = headers.get("retry-after", "").strip()
-    if value.isdigit():
-        return float(value)
-    if value:
-        try:
-            until = parsedate_to_datetime(value)
-        except ValueError:
-            return None
-        return max(0.0, (until.astimezone(UTC) - datetime.now(UTC)).total_seconds())
     spent = re.search(r"\br\s*=\s*0\s*;\s*t\s*=\s*(\d+)", headers.get("ratelimit", ""))
-    return float(spent[1]) if spent else None
+    return float(value) if value.isdigit() else float(spent[1]) if spent else None

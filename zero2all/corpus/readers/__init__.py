@@ -1,6 +1,5 @@
 """Readers: any mix of raw files -> rows, or damaged items with their place and reason.
 
-    listing      which files there are                       (zero2all.corpus.listing)
     plan         file -> units that workers can read alone   plan_units
     read         unit -> rows and damaged items, in order    read_unit
     sniff        format by content; the name settles only what the content leaves open
@@ -10,12 +9,13 @@
     lines, arrays, tables, texts    the formats
     kernels      the two compiled scans
 
-Memory does not grow with the file, and an item above `max_record_bytes` is passed over into quarantine. A reader never
-raises for bad content: it yields `Damaged` and goes on; where it cannot go on, `ends_file` is set. Putting the units of
-a file on end gives exactly what reading it in one unit gives, and so does going on at the cursor of any item.
-
-pyarrow, numba, zstandard and libarchive are imported only when a file needs them.
+Memory does not grow with the file, and an item above `max_record_bytes` goes to quarantine unread. A reader never
+raises for bad content: it yields `Damaged` and goes on; where it cannot go on, `ends_file` is set. The units of a file
+give exactly what reading it in one unit gives, and so does going on at the cursor of any item. pyarrow, numba,
+zstandard and libarchive are imported only when a file needs them.
 """
+
+# ruff: noqa: F401 - what other rooms import from here
 
 from zero2all.corpus.readers.items import (
     EXCERPT_CHARS,
@@ -23,38 +23,13 @@ from zero2all.corpus.readers.items import (
     Cursor,
     Damaged,
     Format,
-    Items,
     Limits,
-    OnBytes,
-    OnSkip,
     Origin,
     Row,
     TextBy,
     Unit,
     damaged_at,
-    excerpt_of,
 )
 from zero2all.corpus.readers.plan import plan_units
 from zero2all.corpus.readers.read import read_unit
 from zero2all.corpus.readers.sniff import sniff
-
-__all__ = [
-    "EXCERPT_CHARS",
-    "NOT_READ",
-    "Cursor",
-    "Damaged",
-    "Format",
-    "Items",
-    "Limits",
-    "OnBytes",
-    "OnSkip",
-    "Origin",
-    "Row",
-    "TextBy",
-    "Unit",
-    "damaged_at",
-    "excerpt_of",
-    "plan_units",
-    "read_unit",
-    "sniff",
-]

@@ -1,26 +1,27 @@
 """Archives, member by member: tar and zip by our own walk over their headers, 7z and rar by libarchive.
 
-Nothing is ever written under a member's name. Names are labels; still, one that points outside (`../x`, `/etc/x`,
-`C:\\x`) is refused, because whoever wrote it meant harm or the archive is damaged. The standard library's zipfile keeps
-every entry in memory (1 GB for a million), its tarfile takes a damaged header for the end of the archive: hence our own
-walks, which use their header parsers.
+Nothing is ever written under a member's name; still, one that points outside (`../x`, `/etc/x`, `C:\\x`) is refused.
+zipfile keeps every entry in memory (1 GB for a million), and tarfile and libarchive end at a damaged tar header: hence
+our own walks, which use the header parsers of the standard library.
 """
 
 from __future__ import annotations
 
-import io
 import lzma
 import os
+import re
+import stat
 import struct
 import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, BinaryIO, cast
 
 from zero2all.corpus.readers.items import EXCERPT_CHARS, first_line_of
-from zero2all.corpus.readers.streams import CHUNK_BYTES, FilePart, Guard, Read, Source, StreamError
+from zero2all.corpus.readers.streams import CHUNK_BYTES, FilePart, Guard, Read, Stream, StreamError, ZstdStream
 
 INSTALL_LIBARCHIVE = (
     "reading 7z and rar needs libarchive: apt install libarchive13 (Debian, Ubuntu), dnf install libarchive (Fedora), "
@@ -32,7 +33,7 @@ MAX_NAME_BYTES = 1 << 20
 DIRECTORY_BYTES = 1 << 20
 LIBARCHIVE_BLOCK = 1 << 18
 ENCRYPTED = 0x1
-SYMBOLIC_LINK = 0o120000
+TAR_DEVICES = (tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE)
 
 
 @dataclass(slots=True)
@@ -47,7 +48,14 @@ class Member:
     """Why it holds nothing to read: `folder`, `link` …"""
     error: StreamError | None = None
     """Why it cannot be read."""
-    open: Callable[[], Source] | None = None
+    open: Callable[[], Stream] | None = None
+
+
+def _member(
+    number: int, name: str, size: int, is_folder: bool, is_link: bool, is_file: bool, opened: Callable[[], Stream]
+) -> Member:
+    skip = "folder" if is_folder else "link" if is_link else "" if is_file else "not a file"
+    return Member(number, name, 0 if skip else size, skip, open=opened)
 
 
 def is_safe_name(name: str) -> bool:
@@ -78,13 +86,12 @@ def has_libarchive() -> bool:
 class TarReader:
     """The members of a tar, from a stream or a file. A damaged header costs the members up to the next good one."""
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self._file = source.file
+    def __init__(self, stream: Stream) -> None:
+        self._stream, self._file = stream, stream.file
         self._at = 0
         """Offset of the next header."""
         self._position = 0
-        """Offset of the next unread byte of a stream."""
+        """Offset of the next byte to read."""
         self._size = self._file.seek(0, os.SEEK_END) if self._file is not None else 0
 
     def members(self) -> Iterator[Member]:
@@ -92,61 +99,51 @@ class TarReader:
         number = 0
         long_name = ""
         pax: dict[str, str] = {}
-        while (block := self._block()) is not None:
+        while block := self._block():
             if not block.strip(b"\0"):
                 return
             try:
                 info = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
             except tarfile.HeaderError as error:
                 lost = self._to_next_header()
-                damage = StreamError(
-                    "damaged_archive", f"tar header: {first_line_of(error)}; {lost:,} bytes passed over"
-                )
-                yield Member(number, "", lost, error=damage)
+                detail = f"tar header: {first_line_of(error)}; {lost:,} bytes passed over"
+                yield Member(number, "", lost, error=StreamError("damaged_archive", detail))
                 number += 1
                 long_name, pax = "", {}
                 continue
-            data_at = self._at
-            self._at += -(-info.size // TAR_BLOCK) * TAR_BLOCK if _has_data(info) else 0
+            data_at, size = self._at, info.size
             if info.type in (b"L", b"K", b"x", b"g", b"X"):
-                data = self._small(data_at, info.size)
+                data = self._small(data_at, size)
+                self._at += _padded(size)
                 if info.type == b"L":
                     long_name = data.rstrip(b"\0").decode("utf-8", "replace")
                 elif info.type in (b"x", b"X"):
                     pax = _pax_headers(data)
                 continue
-            name = (
-                (pax.get("path") or long_name or info.name)
-                .encode("utf-8", "surrogateescape")
-                .decode("utf-8", "replace")
-            )
-            size = int(pax["size"]) if pax.get("size", "").isdigit() else info.size
-            if size != info.size:
-                self._at = data_at + -(-size // TAR_BLOCK) * TAR_BLOCK
+            raw_name = pax.get("path") or long_name or info.name
+            name = raw_name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+            stated = pax.get("size", "")
+            has_data = not (info.isdir() or info.issym() or info.islnk() or info.type in TAR_DEVICES)
+            if stated.isdigit() and int(stated) != size:
+                size, has_data = int(stated), True
+            self._at += _padded(size) if has_data else 0
             yield self._member(info, number, name, data_at, size)
             number += 1
             long_name, pax = "", {}
-        if number == 0 or self._position_is_odd():
+        if number == 0 or self._at > (self._position if self._file is None else self._size):
             raise StreamError("cut_off", "the tar ends inside an entry")
 
     def _member(self, info: tarfile.TarInfo, number: int, name: str, at: int, size: int) -> Member:
-        if info.isdir():
-            return Member(number, name, 0, skip="folder")
-        if info.issym() or info.islnk():
-            return Member(number, name, 0, skip="link")
-        if info.type in (tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE):
-            return Member(number, name, 0, skip="not a file")
         if info.type == tarfile.GNUTYPE_SPARSE:
             return Member(number, name, size, error=StreamError("sparse_file", "sparse tar entries are not read"))
-        return Member(number, name, size, open=lambda: self._open(at, size))
+        is_link, is_file = info.issym() or info.islnk(), info.type not in TAR_DEVICES
+        return _member(number, name, size, info.isdir(), is_link, is_file, lambda: self._open(at, size))
 
-    def _open(self, at: int, size: int) -> Source:
-        if self._file is not None:
-            if at + size > self._size:
-                part = FilePart(self._file, at, self._size - at)
-                return Source(_then_fail(part.read, StreamError("cut_off", "the tar ends inside this entry")))
+    def _open(self, at: int, size: int) -> Stream:
+        if self._file is not None and at + size <= self._size:
             part = FilePart(self._file, at, size)
-            return Source(part.read, cast(BinaryIO, part))
+            return Stream(part.read, cast(BinaryIO, part))
+        self._position = max(self._position, at)
         end = at + size
 
         def read(wanted: int) -> bytes:
@@ -156,14 +153,12 @@ class TarReader:
                 raise StreamError("cut_off", "the tar ends inside this entry")
             return data
 
-        return Source(read)
+        return Stream(read)
 
-    def _block(self) -> bytes | None:
-        """The next header; None at the end of the data."""
+    def _block(self) -> bytes:
+        """The next header; nothing at the end of the data."""
         data = self._small(self._at, TAR_BLOCK, may_end=True)
-        if not data:
-            return None
-        self._at += TAR_BLOCK
+        self._at += len(data)
         return data
 
     def _small(self, at: int, size: int, may_end: bool = False) -> bytes:
@@ -171,8 +166,8 @@ class TarReader:
             raise StreamError("damaged_archive", f"a tar header of {size:,} bytes")
         self._go_to(at)
         data = b""
-        while len(data) < size and (piece := self._read(size - len(data))):
-            data += piece
+        while len(data) < size and (more := self._read(size - len(data))):
+            data += more
         if len(data) < size and not (may_end and not data):
             raise StreamError("cut_off", "the tar ends inside a header")
         return data
@@ -180,7 +175,6 @@ class TarReader:
     def _go_to(self, at: int) -> None:
         if self._file is not None:
             self._position = at
-            return
         while self._position < at:
             if not self._read(min(at - self._position, CHUNK_BYTES)):
                 raise StreamError("cut_off", "the tar ends inside an entry")
@@ -190,37 +184,33 @@ class TarReader:
             self._file.seek(self._position)
             data = self._file.read(size)
         else:
-            data = self._source.read_or_raise(size)
+            data = self._stream.read_or_raise(size)
         self._position += len(data)
         return data
 
-    def _position_is_odd(self) -> bool:
-        return self._at > (self._size if self._file is not None else self._position)
-
     def _to_next_header(self) -> int:
+        """Go to the next header that is sound; returns how many bytes were passed over."""
         start = self._at - TAR_BLOCK
         try:
-            while (block := self._block()) is not None:
+            while block := self._block():
                 if block[257:262] == b"ustar":
                     try:
                         tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
                     except tarfile.HeaderError:
                         continue
                     self._at -= TAR_BLOCK
+                    self._position -= TAR_BLOCK
                     if self._file is None:
-                        self._source.unread(block)
-                        self._position -= TAR_BLOCK
+                        self._stream.unread(block)
                     return self._at - start
+            raise StreamError("damaged_archive", "nothing readable follows a damaged tar header")
         except StreamError as error:
             error.lost_bytes = self._at - start
             raise
-        nothing_left = StreamError("damaged_archive", "nothing readable follows a damaged tar header")
-        nothing_left.lost_bytes = self._at - start
-        raise nothing_left
 
 
-def _has_data(info: tarfile.TarInfo) -> bool:
-    return not (info.isdir() or info.issym() or info.islnk() or info.type in (b"3", b"4", b"6"))
+def _padded(size: int) -> int:
+    return -(-size // TAR_BLOCK) * TAR_BLOCK
 
 
 def _pax_headers(data: bytes) -> dict[str, str]:
@@ -233,16 +223,6 @@ def _pax_headers(data: bytes) -> dict[str, str]:
         headers[key.decode("utf-8", "replace")] = value.decode("utf-8", "replace")
         data = data[int(length) :]
     return headers
-
-
-def _then_fail(read: Read, error: StreamError) -> Read:
-    def guarded(size: int) -> bytes:
-        data = read(size)
-        if not data:
-            raise error
-        return data
-
-    return guarded
 
 
 # ---- zip ------------------------------------------------------------------------------------------------------
@@ -258,14 +238,11 @@ class ZipReader:
 
     def members(self, start: int = 0, end: int | None = None) -> Iterator[Member]:
         """Entries number `start` to `end`. Raises StreamError where the directory is damaged."""
-        for number, (info, _) in enumerate(self.directory()):
-            if end is not None and number >= end:
-                return
-            if number >= start:
-                yield self._member(number, info)
+        for number, info in islice(enumerate(self.directory()), start, end):
+            yield self._member(number, info)
 
-    def directory(self) -> Iterator[tuple[zipfile.ZipInfo, int]]:
-        """Every entry, and its compressed size."""
+    def directory(self) -> Iterator[zipfile.ZipInfo]:
+        """Every entry."""
         part = FilePart(self._file, self._directory_at, self._directory_bytes)
         buffer = b""
         for _ in range(self.entries):
@@ -278,41 +255,36 @@ class ZipReader:
                 raise StreamError("damaged_archive", "an entry of the zip directory is damaged")
             info, length = _zip_info(buffer)
             buffer = buffer[length:]
-            yield info, info.compress_size
+            yield info
 
     def _member(self, number: int, info: zipfile.ZipInfo) -> Member:
-        name, size = info.filename, info.file_size
-        if info.is_dir():
-            return Member(number, name, 0, skip="folder")
-        if info.create_system == 3 and (info.external_attr >> 16) & 0o170000 == SYMBOLIC_LINK:
-            return Member(number, name, 0, skip="link")
-        if info.flag_bits & ENCRYPTED:
-            return Member(number, name, size, error=StreamError("encrypted", "this zip entry needs a password"))
-        try:
-            self._guard.check(info.compress_size, size, 0)
-        except StreamError as error:
-            return Member(number, name, size, error=error)
-        return Member(number, name, size, open=lambda: self._open(info))
+        is_link = info.create_system == 3 and stat.S_ISLNK(info.external_attr >> 16)
+        member = _member(number, info.filename, info.file_size, info.is_dir(), is_link, True, lambda: self._open(info))
+        if not member.skip and info.flag_bits & ENCRYPTED:
+            member.error = StreamError("encrypted", "this zip entry needs a password")
+        elif not member.skip:
+            try:
+                self._guard.check(info.compress_size, info.file_size, 0)
+            except StreamError as error:
+                member.error = error
+        return member
 
-    def _open(self, info: zipfile.ZipInfo) -> Source:
+    def _open(self, info: zipfile.ZipInfo) -> Stream:
         at = info.header_offset + self._shift
         self._file.seek(at)
         header = self._file.read(30)
         if len(header) < 30 or header[:4] != b"PK\x03\x04":
-            return _failed_source(StreamError("damaged_archive", "the zip entry has no header of its own"))
+            return _failed_stream(StreamError("damaged_archive", "the zip entry has no header of its own"))
         at += 30 + sum(struct.unpack_from("<2H", header, 26))
         part = FilePart(self._file, at, info.compress_size)
         if info.compress_type == 93:
-            from zero2all.corpus.readers.streams import ZstdStream
-
-            return Source(ZstdStream(part.read, self._guard).read)
+            return Stream(ZstdStream(part.read, self._guard).read)
         try:
             plain = zipfile.ZipExtFile(cast(Any, part), "r", info)
         except (NotImplementedError, zipfile.BadZipFile) as error:
-            return _failed_source(StreamError("unknown_compression", first_line_of(error)))
-        has_plain_bytes = info.compress_type == zipfile.ZIP_STORED
+            return _failed_stream(StreamError("unknown_compression", first_line_of(error)))
         read = _watched(_zip_read(plain), info.file_size, lambda: info.compress_size, self._guard)
-        return Source(read, cast(BinaryIO, part) if has_plain_bytes else None)
+        return Stream(read, cast(BinaryIO, part) if info.compress_type == zipfile.ZIP_STORED else None)
 
     def _find_directory(self) -> tuple[int, int, int, int]:
         """(entries, offset, length, shift of all offsets) of the central directory."""
@@ -408,32 +380,24 @@ def libarchive_members(file: BinaryIO, guard: Guard, formats: str) -> Iterator[M
 
 
 def _libarchive_error(error: Any, stream: _Countable) -> StreamError:
-    words = str(error.msg).lower()
-    reason = "damaged_archive"
     if stream.error is not None:
         return StreamError("read_error", first_line_of(stream.error))
-    if "truncated" in words or "premature" in words or "unexpected end" in words:
-        reason = "cut_off"
-    elif "encrypt" in words or "passphrase" in words:
-        reason = "encrypted"
     text = error.msg.decode(errors="replace") if isinstance(error.msg, bytes) else str(error.msg)
+    reason = "damaged_archive"
+    if re.search("truncated|premature|unexpected end", text, re.IGNORECASE):
+        reason = "cut_off"
+    elif re.search("encrypt|passphrase", text, re.IGNORECASE):
+        reason = "encrypted"
     return StreamError(reason, f"libarchive: {text}"[:EXCERPT_CHARS])  # str(error) has the address of a pointer in it
 
 
 def _libarchive_member(number: int, entry: Any, stream: _Countable, guard: Guard) -> Member:
-    name = entry.pathname or ""
-    if entry.isdir:
-        return Member(number, name, 0, skip="folder")
-    if entry.issym or entry.islnk:
-        return Member(number, name, 0, skip="link")
-    if not entry.isreg:
-        return Member(number, name, 0, skip="not a file")
-
-    def opened() -> Source:
+    def opened() -> Stream:
         # A solid block may be unpacked ahead of the entry that needs it: measured against all that was read.
-        return Source(_watched(_libarchive_read(entry, stream), entry.size, lambda: stream.bytes_read, guard))
+        return Stream(_watched(_libarchive_read(entry, stream), entry.size, lambda: stream.bytes_read, guard))
 
-    return Member(number, name, entry.size or 0, open=opened)
+    is_link = entry.issym or entry.islnk
+    return _member(number, entry.pathname or "", entry.size or 0, entry.isdir, is_link, entry.isreg, opened)
 
 
 def _libarchive_read(entry: Any, stream: _Countable) -> Read:
@@ -450,43 +414,33 @@ def _libarchive_read(entry: Any, stream: _Countable) -> Read:
     return read
 
 
-class _Countable(io.RawIOBase):
+class _Countable(FilePart):
     """A file that counts what is read from it, and may pretend that it cannot seek."""
 
     def __init__(self, file: BinaryIO, seekable: bool) -> None:
-        self._file, self._seekable = file, seekable
+        super().__init__(file, 0, file.seek(0, os.SEEK_END))
+        self._seekable = seekable
         self.bytes_read = 0
         self.error: OSError | None = None
-        file.seek(0)
-
-    def readable(self) -> bool:
-        return True
 
     def seekable(self) -> bool:
         return self._seekable
 
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        return self._file.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._file.tell()
-
     def readinto(self, buffer: Any) -> int:
         try:
-            data = self._file.read(len(buffer))
+            size = super().readinto(buffer)
         except OSError as error:  # must not leave through C
             self.error = error
             return -30  # ARCHIVE_FATAL
-        memoryview(buffer).cast("B")[: len(data)] = data
-        self.bytes_read += len(data)
-        return len(data)
+        self.bytes_read += size
+        return size
 
 
 # ---- entries --------------------------------------------------------------------------------------------------
 
 
 def _watched(read: Read, size: int | None, packed_bytes: Callable[[], int], guard: Guard) -> Read:
-    """The data of an entry, compared while it grows with the bytes it was packed in, and at its end with its `size`."""
+    """The data of an entry: its ratio is checked as it is read, and its `size` at its end."""
     out = 0
 
     def watched(wanted: int) -> bytes:
@@ -501,8 +455,7 @@ def _watched(read: Read, size: int | None, packed_bytes: Callable[[], int], guar
     return watched
 
 
-def _failed_source(error: StreamError) -> Source:
-    def read(_: int) -> bytes:
-        raise error
-
-    return Source(read)
+def _failed_stream(error: StreamError) -> Stream:
+    stream = Stream(lambda _: b"")
+    stream.broken = error
+    return stream

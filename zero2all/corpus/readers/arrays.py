@@ -18,7 +18,7 @@ from zero2all.common import jsonio
 from zero2all.corpus.readers import kernels
 from zero2all.corpus.readers.items import Items, Limits, Origin, Row, damaged_at, too_large
 from zero2all.corpus.readers.lines import HEAD_KEPT, LARGE_BYTES, has_too_many_values, parse_record
-from zero2all.corpus.readers.streams import Source
+from zero2all.corpus.readers.streams import Stream
 
 READ_BYTES = 1 << 20
 ELEMENTS_AT_ONCE = 4096
@@ -37,7 +37,7 @@ class Elements(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """Bytes that are no elements."""
+    """Bytes between elements that cannot be read."""
 
     start: int
     end: int
@@ -51,30 +51,20 @@ class Lost(NamedTuple):
 
 
 def read_json_array(
-    source: Source, origin: Origin, limits: Limits, at: int, first_key: str | None, is_last: bool, is_inside: bool
+    stream: Stream, origin: Origin, limits: Limits, at: int, first_key: str | None, is_last: bool, is_inside: bool
 ) -> Items:
-    """The elements from position `at`, where the source stands.
+    """The elements from position `at`, where the stream stands.
 
-    `is_inside`: `at` lies behind the array's opening bracket. `is_last`: the array must end in this source.
+    `is_inside`: `at` lies behind the array's opening bracket. `is_last`: the array must end in this stream.
     """
     loads: Callable[[Any], Any] = jsonio.loads
-    for event in scan_array(source, limits, at, first_key, is_last, is_inside):
+    for event in _ArrayScan(stream, limits, at, first_key, is_last, is_inside).events():
         if isinstance(event, Lost):
-            size = event.end - event.start
-            if event.reason == "too_large":
-                yield too_large(origin, event.start, size, limits.max_record_bytes, event.head)
+            start, end, at, reason, detail, head, ends_file = event
+            if reason == "too_large":
+                yield too_large(origin, start, end - start, limits.max_record_bytes, head)
             else:
-                yield damaged_at(
-                    origin,
-                    event.start,
-                    event.end,
-                    event.reason,
-                    event.detail,
-                    size,
-                    event.head,
-                    place_at=event.at,
-                    ends_file=event.ends_file,
-                )
+                yield damaged_at(origin, start, end, reason, detail, end - start, head, at, ends_file)
             continue
         data, base, spans = event
         for start, end in spans:
@@ -94,8 +84,8 @@ def read_json_array(
         del event, data, value  # the scan goes on, and what it has given may be large
 
 
-def array_borders(source: Source, limits: Limits, at: int, first_key: str | None, unit_bytes: int) -> list[int]:
-    """Where units of about `unit_bytes` can begin; the source starts at byte `at` of its file.
+def array_borders(stream: Stream, limits: Limits, at: int, first_key: str | None, unit_bytes: int) -> list[int]:
+    """Where units of about `unit_bytes` can begin; the stream starts at byte `at` of its file.
 
     These are starts of elements behind a good element. Behind an error they also lie behind the byte that showed it:
     the reader of the unit before must see that byte to find the same elements.
@@ -103,7 +93,7 @@ def array_borders(source: Source, limits: Limits, at: int, first_key: str | None
     borders: list[int] = []
     target = unit_bytes
     after_good = False
-    for event in scan_array(source, limits, at, first_key, is_last=True, is_inside=False):
+    for event in _ArrayScan(stream, limits, at, first_key, is_last=True, is_inside=False).events():
         if isinstance(event, Lost):
             after_good = False
             target = max(target, event.at + 1)
@@ -117,20 +107,13 @@ def array_borders(source: Source, limits: Limits, at: int, first_key: str | None
     return borders
 
 
-def scan_array(
-    source: Source, limits: Limits, at: int, first_key: str | None, is_last: bool, is_inside: bool
-) -> Iterator[Elements | Lost]:
-    """Elements in batches, and what lies between them and cannot be read."""
-    return _ArrayScan(source, limits, at, first_key, is_last, is_inside).events()
-
-
 class _ArrayScan:
     """One pass. `data` holds the bytes from `base` on; an element in progress stays in it up to the size limit."""
 
     def __init__(
-        self, source: Source, limits: Limits, at: int, first_key: str | None, is_last: bool, is_inside: bool
+        self, stream: Stream, limits: Limits, at: int, first_key: str | None, is_last: bool, is_inside: bool
     ) -> None:
-        self.source, self.limit, self.is_last, self.is_inside = source, limits.max_record_bytes, is_last, is_inside
+        self.stream, self.limit, self.is_last, self.is_inside = stream, limits.max_record_bytes, is_last, is_inside
         self.data, self.base = bytearray(), at
         self.position = 0
         key = rb'(?:[^"\\]|\\.){1,100}'
@@ -156,7 +139,7 @@ class _ArrayScan:
         return int(self.state[kernels.START]) if inside else None
 
     def events(self) -> Iterator[Elements | Lost]:
-        """The whole pass."""
+        """Elements in batches, and what lies between them and cannot be read."""
         if not self.is_inside and not (yield from self._open()):
             return
         while True:
@@ -192,7 +175,7 @@ class _ArrayScan:
         return False
 
     def _more(self) -> bool:
-        """Take in the next chunk; what is done with is let go."""
+        """Take in the next chunk and drop what has been scanned."""
         start = self.element_start
         keep = self.position
         if start is not None and not self.large_head:
@@ -200,7 +183,7 @@ class _ArrayScan:
             if self.offset - start > self.limit:
                 self.large_head = bytes(self.data[keep : keep + HEAD_KEPT])
                 keep = self.position
-        more = self.source.read(READ_BYTES)
+        more = self.stream.read(READ_BYTES)
         if more:
             self._let_go(keep)
             self.data += more
@@ -241,7 +224,7 @@ class _ArrayScan:
 
     def _at_end_of_data(self) -> Iterator[Lost]:
         start = self.element_start
-        broken = self.source.broken
+        broken = self.stream.broken
         if broken is not None:
             yield self._lost(self.offset if start is None else start, self.offset, broken.reason, broken.detail, True)
         elif start is not None:
@@ -258,7 +241,7 @@ class _ArrayScan:
                 detail = "something follows the end of the array"
                 return (yield from self._recover(self.offset, self.offset, "trailing_data", detail))
             if not self._more():
-                if self.source.broken is not None:
+                if self.stream.broken is not None:
                     yield from self._at_end_of_data()
                 return False
 
@@ -281,7 +264,7 @@ class _ArrayScan:
                     return True
             self.position = max(self.position, len(self.data) - KEY_MATCH_BYTES)
             self._let_go(max(self.position - KEY_MATCH_BYTES, 0))
-            more = self.source.read(READ_BYTES)
+            more = self.stream.read(READ_BYTES)
             if not more:
                 self.position = len(self.data)
                 yield Lost(start, self.offset, at, reason, detail, head, True)

@@ -39,17 +39,14 @@ class Format(StrEnum):
     UNREADABLE = UNREADABLE
 
 
-NOT_READ = frozenset(
-    {Format.EMPTY, Format.BINARY, Format.COMPRESSED, Format.NEEDS_LIBARCHIVE, Format.UNREADABLE},
-)
+NOT_READ = frozenset({Format.EMPTY, Format.BINARY, Format.COMPRESSED, Format.NEEDS_LIBARCHIVE, Format.UNREADABLE})
 
 
 class TextBy(StrEnum):
     """What one document of a plain text is. Program text is always one document a file."""
 
     AUTO = "auto"
-    """The file; above `split_text_above_bytes`, pieces of 1 to 4 `text_piece_bytes` cut at blank lines where there are
-    any."""
+    """The file; above `split_text_above_bytes`, documents of 1 to 4 `text_piece_bytes`, best cut at blank lines."""
     LINE = "line"
     BLANK_LINE = "blank line"
     FILE = "file"
@@ -60,7 +57,7 @@ class Limits:
     """Sizes the readers must respect, and how plain text is cut."""
 
     max_record_bytes: int = 32_000_000
-    """A larger item is passed over into quarantine without being held in memory."""
+    """A larger item goes to quarantine without being held in memory."""
     split_text_above_bytes: int = 1_000_000
     """With `text_by` auto, a plain text above this size is cut into documents …"""
     text_piece_bytes: int = 8_000
@@ -116,7 +113,7 @@ class Unit:
     """First key of the first object of a JSON array: where reading goes on behind damage."""
     mapping: Mapping[str, str] | None = None
     """Record field -> raw field as found in the first rows of a file of several units; empty when nothing was found
-    there. None: whoever reads the unit looks."""
+    there. None: the reader of the unit looks."""
     note: str = ""
     """For the user: why the file is not split, or not read."""
 
@@ -192,9 +189,8 @@ class Row:
     @property
     def cursor(self) -> Cursor:
         """From where reading goes on behind this item."""
-        return (
-            [*self.origin.path, self.end] if self.line_start is None else [*self.origin.path, self.end, self.line_start]
-        )
+        cursor = [*self.origin.path, self.end]
+        return cursor if self.line_start is None else [*cursor, self.line_start]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Lines in batches, and the formats that have one item a line: JSON lines and plain text by line.
 
-A chunk of 1 MB is split at once, which costs 0.1 us a line; a line longer than the limit is passed over in pieces.
+A chunk of 1 MB is split at once, which costs 0.1 us a line; a line longer than the limit is skipped chunk by chunk.
 Positions are those in the encoding of the file, so a GB18030 or UTF-16 file is split and resumed like a UTF-8 one.
 """
 
@@ -22,7 +22,7 @@ from zero2all.corpus.readers.items import (
     too_large,
     wrong_encoding,
 )
-from zero2all.corpus.readers.streams import Source
+from zero2all.corpus.readers.streams import Stream
 
 READ_BYTES = 1 << 20
 LARGE_BYTES = 4_000_000
@@ -33,7 +33,7 @@ LENIENT_BYTES = 8_000_000
 """The standard parser, which takes what orjson refuses, needs several times the memory: only up to this size."""
 HEAD_KEPT = 1000
 MAX_REPLACED_SHARE = 0.002
-"""Of the characters of a plain text, so many may be undecodable: what the rule `replacement_characters` lets pass."""
+"""A plain text with a larger share of undecodable characters is damaged; as in the rule `replacement_characters`."""
 
 
 class Batch(NamedTuple):
@@ -45,14 +45,14 @@ class Batch(NamedTuple):
 
 
 class LongLine(NamedTuple):
-    """A line above the limit that was passed over."""
+    """A line above the limit, which was skipped."""
 
     size: int
     """With its line end."""
     head: bytes
 
 
-def line_batches(source: Source, encoding: str, limit: int) -> Iterator[Batch | LongLine]:
+def line_batches(stream: Stream, encoding: str, limit: int) -> Iterator[Batch | LongLine]:
     """All lines from here to the end."""
     newline = newline_of(encoding)
     split = _splitter(encoding)
@@ -61,7 +61,7 @@ def line_batches(source: Source, encoding: str, limit: int) -> Iterator[Batch | 
     held_bytes = 0
     odd = b""
     while True:
-        chunk = source.read(READ_BYTES)
+        chunk = stream.read(READ_BYTES)
         if not chunk:
             break
         if width > 1:
@@ -119,19 +119,15 @@ def _splitter(encoding: str) -> Callable[[bytes], list[bytes]]:
 # ---- one JSON value a line ------------------------------------------------------------------------------------
 
 
-def read_json_lines(source: Source, origin: Origin, limits: Limits, at: int) -> Items:
-    """JSON lines from position `at`, where the source stands."""
+def read_json_lines(stream: Stream, origin: Origin, limits: Limits, at: int) -> Items:
+    """JSON lines from position `at`, where the stream stands."""
     loads = jsonio.loads
     encoding = origin.data
-    for batch in line_batches(source, encoding, limits.max_record_bytes):
-        if isinstance(batch, LongLine):
-            yield too_large(origin, at, batch.size, limits.max_record_bytes, batch.head)
-            at += batch.size
+    for batch in _whole_lines(stream, origin, limits, at):
+        if isinstance(batch, Damaged):
+            yield batch
             continue
-        lines, newline_bytes = batch
-        if not newline_bytes and source.broken is not None:
-            yield broken_item(source, origin, at, lines[0])
-            return
+        lines, newline_bytes, at = batch
         for line in lines:
             end = at + len(line) + newline_bytes
             value: Any = None
@@ -147,8 +143,24 @@ def read_json_lines(source: Source, origin: Origin, limits: Limits, at: int) -> 
                 if item is not None:
                     yield item
             at = end
-    if source.broken is not None:
-        yield broken_item(source, origin, at, b"")
+
+
+def _whole_lines(
+    stream: Stream, origin: Origin, limits: Limits, at: int
+) -> Iterator[tuple[list[bytes], int, int] | Damaged]:
+    """Lines, the length of their line ends, and the position of the first of them; and what cannot be read."""
+    for batch in line_batches(stream, origin.data, limits.max_record_bytes):
+        if isinstance(batch, LongLine):
+            yield too_large(origin, at, batch.size, limits.max_record_bytes, batch.head)
+            at += batch.size
+        elif not batch.newline_bytes and stream.broken is not None:
+            yield broken_item(stream, origin, at, batch.lines[0])
+            return
+        else:
+            yield batch.lines, batch.newline_bytes, at
+            at += sum(map(len, batch.lines)) + batch.newline_bytes * len(batch.lines)
+    if stream.broken is not None:
+        yield broken_item(stream, origin, at, b"")
 
 
 def parse_record(
@@ -200,25 +212,19 @@ def _lenient_loads(data: bytes, encoding: str) -> Any:
 # ---- plain text, a document a line ----------------------------------------------------------------------------
 
 
-def read_text_lines(source: Source, origin: Origin, limits: Limits, at: int) -> Items:
-    """Every line that is not blank, from position `at`, where the source stands."""
-    encoding = origin.data
-    for batch in line_batches(source, encoding, limits.max_record_bytes):
-        if isinstance(batch, LongLine):
-            yield too_large(origin, at, batch.size, limits.max_record_bytes, batch.head)
-            at += batch.size
+def read_text_lines(stream: Stream, origin: Origin, limits: Limits, at: int) -> Items:
+    """Every line that is not blank, from position `at`, where the stream stands."""
+    for batch in _whole_lines(stream, origin, limits, at):
+        if isinstance(batch, Damaged):
+            yield batch
             continue
-        if not batch.newline_bytes and source.broken is not None:
-            yield broken_item(source, origin, at, batch.lines[0])
-            return
-        for line in batch.lines:
-            end = at + len(line) + batch.newline_bytes
+        lines, newline_bytes, at = batch
+        for line in lines:
+            end = at + len(line) + newline_bytes
             item = text_row(line, origin, at, end, whole=False)
             if item is not None:
                 yield item
             at = end
-    if source.broken is not None:
-        yield broken_item(source, origin, at, b"")
 
 
 def text_row(data: bytes, origin: Origin, at: int, end: int, whole: bool) -> Row | Damaged | None:
@@ -244,9 +250,9 @@ def text_row(data: bytes, origin: Origin, at: int, end: int, whole: bool) -> Row
     return Row(fields, origin, at, end, is_document=True, replaced=replaced)
 
 
-def broken_item(source: Source, origin: Origin, at: int, rest: bytes) -> Damaged:
+def broken_item(stream: Stream, origin: Origin, at: int, rest: bytes) -> Damaged:
     """What stands at the place where a stream broke."""
-    if source.broken is None:
+    if stream.broken is None:
         raise AssertionError("asked for the damage of a stream that is whole")
-    error = source.broken
+    error = stream.broken
     return damaged_at(origin, at, at, error.reason, error.detail, len(rest), rest, ends_file=True)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import replace
+from itertools import accumulate
 from typing import BinaryIO
 
 from zero2all.corpus.listing import CODE_SUFFIXES, InputFile, open_input
@@ -19,7 +20,7 @@ from zero2all.corpus.readers.archives import INSTALL_LIBARCHIVE, ZipReader, has_
 from zero2all.corpus.readers.encodings import newline_of
 from zero2all.corpus.readers.items import Format, Limits, TextBy, Unit, first_line_of, suffix_of
 from zero2all.corpus.readers.sniff import ARCHIVES, HEAD_BYTES, STREAMS, Found, container_of, inner_name, sniff
-from zero2all.corpus.readers.streams import FilePart, Guard, Source, StreamError, decompressed, zstd_frames
+from zero2all.corpus.readers.streams import FilePart, Guard, Stream, StreamError, decompress, zstd_frames
 
 LOOK_BYTES = 1 << 16
 BLANKS_SEEN = 4096
@@ -39,19 +40,7 @@ def plan_units(file: InputFile, limits: Limits, first_number: int = 0) -> list[U
 
 def _plan(file: InputFile, handle: BinaryIO, limits: Limits) -> list[Unit]:
     found, layers = _look_inside(file, handle, limits)
-    unit = Unit(
-        file,
-        0,
-        found.format,
-        found.encoding,
-        found.bom_bytes,
-        " ".join(layers),
-        raw_bytes=file.size_bytes,
-        header=found.header,
-        has_header=found.has_header,
-        delimiter=found.delimiter,
-        first_key=found.first_key,
-    )
+    unit = Unit(file, 0, compression=" ".join(layers), raw_bytes=file.size_bytes, **found._asdict())
     if layers and found.format not in (Format.EMPTY, Format.NEEDS_LIBARCHIVE):
         return _plan_compressed(unit, handle, limits, layers)
     if found.format is Format.PARQUET:
@@ -65,11 +54,11 @@ def _plan(file: InputFile, handle: BinaryIO, limits: Limits) -> list[Unit]:
 def _look_inside(file: InputFile, handle: BinaryIO, limits: Limits) -> tuple[Found, list[str]]:
     """What is under all compression, and the names of the layers above it."""
     part = FilePart(handle, 0, file.size_bytes)
-    source = Source(part.read)
+    stream = Stream(part.read)
     name = file.name
     layers: list[str] = []
     while True:
-        head = source.peek(HEAD_BYTES)
+        head = stream.peek(HEAD_BYTES)
         container = container_of(head, name)
         if container in ARCHIVES:
             missing = container in ("7z", "rar") and not has_libarchive()
@@ -77,22 +66,22 @@ def _look_inside(file: InputFile, handle: BinaryIO, limits: Limits) -> tuple[Fou
         if container not in STREAMS or len(layers) >= limits.max_nesting:
             break
         layers.append(container)
-        source = Source(decompressed(source.read_or_raise, container, Guard(file.size_bytes, limits)))
+        stream = Stream(decompress(stream.read_or_raise, container, Guard(file.size_bytes, limits)))
         name = inner_name(name, container)
     if not head:
-        return Found(Format.TEXT if source.broken is not None else Format.EMPTY), layers
+        return Found(Format.TEXT if stream.broken is not None else Format.EMPTY), layers
     sample = _sample(handle, file.size_bytes) if not layers else b""
-    return sniff(head, name, whole=len(head) < HEAD_BYTES and source.broken is None, sample=sample), layers
+    return sniff(head, name, whole=len(head) < HEAD_BYTES and stream.broken is None, sample=sample), layers
 
 
 def _sample(handle: BinaryIO, size: int) -> bytes:
     """Whole lines from the inside of a large file that may begin in ASCII and go on in something else."""
-    pieces = []
+    lines = []
     for place in (size // 3, size * 2 // 3):
         if place > HEAD_BYTES:
             handle.seek(place)
-            pieces.append(b"\n".join(handle.read(LOOK_BYTES).split(b"\n")[1:-1]))
-    return b"\n".join(pieces)
+            lines.append(b"\n".join(handle.read(LOOK_BYTES).split(b"\n")[1:-1]))
+    return b"\n".join(lines)
 
 
 def _split(unit: Unit, starts: list[int], ends_at: list[int], total: int) -> list[Unit]:
@@ -117,18 +106,18 @@ def _borders(unit: Unit, handle: BinaryIO, limits: Limits) -> list[int]:
     unit_bytes = limits.unit_bytes
     if size < unit_bytes * 3 // 2:
         return []
-    source = Source(FilePart(handle, unit.bom_bytes, size - unit.bom_bytes).read)
+    stream = Stream(FilePart(handle, unit.bom_bytes, size - unit.bom_bytes).read)
     wide = len(newline_of(unit.encoding)) > 1
     if unit.format is Format.JSON_LINES:
         return _line_borders(unit, handle, unit_bytes, 1)
     if unit.format is Format.JSON_ARRAY and unit.encoding == "utf-8":
         from zero2all.corpus.readers.arrays import array_borders
 
-        return array_borders(source, limits, unit.bom_bytes, unit.first_key, unit_bytes)
+        return array_borders(stream, limits, unit.bom_bytes, unit.first_key, unit_bytes)
     if unit.format is Format.CSV and unit.encoding == "utf-8":
         from zero2all.corpus.readers.tables import csv_borders
 
-        return csv_borders(source, limits, unit.bom_bytes, unit.delimiter, unit_bytes)
+        return csv_borders(stream, limits, unit.bom_bytes, unit.delimiter, unit_bytes)
     if unit.format is not Format.TEXT or suffix_of(unit.file.name) in CODE_SUFFIXES:
         return []
     if limits.text_by is TextBy.LINE:
@@ -209,20 +198,25 @@ def _plan_parquet(unit: Unit, handle: BinaryIO, limits: Limits) -> list[Unit]:
         groups = rows_in_groups(file.path if file.url is None else handle)
     except parquet_errors():
         return [unit]  # reading it says what is wrong
-    starts, shares, rows_before = [], [], [0]
-    rows = size = size_before = 0
-    for number, (group_rows, group_bytes) in enumerate(groups):
-        if size and size + group_bytes // 2 > limits.unit_bytes:
-            starts.append(number)
-            shares.append(size_before)
-            rows_before.append(rows)
-            size = 0
-        rows += group_rows
-        size += group_bytes
-        size_before += group_bytes
+    starts, shares = _gathered((size for _, size in groups), limits.unit_bytes)
     units = _split(unit, starts, shares, file.size_bytes)
+    rows_before = [0, *accumulate(rows for rows, _ in groups)]
     note = "" if len(groups) != 1 or file.size_bytes < limits.unit_bytes * 2 else "one row group: cannot be split"
-    return [replace(one, first_row=before, note=note) for one, before in zip(units, rows_before, strict=True)]
+    return [replace(one, first_row=rows_before[one.start], note=note) for one in units]
+
+
+def _gathered(sizes: Iterable[int], unit_bytes: int) -> tuple[list[int], list[int]]:
+    """Which parts of a file, given by their sizes, begin a unit after the first, and how much lies before each."""
+    starts, shares = [], []
+    size = before = 0
+    for number, part_bytes in enumerate(sizes):
+        if size and size + part_bytes // 2 > unit_bytes:
+            starts.append(number)
+            shares.append(before)
+            size = 0
+        size += part_bytes
+        before += part_bytes
+    return starts, shares
 
 
 def _plan_compressed(unit: Unit, handle: BinaryIO, limits: Limits, layers: list[str]) -> list[Unit]:
@@ -259,17 +253,9 @@ def _plan_frames(unit: Unit, handle: BinaryIO, limits: Limits) -> list[Unit]:
 
 def _plan_zip(unit: Unit, handle: BinaryIO, limits: Limits) -> list[Unit]:
     size = handle.seek(0, os.SEEK_END)
-    starts, shares = [], []
-    packed = before = 0
     try:
         reader = ZipReader(handle, Guard(size, limits))
-        for number, (_, packed_bytes) in enumerate(reader.directory()):
-            if packed and packed + packed_bytes // 2 > limits.unit_bytes:
-                starts.append(number)
-                shares.append(min(before, size))
-                packed = 0
-            packed += packed_bytes
-            before += packed_bytes
+        starts, shares = _gathered((info.compress_size for info in reader.directory()), limits.unit_bytes)
     except StreamError as error:
         return [replace(unit, note=error.detail)]
-    return _split(unit, starts, shares, size)
+    return _split(unit, starts, [min(share, size) for share in shares], size)

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import BinaryIO, cast
 
 from zero2all.corpus.listing import CODE_SUFFIXES, open_input
-from zero2all.corpus.readers.archives import (
-    INSTALL_LIBARCHIVE,
-    Member,
-    TarReader,
-    ZipReader,
-    has_libarchive,
-    is_hidden,
-    is_safe_name,
-    libarchive_members,
-)
+from zero2all.corpus.readers import archives
+from zero2all.corpus.readers.archives import Member
 from zero2all.corpus.readers.encodings import Transcoded
 from zero2all.corpus.readers.items import (
     FINISHED,
@@ -52,20 +44,16 @@ from zero2all.corpus.readers.streams import (
     FrameLines,
     Guard,
     Progress,
-    Source,
+    Stream,
     StreamError,
-    decompressed,
+    decompress,
     spooled,
 )
-from zero2all.corpus.readers.texts import read_json_object, read_long_text, read_paragraphs, read_text_file
+from zero2all.corpus.readers.texts import read_long_text, read_paragraphs, read_whole
 
 
 def read_unit(
-    unit: Unit,
-    limits: Limits,
-    on_bytes: OnBytes,
-    resume_at: Cursor | None = None,
-    on_skip: OnSkip | None = None,
+    unit: Unit, limits: Limits, on_bytes: OnBytes, resume_at: Cursor | None = None, on_skip: OnSkip | None = None
 ) -> Items:
     """Everything in one unit, in order, or what follows the item whose cursor is `resume_at`.
 
@@ -77,15 +65,12 @@ def read_unit(
     if unit.format not in NOT_READ and resume_at != [FINISHED]:
         try:
             with closing(open_input(unit.file)) as file:
-                yield from _UnitReader(unit, limits, file, progress, on_skip or _ignore).items(resume_at)
+                skip = on_skip or (lambda _reason, _name: None)
+                yield from _UnitReader(unit, limits, file, progress, skip).items(resume_at)
         except OSError as error:
             origin = Origin(unit.file.name, "", unit.format)
             yield damaged_at(origin, 0, 0, "read_error", first_line_of(error), unit.raw_bytes, ends_file=True)
     progress.finish()
-
-
-def _ignore(_reason: str, _name: str) -> None:
-    return
 
 
 class _UnitReader:
@@ -104,7 +89,7 @@ class _UnitReader:
         if not unit.compression:
             return self._plain(resume)
         part = FilePart(self.file, 0, unit.file.size_bytes, self.progress)
-        return self._stream(Source(part.read, cast(BinaryIO, part)), self.name, "", (), 0, resume)
+        return self._stream(Stream(part.read, cast(BinaryIO, part)), self.name, "", (), 0, resume)
 
     # ---- what files are split into -----------------------------------------------------------------------------
 
@@ -120,117 +105,121 @@ class _UnitReader:
         if resume and not self._is_whole(origin, size) and not self._is_converted(origin, size):
             start = resume[0]
         end = size if unit.end is None else unit.end
-        source = Source(FilePart(self.file, start, end - start, self.progress).read)
-        return self._leaf(source, found, origin, size, resume, start)
+        stream = Stream(FilePart(self.file, start, end - start, self.progress).read)
+        return self._leaf(stream, found, origin, size, resume, start)
 
     def _by_frames(self, resume: Cursor | None) -> Items:
         unit = self.unit
         found = _found_of(unit)
         origin = self._origin(found, inner_name(self.name, "zstd"), "", ())
         lines = FrameLines(self.file, unit.start, unit.end, self.guard, origin.frames, self.progress)
-        return self._leaf(Source(lines.read), found, origin, 0, resume, lines.to_first_line(), unit.start == 0)
+        return self._leaf(Stream(lines.read), found, origin, 0, resume, lines.to_first_line(), unit.start == 0)
 
     # ---- layers ------------------------------------------------------------------------------------------------
 
     def _stream(
-        self, source: Source, name: str, member: str, path: tuple[int, ...], depth: int, resume: Cursor | None
+        self, stream: Stream, name: str, member: str, path: tuple[int, ...], depth: int, resume: Cursor | None
     ) -> Items:
-        """Whatever a stream holds. `name` is what tells its format, `member` the label within the archive."""
-        head = source.peek(HEAD_BYTES)
+        """What a stream holds. `name` helps to find its format, `member` is its label within the archive."""
+        head = stream.peek(HEAD_BYTES)
         container = container_of(head, name)
         if container and depth >= self.limits.max_nesting:
             origin = self._origin(Found(Format.ARCHIVE), name, member, path)
             detail = f"more than {self.limits.max_nesting} archives and compressions inside one another (max_nesting)"
             yield damaged_at(origin, 0, FINISHED, "nested_too_deep", detail, 0, head)
         elif container in STREAMS:
-            inner = Source(decompressed(source.read_or_raise, container, self.guard))
+            inner = Stream(decompress(stream.read_or_raise, container, self.guard))
             yield from self._stream(inner, inner_name(name, container), member, path, depth + 1, resume)
         elif container in ARCHIVES:
-            yield from self._archive(container, source, member, path, depth, resume)
-        elif not head and source.broken is None:
+            yield from self._archive(container, stream, member, path, depth, resume)
+        elif not head and stream.broken is None:
             self.on_skip(Format.EMPTY, self._label(member))
         else:
-            found = sniff(head, name, whole=len(head) < HEAD_BYTES and source.broken is None)
+            found = sniff(head, name, whole=len(head) < HEAD_BYTES and stream.broken is None)
             if not head:
                 found = Found(Format.TEXT)
             if found.format in NOT_READ:
                 self.on_skip(found.format, self._label(member))
                 return
             origin = self._origin(found, name, member, path)
-            yield from self._leaf(source, found, origin, self._size_of(source, found), resume)
+            yield from self._leaf(stream, found, origin, self._size_of(stream, found), resume)
 
-    def _size_of(self, source: Source, found: Found) -> int:
+    def _size_of(self, stream: Stream, found: Found) -> int:
         """How long a stream is, as far as it matters: whether a text is long enough to be cut."""
         if found.format is not Format.TEXT or self.limits.text_by is not TextBy.AUTO:
             return 0
-        return len(source.peek(min(self.limits.split_text_above_bytes, self.limits.max_record_bytes) + 1))
+        return len(stream.peek(min(self.limits.split_text_above_bytes, self.limits.max_record_bytes) + 1))
 
     def _archive(
-        self, kind: str, source: Source, member: str, path: tuple[int, ...], depth: int, resume: Cursor | None
+        self, kind: str, stream: Stream, member: str, path: tuple[int, ...], depth: int, resume: Cursor | None
     ) -> Items:
         first = resume[0] if resume else 0
         if first == FINISHED:
             return
-        if kind in ("7z", "rar") and not has_libarchive():
+        if kind in ("7z", "rar") and not archives.has_libarchive():
             self.on_skip(Format.NEEDS_LIBARCHIVE, self._label(member))
             return
-        spool: BinaryIO | None = None
         try:
-            file = source.file
-            if file is None and kind != "tar":
-                file = spool = spooled(source, self.limits)
-            start, end = (self.unit.start, self.unit.end) if depth == 0 else (0, None)
-            for entry in self._entries(kind, source, file, max(first, start), end):
-                if entry.number < first:
-                    continue
-                inner = resume[1:] if resume and entry.number == first else None
-                if inner != [FINISHED]:
-                    yield from self._member(entry, member, path, depth, inner)
+            with self._seekable(stream, kind != "tar") as file:
+                start, end = (self.unit.start, self.unit.end) if depth == 0 else (0, None)
+                for entry in self._entries(kind, stream, file, max(first, start), end):
+                    if entry.number < first:
+                        continue
+                    inner = resume[1:] if resume and entry.number == first else None
+                    if inner != [FINISHED]:
+                        yield from self._member(entry, member, path, depth, inner)
         except StreamError as error:
             origin = self._origin(Found(Format.ARCHIVE), self.name, member, path)
             words = f"{kind}: {error.detail}"
             place = f"{member}, {kind} archive" if member else f"{kind} archive"
             cursor = [*path, FINISHED]
             yield Damaged(place, error.reason, words[:400], error.lost_bytes, "", True, origin, cursor)
-        finally:
-            if spool is not None:
-                spool.close()
+
+    @contextmanager
+    def _seekable(self, stream: Stream, is_needed: bool = True) -> Iterator[BinaryIO | None]:
+        """The bytes of a stream with random access, copied to a temporary file if there is no other way."""
+        if stream.file is not None or not is_needed:
+            yield stream.file
+            return
+        with spooled(stream, self.limits) as file:
+            yield file
 
     def _entries(
-        self, kind: str, source: Source, file: BinaryIO | None, first: int, end: int | None
+        self, kind: str, stream: Stream, file: BinaryIO | None, first: int, end: int | None
     ) -> Iterator[Member]:
         if kind == "tar":
-            yield from TarReader(source).members()
+            yield from archives.TarReader(stream).members()
             return
-        if file is None:
-            raise AssertionError("only a tar is read from a stream")
+        assert file is not None, "only a tar is read from a stream"
         if kind != "zip":
-            yield from libarchive_members(file, self.guard, "7zip" if kind == "7z" else kind)
+            yield from archives.libarchive_members(file, self.guard, "7zip" if kind == "7z" else kind)
             return
         try:
-            reader = ZipReader(file, self.guard)
+            reader = archives.ZipReader(file, self.guard)
         except StreamError as error:
-            if not has_libarchive():
-                raise StreamError(error.reason, f"{error.detail}; {INSTALL_LIBARCHIVE}") from error
-            yield from libarchive_members(file, self.guard, "zip_streamable")
+            if not archives.has_libarchive():
+                raise StreamError(error.reason, f"{error.detail}; {archives.INSTALL_LIBARCHIVE}") from error
+            yield from archives.libarchive_members(file, self.guard, "zip_streamable")
             return
         yield from reader.members(first, end)
 
-    def _member(self, entry: Member, outer: str, path: tuple[int, ...], depth: int, resume: Cursor | None) -> Items:
+    def _member(
+        self, entry: archives.Member, outer: str, path: tuple[int, ...], depth: int, resume: Cursor | None
+    ) -> Items:
         name = entry.name.removeprefix("./")
         member = f"{outer}/{name}" if outer else name
         inner_path = (*path, entry.number)
         if entry.skip == "folder":
             return
         problem = entry.error
-        if problem is None and not is_safe_name(name):
+        if problem is None and not archives.is_safe_name(name):
             problem = StreamError("unsafe_name", f"the archive member {name!r} points outside of the archive; refused")
         if problem is not None:
             origin = self._origin(Found(Format.ARCHIVE), name, member, inner_path)
             place = member or f"entry {entry.number + 1}"
             cursor = [*inner_path, FINISHED]
             yield Damaged(place, problem.reason, problem.detail, entry.size, "", False, origin, cursor)
-        elif entry.skip or is_hidden(name):
+        elif entry.skip or archives.is_hidden(name):
             self.on_skip(entry.skip or "hidden", self._label(member))
         elif entry.open is not None:
             yield from self._stream(entry.open(), name, member, inner_path, depth + 1, resume)
@@ -242,23 +231,14 @@ class _UnitReader:
 
     def _origin(self, found: Found, name: str, member: str, path: tuple[int, ...]) -> Origin:
         counts = "row" if found.format is Format.PARQUET else "byte"
-        suffix = suffix_of(name)
-        is_misnamed = found.format is Format.TEXT and suffix in JSON_SUFFIXES
-        return Origin(
-            self.name,
-            member,
-            found.format,
-            found.encoding,
-            found.encoding,
-            path,
-            is_code=suffix in CODE_SUFFIXES,
-            is_misnamed=is_misnamed,
-            counts=counts,
-        )
+        is_code = suffix_of(name) in CODE_SUFFIXES
+        is_misnamed = found.format is Format.TEXT and suffix_of(name) in JSON_SUFFIXES
+        encoding = found.encoding
+        return Origin(self.name, member, found.format, encoding, encoding, path, is_code, is_misnamed, counts)
 
     def _leaf(
         self,
-        source: Source,
+        stream: Stream,
         found: Found,
         origin: Origin,
         size: int,
@@ -266,49 +246,47 @@ class _UnitReader:
         start: int = 0,
         has_beginning: bool = True,
     ) -> Items:
-        """The items of a file or member of `size` bytes, of which the source has those from position `start` on."""
+        """The items of a file or member of `size` bytes, of which the stream has those from position `start` on."""
         if resume and (resume[0] == FINISHED or self._is_whole(origin, size)):
             return
         if found.format is Format.PARQUET:
-            yield from self._nested_parquet(source, origin, resume)
+            yield from self._nested_parquet(stream, origin, resume)
             return
         at = start
         if start == 0 and has_beginning:
-            at = source.skip(found.bom_bytes)
+            at = stream.skip(found.bom_bytes)
         if self._is_converted(origin, size):
-            source = Source(Transcoded(source.read_or_raise, origin.encoding).read)
+            stream = Stream(Transcoded(stream.read_or_raise, origin.encoding).read)
             origin.data = "utf-8"
             at = 0
         is_beginning = start == 0 and has_beginning and not resume
         line_start = None
         if resume:
-            source.skip(resume[0] - at)
+            stream.skip(resume[0] - at)
             at = resume[0]
             line_start = resume[1] if len(resume) > 1 else None
         limits = self.limits
         if found.format is Format.JSON_LINES:
-            yield from read_json_lines(source, origin, limits, at)
+            yield from read_json_lines(stream, origin, limits, at)
         elif found.format is Format.JSON_ARRAY:
             from zero2all.corpus.readers.arrays import read_json_array
 
             yield from read_json_array(
-                source, origin, limits, at, found.first_key, self.unit.end is None, not is_beginning
+                stream, origin, limits, at, found.first_key, self.unit.end is None, not is_beginning
             )
-        elif found.format is Format.JSON_OBJECT:
-            yield from read_json_object(source, origin, limits)
         elif found.format is Format.CSV:
             from zero2all.corpus.readers.tables import read_csv
 
             skip_header = found.has_header and is_beginning
-            yield from read_csv(source, origin, limits, at, found.header, found.delimiter, skip_header)
+            yield from read_csv(stream, origin, limits, at, found.header, found.delimiter, skip_header)
         elif self._is_whole(origin, size):
-            yield from read_text_file(source, origin, limits)
+            yield from read_whole(stream, origin, limits)
         elif limits.text_by is TextBy.LINE:
-            yield from read_text_lines(source, origin, limits, at)
+            yield from read_text_lines(stream, origin, limits, at)
         elif limits.text_by is TextBy.BLANK_LINE:
-            yield from read_paragraphs(source, origin, limits, at)
+            yield from read_paragraphs(stream, origin, limits, at)
         else:
-            yield from read_long_text(source, origin, limits, at, line_start)
+            yield from read_long_text(stream, origin, limits, at, line_start)
 
     def _parquet(self, file: Path | BinaryIO, origin: Origin, resume: Cursor | None) -> Items:
         from zero2all.corpus.readers.tables import read_parquet
@@ -318,20 +296,14 @@ class _UnitReader:
         row = resume[0] if resume else None
         yield from read_parquet(file, origin, self.limits, groups, unit.first_row, row, self.progress, unit.raw_bytes)
 
-    def _nested_parquet(self, source: Source, origin: Origin, resume: Cursor | None) -> Items:
-        file = source.file
-        spool: BinaryIO | None = None
+    def _nested_parquet(self, stream: Stream, origin: Origin, resume: Cursor | None) -> Items:
         try:
-            if file is None:
-                file = spool = spooled(source, self.limits)
-            else:
+            with self._seekable(stream) as file:
+                assert file is not None, "parquet is not read from a stream"
                 file.seek(0)
-            yield from self._parquet(file, origin, resume)
+                yield from self._parquet(file, origin, resume)
         except StreamError as error:
             yield damaged_at(origin, 0, 0, error.reason, error.detail, 0, ends_file=True)
-        finally:
-            if spool is not None:
-                spool.close()
 
     def _is_whole(self, origin: Origin, size: int) -> bool:
         """Whether all of a file or member is one item."""
@@ -351,6 +323,4 @@ class _UnitReader:
 
 
 def _found_of(unit: Unit) -> Found:
-    return Found(
-        unit.format, unit.encoding, unit.bom_bytes, unit.delimiter, unit.header, unit.has_header, unit.first_key
-    )
+    return Found(*(getattr(unit, name) for name in Found._fields))

@@ -147,13 +147,13 @@ def _sniff_objects(body: bytes, named_json: bool, whole: bool) -> Format:
     lines = body.split(b"\n")
     if len(lines) == 1 and not whole:  # the first line is longer than the head
         return Format.JSON_LINES if named_json or re.match(rb'\{\s*"', body) else Format.TEXT
-    if _is_object(lines[0]):
+    if _is_json(lines[0], dict):
         return Format.JSON_LINES
-    if whole and _is_object(body):
+    if whole and _is_json(body, dict):
         return Format.JSON_OBJECT
     if named_json and lines[0].rstrip().endswith((b"{", b"[", b",")):
         return Format.JSON_OBJECT
-    if named_json or any(_is_object(line) for line in lines[1:] if line.startswith(b"{")):
+    if named_json or any(_is_json(line, dict) for line in lines[1:] if line.startswith(b"{")):
         return Format.JSON_LINES
     return Format.TEXT
 
@@ -166,17 +166,9 @@ def _has_json_lines(body: bytes, whole: bool) -> bool:
     return sum(bool(_OBJECT_START.match(line)) or _is_json(line) for line in lines) > JSON_LINE_SHARE * len(lines)
 
 
-def _is_json(data: bytes) -> bool:
+def _is_json(data: bytes, kind: type = object) -> bool:
     try:
-        jsonio.loads(data)
-    except ValueError:
-        return False
-    return True
-
-
-def _is_object(data: bytes) -> bool:
-    try:
-        return isinstance(jsonio.loads(data), dict)
+        return isinstance(jsonio.loads(data), kind)
     except ValueError:
         return False
 

@@ -1,7 +1,7 @@
 """Bytes in order, whatever they are wrapped in.
 
 A layer is a function `read(size)` that returns about `size` bytes, none at the end, and raises `StreamError` when what
-is below it is damaged. `Source`, on top, is what format readers use: there the error ends the bytes and is remembered,
+is below it is damaged. `Stream`, on top, is what format readers use: there the error ends the bytes and is remembered,
 so that everything before the damage is read and the damage is reported once.
 """
 
@@ -15,7 +15,7 @@ import tempfile
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO, NamedTuple, Protocol, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
 from zero2all.common.errors import DiskError, is_disk_full
 from zero2all.corpus.readers.items import Limits, first_line_of
@@ -24,7 +24,7 @@ Read = Callable[[int], bytes]
 
 CHUNK_BYTES = 1 << 20
 INPUT_BYTES = 1 << 15
-"""Compressed bytes taken at a time: an error costs what is in the piece it stands in."""
+"""Compressed bytes taken at a time: the most that an error costs."""
 MAX_WINDOW_BYTES = 1 << 27
 """The most memory a zst or xz stream may ask for (xz -9 needs 65 MB); beyond it the stream is reported, not read."""
 
@@ -36,10 +36,10 @@ class StreamError(Exception):
         super().__init__(f"{reason}: {detail}")
         self.reason, self.detail = reason, detail
         self.lost_bytes = 0
-        """What was passed over before this place, where somebody counted it."""
+        """Bytes skipped before this place, where they were counted."""
 
 
-class Source:
+class Stream:
     """What the format readers read from."""
 
     def __init__(self, read: Read, file: BinaryIO | None = None) -> None:
@@ -91,7 +91,7 @@ class Source:
         self._head = data + self._head
 
     def skip(self, size: int) -> int:
-        """Pass over bytes; returns how many there were."""
+        """Skip bytes; returns how many there were."""
         left = size
         while left > 0 and (data := self.read(min(left, CHUNK_BYTES))):
             left -= len(data)
@@ -117,7 +117,7 @@ class Progress:
 
 
 class Guard:
-    """Refuses what grows beyond all measure: one stream on its own, and all of a file together."""
+    """Refuses decompression bombs, by the ratio of one stream and of the whole file."""
 
     def __init__(self, file_bytes: int, limits: Limits) -> None:
         self._file_bytes, self._limits = file_bytes, limits
@@ -137,7 +137,7 @@ class Guard:
 
 
 class FilePart(io.RawIOBase):
-    """Some bytes of a file as a file of their own. Several parts may share one handle: each seeks before it reads."""
+    """Some bytes of a file, read like a file. Several parts may share one handle: each seeks before it reads."""
 
     def __init__(self, file: BinaryIO, start: int, size: int, progress: Progress | None = None) -> None:
         self._file, self._start, self._size, self._at, self._progress = file, start, size, 0, progress
@@ -145,8 +145,7 @@ class FilePart(io.RawIOBase):
     def readable(self) -> bool:  # noqa: D102
         return True
 
-    def seekable(self) -> bool:  # noqa: D102
-        return True
+    seekable = readable
 
     def tell(self) -> int:  # noqa: D102
         return self._at
@@ -178,16 +177,6 @@ class FilePart(io.RawIOBase):
 # ---- compressed streams ---------------------------------------------------------------------------------------
 
 
-class _Decompressor(Protocol):
-    @property
-    def eof(self) -> bool: ...
-    @property
-    def needs_input(self) -> bool: ...
-    @property
-    def unused_data(self) -> bytes: ...
-    def decompress(self, data: bytes, max_length: int) -> bytes: ...
-
-
 class _Gzip:
     """zlib with the interface of bz2 and lzma."""
 
@@ -213,7 +202,7 @@ class _Gzip:
         return out
 
 
-_MAKE: dict[str, Callable[[], _Decompressor]] = {
+_MAKE: dict[str, Callable[[], Any]] = {
     "gzip": _Gzip,
     "bzip2": bz2.BZ2Decompressor,
     "xz": lambda: lzma.LZMADecompressor(memlimit=MAX_WINDOW_BYTES * 2),
@@ -222,7 +211,7 @@ _MAGIC = {"gzip": b"\x1f\x8b", "bzip2": b"BZh", "xz": b"\xfd7zXZ"}
 _ERRORS = (zlib.error, OSError, lzma.LZMAError, EOFError, ValueError)
 
 
-def decompressed(read: Read, compression: str, guard: Guard) -> Read:
+def decompress(read: Read, compression: str, guard: Guard) -> Read:
     """The layer that undoes a compression."""
     if compression == "zstd":
         return ZstdStream(read, guard).read
@@ -230,24 +219,17 @@ def decompressed(read: Read, compression: str, guard: Guard) -> Read:
 
 
 class _Decompressed:
-    """One or more gzip, bzip2 or xz streams on end."""
+    """One or more gzip, bzip2 or xz streams, one after the other."""
 
     def __init__(self, read: Read, compression: str, guard: Guard) -> None:
         self._lower, self._compression, self._guard = read, compression, guard
         self._stream = _MAKE[compression]()
         self._waiting = b""
         self._in = self._out = 0
-        self._error: StreamError | None = None
 
     def read(self, size: int) -> bytes:
-        if self._error is not None:
-            raise self._error
-        try:
-            data = self._next(size)
-            self._guard.check(self._in, self._out, len(data))
-        except StreamError as error:
-            self._error = error
-            raise
+        data = self._next(size)
+        self._guard.check(self._in, self._out, len(data))
         return data
 
     def _next(self, size: int) -> bytes:
@@ -260,7 +242,10 @@ class _Decompressed:
                 data = self._lower(INPUT_BYTES)
                 self._in += len(data)
                 ended = not data
-            out = self._decompress(data, size)
+            try:
+                out: bytes = self._stream.decompress(data, size)
+            except _ERRORS as error:
+                raise _damaged(self._compression, error) from error
             if out:
                 self._out += len(out)
                 return out
@@ -279,54 +264,38 @@ class _Decompressed:
         self._stream, self._waiting = _MAKE[self._compression](), rest
         return True
 
-    def _decompress(self, data: bytes, size: int) -> bytes:
-        try:
-            return self._stream.decompress(data, size)
-        except _ERRORS as error:
-            reason = "needs_memory" if "emory" in str(error) else "damaged_compression"
-            raise StreamError(reason, f"{self._compression}: {first_line_of(error)}") from error
+
+def _damaged(compression: str, error: Exception) -> StreamError:
+    reason = "needs_memory" if "emory" in str(error) else "damaged_compression"
+    return StreamError(reason, f"{compression}: {first_line_of(error)}")
 
 
 class ZstdStream:
-    """One or more zst frames on end."""
+    """One or more zst frames, one after the other."""
 
     def __init__(self, read: Read, guard: Guard) -> None:
         import zstandard
 
-        self._guard = guard
-        self._out = 0
-        self._error: StreamError | None = None
-        self._fed = _Followed(read)
-        self._zstd_error = zstandard.ZstdError
+        self._guard, self._out = guard, 0
+        self._fed, self._zstd_error = _Followed(read), zstandard.ZstdError
         context = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
         self._reader = context.stream_reader(cast(BinaryIO, self._fed), read_size=INPUT_BYTES, read_across_frames=True)
 
     def read(self, size: int) -> bytes:
         """Up to `size` bytes; none at the end."""
-        if self._error is not None:
-            raise self._error
-        try:
-            data = self._next(size)
-            self._guard.check(self._fed.walker.position, self._out, len(data))
-        except StreamError as error:
-            self._error = error
-            raise
-        return data
-
-    def _next(self, size: int) -> bytes:
         data = b""
         try:
             while not data and not self._fed.is_at_end:
-                pieces = self._fed.pieces
+                reads = self._fed.reads
                 data = self._reader.read1(size)
-                if not data and self._fed.pieces == pieces:
+                if not data and self._fed.reads == reads:
                     raise StreamError("damaged_compression", "zstd: the library stopped before the end")
         except self._zstd_error as error:
-            reason = "needs_memory" if "emory" in str(error) else "damaged_compression"
-            raise StreamError(reason, f"zstd: {first_line_of(error)}") from error
+            raise _damaged("zstd", error) from error
         if not data and not self._fed.walker.at_frame_end:
             raise StreamError("cut_off", "the zstd data ends inside a frame")
         self._out += len(data)
+        self._guard.check(self._fed.walker.position, self._out, len(data))
         return data
 
 
@@ -339,12 +308,12 @@ class _Followed:
     def __init__(self, read: Read) -> None:
         self.walker = FrameWalker()
         self.is_at_end = False
-        self.pieces = 0
+        self.reads = 0
         self._lower = read
         self._blocks: deque[bytes] = deque()
 
     def read(self, size: int) -> bytes:
-        self.pieces += 1
+        self.reads += 1
         if not self._blocks:
             data = self._lower(size)
             start = self.walker.position
@@ -357,12 +326,12 @@ class _Followed:
             self.walker.frame_ends.clear()
             if at < len(data):
                 self._blocks.append(data[at:])
-            self.is_at_end = not data  # the library takes an empty piece for the end
+            self.is_at_end = not data  # the library takes an empty read for the end
         return self._blocks.popleft() if self._blocks else b""
 
 
 class FrameWalker:
-    """Follows the headers of zst frames and blocks through a stream fed to it in any pieces (RFC 8878, section 3).
+    """Follows the headers of zst frames and blocks in a stream that comes in chunks of any size (RFC 8878, section 3).
 
     The library says neither where frames end nor that a stream was cut off inside one.
     """
@@ -371,7 +340,7 @@ class FrameWalker:
         self.position = 0
         self.at_frame_end = True
         self.frame_ends: list[int] = []
-        """Ends of the frames passed since somebody cleared the list …"""
+        """Ends of the frames passed, until the list is cleared …"""
         self.block_ends: list[int] = []
         """… and of the blocks."""
         self._skip = 0
@@ -379,12 +348,13 @@ class FrameWalker:
         self._step: Callable[[bytes], None] = self._magic
         self._held = b""
         self._has_checksum = False
-        self._lost = False
+        self.is_lost = False
+        """What came is no zst frame."""
 
     def feed(self, data: bytes) -> None:
         """Take the next bytes of the stream."""
         at = 0
-        while at < len(data) and not self._lost:
+        while at < len(data) and not self.is_lost:
             if self._skip:
                 step = min(self._skip, len(data) - at)
                 self._skip -= step
@@ -404,27 +374,13 @@ class FrameWalker:
                 header, self._held = self._held, b""
                 self._step(header)
 
-    @property
-    def bytes_to_skip(self) -> int:
-        """How many bytes come before the next header; somebody who can seek need not feed them."""
-        return self._skip
-
-    def skipped(self) -> None:
-        """The bytes before the next header were passed over without feeding them."""
+    def skip_to_header(self) -> int:
+        """Go to the next header without reading what comes before it; returns the size of that header."""
         self.position += self._skip
         self._skip = 0
         if self._wanted == 0:
             self._frame_ended()
-
-    @property
-    def is_lost(self) -> bool:
-        """What came is no zst frame."""
-        return self._lost
-
-    @property
-    def bytes_wanted(self) -> int:
-        """How many bytes the next header still needs."""
-        return self._wanted - len(self._held)
+        return self._wanted
 
     def _frame_ended(self) -> None:
         self.at_frame_end = True
@@ -437,7 +393,7 @@ class FrameWalker:
         elif header[1:] == b"\x2a\x4d\x18" and 0x50 <= header[0] <= 0x5F:
             self._step, self._wanted = self._skippable, 4
         else:
-            self._lost = True
+            self.is_lost = True
 
     def _skippable(self, header: bytes) -> None:
         self._skip, self._wanted = int.from_bytes(header, "little"), 0
@@ -470,47 +426,39 @@ class Frame(NamedTuple):
     end: int
 
 
-def zstd_frames(file: BinaryIO, start: int = 0, end: int | None = None) -> Iterator[Frame]:
+def zstd_frames(file: BinaryIO, start: int = 0) -> Iterator[Frame]:
     """The frames of a zst file from `start` on, by their headers alone. A frame that is cut off ends at the end."""
     walker = FrameWalker()
     walker.position = frame_start = start
     size = file.seek(0, os.SEEK_END)
-    end = size if end is None else end
-    while frame_start < end:
-        if walker.bytes_to_skip:
-            walker.skipped()
-        else:
-            file.seek(walker.position)
-            header = file.read(walker.bytes_wanted)
-            if not header or walker.is_lost:
-                yield Frame(frame_start, size)
-                return
-            walker.feed(header)
+    while frame_start < size:
+        header_bytes = walker.skip_to_header()
         if walker.frame_ends:
             frame_end = min(walker.frame_ends.pop(), size)
             yield Frame(frame_start, frame_end)
             frame_start = frame_end
+            continue
+        file.seek(walker.position)
+        header = file.read(header_bytes)
+        if not header or walker.is_lost:
+            yield Frame(frame_start, size)
+            return
+        walker.feed(header)
 
 
 class FrameLines:
-    """The lines that begin in some frames of a zst file, which need not end where lines do.
+    """The lines that begin in some frames of a zst file: from behind the first line end in the frames (from the very
+    beginning, in the first frame of the file) up to the first line end behind them.
 
-    These are the lines from behind the first line end in the frames (from the very beginning, in the first frame of the
-    file) up to the first line end behind the frames. Positions count plain bytes from the first of the frames.
+    Positions count plain bytes from the first of the frames.
     """
 
     def __init__(
-        self,
-        file: BinaryIO,
-        start: int,
-        end: int | None,
-        guard: Guard,
-        frames: list[tuple[int, int]],
-        progress: Progress,
+        self, file: BinaryIO, start: int, end: int | None, guard: Guard, met: list[tuple[int, int]], progress: Progress
     ) -> None:
+        """`met`: gets (position, byte in the file) of each frame."""
         self._file, self._start, self._end, self._guard, self._progress = file, start, end, guard, progress
-        self._met = frames
-        self._zstd = zstd_frames(file, start)
+        self._met, self._zstd = met, zstd_frames(file, start)
         self._layer: ZstdStream | None = None
         self._held = b""
         self._position = 0
@@ -518,7 +466,7 @@ class FrameLines:
         self._error: StreamError | None = None
 
     def to_first_line(self) -> int:
-        """Pass over what belongs to the unit before; returns the position of the first line."""
+        """Skip what belongs to the unit before; returns the position of the first line."""
         try:
             while self._start > 0 and (data := self._plain(CHUNK_BYTES)) and not self._in_tail:
                 line_end = data.find(b"\n")
@@ -539,11 +487,7 @@ class FrameLines:
         if self._held:
             data, self._held = self._held, b""
             return data
-        try:
-            data = self._plain(size)
-        except StreamError as error:
-            self._error = error
-            raise
+        data = self._plain(size)
         if self._in_tail:
             line_end = data.find(b"\n")
             if line_end >= 0:
@@ -568,17 +512,16 @@ class FrameLines:
             self._layer = None
 
 
-def spooled(source: Source, limits: Limits) -> BinaryIO:
-    """All of a stream in a nameless temporary file, for formats that are not read from front to back."""
+def spooled(stream: Stream, limits: Limits) -> BinaryIO:
+    """All of a stream in a temporary file without a name, for formats that need random access."""
     file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
     try:
         size = 0
-        while data := source.read_or_raise(CHUNK_BYTES):
+        while data := stream.read_or_raise(CHUNK_BYTES):
             size += len(data)
             if size > limits.max_spool_bytes:
-                raise StreamError(
-                    "too_large", f"more than {limits.max_spool_bytes:,} bytes (max_spool_bytes) to unpack first"
-                )
+                detail = f"more than {limits.max_spool_bytes:,} bytes (max_spool_bytes) to unpack first"
+                raise StreamError("too_large", detail)
             file.write(data)
         file.seek(0)
     except BaseException as error:

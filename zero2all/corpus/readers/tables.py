@@ -6,6 +6,7 @@ import csv
 import io
 from bisect import bisect_left
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -21,7 +22,7 @@ from zero2all.corpus.readers.items import (
     wrong_encoding,
 )
 from zero2all.corpus.readers.lines import HEAD_KEPT, broken_item
-from zero2all.corpus.readers.streams import CHUNK_BYTES, Progress, Source
+from zero2all.corpus.readers.streams import CHUNK_BYTES, Progress, Stream
 
 # ---- CSV ------------------------------------------------------------------------------------------------------
 
@@ -38,7 +39,7 @@ class CsvRows(NamedTuple):
 
 
 class LongRow(NamedTuple):
-    """A row above the limit that was passed over."""
+    """A row above the limit, which was skipped."""
 
     start: int
     end: int
@@ -48,8 +49,8 @@ class LongRow(NamedTuple):
 class RowScan:
     """Finds rows, which may have line ends inside quotes, in constant memory."""
 
-    def __init__(self, source: Source, limits: Limits, at: int, delimiter: str) -> None:
-        self.source, self.limit, self.delimiter = source, limits.max_record_bytes, ord(delimiter)
+    def __init__(self, stream: Stream, limits: Limits, at: int, delimiter: str) -> None:
+        self.stream, self.limit, self.delimiter = stream, limits.max_record_bytes, ord(delimiter)
         self.data, self.base = b"", at
         self.row_start = at
         self.in_quotes = False
@@ -70,7 +71,7 @@ class RowScan:
                 position, count = scan_rows(view, position, self.base, self.delimiter, self.limit, state, out)
                 yield from self._found(out[:count].tolist())
                 self.in_quotes = int(state[0]) == QUOTED
-            more = self.source.read(CHUNK_BYTES)
+            more = self.stream.read(CHUNK_BYTES)
             if not more:
                 return
             keep = self.row_start - self.base
@@ -102,11 +103,11 @@ class RowScan:
 
 
 def read_csv(
-    source: Source, origin: Origin, limits: Limits, at: int, header: tuple[str, ...], delimiter: str, skip_header: bool
+    stream: Stream, origin: Origin, limits: Limits, at: int, header: tuple[str, ...], delimiter: str, skip_header: bool
 ) -> Items:
-    """The rows from position `at`, where the source stands. `skip_header`: the first one is the header."""
+    """The rows from position `at`, where the stream stands. `skip_header`: the first one is the header."""
     csv.field_size_limit(max(csv.field_size_limit(), limits.max_record_bytes))
-    scan = RowScan(source, limits, at, delimiter)
+    scan = RowScan(stream, limits, at, delimiter)
     width = len(header)
     for found in scan.rows():
         if isinstance(found, LongRow):
@@ -114,7 +115,9 @@ def read_csv(
             skip_header = False
             continue
         data, base, start, ends = found
-        rows = _parsed_rows(data[start - base : ends[-1] - base], delimiter)
+        rows: list[list[str]] = []  # none when there is anything odd about one of them
+        with suppress(UnicodeDecodeError, csv.Error):
+            rows = _parsed(data[start - base : ends[-1] - base], delimiter)
         if len(rows) != len(ends):
             rows = []
         for number, end in enumerate(ends):
@@ -127,8 +130,8 @@ def read_csv(
             start = end
     start, rest = scan.row_start, scan.data[max(scan.row_start - scan.base, 0) :]
     end = scan.base + len(scan.data)
-    if source.broken is not None:
-        yield broken_item(source, origin, start, rest)
+    if stream.broken is not None:
+        yield broken_item(stream, origin, start, rest)
     elif end - start > limits.max_record_bytes:
         yield too_large(origin, start, end - start, limits.max_record_bytes, scan.large_head or rest)
     elif scan.in_quotes:
@@ -137,12 +140,8 @@ def read_csv(
         yield from _odd_row(rest, origin, start, end, header, delimiter)
 
 
-def _parsed_rows(data: bytes, delimiter: str) -> list[list[str]]:
-    """Many rows at once; none when there is anything odd about one of them."""
-    try:
-        return list(csv.reader(io.StringIO(data.decode("utf-8"), newline="\n"), delimiter=delimiter))
-    except (UnicodeDecodeError, csv.Error):
-        return []
+def _parsed(data: bytes, delimiter: str) -> list[list[str]]:
+    return list(csv.reader(io.StringIO(data.decode("utf-8"), newline="\n"), delimiter=delimiter))
 
 
 def _odd_row(
@@ -150,7 +149,7 @@ def _odd_row(
 ) -> Iterator[Row | Damaged]:
     """One row on its own, with what is wrong with it."""
     try:
-        rows = list(csv.reader(io.StringIO(data.decode("utf-8"), newline="\n"), delimiter=delimiter))
+        rows = _parsed(data, delimiter)
     except UnicodeDecodeError as error:
         yield wrong_encoding(origin, start, end, data, error)
         return
@@ -165,11 +164,11 @@ def _odd_row(
         yield damaged_at(origin, start, end, "wrong_field_count", detail, end - start, data)
 
 
-def csv_borders(source: Source, limits: Limits, at: int, delimiter: str, unit_bytes: int) -> list[int]:
+def csv_borders(stream: Stream, limits: Limits, at: int, delimiter: str, unit_bytes: int) -> list[int]:
     """Where units of about `unit_bytes` can begin: starts of rows, found by one pass over the file."""
     borders: list[int] = []
     target = unit_bytes
-    for found in RowScan(source, limits, at, delimiter).rows():
+    for found in RowScan(stream, limits, at, delimiter).rows():
         ends = found.ends if isinstance(found, CsvRows) else [found.end]
         while (first := bisect_left(ends, target)) < len(ends):
             borders.append(ends[first])
@@ -270,12 +269,8 @@ def _large_rows(batch: Any, limit: int) -> dict[int, int]:
     """Rows above the limit and their sizes."""
     if batch.nbytes <= limit:
         return {}
-    found = {}
-    for index in range(batch.num_rows):
-        size = batch.slice(index, 1).nbytes
-        if size > limit:
-            found[index] = size
-    return found
+    sizes = (batch.slice(index, 1).nbytes for index in range(batch.num_rows))
+    return {index: size for index, size in enumerate(sizes) if size > limit}
 
 
 def rows_in_groups(file: Path | BinaryIO) -> list[tuple[int, int]]:

@@ -11,50 +11,41 @@ import re
 from dataclasses import replace
 
 from zero2all.corpus.readers.encodings import newline_of
-from zero2all.corpus.readers.items import Damaged, Items, Limits, Origin, Row, too_large
+from zero2all.corpus.readers.items import Damaged, Format, Items, Limits, Origin, Row, too_large
 from zero2all.corpus.readers.lines import LongLine, broken_item, line_batches, parse_record, text_row
-from zero2all.corpus.readers.streams import Source
+from zero2all.corpus.readers.streams import Stream
 
-LONGEST_PIECE = 4
+LONGEST = 4
 """Times `text_piece_bytes`: the longest document cut from a long text."""
 READ_BYTES = 1 << 18
 
 _BLANK_LINE = re.compile(rb"\n(?=[^\S\n]*\n)")
 
 
-def read_text_file(source: Source, origin: Origin, limits: Limits) -> Items:
-    """The whole file as one document."""
-    data = read_whole(source, origin, limits)
-    item = data if isinstance(data, Damaged) else text_row(data, origin, 0, len(data), whole=True)
-    if item is not None:
-        yield item
-
-
-def read_json_object(source: Source, origin: Origin, limits: Limits) -> Items:
-    """The whole file as one JSON value."""
-    data = read_whole(source, origin, limits)
-    item = data if isinstance(data, Damaged) else parse_record(data, origin.data, origin, 0, len(data))
-    if item is not None:
-        yield item
-
-
-def read_whole(source: Source, origin: Origin, limits: Limits) -> bytes | Damaged:
-    """Everything there is, if it is whole and not too much."""
-    pieces: list[bytes] = []
+def read_whole(stream: Stream, origin: Origin, limits: Limits) -> Items:
+    """The whole file as one document, or as one JSON value."""
+    chunks: list[bytes] = []
     size = 0
-    while data := source.read():
+    while data := stream.read():
         size += len(data)
         if size <= limits.max_record_bytes:
-            pieces.append(data)
+            chunks.append(data)
+    whole = b"".join(chunks)
+    item: Row | Damaged | None
     if size > limits.max_record_bytes:
-        return too_large(origin, 0, size, limits.max_record_bytes, pieces[0] if pieces else b"")
-    if source.broken is not None:
-        return broken_item(source, origin, size, b"".join(pieces))
-    return b"".join(pieces)
+        item = too_large(origin, 0, size, limits.max_record_bytes, chunks[0] if chunks else b"")
+    elif stream.broken is not None:
+        item = broken_item(stream, origin, size, whole)
+    elif origin.format is Format.JSON_OBJECT:
+        item = parse_record(whole, origin.data, origin, 0, size)
+    else:
+        item = text_row(whole, origin, 0, size, whole=True)
+    if item is not None:
+        yield item
 
 
-def read_paragraphs(source: Source, origin: Origin, limits: Limits, at: int) -> Items:
-    """Blocks of lines with blank lines between them, from position `at`, where the source stands."""
+def read_paragraphs(stream: Stream, origin: Origin, limits: Limits, at: int) -> Items:
+    """Blocks of lines with blank lines between them, from position `at`, where the stream stands."""
     limit = limits.max_record_bytes
     encoding = origin.data
     newline = newline_of(encoding)
@@ -62,7 +53,7 @@ def read_paragraphs(source: Source, origin: Origin, limits: Limits, at: int) -> 
     block: list[bytes] = []
     start = end = at
     size = 0
-    for batch in line_batches(source, encoding, limit):
+    for batch in line_batches(stream, encoding, limit):
         if isinstance(batch, LongLine):
             block = block or [batch.head]
             end += batch.size
@@ -81,8 +72,8 @@ def read_paragraphs(source: Source, origin: Origin, limits: Limits, at: int) -> 
                 yield from _paragraph(block, size, newline, origin, limits, start, line_end)
             block, size = [], 0
             start = end = line_end
-    if source.broken is not None:
-        yield broken_item(source, origin, start, newline.join(block))
+    if stream.broken is not None:
+        yield broken_item(stream, origin, start, newline.join(block))
     elif block:
         yield from _paragraph(block, size, newline, origin, limits, start, end)
 
@@ -98,30 +89,30 @@ def _paragraph(
         yield item
 
 
-def read_long_text(source: Source, origin: Origin, limits: Limits, at: int, line_start: int | None) -> Items:
-    """Documents of 1 to 4 `text_piece_bytes` of UTF-8 text, from position `at`, where the source stands.
+def read_long_text(stream: Stream, origin: Origin, limits: Limits, at: int, line_start: int | None) -> Items:
+    """Documents of 1 to 4 `text_piece_bytes` of UTF-8 text, from position `at`, where the stream stands.
 
     `line_start`: where the line began that `at` lies in, if it is not its beginning.
     """
-    most = limits.text_piece_bytes * LONGEST_PIECE
+    most = limits.text_piece_bytes * LONGEST
     data = b""
     at_end = False
     line_start = at if line_start is None else line_start
     while True:
         while not at_end and len(data) <= most + 4:
-            more = source.read(READ_BYTES)
+            more = stream.read(READ_BYTES)
             at_end = not more
             data += more
-        if not data or (at_end and source.broken is not None and len(data) <= most):
+        if not data or (at_end and stream.broken is not None and len(data) <= most):
             break
         size = _document_end(data, at_end, at, line_start, limits)
-        piece, data = data[:size], data[size:]
+        document, data = data[:size], data[size:]
         end = at + size
-        inside_line = not piece.endswith(b"\n")
-        last_line = piece.rfind(b"\n") + 1
+        inside_line = not document.endswith(b"\n")
+        last_line = document.rfind(b"\n") + 1
         if last_line:
             line_start = at + last_line
-        item = text_row(piece, origin, at, end, whole=False)
+        item = text_row(document, origin, at, end, whole=False)
         if isinstance(item, Row) and inside_line:
             item.line_start = line_start
         elif isinstance(item, Damaged) and inside_line:
@@ -129,13 +120,13 @@ def read_long_text(source: Source, origin: Origin, limits: Limits, at: int, line
         if item is not None:
             yield item
         at = end
-    if source.broken is not None:
-        yield broken_item(source, origin, at, data)
+    if stream.broken is not None:
+        yield broken_item(stream, origin, at, data)
 
 
 def _document_end(data: bytes, at_end: bool, at: int, line_start: int, limits: Limits) -> int:
     """How long the document at the beginning of `data` is."""
-    most = limits.text_piece_bytes * LONGEST_PIECE
+    most = limits.text_piece_bytes * LONGEST
     if len(data) <= most and at_end:
         size = len(data)
     else:

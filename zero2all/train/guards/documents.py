@@ -15,8 +15,7 @@ import numpy as np
 
 from zero2all.packed.layout import PackedSplit
 from zero2all.packed.mixture import TrainingData
-from zero2all.packed.origin import Origins
-from zero2all.packed.show import ShownDocument, sample_at
+from zero2all.packed.show import Origins, ShownDocument, sample_at
 from zero2all.train.guards.rows import RowFinder
 
 Decode = Callable[[list[int]], str]
