@@ -7,7 +7,7 @@ FILE is JSON lines (also .gz), a JSON array (.json, .json.gz) or parquet, with t
 
 - `encoding_speed`: MB per second of processor time with one thread, each encoder from a cold start (its caches are
   empty, its code is compiled), in batches as packing makes them;
-- `encoding_parity`: ids of every encoder against `bpe.reference`, document by document;
+- `encoding_parity`: ids of every encoder against `benchmarks.bpe_reference`, document by document;
 - `same_ids_everywhere`: ids of the saved folder in transformers, in plain tokenizers and in our package.
 """
 
@@ -106,9 +106,9 @@ def _measure(folder: Path, texts: dict[str, list[str]]) -> dict[str, dict[str, A
 
 def encoding_parity(folder: Path, documents: Sequence[str]) -> dict[str, Any]:
     """Every encoder that is installed against the plain encoder, on all of the documents."""
+    from benchmarks.bpe_reference import ReferenceEncoder
     from zero2all.common.progress import progress
     from zero2all.tokenizer import load_tokenizer
-    from zero2all.tokenizer.bpe.reference import ReferenceEncoder
     from zero2all.tokenizer.encoders import ENCODER_NAMES, EncoderConfig, open_encoder
 
     tokenizer = load_tokenizer(folder)

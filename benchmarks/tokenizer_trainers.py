@@ -33,14 +33,14 @@ def ours(arguments: argparse.Namespace) -> dict[str, Any]:
     """Our trainer, with or without the cut."""
     import dataclasses
 
-    from zero2all.tokenizer.bpe import learn_bpe
+    from zero2all.tokenizer.bpe.learn import learn_bpe
     from zero2all.tokenizer.bpe.memory import return_freed_memory
-    from zero2all.tokenizer.bpe.scan import pre_tokens
+    from zero2all.tokenizer.bpe.scan import pretokens
     from zero2all.tokenizer.parts import file_parts
     from zero2all.tokenizer.save import tokenizer_json_of
 
     return_freed_memory()
-    pre_tokens("load the native code")
+    pretokens("load the native code")
     scratch = Path(tempfile.mkdtemp(prefix="z2a-bpe-", dir=arguments.out.parent))
     try:
         with _measured() as measured:
@@ -65,9 +65,9 @@ def tokenizers(arguments: argparse.Namespace) -> dict[str, Any]:
     """The `tokenizers` library's own trainer, with the published pattern or with Han isolated."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    from zero2all.tokenizer.pattern import PRE_TOKEN_PATTERN
+    from zero2all.tokenizer.config import PRETOKEN_PATTERN
 
-    pattern = ISOLATED_HAN_PATTERN if arguments.isolated_han else PRE_TOKEN_PATTERN
+    pattern = ISOLATED_HAN_PATTERN if arguments.isolated_han else PRETOKEN_PATTERN
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(pattern), "isolated")
     bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -53,7 +53,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 covers the modules below it."""
 
 SECTIONS_MAY_IMPORT: dict[str, tuple[str, ...]] = {
-    "tokenizer.config": ("tokenizer.specials", "tokenizer.sizes", "tokenizer.take"),
+    "tokenizer.config": ("tokenizer.specials", "tokenizer.take"),
 }
 """A room's `config.py` imports only `common`, with these exceptions."""
 

@@ -1,8 +1,8 @@
-"""Models that leave for, or come from, the Hugging Face world.
+"""Export to, and import from, Hugging Face folders.
 
 Export writes a folder that `AutoModelForCausalLM` and `AutoTokenizer` load. Import turns such a folder into a run at
-step 0 with the folder's tokenizer, so that `z2a train` continues it like any other run; or with an extended one, when
-the model's embeddings are to grow with it.
+step 0 with the folder's tokenizer, so that `z2a train` continues it like any other run; or with an extended tokenizer,
+for which the model's embeddings grow.
 """
 
 from __future__ import annotations
@@ -26,15 +26,11 @@ from zero2all.model.hf import read_hf_folder, write_hf_folder
 from zero2all.tokenizer.chat import chat_template
 from zero2all.tokenizer.extend import check_extends, spelled_by
 from zero2all.tokenizer.load import Tokenizer, load_tokenizer
-from zero2all.tokenizer.save import CHAT_TEMPLATE_NAME, CONFIG_NAME, TOKENIZER_NAME, compatible_files
+from zero2all.tokenizer.save import CHAT_TEMPLATE_NAME, CONFIG_NAME, TOKENIZER_FILES, TOKENIZER_NAME, compatible_files
 from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import write_checkpoint
 from zero2all.train.setup import save_run_config
 
-TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
-    "sentencepiece.model",
-)
 ENDS_NAME = "generation_config.json"
 TokenizerLayout = Literal["safe", "compatible"]
 
@@ -68,7 +64,7 @@ def export_run(
 
 
 def require_new(target: Path) -> Path:
-    """The whole path of a folder that is to be written, unless something stands there."""
+    """The absolute path of a folder to write; an error when something is there already."""
     target = target.resolve()
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise UsageError(f"{target} exists and is no empty folder. Choose another one, or delete it first.")
@@ -119,16 +115,15 @@ def import_folder(
         raise UsageError(f"The run {name} exists already. Choose another --name, or delete {run}.")
     model, tensors, dtype = read_hf_folder(folder)
     _check_ends(folder, model.vocab_ids)
-    source = tokenizer_folder or folder
-    tokenizer = load_tokenizer(source)
+    old = tokenizer = load_tokenizer(folder)
     resized = None
     if tokenizer_folder is not None:
-        check_extends(load_tokenizer(folder), tokenizer, tokenizer_folder)
+        tokenizer = load_tokenizer(tokenizer_folder)
+        check_extends(old, tokenizer, tokenizer_folder)
     if resize_embeddings:
-        old = load_tokenizer(folder) if tokenizer_folder is not None else tokenizer
         model, tensors, resized = _resize(model, tensors, old, tokenizer)
     config = _config_for(model, name)
-    _adopt_tokenizer(source, tokenizer, folder, workspace, model)
+    _adopt_tokenizer(tokenizer_folder or folder, tokenizer, old.end_ids, workspace, model)
     open_workspace(workspace.root, create=True)
     details: dict[str, Any] = {
         "data": None,
@@ -180,7 +175,7 @@ def _resize(
 
 
 def _config_for(model: ModelConfig, name: str) -> RunConfig:
-    """A config with the imported shape; everything else is left at its default for the person to set."""
+    """A config with the imported shape and defaults for everything else."""
     base = RunConfig()
     seq_len = min(base.data.seq_len, model.max_seq_len)
     samples = 8
@@ -195,9 +190,9 @@ def _config_for(model: ModelConfig, name: str) -> RunConfig:
 
 
 def _adopt_tokenizer(
-    folder: Path, theirs: Tokenizer, model_folder: Path, workspace: Workspace, model: ModelConfig
+    folder: Path, theirs: Tokenizer, ends: tuple[int, ...], workspace: Workspace, model: ModelConfig
 ) -> None:
-    """Make the folder's tokenizer that of the workspace, unless it already is."""
+    """Make the folder's tokenizer that of the workspace, unless it already is; `ends` are the model's."""
     if theirs.vocab_size > model.vocab_ids:
         raise BadInputError(
             f"The tokenizer in {folder} has {theirs.vocab_size} ids, its model only {model.vocab_ids} rows: the "
@@ -210,7 +205,6 @@ def _adopt_tokenizer(
                 f"(--work), and pack the data there with the imported tokenizer."
             )
         return
-    ends = load_tokenizer(model_folder).end_ids
     with staged_folder(workspace.tokenizer) as partial:
         _copy_files(folder, partial)
         if len(ends) > 1:  # a chat model may stop at several ids, and the tokenizer's own files name only one

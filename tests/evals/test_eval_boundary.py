@@ -71,7 +71,7 @@ def test_scoring_goes_back_as_far_as_the_tokens_differ(border_tokenizer):
 
 def test_vocabulary_finds_tokens_on_both_sides_of_the_tail(border_tokenizer):
     vocabulary = Vocabulary(border_tokenizer, 320)
-    found = {vocabulary.pieces[token] for token in vocabulary.continuing("是".encode()).tolist()}
+    found = {vocabulary.pieces[token] for token in vocabulary.continuing("是".encode())}
     assert found == {"是".encode()[:1], "是".encode()[:2], "是".encode(), "是北京".encode()}
 
 

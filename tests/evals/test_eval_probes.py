@@ -10,6 +10,7 @@ from zero2all.common.errors import BadInputError
 from zero2all.evals.probe_file import Probe, read_probes
 from zero2all.evals.probes import ProbeResult, run_probes, summarize
 
+BEIJING = Probe(id="a", channel="zh", family="capital", prompt="中国的首都是", answer="北京")
 ROMAN = Probe(id="1", channel="en", family="capital", prompt="首都", joiner=" ", answer="Rome", foils=["Ro", "Oslo"])
 
 
@@ -70,7 +71,9 @@ def test_probability_and_share_are_those_of_the_answer(bigram, border_tokenizer,
 
 
 def test_share_is_one_where_there_are_no_foils(trained):
-    (result,) = run_probes(trained, [Probe("1", "zh", "capital", "中国的首都是", "北京")])
+    (result,) = run_probes(
+        trained, [Probe(id="1", channel="zh", family="capital", prompt="中国的首都是", answer="北京")]
+    )
     assert 0 < result.probability <= 1
     assert result.share_among_foils == 1.0
 
@@ -82,7 +85,10 @@ def test_probes_file_is_read_line_by_line(tmp_path):
         dataclasses.asdict(ROMAN),
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert read_probes(path) == [Probe("a", "zh", "capital", "中国的首都是", "北京", "", [], False), ROMAN]
+    assert read_probes(path) == [
+        Probe(id="a", channel="zh", family="capital", prompt="中国的首都是", answer="北京"),
+        ROMAN,
+    ]
 
 
 GOOD_LINE = json.dumps(dataclasses.asdict(ROMAN))
@@ -117,7 +123,7 @@ def test_probes_file_that_is_missing_or_empty_is_refused(tmp_path):
 
 
 def result(channel, family, correct, new_wording=False):
-    probe = Probe("", channel, family, "", "x", new_wording=new_wording)
+    probe = Probe(id="", channel=channel, family=family, prompt="", answer="x", new_wording=new_wording)
     return ProbeResult(probe, correct, "x", probability=float(correct) / 2, share_among_foils=float(correct))
 
 

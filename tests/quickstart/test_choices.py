@@ -30,8 +30,8 @@ def test_a_single_text_is_cut_into_enough_documents_to_hold_some_out(
     raw_bytes: int, piece_bytes: int, valid_share: float
 ) -> None:
     chosen = cutting(raw_bytes)
-    assert (chosen.text_piece_bytes, chosen.valid_share) == (piece_bytes, valid_share)
-    assert chosen.split_text_above_bytes == 3 * piece_bytes
+    assert (chosen["text_piece_bytes"], chosen["valid_share"]) == (piece_bytes, valid_share)
+    assert chosen["split_text_above_bytes"] == 3 * piece_bytes
 
 
 @pytest.mark.parametrize(

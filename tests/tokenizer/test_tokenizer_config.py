@@ -8,8 +8,9 @@ from zero2all.common.schema import Problem, build, field_docs
 from zero2all.config import ConfigError, config_from_values
 from zero2all.tokenizer import CONTROL_TOKENS, SpecialsConfig, TokenizerConfig
 from zero2all.tokenizer.config import SentencePieceConfig
-from zero2all.tokenizer.sizes import parse_bytes
-from zero2all.tokenizer.specials import SMALLEST_VOCAB_SIZE
+from zero2all.tokenizer.take import parse_bytes
+
+SMALLEST_VOCAB_SIZE = len(CONTROL_TOKENS) + 256 + 1
 
 
 @pytest.mark.parametrize("section", [TokenizerConfig, SpecialsConfig, SentencePieceConfig])

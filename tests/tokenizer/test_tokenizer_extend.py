@@ -105,7 +105,7 @@ def test_sentencepiece_bpe_takes_pieces_by_name_and_unigram_is_refused(texts, tm
     done, new = extended(tmp_path / "bpe", tmp_path / "new", ["kalomi kalomi", " quantum"])
     assert [len(new.encode_text(text)) for text in ("kalomi kalomi", " quantum")] == [1, 1]
     assert done["sentencepiece_model_left_behind"]
-    with pytest.raises(BadInputError, match="no pre-token pattern"):
+    with pytest.raises(BadInputError, match="no pretoken pattern"):
         extended(tmp_path / "bpe", tmp_path / "new2", texts=iter(FIELD), vocab_size=650)
     unigram = SentencePieceConfig(model_type="unigram")
     train_tokenizer(texts, 600, tmp_path / "unigram", "i", **settings, sentencepiece=unigram)

@@ -9,9 +9,11 @@ from html.parser import HTMLParser
 import pytest
 
 from zero2all.common.errors import BadInputError, UsageError
-from zero2all.tokenizer.lab import EvalText, evaluate, evaluation_page, evaluation_tables, open_subjects
-from zero2all.tokenizer.lab.junk import DEFINITIONS, sort_of
-from zero2all.tokenizer.lab.text import FIXED_TEXTS
+from zero2all.tokenizer.lab.candidates import open_candidates
+from zero2all.tokenizer.lab.measure import JUNK, evaluate, junk_sort
+from zero2all.tokenizer.lab.page import evaluation_page
+from zero2all.tokenizer.lab.tables import evaluation_tables
+from zero2all.tokenizer.lab.text import FIXED_TEXTS, EvalText
 
 NASTY = "<script>alert('1')</script> & \"quotes\" </div>\x00 <b onmouseover=x>\n\ttab"
 
@@ -23,7 +25,7 @@ def eval_text(texts):
 
 @pytest.fixture(scope="module")
 def report(folder, eval_text):
-    return evaluate(open_subjects(folder, [str(folder)], eval_text), eval_text)
+    return evaluate(open_candidates(folder, [str(folder)], eval_text), eval_text)
 
 
 def test_figures_are_what_they_say(report, tokenizer, eval_text):
@@ -51,7 +53,7 @@ def test_split_characters_are_counted_in_bytes(folder, tokenizer):
     rare = "𠀀"
     assert tokenizer.ids_of_bytes(rare.encode()) == []
     text = EvalText("valid", {"zh": [f"a{rare}"]})
-    coverage = evaluate(open_subjects(folder, [], text), text)["tokenizers"][0]["coverage"]
+    coverage = evaluate(open_candidates(folder, [], text), text)["tokenizers"][0]["coverage"]
     assert coverage["share_bytes_split"] == pytest.approx(4 / 5)
     assert coverage["share_single"] == pytest.approx(1 / 2)
 
@@ -86,8 +88,8 @@ def test_the_report_is_plain_json(report):
     ],
 )
 def test_sorts_of_junk(piece, used, sort):
-    assert sort_of(piece, used) == sort
-    assert sort is None or sort in DEFINITIONS
+    assert junk_sort(piece, used) == sort
+    assert sort is None or sort in JUNK
 
 
 class _Page(HTMLParser):
@@ -163,7 +165,7 @@ def test_a_sentencepiece_model_can_be_compared(folder, texts, eval_text, tmp_pat
         character_coverage=0.99,
         minloglevel=2,
     )
-    report = evaluate(open_subjects(folder, [str(tmp_path / "small.model")], eval_text), eval_text)
+    report = evaluate(open_candidates(folder, [str(tmp_path / "small.model")], eval_text), eval_text)
     small = report["tokenizers"][1]
     model = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "small.model"))
     assert (small["name"], small["kind"]) == ("small", "sentencepiece")
@@ -171,7 +173,7 @@ def test_a_sentencepiece_model_can_be_compared(folder, texts, eval_text, tmp_pat
     assert small["round_trip"]["changed"] > 0  # it drops line breaks
     (tmp_path / "bad.model").write_bytes(b"no model")
     with pytest.raises(BadInputError, match=r"bad\.model is no SentencePiece model"):
-        open_subjects(folder, [str(tmp_path / "bad.model")], eval_text)
+        open_candidates(folder, [str(tmp_path / "bad.model")], eval_text)
 
 
 def test_tiktoken_without_its_file_says_how_to_get_it(folder, eval_text, monkeypatch):
@@ -182,12 +184,12 @@ def test_tiktoken_without_its_file_says_how_to_get_it(folder, eval_text, monkeyp
 
     monkeypatch.setattr(tiktoken, "get_encoding", offline)
     with pytest.raises(BadInputError, match=r"could not be fetched \(ConnectionError\).*TIKTOKEN_CACHE_DIR"):
-        open_subjects(folder, ["tiktoken:o200k_base"], eval_text)
+        open_candidates(folder, ["tiktoken:o200k_base"], eval_text)
     with pytest.raises(UsageError, match=r"no encoding 'o200k'.*o200k_base"):
-        open_subjects(folder, ["tiktoken:o200k"], eval_text)
+        open_candidates(folder, ["tiktoken:o200k"], eval_text)
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     with pytest.raises(UsageError, match="pip install tiktoken"):
-        open_subjects(folder, ["tiktoken:o200k_base"], eval_text)
+        open_candidates(folder, ["tiktoken:o200k_base"], eval_text)
 
 
 def test_a_tiktoken_encoding_can_be_compared(folder, tokenizer, eval_text, monkeypatch):
@@ -195,7 +197,7 @@ def test_a_tiktoken_encoding_can_be_compared(folder, tokenizer, eval_text, monke
     ranks = {tokenizer.token_bytes(number): number for number in range(tokenizer.vocab_size)}
     encoding = tiktoken.Encoding("o200k_base", pat_str=r"\w+|\W+", mergeable_ranks=ranks, special_tokens={})
     monkeypatch.setattr(tiktoken, "get_encoding", lambda _: encoding)
-    report = evaluate(open_subjects(folder, ["tiktoken:o200k_base"], eval_text), eval_text)
+    report = evaluate(open_candidates(folder, ["tiktoken:o200k_base"], eval_text), eval_text)
     other = report["tokenizers"][1]
     assert (other["name"], other["round_trip"]["changed"]) == ("o200k_base", 0)
     assert other["channels"]["mixed"]["tokens"] == sum(
@@ -205,4 +207,4 @@ def test_a_tiktoken_encoding_can_be_compared(folder, tokenizer, eval_text, monke
 
 def test_what_is_neither_file_nor_folder_is_refused(folder, eval_text):
     with pytest.raises(UsageError, match="nowhere: no such file or folder"):
-        open_subjects(folder, ["nowhere"], eval_text)
+        open_candidates(folder, ["nowhere"], eval_text)

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import read_json, write_json
 from zero2all.tokenizer import CONTROL_TOKENS, load_tokenizer
-from zero2all.tokenizer.specials import END_OF_TEXT
 from zero2all.tokenizer.text import well_formed
 
 
@@ -270,7 +269,7 @@ def test_folder_without_a_declared_end_takes_the_usual_name_or_says_what_to_add(
     config = read_json(copy / "tokenizer_config.json")
     del config["eos_token"]
     write_json(copy / "tokenizer_config.json", config)
-    assert load_tokenizer(copy).end_id == CONTROL_TOKENS.index(END_OF_TEXT)
+    assert load_tokenizer(copy).end_id == CONTROL_TOKENS.index("<|end_of_text|>")
     (copy / "tokenizer_config.json").unlink()
     with pytest.raises(BadInputError, match='"eos_token"'):
         load_tokenizer(copy)

@@ -5,8 +5,9 @@ import random
 import pytest
 
 from zero2all.common.errors import BadInputError
-from zero2all.tokenizer import TokenizerConfig, memory, train_tokenizer
-from zero2all.tokenizer.parts import ListPart
+from zero2all.tokenizer import TokenizerConfig, train_tokenizer
+from zero2all.tokenizer import memory_estimate as memory
+from zero2all.tokenizer.parts import parts_from_texts
 
 
 class Repeated:
@@ -40,8 +41,9 @@ def test_chinese_is_expected_to_need_many_times_the_memory_of_english(kind):
     assert zh.memory_bytes > 4 * en.memory_bytes
 
 
-def test_small_text_is_not_sampled():
-    assert memory.estimate_memory([ListPart(["text"])], TokenizerConfig(kind="hf-bbpe"), 10**9).sampled_bytes == 0
+def test_small_text_is_not_sampled(tmp_path):
+    parts = parts_from_texts(["text"], tmp_path)
+    assert memory.estimate_memory(parts, TokenizerConfig(kind="hf-bbpe"), 10**9).sampled_bytes == 0
 
 
 @pytest.mark.parametrize("kind", ["hf-bbpe", "sentencepiece"])

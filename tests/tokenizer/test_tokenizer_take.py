@@ -84,7 +84,7 @@ def test_what_take_says_is_understood_or_refused():
     for words in ("news=1/2,wiki", "=1/2", "a=1/2,a=1/3"):
         with pytest.raises(UsageError, match="--take"):
             parse_take(words)
-    with pytest.raises(UsageError, match=r"'nwes', which is no source here. Did you mean `news`"):
+    with pytest.raises(UsageError, match=r"'nwes', which is not a source. Did you mean `news`"):
         shares({"nwes": "1/2"}, {"news": 1})
 
 
@@ -112,12 +112,12 @@ def test_parts_of_a_text_file_are_its_bytes_and_end_where_no_pre_token_does(tmp_
     import tokenizers
     from tokenizers import pre_tokenizers
 
-    from zero2all.tokenizer.pattern import PRE_TOKEN_PATTERN
+    from zero2all.tokenizer.config import PRETOKEN_PATTERN
 
     path = tmp_path / "text.txt"
     text = "一行字,\n  indented\n\n\n\tmore   \nlast line 中文\r\n\u3000全角\n" * 200
     path.write_text(text, newline="")
-    split = pre_tokenizers.Split(tokenizers.Regex(PRE_TOKEN_PATTERN), "isolated")
+    split = pre_tokenizers.Split(tokenizers.Regex(PRETOKEN_PATTERN), "isolated")
     expected = [piece for piece, _ in split.pre_tokenize_str(text)]
     for part_bytes in (50, 1000, 1 << 20):
         parts = file_parts([path], part_bytes)

@@ -15,7 +15,6 @@ from zero2all.common.errors import BadInputError, DiskError, RunLockedError, Usa
 from zero2all.common.manifest import is_current, read_manifest, verify_files
 from zero2all.tokenizer import CONTROL_TOKENS, SpecialsConfig, load_tokenizer, train_tokenizer
 from zero2all.tokenizer.save import tokenizer_json_of
-from zero2all.tokenizer.specials import SMALLEST_VOCAB_SIZE
 from zero2all.tokenizer.train import scratch_folder
 
 TRAIN_IN_A_PROCESS = """
@@ -33,6 +32,7 @@ def texts():
 
 train_tokenizer(texts(), 700, folder, "inputs", kind=kind, threads=int(threads))
 """
+SMALLEST_VOCAB_SIZE = len(CONTROL_TOKENS) + 256 + 1
 KINDS = ("bpe", "hf-bbpe")
 both_kinds = pytest.mark.parametrize("kind", KINDS)
 

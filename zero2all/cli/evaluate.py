@@ -17,11 +17,7 @@ def register(verbs: Subparsers) -> None:
         "z2a eval my-run --work my-workspace --probes raw/probes.jsonl",
         _eval,
     )
-    parser.add_argument("run", help="name of the run")
-    add_work(parser)
-    parser.add_argument(
-        "--step", type=whole(0), default=None, metavar="N", help="checkpoint to use (default: the newest)"
-    )
+    _add_run(parser)
     parser.add_argument(
         "--probes",
         type=Path,
@@ -44,11 +40,7 @@ def register(verbs: Subparsers) -> None:
         'z2a generate my-run --work my-workspace --prompt "中国的首都是"',
         _generate,
     )
-    generate.add_argument("run", help="name of the run")
-    add_work(generate)
-    generate.add_argument(
-        "--step", type=whole(0), default=None, metavar="N", help="checkpoint to use (default: the newest)"
-    )
+    _add_run(generate)
     generate.add_argument("--prompt", required=True, metavar="TEXT", help="the beginning of the text")
     generate.add_argument(
         "--max-new-tokens", type=whole(1), default=100, metavar="N", help="tokens to write at most (default 100)"
@@ -74,6 +66,12 @@ def register(verbs: Subparsers) -> None:
         metavar="N",
         help="another number, another draw (default 0); needs a temperature",
     )
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", help="name of the run")
+    add_work(parser)
+    parser.add_argument("--step", type=whole(0), metavar="N", help="checkpoint to use (default: the newest)")
 
 
 def _eval(arguments: argparse.Namespace) -> None:

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from zero2all.cli.verb import Subparsers, add_verb
+from zero2all.common.errors import UsageError
 
 
 def register(verbs: Subparsers) -> None:
@@ -38,10 +39,9 @@ def register(verbs: Subparsers) -> None:
 def _quickstart(arguments: argparse.Namespace) -> None:
     from zero2all.config import load_config
 
-    # Before torch: a typing error or an empty folder is answered at once.
+    # Before torch is imported: a mistyped field or an empty folder is reported at once.
     config = load_config("quickstart", arguments.overrides)
 
-    from zero2all.common.errors import UsageError
     from zero2all.corpus import parse_mapping
     from zero2all.quickstart.choices import given_fields
     from zero2all.quickstart.own_text import look_at
@@ -56,15 +56,13 @@ def _quickstart(arguments: argparse.Namespace) -> None:
     from zero2all.quickstart.summary import print_summary
 
     work = arguments.work or Path("quickstart" if arguments.data is None else "quickstart-own")
-    given = given_fields(arguments.overrides)
-    print_summary(
-        run_journey(
-            config,
-            work,
-            arguments.data,
-            arguments.fresh,
-            given=given,
-            mapping=mapping,
-            accept_changes=arguments.accept_changes,
-        )
+    journey = run_journey(
+        config,
+        work,
+        arguments.data,
+        arguments.fresh,
+        given=given_fields(arguments.overrides),
+        mapping=mapping,
+        accept_changes=arguments.accept_changes,
     )
+    print_summary(journey)

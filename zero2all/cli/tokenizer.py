@@ -1,4 +1,4 @@
-"""`z2a tokenizer train / extend / show / encode / decode` (and `eval`, in a file of its own)."""
+"""`z2a tokenizer train / extend / eval / show / encode / decode`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from zero2all.cli import tokenizer_eval
 from zero2all.cli.verb import Subparsers, add_group, add_output, add_verb, add_work, whole, workspace_of
+from zero2all.common.errors import BadInputError, UsageError
 
 TRAIN_FLAGS = (
     *("vocab_size", "kind", "take", "normalise", "pattern", "min_piece_count", "max_piece_bytes", "max_memory"),
@@ -26,7 +26,7 @@ def register(verbs: Subparsers) -> None:
     )
     _register_train(inner)
     _register_extend(inner)
-    tokenizer_eval.register(inner)
+    _register_eval(inner)
     _register_looking(inner)
 
 
@@ -91,9 +91,35 @@ def _register_extend(inner: Subparsers) -> None:
     )
 
 
+def _register_eval(inner: Subparsers) -> None:
+    parser = add_verb(
+        inner,
+        "eval",
+        "judge the vocabulary on held-out text, side by side with others",
+        "z2a tokenizer eval --work my-workspace --against qwen/ tiktoken:o200k_base --html eval.html",
+        _eval,
+    )
+    add_work(parser)
+    parser.add_argument(
+        "--against",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="TOKENIZER",
+        help="others to compare with: a Hugging Face folder, tiktoken:NAME, or a SentencePiece .model file",
+    )
+    parser.add_argument(
+        "--split", choices=("valid", "train"), default="valid", help="which text of the corpus (default valid)"
+    )
+    parser.add_argument(
+        "--limit", default="20MB", metavar="AMOUNT", help="text to encode, shared among the sources (default 20MB)"
+    )
+    add_output(parser, "--json", help="write all figures there")
+    add_output(parser, "--html", help="write a page with charts and coloured segmentations")
+
+
 def _register_looking(inner: Subparsers) -> None:
     show = add_verb(inner, "show", "what a tokenizer is", "z2a tokenizer show --work my-workspace", _show)
-    add_work(show)
     _add_folder(show)
     show.add_argument("--count", type=whole(1), default=12, metavar="N", help="sample pieces to show (default 12)")
     show.add_argument("--json", action="store_true", help="print JSON")
@@ -105,7 +131,6 @@ def _register_looking(inner: Subparsers) -> None:
         'z2a tokenizer encode --work my-workspace "中国的首都是北京"',
         _encode,
     )
-    add_work(encode)
     _add_folder(encode)
     encode.add_argument("text", nargs="?", metavar="TEXT", help="the text, in quotes; - or nothing reads from a pipe")
     encode.add_argument("--file", type=Path, metavar="FILE", help="encode this file")
@@ -117,7 +142,6 @@ def _register_looking(inner: Subparsers) -> None:
     decode = add_verb(
         inner, "decode", "show the text of tokens", "z2a tokenizer decode --work my-workspace 17 256", _decode
     )
-    add_work(decode)
     _add_folder(decode)
     decode.add_argument("ids", nargs="*", type=int, metavar="ID", help="token ids; without any, read from a pipe")
     decode.add_argument("--file", type=Path, metavar="FILE", help="decode the ids in this file")
@@ -126,6 +150,7 @@ def _register_looking(inner: Subparsers) -> None:
 
 
 def _add_folder(parser: argparse.ArgumentParser) -> None:
+    add_work(parser)
     parser.add_argument(
         "--tokenizer", type=Path, metavar="DIR", help="any tokenizer folder (default: that of the workspace)"
     )
@@ -158,20 +183,18 @@ def _train(arguments: argparse.Namespace) -> None:
 
 def _train_config(arguments: argparse.Namespace) -> Any:
     """The tokenizer section of --config, with `--tokenizer.field value` and the flags over it; all problems at once."""
-    from zero2all.common.errors import UsageError
     from zero2all.common.schema import Problem, apply_overrides, build
     from zero2all.config import config_values, load_config
     from zero2all.tokenizer.config import TokenizerConfig
     from zero2all.tokenizer.take import parse_take
 
     problems: list[Problem] = []
-    given: dict[str, Any] = {}
-    apply_overrides(given, arguments.overrides, problems)
-    for name in given.keys() - {"tokenizer"}:
-        raise UsageError(f"`z2a tokenizer train` reads the config's tokenizer section only, not `{name}`.")
     source = arguments.config
-    values: dict[str, Any] = {} if source is None else config_values(load_config(source))["tokenizer"]
-    _merge(values, given.get("tokenizer", {}))
+    sections: dict[str, Any] = {"tokenizer": {} if source is None else config_values(load_config(source))["tokenizer"]}
+    apply_overrides(sections, arguments.overrides, problems)
+    for name in sections.keys() - {"tokenizer"}:
+        raise UsageError(f"`z2a tokenizer train` reads the config's tokenizer section only, not `{name}`.")
+    values = sections["tokenizer"]
     values |= {name: flag for name in TRAIN_FLAGS if (flag := getattr(arguments, name)) is not None}
     if arguments.take is not None:
         values["take"] = parse_take(arguments.take)
@@ -182,15 +205,6 @@ def _train_config(arguments: argparse.Namespace) -> Any:
     if problems:
         raise UsageError("No tokenizer was trained. " + " ".join(str(problem) for problem in problems))
     return config
-
-
-def _merge(values: dict[str, Any], over: dict[str, Any]) -> None:
-    """Set nested values over others."""
-    for name, value in over.items():
-        if isinstance(value, dict) and isinstance(values.get(name), dict):
-            _merge(values[name], value)
-        else:
-            values[name] = value
 
 
 def _print_repairs(text: dict[str, Any]) -> None:
@@ -204,7 +218,6 @@ def _print_repairs(text: dict[str, Any]) -> None:
 
 
 def _extend(arguments: argparse.Namespace) -> None:
-    from zero2all.common.errors import UsageError
     from zero2all.common.progress import counted
     from zero2all.tokenizer.extend import Extender, read_pieces, require_replaceable, unescaped
     from zero2all.tokenizer.parts import file_parts
@@ -246,6 +259,35 @@ def _extend(arguments: argparse.Namespace) -> None:
     print(f"give a model rows for them: z2a import FOLDER --tokenizer {target} --resize-embeddings --name NAME")
 
 
+def _eval(arguments: argparse.Namespace) -> None:
+    from zero2all.cli.table import print_table
+    from zero2all.common.files import write_atomic, write_json
+    from zero2all.tokenizer.lab.candidates import open_candidates
+    from zero2all.tokenizer.lab.measure import evaluate
+    from zero2all.tokenizer.lab.page import evaluation_page
+    from zero2all.tokenizer.lab.tables import evaluation_tables
+    from zero2all.tokenizer.lab.text import held_out_text
+    from zero2all.tokenizer.take import parse_bytes
+
+    limit = parse_bytes(arguments.limit)
+    if limit is None:
+        raise UsageError(f"--limit is {arguments.limit!r}; expected an amount of text such as 20MB.")
+    workspace = workspace_of(arguments)
+    text = held_out_text(workspace.corpus, arguments.split, limit)
+    report = evaluate(open_candidates(workspace.tokenizer, arguments.against, text), text)
+    for table in evaluation_tables(report):
+        print_table(table.rows, table.title)
+        for note in table.notes:
+            print(note)
+        print()
+    if arguments.json:
+        write_json(arguments.json, report)
+        print(f"all figures: {arguments.json}")
+    if arguments.html:
+        write_atomic(arguments.html, evaluation_page(report).encode())
+        print(f"page: {arguments.html}")
+
+
 def _show(arguments: argparse.Namespace) -> None:
     from zero2all.common import jsonio
     from zero2all.tokenizer.show import tokenizer_facts
@@ -268,19 +310,19 @@ def _show(arguments: argparse.Namespace) -> None:
     if facts["text_reaches_control"]:
         names = ", ".join(facts["text_reaches_control"])
         print(f"            plain `tokenizers` recognises these in text, z2a does not: {names}")
-    for title, name in (("sample", "sample"), ("longest", "longest")):
-        print(f"{title:<11} {'  '.join(f'{number}:{piece}' for number, piece in facts[name].items())}")
+    for name in ("sample", "longest"):
+        print(f"{name:<11} {'  '.join(f'{number}:{piece}' for number, piece in facts[name].items())}")
 
 
 def _encode(arguments: argparse.Namespace) -> None:
     from zero2all.common import jsonio
     from zero2all.common.progress import counted
     from zero2all.tokenizer.load import load_tokenizer
-    from zero2all.tokenizer.show import coloured, readable, segments
+    from zero2all.tokenizer.show import coloured, readable
 
     tokenizer = load_tokenizer(_folder(arguments))
     text = _given_text(arguments)
-    pieces = segments(tokenizer, text)
+    pieces = [(number, tokenizer.token_bytes(number)) for number in tokenizer.encode_text(text)]
     size = len(text.encode("utf-8", "replace"))
     per_token = size / max(1, len(pieces))
     if arguments.json:
@@ -301,7 +343,6 @@ def _encode(arguments: argparse.Namespace) -> None:
 
 def _decode(arguments: argparse.Namespace) -> None:
     from zero2all.common import jsonio
-    from zero2all.common.errors import UsageError
     from zero2all.tokenizer.load import load_tokenizer
 
     ids = arguments.ids
@@ -319,27 +360,20 @@ def _decode(arguments: argparse.Namespace) -> None:
 
 
 def _given_text(arguments: argparse.Namespace) -> str:
-    """The text of the command line, a file or a pipe; bytes that are no UTF-8 are counted and shown as U+FFFD."""
+    """The text of the command line, a file or a pipe; bytes that are not UTF-8 are counted and become U+FFFD."""
     if arguments.text not in (None, "-"):
         if arguments.file is not None:
-            from zero2all.common.errors import UsageError
-
             raise UsageError("Give a TEXT or a --file, not both.")
-        text: str = arguments.text
-        return text
-    data = _given_bytes(arguments, "text")
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        replaced = data.decode("utf-8", "surrogateescape")
-        bad = sum("\udc80" <= character <= "\udcff" for character in replaced)
+        return str(arguments.text)
+    from zero2all.tokenizer.text import well_formed
+
+    text = _given_bytes(arguments, "text").decode("utf-8", "surrogateescape")
+    if bad := sum("\udc80" <= character <= "\udcff" for character in text):
         print(f"{bad} bytes are no UTF-8 and are shown as U+FFFD", file=sys.stderr)
-        return "".join("\ufffd" if "\udc80" <= character <= "\udcff" else character for character in replaced)
+    return well_formed(text)
 
 
 def _given_bytes(arguments: argparse.Namespace, what: str) -> bytes:
-    from zero2all.common.errors import BadInputError, UsageError
-
     if arguments.file is not None:
         try:
             return Path(arguments.file).read_bytes()

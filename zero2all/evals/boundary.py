@@ -1,8 +1,7 @@
-"""Where a prompt ends in the middle of a token.
+"""Prompts that end in the middle of a token.
 
 A model trained on `中国|的首都|是北京` has never seen `是` alone before `北京`, so the tokens of the prompt
-`中国的首都是` would put it on unknown ground. Both remedies give back the last tokens of the prompt and are exact about
-the text:
+`中国的首都是` would be new to it. Both remedies give back the last tokens of the prompt and are exact about the text:
 
 `heal` is for generation, which must first reproduce the bytes given back, and may do so with a token that reaches
 beyond the prompt.
@@ -16,7 +15,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from zero2all.tokenizer.load import Tokenizer
 
@@ -27,7 +25,7 @@ class Vocabulary:
     """The bytes of every token, laid out so that 'which tokens may come next' is one pass over a table."""
 
     def __init__(self, tokenizer: Tokenizer, rows: int) -> None:
-        self.pieces = [_text_bytes(tokenizer, token) for token in range(rows)]
+        self.pieces = [tokenizer.text_pieces.get(token, b"") for token in range(rows)]
         """What each row of the model writes; nothing for control tokens, unused ids and padding rows."""
         silent = [token for token, piece in enumerate(self.pieces) if not piece and token not in tokenizer.end_ids]
         self.never = torch.tensor(silent, dtype=torch.long)
@@ -37,10 +35,10 @@ class Vocabulary:
         """Ids whose bytes begin with `tail`."""
         return [token for token, piece in enumerate(self.pieces) if piece.startswith(tail)]
 
-    def continuing(self, tail: bytes) -> Tensor:
+    def continuing(self, tail: bytes) -> list[int]:
         """Ids whose bytes begin with `tail`, or with which `tail` begins."""
-        ids = [token for token, piece in enumerate(self.pieces) if piece and _agree(piece, tail)]
-        return torch.tensor(ids, dtype=torch.long)
+        found = enumerate(self.pieces)
+        return [token for token, piece in found if piece and (piece.startswith(tail) or tail.startswith(piece))]
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class HealedPrompt:
 
 
 def heal(prompt: str, tokenizer: Tokenizer, vocabulary: Vocabulary) -> HealedPrompt:
-    """Give back as many last tokens as some single token of the vocabulary spells and goes on from, at least one.
+    """Give back the last token, and more where one token of the vocabulary begins with all of them and goes further.
 
     Generation then takes, at each step, either the prompt's own next token or a token that spells all that is left of
     the prompt and may reach beyond it. Shorter tokens are not offered: they would lead away from how the text is
@@ -94,21 +92,8 @@ def split_scored(prompt: str, continuations: list[str], tokenizer: Tokenizer) ->
 
 
 def opening_id(tokenizer: Tokenizer) -> int:
-    """What stands before the first token of a document; the end of the one before, where there is no begin token."""
+    """The id before the first token of a document: the begin token or, where there is none, the end token."""
     return tokenizer.end_id if tokenizer.begin_id is None else tokenizer.begin_id
-
-
-def _text_bytes(tokenizer: Tokenizer, token: int) -> bytes:
-    if token in tokenizer.control_ids:
-        return b""
-    try:
-        return tokenizer.token_bytes(token)
-    except ValueError:  # an id that this tokenizer leaves unused
-        return b""
-
-
-def _agree(piece: bytes, tail: bytes) -> bool:
-    return piece.startswith(tail) or tail.startswith(piece)
 
 
 def _common_length(rows: list[list[int]]) -> int:

@@ -48,7 +48,7 @@ def stream(
     sampling: Sampling | None = None,
     vocabulary: Vocabulary | None = None,
 ) -> Iterator[bytes]:
-    """The same, piece by piece as bytes (a character may be spread over pieces)."""
+    """The same, token by token as bytes (a character may take several tokens)."""
     sampling = sampling or Sampling()
     vocabulary = vocabulary or Vocabulary(loaded.tokenizer, loaded.config.model.vocab_ids)
     healed = heal(prompt, loaded.tokenizer, vocabulary)

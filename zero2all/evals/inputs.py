@@ -1,6 +1,6 @@
-"""What `z2a eval` needs, looked at before a model is loaded: all that is missing is said at once, within a second.
+"""Checks, before a model is loaded, that everything `z2a eval` needs is there; names all that is missing at once.
 
-Only whether things are there: loading still checks that they fit together. No torch here.
+Loading still checks that the parts fit together. No torch here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 
 def check_inputs(workspace: Workspace, name: str, step: int | None, probes: Path | None) -> None:
     """Raise one error that names everything an evaluation of this run would miss."""
-    problems = _problems_of(lambda: _check_run(workspace, name, step))
+    problems = _problems_of(lambda: require_checkpoint(workspace.existing_run(name), step))
     problems += _problems_of(lambda: read_manifest(workspace.tokenizer, "tokenizer", "z2a tokenizer train"))
     problems += _problems_of(lambda: _check_corpus(workspace.corpus, probes))
     if probes is not None:
@@ -39,12 +39,13 @@ def _problems_of(check: Callable[[], Any]) -> list[str]:
     return []
 
 
-def _check_run(workspace: Workspace, name: str, step: int | None) -> None:
-    steps = sorted(step_of(folder) for folder in list_checkpoints(workspace.existing_run(name)))
+def require_checkpoint(run: Path, step: int | None) -> None:
+    """Raise when a run has no checkpoint, or none of this step."""
+    steps = sorted(step_of(folder) for folder in list_checkpoints(run))
     if step is not None and step not in steps:
-        raise BadInputError(f"The run {name} has no checkpoint at step {step}; it has {steps or 'none'}.")
+        raise BadInputError(f"The run {run.name} has no checkpoint at step {step}; it has {steps or 'none'}.")
     if not steps:
-        raise BadInputError(f"The run {name} has no checkpoint yet. Let `z2a train` reach its first one.")
+        raise BadInputError(f"The run {run.name} has no checkpoint yet. Let `z2a train` reach its first one.")
 
 
 def _check_corpus(corpus: Path, probes: Path | None) -> None:

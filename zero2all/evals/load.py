@@ -1,10 +1,9 @@
-"""A trained run as something to talk to: model, tokenizer and the step they stand at."""
+"""Loads a trained run: model, tokenizer and step."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -12,13 +11,14 @@ from zero2all.common.errors import BadInputError
 from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig
 from zero2all.config.training import model_at
+from zero2all.evals.inputs import require_checkpoint
 from zero2all.model.z2all import Z2all
 from zero2all.ops.registry import resolve
 from zero2all.parallel.device import pick_device
 from zero2all.tokenizer.load import Tokenizer, load_tokenizer
 from zero2all.train.checkpoints.find import newest_checkpoint
-from zero2all.train.checkpoints.layout import checkpoint_folder, list_checkpoints, step_of
-from zero2all.train.checkpoints.load import Checkpoint, verified_checkpoint
+from zero2all.train.checkpoints.layout import checkpoint_folder
+from zero2all.train.checkpoints.load import verified_checkpoint
 from zero2all.train.setup import load_run_config, with_vocabulary
 
 
@@ -46,9 +46,11 @@ def load_run(workspace: Workspace, name: str, step: int | None = None) -> Loaded
     """The newest checkpoint of a run, or the one of `step`."""
     run = workspace.run(name)
     config = load_run_config(run)
-    checkpoint = newest_checkpoint(run) if step is None else _checkpoint_at(run, step)
+    checkpoint = newest_checkpoint(run) if step is None else None  # it has more to say about a run that lost them
     if checkpoint is None:
-        raise BadInputError(f"The run {name} has no checkpoint yet. Let `z2a train` reach its first one.")
+        require_checkpoint(run, step)
+        assert step is not None, "a run with checkpoints has a newest one"
+        checkpoint = verified_checkpoint(checkpoint_folder(run, step))
     config = dataclasses.replace(config, model=model_at(checkpoint.step, config.model, config.stages))
     model = _bare_model(config)
     checkpoint.load_into({f"model/{key}": value for key, value in model.state_dict().items()})
@@ -76,11 +78,3 @@ def _bare_model(config: RunConfig) -> Z2all:
     device = pick_device(config.parallel.device)
     ops = dataclasses.replace(config.ops, strict=False, compile="none")  # what trained need not be what judges
     return Z2all(config.model, resolve(ops, device.type)).to(device)
-
-
-def _checkpoint_at(run: Path, step: int) -> Checkpoint:
-    folder = checkpoint_folder(run, step)
-    if not folder.is_dir():
-        steps = sorted(step_of(path) for path in list_checkpoints(run))
-        raise BadInputError(f"The run {run.name} has no checkpoint at step {step}; it has {steps or 'none'}.")
-    return verified_checkpoint(folder)

@@ -3,7 +3,7 @@
 Every document is scored whole from its beginning, in windows of data.seq_len tokens without overlap; bits are summed
 over all tokens including the end of the document, bytes are those of its UTF-8 text.
 
-Beside it stands what gzip -9 needs for the same text, read from its beginning: a baseline that knows no language.
+The baseline is what gzip -9 needs for the same text.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """A probes file: one JSON object a line, each a short question with one right answer.
 
-Fields: `id`, `channel`, `family`, `prompt`, `joiner` (what stands between prompt and answer, a space or nothing),
-`answer`, `foils` (wrong answers of the same kind), `new_wording`. No torch here: a mistake in the file is answered
-before a model is loaded.
+No torch here: a mistake in the file is reported before a model is loaded.
 """
 
 from __future__ import annotations
@@ -18,22 +16,26 @@ REPORTED_APART = ("arithmetic",)
 """Families that are shown but not part of the mean: they test a skill, not a fact."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Probe:
-    """One question."""
+    """One question to a trained model."""
 
     id: str
     channel: str
     family: str
     prompt: str
-    answer: str
+    """Text to continue; no space at its end."""
     joiner: str = ""
+    """What comes between prompt and answer: a space or nothing."""
+    answer: str
     foils: list[str] = field(default_factory=list)
+    """Wrong answers of the same kind, to rank the right one against."""
     new_wording: bool = False
+    """The wording occurs nowhere in the training text, not even with another fact."""
 
     @property
     def group(self) -> str:
-        """How results are gathered: the family, with wordings never seen in training apart."""
+        """The name under which results are averaged: the family, with new wordings apart."""
         return f"{self.family} (new wording)" if self.new_wording else self.family
 
     @property
@@ -43,7 +45,7 @@ class Probe:
 
 
 def read_probes(path: Path) -> list[Probe]:
-    """Read a probes file; a line that is no probe is an error that names it."""
+    """Read a probes file; the error for a bad line names the line."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:

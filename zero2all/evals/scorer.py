@@ -69,7 +69,7 @@ def _spelling_probability(
     if not tail:
         return 1.0
     total = 0.0
-    for token in vocabulary.continuing(tail).tolist():
+    for token in vocabulary.continuing(tail):
         probability, piece = float(following[token]), vocabulary.pieces[token]
         ahead = [path[1:] for path in paths if path[:1] == [token]]
         if len(piece) >= len(tail):

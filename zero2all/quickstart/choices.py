@@ -1,12 +1,12 @@
-"""What the quickstart chooses for a person's own text: how it is cut, vocabulary, samples, model and steps.
+"""What the quickstart chooses for your own text: how it is cut, vocabulary, samples, model and steps.
 
 The preset is made for some megabytes. With less text the same settings fail (no such vocabulary can be learned) or
-learn the text by heart (hundreds of epochs), so everything shrinks with it, down to some kilobytes. The smallest sizes
-were measured: 20 KB of English and 40 KB of Chinese verse, fewest bits per byte on held-out text. The largest are the
-preset's; those between lie between.
+memorise the text (hundreds of epochs), so everything shrinks with it, down to some kilobytes. The smallest sizes were
+measured: fewest bits per byte on held-out text of 20 KB of English and 40 KB of Chinese verse. The largest are the
+preset's; the others lie between.
 
-Everything here is a pure function of amounts: run again, the quickstart chooses the same and goes on. What a person
-sets on the command line is never changed.
+Everything here depends on amounts only: run again, the quickstart chooses the same and continues. What is set on the
+command line is never changed.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from zero2all.common.progress import counted
 from zero2all.config import RunConfig
 from zero2all.model.config import parameter_counts
 
-PIECES_WANTED = 60
-"""Documents a single text file is cut into, at least: from fewer than 20, none could be held out."""
-PIECE_BYTES = (300, 8_000)
+DOCUMENTS_WANTED = 60
+"""Documents that a single text file is cut into, at least: of fewer than 20, none could be held out."""
+DOCUMENT_BYTES = (300, 8_000)
 VALID_SHARES = ((4_000_000, 0.1), (15_000_000, 0.05))
-"""(below so many bytes, share held out): little text, or few files, need a larger share to judge by. Above: 2 %."""
+"""(below this many bytes, share held out): little text needs a larger share to judge by. Above: 2 %."""
 
 BYTES_PER_TOKEN_ID = 25
 SMALLEST_VOCABULARY = 320
 VOCABULARY_MULTIPLE = 64
 
 VOCABULARY_TEXT_BYTES = 20_000_000
-"""More text than this teaches so small a vocabulary nothing, and costs memory."""
+"""More text than this does not improve so small a vocabulary, and costs memory."""
 
 SMALLEST_SAMPLE = 32
 SECONDS_PER_STEP = 0.015
@@ -42,24 +42,15 @@ CORPUS_BYTES_PER_SECOND = 1_000_000
 
 
 @dataclass(frozen=True)
-class Cutting:
-    """How plain text files become documents, and how many of those are held out."""
-
-    split_text_above_bytes: int
-    text_piece_bytes: int
-    valid_share: float
-
-
-@dataclass(frozen=True)
 class Scale:
-    """Settings for up to so many tokens of training text."""
+    """Settings for training text of fewer than `below_tokens`."""
 
     below_tokens: float
     seq_len: int
     tokens_per_step: int
     hidden_size: int
     epochs: float
-    """How often the text is read at most; more of it is learning by heart."""
+    """How often the text is read at most; beyond that the model memorises it."""
 
 
 SCALES = (
@@ -72,22 +63,22 @@ SCALES = (
 HEAD_SIZE = 32
 
 
-def cutting(raw_bytes: int) -> Cutting:
-    """How to cut text files that have so many bytes together."""
-    shortest, longest = PIECE_BYTES
-    piece = min(max(raw_bytes // PIECES_WANTED, shortest), longest)
+def cutting(raw_bytes: int) -> dict[str, Any]:
+    """Options of the corpus: how to cut text files of `raw_bytes` together, and which share to hold out."""
+    shortest, longest = DOCUMENT_BYTES
+    size = min(max(raw_bytes // DOCUMENTS_WANTED, shortest), longest)
     share = next((share for below, share in VALID_SHARES if raw_bytes < below), 0.02)
-    return Cutting(3 * piece, piece, share)
+    return {"split_text_above_bytes": 3 * size, "text_piece_bytes": size, "valid_share": share}
 
 
 def vocabulary_size(text_bytes: int, most: int) -> int:
-    """Token ids for so much text: a piece that is seen a few times only teaches nothing."""
+    """Token ids for a text of this size: a piece that is seen only a few times teaches nothing."""
     wanted = text_bytes // BYTES_PER_TOKEN_ID // VOCABULARY_MULTIPLE * VOCABULARY_MULTIPLE
     return min(max(wanted, SMALLEST_VOCABULARY), most)
 
 
 def vocabulary_settings(text_bytes: int, config: RunConfig, given: Collection[str] = ()) -> dict[str, Any]:
-    """Field -> value for a tokenizer learned from so much text; fields in `given` are left alone."""
+    """Field -> value for a tokenizer learned from a text of this size; fields in `given` are left alone."""
     chosen: dict[str, Any] = {"tokenizer.vocab_size": vocabulary_size(text_bytes, config.tokenizer.vocab_size)}
     if text_bytes > VOCABULARY_TEXT_BYTES:
         chosen["tokenizer.take"] = f"{VOCABULARY_TEXT_BYTES // 1_000_000}MB"
@@ -95,7 +86,7 @@ def vocabulary_settings(text_bytes: int, config: RunConfig, given: Collection[st
 
 
 def run_settings(tokens: Mapping[str, int], config: RunConfig, given: Collection[str] = ()) -> dict[str, Any]:
-    """Field -> value for a run over sources of so many training tokens each; fields in `given` are left alone."""
+    """Field -> value for a run over sources with these training tokens; fields in `given` are left alone."""
     total = sum(tokens.values())
     scale = next(scale for scale in SCALES if total < scale.below_tokens)
     chosen: dict[str, Any] = {}
@@ -158,12 +149,6 @@ def given_fields(overrides: Collection[str]) -> frozenset[str]:
     return frozenset(word.removeprefix("--").partition("=")[0] for word in overrides if word.startswith("--"))
 
 
-def train_seconds(config: RunConfig) -> float:
-    """About how long training takes on two CPU cores."""
-    steps, tokens = config.train.steps, config.train.steps * config.train.tokens_per_step
-    return steps * SECONDS_PER_STEP + tokens * parameter_counts(config.model)["total"] * SECONDS_PER_TOKEN_AND_PARAMETER
-
-
 def vocabulary_in_words(config: RunConfig, most: int, given: Collection[str]) -> str:
     """What was chosen, and why."""
     size, take = config.tokenizer.vocab_size, config.tokenizer.take
@@ -190,8 +175,8 @@ def settings_in_words(tokens: Mapping[str, int], config: RunConfig, given: Colle
     total = sum(used.values())
     epochs = epochs_of(tokens, config)
     is_largest = model.hidden_size >= SCALES[-1].hidden_size
-    why_model = "as large as minutes on a CPU allow" if is_largest else "a larger one would learn so little by heart"
-    why_steps = "then it begins to learn it by heart"
+    why_model = "as large as minutes on a CPU allow" if is_largest else "a larger one would memorise so little text"
+    why_steps = "then it begins to memorise it"
     if "train.steps" in given:
         why_steps = "as you asked"
     elif epochs < next(scale.epochs for scale in SCALES if total < scale.below_tokens) - 0.1:
@@ -208,10 +193,12 @@ def settings_in_words(tokens: Mapping[str, int], config: RunConfig, given: Colle
 
 
 def forecast(raw_bytes: int, config: RunConfig, given: Collection[str]) -> str:
-    """About how long all of it takes, before anything is read."""
+    """About how long everything takes on two CPU cores, before anything is read."""
     size = vocabulary_size(raw_bytes, config.tokenizer.vocab_size)
     settings = run_settings({"": raw_bytes * 2 // 5}, config, given)
     likely = with_settings(config, {**settings, "model.vocab_size": size, "data.mixture": None})
-    seconds = SECONDS_BESIDE_TRAINING + raw_bytes / CORPUS_BYTES_PER_SECOND + train_seconds(likely)
+    steps, parameters = likely.train.steps, parameter_counts(likely.model)["total"]
+    per_step = SECONDS_PER_STEP + likely.train.tokens_per_step * parameters * SECONDS_PER_TOKEN_AND_PARAMETER
+    seconds = SECONDS_BESIDE_TRAINING + raw_bytes / CORPUS_BYTES_PER_SECOND + steps * per_step
     minutes = max(1, round(seconds / 60))
     return "a minute" if minutes == 1 else f"{minutes:,} minutes"

@@ -1,8 +1,8 @@
-"""The whole journey in one workspace: raw text, corpus, tokenizer, packed data, model, evaluation, export, picture.
+"""All stages in one workspace: raw text, corpus, tokenizer, packed data, model, evaluation, export, picture.
 
-Every stage is the one a person runs alone; this file only puts them in a row, times them and remembers the times in
-`quickstart.json`. A stage that finds its work done does nothing, so an interrupted journey goes on where it stopped.
-The text is the small world (`raw.py`) or a person's own (`own_text.py`), for which settings are chosen (`choices.py`).
+Each stage is the same as its own verb; this file only runs them in order and keeps their times in `quickstart.json`. A
+stage that finds its work done does nothing, so an interrupted quickstart continues where it stopped. The text is the
+small world (`raw.py`) or your own (`own_text.py`), for which settings are chosen (`choices.py`).
 """
 
 from __future__ import annotations
@@ -34,20 +34,11 @@ from zero2all.evals.report import evaluate_run, log_report
 from zero2all.exchange import export_run
 from zero2all.model.config import parameter_counts
 from zero2all.packed.writer import pack_corpus
-from zero2all.quickstart.choices import (
-    cutting,
-    epochs_of,
-    forecast,
-    run_settings,
-    settings_in_words,
-    vocabulary_in_words,
-    vocabulary_settings,
-    with_settings,
-)
+from zero2all.quickstart import choices
 from zero2all.quickstart.own_text import OwnText, corpus_in_words, look_at, losses_in_words, refuse_other_text
 from zero2all.quickstart.raw import CHINESE_NAME, CODE_NAME, ENGLISH_NAME, PROBES_NAME, write_raw
-from zero2all.tokenizer.sizes import TooFewPiecesError
 from zero2all.tokenizer.stage import train_on_corpus
+from zero2all.tokenizer.text import TooFewPiecesError
 from zero2all.track.plot import plot_run
 from zero2all.train.loop import train
 
@@ -56,7 +47,7 @@ HELD_OUT_BYTES = 60_000
 """Held-out bytes scored per source at the end: enough for two digits, a few seconds of work."""
 WORLD_OPTIONS = BuildOptions(
     valid_share=0.02,
-    # The small world is short made-up sentences, many of them alike, and free of rubbish.
+    # The small world is short sentences, many of them alike, and needs no cleaning.
     rules="none",
     dedup=DedupConfig(near="off"),
 )
@@ -112,9 +103,9 @@ class Journey:
     exported: Path | None = None
     own_data: bool = False
     epochs: float = 0.0
-    """How often a person's own text was read."""
+    """How often your own text was read."""
     dropped: int = 0
-    """Records of a person's own text that cleaning and dedup dropped."""
+    """Records of your own text that cleaning and dedup dropped."""
     losses: list[str] = field(default_factory=list)
     """The rules that dropped much of it, in words."""
 
@@ -131,9 +122,8 @@ def run_journey(
 ) -> Journey:
     """Run or continue the quickstart in `work`.
 
-    `data` takes the place of the small world, which has `size`; then settings are chosen for it, all but those in
-    `given`, which the person set. `mapping` says which raw fields of the data to use. `accept_changes` continues a run
-    although its settings changed.
+    `data` replaces the small world, which has `size`; settings are then chosen for it, except those in `given`.
+    `mapping` says which raw fields of the data to use. `accept_changes` continues a run although its settings changed.
     """
     size = size or WorldSize()
     own = None if data is None else look_at(data, mapping)
@@ -151,10 +141,14 @@ def run_journey(
             done(f"en.jsonl, zh.json, code.parquet: {_folder_size(workspace.raw)}")
     else:
         # The preset's mixture speaks of the small world's channels.
-        config = config if "data.mixture" in given else with_settings(config, {"data.mixture": None})
-        print(f"{own.in_words()}. This takes about {forecast(own.size_bytes, config, given)} on two idle CPU cores.")
+        config = config if "data.mixture" in given else choices.with_settings(config, {"data.mixture": None})
+        duration = choices.forecast(own.size_bytes, config, given)
+        print(f"{own.in_words()}. This takes about {duration} on two idle CPU cores.")
     with timer.stage("corpus") as done:
-        options, announce = (WORLD_OPTIONS, None) if own is None else (_own_options(own), say)
+        options, announce = WORLD_OPTIONS, None
+        if own is not None:  # damage and rules that drop much are named, and do not stop the build
+            options = BuildOptions(**choices.cutting(own.size_bytes), max_damaged_share=1.0, accept_drops=True)
+            announce = say
         report = build_corpus(workspace.corpus, _sources(workspace, own), options, announce=announce)
         totals = report["totals"]
         kept, seen = totals["records_kept"], totals["records_in"]
@@ -173,8 +167,10 @@ def run_journey(
         done(f"{sum(split['tokens'] for split in packed.values()):,} tokens, {_folder_size(workspace.packed)}")
     if own is not None:
         tokens = {key.removesuffix("/train"): each["tokens"] for key, each in packed.items() if key.endswith("/train")}
-        config = _with_run_settings(config, tokens, vocabulary["vocab_size"], given)
-        journey.epochs = epochs_of(tokens, config)
+        config = choices.with_settings(config, choices.run_settings(tokens, config, given))
+        sized = choices.with_settings(config, {"model.vocab_size": vocabulary["vocab_size"]})
+        _print_lines(choices.settings_in_words(tokens, sized, given))
+        journey.epochs = choices.epochs_of(tokens, config)
     journey.config = config
     probes = None if own is not None else workspace.raw / PROBES_NAME
     if probes is not None:
@@ -211,7 +207,7 @@ def run_journey(
 
 
 def clear_workspace(work: Path) -> None:
-    """Remove a quickstart's own folders; anything else that stands there is left alone."""
+    """Remove the folders of a quickstart; other files stay."""
     if not (work / STAMP_NAME).is_file():
         return
     workspace = Workspace(work)
@@ -228,22 +224,10 @@ def _sources(workspace: Workspace, own: OwnText | None) -> list[Source]:
     return [Source(channel, workspace.raw / name, channel) for channel, name in names.items()]
 
 
-def _own_options(own: OwnText) -> BuildOptions:
-    """Cleaning as `z2a corpus build` does it, but damage and rules that drop much are named, no reason to stop."""
-    cut = cutting(own.size_bytes)
-    return BuildOptions(
-        valid_share=cut.valid_share,
-        split_text_above_bytes=cut.split_text_above_bytes,
-        text_piece_bytes=cut.text_piece_bytes,
-        max_damaged_share=1.0,
-        accept_drops=True,
-    )
-
-
 def _with_vocabulary(config: RunConfig, workspace: Workspace, text_bytes: int, given: Collection[str]) -> RunConfig:
     """`config` with a vocabulary that this text can support, which is also trained."""
     most = config.tokenizer.vocab_size
-    config = with_settings(config, vocabulary_settings(text_bytes, config, given))
+    config = choices.with_settings(config, choices.vocabulary_settings(text_bytes, config, given))
     try:
         train_on_corpus(workspace.corpus, workspace.tokenizer, config.tokenizer)
     except TooFewPiecesError as error:
@@ -252,19 +236,9 @@ def _with_vocabulary(config: RunConfig, workspace: Workspace, text_bytes: int, g
                 f"This text has pieces for {error.largest:,} token ids at most; --tokenizer.vocab_size asks for "
                 f"{most:,}. Leave it out, and the quickstart chooses; or set it to {error.largest} or less."
             ) from None
-        _print_lines([f"this text has pieces for {error.largest:,} token ids at most: trained again with so many"])
-        config = with_settings(config, {"tokenizer.vocab_size": error.largest})
-    _print_lines([vocabulary_in_words(config, most, given)])
-    return config
-
-
-def _with_run_settings(
-    config: RunConfig, tokens: Mapping[str, int], vocab_size: int, given: Collection[str]
-) -> RunConfig:
-    """`config` with samples, model and steps for as many tokens as each source has."""
-    config = with_settings(config, run_settings(tokens, config, given))
-    sized = with_settings(config, {"model.vocab_size": vocab_size})
-    _print_lines(settings_in_words(tokens, sized, given))
+        _print_lines([f"this text has pieces for {error.largest:,} token ids at most: trained again with that number"])
+        config = choices.with_settings(config, {"tokenizer.vocab_size": error.largest})
+    _print_lines([choices.vocabulary_in_words(config, most, given)])
     return config
 
 
@@ -311,7 +285,7 @@ def _shown_probes(journey: Journey) -> list[tuple[str, str, float, float]]:
 
 
 def _own_prompts(workspace: Workspace, report: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    """The beginnings of two documents of the person's own text, held-out ones first."""
+    """The beginnings of two documents of your own text, held-out ones first."""
     prompts = {}
     for name, source in report["sources"].items():
         streams = (iter_records(workspace.corpus, name, split) for split in ("valid", "train"))
@@ -372,5 +346,4 @@ class _Timer:
             total = spent_before if finished and finished_before and seconds < spent_before else spent_before + seconds
             self.known[name] = {"seconds": total, "finished": finished or finished_before}
             write_json(self.path, self.known)
-        row = StageTime(name, total, results[0], done_before=total == spent_before)
-        self.journey.stages.append(row)
+        self.journey.stages.append(StageTime(name, total, results[0], done_before=total == spent_before))

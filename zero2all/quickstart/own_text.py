@@ -1,4 +1,4 @@
-"""A person's own file or folder in the quickstart: looked at before anything starts, and what became of it in words."""
+"""Your own file or folder in the quickstart: checked before anything starts, and what the corpus made of it."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ class OwnText:
 
     def in_words(self) -> str:
         """How much there is."""
-        what = counted(self.files, "file")
-        return f"{self.source.path}: {what}, {human_bytes(self.size_bytes)}"
+        return f"{self.source.path}: {counted(self.files, 'file')}, {human_bytes(self.size_bytes)}"
 
 
 def look_at(data: Path, mapping: Mapping[str, str] | None = None) -> OwnText:
@@ -87,7 +86,7 @@ def corpus_in_words(report: Mapping[str, Any], workspace: Workspace) -> list[str
 
 
 def losses_in_words(report: Mapping[str, Any], workspace: Workspace) -> list[str]:
-    """The rules that dropped much of the text, for the end of the journey, where nobody can miss them."""
+    """The rules that dropped much of the text, for the summary."""
     notes = summary_notes(dict(report), workspace.root)
     return [note.split("; such as:")[0] for note in notes if "see whether it should" in note]
 

@@ -1,4 +1,4 @@
-"""The quickstart's raw data: three sources in three formats, as people really have them.
+"""The quickstart's raw data: three sources in three common formats.
 
     en.jsonl       English small world    one JSON object a line   {id, title, text}
     zh.json        Chinese small world    one indented JSON array  [{qid, title, content}]
@@ -26,7 +26,7 @@ from zero2all.common.errors import BadInputError
 from zero2all.common.files import staged_folder
 from zero2all.common.manifest import fingerprint, is_current, read_manifest, write_manifest
 from zero2all.common.progress import Bar, progress
-from zero2all.quickstart.world import documents, probes
+from zero2all.quickstart.world import Document, documents, probes
 
 GENERATOR_VERSION = 1
 """Raise it whenever the small world or the choice of code changes, so that older raw folders are made anew."""
@@ -70,31 +70,35 @@ def write_raw(folder: Path, seed: int, bytes_per_language: int, code_bytes: int)
 
 
 def _write_english(path: Path, seed: int, target_bytes: int, bar: Bar) -> dict[str, int]:
-    count = text_bytes = 0
+    counts = {"documents": 0, "text_bytes": 0}
     with open(path, "wb") as file:
-        for count, document in enumerate(documents("en", target_bytes, seed), start=1):
-            file.write(jsonio.dumps_line({"id": f"en-{count:06d}", "title": document.title, "text": document.text}))
-            size = len(document.text.encode())
-            text_bytes += size
-            bar.advance(size, "English")
-    return {"documents": count, "text_bytes": text_bytes}
+        for number, document in _counted("en", seed, target_bytes, counts, bar):
+            file.write(jsonio.dumps_line({"id": f"en-{number:06d}", "title": document.title, "text": document.text}))
+    return counts
 
 
 def _write_chinese(path: Path, seed: int, target_bytes: int, bar: Bar) -> dict[str, int]:
-    count = text_bytes = 0
+    counts = {"documents": 0, "text_bytes": 0}
     with open(path, "w", encoding="utf-8") as file:
         file.write("[")
-        for count, document in enumerate(documents("zh", target_bytes, seed), start=1):
-            record = {"qid": count, "title": document.title, "content": document.text}
-            members = ",\n".join(
-                f'    "{name}": {json.dumps(value, ensure_ascii=False)}' for name, value in record.items()
-            )
-            file.write(("\n" if count == 1 else ",\n") + "  {\n" + members + "\n  }")
-            size = len(document.text.encode())
-            text_bytes += size
-            bar.advance(size, "Chinese")
+        for number, document in _counted("zh", seed, target_bytes, counts, bar):
+            record = {"qid": number, "title": document.title, "content": document.text}
+            lines = (f'    "{name}": {json.dumps(value, ensure_ascii=False)}' for name, value in record.items())
+            file.write(("\n" if number == 1 else ",\n") + "  {\n" + ",\n".join(lines) + "\n  }")
         file.write("\n]\n")
-    return {"documents": count, "text_bytes": text_bytes}
+    return counts
+
+
+def _counted(
+    language: str, seed: int, target_bytes: int, counts: dict[str, int], bar: Bar
+) -> Iterator[tuple[int, Document]]:
+    """The documents of a language, numbered from 1; adds them to `counts`."""
+    for number, document in enumerate(documents(language, target_bytes, seed), start=1):
+        yield number, document
+        size = len(document.text.encode())
+        counts["documents"] = number
+        counts["text_bytes"] += size
+        bar.advance(size, language)
 
 
 def _write_code(path: Path, seed: int, target_bytes: int, bar: Bar) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The closing page of the quickstart: what was done, what it came to, what to try next."""
+"""What the quickstart prints at its end: stages, results, samples and what to try next."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from zero2all.common.progress import human_seconds
 from zero2all.quickstart.journey import Journey
 
 FEW_EPOCHS = 3
-"""Text that was read less often than this has more to teach."""
+"""Reading the text more often than this helps less than more text."""
 
 
 def print_summary(journey: Journey) -> None:
     """Print everything to the terminal."""
-    from rich.console import Console
-
     console = Console(highlight=False)
     console.print(_stage_table(journey))
     for line in journey.losses:
@@ -31,14 +33,16 @@ def print_summary(journey: Journey) -> None:
         console.print(_probe_table(journey))
     for prompt, answer, before, after in journey.shown_probes:
         console.print(f"  P({answer} | {prompt}) = {before:.4f} → {after:.4f}")
-    _print_samples(journey, console)
+    console.print("\n[bold]Samples[/bold]  (prompt in colour, the rest is the model's)")
+    for channel, prompt, continuation in journey.samples:
+        console.print(Text.assemble((f"  {channel + ' ':<5}", "dim"), (prompt, "cyan"), continuation.rstrip()))
     console.print(f"\n[bold]Loss curves[/bold]  {journey.picture}")
-    _print_next(journey, console)
+    console.print("\n[bold]Next[/bold]")
+    for command, why in _next_commands(journey):
+        console.print(f"  {command}\n      {why}", style=None, markup=False, soft_wrap=True)
 
 
-def _stage_table(journey: Journey) -> Any:
-    from rich.table import Table
-
+def _stage_table(journey: Journey) -> Table:
     table = Table(title="The journey", title_justify="left")
     table.add_column("stage")
     table.add_column("time", justify="right")
@@ -53,10 +57,8 @@ def _stage_table(journey: Journey) -> Any:
     return table
 
 
-def _channel_table(journey: Journey) -> Any:
+def _channel_table(journey: Journey) -> Table:
     """Loss per channel on held-out text."""
-    from rich.table import Table
-
     table = Table(title="Held-out text", title_justify="left")
     for name in ("channel", "loss (nats/token)", "bits per byte", "documents", "bytes"):
         table.add_column(name, justify="left" if name == "channel" else "right")
@@ -91,10 +93,8 @@ def verdicts(held_out: Mapping[str, Mapping[str, float]], epochs: float) -> list
     return lines
 
 
-def _probe_table(journey: Journey) -> Any:
+def _probe_table(journey: Journey) -> Table:
     """Accuracy of whole answers and P(answer), before and after training."""
-    from rich.table import Table
-
     assert journey.before is not None, "the caller checks"
     table = Table(title="Probes: facts asked in wordings they were never seen in", title_justify="left")
     for name in ("", "probes", "right, before → after", "P(answer), before → after"):
@@ -116,20 +116,6 @@ def _probe_cells(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
         f"{before['accuracy']:.1%} → {after['accuracy']:6.1%}",
         f"{before['probability']:.4f} → {after['probability']:.4f}",
     ]
-
-
-def _print_samples(journey: Journey, console: Any) -> None:
-    from rich.text import Text
-
-    console.print("\n[bold]Samples[/bold]  (prompt in colour, the rest is the model's)")
-    for channel, prompt, continuation in journey.samples:
-        console.print(Text.assemble((f"  {channel + ' ':<5}", "dim"), (prompt, "cyan"), continuation.rstrip()))
-
-
-def _print_next(journey: Journey, console: Any) -> None:
-    console.print("\n[bold]Next[/bold]")
-    for command, why in _next_commands(journey):
-        console.print(f"  {command}\n      {why}", style=None, markup=False, soft_wrap=True)
 
 
 def _next_commands(journey: Journey) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Records to vocabulary: train a tokenizer, and load it (or anybody's) for encoding.
+"""Train a tokenizer on the corpus, and load it (or any Hugging Face tokenizer) for encoding.
 
     train_tokenizer(texts, vocab_size=4096, folder=work / "tokenizer", inputs=fingerprint_of_inputs)
     tokenizer = load_tokenizer(work / "tokenizer")

@@ -1,9 +1,9 @@
-"""Chats as ids. A chat is never rendered as one text and then encoded: whoever wrote a message could write marks too.
+"""Chats as ids. A chat is never rendered as one text and then encoded, or a message could contain marks.
 
     <|begin_of_text|> <|message_start|> user \\n …text… <|message_end|> <|message_start|> assistant \\n …
 
 The marks are control ids, placed by the program; role and text go through `encode_text`, each by itself, so neither can
-close a message or open one in another's name. `assistant` says which ids a model should learn to write.
+close a message or open another. `assistant` says which ids a model should learn to write.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ChatIds:
 
 def encode_chat(tokenizer: Tokenizer, messages: Iterable[Message], ask: bool = False) -> ChatIds:
     """The ids of a chat; with `ask`, up to where the assistant is to write."""
-    start, end = (_mark(tokenizer, part) for part in ("message_start", "message_end"))
+    start, end = (tokenizer.encode_control(_mark(tokenizer, role)) for role in USUAL_NAMES)
     ids = [] if tokenizer.begin_id is None else [tokenizer.begin_id]
     assistant = [False] * len(ids)
     for message in messages:
@@ -66,23 +66,19 @@ def encode_chat(tokenizer: Tokenizer, messages: Iterable[Message], ask: bool = F
 def chat_template(tokenizer: Tokenizer) -> str | None:
     """The same layout for tools that render text (see `save.compatible_files`); None without the two marks."""
     try:
-        start, end = (tokenizer_name(tokenizer, part) for part in ("message_start", "message_end"))
+        start, end = (_mark(tokenizer, role) for role in USUAL_NAMES)
     except UsageError:
         return None
     return CHAT_TEMPLATE.replace("START", start).replace("END", end)
 
 
-def tokenizer_name(tokenizer: Tokenizer, part: str) -> str:
-    """The control token that plays `part`."""
-    named = tokenizer.control_roles.get(part)
-    for name in [named] if named else USUAL_NAMES[part]:
+def _mark(tokenizer: Tokenizer, role: str) -> str:
+    """The control token with this role."""
+    named = tokenizer.control_roles.get(role)
+    for name in [named] if named else USUAL_NAMES[role]:
         if name in tokenizer.control:
             return name
     raise UsageError(
-        f"This tokenizer has no control token for {part} (looked for {', '.join(USUAL_NAMES[part])}), so no chat can "
+        f"This tokenizer has no control token for {role} (looked for {', '.join(USUAL_NAMES[role])}), so no chat can "
         f"be built with it. Train one with `z2a tokenizer train`, which has."
     )
-
-
-def _mark(tokenizer: Tokenizer, part: str) -> int:
-    return tokenizer.encode_control(tokenizer_name(tokenizer, part))

@@ -1,16 +1,15 @@
-"""Add pieces to a tokenizer that exists, ours or anybody's BPE, without moving an old id.
+"""Add pieces to an existing BPE tokenizer, ours or from elsewhere, without moving an old id.
 
 New pieces take the ids after the last one, and their merges come after all old merges. Old merges therefore run first
-and exactly as before; a new merge only joins what they left. So a text changes only where a new piece applies, and an
-old model reads all other text as it did.
+and exactly as before; a new merge only joins what they left. So a text changes only where a new piece applies.
 
 Two ways to choose them:
 
 - *by name*: a piece is spelled with old ids a b c, and the merges a+b, ab+c are added. A piece of more than two old
   ones needs helpers (here ab), which take ids as well and are counted.
-- *from text*: the text is encoded with the old tokenizer, and BPE goes on from there: the pair of neighbouring ids that
-  occurs most often becomes a piece, again and again. A plain algorithm on a bounded amount of text (`MOST_BYTES`),
-  which is enough to adapt a vocabulary to a field; for a vocabulary of its own, train one.
+- *from text*: the text is encoded with the old tokenizer, and BPE continues from there: the most frequent pair of
+  neighbouring ids becomes a piece, again and again. A plain algorithm on at most `MOST_BYTES` of text, which is enough
+  to adapt a vocabulary to a field.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from __future__ import annotations
 import heapq
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,9 +25,8 @@ from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import read_json, staged_folder, write_atomic, write_json
 from zero2all.common.manifest import fingerprint, read_manifest, write_manifest
 from zero2all.common.progress import progress
-from zero2all.tokenizer.load import Tokenizer, load_tokenizer
+from zero2all.tokenizer.load import Tokenizer, byte_level_piece, load_tokenizer
 from zero2all.tokenizer.save import CONFIG_NAME, SENTENCEPIECE_NAME, TOKENIZER_NAME
-from zero2all.tokenizer.specials import byte_alphabet
 from zero2all.tokenizer.text import well_formed
 
 OTHER_FILES = ("special_tokens_map.json", "chat_template.jinja", "generation_config.json")
@@ -38,20 +35,6 @@ MOST_BYTES = 50_000_000
 SMALLEST_COUNT = 2
 """A pair must occur this often in the text to become a piece."""
 EXTEND_COMMAND = "z2a tokenizer extend"
-
-
-@dataclass
-class Extension:
-    """What is added, in order: each piece is the union of two that are there before it."""
-
-    pieces: list[str] = field(default_factory=list)
-    """Spelled as in the vocabulary."""
-    merges: list[tuple[str, str]] = field(default_factory=list)
-    asked: list[str] = field(default_factory=list)
-    already_there: list[str] = field(default_factory=list)
-    helpers: int = 0
-    text_bytes: int = 0
-    text_bytes_left_out: int = 0
 
 
 def require_replaceable(target: Path) -> None:
@@ -79,34 +62,52 @@ class Extender:
                 f"The tokenizer in {folder} is a {model.get('type')} model. Pieces can be added to BPE tokenizers "
                 f"only: the pieces of others carry probabilities that text of yours would have to be weighed against."
             )
-        self.byte_level = self.tokenizer.is_byte_level
         self.vocab: dict[str, int] = dict(model["vocab"])
         self.first_id = self.tokenizer.vocab_size
-        self.extension = Extension()
+        self.pieces: list[str] = []
+        """New pieces, spelled as in the vocabulary; each is the union of two that are there before it."""
         self.ranks: dict[tuple[str, str], int] = {}
+        """New merges, in order."""
+        self.already_there = self.helpers = 0
+        self.text_bytes = self.text_bytes_left_out = 0
 
     def add(self, texts: Iterable[str]) -> None:
-        """Pieces by name: the text of each, with its leading space where it has one."""
+        """Add pieces by name: the text of each, with its leading space where it has one."""
         for text in texts:
-            self._add(text)
+            if not text or well_formed(text) != text:
+                raise UsageError(f"{text!r} cannot be a piece: give text that is not empty and that UTF-8 can hold.")
+            if text in self.tokenizer.control:
+                raise UsageError(f"{text!r} is a control token; text may not make one.")
+            pieces = self._joined(self._spelling(text))
+            whole = "".join(pieces)
+            if len(pieces) == 1:
+                self.already_there += 1
+            while len(pieces) > 1:
+                left, right = pieces[:2]
+                if left + right in self.vocab:  # the union exists, but nothing leads to it from these two: add the way
+                    self._add_merge(left, right)
+                else:
+                    self._merge(left, right)
+                    self.helpers += left + right != whole
+                pieces = self._joined(pieces)
 
     def learn(self, texts: Iterable[str], vocab_size: int) -> None:
         """Pieces from text, until there are `vocab_size` ids."""
-        if not self.byte_level:
+        if not self.tokenizer.is_byte_level:
             raise BadInputError(
-                f"The tokenizer in {self.folder} has no pre-token pattern (SentencePiece style), so text cannot be "
+                f"The tokenizer in {self.folder} has no pretoken pattern (SentencePiece style), so text cannot be "
                 f"cut into words to learn from. Add pieces by name with --pieces or --add."
             )
-        wanted = vocab_size - self.first_id - len(self.extension.pieces)
+        wanted = vocab_size - self.first_id - len(self.pieces)
         if wanted <= 0:
             raise UsageError(
-                f"The tokenizer has {self.first_id + len(self.extension.pieces):,} ids already; --vocab-size "
+                f"The tokenizer has {self.first_id + len(self.pieces):,} ids already; --vocab-size "
                 f"{vocab_size} adds none. Give a larger one."
             )
         words = self._words(texts)
         learned = _learn(words, wanted, self._joinable)
         if len(learned) < wanted:
-            largest = self.first_id + len(self.extension.pieces) + len(learned)
+            largest = self.first_id + len(self.pieces) + len(learned)
             raise BadInputError(
                 f"This text has new pieces (seen at least {SMALLEST_COUNT} times) for {largest:,} ids at most, not "
                 f"{vocab_size:,}. Set --vocab-size to {largest} or less, or give more text."
@@ -116,25 +117,24 @@ class Extender:
 
     def save(self, target: Path) -> dict[str, Any]:
         """Write the extended tokenizer to `target`, whole or not at all; returns what was done."""
-        made = self.extension
-        if not made.merges:
+        if not self.ranks:
             raise UsageError("Nothing was added: every piece you named is in the vocabulary already.")
         model = self.json["model"]
         # Added tokens get their ids by counting up from the model's vocabulary unless they are in it; put them there,
         # or the new pieces would push them on.
         added = {token["content"]: token["id"] for token in self.json.get("added_tokens", [])}
-        new_ids = {piece: self.first_id + place for place, piece in enumerate(made.pieces)}
+        new_ids = {piece: self.first_id + place for place, piece in enumerate(self.pieces)}
         vocab = {**model["vocab"], **added, **new_ids}
         old_merges = model["merges"]
         pairs_are_lists = not old_merges or not isinstance(old_merges[0], str)
-        new_merges: list[Any] = [[left, right] if pairs_are_lists else f"{left} {right}" for left, right in made.merges]
+        new_merges: list[Any] = [[left, right] if pairs_are_lists else f"{left} {right}" for left, right in self.ranks]
         changed = {**self.json, "model": {**model, "vocab": vocab, "merges": [*old_merges, *new_merges]}}
         facts = {
             "old_vocab_size": self.first_id,
-            "pieces_added": len(made.pieces),
-            "helper_pieces": made.helpers,
-            "already_there": len(made.already_there),
-            "text": {"bytes": made.text_bytes, "bytes_left_out": made.text_bytes_left_out},
+            "pieces_added": len(self.pieces),
+            "helper_pieces": self.helpers,
+            "already_there": self.already_there,
+            "text": {"bytes": self.text_bytes, "bytes_left_out": self.text_bytes_left_out},
         }
         with staged_folder(target) as partial:
             write_json(partial / TOKENIZER_NAME, changed)
@@ -151,32 +151,13 @@ class Extender:
                 "extended_from": self.tokenizer.fingerprint,
                 "extension": facts,
             }
-            inputs = fingerprint([self.tokenizer.fingerprint, made.merges])
+            inputs = fingerprint([self.tokenizer.fingerprint, list(self.ranks)])
             write_manifest(partial, "tokenizer", inputs, content)
         lost = (self.folder / SENTENCEPIECE_NAME).is_file()
         return {**facts, "vocab_size": extended.vocab_size, "sentencepiece_model_left_behind": lost}
 
-    def _add(self, text: str) -> None:
-        self.extension.asked.append(text)
-        if not text or well_formed(text) != text:
-            raise UsageError(f"{text!r} cannot be a piece: give text that is not empty and that UTF-8 can hold.")
-        if text in self.tokenizer.control:
-            raise UsageError(f"{text!r} is a control token; text may not make one.")
-        pieces = self._joined([self._piece(number) for number in self._spelling(text)])
-        whole = "".join(pieces)
-        if len(pieces) == 1:
-            self.extension.already_there.append(text)
-        while len(pieces) > 1:
-            left, right = pieces[:2]
-            if left + right in self.vocab:  # the union exists, but nothing leads to it from these two: add the way
-                self._add_merge(left, right)
-            else:
-                self._merge(left, right)
-                self.extension.helpers += left + right != whole
-            pieces = self._joined(pieces)
-
-    def _spelling(self, text: str) -> list[int]:
-        """The old ids of a text that is to be one piece; an error when it never could be one."""
+    def _spelling(self, text: str) -> list[str]:
+        """The old pieces of a text that is to be one piece; an error when it never could be one."""
         backend = self.tokenizer.backend
         normalised = backend.normalizer.normalize_str(text) if backend.normalizer else text
         whole = [(normalised, (0, len(normalised)))]
@@ -186,31 +167,31 @@ class Extender:
             raise UsageError(
                 f"{text!r} cannot be one piece: this tokenizer cuts it into {cut} before any merge. Add the parts."
             )
-        return self._old_ids(words[0][0])
+        return self._old_pieces(words[0][0])
 
-    def _old_ids(self, word: str) -> list[int]:
-        return [token.id for token in self.tokenizer.backend.model.tokenize(word)]
+    def _old_pieces(self, word: str) -> list[str]:
+        return [token.value for token in self.tokenizer.backend.model.tokenize(word)]
 
     def _words(self, texts: Iterable[str]) -> Counter[tuple[str, ...]]:
-        """How often each pre-token occurs, spelled with the pieces there are."""
-        backend, made = self.tokenizer.backend, self.extension
+        """How often each pretoken occurs, spelled in the pieces so far."""
+        backend = self.tokenizer.backend
         counts: Counter[str] = Counter()
         with progress("extend", total=None, unit="B") as bar:
             for given in texts:
                 text = well_formed(given)
                 size = len(text.encode())
-                if made.text_bytes + size > MOST_BYTES:
-                    made.text_bytes_left_out += size
+                if self.text_bytes + size > MOST_BYTES:
+                    self.text_bytes_left_out += size
                     continue
-                made.text_bytes += size
+                self.text_bytes += size
                 text = backend.normalizer.normalize_str(text) if backend.normalizer else text
                 counts.update(word for word, _ in backend.pre_tokenizer.pre_tokenize_str(text))
                 bar.advance(size)
-        if not made.text_bytes:
+        if not self.text_bytes:
             raise BadInputError("There is no text to learn pieces from.")
         spelled: Counter[tuple[str, ...]] = Counter()
         for word, count in counts.items():
-            spelled[tuple(self._joined([self._piece(number) for number in self._old_ids(word)]))] += count
+            spelled[tuple(self._joined(self._old_pieces(word)))] += count
         return spelled
 
     def _joined(self, pieces: list[str]) -> list[str]:
@@ -219,32 +200,19 @@ class Extender:
             ranked = [(self.ranks[pair], pair) for pair in pairwise(pieces) if pair in self.ranks]
             if not ranked:
                 return pieces
-            _, pair = min(ranked)
-            place, joined = 0, []
-            while place < len(pieces):
-                if tuple(pieces[place : place + 2]) == pair:
-                    joined.append(pair[0] + pair[1])
-                    place += 2
-                else:
-                    joined.append(pieces[place])
-                    place += 1
-            pieces = joined
+            _merge_pair(pieces, min(ranked)[1])
 
     def _joinable(self, left: str, right: str) -> bool:
         """No piece of a character and a part of another, no second spelling of a piece that is there."""
-        return left + right not in self.vocab and _whole_or_one_character(_as_bytes(left + right))
+        return left + right not in self.vocab and _whole_or_one_character(byte_level_piece(left + right))
 
     def _merge(self, left: str, right: str) -> None:
-        self.vocab[left + right] = self.first_id + len(self.extension.pieces)
-        self.extension.pieces.append(left + right)
+        self.vocab[left + right] = self.first_id + len(self.pieces)
+        self.pieces.append(left + right)
         self._add_merge(left, right)
 
     def _add_merge(self, left: str, right: str) -> None:
-        self.ranks[(left, right)] = len(self.extension.merges)
-        self.extension.merges.append((left, right))
-
-    def _piece(self, number: int) -> str:
-        return str(self.tokenizer.backend.id_to_token(number))
+        self.ranks[(left, right)] = len(self.ranks)
 
 
 def read_pieces(path: Path) -> list[str]:
@@ -257,7 +225,7 @@ def read_pieces(path: Path) -> list[str]:
 
 
 def unescaped(text: str) -> str:
-    """`\\\\n`, `\\\\t`, `\\\\s` as what they stand for."""
+    """`\\\\n`, `\\\\t` and `\\\\s` become a line end, a tab and a space."""
     return text.replace("\\n", "\n").replace("\\t", "\t").replace("\\s", " ")
 
 
@@ -310,11 +278,7 @@ def _rewrite(
     """Join `pair` in one word; returns the pairs whose counts have risen."""
     for old in pairwise(sequence):
         counts[old] -= weight
-    place = 0
-    while place < len(sequence) - 1:
-        if (sequence[place], sequence[place + 1]) == pair:
-            sequence[place : place + 2] = [pair[0] + pair[1]]
-        place += 1
+    _merge_pair(sequence, pair)
     risen = set()
     for new in pairwise(sequence):
         counts[new] += weight
@@ -323,12 +287,13 @@ def _rewrite(
     return risen
 
 
-def _as_bytes(piece: str) -> bytes:
-    table = _BYTES
-    return bytes(table[character] for character in piece if character in table)
-
-
-_BYTES = byte_alphabet()
+def _merge_pair(pieces: list[str], pair: tuple[str, str]) -> None:
+    """Replace every occurrence of `pair`, from the left."""
+    place = 0
+    while place < len(pieces) - 1:
+        if (pieces[place], pieces[place + 1]) == pair:
+            pieces[place : place + 2] = [pair[0] + pair[1]]
+        place += 1
 
 
 def _whole_or_one_character(data: bytes) -> bool:

@@ -1,8 +1,8 @@
-"""Byte-level BPE by the trainer of the `tokenizers` library: the route most people know, kept for comparison.
+"""Byte-level BPE by the trainer of the `tokenizers` library: the common way, kept for comparison.
 
-Cost: every distinct pre-token is held in memory. English needs little; Chinese, which has no spaces, needs about
-80 bytes of memory per byte of text (4.2 GB for 50 MB), which `memory.py` estimates before anything starts. Same text,
-same options: same result, whatever the number of threads.
+It holds every distinct pretoken in memory. English needs little; Chinese, which has no spaces, needs about 80 bytes of
+memory per byte of text (4.2 GB for 50 MB), which `memory_estimate.py` checks before anything starts. The number of
+threads does not change the result.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from typing import Any
 from zero2all.common import jsonio
 from zero2all.common.errors import UsageError
 from zero2all.common.progress import progress
-from zero2all.tokenizer.config import TokenizerConfig
-from zero2all.tokenizer.pattern import PATTERNS, PRE_TOKEN_PATTERN
+from zero2all.tokenizer.config import PATTERNS, PRETOKEN_PATTERN, TokenizerConfig
 from zero2all.tokenizer.save import NORMALIZERS, vocabulary_of
 from zero2all.tokenizer.text import CountedText
 
 
-def learn_hf_bbpe(text: CountedText, config: TokenizerConfig, total_bytes: int) -> dict[str, Any]:
+def learn_hf_bbpe(text: CountedText, config: TokenizerConfig) -> dict[str, Any]:
     """tokenizer.json with at most `config.vocab_size` ids, control tokens first; fewer when the text gives no more."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -43,7 +42,7 @@ def learn_hf_bbpe(text: CountedText, config: TokenizerConfig, total_bytes: int) 
         max_token_length=None if config.max_piece_bytes is None else config.max_piece_bytes + 1,
         show_progress=False,
     )
-    with _threads(config.threads), progress("tokenizer", total=total_bytes, unit="B") as bar:
+    with _threads(config.threads), progress("tokenizer", total=text.expected_bytes, unit="B") as bar:
         tokenizer.train_from_iterator(text.stream(bar), trainer)
     learned: dict[str, Any] = jsonio.loads(tokenizer.to_str())
     pieces = sorted(learned["model"]["vocab"], key=learned["model"]["vocab"].__getitem__)
@@ -53,10 +52,10 @@ def learn_hf_bbpe(text: CountedText, config: TokenizerConfig, total_bytes: int) 
 
 
 def pattern_of(asked: str | None) -> Any:
-    """The pre-token pattern as the library takes it: one of ours by name, or a regular expression."""
+    """The pretoken pattern as the library takes it: one of ours by name, or a regular expression."""
     from tokenizers import Regex
 
-    text = PRE_TOKEN_PATTERN if asked is None else PATTERNS.get(asked, asked)
+    text = PRETOKEN_PATTERN if asked is None else PATTERNS.get(asked, asked)
     try:
         return Regex(text)
     except Exception as error:  # the library raises plain Exception

@@ -1,6 +1,6 @@
-"""Load a tokenizer folder, ours or anybody's, for encoding and decoding. Needs `tokenizers`, not `transformers`.
+"""Load a tokenizer folder, ours or from elsewhere, for encoding and decoding. Needs `tokenizers`, not `transformers`.
 
-Text and control tokens have separate doors: `encode_text` never returns a control id, whatever the text spells, and
+Text and control tokens are encoded separately: `encode_text` never returns a control id, whatever the text spells, and
 `encode_control` is the only way to get one. For folders of others (`z2a import`), which declare their control tokens
 as added tokens, the loader switches their recognition in text off.
 """
@@ -17,8 +17,8 @@ from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import MANIFEST_NAME, as_written, read_json_object
 from zero2all.common.manifest import read_manifest
-from zero2all.tokenizer.fingerprint import tokenizer_fingerprint
-from zero2all.tokenizer.specials import byte_alphabet, special_map
+from zero2all.tokenizer.save import tokenizer_fingerprint
+from zero2all.tokenizer.specials import byte_alphabet
 from zero2all.tokenizer.text import well_formed
 
 if TYPE_CHECKING:
@@ -34,35 +34,25 @@ class Tokenizer:
     """Text to ids and back. Get one with `load_tokenizer`."""
 
     begin_id: int | None
-    """Stands before a document; None where a foreign tokenizer has no such token."""
-
+    """Comes before a document; None where a foreign tokenizer has no such token."""
     end_id: int
-    """Stands after every document."""
-
+    """Comes after every document."""
     end_ids: tuple[int, ...]
     """Every id at which a model stops: `end_id`, and what else a foreign generation_config.json names."""
-
     pad_id: int | None
     """Fills rows that are too short; None where a foreign tokenizer has no such token."""
-
     control: dict[str, int]
     """Name and id of every control token, in id order."""
-
     control_roles: dict[str, str]
-    """Which control token plays which part (`message_start`, …), where the folder says so."""
-
+    """Role (`message_start`, …) -> control token, where the folder says so."""
     control_ids: frozenset[int]
     """The ids that no text can produce."""
-
     vocab_size: int
     """One more than the largest id. A model may pad its embedding beyond that."""
-
     is_byte_level: bool
     """Whether pieces are strings of bytes, so that bytes are joined before characters are made."""
-
     normalisation: str
     """none, nfc, nfkc or other: the form in which text comes back from its ids."""
-
     fingerprint: str
     """Same fingerprint, same ids for every text."""
 
@@ -85,7 +75,7 @@ class Tokenizer:
         self.normalisation = _normalisation(tokenizer_json.get("normalizer"))
         self.pad_id = None if pad is None else control[pad]
         self.vocab_size = max([*self.backend.get_vocab(with_added_tokens=True).values(), *self.control_ids]) + 1
-        self.fingerprint = tokenizer_fingerprint(tokenizer_json, special_map(self.control, begin, end, pad))
+        self.fingerprint = tokenizer_fingerprint(tokenizer_json, self.control, begin, end, pad)
         self.is_byte_level = _has_part(tokenizer_json.get("decoder"), "ByteLevel")
 
     def encode_text(self, text: str) -> list[int]:
@@ -125,25 +115,25 @@ class Tokenizer:
             raise ValueError(f"token id {token_id} is not in this vocabulary of {self.vocab_size} ids")
         return piece
 
-    def has_id(self, token_id: int) -> bool:
-        """Whether the vocabulary has this id; foreign ones may have gaps."""
-        return token_id in self._pieces
+    @cached_property
+    def text_pieces(self) -> dict[int, bytes]:
+        """The bytes of every piece that text can produce, by rising id. Foreign vocabularies may have gaps."""
+        return {number: piece for number, piece in sorted(self._pieces.items()) if number not in self.control_ids}
 
     def ids_of_bytes(self, piece: bytes) -> list[int]:
-        """The ids of pieces that are exactly these bytes; a piece can stand in a vocabulary twice, or not at all."""
+        """The ids of pieces that are exactly these bytes; a vocabulary may have a piece twice, or not at all."""
         return self._ids_by_piece.get(piece, [])
 
     @cached_property
     def _ids_by_piece(self) -> dict[bytes, list[int]]:
         found: dict[bytes, list[int]] = {}
-        for number, piece in sorted(self._pieces.items()):
-            if number not in self.control_ids:
-                found.setdefault(piece, []).append(number)
+        for number, piece in self.text_pieces.items():
+            found.setdefault(piece, []).append(number)
         return found
 
     @cached_property
     def _pieces(self) -> dict[int, bytes]:
-        as_bytes = _byte_level_piece if self.is_byte_level else _sentencepiece_piece
+        as_bytes = byte_level_piece if self.is_byte_level else sentencepiece_piece
         pieces = {number: as_bytes(piece) for piece, number in self.backend.get_vocab(with_added_tokens=False).items()}
         added = {number: token.content.encode() for number, token in self.backend.get_added_tokens_decoder().items()}
         return {**pieces, **added, **{number: name.encode() for name, number in self.control.items()}}
@@ -200,7 +190,7 @@ def _declared_control(folder: Path, tokenizer_json: dict[str, Any]) -> tuple[dic
                 f"declaration in tokenizer_config.json, or use the tokenizer that belongs to the model."
             )
         control[name] = ids[name]
-    # An unknown-token stands for text, so text must be able to produce it, unless it also plays one of the parts.
+    # An unknown-token is made from text, so text must be able to produce it, unless it also has one of the roles.
     unknown = tokenizer_json["model"].get("unk_token")
     if unknown not in roles.values():
         control.pop(unknown, None)
@@ -301,13 +291,15 @@ def _normalisation(normalizer: Any) -> str:
     return "none" if not forms else forms.pop() if forms <= {"nfc"} or forms <= {"nfkc"} else "other"
 
 
-def _byte_level_piece(piece: str) -> bytes:
+def byte_level_piece(piece: str) -> bytes:
+    """The bytes of a piece that is spelled in the byte alphabet."""
     try:
         return bytes(_BYTE_OF[character] for character in piece)
-    except KeyError:  # a control token's name, or a piece that somebody added as plain text
+    except KeyError:  # a control token's name, or a piece that was added as plain text
         return piece.encode()
 
 
-def _sentencepiece_piece(piece: str) -> bytes:
+def sentencepiece_piece(piece: str) -> bytes:
+    """The bytes of a piece that is spelled as SentencePiece does: ▁ is a space, <0xE4> a byte."""
     byte = _BYTE_PIECE.fullmatch(piece)
     return bytes([int(byte[1], 16)]) if byte else piece.replace("▁", " ").encode()

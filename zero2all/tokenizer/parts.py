@@ -1,18 +1,19 @@
-"""Training text in parts that can be read again, each on its own: shards of a corpus, and plain text files.
+"""Training text in parts that can be read several times: shards of a corpus, plain text files, texts from memory.
 
-A part is small enough (`PART_BYTES`) that threads have work and an interrupted training loses little, and plain data
-(paths and numbers), so that it can be handed to another process. Its fingerprint says what it reads.
+A part is small (`PART_BYTES`), so that threads have work and an interrupted training loses little. Its fingerprint says
+what it reads.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import crc32c_of
@@ -23,39 +24,34 @@ from zero2all.tokenizer.take import belongs, shares
 PART_BYTES = 64 << 20
 """Large JSON-lines shards and text files are read in parts of about this size."""
 READ_BYTES = 1 << 20
-
-
-class TextPart(Protocol):
-    """A piece of training text that can be read any number of times."""
-
-    @property
-    def name(self) -> str:
-        """Stable over runs: the resume state knows the part by it."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Changes whenever the text does."""
-
-    @property
-    def size_bytes(self) -> int:
-        """About how much text it is."""
-
-    def texts(self) -> Iterator[str]:
-        """The documents, from the first."""
+LENGTH_BYTES = 8
 
 
 @dataclass(frozen=True)
-class ShardPart:
-    """Records of one shard of the corpus, or of a stretch of its lines where it is plain JSON lines."""
+class TextPart:
+    """Some of the training text, readable any number of times."""
 
     name: str
+    """Stable over runs: the resume state knows the part by it."""
     fingerprint: str
+    """Changes whenever the text does."""
     size_bytes: int
+    """About how much text it is."""
     path: Path
+
+    def texts(self) -> Iterator[str]:
+        """The documents, from the first."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class ShardPart(TextPart):
+    """The records of one shard of the corpus, or of a range of its lines where it is plain JSON lines."""
+
     source: str
     share: Fraction
-    stretch: tuple[int, int] | None
-    """First byte and the byte after the last one, both at line borders; None reads the whole shard."""
+    byte_range: tuple[int, int] | None
+    """First byte, and the byte after the last; both at line borders. None reads the whole shard."""
 
     def texts(self) -> Iterator[str]:
         """The text of every record that the share takes."""
@@ -65,10 +61,10 @@ class ShardPart:
                 yield text
 
     def _records(self) -> Iterator[dict[str, Any]]:
-        if self.stretch is None:
+        if self.byte_range is None:
             yield from READERS[self.path.name.partition(".")[2]](self.path, self.source)
             return
-        place, end = self.stretch
+        place, end = self.byte_range
         with open(self.path, "rb") as file:
             file.seek(place)
             while place < end and (line := file.readline()):
@@ -77,19 +73,15 @@ class ShardPart:
 
 
 @dataclass(frozen=True)
-class FilePart:
-    """A stretch of a plain text file, in UTF-8. A byte that is no UTF-8 is handed on as a lone surrogate, which every
-    trainer turns into U+FFFD and counts."""
+class FilePart(TextPart):
+    """A byte range of a plain text file. A byte that is not UTF-8 becomes a lone surrogate, which every trainer turns
+    into U+FFFD and counts."""
 
-    name: str
-    fingerprint: str
-    size_bytes: int
-    path: Path
-    stretch: tuple[int, int]
+    byte_range: tuple[int, int]
 
     def texts(self) -> Iterator[str]:
         """The text in blocks of whole lines that teach what the whole file would (see `_safe_end`)."""
-        place, end = self.stretch
+        place, end = self.byte_range
         block = bytearray()
         with open(self.path, "rb") as file:
             file.seek(place)
@@ -102,24 +94,19 @@ class FilePart:
             yield block.decode("utf-8", "surrogateescape")
 
 
-class ListPart:
-    """Texts that stand in memory already."""
-
-    name = "texts"
-
-    def __init__(self, texts: Sequence[str]) -> None:
-        self.kept = texts
-        self.size_bytes = 0
-        digest = hashlib.blake2b(digest_size=8)
-        for text in texts:
-            data = text.encode("utf-8", "surrogatepass")
-            self.size_bytes += len(data)
-            digest.update(len(data).to_bytes(8, "little") + data)
-        self.fingerprint = digest.hexdigest()
+@dataclass(frozen=True)
+class SpooledPart(TextPart):
+    """Texts in a file of ours, each after its length in bytes. Lone surrogates survive, to be counted later."""
 
     def texts(self) -> Iterator[str]:
-        """All of them."""
-        return iter(self.kept)
+        """The texts, from the first."""
+        with open(self.path, "rb") as file:
+            while head := file.read(LENGTH_BYTES):
+                size = int.from_bytes(head, "little")
+                data = file.read(size)
+                if len(data) < size:
+                    raise BadInputError(f"{self.path} ends early. Delete its folder and start the training again.")
+                yield data.decode("utf-8", "surrogatepass")
 
 
 def corpus_parts(
@@ -136,20 +123,12 @@ def corpus_parts(
         disk_bytes = sum(facts["bytes"] for facts in files.values())
         for name, facts in sorted(files.items()):
             path = corpus / source / name
-            for stretch in _shard_stretches(path, facts["bytes"], part_bytes) if share else []:
-                whole = f"{source}/{name}"
-                read = facts["bytes"] if stretch is None else stretch[1] - stretch[0]
-                parts.append(
-                    ShardPart(
-                        name=whole if stretch is None else f"{whole}@{stretch[0]}",
-                        fingerprint=fingerprint([facts, str(share), stretch]),
-                        size_bytes=int(sizes[source] * read / max(1, disk_bytes) * share),
-                        path=path,
-                        source=source,
-                        share=share,
-                        stretch=stretch,
-                    )
-                )
+            for byte_range in _shard_ranges(path, facts["bytes"], part_bytes) if share else []:
+                start, end = byte_range or (0, facts["bytes"])
+                part_name = f"{source}/{name}" if byte_range is None else f"{source}/{name}@{start}"
+                print_of_it = fingerprint([facts, str(share), byte_range])
+                size = int(sizes[source] * (end - start) / max(1, disk_bytes) * share)
+                parts.append(ShardPart(part_name, print_of_it, size, path, source, share, byte_range))
     asked = dict.fromkeys(sources, take) if isinstance(take, str) else (take or {})
     taken = {
         name: {
@@ -170,10 +149,34 @@ def file_parts(paths: Sequence[Path], part_bytes: int = PART_BYTES) -> list[File
             raise BadInputError(f"The text file {path} does not exist. Give files of plain text with --text.")
         size = path.stat().st_size
         crc = crc32c_of(path)
-        for stretch in _file_stretches(path, size, part_bytes):
-            name = f"{path}@{stretch[0]}"
-            print_of_it = fingerprint([crc, size, stretch])
-            parts.append(FilePart(name, print_of_it, stretch[1] - stretch[0], path, stretch))
+        for byte_range in _file_ranges(path, size, part_bytes):
+            name = f"{path}@{byte_range[0]}"
+            print_of_it = fingerprint([crc, size, byte_range])
+            parts.append(FilePart(name, print_of_it, byte_range[1] - byte_range[0], path, byte_range))
+    return parts
+
+
+def parts_from_texts(texts: Iterable[str], scratch: Path, part_bytes: int = PART_BYTES) -> list[SpooledPart]:
+    """Write `texts` to files under `scratch`, in parts of about `part_bytes`: training reads its text several times."""
+    scratch.mkdir(parents=True, exist_ok=True)
+    parts: list[SpooledPart] = []
+    left = iter(texts)
+    text = next(left, None)
+    while text is not None:
+        path = scratch / f"texts-{len(parts):05d}.spool"
+        digest = hashlib.sha256()
+        size = 0
+        with open(path, "wb") as file:
+            while text is not None and size < part_bytes:
+                data = text.encode("utf-8", "surrogatepass")
+                record = len(data).to_bytes(LENGTH_BYTES, "little") + data
+                file.write(record)
+                digest.update(record)
+                size += len(data)
+                text = next(left, None)
+            file.flush()
+            os.fsync(file.fileno())
+        parts.append(SpooledPart(path.name, digest.hexdigest()[:16], size, path))
     return parts
 
 
@@ -182,7 +185,7 @@ def _train_bytes(report: dict[str, Any]) -> int:
     return int(report["bytes_kept"] * report["train_records"] / max(1, report["records_kept"]))
 
 
-def _shard_stretches(path: Path, size: int, part_bytes: int) -> list[tuple[int, int] | None]:
+def _shard_ranges(path: Path, size: int, part_bytes: int) -> list[tuple[int, int] | None]:
     """Where the parts of a shard begin and end; formats other than JSON lines are read whole."""
     if path.name.partition(".")[2] != "jsonl" or size <= part_bytes:
         return [None]
@@ -192,10 +195,10 @@ def _shard_stretches(path: Path, size: int, part_bytes: int) -> list[tuple[int, 
             file.seek(borders[-1] + part_bytes - 1)
             file.readline()
             borders.append(file.tell())
-    return [stretch for stretch in pairwise([*borders, size]) if stretch[0] < stretch[1]]
+    return [byte_range for byte_range in pairwise([*borders, size]) if byte_range[0] < byte_range[1]]
 
 
-def _file_stretches(path: Path, size: int, part_bytes: int) -> list[tuple[int, int]]:
+def _file_ranges(path: Path, size: int, part_bytes: int) -> list[tuple[int, int]]:
     """The same for a text file: parts end where a line ends and the next begins without white space."""
     borders = [0]
     with open(path, "rb") as file:
@@ -213,7 +216,7 @@ def _file_stretches(path: Path, size: int, part_bytes: int) -> list[tuple[int, i
 
 
 def _safe_end(block: bytearray, look_from: int, first: bool = False) -> int:
-    """The last place (or the first) where a line ends and no white space follows, so that no pre-token crosses it; 0
+    """The last place (or the first) where a line ends and no white space follows, so that no pretoken crosses it; 0
     where there is none. `look_from`: earlier bytes are known to have none."""
     place = block.find(b"\n") if first else block.rfind(b"\n", max(0, look_from - 5))
     while place != -1:

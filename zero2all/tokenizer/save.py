@@ -1,12 +1,11 @@
-"""Write a tokenizer folder that everybody can load, in a layout that keeps text from ever producing a control id.
+"""Write a tokenizer folder that Hugging Face tools can load, and in which text never produces a control id.
 
 The folder holds `tokenizer.json`, `tokenizer_config.json` and, last, our `manifest.json`; a SentencePiece tokenizer
-also has its `sentencepiece.model`. The control tokens stand in the model's vocabulary, but nothing leads to them: no
-merge makes one (BPE), and their score is so low that no segmentation takes one (unigram). tokenizer.json declares no
-added tokens; only tokenizer_config.json does, together with `split_special_tokens`. So `tokenizers.Tokenizer.from_file`
-sees `<|end_of_text|>` in a text as ordinary characters, and so does `AutoTokenizer`, which still knows the special ids
-for decoding and for `eos_token_id`. (A folder that transformers saved again has them as added tokens and loses the
-property for plain `tokenizers`.)
+also has its `sentencepiece.model`. The control tokens are in the model's vocabulary, but nothing leads to them: no
+merge makes one (BPE), and their score is too low for any segmentation (unigram). tokenizer.json declares no added
+tokens; only tokenizer_config.json does, together with `split_special_tokens`. So `tokenizers.Tokenizer.from_file` reads
+`<|end_of_text|>` in a text as ordinary characters, and so does `AutoTokenizer`, which still knows the special ids for
+decoding and for `eos_token_id`. (If transformers saves the folder again, plain `tokenizers` will recognise them.)
 
 The *compatible* layout, for tools that render chat templates as text, gives the property up: see `compatible_files`.
 """
@@ -18,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.common.errors import BadInputError
-from zero2all.common.files import MANIFEST_NAME, read_json, staged_folder, write_atomic, write_json
-from zero2all.common.manifest import write_manifest
-from zero2all.tokenizer.fingerprint import tokenizer_fingerprint
-from zero2all.tokenizer.pattern import PRE_TOKEN_PATTERN
-from zero2all.tokenizer.specials import SpecialsConfig, byte_alphabet, special_map
+from zero2all.common.files import staged_folder, write_atomic, write_json
+from zero2all.common.manifest import fingerprint, write_manifest
+from zero2all.tokenizer.config import PRETOKEN_PATTERN
+from zero2all.tokenizer.specials import SpecialsConfig, byte_alphabet
 
 NO_LENGTH_LIMIT = int(1e30)
 """What transformers writes as `model_max_length` when the tokenizer itself sets no limit."""
@@ -30,7 +28,21 @@ TOKENIZER_NAME, CONFIG_NAME = "tokenizer.json", "tokenizer_config.json"
 SENTENCEPIECE_NAME = "sentencepiece.model"
 """Not `tokenizer.model`: transformers would prefer a file of that name to tokenizer.json and convert it its own way."""
 CHAT_TEMPLATE_NAME = "chat_template.jinja"
+TOKENIZER_FILES = (TOKENIZER_NAME, CONFIG_NAME, "special_tokens_map.json", CHAT_TEMPLATE_NAME, SENTENCEPIECE_NAME)
 NORMALIZERS: dict[str, dict[str, Any] | None] = {"none": None, "nfc": {"type": "NFC"}, "nfkc": {"type": "NFKC"}}
+
+
+def tokenizer_fingerprint(
+    tokenizer_json: dict[str, Any], control: dict[str, int], begin: str | None, end: str, pad: str | None
+) -> str:
+    """The name of a tokenizer: two with the same fingerprint give the same ids for every text.
+
+    Packed shards and checkpoints record it, so that tokens of one vocabulary are never read with another. The parts of
+    tokenizer.json that our loader overrides do not count, nor does the order of keys.
+    """
+    relevant = {key: value for key, value in tokenizer_json.items() if key not in ("version", "truncation", "padding")}
+    special = {"control": control, "begin": begin, "end": end, "pad": pad}
+    return fingerprint({"tokenizer": relevant, "special": special})
 
 
 def tokenizer_json_of(
@@ -38,38 +50,50 @@ def tokenizer_json_of(
     merges: Sequence[tuple[int, int]],
     control: Sequence[str],
     normalisation: str = "none",
-    pattern: str = PRE_TOKEN_PATTERN,
+    pattern: str = PRETOKEN_PATTERN,
 ) -> dict[str, Any]:
     """tokenizer.json of a byte-level BPE: control tokens first, then `pieces` in order; merges name places in it."""
     visible = {byte: character for character, byte in byte_alphabet().items()}
     names = ["".join(visible[byte] for byte in piece) for piece in pieces]
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return assembled_json(
+        NORMALIZERS[normalisation],
+        {"type": "Sequence", "pretokenizers": [split, byte_level]},
+        {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        bpe_model(vocabulary_of(control, names), [[names[left], names[right]] for left, right in merges]),
+    )
+
+
+def assembled_json(normalizer: Any, pre_tokenizer: Any, decoder: Any, model: dict[str, Any]) -> dict[str, Any]:
+    """A whole tokenizer.json."""
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": [],
-        "normalizer": NORMALIZERS[normalisation],
-        "pre_tokenizer": {
-            "type": "Sequence",
-            "pretokenizers": [
-                {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
-                {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
-            ],
-        },
+        "normalizer": normalizer,
+        "pre_tokenizer": pre_tokenizer,
         "post_processor": None,
-        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": vocabulary_of(control, names),
-            "merges": [[names[left], names[right]] for left, right in merges],
-        },
+        "decoder": decoder,
+        "model": model,
+    }
+
+
+def bpe_model(vocab: dict[str, int], merges: list[list[str]], **options: Any) -> dict[str, Any]:
+    """The `model` of a BPE in tokenizer.json."""
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        **options,
+        "vocab": vocab,
+        "merges": merges,
     }
 
 
@@ -92,35 +116,31 @@ def save_tokenizer(
     specials: SpecialsConfig,
     content: dict[str, Any],
     inputs: str,
-    other_files: Mapping[str, bytes] | None = None,
-) -> dict[str, Any]:
-    """Write `folder`, whole or not at all; returns its manifest. `content` is what the manifest says of its making."""
-    names = specials.names()
-    identity = special_map(
-        {name: number for number, name in enumerate(names)}, specials.begin, specials.end, specials.pad
-    )
+    other_files: Mapping[str, bytes],
+) -> None:
+    """Write `folder`, whole or not at all. `content` is what the manifest says about the training."""
+    control = {name: number for number, name in enumerate(specials.names())}
     facts = {
         "vocab_size": len(tokenizer_json["model"]["vocab"]),
-        "fingerprint": tokenizer_fingerprint(tokenizer_json, identity),
+        "fingerprint": tokenizer_fingerprint(tokenizer_json, control, specials.begin, specials.end, specials.pad),
         **content,
     }
     with staged_folder(folder) as partial:
         write_json(partial / TOKENIZER_NAME, tokenizer_json)
-        write_json(partial / CONFIG_NAME, hugging_face_config(specials))
-        for name, data in (other_files or {}).items():
+        write_json(partial / CONFIG_NAME, _hugging_face_config(specials))
+        for name, data in other_files.items():
             write_atomic(partial / name, data)
         write_manifest(partial, "tokenizer", inputs, facts)
-    manifest: dict[str, Any] = read_json(folder / MANIFEST_NAME)
-    return manifest
 
 
-def hugging_face_config(specials: SpecialsConfig) -> dict[str, Any]:
+def _hugging_face_config(specials: SpecialsConfig) -> dict[str, Any]:
     """Makes `AutoTokenizer` use tokenizer.json as it is and split control strings that occur in text."""
     roles = {"bos_token": specials.begin, "eos_token": specials.end, "pad_token": specials.pad}
     names = specials.names()
+    plain = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "added_tokens_decoder": {str(number): added_token(name) for number, name in enumerate(names)},
+        "added_tokens_decoder": {str(number): {"content": name, **plain} for number, name in enumerate(names)},
         **roles,
         "additional_special_tokens": [name for name in names if name not in roles.values()],
         "split_special_tokens": True,
@@ -130,23 +150,11 @@ def hugging_face_config(specials: SpecialsConfig) -> dict[str, Any]:
     }
 
 
-def added_token(name: str) -> dict[str, Any]:
-    """How Hugging Face files describe a control token."""
-    return {
-        "content": name,
-        "lstrip": False,
-        "normalized": False,
-        "rstrip": False,
-        "single_word": False,
-        "special": True,
-    }
-
-
 def compatible_files(tokenizer_json: dict[str, Any], config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The same tokenizer with control tokens as ordinary added tokens, which text CAN spell, for tools that need it.
 
     Such tools render a chat as one text with the marks in it and encode that; with our own layout they would get
-    the marks as plain characters. Whoever writes a message can then write marks as well.
+    the marks as plain characters. A message can then contain marks as well.
     """
     declared = config.get("added_tokens_decoder", {})
     added = [{"id": int(number), **token} for number, token in sorted(declared.items(), key=lambda item: int(item[0]))]

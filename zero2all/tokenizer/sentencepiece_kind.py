@@ -1,12 +1,11 @@
-"""The SentencePiece route: train with the `sentencepiece` library, then convert to a tokenizer.json with equal ids.
+"""Train with the `sentencepiece` library, then convert its model to a tokenizer.json with equal ids.
 
-Training runs in a child process: its memory returns to the system when it ends, and what the C++ library does when it
-is unhappy (logging, throwing, aborting) becomes one clear error. The training text goes through a file of lines in the
-scratch folder. Lines longer than `max_sentence_length` are cut and counted; SentencePiece would leave them out in
-silence, as it does with lines that hold ▅ (U+2585) or NUL, which are therefore taken out and counted as well.
+Training runs in a child process: its memory returns to the system when it ends, and an error or abort of the C++
+library becomes one clear message. The training text goes through a file of lines in the scratch folder. SentencePiece
+silently drops lines longer than `max_sentence_length` and lines with ▅ (U+2585) or NUL: such lines are cut, such
+characters removed, and both are counted.
 
-Two things a person should know about such a tokenizer: it has no pre-token pattern, so it needs no regular expression;
-and it writes spaces as ▁ (U+2581), so a ▁ of the text itself comes back as a space.
+Such a tokenizer has no pretoken pattern, and writes spaces as ▁ (U+2581): a ▁ of the text comes back as a space.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from zero2all.common.errors import BadInputError, UsageError, UserError
 from zero2all.common.files import human_bytes, require_free_space
 from zero2all.common.progress import Bar, progress
 from zero2all.tokenizer.config import SentencePieceConfig, TokenizerConfig
-from zero2all.tokenizer.save import NORMALIZERS, vocabulary_of
+from zero2all.tokenizer.save import NORMALIZERS, assembled_json, bpe_model, vocabulary_of
 from zero2all.tokenizer.text import CountedText
 
 SPACE = "▁"
@@ -52,7 +51,7 @@ except Exception as error:
 """
 
 
-def require_sentencepiece() -> None:
+def _require_library() -> None:
     """An error that says how to get the library, where it is missing; before any work."""
     try:
         import sentencepiece  # noqa: F401
@@ -65,15 +64,14 @@ def require_sentencepiece() -> None:
 
 
 def learn_sentencepiece(
-    text: CountedText, config: TokenizerConfig, total_bytes: int, scratch: Path
+    text: CountedText, config: TokenizerConfig, scratch: Path
 ) -> tuple[dict[str, Any], bytes, dict[str, Any]]:
     """tokenizer.json, the library's own model file, and what to note in the manifest."""
-    require_sentencepiece()
-    require_free_space(scratch, int(total_bytes * 1.1), "the training text of SentencePiece")
-    scratch.mkdir(parents=True, exist_ok=True)
+    _require_library()
+    require_free_space(scratch, int(text.expected_bytes * 1.1), "the training text of SentencePiece")
     lines_path, options_path, model_path = (scratch / name for name in ("lines.jsonl", "options.json", "model"))
     facts: dict[str, Any] = {"lines": 0, "lines_cut": 0, "characters_left_out": 0}
-    with progress("tokenizer", total=total_bytes, unit="B") as bar:
+    with progress("tokenizer", total=text.expected_bytes, unit="B") as bar:
         _write_lines(text, config, lines_path, facts, bar)
         options = _options(config)
         options_path.write_text(json.dumps(options, ensure_ascii=False), encoding="utf-8")
@@ -118,7 +116,7 @@ def _spelling(config: TokenizerConfig) -> str:
 
 
 def _options(config: TokenizerConfig) -> dict[str, Any]:
-    """What the library's trainer is told, under its own names."""
+    """The options of the library's trainer, under its own names."""
     names, own = config.specials.names(), config.sentencepiece
     roles = {"bos": 0, "eos": 1, "pad": 5}
     options: dict[str, Any] = {
@@ -191,7 +189,7 @@ def _failure(code: int, said: list[str], config: TokenizerConfig) -> UserError:
     reason = next((line.removeprefix("FAILED ") for line in reversed(said) if line.startswith("FAILED ")), None)
     reason = reason or next((line for line in reversed(said) if "Check failed" in line), f"it ended with code {code}")
     return BadInputError(
-        f"SentencePiece could not train on this text: {reason.strip()}. Its options stand under "
+        f"SentencePiece could not train on this text: {reason.strip()}. Its options are under "
         f"tokenizer.sentencepiece in the config; --kind bpe is the usual way out."
     )
 
@@ -220,17 +218,12 @@ def convert_sentencepiece(model: bytes, config: TokenizerConfig) -> dict[str, An
     if prefix:
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     unigram = config.sentencepiece.model_type == "unigram"
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [],
-        "normalizer": {"type": "Sequence", "normalizers": normalizers},
-        "pre_tokenizer": None,
-        "post_processor": None,
-        "decoder": {"type": "Sequence", "decoders": decoders},
-        "model": _unigram(pieces, scores, first) if unigram else _bpe(pieces, scores, first),
-    }
+    return assembled_json(
+        {"type": "Sequence", "normalizers": normalizers},
+        None,
+        {"type": "Sequence", "decoders": decoders},
+        _unigram(pieces, scores, first) if unigram else _bpe(pieces, scores, first),
+    )
 
 
 def _bpe(pieces: list[str], scores: list[float], first: int) -> dict[str, Any]:
@@ -246,23 +239,14 @@ def _bpe(pieces: list[str], scores: list[float], first: int) -> dict[str, Any]:
         if piece[:cut] in learned and piece[cut:] in learned
     ]
     merges.sort(key=lambda merge: merge[0])
-    return {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": UNKNOWN,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": True,
-        "byte_fallback": True,
-        "ignore_merges": False,
-        "vocab": {piece: number for number, piece in enumerate(pieces)},
-        "merges": [[left, right] for _, left, right in merges],
-    }
+    vocab = {piece: number for number, piece in enumerate(pieces)}
+    listed = [[left, right] for _, left, right in merges]
+    return bpe_model(vocab, listed, unk_token=UNKNOWN, fuse_unk=True, byte_fallback=True)
 
 
 def _unigram(pieces: list[str], scores: list[float], first: int) -> dict[str, Any]:
-    """Control tokens and byte pieces stand in the list that the encoder matches text against, with a score that no
-    path through them can win with."""
+    """Control tokens and byte pieces are in the list that the encoder matches text against, with a score so low that
+    no path takes one."""
     longest = max(len(piece) for piece in pieces[:first])
     lowest = min(scores[first:])
     unreachable = (longest + 2) * min(lowest, -1.0) - 100

@@ -1,4 +1,4 @@
-"""What a tokenizer is, in facts: for `z2a tokenizer show`, and the coloured view of how a text is cut."""
+"""The facts of a tokenizer for `z2a tokenizer show`, and the coloured view of how a text is cut."""
 
 from __future__ import annotations
 
@@ -6,30 +6,27 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.common.files import MANIFEST_NAME, read_json
-from zero2all.tokenizer.load import Tokenizer, load_tokenizer
-from zero2all.tokenizer.pattern import PATTERNS
+from zero2all.tokenizer.config import PATTERNS
+from zero2all.tokenizer.load import load_tokenizer
 from zero2all.tokenizer.save import TOKENIZER_NAME
+from zero2all.tokenizer.text import is_utf8
 from zero2all.tokenizer.train import CONSEQUENCES
 
-SAMPLES = 12
 COLOURS = (44, 42, 45, 43, 46, 41)
 """ANSI background colours, one after the other, so that neighbours differ."""
 
 
-def tokenizer_facts(folder: Path, samples: int = SAMPLES) -> dict[str, Any]:
-    """Everything about a tokenizer that can be told without text. JSON."""
+def tokenizer_facts(folder: Path, samples: int = 12) -> dict[str, Any]:
+    """Everything about a tokenizer that needs no text, as JSON."""
     tokenizer = load_tokenizer(folder)
     tokenizer_json: dict[str, Any] = read_json(folder / TOKENIZER_NAME)
     manifest = read_json(folder / MANIFEST_NAME) if (folder / MANIFEST_NAME).is_file() else {}
-    pieces = {
-        number: tokenizer.token_bytes(number)
-        for number in range(tokenizer.vocab_size)
-        if number not in tokenizer.control_ids and tokenizer.has_id(number)
-    }
+    pieces = tokenizer.text_pieces
     longest = sorted(pieces, key=lambda number: (-len(pieces[number]), number))[:samples]
     step = max(1, len(pieces) // samples)
-    spread = sorted(pieces)[step // 2 :: step][:samples]
+    spread = list(pieces)[step // 2 :: step][:samples]
     model = tokenizer_json["model"]
+    added = [token["content"] for token in tokenizer_json.get("added_tokens", [])]
     return {
         "folder": str(folder),
         "kind": manifest.get("tokenizer_kind", f"foreign {model.get('type', 'unknown')}"),
@@ -48,8 +45,9 @@ def tokenizer_facts(folder: Path, samples: int = SAMPLES) -> dict[str, Any]:
         "begin_id": tokenizer.begin_id,
         "end_ids": list(tokenizer.end_ids),
         "pad_id": tokenizer.pad_id,
-        "text_reaches_control": _reachable(tokenizer_json, tokenizer),
-        "whole_characters": sum(_is_text(piece) for piece in pieces.values()),
+        # Those that the plain `tokenizers` library would recognise in text; our loader never does.
+        "text_reaches_control": [name for name in added if name in tokenizer.control],
+        "whole_characters": sum(map(is_utf8, pieces.values())),
         "sample": {str(number): readable(pieces[number]) for number in spread},
         "longest": {str(number): readable(pieces[number]) for number in longest},
         "made": {name: manifest[name] for name in ("text", "taken", "training", "extension") if name in manifest},
@@ -59,11 +57,6 @@ def tokenizer_facts(folder: Path, samples: int = SAMPLES) -> dict[str, Any]:
 def readable(piece: bytes) -> str:
     """A piece on one line: characters as they are, bytes that form none as \\\\xe4."""
     return repr(piece.decode("utf-8", "backslashreplace"))[1:-1]
-
-
-def segments(tokenizer: Tokenizer, text: str) -> list[tuple[int, bytes]]:
-    """The pieces of a text: id and bytes."""
-    return [(number, tokenizer.token_bytes(number)) for number in tokenizer.encode_text(text)]
 
 
 def coloured(pieces: list[tuple[int, bytes]]) -> str:
@@ -78,25 +71,10 @@ def coloured(pieces: list[tuple[int, bytes]]) -> str:
 
 
 def _pattern(tokenizer_json: dict[str, Any]) -> str | None:
-    """The regular expression of a Split pre-tokenizer, by its name where we know it."""
+    """The regular expression that cuts text into pretokens, by its name where it has one."""
     found = tokenizer_json.get("pre_tokenizer") or {}
     for part in (found, *found.get("pretokenizers", [])):
         if part.get("type") == "Split":
             text = next(iter(part["pattern"].values()))
             return next((name for name, known in PATTERNS.items() if known == text), str(text))
     return None
-
-
-def _reachable(tokenizer_json: dict[str, Any], tokenizer: Tokenizer) -> list[str]:
-    """Control tokens that the plain `tokenizers` library would recognise in text; ours never does."""
-    return [
-        token["content"] for token in tokenizer_json.get("added_tokens", []) if token["content"] in tokenizer.control
-    ]
-
-
-def _is_text(piece: bytes) -> bool:
-    try:
-        piece.decode()
-    except UnicodeDecodeError:
-        return False
-    return True

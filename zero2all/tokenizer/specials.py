@@ -1,8 +1,7 @@
 """The control tokens: marks that only the program may set, never the text.
 
 They take the first ids of every vocabulary that we train, in the order of `SpecialsConfig.names()`, so that an id
-means the same thing in all of them. The reserved ones let a later stage (tools, images) have marks without moving any
-id. Their names may be changed in the config; what may be no name is said in `problems`.
+means the same thing in all of them. A later stage (tools, images) can use the reserved ones without moving any id.
 """
 
 from __future__ import annotations
@@ -12,51 +11,42 @@ from dataclasses import dataclass, field
 
 from zero2all.common.schema import NaturalInt, Problem
 
-BEGIN_OF_TEXT = "<|begin_of_text|>"
-END_OF_TEXT = "<|end_of_text|>"
-END_OF_PROMPT = "<|end_of_prompt|>"
-MESSAGE_START = "<|message_start|>"
-MESSAGE_END = "<|message_end|>"
-PAD = "<|pad|>"
-RESERVED_COUNT = 8
-
 BYTE_COUNT = 256
 ROLES = ("begin", "end", "end_of_prompt", "message_start", "message_end", "pad")
-"""The parts that control tokens play; the place in this tuple is the id of its token in a vocabulary of ours."""
+"""The roles of control tokens; the place in this tuple is the token's id in a vocabulary of ours."""
 
 
 @dataclass(frozen=True)
 class SpecialsConfig:
     """The control tokens of a new vocabulary: `tokenizer.specials` of the config."""
 
-    begin: str = BEGIN_OF_TEXT
-    """Stands before every document (bos)."""
-    end: str = END_OF_TEXT
-    """Stands after every document (eos)."""
-    end_of_prompt: str = END_OF_PROMPT
+    begin: str = "<|begin_of_text|>"
+    """Comes before every document (bos)."""
+    end: str = "<|end_of_text|>"
+    """Comes after every document (eos)."""
+    end_of_prompt: str = "<|end_of_prompt|>"
     """Ends what the model is given, before what it should write."""
-    message_start: str = MESSAGE_START
+    message_start: str = "<|message_start|>"
     """Opens a message of a chat; the role follows it."""
-    message_end: str = MESSAGE_END
+    message_end: str = "<|message_end|>"
     """Closes a message of a chat."""
-    pad: str = PAD
+    pad: str = "<|pad|>"
     """Fills rows that are too short."""
-    reserved: NaturalInt = RESERVED_COUNT
+    reserved: NaturalInt = 8
     """How many tokens `<|reserved_0|>`, `<|reserved_1|>`, … are kept for later stages."""
     extra: list[str] = field(default_factory=list)
     """Control tokens of your own; they take the ids after the reserved ones."""
 
     def names(self) -> tuple[str, ...]:
         """All control tokens; the place in this tuple is the id."""
-        parts = (getattr(self, role) for role in ROLES)
-        return (*parts, *(f"<|reserved_{number}|>" for number in range(self.reserved)), *self.extra)
+        return (*self.roles().values(), *(f"<|reserved_{number}|>" for number in range(self.reserved)), *self.extra)
 
     def roles(self) -> dict[str, str]:
-        """Which token plays which part."""
+        """The token of each role."""
         return {role: getattr(self, role) for role in ROLES}
 
     def problems(self, place: str) -> list[Problem]:
-        """Names that cannot be told from each other, or from text."""
+        """Names that clash with each other or with text."""
         names = self.names()
         where = [*(f"{place}.{role}" for role in ROLES), *[f"{place}.reserved"] * self.reserved]
         where += [f"{place}.extra[{index}]" for index in range(len(self.extra))]
@@ -69,9 +59,9 @@ class SpecialsConfig:
 
 
 def _name_trouble(name: str) -> str | None:
-    """What keeps `name` from being a control token, whatever the others are called; says what was expected."""
+    """What was expected instead of `name`, or None if it can be a control token."""
     if not name:
-        return "a name: an empty control token stands everywhere in every text"
+        return "a name: an empty control token would match everywhere"
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -98,19 +88,6 @@ def _trouble_among(name: str, index: int, names: Sequence[str]) -> str | None:
 
 CONTROL_TOKENS: tuple[str, ...] = SpecialsConfig().names()
 """The control tokens of a vocabulary made with the default names."""
-
-
-def smallest_vocab_size(control_tokens: int = len(CONTROL_TOKENS)) -> int:
-    """Control tokens, all bytes and one learned piece: below that there is nothing to train."""
-    return control_tokens + BYTE_COUNT + 1
-
-
-SMALLEST_VOCAB_SIZE = smallest_vocab_size()
-
-
-def special_map(control: dict[str, int], begin: str | None, end: str, pad: str | None) -> dict[str, object]:
-    """The special-token map that goes into the fingerprint: every control token's id, and who plays which part."""
-    return {"control": control, "begin": begin, "end": end, "pad": pad}
 
 
 def byte_alphabet() -> dict[str, int]:

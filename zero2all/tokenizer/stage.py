@@ -1,4 +1,4 @@
-"""The tokenizer stage of a workspace: train on the corpus that stands there, or on plain text files."""
+"""The tokenizer stage of a workspace: train on its corpus, or on plain text files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def train_on_corpus(corpus: Path, folder: Path, config: TokenizerConfig, ignore_
     """Train on the training split of every source; does nothing when corpus and settings are those of last time."""
     parts, taken = corpus_parts(corpus, config.take)
     inputs = fingerprint({"parts": [[part.name, part.fingerprint] for part in parts], "config": deciding(config)})
-    return train_on_parts(parts, config, folder, inputs, {"taken": taken}, ignore_memory)
+    return train_on_parts(lambda _: parts, config, folder, inputs, {"taken": taken}, ignore_memory)
 
 
 def train_on_files(
@@ -27,7 +27,6 @@ def train_on_files(
     if config.take is not None:
         raise UsageError("--take chooses among the sources of a corpus; with --text, name the files you want.")
     parts = file_parts(paths)
-    contents = [part.fingerprint for part in parts]
-    inputs = fingerprint({"files": contents, "config": deciding(config)})
+    inputs = fingerprint({"files": [part.fingerprint for part in parts], "config": deciding(config)})
     taken = {str(path): {"asked": "all", "share": "1", "about_bytes": path.stat().st_size} for path in paths}
-    return train_on_parts(parts, config, folder, inputs, {"taken": taken}, ignore_memory)
+    return train_on_parts(lambda _: parts, config, folder, inputs, {"taken": taken}, ignore_memory)

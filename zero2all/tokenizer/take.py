@@ -1,4 +1,4 @@
-"""Which of the text a tokenizer is trained on: a share of every source, chosen by the text itself.
+"""Which documents a tokenizer is trained on: a share of every source, chosen by the hash of each document.
 
 `20/44` takes 20 of 44 equal shares of a source's documents, `2GB` about that much of it, `0` none. A document belongs
 to a share by the hash of its text (xxh3, 64 bits): taken if hash / 2^64 < 20/44. So the choice is the same on every
@@ -15,10 +15,21 @@ from fractions import Fraction
 
 from zero2all.common.errors import UsageError
 from zero2all.common.schema import nearest_hint
-from zero2all.tokenizer.sizes import parse_bytes
 
 _SHARE = re.compile(r"\s*([0-9]+)\s*/\s*([0-9]+)\s*")
+_AMOUNT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+_UNITS = {"": 1, "b": 1, **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)}}
+_UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)}
 HASHES = 1 << 64
+
+
+def parse_bytes(text: str) -> int | None:
+    """`2GB`, `500 MB`, `1.5GiB` or a plain number of bytes; None for anything else. KB is 1000 bytes, KiB is 1024."""
+    found = _AMOUNT.fullmatch(text)
+    if found is None or found[2].lower() not in _UNITS:
+        return None
+    amount = int(float(found[1]) * _UNITS[found[2].lower()])
+    return amount if amount > 0 else None
 
 
 def take_problem(text: str) -> str | None:
@@ -44,7 +55,7 @@ def parse_take(words: str) -> dict[str, str] | str:
                 f"--take news=20/44,wiki=2GB, or --take 2GB for all sources together."
             )
         if name in taken:
-            raise UsageError(f"--take {words}: {name} stands there twice.")
+            raise UsageError(f"--take {words}: {name} is named twice.")
         taken[name] = share
     return taken
 
@@ -57,7 +68,7 @@ def shares(take: Mapping[str, str] | str | None, source_bytes: Mapping[str, int]
         return dict.fromkeys(source_bytes, _share(take, sum(source_bytes.values())))
     for name in take:
         if name not in source_bytes:
-            raise UsageError(f"--take names {name!r}, which is no source here. {nearest_hint(name, source_bytes)}")
+            raise UsageError(f"--take names {name!r}, which is not a source. {nearest_hint(name, source_bytes)}")
     return {name: _share(take[name], size) if name in take else Fraction(1) for name, size in source_bytes.items()}
 
 

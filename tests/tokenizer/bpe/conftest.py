@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.tokenizer.bpe.bpe_texts import TextList
-from zero2all.tokenizer.bpe import LearnedBpe, learn_bpe
+from zero2all.tokenizer.bpe.learn import LearnedBpe, learn_bpe
 
 
 @pytest.fixture

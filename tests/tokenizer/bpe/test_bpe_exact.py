@@ -9,12 +9,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.bpe_reference import ReferenceEncoder, reference_train
 from tests.tokenizer.bpe.bpe_texts import TextList, chinese_like, in_parts
 from zero2all.tokenizer.bpe import learn as learn_module
-from zero2all.tokenizer.bpe import learn_bpe, merging
+from zero2all.tokenizer.bpe import merging
+from zero2all.tokenizer.bpe.learn import learn_bpe
 from zero2all.tokenizer.bpe.memory import Memory
-from zero2all.tokenizer.bpe.reference import ReferenceEncoder, reference_train
-from zero2all.tokenizer.spool import parts_from_texts
+from zero2all.tokenizer.parts import parts_from_texts
 
 TEXTS = chinese_like(seed=3, clauses=9000)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from benchmarks.bpe_reference import ReferenceEncoder
 from tests.tokenizer.bpe.bpe_texts import TextList, chinese_like, in_parts
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.tokenizer.bpe.memory import Memory
-from zero2all.tokenizer.bpe.reference import ReferenceEncoder
 
 TEXTS = chinese_like(seed=5, clauses=1000)
 
@@ -141,9 +141,9 @@ def test_long_documents_are_split_only_where_no_pre_token_is(learn, monkeypatch)
 def _pattern():
     from tokenizers import Regex
 
-    from zero2all.tokenizer.pattern import PRE_TOKEN_PATTERN
+    from zero2all.tokenizer.config import PRETOKEN_PATTERN
 
-    return pre_tokenizers.Split(Regex(PRE_TOKEN_PATTERN), "isolated")
+    return pre_tokenizers.Split(Regex(PRETOKEN_PATTERN), "isolated")
 
 
 def _byte_alphabet() -> dict[int, str]:

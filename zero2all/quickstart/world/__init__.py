@@ -8,13 +8,13 @@ text never uses for it. Asking in those wordings shows whether the model learned
     stories     a story grammar, and questions about the story just told
     language    the two languages, whose words are in en.json and zh.json
     generator   documents in the right proportions
-    probes      the questions to ask a trained model, and a search for leaks
+    probes      the questions to ask a trained model
 
 Everything follows from `seed`: the same documents and probes in every process and Python version.
 """
 
 from zero2all.quickstart.world.generator import Document, documents
-from zero2all.quickstart.world.language import LANGUAGES, language_named
-from zero2all.quickstart.world.probes import Probe, find_leaks, probes
+from zero2all.quickstart.world.language import LANGUAGES
+from zero2all.quickstart.world.probes import probes
 
-__all__ = ["LANGUAGES", "Document", "Probe", "documents", "find_leaks", "language_named", "probes"]
+__all__ = ["LANGUAGES", "Document", "documents", "probes"]

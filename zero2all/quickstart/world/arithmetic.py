@@ -72,10 +72,3 @@ def written(calculation: Calculation, words: ArithmeticWords, rng: random.Random
         sentence = template.format(x=x, y=y, a=a)
         return sentence[0].upper() + sentence[1:]
     return template.format(x=numbers[0], y=numbers[1], a=numbers[2])
-
-
-def asked(calculation: Calculation, template: str) -> tuple[str, str]:
-    """The prompt in digits, and the joiner between prompt and result."""
-    before_answer = template.partition("{a}")[0].format(x=calculation.left, y=calculation.right)
-    prompt = before_answer.rstrip()
-    return prompt, before_answer[len(prompt) :]

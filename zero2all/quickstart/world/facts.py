@@ -70,9 +70,14 @@ class Fact:
 
     def asked(self, template: str) -> tuple[str, str]:
         """The prompt an answer-last template makes of the fact, and the joiner between prompt and answer."""
-        before_answer = template.partition("{a}")[0].format(s=self.subject)
-        prompt = before_answer.rstrip()
-        return prompt, before_answer[len(prompt) :]
+        return asked(template, s=self.subject)
+
+
+def asked(template: str, **slots: object) -> tuple[str, str]:
+    """The prompt that an answer-last template makes, and the joiner between prompt and answer."""
+    before_answer = template.partition("{a}")[0].format(**slots)
+    prompt = before_answer.rstrip()
+    return prompt, before_answer[len(prompt) :]
 
 
 @dataclass(frozen=True)
@@ -80,24 +85,17 @@ class Sentence:
     """One permitted telling of a fact."""
 
     fact: FactKey
-    template: str
     style: str
     text: str
 
 
-@dataclass(frozen=True)
-class Pin:
-    """A template that must be held out for a fact, whatever the seed: the ones the documentation shows."""
-
-    fact: FactKey
-    template: str
-
-
 def held_out_templates(
-    relations: tuple[Relation, ...], pins: tuple[Pin, ...], rng: random.Random
+    relations: tuple[Relation, ...], pinned: dict[FactKey, str], rng: random.Random
 ) -> dict[FactKey, tuple[str, ...]]:
-    """The templates each fact is never printed in. Every template is held out for about as many facts."""
-    pinned = {pin.fact: pin.template for pin in pins}
+    """The templates each fact is never printed in. Every template is held out for about as many facts.
+
+    `pinned` are held out whatever the seed: the documentation shows them.
+    """
     held_out: dict[FactKey, tuple[str, ...]] = {}
     for relation in relations:
         times_held_out: Counter[str] = Counter()
@@ -127,4 +125,4 @@ def permitted_sentences(
             for style, templates in styled:
                 for template in templates:
                     if template not in held_out[fact.key]:
-                        yield Sentence(fact.key, template, style, fact.told(template))
+                        yield Sentence(fact.key, style, fact.told(template))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from zero2all.quickstart.world.arithmetic import Calculation, written
 from zero2all.quickstart.world.facts import DIALOGUE, QUESTION, STATEMENT, Sentence, permitted_sentences
-from zero2all.quickstart.world.language import Language, language_named
+from zero2all.quickstart.world.language import LANGUAGES, Language
 from zero2all.quickstart.world.stories import tell
 
 SHARES = {"facts": 0.68, "arithmetic": 0.08, "story": 0.24}
@@ -38,7 +38,7 @@ class Document:
 
 def documents(language: str, target_bytes: int, seed: int) -> Iterator[Document]:
     """Documents until their texts together have at least `target_bytes` of UTF-8."""
-    writer = _Writer(language_named(language), seed)
+    writer = _Writer(LANGUAGES[language], seed)
     written_bytes = dict.fromkeys(SHARES, 0)
     while (total := sum(written_bytes.values())) < target_bytes:
         group = max(SHARES, key=lambda name: SHARES[name] * total - written_bytes[name])
@@ -102,12 +102,8 @@ class _Writer:
         lines = self.decks[style].deal(rng.randint(*FACTS_PER_DOCUMENT))
         if rng.random() < OPENER_SHARE:
             lines.insert(0, rng.choice(language.sheet_openers if style == STATEMENT else language.quiz_openers))
-        if style == STATEMENT:
-            between = "\n" if rng.random() < LIST_SHARE else language.joiner
-            return Document("", between.join(lines), "facts")
-        if style == QUESTION:
-            return Document("", "\n".join(lines), "quiz")
-        return Document("", "\n".join(lines), "facts")
+        between = language.joiner if style == STATEMENT and rng.random() >= LIST_SHARE else "\n"
+        return Document("", between.join(lines), "quiz" if style == QUESTION else "facts")
 
     def _arithmetic(self) -> Document:
         language, rng = self.language, self.rng

@@ -7,10 +7,9 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from zero2all.common.errors import UsageError
 from zero2all.common.files import package_text
 from zero2all.quickstart.world.arithmetic import ArithmeticWords, Calculation, split_calculations
-from zero2all.quickstart.world.facts import Fact, FactKey, Pin, Relation, held_out_templates
+from zero2all.quickstart.world.facts import Fact, FactKey, Relation, held_out_templates
 from zero2all.quickstart.world.stories import Arc, StoryBook
 
 
@@ -20,9 +19,9 @@ class Language:
 
     name: str
     joiner: str
-    """What stands between two sentences of a paragraph."""
+    """What comes between two sentences of a paragraph."""
     relations: tuple[Relation, ...]
-    pins: tuple[Pin, ...]
+    pins: dict[FactKey, str]
     arithmetic: ArithmeticWords
     stories: StoryBook
     sheet_openers: tuple[str, ...]
@@ -48,13 +47,6 @@ class Language:
         return random.Random(f"zero2all small world/{self.name}/{purpose}/{seed}")
 
 
-def language_named(name: str) -> Language:
-    """The language with this short name, `en` or `zh`."""
-    if name not in LANGUAGES:
-        raise UsageError(f"The small world has no language {name!r}. Choose one of: {', '.join(sorted(LANGUAGES))}.")
-    return LANGUAGES[name]
-
-
 def _load(name: str) -> Language:
     words = _tuples(json.loads(package_text(__package__, f"{name}.json")))
     stories = words["stories"]
@@ -62,7 +54,7 @@ def _load(name: str) -> Language:
         **words
         | {
             "relations": tuple(Relation(**relation) for relation in words["relations"]),
-            "pins": tuple(Pin(**pin) for pin in words["pins"]),
+            "pins": {pin["fact"]: pin["template"] for pin in words["pins"]},
             "arithmetic": ArithmeticWords(**words["arithmetic"]),
             "stories": StoryBook(**stories | {"arcs": tuple(Arc(**arc) for arc in stories["arcs"])}),
         }

@@ -1,11 +1,11 @@
-"""Pass 1: how often each character occurs, and each pair of neighbouring characters inside a pre-token. numba.
+"""Pass 1: how often each character occurs, and each pair of neighbouring characters inside a pretoken. numba.
 
 Every worker counts into a small table of its own, which stays in the processor's cache, and adds it to the one big
-table when it is full; the sums do not depend on who counted what. Pairs of ASCII characters have a plain array.
+table when it is full; the sums do not depend on which thread counted what. Pairs of ASCII characters have an array.
 
 When the big table would outgrow its share of the memory, it becomes a count-min sketch: two rows of counters of fixed
-size, in which strangers share a counter. A pair then looks more frequent than it is, never less. Cutting less than
-allowed is always safe, so the result stays exact.
+size, each shared by several pairs. A pair may then look more frequent than it is, never less. Cutting less than allowed
+is always safe, so the result stays exact.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from numba import njit
 from zero2all.common.files import read_json
 from zero2all.tokenizer.bpe.categories import BREAK, CODE_POINTS, character_kinds
 from zero2all.tokenizer.bpe.counting import PROGRESS_NAME
-from zero2all.tokenizer.bpe.scan import pre_token_end
+from zero2all.tokenizer.bpe.scan import pretoken_end
 
 ASCII = 128
 LOCAL_SLOTS = 1 << 18
@@ -49,10 +49,24 @@ def mixed(key):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
+def _enter(keys, key):  # type: ignore[no-untyped-def]
+    """The slot of a key in an open-addressing table that has room; 1 if it was not there before."""
+    slot = (mixed(key) & _LOW32) * np.uint64(keys.size) >> _HALF
+    while keys[slot] != key:
+        if keys[slot] == 0:
+            keys[slot] = key
+            return slot, 1
+        slot += _ONE
+        if slot == keys.size:
+            slot = np.uint64(0)
+    return slot, 0
+
+
+@njit(cache=True, nogil=True)
 def _count(codes, state, kinds, characters, ascii_pairs, keys, counts):  # type: ignore[no-untyped-def]
     """Count from state[0] on; true when the block is finished, false when the local table is full.
 
-    state: place in the block, end of the pre-token at that place, entries of the local table.
+    state: place in the block, end of the pretoken at that place, entries of the local table.
     """
     at, end, entries = state[0], state[1], state[2]
     finished = True
@@ -62,7 +76,7 @@ def _count(codes, state, kinds, characters, ascii_pairs, keys, counts):  # type:
                 at += 1
                 end = at
                 continue
-            end = pre_token_end(codes, at, kinds)
+            end = pretoken_end(codes, at, kinds)
         first = codes[at]
         characters[first] += 1
         at += 1
@@ -73,16 +87,9 @@ def _count(codes, state, kinds, characters, ascii_pairs, keys, counts):  # type:
             ascii_pairs[first * ASCII + second] += 1
             continue
         key = np.uint64(first) << _SHIFT | np.uint64(second)  # never 0: one of the two is not ASCII
-        slot = (mixed(key) & _LOW32) * np.uint64(keys.size) >> _HALF
-        while keys[slot] != key:
-            if keys[slot] == 0:
-                keys[slot] = key
-                entries += 1
-                break
-            slot += _ONE
-            if slot == keys.size:
-                slot = np.uint64(0)
+        slot, is_new = _enter(keys, key)
         counts[slot] += 1
+        entries += is_new
         if entries >= LOCAL_LIMIT:
             finished = False
             break
@@ -98,16 +105,9 @@ def _add_table(keys, counts, to_keys, to_counts):  # type: ignore[no-untyped-def
         key = keys[place]
         if key == 0:
             continue
-        slot = (mixed(key) & _LOW32) * np.uint64(to_keys.size) >> _HALF
-        while to_keys[slot] != key:
-            if to_keys[slot] == 0:
-                to_keys[slot] = key
-                new += 1
-                break
-            slot += _ONE
-            if slot == to_keys.size:
-                slot = np.uint64(0)
+        slot, is_new = _enter(to_keys, key)
         to_counts[slot] += counts[place]
+        new += is_new
     return new
 
 
@@ -183,7 +183,7 @@ class Bigrams:
         return BigramWorker(self)
 
     def add(self, worker: BigramWorker) -> None:
-        """Take over what a worker has counted."""
+        """Add what a worker has counted."""
         with self.lock:
             used = np.flatnonzero(worker.characters)
             self.characters[used] += worker.characters[used]
@@ -202,7 +202,7 @@ class Bigrams:
             return
         # What is needed may be mostly known keys, so grow by a third at least and never to the worst case at once.
         slots = max(int(1.3 * self.keys.size), int(needed / FULLEST) + 1)
-        # While it grows, the old and the new table stand side by side.
+        # While it grows, both the old and the new table are in memory.
         if self.max_bytes is not None and (slots + self.keys.size) * BYTES_PER_SLOT > self.max_bytes:
             self._become_sketch()
             return
@@ -219,11 +219,6 @@ class Bigrams:
         self.sketch = np.zeros((2, 1 << self.sketch_bits), np.int64)
         _add_to_sketch(self.keys, self.counts, self.sketch, self.sketch_bits)
         self.keys, self.counts, self.entries = np.zeros(1, np.uint64), np.zeros(1, np.int64), 0
-
-    @property
-    def sketched(self) -> bool:
-        """Whether counts may be too high."""
-        return self.sketch_bits > 0
 
     def text_bytes(self) -> int:
         """All characters counted, in UTF-8."""
@@ -280,7 +275,7 @@ class Bigrams:
         return {"sketch_bits": self.sketch_bits}
 
     def load(self, folder: Path, facts: dict[str, Any]) -> None:
-        """Go on from what `save` wrote."""
+        """Continue from what `save` wrote."""
         self.characters[:] = 0
         self.characters[np.load(folder / "used.npy")] = np.load(folder / "characters.npy")
         self.ascii_pairs = np.load(folder / "ascii_pairs.npy")

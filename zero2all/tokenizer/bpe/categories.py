@@ -1,24 +1,23 @@
 """Which code points are letters, numbers and white space, as the encoders see it.
 
-The published pattern speaks of letters, numbers and white space. Which code points those are changes with every version
-of Unicode, and a trainer that disagrees with the encoders would learn pieces that they can never produce. So the table
-stands here, as the regex engine of the `tokenizers` library has it (a test compares all code points), and not as
-Python's `unicodedata`, whose version depends on the interpreter.
+Which code points are letters changes with the version of Unicode, and a trainer that disagrees with the encoders would
+learn pieces that they can never produce. So this is the table of the regex engine of the `tokenizers` library (a test
+compares all code points), not Python's `unicodedata`, whose version depends on the interpreter.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import numpy as np
+import numpy as np
+
+from zero2all.tokenizer.text import BREAK_CHARACTER
 
 OTHER, LETTER, NUMBER, SPACE, NEWLINE, BREAK = range(6)
 """The kinds that the pattern tells apart. SPACE is white space except line ends; BREAK ends a document."""
 
-DOCUMENT_END = 0xD800
-"""Stands between documents in an array of code points. Text cannot hold it: surrogates are repaired before."""
+DOCUMENT_END = ord(BREAK_CHARACTER)
+"""Stands after each document in an array of code points."""
 
 CODE_POINTS = 0x110000
 
@@ -26,8 +25,6 @@ CODE_POINTS = 0x110000
 @cache
 def character_kinds() -> np.ndarray:
     """The kind of every code point, as bytes."""
-    import numpy as np
-
     kinds = np.full(CODE_POINTS, OTHER, np.uint8)
     for kind, ranges in ((LETTER, _LETTERS), (NUMBER, _NUMBERS), (SPACE, _SPACES)):
         place = 0

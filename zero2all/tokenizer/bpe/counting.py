@@ -1,9 +1,9 @@
-"""Run one counting pass over all parts: threads, progress, and going on after an interruption.
+"""Runs one counting pass over all parts, with threads and progress, and resumes it after an interruption.
 
 One thread reads the text, the others count blocks of it; with a single thread it does both. Counts are sums of whole
-numbers, so the result is the same for any number of threads. Between two parts, now and then, everything counted so
-far is written to the scratch folder under a new name, and only then `progress.json` is replaced by one that names it:
-whenever the process is killed, the next run finds a whole state and goes on with the part after it.
+numbers, so the result is the same for any number of threads, and so are the numbers of the blocks. Between two parts,
+now and then, all counts are written to the scratch folder under a new name, and only then `progress.json` is replaced
+by one that names it: whenever the process is killed, the next run finds a whole state and continues with the next part.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-import numpy as np
-
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import fsync_tree, read_json, write_json
 from zero2all.common.progress import Bar, progress
@@ -28,24 +26,14 @@ from zero2all.tokenizer.parts import TextPart
 
 PROGRESS_NAME = "progress.json"
 SAVE_SHARE = 20
-"""Saving may take at most one part in so many of the time."""
-
-
-class Worker(Protocol):
-    """One thread's share of a count."""
-
-    def add(self, codes: np.ndarray, number: int) -> None:
-        """Count a block. Blocks are numbered alike for any number of threads."""
-
-    def flush(self) -> None:
-        """Hand everything over to the whole."""
+"""Saving may take at most one part in this many of the time."""
 
 
 class Count(Protocol):
     """The whole count."""
 
     def worker(self) -> Any:
-        """A counter for one thread."""
+        """A counter for one thread: `add(codes, number)` counts a block, `flush()` adds it all to the whole count."""
 
     def save(self, folder: Path) -> dict[str, Any]:
         """Write the state."""
@@ -89,7 +77,7 @@ class CountingRun:
                     for worker in workers:
                         worker.flush()
                     before = time.monotonic()
-                    # What is counted sooner than a state is due is also counted again as soon.
+                    # A count that took less time than that is counted again as quickly.
                     if not last or (not keep and before - started >= self.save_every_seconds):
                         self._save(folder, count, settings, seen, number + 1)
                     saved_at = time.monotonic()
@@ -102,10 +90,10 @@ class CountingRun:
         self, part: TextPart, first_number: int, workers: list[Any], threads: ThreadPoolExecutor, bar: Bar
     ) -> Counter[str]:
         seen: Counter[str] = Counter()
-        free: SimpleQueue[Worker] = SimpleQueue()
+        free: SimpleQueue[Any] = SimpleQueue()
         for worker in workers:
             free.put(worker)
-        told = 0
+        reported = 0
 
         def work(texts: list[str], number: int) -> tuple[Counter[str], int]:
             codes, done = self.reader.codes(texts)
@@ -117,11 +105,11 @@ class CountingRun:
             return done, utf8_bytes(codes)
 
         def note(done: Counter[str], size: int) -> None:
-            nonlocal told
+            nonlocal reported
             seen.update(done)
             # The part's size is an estimate; the bar follows it, not beyond.
-            advance = min(size, max(0, part.size_bytes - told))
-            told += size
+            advance = min(size, max(0, part.size_bytes - reported))
+            reported += size
             bar.advance(advance)
 
         waiting: deque[Future[tuple[Counter[str], int]]] = deque()
@@ -135,7 +123,7 @@ class CountingRun:
                 note(*waiting.popleft().result())
         while waiting:
             note(*waiting.popleft().result())
-        bar.advance(max(0, part.size_bytes - told))
+        bar.advance(max(0, part.size_bytes - reported))
         return seen
 
     def _resume(self, folder: Path, count: Count, settings: dict[str, Any], seen: Counter[str]) -> int:

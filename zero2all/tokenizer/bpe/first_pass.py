@@ -1,10 +1,10 @@
 """What pass 1 counts: pairs of characters in all text, and words in a sample of it, to guess T from both.
 
-T should be just below the count of the last merge. How many merges reach a count f can be told beforehand, roughly:
-three for every four pairs of characters with f occurrences (not counting ASCII pairs), as in Chinese, where most pieces
-are two characters; and three for every two words with f occurrences, as in English, where the other one is a part that
-words share. On 45 MB of Chinese, 30 MB of English and mixes of 60 MB and 1 GB, the merges made were within 6 % of that
-(2026-11-15). A wrong guess costs another pass, never a wrong result.
+T should be just below the count of the last merge. The number of merges that reach a count f is about 0.75 for every
+pair of characters with f occurrences (not counting ASCII pairs), as in Chinese, where most pieces are two characters,
+and 1.5 for every word with f occurrences, as in English, where words share parts. On 45 MB of Chinese, 30 MB of English
+and mixes of 60 MB and 1 GB, the merges made were within 6 % of that (2026-11-15). A wrong guess costs another pass,
+never a wrong result.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from zero2all.tokenizer.bpe.bigrams import Bigrams, BigramWorker, PairFilter
-from zero2all.tokenizer.bpe.pieces import CharacterCode, Pieces, PieceWorker
+from zero2all.tokenizer.bpe.fragments import CharacterCode, Fragments, FragmentWorker
 
 SAMPLED_BYTES = 64 << 20
-"""Words are counted in about so much of the text, in blocks taken evenly from all of it."""
+"""Words are counted in about this much of the text, in blocks taken evenly from all of it."""
 FIRST_WITHOUT_WORDS = 0x2E80
 """From here on, scripts have no spaces between words."""
 MERGES_PER_PAIR = 0.75
@@ -33,21 +33,21 @@ class FirstPass:
         self.sample_every = max(1, total_bytes // SAMPLED_BYTES)
         code_points = np.arange(FIRST_WITHOUT_WORDS)
         code = CharacterCode(code_points, np.zeros(code_points.size, np.int64))
-        self.words = Pieces(code, PairFilter.of_everything(), scratch, None)
+        self.words = Fragments(code, PairFilter.of_everything(), scratch, None)
 
     def worker(self) -> FirstPassWorker:
         """A counter for one thread."""
         return FirstPassWorker(self.bigrams.worker(), self.words.worker(), self.sample_every)
 
     def merges_at_least(self, count: int) -> float:
-        """About how many merges and characters have so many occurrences."""
+        """About how many merges and characters have at least this count."""
         pairs = np.count_nonzero(self.bigrams.pair_counts() >= count)
         words = np.count_nonzero(self.word_counts >= count / self.sample_every)
         characters = np.count_nonzero(self.bigrams.characters[128:] >= count)
         return float(MERGES_PER_PAIR * pairs + MERGES_PER_WORD * words + characters)
 
     def guess(self, pieces: int, lowest: int) -> int:
-        """The count that about so many merges and characters have, but at least `lowest`."""
+        """The count that about `pieces` merges and characters reach, but at least `lowest`."""
         self.word_counts = self.words.counts()
         low, high = lowest, int(self.bigrams.pair_counts().max(initial=lowest))
         while low < high:
@@ -64,7 +64,7 @@ class FirstPass:
         return {"bigrams": self.bigrams.save(folder), "words": self.words.save(folder / "words")}
 
     def load(self, folder: Path, facts: dict[str, Any]) -> None:
-        """Go on from what `save` wrote."""
+        """Continue from what `save` wrote."""
         self.bigrams.load(folder, facts["bigrams"])
         self.words.load(folder / "words", facts["words"])
 
@@ -72,7 +72,7 @@ class FirstPass:
 class FirstPassWorker:
     """One thread's counts."""
 
-    def __init__(self, bigrams: BigramWorker, words: PieceWorker, sample_every: int) -> None:
+    def __init__(self, bigrams: BigramWorker, words: FragmentWorker, sample_every: int) -> None:
         self.bigrams, self.words, self.sample_every = bigrams, words, sample_every
 
     def add(self, codes: np.ndarray, number: int) -> None:

@@ -1,12 +1,12 @@
-"""All of the training in order: count pairs of characters, choose T, count pieces, merge. And why it is exact.
+"""The training in order: count pairs of characters, choose T, count fragments, merge. And why it is exact.
 
-**What is learned.** Text is split into pre-tokens by the published pattern. Symbols are whole characters; a merge joins
-two neighbouring symbols, the most frequent pair first, ties by left and then right place in the vocabulary. A character
+**What is learned.** Text is split into pretokens by the pattern. Symbols are whole characters; a merge joins two
+neighbouring symbols, the most frequent pair first, ties by left and then right place in the vocabulary. A character
 enters the vocabulary when no pair is more frequent than it, with the UTF-8 prefixes by which a byte-level encoder
-builds it up; a rarer one stays a prefix and single bytes, and nothing is ever merged with it. Training ends when all
-pieces are given away. None of this mentions T.
+builds it up; a rarer one stays a prefix and single bytes, and nothing is ever merged with it. Training ends when the
+vocabulary is full. None of this mentions T.
 
-**Why cutting does not change it.** Pre-tokens are cut between characters x and y whenever xy occurs fewer than T times.
+**Why cutting does not change it.** Pretokens are cut between characters x and y whenever xy occurs fewer than T times.
 Suppose cut and uncut training agree so far. Two neighbouring symbols u, v, where u ends in x and v begins with y, stand
 on an occurrence of xy. If xy occurs T times or more, no such place was cut, and both runs count (u, v) alike. If not,
 (u, v) occurs fewer than T times in either. So they can only disagree about pairs below T. The count of the best pair
@@ -19,39 +19,58 @@ allowed (a pair counted too high by a sketch, or let through by a filter) is alw
 
 from __future__ import annotations
 
-import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
-from zero2all.common.errors import BadInputError, UsageError
+import numpy as np
+
+from zero2all.common.engine import available_cores
+from zero2all.common.errors import UsageError
 from zero2all.common.files import human_bytes
 from zero2all.common.manifest import fingerprint
-from zero2all.common.progress import progress
-from zero2all.tokenizer.bpe.learned import LearnedBpe
+from zero2all.common.progress import progress, say
+from zero2all.tokenizer.bpe.bigrams import Bigrams, PairFilter
+from zero2all.tokenizer.bpe.blocks import BlockReader
+from zero2all.tokenizer.bpe.counting import CountingRun
+from zero2all.tokenizer.bpe.first_pass import FirstPass
+from zero2all.tokenizer.bpe.fragments import CharacterCode, Fragments
+from zero2all.tokenizer.bpe.memory import Memory, peak_resident, return_freed_memory
+from zero2all.tokenizer.bpe.merging import Alphabet, Merged, MergeLoop
+from zero2all.tokenizer.bpe.scan import pretokens
+from zero2all.tokenizer.bpe.words import FIRST_SYMBOL, Words, rarest_that_fit, symbol_order, words_of
+from zero2all.tokenizer.config import Normalisation
 from zero2all.tokenizer.parts import TextPart
-from zero2all.tokenizer.sizes import TooFewPiecesError
+from zero2all.tokenizer.specials import BYTE_COUNT
+from zero2all.tokenizer.text import TooFewPiecesError, require_text, text_facts
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    from zero2all.tokenizer.bpe.bigrams import Bigrams
-    from zero2all.tokenizer.bpe.counting import CountingRun
-    from zero2all.tokenizer.bpe.memory import Memory
-    from zero2all.tokenizer.bpe.merging import Alphabet, Merged
-    from zero2all.tokenizer.bpe.pieces import Pieces
-    from zero2all.tokenizer.bpe.words import Words
-
-BYTE_COUNT = 256
 COUNTING_RULES = 1
 """Raise this when the same text would be counted differently, so that no older state is taken over."""
 FIRST_PASS = "pairs"
 FIRST_SHARE = 0.8
-"""T begins at this share of what the last merge's count will be by the guess of `first_pass`: too high costs a pass."""
+"""T begins at this share of the last merge's count, as `first_pass` guesses it: a T that is too high costs a pass."""
 NEXT_SHARE = 0.6
 """T falls to this share of itself when pairs run out."""
+
+
+@dataclass(frozen=True)
+class LearnedBpe:
+    """A byte-level BPE vocabulary without control tokens."""
+
+    pieces: list[bytes]
+    """By place: the 256 bytes (byte b at place b), prefixes of characters, characters, learned pieces."""
+    merges: list[tuple[int, int]]
+    """Places in `pieces`, in the order of ranks; merge k makes `pieces[256 + k]`."""
+    threshold: int
+    """Neighbouring characters that occur together fewer times than this were cut apart; 0: nothing was cut."""
+    last_count: int
+    """How often the pair of the last learned merge occurred; never below `threshold`."""
+    exact: bool
+    """Proven equal to what training without any cut gives. False only after an explicit `exact=False`."""
+    facts: dict[str, Any]
+    """What the manifest records: sizes, counts of everything repaired or removed, spills, seconds. All JSON."""
 
 
 def learn_bpe(
@@ -61,42 +80,33 @@ def learn_bpe(
     scratch: Path,
     max_memory: int | None = None,
     threads: int | None = None,
-    normalisation: Literal["none", "nfc", "nfkc"] = "none",
+    normalisation: Normalisation = "none",
     min_piece_count: int = 2,
     max_piece_bytes: int | None = None,
     forbidden: Sequence[str] = (),
     exact: bool = True,
     cut: bool = True,
     save_every_seconds: float = 60.0,
-    say: Callable[[str], None] | None = None,
+    say: Callable[[str], None] = say,
 ) -> LearnedBpe:
     """Learn `pieces_wanted` pieces (vocabulary size less control tokens) from the text of `parts`.
 
-    `scratch` is a folder of ours: the state of an interrupted run, and what does not fit into memory. It is kept when
-    something goes wrong, and the next call with the same text and options goes on from it; on success the caller
-    removes it. `max_memory` bounds the resident memory of the process, in bytes; None does not. `threads`: None takes
-    one per core. `forbidden` are the control tokens: strings in the text that spell one are taken out and counted.
-    `exact=False` allows leaving out the rarest pieces where memory does not suffice, and says so in the result.
-    `cut=False` is training without any cut, to compare with. `save_every_seconds`: the counting is saved this often
-    at most (between parts). Messages go to `say`, by default to stderr.
+    `scratch` is a folder for the state of an interrupted run and for what does not fit into memory. It is kept after an
+    error, and the next call with the same text and options continues from it; on success the caller removes it.
+    `max_memory` bounds the resident memory of the process, in bytes; None does not. `threads`: None takes one per core.
+    `forbidden` are the control tokens: strings in the text that spell one are removed and counted. `exact=False` allows
+    leaving out the rarest fragments where memory does not suffice, and says so in the result. `cut=False` is training
+    without any cut, to compare with. The counts are saved between parts, at most every `save_every_seconds`.
     """
     if pieces_wanted <= BYTE_COUNT:
         raise UsageError(
             f"A vocabulary with {pieces_wanted:,} pieces is too small: the {BYTE_COUNT} bytes are always in it, and "
             f"one piece must be learned. Ask for {BYTE_COUNT + 1 + len(forbidden)} token ids or more."
         )
-    # Importing these compiles or loads native code.
-    from zero2all.tokenizer.bpe.blocks import BlockReader
-    from zero2all.tokenizer.bpe.counting import CountingRun
-    from zero2all.tokenizer.bpe.first_pass import FirstPass
-    from zero2all.tokenizer.bpe.memory import Memory, cores, return_freed_memory
-    from zero2all.tokenizer.bpe.scan import pre_tokens
-
     started = time.monotonic()
-    threads = threads or cores()
-    say = say or _to_stderr
+    threads = threads or available_cores()
     return_freed_memory()
-    pre_tokens("warm")  # brings the compiler's run-time into memory, so that it is counted as the program's own
+    pretokens("warm")  # loads the compiler's run-time, so that its memory is counted as the program's own
     memory = Memory(max_memory, threads)
     identity = {
         "rules": COUNTING_RULES,
@@ -104,70 +114,67 @@ def learn_bpe(
         "normalisation": normalisation,
         "forbidden": sorted(forbidden),
     }
-    run = CountingRun(
-        parts,
-        BlockReader(normalisation, forbidden),
-        threads,
-        scratch,
-        save_every_seconds,
-        fingerprint(identity),
-    )
+    reader = BlockReader(normalisation, forbidden)
+    run = CountingRun(parts, reader, threads, scratch, save_every_seconds, fingerprint(identity))
     clock = _Clock()
-    total_bytes = sum(part.size_bytes for part in parts)
-    first = FirstPass(total_bytes, scratch / FIRST_PASS, memory.for_tables())
+    first = FirstPass(sum(part.size_bytes for part in parts), scratch / FIRST_PASS, memory.for_tables())
     seen = run.count(FIRST_PASS, "bpe pairs", first, {}, keep=True)
     bigrams = first.bigrams
-    _check_text(seen, bigrams)
+    text = text_facts(bigrams.text_bytes(), seen)
+    require_text(text)
     clock.lap("pairs")
     guess = int(FIRST_SHARE * first.guess(pieces_wanted - BYTE_COUNT, min_piece_count)) if cut else 0
     del first
     trainer = _Trainer(run, bigrams, memory, pieces_wanted, min_piece_count, max_piece_bytes, exact, say, clock)
     threshold, merged, alphabet = trainer.train(max(guess, min_piece_count) if cut else 0)
     if merged.short_of:
-        raise _too_few(pieces_wanted, merged, seen, bigrams, min_piece_count, len(forbidden))
+        vocab_size = pieces_wanted + len(forbidden)
+        raise TooFewPiecesError(vocab_size, vocab_size - merged.short_of, text, min_piece_count)
     last_count = int(merged.counts[-1]) if merged.counts.size else 0
     if last_count and last_count < threshold:
         raise AssertionError(f"the last merge has {last_count} occurrences and the cut {threshold}: a bug of ours")
     pieces, merges = _vocabulary(alphabet, merged)
     facts = {
-        "text": {
-            "bytes": bigrams.text_bytes(),
-            "documents": seen["documents"],
-            "documents_with_repaired_surrogates": seen["repaired_documents"],
-            "control_strings_removed": seen["control_strings_removed"],
-            "documents_changed_by_normalisation": seen["normalised_documents"],
-        },
+        "text": {**text, "documents_changed_by_normalisation": seen["normalised_documents"]},
         **trainer.facts,
         "characters": merged.admitted,
         "learned": int(merged.counts.size),
         "pairs_of_characters": bigrams.distinct,
-        "pairs_counted_by_sketch": bigrams.sketched,
+        "pairs_counted_by_sketch": bigrams.sketch_bits > 0,
         "threads": threads,
         "seconds": {**clock.seconds, "all": round(time.monotonic() - started, 2)},
-        "peak_memory_bytes": memory.peak(),
+        "peak_memory_bytes": peak_resident(),
     }
     return LearnedBpe(pieces, merges, threshold, last_count, trainer.facts["dropped_pieces"] == 0, facts)
 
 
-class _Trainer:
-    """Pass 2 and merging, again with a lower T as long as pairs run out."""
+class _Clock:
+    """Seconds per stage, added up over attempts."""
 
-    def __init__(
-        self,
-        run: CountingRun,
-        bigrams: Bigrams,
-        memory: Memory,
-        wanted: int,
-        min_piece_count: int,
-        max_piece_bytes: int | None,
-        exact: bool,
-        say: Callable[[str], None],
-        clock: _Clock,
-    ) -> None:
-        self.run, self.bigrams, self.memory, self.wanted = run, bigrams, memory, wanted
-        self.min_piece_count, self.max_piece_bytes, self.exact = min_piece_count, max_piece_bytes, exact
-        self.say, self.clock = say, clock
-        self.facts: dict[str, Any] = {"thresholds_tried": []}
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.last = time.monotonic()
+
+    def lap(self, stage: str) -> None:
+        now = time.monotonic()
+        self.seconds[stage] = round(self.seconds.get(stage, 0.0) + now - self.last, 2)
+        self.last = now
+
+
+@dataclass
+class _Trainer:
+    """Pass 2 and merging, repeated with a lower T as long as pairs run out."""
+
+    run: CountingRun
+    bigrams: Bigrams
+    memory: Memory
+    wanted: int
+    min_piece_count: int
+    max_piece_bytes: int | None
+    exact: bool
+    say: Callable[[str], None]
+    clock: _Clock
+    facts: dict[str, Any] = field(default_factory=lambda: {"thresholds_tried": []})
 
     def train(self, threshold: int) -> tuple[int, Merged, Alphabet]:
         """The merges and the threshold they were found with; 0 does not cut."""
@@ -184,83 +191,56 @@ class _Trainer:
             threshold = lower
 
     def _attempt(self, threshold: int) -> tuple[Merged, Alphabet]:
-        from zero2all.tokenizer.bpe.bigrams import PairFilter
-        from zero2all.tokenizer.bpe.pieces import CharacterCode, Pieces
-
         characters = self.bigrams.characters
-        lowest = max(1, threshold)  # a rarer character has no frequent pair
-        code_points = (characters >= lowest).nonzero()[0]
+        code_points = (characters >= max(1, threshold)).nonzero()[0]  # a rarer character has no frequent pair
         self.bigrams.restore(self.run.scratch / FIRST_PASS)
         pairs = self.bigrams.filter(threshold) if threshold else PairFilter.of_everything()
-        self.bigrams.release()  # it stays on disk, and the memory is for the pieces
+        self.bigrams.release()  # it stays on disk, and the memory is for the fragments
         code = CharacterCode(code_points, characters[code_points])
-        pieces = Pieces(code, pairs, self.run.scratch / "pieces", self.memory.for_tables())
-        self.run.count("pieces", "bpe pieces", pieces, {"threshold": threshold})
-        self.facts["spills"], self.facts["spilled_bytes"] = pieces.spills, pieces.spilled_bytes()
-        if pieces.spills:
+        fragments = Fragments(code, pairs, self.run.scratch / "pieces", self.memory.for_tables())
+        self.run.count("pieces", "bpe pieces", fragments, {"threshold": threshold})
+        self.facts["spills"], self.facts["spilled_bytes"] = fragments.spills, fragments.spilled_bytes()
+        if fragments.spills:
             self.say(
-                f"Memory was not enough for all pieces at once: {human_bytes(pieces.spilled_bytes())} of them went "
-                f"through {self.run.scratch}. The result is still exact."
+                f"Memory was not enough for all fragments at once: {human_bytes(fragments.spilled_bytes())} of them "
+                f"went through {self.run.scratch}. The result is still exact."
             )
         self.clock.lap("pieces")
-        alphabet = _alphabet(code_points, characters[code_points])
-        words = self._words(pieces, alphabet.ordered)
-        del pieces, pairs, code
-        self.facts["unique_pieces"], self.facts["dropped_pieces"] = words.unique_pieces, words.dropped_pieces
+        alphabet = _alphabet(code_points, characters)
+        words = self._words(fragments, alphabet.ordered)
+        del fragments, pairs, code
+        self.facts["unique_pieces"], self.facts["dropped_pieces"] = words.unique, words.dropped
         self.facts["symbols"] = words.size - 1
         return self._merge(words, alphabet, threshold), alphabet
 
-    def _words(self, pieces: Pieces, ordered: np.ndarray) -> Words:
-        from zero2all.tokenizer.bpe.words import rarest_that_fit, words_of
-
+    def _words(self, fragments: Fragments, ordered: np.ndarray) -> Words:
         limit = self.memory.for_words()
         if limit is None or self.exact:
-            return words_of(pieces, ordered, limit)
-        drop_below = rarest_that_fit(pieces, ordered, limit)
-        words = words_of(pieces, ordered, None, drop_below)
-        if words.dropped_pieces:
+            return words_of(fragments, ordered, limit)
+        drop_below = rarest_that_fit(fragments, ordered, limit)
+        words = words_of(fragments, ordered, None, drop_below)
+        if words.dropped:
             self.say(
-                f"APPROXIMATE: {words.dropped_pieces:,} of {words.unique_pieces:,} pieces, those seen fewer than "
+                f"APPROXIMATE: {words.dropped:,} of {words.unique:,} fragments, those seen fewer than "
                 f"{drop_below:,} times, did not fit into the memory and were left out."
             )
         return words
 
     def _merge(self, words: Words, alphabet: Alphabet, threshold: int) -> Merged:
-        from zero2all.tokenizer.bpe.merging import merge_words
-
         to_give = self.wanted - BYTE_COUNT
         least = max(threshold, self.min_piece_count)
         pool_bytes = self.memory.for_places()
         with progress("bpe merges", total=to_give, unit="pieces") as bar:
-            merged = merge_words(
-                words, alphabet, to_give, least, self.max_piece_bytes, pool_bytes, self.run.threads, bar
-            )
-        self.facts["arrangements"] = merged.arrangements
+            loop = MergeLoop(words, alphabet, to_give, least, self.max_piece_bytes, pool_bytes, self.run.threads)
+            merged = loop.run(bar)
+        self.facts["arrangements"] = loop.arrangements
         self.clock.lap("merges")
         return merged
 
 
-class _Clock:
-    """Seconds per stage, added up over attempts."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self.last = time.monotonic()
-
-    def lap(self, stage: str) -> None:
-        now = time.monotonic()
-        self.seconds[stage] = round(self.seconds.get(stage, 0.0) + now - self.last, 2)
-        self.last = now
-
-
 def _alphabet(code_points: np.ndarray, counts: np.ndarray) -> Alphabet:
-    import numpy as np
-
-    from zero2all.tokenizer.bpe.merging import Alphabet
-    from zero2all.tokenizer.bpe.words import symbol_order
-
-    ordered = symbol_order(code_points, counts)
-    count_of = dict(zip(code_points.tolist(), counts.tolist(), strict=True))
+    """The characters to start from; `counts` is by code point."""
+    ordered = symbol_order(code_points, counts[code_points])
     spelled = [chr(code).encode() for code in ordered.tolist()]
     costs = []
     prefixes: set[bytes] = set()
@@ -269,12 +249,8 @@ def _alphabet(code_points: np.ndarray, counts: np.ndarray) -> Alphabet:
             new = {character[:size] for size in range(2, len(character))} - prefixes
             prefixes |= new
             costs.append(1 + len(new))
-    return Alphabet(
-        ordered,
-        np.array([count_of[code] for code in ordered.tolist() if code >= 128], np.int64),
-        np.array(costs, np.int64),
-        np.array([len(character) for character in spelled], np.int32),
-    )
+    lengths = np.array([len(character) for character in spelled], np.int32)
+    return Alphabet(ordered, counts[ordered[ordered >= 128]], np.array(costs, np.int64), lengths)
 
 
 def _vocabulary(alphabet: Alphabet, merged: Merged) -> tuple[list[bytes], list[tuple[int, int]]]:
@@ -284,8 +260,6 @@ def _vocabulary(alphabet: Alphabet, merged: Merged) -> tuple[list[bytes], list[t
     merges neither cross characters nor compete with each other; having the lowest ranks, they are all done before the
     first learned merge, and leave just the symbols that training started from.
     """
-    from zero2all.tokenizer.bpe.words import FIRST_SYMBOL
-
     codes = alphabet.ordered.tolist()
     ascii_codes = [code for code in codes if code < 128]
     characters = [chr(code).encode() for code in codes if code >= 128][: merged.admitted]
@@ -312,28 +286,3 @@ def _vocabulary(alphabet: Alphabet, merged: Merged) -> tuple[list[bytes], list[t
         pieces.append(pieces[pair[0]] + pieces[pair[1]])
     assert len(set(pieces)) == len(pieces), "two merges made the same piece: a bug of ours"
     return pieces, merges
-
-
-def _check_text(seen: Counter[str], bigrams: Bigrams) -> None:
-    if bigrams.text_bytes() == 0:
-        raise BadInputError(
-            f"There is no text to train a tokenizer on ({seen['documents']:,} documents, 0 bytes). Build a corpus from "
-            f"files with text first: `z2a corpus build NAME=PATH`, then `z2a corpus show`."
-        )
-
-
-def _too_few(
-    wanted: int, merged: Merged, seen: Counter[str], bigrams: Bigrams, min_piece_count: int, control_tokens: int
-) -> BadInputError:
-    largest = wanted - merged.short_of + control_tokens
-    return TooFewPiecesError(
-        f"This text cannot support a vocabulary of {wanted + control_tokens:,} ids: "
-        f"{human_bytes(bigrams.text_bytes())} in {seen['documents']:,} documents have pieces (seen at least "
-        f"{min_piece_count} times) for {largest:,} at most. Set --vocab-size to {largest} or less, or build the corpus "
-        f"from more text.",
-        largest,
-    )
-
-
-def _to_stderr(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import resource
 import sys
 from contextlib import suppress
@@ -22,7 +21,7 @@ FOR_READING = 40 << 20
 LEAST = 32 << 20
 """Below this the tables could hardly hold the alphabet and its pairs."""
 TABLE_SHARE = 0.55
-"""While pieces become words, both stand in memory: the table may take this share."""
+"""While fragments become words, both are in memory: the table may take this share."""
 PLACES_SHARE = 0.3
 """The least share that must be left for the places of pairs when the words are in memory."""
 
@@ -32,10 +31,9 @@ class Memory:
 
     def __init__(self, limit: int | None, threads: int) -> None:
         self.limit = limit
-        self.used_by_program = _resident()
         self.free: int | None = None
         if limit is not None:
-            reserved = self.used_by_program + FOR_READING + threads * PER_THREAD
+            reserved = _resident() + FOR_READING + threads * PER_THREAD
             self.free = limit - reserved
             if self.free < LEAST:
                 raise UsageError(
@@ -58,16 +56,11 @@ class Memory:
             return None
         return max(0, self.limit - _resident() - FOR_READING // 2)
 
-    def peak(self) -> int:
-        """The most that was resident at any time."""
-        return peak_resident()
-
 
 def return_freed_memory() -> None:
-    """Let large arrays come from the system and go back to it, instead of through the C library's heap.
+    """Make glibc give the memory of large arrays back to the system as soon as they are freed.
 
-    By default glibc raises the size from which it does so with every large array that is freed, up to 32 MB; then holes
-    are left in the heap. Training 45 MB of Chinese took 20 MB more that way. Other C libraries go without.
+    By default it keeps more and more of it in its heap. Training 45 MB of Chinese took 20 MB more that way.
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE_ARRAY)
@@ -76,7 +69,7 @@ def return_freed_memory() -> None:
 def peak_resident() -> int:
     """The most memory that this process ever had resident, in bytes.
 
-    Linux hands `ru_maxrss` of the parent on to a child, so a program started by a large one would seem large.
+    Not `ru_maxrss` on Linux: a child inherits that of its parent.
     """
     with suppress(OSError), open("/proc/self/status") as file:
         for line in file:
@@ -84,11 +77,6 @@ def peak_resident() -> int:
                 return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return int(peak if sys.platform == "darwin" else peak * 1024)
-
-
-def cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _resident() -> int:

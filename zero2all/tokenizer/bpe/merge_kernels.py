@@ -1,8 +1,8 @@
 """The loops of merging. numba.
 
-Words stand in one flat array (`words`). A merged symbol keeps the places of the characters it covers: its number stands
-at the first and at the last of them. So the symbol to the right begins right behind, the one to the left ends right
-before, and merging touches three places however long the word is. `spans` says how many places a symbol covers;
+Words are in one flat array (`words`). A merged symbol keeps the places of the characters it covers: its number is at
+the first and at the last of them. So the symbol to the right begins right after, the one to the left ends right before,
+and merging touches three places however long the word is. `spans` says how many places a symbol covers;
 `squeeze` moves everything together again, after which each symbol covers one.
 
 Only pairs with at least `bound` occurrences are known at all: their count, and the places where they stood when they
@@ -22,11 +22,11 @@ from zero2all.tokenizer.bpe.words import INSIDE, SEPARATOR
     NEXT_SYMBOL, MERGES, PAIRS, HEAP, POOL, LEFT_TO_GIVE,
     ADMITTED, CHARACTERS_END, CLOSED, BOUND, LAST_COUNT, MAX_BYTES,
 ) = range(12)  # fmt: skip
-"""The numbers that the merge loop carries from call to call."""
+"""The state that the merge loop carries from call to call."""
 
 PAUSED, ENOUGH, EXHAUSTED, NO_ROOM, NO_NUMBERS = range(5)
-"""Why the merge loop came back: for the progress bar; all pieces are given away; no pair reaches the bound; the
-postings, the pairs or the symbol numbers are full."""
+"""Why the merge loop came back: to show progress; the vocabulary is full; no pair reaches the bound; the postings or
+the pairs are full; the symbols need larger numbers."""
 
 BLOCK_SHIFT = 10
 _HALF = np.uint64(32)
@@ -65,25 +65,12 @@ def squeeze(symbols, size, spans, run_starts):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def _run_from(place, run_starts):  # type: ignore[no-untyped-def]
-    """The run that a place belongs to."""
-    low, high = 0, run_starts.size - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if run_starts[middle] <= place:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+def sum_cells(symbols, first, end, run, run_starts, run_counts, cells):  # type: ignore[no-untyped-def]
+    """Sum the counts of pairs in cells that several pairs share: no pair in a cell below T has T occurrences.
 
-
-@njit(cache=True, nogil=True)
-def sum_cells(symbols, first, end, run_starts, run_counts, cells):  # type: ignore[no-untyped-def]
-    """Add up pairs in cells that strangers share: no pair in a cell below T can have T occurrences. (squeezed)
-
-    Like the next two, for the words between two places, so that threads can share the work.
+    Like `count_pairs`, for the squeezed words between two places, so that threads can share the work; `run` is the run
+    of the first.
     """
-    run = _run_from(first, run_starts)
     limit = run_starts[run + 1] if run + 1 < run_starts.size else end
     for place in range(first, end):
         while place >= limit and run + 1 < run_starts.size:
@@ -128,7 +115,7 @@ def make_table(keys, count, slots):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def count_pairs(symbols, first, end, run_starts, run_counts, cells, threshold):  # type: ignore[no-untyped-def]
+def count_pairs(symbols, first, end, run, run_starts, run_counts, cells, threshold):  # type: ignore[no-untyped-def]
     """Exact counts and numbers of places of the pairs whose cell reaches the threshold. (squeezed words)"""
     slots = 1 << 14
     table_keys = np.zeros(slots, np.uint64)
@@ -137,7 +124,6 @@ def count_pairs(symbols, first, end, run_starts, run_counts, cells, threshold): 
     counts = np.empty(slots // 2, np.int64)
     places = np.empty(slots // 2, np.int64)
     pairs = 0
-    run = _run_from(first, run_starts)
     limit = run_starts[run + 1] if run + 1 < run_starts.size else end
     for place in range(first, end):
         while place >= limit and run + 1 < run_starts.size:
@@ -225,9 +211,9 @@ def cut_rare(symbols, size, run_starts, table_keys, table_pairs):  # type: ignor
 
 
 @njit(cache=True, nogil=True)
-def fill_postings(symbols, first, end, table_keys, table_pairs, cursors, pool):  # type: ignore[no-untyped-def]
+def fill_postings(symbols, end, table_keys, table_pairs, cursors, pool):  # type: ignore[no-untyped-def]
     """Write the places of every pair in the table to where its cursor points. (squeezed words)"""
-    for place in range(first, end):
+    for place in range(1, end):
         left, right = symbols[place], symbols[place + 1]
         if left != SEPARATOR and right != SEPARATOR:
             pair = find_pair(table_keys, table_pairs, np.uint64(left) << _HALF | np.uint64(right))
@@ -406,7 +392,7 @@ def merge(  # type: ignore[no-untyped-def]
                 counts[other] -= lost_right[symbol]
             lost_right[symbol] = 0
 
-        # the neighbours as they stand now
+        # the neighbours as they are now
         lefts = 0
         rights = 0
         run = 0

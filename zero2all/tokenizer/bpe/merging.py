@@ -25,7 +25,7 @@ SHARED_PLACES = 1 << 16
 """Fewer are not worth a second thread."""
 SMALLEST_POOL = 1 << 16
 COMFORTABLE_POOL = 1 << 22
-"""So many places are worth their memory; beyond, laying out anew a few times costs less than room for all."""
+"""Room for this many places is always worth its memory; more costs more than laying out anew a few times."""
 
 T = TypeVar("T")
 
@@ -39,7 +39,8 @@ class Alphabet:
     counts: np.ndarray
     """Occurrences of those that are not ASCII."""
     costs: np.ndarray
-    """Pieces that each of those takes when admitted in this order: itself, and UTF-8 prefixes not yet there."""
+    """Places in the vocabulary that each of those takes when admitted in this order: its own, and those of UTF-8
+    prefixes that are not there yet."""
     lengths: np.ndarray
     """UTF-8 bytes of every character."""
 
@@ -52,37 +53,14 @@ class Merged:
     rights: np.ndarray
     counts: np.ndarray
     admitted: int
-    """So many characters that are not ASCII are in the vocabulary."""
+    """How many characters that are not ASCII are in the vocabulary."""
     short_of: int
-    """Pieces that could not be filled."""
-    arrangements: int
+    """Places of the vocabulary that could not be filled."""
 
 
-def merge_words(
-    words: Words,
-    alphabet: Alphabet,
-    to_give: int,
-    threshold: int,
-    max_piece_bytes: int | None,
-    pool_bytes: int | None,
-    threads: int,
-    bar: Bar,
-) -> Merged:
-    """Give away `to_give` pieces to characters and merges with at least `threshold` occurrences."""
-    loop = _Loop(words, alphabet, to_give, threshold, max_piece_bytes, pool_bytes, threads)
-    loop.run(bar)
-    merges = int(loop.state[kernels.MERGES])
-    return Merged(
-        loop.made_left[:merges],
-        loop.made_right[:merges],
-        loop.made_counts[:merges],
-        int(loop.state[kernels.ADMITTED]),
-        int(loop.state[kernels.LEFT_TO_GIVE]),
-        loop.arrangements,
-    )
+class MergeLoop:
+    """Fills `to_give` places of the vocabulary with characters and merges of at least `threshold` occurrences."""
 
-
-class _Loop:
     def __init__(
         self,
         words: Words,
@@ -110,26 +88,35 @@ class _Loop:
         self.state[kernels.LEFT_TO_GIVE] = to_give
         self.state[kernels.MAX_BYTES] = max_piece_bytes or 0
 
-    def run(self, bar: Bar) -> None:
-        self.arrange()
+    def run(self, bar: Bar) -> Merged:
+        """Merge until the vocabulary is full or no pair is left."""
+        self._arrange()
         left = int(self.state[kernels.LEFT_TO_GIVE])
-        while True:
-            reason = self.merge()
+        while left:
+            reason = self._merge()
             now = int(self.state[kernels.LEFT_TO_GIVE])
             bar.advance(left - now, note=f"best pair {int(self.state[kernels.LAST_COUNT]):,} times")
             left = now
-            if reason == kernels.ENOUGH or left == 0:
-                return
+            if reason == kernels.ENOUGH:
+                break
             if reason == kernels.NO_NUMBERS:
                 self.words.symbols = self.words.symbols.astype(np.uint32)
             elif reason == kernels.NO_ROOM or (reason == kernels.EXHAUSTED and self.bound > self.threshold):
-                self.arrange()
+                self._arrange()
             elif reason == kernels.EXHAUSTED:
-                self.admit_rest()
+                self._admit_rest()
                 bar.advance(left - int(self.state[kernels.LEFT_TO_GIVE]))
-                return
+                break
+        merges = int(self.state[kernels.MERGES])
+        return Merged(
+            self.made_left[:merges],
+            self.made_right[:merges],
+            self.made_counts[:merges],
+            int(self.state[kernels.ADMITTED]),
+            int(self.state[kernels.LEFT_TO_GIVE]),
+        )
 
-    def arrange(self) -> None:
+    def _arrange(self) -> None:
         """Lay out words, pairs and places anew."""
         self.arrangements += 1
         words = self.words
@@ -143,8 +130,7 @@ class _Loop:
         words.size = kernels.cut_rare(words.symbols, words.size, words.run_starts, *table)
         self._choose_bound(keys, counts, places)
         blocks = np.arange((words.size >> kernels.BLOCK_SHIFT) + 1, dtype=np.int64) << kernels.BLOCK_SHIFT
-        block_runs = np.maximum(np.searchsorted(words.run_starts, blocks, side="right") - 1, 0)
-        self.block_runs = block_runs.astype(np.int32)
+        self.block_runs = words.runs_at(blocks).astype(np.int32)
 
     def _count_pairs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Pairs that may reach the threshold, with their counts and numbers of places."""
@@ -155,14 +141,16 @@ class _Loop:
 
             def coarse(first: int, end: int) -> np.ndarray:
                 sums: np.ndarray = np.zeros(_cells(words.size), np.int64)
-                kernels.sum_cells(words.symbols, first, end, words.run_starts, words.run_counts, sums)
+                run = int(words.runs_at(first))
+                kernels.sum_cells(words.symbols, first, end, run, words.run_starts, words.run_counts, sums)
                 return sums
 
             cells = np.sum(self._in_threads(coarse), axis=0)
 
         def exact(first: int, end: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+            run = int(words.runs_at(first))
             return kernels.count_pairs(
-                words.symbols, first, end, words.run_starts, words.run_counts, cells, self.threshold
+                words.symbols, first, end, run, words.run_starts, words.run_counts, cells, self.threshold
             )
 
         found = self._in_threads(exact)
@@ -175,7 +163,7 @@ class _Loop:
         return keys, counts, places
 
     def _in_threads(self, work: Callable[[int, int], T]) -> list[T]:
-        """Call `work` for stretches of whole words, one per thread."""
+        """Call `work` for ranges of whole words, one per thread."""
         symbols, size = self.words.symbols, self.words.size
         borders = [1]
         for number in range(1, self.threads):
@@ -183,14 +171,14 @@ class _Loop:
             while place < size and symbols[place] != SEPARATOR:
                 place += 1
             borders.append(place)
-        stretches = [stretch for stretch in pairwise([*borders, size]) if stretch[0] < stretch[1]] or [(1, size)]
-        if len(stretches) == 1:
-            return [work(*stretches[0])]
-        with ThreadPoolExecutor(len(stretches)) as pool:
-            return list(pool.map(lambda stretch: work(*stretch), stretches))
+        ranges = [(start, end) for start, end in pairwise([*borders, size]) if start < end] or [(1, size)]
+        if len(ranges) == 1:
+            return [work(*ranges[0])]
+        with ThreadPoolExecutor(len(ranges)) as pool:
+            return list(pool.map(lambda each: work(*each), ranges))
 
     def _choose_bound(self, keys: np.ndarray, counts: np.ndarray, places: np.ndarray) -> None:
-        """Take the most frequent pairs, as many as fill three quarters of the room, but at least one count."""
+        """Keep the most frequent pairs, as many as fill three quarters of the room, and at least those of one count."""
         order = np.lexsort((keys, -counts))
         keys, counts, places = keys[order], counts[order], places[order]
         if self.state[kernels.MAX_BYTES]:
@@ -219,23 +207,16 @@ class _Loop:
         self.starts[1:kept] = filled[: kept - 1] if kept > 1 else 0
         self.pool = np.empty(room, dtype)
         self.table = kernels.make_table(self.keys, kept, _slots(capacity))
-        self._fill_pool(kept)
+        # In a single thread, which writes the places in rising order.
+        symbols, cursors = self.words.symbols, self.starts[:kept].copy()
+        kernels.fill_postings(symbols, self.words.size, self.table[0], self.table[1], cursors, self.pool)
         self.heap_counts, self.heap_pairs = np.empty(capacity, np.int64), np.empty(capacity, np.int32)
         kernels.fill_heap(self.heap_counts, self.heap_pairs, self.keys, self.counts, kept)
         self.state[kernels.PAIRS] = self.state[kernels.HEAP] = kept
         self.state[kernels.POOL] = int(filled[kept - 1]) if kept else 0
         self.state[kernels.BOUND] = self.bound
 
-    def _fill_pool(self, pairs: int) -> None:
-        """Write down where the pairs stand, in rising order."""
-        words = self.words
-        table_keys, table_pairs = self.table
-        # Filling in threads would need the number of places per stretch; a single thread writes them in order.
-        kernels.fill_postings(
-            words.symbols, 1, words.size, table_keys, table_pairs, self.starts[:pairs].copy(), self.pool
-        )
-
-    def merge(self) -> int:
+    def _merge(self) -> int:
         reason: int = kernels.merge(  # type: ignore[call-arg]
             *(self.state, MERGES_PER_CALL, self.words.symbols, self.spans, self.lengths),
             *(self.words.run_starts, self.words.run_counts, self.block_runs),
@@ -247,7 +228,7 @@ class _Loop:
         )
         return reason
 
-    def admit_rest(self) -> None:
+    def _admit_rest(self) -> None:
         """No pair is left: characters with T occurrences come next, in their order, as far as they fit."""
         state, alphabet = self.state, self.alphabet
         while state[kernels.ADMITTED] < alphabet.counts.size and not state[kernels.CLOSED]:

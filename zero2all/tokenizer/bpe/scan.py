@@ -1,6 +1,6 @@
-r"""The published pre-token pattern as native code (numba; import this module only where it runs).
+r"""The pretoken pattern as native code (numba; import this module only where it runs).
 
-The pattern (`tokenizer/pattern.py`), alternative by alternative, tried in this order at every place:
+The alternatives of `config.PRETOKEN_PATTERN`, tried in this order at every place:
 
     (?i:'s|'t|'re|'ve|'m|'ll|'d)      an English ending
     [^\r\n\p{L}\p{N}]?\p{L}+          letters, with one character before them, no line end and no number
@@ -15,31 +15,21 @@ A document is an array of code points that ends with `DOCUMENT_END`, so looking 
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 from numba import njit
 
-from zero2all.tokenizer.bpe.categories import (
-    BREAK,
-    DOCUMENT_END,
-    LETTER,
-    NEWLINE,
-    NUMBER,
-    OTHER,
-    SPACE,
-    character_kinds,
-)
+from zero2all.tokenizer.bpe.categories import BREAK, LETTER, NEWLINE, NUMBER, OTHER, SPACE, character_kinds
+from zero2all.tokenizer.text import BREAK_CHARACTER
 
 _APOSTROPHE = ord("'")
 _BLANK = ord(" ")
 _LONG_S = 0x17F
-"""ſ, which is an s where upper and lower case are the same."""
+"""ſ, which equals s when case is ignored."""
 
 
 @njit(cache=True, nogil=True)
-def pre_token_end(codes, at, kinds):  # type: ignore[no-untyped-def]
-    """Where the pre-token that begins at `at` (not at a document's end) ends."""
+def pretoken_end(codes, at, kinds):  # type: ignore[no-untyped-def]
+    """Where the pretoken that begins at `at` (not at a document's end) ends."""
     code = codes[at]
     kind = kinds[code]
     following = codes[at + 1]
@@ -81,21 +71,12 @@ def pre_token_end(codes, at, kinds):  # type: ignore[no-untyped-def]
     return end - 1
 
 
-@njit(cache=True, nogil=True)
-def _all_ends(codes, kinds, ends):  # type: ignore[no-untyped-def]
-    count = 0
-    at = 0
-    while kinds[codes[at]] != BREAK:
-        at = pre_token_end(codes, at, kinds)
-        ends[count] = at
-        count += 1
-    return count
-
-
-def pre_tokens(text: str) -> list[str]:
-    """The pre-tokens of one text. The trainer works on whole blocks; this is the same scanner for people and tests."""
-    codes = np.frombuffer((text + chr(DOCUMENT_END)).encode("utf-32-le", "surrogatepass"), np.uint32)
-    ends = np.empty(len(codes), np.int64)
-    count = _all_ends(codes, character_kinds(), ends)
-    starts = [0, *ends[:count].tolist()]
-    return [text[start:end] for start, end in pairwise(starts)]
+def pretokens(text: str) -> list[str]:
+    """The pretokens of one text, by the scanner that the trainer runs over whole blocks."""
+    codes = np.frombuffer((text + BREAK_CHARACTER).encode("utf-32-le", "surrogatepass"), np.uint32)
+    found, start = [], 0
+    while start < len(text):
+        end = pretoken_end(codes, start, character_kinds())
+        found.append(text[start:end])
+        start = end
+    return found

@@ -1,11 +1,11 @@
-"""The distinct pieces as words of symbols, all in one flat array, ready for merging. numba.
+"""The distinct fragments as words of symbols, all in one flat array, ready for merging. numba.
 
     0 | word | 0 | word | 0 ...
 
-Words of equal count stand next to each other, so a count belongs to a run of words, not to each: the whole memory of a
-word is its symbols (16 bits each, as long as there are fewer than 65,536) and one separator. Symbols are numbered in
-the order in which they will stand in the vocabulary: ASCII characters, then the others by count and code point, then,
-as they are made, the merges. The order does not depend on where text was cut, so ties are broken alike.
+Words of equal count are neighbours, so a count belongs to a run of words, not to each: a word takes only the memory of
+its symbols (16 bits each, as long as there are fewer than 65,536) and one separator. Symbols are numbered in the order
+of the vocabulary: ASCII characters, then the others by count and code point, then the merges as they are made. The
+order does not depend on where text was cut, so ties are broken alike.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from numba import njit
 
 from zero2all.common.errors import UsageError
 from zero2all.common.files import human_bytes
-from zero2all.tokenizer.bpe.pieces import HEAD_WORDS, PARTS, CharacterCode, Pieces, counts_at, record_places
+from zero2all.tokenizer.bpe.fragments import HEAD_WORDS, PARTS, Fragments, counts_at, record_places, words_of_record
 
 SEPARATOR = 0
 INSIDE = 1
 FIRST_SYMBOL = 2
 """Symbols begin here: 0 separates words, 1 marks a place inside a merged symbol."""
 
-COUNTS_TOLD_APART = 1 << 20
-"""Pieces more frequent than this are alike when the rarest are left out."""
+LARGEST_COUNT = 1 << 20
+"""Larger counts are treated as equal when the rarest fragments are left out."""
 
 LARGEST_SHORT = np.iinfo(np.uint16).max
 
@@ -39,29 +39,33 @@ class Words:
     """Places of `symbols` in use."""
     run_starts: np.ndarray
     run_counts: np.ndarray
-    unique_pieces: int
-    dropped_pieces: int = 0
+    unique: int
+    """Distinct fragments, with those that were left out."""
+    dropped: int
+
+    def runs_at(self, places: np.ndarray | int) -> np.ndarray:
+        """The run that each place belongs to."""
+        return np.maximum(np.searchsorted(self.run_starts, places, side="right") - 1, 0)
 
 
 def symbol_order(code_points: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Characters in the order of their symbols: ASCII by value, the others by falling count, then code point."""
     ascii_first = np.where(code_points < 128, code_points, 128)
     order = np.lexsort((code_points, np.where(code_points < 128, 0, -counts), ascii_first))
-    ordered: np.ndarray = code_points[order]
-    return ordered
+    return np.asarray(code_points[order])
 
 
-def words_of(pieces: Pieces, ordered: np.ndarray, max_bytes: int | None, drop_below: int = 0) -> Words:
-    """Turn the pieces into words, emptying their table. Pieces rarer than `drop_below` are left out and counted."""
-    symbol_of = _symbol_of_rank(pieces.code, ordered)
+def words_of(fragments: Fragments, ordered: np.ndarray, max_bytes: int | None, drop_below: int = 0) -> Words:
+    """Turn the fragments into words, emptying their table. Those rarer than `drop_below` are left out and counted."""
+    symbol_of = _symbol_of_rank(fragments.code.code_points, ordered)
     wide = ordered.size + FIRST_SYMBOL > LARGEST_SHORT
     dtype = np.uint32 if wide else np.uint16
-    chunks: list[np.ndarray] = []
+    parts: list[np.ndarray] = []
     starts: list[np.ndarray] = []
     counts: list[np.ndarray] = []
     size, unique, dropped = 1, 0, 0
     for number in range(PARTS):
-        records = pieces.table(number)
+        records = fragments.table(number)
         places = np.empty(records.size // (HEAD_WORDS + 1) + 1, np.uint32)
         places = places[: record_places(records, records.size, places)[0]]
         occurrences = counts_at(records, places)
@@ -69,66 +73,78 @@ def words_of(pieces: Pieces, ordered: np.ndarray, max_bytes: int | None, drop_be
         kept = np.flatnonzero(occurrences >= drop_below) if drop_below else np.arange(places.size)
         dropped += places.size - kept.size
         kept = kept[np.argsort(occurrences[kept], kind="stable")]
-        chunk = np.empty(_symbols_in(records, places) + kept.size, dtype)
+        part = np.empty(_symbols_in(records, places) + kept.size, dtype)
         word_starts = np.empty(kept.size, np.int64)
-        used = _write(records, places[kept], symbol_of, chunk, word_starts)
+        used = _write(records, places[kept], symbol_of, part, word_starts)
         values, first = np.unique(occurrences[kept], return_index=True)
-        chunks.append(chunk[:used].copy() if used < chunk.size else chunk)
+        parts.append(part[:used].copy() if used < part.size else part)
         starts.append(word_starts[first] + size)
         counts.append(values)
         size += used
         if max_bytes is not None and size * np.dtype(dtype).itemsize > max_bytes:
             raise _too_large(size * np.dtype(dtype).itemsize * PARTS // (number + 1), max_bytes)
-        del records, places, occurrences, kept, chunk, word_starts
+        del records, places, occurrences, kept, part, word_starts
     starts.append(np.array([size], np.int64))
     counts.append(np.ones(1, np.int64))
-    for ranks in pieces.long_symbols():
+    for ranks in fragments.long_symbols():
         unique += 1
-        chunks.append(np.append(symbol_of[ranks], np.uint32(SEPARATOR)).astype(dtype))
+        parts.append(np.append(symbol_of[ranks], np.uint32(SEPARATOR)).astype(dtype))
         size += ranks.size + 1
-    return Words(_joined(chunks, size, dtype), size, np.concatenate(starts), np.concatenate(counts), unique, dropped)
+    return Words(_joined(parts, size, dtype), size, np.concatenate(starts), np.concatenate(counts), unique, dropped)
 
 
-def rarest_that_fit(pieces: Pieces, ordered: np.ndarray, max_bytes: int) -> int:
-    """The smallest count so that all pieces with at least that count fit as words; 0 when everything fits."""
+def rarest_that_fit(fragments: Fragments, ordered: np.ndarray, max_bytes: int) -> int:
+    """The smallest count so that all fragments with at least that count fit as words; 0 when everything fits."""
     itemsize = 4 if ordered.size + FIRST_SYMBOL > LARGEST_SHORT else 2
-    places_of_count = np.zeros(COUNTS_TOLD_APART + 1, np.int64)
+    places_of_count = np.zeros(LARGEST_COUNT + 1, np.int64)
     for number in range(PARTS):
-        records = pieces.table(number)
+        records = fragments.table(number)
         _places_by_count(records, places_of_count)
-        pieces.put_back(number, records)
-    from_count = np.cumsum(places_of_count[::-1])[::-1] + pieces.long_bytes // 4
+        fragments.put_back(number, records)
+    from_count = np.cumsum(places_of_count[::-1])[::-1] + fragments.long_bytes // 4
     fits = np.flatnonzero(from_count * itemsize <= max_bytes)
-    lowest = int(fits[0]) if fits.size else COUNTS_TOLD_APART
+    lowest = int(fits[0]) if fits.size else LARGEST_COUNT
     return 0 if lowest <= 1 else lowest
 
 
 def _too_large(needed: int, allowed: int) -> UsageError:
     return UsageError(
-        f"The memory limit is too small for an exact result: the distinct pieces of this text take about "
+        f"The memory limit is too small for an exact result: the distinct fragments of this text take about "
         f"{human_bytes(needed)} while they are merged, and {human_bytes(allowed)} are left for them. Raise "
         f"--max-memory by {human_bytes(1.5 * (needed - allowed))} or more, or train on less text; or allow an "
-        f"approximate result, which leaves out the rarest pieces."
+        f"approximate result, which leaves out the rarest fragments."
     )
 
 
-def _symbol_of_rank(code: CharacterCode, ordered: np.ndarray) -> np.ndarray:
-    symbol = np.zeros(int(code.code_points.max(initial=0)) + 1, np.uint32)
+def _symbol_of_rank(by_rank: np.ndarray, ordered: np.ndarray) -> np.ndarray:
+    symbol = np.zeros(int(by_rank.max(initial=0)) + 1, np.uint32)
     symbol[ordered] = np.arange(FIRST_SYMBOL, FIRST_SYMBOL + ordered.size, dtype=np.uint32)
-    ranked: np.ndarray = symbol[code.code_points]
-    return ranked
+    return np.asarray(symbol[by_rank])
 
 
-def _joined(chunks: list[np.ndarray], size: int, dtype: type) -> np.ndarray:
-    """One array, a separator before everything; each chunk is freed as soon as it is copied."""
+def _joined(parts: list[np.ndarray], size: int, dtype: type) -> np.ndarray:
+    """One array, a separator before everything; each part is freed as soon as it is copied."""
     symbols: np.ndarray = np.empty(size + 1, dtype)
     symbols[0] = symbols[size] = SEPARATOR
     place = 1
-    chunks.reverse()
-    while chunks:
-        chunk = chunks.pop()
-        symbols[place : place + chunk.size] = chunk
-        place += chunk.size
+    parts.reverse()
+    while parts:
+        part = parts.pop()
+        symbols[place : place + part.size] = part
+        place += part.size
+    return symbols
+
+
+@njit(cache=True, nogil=True)
+def _symbols_at(records, place):  # type: ignore[no-untyped-def]
+    """How many characters the record at this place has."""
+    length = np.int64(records[place] & np.uint32(0xFFFF))
+    at = 0
+    symbols = 0
+    while at < length:
+        byte = records[place + HEAD_WORDS + (at >> 2)] >> np.uint32((at & 3) << 3)
+        at += 1 if byte & np.uint32(1) == 0 else 2 if byte & np.uint32(2) == 0 else 3
+        symbols += 1
     return symbols
 
 
@@ -137,16 +153,9 @@ def _places_by_count(records, places_of_count):  # type: ignore[no-untyped-def]
     """Add, per count, how many places the words of these records take."""
     place = np.int64(0)
     while place < records.size:
-        length = np.int64(records[place] & np.uint32(0xFFFF))
         count = np.int64(records[place] >> np.uint32(16)) << 32 | np.int64(records[place + 1])
-        at = 0
-        symbols = 1
-        while at < length:
-            byte = records[place + HEAD_WORDS + (at >> 2)] >> np.uint32((at & 3) << 3)
-            at += 1 if byte & np.uint32(1) == 0 else 2 if byte & np.uint32(2) == 0 else 3
-            symbols += 1
-        places_of_count[min(count, places_of_count.size - 1)] += symbols
-        place += HEAD_WORDS + ((length + 3) >> 2)
+        places_of_count[min(count, places_of_count.size - 1)] += _symbols_at(records, place) + 1
+        place += HEAD_WORDS + words_of_record(records[place])
 
 
 @njit(cache=True, nogil=True)
@@ -154,13 +163,7 @@ def _symbols_in(records, places):  # type: ignore[no-untyped-def]
     """How many characters these records have together."""
     total = 0
     for index in range(places.size):
-        place = np.int64(places[index])
-        length = np.int64(records[place] & np.uint32(0xFFFF))
-        at = 0
-        while at < length:
-            byte = records[place + HEAD_WORDS + (at >> 2)] >> np.uint32((at & 3) << 3)
-            at += 1 if byte & np.uint32(1) == 0 else 2 if byte & np.uint32(2) == 0 else 3
-            total += 1
+        total += _symbols_at(records, np.int64(places[index]))
     return total
 
 

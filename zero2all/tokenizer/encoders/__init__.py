@@ -4,34 +4,18 @@
     batch = encoder.encode_batch(texts)          # batch.ids, batch.offsets; batch[i] are the ids of texts[i]
     encoder.choice                               # what was asked, what was taken, why, and what it was checked on
 
-The `tokenizers` library is the reference: what it answers is what a vocabulary means. Every other encoder is compared
-with it on a sample of the very text that is to be encoded and on strings made to be difficult, before it may work; one
-that differs anywhere is not used. Whatever the encoder, no id that it returns is a control id: that is checked on every
-batch, not on the sample.
+The `tokenizers` library is the reference: its ids define what a vocabulary means. Every other encoder is first compared
+with it on a sample of the text that is to be encoded and on difficult strings; one that differs anywhere is not used.
+No encoder may return a control id: that is checked on every batch.
 
-    config      what a person may choose
-    batch       what an encoder returns
-    kinds       the encoders: fastokens, numba (ours), gigatoken, tiktoken, tokenizers, and why one cannot run
-    tables      a vocabulary as arrays, for ours
-    kernels     ours, compiled
+    kinds       the encoders (fastokens, numba, gigatoken, tiktoken, tokenizers), their options, and what they return
+    tables      a vocabulary as arrays, for our own encoder (numba)
+    kernels     our own encoder, compiled
     parity      the comparison with the reference
     choose      which encoder, with the reason
 """
 
-from zero2all.tokenizer.encoders.batch import EncodedBatch
-from zero2all.tokenizer.encoders.choose import Encoder, EncoderChoice, open_encoder
-from zero2all.tokenizer.encoders.config import ENCODER_NAMES, EncoderConfig, EncoderName
-from zero2all.tokenizer.encoders.parity import ParityError, check_parity, hard_strings
+from zero2all.tokenizer.encoders.choose import Encoder, open_encoder
+from zero2all.tokenizer.encoders.kinds import ENCODER_NAMES, EncodedBatch, EncoderConfig, EncoderName
 
-__all__ = [
-    "ENCODER_NAMES",
-    "EncodedBatch",
-    "Encoder",
-    "EncoderChoice",
-    "EncoderConfig",
-    "EncoderName",
-    "ParityError",
-    "check_parity",
-    "hard_strings",
-    "open_encoder",
-]
+__all__ = ["ENCODER_NAMES", "EncodedBatch", "Encoder", "EncoderConfig", "EncoderName", "open_encoder"]

@@ -1,8 +1,8 @@
-"""Chooses, once and in the open, which encoder encodes, and guards what it returns.
+"""Chooses which encoder encodes, says why, and checks what it returns.
 
 `auto` ranks the encoders by the speed expected on text like the sample and takes the first that runs here and agrees
-with the reference. A named one that cannot run, or that differs, is replaced by `auto` with the reason said, or, under
-`strict`, is an error. The ranking uses fixed speeds, not a stopwatch, so that the same text gives the same choice.
+with the reference. A named one that cannot run, or that differs, is replaced by `auto` and the reason is given, or,
+under `strict`, is an error. The ranking uses fixed speeds, not a clock, so that the same text gives the same choice.
 """
 
 from __future__ import annotations
@@ -15,17 +15,25 @@ from typing import Any
 import numpy as np
 
 from zero2all.common.errors import UsageError
-from zero2all.tokenizer.encoders.batch import EncodedBatch, joined
-from zero2all.tokenizer.encoders.config import ENCODER_NAMES, EncoderConfig, EncoderName
-from zero2all.tokenizer.encoders.kinds import KINDS, REFERENCE, EncoderKind, RawEncoder
-from zero2all.tokenizer.encoders.parity import Parity, ParityError, check_parity
+from zero2all.tokenizer.encoders.kinds import (
+    ENCODER_NAMES,
+    KINDS,
+    REFERENCE,
+    EncodedBatch,
+    EncoderConfig,
+    EncoderKind,
+    EncoderName,
+    RawEncoder,
+    joined,
+)
+from zero2all.tokenizer.encoders.parity import Parity, ParityError, check_parity, control_mask, forbidden_id
 from zero2all.tokenizer.encoders.tables import NotSupported
 from zero2all.tokenizer.load import Tokenizer
 from zero2all.tokenizer.text import well_formed
 
 LONG_TEXT_CHARACTERS = 1 << 17
-"""Longer texts go to an encoder whose time and memory stay in proportion: for a line of 100 MB without a space, ours
-needs 0.3 GB beside the text, `tokenizers` 270 bytes a token; tiktoken may overflow its stack on a run of one letter."""
+"""Longer texts go to an encoder whose time and memory are proportional to the length: for a line of 100 MB without a
+space, ours needs 0.3 GB beside the text, `tokenizers` 270 bytes a token; tiktoken may overflow its stack."""
 SMALL_TEXT_BYTES = 4_000_000
 """`auto` stays with the reference for less text than this: loading and checking another encoder would take longer."""
 
@@ -57,8 +65,7 @@ class Encoder:
         self.choice = choice
         self._tokenizer, self._raw, self._threads = tokenizer, raw, threads
         self._raw_for_long: RawEncoder | None = raw if KINDS[choice.got].long_texts else None
-        self._is_control = np.zeros(tokenizer.vocab_size, bool)
-        self._is_control[list(tokenizer.control_ids)] = True
+        self._is_control = control_mask(tokenizer)
 
     @property
     def name(self) -> EncoderName:
@@ -77,7 +84,11 @@ class Encoder:
             batch = self._raw.encode(whole)
         else:
             batch = joined([self._raw_for(part).encode(part) for part in _runs_by_length(whole)])
-        self._refuse_control_ids(batch)
+        if forbidden_id(batch, self._is_control) is not None:
+            raise ParityError(
+                f"The encoder {self.name} gave a control id for a text. Nothing was written. Use another one "
+                f"(--encoder {REFERENCE}) and tell us: text must never produce a control token."
+            )
         return batch
 
     def _raw_for(self, texts: Sequence[str]) -> RawEncoder:
@@ -90,15 +101,6 @@ class Encoder:
             except (NotSupported, ParityError):  # then the reference takes them, at whatever cost
                 self._raw_for_long = KINDS[REFERENCE].open(self._tokenizer, self._threads)
         return self._raw_for_long
-
-    def _refuse_control_ids(self, batch: EncodedBatch) -> None:
-        if len(batch.ids) and (
-            int(batch.ids.max()) >= len(self._is_control) or bool(self._is_control[batch.ids].any())
-        ):
-            raise ParityError(
-                f"The encoder {self.name} gave a control id for a text. Nothing was written. Use another one "
-                f"(--encoder {REFERENCE}) and tell us: text must never produce a control token."
-            )
 
 
 def open_encoder(
@@ -159,12 +161,12 @@ def _ascii_share(sample: Sequence[str]) -> float:
 
 
 def _runs_by_length(texts: Sequence[str]) -> list[list[str]]:
-    """The texts in order, in stretches that are either all short or one long text."""
-    stretches: list[list[str]] = []
+    """The texts in order, in lists that are either all short or one long text."""
+    runs: list[list[str]] = []
     for text in texts:
         is_long = len(text) > LONG_TEXT_CHARACTERS
-        if stretches and not is_long and len(stretches[-1][0]) <= LONG_TEXT_CHARACTERS:
-            stretches[-1].append(text)
+        if runs and not is_long and len(runs[-1][0]) <= LONG_TEXT_CHARACTERS:
+            runs[-1].append(text)
         else:
-            stretches.append([text])
-    return stretches
+            runs.append([text])
+    return runs

@@ -1,12 +1,12 @@
 """The compiled loops of our own encoder (numba; import this module only where it runs).
 
-Exact by construction. A pre-token's symbols are merged lowest rank first, leftmost first among equals, which is what
+Exact by construction. A pretoken's symbols are merged lowest rank first, leftmost first among equals, which is what
 `tokenizers` does. Three things make it fast:
 
 - symbols start as whole characters where the merges allow it (`tables.whole_characters` says when), which for Chinese
   are three times fewer than bytes;
-- short pre-tokens are remembered (`cache`), which answers almost every English word;
-- a pre-token longer than a window is encoded window by window. A row of pieces is the encoding of its bytes exactly
+- short pretokens are remembered (`cache`), which answers almost every English word;
+- a pretoken longer than a window is encoded window by window. A row of pieces is the encoding of its bytes exactly
   if every two neighbours are the encoding of theirs: up to the first merge across a border, the merges on both sides
   are those of the two neighbours alone, so that merge would happen there too. Hence windows may be joined wherever
   the two pieces at the joint encode to themselves, and a line of 100 MB without a space takes time and memory in
@@ -21,13 +21,13 @@ import numpy as np
 from numba import njit
 
 from zero2all.tokenizer.bpe.categories import DOCUMENT_END
-from zero2all.tokenizer.bpe.scan import pre_token_end
+from zero2all.tokenizer.bpe.scan import pretoken_end
 
 NO_RANK = np.int32(0x7FFFFFFF)
 WINDOW = 256
-"""Symbols of a long pre-token that are merged at a time."""
+"""Symbols of a long pretoken that are merged at a time."""
 ROOM = 4
-"""Places beyond what is needed that every output array must have: a remembered pre-token is copied as four ids."""
+"""Places beyond what is needed that every output array must have: a remembered pretoken is copied as four ids."""
 
 CACHED_IDS = 4
 LOW_WORD = np.uint64(0xFFFFFFFF)
@@ -154,7 +154,7 @@ def _encodes_to_itself(left, right, piece_starts, piece_bytes, byte_ids, table, 
 def _encode_long(  # type: ignore[no-untyped-def]
     codes, start, end, characters, byte_ids, table, mask, results, piece_starts, piece_bytes, out, first_written
 ):
-    """Encode one long pre-token window by window; returns how many ids `out` holds then."""
+    """Encode one long pretoken window by window; returns how many ids `out` holds then."""
     window = WINDOW
     symbols = np.empty(window, np.int64)
     ranks = np.empty(window, np.int32)
@@ -193,7 +193,7 @@ def _encode_long(  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _key_word(codes, at, end):  # type: ignore[no-untyped-def]
-    """As many characters as one word can tell: behind a 1, ASCII takes 8 bits and others 24, the first of them set."""
+    """As many characters as fit into one word: after a 1, ASCII takes 8 bits and others 24, the first of them set."""
     word = np.uint64(1)
     while at < end:
         code = codes[at]
@@ -229,7 +229,7 @@ def encode_documents(  # type: ignore[no-untyped-def]
             offsets[document] = written
             at += 1
             continue
-        end = pre_token_end(codes, at, kinds)
+        end = pretoken_end(codes, at, kinds)
         if end == at + 1 and characters[code] >= 0:
             out[written] = characters[code]
             written += 1

@@ -1,32 +1,82 @@
 """The encoders, one class each: whether it can run this tokenizer here, and how it encodes.
 
 `open` returns an encoder or raises NotSupported with the reason in words. No encoder ever sees control tokens: they are
-taken out of the tokenizer.json that it gets, so that it cannot recognise them in text.
+removed from the tokenizer.json that it gets, so that it cannot recognise them in text.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 
 from zero2all.common import jsonio
-from zero2all.tokenizer.encoders.batch import EncodedBatch, batch_of, joined
-from zero2all.tokenizer.encoders.config import EncoderName
+from zero2all.common.schema import PositiveInt
 from zero2all.tokenizer.encoders.tables import NotSupported, bpe_tables, pattern_of
 from zero2all.tokenizer.load import Tokenizer
-from zero2all.tokenizer.specials import byte_alphabet
+from zero2all.tokenizer.text import BREAK_CHARACTER
+
+EncoderName = Literal["auto", "fastokens", "numba", "gigatoken", "tiktoken", "tokenizers"]
+ENCODER_NAMES: tuple[EncoderName, ...] = get_args(EncoderName)
 
 CACHE_ROWS = 1 << 17
-"""Pre-tokens that our encoder remembers: 4 MB for each thread."""
+"""Pretokens that our encoder remembers: 4 MB for each thread."""
 TEXT_OF_THREAD = 1 << 16
 """Characters below which a batch is not worth another thread."""
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """Which encoder turns text into ids. The ids do not depend on it."""
+
+    name: EncoderName = "auto"
+    """auto takes the one expected to be fastest on this text among those that run here and agree with the reference;
+    `numba` is ours and needs nothing beyond zero2all, `tokenizers` is the reference."""
+    strict: bool = False
+    """One asked for by name that cannot run, or that differs from the reference, is an error and not replaced."""
+    threads: PositiveInt | None = None
+    """Threads of numba, gigatoken and tiktoken; None: one per core. fastokens and tokenizers read RAYON_NUM_THREADS."""
+
+
+@dataclass(frozen=True)
+class EncodedBatch:
+    """The ids of several texts; `batch[i]` are those of text i, without a copy."""
+
+    ids: np.ndarray
+    """uint32, all texts one after the other."""
+    offsets: np.ndarray
+    """int64: text i has ids[offsets[i] : offsets[i + 1]]."""
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, text: int) -> np.ndarray:
+        if not 0 <= text < len(self):
+            raise IndexError(f"text {text} of a batch of {len(self)}")
+        return self.ids[self.offsets[text] : self.offsets[text + 1]]
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return (self[text] for text in range(len(self)))
+
+
+def batch_of(rows: Sequence[Sequence[int] | np.ndarray]) -> EncodedBatch:
+    """A batch from the ids of each text."""
+    arrays = [np.asarray(row, dtype=np.uint32) for row in rows]
+    offsets = np.cumsum([0, *map(len, arrays)], dtype=np.int64)
+    return EncodedBatch(np.concatenate(arrays) if arrays else np.empty(0, np.uint32), offsets)
+
+
+def joined(batches: Sequence[EncodedBatch]) -> EncodedBatch:
+    """Several batches as one."""
+    starts = np.cumsum([0, *(len(batch.ids) for batch in batches)], dtype=np.int64)
+    offsets = [batch.offsets[:-1] + start for batch, start in zip(batches, starts, strict=False)]
+    return EncodedBatch(np.concatenate([batch.ids for batch in batches]), np.concatenate([*offsets, starts[-1:]]))
 
 
 class RawEncoder(Protocol):
@@ -48,9 +98,9 @@ class EncoderKind:
     """About how many MB/s one core encodes of ASCII and of other text: what `auto` ranks encoders by. Measured by
     benchmarks/tokenizer_encoding.py on two cores of a Neoverse N1, a vocabulary of ours with 32k pieces."""
     long_texts: bool = False
-    """Memory and time stay in proportion for a long text without spaces."""
+    """Memory and time are proportional to the length, also for a long text without spaces."""
     by_list: bool = True
-    """Merges by the list of merges. `auto` never takes an encoder that does not, since no sample proves it equal."""
+    """Applies the list of merges. `auto` never takes an encoder that does not: no sample proves it equal."""
 
 
 def json_without_control(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -123,13 +173,7 @@ class _Tiktoken:
         pattern = pattern_of(content)
         if pattern is None or content.get("normalizer") or content["added_tokens"]:
             raise NotSupported("tiktoken takes only byte-level BPE with a pattern, no normalisation, no added tokens")
-        alphabet = byte_alphabet()
-        names = [name for name in content["model"]["vocab"] if all(character in alphabet for character in name)]
-        ranks = {
-            bytes(alphabet[character] for character in name): content["model"]["vocab"][name]
-            for name in names
-            if name not in tokenizer.control
-        }
+        ranks = {piece: number for number, piece in tokenizer.text_pieces.items()}
         self.threads = threads or os.cpu_count() or 1
         self.backend = tiktoken.Encoding("zero2all", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
 
@@ -169,32 +213,21 @@ class _Numba:
             return joined(list(pool.map(self._encode, parts, self.caches)))
 
     def _encode(self, texts: Sequence[str], cache: np.ndarray) -> EncodedBatch:
-        from zero2all.tokenizer.bpe.categories import DOCUMENT_END
-
         tables = self.tables
-        spread = chr(DOCUMENT_END).join([*texts, ""]).encode("utf-32-le", "surrogatepass")
+        spread = BREAK_CHARACTER.join([*texts, ""]).encode("utf-32-le", "surrogatepass")
         codes = np.frombuffer(spread, "<u4")
-        # Room for four bytes of every character; memory that is not written to is never given.
+        # Room for four bytes of every character; memory that is not written to costs nothing.
         ids = np.empty(4 * len(codes) + self.kernels.ROOM, np.uint32)
         offsets = np.empty(len(texts) + 1, np.int64)
         written = self.kernels.encode_documents(
-            codes,
-            self.kinds,
-            tables.characters,
-            tables.byte_ids,
-            self.ranks,
-            tables.results,
-            tables.piece_starts,
-            tables.piece_bytes,
-            cache,
-            ids,
-            offsets,
+            *(codes, self.kinds, tables.characters, tables.byte_ids, self.ranks, tables.results),
+            *(tables.piece_starts, tables.piece_bytes, cache, ids, offsets),
         )
         return EncodedBatch(ids[:written].copy(), offsets)
 
 
 def _even_parts(texts: Sequence[str], threads: int) -> list[Sequence[str]]:
-    """The texts in at most `threads` stretches of about the same number of characters."""
+    """The texts in at most `threads` lists of about the same number of characters."""
     totals = list(accumulate(map(len, texts), initial=0))
     parts = max(1, min(threads, totals[-1] // TEXT_OF_THREAD))
     borders = np.searchsorted(totals, [totals[-1] * part // parts for part in range(1, parts)]).tolist()

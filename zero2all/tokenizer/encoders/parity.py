@@ -5,17 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from zero2all.common.errors import UserError
-from zero2all.tokenizer.encoders.batch import EncodedBatch
+from zero2all.tokenizer.encoders.kinds import EncodedBatch, RawEncoder
+from zero2all.tokenizer.load import Tokenizer
 from zero2all.tokenizer.text import well_formed
-
-if TYPE_CHECKING:
-    from zero2all.tokenizer.encoders.kinds import RawEncoder
-    from zero2all.tokenizer.load import Tokenizer
 
 SHOWN_CHARACTERS = 60
 RUN = 3000
@@ -42,12 +38,15 @@ class Parity:
 def check_parity(encoder: RawEncoder, tokenizer: Tokenizer, texts: Sequence[str]) -> Parity:
     """Compare with the reference on `texts` and on the hard strings; raises ParityError at the first difference."""
     hard = hard_strings(list(tokenizer.control))
+    is_control = control_mask(tokenizer)
     tokens = 0
     every = [*hard, *texts]
     for start in range(0, len(every), AT_A_TIME):
         part = [well_formed(text) for text in every[start : start + AT_A_TIME]]
         found = encoder.encode(part)
-        refuse_control_ids(found, tokenizer)
+        bad = forbidden_id(found, is_control)
+        if bad is not None:
+            raise ParityError(f"it gave the id {bad} for a text, which is a control id or not in this vocabulary")
         for place, (text, ids, expected) in enumerate(zip(part, found, tokenizer.encode_batch(part), strict=True)):
             if len(ids) != len(expected) or not np.array_equal(ids, expected):
                 raise ParityError(_difference(text, ids, expected, tokenizer, start + place < len(hard)))
@@ -55,15 +54,22 @@ def check_parity(encoder: RawEncoder, tokenizer: Tokenizer, texts: Sequence[str]
     return Parity(len(texts), len(hard), tokens)
 
 
-def refuse_control_ids(batch: EncodedBatch, tokenizer: Tokenizer) -> None:
-    """Text never gives a control id, whatever the encoder: all ids are looked at."""
-    if not len(batch.ids):
-        return
-    is_control = np.zeros(tokenizer.vocab_size, bool)
-    is_control[list(tokenizer.control_ids)] = True
-    if int(batch.ids.max()) >= tokenizer.vocab_size or bool(is_control[batch.ids].any()):
-        bad = sorted({int(number) for number in batch.ids if number >= len(is_control) or is_control[number]})[:3]
-        raise ParityError(f"it gave the id {bad[0]} for a text, which is a control id or none of this vocabulary")
+def control_mask(tokenizer: Tokenizer) -> np.ndarray:
+    """By id: whether it is a control id."""
+    mask = np.zeros(tokenizer.vocab_size, bool)
+    mask[list(tokenizer.control_ids)] = True
+    return mask
+
+
+def forbidden_id(batch: EncodedBatch, is_control: np.ndarray) -> int | None:
+    """An id that no text may give, a control id or one outside the vocabulary; None when all are allowed."""
+    ids = batch.ids
+    if not len(ids):
+        return None
+    if int(ids.max()) >= len(is_control):
+        return int(ids.max())
+    found = is_control[ids]
+    return int(ids[found.argmax()]) if found.any() else None
 
 
 def hard_strings(control: Sequence[str]) -> list[str]:

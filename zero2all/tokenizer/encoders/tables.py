@@ -1,4 +1,4 @@
-"""A byte-level BPE from tokenizer.json as the arrays that our own encoder works on, and what keeps one from being it.
+"""A byte-level BPE from tokenizer.json as the arrays that our own encoder works on.
 
 Only what the encoder reproduces exactly is accepted; everything else is refused with the reason in words.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from zero2all.tokenizer.pattern import PRE_TOKEN_PATTERN
+from zero2all.tokenizer.config import PRETOKEN_PATTERN
 from zero2all.tokenizer.specials import byte_alphabet
 
 CODE_POINTS = 0x110000
@@ -18,7 +18,7 @@ LARGEST_ID = (1 << 28) - 1
 
 
 class NotSupported(Exception):  # noqa: N818 (an answer, not a failure)
-    """This tokenizer is none that the encoder can reproduce; the message says why."""
+    """The encoder cannot reproduce this tokenizer; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def bpe_tables(tokenizer_json: dict[str, Any]) -> BpeTables:
     made_at[results[::-1]] = np.arange(len(pairs))[::-1]  # the first rank that makes a piece
     ranks = np.arange(len(pairs))
     if np.any(made_at[lefts] >= ranks) or np.any(made_at[rights] >= ranks):
-        raise NotSupported("a merge stands before the merges that make its parts")
+        raise NotSupported("a merge comes before the merges that make its parts")
     byte_ids = np.zeros(256, np.int64)
     for name, byte in alphabet.items():
         byte_ids[byte] = vocab[name]
@@ -111,22 +111,21 @@ def _plain_model(tokenizer_json: dict[str, Any]) -> dict[str, Any]:
     model: dict[str, Any] = tokenizer_json["model"]
     if model.get("type") != "BPE":
         raise NotSupported(f"its model is {model.get('type')}, not BPE")
-    for name in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
+    unsupported = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
+    for name in (*unsupported, "ignore_merges"):
         if model.get(name):
             raise NotSupported(f"its model sets {name}")
-    if model.get("ignore_merges"):
-        raise NotSupported("its model sets ignore_merges")
     if tokenizer_json.get("added_tokens"):
         raise NotSupported("it has added tokens that text can spell")
-    if pattern_of(tokenizer_json) != PRE_TOKEN_PATTERN:
-        raise NotSupported("its pre-token pattern is not the one our scanner knows")
+    if pattern_of(tokenizer_json) != PRETOKEN_PATTERN:
+        raise NotSupported("its pretoken pattern is not the one our scanner knows")
     if max(model["vocab"].values()) > LARGEST_ID:
         raise NotSupported(f"it has ids above {LARGEST_ID:,}")
     return model
 
 
 def pattern_of(tokenizer_json: dict[str, Any]) -> str | None:
-    """The pre-token pattern of a byte-level BPE that splits by a pattern and by nothing else; None for any other."""
+    """The pretoken pattern of a byte-level BPE that splits by one pattern only; None for any other."""
     steps = (tokenizer_json.get("pre_tokenizer") or {}).get("pretokenizers", [])
     match steps:
         case [
@@ -140,7 +139,7 @@ def pattern_of(tokenizer_json: dict[str, Any]) -> str | None:
 def _pieces(vocab: dict[str, int], alphabet: dict[str, int]) -> list[bytes]:
     pieces = [b""] * (max(vocab.values()) + 1)
     for name, piece_id in vocab.items():
-        # The name of a control token is no spelling of bytes; no merge makes it, so what stands there does not matter.
+        # The name of a control token spells no bytes; no merge makes it, so its entry does not matter.
         pieces[piece_id] = bytes(alphabet[character] for character in name if character in alphabet)
     return pieces
 

@@ -1,13 +1,14 @@
 """All figures about each tokenizer, as plain JSON.
 
-Bytes are UTF-8 bytes of the text as it stands in the corpus, tokens are those of text (no begin or end marks), speed is
-megabytes per second of processor time. Every figure is over the same documents for all tokenizers.
+Bytes are UTF-8 bytes of the corpus text, tokens are those of text (no begin or end marks), speed is megabytes per
+second of processor time. Every figure is over the same documents for all tokenizers.
 """
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,9 @@ import numpy as np
 from zero2all.common.errors import BadInputError
 from zero2all.common.progress import progress
 from zero2all.tokenizer.encoders import EncodedBatch
-from zero2all.tokenizer.lab.junk import DEFINITIONS, junk_report, sort_of
-from zero2all.tokenizer.lab.subjects import Subject
+from zero2all.tokenizer.lab.candidates import Candidate
 from zero2all.tokenizer.lab.text import CODE, FIXED_TEXTS, INDENTATION, NUMBERS, EvalText
+from zero2all.tokenizer.text import is_utf8
 
 BATCH_DOCUMENTS = 128
 LONGEST_PIECES = 24
@@ -25,109 +26,124 @@ RANK_POINTS = 120
 USE_BUCKETS = ((0, 0), (1, 1), (2, 3), (4, 15), (16, 63), (64, 255), (256, 1023), (1024, None))
 """Pieces by how often they were used: (from, to), None is no upper limit."""
 
+JUNK_EXAMPLES = 12
+JUNK = {
+    "broken": "not valid UTF-8: begins or ends inside a character (beginnings of characters, which a byte-level "
+    "vocabulary needs to build them, included)",
+    "repeated": "one character, or two in turn, at least 6 times over (----------, 哈哈哈哈哈哈); white space only "
+    "beyond 16",
+    "web": "part of an address or of markup: http, www., .com, .html, &nbsp;, </div, %E4 and the like",
+    "clause": "a whole Chinese clause: at least 8 Han characters",
+    "unused": "none of the above, and not once in the text",
+}
+"""Sorts of pieces that are not worth their id. A piece belongs to the first sort that fits. Single bytes are never
+junk: they make every text encodable."""
 
-def evaluate(subjects: Sequence[Subject], text: EvalText) -> dict[str, Any]:
+_REPEATED = re.compile(r"(.)\1{5,}|(..)\2{5,}", re.DOTALL)
+_WEB = re.compile(
+    r"https?|www\.|\.(?:com|org|net|html?|php|aspx|cn|jpe?g|png)\b|&(?:nbsp|amp|quot|lt|gt|#\d+)|</?[a-z]+|%[0-9A-F]{2}",
+    re.IGNORECASE,
+)
+_HAN = re.compile(r"[\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]")
+LONGEST_USEFUL_BLANK = 16
+CLAUSE_CHARACTERS = 8
+
+
+def evaluate(candidates: Sequence[Candidate], text: EvalText) -> dict[str, Any]:
     """The report: what the text is, then one entry for each tokenizer."""
-    sizes = {channel: sum(len(document.encode()) for document in texts) for channel, texts in text.channels.items()}
-    letters = {channel: sum(map(len, texts)) for channel, texts in text.channels.items()}
+    channels = {
+        channel: {
+            "documents": len(texts),
+            "bytes": sum(len(document.encode()) for document in texts),
+            "characters": sum(map(len, texts)),
+        }
+        for channel, texts in text.channels.items()
+    }
+    total_bytes = sum(facts["bytes"] for facts in channels.values())
     characters = _characters(text)
     excerpts = [{"title": title, "text": excerpt} for title, excerpt in text.excerpts()]
-    with progress("eval", total=len(subjects) * sum(sizes.values()), unit="B") as bar:
+    with progress("eval", total=len(candidates) * total_bytes, unit="B") as bar:
         results = []
-        for subject in subjects:
-            results.append(_judge(subject, text, characters, excerpts))
-            bar.advance(sum(sizes.values()), note=subject.name)
+        for candidate in candidates:
+            results.append(_judge(candidate, text, channels, characters, excerpts))
+            bar.advance(total_bytes, note=candidate.name)
     return {
-        "text": {
-            "split": text.split,
-            "channels": {
-                channel: {"documents": len(texts), "bytes": sizes[channel], "characters": letters[channel]}
-                for channel, texts in text.channels.items()
-            },
-        },
-        "junk_definitions": DEFINITIONS,
+        "text": {"split": text.split, "channels": channels},
+        "junk_definitions": JUNK,
         "excerpts": excerpts,
         "tokenizers": results,
     }
 
 
 def _judge(
-    subject: Subject, text: EvalText, characters: tuple[np.ndarray, np.ndarray], excerpts: Sequence[dict[str, str]]
+    candidate: Candidate,
+    text: EvalText,
+    facts: Mapping[str, Mapping[str, int]],
+    characters: tuple[np.ndarray, np.ndarray],
+    excerpts: Sequence[dict[str, str]],
 ) -> dict[str, Any]:
-    counts = np.zeros(subject.vocab_size, np.int64)
+    counts = np.zeros(candidate.vocab_size, np.int64)
     channels = {}
-    round_trip = _RoundTrip(subject)
+    changed: list[str] = []
     for channel, texts in text.channels.items():
         tokens = 0
-        size = sum(len(document.encode()) for document in texts)
         channel_counts = np.zeros_like(counts)
         seconds = 0.0
         for start in range(0, len(texts), BATCH_DOCUMENTS):
             part = texts[start : start + BATCH_DOCUMENTS]
             began = time.process_time()
-            batch = subject.encode(part)
+            batch = candidate.encode(part)
             seconds += time.process_time() - began
             tokens += len(batch.ids)
-            channel_counts += np.bincount(batch.ids, minlength=subject.vocab_size)
-            round_trip.check(part, batch)
+            channel_counts += np.bincount(batch.ids, minlength=candidate.vocab_size)
+            changed += _changed(candidate, part, batch)
         counts += channel_counts
-        letters = sum(map(len, texts))
+        size = facts[channel]["bytes"]
         channels[channel] = {
             "tokens": tokens,
             "bytes_per_token": size / max(1, tokens),
-            "tokens_per_character": tokens / max(1, letters),
+            "tokens_per_character": tokens / max(1, facts[channel]["characters"]),
             "pieces_used": int(np.count_nonzero(channel_counts)),
             "megabytes_per_second": size / 1e6 / max(seconds, 1e-9),
         }
-    total_bytes = sum(len(document.encode()) for document in text.documents)
+    total_bytes = sum(each["bytes"] for each in facts.values())
     return {
-        "name": subject.name,
-        "kind": subject.kind,
-        "vocab_size": subject.vocab_size,
-        "pieces": len(subject.pieces),
-        "control_tokens": subject.control,
+        "name": candidate.name,
+        "kind": candidate.kind,
+        "vocab_size": candidate.vocab_size,
+        "pieces": len(candidate.pieces),
+        "control_tokens": candidate.control,
         "channels": channels,
         "tokens": int(counts.sum()),
         "bytes_per_token": total_bytes / max(1, int(counts.sum())),
-        "round_trip": round_trip.report(),
-        "vocabulary_use": _vocabulary_use(subject, counts),
-        "coverage": _coverage(subject, counts, characters),
-        "fertility": _fertility(subject),
-        "longest": _longest(subject, counts),
-        "junk": junk_report(subject.pieces, counts),
-        "segments": _segments(subject, excerpts),
+        "round_trip": {
+            "documents": len(text.documents),
+            "changed": len(changed),
+            "example": changed[0][:80] if changed else "",
+        },
+        "vocabulary_use": _vocabulary_use(candidate, counts),
+        "coverage": _coverage(candidate, counts, characters),
+        "fertility": _fertility(candidate),
+        "longest": _longest(candidate, counts),
+        "junk": _junk(candidate.pieces, counts),
+        "segments": _segments(candidate, excerpts),
     }
 
 
-class _RoundTrip:
-    """Counts documents that do not come back as they were."""
-
-    def __init__(self, subject: Subject) -> None:
-        self.subject = subject
-        self.documents = self.changed = 0
-        self.example = ""
-
-    def check(self, texts: Sequence[str], batch: EncodedBatch) -> None:
-        pieces, decode = self.subject.pieces, self.subject.decode
-        for text, ids in zip(texts, batch, strict=True):
-            numbers = ids.tolist()
-            if decode is None:
-                try:
-                    same = b"".join([pieces[number] for number in numbers]) == text.encode()
-                except KeyError as error:
-                    raise BadInputError(
-                        f"{self.subject.name} gave the id {error} for a text, which is none of its pieces. Its files "
-                        f"do not belong together; fetch it again."
-                    ) from error
-            else:
-                same = decode(numbers) == text
-            self.documents += 1
-            if not same:
-                self.changed += 1
-                self.example = self.example or text[:80]
-
-    def report(self) -> dict[str, Any]:
-        return {"documents": self.documents, "changed": self.changed, "example": self.example}
+def _changed(candidate: Candidate, texts: Sequence[str], batch: EncodedBatch) -> list[str]:
+    """The texts that do not come back from their ids as they were."""
+    pieces, decode = candidate.pieces, candidate.decode
+    try:
+        rows = [ids.tolist() for ids in batch]
+        if decode is not None:
+            return [text for text, ids in zip(texts, rows, strict=True) if decode(ids) != text]
+        joined = [b"".join([pieces[number] for number in ids]) for ids in rows]
+    except KeyError as error:
+        raise BadInputError(
+            f"{candidate.name} gave the id {error} for a text, which is none of its pieces. Its files do not belong "
+            f"together; fetch it again."
+        ) from error
+    return [text for text, data in zip(texts, joined, strict=True) if data != text.encode()]
 
 
 def _characters(text: EvalText) -> tuple[np.ndarray, np.ndarray]:
@@ -140,8 +156,8 @@ def _characters(text: EvalText) -> tuple[np.ndarray, np.ndarray]:
     return codes, counts[codes]
 
 
-def _vocabulary_use(subject: Subject, counts: np.ndarray) -> dict[str, Any]:
-    numbers = np.fromiter(subject.pieces, np.int64, len(subject.pieces))
+def _vocabulary_use(candidate: Candidate, counts: np.ndarray) -> dict[str, Any]:
+    numbers = np.fromiter(candidate.pieces, np.int64, len(candidate.pieces))
     used = np.sort(counts[numbers])[::-1]
     buckets = []
     for low, high in USE_BUCKETS:
@@ -159,20 +175,20 @@ def _vocabulary_use(subject: Subject, counts: np.ndarray) -> dict[str, Any]:
     }
 
 
-def _coverage(subject: Subject, counts: np.ndarray, characters: tuple[np.ndarray, np.ndarray]) -> dict[str, Any]:
+def _coverage(candidate: Candidate, counts: np.ndarray, characters: tuple[np.ndarray, np.ndarray]) -> dict[str, Any]:
     """How much of the text passes through whole characters.
 
     Single: share of all characters of the text that are pieces by themselves. Split: share of the text's bytes that
     ended up in pieces which are not valid UTF-8, that is, in characters taken apart.
     """
-    known = set(subject.pieces.values())
+    known = set(candidate.pieces.values())
     codes, times = characters
     single = np.array([chr(code).encode() in known for code in codes.tolist()], bool)
     split_bytes = all_bytes = 0
-    for number, piece in subject.pieces.items():
+    for number, piece in candidate.pieces.items():
         if counts[number]:
             all_bytes += int(counts[number]) * len(piece)
-            split_bytes += int(counts[number]) * len(piece) * (not _is_text(piece))
+            split_bytes += int(counts[number]) * len(piece) * (not is_utf8(piece))
     return {
         "distinct_characters": len(codes),
         "distinct_single": int(single.sum()),
@@ -181,14 +197,14 @@ def _coverage(subject: Subject, counts: np.ndarray, characters: tuple[np.ndarray
     }
 
 
-def _fertility(subject: Subject) -> dict[str, Any]:
+def _fertility(candidate: Candidate) -> dict[str, Any]:
     """Tokens per digit of whole numbers, per line of code, per line of indentation, and of each fixed text."""
-    batch = subject.encode(list(FIXED_TEXTS.values()))
+    batch = candidate.encode(list(FIXED_TEXTS.values()))
     tokens = dict(zip(FIXED_TEXTS, map(len, batch), strict=True))
     plain = [number for number in NUMBERS.split() if number.isascii() and number.isdigit()]
-    bare = subject.encode([INDENTATION.replace(" ", "").replace("\t", "")])
+    bare = candidate.encode([INDENTATION.replace(" ", "").replace("\t", "")])
     return {
-        "tokens_per_digit": len(subject.encode(plain).ids) / sum(map(len, plain)),
+        "tokens_per_digit": len(candidate.encode(plain).ids) / sum(map(len, plain)),
         "code_tokens_per_line": tokens["code"] / CODE.count("\n"),
         "code_bytes_per_token": len(CODE.encode()) / max(1, tokens["code"]),
         "indentation_tokens_per_line": (tokens["indentation"] - len(bare[0])) / INDENTATION.count("\n"),
@@ -196,30 +212,67 @@ def _fertility(subject: Subject) -> dict[str, Any]:
     }
 
 
-def _longest(subject: Subject, counts: np.ndarray) -> list[dict[str, Any]]:
+def _longest(candidate: Candidate, counts: np.ndarray) -> list[dict[str, Any]]:
     """The pieces with the most bytes, runs of one or two characters left out: those are counted as junk."""
-    telling = [number for number, piece in subject.pieces.items() if sort_of(piece, 1) != "repeated"]
-    order = sorted(telling, key=lambda number: (-len(subject.pieces[number]), number))[:LONGEST_PIECES]
+    telling = [number for number, piece in candidate.pieces.items() if junk_sort(piece, 1) != "repeated"]
+    order = sorted(telling, key=lambda number: (-len(candidate.pieces[number]), number))[:LONGEST_PIECES]
     return [
         {
             "id": number,
-            "piece": subject.pieces[number].decode("utf-8", "backslashreplace"),
-            "bytes": len(subject.pieces[number]),
+            "piece": candidate.pieces[number].decode("utf-8", "backslashreplace"),
+            "bytes": len(candidate.pieces[number]),
             "used": int(counts[number]),
         }
         for number in order
     ]
 
 
-def _segments(subject: Subject, excerpts: Sequence[dict[str, str]]) -> list[list[list[Any]]]:
+def _segments(candidate: Candidate, excerpts: Sequence[dict[str, str]]) -> list[list[list[Any]]]:
     """For each excerpt its tokens: id, and bytes as hexadecimal digits."""
-    batch = subject.encode([excerpt["text"] for excerpt in excerpts])
-    return [[[number, subject.pieces.get(number, b"").hex()] for number in ids.tolist()] for ids in batch]
+    batch = candidate.encode([excerpt["text"] for excerpt in excerpts])
+    return [[[number, candidate.pieces.get(number, b"").hex()] for number in ids.tolist()] for ids in batch]
 
 
-def _is_text(piece: bytes) -> bool:
+def junk_sort(piece: bytes, used: int) -> str | None:
+    """The sort of junk that a piece is, or None."""
+    if len(piece) < 2:
+        return None
     try:
-        piece.decode()
+        text = piece.decode()
     except UnicodeDecodeError:
-        return False
-    return True
+        return "broken"
+    if text.isspace():
+        return "repeated" if len(text) > LONGEST_USEFUL_BLANK else None if used else "unused"
+    if _REPEATED.search(text):
+        return "repeated"
+    if _WEB.search(text):
+        return "web"
+    if len(_HAN.findall(text)) >= CLAUSE_CHARACTERS:
+        return "clause"
+    return None if used else "unused"
+
+
+def _junk(pieces: Mapping[int, bytes], counts: np.ndarray) -> dict[str, dict[str, Any]]:
+    """Per sort: pieces, their share of the vocabulary, how many of them were never used, share of all tokens, examples.
+
+    Examples are the pieces with the most bytes (of `unused`, the first by id: those were learned earliest).
+    """
+    found: dict[str, list[int]] = {sort: [] for sort in JUNK}
+    for number, piece in pieces.items():
+        sort = junk_sort(piece, int(counts[number]))
+        if sort:
+            found[sort].append(number)
+    tokens = max(1, int(counts.sum()))
+    report = {}
+    for sort, numbers in found.items():
+        shown = sorted(numbers, key=lambda number: (sort != "unused" and -len(pieces[number]), number))[:JUNK_EXAMPLES]
+        report[sort] = {
+            "pieces": len(numbers),
+            "share_of_vocabulary": len(numbers) / max(1, len(pieces)),
+            "never_used": int(sum(counts[number] == 0 for number in numbers)),
+            "share_of_tokens": int(sum(int(counts[number]) for number in numbers)) / tokens,
+            "examples": [
+                {"id": number, "piece": pieces[number].decode("utf-8", "backslashreplace")} for number in shown
+            ],
+        }
+    return report

@@ -1,19 +1,24 @@
 """The report as one HTML page that needs nothing else: no script, no file, no network. Light and dark, wide and narrow.
 
-It shows text from the corpus and pieces of vocabularies, so everything that goes into it is escaped.
+It shows text from the corpus and pieces of vocabularies, so everything that goes into it is escaped. The charts are SVG
+in the colours of the page's style.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
 from zero2all.common.files import human_bytes, package_text
 from zero2all.common.html import html_page
-from zero2all.tokenizer.lab.charts import COLOURS, bucket_name, colour, grouped_bars, legend, rank_curves, use_histogram
-from zero2all.tokenizer.lab.segments import segmentation
 from zero2all.tokenizer.lab.tables import LONGEST_COLUMN, evaluation_tables
+
+COLOURS = 6
+"""Classes c0 to c5 of the page's style; a seventh tokenizer begins again."""
+TINTS = 5
+VISIBLE = {"\n": "⏎\n", "\t": "⇥", "\r": "␍", "\x00": "␀"}
 
 
 def evaluation_page(report: Mapping[str, Any]) -> str:
@@ -21,11 +26,11 @@ def evaluation_page(report: Mapping[str, Any]) -> str:
     names = [tokenizer["name"] for tokenizer in report["tokenizers"]]
     body = [
         _heading(report),
-        legend(names) if len(names) > 1 else "",
+        _legend(names) if len(names) > 1 else "",
         _charts(report),
         _tables(report),
         _segmentations(report),
-        _junk(report),
+        _junk_examples(report),
         _longest(report),
     ]
     style = package_text(__package__, "page.css") + "".join(
@@ -61,20 +66,20 @@ def _charts(report: Mapping[str, Any]) -> str:
 
     def bars(field: str, words: str) -> str:
         series = [(each["name"], [each["channels"][channel][field] for channel in channels]) for each in tokenizers]
-        return grouped_bars(channels, series, words)
+        return _grouped_bars(channels, series, words)
 
     curves = [(each["name"], each["vocabulary_use"]["by_rank"], each["pieces"]) for each in tokenizers]
     stacks = "".join(
         f'<p class="who"><span>{escape(each["name"])}</span><span>{each["vocabulary_use"]["share_used"]:.1%} of '
-        f"{each['pieces']:,} pieces used</span></p>{use_histogram(each['vocabulary_use']['histogram'], number)}"
+        f"{each['pieces']:,} pieces used</span></p>{_use_histogram(each['vocabulary_use']['histogram'], number)}"
         for number, each in enumerate(tokenizers)
     )
-    buckets = ", ".join(bucket_name(bucket) for bucket in tokenizers[0]["vocabulary_use"]["histogram"])
+    buckets = ", ".join(_bucket_name(bucket) for bucket in tokenizers[0]["vocabulary_use"]["histogram"])
     return (
         '<h2>At a glance</h2><div class="panels">'
         f"{_panel('Bytes per token, by channel (more is better)', bars('bytes_per_token', '{:.2f}'))}"
         f"{_panel('Tokens per character (fewer is better)', bars('tokens_per_character', '{:.3f}'))}"
-        f"{_panel('Use of the vocabulary by rank (dashed: all its pieces)', rank_curves(curves))}"
+        f"{_panel('Use of the vocabulary by rank (dashed: all its pieces)', _rank_curves(curves))}"
         f'<div class="panel"><h3>Share of the pieces by how often they were used</h3>{stacks}'
         f'<p class="faint"><small>From left to right: {escape(buckets)}.</small></p></div></div>'
     )
@@ -86,7 +91,7 @@ def _panel(title: str, drawing: str) -> str:
 
 def _tables(report: Mapping[str, Any]) -> str:
     parts = ["<h2>Figures</h2>"]
-    for table in evaluation_tables(report)[:4]:
+    for table in evaluation_tables(report):
         # The longest pieces have a part of the page to themselves.
         heading, *rows = [row[:-1] if table.rows[0][-1] == LONGEST_COLUMN else row for row in table.rows]
         head = "".join(f"<th>{escape(cell)}</th>" for cell in heading)
@@ -109,8 +114,8 @@ def _segmentations(report: Mapping[str, Any]) -> str:
         for number, tokenizer in enumerate(report["tokenizers"]):
             tokens = tokenizer["segments"][place]
             rows.append(
-                f'<div><div class="who"><span><i class="dot {colour(number)}"></i>{escape(tokenizer["name"])}</span>'
-                f'<span>{len(tokens):,} tokens</span></div><div class="tokens">{segmentation(tokens)}</div></div>'
+                f'<div><div class="who"><span><i class="dot {_colour(number)}"></i>{escape(tokenizer["name"])}</span>'
+                f'<span>{len(tokens):,} tokens</span></div><div class="tokens">{_segmentation(tokens)}</div></div>'
             )
         code = " code" if excerpt["title"].startswith(("code", "indentation", "numbers")) else ""
         opened = "" if excerpt["title"] == "indentation" else " open"
@@ -121,37 +126,23 @@ def _segmentations(report: Mapping[str, Any]) -> str:
     return "".join(parts)
 
 
-def _junk(report: Mapping[str, Any]) -> str:
-    meanings = "".join(
-        f"<dt>{escape(sort)}</dt><dd>{escape(meaning)}</dd>" for sort, meaning in report["junk_definitions"].items()
-    )
-    head = "".join(f"<th>{escape(sort)}</th>" for sort in report["junk_definitions"])
-    rows = []
-    for tokenizer in report["tokenizers"]:
-        cells = "".join(
-            f"<td>{junk['pieces']:,} <small>{junk['share_of_vocabulary']:.1%}</small></td>"
-            for junk in tokenizer["junk"].values()
-        )
-        rows.append(f"<tr><td>{escape(tokenizer['name'])}</td>{cells}</tr>")
-    examples = []
+def _junk_examples(report: Mapping[str, Any]) -> str:
+    examples = ["<h2>Examples of junk pieces</h2>"]
     for tokenizer in report["tokenizers"]:
         inner = "".join(
             f"<h3>{escape(sort)}</h3>{_chips(junk['examples'])}"
             for sort, junk in tokenizer["junk"].items()
             if junk["examples"]
         )
-        examples.append(f"<details><summary>Examples: {escape(tokenizer['name'])}</summary>{inner}</details>")
-    return (
-        f'<h2>Junk pieces</h2><div class="wide"><table><tr><th>tokenizer</th>{head}</tr>{"".join(rows)}</table></div>'
-        f"<dl>{meanings}</dl>{''.join(examples)}"
-    )
+        examples.append(f"<details><summary>{escape(tokenizer['name'])}</summary>{inner}</details>")
+    return "".join(examples)
 
 
 def _longest(report: Mapping[str, Any]) -> str:
     parts = ["<h2>Longest pieces</h2>"]
     for number, tokenizer in enumerate(report["tokenizers"]):
         parts.append(
-            f'<h3><i class="dot {colour(number)}"></i>{escape(tokenizer["name"])}</h3>{_chips(tokenizer["longest"])}'
+            f'<h3><i class="dot {_colour(number)}"></i>{escape(tokenizer["name"])}</h3>{_chips(tokenizer["longest"])}'
         )
     return "".join(parts)
 
@@ -168,3 +159,133 @@ def _chips(entries: Sequence[Mapping[str, Any]]) -> str:
         shown = shown if len(shown) <= 60 else f"{shown[:56]}… ({len(shown)})"
         chips.append(f'<code title="{escape(", ".join(facts))}">{escape(shown)}</code>')
     return f'<div class="chips">{"".join(chips)}</div>'
+
+
+def _colour(number: int) -> str:
+    """The class of the tokenizer with this number."""
+    return f"c{number % COLOURS}"
+
+
+def _legend(names: Sequence[str]) -> str:
+    """Which colour is whose."""
+    items = "".join(f'<span><i class="dot {_colour(n)}"></i>{escape(name)}</span>' for n, name in enumerate(names))
+    return f'<div class="legend">{items}</div>'
+
+
+def _grouped_bars(groups: Sequence[str], series: Sequence[tuple[str, Sequence[float]]], words: str = "{:.2f}") -> str:
+    """Horizontal bars, one group per channel and in it one bar per tokenizer."""
+    row, gap, label, width = 20, 16, 74, 520
+    top = max((value for _, values in series for value in values), default=1) or 1
+    shapes = []
+    y = 4
+    for place, group in enumerate(groups):
+        middle = y + row * len(series) / 2 + 4
+        shapes.append(f'<text x="0" y="{middle:.0f}" class="strong">{escape(group)}</text>')
+        for number, (name, values) in enumerate(series):
+            value = values[place]
+            long = max(2.0, (width - label - 62) * value / top)
+            shapes.append(
+                f'<rect x="{label}" y="{y + 2}" width="{long:.1f}" height="{row - 5}" rx="3" class="{_colour(number)}">'
+                f"<title>{escape(name)}, {escape(group)}: {words.format(value)}</title></rect>"
+                f'<text x="{label + long + 6:.1f}" y="{y + 13}" class="figure">{words.format(value)}</text>'
+            )
+            y += row
+        y += gap
+    return f'<svg viewBox="0 0 {width} {y - gap + 4}" role="img" aria-label="bars">{"".join(shapes)}</svg>'
+
+
+def _rank_curves(series: Sequence[tuple[str, Sequence[Sequence[int]], int]]) -> str:
+    """How often the piece of each rank was used, both axes logarithmic; the dashed line is the number of pieces."""
+    width, height, left, bottom, right, over = 520, 270, 46, 34, 12, 10
+    far = max((pieces for _, _, pieces in series), default=10)
+    high = max((points[0][1] for _, points, _ in series if points), default=10)
+    along = math.log10(max(far, 10))
+    up = math.log10(max(high, 10))
+
+    def x(rank: float) -> float:
+        return left + (width - left - right) * math.log10(max(rank, 1)) / along
+
+    def y(count: float) -> float:
+        return height - bottom - (height - bottom - over) * math.log10(max(count, 1)) / up
+
+    shapes = []
+    for power in range(int(along) + 1):
+        place = x(10**power)
+        shapes.append(f'<line x1="{place:.1f}" x2="{place:.1f}" y1="{over}" y2="{height - bottom}" class="grid"/>')
+        shapes.append(f'<text x="{place:.1f}" y="{height - bottom + 15}" class="tick middle">{_power(power)}</text>')
+    for power in range(int(up) + 1):
+        place = y(10**power)
+        shapes.append(f'<line x1="{left}" x2="{width - right}" y1="{place:.1f}" y2="{place:.1f}" class="grid"/>')
+        shapes.append(f'<text x="{left - 6}" y="{place + 4:.1f}" class="tick end">{_power(power)}</text>')
+    shapes.append(f'<text x="{(left + width) / 2:.0f}" y="{height - 4}" class="tick middle">rank of the piece</text>')
+    middle = f"{height / 2:.0f}"
+    turned = f'transform="rotate(-90 12 {middle})"'
+    shapes.append(f'<text x="12" y="{middle}" class="tick middle" {turned}>times used</text>')
+    for number, (name, points, pieces) in enumerate(series):
+        if not points:
+            continue
+        path = " ".join(f"{x(rank):.1f},{y(count):.1f}" for rank, count in points)
+        end, count = points[-1]
+        shapes.append(
+            f'<line x1="{x(pieces):.1f}" x2="{x(pieces):.1f}" y1="{over}" y2="{height - bottom}" '
+            f'class="limit s{_colour(number)}"/>'
+            f'<polyline points="{path}" class="curve s{_colour(number)}"><title>{escape(name)}: {end:,} of {pieces:,} '
+            f"pieces used</title></polyline>"
+            f'<circle cx="{x(end):.1f}" cy="{y(count):.1f}" r="3.5" class="{_colour(number)}"/>'
+        )
+    return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="use by rank">{"".join(shapes)}</svg>'
+
+
+def _use_histogram(histogram: Sequence[Mapping[str, Any]], number: int) -> str:
+    """One bar over 100 %: which share of the pieces was used how often; never used is hatched grey."""
+    total = sum(bucket["pieces"] for bucket in histogram) or 1
+    parts = []
+    for place, bucket in enumerate(histogram):
+        share = bucket["pieces"] / total
+        if share == 0:
+            continue
+        words = f"{_bucket_name(bucket)}: {bucket['pieces']:,} pieces ({share:.1%})"
+        strength = 25 + 75 * place / (len(histogram) - 1)
+        style = "" if place == 0 else f"opacity:{strength / 100:.2f}"
+        kind = "never" if place == 0 else _colour(number)
+        shown = f"{share:.0%}" if share > 0.08 else ""
+        parts.append(
+            f'<span style="width:{100 * share:.2f}%" title="{escape(words)}"><i class="{kind}" style="{style}"></i>'
+            f"<b>{shown}</b></span>"
+        )
+    return f'<div class="stack">{"".join(parts)}</div>'
+
+
+def _bucket_name(bucket: Mapping[str, Any]) -> str:
+    """Such as `4 to 15 times`."""
+    low, high = bucket["from"], bucket["to"]
+    if low == high:
+        return "never" if low == 0 else "once"
+    return f"{low} to {high} times" if high is not None else f"{low} times or more"
+
+
+def _power(power: int) -> str:
+    return {0: "1", 1: "10", 2: "100", 3: "1k", 4: "10k", 5: "100k", 6: "1M", 7: "10M"}.get(power, f"1e{power}")
+
+
+def _segmentation(tokens: Sequence[Sequence[Any]]) -> str:
+    """One excerpt as spans, colours in turn; a token that ends inside a character shows its bytes instead.
+
+    Pointing at a token shows its id and bytes, by style alone.
+    """
+    spans = []
+    for place, (number, digits) in enumerate(tokens):
+        data = bytes.fromhex(digits)
+        shown, is_text = _shown(data)
+        tip = f"{number} · {' '.join(f'{byte:02X}' for byte in data[:12])}{' …' if len(data) > 12 else ''}"
+        kind = f"t{place % TINTS}" if is_text else "part"
+        spans.append(f'<i class="{kind}" tabindex="0" data-tip="{escape(tip)}">{shown}</i>')
+    return "".join(spans)
+
+
+def _shown(data: bytes) -> tuple[str, bool]:
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        return escape(data.decode("utf-8", "backslashreplace").replace("\\x", "")), False
+    return "".join(VISIBLE.get(character, escape(character)) for character in text), True

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zero2all.common.files import human_bytes
-from zero2all.tokenizer.lab.junk import DEFINITIONS
 
 SHOWN_PIECES = 6
 SHOWN_CHARACTERS = 18
@@ -31,14 +30,7 @@ def evaluation_tables(report: Mapping[str, Any]) -> list[TextTable]:
 def _compression(report: Mapping[str, Any]) -> TextTable:
     channels = report["text"]["channels"]
     first = report["tokenizers"][0]
-    rows = [
-        [
-            "tokenizer",
-            "ids",
-            *(f"{name} bytes/token" for name in channels),
-            *(f"{name} tokens/char" for name in channels),
-        ]
-    ]
+    rows = [["tokenizer", "ids", *(f"{name} {unit}" for unit in ("bytes/token", "tokens/char") for name in channels)]]
     for tokenizer in report["tokenizers"]:
         cells = [tokenizer["name"], f"{tokenizer['vocab_size']:,}"]
         for name in channels:
@@ -112,12 +104,13 @@ def _fertility(report: Mapping[str, Any]) -> TextTable:
 
 
 def _junk(report: Mapping[str, Any]) -> TextTable:
-    rows = [["tokenizer", *DEFINITIONS]]
+    definitions = report["junk_definitions"]
+    rows = [["tokenizer", *definitions]]
     for tokenizer in report["tokenizers"]:
         sorts = tokenizer["junk"].values()
         cells = [f"{junk['pieces']:,} ({junk['share_of_vocabulary']:.1%})" for junk in sorts]
         rows.append([tokenizer["name"], *cells])
-    return TextTable("Junk pieces", rows, [f"{sort}: {meaning}" for sort, meaning in DEFINITIONS.items()])
+    return TextTable("Junk pieces", rows, [f"{sort}: {meaning}" for sort, meaning in definitions.items()])
 
 
 def _short(piece: str) -> str:

@@ -1,20 +1,20 @@
-"""Pass 2: the distinct pieces between cuts, and how often each occurs. numba.
+"""Pass 2: the distinct fragments between cuts, and how often each occurs. numba.
 
-A piece is two or more characters in a row inside a pre-token, none of whose neighbours were cut apart. A single
-character has no pair to merge and is not kept. In memory a piece is a record of 32-bit words in an arena:
+A fragment is two or more characters in a row inside a pretoken with no cut between them. A single character has no pair
+to merge and is not kept. In memory a fragment is a record of 32-bit words in an arena:
 
     length in bytes (16 bits), upper 16 bits of the count; lower 32 bits of the count; the characters
 
-with frequent characters in one byte, most others in two, so that a Chinese piece needs less than its UTF-8. Slots of a
-hash table (26 bits of place in the arena, 6 bits of the hash) find the record: about 26 bytes per distinct piece.
+with frequent characters in one byte, most others in two, so that Chinese needs less than its UTF-8. Slots of a hash
+table (26 bits of place in the arena, 6 bits of the hash) find the record: about 26 bytes per distinct fragment.
 
-Every worker has a small table that stays in the cache; when it is full its records go, by their hash, to one of 64
-parts of the one big table. So memory is one table for any number of threads, and the sums do not depend on who counted
-what. A part that outgrows its share of the memory is appended to a file and starts anew; in the end, the records of
-its file are summed up again, one part at a time. That is as exact as having kept them.
+Every worker has a small table that stays in the processor's cache. When it is full, its records go, by their hash, to
+one of 64 parts of the one big table. So memory is one table for any number of threads, and the sums do not depend on
+which thread counted what. A part that outgrows its share of the memory is appended to a file and starts anew; in the
+end, the records of its file are summed up again, one part at a time, which gives the same counts.
 
-Pieces longer than `LONGEST_BYTES` (a line of a hundred megabytes without a space) go to a file of their own, each with
-count 1: the merge loop does not mind two equal words.
+Fragments longer than `LONGEST_BYTES` (a line of a hundred megabytes without a space) go to a file of their own, each
+with count 1: two equal words do not disturb the merge loop.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from numba import njit
 
 from zero2all.tokenizer.bpe.bigrams import PairFilter, are_joined
 from zero2all.tokenizer.bpe.categories import BREAK, CODE_POINTS, character_kinds
-from zero2all.tokenizer.bpe.scan import pre_token_end
+from zero2all.tokenizer.bpe.scan import pretoken_end
 
 PARTS = 64
 PART_BITS = 6
@@ -46,8 +46,8 @@ ARENA_WORDS = 1 << 26
 READ_WORDS = 1 << 20
 
 AT, END, ENTRIES, WORDS, FIRST = range(5)
-"""State of a worker's scan: place in the block, end of the pre-token there, records and words of the local table, and,
-after a long piece, where it began."""
+"""State of a worker's scan: place in the block, end of the pretoken there, records and words of the local table, and,
+after a long fragment, where it began."""
 FINISHED, FULL, LONG = range(3)
 """Why the scan came back."""
 
@@ -71,7 +71,7 @@ def _hash(arena, start, words, length):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _find(slots, arena, source, start, words, length, value):  # type: ignore[no-untyped-def]
-    """The slot of the record whose characters stand at source[start:], or the empty one where it belongs."""
+    """The slot of the record whose characters are at source[start:], or the empty one where it belongs."""
     size = np.uint64(slots.size)
     slot = np.int64((value & _LOW32) * size >> _HALF)
     tag = np.uint32(value >> _HALF) >> np.uint32(PART_BITS) & np.uint32(63)
@@ -108,7 +108,7 @@ def _raise_count(arena, record, low, high):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _scan(codes, state, kinds, encoded, ascii_joined, filter_rows, mask, slots, arena):  # type: ignore[no-untyped-def]
-    """Count pieces from state[AT] on, until the block ends, the local table is full or a long piece turns up."""
+    """Count fragments from state[AT] on, until the block ends, the local table is full or a long one turns up."""
     at, end, entries, used = state[AT], state[END], state[ENTRIES], state[WORDS]
     reason = FINISHED
     while at < codes.size:
@@ -117,7 +117,7 @@ def _scan(codes, state, kinds, encoded, ascii_joined, filter_rows, mask, slots, 
                 at += 1
                 end = at
                 continue
-            end = pre_token_end(codes, at, kinds)
+            end = pretoken_end(codes, at, kinds)
         first = at
         value = encoded[codes[at]]
         at += 1
@@ -129,7 +129,7 @@ def _scan(codes, state, kinds, encoded, ascii_joined, filter_rows, mask, slots, 
             at = first
             reason = FULL
             break
-        # The characters are written where the record will be if the piece is new.
+        # The characters are written where the record will be if the fragment is new.
         start = used + HEAD_WORDS
         word = start
         waiting = np.uint64(value & np.uint32(0xFFFFFF))
@@ -172,7 +172,7 @@ def _scan(codes, state, kinds, encoded, ascii_joined, filter_rows, mask, slots, 
 
 
 @njit(cache=True, nogil=True)
-def _words_of(head):  # type: ignore[no-untyped-def]
+def words_of_record(head):  # type: ignore[no-untyped-def]
     """How many words the characters of a record take."""
     return np.int64(((head & np.uint32(0xFFFF)) + np.uint32(3)) >> np.uint32(2))
 
@@ -185,7 +185,7 @@ def _route(arena, used, records, ends, words):  # type: ignore[no-untyped-def]
     ends[PARTS] = 0
     place = 1
     while place < used:
-        size = _words_of(arena[place])
+        size = words_of_record(arena[place])
         part = np.int64(_hash(arena, place + HEAD_WORDS, size, arena[place] & np.uint32(0xFFFF)) >> np.uint64(58))
         ends[part + 1] += 1
         words[part] += HEAD_WORDS + size
@@ -197,7 +197,7 @@ def _route(arena, used, records, ends, words):  # type: ignore[no-untyped-def]
         put[index] = ends[index]
     place = 1
     while place < used:
-        size = _words_of(arena[place])
+        size = words_of_record(arena[place])
         part = np.int64(_hash(arena, place + HEAD_WORDS, size, arena[place] & np.uint32(0xFFFF)) >> np.uint64(58))
         records[put[part]] = place
         put[part] += 1
@@ -211,7 +211,7 @@ def _absorb(source, records, slots, arena, used):  # type: ignore[no-untyped-def
     for index in range(records.size):
         place = np.int64(records[index])
         head = source[place]
-        size = _words_of(head)
+        size = words_of_record(head)
         length = np.int64(head & np.uint32(0xFFFF))
         value = _hash(source, place + HEAD_WORDS, size, length)
         slot = _find(slots, arena, source, place + HEAD_WORDS, size, length, value)
@@ -231,7 +231,7 @@ def _fill_slots(slots, arena, used):  # type: ignore[no-untyped-def]
     """Enter all records of an arena, known to be distinct, into empty slots."""
     place = 1
     while place < used:
-        size = _words_of(arena[place])
+        size = words_of_record(arena[place])
         value = _hash(arena, place + HEAD_WORDS, size, arena[place] & np.uint32(0xFFFF))
         slot = np.int64((value & _LOW32) * np.uint64(slots.size) >> _HALF)
         while slots[slot]:
@@ -248,7 +248,7 @@ def record_places(arena, used, places):  # type: ignore[no-untyped-def]
     count = 0
     place = 0
     while place + HEAD_WORDS <= used and count < places.size:
-        size = _words_of(arena[place])
+        size = words_of_record(arena[place])
         if place + HEAD_WORDS + size > used:
             break
         places[count] = place
@@ -261,7 +261,7 @@ class CharacterCode:
     """How characters are written inside records: by rank, the most frequent ones in one byte.
 
     The lowest bits of the first byte tell the length, as in UTF-8: 0 one byte, 01 two, 11 three. `encoded` holds, per
-    code point, the bytes and in its upper 8 bits their number; 0 for a character that is no symbol.
+    code point, the bytes and in its upper 8 bits their number; 0 for a character that is not a symbol.
     """
 
     def __init__(self, code_points: np.ndarray, counts: np.ndarray) -> None:
@@ -269,13 +269,16 @@ class CharacterCode:
         self.code_points = by_rank
         rank = np.arange(by_rank.size, dtype=np.uint32)
         assert by_rank.size <= 128 + (1 << 14) + (1 << 22), "Unicode has fewer characters"
-        value = np.where(
-            rank < 128, rank << 1 | 1 << 24, np.where(rank < 128 + (1 << 14), (rank - 128) << 2 | 1 | 2 << 24, 0)
-        )
-        far = rank >= 128 + (1 << 14)
-        value[far] = (rank[far] - (128 + (1 << 14))) << 2 | 3 | 3 << 24
+        far = 128 + (1 << 14)
+        one, two, three = rank << 1 | 1 << 24, (rank - 128) << 2 | 1 | 2 << 24, (rank - far) << 2 | 3 | 3 << 24
         self.encoded = np.zeros(CODE_POINTS, np.uint32)
-        self.encoded[by_rank] = value
+        self.encoded[by_rank] = np.select([rank < 128, rank < far], [one, two], three)
+
+    def ranks(self, codes: np.ndarray) -> np.ndarray:
+        """The ranks of these characters."""
+        rank_of = np.zeros(CODE_POINTS, np.uint32)
+        rank_of[self.code_points] = np.arange(self.code_points.size)
+        return rank_of[codes]
 
 
 class _Part:
@@ -291,14 +294,11 @@ class _Part:
         self.used = 1  # place 0 means an empty slot
         self.entries = 0
 
-    def bytes(self) -> int:
-        return int(self.slots.nbytes + 4 * self.used)
-
     def bytes_with(self, entries: int, words: int) -> int:
         return 4 * self._slots_for(self.entries + entries) + 4 * (self.used + words)
 
     def add(self, source: np.ndarray, records: np.ndarray, words: int) -> None:
-        assert self.used + words <= ARENA_WORDS, "64 parts of 256 MB of distinct pieces are more than any text has"
+        assert self.used + words <= ARENA_WORDS, "64 parts of 256 MB of distinct fragments are more than any text has"
         if self.used + words > self.arena.size:
             # An array that numpy does not fill takes memory only where it is written: room to spare costs nothing.
             arena = np.empty(max(self.used + words, int(1.3 * self.arena.size)), np.uint32)
@@ -320,15 +320,15 @@ class _Part:
         _fill_slots(self.slots, self.arena, self.used)
 
     def _slots_for(self, entries: int) -> int:
-        """How many slots the table has when it must hold so many records: it grows by a third at a time."""
+        """How many slots the table needs for this many records: it grows by a third at a time."""
         slots = int(self.slots.size)
         while entries > FULLEST * slots:
             slots = int(slots * 1.33)
         return slots
 
 
-class Pieces:
-    """The pieces of all text; `worker()` gives each thread its own small table."""
+class Fragments:
+    """The fragments of all text; `worker()` gives each thread its own small table."""
 
     def __init__(self, code: CharacterCode, pairs: PairFilter, scratch: Path, max_bytes: int | None) -> None:
         self.code, self.pairs, self.scratch = code, pairs, scratch
@@ -338,29 +338,20 @@ class Pieces:
         self.spills = 0
         self.workers = 0
         self.long_bytes = 0
-        self.long_pieces = 0
+        self.long_fragments = 0
         self.long_lock = threading.Lock()
         scratch.mkdir(parents=True, exist_ok=True)
 
-    def worker(self) -> PieceWorker:
+    def worker(self) -> FragmentWorker:
         """A counter for one thread."""
-        return PieceWorker(self)
-
-    def first_part_of_a_worker(self) -> int:
-        """Where a worker begins to hand over: they start at different parts, and seldom meet."""
-        self.workers += 1
-        return self.workers * 23 % PARTS
-
-    def bytes(self) -> int:
-        """Memory of the big table."""
-        return sum(part.bytes() for part in self.parts)
+        return FragmentWorker(self)
 
     def spilled_bytes(self) -> int:
         """Bytes of records on disk."""
         return sum(self.spilled)
 
-    def take(self, worker: PieceWorker) -> None:
-        """Take over what a worker has counted."""
+    def take(self, worker: FragmentWorker) -> None:
+        """Add what a worker has counted."""
         used = int(worker.state[WORDS])
         records = np.empty(int(worker.state[ENTRIES]), np.uint32)
         ends, words = np.empty(PARTS + 1, np.int64), np.empty(PARTS, np.int64)
@@ -377,20 +368,20 @@ class Pieces:
                 part.add(worker.arena, chosen, int(words[number]))
 
     def take_long(self, symbols: np.ndarray) -> None:
-        """Keep one long piece, given as ranks of characters."""
+        """Keep one long fragment, given as ranks of characters."""
         with self.long_lock, open(self.scratch / "long.pieces", "ab") as file:
             head = np.array([symbols.size], np.int64)
             file.write(head.tobytes())
             file.write(symbols.tobytes())
             self.long_bytes += 8 + symbols.nbytes
-            self.long_pieces += 1
+            self.long_fragments += 1
 
     def long_symbols(self) -> Iterator[np.ndarray]:
-        """The long pieces, as ranks of characters."""
-        if self.long_pieces == 0:
+        """The long fragments, as ranks of characters."""
+        if self.long_fragments == 0:
             return
         with open(self.scratch / "long.pieces", "rb") as file:
-            for _ in range(self.long_pieces):
+            for _ in range(self.long_fragments):
                 size = int(np.frombuffer(file.read(8), np.int64)[0])
                 yield np.frombuffer(file.read(4 * size), np.uint32)
 
@@ -423,7 +414,7 @@ class Pieces:
         return records
 
     def counts(self) -> np.ndarray:
-        """The counts of all pieces in memory, in no particular order."""
+        """The counts of all fragments in memory, in no particular order."""
         found = []
         for part in self.parts:
             records = part.arena[1 : part.used]
@@ -448,16 +439,16 @@ class Pieces:
             "spilled": self.spilled,
             "spills": self.spills,
             "long_bytes": self.long_bytes,
-            "long_pieces": self.long_pieces,
+            "long_pieces": self.long_fragments,
         }
 
     def load(self, folder: Path, facts: dict[str, Any]) -> None:
-        """Go on from what `save` wrote: what was spilled later is cut off again."""
+        """Continue from what `save` wrote; what was spilled later is cut off again."""
         with open(folder / "tables.pieces", "rb") as file:
             for part, words in zip(self.parts, facts["words"], strict=True):
                 part.restore(np.frombuffer(file.read(4 * words), np.uint32))
         self.spilled, self.spills = facts["spilled"], facts["spills"]
-        self.long_bytes, self.long_pieces = facts["long_bytes"], facts["long_pieces"]
+        self.long_bytes, self.long_fragments = facts["long_bytes"], facts["long_pieces"]
         self.cut_files()
 
     def cut_files(self) -> None:
@@ -472,16 +463,17 @@ class Pieces:
                     file.truncate(size)
 
 
-class PieceWorker:
-    """One thread's pieces."""
+class FragmentWorker:
+    """One thread's fragments."""
 
-    def __init__(self, total: Pieces) -> None:
+    def __init__(self, total: Fragments) -> None:
         self.total = total
         self.kinds = character_kinds()
         self.state = np.zeros(5, np.int64)
         self.slots = np.zeros(LOCAL_SLOTS, np.uint32)
         self.arena = np.empty(LOCAL_WORDS, np.uint32)
-        self.first_part = total.first_part_of_a_worker()
+        total.workers += 1
+        self.first_part = total.workers * 23 % PARTS  # workers hand over from different parts on, and seldom meet
         self.state[WORDS] = 1
 
     def add(self, codes: np.ndarray, _number: int = 0) -> None:
@@ -499,8 +491,7 @@ class PieceWorker:
             if reason == FULL:
                 self.flush()
             else:
-                values = encoded[codes[self.state[FIRST] : self.state[AT]]]
-                self.total.take_long(ranks(values))
+                self.total.take_long(self.total.code.ranks(codes[self.state[FIRST] : self.state[AT]]))
 
     def flush(self) -> None:
         """Hand everything over."""
@@ -513,13 +504,3 @@ def counts_at(records: np.ndarray, places: np.ndarray) -> np.ndarray:
     """The counts of the records at these places."""
     high: np.ndarray = (records[places] >> np.uint32(16)).astype(np.int64) << 32
     return high | records[places + np.uint32(1)]
-
-
-def ranks(values: np.ndarray) -> np.ndarray:
-    """The rank of characters from their entries in `CharacterCode.encoded`."""
-    size = values >> np.uint32(24)
-    number = values & np.uint32(0xFFFFFF)
-    two, three = np.uint32(128), np.uint32(128 + (1 << 14))
-    return np.where(size == 1, number >> 1, np.where(size == 2, (number >> 2) + two, (number >> 2) + three)).astype(
-        np.uint32
-    )

@@ -1,6 +1,6 @@
-"""How much memory the classic trainers will need, said before they start instead of by the kernel after hours.
+"""Estimates how much memory the trainers of the libraries will need, before they start.
 
-Their memory follows the *distinct* text they hold: `tokenizers` keeps every distinct pre-token with 32 bytes a symbol
+Their memory follows the *distinct* text they hold: `tokenizers` keeps every distinct pretoken with 32 bytes a symbol
 and, for each pair of symbols, the set of words it occurs in; SentencePiece keeps every line and a pointer for each
 character. Distinct text grows with a power of the text (Heaps' law: U = k · N^b), so a sample that is counted at half
 and at full length gives both constants. The bytes per distinct byte are measured ones (see the constants).
@@ -38,7 +38,7 @@ class Estimate:
 
     text_bytes: int
     distinct_bytes: int
-    """Bytes of all distinct pre-tokens, expected over the whole text."""
+    """Bytes of all distinct pretokens, expected over the whole text."""
     memory_bytes: int
     sampled_bytes: int
     """How much text the expectation rests on; 0: the text is so small that the worst case fits."""
@@ -54,7 +54,7 @@ def check_memory(parts: Sequence[TextPart], config: TokenizerConfig, ignore: boo
         raise BadInputError(
             f"--kind {config.kind} would need about {human_bytes(estimate.memory_bytes)} of memory for "
             f"{human_bytes(estimate.text_bytes)} of this text ({human_bytes(estimate.distinct_bytes)} of distinct "
-            f"pre-tokens, expected from a sample of {human_bytes(estimate.sampled_bytes)}); {whose} "
+            f"pretokens, expected from a sample of {human_bytes(estimate.sampled_bytes)}); {whose} "
             f"{human_bytes(limit)}. Use --kind bpe, which learns from all of it within any memory that holds its "
             f"alphabet; or train on less (--take {share}/100); or, to try anyway, add --ignore-memory."
         )
@@ -62,7 +62,7 @@ def check_memory(parts: Sequence[TextPart], config: TokenizerConfig, ignore: boo
 
 
 def estimate_memory(parts: Sequence[TextPart], config: TokenizerConfig, limit: int) -> Estimate:
-    """Count distinct pre-tokens in a sample and go from there to the whole text."""
+    """Count distinct pretokens in a sample and extrapolate to the whole text."""
     total = sum(part.size_bytes for part in parts)
     worst = _memory(config, total, total)
     if worst <= limit:
@@ -74,7 +74,7 @@ def estimate_memory(parts: Sequence[TextPart], config: TokenizerConfig, limit: i
 
 
 def _memory(config: TokenizerConfig, text_bytes: int, distinct_bytes: int) -> int:
-    """Memory of the trainer for so much text, of which so much is distinct pre-tokens."""
+    """Memory of the trainer for a text of this size with distinct pretokens of that size."""
     if config.kind != "sentencepiece":
         return HF_BASE_BYTES + distinct_bytes * HF_BYTES_PER_DISTINCT_BYTE
     lines = config.sentencepiece.input_sentence_size
@@ -88,7 +88,7 @@ def _memory(config: TokenizerConfig, text_bytes: int, distinct_bytes: int) -> in
 
 
 def _distinct_in_sample(parts: Sequence[TextPart], config: TokenizerConfig) -> tuple[int, int, int]:
-    """Bytes sampled, and bytes of distinct pre-tokens in half of them and in all."""
+    """Bytes sampled, and bytes of distinct pretokens in half of them and in all."""
     from tokenizers import pre_tokenizers
 
     split = pre_tokenizers.Split(pattern_of(config.pattern), "isolated")

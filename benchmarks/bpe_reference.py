@@ -1,6 +1,6 @@
-"""Slow and plain versions of training and encoding, to test the fast ones against. Nobody else should call them.
+"""Slow and plain versions of BPE training and encoding, to test the fast ones against.
 
-Both take their pre-tokens from the `tokenizers` library's regex engine, not from our scanner.
+Both take their pretokens from the `tokenizers` library's regex engine, not from our scanner.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
-from zero2all.tokenizer.pattern import PRE_TOKEN_PATTERN
+from zero2all.tokenizer.config import PRETOKEN_PATTERN
 
 BYTE_COUNT = 256
 
 
-def pre_tokens(text: str) -> list[str]:
+def pretokens(text: str) -> list[str]:
     """The published pattern, by the library that everybody encodes with."""
     return [piece for piece, _ in _splitter().pre_tokenize_str(text)]
 
@@ -25,7 +25,7 @@ def pre_tokens(text: str) -> list[str]:
 def _splitter() -> Any:
     from tokenizers import Regex, pre_tokenizers
 
-    return pre_tokenizers.Split(Regex(PRE_TOKEN_PATTERN), "isolated")
+    return pre_tokenizers.Split(Regex(PRETOKEN_PATTERN), "isolated")
 
 
 class ReferenceEncoder:
@@ -38,14 +38,14 @@ class ReferenceEncoder:
     def encode(self, text: str) -> list[int]:
         """Places in the vocabulary (ids without the control tokens)."""
         places: list[int] = []
-        for pre_token in pre_tokens(text):
-            if pre_token not in self.known:
-                self.known[pre_token] = self._encode_pre_token(pre_token)
-            places += self.known[pre_token]
+        for pretoken in pretokens(text):
+            if pretoken not in self.known:
+                self.known[pretoken] = self._encode_pretoken(pretoken)
+            places += self.known[pretoken]
         return places
 
-    def _encode_pre_token(self, pre_token: str) -> list[int]:
-        symbols = list(pre_token.encode())
+    def _encode_pretoken(self, pretoken: str) -> list[int]:
+        symbols = list(pretoken.encode())
         while len(symbols) > 1:
             rank, pair = min((self.rank_of.get(pair, len(self.rank_of)), pair) for pair in pairwise(symbols))
             if rank == len(self.rank_of):
@@ -61,7 +61,7 @@ def reference_train(
 
     All pairs are counted anew for every merge.
     """
-    words = Counter(pre_token for text in texts for pre_token in pre_tokens(text))
+    words = Counter(pretoken for text in texts for pretoken in pretokens(text))
     occurrences: Counter[str] = Counter()
     for word, count in words.items():
         for character in word:
