@@ -110,9 +110,6 @@ foreach_adamw = partial(_torch_adamw, "foreach")
 eager_adamw = partial(_torch_adamw, "eager")
 
 
-TAKES_SPLIT_MASTERS = ("triton",)
-"""Implementations that work on split masters (`zero2all.ops.split_master`)."""
-
 IMPLEMENTATIONS: tuple[Implementation[OptimizerOp], ...] = (
     Implementation("triton", triton_adamw, needs_triton, footprint=Footprint(splits_masters=True)),
     Implementation("fused", fused_adamw),

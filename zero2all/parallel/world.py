@@ -79,6 +79,12 @@ class World:
         dist.all_gather_object(said, value, group=self.control)
         return said
 
+    def raise_first(self, problem: str, error: type[Exception]) -> None:
+        """Raise `error` on all ranks if one of them has a problem; an empty text is none."""
+        for rank, text in enumerate(self.gather(problem)):
+            if text:
+                raise error(text if self.size == 1 else f"Rank {rank}: {text}")
+
 
 def asked_processes() -> int:
     """The number of processes of the run, from the environment."""

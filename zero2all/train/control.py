@@ -26,13 +26,12 @@ from zero2all.train.guards.advice import Facts
 from zero2all.train.guards.detector import Limits
 from zero2all.train.guards.documents import Decode
 from zero2all.train.guards.findings import Finding
-from zero2all.train.guards.incident import make_incident, usual_channels
+from zero2all.train.guards.incident import IncidentWriter, make_incident, usual_channels
 from zero2all.train.guards.ledger import SkipLedger
 from zero2all.train.guards.policy import Action, Continue, Rollback, SkipWindow
 from zero2all.train.guards.repeats import repeated_shards
 from zero2all.train.guards.rows import RowFinder
 from zero2all.train.guards.watch import RunGuards
-from zero2all.train.guards.writer import IncidentWriter
 from zero2all.train.step import StepPlan, StepResult
 
 
@@ -95,7 +94,7 @@ class Control:
         self._fence()
         weights = None
         if self._guards.finder is not None and self._guards.quarantine.mode == "auto":
-            weights = self._guards.row_weights(self._guards.finder.rows(first_token, rows), step)
+            weights = self._guards.quarantine.row_weights(self._guards.finder.rows(first_token, rows), step)
         return self._guards.refusal_limits(step), weights
 
     def _own(self, weights: np.ndarray | None, rows: int) -> torch.Tensor | None:

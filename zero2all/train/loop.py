@@ -36,9 +36,8 @@ from zero2all.track.writer import Run, has_finished
 from zero2all.train.anneal import read_anneal, withdraw_request
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.checkpoints.load import Checkpoint, reading_record
-from zero2all.train.checkpoints.retention import Retention
+from zero2all.train.checkpoints.retention import Retention, discard
 from zero2all.train.checkpoints.run_lock import LOCK_NAME, Fence, RunLock, behind, hold_run, no_fence
-from zero2all.train.checkpoints.set_aside import discard
 from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.control import Control
 from zero2all.train.garbage import scheduled_garbage_collection
@@ -46,12 +45,11 @@ from zero2all.train.guards.documents import Decode
 from zero2all.train.guards.policy import Rollback, Stop
 from zero2all.train.micro_batch import memory_settings
 from zero2all.train.peer_failure import explain_peer_failure
-from zero2all.train.periodic import CheckpointSaver, UpdateRatioLog, Validation
+from zero2all.train.periodic import CheckpointSaver, ShardDamage, UpdateRatios, Validation
 from zero2all.train.reports import StepReports
 from zero2all.train.run_log import RunLog
 from zero2all.train.sanity import check_batch_ids, check_disk, check_first_loss, memory_notes
 from zero2all.train.setup import Prepared, load_checkpoint, prepare, save_run_config
-from zero2all.train.shard_damage import ShardDamage
 from zero2all.train.step import PendingStep, StepPlan, train_step
 from zero2all.train.stop import StopRequest, stop_requests
 
@@ -185,7 +183,8 @@ class TrainingLoop:
         )
         self.validation = Validation(prepared, self.log)
         self.saver = CheckpointSaver(prepared, store, self.control, lock, self.log)
-        self.update_ratios = UpdateRatioLog(prepared, self.log)
+        every_steps = self.config.track.update_ratios_every_steps
+        self.update_ratios = UpdateRatios(self.state, self.world, self.log, every_steps)
         self.shard_damage = ShardDamage(prepared, self.log)
         self.stage_name = ""
         self.pending: tuple[PendingStep, float] | None = None

@@ -305,9 +305,7 @@ def _require_memory(config: RunConfig, ops: Ops, world: World) -> None:
         require_memory(config.model, settings, kind, on_device, available_memory(), local_processes(), compiled)
     except DiskError as error:
         problem = str(error)
-    for rank, theirs in enumerate(world.gather(problem)):
-        if theirs:
-            raise DiskError(theirs if world.size == 1 else f"Rank {rank}: {theirs}")
+    world.raise_first(problem, DiskError)
 
 
 def _half_precision_notes(device: torch.device, dtype: torch.dtype) -> list[str]:

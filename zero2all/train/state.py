@@ -17,9 +17,7 @@ from torch import Tensor
 
 from zero2all.config.training import OptimConfig
 from zero2all.model.z2all import Z2all
-from zero2all.ops.optimizer import TAKES_SPLIT_MASTERS
 from zero2all.train.cuda_graph import CudaGraphPasses
-from zero2all.train.loss_scale import LossScale
 from zero2all.train.optimizers.base import Optimizer
 from zero2all.train.optimizers.factory import build_optimizer
 from zero2all.train.optimizers.flat_adamw import FlatAdamW
@@ -32,6 +30,40 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+
+FIRST_SCALE = 2.0**16
+LARGEST_SCALE = 2.0**24
+SMALLEST_SCALE = 2.0**-4
+GROWTH_STEPS = 1000
+
+
+class LossScale:
+    """Dynamic loss scaling for float16, whose smallest number is 6e-8: most gradients would be zero without it.
+
+    The loss is multiplied by the scale before the backward pass, the gradient divided by it before the update. Where
+    something overflowed the update is skipped and the scale halved; after GROWTH_STEPS good steps it is doubled. Both
+    numbers live on the device, so the host need not wait, and in the checkpoint, so that a resumed run is exact.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.scale = torch.full((), FIRST_SCALE, dtype=torch.float32, device=device)
+        self.good_steps = torch.zeros((), dtype=torch.int64, device=device)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """For the checkpoint; live."""
+        return {"scale": self.scale, "good_steps": self.good_steps}
+
+    @torch.no_grad()
+    def after(self, overflowed: Tensor, refused: Tensor) -> None:
+        """Update the scale after a step; both are bools on the device.
+
+        A step that was refused without an overflow does not count, because a resumed run skips it.
+        """
+        good = torch.where(overflowed, 0, self.good_steps + (~refused).long())
+        grows = good >= GROWTH_STEPS
+        factor = torch.where(overflowed, 0.5, torch.where(grows, 2.0, 1.0))
+        self.scale.mul_(factor).clamp_(SMALLEST_SCALE, LARGEST_SCALE)
+        self.good_steps.copy_(torch.where(grows, 0, good))
 
 
 @dataclass
@@ -102,7 +134,7 @@ def new_state(
         weights = ShardedWeights(model, dtype)
     else:
         kinds = {name: roles[name].kind for name in names}
-        split_masters = is_fast and dtype == torch.bfloat16 and model.ops.taken["optimizer"] in TAKES_SPLIT_MASTERS
+        split_masters = is_fast and dtype == torch.bfloat16 and model.ops.footprints["optimizer"].splits_masters
         weights = FlatWeights(model, kinds, dtype, with_masters=optim.kind != "adamw_bf16", split_masters=split_masters)
     if isinstance(weights, FlatWeights) and is_fast:
         optimizer = FlatAdamW(weights, model.ops.optimizer, optim)

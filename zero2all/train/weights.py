@@ -23,12 +23,12 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from zero2all.config.training import ParameterKind
 from zero2all.model.z2all import Z2all
 from zero2all.ops.implementation import has_triton
 from zero2all.ops.split_master import join, split
+from zero2all.parallel.shards import local
 from zero2all.parallel.world import World
 
 ALIGNMENT = 128
@@ -220,7 +220,7 @@ class ShardedWeights:
 
     def master_samples(self, most: int) -> dict[str, Tensor]:
         """See `Weights`."""
-        parts = {name: _part(parameter).detach().reshape(-1) for name, parameter in self._parameters.items()}
+        parts = {name: local(parameter).detach().reshape(-1) for name, parameter in self._parameters.items()}
         return {name: part[:: _stride(part.numel(), most)] for name, part in parts.items()}
 
     def reduce_gradients(self, world: World) -> None:
@@ -231,7 +231,7 @@ class ShardedWeights:
         """See `Weights`."""
         wide = torch.promote_types(self.dtype, torch.float32)
         squares = [
-            torch.linalg.vector_norm(_part(parameter.grad), dtype=wide).double().square()
+            torch.linalg.vector_norm(local(parameter.grad), dtype=wide).double().square()
             for parameter in self._parameters.values()
             if parameter.grad is not None
         ]
@@ -254,7 +254,3 @@ def _move_to_main(parameter: nn.Parameter) -> None:
 
 def _stride(count: int, most: int) -> int:
     return max(1, count // most)
-
-
-def _part(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -21,8 +21,7 @@ import torch
 from zero2all.train.checkpoints.find import newest_checkpoint
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.checkpoints.load import verified_checkpoint
-from zero2all.train.checkpoints.retention import Retention, Verified, pins, prune
-from zero2all.train.checkpoints.set_aside import sweep
+from zero2all.train.checkpoints.retention import Retention, Verified, pins, prune, sweep
 from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import write_checkpoint
 

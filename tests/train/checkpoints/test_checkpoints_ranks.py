@@ -238,7 +238,7 @@ assert store.save(1, Snapshot(tensors), {}, wait=True).result.problem is None
 def test_tensors_spread_over_a_mesh_of_two_dimensions_come_back_whole(ranks, tmp_path):
     ranks(4, tmp_path / "run", TWO_WAYS)
     found = newest_checkpoint(tmp_path / "run")
-    assert {name: len(entry.pieces) for name, entry in found.index.items()} == {
+    assert {name: len(entry.boxes) for name, entry in found.index.items()} == {
         "model/replicated_and_sharded": 2,
         "model/rows_and_columns": 4,
     }
@@ -249,7 +249,7 @@ def test_tensors_spread_over_a_mesh_of_two_dimensions_come_back_whole(ranks, tmp
 DIFFERENT = """
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from zero2all.train.checkpoints.replicas import ReplicasDifferError
+from zero2all.train.checkpoints.checks import ReplicasDifferError
 store = CheckpointStore(run, dist.group.WORLD)
 own = torch.arange(9000.0)
 mesh = init_device_mesh("cpu", (3,))

@@ -8,8 +8,7 @@ import pytest
 
 from zero2all.common.errors import BadInputError, LostRunError
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
-from zero2all.train.checkpoints.retention import Retention, Verified, pin, pins, prune, unpin
-from zero2all.train.checkpoints.set_aside import sweep
+from zero2all.train.checkpoints.retention import Retention, Verified, pin, pins, prune, sweep, unpin
 from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import CheckpointStore, write_checkpoint
 

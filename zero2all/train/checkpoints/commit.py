@@ -17,7 +17,7 @@ from typing import Any
 
 from zero2all.common.errors import LostRunError, UserError, is_disk_full
 from zero2all.common.files import MANIFEST_NAME, fsync_folder, human_bytes
-from zero2all.train.checkpoints import documents
+from zero2all.train.checkpoints import exact_json
 from zero2all.train.checkpoints.index import index_document
 from zero2all.train.checkpoints.layout import (
     INDEX_NAME,
@@ -30,7 +30,7 @@ from zero2all.train.checkpoints.peers import Peers
 from zero2all.train.checkpoints.planning import SaveLayout
 from zero2all.train.checkpoints.run_lock import Fence, no_fence
 from zero2all.train.checkpoints.snapshot import Staged
-from zero2all.train.checkpoints.tensor_file import write_durably, write_tensor_file
+from zero2all.train.checkpoints.tensor_file import header_bytes, write_durably
 
 SMALL_FILES_BYTES = 4 << 20
 """Space for manifest, index, document and the file system's own data, beside the tensors."""
@@ -41,9 +41,9 @@ class SaveError(Exception):
 
 
 def bytes_needed(layout: SaveLayout) -> int:
-    """Disk space for one checkpoint of this plan: tensors, index (under 300 bytes a piece), small files."""
-    pieces = sum(len(entry.pieces) + 1 for entry in layout.index.values())
-    return layout.total_bytes + 300 * pieces + SMALL_FILES_BYTES
+    """Disk space for one checkpoint of this plan: tensors, index (under 300 bytes a box), small files."""
+    boxes = sum(len(entry.boxes) + 1 for entry in layout.index.values())
+    return layout.total_bytes + 300 * boxes + SMALL_FILES_BYTES
 
 
 def lack_of_space(run: Path, layout: SaveLayout) -> str | None:
@@ -103,7 +103,7 @@ def _write_own(partial: Path, staged: Staged, problem: str | None, fence: Fence)
         for file in staged.files:
             fence()
             written.append(partial / file.plan.name)
-            files[file.plan.name] = write_tensor_file(partial / file.plan.name, file.plan.infos, file.buffer)
+            files[file.plan.name] = write_durably(partial / file.plan.name, header_bytes(file.plan.infos), file.buffer)
         fsync_folder(partial)
     except Exception as error:
         if not isinstance(error, LostRunError):
@@ -141,7 +141,7 @@ def _finish(
             if not (partial / name).is_file() or (partial / name).stat().st_size != facts["bytes"]:
                 return f"{name} of another rank is not in {partial}: is the run on a disk that all ranks share?"
         files[INDEX_NAME] = write_durably(
-            partial / INDEX_NAME, documents.dump(index_document(staged.layout.index), None)
+            partial / INDEX_NAME, exact_json.dump(index_document(staged.layout.index), None)
         )
         files[STATE_NAME] = write_durably(partial / STATE_NAME, staged.document)
         manifest = manifest_bytes(staged.step, world_size, files, staged.details)

@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 import psutil
 
 from zero2all.common.errors import BadInputError, LostRunError, RunLockedError, UserError
-from zero2all.train.checkpoints import documents
+from zero2all.train.checkpoints import exact_json
 
 T = TypeVar("T")
 LOCK_NAME = "lock"
@@ -210,7 +210,7 @@ def _read_holder(path: Path) -> dict[str, Any]:
 def _holder_in(path: Path) -> dict[str, Any]:
     """The same, raising what the disk raises."""
     try:
-        holder = documents.parse(documents.read_limited(path), str(path))
+        holder = exact_json.read(path)
     except UserError:
         return {}
     return holder if isinstance(holder, dict) else {}
@@ -220,7 +220,7 @@ def _write_holder(path: Path, holder: dict[str, Any]) -> None:
     """In place, because the lock is on this file."""
     with open(path, "r+b") as file:
         file.truncate(0)
-        file.write(documents.dump(holder))
+        file.write(exact_json.dump(holder))
         file.flush()
         os.fsync(file.fileno())
 

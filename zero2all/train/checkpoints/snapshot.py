@@ -8,15 +8,16 @@ own stream, all at once, and the loop waits for them, because the next step chan
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from zero2all.train.checkpoints.planning import FilePlan, SaveLayout, local_part
+from zero2all.parallel.shards import local
+from zero2all.train.checkpoints.planning import FilePlan, SaveLayout
 from zero2all.train.checkpoints.tensor_file import view_of
 
 PORTABLE = 1
@@ -42,11 +43,6 @@ class StagedFile:
     buffer: Tensor
     """The data of the file, byte for byte (uint8)."""
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Key in the file and tensor, as views into the buffer."""
-        for key, info in self.plan.infos.items():
-            yield key, view_of(self.buffer, info)
-
 
 @dataclass(frozen=True)
 class Staged:
@@ -58,17 +54,6 @@ class Staged:
     document: bytes
     """The snapshot's document as JSON text."""
     details: dict[str, Any]
-
-
-class Sink(Protocol):
-    """Another destination for every snapshot: shared memory that outlives the trainer, another machine, …
-
-    Called from the writing thread, before the disk, when the copy is complete; it must not keep the buffers. Its
-    exceptions are reported and do not fail the save.
-    """
-
-    def take(self, staged: Staged) -> None:
-        """Copy or send what is needed of a snapshot."""
 
 
 class HostBuffers:
@@ -87,7 +72,7 @@ class HostBuffers:
         """Copy this rank's part of `tensors`; when it returns they may be changed. Returns the seconds it took."""
         started = time.monotonic()
         pairs = [
-            (view_of(buffer, file.infos[key]), local_part(tensors[name]))
+            (view_of(buffer, file.infos[key]), local(tensors[name].detach()))
             for file, buffer in zip(self._files, self.buffers, strict=True)
             for key, name in file.sources.items()
         ]

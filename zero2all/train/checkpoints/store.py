@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,22 +25,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero2all.common.errors import AnomalyError, BadInputError, LostRunError, UserError
-from zero2all.common.files import human_bytes, require_free_space
-from zero2all.common.progress import counted
-from zero2all.train.checkpoints import documents
+from zero2all.train.checkpoints import exact_json
+from zero2all.train.checkpoints.checks import compare_replicas, first_not_finite
 from zero2all.train.checkpoints.commit import SaveError, bytes_needed, commit, lack_of_space
 from zero2all.train.checkpoints.find import Say, find_newest, open_at, say_aloud
-from zero2all.train.checkpoints.finite import first_not_finite
-from zero2all.train.checkpoints.latest import note_latest
-from zero2all.train.checkpoints.layout import checkpoint_folder, checkpoints_folder, list_checkpoints, step_of
+from zero2all.train.checkpoints.layout import (
+    checkpoint_folder,
+    checkpoints_folder,
+    list_checkpoints,
+    note_latest,
+    step_of,
+)
 from zero2all.train.checkpoints.load import Checkpoint
 from zero2all.train.checkpoints.peers import open_peers
 from zero2all.train.checkpoints.planning import SaveLayout, plan_save, signature_of
-from zero2all.train.checkpoints.replicas import compare_replicas
-from zero2all.train.checkpoints.retention import Retention, Verified, is_good, pin, prune
+from zero2all.train.checkpoints.retention import Retention, Verified, is_good, pin, prune, sweep, withdraw_after
 from zero2all.train.checkpoints.run_lock import Fence, no_fence
-from zero2all.train.checkpoints.set_aside import sweep, withdraw_after
-from zero2all.train.checkpoints.snapshot import HostBuffers, Sink, Snapshot, Staged
+from zero2all.train.checkpoints.snapshot import HostBuffers, Snapshot, Staged
 from zero2all.train.checkpoints.writer import SaveResult, SaveTicket, Writer
 
 LARGEST_FILE_BYTES = 4 << 30
@@ -60,7 +61,6 @@ class CheckpointStore:
         largest_file_bytes: int = LARGEST_FILE_BYTES,
         peer_timeout_seconds: float = PEER_TIMEOUT_SECONDS,
         fence: Fence = no_fence,
-        sinks: Sequence[Sink] = (),
         say: Say = say_aloud,
     ) -> None:
         """All ranks of `group` (any backend; None for one process) create the store at the same point.
@@ -73,7 +73,7 @@ class CheckpointStore:
         self._retention = retention
         self._when_busy = when_busy
         self._largest_file_bytes = largest_file_bytes
-        self.fence, self._sinks = fence, sinks
+        self.fence = fence
         self._peers = open_peers(group, peer_timeout_seconds)  # for the caller's thread
         self._writing_peers = open_peers(group, peer_timeout_seconds)  # for the writing thread
         self._say: Say = say if self._peers.is_first else _say_nothing
@@ -97,12 +97,6 @@ class CheckpointStore:
         self._buffers = HostBuffers(layout, _gpu_of(tensors), self._say)
         self._layout = layout
         return bytes_needed(layout)
-
-    def require_space(self, checkpoints: int) -> None:
-        """DiskError when the disk cannot hold this many more checkpoints of the prepared size."""
-        assert self._layout is not None, "prepare() knows the size"
-        size = bytes_needed(self._layout)
-        require_free_space(self.run, size * checkpoints, f"{counted(checkpoints, 'checkpoint')} of {human_bytes(size)}")
 
     def sweep(self) -> list[str]:
         """Remove what killed saves have left; for the holder of the run's lock, on rank 0, before the first save."""
@@ -254,8 +248,8 @@ class CheckpointStore:
         assert self._buffers is not None, "planned by now"
         problem, document, kept_details = None, b"", {}
         try:
-            document = documents.dump(dict(snapshot.document))
-            kept_details = documents.parse(documents.dump(dict(details)), "the details")  # a deep copy
+            document = exact_json.dump(dict(snapshot.document))
+            kept_details = exact_json.parse(exact_json.dump(dict(details)), "the details")  # a deep copy
             self._buffers.copy(snapshot.tensors)
         except Exception as error:
             problem = _in_words(error)
@@ -267,11 +261,6 @@ class CheckpointStore:
         """The job of the writing thread."""
         started = time.monotonic()
         notes, deleted, folder = [], [], None
-        for sink in self._sinks if problem is None else ():
-            try:
-                sink.take(staged)
-            except Exception as error:
-                notes.append(f"{type(sink).__name__}: {_in_words(error)}")
         try:
             folder = commit(self.run, staged, attempt, self._writing_peers, self.fence, problem)
         except SaveError as error:

@@ -40,7 +40,7 @@ class SaveResult:
     deleted_steps: list[int] = field(default_factory=list)
     """What retention deleted after this commit."""
     notes: list[str] = field(default_factory=list)
-    """Problems that did not fail the save itself: retention, another sink."""
+    """Problems that did not fail the save itself."""
 
 
 class SaveTicket:

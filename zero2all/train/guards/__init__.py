@@ -15,7 +15,6 @@ random numbers. The whole state is JSON, so a resumed run decides like one that 
     watch        all of it as one object with one state
     documents    the documents of a step, as text
     advice       which settings to change, where the data is not the cause
-    incident     everything the page shows, as JSON
-    page         the same as HTML and as text
-    writer       writes pages in a background thread
+    page         an incident as HTML and as text
+    incident     collects what a page shows, and writes pages in a background thread
 """

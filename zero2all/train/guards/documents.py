@@ -7,9 +7,8 @@ is over. Decoding needs the tokenizer, which training does without; whoever has 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -44,32 +43,22 @@ class DocumentText:
 
 @dataclass(frozen=True)
 class SampleText:
-    """One row of a step's global batch, or a document by itself."""
+    """One row of a step's global batch, or a document by itself, which has no row, sample and stage."""
 
-    row: int | None
-    """None: the document was not looked up in a step."""
     source: str
     channel: str
     shard: int
-    sample: int | None
-    """Which sample of its source."""
-    stage: str
-    epoch: int
-    first_token: int | None
-    """Of the row in the run's order."""
     split_tokens: tuple[int, int] | None
     """Its tokens within the source; None for best-fit rows, whose documents lie apart."""
-    loss: float | None
     documents: list[DocumentText]
-
-    @staticmethod
-    def of_document(source: str, channel: str, shard: int, tokens: tuple[int, int], text: DocumentText) -> SampleText:
-        """A document by itself."""
-        return SampleText(None, source, channel, shard, None, "", 0, None, tokens, None, [text])
-
-    def as_json(self) -> dict[str, Any]:
-        """As plain values."""
-        return asdict(self)
+    row: int | None = None
+    sample: int | None = None
+    """Which sample of its source."""
+    stage: str = ""
+    epoch: int = 0
+    first_token: int | None = None
+    """Of the row in the run's order."""
+    loss: float | None = None
 
 
 def samples_of_step(
@@ -138,7 +127,7 @@ def documents_by_number(
         document = ShownDocument(number, 0, tokens, np.ones(len(tokens), np.int8), origin)
         where = int(split.shard_starts[shard]) + start
         text = _document_text(split, document, number, decode, EXCERPT_CHARS)
-        shown.append(SampleText.of_document(source, split.channel, shard, (where, where + len(tokens)), text))
+        shown.append(SampleText(source, split.channel, shard, (where, where + len(tokens)), [text]))
     return shown
 
 

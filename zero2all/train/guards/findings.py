@@ -11,7 +11,6 @@ Kind = Literal[
 
 STEP_KINDS: frozenset[str] = frozenset({"loss_spike", "grad_spike", "loss_drop", "nonfinite"})
 """Findings about one step; the others are about the run or about data scattered over it."""
-SPIKES: frozenset[str] = frozenset({"loss_spike", "grad_spike"})
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,3 @@ class Finding:
     def as_json(self) -> dict[str, Any]:
         """As plain values."""
         return {**asdict(self), "tokens": list(self.tokens)}
-
-    @staticmethod
-    def from_json(values: dict[str, Any]) -> Finding:
-        """From the values of `as_json`."""
-        return Finding(**{**values, "tokens": (int(values["tokens"][0]), int(values["tokens"][1]))})

@@ -7,7 +7,7 @@ shards and changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,8 +15,6 @@ import numpy as np
 
 from zero2all.train.guards.findings import Finding
 from zero2all.train.guards.rows import StepRows
-
-MODES = ("off", "log", "auto")
 
 
 @dataclass(frozen=True)
@@ -34,8 +32,6 @@ class Quarantine:
     """The reported shards of one run. Like the record of skipped data, a rollback does not undo it."""
 
     def __init__(self, mode: str) -> None:
-        if mode not in MODES:
-            raise ValueError(f"quarantine mode {mode!r}; expected one of {', '.join(MODES)}")
         self.mode = mode
         self._shards: dict[tuple[str, int], Quarantined] = {}
 
@@ -74,14 +70,9 @@ class Quarantine:
         """As plain values."""
         return [asdict(named) for named in self.shards]
 
-    def restore(self, state: list[Mapping[str, Any]]) -> None:
-        """Restore the values of `state`."""
-        named = [Quarantined(**one) for one in state]
-        self._shards = {(one.source, one.shard): one for one in named}
-
-    def merge(self, other: Quarantine) -> None:
-        """Add the shards of `other`; of two steps the earlier is kept."""
-        for one in other.shards:
+    def merge(self, state: Sequence[Mapping[str, Any]]) -> None:
+        """Add the shards of a `state`; of two steps the earlier is kept."""
+        for one in [Quarantined(**values) for values in state]:
             known = self._shards.get((one.source, one.shard))
             if known is None or one.from_step < known.from_step:
                 self._shards[one.source, one.shard] = one

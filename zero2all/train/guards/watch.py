@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,12 @@ from zero2all.common.files import LARGEST_JSON_BYTES, read_regular, write_json
 from zero2all.config.training import GuardsConfig
 from zero2all.packed.mixture import TrainingData
 from zero2all.train.checkpoints.run_lock import Fence, no_fence
-from zero2all.train.guards.detector import Detector, Limits, SpikeRule
+from zero2all.train.guards.detector import LAG_STEPS, Detector, Limits
 from zero2all.train.guards.findings import Finding
 from zero2all.train.guards.ledger import SkipLedger, keep_damaged
 from zero2all.train.guards.policy import Action, Policy, Rollback, SkipWindow
 from zero2all.train.guards.quarantine import Quarantine
-from zero2all.train.guards.rows import RowFinder, StepRows
+from zero2all.train.guards.rows import RowFinder
 from zero2all.train.guards.shards import STATE_FORMAT as SHARDS_FORMAT
 from zero2all.train.guards.shards import ShardWatch
 
@@ -56,7 +56,7 @@ class RunGuards:
     ) -> None:
         """`data` None, or `quarantine: off`: shards are not judged. `fence` is checked before every write."""
         self.folder, self._fence = run / INCIDENTS_FOLDER, fence
-        self.detector = Detector(SpikeRule.of(config, warmup_steps))
+        self.detector = Detector(config, warmup_steps)
         self.policy = Policy(config)
         self.ledger = SkipLedger.load(self.folder)
         self.quarantine = Quarantine(quarantine)
@@ -76,16 +76,11 @@ class RunGuards:
     def refusal_limits(self, step: int) -> Limits:
         """The limits by which the device refuses the update of `step`: infinite for kinds that are only logged."""
         limits, config = self.limits(step), self.policy.config
-        return replace(
-            limits,
+        return limits._replace(
             loss=math.inf if config.loss_spike == "log" else limits.loss,
             grad_norm=math.inf if config.grad_spike == "log" else limits.grad_norm,
             loss_low=-math.inf if config.loss_drop == "log" else limits.loss_low,
         )
-
-    def row_weights(self, rows: StepRows, step: int) -> np.ndarray | None:
-        """The loss weight of each row; None when all are 1."""
-        return self.quarantine.row_weights(rows, step)
 
     def observe(
         self,
@@ -124,7 +119,7 @@ class RunGuards:
 
     def note_shards(self, findings: Sequence[Finding], step: int) -> None:
         """Quarantine the shards in the findings of `step`, from the first step that cannot have begun yet."""
-        from_step = step + self.detector.rule.lag_steps
+        from_step = step + LAG_STEPS
         added = [self.quarantine.add(finding, from_step) for finding in findings]
         if any(added):
             self._save_quarantine()
@@ -163,9 +158,7 @@ class RunGuards:
         then = SkipLedger.from_state(state["ledger"])
         then.merge(self.ledger)
         self.ledger = then
-        named = Quarantine(self.quarantine.mode)
-        named.restore(state["quarantine"])
-        self.quarantine.merge(named)
+        self.quarantine.merge(state["quarantine"])
         return [*self._mend_quarantine(), *self._restore_shards(state["shards"])]
 
     def _restore_shards(self, state: Mapping[str, Any] | None) -> list[str]:
@@ -183,7 +176,7 @@ class RunGuards:
     def _load_quarantine(self) -> None:
         try:
             record = jsonio.loads(read_regular(self.folder / QUARANTINE_FILE, LARGEST_JSON_BYTES))
-            self.quarantine.restore(record["shards"])
+            self.quarantine.merge(record["shards"])
         except FileNotFoundError:
             return
         except (OSError, KeyError, TypeError, ValueError):

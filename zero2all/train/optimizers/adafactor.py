@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from zero2all.parallel.shards import box, sum_over_parts
 from zero2all.train.optimizers.base import (
     Optimizer,
     ParameterGroup,
@@ -29,7 +30,6 @@ from zero2all.train.optimizers.base import (
     scaled,
     zeros_like_master,
 )
-from zero2all.train.optimizers.shards import box, sum_over_parts
 
 TINY = 1e-30
 """Added to squared gradients, so that a value without any gradient does not divide by zero."""

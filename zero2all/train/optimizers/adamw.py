@@ -20,7 +20,6 @@ from zero2all.train.optimizers.base import (
     ParameterGroup,
     StepInputs,
     bias_correction,
-    scalar,
 )
 
 
@@ -43,7 +42,11 @@ class AdamW(ElementwiseOptimizer):
 
     def numbers(self, group: ParameterGroup, count: Tensor) -> tuple[Tensor, ...]:
         """Rate, what the decay leaves, and both bias corrections."""
-        return adamw_numbers(group, count, self.beta1, self.beta2)
+        return (
+            *super().numbers(group, count),
+            bias_correction(self.beta1, count),
+            bias_correction(self.beta2, count),
+        )
 
     def update(self, inputs: StepInputs) -> None:
         """By torch's kernel or by the formula."""
@@ -78,12 +81,6 @@ class AdamW(ElementwiseOptimizer):
                 grad_scale=inverse,  # the kernel divides by it
                 found_inf=found,
             )
-
-
-def adamw_numbers(group: ParameterGroup, count: Tensor, beta1: float, beta2: float) -> tuple[Tensor, ...]:
-    """The scalars of `adamw_formula`."""
-    kept = scalar(1 - group.lr * group.weight_decay)
-    return scalar(group.lr), kept, bias_correction(beta1, count), bias_correction(beta2, count)
 
 
 def adamw_formula(

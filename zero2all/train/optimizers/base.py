@@ -20,17 +20,16 @@ State is a flat dict of tensors, complete from construction on: `<moment>/<param
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import EllipsisType
 
 import torch
 from torch import Tensor
 
-from zero2all.common.errors import BadInputError
 from zero2all.config.training import ParameterKind
+from zero2all.parallel.shards import gradient_part, local, spread_like, whole
 from zero2all.train.optimizers.roles import Role
-from zero2all.train.optimizers.shards import copy_values, gradient_part, local, spread_like, whole
 
 STEP_NAME = "step/all"
 CHUNK_VALUES = 1 << 25
@@ -130,14 +129,11 @@ class Optimizer(ABC):
         for group in self.param_groups:
             group.lr = rate * group.lr_multiplier
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, or with `set_to_none` false, fill them with zeros."""
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
         for group in self.param_groups:
             for param in group.params:
-                if set_to_none:
-                    param.parameter.grad = None
-                elif param.parameter.grad is not None:
-                    param.parameter.grad.zero_()
+                param.parameter.grad = None
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Everything a checkpoint must hold, by name; DTensors where the parameters are."""
@@ -146,14 +142,6 @@ class Optimizer(ABC):
             for param in group.params:
                 tensors |= {f"{moment}/{param.name}": value for moment, value in param.state.items()}
         return tensors
-
-    @torch.no_grad()
-    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load a saved state, whole tensors or DTensors; raises before it changes anything if one does not fit."""
-        own = self.state_tensors()
-        check_fits(own, tensors)
-        for name, target in own.items():
-            copy_values(target, tensors[name])
 
 
 class ElementwiseOptimizer(Optimizer):
@@ -171,9 +159,9 @@ class ElementwiseOptimizer(Optimizer):
         self.formula = formula
         self.apply = torch.compile(apply_formula, dynamic=True) if compiled else apply_formula
 
-    @abstractmethod
-    def numbers(self, group: ParameterGroup, count: Tensor) -> tuple[Tensor, ...]:
-        """What the formula needs beside tensors, as scalars: rates, decays, corrections."""
+    def numbers(self, group: ParameterGroup, count: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG002
+        """What the formula needs beside tensors, as scalars: the rate, what the decay leaves, corrections."""
+        return scalar(group.lr), scalar(1 - group.lr * group.weight_decay)
 
     def initial_state(self, param: ParamState) -> dict[str, Tensor]:
         """Zeros, in float32 or better."""
@@ -250,23 +238,3 @@ def scalar(value: float) -> Tensor:
 def bias_correction(beta: float, count: Tensor) -> Tensor:
     """1 - beta^count in float64: in float32 the first steps of a beta near 1 would lose digits."""
     return 1 - beta ** count.double()
-
-
-def check_fits(own: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
-    """Raise when a saved state is of another optimizer or model, naming the first differences."""
-
-    def form(tensor: Tensor) -> str:
-        return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
-    differences = [
-        f"{name} is {form(found[name]) if name in found else 'absent'} instead of {form(tensor)}"
-        for name, tensor in own.items()
-        if name not in found or form(found[name]) != form(tensor)
-    ]
-    differences += [f"{name} is unknown" for name in found if name not in own]
-    if differences:
-        more = f" and {len(differences) - 4} more" if len(differences) > 4 else ""
-        raise BadInputError(
-            f"The optimizer state is of another optimizer or model: {'; '.join(differences[:4])}{more}. Use the config "
-            f"the run was trained with (config.yaml in its folder), or start a new run from its weights."
-        )

@@ -15,10 +15,9 @@ from zero2all.train.optimizers.adamw import AdamW
 from zero2all.train.optimizers.adamw_8bit import AdamW8bit
 from zero2all.train.optimizers.adamw_bf16 import AdamWBf16
 from zero2all.train.optimizers.base import Optimizer, ParameterGroup, ParamState
-from zero2all.train.optimizers.lion import Lion
+from zero2all.train.optimizers.momentum import SGD, Lion
 from zero2all.train.optimizers.muon import Muon
 from zero2all.train.optimizers.roles import Role, decay_of
-from zero2all.train.optimizers.sgd import SGD
 
 Implementation = Literal["auto", "eager", "fused", "compiled"]
 """eager: one operation after the other; fused: torch's kernel, AdamW only; compiled: torch.compile's kernel."""

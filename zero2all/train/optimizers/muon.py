@@ -27,6 +27,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from zero2all.parallel.shards import box, spread_like, whole
 from zero2all.train.optimizers.adamw import AdamW
 from zero2all.train.optimizers.base import (
     Optimizer,
@@ -38,7 +39,6 @@ from zero2all.train.optimizers.base import (
     zeros_like_master,
 )
 from zero2all.train.optimizers.roles import Role
-from zero2all.train.optimizers.shards import box, spread_like, whole
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STACK_VALUES = 1 << 26

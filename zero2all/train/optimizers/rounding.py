@@ -9,9 +9,56 @@ every device and for every sharding of a parameter.
 from __future__ import annotations
 
 import hashlib
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+
+from zero2all.parallel.shards import flat_index
+from zero2all.train.optimizers.adamw import AdamW
+from zero2all.train.optimizers.base import ParameterGroup, ParamState, StepInputs, row_chunks
+
+
+class RoundedAdamW(AdamW):
+    """AdamW whose state, or weights, are stored in few bits and rounded stochastically."""
+
+    def __init__(
+        self,
+        groups: Sequence[ParameterGroup],
+        beta1: float,
+        beta2: float,
+        eps: float,
+        seed: int,
+        compiled: bool = False,
+    ) -> None:
+        self.seed = seed
+        super().__init__(groups, beta1, beta2, eps, compiled=compiled)
+        self.apply_rounded = torch.compile(self.rounded_step(), dynamic=True) if compiled else self.rounded_step()
+
+    @abstractmethod
+    def rounded_step(self) -> Callable[..., None]:
+        """(gradient, weight, moments, numbers, place of each value in the whole, key, scale, skip, constants): widen,
+        update by AdamW's formula, round and store."""
+
+    def update_one(self, param: ParamState, numbers: tuple[Tensor, ...], inputs: StepInputs) -> None:
+        """Update one parameter and its moments."""
+        gradient = param.gradient
+        if gradient is None:
+            return
+        key = rounding_key(self.seed, param.index, inputs.count)
+        for rows in row_chunks(param.weight):
+            self.apply_rounded(
+                gradient[rows],
+                param.weight[rows],
+                [param.moment(name)[rows] for name in param.state],
+                numbers,
+                flat_index(param.parameter, rows),
+                key,
+                inputs.scale,
+                inputs.skip,
+                (self.beta1, self.beta2, self.eps),
+            )
 
 
 def rounding_key(seed: int, parameter_index: int, count: Tensor) -> Tensor:
