@@ -1,17 +1,13 @@
 """What recomputation costs: the floating-point work of a run that its model does not need.
 
-MFU counts what the model needs, HFU (hardware FLOPs utilisation) what the device does: the work of
-`zero2all.limits.flops` plus the forward work that `zero2all.model.recompute` does a second time. A run that recomputes
-has a high HFU and a lower MFU; only MFU says how fast it learns.
+MFU counts what the model needs, HFU (hardware FLOPs utilisation) also what `zero2all.model.recompute` does a second
+time. A run that recomputes has a high HFU and a lower MFU; only MFU says how fast it learns.
 
 What a recomputed block does again:
 full, every_n  all matmuls and attention. torch stops before the last matmul, the down projection, whose result the
                backward pass does not need; a fused feed-forward is one function and runs whole.
 selective      only norms and the like, which count as 0 here; and the qkv projection where the rotary kernel
                overwrites its output, and attention where it has dropout or consists of plain matmuls.
-
-Conventions as in `flops`: `seed` counts all parameters of a block and full attention, `palm` matrices and full
-attention, `causal` matrices and the causal half.
 """
 
 from __future__ import annotations

@@ -27,8 +27,6 @@ from zero2all.train.checkpoints.retention import Retention
 
 Decode = Callable[[Sequence[int]], str]
 
-# ---- the first loss --------------------------------------------------------------------------------------------------
-
 
 def expected_first_loss(model: ModelConfig) -> tuple[float, float]:
     """The range in which the loss of a new model lies, in nats per token.
@@ -64,9 +62,6 @@ def check_first_loss(loss: float, model: ModelConfig) -> list[str]:
     ]
 
 
-# ---- the data --------------------------------------------------------------------------------------------------------
-
-
 def preview(batch: Batch, channels: Sequence[str], decode: Decode | None, rows: int = 2, tokens: int = 40) -> list[str]:
     """The beginning of the first rows of a batch, as text where there is a tokenizer, else as ids."""
     lines = []
@@ -95,8 +90,6 @@ REPACK = (
     "Pack the data with the tokenizer of this model (`z2a pack`), or set model.vocab_size to the size of the tokenizer "
     "it was packed with; `z2a data verify` finds damaged files."
 )
-
-# ---- disk and memory -------------------------------------------------------------------------------------------------
 
 
 def saved_steps(first_step: int, last_step: int, every_steps: int) -> list[int]:
@@ -198,8 +191,6 @@ def require_memory(
             f"free. Nothing was started. Start fewer processes on it (parallel.processes), or make the model smaller."
         )
 
-
-# ---- one batch, again and again --------------------------------------------------------------------------------------
 
 UPDATES = 30
 FALLS_TO = 0.8

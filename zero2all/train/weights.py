@@ -1,14 +1,12 @@
 """The weights of a model as the optimizer sees them: float32 masters, their gradients, and what the forward pass reads.
 
-A model in bfloat16 or float16 computes with low-precision weights, but an update of a thousandth of a weight would
-vanish in their rounding, so the optimizer works on float32 masters and writes the low-precision weights from them.
-Gradients are summed in float32 too, over all micro-batches of a step and over all processes. In a float32 (or float64)
-model the masters are the weights themselves. A bfloat16 weight is the upper half of its master, so an optimizer that
-can join both needs only the missing 16 bits (`zero2all.ops.split_master`).
+An update of a thousandth of a weight would vanish in the rounding of bfloat16 or float16, so the optimizer works on
+float32 masters and writes the low-precision weights from them. Gradients are summed in float32 too. In a float32 (or
+float64) model the masters are the weights themselves. A bfloat16 weight is the upper half of its master, so an
+optimizer that can join both needs only the missing 16 bits (`zero2all.ops.split_master`).
 
-`FlatWeights`: every process has all weights. One buffer each for masters, weights and gradients, all parameters one
-after the other: the norm is one reduction, the sum over processes one all-reduce, and the update one pass. Parameters
-of a group are neighbours, so that each group is one slice.
+`FlatWeights`: every process has all weights, in one buffer each for masters, weights and gradients: the norm is one
+reduction, the sum over processes one all-reduce, and the update one pass. Parameters of a group are neighbours.
 
 `ShardedWeights`: every process has a part of each weight (FSDP2), in float32; the low-precision weights of a block are
 gathered while it computes.

@@ -141,9 +141,6 @@ def _write_pins(run: Path, pinned: dict[int, str]) -> None:
     )
 
 
-# ---- moving and deleting ----
-
-
 def quarantine(folder: Path, reason: str) -> Path:
     """Move a damaged checkpoint to `damaged/`, beside earlier ones of the same step; returns its new place."""
     return _move(folder, folder.parent / DAMAGED, reason)

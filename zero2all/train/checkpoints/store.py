@@ -84,8 +84,6 @@ class CheckpointStore:
         self._is_good: dict[int, bool] = {}
         self._attempts = 0
 
-    # ---- before training
-
     def prepare(self, tensors: Mapping[str, Tensor]) -> int:
         """Plan the saves of these tensors and allocate host memory for them; returns the bytes of one checkpoint.
 
@@ -102,8 +100,6 @@ class CheckpointStore:
         """Remove what killed saves have left; for the holder of the run's lock, on rank 0, before the first save."""
         self.fence()
         return sweep(self.run)
-
-    # ---- reading
 
     def newest(self, set_aside: bool = False) -> Checkpoint | None:
         """The newest intact checkpoint, None when the run never had one; called by all ranks. See `find_newest`."""
@@ -153,8 +149,6 @@ class CheckpointStore:
         if "problem" in said:
             raise (LostRunError if said["is_lost"] else BadInputError)(said["problem"])
         return [int(each) for each in said["moved"]]
-
-    # ---- saving
 
     def save(self, step: int, snapshot: Snapshot, details: Mapping[str, Any], wait: bool = False) -> SaveTicket:
         """Save a snapshot; returns when its tensors may change again, or, with `wait`, when it is committed.

@@ -216,8 +216,6 @@ class Detector:
         }
         return Finding(kind, step, tokens, text, value, usual, limit, onset_step, onset_token, details)
 
-    # ---- state ----
-
     def state(self) -> dict[str, Any]:
         """Everything `restore` needs, as plain values."""
         return {

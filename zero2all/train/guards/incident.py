@@ -80,9 +80,6 @@ def recorded_row_losses(folder: Path, step: int) -> dict[int, float]:
     return {}
 
 
-# ---- writing ----
-
-
 class IncidentWriter:
     """The thread. `close` it at the end of the run."""
 

@@ -1,12 +1,8 @@
 """Which data a run skips, and why: a record that survives rollbacks and crashes.
 
 Positions are tokens in the run's order. A step whose global batch overlaps a recorded range is skipped: the step and
-the position advance, nothing is computed, no weight changes. So the position still follows from the step alone, the
-learning rate and the stages do not move, and which steps are skipped depends on this record only.
-
-The record is `<run>/incidents/skipped.json`, written before a decision is carried out. Neither a rollback nor a crash
-undoes it: a run that is killed after a decision skips the same data when it is resumed, and counts the same decisions
-for the next one.
+the position advance, nothing is computed. So the position still follows from the step alone, and which steps are
+skipped depends on this record only. It is `<run>/incidents/skipped.json`, written before a decision is carried out.
 """
 
 from __future__ import annotations

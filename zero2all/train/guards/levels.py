@@ -1,10 +1,8 @@
 """The recent loss level of each channel or source: the last rows and their median.
 
-The level is the median; the unit of distance is a quarter of it, or the robust standard deviation of the rows where
-that is more. There is no level with few rows, or while it moves (early in the run), because rows read at different
-times cannot be compared then. It moves when the medians of the older and the newer half differ by half a unit or more.
-The window is counted in rows, not in steps, so for a source that is seldom read it reaches far back; the same rule
-tells whether it is still steady.
+The unit of distance is a quarter of the median, or the robust standard deviation of the rows where that is more. There
+is no level with few rows, or while it moves (the medians of the older and the newer half differ by half a unit or
+more), because rows read at different times cannot be compared then. The window is counted in rows, not in steps.
 
 Cost: 2 kB for each channel and source. The levels of a step are computed together, as rows of one matrix; for 64 rows
 out of 100 sources of 1,000 shards, a step takes `shards` 1.5 ms on one slow core (Neoverse-N1).

@@ -92,9 +92,6 @@ def incident_text(incident: Incident) -> str:
     return "\n".join(_text_lines(incident)) + "\n"
 
 
-# ---- HTML -----------------------------------------------------------------------------------------------------
-
-
 def _list(title: str, lines: Sequence[Mapping[str, Any]]) -> str:
     items = "".join(f"<li>{_e(line['text'])}</li>" for line in lines)
     return f"<h2>{title}</h2><ul>{items}</ul>"
@@ -171,9 +168,6 @@ def _n(value: float | None, style: str = ".4g") -> str:
     return "–" if value is None or not math.isfinite(value) else format(value, style)
 
 
-# ---- text -----------------------------------------------------------------------------------------------------
-
-
 def _text_lines(incident: Incident) -> Iterator[str]:
     yield f"{TITLES.get(incident.kind, incident.kind)}, step {incident.step:,}, run {terminal_safe(incident.run)}"
     yield f"  {ACTIONS.get(incident.action, incident.action)}"
@@ -193,9 +187,6 @@ def _text_lines(incident: Incident) -> Iterator[str]:
         for document in sample["documents"]:
             yield f"   {terminal_safe(_document_heading(document))}"
             yield f"   {terminal_safe(_excerpt(document), keep=WIDE_SPACES)}"
-
-
-# ---- both -----------------------------------------------------------------------------------------------------
 
 
 def _sample_heading(sample: dict[str, Any]) -> str:

@@ -1,20 +1,17 @@
 """The contract of every optimizer here, and what they share.
 
 An optimizer updates *master* parameters: float32 tensors (bfloat16 for `adamw_bf16`, float64 in tests), or DTensors
-with such parts; copies in a lower precision for the forward pass are the caller's. Gradients are read from
-`parameter.grad`; a parameter without one is not changed.
+with such parts. Gradients are read from `parameter.grad`; a parameter without one is not changed.
 
     optimizer.set_learning_rate(rate)
     optimizer.step(grads_scale=clip_coefficient, found_nonfinite=flag)
-    optimizer.zero_grad()
 
-`found_nonfinite` (a tensor on the device, 0 or 1) must be able to cancel a step that is already queued, without the
-host reading it. So every new value goes through `torch.where(flag, old, new)`, and the count of updates, on which bias
-corrections and stochastic rounding depend, is a tensor on the device too. A cancelled step changes no bit of weights
-and state.
+`found_nonfinite` (a tensor on the device, 0 or 1) cancels a step that is already queued, without the host reading it:
+every new value goes through `torch.where(flag, old, new)`, and the count of updates is a tensor on the device too. A
+cancelled step changes no bit of weights and state.
 
 State is a flat dict of tensors, complete from construction on: `<moment>/<parameter name>`, and the count of updates as
-`step/all`. They are the live tensors, so a checkpoint may also be loaded directly into them. There is no random state.
+`step/all`. They are the live tensors, so a checkpoint is loaded directly into them. There is no random state.
 """
 
 from __future__ import annotations

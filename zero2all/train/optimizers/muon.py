@@ -4,20 +4,15 @@
     o = orthogonalise(u): with u = U S V^T it is close to U V^T, every direction of the matrix gets an equal step
     w = w (1 - lr wd) - lr rms sqrt(max(rows, columns)) o
 
-An orthogonal matrix has a root mean square of 1 / sqrt(max(rows, columns)); the factor makes it `rms` (0.2), about that
-of an AdamW step, so that AdamW's learning rate and weight decay carry over.
-
-Newton-Schulz finds o with products only: x = u / |u|, then a few times x = a x + b (x x^T) x + c (x x^T)^2 x. Those
-coefficients raise small singular values fast and leave all of them between about 0.7 and 1.2. Each iteration of an
-r by c matrix (r the smaller) is 4 r^2 c + 2 r^3 operations.
+The factor gives the step a root mean square of `rms` (0.2), about that of AdamW, whose learning rate and weight decay
+carry over. Newton-Schulz finds o with products only: x = u / |u|, then some times x = a x + b (x x^T) x + c (x x^T)^2 x.
 
 A tensor that holds several matrices (q, k, v; gate, up) is cut into them first: orthogonalising them together would tie
 their scales. Equal shapes are stacked, so that small models need few products.
 
 A matrix that is spread over processes is gathered whole (in the precision of the iterations), orthogonalised by every
-process, and each takes its part back. Per step that moves one copy of the matrices, 2 bytes a parameter in bfloat16, as
-much as one all-gather of FSDP; the products are not distributed, so they take as long on many processes as on one. In
-return the result does not depend on the number of processes. State: 4 bytes a parameter of a matrix, 8 of the rest.
+process, and each takes its part back, so the result does not depend on the number of processes; the products take as
+long on many processes as on one. State: 4 bytes a parameter of a matrix, 8 of the rest.
 """
 
 from __future__ import annotations
