@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from zero2all.limits.floors import linear_shapes
-from zero2all.limits.recompute import recomputed_blocks
+from zero2all.limits.flops import recomputed_blocks
 from zero2all.model.config import ModelConfig, parameter_counts
 from zero2all.ops.footprint import Footprint, Sizes
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from zero2all.model.config import ModelConfig
 from zero2all.model.rope import rope_tables
+from zero2all.ops.precision import widened
 from zero2all.ops.registry import Ops
-from zero2all.ops.widen import widened
 
 
 class KeyValueCache:
@@ -223,3 +223,17 @@ def _positions(document_ids: Tensor) -> Tensor:
     at = torch.arange(document_ids.shape[1], device=document_ids.device)
     begins = F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True)
     return at - torch.where(begins, at, 0).cummax(dim=1).values
+
+
+def compile_model(model: Z2all) -> None:
+    """Put torch.compile around what `ops.compile` says, in place.
+
+    `block` compiles one block and uses it for all of them; `trunk` everything from the ids to the last norm, which
+    takes longer and lets the compiler optimise across blocks. Head and loss are not compiled: they work in chunks.
+    """
+    if model.ops.compile == "block":
+        for block in model.blocks:
+            block.compile(dynamic=False)
+    elif model.ops.compile == "trunk":
+        torch._dynamo.config.cache_size_limit = max(64, torch._dynamo.config.cache_size_limit)
+        model.compile(dynamic=False)

@@ -32,7 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from zero2all.ops import flash_packages
 from zero2all.ops.footprint import Footprint, Sizes
 from zero2all.ops.implementation import Implementation, OpContext
-from zero2all.ops.widen import widened
+from zero2all.ops.precision import widened
 
 
 class AttentionOp(Protocol):

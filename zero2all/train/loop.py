@@ -46,8 +46,7 @@ from zero2all.train.guards.policy import Rollback, Stop
 from zero2all.train.micro_batch import memory_settings
 from zero2all.train.peer_failure import explain_peer_failure
 from zero2all.train.periodic import CheckpointSaver, ShardDamage, UpdateRatios, Validation
-from zero2all.train.reports import StepReports
-from zero2all.train.run_log import RunLog
+from zero2all.train.reports import RunLog, StepReports
 from zero2all.train.sanity import check_batch_ids, check_disk, check_first_loss, memory_notes
 from zero2all.train.setup import Prepared, load_checkpoint, prepare, save_run_config
 from zero2all.train.step import PendingStep, StepPlan, train_step
@@ -177,10 +176,7 @@ class TrainingLoop:
         self.config, self.state, self.world = prepared.config, prepared.state, prepared.world
         self.log = RunLog(prepared.state, prepared.world, metrics, say)
         self.reports = StepReports(prepared, metrics)
-        corpus = prepared.workspace.corpus
-        self.control = Control(
-            prepared.config, prepared.run, prepared.world, prepared.data, corpus, metrics, make_decode, lock.check
-        )
+        self.control = Control(prepared, metrics, make_decode, lock.check)
         self.validation = Validation(prepared, self.log)
         self.saver = CheckpointSaver(prepared, store, self.control, lock, self.log)
         every_steps = self.config.track.update_ratios_every_steps

@@ -23,7 +23,7 @@ from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.checkpoints.writer import SaveResult, SaveTicket
 from zero2all.train.control import Control
 from zero2all.train.optimizers.roles import model_roles
-from zero2all.train.run_log import RunLog
+from zero2all.train.reports import RunLog
 from zero2all.train.setup import Prepared
 from zero2all.train.state import TrainState
 from zero2all.train.validate import held_out_losses

@@ -24,8 +24,7 @@ from zero2all.limits.memory import ALLOWANCE, GIB, MemorySettings, estimate_memo
 from zero2all.model.config import ModelConfig, parameter_counts
 from zero2all.packed.loader import Batch
 from zero2all.train.checkpoints.retention import Retention
-
-Decode = Callable[[Sequence[int]], str]
+from zero2all.train.guards.documents import Decode
 
 
 def expected_first_loss(model: ModelConfig) -> tuple[float, float]:

@@ -31,10 +31,9 @@ from zero2all.config import (
 )
 from zero2all.config.schedule import steps_with_anneal
 from zero2all.config.training import AnnealConfig, model_at
-from zero2all.model.compile import compile_model
 from zero2all.model.config import parameter_counts
 from zero2all.model.recompute import apply_recompute
-from zero2all.model.z2all import Z2all
+from zero2all.model.z2all import Z2all, compile_model
 from zero2all.ops.implementation import OpContext
 from zero2all.ops.registry import Ops
 from zero2all.packed.config import FREE_ON_RESUME

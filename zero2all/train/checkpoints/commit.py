@@ -12,6 +12,7 @@ temporary folder, so no file can be created in it, and there is nothing to renam
 from __future__ import annotations
 
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,8 @@ def _write_own(partial: Path, staged: Staged, problem: str | None, fence: Fence)
     except Exception as error:
         if not isinstance(error, LostRunError):
             for path in written:  # free the space at once: the others may still be writing
-                _remove(path)
+                with suppress(OSError):  # else removed with the rest of the folder
+                    path.unlink()
         return {"problem": _why(error)}
     return {"files": files}
 
@@ -182,13 +184,6 @@ def _clear(partial: Path, fence: Fence) -> None:
     except LostRunError:
         return
     shutil.rmtree(partial, ignore_errors=True)
-
-
-def _remove(path: Path) -> None:
-    try:
-        path.unlink()
-    except OSError:
-        return  # removed with the rest of the folder
 
 
 def _why(error: Exception) -> str:

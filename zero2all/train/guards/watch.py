@@ -22,9 +22,8 @@ from zero2all.packed.mixture import TrainingData
 from zero2all.train.checkpoints.run_lock import Fence, no_fence
 from zero2all.train.guards.detector import LAG_STEPS, Detector, Limits
 from zero2all.train.guards.findings import Finding
-from zero2all.train.guards.ledger import SkipLedger, keep_damaged
+from zero2all.train.guards.ledger import Quarantine, SkipLedger, keep_damaged
 from zero2all.train.guards.policy import Action, Policy, Rollback, SkipWindow
-from zero2all.train.guards.quarantine import Quarantine
 from zero2all.train.guards.rows import RowFinder
 from zero2all.train.guards.shards import STATE_FORMAT as SHARDS_FORMAT
 from zero2all.train.guards.shards import ShardWatch

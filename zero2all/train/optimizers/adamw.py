@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from zero2all.config.training import OptimConfig
 from zero2all.train.optimizers.base import (
     ElementwiseOptimizer,
     ParameterGroup,
@@ -29,23 +30,18 @@ class AdamW(ElementwiseOptimizer):
     moments = ("exp_avg", "exp_avg_sq")
 
     def __init__(
-        self,
-        groups: Sequence[ParameterGroup],
-        beta1: float,
-        beta2: float,
-        eps: float,
-        fused: bool = False,
-        compiled: bool = False,
+        self, groups: Sequence[ParameterGroup], config: OptimConfig, fused: bool = False, compiled: bool = False
     ) -> None:
-        self.beta1, self.beta2, self.eps, self.fused = beta1, beta2, eps, fused
-        super().__init__(groups, partial(adamw_formula, beta1=beta1, beta2=beta2, eps=eps), compiled)
+        self.config, self.fused = config, fused
+        formula = partial(adamw_formula, beta1=config.beta1, beta2=config.beta2, eps=config.eps)
+        super().__init__(groups, formula, compiled)
 
     def numbers(self, group: ParameterGroup, count: Tensor) -> tuple[Tensor, ...]:
         """Rate, what the decay leaves, and both bias corrections."""
         return (
             *super().numbers(group, count),
-            bias_correction(self.beta1, count),
-            bias_correction(self.beta2, count),
+            bias_correction(self.config.beta1, count),
+            bias_correction(self.config.beta2, count),
         )
 
     def update(self, inputs: StepInputs) -> None:
@@ -72,10 +68,10 @@ class AdamW(ElementwiseOptimizer):
                 [],
                 [inputs.count] * len(rows),
                 lr=group.lr,
-                beta1=self.beta1,
-                beta2=self.beta2,
+                beta1=self.config.beta1,
+                beta2=self.config.beta2,
                 weight_decay=group.weight_decay,
-                eps=self.eps,
+                eps=self.config.eps,
                 amsgrad=False,
                 maximize=False,
                 grad_scale=inverse,  # the kernel divides by it

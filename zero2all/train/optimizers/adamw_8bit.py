@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zero2all.parallel.shards import spread_dimensions, spread_like
-from zero2all.train.optimizers.adamw import AdamW, adamw_formula
-from zero2all.train.optimizers.base import ParamState, StepInputs, replace, scaled
+from zero2all.train.optimizers.adamw import AdamW
+from zero2all.train.optimizers.base import Formula, ParamState, StepInputs, replace, scaled
 from zero2all.train.optimizers.rounding import RoundedAdamW, fraction, random_bits
 
 BLOCK = 256
@@ -68,6 +68,7 @@ class AdamW8bit(RoundedAdamW):
 
 
 def coded_step(
+    formula: Formula,
     gradient: Tensor,
     weight: Tensor,
     state: list[Tensor],
@@ -76,16 +77,12 @@ def coded_step(
     key: Tensor,
     scale: Tensor | None,
     skip: Tensor | None,
-    constants: tuple[float, float, float],
 ) -> None:
     """Decode, update by AdamW's formula, encode and store."""
-    beta1, beta2, eps = constants
     mean_codes, mean_scales, square_codes, square_scales = state
     mean = decode(mean_codes, mean_scales, MEAN_CODES, MEAN_POWER)
     square = decode(square_codes, square_scales, SQUARE_CODES, SQUARE_POWER)
-    new_weight, mean, square = adamw_formula(
-        scaled(gradient, scale), weight, mean, square, *numbers, beta1=beta1, beta2=beta2, eps=eps
-    )
+    new_weight, mean, square = formula(scaled(gradient, scale), weight, mean, square, *numbers)
     new_mean_codes, new_mean_scales = encode(mean, MEAN_CODES, MEAN_POWER, fraction(random_bits(index, key, 0)))
     new_codes, new_square_scales = encode(square, SQUARE_CODES, SQUARE_POWER, fraction(random_bits(index, key, 1)))
     replace(weight, new_weight, skip)

@@ -13,37 +13,23 @@ bytes a parameter   weight 2 + gradient 2 + mean 2 + mean square 2 = 8        wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from zero2all.parallel.shards import spread_like
-from zero2all.train.optimizers.adamw import adamw_formula
-from zero2all.train.optimizers.base import ParameterGroup, ParamState, replace, scaled
+from zero2all.train.optimizers.base import Formula, ParamState, replace, scaled
 from zero2all.train.optimizers.rounding import RoundedAdamW, random_bits, to_bfloat16
 
 
 class AdamWBf16(RoundedAdamW):
     """AdamW on bfloat16 parameters; a float32 parameter among them keeps its precision, with bfloat16 moments."""
 
-    def __init__(
-        self,
-        groups: Sequence[ParameterGroup],
-        beta1: float,
-        beta2: float,
-        eps: float,
-        seed: int,
-        kahan: bool = False,
-        compiled: bool = False,
-    ) -> None:
-        self.kahan = kahan
-        super().__init__(groups, beta1, beta2, eps, seed, compiled)
-
     def initial_state(self, param: ParamState) -> dict[str, Tensor]:
         """Two moments and, for kahan, the rest of the weight."""
         names = ["exp_avg", "exp_avg_sq"]
-        names += ["rest"] if self.kahan and param.weight.dtype == torch.bfloat16 else []
+        names += ["rest"] if self.config.bf16_rounding == "kahan" and param.weight.dtype == torch.bfloat16 else []
         return {
             name: spread_like(param.parameter, torch.zeros_like(param.weight, dtype=torch.bfloat16)) for name in names
         }
@@ -54,6 +40,7 @@ class AdamWBf16(RoundedAdamW):
 
 
 def bf16_step(
+    formula: Formula,
     gradient: Tensor,
     weight: Tensor,
     state: list[Tensor],
@@ -62,16 +49,12 @@ def bf16_step(
     key: Tensor,
     scale: Tensor | None,
     skip: Tensor | None,
-    constants: tuple[float, float, float],
 ) -> None:
     """Widen, update by AdamW's formula, round and store."""
-    beta1, beta2, eps = constants
     mean, square, *kept = state
     rest = kept[0] if kept else None
     exact = weight.float() if rest is None else weight.float() + rest.float()
-    exact, new_mean, new_square = adamw_formula(
-        scaled(gradient, scale), exact, mean.float(), square.float(), *numbers, beta1=beta1, beta2=beta2, eps=eps
-    )
+    exact, new_mean, new_square = formula(scaled(gradient, scale), exact, mean.float(), square.float(), *numbers)
     bits = random_bits(index, key, 0)
     replace(mean, to_bfloat16(new_mean, bits), skip)
     replace(square, to_bfloat16(new_square, bits >> 16), skip)

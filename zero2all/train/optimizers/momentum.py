@@ -16,6 +16,7 @@ from functools import partial
 
 from torch import Tensor
 
+from zero2all.config.training import OptimConfig
 from zero2all.train.optimizers.base import ElementwiseOptimizer, ParameterGroup
 
 
@@ -24,10 +25,8 @@ class SGD(ElementwiseOptimizer):
 
     moments = ("momentum",)
 
-    def __init__(
-        self, groups: Sequence[ParameterGroup], momentum: float, nesterov: bool, compiled: bool = False
-    ) -> None:
-        super().__init__(groups, partial(sgd_formula, decay=momentum, nesterov=nesterov), compiled)
+    def __init__(self, groups: Sequence[ParameterGroup], config: OptimConfig, compiled: bool = False) -> None:
+        super().__init__(groups, partial(sgd_formula, decay=config.momentum, nesterov=config.nesterov), compiled)
 
 
 class Lion(ElementwiseOptimizer):
@@ -35,8 +34,8 @@ class Lion(ElementwiseOptimizer):
 
     moments = ("exp_avg",)
 
-    def __init__(self, groups: Sequence[ParameterGroup], beta1: float, beta2: float, compiled: bool = False) -> None:
-        super().__init__(groups, partial(lion_formula, beta1=beta1, beta2=beta2), compiled)
+    def __init__(self, groups: Sequence[ParameterGroup], config: OptimConfig, compiled: bool = False) -> None:
+        super().__init__(groups, partial(lion_formula, beta1=config.beta1, beta2=config.beta2), compiled)
 
 
 def sgd_formula(

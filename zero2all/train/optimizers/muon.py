@@ -5,7 +5,7 @@
     w = w (1 - lr wd) - lr rms sqrt(max(rows, columns)) o
 
 The factor gives the step a root mean square of `rms` (0.2), about that of AdamW, whose learning rate and weight decay
-carry over. Newton-Schulz finds o with products only: x = u / |u|, then some times x = a x + b (x x^T) x + c (x x^T)^2 x.
+carry over. Newton-Schulz finds o with products only: x = u / |u|, then repeats x = a x + b (x x^T) x + c (x x^T)^2 x.
 
 A tensor that holds several matrices (q, k, v; gate, up) is cut into them first: orthogonalising them together would tie
 their scales. Equal shapes are stacked, so that small models need few products.
@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from zero2all.config.training import OptimConfig
 from zero2all.parallel.shards import box, spread_like, whole
 from zero2all.train.optimizers.adamw import AdamW
 from zero2all.train.optimizers.base import (
@@ -43,22 +44,10 @@ STACK_VALUES = 1 << 26
 class Muon(Optimizer):
     """Orthogonalised momentum for matrices, AdamW for embeddings, head, norms and biases."""
 
-    def __init__(
-        self,
-        groups: Sequence[ParameterGroup],
-        rest: AdamW,
-        momentum: float,
-        nesterov: bool,
-        update_rms: float,
-        iterations: int,
-        precision: torch.dtype | None,
-    ) -> None:
+    def __init__(self, groups: Sequence[ParameterGroup], rest: AdamW, config: OptimConfig) -> None:
         super().__init__(groups)
-        self.matrices, self.rest = list(groups), rest
+        self.matrices, self.rest, self.config = list(groups), rest, config
         self.param_groups = [*groups, *rest.param_groups]
-        self.momentum, self.nesterov, self.update_rms, self.iterations = momentum, nesterov, update_rms, iterations
-        self.precision = precision
-        """None takes bfloat16 on CUDA and float32 elsewhere; float64 matrices stay as they are."""
 
     def initial_state(self, param: ParamState) -> dict[str, Tensor]:
         """The momentum."""
@@ -81,9 +70,10 @@ class Muon(Optimizer):
         gradient, momentum = param.gradient, param.moment("momentum")
         assert gradient is not None, "_stacks takes only params with a gradient"
         gradient = scaled(gradient, inputs.scale)
-        new = self.momentum * momentum + (1 - self.momentum) * gradient
+        mu = self.config.momentum
+        new = mu * momentum + (1 - mu) * gradient
         replace(momentum, new, inputs.skip)
-        ahead = (1 - self.momentum) * gradient + self.momentum * new if self.nesterov else new
+        ahead = (1 - mu) * gradient + mu * new if self.config.nesterov else new
         return whole(spread_like(param.parameter, ahead.to(self._dtype(ahead))))
 
     def _orthogonal_parts(self, matrices: Tensor, role: Role) -> Tensor:
@@ -96,15 +86,14 @@ class Muon(Optimizer):
 
     def _orthogonal(self, matrices: Tensor) -> Tensor:
         """(..., rows, columns) -> the same, nearly orthogonal and of the wanted root mean square."""
-        scale = self.update_rms * max(matrices.shape[-2:]) ** 0.5
-        return scale * orthogonalise(matrices, self.iterations)
+        scale = self.config.muon_update_rms * max(matrices.shape[-2:]) ** 0.5
+        return scale * orthogonalise(matrices, self.config.muon_iterations)
 
     def _dtype(self, matrix: Tensor) -> torch.dtype:
         if matrix.dtype == torch.float64:
             return torch.float64
-        if self.precision is not None:
-            return self.precision
-        return torch.bfloat16 if matrix.is_cuda else torch.float32
+        chosen = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(self.config.muon_precision)
+        return chosen or (torch.bfloat16 if matrix.is_cuda else torch.float32)
 
 
 def orthogonalise(matrices: Tensor, iterations: int) -> Tensor:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from zero2all.config.training import OptimConfig
 from zero2all.parallel.shards import flat_index
 from zero2all.train.optimizers.adamw import AdamW
 from zero2all.train.optimizers.base import ParameterGroup, ParamState, StepInputs, row_chunks
@@ -24,22 +25,16 @@ class RoundedAdamW(AdamW):
     """AdamW whose state, or weights, are stored in few bits and rounded stochastically."""
 
     def __init__(
-        self,
-        groups: Sequence[ParameterGroup],
-        beta1: float,
-        beta2: float,
-        eps: float,
-        seed: int,
-        compiled: bool = False,
+        self, groups: Sequence[ParameterGroup], config: OptimConfig, seed: int, compiled: bool = False
     ) -> None:
         self.seed = seed
-        super().__init__(groups, beta1, beta2, eps, compiled=compiled)
+        super().__init__(groups, config, compiled=compiled)
         self.apply_rounded = torch.compile(self.rounded_step(), dynamic=True) if compiled else self.rounded_step()
 
     @abstractmethod
     def rounded_step(self) -> Callable[..., None]:
-        """(gradient, weight, moments, numbers, place of each value in the whole, key, scale, skip, constants): widen,
-        update by AdamW's formula, round and store."""
+        """(AdamW's formula, gradient, weight, moments, numbers, place of each value in the whole, key, scale, skip):
+        widen, update by the formula, round and store."""
 
     def update_one(self, param: ParamState, numbers: tuple[Tensor, ...], inputs: StepInputs) -> None:
         """Update one parameter and its moments."""
@@ -49,6 +44,7 @@ class RoundedAdamW(AdamW):
         key = rounding_key(self.seed, param.index, inputs.count)
         for rows in row_chunks(param.weight):
             self.apply_rounded(
+                self.formula,
                 gradient[rows],
                 param.weight[rows],
                 [param.moment(name)[rows] for name in param.state],
@@ -57,7 +53,6 @@ class RoundedAdamW(AdamW):
                 key,
                 inputs.scale,
                 inputs.skip,
-                (self.beta1, self.beta2, self.eps),
             )
 
 
