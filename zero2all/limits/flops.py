@@ -59,10 +59,8 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def flops_utilisation(flops: Mapping[str, float], tokens_per_second: float, device_name: str) -> dict[str, float]:
-    """tokens/s x FLOPs per token / peak under each convention; empty when the device's peak is unknown.
-
-    MFU for `flops_per_token`, which the model needs; HFU where `recomputed_flops_per_token` are added.
-    """
+    """tokens/s x FLOPs per token / peak; empty when the device's peak is unknown. MFU for `flops_per_token`; HFU where
+    `recomputed_flops_per_token` are added."""
     peak = peak_flops(device_name)
     return {} if peak is None else {name: tokens_per_second * value / peak for name, value in flops.items()}
 

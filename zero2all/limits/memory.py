@@ -40,24 +40,17 @@ class MemorySettings:
 
     seq_len: int
     micro_batch_samples: int
-    operators: Mapping[str, Footprint]
-    """What each operator needs (`Ops.footprints`)."""
+    operators: Mapping[str, Footprint]  # what each operator needs (`Ops.footprints`)
     precision: str = "bfloat16"
-    optimizer: str = "adamw"
-    """optim.kind."""
-    adafactor_momentum: bool = False
-    """optim.adafactor_beta1 above 0."""
-    kahan: bool = False
-    """optim.bf16_rounding: kahan."""
+    optimizer: str = "adamw"  # optim.kind
+    adafactor_momentum: bool = False  # optim.adafactor_beta1 above 0
+    kahan: bool = False  # optim.bf16_rounding: kahan
     recompute: str = "none"
     recompute_every: int = 1
-    documents: bool = False
-    """Whether attention is masked at document boundaries."""
+    documents: bool = False  # whether attention is masked at document boundaries
     processes: int = 1
-    spread: str = "replicate"
-    """parallel.data."""
-    accumulates: bool = False
-    """Whether a step has more than one micro-batch."""
+    spread: str = "replicate"  # parallel.data
+    accumulates: bool = False  # whether a step has more than one micro-batch
 
     @property
     def has_split_masters(self) -> bool:

@@ -300,10 +300,7 @@ def _matters(name: str, values: dict[str, Any]) -> bool:
 
 
 def _to_hf_scaling(config: ModelConfig) -> dict[str, Any] | None:
-    """`rope_scaling` of config.json; ntk is a change of the base and is exported as rope_theta.
-
-    transformers' `dynamic` computes another base for every length, so it is not what a model was trained with.
-    """
+    """`rope_scaling` of config.json; ntk is a change of the base and is exported as rope_theta."""
     scaling = config.rope_scaling
     if scaling.kind in ("none", "ntk"):
         return None

@@ -33,12 +33,9 @@ class Flat:
     masters: Tensor
     """float32 (or float64). `triton` also takes int16: what bfloat16 `weights` lack (`zero2all.ops.split_master`)."""
     gradients: Tensor
-    firsts: Tensor
-    """Running means of gradients."""
-    seconds: Tensor
-    """Running means of squared gradients."""
-    slices: tuple[slice, ...]
-    """The slice of each parameter, for torch's loops."""
+    firsts: Tensor  # running means of gradients
+    seconds: Tensor  # running means of squared gradients
+    slices: tuple[slice, ...]  # the slice of each parameter, for torch's loops
     weight_decay: float
     lr: float = 0.0
 

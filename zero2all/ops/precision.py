@@ -33,11 +33,8 @@ def for_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
 
 
 def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
-    """Run an autograd function's forward or backward with autocast off.
-
-    Otherwise a backward() inside an autocast region would silently cast the matmuls of a hand-written backward to that
-    region's dtype (float16 by default).
-    """
+    """Run an autograd function's forward or backward with autocast off, which would silently cast the matmuls of a
+    hand-written backward inside an autocast region."""
 
     @wraps(function)
     def plain(*args: P.args, **kwargs: P.kwargs) -> R:

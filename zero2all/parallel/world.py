@@ -31,8 +31,7 @@ class World:
     rank: int = 0
     size: int = 1
     device: torch.device = CPU
-    group: dist.ProcessGroup | None = None
-    """For tensors on the device; None for one process."""
+    group: dist.ProcessGroup | None = None  # for tensors on the device; None for one process
     control: dist.ProcessGroup | None = None
     """For small objects between hosts, so that this never waits for a device."""
 
@@ -92,11 +91,8 @@ def asked_processes() -> int:
 
 
 def is_failed_collective(error: BaseException) -> bool:
-    """Whether `error` is a collective that failed because another process has died or hangs.
-
-    NCCL and the store have types for it. gloo raises a bare RuntimeError whose text changes with torch's version, and
-    FSDP's collectives run inside the passes of the model, so the test is whether torch.distributed raised it.
-    """
+    """Whether `error` is a collective that failed because another process has died or hangs. NCCL and the store have
+    types for it; gloo raises a bare RuntimeError, so the test is whether torch.distributed raised it."""
     if isinstance(error, dist.DistError):
         return True
     if type(error) is not RuntimeError:  # torch's other errors, such as OutOfMemoryError, have types of their own
@@ -109,11 +105,8 @@ def is_failed_collective(error: BaseException) -> bool:
 
 @contextmanager
 def join_world(device: torch.device, timeout_seconds: float) -> Iterator[World]:
-    """Join the process group, and leave it at the end of the block.
-
-    A process that fails aborts the group at once: destroying it properly would wait for collectives that the others,
-    which do not know of the failure, may never start; and the launcher only notices when a process has ended.
-    """
+    """Join the process group, and leave it at the end of the block. A process that fails aborts the group at once:
+    destroying it properly would wait for collectives that the others may never start."""
     if asked_processes() == 1 and not dist.is_initialized():
         yield World(device=device)
         return

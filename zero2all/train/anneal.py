@@ -26,10 +26,7 @@ def request_anneal(run: Path, steps: int, shape: DecayShape, to_share: float) ->
 
 
 def read_anneal(run: Path, step: int, check: Callable[[AnnealConfig], object] = lambda _: None) -> AnnealConfig | None:
-    """The record of a run at `step`; a request is turned into a record here. None when there is neither.
-
-    `check` gets the record that a request would become, and raises to refuse it.
-    """
+    """The record of a run at `step`, which a request becomes here unless `check` raises; None when there is neither."""
     found = _read(run / ANNEAL_FILE, step)
     if found is None:
         return None

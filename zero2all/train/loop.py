@@ -76,10 +76,8 @@ def train(
     make_decode: Callable[[], Decode] | None = None,
     say: Callable[[str], None] = print,
 ) -> TrainSummary:
-    """Train `config` to its last step, continuing the run if it has a checkpoint. Called by every process of the run.
-
-    `make_decode` loads the tokenizer's decoder, for the pages that explain incidents.
-    """
+    """Train `config` to its last step, continuing the run if it has a checkpoint. Called by every process of the run;
+    `make_decode` loads the tokenizer's decoder, for the pages that explain incidents."""
     run = workspace.run(config.train.name)
     with ExitStack() as stack:
         # From here on: a signal that comes during the setup is handled at the end of the first step.

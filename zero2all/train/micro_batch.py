@@ -97,11 +97,8 @@ def divisors(rows: int) -> list[int]:
 def find_micro_batch(
     try_pass: Callable[[int], None], candidates: Sequence[int], free: Callable[[], None], first_guess: int | None = None
 ) -> int:
-    """The largest of the ascending `candidates` whose pass does not run out of memory.
-
-    Doubles from `first_guess` (else from the smallest) while passes fit, then halves the gap to the one that did not.
-    `free` is called after every try and frees what it left.
-    """
+    """The largest of the ascending `candidates` whose pass does not run out of memory. Doubles from `first_guess` (else
+    from the smallest), then halves the gap. `free` is called after every try."""
     fits, too_many = -1, len(candidates)
     at = candidates.index(first_guess) if first_guess is not None else 0
     while fits < at < too_many:

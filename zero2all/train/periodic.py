@@ -59,10 +59,8 @@ class Validation:
 class UpdateRatios:
     """How far a step moves the weights, every `track.update_ratios_every_steps`.
 
-    The length of the update over the length of the weights, per kind of parameter: about 1e-3 is healthy for matrices
-    under AdamW; far below, nothing is learned; far above, training is about to break. Computed from every n-th value
-    before and after the update, so it costs little memory and works with every optimizer. The result stays on the
-    device; the metrics writer reads it when it has arrived.
+    The length of the update over that of the weights, per kind of parameter: about 1e-3 is healthy for matrices under
+    AdamW. Computed from every n-th value before and after the update; the result stays on the device.
     """
 
     def __init__(self, state: TrainState, world: World, log: RunLog | None = None, every_steps: int = 1) -> None:

@@ -106,10 +106,8 @@ def check_disk(
     checkpoint_bytes: int,
     existing_steps: Sequence[int] = (),
 ) -> str:
-    """A note on the disk space that the checkpoints of the whole run need; raises when it is not free.
-
-    Existing checkpoints count as used, and as freed once retention will delete them.
-    """
+    """A note on the disk space that the checkpoints of the whole run need, after retention; raises when it is not
+    free."""
     coming = saved_steps(first_step, last_step, every_steps)
     at_once = retention.most_at_once([*existing_steps, *coming])
     needed = max(0, at_once - len(existing_steps)) * checkpoint_bytes
@@ -158,11 +156,9 @@ def require_memory(
     local_processes: int = 1,
     compiled: bool = False,
 ) -> None:
-    """Raise if a run cannot fit into the free memory, before any of it is allocated: a machine that runs out of memory
-    kills the process, and may kill others first.
+    """Raise if a run cannot fit into the free memory, before any is allocated: a full machine may kill other processes.
 
-    `device`: cpu, or the kind of GPU that each process has for itself. `compiled`: the compiler decides what a pass
-    keeps, so that only the state is certain.
+    `device`: cpu, or the kind of GPU that each process has for itself. `compiled`: only the state is certain.
     """
     estimate = estimate_memory(model, settings)
     needed = estimate.state if compiled else estimate.total
@@ -200,8 +196,7 @@ FALLS_TO = 0.8
 class Overfit:
     """What happened to the loss of one batch."""
 
-    losses: list[float]
-    """Before each update, and after the last."""
+    losses: list[float]  # before each update, and after the last
     falls_to: float
 
     @property
@@ -238,10 +233,7 @@ def overfit_one_batch(update: Callable[[], float], updates: int = UPDATES, falls
 
 
 def dry_run_config(config: RunConfig, processes: int = 1, updates: int = UPDATES, samples: int = 8) -> RunConfig:
-    """A copy of the config for `overfit_one_batch`: one pass per update, full rate after a few updates, no dropout.
-
-    `samples`: rows of a pass where train.micro_batch_samples is auto.
-    """
+    """A copy of the config for `overfit_one_batch`: one pass per update, full rate after a few updates, no dropout."""
     asked = config.train.micro_batch_samples
     rows = min(samples, config.samples_per_step) if asked == "auto" else int(asked)
     return dataclasses.replace(

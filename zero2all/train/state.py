@@ -40,9 +40,9 @@ GROWTH_STEPS = 1000
 class LossScale:
     """Dynamic loss scaling for float16, whose smallest number is 6e-8: most gradients would be zero without it.
 
-    The loss is multiplied by the scale before the backward pass, the gradient divided by it before the update. Where
-    something overflowed the update is skipped and the scale halved; after GROWTH_STEPS good steps it is doubled. Both
-    numbers live on the device, so the host need not wait, and in the checkpoint, so that a resumed run is exact.
+    The loss is multiplied by the scale, the gradient divided by it. Where something overflowed the update is skipped
+    and the scale halved; after GROWTH_STEPS good steps it is doubled. Both numbers live on the device and in the
+    checkpoint.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -55,10 +55,8 @@ class LossScale:
 
     @torch.no_grad()
     def after(self, overflowed: Tensor, refused: Tensor) -> None:
-        """Update the scale after a step; both are bools on the device.
-
-        A step that was refused without an overflow does not count, because a resumed run skips it.
-        """
+        """Update the scale after a step; both are bools on the device. A refused step without an overflow does not
+        count."""
         good = torch.where(overflowed, 0, self.good_steps + (~refused).long())
         grows = good >= GROWTH_STEPS
         factor = torch.where(overflowed, 0.5, torch.where(grows, 2.0, 1.0))
@@ -73,8 +71,7 @@ class TrainState:
     model: Z2all
     weights: Weights
     optimizer: Optimizer | FlatAdamW
-    micro_batch_samples: int
-    """Rows of one pass at data.seq_len."""
+    micro_batch_samples: int  # rows of one pass at data.seq_len
     loss_scale: LossScale | None = None
     cuda_graph: CudaGraphPasses | None = None
     """Runs the passes where they are captured; None: they run eagerly."""
@@ -120,10 +117,8 @@ def new_state(
     sharded: bool = False,
     seed: int = 0,
 ) -> TrainState:
-    """The state of a run before its first step. A model that is not `sharded` has its weights in `dtype` from here on.
-
-    AdamW on whole weights takes the registry's fast path; every other optimizer works on the masters one by one.
-    """
+    """The state of a run before its first step; weights that are not `sharded` are in `dtype` from here on. AdamW on
+    whole weights takes the registry's fast path; every other optimizer works on the masters one by one."""
     # torch's kernels round the factor on the gradient to float32; a run in float64 must not.
     is_fast = optim.kind == "adamw" and dtype != torch.float64 and not sharded
     names = [name for name, _ in model.named_parameters()]

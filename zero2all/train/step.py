@@ -48,29 +48,19 @@ class StepPlan:
 class StepResult:
     """What a step did; the same in every process."""
 
-    step: int
-    """Steps made, this one included."""
-    tokens: tuple[int, int]
-    """Tokens of the run before and after this step."""
-    loss: float
-    """Mean nats per token over the global batch."""
+    step: int  # steps made, this one included
+    tokens: tuple[int, int]  # tokens of the run before and after this step
+    loss: float  # mean nats per token over the global batch
     channel_losses: list[float | None]
     """The same per channel; None for a channel that had no sample in this step."""
-    grad_norm: float
-    """L2 norm of the gradient before clipping."""
+    grad_norm: float  # L2 norm of the gradient before clipping
     lr: float
-    updated: bool
-    """False when the update was refused: not finite, or beyond the limits."""
-    stop_requested: bool
-    """Whether any process was asked to stop."""
-    row_nats: np.ndarray
-    """Summed loss of each row of the global batch."""
-    row_counts: np.ndarray
-    """Summed token weights of each row."""
-    seconds: dict[str, float]
-    """Time of each part; see `step_timer`."""
-    ended: Mark
-    """When it ended."""
+    updated: bool  # False when the update was refused: not finite, or beyond the limits
+    stop_requested: bool  # whether any process was asked to stop
+    row_nats: np.ndarray  # summed loss of each row of the global batch
+    row_counts: np.ndarray  # summed token weights of each row
+    seconds: dict[str, float]  # time of each part; see `step_timer`
+    ended: Mark  # when it ended
     ended_between: tuple[float, float]
     """Earliest and latest time at which it ended, by the host's clock, in seconds since the epoch."""
 

@@ -61,12 +61,8 @@ def seconds_between(before: Mark, after: Mark) -> float:
 
 
 class TimeOfDay:
-    """When marks were passed, by the host's clock.
-
-    The host may read a step long after it ended. It knows a span: after its last kernel was queued and before it was
-    read; if the host waited for the step, the span is a single time. Within the span the device's clock decides,
-    counted from the last mark that the span corrected, so that the two clocks may drift apart.
-    """
+    """When marks were passed, by the host's clock, which knows a span: after the last kernel of a step was queued and
+    before the step was read. Within it the device's clock decides, from the last mark that the span corrected."""
 
     def __init__(self, mark: Mark, at: float) -> None:
         """`at`: about when `mark` was passed."""

@@ -36,10 +36,8 @@ def say_aloud(text: str) -> None:
 
 
 def find_newest(run: Path, peers: Peers, fence: Fence | None, say: Say = say_aloud) -> Checkpoint | None:
-    """The newest intact checkpoint; None when the run never committed one. Every rank calls it.
-
-    With the `fence` of the run's lock damaged ones go to `checkpoints/damaged/`; without it, nothing is changed.
-    """
+    """The newest intact checkpoint; None when the run never committed one. Every rank calls it. With the `fence` of the
+    run's lock damaged ones go to `checkpoints/damaged/`; without it, nothing is changed."""
     steps = peers.gather([step_of(folder) for folder in list_checkpoints(run)] if peers.is_first else [])[0]
     damaged = []
     for step in steps:

@@ -36,8 +36,7 @@ class Box:
 class TensorEntry:
     """One tensor of a checkpoint."""
 
-    dtype: str
-    """As safetensors spells it: F32, BF16, …"""
+    dtype: str  # as safetensors spells it: F32, BF16, …
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
 

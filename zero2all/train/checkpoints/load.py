@@ -43,13 +43,10 @@ class Checkpoint:
     """A checkpoint, checked in form by `read_checkpoint` and byte by byte by `check_bytes`."""
 
     folder: Path
-    manifest: dict[str, Any]
-    """Step, world size, files, and the details given when it was saved."""
-    index: Index
-    """Name -> dtype, shape and boxes of every tensor."""
+    manifest: dict[str, Any]  # step, world size, files, and the details given when it was saved
+    index: Index  # name -> dtype, shape and boxes of every tensor
     headers: dict[str, Header]
-    document: dict[str, Any]
-    """The snapshot's document: counters and the like."""
+    document: dict[str, Any]  # the snapshot's document: counters and the like
 
     @property
     def files(self) -> list[str]:
@@ -67,11 +64,9 @@ class Checkpoint:
         return sum(int(facts["bytes"]) for facts in self.manifest["files"].values())
 
     def load_into(self, tensors: Mapping[str, Tensor], strict: bool = True) -> None:
-        """Fill tensors in place, each rank its own part, however they were sharded when they were saved.
-
-        Raises before changing anything when a name, a shape or a dtype differs. With `strict`, `tensors` must have
-        every tensor of its groups ('model', 'optimizer', …).
-        """
+        """Fill tensors in place, each rank its own part, however they were sharded when they were saved. Raises before
+        changing anything when a name, a shape or a dtype differs. With `strict`, `tensors` must have every tensor of
+        its groups ('model', 'optimizer', …)."""
         self._check_names(tensors, strict)
         with torch.no_grad():
             reads = list(plan_reads(tensors, self.index))
@@ -127,10 +122,8 @@ class Checkpoint:
 
 @contextmanager
 def reading_record(checkpoint: Checkpoint) -> Iterator[None]:
-    """Turn errors while a part of the record is read (guards, data, stages) into BadInputError.
-
-    The seal finds damage, but not a changed record with a new seal; that is found here.
-    """
+    """Turn errors in reading the record (guards, data, stages) into BadInputError: a changed record may have a new
+    seal."""
     remedy = "Move it away to continue from an older checkpoint, or start over with --fresh."
     with as_written(f"The record of the run in {checkpoint.folder}", remedy):
         yield

@@ -32,8 +32,7 @@ class FilePlan:
 
     name: str
     infos: dict[str, TensorInfo]
-    sources: dict[str, str]
-    """Key in the file -> name of the tensor whose local part it is."""
+    sources: dict[str, str]  # key in the file -> name of the tensor whose local part it is
 
     @property
     def data_bytes(self) -> int:
@@ -47,10 +46,8 @@ class SaveLayout:
 
     files: list[FilePlan]
     index: Index
-    file_bytes: dict[str, int]
-    """Size of every file of tensors, of all ranks."""
-    signature: dict[str, Any] = field(repr=False)
-    """What the plan was made for; see `signature_of`."""
+    file_bytes: dict[str, int]  # size of every file of tensors, of all ranks
+    signature: dict[str, Any] = field(repr=False)  # what the plan was made for; see `signature_of`
 
     @property
     def total_bytes(self) -> int:
@@ -63,11 +60,9 @@ class Read:
     """A part of a stored box, and where it goes."""
 
     box: Box
-    offsets: Sizes
-    """Where the part begins within the box."""
+    offsets: Sizes  # where the part begins within the box
     lengths: Sizes
-    target: Tensor
-    """A view into the caller's tensor, of shape `lengths`."""
+    target: Tensor  # A view into the caller's tensor, of shape `lengths`
 
 
 class _Part(NamedTuple):
@@ -75,8 +70,7 @@ class _Part(NamedTuple):
 
     name: str
     dtype: str
-    size: Sizes
-    """Of the whole tensor."""
+    size: Sizes  # of the whole tensor
     offsets: Sizes
     shape: Sizes
 

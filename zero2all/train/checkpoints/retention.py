@@ -35,10 +35,8 @@ LEAST_VERIFIED = 2
 class Retention:
     """How many checkpoints are kept."""
 
-    keep_last: int = 2
-    """Newest checkpoints that are kept; at least 2."""
-    keep_every_steps: int = 0
-    """Checkpoints at multiples of this are never deleted; 0 turns the rule off."""
+    keep_last: int = 2  # newest checkpoints that are kept; at least 2
+    keep_every_steps: int = 0  # checkpoints at multiples of this are never deleted; 0 turns the rule off
 
     def __post_init__(self) -> None:
         if self.keep_last < LEAST_VERIFIED:
@@ -152,10 +150,8 @@ def has_quarantined(run: Path) -> bool:
 
 
 def withdraw_after(run: Path, step: int, reason: str, fence: Fence = no_fence) -> list[int]:
-    """Move every checkpoint newer than `step` to `withdrawn/`: for a rollback, which trains those steps again.
-
-    Only for the holder of the run's lock, while no save is under way. Returns the steps that were moved.
-    """
+    """Move every checkpoint newer than `step` to `withdrawn/`, for a rollback; returns the steps that were moved. Only
+    for the holder of the run's lock, while no save is under way."""
     moved = []
     for folder in list_checkpoints(run):
         if step_of(folder) > step:

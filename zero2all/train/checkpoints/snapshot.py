@@ -40,8 +40,7 @@ class StagedFile:
     """One file's tensors in host memory."""
 
     plan: FilePlan
-    buffer: Tensor
-    """The data of the file, byte for byte (uint8)."""
+    buffer: Tensor  # the data of the file, byte for byte (uint8)
 
 
 @dataclass(frozen=True)
@@ -51,8 +50,7 @@ class Staged:
     step: int
     layout: SaveLayout
     files: list[StagedFile]
-    document: bytes
-    """The snapshot's document as JSON text."""
+    document: bytes  # the snapshot's document as JSON text
     details: dict[str, Any]
 
 

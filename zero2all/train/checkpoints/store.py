@@ -63,12 +63,8 @@ class CheckpointStore:
         fence: Fence = no_fence,
         say: Say = say_aloud,
     ) -> None:
-        """All ranks of `group` (any backend; None for one process) create the store at the same point.
-
-        Without `retention` nothing is deleted. `when_busy` says what a save does while the one before is still being
-        written. `fence` is checked before anything is written, moved or deleted. `say` gets notices, on rank 0
-        only.
-        """
+        """All ranks of `group` (any backend; None for one process) create the store at the same point. Without
+        `retention` nothing is deleted. `fence` is checked before anything is written, moved or deleted."""
         self.run = run
         self._retention = retention
         self._when_busy = when_busy
@@ -85,10 +81,8 @@ class CheckpointStore:
         self._attempts = 0
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> int:
-        """Plan the saves of these tensors and allocate host memory for them; returns the bytes of one checkpoint.
-
-        Called by all ranks. Without it, or when the tensors change, the next save does it and takes longer.
-        """
+        """Plan the saves of these tensors and allocate host memory; returns the bytes of one checkpoint. Called by all
+        ranks. Without it, or when the tensors change, the next save does it and takes longer."""
         self._writer.wait()
         self._release()
         layout = plan_save(tensors, self._peers, self._largest_file_bytes)
@@ -128,11 +122,8 @@ class CheckpointStore:
         return next((str(name) for name in self._peers.gather(first_not_finite(tensors)) if name is not None), None)
 
     def go_back_to(self, step: int, reason: str) -> list[int]:
-        """Pin the checkpoint of `step`, then move the newer ones to withdrawn/; called by all ranks.
-
-        In this order: if the run is killed after the first move, only the pin tells which one it rolled back to, and
-        keeps retention from deleting it. Returns the steps that were moved.
-        """
+        """Pin the checkpoint of `step`, then move the newer ones to withdrawn/; called by all ranks. In this order: if
+        the run is killed between, only the pin tells which one it rolled back to. Returns the steps that were moved."""
         self._writer.wait()
         self._peers.gather(None)  # no save is under way
         self._is_good.clear()
@@ -153,9 +144,8 @@ class CheckpointStore:
     def save(self, step: int, snapshot: Snapshot, details: Mapping[str, Any], wait: bool = False) -> SaveTicket:
         """Save a snapshot; returns when its tensors may change again, or, with `wait`, when it is committed.
 
-        Called by all ranks with the same step. A failure is in the result and not raised, except that replicas which
-        differ end the run (ReplicasDifferError). A state that is not finite is not saved. A step that is committed
-        already is not changed.
+        Called by all ranks with the same step. A failure is in the result and not raised, except ReplicasDifferError. A
+        state that is not finite is not saved, a step that is committed already not changed.
         """
         started = time.monotonic()
         ticket = SaveTicket(step)

@@ -21,26 +21,19 @@ class SaveResult:
     """How a save ended."""
 
     step: int
-    folder: Path | None
-    """The committed checkpoint; None when the save failed or was skipped."""
-    problem: str | None = None
-    """Why there is no checkpoint; None when there is one."""
+    folder: Path | None  # the committed checkpoint; None when the save failed or was skipped
+    problem: str | None = None  # why there is no checkpoint; None when there is one
     was_skipped: bool = False
     """Skipped, because the save before was still being written (`when_busy="skip"`)."""
-    is_refused: bool = False
-    """Not written, because the state is not finite."""
-    total_bytes: int = 0
-    """Bytes of tensors, of all ranks."""
+    is_refused: bool = False  # not written, because the state is not finite
+    total_bytes: int = 0  # bytes of tensors, of all ranks
     stall_seconds: float = 0.0
     """How long the loop waited: for the other ranks, the copy, and the save before."""
-    write_seconds: float = 0.0
-    """How long writing and committing took, in the background."""
+    write_seconds: float = 0.0  # how long writing and committing took, in the background
     ended_at: float = 0.0
     """When that ended, in seconds since the epoch; the loop learns of it up to a step later."""
-    deleted_steps: list[int] = field(default_factory=list)
-    """What retention deleted after this commit."""
-    notes: list[str] = field(default_factory=list)
-    """Problems that did not fail the save itself."""
+    deleted_steps: list[int] = field(default_factory=list)  # what retention deleted after this commit
+    notes: list[str] = field(default_factory=list)  # problems that did not fail the save itself
 
 
 class SaveTicket:

@@ -39,20 +39,16 @@ class Facts:
     lr: float
     lr_max: float
     warmup_steps: int
-    beta1: float | None
-    """None: the optimizer has no such setting."""
+    beta1: float | None  # None: the optimizer has no such setting
     beta2: float | None
     eps: float | None
     clip_grad_norm: float
     usual_grad_norm: float | None
     parameters: int
-    earlier_incidents: int = 0
-    """Of this run, before this one."""
+    earlier_incidents: int = 0  # of this run, before this one
     channels_before: Mapping[str, float] | None = None
-    channels_now: Mapping[str, float | None] | None = None
-    """None where a loss was not finite."""
-    row_losses: Sequence[float] = ()
-    """Mean loss of each row of the step, where it is known."""
+    channels_now: Mapping[str, float | None] | None = None  # None where a loss was not finite
+    row_losses: Sequence[float] = ()  # mean loss of each row of the step, where it is known
     usual_loss: float | None = None
     shards_named: Sequence[str] = ()
 
@@ -61,8 +57,7 @@ class Facts:
 class Advice:
     """One line of advice."""
 
-    about: str
-    """data, beta2, eps, clip, lr, warmup, none."""
+    about: str  # data, beta2, eps, clip, lr, warmup, none
     text: str
 
 

@@ -27,18 +27,14 @@ EXCERPT_CHARS = 300
 class DocumentText:
     """The part of a document that stands in a row."""
 
-    number: int
-    """Of the document in its split."""
-    gid: int | None
-    """Of its corpus record, where the corpus is known."""
+    number: int  # of the document in its split
+    gid: int | None  # of its corpus record, where the corpus is known
     title: str
-    origin: str
-    """Raw file and place, in words; empty where it is not known."""
+    origin: str  # raw file and place, in words; empty where it is not known
     first_column: int
     tokens: int
     text: str
-    is_cut: bool
-    """Whether `text` is only its beginning."""
+    is_cut: bool  # whether `text` is only its beginning
 
 
 @dataclass(frozen=True)
@@ -52,12 +48,10 @@ class SampleText:
     """Its tokens within the source; None for best-fit rows, whose documents lie apart."""
     documents: list[DocumentText]
     row: int | None = None
-    sample: int | None = None
-    """Which sample of its source."""
+    sample: int | None = None  # which sample of its source
     stage: str = ""
     epoch: int = 0
-    first_token: int | None = None
-    """Of the row in the run's order."""
+    first_token: int | None = None  # of the row in the run's order
     loss: float | None = None
 
 
@@ -71,10 +65,8 @@ def samples_of_step(
     losses: Mapping[int, float] | None = None,
     chars: int | None = EXCERPT_CHARS,
 ) -> list[SampleText]:
-    """The rows of the global batch that begins at `first_token`; without `decode`, text is a list of ids.
-
-    `chars` None: whole texts. `losses`: mean loss of a row, where it was recorded.
-    """
+    """The rows of the global batch that begins at `first_token`; without `decode`, text is a list of ids, with `chars`
+    None it is whole. `losses`: mean loss of a row, where it was recorded."""
     rows = RowFinder(data).rows(first_token, samples)
     segment = data.segment_at(first_token)
     before = sum(

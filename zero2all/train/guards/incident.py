@@ -150,11 +150,7 @@ def write_incident(folder: Path, incident: Incident, fence: Fence = no_fence) ->
 def incident_samples(
     incident: Incident, data: TrainingData, corpus: Path, decode: Decode | None
 ) -> tuple[list[SampleText], str]:
-    """The rows worth looking at, and a sentence that says which they are.
-
-    Of a step, those whose loss lies furthest to the side that stood out; of a shard, its most extreme rows, from the
-    steps they were in.
-    """
+    """The rows whose loss lies furthest out, of the step or of a shard, and a sentence that says which they are."""
     details = incident.findings[0]["details"]
     if "examples" in details:
         return _shard_samples(details, data, corpus, decode)

@@ -31,14 +31,12 @@ class Skipped:
     first: int
     end: int
     decided_at_step: int
-    kind: str
-    """Of the finding that led to it."""
+    kind: str  # of the finding that led to it
     action: Literal["refuse", "window", "rollback"]
     """refuse: one step whose update was refused; rollback: a range, after a rollback; window: a range, without a
     checkpoint to roll back to."""
     reason: str
-    to_step: int | None = None
-    """The step a rollback went back to."""
+    to_step: int | None = None  # the step a rollback went back to
 
 
 class SkipLedger:
@@ -66,11 +64,8 @@ class SkipLedger:
         return any(entry.first < end and first < entry.end for entry in self._entries)
 
     def abandons(self, checkpoint_step: int, ledger_then: SkipLedger) -> bool:
-        """Whether a later rollback has abandoned the checkpoint of `step`.
-
-        `ledger_then` is the ledger in that checkpoint. Such a checkpoint is set aside, also when the run crashed
-        between the decision and the rollback; otherwise it would be resumed on the abandoned branch.
-        """
+        """Whether a later rollback has abandoned this checkpoint; `ledger_then` is the ledger in it. It would otherwise
+        be resumed on the abandoned branch, where the run crashed between the decision and the rollback."""
         return any(
             entry.to_step is not None and entry.to_step < checkpoint_step and entry not in ledger_then.entries
             for entry in self._entries
@@ -126,11 +121,9 @@ class DamagedLedgerError(BadInputError):
 
 
 def rebuilt_ledger(folder: Path, in_checkpoint: Iterable[Mapping[str, Any]]) -> SkipLedger:
-    """The record rebuilt from the checkpoint that the run continues from and from later incident pages, in the order in
-    which they were written.
+    """The record rebuilt from the checkpoint that the run continues from and from later incident pages, in their order.
 
-    No bad data comes back this way: decisions before the checkpoint are in it; data of later decisions is still to
-    come, and where its page is lost too, it is judged again.
+    No bad data comes back this way: data of later decisions is still to come, and where its page is lost, judged again.
     """
     ledger = SkipLedger.from_state(in_checkpoint)
     for path in sorted(folder.glob("*-*.json"), key=lambda path: path.stat().st_mtime_ns):
@@ -178,10 +171,8 @@ class Quarantine:
         return tuple(sorted(self._shards.values(), key=lambda one: (one.from_step, one.source, one.shard)))
 
     def add(self, finding: Finding, from_step: int) -> Quarantined | None:
-        """Add the shard of a finding; None when it is known already, or when the mode is `off`.
-
-        `from_step` must be a step that no rank has begun, so that all ranks, and a resumed run, agree.
-        """
+        """Add the shard of a finding, from a step that no rank has begun; None when it is known, or the mode is
+        `off`."""
         source, shard = str(finding.details["source"]), int(finding.details["shard"])
         if self.mode == "off" or (source, shard) in self._shards:
             return None

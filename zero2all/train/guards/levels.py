@@ -36,8 +36,7 @@ class Levels:
 
     medians: np.ndarray
     units: np.ndarray
-    are_steady: np.ndarray
-    """Whether rows may be compared with this level; otherwise it has no meaning."""
+    are_steady: np.ndarray  # whether rows may be compared with this level; otherwise it has no meaning
 
     def distances(self, losses: np.ndarray) -> np.ndarray:
         """How many units each of N losses lies above its level."""
@@ -52,10 +51,8 @@ class Windows:
     """The last rows of each of some groups, the newest at the right, with the shard each came from."""
 
     def __init__(self, most_of_a_shard: Sequence[int]) -> None:
-        """`most_of_a_shard`: per group, how many rows of one shard its window may hold.
-
-        Beyond that the oldest are dropped, so that a large shard does not displace the rows of all others.
-        """
+        """`most_of_a_shard`: per group, how many rows of one shard its window holds; of more, the oldest are
+        dropped."""
         self._most_of_a_shard = np.array(most_of_a_shard, np.int64)
         self._losses = np.full((len(most_of_a_shard), WINDOW_ROWS), NOTHING)
         self._shards = np.full((len(most_of_a_shard), WINDOW_ROWS), NO_SHARD, np.int32)

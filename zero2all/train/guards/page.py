@@ -45,23 +45,18 @@ class Incident:
     step: int
     kind: str
     findings: list[dict[str, Any]]
-    action: str
-    """continue, skip, rollback or stop."""
-    done: str
-    """A sentence for people."""
+    action: str  # continue, skip, rollback or stop
+    done: str  # A sentence for people
     curve: list[list[Any]]
     """[step, loss, gradient norm, whether it stood out], oldest first; null where not finite."""
-    channels: list[list[Any]]
-    """[channel, usual loss, loss in this step]."""
+    channels: list[list[Any]]  # [channel, usual loss, loss in this step]
     advice: list[dict[str, str]]
     samples: list[dict[str, Any]] = field(default_factory=list)
     """Rows of the step (or of the shard) with their documents."""
-    samples_note: str = ""
-    """Which rows these are, and why not all."""
+    samples_note: str = ""  # which rows these are, and why not all
     row_losses: list[float | None] = field(default_factory=list)
     """Mean loss of each row of the step, where it was recorded."""
-    tokens: list[int] = field(default_factory=list)
-    """First and end token of the step."""
+    tokens: list[int] = field(default_factory=list)  # first and end token of the step
     skipped: dict[str, Any] | None = None
     """The decision to skip data, as in skipped.json; None where there was none."""
 

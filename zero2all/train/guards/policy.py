@@ -73,10 +73,7 @@ class Policy:
         self._unproven = step
 
     def decide(self, step: int, findings: Sequence[Finding], ledger: SkipLedger, checkpoints: Sequence[int]) -> Action:
-        """What to do after `step`, in which `findings` were made; `checkpoints` are the steps of good ones.
-
-        Does not change the ledger: the caller does.
-        """
+        """What to do after `step`; `checkpoints` are the steps of good ones. The caller changes the ledger."""
         if not any(one.kind == "nonfinite" for one in findings):
             self._unproven = None
         harmful = [one for one in findings if one.kind in STEP_KINDS and self._setting(one.kind) != "log"]

@@ -33,8 +33,7 @@ class Repeat:
     shard: int
     of_source: str
     of_shard: int
-    share: float
-    """Of the series of document lengths that both have, estimated."""
+    share: float  # of the series of document lengths that both have, estimated
     documents: tuple[tuple[int, int], ...]
     """Some documents that were compared and are equal: number in its split here, and there."""
 
@@ -59,8 +58,7 @@ class _Sketch:
     split: PackedSplit
     shard: int
     hashes: np.ndarray
-    documents: np.ndarray
-    """Of the shard: where the series behind each hash begins."""
+    documents: np.ndarray  # of the shard: where the series behind each hash begins
 
 
 def repeated_shards(splits: Sequence[PackedSplit]) -> list[Repeat]:

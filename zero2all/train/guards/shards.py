@@ -53,14 +53,11 @@ class _Rows:
     """Rows of a step that can be judged, with the levels for each. N rows."""
 
     keys: np.ndarray
-    numbers: np.ndarray
-    """Which rows of the step they are."""
+    numbers: np.ndarray  # which rows of the step they are
     losses: np.ndarray
-    is_alone: np.ndarray
-    """Whether the source has no other shard."""
+    is_alone: np.ndarray  # whether the source has no other shard
     channel: Levels
-    source: Levels
-    """Level of the other shards; without meaning where there are none."""
+    source: Levels  # level of the other shards; without meaning where there are none
 
     def sides(self) -> np.ndarray:
         """(2, N) units by which each row stands out on the hard and on the easy side: y of the module's text."""
@@ -119,11 +116,8 @@ class ShardWatch:
     def observe(
         self, step: int, rows: StepRows, nats: np.ndarray, counts: np.ndarray, tokens: tuple[int, int]
     ) -> list[Finding]:
-        """Add the rows of a step: sums of nats and of token weights, (B,) each.
-
-        Rows with weight 0 (padding, quarantined shards), rows that are not finite and rows of reported shards are
-        ignored.
-        """
+        """Add the rows of a step: sums of nats and of token weights, (B,) each. Rows with weight 0 (padding,
+        quarantined shards), rows that are not finite and rows of reported shards are ignored."""
         nats, counts = np.asarray(nats, np.float64), np.asarray(counts, np.float64)
         keys = self._first[rows.sources] + rows.shards
         numbers = np.flatnonzero(np.isfinite(nats) & (counts > 0) & ~self._is_named[keys])
@@ -232,10 +226,7 @@ class ShardWatch:
         return self._sources[source], number - int(self._first[source])
 
     def table(self) -> list[dict[str, Any]]:
-        """The statistics of each shard that had rows.
-
-        `usual` is the level of its channel, `usual_beside` that of the other shards of its source (None: it has none).
-        """
+        """The statistics of each shard that had rows; `usual` is its channel's level, `usual_beside` its source's."""
         rows = []
         for number in np.flatnonzero(self._rows).tolist():
             source, shard = self._source_and_shard(number)

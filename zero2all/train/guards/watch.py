@@ -92,10 +92,7 @@ class RunGuards:
         row_nats: np.ndarray | None = None,
         row_counts: np.ndarray | None = None,
     ) -> Observation:
-        """Judge the values of one step, in order, and record the decision before returning it.
-
-        `row_nats` and `row_counts` are over all rows of the global batch, in its order.
-        """
+        """Judge a step, in order, and record the decision before returning it; `row_nats` are of the global batch."""
         findings = self.detector.observe(step, loss, grad_norm, channel_losses, tokens)
         action = self.policy.decide(step, findings, self.ledger, checkpoints)
         if isinstance(action, SkipWindow | Rollback):
@@ -145,10 +142,7 @@ class RunGuards:
         }
 
     def restore(self, state: Mapping[str, Any], step: int) -> list[str]:
-        """Continue at `step` from `state`, after a crash or a rollback; later decisions stay.
-
-        Returns notes about what could not be restored.
-        """
+        """Continue at `step` from `state`; later decisions stay. Returns notes about what could not be restored."""
         if state.get("format") != STATE_FORMAT:
             raise ValueError(f"the guards' state has format {state.get('format')}, expected {STATE_FORMAT}")
         self.detector.restore(state["detector"])

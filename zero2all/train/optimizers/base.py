@@ -38,13 +38,11 @@ Formula = Callable[..., tuple[Tensor, ...]]
 class ParamState:
     """A parameter with its state."""
 
-    index: int
-    """Its index among all parameters of the model, which seeds its stochastic rounding."""
+    index: int  # its index among all parameters of the model, which seeds its stochastic rounding
     name: str
     parameter: Tensor
     role: Role
-    state: dict[str, Tensor] = field(default_factory=dict)
-    """Moments, sharded like the parameter."""
+    state: dict[str, Tensor] = field(default_factory=dict)  # moments, sharded like the parameter
 
     @property
     def weight(self) -> Tensor:
@@ -66,24 +64,19 @@ class ParameterGroup:
     """Parameters of one kind, which share a rate and a decay."""
 
     kind: ParameterKind
-    params: list[ParamState]
-    """In the model's order."""
+    params: list[ParamState]  # in the model's order
     weight_decay: float
     lr_multiplier: float = 1.0
-    lr: float = 0.0
-    """Rate of the next step, the multiplier in it."""
+    lr: float = 0.0  # rate of the next step, the multiplier in it
 
 
 @dataclass(frozen=True)
 class StepInputs:
     """The inputs of one step, all on the device."""
 
-    count: Tensor
-    """Number of this update, from 1, if it is not cancelled (float32)."""
-    scale: Tensor | None
-    """Factor on every gradient."""
-    skip: Tensor | None
-    """Whether to change nothing (bool)."""
+    count: Tensor  # number of this update, from 1, if it is not cancelled (float32)
+    scale: Tensor | None  # factor on every gradient
+    skip: Tensor | None  # whether to change nothing (bool)
 
 
 class Optimizer(ABC):
@@ -110,10 +103,8 @@ class Optimizer(ABC):
 
     @torch.no_grad()
     def step(self, grads_scale: Tensor | None = None, found_nonfinite: Tensor | None = None) -> None:
-        """One update with gradients times `grads_scale`, or none at all where `found_nonfinite` is set.
-
-        Neither tensor is read by the host. Gradients may be overwritten with their scaled values.
-        """
+        """One update with gradients times `grads_scale`, or none at all where `found_nonfinite` is set; neither is read
+        by the host."""
         device = self.updates.device
         scale = None if grads_scale is None else whole(grads_scale).detach().to(device).reshape(())
         skip = None if found_nonfinite is None else whole(found_nonfinite).detach().to(device, torch.bool).reshape(())
@@ -142,12 +133,9 @@ class Optimizer(ABC):
 
 
 class ElementwiseOptimizer(Optimizer):
-    """An optimizer whose update is elementwise, by a formula.
-
-    The formula gets the scaled gradient, the weight, the moments in the order of `moments`, and the numbers of
-    `numbers`; it returns the new weight and moments. `compiled` turns it, the scaling and the skipping into one kernel
-    that reads and writes each value once; otherwise each operation of the formula is a pass over memory.
-    """
+    """An optimizer whose update is elementwise, by a formula: scaled gradient, weight, moments in the order of
+    `moments` and the scalars of `numbers` -> new weight and moments. `compiled` makes one kernel of it, the scaling and
+    the skip."""
 
     moments: tuple[str, ...] = ()
 

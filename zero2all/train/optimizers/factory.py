@@ -30,11 +30,8 @@ def build_optimizer(
     implementation: Implementation = "auto",
     seed: int = 0,
 ) -> Optimizer:
-    """The optimizer of `config`, its rate at `lr_max`.
-
-    `auto` takes torch's fused kernel for AdamW on float32 and the eager formulas for the others. `seed` keys the
-    stochastic rounding of adamw_8bit and adamw_bf16.
-    """
+    """The optimizer of `config`, its rate at `lr_max`. `auto` takes torch's fused kernel for AdamW on float32 and the
+    eager formulas for the others. `seed` keys stochastic rounding."""
     groups = parameter_groups(named_parameters, config, roles)
     optimizer = _build(groups, config, implementation, seed)
     optimizer.set_learning_rate(config.lr_max)

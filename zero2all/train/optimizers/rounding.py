@@ -80,10 +80,7 @@ def fraction(bits: Tensor) -> Tensor:
 
 
 def to_bfloat16(values: Tensor, bits: Tensor) -> Tensor:
-    """float32 values rounded up or down to bfloat16 by the lower half of the random bits.
-
-    bfloat16 is the upper half of a float32, so adding 16 random bits to the lower half carries into the upper half with
-    exactly the wanted probability.
-    """
+    """float32 values rounded up or down to bfloat16: 16 random bits added to the lower half of a float32 carry into the
+    upper half, a bfloat16, with exactly the wanted probability."""
     rounded = (values.view(torch.int32) + (bits & 0xFFFF)) & -0x10000
     return rounded.view(torch.float32).to(torch.bfloat16)
