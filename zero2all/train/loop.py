@@ -89,7 +89,7 @@ def train(
             if stop.requested:
                 raise PreemptedError("Stopped before the run had begun; nothing was changed. Run it again to start it.")
             world = stack.enter_context(join_world(device, config.parallel.timeout_seconds))
-        speak = say if world.is_first else _say_nothing
+        speak = say if world.is_first else lambda _text: None
         stack.enter_context(explain_peer_failure(config, run, world))
         lock, store = stack.enter_context(_locked_store(config, run, world, take_over, speak))
         prepared = prepare(config, workspace, world, store, accept_changes, fresh)
@@ -498,7 +498,3 @@ def _tracking_problems(metrics: Run) -> list[str]:
     if metrics.dropped_rows:
         problems.append(f"metrics: rows were dropped and are missing from {metrics.path}: {metrics.dropped_rows:,}")
     return problems
-
-
-def _say_nothing(text: str) -> None:
-    del text

@@ -137,11 +137,6 @@ def test_a_source_packed_into_other_shards_begins_with_an_empty_window():
     assert windows["web"] == first.state()["source_windows"]["web"]
 
 
-def test_how_many_rows_it_takes_is_said():
-    assert ShardWatch({"a": 1000}, ["a"]).rows_to_name == {"hard_shard": 16, "easy_shard": 21}
-    assert ShardWatch({"a": 999, "b": 1}, ["a"]).rows_to_name == {"hard_shard": 17, "easy_shard": 31}
-
-
 # ---- sources of one channel that differ -----------------------------------------------------------------------
 
 

@@ -24,6 +24,7 @@ from zero2all.train.checkpoints.layout import (
     INDEX_NAME,
     STATE_NAME,
     checkpoint_folder,
+    checkpoints_folder,
     partial_folder,
 )
 from zero2all.train.checkpoints.manifest import manifest_bytes
@@ -47,13 +48,19 @@ def bytes_needed(layout: SaveLayout) -> int:
     return layout.total_bytes + 300 * boxes + SMALL_FILES_BYTES
 
 
-def lack_of_space(run: Path, layout: SaveLayout) -> str | None:
+def lack_of_space(run: Path, layout: SaveLayout | None) -> str | None:
     """Why a checkpoint cannot be started now; None when there is enough disk space."""
-    needed, free = bytes_needed(layout), shutil.disk_usage(run).free
+    assert layout is not None, "planned by now"
+    needed, folder = bytes_needed(layout), checkpoints_folder(run)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        return f"{type(error).__name__}: {error}"
     if free >= needed:
         return None
     return (
-        f"not enough disk space for a checkpoint: {human_bytes(needed)} are needed under {run}, {human_bytes(free)} "
+        f"not enough disk space for a checkpoint: {human_bytes(needed)} are needed under {folder}, {human_bytes(free)} "
         f"are free"
     )
 
@@ -101,10 +108,10 @@ def _write_own(partial: Path, staged: Staged, problem: str | None, fence: Fence)
         fence()
         partial.mkdir(parents=True, exist_ok=True)
         files = {}
-        for file in staged.files:
+        for plan, buffer in staged.files:
             fence()
-            written.append(partial / file.plan.name)
-            files[file.plan.name] = write_durably(partial / file.plan.name, header_bytes(file.plan.infos), file.buffer)
+            written.append(partial / plan.name)
+            files[plan.name] = write_durably(partial / plan.name, header_bytes(plan.infos), buffer)
         fsync_folder(partial)
     except Exception as error:
         if not isinstance(error, LostRunError):

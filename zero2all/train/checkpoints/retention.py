@@ -124,19 +124,9 @@ def pins(run: Path) -> dict[int, str]:
 
 
 def pin(run: Path, step: int, reason: str) -> None:
-    """Keep a step's checkpoint from being deleted, until `unpin`."""
-    _write_pins(run, {**pins(run), step: reason})
-
-
-def unpin(run: Path, step: int) -> None:
-    """Apply the ordinary rules to a step's checkpoint again."""
-    _write_pins(run, {pinned: why for pinned, why in pins(run).items() if pinned != step})
-
-
-def _write_pins(run: Path, pinned: dict[int, str]) -> None:
-    write_atomic(
-        checkpoints_folder(run) / PINS_NAME, exact_json.dump({str(s): why for s, why in sorted(pinned.items())})
-    )
+    """Keep a step's checkpoint from being deleted."""
+    pinned = sorted({**pins(run), step: reason}.items())
+    write_atomic(checkpoints_folder(run) / PINS_NAME, exact_json.dump({str(at): why for at, why in pinned}))
 
 
 def quarantine(folder: Path, reason: str) -> Path:

@@ -36,20 +36,12 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
-class StagedFile:
-    """One file's tensors in host memory."""
-
-    plan: FilePlan
-    buffer: Tensor  # the data of the file, byte for byte (uint8)
-
-
-@dataclass(frozen=True)
 class Staged:
     """The part of a snapshot that this rank writes, in host memory. Valid until the next save of the same store."""
 
     step: int
     layout: SaveLayout
-    files: list[StagedFile]
+    files: list[tuple[FilePlan, Tensor]]  # with the data of each file, byte for byte (uint8)
     document: bytes  # the snapshot's document as JSON text
     details: dict[str, Any]
 
@@ -87,9 +79,9 @@ class HostBuffers:
             copied.synchronize()
         return time.monotonic() - started
 
-    def staged(self) -> list[StagedFile]:
-        """The buffers with their content."""
-        return [StagedFile(file, buffer) for file, buffer in zip(self._files, self.buffers, strict=True)]
+    def staged(self) -> list[tuple[FilePlan, Tensor]]:
+        """The files with their content."""
+        return list(zip(self._files, self.buffers, strict=True))
 
     def release(self) -> None:
         """Free the memory."""

@@ -31,7 +31,6 @@ from zero2all.train.checkpoints.commit import SaveError, bytes_needed, commit, l
 from zero2all.train.checkpoints.find import Say, find_newest, open_at, say_aloud
 from zero2all.train.checkpoints.layout import (
     checkpoint_folder,
-    checkpoints_folder,
     list_checkpoints,
     note_latest,
     step_of,
@@ -72,7 +71,7 @@ class CheckpointStore:
         self.fence = fence
         self._peers = open_peers(group, peer_timeout_seconds)  # for the caller's thread
         self._writing_peers = open_peers(group, peer_timeout_seconds)  # for the writing thread
-        self._say: Say = say if self._peers.is_first else _say_nothing
+        self._say: Say = say if self._peers.is_first else lambda _text: None
         self._writer = Writer()
         self._layout: SaveLayout | None = None
         self._buffers: HostBuffers | None = None
@@ -199,7 +198,7 @@ class CheckpointStore:
         if not all(each["is_planned"] for each in said):
             problem = self._replan(tensors)
         if problem is None and self._peers.is_first:
-            problem = self._lack_of_space()
+            problem = lack_of_space(self.run, self._layout)
         for rank, each in enumerate(self._peers.gather(problem)):
             if each is not None:
                 return SaveResult(step, None, f"rank {rank}: {each}" if self._peers.size > 1 else str(each))
@@ -215,14 +214,6 @@ class CheckpointStore:
         except Exception as error:
             return _in_words(error)
         return None
-
-    def _lack_of_space(self) -> str | None:
-        assert self._layout is not None, "planned by now"
-        try:
-            checkpoints_folder(self.run).mkdir(parents=True, exist_ok=True)
-            return lack_of_space(checkpoints_folder(self.run), self._layout)
-        except OSError as error:
-            return _in_words(error)
 
     def _stage_and_submit(
         self, ticket: SaveTicket, snapshot: Snapshot, details: Mapping[str, Any], attempt: str, started: float
@@ -295,7 +286,3 @@ def _gpu_of(tensors: Mapping[str, Tensor]) -> torch.device | None:
 
 def _in_words(error: Exception) -> str:
     return str(error) if isinstance(error, UserError | SaveError) else f"{type(error).__name__}: {error}"
-
-
-def _say_nothing(text: str) -> None:
-    del text

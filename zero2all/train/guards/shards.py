@@ -100,19 +100,6 @@ class ShardWatch:
         self._examples: dict[int, list[list[float]]] = {}  # [y, loss, first token of its step, row]
         self.restart()
 
-    @property
-    def rows_to_name(self) -> dict[str, int]:
-        """Rows after which a shard is reported if each of its rows lies 6 units above its levels, or 4 below.
-
-        If the run has sources of one shard: for one of those, which takes longest.
-        """
-        allowed = ALONE_UNITS if (self._counts == 1).any() else 0.0
-        needed = {}
-        for kind, units in (("hard_shard", HIGHEST), ("easy_shard", 4.0)):
-            gain = math.log1p(float(BETS[0]) * (units - allowed - NULL_UNITS))
-            needed[kind] = max(self._min_rows, math.ceil((self._log_threshold + math.log(len(BETS))) / gain))
-        return needed
-
     def observe(
         self, step: int, rows: StepRows, nats: np.ndarray, counts: np.ndarray, tokens: tuple[int, int]
     ) -> list[Finding]:
