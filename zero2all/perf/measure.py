@@ -32,7 +32,7 @@ from zero2all.ops.registry import Ops, resolve
 from zero2all.parallel.world import World
 from zero2all.perf.batch import BatchShape
 from zero2all.train.cuda_graph import choose_cuda_graph
-from zero2all.train.garbage import scheduled_garbage_collection
+from zero2all.train.periodic import scheduled_garbage_collection
 from zero2all.train.setup import op_context
 from zero2all.train.state import DTYPES, TrainState, new_state
 from zero2all.train.step import update

@@ -40,12 +40,11 @@ from zero2all.train.checkpoints.retention import Retention, discard
 from zero2all.train.checkpoints.run_lock import LOCK_NAME, Fence, RunLock, behind, hold_run, no_fence
 from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.control import Control
-from zero2all.train.garbage import scheduled_garbage_collection
 from zero2all.train.guards.documents import Decode
 from zero2all.train.guards.policy import Rollback, Stop
 from zero2all.train.micro_batch import memory_settings
 from zero2all.train.peer_failure import explain_peer_failure
-from zero2all.train.periodic import CheckpointSaver, ShardDamage, UpdateRatios, Validation
+from zero2all.train.periodic import CheckpointSaver, ShardDamage, UpdateRatios, Validation, scheduled_garbage_collection
 from zero2all.train.reports import RunLog, StepReports
 from zero2all.train.sanity import check_batch_ids, check_disk, check_first_loss, memory_notes
 from zero2all.train.setup import Prepared, load_checkpoint, prepare, save_run_config

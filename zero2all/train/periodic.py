@@ -1,11 +1,12 @@
-"""What a run does beside its steps: validate, save, log update ratios, check its shards. One small object each.
+"""What a run does beside its steps: validate, save, log update ratios, check its shards, collect garbage.
 
-The loop asks `is_due` and decides the order; garbage collection (`zero2all.train.garbage`) has its own file.
+One small object each; the loop asks `is_due` and decides the order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -28,6 +29,7 @@ from zero2all.train.setup import Prepared
 from zero2all.train.state import TrainState
 from zero2all.train.validate import held_out_losses
 
+COLLECT_STEPS = 1000
 MOST_SAMPLED_VALUES = 1 << 16
 """Of one parameter, for its update ratio."""
 
@@ -197,3 +199,28 @@ class ShardDamage:
             f"step."
         )
         raise BadInputError(text) if world.is_first else PreemptedError(text)  # one process reports it for all
+
+
+@contextmanager
+def scheduled_garbage_collection() -> Iterator[Callable[[int], None]]:
+    """Python's garbage collector on a schedule, the same on every rank, and not in the middle of a step.
+
+    With a model and its graph a collection takes a tenth of a second, and of many ranks there is always one that
+    collects while the others wait. So what exists before the first step is frozen, and the rest is collected every
+    COLLECT_STEPS steps. Yields a function to call after every step.
+    """
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+
+    def after_step(step: int) -> None:
+        if step % COLLECT_STEPS == 0:
+            gc.collect(1)
+
+    try:
+        yield after_step
+    finally:
+        gc.unfreeze()
+        if was_enabled:
+            gc.enable()

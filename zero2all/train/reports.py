@@ -19,8 +19,7 @@ from zero2all.parallel.world import World
 from zero2all.track.writer import Run
 from zero2all.train.setup import Prepared
 from zero2all.train.state import TrainState
-from zero2all.train.step import StepResult
-from zero2all.train.step_timer import TimeOfDay, mark_now, seconds_between
+from zero2all.train.step import StepResult, TimeOfDay, mark_now, seconds_between
 
 
 class RunLog:

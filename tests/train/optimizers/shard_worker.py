@@ -13,7 +13,8 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from zero2all.config.training import OptimConfig
 from zero2all.parallel.shards import box, local
-from zero2all.train.optimizers import Role, build_optimizer
+from zero2all.train.optimizers.factory import build_optimizer
+from zero2all.train.optimizers.roles import Role
 
 # Rows that do not divide evenly, fewer rows than processes, more columns than a block of the 8-bit codes.
 SHAPES = {

@@ -11,7 +11,8 @@ from zero2all.model.config import ModelConfig
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
-from zero2all.train.optimizers import Role, build_optimizer, model_roles
+from zero2all.train.optimizers.factory import build_optimizer
+from zero2all.train.optimizers.roles import Role, model_roles
 
 SHAPE = {"vocab_size": 48, "hidden_size": 24, "intermediate_size": 40, "layers": 2, "heads": 4, "kv_heads": 2}
 CONFIGS = {

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,8 +32,7 @@ QUARANTINE_FILE = "quarantine.json"
 STATE_FORMAT = 1
 
 
-@dataclass(frozen=True)
-class Observation:
+class Observation(NamedTuple):
     """What the guards found in a step, and what to do."""
 
     findings: list[Finding]
