@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import read_json_object, write_json
@@ -62,8 +61,3 @@ def _read(path: Path, step: int) -> tuple[AnnealConfig, bool] | None:
         reasons = " ".join(str(problem) for problem in problems)
         raise BadInputError(f"{path} is not a record of an anneal. {reasons} {remedy}")
     return record, is_request
-
-
-def anneal_values(anneal: AnnealConfig | None) -> dict[str, Any] | None:
-    """For the checkpoint."""
-    return None if anneal is None else asdict(anneal)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 
 import torch
 from torch import Tensor
@@ -16,7 +17,6 @@ from zero2all.common.errors import BadInputError, PreemptedError
 from zero2all.config.training import ParameterKind
 from zero2all.packed.background import ShardCheck, checking_shards
 from zero2all.parallel.world import World
-from zero2all.train.anneal import anneal_values
 from zero2all.train.checkpoints.manifest import NOT_GOOD
 from zero2all.train.checkpoints.run_lock import RunLock
 from zero2all.train.checkpoints.snapshot import Snapshot
@@ -117,7 +117,7 @@ class CheckpointSaver:
         document = {
             **state.counters(),
             "guards": self._control.state(),
-            "anneal": anneal_values(self._prepared.anneal),
+            "anneal": asdict(self._prepared.anneal) if self._prepared.anneal else None,
             "stage": stage,
         }
         doubt = self._control.doubt()

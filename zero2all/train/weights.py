@@ -15,9 +15,8 @@ gathered while it computes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,30 +33,6 @@ ALIGNMENT = 128
 
 CHUNK_VALUES = 1 << 25
 """Values that are joined or split at once."""
-
-
-class Weights(Protocol):
-    """What the training step and the optimizer need."""
-
-    dtype: torch.dtype
-
-    def masters_between_steps(self) -> AbstractContextManager[dict[str, Tensor]]:
-        """The masters by name, to read or to write, between two steps, when there is no gradient."""
-
-    def master_samples(self, most: int) -> dict[str, Tensor]:
-        """At most about `most` values of each master, evenly spread over the part in this process; at any time."""
-
-    def reduce_gradients(self, world: World) -> None:
-        """Sum the gradients over the processes, after the last micro-batch."""
-
-    def squared_norm(self, world: World) -> Tensor:
-        """The square of the L2 norm of the whole gradient, float64, the same in every process."""
-
-    def updated(self) -> None:
-        """Update what the forward pass reads after the masters have changed."""
-
-    def zero_gradients(self) -> None:
-        """Set the gradients to zero."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +115,7 @@ class FlatWeights:
 
     @contextmanager
     def masters_between_steps(self) -> Iterator[dict[str, Tensor]]:
-        """See `Weights`. Split masters are joined in the gradient's buffer, which holds nothing between two steps."""
+        """The masters by name, to read or to write, between two steps; split ones lie in `gradients`."""
         if not self.split_masters:
             yield self.by_name(self.masters)
             return
@@ -160,7 +135,7 @@ class FlatWeights:
             yield slice(start, min(start + CHUNK_VALUES, self.gradients.numel()))
 
     def master_samples(self, most: int) -> dict[str, Tensor]:
-        """See `Weights`."""
+        """At most about `most` values of each master, evenly spread over the part in this process; at any time."""
         samples = {}
         for place in self.places:
             every = slice(place.at.start, place.at.stop, _stride(place.at.stop - place.at.start, most))
@@ -172,11 +147,11 @@ class FlatWeights:
         return samples
 
     def reduce_gradients(self, world: World) -> None:
-        """See `Weights`."""
+        """Sum the gradients over the processes, after the last micro-batch."""
         world.sum(self.gradients)
 
     def squared_norm(self, world: World) -> Tensor:
-        """See `Weights`; every process has the whole gradient."""
+        """The square of the L2 norm of the whole gradient, float64, the same in every process."""
         del world
         if self.gradients.is_cuda and self.gradients.dtype == torch.float32 and has_triton():
             from zero2all.ops.kernels.adamw import sum_of_squares
@@ -196,7 +171,7 @@ class FlatWeights:
         torch.autograd.graph.increment_version([place.parameter for place in self.places])
 
     def zero_gradients(self) -> None:
-        """See `Weights`."""
+        """Set the gradients to zero."""
         self.gradients.zero_()
 
 
@@ -213,11 +188,11 @@ class ShardedWeights:
 
     @contextmanager
     def masters_between_steps(self) -> Iterator[dict[str, Tensor]]:
-        """See `Weights`."""
+        """The masters by name, to read or to write, between two steps."""
         yield self.masters_by_name()
 
     def master_samples(self, most: int) -> dict[str, Tensor]:
-        """See `Weights`."""
+        """At most about `most` values of each master, evenly spread over the part in this process; at any time."""
         parts = {name: local(parameter).detach().reshape(-1) for name, parameter in self._parameters.items()}
         return {name: part[:: _stride(part.numel(), most)] for name, part in parts.items()}
 
@@ -226,7 +201,7 @@ class ShardedWeights:
         del world
 
     def squared_norm(self, world: World) -> Tensor:
-        """See `Weights`."""
+        """The square of the L2 norm of the whole gradient, float64, the same in every process."""
         wide = torch.promote_types(self.dtype, torch.float32)
         squares = [
             torch.linalg.vector_norm(local(parameter.grad), dtype=wide).double().square()
@@ -239,9 +214,12 @@ class ShardedWeights:
         """Nothing to do: FSDP gathers the weights in every pass."""
 
     def zero_gradients(self) -> None:
-        """See `Weights`."""
+        """Set the gradients to zero."""
         for parameter in self._parameters.values():
             parameter.grad = None
+
+
+Weights = FlatWeights | ShardedWeights
 
 
 def _move_to_main(parameter: nn.Parameter) -> None:

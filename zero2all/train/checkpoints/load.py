@@ -58,11 +58,6 @@ class Checkpoint:
         """Updates made before it was saved."""
         return int(self.manifest["step"])
 
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all its files except the manifest."""
-        return sum(int(facts["bytes"]) for facts in self.manifest["files"].values())
-
     def load_into(self, tensors: Mapping[str, Tensor], strict: bool = True) -> None:
         """Fill tensors in place, each rank its own part, however they were sharded when they were saved. Raises before
         changing anything when a name, a shape or a dtype differs. With `strict`, `tensors` must have every tensor of

@@ -42,21 +42,17 @@ class SaveTicket:
     def __init__(self, step: int) -> None:
         self.step = step
         self._done = threading.Event()
-        self._result: SaveResult | None = None
-
-    @property
-    def result(self) -> SaveResult | None:
+        self.result: SaveResult | None = None
         """How it ended; None while it is being written."""
-        return self._result
 
     def wait(self, timeout_seconds: float | None = None) -> SaveResult | None:
         """Wait for the result; None after the timeout."""
         self._done.wait(timeout_seconds)
-        return self._result
+        return self.result
 
     def finish(self, result: SaveResult) -> None:
         """Set the result."""
-        self._result = result
+        self.result = result
         self._done.set()
 
     def folder(self) -> Path:
