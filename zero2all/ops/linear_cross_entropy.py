@@ -29,14 +29,7 @@ from torch import Tensor
 from zero2all.ops import trial
 from zero2all.ops.cross_entropy import CrossEntropyOp, torch_cross_entropy
 from zero2all.ops.footprint import Footprint, wide_logits
-from zero2all.ops.implementation import (
-    Implementation,
-    OpContext,
-    has_triton,
-    needs_liger,
-    needs_quack,
-    needs_triton,
-)
+from zero2all.ops.implementation import Implementation, OpContext, has_triton, needs_liger, needs_quack, needs_triton
 from zero2all.ops.precision import for_autocast, widened, without_autocast
 
 CHUNK_ROWS = 8192
@@ -116,14 +109,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @without_autocast
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        head: Tensor,
-        targets: Tensor,
-        weights: Tensor,
-        vocab_size: int,
-        z: float,
-        fill: Fill,
+        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor, vocab_size: int, z: float, fill: Fill
     ) -> Loss:
         needed = any(ctx.needs_input_grad[:2])
         given = Given(hidden, head, targets, weights, vocab_size, z)

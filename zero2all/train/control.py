@@ -37,11 +37,7 @@ class Control:
     """The guards of a run, seen from one process."""
 
     def __init__(
-        self,
-        prepared: Prepared,
-        metrics: Run | None,
-        make_decode: Callable[[], Decode] | None,
-        fence: Fence = no_fence,
+        self, prepared: Prepared, metrics: Run | None, make_decode: Callable[[], Decode] | None, fence: Fence = no_fence
     ) -> None:
         """`fence` is checked before every step, for all processes, and before every write."""
         config, world, data = prepared.config, prepared.world, prepared.data

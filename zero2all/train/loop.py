@@ -188,10 +188,7 @@ class TrainingLoop:
         started, tokens_before = time.perf_counter(), self.state.tokens
         try:
             self.begin()
-            with (
-                scheduled_garbage_collection() as self.collect_garbage,
-                self.log.progress_bar(self._last_token()),
-            ):
+            with scheduled_garbage_collection() as self.collect_garbage, self.log.progress_bar(self._last_token()):
                 self._leave_nonfinite_checkpoints()
                 first_step = self.state.step
                 with self.shard_damage.checking():

@@ -24,12 +24,7 @@ from zero2all.train.optimizers.flat_adamw import FlatAdamW
 from zero2all.train.optimizers.roles import model_roles
 from zero2all.train.weights import FlatWeights, ShardedWeights, Weights
 
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 FIRST_SCALE = 2.0**16
 LARGEST_SCALE = 2.0**24

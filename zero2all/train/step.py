@@ -212,13 +212,7 @@ def train_step(
 
 
 def _forward_backward(
-    state: TrainState,
-    batch: Batch,
-    channels: int,
-    config: RunConfig,
-    world: World,
-    plan: StepPlan,
-    timer: StepTimer,
+    state: TrainState, batch: Batch, channels: int, config: RunConfig, world: World, plan: StepPlan, timer: StepTimer
 ) -> Tensor:
     """Accumulate the gradient; returns the figures, still only of this process's rows, in float64."""
     device, wide = world.device, torch.promote_types(state.weights.dtype, torch.float32)

@@ -66,12 +66,7 @@ def lack_of_space(run: Path, layout: SaveLayout | None) -> str | None:
 
 
 def commit(
-    run: Path,
-    staged: Staged,
-    attempt: str,
-    peers: Peers,
-    fence: Fence = no_fence,
-    problem: str | None = None,
+    run: Path, staged: Staged, attempt: str, peers: Peers, fence: Fence = no_fence, problem: str | None = None
 ) -> Path:
     """Write a staged snapshot and commit it; every rank calls it and gets the folder, or raises SaveError.
 
@@ -135,12 +130,7 @@ def _first_problem(reports: list[dict[str, Any]], layout: SaveLayout) -> str | N
 
 
 def _finish(
-    run: Path,
-    partial: Path,
-    staged: Staged,
-    files: dict[str, dict[str, Any]],
-    world_size: int,
-    fence: Fence,
+    run: Path, partial: Path, staged: Staged, files: dict[str, dict[str, Any]], world_size: int, fence: Fence
 ) -> str | None:
     """Complete the folder and rename it; returns why that failed."""
     final = checkpoint_folder(run, staged.step)

@@ -29,12 +29,7 @@ from zero2all.train.checkpoints import exact_json
 from zero2all.train.checkpoints.checks import compare_replicas, first_not_finite
 from zero2all.train.checkpoints.commit import SaveError, bytes_needed, commit, lack_of_space
 from zero2all.train.checkpoints.find import Say, find_newest, open_at, say_aloud
-from zero2all.train.checkpoints.layout import (
-    checkpoint_folder,
-    list_checkpoints,
-    note_latest,
-    step_of,
-)
+from zero2all.train.checkpoints.layout import checkpoint_folder, list_checkpoints, note_latest, step_of
 from zero2all.train.checkpoints.load import Checkpoint
 from zero2all.train.checkpoints.peers import open_peers
 from zero2all.train.checkpoints.planning import SaveLayout, plan_save, signature_of

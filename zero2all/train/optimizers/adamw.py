@@ -16,12 +16,7 @@ import torch
 from torch import Tensor
 
 from zero2all.config.training import OptimConfig
-from zero2all.train.optimizers.base import (
-    ElementwiseOptimizer,
-    ParameterGroup,
-    StepInputs,
-    bias_correction,
-)
+from zero2all.train.optimizers.base import ElementwiseOptimizer, ParameterGroup, StepInputs, bias_correction
 
 
 class AdamW(ElementwiseOptimizer):
