@@ -444,10 +444,10 @@ class TrainingLoop:
     def _restore(self, checkpoint: Checkpoint) -> None:
         """Restore guards and stage. A stage that begins right after the checkpoint has not begun in it."""
         with reading_record(checkpoint):
-            notes = self.control.restore(checkpoint.document.get("guards"), checkpoint.step)
+            notes = self.control.restore(checkpoint.record.get("guards"), checkpoint.step)
         for note in notes:
             self.log.warn(note)
-        self.stage_name = str(checkpoint.document.get("stage") or "")
+        self.stage_name = str(checkpoint.record.get("stage") or "")
 
     def _set_positions(self) -> None:
         """Rotary positions for the stage of the next step."""

@@ -114,7 +114,7 @@ class CheckpointSaver:
     def save(self, stage: str, wait: bool = False) -> SaveTicket:
         """Begin to save the state, or with `wait` finish saving it."""
         state, details = self._prepared.state, self._prepared.details
-        document = {
+        record = {
             **state.counters(),
             "guards": self._control.state(),
             "anneal": asdict(self._prepared.anneal) if self._prepared.anneal else None,
@@ -124,7 +124,7 @@ class CheckpointSaver:
         if doubt is not None:
             details[NOT_GOOD] = doubt
         with state.tensors() as tensors:
-            ticket = self._store.save(state.step, Snapshot(tensors, document), details, wait=wait)
+            ticket = self._store.save(state.step, Snapshot(tensors, record), details, wait=wait)
         if ticket.result is None or ticket.result.folder is not None:
             self._control.saved()
         return ticket

@@ -199,7 +199,7 @@ def _newest_on_this_branch(run: Path, store: CheckpointStore, world: World) -> t
 
 def _recorded(checkpoint: Checkpoint | None) -> Sequence[Mapping[str, Any]]:
     """The skipped data, as recorded in a checkpoint."""
-    guards = checkpoint.document.get("guards") if checkpoint is not None else None
+    guards = checkpoint.record.get("guards") if checkpoint is not None else None
     return list((guards or {}).get("ledger", ()))
 
 
@@ -246,7 +246,7 @@ RECORDED: dict[str, tuple[type, ...]] = {
 
 def _check_record(checkpoint: Checkpoint) -> None:
     with reading_record(checkpoint):
-        wrong = [name for name in ("step", "tokens") if name not in checkpoint.document]
+        wrong = [name for name in ("step", "tokens") if name not in checkpoint.record]
         wrong += [name for name, kinds in RECORDED.items() if not isinstance(checkpoint.manifest.get(name), kinds)]
         if wrong:
             raise ValueError(f"nothing usable about {', '.join(wrong)}")
@@ -324,7 +324,7 @@ def load_checkpoint(state: TrainState, checkpoint: Checkpoint) -> None:
     has_moments = any(name.startswith("optimizer/") for name in checkpoint.index)
     with state.tensors() if has_moments else state.model_tensors() as tensors:
         checkpoint.load_into(tensors)
-    state.loaded(checkpoint.document)
+    state.loaded(checkpoint.record)
 
 
 def op_context(config: RunConfig, device: str, dtype: torch.dtype, sharded: bool = False) -> OpContext:
@@ -356,7 +356,7 @@ def _open_data(
     ends."""
     if checkpoint is None:
         return _plan_data(config, workspace, 0, 0, (), last_step)
-    counters, recorded = checkpoint.document, checkpoint.manifest.get("order")
+    counters, recorded = checkpoint.record, checkpoint.manifest.get("order")
     with reading_record(checkpoint):
         step, tokens = int(counters["step"]), int(counters["tokens"])
         stages = recorded["stages"] if recorded else ()
@@ -500,7 +500,7 @@ def _check_resume(
     if trained_on is not None and trained_on != data.fingerprint:
         if _reads_on(checkpoint.manifest.get("order"), data.record):
             strict.append("the mixture or the sequence length from here on has changed")
-            tokens = checkpoint.document["tokens"]
+            tokens = checkpoint.record["tokens"]
             notes.append(f"other weights hold from token {tokens:,} on; every source continues where it stood")
         else:
             strict.append("the packed data, or the order in which it is read, has changed since this run was started")

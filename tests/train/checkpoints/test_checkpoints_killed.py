@@ -103,7 +103,7 @@ def check(run: Path, possible: set[int]) -> int:
         checkpoint = verified_checkpoint(folder)  # raises when anything under a final name is damaged
         values = {float(value) for value in checkpoint.tensors("model/")["3"].unique()}
         assert values == {float(checkpoint.step)}
-        assert checkpoint.document == {"step": checkpoint.step}
+        assert checkpoint.record == {"step": checkpoint.step}
     assert len(list_checkpoints(run)) >= 2
     sweep(run)
     assert not list(run.rglob("*.partial-*"))

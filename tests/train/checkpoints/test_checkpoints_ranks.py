@@ -77,7 +77,7 @@ found.load_into(tensors)
 loaded = whole(tensors)
 assert loaded.keys() == truth.keys()
 assert all(torch.equal(loaded[name], truth[name]) for name in truth)
-print("equal", len(truth), found.document)
+print("equal", len(truth), found.record)
 """
 )
 

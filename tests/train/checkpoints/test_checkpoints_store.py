@@ -59,7 +59,7 @@ def test_what_is_loaded_equals_what_was_saved_bit_for_bit(open_store, tensors_of
     assert folder.name == "step-00000002"
     found = store.newest()
     assert (found.step, found.manifest["inputs"], found.manifest["world_size"]) == (2, "i", 1)
-    assert found.document == {"step": 2, "loss": "nan", "seed": 1 << 90, "window": [0.1, "-inf"], "text": "字"}
+    assert found.record == {"step": 2, "loss": "nan", "seed": 1 << 90, "window": [0.1, "-inf"], "text": "字"}
     target = tensors_of(2)
     found.load_into(target)
     for name, value in tensors_of(1).items():
@@ -156,7 +156,7 @@ def test_a_save_does_not_see_later_changes(open_store, tensors_of):
     gate.opened.set()
     found = verified_checkpoint(ticket.folder())
     assert torch.equal(found.tensors("model/")["blocks.0.weight"], tensors_of(1)["model/blocks.0.weight"])
-    assert found.document == {"list": [1]}
+    assert found.record == {"list": [1]}
     assert found.manifest["order"] == {"stages": [1]}
     assert [result.step for result in store.poll()] == [1]
 

@@ -1,7 +1,7 @@
 """From host memory to a committed checkpoint, by all ranks together.
 
 Every rank writes and fsyncs its files into one temporary folder and reports to the others what it wrote, or why it
-failed. Only when all ranks have written all of the plan does rank 0 add the index, the document and, last, the sealed
+failed. Only when all ranks have written all of the plan does rank 0 add the index, the record and, last, the sealed
 manifest, and rename the folder; then it reports that. Readers ignore the temporary folder, so a rank that fails or dies
 at any point leaves the existing checkpoints unchanged.
 
@@ -19,7 +19,7 @@ from typing import Any
 from zero2all.common.errors import LostRunError, UserError, is_disk_full
 from zero2all.common.files import MANIFEST_NAME, fsync_folder, human_bytes
 from zero2all.train.checkpoints import exact_json
-from zero2all.train.checkpoints.index import index_document
+from zero2all.train.checkpoints.index import index_json
 from zero2all.train.checkpoints.layout import (
     INDEX_NAME,
     STATE_NAME,
@@ -35,7 +35,7 @@ from zero2all.train.checkpoints.snapshot import Staged
 from zero2all.train.checkpoints.tensor_file import header_bytes, write_durably
 
 SMALL_FILES_BYTES = 4 << 20
-"""Space for manifest, index, document and the file system's own data, beside the tensors."""
+"""Space for manifest, index, record and the file system's own data, beside the tensors."""
 
 
 class SaveError(Exception):
@@ -139,10 +139,8 @@ def _finish(
         for name, facts in files.items():
             if not (partial / name).is_file() or (partial / name).stat().st_size != facts["bytes"]:
                 return f"{name} of another rank is not in {partial}: is the run on a disk that all ranks share?"
-        files[INDEX_NAME] = write_durably(
-            partial / INDEX_NAME, exact_json.dump(index_document(staged.layout.index), None)
-        )
-        files[STATE_NAME] = write_durably(partial / STATE_NAME, staged.document)
+        files[INDEX_NAME] = write_durably(partial / INDEX_NAME, exact_json.dump(index_json(staged.layout.index), None))
+        files[STATE_NAME] = write_durably(partial / STATE_NAME, staged.record)
         manifest = manifest_bytes(staged.step, world_size, files, staged.details)
         write_durably(partial / MANIFEST_NAME, manifest)
         fsync_folder(partial)

@@ -50,7 +50,7 @@ def box_key(name: str, offsets: tuple[int, ...], is_whole: bool) -> str:
     return name if is_whole else f"{name}@{','.join(map(str, offsets))}"
 
 
-def index_document(index: Index) -> dict[str, Any]:
+def index_json(index: Index) -> dict[str, Any]:
     """The index as JSON."""
     return {
         "tensors": {
@@ -67,9 +67,9 @@ def index_document(index: Index) -> dict[str, Any]:
     }
 
 
-def parse_index(document: Any, where: str) -> Index:
+def parse_index(values: Any, where: str) -> Index:
     """The index of a JSON value; BadInputError when a name, a size or a box is not what we would write."""
-    tensors = document.get("tensors") if isinstance(document, dict) else None
+    tensors = values.get("tensors") if isinstance(values, dict) else None
     if not isinstance(tensors, dict):
         raise BadInputError(f"{where} is no index of tensors")
     index = {}

@@ -46,7 +46,7 @@ class Checkpoint:
     manifest: dict[str, Any]  # step, world size, files, and the details given when it was saved
     index: Index  # name -> dtype, shape and boxes of every tensor
     headers: dict[str, Header]
-    document: dict[str, Any]  # the snapshot's document: counters and the like
+    record: dict[str, Any]  # the snapshot's record: counters and the like
 
     @property
     def files(self) -> list[str]:
@@ -160,16 +160,16 @@ def _read_checkpoint(folder: Path) -> Checkpoint:
     for name, facts in manifest["files"].items():
         _check_file(folder / name, facts["bytes"])
     index = parse_index(exact_json.read(folder / INDEX_NAME), str(folder / INDEX_NAME))
-    document = exact_json.read(folder / STATE_NAME)
-    _check_state(folder / STATE_NAME, document, manifest["step"])
-    return Checkpoint(folder, manifest, index, _check_headers(folder, manifest, index), document)
+    record = exact_json.read(folder / STATE_NAME)
+    _check_state(folder / STATE_NAME, record, manifest["step"])
+    return Checkpoint(folder, manifest, index, _check_headers(folder, manifest, index), record)
 
 
-def _check_state(path: Path, document: Any, step: int) -> None:
+def _check_state(path: Path, record: Any, step: int) -> None:
     """Check the fields that a resumed run needs; the guards check their own."""
-    if not isinstance(document, dict):
+    if not isinstance(record, dict):
         raise BadInputError(f"{path} is no JSON object")
-    for name, value in document.items():
+    for name, value in record.items():
         known = {
             "step": value == step and is_count(value),
             "tokens": is_count(value),

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from zero2all.parallel.shards import box, has_part, local
-from zero2all.train.checkpoints.index import Box, Index, TensorEntry, box_key, index_document, parse_index
+from zero2all.train.checkpoints.index import Box, Index, TensorEntry, box_key, index_json, parse_index
 from zero2all.train.checkpoints.layout import is_tensor_name, split_name, tensor_file_name
 from zero2all.train.checkpoints.peers import Peers
 from zero2all.train.checkpoints.tensor_file import DTYPE_NAMES, DTYPES, TensorInfo, byte_count, header_bytes, lay_out
@@ -97,7 +97,7 @@ def plan_save(tensors: Mapping[str, Tensor], peers: Peers, largest_file_bytes: i
     files = [_files_of_rank(rank, parts, largest_file_bytes, index) for rank, parts in enumerate(_without_copies(held))]
     for part in (part for parts in held for part in parts):  # a tensor without elements has no boxes
         index.setdefault(part.name, TensorEntry(part.dtype, part.size, ()))
-    index = parse_index(index_document(index), "the plan of a checkpoint")  # checks that boxes fill their tensors
+    index = parse_index(index_json(index), "the plan of a checkpoint")  # checks that boxes fill their tensors
     sizes = {file.name: len(header_bytes(file.infos)) + file.data_bytes for own_files in files for file in own_files}
     return SaveLayout(files[peers.rank], index, sizes, signature_of(tensors))
 

@@ -28,11 +28,11 @@ PORTABLE = 1
 class Snapshot:
     """What to save: tensors named 'group/name' ('model/norm.weight', 'optimizer/exp_avg/norm.weight'), and counters.
 
-    The document is JSON; rank 0 saves its own. Numbers that JSON cannot hold come back as strings that `float()` reads.
+    The record is JSON; rank 0 saves its own. Numbers that JSON cannot hold come back as strings that `float()` reads.
     """
 
     tensors: Mapping[str, Tensor]
-    document: Mapping[str, Any] = field(default_factory=dict)
+    record: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Staged:
     step: int
     layout: SaveLayout
     files: list[tuple[FilePlan, Tensor]]  # with the data of each file, byte for byte (uint8)
-    document: bytes  # the snapshot's document as JSON text
+    record: bytes  # the snapshot's record as JSON text
     details: dict[str, Any]
 
 

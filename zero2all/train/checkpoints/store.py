@@ -216,14 +216,14 @@ class CheckpointStore:
         """Copy, and start the writing job. The other ranks rely on this one now, so problems are passed to the job."""
         assert self._layout is not None, "planned by now"
         assert self._buffers is not None, "planned by now"
-        problem, document, kept_details = None, b"", {}
+        problem, record, kept_details = None, b"", {}
         try:
-            document = exact_json.dump(dict(snapshot.document))
+            record = exact_json.dump(dict(snapshot.record))
             kept_details = exact_json.parse(exact_json.dump(dict(details)), "the details")  # a deep copy
             self._buffers.copy(snapshot.tensors)
         except Exception as error:
             problem = _in_words(error)
-        staged = Staged(ticket.step, self._layout, self._buffers.staged(), document, kept_details)
+        staged = Staged(ticket.step, self._layout, self._buffers.staged(), record, kept_details)
         stall = time.monotonic() - started
         self._writer.submit(ticket, lambda: self._write(staged, attempt, stall, problem))
 
