@@ -95,8 +95,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then feed-forward, each on the normalised residual; the next norm adds the output of each (its
-    branch)."""
+    """Attention, then feed-forward, each on the normalised residual; the next norm adds their output (the branch)."""
 
     def __init__(self, config: ModelConfig, layer: int, ops: Ops) -> None:
         super().__init__()

@@ -106,8 +106,7 @@ def check_disk(
     checkpoint_bytes: int,
     existing_steps: Sequence[int] = (),
 ) -> str:
-    """A note on the disk space that the checkpoints of the whole run need, after retention; raises when it is not
-    free."""
+    """A note on the disk space for the checkpoints of the whole run, after retention; raises when it is not free."""
     coming = saved_steps(first_step, last_step, every_steps)
     at_once = retention.most_at_once([*existing_steps, *coming])
     needed = max(0, at_once - len(existing_steps)) * checkpoint_bytes

@@ -352,8 +352,7 @@ def op_context(config: RunConfig, device: str, dtype: torch.dtype, sharded: bool
 def _open_data(
     config: RunConfig, workspace: Workspace, checkpoint: Checkpoint | None, last_step: int
 ) -> tuple[TrainingData, int]:
-    """The data of the run, as recorded up to `checkpoint` and as configured from there on; and the token where it
-    ends."""
+    """The data of the run, as recorded up to `checkpoint` and configured from there on, and the token where it ends."""
     if checkpoint is None:
         return _plan_data(config, workspace, 0, 0, (), last_step)
     counters, recorded = checkpoint.record, checkpoint.manifest.get("order")

@@ -50,8 +50,7 @@ class LossScale:
 
     @torch.no_grad()
     def after(self, overflowed: Tensor, refused: Tensor) -> None:
-        """Update the scale after a step; both are bools on the device. A refused step without an overflow does not
-        count."""
+        """Update the scale after a step, by bools on the device. A step refused without an overflow does not count."""
         good = torch.where(overflowed, 0, self.good_steps + (~refused).long())
         grows = good >= GROWTH_STEPS
         factor = torch.where(overflowed, 0.5, torch.where(grows, 2.0, 1.0))

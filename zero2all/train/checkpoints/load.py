@@ -117,8 +117,7 @@ class Checkpoint:
 
 @contextmanager
 def reading_record(checkpoint: Checkpoint) -> Iterator[None]:
-    """Turn errors in reading the record (guards, data, stages) into BadInputError: a changed record may have a new
-    seal."""
+    """Turn errors in reading the record (guards, data, stages), which may be forged, into BadInputError."""
     remedy = "Move it away to continue from an older checkpoint, or start over with --fresh."
     with as_written(f"The record of the run in {checkpoint.folder}", remedy):
         yield

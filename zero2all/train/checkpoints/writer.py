@@ -56,8 +56,7 @@ class SaveTicket:
         self._done.set()
 
     def folder(self) -> Path:
-        """Wait for the committed folder, for saves that must succeed. DiskError when it failed, AnomalyError when the
-        state is not finite."""
+        """Wait for the committed folder. DiskError when the save failed, AnomalyError when the state is not finite."""
         result = self.wait()
         assert result is not None, "waiting without a timeout ends with a result"
         if result.is_refused:

@@ -33,8 +33,7 @@ class Skipped:
     decided_at_step: int
     kind: str  # of the finding that led to it
     action: Literal["refuse", "window", "rollback"]
-    """refuse: one step whose update was refused; rollback: a range, after a rollback; window: a range, without a
-    checkpoint to roll back to."""
+    """refuse: one refused step; rollback: a range, after a rollback; window: a range, with no checkpoint to go back to."""
     reason: str
     to_step: int | None = None  # the step a rollback went back to
 
@@ -171,8 +170,7 @@ class Quarantine:
         return tuple(sorted(self._shards.values(), key=lambda one: (one.from_step, one.source, one.shard)))
 
     def add(self, finding: Finding, from_step: int) -> Quarantined | None:
-        """Add the shard of a finding, from a step that no rank has begun; None when it is known, or the mode is
-        `off`."""
+        """Add the shard of a finding, from a step that no rank has begun; None when it is known or the mode `off`."""
         source, shard = str(finding.details["source"]), int(finding.details["shard"])
         if self.mode == "off" or (source, shard) in self._shards:
             return None

@@ -51,8 +51,7 @@ class Windows:
     """The last rows of each of some groups, the newest at the right, with the shard each came from."""
 
     def __init__(self, most_of_a_shard: Sequence[int]) -> None:
-        """`most_of_a_shard`: per group, how many rows of one shard its window holds; of more, the oldest are
-        dropped."""
+        """`most_of_a_shard`: per group, how many rows of one shard its window holds, the newest ones."""
         self._most_of_a_shard = np.array(most_of_a_shard, np.int64)
         self._losses = np.full((len(most_of_a_shard), WINDOW_ROWS), NOTHING)
         self._shards = np.full((len(most_of_a_shard), WINDOW_ROWS), NO_SHARD, np.int32)
