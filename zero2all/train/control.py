@@ -103,8 +103,7 @@ class Control:
         return action, page
 
     def _is_overflow(self, result: StepResult) -> bool:
-        """Whether only float16's backward pass overflowed: so the loss scale is found. Many in a row are an
-        incident."""
+        """Whether only float16's backward pass overflowed, which is how the loss scale is found, if not too often."""
         overflowed = math.isfinite(result.loss) and not math.isfinite(result.grad_norm)
         self._overflows = self._overflows + 1 if overflowed else 0
         usual = self._config.train.precision == "float16" and 0 < self._overflows <= USUAL_OVERFLOWS

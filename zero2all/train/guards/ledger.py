@@ -33,8 +33,7 @@ class Skipped:
     decided_at_step: int
     kind: str  # of the finding that led to it
     action: Literal["refuse", "window", "rollback"]
-    """refuse: one refused step; rollback: a range, after a rollback; window: a range, with no checkpoint to go back
-    to."""
+    """refuse: one refused step; rollback: a range, after a rollback; window: a range, without a checkpoint for one."""
     reason: str
     to_step: int | None = None  # the step a rollback went back to
 

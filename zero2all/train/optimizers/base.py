@@ -103,8 +103,7 @@ class Optimizer(ABC):
 
     @torch.no_grad()
     def step(self, grads_scale: Tensor | None = None, found_nonfinite: Tensor | None = None) -> None:
-        """One update with gradients times `grads_scale`, or none where `found_nonfinite` is set; the host reads
-        neither."""
+        """One update with gradients times `grads_scale`, or none where `found_nonfinite` is set."""
         device = self.updates.device
         scale = None if grads_scale is None else whole(grads_scale).detach().to(device).reshape(())
         skip = None if found_nonfinite is None else whole(found_nonfinite).detach().to(device, torch.bool).reshape(())
