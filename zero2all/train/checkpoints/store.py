@@ -168,7 +168,7 @@ class CheckpointStore:
 
     def close(self, timeout_seconds: float | None = None) -> bool:
         """Finish the save under way and free the memory; False when it did not finish in time."""
-        is_idle = self._writer.close(timeout_seconds)
+        is_idle = self._writer.wait(timeout_seconds)
         if is_idle:
             self._release()
         return is_idle

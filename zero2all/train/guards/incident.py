@@ -41,8 +41,7 @@ def make_incident(
 ) -> Incident:
     """Collect what is known about findings. Cheap: it reads no data; the writer adds the documents."""
     first = findings[0]
-    before = usual_channels(detector, first.step)
-    now = first.details.get("channel_losses") or {}
+    before, now = facts.channels_before or {}, first.details.get("channel_losses") or {}
     channels = [[name, before.get(name), now.get(name)] for name in sorted({*before, *now})]
     return Incident(
         run=run,
