@@ -66,7 +66,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """When the state is saved."""
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
-    """What happens when somebody wants the run to stop."""
+    """What happens when the run gets a signal to stop."""
     track: TrackConfig = field(default_factory=TrackConfig)
     """What is logged."""
     eval: EvalConfig = field(default_factory=EvalConfig)
@@ -80,11 +80,11 @@ class RunConfig:
 
 RENAMED_FIELDS = {"lr_min_share": "min_lr_ratio"}
 RENAMED_CHOICES = {"ops.linear": {"into32": "fp32_wgrad"}}
-"""Old -> new. A person is told the new name; in what an earlier version wrote, the old one is understood."""
+"""Old -> new name. Old names in files of earlier versions are accepted; in a config they are an error with the new name."""
 
 
 def with_new_names(values: Any, place: str = "") -> Any:
-    """Values that a run of an earlier version wrote, under the names of today."""
+    """Values that a run of an earlier version wrote, under their new names."""
     if isinstance(values, list):
         return [with_new_names(item, place) for item in values]
     if isinstance(values, dict):
@@ -129,8 +129,8 @@ WARMUP_FIELDS = ("schedule.warmup_steps", "schedule.decay_share", "schedule.deca
 
 
 def _usual_warmup(values: dict[str, Any], path: Path, overrides: list[str]) -> tuple[int, int] | None:
-    """A preset's warmup or the default, and the steps it was meant for: in a shorter run it takes the same share, since
-    nobody chose it for that run. None where somebody chose one."""
+    """The warmup of a preset or the default, and the steps it was meant for: a shorter run takes the same share of them.
+    None where the user set the warmup."""
     if any(word.partition("=")[0] == "--schedule.warmup_steps" for word in overrides):
         return None
     schedule = values.get("schedule")

@@ -29,7 +29,7 @@ class Flat:
     """Parameters with the same learning rate and weight decay, concatenated in flat buffers of equal length."""
 
     weights: Tensor
-    """What the forward pass reads. The very tensor `masters` where no lower precision is used."""
+    """What the forward pass reads; the same tensor as `masters` where no lower precision is used."""
     masters: Tensor
     """float32 (or float64). `triton` also takes int16: what bfloat16 `weights` lack (`zero2all.ops.split_master`)."""
     gradients: Tensor

@@ -1,7 +1,7 @@
 """The documents of a step, as text: what a person looks at when a step went wrong.
 
 Rows are a function of the data and the position, so they can be shown at any time, for any step, also of a stage that
-is over. Decoding needs the tokenizer, which training does without; whoever has one passes its `decode`.
+is over. Decoding needs a tokenizer, which training does without: callers that have one pass its `decode`.
 """
 
 from __future__ import annotations
