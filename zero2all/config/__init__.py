@@ -80,7 +80,7 @@ class RunConfig:
 
 RENAMED_FIELDS = {"lr_min_share": "min_lr_ratio"}
 RENAMED_CHOICES = {"ops.linear": {"into32": "fp32_wgrad"}}
-"""Old -> new name. Old names in files of earlier versions are accepted; in a config they are an error with the new name."""
+"""Old -> new name. Old names are accepted in files of earlier versions; in a config they are an error."""
 
 
 def with_new_names(values: Any, place: str = "") -> Any:
@@ -129,8 +129,8 @@ WARMUP_FIELDS = ("schedule.warmup_steps", "schedule.decay_share", "schedule.deca
 
 
 def _usual_warmup(values: dict[str, Any], path: Path, overrides: list[str]) -> tuple[int, int] | None:
-    """The warmup of a preset or the default, and the steps it was meant for: a shorter run takes the same share of them.
-    None where the user set the warmup."""
+    """The warmup of a preset or the default, and the steps it was meant for: a shorter run takes the same share of
+    them. None where the user set the warmup."""
     if any(word.partition("=")[0] == "--schedule.warmup_steps" for word in overrides):
         return None
     schedule = values.get("schedule")

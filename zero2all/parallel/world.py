@@ -1,7 +1,7 @@
 """The processes of a run: the rank of this one, and how it communicates with the others.
 
 A run of one process needs no process group and makes none; everything here then does nothing. With several, torchrun
-(or `z2a train`, which calls it) sets the environment variables with ranks and addresses.
+or `z2a train` itself (`launch`) sets the environment variables with ranks and addresses.
 """
 
 from __future__ import annotations
