@@ -124,9 +124,9 @@ def _own_parts(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """What this rank could write, or what is wrong with its tensors."""
     try:
         _check_tensors(tensors)
-    except (TypeError, ValueError) as error:
+        places = {name: box(tensor) for name, tensor in tensors.items() if has_part(tensor)}
+    except Exception as error:  # raised on every rank, by the caller
         return {"problem": str(error)}
-    places = {name: box(tensor) for name, tensor in tensors.items() if has_part(tensor)}
     return {
         "parts": [
             _Part(
