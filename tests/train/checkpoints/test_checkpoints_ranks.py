@@ -128,7 +128,7 @@ def test_equal_copies_are_written_once_and_the_work_is_shared(ranks, tmp_path):
 FAILING = """
 import errno
 from zero2all.train.checkpoints import commit
-write, told = commit.write_tensor_file, []
+write, told = commit.write_durably, []
 def write_until_full(path, infos, buffer):
     path.write_bytes(b"half")
     raise OSError(errno.ENOSPC, "No space left on device")
@@ -136,12 +136,12 @@ store = CheckpointStore(run, dist.group.WORLD)
 tensors = {f"model/{n}": torch.full((50,), float(n)) for n in range(8)}
 assert store.save(1, Snapshot(tensors), {}, wait=True).result.problem is None
 if rank == 1:
-    commit.write_tensor_file = write_until_full
+    commit.write_durably = write_until_full
 result = store.save(2, Snapshot(tensors), {}, wait=True).result
 print(result.folder, result.problem)
 print(sorted(path.name for path in (run / "checkpoints").glob("step-*") if path.name != "step-00000001"))
 dist.barrier()
-commit.write_tensor_file = write
+commit.write_durably = write
 assert store.save(3, Snapshot(tensors), {}, wait=True).result.problem is None
 print([result.step for result in store.poll()])
 """
@@ -159,7 +159,7 @@ def test_when_one_rank_cannot_write_all_learn_it_and_nothing_is_committed(ranks,
 DYING = """
 import signal
 from zero2all.train.checkpoints import commit
-write = commit.write_tensor_file
+write = commit.write_durably
 def die(path, infos, buffer):
     path.write_bytes(b"half")
     os.kill(os.getpid(), signal.SIGKILL)
@@ -167,7 +167,7 @@ store = CheckpointStore(run, dist.group.WORLD)
 tensors = {f"model/{n}": torch.full((50,), float(n)) for n in range(8)}
 assert store.save(1, Snapshot(tensors), {}, wait=True).result.problem is None
 if rank == 1:
-    commit.write_tensor_file = die
+    commit.write_durably = die
 print(store.save(2, Snapshot(tensors), {}, wait=True).result.problem)
 """
 
