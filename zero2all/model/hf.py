@@ -320,7 +320,7 @@ def _from_hf_scaling(rope: dict[str, Any], max_seq_len: int | None, origin: Path
     kind = _kind(rope)
     if kind == "default":
         return {}
-    if kind not in SCALING_FIELDS:
+    if kind not in list(SCALING_FIELDS):  # it may be anything, also unhashable
         raise BadInputError(f"{origin} stretches positions by {kind!r}; only linear, llama3 and yarn can be imported.")
     if rope.get("factor") is None:
         raise BadInputError(f"{origin} stretches positions by {kind!r} but names no factor.")
