@@ -34,7 +34,9 @@ from zero2all.model.config import ModelConfig
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
-from zero2all.train.optimizers import Implementation, Optimizer, build_optimizer, model_roles
+from zero2all.train.optimizers.base import Optimizer
+from zero2all.train.optimizers.factory import Implementation, build_optimizer
+from zero2all.train.optimizers.roles import model_roles
 
 SMALL = ModelConfig(vocab_size=4096, hidden_size=512, intermediate_size=1408, layers=2, heads=8, kv_heads=4)
 """10 M parameters: a few steps of each optimizer take about a minute on two slow cores."""

@@ -205,7 +205,7 @@ def test_every_module_imports_only_what_its_room_may():
         ("limits.flops", "from zero2all.model import z2all"),
         ("train.loop", "import zero2all.resilience.launch"),
         ("train.loop", "from zero2all.track import plot"),
-        ("config.run", "from zero2all.train.setup import prepare"),
+        ("config", "from zero2all.train.setup import prepare"),
         ("config.schedule", "importlib.import_module('zero2all.train.loop')"),
         ("limits.memory", "from zero2all.ops import registry"),
         ("ops.config", "from zero2all.ops import registry"),

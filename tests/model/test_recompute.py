@@ -15,11 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy
 
-from zero2all.limits.recompute import recomputed_flops_per_token
-from zero2all.model.compile import compile_model
+from zero2all.limits.flops import recomputed_flops_per_token
 from zero2all.model.config import ModelConfig
 from zero2all.model.recompute import KINDS, RecomputedBlock, _policy, apply_recompute
-from zero2all.model.z2all import KeyValueCache, Z2all
+from zero2all.model.z2all import KeyValueCache, Z2all, compile_model
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.linear import feed_forward
 from zero2all.ops.registry import Ops, resolve

@@ -8,9 +8,8 @@ import torch
 
 from tests.ops.agreement import assert_close
 from tests.ops.small_run import EAGER, losses_of_a_run, resolved
-from zero2all.model.compile import compile_model
 from zero2all.model.config import ModelConfig
-from zero2all.model.z2all import Z2all
+from zero2all.model.z2all import Z2all, compile_model
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.implementation import OpContext
 from zero2all.ops.registry import resolve

@@ -23,7 +23,8 @@ from zero2all.common.workspace import Workspace
 from zero2all.config.schedule import learning_rate
 from zero2all.config.training import AnnealConfig
 from zero2all.track.reader import read_run
-from zero2all.train import loop, loss_scale
+from zero2all.train import loop
+from zero2all.train import state as state_module
 from zero2all.train.anneal import read_anneal, request_anneal
 from zero2all.train.checkpoints.layout import list_checkpoints
 from zero2all.train.checkpoints.load import verified_checkpoint
@@ -301,8 +302,8 @@ def quiet(_text):
 def test_float16_skips_and_halves_where_gradients_overflow_and_resumes_exactly(work, config, monkeypatch, after_step):
     less = {"tokens_per_step": 64, "precision": "float16"}  # the CPU takes its time over float16
     settings = config(train=less, eval={"every_steps": 0, "valid_tokens_per_source": 32})
-    monkeypatch.setattr(loss_scale, "FIRST_SCALE", 2.0**20)  # too large for this model
-    monkeypatch.setattr(loss_scale, "GROWTH_STEPS", 3)
+    monkeypatch.setattr(state_module, "FIRST_SCALE", 2.0**20)  # too large for this model
+    monkeypatch.setattr(state_module, "GROWTH_STEPS", 3)
     train_step, seen = loop.train_step, []
 
     def watched(state, *rest):
@@ -331,7 +332,7 @@ def test_float16_skips_and_halves_where_gradients_overflow_and_resumes_exactly(w
         after_step(5, crash)  # between checkpoints, in the middle of the count that ends in a doubling
         with pytest.raises(CrashError):
             train(settings, work, say=quiet)
-        again.setattr(loss_scale, "FIRST_SCALE", 1.0)  # what a checkpoint that forgot the scale would go on with
+        again.setattr(state_module, "FIRST_SCALE", 1.0)  # what a checkpoint that forgot the scale would go on with
         after_step(0, crash)
         train(settings, work, say=quiet)
     assert bits(work.run("run"), 8) == wanted

@@ -23,11 +23,10 @@ from zero2all.train import loop
 from zero2all.train.guards.detector import Limits
 from zero2all.train.loop import train
 from zero2all.train.micro_batch import choose_micro_batch
-from zero2all.train.ratios import UpdateRatios
+from zero2all.train.periodic import UpdateRatios
 from zero2all.train.setup import op_context, open_run_data
 from zero2all.train.state import DTYPES, TrainState, new_state
-from zero2all.train.step import StepPlan, train_step
-from zero2all.train.step_timer import PARTS
+from zero2all.train.step import PARTS, StepPlan, train_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -98,9 +97,10 @@ def test_the_host_never_waits_in_a_step(config, kind, precision):
     weights = torch.ones(ROWS)
     weights[3] = 0.0
     with any_wait_is_an_error():
-        ratios = UpdateRatios(state)
+        ratios = UpdateRatios(state, World(device=pick_device("cuda")))
+        ratios.before_step()
         pending = step(state, settings, StepPlan(0.01, Limits(loss=100.0, grad_norm=1e9), weights), batch)
-        ratios.after(World(device=pick_device("cuda")))
+        assert ratios.after_step()
     result = pending.result()
     assert np.isfinite(result.loss)
     assert result.row_counts[3] == 0.0

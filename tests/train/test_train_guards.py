@@ -624,6 +624,6 @@ def test_guards_of_a_run_stopped_where_a_stage_begins_know_what_those_of_the_one
         trained(configs[1], work)
     monkeypatch.undo()
     trained(configs[1], work)
-    alone, stopped = (newest_checkpoint(work.run(name)).document["guards"] for name in ("alone", "stopped"))
+    alone, stopped = (newest_checkpoint(work.run(name)).record["guards"] for name in ("alone", "stopped"))
     assert len(alone["detector"]["losses"]) == 4
     assert stopped == alone

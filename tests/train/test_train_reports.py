@@ -10,8 +10,7 @@ from zero2all.train import reports as reports_module
 from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.reports import StepReports
 from zero2all.train.setup import prepare
-from zero2all.train.step import StepResult
-from zero2all.train.step_timer import PARTS, TimeOfDay
+from zero2all.train.step import PARTS, StepResult, TimeOfDay
 
 
 class Rows:

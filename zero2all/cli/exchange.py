@@ -73,11 +73,7 @@ def _import(arguments: argparse.Namespace) -> None:
     from zero2all.exchange import import_folder
 
     done = import_folder(
-        arguments.folder,
-        Workspace(arguments.work),
-        arguments.name,
-        arguments.tokenizer,
-        arguments.resize_embeddings,
+        arguments.folder, Workspace(arguments.work), arguments.name, arguments.tokenizer, arguments.resize_embeddings
     )
     if done.resized is not None:
         rows = done.resized

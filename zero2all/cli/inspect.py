@@ -67,9 +67,11 @@ def _inspect(arguments: argparse.Namespace) -> None:
     )
     facts = {"run": arguments.run, "step": arguments.step, "tokens": [first, end], **known}
     if arguments.json:
+        from dataclasses import asdict
+
         from zero2all.common.jsonio import dumps_pretty
 
-        print(dumps_pretty({**facts, "samples": [sample.as_json() for sample in samples]}).decode(), end="")
+        print(dumps_pretty({**facts, "samples": [asdict(sample) for sample in samples]}).decode(), end="")
     else:
         _print(facts, count, samples)
 

@@ -89,7 +89,7 @@ def _train_or_show(arguments: argparse.Namespace) -> int:
         make_decode=_decoder(workspace),
     )
     if int(os.environ.get("RANK", "0")) > 0:
-        return 0  # the first process speaks for the run
+        return 0  # only rank 0 prints the summary
     print(f"{summary.run}: step {summary.step}, {summary.tokens:,} tokens, {summary.tokens_per_second:,.0f} tokens/s")
     for name, value in summary.held_out.items():
         print(f"  {name:<28} {value:.4f}")

@@ -1,31 +1,318 @@
-"""The one config of a run (`run`), the settings of the trainer (`training`) and what its schedule means (`schedule`).
+"""The one config of a run: typed sections from YAML, dotted overrides on top, every problem reported at once.
 
-The settings of the other rooms stand in their own `config.py`; those of `train` stand here, because the trainer reads
-the whole config. No torch here: a config is checked before anything heavy is imported.
+    config = load_config("configs/quickstart.yaml", ["--optim.lr_max", "3e-4"])
+
+This file gathers the sections. Those of `train` stand in `training`, because the trainer reads the whole config, those
+of the other rooms in their own `config.py`. No torch here: a config is checked before anything heavy is imported.
+Loading never edits what a person wrote: the resolved config (every default filled in) is what is printed, saved with
+the run and compared on resume.
 """
 
-from zero2all.config.run import (
-    ConfigError,
-    RunConfig,
-    config_from_values,
-    config_values,
-    config_yaml,
-    find_config,
-    load_config,
-    preset_files,
-    read_config_values,
-    with_new_names,
-)
+from __future__ import annotations
 
-__all__ = [
-    "ConfigError",
-    "RunConfig",
-    "config_from_values",
-    "config_values",
-    "config_yaml",
-    "find_config",
-    "load_config",
-    "preset_files",
-    "read_config_values",
-    "with_new_names",
-]
+import dataclasses
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zero2all.common.errors import UsageError
+from zero2all.common.progress import counted
+from zero2all.common.schema import Problem, UnknownName, apply_overrides, build, field_docs, nearest_hint
+from zero2all.common.yamlio import read_yaml
+from zero2all.config.schedule import schedule_problems
+from zero2all.config.training import (
+    CheckpointConfig,
+    EvalConfig,
+    GuardsConfig,
+    OptimConfig,
+    ScheduleConfig,
+    StageConfig,
+    TrainConfig,
+)
+from zero2all.model.config import ModelConfig
+from zero2all.ops.config import OpsConfig
+from zero2all.packed.config import DataConfig
+from zero2all.parallel.config import ParallelConfig
+from zero2all.resilience.config import ResilienceConfig
+from zero2all.tokenizer.config import TokenizerConfig
+from zero2all.track.config import TrackConfig
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that decides a training run."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    """Which packed data is read, and in which proportion."""
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    """How the vocabulary is made, where the run makes one."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The shape of the model."""
+    ops: OpsConfig = field(default_factory=OpsConfig)
+    """Which implementation each operator uses."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """Where the run computes."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """The optimizer."""
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    """The learning rate over the steps."""
+    stages: list[StageConfig] = field(default_factory=list)
+    """Stretches of the run with another mixture or sequence length, in the order of their from_step."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+    """Length and shape of the run."""
+    guards: GuardsConfig = field(default_factory=GuardsConfig)
+    """What happens when a step goes wrong."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """When the state is saved."""
+    resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
+    """What happens when the run gets a signal to stop."""
+    track: TrackConfig = field(default_factory=TrackConfig)
+    """What is logged."""
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    """Held-out evaluation inside the loop."""
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples in one optimizer step of a stage without a sequence length of its own."""
+        return self.train.tokens_per_step // self.data.seq_len
+
+
+RENAMED_FIELDS = {"lr_min_share": "min_lr_ratio"}
+RENAMED_CHOICES = {"ops.linear": {"into32": "fp32_wgrad"}}
+"""Old -> new name. Old names are accepted in files of earlier versions; in a config they are an error."""
+
+
+def with_new_names(values: Any, place: str = "") -> Any:
+    """Values that a run of an earlier version wrote, under their new names."""
+    if isinstance(values, list):
+        return [with_new_names(item, place) for item in values]
+    if isinstance(values, dict):
+        return {
+            RENAMED_FIELDS.get(name, name): with_new_names(value, f"{place}.{name}" if place else str(name))
+            for name, value in values.items()
+        }
+    return RENAMED_CHOICES.get(place, {}).get(values, values) if isinstance(values, str) else values
+
+
+class ConfigError(UsageError):
+    """A config with one or more problems, each on its own numbered line."""
+
+    def __init__(self, origin: str, problems: list[Problem]) -> None:
+        self.problems = problems
+        lines = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
+        super().__init__(f"The config {origin} has {counted(len(problems), 'problem')}; nothing was started.\n{lines}")
+
+
+def load_config(source: str | Path, overrides: list[str] | None = None) -> RunConfig:
+    """Read a preset name or YAML path, apply `--section.field value` overrides, check everything."""
+    path = find_config(str(source))
+    values = read_config_values(path)
+    if _is_kept_by_run(path):
+        values = with_new_names(values)
+    usual = _usual_warmup(values, path, overrides or [])
+    problems: list[Problem] = []
+    apply_overrides(values, overrides or [], problems)
+    try:
+        return config_from_values(values, str(path), list(problems))
+    except ConfigError as error:
+        if usual is None or not any(problem.field in WARMUP_FIELDS for problem in error.problems):
+            raise
+    # These fields are blamed only where their sections and the steps are sound.
+    steps = int(float((values.get("train") or {}).get("steps", TrainConfig.steps)))
+    values["schedule"] = {**(values.get("schedule") or {}), "warmup_steps": -(-usual[0] * steps // usual[1])}
+    return config_from_values(values, str(path), problems)
+
+
+WARMUP_FIELDS = ("schedule.warmup_steps", "schedule.decay_share", "schedule.decay_steps")
+"""Where a warmup that leaves too few steps is reported."""
+
+
+def _usual_warmup(values: dict[str, Any], path: Path, overrides: list[str]) -> tuple[int, int] | None:
+    """The warmup of a preset or the default, and the steps it was meant for: a shorter run takes the same share of
+    them. None where the user set the warmup."""
+    if any(word.partition("=")[0] == "--schedule.warmup_steps" for word in overrides):
+        return None
+    schedule = values.get("schedule")
+    if not isinstance(schedule, dict) or "warmup_steps" not in schedule:
+        return ScheduleConfig.warmup_steps, TrainConfig.steps
+    return (schedule["warmup_steps"], values["train"]["steps"]) if path in preset_files().values() else None
+
+
+def config_from_values(values: dict[str, Any], origin: str, problems: list[Problem] | None = None) -> RunConfig:
+    """Build and check a config from nested mappings; raises ConfigError with all problems found."""
+    problems = [] if problems is None else problems
+    config = build(RunConfig, values, "", problems)
+    problems = [_with_new_name(problem) or _with_other_place(problem) for problem in problems]
+    problems.extend(_cross_problems(config, problems))
+    if problems:
+        raise ConfigError(origin, problems)
+    assert isinstance(config, RunConfig), "build returns what it was asked for when it found no problem"
+    return config
+
+
+def find_config(source: str) -> Path:
+    """The file behind a path or a preset name such as `quickstart`."""
+    path = Path(source)
+    if path.is_file():
+        return path
+    presets = preset_files()
+    name = path.stem if path.suffix in (".yaml", ".yml") else path.name
+    if name in presets and path.parent in (Path(), Path("configs")):
+        return presets[name]
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"The config {source} is no plain file (a pipe, a device). Save it as a file and name that.")
+    hint = nearest_hint(name, presets)
+    raise UsageError(
+        f"There is no config file or preset `{source}`.{f' {hint}' if hint.startswith('Did') else ''} "
+        f"Give one of the presets ({', '.join(presets)}) or the path of a YAML file."
+    )
+
+
+def preset_files() -> dict[str, Path]:
+    """The named configs that come with zero2all; those of a checkout stand before installed copies."""
+    checkout = Path(__file__).resolve().parents[2] / "configs"
+    installed = Path(sys.prefix) / "share" / "zero2all" / "configs"
+    return {preset.stem: preset for folder in (installed, checkout) for preset in sorted(folder.glob("*.yaml"))}
+
+
+def config_values(config: RunConfig) -> dict[str, Any]:
+    """The resolved config as plain nested values."""
+    return dataclasses.asdict(config)
+
+
+def config_yaml(config: RunConfig, with_docs: bool = True) -> str:
+    """The resolved config as YAML that loads back to the same config, with each field's doc line as a comment."""
+    lines: list[str] = []
+    _write_section(config, 0, lines, with_docs)
+    return "\n".join(lines) + "\n"
+
+
+def read_config_values(path: Path) -> dict[str, Any]:
+    """The sections of a YAML file as they stand there."""
+    try:
+        values = read_yaml(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"The config {path} cannot be read as YAML; nothing was started.\n{error}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise UsageError(
+            f"The config {path} holds a {type(values).__name__}; expected sections such as `model:` with fields below "
+            f"them. `z2a train quickstart --print-config` shows a whole one."
+        )
+    return values
+
+
+def _is_kept_by_run(path: Path) -> bool:
+    """Whether a run wrote this config; an import writes one beside its checkpoint, a run also beside its metrics."""
+    return path.name == "config.yaml" and any((path.parent / name).is_dir() for name in ("checkpoints", "metrics"))
+
+
+def _with_new_name(problem: Problem) -> Problem | None:
+    """A field or choice by the name it had in an earlier version: say the new one. None for any other problem."""
+    if isinstance(problem, UnknownName):
+        new = RENAMED_FIELDS.get(problem.field.rpartition(".")[2])
+    else:
+        new = RENAMED_CHOICES.get(problem.field, {}).get(str(problem.value))
+    return dataclasses.replace(problem, hint=f"It is called `{new}` now.") if new else None
+
+
+def _with_other_place(problem: Problem) -> Problem:
+    """A field written under the wrong section: say where it lives."""
+    if not isinstance(problem, UnknownName):
+        return problem
+    leaf = problem.field.rpartition(".")[2]
+    homes = [
+        f"`{section.name}.{leaf}`"
+        for section in dataclasses.fields(RunConfig)
+        if dataclasses.is_dataclass(section.default_factory)
+        and leaf in {item.name for item in dataclasses.fields(section.default_factory)}
+    ]
+    return dataclasses.replace(problem, hint=f"{problem.hint} There is {' and '.join(homes)}.") if homes else problem
+
+
+def _cross_problems(config: RunConfig, known: list[Problem]) -> list[Problem]:
+    """What is wrong between fields and between sections; where a section has `known` problems, nothing rests on it."""
+    troubled = {problem.field.partition(".")[0].partition("[")[0] for problem in known}
+    every_section_is_known = troubled <= {section.name for section in dataclasses.fields(RunConfig)}
+
+    def sound(*sections: str) -> bool:
+        return not troubled.intersection(sections) and (len(sections) == 1 or every_section_is_known)
+
+    found: list[Problem] = []
+    for name in ("data", "tokenizer", "model", "optim", "train"):
+        if sound(name):
+            found.extend(getattr(config, name).problems(name))
+    if sound("stages"):
+        found.extend(_stages_problems(config.stages))
+    if sound("data", "model") and config.data.seq_len > config.model.max_seq_len:
+        limit = config.model.max_seq_len
+        found.append(Problem("data.seq_len", config.data.seq_len, f"at most model.max_seq_len ({limit})"))
+    if sound("data", "train"):
+        found.extend(_batch_problems(config.data.seq_len, config.train))
+    if sound("stages", "model", "train", "data"):
+        for index, stage in enumerate(config.stages):
+            found.extend(_stage_length_problems(stage.seq_len, f"stages[{index}].seq_len", config))
+    if sound("schedule", "train", "stages"):
+        top = config.optim.lr_max if sound("optim") else 1.0
+        found.extend(schedule_problems(config.train.steps, top, config.schedule, config.stages))
+    return found
+
+
+def _stages_problems(stages: list[StageConfig]) -> list[Problem]:
+    found: list[Problem] = []
+    for index, stage in enumerate(stages):
+        found.extend(stage.problems(f"stages[{index}]"))
+        if index and stage.from_step <= stages[index - 1].from_step:
+            expected = f"a later step than the stage before ({stages[index - 1].from_step})"
+            found.append(Problem(f"stages[{index}].from_step", stage.from_step, expected))
+    return found
+
+
+def _stage_length_problems(seq_len: int | None, place: str, config: RunConfig) -> list[Problem]:
+    if seq_len is None:
+        return []
+    limit, per_step = config.model.max_seq_len, config.train.tokens_per_step
+    if seq_len > limit:
+        return [Problem(place, seq_len, f"at most model.max_seq_len ({limit})")]
+    if per_step % seq_len:
+        return [Problem(place, seq_len, f"a divisor of train.tokens_per_step ({per_step})")]
+    return []
+
+
+def _batch_problems(seq_len: int, train: TrainConfig) -> list[Problem]:
+    per_step = train.tokens_per_step
+    if per_step % seq_len:
+        near = max(1, round(per_step / seq_len)) * seq_len
+        expected = f"a multiple of data.seq_len ({seq_len})"
+        return [Problem("train.tokens_per_step", per_step, expected, f"Nearest: {near}.")]
+    return []
+
+
+def _write_section(section: Any, depth: int, lines: list[str], with_docs: bool) -> None:
+    pad = "  " * depth
+    docs = field_docs(section.__class__) if with_docs else {}
+    for item in dataclasses.fields(section):
+        value = getattr(section, item.name)
+        if item.name in docs:
+            lines.append(f"{pad}# {docs[item.name]}")
+        if dataclasses.is_dataclass(value):
+            lines.append(f"{pad}{item.name}:")
+            _write_section(value, depth + 1, lines, with_docs)
+        else:
+            lines.append(f"{pad}{item.name}: {_yaml_value(value)}")
+
+
+def _yaml_value(value: Any) -> str:
+    import yaml
+
+    text = yaml.safe_dump(_plain(value), default_flow_style=True, allow_unicode=True, width=10**6, sort_keys=False)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses inside lists as mappings."""
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value

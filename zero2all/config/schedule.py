@@ -1,10 +1,9 @@
 """The learning rate as a pure function of the step, so that a checkpoint need not store it.
 
-A run has one stretch of steps per schedule: the whole run, or, where stages bring schedules of their own, one up to the
-first such stage and one per such stage. A stretch of n steps rises (or falls) linearly during its warmup from the rate
-the stretch before ended with (0 at the start of the run) to its top, then follows its kind. With k the step within the
-stretch, w the warmup, m = min_lr_ratio x top, and x how much of what follows the warmup is done, 0 at k = w and 1 at
-the last step:
+A run has one stretch of steps per schedule: the whole run, or one up to the first stage with a schedule of its own and
+one per such stage. A stretch of n steps moves linearly during its warmup from the rate the stretch before ended with (0
+at the start of the run) to its top, then follows its kind. With k the step within the stretch, w the warmup,
+m = min_lr_ratio x top, and x how much of what follows the warmup is done, 0 at k = w and 1 at the last step:
 
 warmup        reached + (top - reached) (k + 1) / w                      for k < w
 cosine        m + (top - m) (1 + cos(pi x)) / 2
@@ -15,7 +14,6 @@ wsd           top, then over the last c steps m + (top - m) fall(y)      y = 1 /
 fall(y)       linear 1 - y;  1-sqrt 1 - sqrt(y);  cosine (1 + cos(pi y)) / 2
 
 An anneal replaces the schedule from its from_step on: the rate falls from that of the step before to its to_share.
-No schedule jumps: each piece starts where the one before it ended.
 """
 
 from __future__ import annotations

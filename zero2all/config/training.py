@@ -206,10 +206,7 @@ class StageConfig:
 
 
 def model_at(step: int, model: ModelConfig, stages: list[StageConfig]) -> ModelConfig:
-    """The model config at `step`: its rotary positions as the stages so far have set them.
-
-    A scaling stays until another stage sets one, because the model has been trained with it.
-    """
+    """The model config at `step`, with the rotary positions of the stages so far; a scaling stays until the next."""
     for stage in stages:
         if stage.from_step <= step:
             model = dataclasses.replace(

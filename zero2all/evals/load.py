@@ -61,7 +61,7 @@ def load_run(workspace: Workspace, name: str, step: int | None = None) -> Loaded
             f"The run {name} was trained with another tokenizer than the one in {workspace.tokenizer}: the same ids "
             f"mean other text there. Put that tokenizer back, or pack with this one and train a new run."
         )
-    tokens = int(checkpoint.document.get("tokens", 0))
+    tokens = int(checkpoint.record.get("tokens", 0))
     return LoadedModel(name, checkpoint.step, model.eval(), tokenizer, config, stored_dtype, tokens)
 
 

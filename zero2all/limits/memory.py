@@ -9,18 +9,10 @@ and what torch's allocator reserves without using it. With torch.compile the com
 than this. Passes in a CUDA graph (`zero2all.train.cuda_graph`) keep their activations allocated, and what happens
 between steps needs memory beside them.
 
-Against an H200 (1.2555 B parameters, 16 x 2048 tokens, fused operators; most bytes torch had allocated):
-
-                        split masters           whole masters
-                       measured   estimate   measured   estimate
-    bfloat16           53.7 GiB   53.6 GiB   56.1 GiB   56.0 GiB
-    float8             58.1 GiB   58.1 GiB   60.5 GiB   60.5 GiB
-    state              18.7 GiB   18.7 GiB   21.0 GiB   21.0 GiB
-
-With FlashAttention 4 and QuACK 54.9 GiB were measured and 54.6 estimated; with float8 59.1 and 58.9.
-
-The other operators agree within 3 % with what torch saves for small models on a CPU (tests/limits); recomputation and
-sharding have not been measured on a GPU.
+On an H200 (1.2555 B parameters, 16 x 2048 tokens, fused operators) 53.7 GiB were measured and 53.6 estimated in
+bfloat16, 58.1 and 58.1 in float8; with whole instead of split masters 56.1 and 56.0, 60.5 and 60.5; with
+FlashAttention 4 and QuACK 54.9 and 54.6. The other operators agree within 3 % with what torch saves for small models on
+a CPU (tests/limits); recomputation and sharding have not been measured on a GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +20,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zero2all.limits.recompute import recomputed_blocks
+from zero2all.limits.floors import linear_shapes
+from zero2all.limits.flops import recomputed_blocks
 from zero2all.model.config import ModelConfig, parameter_counts
 from zero2all.ops.footprint import Footprint, Sizes
 
@@ -47,24 +40,17 @@ class MemorySettings:
 
     seq_len: int
     micro_batch_samples: int
-    operators: Mapping[str, Footprint]
-    """What each operator needs (`Ops.footprints`)."""
+    operators: Mapping[str, Footprint]  # what each operator needs (`Ops.footprints`)
     precision: str = "bfloat16"
-    optimizer: str = "adamw"
-    """optim.kind."""
-    adafactor_momentum: bool = False
-    """optim.adafactor_beta1 above 0."""
-    kahan: bool = False
-    """optim.bf16_rounding: kahan."""
+    optimizer: str = "adamw"  # optim.kind
+    adafactor_momentum: bool = False  # optim.adafactor_beta1 above 0
+    kahan: bool = False  # optim.bf16_rounding: kahan
     recompute: str = "none"
     recompute_every: int = 1
-    documents: bool = False
-    """Whether attention is masked at document boundaries."""
+    documents: bool = False  # whether attention is masked at document boundaries
     processes: int = 1
-    spread: str = "replicate"
-    """parallel.data."""
-    accumulates: bool = False
-    """Whether a step has more than one micro-batch."""
+    spread: str = "replicate"  # parallel.data
+    accumulates: bool = False  # whether a step has more than one micro-batch
 
     @property
     def has_split_masters(self) -> bool:
@@ -143,13 +129,10 @@ def estimate_memory(model: ModelConfig, settings: MemorySettings) -> MemoryEstim
     return MemoryEstimate(tuple(parts))
 
 
-# ---- all the time ----------------------------------------------------------------------------------------------------
-
-
 def optimizer_bytes(model: ModelConfig, kind: str, adafactor_momentum: bool = False, kahan: bool = False) -> float:
     """Bytes of the optimizer state for the whole model, beside float32 masters (adamw_bf16 has none)."""
     counts = parameter_counts(model)
-    total, matrices = counts["total"], _matrix_values(model) * model.layers
+    total, matrices = counts["total"], counts["matmul"] - counts["embedding"]
     if kind == "adamw":
         return 8.0 * total
     if kind in ("lion", "sgd"):
@@ -171,21 +154,8 @@ def optimizer_bytes(model: ModelConfig, kind: str, adafactor_momentum: bool = Fa
 
 def _matrix_shapes(model: ModelConfig) -> list[tuple[int, int]]:
     """Every weight of two dimensions, tables included."""
-    hidden, heads = model.hidden_size, model.heads * model.head_size
-    of_a_block = [
-        (heads + 2 * model.kv_heads * model.head_size, hidden),
-        (hidden, heads),
-        (2 * model.intermediate_size, hidden),
-        (hidden, model.intermediate_size),
-    ]
-    tables = [(model.vocab_rows, hidden)] * (1 if model.tied_embeddings else 2)
-    return of_a_block * model.layers + tables
-
-
-def _matrix_values(model: ModelConfig) -> int:
-    """Values in the matrices of one block."""
-    tables = 1 if model.tied_embeddings else 2
-    return sum(rows * columns for rows, columns in _matrix_shapes(model)[:-tables]) // model.layers
+    tables = [(model.vocab_rows, model.hidden_size)] * (1 if model.tied_embeddings else 2)
+    return [*linear_shapes(model).values()] * model.layers + tables
 
 
 def _state_parts(model: ModelConfig, settings: MemorySettings) -> list[MemoryPart]:
@@ -239,11 +209,9 @@ def _float8_parts(model: ModelConfig, settings: MemorySettings) -> list[MemoryPa
     copy_bytes = settings.operators["linear"].weight_copy_bytes
     if not copy_bytes:
         return []
-    values = _matrix_values(model) * model.layers
+    counts = parameter_counts(model)
+    values = counts["matmul"] - counts["embedding"]
     return [MemoryPart("float8", float(copy_bytes * values), "weights of the blocks, as they are and transposed")]
-
-
-# ---- during a step ---------------------------------------------------------------------------------------------------
 
 
 def saved_bytes_per_token(model: ModelConfig, settings: MemorySettings) -> float:

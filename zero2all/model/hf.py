@@ -52,16 +52,16 @@ TYPES: dict[str, tuple[type, str]] = {
 }
 """What a field has to be where it is set; the others are checked as fields of our own config."""
 UNSUPPORTED_SCALING = ("mscale", "mscale_all_dim", "truncate")
-SCALING_NAMES = {
-    "factor": "factor",
-    "original_max_position_embeddings": "original_seq_len",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "beta_fast": "beta_fast",
-    "beta_slow": "beta_slow",
-    "attention_factor": "attention_factor",
+SCALING_NAMES = {"original_max_position_embeddings": "original_seq_len"} | {
+    name: name for name in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
 }
-"""Their name of each field of the rope scaling, and ours."""
+"""Their name of each field of the rope scaling beside its factor, and ours."""
+SCALING_FIELDS = {
+    "linear": (),
+    "llama3": ("original_seq_len", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("original_seq_len", "beta_fast", "beta_slow", "attention_factor"),
+}
+"""The fields that each kind of scaling has."""
 
 
 def write_hf_folder(
@@ -300,22 +300,14 @@ def _matters(name: str, values: dict[str, Any]) -> bool:
 
 
 def _to_hf_scaling(config: ModelConfig) -> dict[str, Any] | None:
-    """`rope_scaling` of config.json; ntk is a change of the base and is exported as rope_theta.
-
-    transformers' `dynamic` computes another base for every length, so it is not what a model was trained with.
-    """
+    """`rope_scaling` of config.json; ntk is a change of the base and is exported as rope_theta."""
     scaling = config.rope_scaling
     if scaling.kind in ("none", "ntk"):
         return None
-    values: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
-    if scaling.kind in ("llama3", "yarn"):
-        values["original_max_position_embeddings"] = scaling.original_seq_len
-    if scaling.kind == "llama3":
-        values |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
-    if scaling.kind == "yarn":
-        values |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
-        values |= {} if scaling.attention_factor is None else {"attention_factor": scaling.attention_factor}
-    return values
+    fields = SCALING_FIELDS[scaling.kind]
+    known = {theirs: getattr(scaling, ours) for theirs, ours in SCALING_NAMES.items() if ours in fields}
+    values = {name: value for name, value in known.items() if name != "attention_factor" or value is not None}
+    return {"rope_type": scaling.kind, "factor": scaling.factor, **values}
 
 
 def _from_hf_scaling(rope: dict[str, Any], max_seq_len: int | None, origin: Path) -> dict[str, Any]:
@@ -328,11 +320,12 @@ def _from_hf_scaling(rope: dict[str, Any], max_seq_len: int | None, origin: Path
     kind = _kind(rope)
     if kind == "default":
         return {}
-    if kind not in ("linear", "llama3", "yarn"):
+    if kind not in list(SCALING_FIELDS):  # it may be anything, also unhashable
         raise BadInputError(f"{origin} stretches positions by {kind!r}; only linear, llama3 and yarn can be imported.")
     if rope.get("factor") is None:
         raise BadInputError(f"{origin} stretches positions by {kind!r} but names no factor.")
-    known = {ours: rope[theirs] for theirs, ours in SCALING_NAMES.items() if rope.get(theirs) is not None}
+    names = {"factor": "factor", **SCALING_NAMES}
+    known = {ours: rope[theirs] for theirs, ours in names.items() if rope.get(theirs) is not None}
     if kind != "linear":
         known.setdefault("original_seq_len", max_seq_len)
     return {"kind": kind, **known}

@@ -7,16 +7,11 @@ selective  of each block its inputs and the results of matmuls and of fused atte
            norms, rotary positions, SwiGLU and dropout are computed again
 
 Loss and gradients keep their bits: the same operations run on the same numbers, and dropout draws the same masks,
-because the random state of the first pass is restored. The backward pass uses the graph of the first forward pass and
-only fills in the missing tensors, so side effects of a backward (adding to `main_grad`) happen once.
+because the random state of the first pass is restored. Side effects of a backward (adding to `main_grad`) happen once.
 
-Three cases under `selective`, where some results are saved instead of being computed again:
-- Our rotary kernel overwrites the output of the qkv projection. A saved output would be rotated twice, so the
-  projection is computed again.
-- Saved attention draws no random numbers the second time, so whatever draws after it would draw other ones. With
-  attention dropout, attention is computed again.
-- Attention by plain matmuls (`ops.attention: math`) is computed again: saving its matrix of weights would defeat the
-  purpose.
+Under `selective` three results are computed again nevertheless: the qkv projection where our rotary kernel overwrites
+its output, which would be rotated twice; attention with dropout, because what draws after it would draw other numbers;
+and attention by plain matmuls (`ops.attention: math`), whose matrix of weights is too large to save.
 
 Apply it before compilation and before sharding. Modules and parameters keep their names.
 """
@@ -78,8 +73,6 @@ def apply_recompute(model: Z2all, kind: str, every_n: int = 1) -> None:
         assert type(block) is Block, "recomputation is applied once, before the model is sharded"
         model.blocks[number] = RecomputedBlock(block, partial(checkpoint, use_reentrant=False, **options))
 
-
-# ---- what `selective` saves ----------------------------------------------------------------------------------------
 
 MATMULS = {"aten::mm": 1, "aten::addmm": 2, "aten::_scaled_mm": 1}
 """Matmuls of linear layers, and which argument is the right-hand matrix (inputs x outputs)."""

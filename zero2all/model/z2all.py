@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from zero2all.model.config import ModelConfig
 from zero2all.model.rope import rope_tables
+from zero2all.ops.precision import widened
 from zero2all.ops.registry import Ops
-from zero2all.ops.widen import widened
 
 
 class KeyValueCache:
@@ -79,11 +79,8 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU; gate and up come from one matmul whose rows alternate: row 2 i is gate i, row 2 i + 1 is up i.
-
-    So gate and up of one unit lie side by side, where the matmul's epilogue can multiply them, and a contiguous slice
-    of rows is a set of whole units, as tensor parallelism needs it.
-    """
+    """SwiGLU; gate and up come from one matmul whose rows alternate: row 2 i is gate i, row 2 i + 1 is up i. So the
+    matmul's epilogue can multiply them, and a slice of rows is a set of whole units, as tensor parallelism needs it."""
 
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
@@ -98,10 +95,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then feed-forward, each on the normalised residual.
-
-    The output of each (its branch) is added to the residual by the next norm, which reads both anyway.
-    """
+    """Attention, then feed-forward, each on the normalised residual; the next norm adds their output (the branch)."""
 
     def __init__(self, config: ModelConfig, layer: int, ops: Ops) -> None:
         super().__init__()
@@ -204,11 +198,8 @@ class Z2all(nn.Module):
         document_ids: Tensor | None = None,
         z_loss: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
-        """Ids, targets and the weight of each position in the loss (B, T) -> a sum to call backward on, and the loss of
-        each position in nats (B, T), without gradient.
-
-        The sum is that of weights * losses, plus z_loss * logsumexp(logits)^2 of each position where z_loss is not 0.
-        """
+        """Ids, targets and the weight of each position (B, T) -> the sum of weights * losses to call backward on, with
+        z_loss * logsumexp(logits)^2 added to each loss, and the losses in nats (B, T), without gradient or z term."""
         if weights is None:
             weights = torch.ones(targets.shape, dtype=torch.float32, device=targets.device)
         return self.head_loss(self(tokens, document_ids=document_ids), targets, weights, z_loss)
@@ -223,3 +214,14 @@ def _positions(document_ids: Tensor) -> Tensor:
     at = torch.arange(document_ids.shape[1], device=document_ids.device)
     begins = F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True)
     return at - torch.where(begins, at, 0).cummax(dim=1).values
+
+
+def compile_model(model: Z2all) -> None:
+    """Put torch.compile around what `ops.compile` says, in place: one block, used for all of them, or the trunk, from
+    the ids to the last norm. Head and loss are not compiled: they work in chunks."""
+    if model.ops.compile == "block":
+        for block in model.blocks:
+            block.compile(dynamic=False)
+    elif model.ops.compile == "trunk":
+        torch._dynamo.config.cache_size_limit = max(64, torch._dynamo.config.cache_size_limit)
+        model.compile(dynamic=False)

@@ -32,7 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from zero2all.ops import flash_packages
 from zero2all.ops.footprint import Footprint, Sizes
 from zero2all.ops.implementation import Implementation, OpContext
-from zero2all.ops.widen import widened
+from zero2all.ops.precision import widened
 
 
 class AttentionOp(Protocol):
@@ -89,9 +89,6 @@ def sdpa_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float, ma
     )
 
 
-# ---- one backend of sdpa -------------------------------------------------------------------------------------------
-
-
 def _on_backend(
     backend: SDPBackend, query: Tensor, key: Tensor, value: Tensor, dropout: float, mask: Tensor | None = None
 ) -> Tensor:
@@ -141,9 +138,6 @@ def _probe_cudnn(context: OpContext) -> str | None:
     if torch.are_deterministic_algorithms_enabled():
         return "deterministic algorithms are required, and its backward pass is not deterministic"
     return None
-
-
-# ---- documents without a (T, T) mask -------------------------------------------------------------------------------
 
 
 @cache
@@ -234,9 +228,6 @@ def _probe_varlen(context: OpContext) -> str | None:
     return problem
 
 
-# ---- FlashAttention packages ---------------------------------------------------------------------------------------
-
-
 def _of_package(
     module: str, query: Tensor, key: Tensor, value: Tensor, dropout: float, mask: Tensor | None = None
 ) -> Tensor:
@@ -252,9 +243,6 @@ def _probe_package(module: str, context: OpContext) -> str | None:
     if problem is None and context.keeps_results:
         problem = "recompute: selective keeps only results of torch's operators, and would compute it twice"
     return problem or flash_packages.problem_of(module, context)
-
-
-# ---- the list ------------------------------------------------------------------------------------------------------
 
 
 def _saved_by_math(sizes: Sizes) -> float:

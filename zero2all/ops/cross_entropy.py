@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zero2all.ops.footprint import Footprint, wide_logits
 from zero2all.ops.implementation import Implementation, needs_liger, needs_triton
-from zero2all.ops.widen import widened
+from zero2all.ops.precision import widened
 
 CrossEntropyOp = Callable[[Tensor, Tensor], Tensor]
 """Logits (N, V) and targets (N,) -> losses (N,)."""

@@ -21,12 +21,9 @@ class Sizes:
     kv_heads: int
     head_size: int
     seq_len: int
-    value_bytes: int
-    """Of one activation."""
-    residual_bytes: int
-    """Of one value of the residual stream."""
-    documents: bool = False
-    """Whether attention is masked at document boundaries."""
+    value_bytes: int  # of one activation
+    residual_bytes: int  # of one value of the residual stream
+    documents: bool = False  # whether attention is masked at document boundaries
     attention_dropout: bool = False
 
     @property
@@ -69,21 +66,18 @@ def wide_logits(sizes: Sizes) -> float:
 class Footprint:
     """The memory of one implementation. Fields that mean nothing for its operator keep their defaults."""
 
-    saved: Bytes = nothing
-    """Saved for the backward pass, beside input and output."""
+    saved: Bytes = nothing  # saved for the backward pass, beside input and output
     overwrites_input: bool = False
     """rope: query and key are rotated in the output of the qkv projection, which therefore cannot be kept."""
     input_copy_bytes: int = 0
     """linear: bytes per value of a copy of its input that is saved in place of the input."""
-    weight_copy_bytes: int = 0
-    """linear: bytes per value of copies of the weights."""
+    weight_copy_bytes: int = 0  # linear: bytes per value of copies of the weights
     writes_weight_gradient: bool = False
     """linear: each weight gradient exists as a tensor of its own before it is added up."""
     is_fused: bool = False
     """attention: one kernel, whose result `recompute: selective` keeps. feed_forward: one autograd function, so
     recomputation cannot stop inside it."""
-    logit_bytes: Bytes = one_value
-    """cross_entropy, linear_cross_entropy: bytes per logit that exists."""
+    logit_bytes: Bytes = one_value  # cross_entropy, linear_cross_entropy: bytes per logit that exists
     chunk_rows: int | None = None
     """linear_cross_entropy: tokens whose logits exist at once; None: all of a micro-batch."""
     splits_masters: bool = False

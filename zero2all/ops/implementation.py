@@ -21,10 +21,8 @@ Op = TypeVar("Op", bound=Callable[..., Any])
 class OpContext:
     """The device, the dtype and the model that operators are chosen for; a size of 0 is unknown."""
 
-    device: str
-    """'cpu' or 'cuda'."""
-    dtype: torch.dtype = torch.float32
-    """The dtype of the weights the forward pass reads."""
+    device: str  # 'cpu' or 'cuda'
+    dtype: torch.dtype = torch.float32  # the dtype of the weights the forward pass reads
     hidden_size: int = 0
     intermediate_size: int = 0
     head_size: int = 0
@@ -32,20 +30,15 @@ class OpContext:
     kv_heads: int = 0
     vocab_size: int = 0
     seq_len: int = 0
-    documents: bool = False
-    """Whether attention is masked at document boundaries."""
-    z_loss: bool = False
-    """Whether the loss has a z term."""
-    dropout: bool = False
-    """Whether attention has dropout."""
-    compiled: bool = False
-    """Whether the model is compiled with torch.compile."""
+    documents: bool = False  # whether attention is masked at document boundaries
+    z_loss: bool = False  # whether the loss has a z term
+    dropout: bool = False  # whether attention has dropout
+    compiled: bool = False  # whether the model is compiled with torch.compile
     keeps_results: bool = False
     """Whether activation checkpointing keeps the results of attention and matmuls (recompute: selective)."""
     linear: str = ""
     """The implementation of the linear layers; empty before it is chosen, which is before the other operators."""
-    sharded: bool = False
-    """Whether weights are sharded over the ranks (FSDP2)."""
+    sharded: bool = False  # whether weights are sharded over the ranks (FSDP2)
 
     @property
     def qkv_rows(self) -> int:
@@ -77,12 +70,10 @@ class Implementation(Generic[Op]):
     probe: Probe = runs_anywhere
     compile_safe: bool = True
     """Whether torch.compile can trace it; if not, it runs as it is, between two graph breaks."""
-    deterministic: bool = True
-    """Whether equal inputs give equal bits, forward and backward."""
+    deterministic: bool = True  # whether equal inputs give equal bits, forward and backward
     tolerance: float = 0.0
     """Largest relative error against float64 that its tests allow in bfloat16 (0: the operator's own default)."""
-    footprint: Footprint = NO_FOOTPRINT
-    """What it needs in memory."""
+    footprint: Footprint = NO_FOOTPRINT  # what it needs in memory
 
 
 def has_triton() -> bool:

@@ -86,9 +86,6 @@ IMPLEMENTATIONS: tuple[Implementation[LinearOp], ...] = (
 )
 
 
-# ---- feed-forward --------------------------------------------------------------------------------------------------
-
-
 def is_fused(swiglu_name: str, linear_name: str) -> bool:
     """Whether these two are fused into one feed-forward: our kernels, which torch.compile cannot trace."""
     return swiglu_name in ("triton", "quack") and linear_name in ("fp32_wgrad", "fp8")

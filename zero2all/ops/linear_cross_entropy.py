@@ -27,18 +27,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zero2all.ops import trial
-from zero2all.ops.autocast import for_autocast, without_autocast
 from zero2all.ops.cross_entropy import CrossEntropyOp, torch_cross_entropy
 from zero2all.ops.footprint import Footprint, wide_logits
-from zero2all.ops.implementation import (
-    Implementation,
-    OpContext,
-    has_triton,
-    needs_liger,
-    needs_quack,
-    needs_triton,
-)
-from zero2all.ops.widen import widened
+from zero2all.ops.implementation import Implementation, OpContext, has_triton, needs_liger, needs_quack, needs_triton
+from zero2all.ops.precision import for_autocast, widened, without_autocast
 
 CHUNK_ROWS = 8192
 """Keeps the matmuls large enough to fill a GPU, and the logits at about 1 GB for 64k columns in bfloat16."""
@@ -117,14 +109,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @without_autocast
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        head: Tensor,
-        targets: Tensor,
-        weights: Tensor,
-        vocab_size: int,
-        z: float,
-        fill: Fill,
+        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor, vocab_size: int, z: float, fill: Fill
     ) -> Loss:
         needed = any(ctx.needs_input_grad[:2])
         given = Given(hidden, head, targets, weights, vocab_size, z)
@@ -196,7 +181,7 @@ def _fill_in_epilogues(given: Given, needed: bool, chunk_rows: int | None = None
     hidden, head, targets, weights, vocab_size, z = given
     whole = hidden.shape[0] // epilogue.ROWS * epilogue.ROWS if needed else 0
     if whole == 0 or vocab_size < epilogue.TILE:
-        return fill_by_chunks(cross_entropy_in_place)(given, needed)
+        return _fill_by_triton(given, needed)
     results = Results.empty(given, needed, head_rows=epilogue.gradient_rows(head.shape[0]))
     losses, penalties, dhidden, dhead = results
     assert dhidden is not None
@@ -210,7 +195,7 @@ def _fill_in_epilogues(given: Given, needed: bool, chunk_rows: int | None = None
 
 
 def _chunked(
-    fill: Fill, hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor, vocab_size: int, z: float
+    fill: Fill, hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor, vocab_size: int, z: float = 0.0
 ) -> Loss:
     hidden, head = for_autocast(hidden, head)
     if not torch.is_grad_enabled():  # ctx.needs_input_grad of a parameter is True even then
@@ -239,27 +224,16 @@ def torch_kernel(
     return losses, penalties
 
 
-def chunked_linear_cross_entropy(
-    hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor, vocab_size: int, z: float = 0.0
-) -> Loss:
-    """Chunk by chunk in plain torch."""
-    return _chunked(fill_by_chunks(torch_kernel), hidden, head, targets, weights, vocab_size, z)
-
-
-def triton_linear_cross_entropy(
-    hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor, vocab_size: int, z: float = 0.0
-) -> Loss:
-    """Chunk by chunk with our kernel."""
+def _fill_by_triton(given: Given, needed: bool) -> Results:
+    """By chunks, with our kernel."""
     from zero2all.ops.kernels.cross_entropy import cross_entropy_in_place
 
-    return _chunked(fill_by_chunks(cross_entropy_in_place), hidden, head, targets, weights, vocab_size, z)
+    return fill_by_chunks(cross_entropy_in_place)(given, needed)
 
 
-def quack_linear_cross_entropy(
-    hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor, vocab_size: int, z: float = 0.0
-) -> Loss:
-    """Chunk by chunk with the softmax inside QuACK's matmuls."""
-    return _chunked(_fill_in_epilogues, hidden, head, targets, weights, vocab_size, z)
+chunked_linear_cross_entropy = partial(_chunked, fill_by_chunks(torch_kernel))
+triton_linear_cross_entropy = partial(_chunked, _fill_by_triton)
+quack_linear_cross_entropy = partial(_chunked, _fill_in_epilogues)
 
 
 def torch_linear_cross_entropy(

@@ -29,16 +29,13 @@ class Flat:
     """Parameters with the same learning rate and weight decay, concatenated in flat buffers of equal length."""
 
     weights: Tensor
-    """What the forward pass reads. The very tensor `masters` where no lower precision is used."""
+    """What the forward pass reads; the same tensor as `masters` where no lower precision is used."""
     masters: Tensor
     """float32 (or float64). `triton` also takes int16: what bfloat16 `weights` lack (`zero2all.ops.split_master`)."""
     gradients: Tensor
-    firsts: Tensor
-    """Running means of gradients."""
-    seconds: Tensor
-    """Running means of squared gradients."""
-    slices: tuple[slice, ...]
-    """The slice of each parameter, for torch's loops."""
+    firsts: Tensor  # running means of gradients
+    seconds: Tensor  # running means of squared gradients
+    slices: tuple[slice, ...]  # the slice of each parameter, for torch's loops
     weight_decay: float
     lr: float = 0.0
 
@@ -109,9 +106,6 @@ fused_adamw = partial(_torch_adamw, "fused")
 foreach_adamw = partial(_torch_adamw, "foreach")
 eager_adamw = partial(_torch_adamw, "eager")
 
-
-TAKES_SPLIT_MASTERS = ("triton",)
-"""Implementations that work on split masters (`zero2all.ops.split_master`)."""
 
 IMPLEMENTATIONS: tuple[Implementation[OptimizerOp], ...] = (
     Implementation("triton", triton_adamw, needs_triton, footprint=Footprint(splits_masters=True)),

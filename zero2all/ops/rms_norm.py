@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zero2all.ops.footprint import Footprint, Sizes
 from zero2all.ops.implementation import Implementation, needs_liger, needs_triton
-from zero2all.ops.widen import widened
+from zero2all.ops.precision import widened
 
 RmsNormOp = Callable[[Tensor, "Tensor | None", Tensor, float], tuple[Tensor, Tensor]]
 """(residual, branch, weight, eps) -> (the normalised sum, the sum)."""

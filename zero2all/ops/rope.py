@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zero2all.ops.footprint import Footprint, Sizes
 from zero2all.ops.implementation import Implementation, needs_liger, needs_triton
-from zero2all.ops.widen import widened
+from zero2all.ops.precision import widened
 
 RopeOp = Callable[[Tensor, Tensor, Tensor, int, int], tuple[Tensor, Tensor, Tensor]]
 """(qkv, cos, sin, query heads, key/value heads) -> (query, key, value)."""

@@ -10,18 +10,11 @@ Tensor, pipeline, context and expert parallelism will be further dimensions of t
 from __future__ import annotations
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from zero2all.model.z2all import Z2all
 from zero2all.parallel.world import World
-
-DATA = "data"
-
-
-def data_mesh(world: World) -> DeviceMesh:
-    """A mesh of one dimension over all processes."""
-    return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=(DATA,))
 
 
 def shard_model(model: Z2all, world: World, dtype: torch.dtype, with_masters: bool = True) -> None:
@@ -32,7 +25,7 @@ def shard_model(model: Z2all, world: World, dtype: torch.dtype, with_masters: bo
             parameter.data = parameter.data.to(dtype)
     wide = torch.promote_types(dtype, torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide, cast_forward_inputs=False)
-    mesh = data_mesh(world)
+    mesh = init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("data",))
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)

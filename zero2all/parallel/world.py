@@ -1,7 +1,7 @@
 """The processes of a run: the rank of this one, and how it communicates with the others.
 
 A run of one process needs no process group and makes none; everything here then does nothing. With several, torchrun
-(or `z2a train`, which calls it) sets the environment that says who is who.
+or `z2a train` itself (`launch`) sets the environment variables with ranks and addresses.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ class World:
     rank: int = 0
     size: int = 1
     device: torch.device = CPU
-    group: dist.ProcessGroup | None = None
-    """For tensors on the device; None for one process."""
+    group: dist.ProcessGroup | None = None  # for tensors on the device; None for one process
     control: dist.ProcessGroup | None = None
     """For small objects between hosts, so that this never waits for a device."""
 
@@ -79,6 +78,12 @@ class World:
         dist.all_gather_object(said, value, group=self.control)
         return said
 
+    def raise_first(self, problem: str, error: type[Exception]) -> None:
+        """Raise `error` on all ranks if one of them has a problem; an empty text is none."""
+        for rank, text in enumerate(self.gather(problem)):
+            if text:
+                raise error(text if self.size == 1 else f"Rank {rank}: {text}")
+
 
 def asked_processes() -> int:
     """The number of processes of the run, from the environment."""
@@ -86,11 +91,8 @@ def asked_processes() -> int:
 
 
 def is_failed_collective(error: BaseException) -> bool:
-    """Whether `error` is a collective that failed because another process has died or hangs.
-
-    NCCL and the store have types for it. gloo raises a bare RuntimeError whose text changes with torch's version, and
-    FSDP's collectives run inside the passes of the model, so the test is whether torch.distributed raised it.
-    """
+    """Whether `error` is a collective that failed because another process has died or hangs. NCCL and the store have
+    types for it; gloo raises a bare RuntimeError, so the test is whether torch.distributed raised it."""
     if isinstance(error, dist.DistError):
         return True
     if type(error) is not RuntimeError:  # torch's other errors, such as OutOfMemoryError, have types of their own
@@ -103,11 +105,8 @@ def is_failed_collective(error: BaseException) -> bool:
 
 @contextmanager
 def join_world(device: torch.device, timeout_seconds: float) -> Iterator[World]:
-    """Join the process group, and leave it at the end of the block.
-
-    A process that fails aborts the group at once: destroying it properly would wait for collectives that the others,
-    which do not know of the failure, may never start; and the launcher only notices when a process has ended.
-    """
+    """Join the process group, and leave it at the end of the block. A process that fails aborts the group at once:
+    destroying it properly would wait for collectives that the others may never start."""
     if asked_processes() == 1 and not dist.is_initialized():
         yield World(device=device)
         return

@@ -24,16 +24,15 @@ import torch
 from torch import Tensor
 
 from zero2all.config import RunConfig
-from zero2all.limits.flops import model_flops_utilisation, peak_flops
+from zero2all.limits.flops import flops_per_token, flops_utilisation, peak_flops
 from zero2all.model import config as model_config
-from zero2all.model.compile import compile_model
 from zero2all.model.rope import rope_tables
-from zero2all.model.z2all import Z2all
+from zero2all.model.z2all import Z2all, compile_model
 from zero2all.ops.registry import Ops, resolve
 from zero2all.parallel.world import World
 from zero2all.perf.batch import BatchShape
 from zero2all.train.cuda_graph import choose_cuda_graph
-from zero2all.train.garbage import scheduled_garbage_collection
+from zero2all.train.periodic import scheduled_garbage_collection
 from zero2all.train.setup import op_context
 from zero2all.train.state import DTYPES, TrainState, new_state
 from zero2all.train.step import update
@@ -122,7 +121,7 @@ def figures(config: RunConfig, batch: BatchShape, pace: Pace, device: torch.devi
     """tokens/s, MFU and memory of a measurement."""
     name = device_name(device)
     tokens_per_second = batch.tokens / pace.seconds
-    utilisation = model_flops_utilisation(config.model, batch.seq_len, tokens_per_second, name)
+    utilisation = flops_utilisation(flops_per_token(config.model, batch.seq_len), tokens_per_second, name)
     return {
         "device": name,
         "seconds_per_iteration": pace.seconds,

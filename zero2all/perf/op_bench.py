@@ -22,7 +22,7 @@ from zero2all.config import RunConfig
 from zero2all.limits.floors import Work, linear_shapes, operator_work, optimizer_work
 from zero2all.ops import linear_cross_entropy
 from zero2all.ops.implementation import Implementation, OpContext
-from zero2all.ops.optimizer import TAKES_SPLIT_MASTERS, AdamW, Flat, eager_adamw
+from zero2all.ops.optimizer import AdamW, Flat, eager_adamw
 from zero2all.ops.registry import OPERATORS, resolve
 from zero2all.ops.split_master import join, split
 from zero2all.parallel.device import pick_device
@@ -301,7 +301,7 @@ def _optimizer(
     whole = parameter_counts(config.model)["total"]
     parameters = whole if device.type == "cuda" else min(whole, CPU_PARAMETERS)
     constants = AdamW(config.optim.beta1, config.optim.beta2, config.optim.eps)
-    split_masters = implementation.name in TAKES_SPLIT_MASTERS and dtype == torch.bfloat16
+    split_masters = implementation.footprint.splits_masters and dtype == torch.bfloat16
     group = _random_flat(parameters, config, device, torch.float32, dtype, split_masters)
     function, updates = implementation.function, torch.ones((), device=device)
     scale, skip = torch.ones((), device=device), torch.zeros((), dtype=torch.bool, device=device)

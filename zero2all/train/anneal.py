@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import read_json_object, write_json
@@ -26,10 +25,7 @@ def request_anneal(run: Path, steps: int, shape: DecayShape, to_share: float) ->
 
 
 def read_anneal(run: Path, step: int, check: Callable[[AnnealConfig], object] = lambda _: None) -> AnnealConfig | None:
-    """The record of a run at `step`; a request is turned into a record here. None when there is neither.
-
-    `check` gets the record that a request would become, and raises to refuse it.
-    """
+    """The record of a run at `step`, which a request becomes here unless `check` raises; None when there is neither."""
     found = _read(run / ANNEAL_FILE, step)
     if found is None:
         return None
@@ -65,8 +61,3 @@ def _read(path: Path, step: int) -> tuple[AnnealConfig, bool] | None:
         reasons = " ".join(str(problem) for problem in problems)
         raise BadInputError(f"{path} is not a record of an anneal. {reasons} {remedy}")
     return record, is_request
-
-
-def anneal_values(anneal: AnnealConfig | None) -> dict[str, Any] | None:
-    """For the checkpoint."""
-    return None if anneal is None else asdict(anneal)

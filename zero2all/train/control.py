@@ -8,69 +8,51 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from zero2all.config import RunConfig
 from zero2all.model.config import parameter_counts
 from zero2all.packed.loader import rank_rows
 from zero2all.packed.mixture import TrainingData
-from zero2all.parallel.world import World
 from zero2all.track.writer import Run
 from zero2all.train.checkpoints.run_lock import Fence, no_fence
 from zero2all.train.guards.advice import Facts
 from zero2all.train.guards.detector import Limits
 from zero2all.train.guards.documents import Decode
 from zero2all.train.guards.findings import Finding
-from zero2all.train.guards.incident import make_incident, usual_channels
+from zero2all.train.guards.incident import IncidentWriter, make_incident, usual_channels
 from zero2all.train.guards.ledger import SkipLedger
 from zero2all.train.guards.policy import Action, Continue, Rollback, SkipWindow
 from zero2all.train.guards.repeats import repeated_shards
 from zero2all.train.guards.rows import RowFinder
 from zero2all.train.guards.watch import RunGuards
-from zero2all.train.guards.writer import IncidentWriter
+from zero2all.train.setup import Prepared
 from zero2all.train.step import StepPlan, StepResult
-
-
-@dataclass(frozen=True)
-class _Verdict:
-    """What rank 0 broadcasts after a step."""
-
-    action: Action
-    page: Path | None
 
 
 class Control:
     """The guards of a run, seen from one process."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        run: Path,
-        world: World,
-        data: TrainingData,
-        corpus: Path,
-        metrics: Run | None,
-        make_decode: Callable[[], Decode] | None,
-        fence: Fence = no_fence,
+        self, prepared: Prepared, metrics: Run | None, make_decode: Callable[[], Decode] | None, fence: Fence = no_fence
     ) -> None:
         """`fence` is checked before every step, for all processes, and before every write."""
+        config, world, data = prepared.config, prepared.world, prepared.data
         self._fence = fence
         self._not_finite: list[int] = []
-        self._config, self._world, self._metrics, self._run = config, world, metrics, run
+        self._config, self._world, self._metrics, self._run = config, world, metrics, prepared.run
         self._guards: RunGuards | None = None
         self._pages: IncidentWriter | None = None
         self._incidents = 0
         self._overflows = 0
         if world.is_first:
             self._guards = RunGuards(
-                run, config.guards, config.schedule.warmup_steps, data, config.data.quarantine, fence
+                prepared.run, config.guards, config.schedule.warmup_steps, data, config.data.quarantine, fence
             )
-            self._pages = IncidentWriter(self._guards.folder, data, corpus, make_decode, fence)
+            self._pages = IncidentWriter(self._guards.folder, data, prepared.workspace.corpus, make_decode, fence)
         self.ledger = SkipLedger.from_state(world.broadcast(self._ledger_state()))
 
     def _ledger_state(self) -> list[dict[str, Any]]:
@@ -95,7 +77,7 @@ class Control:
         self._fence()
         weights = None
         if self._guards.finder is not None and self._guards.quarantine.mode == "auto":
-            weights = self._guards.row_weights(self._guards.finder.rows(first_token, rows), step)
+            weights = self._guards.quarantine.row_weights(self._guards.finder.rows(first_token, rows), step)
         return self._guards.refusal_limits(step), weights
 
     def _own(self, weights: np.ndarray | None, rows: int) -> torch.Tensor | None:
@@ -115,16 +97,13 @@ class Control:
             return Continue("the loss scale was too large for this step and has been halved"), None
         if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
             self._not_finite.append(result.step)
-        verdict = self._world.run_on_rank0(lambda: self._judge(result, channels, checkpoints))
-        if isinstance(verdict.action, SkipWindow | Rollback) and verdict.action.skip is not None:
-            self.ledger.add(verdict.action.skip)
-        return verdict.action, verdict.page
+        action, page = self._world.run_on_rank0(lambda: self._judge(result, channels, checkpoints))
+        if isinstance(action, SkipWindow | Rollback) and action.skip is not None:
+            self.ledger.add(action.skip)
+        return action, page
 
     def _is_overflow(self, result: StepResult) -> bool:
-        """Whether only the backward pass overflowed in float16: that is how the loss scale is found, not an incident.
-
-        Many in a row are an incident, because then the scale is not the cause.
-        """
+        """Whether only float16's backward pass overflowed, which is how the loss scale is found, if not too often."""
         overflowed = math.isfinite(result.loss) and not math.isfinite(result.grad_norm)
         self._overflows = self._overflows + 1 if overflowed else 0
         usual = self._config.train.precision == "float16" and 0 < self._overflows <= USUAL_OVERFLOWS
@@ -132,7 +111,9 @@ class Control:
             self._metrics.event("loss_scale", result.step, {"halved": True, "in_a_row": self._overflows})
         return usual
 
-    def _judge(self, result: StepResult, channels: Sequence[str], checkpoints: Sequence[int]) -> _Verdict:
+    def _judge(
+        self, result: StepResult, channels: Sequence[str], checkpoints: Sequence[int]
+    ) -> tuple[Action, Path | None]:
         assert self._guards is not None, "only rank 0 judges"
         losses = {name: loss for name, loss in zip(channels, result.channel_losses, strict=True) if loss is not None}
         seen = self._guards.observe(
@@ -145,8 +126,7 @@ class Control:
             result.row_nats,
             result.row_counts,
         )
-        page = self._report(seen.findings, seen.action, result) if seen.findings else None
-        return _Verdict(seen.action, page)
+        return seen.action, self._report(seen.findings, seen.action, result)
 
     def _report(self, findings: Sequence[Finding], action: Action, result: StepResult | None) -> Path | None:
         """Event rows for the board, and a page with the documents."""

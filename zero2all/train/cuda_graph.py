@@ -1,11 +1,9 @@
 """Forward and backward of a micro-batch as one CUDA graph, where queueing kernels would take longer than running them.
 
-Queueing a pass takes the host some thousand calls, 3 ms a block and more. With small micro-batches the device is done
-sooner than that and waits. A graph is queued by one call: the device has the list of kernels and runs them one after
-the other. The kernels are the same and so are their results, bit for bit; only the addresses of their tensors are fixed
-at capture. What must stay in place, therefore: the shape of the batch (another one is captured again), the weights, the
-tables of positions (compared before each replay), and float8 copies of weights, which are updated before a replay
-instead of inside it.
+Queueing a pass takes the host 3 ms a block and more; with small micro-batches the device is done sooner and waits. A
+graph is queued by one call. The kernels and their results are the same, bit for bit; only the addresses of tensors are
+fixed at capture: the shape of the batch (another one is captured again), the weights, the tables of positions
+(compared before each replay), and float8 copies of weights, which are updated before a replay instead of inside it.
 
 A pass that decides something on the host cannot be captured: `why_no_cuda_graph` lists the cases.
 """
@@ -35,8 +33,6 @@ OTHER_HOST_SECONDS_PER_BLOCK = 3e-3
 USUAL_UTILISATION = {"fp8": 0.85}
 OTHER_UTILISATION = 0.6
 """Of the device's bfloat16 peak, while it is busy."""
-
-# ---- the choice ------------------------------------------------------------------------------------------------------
 
 
 def choose_cuda_graph(
@@ -96,9 +92,6 @@ def is_worth_it(config: RunConfig, device_name: str, tokens: int, ops: Ops) -> b
     device_seconds = tokens * flops_per_token(config.model, config.data.seq_len)["seed"] / busy
     host_seconds = config.model.layers * HOST_SECONDS_PER_BLOCK.get(linear, OTHER_HOST_SECONDS_PER_BLOCK)
     return device_seconds < host_seconds
-
-
-# ---- the passes ------------------------------------------------------------------------------------------------------
 
 
 class CudaGraphPasses:

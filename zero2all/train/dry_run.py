@@ -46,7 +46,7 @@ def dry_run(
     options = LoaderOptions(documents=short.data.document_mask)
     batch = read_batch(prepared.data, 0, short.samples_per_step, options)
     decode = make_decode() if make_decode is not None and workspace.tokenizer.is_dir() else None
-    for line in preview(batch, prepared.data.channels, None if decode is None else lambda ids: decode(list(ids))):
+    for line in preview(batch, prepared.data.channels, decode):
         say(line)
 
     def update() -> float:

@@ -36,22 +36,18 @@ from zero2all.track.writer import Run, has_finished
 from zero2all.train.anneal import read_anneal, withdraw_request
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.checkpoints.load import Checkpoint, reading_record
-from zero2all.train.checkpoints.retention import Retention
+from zero2all.train.checkpoints.retention import Retention, discard
 from zero2all.train.checkpoints.run_lock import LOCK_NAME, Fence, RunLock, behind, hold_run, no_fence
-from zero2all.train.checkpoints.set_aside import discard
 from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.control import Control
-from zero2all.train.garbage import scheduled_garbage_collection
 from zero2all.train.guards.documents import Decode
 from zero2all.train.guards.policy import Rollback, Stop
 from zero2all.train.micro_batch import memory_settings
 from zero2all.train.peer_failure import explain_peer_failure
-from zero2all.train.periodic import CheckpointSaver, UpdateRatioLog, Validation
-from zero2all.train.reports import StepReports
-from zero2all.train.run_log import RunLog
+from zero2all.train.periodic import CheckpointSaver, ShardDamage, UpdateRatios, Validation, scheduled_garbage_collection
+from zero2all.train.reports import RunLog, StepReports
 from zero2all.train.sanity import check_batch_ids, check_disk, check_first_loss, memory_notes
 from zero2all.train.setup import Prepared, load_checkpoint, prepare, save_run_config
-from zero2all.train.shard_damage import ShardDamage
 from zero2all.train.step import PendingStep, StepPlan, train_step
 from zero2all.train.stop import StopRequest, stop_requests
 
@@ -79,10 +75,8 @@ def train(
     make_decode: Callable[[], Decode] | None = None,
     say: Callable[[str], None] = print,
 ) -> TrainSummary:
-    """Train `config` to its last step, continuing the run if it has a checkpoint. Called by every process of the run.
-
-    `make_decode` loads the tokenizer's decoder, for the pages that explain incidents.
-    """
+    """Train `config` to its last step, continuing the run if it has a checkpoint. Called by every process of the run;
+    `make_decode` loads the tokenizer's decoder, for the pages that explain incidents."""
     run = workspace.run(config.train.name)
     with ExitStack() as stack:
         # From here on: a signal that comes during the setup is handled at the end of the first step.
@@ -94,7 +88,7 @@ def train(
             if stop.requested:
                 raise PreemptedError("Stopped before the run had begun; nothing was changed. Run it again to start it.")
             world = stack.enter_context(join_world(device, config.parallel.timeout_seconds))
-        speak = say if world.is_first else _say_nothing
+        speak = say if world.is_first else lambda _text: None
         stack.enter_context(explain_peer_failure(config, run, world))
         lock, store = stack.enter_context(_locked_store(config, run, world, take_over, speak))
         prepared = prepare(config, workspace, world, store, accept_changes, fresh)
@@ -179,13 +173,11 @@ class TrainingLoop:
         self.config, self.state, self.world = prepared.config, prepared.state, prepared.world
         self.log = RunLog(prepared.state, prepared.world, metrics, say)
         self.reports = StepReports(prepared, metrics)
-        corpus = prepared.workspace.corpus
-        self.control = Control(
-            prepared.config, prepared.run, prepared.world, prepared.data, corpus, metrics, make_decode, lock.check
-        )
+        self.control = Control(prepared, metrics, make_decode, lock.check)
         self.validation = Validation(prepared, self.log)
         self.saver = CheckpointSaver(prepared, store, self.control, lock, self.log)
-        self.update_ratios = UpdateRatioLog(prepared, self.log)
+        every_steps = self.config.track.update_ratios_every_steps
+        self.update_ratios = UpdateRatios(self.state, self.world, self.log, every_steps)
         self.shard_damage = ShardDamage(prepared, self.log)
         self.stage_name = ""
         self.pending: tuple[PendingStep, float] | None = None
@@ -196,10 +188,7 @@ class TrainingLoop:
         started, tokens_before = time.perf_counter(), self.state.tokens
         try:
             self.begin()
-            with (
-                scheduled_garbage_collection() as self.collect_garbage,
-                self.log.progress_bar(self._last_token()),
-            ):
+            with scheduled_garbage_collection() as self.collect_garbage, self.log.progress_bar(self._last_token()):
                 self._leave_nonfinite_checkpoints()
                 first_step = self.state.step
                 with self.shard_damage.checking():
@@ -455,10 +444,10 @@ class TrainingLoop:
     def _restore(self, checkpoint: Checkpoint) -> None:
         """Restore guards and stage. A stage that begins right after the checkpoint has not begun in it."""
         with reading_record(checkpoint):
-            notes = self.control.restore(checkpoint.document.get("guards"), checkpoint.step)
+            notes = self.control.restore(checkpoint.record.get("guards"), checkpoint.step)
         for note in notes:
             self.log.warn(note)
-        self.stage_name = str(checkpoint.document.get("stage") or "")
+        self.stage_name = str(checkpoint.record.get("stage") or "")
 
     def _set_positions(self) -> None:
         """Rotary positions for the stage of the next step."""
@@ -505,7 +494,3 @@ def _tracking_problems(metrics: Run) -> list[str]:
     if metrics.dropped_rows:
         problems.append(f"metrics: rows were dropped and are missing from {metrics.path}: {metrics.dropped_rows:,}")
     return problems
-
-
-def _say_nothing(text: str) -> None:
-    del text

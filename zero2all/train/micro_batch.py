@@ -1,21 +1,13 @@
 """`train.micro_batch_samples: auto`: the most samples of one pass that fit into the device's memory.
 
 On a GPU it is found by trying: forward and backward over random tokens, beginning with what `zero2all.limits.memory`
-expects to fit, doubling while it fits, then halving the gap. Running out of memory only means that a size does not fit.
-During the search torch may use a little less than the whole card, so that a run has a margin. Only
-divisors of the rows of a process are tried: every pass of a step then has the same shape.
+expects to fit, doubling while it fits, then halving the gap, with a little less than the whole card. Only divisors of
+the rows of a process are tried: every pass of a step then has the same shape. The result is kept in
+<run>/micro_batch.json with everything that decides it, because another micro-batch adds up in another order.
 
-The result is kept in <run>/micro_batch.json with everything that decides it. A resumed run takes it from there, because
-another micro-batch adds up in another order; when something that decides it has changed, it is searched again.
-
-Processes that hold a part of every weight (`parallel.data: shard`) take what the estimate says, without trying. They
-gather the weights of a block from each other inside a pass, so one that runs out of memory in a block leaves the others
-waiting in the gather of the next block, on the device, until the group is destroyed. And FSDP has no public way to
-recover from an error in the middle of a pass: weights stay gathered and hooks queued. Trying only sizes
-that smaller ones predict to fit would not be safe either: with few rows the peak can be where gradients are reduced,
-with many rows where activations are kept, so small sizes say too little about large ones.
-
-On a CPU memory does not limit a pass, and a fixed rule is used.
+Processes that hold a part of every weight (`parallel.data: shard`) take what the estimate says: one that ran out of
+memory in a block would leave the others waiting in the gather of the next one, and FSDP cannot recover from an error
+in the middle of a pass. On a CPU memory does not limit a pass, and a fixed rule is used.
 """
 
 from __future__ import annotations
@@ -97,9 +89,6 @@ def least_samples(config: RunConfig, world: World) -> int:
     return 1 if world.device.type == "cuda" else max(number for number in divisors(rows) if number <= MOST_ON_CPU)
 
 
-# ---- the search ------------------------------------------------------------------------------------------------------
-
-
 def divisors(rows: int) -> list[int]:
     """The numbers that divide `rows`, smallest first."""
     return [number for number in range(1, rows + 1) if rows % number == 0]
@@ -108,11 +97,8 @@ def divisors(rows: int) -> list[int]:
 def find_micro_batch(
     try_pass: Callable[[int], None], candidates: Sequence[int], free: Callable[[], None], first_guess: int | None = None
 ) -> int:
-    """The largest of the ascending `candidates` whose pass does not run out of memory.
-
-    Doubles from `first_guess` (else from the smallest) while passes fit, then halves the gap to the one that did not.
-    `free` is called after every try and frees what it left.
-    """
+    """The largest of the ascending `candidates` whose pass does not run out of memory. Doubles from `first_guess` (else
+    from the smallest), then halves the gap. `free` is called after every try."""
     fits, too_many = -1, len(candidates)
     at = candidates.index(first_guess) if first_guess is not None else 0
     while fits < at < too_many:
@@ -157,9 +143,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(
         word in text for word in ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
     )
-
-
-# ---- on a real device ------------------------------------------------------------------------------------------------
 
 
 def model_pass(model: Z2all, config: RunConfig, device: torch.device) -> Callable[[int], None]:
@@ -233,9 +216,6 @@ def largest_by_estimate(config: RunConfig, ops: Ops, world: World, candidates: S
         if estimate_memory(config.model, memory_settings(config, ops, world.size, samples)).total <= room
     ]
     return fitting[-1] if fitting else candidates[0]
-
-
-# ---- saving the result -----------------------------------------------------------------------------------------------
 
 
 def deciding(config: RunConfig, ops: Ops, world: World) -> dict[str, Any]:

@@ -20,19 +20,15 @@ from zero2all.parallel.world import World
 
 def resolve_together(config: OpsConfig, context: OpContext, world: World) -> Ops:
     """`resolve` in all processes; if one fails or chooses something else, all end with the same error."""
-    ops: Ops | None = None
-    problem = ""
+    ops, problem = None, ""
     try:
         ops = resolve(config, context)
     except UsageError as error:
         problem = str(error)
-    said = world.gather((problem, {} if ops is None else ops.taken))
-    for rank, (theirs, _) in enumerate(said):
-        if theirs:
-            raise UsageError(theirs if world.size == 1 else f"Rank {rank}: {theirs}")
-    assert ops is not None
-    first = said[0][1]
-    for rank, (_, taken) in enumerate(said):
+    world.raise_first(problem, UsageError)
+    assert ops is not None, "a rank without operators has a problem"
+    first, *others = world.gather(ops.taken)
+    for rank, taken in enumerate(others, 1):
         for operator, name in taken.items():
             if name != first[operator]:
                 raise UsageError(

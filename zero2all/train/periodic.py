@@ -1,21 +1,37 @@
-"""What a run does periodically: validate, save a checkpoint, log update ratios. One small object each.
+"""What a run does beside its steps: validate, save, log update ratios, check its shards, collect garbage.
 
-The loop asks `is_due` and decides the order; garbage collection (`zero2all.train.garbage`) has its own file.
+One small object each; the loop asks `is_due` and decides the order.
 """
 
 from __future__ import annotations
 
-from zero2all.train.anneal import anneal_values
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+
+import torch
+from torch import Tensor
+
+from zero2all.common.errors import BadInputError, PreemptedError
+from zero2all.config.training import ParameterKind
+from zero2all.packed.background import ShardCheck, checking_shards
+from zero2all.parallel.world import World
 from zero2all.train.checkpoints.manifest import NOT_GOOD
 from zero2all.train.checkpoints.run_lock import RunLock
 from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.checkpoints.writer import SaveResult, SaveTicket
 from zero2all.train.control import Control
-from zero2all.train.ratios import UpdateRatios
-from zero2all.train.run_log import RunLog
+from zero2all.train.optimizers.roles import model_roles
+from zero2all.train.reports import RunLog
 from zero2all.train.setup import Prepared
+from zero2all.train.state import TrainState
 from zero2all.train.validate import held_out_losses
+
+COLLECT_STEPS = 1000
+MOST_SAMPLED_VALUES = 1 << 16
+"""Of one parameter, for its update ratio."""
 
 
 def is_due(step: int, every_steps: int) -> bool:
@@ -42,23 +58,44 @@ class Validation:
         self._log.values(self.losses)
 
 
-class UpdateRatioLog:
-    """How far a step moves the weights, every `track.update_ratios_every_steps`."""
+class UpdateRatios:
+    """How far a step moves the weights, every `track.update_ratios_every_steps`.
 
-    def __init__(self, prepared: Prepared, log: RunLog) -> None:
-        self._state, self._world, self._log = prepared.state, prepared.world, log
-        self._every_steps = prepared.config.track.update_ratios_every_steps
-        self._ratios: UpdateRatios | None = None
+    The length of the update over that of the weights, per kind of parameter: about 1e-3 is healthy for matrices under
+    AdamW. Computed from every n-th value before and after the update; the result stays on the device.
+    """
+
+    def __init__(self, state: TrainState, world: World, log: RunLog | None = None, every_steps: int = 1) -> None:
+        self._state, self._world, self._log, self._every_steps = state, world, log, every_steps
+        self._before: dict[ParameterKind, Tensor] | None = None
 
     def before_step(self) -> None:
         """Keep a sample of the weights when the next step is due."""
-        self._ratios = UpdateRatios(self._state) if is_due(self._state.step + 1, self._every_steps) else None
+        self._before = self._samples() if is_due(self._state.step + 1, self._every_steps) else None
 
-    def after_step(self) -> None:
-        """Compare and log. Called by every process."""
-        if self._ratios is not None:
-            self._log.values(self._ratios.after(self._world))
-        self._ratios = None
+    @torch.no_grad()
+    def after_step(self) -> dict[str, Tensor]:
+        """Compare and log `update_ratio/<kind>`, where it is due. Called by every process."""
+        before, self._before = self._before, None
+        if before is None:
+            return {}
+        now, kinds = self._samples(), sorted(before)
+        sums = [torch.stack(((now[kind] - before[kind]).square().sum(), before[kind].square().sum())) for kind in kinds]
+        moved, lengths = self._world.sum(torch.stack(sums)).unbind(1)
+        ratios = (moved / lengths.clamp(min=1e-30)).sqrt()
+        values = {f"update_ratio/{kind}": ratio for kind, ratio in zip(kinds, ratios, strict=True)}
+        if self._log is not None:
+            self._log.values(values)
+        return values
+
+    @torch.no_grad()
+    def _samples(self) -> dict[ParameterKind, Tensor]:
+        samples = self._state.weights.master_samples(MOST_SAMPLED_VALUES)
+        roles = model_roles(self._state.model.config, samples)
+        found: dict[ParameterKind, list[Tensor]] = {}
+        for name, values in samples.items():
+            found.setdefault(roles[name].kind, []).append(values.double())
+        return {kind: torch.cat(parts) for kind, parts in found.items()}
 
 
 class CheckpointSaver:
@@ -77,17 +114,17 @@ class CheckpointSaver:
     def save(self, stage: str, wait: bool = False) -> SaveTicket:
         """Begin to save the state, or with `wait` finish saving it."""
         state, details = self._prepared.state, self._prepared.details
-        document = {
+        record = {
             **state.counters(),
             "guards": self._control.state(),
-            "anneal": anneal_values(self._prepared.anneal),
+            "anneal": asdict(self._prepared.anneal) if self._prepared.anneal else None,
             "stage": stage,
         }
         doubt = self._control.doubt()
         if doubt is not None:
             details[NOT_GOOD] = doubt
         with state.tensors() as tensors:
-            ticket = self._store.save(state.step, Snapshot(tensors, document), details, wait=wait)
+            ticket = self._store.save(state.step, Snapshot(tensors, record), details, wait=wait)
         if ticket.result is None or ticket.result.folder is not None:
             self._control.saved()
         return ticket
@@ -118,3 +155,72 @@ class CheckpointSaver:
         self._log.event("checkpoint" if result.folder else "checkpoint_failed", facts, result.step)
         if result.problem and not result.was_skipped and self._lock.is_held():
             self._log.say(f"The checkpoint of step {result.step} was not saved: {result.problem}. Training goes on.")
+
+
+class ShardDamage:
+    """Checks all shards that this run reads, in the background (`zero2all.packed.background`)."""
+
+    def __init__(self, prepared: Prepared, log: RunLog) -> None:
+        self._prepared, self._log = prepared, log
+        self._check = ShardCheck()
+        self._first_step = 0
+
+    @contextmanager
+    def checking(self) -> Iterator[None]:
+        """Check while the block runs."""
+        prepared, world = self._prepared, self._prepared.world
+        if not prepared.config.data.verify_shards or prepared.state.step == prepared.last_step:
+            yield
+            return
+        self._first_step = prepared.state.step
+        splits = [*prepared.data.splits, *prepared.valid]
+        seq_lens = {segment.seq_len for segment in prepared.data.segments if prepared.data.packing == "best_fit"}
+        warn = self._log.warn_from_any_rank
+        with checking_shards(splits, sorted(seq_lens), warn, world.rank, world.size) as self._check:
+            yield
+
+    @property
+    def is_found(self) -> bool:
+        """Whether this process has found a damaged shard."""
+        return self._check.damage is not None
+
+    def stop_if_found(self) -> None:
+        """End the run in all processes if one of them found a damaged shard. The state is not saved, because it may
+        have been trained on the damage."""
+        world, name, step = self._prepared.world, self._prepared.config.train.name, self._prepared.state.step
+        found = [damage for damage in world.gather(self._check.damage) if damage is not None]
+        if not found:
+            return
+        self._log.event("damaged_shard", {"problems": found})
+        text = (
+            f"{found[0]}. Training of `{name}` was stopped at step {step}, which was not saved. `z2a pack` writes the "
+            f"file again; then run the same command to continue. What was trained since step {self._first_step}, where "
+            f"this start began, may have read the damage: to keep none of it, first delete the checkpoints after that "
+            f"step."
+        )
+        raise BadInputError(text) if world.is_first else PreemptedError(text)  # one process reports it for all
+
+
+@contextmanager
+def scheduled_garbage_collection() -> Iterator[Callable[[int], None]]:
+    """Python's garbage collector on a schedule, the same on every rank, and not in the middle of a step.
+
+    With a model and its graph a collection takes a tenth of a second, and of many ranks there is always one that
+    collects while the others wait. So what exists before the first step is frozen, and the rest is collected every
+    COLLECT_STEPS steps. Yields a function to call after every step.
+    """
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+
+    def after_step(step: int) -> None:
+        if step % COLLECT_STEPS == 0:
+            gc.collect(1)
+
+    try:
+        yield after_step
+    finally:
+        gc.unfreeze()
+        if was_enabled:
+            gc.enable()

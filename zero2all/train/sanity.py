@@ -24,10 +24,7 @@ from zero2all.limits.memory import ALLOWANCE, GIB, MemorySettings, estimate_memo
 from zero2all.model.config import ModelConfig, parameter_counts
 from zero2all.packed.loader import Batch
 from zero2all.train.checkpoints.retention import Retention
-
-Decode = Callable[[Sequence[int]], str]
-
-# ---- the first loss --------------------------------------------------------------------------------------------------
+from zero2all.train.guards.documents import Decode
 
 
 def expected_first_loss(model: ModelConfig) -> tuple[float, float]:
@@ -64,9 +61,6 @@ def check_first_loss(loss: float, model: ModelConfig) -> list[str]:
     ]
 
 
-# ---- the data --------------------------------------------------------------------------------------------------------
-
-
 def preview(batch: Batch, channels: Sequence[str], decode: Decode | None, rows: int = 2, tokens: int = 40) -> list[str]:
     """The beginning of the first rows of a batch, as text where there is a tokenizer, else as ids."""
     lines = []
@@ -96,8 +90,6 @@ REPACK = (
     "it was packed with; `z2a data verify` finds damaged files."
 )
 
-# ---- disk and memory -------------------------------------------------------------------------------------------------
-
 
 def saved_steps(first_step: int, last_step: int, every_steps: int) -> list[int]:
     """The steps after `first_step` at which a run saves."""
@@ -114,10 +106,7 @@ def check_disk(
     checkpoint_bytes: int,
     existing_steps: Sequence[int] = (),
 ) -> str:
-    """A note on the disk space that the checkpoints of the whole run need; raises when it is not free.
-
-    Existing checkpoints count as used, and as freed once retention will delete them.
-    """
+    """A note on the disk space for the checkpoints of the whole run, after retention; raises when it is not free."""
     coming = saved_steps(first_step, last_step, every_steps)
     at_once = retention.most_at_once([*existing_steps, *coming])
     needed = max(0, at_once - len(existing_steps)) * checkpoint_bytes
@@ -166,11 +155,9 @@ def require_memory(
     local_processes: int = 1,
     compiled: bool = False,
 ) -> None:
-    """Raise if a run cannot fit into the free memory, before any of it is allocated: a machine that runs out of memory
-    kills the process, and may kill others first.
+    """Raise if a run cannot fit into the free memory, before any is allocated: a full machine may kill other processes.
 
-    `device`: cpu, or the kind of GPU that each process has for itself. `compiled`: the compiler decides what a pass
-    keeps, so that only the state is certain.
+    `device`: cpu, or the kind of GPU that each process has for itself. `compiled`: only the state is certain.
     """
     estimate = estimate_memory(model, settings)
     needed = estimate.state if compiled else estimate.total
@@ -199,8 +186,6 @@ def require_memory(
         )
 
 
-# ---- one batch, again and again --------------------------------------------------------------------------------------
-
 UPDATES = 30
 FALLS_TO = 0.8
 """A model that sees one batch again and again should have at most this share of its first loss at the end."""
@@ -210,8 +195,7 @@ FALLS_TO = 0.8
 class Overfit:
     """What happened to the loss of one batch."""
 
-    losses: list[float]
-    """Before each update, and after the last."""
+    losses: list[float]  # before each update, and after the last
     falls_to: float
 
     @property
@@ -248,10 +232,7 @@ def overfit_one_batch(update: Callable[[], float], updates: int = UPDATES, falls
 
 
 def dry_run_config(config: RunConfig, processes: int = 1, updates: int = UPDATES, samples: int = 8) -> RunConfig:
-    """A copy of the config for `overfit_one_batch`: one pass per update, full rate after a few updates, no dropout.
-
-    `samples`: rows of a pass where train.micro_batch_samples is auto.
-    """
+    """A copy of the config for `overfit_one_batch`: one pass per update, full rate after a few updates, no dropout."""
     asked = config.train.micro_batch_samples
     rows = min(samples, config.samples_per_step) if asked == "auto" else int(asked)
     return dataclasses.replace(

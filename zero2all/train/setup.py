@@ -31,10 +31,9 @@ from zero2all.config import (
 )
 from zero2all.config.schedule import steps_with_anneal
 from zero2all.config.training import AnnealConfig, model_at
-from zero2all.model.compile import compile_model
 from zero2all.model.config import parameter_counts
 from zero2all.model.recompute import apply_recompute
-from zero2all.model.z2all import Z2all
+from zero2all.model.z2all import Z2all, compile_model
 from zero2all.ops.implementation import OpContext
 from zero2all.ops.registry import Ops
 from zero2all.packed.config import FREE_ON_RESUME
@@ -200,7 +199,7 @@ def _newest_on_this_branch(run: Path, store: CheckpointStore, world: World) -> t
 
 def _recorded(checkpoint: Checkpoint | None) -> Sequence[Mapping[str, Any]]:
     """The skipped data, as recorded in a checkpoint."""
-    guards = checkpoint.document.get("guards") if checkpoint is not None else None
+    guards = checkpoint.record.get("guards") if checkpoint is not None else None
     return list((guards or {}).get("ledger", ()))
 
 
@@ -247,7 +246,7 @@ RECORDED: dict[str, tuple[type, ...]] = {
 
 def _check_record(checkpoint: Checkpoint) -> None:
     with reading_record(checkpoint):
-        wrong = [name for name in ("step", "tokens") if name not in checkpoint.document]
+        wrong = [name for name in ("step", "tokens") if name not in checkpoint.record]
         wrong += [name for name, kinds in RECORDED.items() if not isinstance(checkpoint.manifest.get(name), kinds)]
         if wrong:
             raise ValueError(f"nothing usable about {', '.join(wrong)}")
@@ -305,9 +304,7 @@ def _require_memory(config: RunConfig, ops: Ops, world: World) -> None:
         require_memory(config.model, settings, kind, on_device, available_memory(), local_processes(), compiled)
     except DiskError as error:
         problem = str(error)
-    for rank, theirs in enumerate(world.gather(problem)):
-        if theirs:
-            raise DiskError(theirs if world.size == 1 else f"Rank {rank}: {theirs}")
+    world.raise_first(problem, DiskError)
 
 
 def _half_precision_notes(device: torch.device, dtype: torch.dtype) -> list[str]:
@@ -327,7 +324,7 @@ def load_checkpoint(state: TrainState, checkpoint: Checkpoint) -> None:
     has_moments = any(name.startswith("optimizer/") for name in checkpoint.index)
     with state.tensors() if has_moments else state.model_tensors() as tensors:
         checkpoint.load_into(tensors)
-    state.loaded(checkpoint.document)
+    state.loaded(checkpoint.record)
 
 
 def op_context(config: RunConfig, device: str, dtype: torch.dtype, sharded: bool = False) -> OpContext:
@@ -355,13 +352,10 @@ def op_context(config: RunConfig, device: str, dtype: torch.dtype, sharded: bool
 def _open_data(
     config: RunConfig, workspace: Workspace, checkpoint: Checkpoint | None, last_step: int
 ) -> tuple[TrainingData, int]:
-    """The data of the run from `checkpoint` on, and the token at which the run ends.
-
-    What was read before stays as the checkpoint recorded it; from there the mixture and stages of the config hold.
-    """
+    """The data of the run, as recorded up to `checkpoint` and configured from there on, and the token where it ends."""
     if checkpoint is None:
         return _plan_data(config, workspace, 0, 0, (), last_step)
-    counters, recorded = checkpoint.document, checkpoint.manifest.get("order")
+    counters, recorded = checkpoint.record, checkpoint.manifest.get("order")
     with reading_record(checkpoint):
         step, tokens = int(counters["step"]), int(counters["tokens"])
         stages = recorded["stages"] if recorded else ()
@@ -505,7 +499,7 @@ def _check_resume(
     if trained_on is not None and trained_on != data.fingerprint:
         if _reads_on(checkpoint.manifest.get("order"), data.record):
             strict.append("the mixture or the sequence length from here on has changed")
-            tokens = checkpoint.document["tokens"]
+            tokens = checkpoint.record["tokens"]
             notes.append(f"other weights hold from token {tokens:,} on; every source continues where it stood")
         else:
             strict.append("the packed data, or the order in which it is read, has changed since this run was started")

@@ -17,21 +17,45 @@ from torch import Tensor
 
 from zero2all.config.training import OptimConfig
 from zero2all.model.z2all import Z2all
-from zero2all.ops.optimizer import TAKES_SPLIT_MASTERS
 from zero2all.train.cuda_graph import CudaGraphPasses
-from zero2all.train.loss_scale import LossScale
 from zero2all.train.optimizers.base import Optimizer
 from zero2all.train.optimizers.factory import build_optimizer
 from zero2all.train.optimizers.flat_adamw import FlatAdamW
 from zero2all.train.optimizers.roles import model_roles
 from zero2all.train.weights import FlatWeights, ShardedWeights, Weights
 
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+FIRST_SCALE = 2.0**16
+LARGEST_SCALE = 2.0**24
+SMALLEST_SCALE = 2.0**-4
+GROWTH_STEPS = 1000
+
+
+class LossScale:
+    """Dynamic loss scaling for float16, whose smallest number is 6e-8: most gradients would be zero without it.
+
+    The loss is multiplied by the scale, the gradient divided by it. Where something overflowed the update is skipped
+    and the scale halved; after GROWTH_STEPS good steps it is doubled. Both numbers live on the device and in the
+    checkpoint.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.scale = torch.full((), FIRST_SCALE, dtype=torch.float32, device=device)
+        self.good_steps = torch.zeros((), dtype=torch.int64, device=device)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """For the checkpoint; live."""
+        return {"scale": self.scale, "good_steps": self.good_steps}
+
+    @torch.no_grad()
+    def after(self, overflowed: Tensor, refused: Tensor) -> None:
+        """Update the scale after a step, by bools on the device. A step refused without an overflow does not count."""
+        good = torch.where(overflowed, 0, self.good_steps + (~refused).long())
+        grows = good >= GROWTH_STEPS
+        factor = torch.where(overflowed, 0.5, torch.where(grows, 2.0, 1.0))
+        self.scale.mul_(factor).clamp_(SMALLEST_SCALE, LARGEST_SCALE)
+        self.good_steps.copy_(torch.where(grows, 0, good))
 
 
 @dataclass
@@ -41,8 +65,7 @@ class TrainState:
     model: Z2all
     weights: Weights
     optimizer: Optimizer | FlatAdamW
-    micro_batch_samples: int
-    """Rows of one pass at data.seq_len."""
+    micro_batch_samples: int  # rows of one pass at data.seq_len
     loss_scale: LossScale | None = None
     cuda_graph: CudaGraphPasses | None = None
     """Runs the passes where they are captured; None: they run eagerly."""
@@ -88,10 +111,8 @@ def new_state(
     sharded: bool = False,
     seed: int = 0,
 ) -> TrainState:
-    """The state of a run before its first step. A model that is not `sharded` has its weights in `dtype` from here on.
-
-    AdamW on whole weights takes the registry's fast path; every other optimizer works on the masters one by one.
-    """
+    """The state of a run before its first step; weights that are not `sharded` are in `dtype` from here on. AdamW on
+    whole weights takes the registry's fast path; every other optimizer works on the masters one by one."""
     # torch's kernels round the factor on the gradient to float32; a run in float64 must not.
     is_fast = optim.kind == "adamw" and dtype != torch.float64 and not sharded
     names = [name for name, _ in model.named_parameters()]
@@ -102,7 +123,7 @@ def new_state(
         weights = ShardedWeights(model, dtype)
     else:
         kinds = {name: roles[name].kind for name in names}
-        split_masters = is_fast and dtype == torch.bfloat16 and model.ops.taken["optimizer"] in TAKES_SPLIT_MASTERS
+        split_masters = is_fast and dtype == torch.bfloat16 and model.ops.footprints["optimizer"].splits_masters
         weights = FlatWeights(model, kinds, dtype, with_masters=optim.kind != "adamw_bf16", split_masters=split_masters)
     if isinstance(weights, FlatWeights) and is_fast:
         optimizer = FlatAdamW(weights, model.ops.optimizer, optim)

@@ -25,10 +25,79 @@ from zero2all.parallel.data import set_gradient_sync
 from zero2all.parallel.world import World
 from zero2all.train.guards.detector import Limits
 from zero2all.train.state import TrainState
-from zero2all.train.step_timer import Mark, StepTimer
 
+PARTS = ("collate", "forward", "loss", "backward", "reduce", "optimizer")
+
+Mark = torch.cuda.Event | float
+"""A point in time: an event in the stream of a GPU, or a reading of the host's clock."""
 HEAD = 4
 """Figures before those of channels and rows: loss, norm, update refused, stop requested."""
+
+
+class StepTimer:
+    """Where the time of a step goes: its parts, in the order in which they end.
+
+    On a GPU the marks are events in the stream: nothing waits for them, and they are read long after the step. Parts
+    are measured back to back, so they add up to the step; of a part that the host prepared while the device was busy,
+    only the time that the device waited is counted.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[tuple[str, Mark]] = []
+        self.mark("")
+
+    def mark(self, part: str) -> None:
+        """`part` ends here; it began at the mark before."""
+        self._marks.append((part, mark_now(self._device)))
+
+    @property
+    def end(self) -> Mark:
+        """The last mark."""
+        return self._marks[-1][1]
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds of each part; on a GPU only once the last mark has been passed."""
+        found = dict.fromkeys(PARTS, 0.0)
+        for (_, before), (part, after) in zip(self._marks, self._marks[1:], strict=False):
+            found[part] += seconds_between(before, after)
+        return found
+
+
+def mark_now(device: torch.device) -> Mark:
+    """The end of all work queued so far; on a CPU, now."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def seconds_between(before: Mark, after: Mark) -> float:
+    """Between two marks of one device that have both been passed."""
+    if isinstance(before, float) and isinstance(after, float):
+        return after - before
+    assert isinstance(before, torch.cuda.Event), "marks are of one kind"
+    assert isinstance(after, torch.cuda.Event), "marks are of one kind"
+    return before.elapsed_time(after) / 1e3
+
+
+class TimeOfDay:
+    """When marks were passed, by the host's clock, which knows a span: after the last kernel of a step was queued and
+    before the step was read. Within it the device's clock decides, from the last mark that the span corrected."""
+
+    def __init__(self, mark: Mark, at: float) -> None:
+        """`at`: about when `mark` was passed."""
+        self._known = mark, at
+
+    def of(self, mark: Mark, span: tuple[float, float]) -> float:
+        """When `mark`, which must be later than all marks before, was passed. Seconds since the epoch."""
+        before, at = self._known
+        counted = at + seconds_between(before, mark)
+        found = min(max(counted, span[0]), span[1])
+        if found != counted:
+            self._known = mark, found
+        return found
 
 
 @dataclass(frozen=True)
@@ -48,29 +117,19 @@ class StepPlan:
 class StepResult:
     """What a step did; the same in every process."""
 
-    step: int
-    """Steps made, this one included."""
-    tokens: tuple[int, int]
-    """Tokens of the run before and after this step."""
-    loss: float
-    """Mean nats per token over the global batch."""
+    step: int  # steps made, this one included
+    tokens: tuple[int, int]  # tokens of the run before and after this step
+    loss: float  # mean nats per token over the global batch
     channel_losses: list[float | None]
     """The same per channel; None for a channel that had no sample in this step."""
-    grad_norm: float
-    """L2 norm of the gradient before clipping."""
+    grad_norm: float  # L2 norm of the gradient before clipping
     lr: float
-    updated: bool
-    """False when the update was refused: not finite, or beyond the limits."""
-    stop_requested: bool
-    """Whether any process was asked to stop."""
-    row_nats: np.ndarray
-    """Summed loss of each row of the global batch."""
-    row_counts: np.ndarray
-    """Summed token weights of each row."""
-    seconds: dict[str, float]
-    """Time of each part; see `step_timer`."""
-    ended: Mark
-    """When it ended."""
+    updated: bool  # False when the update was refused: not finite, or beyond the limits
+    stop_requested: bool  # whether any process was asked to stop
+    row_nats: np.ndarray  # summed loss of each row of the global batch
+    row_counts: np.ndarray  # summed token weights of each row
+    seconds: dict[str, float]  # time of each part
+    ended: Mark  # when it ended
     ended_between: tuple[float, float]
     """Earliest and latest time at which it ended, by the host's clock, in seconds since the epoch."""
 
@@ -153,13 +212,7 @@ def train_step(
 
 
 def _forward_backward(
-    state: TrainState,
-    batch: Batch,
-    channels: int,
-    config: RunConfig,
-    world: World,
-    plan: StepPlan,
-    timer: StepTimer,
+    state: TrainState, batch: Batch, channels: int, config: RunConfig, world: World, plan: StepPlan, timer: StepTimer
 ) -> Tensor:
     """Accumulate the gradient; returns the figures, still only of this process's rows, in float64."""
     device, wide = world.device, torch.promote_types(state.weights.dtype, torch.float32)

@@ -39,9 +39,8 @@ def held_out_losses(
 ) -> dict[str, float]:
     """`eval/valid/loss/<channel>` in nats per token and `eval/valid/bpb/<channel>` in bits per byte.
 
-    Sources of a channel are summed token by token. A source with less than one held-out sample is left out. Samples are
-    windows of data.seq_len whatever the packing and the stage, so that values can be compared over a run. The work is
-    split over the processes; all make the same number of passes, because a sharded model gathers its weights in each.
+    Samples are windows of data.seq_len whatever the packing and the stage, so that values can be compared over a run.
+    The work is split over the processes; all make the same number of passes, because FSDP gathers weights in each.
     """
     world = world or World(device=model.embedding.weight.device)
     batches = _valid_batches(splits, data.seq_len, config)

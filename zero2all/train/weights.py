@@ -1,14 +1,12 @@
 """The weights of a model as the optimizer sees them: float32 masters, their gradients, and what the forward pass reads.
 
-A model in bfloat16 or float16 computes with low-precision weights, but an update of a thousandth of a weight would
-vanish in their rounding, so the optimizer works on float32 masters and writes the low-precision weights from them.
-Gradients are summed in float32 too, over all micro-batches of a step and over all processes. In a float32 (or float64)
-model the masters are the weights themselves. A bfloat16 weight is the upper half of its master, so an optimizer that
-can join both needs only the missing 16 bits (`zero2all.ops.split_master`).
+An update of a thousandth of a weight would vanish in the rounding of bfloat16 or float16, so the optimizer works on
+float32 masters and writes the low-precision weights from them. Gradients are summed in float32 too. In a float32 (or
+float64) model the masters are the weights themselves. A bfloat16 weight is the upper half of its master, so an
+optimizer that can join both needs only the missing 16 bits (`zero2all.ops.split_master`).
 
-`FlatWeights`: every process has all weights. One buffer each for masters, weights and gradients, all parameters one
-after the other: the norm is one reduction, the sum over processes one all-reduce, and the update one pass. Parameters
-of a group are neighbours, so that each group is one slice.
+`FlatWeights`: every process has all weights, in one buffer each for masters, weights and gradients: the norm is one
+reduction, the sum over processes one all-reduce, and the update one pass. Parameters of a group are neighbours.
 
 `ShardedWeights`: every process has a part of each weight (FSDP2), in float32; the low-precision weights of a block are
 gathered while it computes.
@@ -17,18 +15,17 @@ gathered while it computes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from zero2all.config.training import ParameterKind
 from zero2all.model.z2all import Z2all
 from zero2all.ops.implementation import has_triton
 from zero2all.ops.split_master import join, split
+from zero2all.parallel.shards import local
 from zero2all.parallel.world import World
 
 ALIGNMENT = 128
@@ -36,30 +33,6 @@ ALIGNMENT = 128
 
 CHUNK_VALUES = 1 << 25
 """Values that are joined or split at once."""
-
-
-class Weights(Protocol):
-    """What the training step and the optimizer need."""
-
-    dtype: torch.dtype
-
-    def masters_between_steps(self) -> AbstractContextManager[dict[str, Tensor]]:
-        """The masters by name, to read or to write, between two steps, when there is no gradient."""
-
-    def master_samples(self, most: int) -> dict[str, Tensor]:
-        """At most about `most` values of each master, evenly spread over the part in this process; at any time."""
-
-    def reduce_gradients(self, world: World) -> None:
-        """Sum the gradients over the processes, after the last micro-batch."""
-
-    def squared_norm(self, world: World) -> Tensor:
-        """The square of the L2 norm of the whole gradient, float64, the same in every process."""
-
-    def updated(self) -> None:
-        """Update what the forward pass reads after the masters have changed."""
-
-    def zero_gradients(self) -> None:
-        """Set the gradients to zero."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +115,7 @@ class FlatWeights:
 
     @contextmanager
     def masters_between_steps(self) -> Iterator[dict[str, Tensor]]:
-        """See `Weights`. Split masters are joined in the gradient's buffer, which holds nothing between two steps."""
+        """The masters by name, to read or to write, between two steps; split ones lie in `gradients`."""
         if not self.split_masters:
             yield self.by_name(self.masters)
             return
@@ -162,7 +135,7 @@ class FlatWeights:
             yield slice(start, min(start + CHUNK_VALUES, self.gradients.numel()))
 
     def master_samples(self, most: int) -> dict[str, Tensor]:
-        """See `Weights`."""
+        """At most about `most` values of each master, evenly spread over the part in this process; at any time."""
         samples = {}
         for place in self.places:
             every = slice(place.at.start, place.at.stop, _stride(place.at.stop - place.at.start, most))
@@ -174,11 +147,11 @@ class FlatWeights:
         return samples
 
     def reduce_gradients(self, world: World) -> None:
-        """See `Weights`."""
+        """Sum the gradients over the processes, after the last micro-batch."""
         world.sum(self.gradients)
 
     def squared_norm(self, world: World) -> Tensor:
-        """See `Weights`; every process has the whole gradient."""
+        """The square of the L2 norm of the whole gradient, float64, the same in every process."""
         del world
         if self.gradients.is_cuda and self.gradients.dtype == torch.float32 and has_triton():
             from zero2all.ops.kernels.adamw import sum_of_squares
@@ -198,7 +171,7 @@ class FlatWeights:
         torch.autograd.graph.increment_version([place.parameter for place in self.places])
 
     def zero_gradients(self) -> None:
-        """See `Weights`."""
+        """Set the gradients to zero."""
         self.gradients.zero_()
 
 
@@ -215,12 +188,12 @@ class ShardedWeights:
 
     @contextmanager
     def masters_between_steps(self) -> Iterator[dict[str, Tensor]]:
-        """See `Weights`."""
+        """The masters by name, to read or to write, between two steps."""
         yield self.masters_by_name()
 
     def master_samples(self, most: int) -> dict[str, Tensor]:
-        """See `Weights`."""
-        parts = {name: _part(parameter).detach().reshape(-1) for name, parameter in self._parameters.items()}
+        """At most about `most` values of each master, evenly spread over the part in this process; at any time."""
+        parts = {name: local(parameter).detach().reshape(-1) for name, parameter in self._parameters.items()}
         return {name: part[:: _stride(part.numel(), most)] for name, part in parts.items()}
 
     def reduce_gradients(self, world: World) -> None:
@@ -228,10 +201,10 @@ class ShardedWeights:
         del world
 
     def squared_norm(self, world: World) -> Tensor:
-        """See `Weights`."""
+        """The square of the L2 norm of the whole gradient, float64, the same in every process."""
         wide = torch.promote_types(self.dtype, torch.float32)
         squares = [
-            torch.linalg.vector_norm(_part(parameter.grad), dtype=wide).double().square()
+            torch.linalg.vector_norm(local(parameter.grad), dtype=wide).double().square()
             for parameter in self._parameters.values()
             if parameter.grad is not None
         ]
@@ -241,9 +214,12 @@ class ShardedWeights:
         """Nothing to do: FSDP gathers the weights in every pass."""
 
     def zero_gradients(self) -> None:
-        """See `Weights`."""
+        """Set the gradients to zero."""
         for parameter in self._parameters.values():
             parameter.grad = None
+
+
+Weights = FlatWeights | ShardedWeights
 
 
 def _move_to_main(parameter: nn.Parameter) -> None:
@@ -254,7 +230,3 @@ def _move_to_main(parameter: nn.Parameter) -> None:
 
 def _stride(count: int, most: int) -> int:
     return max(1, count // most)
-
-
-def _part(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero2all.train.checkpoints import documents
+from zero2all.train.checkpoints import exact_json
 from zero2all.train.checkpoints.manifest import OWN_FIELDS, manifest_bytes
 from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import write_checkpoint
@@ -69,9 +69,9 @@ def reseal(folder: Path, **fields: Any) -> Path:
     details = {name: value for name, value in old.items() if name not in OWN_FIELDS}
     data = manifest_bytes(old["step"], old["world_size"], files, details)
     if fields:
-        body = documents.dump({**json.loads(data), **fields})
+        body = exact_json.dump({**json.loads(data), **fields})
         content = {name: value for name, value in json.loads(body).items() if name != "seal"}
-        text = documents.dump(content).removesuffix(b"\n}\n")
+        text = exact_json.dump(content).removesuffix(b"\n}\n")
         data = text + f',\n "seal": "{hashlib.sha256(text).hexdigest()}"\n}}\n'.encode()
     (folder / "manifest.json").write_bytes(data)
     return folder

@@ -17,7 +17,7 @@ from zero2all.train.checkpoints.find import newest_checkpoint
 from zero2all.train.checkpoints.layout import list_checkpoints
 from zero2all.train.checkpoints.load import verified_checkpoint
 from zero2all.train.checkpoints.manifest import OtherVersionError
-from zero2all.train.checkpoints.set_aside import withdraw_after
+from zero2all.train.checkpoints.retention import withdraw_after
 from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import write_checkpoint
 

@@ -21,8 +21,7 @@ import torch
 from zero2all.train.checkpoints.find import newest_checkpoint
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.checkpoints.load import verified_checkpoint
-from zero2all.train.checkpoints.retention import Retention, Verified, pins, prune
-from zero2all.train.checkpoints.set_aside import sweep
+from zero2all.train.checkpoints.retention import Retention, Verified, pins, prune, sweep
 from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import write_checkpoint
 
@@ -104,7 +103,7 @@ def check(run: Path, possible: set[int]) -> int:
         checkpoint = verified_checkpoint(folder)  # raises when anything under a final name is damaged
         values = {float(value) for value in checkpoint.tensors("model/")["3"].unique()}
         assert values == {float(checkpoint.step)}
-        assert checkpoint.document == {"step": checkpoint.step}
+        assert checkpoint.record == {"step": checkpoint.step}
     assert len(list_checkpoints(run)) >= 2
     sweep(run)
     assert not list(run.rglob("*.partial-*"))

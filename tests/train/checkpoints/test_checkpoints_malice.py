@@ -16,7 +16,7 @@ import pytest
 
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.config import load_config
-from zero2all.train.checkpoints.latest import latest_noted
+from zero2all.train.checkpoints.layout import latest_noted
 from zero2all.train.checkpoints.load import verified_checkpoint
 from zero2all.train.checkpoints.retention import pins
 from zero2all.train.checkpoints.run_lock import hold_run

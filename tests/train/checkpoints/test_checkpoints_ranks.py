@@ -77,7 +77,7 @@ found.load_into(tensors)
 loaded = whole(tensors)
 assert loaded.keys() == truth.keys()
 assert all(torch.equal(loaded[name], truth[name]) for name in truth)
-print("equal", len(truth), found.document)
+print("equal", len(truth), found.record)
 """
 )
 
@@ -128,7 +128,7 @@ def test_equal_copies_are_written_once_and_the_work_is_shared(ranks, tmp_path):
 FAILING = """
 import errno
 from zero2all.train.checkpoints import commit
-write, told = commit.write_tensor_file, []
+write, told = commit.write_durably, []
 def write_until_full(path, infos, buffer):
     path.write_bytes(b"half")
     raise OSError(errno.ENOSPC, "No space left on device")
@@ -136,12 +136,12 @@ store = CheckpointStore(run, dist.group.WORLD)
 tensors = {f"model/{n}": torch.full((50,), float(n)) for n in range(8)}
 assert store.save(1, Snapshot(tensors), {}, wait=True).result.problem is None
 if rank == 1:
-    commit.write_tensor_file = write_until_full
+    commit.write_durably = write_until_full
 result = store.save(2, Snapshot(tensors), {}, wait=True).result
 print(result.folder, result.problem)
 print(sorted(path.name for path in (run / "checkpoints").glob("step-*") if path.name != "step-00000001"))
 dist.barrier()
-commit.write_tensor_file = write
+commit.write_durably = write
 assert store.save(3, Snapshot(tensors), {}, wait=True).result.problem is None
 print([result.step for result in store.poll()])
 """
@@ -159,7 +159,7 @@ def test_when_one_rank_cannot_write_all_learn_it_and_nothing_is_committed(ranks,
 DYING = """
 import signal
 from zero2all.train.checkpoints import commit
-write = commit.write_tensor_file
+write = commit.write_durably
 def die(path, infos, buffer):
     path.write_bytes(b"half")
     os.kill(os.getpid(), signal.SIGKILL)
@@ -167,7 +167,7 @@ store = CheckpointStore(run, dist.group.WORLD)
 tensors = {f"model/{n}": torch.full((50,), float(n)) for n in range(8)}
 assert store.save(1, Snapshot(tensors), {}, wait=True).result.problem is None
 if rank == 1:
-    commit.write_tensor_file = die
+    commit.write_durably = die
 print(store.save(2, Snapshot(tensors), {}, wait=True).result.problem)
 """
 
@@ -238,7 +238,7 @@ assert store.save(1, Snapshot(tensors), {}, wait=True).result.problem is None
 def test_tensors_spread_over_a_mesh_of_two_dimensions_come_back_whole(ranks, tmp_path):
     ranks(4, tmp_path / "run", TWO_WAYS)
     found = newest_checkpoint(tmp_path / "run")
-    assert {name: len(entry.pieces) for name, entry in found.index.items()} == {
+    assert {name: len(entry.boxes) for name, entry in found.index.items()} == {
         "model/replicated_and_sharded": 2,
         "model/rows_and_columns": 4,
     }
@@ -249,7 +249,7 @@ def test_tensors_spread_over_a_mesh_of_two_dimensions_come_back_whole(ranks, tmp
 DIFFERENT = """
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from zero2all.train.checkpoints.replicas import ReplicasDifferError
+from zero2all.train.checkpoints.checks import ReplicasDifferError
 store = CheckpointStore(run, dist.group.WORLD)
 own = torch.arange(9000.0)
 mesh = init_device_mesh("cpu", (3,))

@@ -8,8 +8,7 @@ import pytest
 
 from zero2all.common.errors import BadInputError, LostRunError
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
-from zero2all.train.checkpoints.retention import Retention, Verified, pin, pins, prune, unpin
-from zero2all.train.checkpoints.set_aside import sweep
+from zero2all.train.checkpoints.retention import Retention, Verified, pin, pins, prune, sweep
 from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import CheckpointStore, write_checkpoint
 
@@ -46,15 +45,12 @@ def test_the_newest_and_the_multiples_stay(saved):
     ]
 
 
-def test_pinned_ones_stay_until_they_are_let_go(saved):
+def test_pinned_ones_stay(saved):
     pin(saved, 10, "last good")
     pin(saved, 30, "for the paper")
     assert pins(saved) == {10: "last good", 30: "for the paper"}
     prune(saved, Retention(), Verified())
     assert steps_of(saved) == [60, 50, 30, 10]
-    unpin(saved, 30)
-    prune(saved, Retention(), Verified())
-    assert steps_of(saved) == [60, 50, 10]
 
 
 def test_two_whole_ones_are_left_however_many_of_the_newest_are_damaged(saved):

@@ -10,7 +10,7 @@ import pytest
 
 from zero2all.common import jsonio
 from zero2all.config.training import GuardsConfig
-from zero2all.train.guards.detector import Detector, SpikeRule, level_of
+from zero2all.train.guards.detector import Detector, level_of
 
 WARMUP = 100
 
@@ -44,7 +44,7 @@ def observe_all(detector, losses, norms, first_step=1):
 def test_clean_curves_of_ten_thousand_steps_give_no_alarm(curves):
     alarms = []
     for seed in range(curves):
-        alarms += observe_all(Detector(SpikeRule(from_step=WARMUP)), *clean_curve(seed, 10_000))
+        alarms += observe_all(Detector(warmup_steps=WARMUP), *clean_curve(seed, 10_000))
     assert [alarm.text for alarm in alarms] == []
 
 
@@ -54,7 +54,7 @@ def test_planted_spikes_are_found_at_their_step_and_nothing_else(seed):
     planted = sorted(np.random.default_rng(seed + 50).choice(np.arange(300, 1190, 12), 10, replace=False).tolist())
     for step in planted:
         losses[step - 1] *= 1.5
-    found = observe_all(Detector(SpikeRule(from_step=WARMUP)), losses, norms)
+    found = observe_all(Detector(warmup_steps=WARMUP), losses, norms)
     assert [(one.kind, one.step) for one in found] == [("loss_spike", step) for step in planted]
     assert all(one.tokens == (one.step * 100, one.step * 100 + 100) for one in found)
 
@@ -63,7 +63,7 @@ def test_planted_spikes_are_found_at_their_step_and_nothing_else(seed):
 def test_a_spike_of_the_gradient_alone_is_found(seed):
     losses, norms = clean_curve(seed, 600)
     norms[499] *= 30
-    found = observe_all(Detector(SpikeRule(from_step=WARMUP)), losses, norms)
+    found = observe_all(Detector(warmup_steps=WARMUP), losses, norms)
     assert [(one.kind, one.step) for one in found] == [("grad_spike", 500)]
 
 
@@ -71,7 +71,7 @@ def test_a_sudden_drop_is_found_and_learning_is_not():
     losses, norms = clean_curve(3, 700)
     assert losses[699] < 0.4 * losses[0], "the curve itself falls far"
     losses[599] *= 0.6
-    found = observe_all(Detector(SpikeRule(from_step=WARMUP)), losses, norms)
+    found = observe_all(Detector(warmup_steps=WARMUP), losses, norms)
     assert [(one.kind, one.step) for one in found] == [("loss_drop", 600)]
 
 
@@ -84,11 +84,10 @@ def test_noise_in_a_flat_curve_is_no_spike():
 
 
 def test_nobody_is_judged_before_there_are_values_enough_or_before_from_step():
-    rule = SpikeRule(min_steps=64, from_step=200)
     losses = [3.0] * 250
     losses[60] = losses[150] = 30.0  # the first before min_steps, both before from_step
     losses[240] = 300.0
-    assert [one.step for one in observe_all(Detector(rule), losses, [1.0] * 250)] == [241]
+    assert [one.step for one in observe_all(Detector(warmup_steps=200), losses, [1.0] * 250)] == [241]
 
 
 def test_a_spike_does_not_enter_the_window():
@@ -159,11 +158,11 @@ def test_a_restored_detector_goes_on_to_the_bit(cut):
     losses, norms = clean_curve(6, 400)
     for step in (*range(300, 340), 380):
         losses[step] *= 1.8
-    whole = Detector(SpikeRule(from_step=10))
+    whole = Detector(warmup_steps=10)
     expected = observe_all(whole, losses, norms)
-    first = Detector(SpikeRule(from_step=10))
+    first = Detector(warmup_steps=10)
     found = observe_all(first, losses[:cut], norms[:cut])
-    resumed = Detector(SpikeRule(from_step=10))
+    resumed = Detector(warmup_steps=10)
     resumed.restore(jsonio.loads(jsonio.dumps_line(first.state())))
     assert resumed.limits(cut + 1) == first.limits(cut + 1)
     found += observe_all(resumed, losses[cut:], norms[cut:], cut + 1)
@@ -185,8 +184,11 @@ def test_the_figures_of_a_window():
 
 
 def test_the_rule_follows_the_config():
-    rule = SpikeRule.of(GuardsConfig(spike_window_steps=32, spike_sigmas=4.0), warmup_steps=77)
-    assert (rule.window_steps, rule.min_steps, rule.sigmas, rule.from_step) == (32, 32, 4.0, 77)
-    assert SpikeRule.of(GuardsConfig(spike_from_step=5), warmup_steps=77).from_step == 5
-    defaults, own = SpikeRule.of(GuardsConfig(), 0), SpikeRule()
-    assert defaults == own
+    losses = [3.0 + 0.01 * (step % 2) for step in range(60)]
+    narrow = Detector(GuardsConfig(spike_window_steps=32, spike_sigmas=4.0), warmup_steps=50)
+    assert observe_all(narrow, losses, [1.0] * 60) == []
+    assert math.isinf(narrow.limits(49).loss)
+    assert math.isfinite(narrow.limits(62).loss), "the window needs no more values than it holds"
+    early = Detector(GuardsConfig(spike_window_steps=32, spike_from_step=40), warmup_steps=50)
+    observe_all(early, losses[:45], [1.0] * 45)
+    assert math.isfinite(early.limits(47).loss)

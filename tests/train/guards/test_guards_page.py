@@ -12,12 +12,18 @@ from zero2all.config.training import GuardsConfig
 from zero2all.train.guards.advice import Facts, advice, data_is_suspect
 from zero2all.train.guards.detector import Detector
 from zero2all.train.guards.findings import Finding
-from zero2all.train.guards.incident import Incident, make_incident, recorded_row_losses, usual_channels
+from zero2all.train.guards.incident import (
+    IncidentWriter,
+    incident_samples,
+    make_incident,
+    recorded_row_losses,
+    usual_channels,
+    write_incident,
+)
 from zero2all.train.guards.ledger import Skipped
-from zero2all.train.guards.page import incident_html, incident_text
+from zero2all.train.guards.page import Incident, incident_html, incident_text
 from zero2all.train.guards.policy import Continue, Rollback, Stop
 from zero2all.train.guards.repeats import Repeat
-from zero2all.train.guards.writer import IncidentWriter, incident_samples, write_incident
 
 SOUND = Facts(
     kind="loss_spike",

@@ -10,7 +10,7 @@ import pytest
 
 from zero2all.common import jsonio
 from zero2all.train.guards.findings import Finding
-from zero2all.train.guards.quarantine import Quarantine
+from zero2all.train.guards.ledger import Quarantine
 from zero2all.train.guards.rows import StepRows
 from zero2all.train.guards.shards import ShardWatch
 
@@ -135,11 +135,6 @@ def test_a_source_packed_into_other_shards_begins_with_an_empty_window():
     windows = packed_anew.state()["source_windows"]
     assert "books" not in windows
     assert windows["web"] == first.state()["source_windows"]["web"]
-
-
-def test_how_many_rows_it_takes_is_said():
-    assert ShardWatch({"a": 1000}, ["a"]).rows_to_name == {"hard_shard": 16, "easy_shard": 21}
-    assert ShardWatch({"a": 999, "b": 1}, ["a"]).rows_to_name == {"hard_shard": 17, "easy_shard": 31}
 
 
 # ---- sources of one channel that differ -----------------------------------------------------------------------
@@ -311,7 +306,5 @@ def test_the_state_of_a_quarantine_comes_back():
     quarantine.add(finding(), 12)
     quarantine.add(finding("web", 1), 30)
     other = Quarantine("auto")
-    other.restore(jsonio.loads(jsonio.dumps_line(quarantine.state())))
+    other.merge(jsonio.loads(jsonio.dumps_line(quarantine.state())))
     assert other.shards == quarantine.shards
-    with pytest.raises(ValueError, match="expected one of off, log, auto"):
-        Quarantine("maybe")

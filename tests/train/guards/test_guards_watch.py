@@ -39,7 +39,7 @@ def run_steps(guards, finder, first, last, log, spikes=(), checkpoints=(1,)):
         if guards.ledger.skips(*tokens):
             step += 1
             continue
-        weights = guards.row_weights(rows, step)
+        weights = guards.quarantine.row_weights(rows, step)
         if weights is not None:
             nats, counts = nats * weights, counts * weights
         seen = guards.observe(step, loss, 1.0, {"en": loss}, tokens, checkpoints, nats, counts)

@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from zero2all.config.training import OptimConfig
-from zero2all.train.optimizers import Role, build_optimizer
+from zero2all.parallel.shards import box, local
+from zero2all.train.optimizers.factory import build_optimizer
+from zero2all.train.optimizers.roles import Role
 
 # Rows that do not divide evenly, fewer rows than processes, more columns than a block of the 8-bit codes.
 SHAPES = {
@@ -64,7 +66,8 @@ def train(config, spread):
         if step == RELOADED:  # from whole tensors, as a checkpoint of another number of processes gives them
             saved = {name: whole(tensor).clone() for name, tensor in optimizer.state_tensors().items()}
             optimizer = build_optimizer(parameters.items(), config, ROLES, seed=3)
-            optimizer.load_state_tensors(saved)
+            for name, tensor in optimizer.state_tensors().items():
+                local(tensor).copy_(saved[name][box(tensor)])
         optimizer.set_learning_rate(0.02)
         optimizer.step(torch.tensor(0.5), torch.tensor(float(step == SKIPPED)))
     tensors = {f"weight/{name}": parameter for name, parameter in parameters.items()} | optimizer.state_tensors()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zero2all.common.errors import BadInputError, UsageError
+from zero2all.common.errors import UsageError
 from zero2all.config.training import OptimConfig
 from zero2all.model.config import ModelConfig
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
-from zero2all.train.optimizers import Role, build_optimizer, model_roles
+from zero2all.train.optimizers.factory import build_optimizer
+from zero2all.train.optimizers.roles import Role, model_roles
 
 SHAPE = {"vocab_size": 48, "hidden_size": 24, "intermediate_size": 40, "layers": 2, "heads": 4, "kv_heads": 2}
 CONFIGS = {
@@ -149,7 +150,10 @@ def test_a_saved_and_loaded_state_continues_bit_for_bit(name, tmp_path):
     other = small_model(name)
     other.load_state_dict(load_file(tmp_path / "model"))
     resumed = optimizer_of(other, name, seed=5)
-    resumed.load_state_tensors(load_file(tmp_path / "state"))
+    saved = load_file(tmp_path / "state")
+    for key, tensor in resumed.state_tensors().items():
+        tensor.copy_(saved.pop(key))
+    assert not saved
     train(other, resumed, range(3, 5))
     assert_same_bits(bits_of(model, optimizer), bits_of(other, resumed))
 
@@ -260,22 +264,6 @@ def test_multipliers_share_out_the_rate(name):
 def test_multipliers_of_unknown_kinds_are_named():
     (problem,) = OptimConfig(lr_multipliers={"matrices": 1.0, "norm": 2.0}).problems("optim")
     assert problem.field == "optim.lr_multipliers.matrices"
-
-
-def test_a_state_of_another_optimizer_is_refused_and_changes_nothing():
-    model = small_model("")
-    lion, adamw = optimizer_of(model, "lion"), optimizer_of(model, "adamw")
-    backward(model, 0)
-    adamw.step()
-    before = bits_of(model, adamw)
-    with pytest.raises(BadInputError, match=r"exp_avg_sq/.* is absent instead of float32"):
-        adamw.load_state_tensors(lion.state_tensors())
-    with pytest.raises(BadInputError, match=r"exp_avg_sq/.* is unknown"):
-        lion.load_state_tensors(adamw.state_tensors())
-    assert_same_bits(bits_of(model, adamw), before)
-    narrow = {key: tensor[..., :1] if tensor.dim() else tensor for key, tensor in adamw.state_tensors().items()}
-    with pytest.raises(BadInputError, match=r"and \d+ more"):
-        adamw.load_state_tensors(narrow)
 
 
 def test_bfloat16_weights_need_the_optimizer_that_rounds_for_them():

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from zero2all.config.training import OptimConfig
-from zero2all.train.optimizers import Role, build_optimizer
+from zero2all.train.optimizers.factory import build_optimizer
+from zero2all.train.optimizers.roles import Role
 
 STEPS, LR, DECAY, SCALE = 20, 0.01, 0.3, 0.7
 ROLES = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from zero2all.parallel.shards import flat_index
 from zero2all.train.optimizers.adamw_8bit import decode, encode
 from zero2all.train.optimizers.rounding import fraction, random_bits, rounding_key, to_bfloat16
-from zero2all.train.optimizers.shards import flat_index
 
 MANY = 1 << 16
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zero2all.ops.autocast import without_autocast
+from zero2all.ops.precision import without_autocast
 
 BLOCK, WARPS = 16384, 32
 """Best of 16 pairs on an H200 (64,320 columns): 65 % of what a copy moves; one load of the whole row: 45 %."""

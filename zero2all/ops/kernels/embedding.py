@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zero2all.ops.autocast import without_autocast
 from zero2all.ops.kernels.launch import rows_of
+from zero2all.ops.precision import without_autocast
 
 PIECE = 64
 """Sorted positions in a piece; a power of two."""

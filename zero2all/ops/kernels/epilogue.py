@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero2all.ops.autocast import for_autocast, without_autocast
 from zero2all.ops.kernels.launch import rows_of
 from zero2all.ops.kernels.linear import add_weight_gradient
+from zero2all.ops.precision import for_autocast, without_autocast
 
 
 class FeedForwardInEpilogues(torch.autograd.Function):

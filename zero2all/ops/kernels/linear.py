@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zero2all.ops.autocast import for_autocast, without_autocast
 from zero2all.ops.kernels.launch import rows_of
 from zero2all.ops.kernels.quantise import quantise, scale_from_peaks, scale_of
 from zero2all.ops.kernels.swiglu import new_peaks, swiglu_backward, swiglu_forward
+from zero2all.ops.precision import for_autocast, without_autocast
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 

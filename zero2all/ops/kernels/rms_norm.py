@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zero2all.ops.autocast import autocast_to, without_autocast
 from zero2all.ops.kernels.launch import processors, rows_of
+from zero2all.ops.precision import autocast_to, without_autocast
 
 PROGRAMS_PER_PROCESSOR = 6
 """Best on an H200 at width 2048 with 4 warps: 95 % of what a copy moves. Fewer hide less latency, more spill."""

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zero2all.ops.autocast import without_autocast
+from zero2all.ops.precision import without_autocast
 
 
 @triton.jit

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zero2all.ops.autocast import for_autocast, without_autocast
 from zero2all.ops.kernels.launch import rows_of
+from zero2all.ops.precision import for_autocast, without_autocast
 
 BLOCK = 1024
 PEAK_SLOTS = 1024

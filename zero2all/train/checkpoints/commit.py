@@ -1,7 +1,7 @@
 """From host memory to a committed checkpoint, by all ranks together.
 
 Every rank writes and fsyncs its files into one temporary folder and reports to the others what it wrote, or why it
-failed. Only when all ranks have written all of the plan does rank 0 add the index, the document and, last, the sealed
+failed. Only when all ranks have written all of the plan does rank 0 add the index, the record and, last, the sealed
 manifest, and rename the folder; then it reports that. Readers ignore the temporary folder, so a rank that fails or dies
 at any point leaves the existing checkpoints unchanged.
 
@@ -12,17 +12,19 @@ temporary folder, so no file can be created in it, and there is nothing to renam
 from __future__ import annotations
 
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from zero2all.common.errors import LostRunError, UserError, is_disk_full
 from zero2all.common.files import MANIFEST_NAME, fsync_folder, human_bytes
-from zero2all.train.checkpoints import documents
-from zero2all.train.checkpoints.index import index_document
+from zero2all.train.checkpoints import exact_json
+from zero2all.train.checkpoints.index import index_json
 from zero2all.train.checkpoints.layout import (
     INDEX_NAME,
     STATE_NAME,
     checkpoint_folder,
+    checkpoints_folder,
     partial_folder,
 )
 from zero2all.train.checkpoints.manifest import manifest_bytes
@@ -30,10 +32,10 @@ from zero2all.train.checkpoints.peers import Peers
 from zero2all.train.checkpoints.planning import SaveLayout
 from zero2all.train.checkpoints.run_lock import Fence, no_fence
 from zero2all.train.checkpoints.snapshot import Staged
-from zero2all.train.checkpoints.tensor_file import write_durably, write_tensor_file
+from zero2all.train.checkpoints.tensor_file import header_bytes, write_durably
 
 SMALL_FILES_BYTES = 4 << 20
-"""Space for manifest, index, document and the file system's own data, beside the tensors."""
+"""Space for manifest, index, record and the file system's own data, beside the tensors."""
 
 
 class SaveError(Exception):
@@ -41,29 +43,30 @@ class SaveError(Exception):
 
 
 def bytes_needed(layout: SaveLayout) -> int:
-    """Disk space for one checkpoint of this plan: tensors, index (under 300 bytes a piece), small files."""
-    pieces = sum(len(entry.pieces) + 1 for entry in layout.index.values())
-    return layout.total_bytes + 300 * pieces + SMALL_FILES_BYTES
+    """Disk space for one checkpoint of this plan: tensors, index (under 300 bytes a box), small files."""
+    boxes = sum(len(entry.boxes) + 1 for entry in layout.index.values())
+    return layout.total_bytes + 300 * boxes + SMALL_FILES_BYTES
 
 
-def lack_of_space(run: Path, layout: SaveLayout) -> str | None:
+def lack_of_space(run: Path, layout: SaveLayout | None) -> str | None:
     """Why a checkpoint cannot be started now; None when there is enough disk space."""
-    needed, free = bytes_needed(layout), shutil.disk_usage(run).free
+    assert layout is not None, "planned by now"
+    needed, folder = bytes_needed(layout), checkpoints_folder(run)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        return f"{type(error).__name__}: {error}"
     if free >= needed:
         return None
     return (
-        f"not enough disk space for a checkpoint: {human_bytes(needed)} are needed under {run}, {human_bytes(free)} "
+        f"not enough disk space for a checkpoint: {human_bytes(needed)} are needed under {folder}, {human_bytes(free)} "
         f"are free"
     )
 
 
 def commit(
-    run: Path,
-    staged: Staged,
-    attempt: str,
-    peers: Peers,
-    fence: Fence = no_fence,
-    problem: str | None = None,
+    run: Path, staged: Staged, attempt: str, peers: Peers, fence: Fence = no_fence, problem: str | None = None
 ) -> Path:
     """Write a staged snapshot and commit it; every rank calls it and gets the folder, or raises SaveError.
 
@@ -100,15 +103,16 @@ def _write_own(partial: Path, staged: Staged, problem: str | None, fence: Fence)
         fence()
         partial.mkdir(parents=True, exist_ok=True)
         files = {}
-        for file in staged.files:
+        for plan, buffer in staged.files:
             fence()
-            written.append(partial / file.plan.name)
-            files[file.plan.name] = write_tensor_file(partial / file.plan.name, file.plan.infos, file.buffer)
+            written.append(partial / plan.name)
+            files[plan.name] = write_durably(partial / plan.name, header_bytes(plan.infos), buffer)
         fsync_folder(partial)
     except Exception as error:
         if not isinstance(error, LostRunError):
             for path in written:  # free the space at once: the others may still be writing
-                _remove(path)
+                with suppress(OSError):  # else removed with the rest of the folder
+                    path.unlink()
         return {"problem": _why(error)}
     return {"files": files}
 
@@ -126,12 +130,7 @@ def _first_problem(reports: list[dict[str, Any]], layout: SaveLayout) -> str | N
 
 
 def _finish(
-    run: Path,
-    partial: Path,
-    staged: Staged,
-    files: dict[str, dict[str, Any]],
-    world_size: int,
-    fence: Fence,
+    run: Path, partial: Path, staged: Staged, files: dict[str, dict[str, Any]], world_size: int, fence: Fence
 ) -> str | None:
     """Complete the folder and rename it; returns why that failed."""
     final = checkpoint_folder(run, staged.step)
@@ -140,10 +139,8 @@ def _finish(
         for name, facts in files.items():
             if not (partial / name).is_file() or (partial / name).stat().st_size != facts["bytes"]:
                 return f"{name} of another rank is not in {partial}: is the run on a disk that all ranks share?"
-        files[INDEX_NAME] = write_durably(
-            partial / INDEX_NAME, documents.dump(index_document(staged.layout.index), None)
-        )
-        files[STATE_NAME] = write_durably(partial / STATE_NAME, staged.document)
+        files[INDEX_NAME] = write_durably(partial / INDEX_NAME, exact_json.dump(index_json(staged.layout.index), None))
+        files[STATE_NAME] = write_durably(partial / STATE_NAME, staged.record)
         manifest = manifest_bytes(staged.step, world_size, files, staged.details)
         write_durably(partial / MANIFEST_NAME, manifest)
         fsync_folder(partial)
@@ -182,13 +179,6 @@ def _clear(partial: Path, fence: Fence) -> None:
     except LostRunError:
         return
     shutil.rmtree(partial, ignore_errors=True)
-
-
-def _remove(path: Path) -> None:
-    try:
-        path.unlink()
-    except OSError:
-        return  # removed with the rest of the folder
 
 
 def _why(error: Exception) -> str:

@@ -14,14 +14,18 @@ from pathlib import Path
 from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError, LostRunError
 from zero2all.track.writer import METRICS_FOLDER
-from zero2all.train.checkpoints.latest import latest_noted
-from zero2all.train.checkpoints.layout import checkpoint_folder, checkpoints_folder, list_checkpoints, step_of
-from zero2all.train.checkpoints.load import Checkpoint
+from zero2all.train.checkpoints.layout import (
+    checkpoint_folder,
+    checkpoints_folder,
+    latest_noted,
+    list_checkpoints,
+    step_of,
+)
+from zero2all.train.checkpoints.load import Checkpoint, check_bytes, read_checkpoint
 from zero2all.train.checkpoints.manifest import OtherVersionError
 from zero2all.train.checkpoints.peers import Peers
+from zero2all.train.checkpoints.retention import has_quarantined, quarantine
 from zero2all.train.checkpoints.run_lock import Fence, no_fence
-from zero2all.train.checkpoints.set_aside import has_quarantined, quarantine
-from zero2all.train.checkpoints.verify import check_bytes, read_contents
 
 Say = Callable[[str], None]
 
@@ -32,10 +36,8 @@ def say_aloud(text: str) -> None:
 
 
 def find_newest(run: Path, peers: Peers, fence: Fence | None, say: Say = say_aloud) -> Checkpoint | None:
-    """The newest intact checkpoint; None when the run never committed one. Every rank calls it.
-
-    With the `fence` of the run's lock damaged ones go to `checkpoints/damaged/`; without it, nothing is changed.
-    """
+    """The newest intact checkpoint; None when the run never committed one. Every rank calls it. With the `fence` of the
+    run's lock damaged ones go to `checkpoints/damaged/`; without it, nothing is changed."""
     steps = peers.gather([step_of(folder) for folder in list_checkpoints(run)] if peers.is_first else [])[0]
     damaged = []
     for step in steps:
@@ -68,17 +70,17 @@ def open_at(run: Path, step: int, peers: Peers) -> Checkpoint:
 
 def open_together(folder: Path, peers: Peers) -> Checkpoint:
     """Open a checkpoint, each rank checking its share of the bytes; all of them raise when one finds damage."""
-    problem, is_other_version, contents = None, False, None
+    problem, is_other_version, found = None, False, None
     try:
-        contents = read_contents(folder)
-        check_bytes(contents, contents.files[peers.rank :: peers.size])
+        found = read_checkpoint(folder)
+        check_bytes(found, found.files[peers.rank :: peers.size])
     except BadInputError as error:
         problem, is_other_version = str(error), isinstance(error, OtherVersionError)
     for other_problem, other_version in peers.gather([problem, is_other_version]):
         if other_problem is not None:
             raise (OtherVersionError if other_version else BadInputError)(other_problem)
-    assert contents is not None, "a rank without a problem has read the contents"
-    return Checkpoint(contents)
+    assert found is not None, "a rank without a problem has read it"
+    return found
 
 
 def newest_checkpoint(run: Path, set_aside: bool = False, say: Say = say_aloud) -> Checkpoint | None:

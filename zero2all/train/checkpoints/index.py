@@ -1,9 +1,9 @@
-"""The index of a checkpoint: in which files the pieces of each tensor are.
+"""The index of a checkpoint: in which files the boxes of each tensor are.
 
-Ranks write the pieces they hold, so a tensor may be spread over several files. The index is what torch's distributed
-checkpoint keeps in a pickle, as JSON: for every tensor its dtype and shape, and for every piece the offset and shape
-within the tensor, the file, and the key in that file. A tensor's pieces must fill it exactly, without gaps or overlaps,
-and every piece is exactly as long as its place in the file; so loading a checkpoint never takes more memory than it has
+Ranks write the boxes they hold, so a tensor may be spread over several files. The index is what torch's distributed
+checkpoint keeps in a pickle, as JSON: for every tensor its dtype and shape, and for every box the offset and shape
+within the tensor, the file, and the key in that file. A tensor's boxes must fill it exactly, without gaps or overlaps,
+and every box is exactly as long as its place in the file; so loading a checkpoint never takes more memory than it has
 bytes on disk.
 """
 
@@ -23,7 +23,7 @@ LARGEST_DIMENSIONS = 16
 
 
 @dataclass(frozen=True)
-class Piece:
+class Box:
     """A box of a tensor, and where it is stored."""
 
     offsets: tuple[int, ...]
@@ -36,22 +36,21 @@ class Piece:
 class TensorEntry:
     """One tensor of a checkpoint."""
 
-    dtype: str
-    """As safetensors spells it: F32, BF16, …"""
+    dtype: str  # as safetensors spells it: F32, BF16, …
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    boxes: tuple[Box, ...]
 
 
 Index = dict[str, TensorEntry]
 """Tensor name -> where it is."""
 
 
-def piece_key(name: str, offsets: tuple[int, ...], is_whole: bool) -> str:
-    """A piece's key in its file: the plain name for a whole tensor, name@offsets for a part of one."""
+def box_key(name: str, offsets: tuple[int, ...], is_whole: bool) -> str:
+    """A box's key in its file: the plain name for a whole tensor, name@offsets for a part of one."""
     return name if is_whole else f"{name}@{','.join(map(str, offsets))}"
 
 
-def index_document(index: Index) -> dict[str, Any]:
+def index_json(index: Index) -> dict[str, Any]:
     """The index as JSON."""
     return {
         "tensors": {
@@ -59,8 +58,8 @@ def index_document(index: Index) -> dict[str, Any]:
                 "dtype": entry.dtype,
                 "shape": list(entry.shape),
                 "pieces": [
-                    {"offsets": list(piece.offsets), "shape": list(piece.shape), "file": piece.file, "key": piece.key}
-                    for piece in entry.pieces
+                    {"offsets": list(box.offsets), "shape": list(box.shape), "file": box.file, "key": box.key}
+                    for box in entry.boxes
                 ],
             }
             for name, entry in sorted(index.items())
@@ -68,9 +67,9 @@ def index_document(index: Index) -> dict[str, Any]:
     }
 
 
-def parse_index(document: Any, where: str) -> Index:
+def parse_index(values: Any, where: str) -> Index:
     """The index of a JSON value; BadInputError when a name, a size or a box is not what we would write."""
-    tensors = document.get("tensors") if isinstance(document, dict) else None
+    tensors = values.get("tensors") if isinstance(values, dict) else None
     if not isinstance(tensors, dict):
         raise BadInputError(f"{where} is no index of tensors")
     index = {}
@@ -82,15 +81,15 @@ def parse_index(document: Any, where: str) -> Index:
     return index
 
 
-def pieces_by_file(index: Index) -> dict[str, dict[str, tuple[str, tuple[int, ...]]]]:
+def boxes_by_file(index: Index) -> dict[str, dict[str, tuple[str, tuple[int, ...]]]]:
     """File -> key -> (dtype, shape): what each file's header must say."""
     files: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
     for name, entry in index.items():
-        for piece in entry.pieces:
-            keys = files.setdefault(piece.file, {})
-            if piece.key in keys:
-                raise BadInputError(f"two pieces (one of {name}) claim the key {piece.key!r} of {piece.file}")
-            keys[piece.key] = (entry.dtype, piece.shape)
+        for box in entry.boxes:
+            keys = files.setdefault(box.file, {})
+            if box.key in keys:
+                raise BadInputError(f"two boxes (one of {name}) claim the key {box.key!r} of {box.file}")
+            keys[box.key] = (entry.dtype, box.shape)
     return files
 
 
@@ -99,23 +98,23 @@ def _parse_entry(name: str, entry: Any, where: str) -> TensorEntry:
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise BadInputError(f"{where}: {name} has the dtype {str(dtype)[:40]!r}, which is not known here")
     shape = _sizes(entry.get("shape"), name, where)
-    pieces = entry.get("pieces")
-    if not isinstance(pieces, list):
+    boxes = entry.get("pieces")
+    if not isinstance(boxes, list):
         raise BadInputError(f"{where}: {name} has no list of pieces")
-    return TensorEntry(dtype, shape, tuple(_parse_piece(piece, len(shape), name, where) for piece in pieces))
+    return TensorEntry(dtype, shape, tuple(_parse_box(box, len(shape), name, where) for box in boxes))
 
 
-def _parse_piece(piece: Any, dimensions: int, name: str, where: str) -> Piece:
-    if not isinstance(piece, dict) or not isinstance(piece.get("key"), str):
-        raise BadInputError(f"{where}: a piece of {name} is not described")
-    file = piece.get("file")
+def _parse_box(box: Any, dimensions: int, name: str, where: str) -> Box:
+    if not isinstance(box, dict) or not isinstance(box.get("key"), str):
+        raise BadInputError(f"{where}: a box of {name} is not described")
+    file = box.get("file")
     if not isinstance(file, str) or not TENSOR_FILE_NAME.fullmatch(file):
         raise BadInputError(f"{where}: {name} is said to lie in {str(file)[:80]!r}, which no checkpoint of ours has")
-    offsets = _sizes(piece.get("offsets"), name, where)
-    shape = _sizes(piece.get("shape"), name, where)
+    offsets = _sizes(box.get("offsets"), name, where)
+    shape = _sizes(box.get("shape"), name, where)
     if not len(offsets) == len(shape) == dimensions:
-        raise BadInputError(f"{where}: a piece of {name} has not the dimensions of the tensor")
-    return Piece(offsets, shape, file, piece["key"])
+        raise BadInputError(f"{where}: a box of {name} has not the dimensions of the tensor")
+    return Box(offsets, shape, file, box["key"])
 
 
 def _sizes(value: Any, name: str, where: str) -> tuple[int, ...]:
@@ -127,33 +126,33 @@ def _sizes(value: Any, name: str, where: str) -> tuple[int, ...]:
 
 
 def _check_filling(name: str, entry: TensorEntry, where: str) -> None:
-    """Check that the pieces lie inside the tensor, do not overlap, and together have its volume: then they fill it."""
-    for piece in entry.pieces:
-        if any(o + s > whole for o, s, whole in zip(piece.offsets, piece.shape, entry.shape, strict=True)):
-            raise BadInputError(f"{where}: a piece of {name} reaches beyond the tensor's shape {entry.shape}")
-        if 0 in piece.shape:
-            raise BadInputError(f"{where}: a piece of {name} is empty")
-    if sum(math.prod(piece.shape) for piece in entry.pieces) != math.prod(entry.shape):
-        raise BadInputError(f"{where}: the pieces of {name} do not fill its shape {entry.shape}")
+    """Check that the boxes lie inside the tensor, do not overlap, and together have its volume: then they fill it."""
+    for box in entry.boxes:
+        if any(o + s > whole for o, s, whole in zip(box.offsets, box.shape, entry.shape, strict=True)):
+            raise BadInputError(f"{where}: a box of {name} reaches beyond the tensor's shape {entry.shape}")
+        if 0 in box.shape:
+            raise BadInputError(f"{where}: a box of {name} is empty")
+    if sum(math.prod(box.shape) for box in entry.boxes) != math.prod(entry.shape):
+        raise BadInputError(f"{where}: the boxes of {name} do not fill its shape {entry.shape}")
     for one, other in _neighbours(entry):
         if _overlap(one, other):
-            raise BadInputError(f"{where}: two pieces of {name} overlap")
+            raise BadInputError(f"{where}: two boxes of {name} overlap")
 
 
-def _neighbours(entry: TensorEntry) -> Iterator[tuple[Piece, Piece]]:
-    """Every pair of pieces that meets in the dimension cut into the most parts; the others cannot overlap."""
+def _neighbours(entry: TensorEntry) -> Iterator[tuple[Box, Box]]:
+    """Every pair of boxes that meets in the dimension cut into the most parts; the others cannot overlap."""
     if not entry.shape:  # one element: the volumes have been compared
         return
-    cut = max(range(len(entry.shape)), key=lambda d: len({piece.offsets[d] for piece in entry.pieces}))
-    active: list[Piece] = []
-    for piece in sorted(entry.pieces, key=lambda piece: piece.offsets[cut]):
-        active = [other for other in active if other.offsets[cut] + other.shape[cut] > piece.offsets[cut]]
+    cut = max(range(len(entry.shape)), key=lambda d: len({box.offsets[d] for box in entry.boxes}))
+    active: list[Box] = []
+    for box in sorted(entry.boxes, key=lambda box: box.offsets[cut]):
+        active = [other for other in active if other.offsets[cut] + other.shape[cut] > box.offsets[cut]]
         for other in active:
-            yield piece, other
-        active.append(piece)
+            yield box, other
+        active.append(box)
 
 
-def _overlap(one: Piece, other: Piece) -> bool:
+def _overlap(one: Box, other: Box) -> bool:
     return all(
         a < b + m and b < a + n for a, n, b, m in zip(one.offsets, one.shape, other.offsets, other.shape, strict=True)
     )

@@ -3,7 +3,7 @@
 <run>/checkpoints/
   step-00001000/                    a committed checkpoint; nothing in it is ever changed
     manifest.json                   written last: size and crc32c of every other file, sealed
-    index.json                      which tensor lies in which file, in which pieces
+    index.json                      which tensor lies in which file, in which boxes
     state.json                      the counters, as the trainer gave them
     model-00000-00000.safetensors   group of tensors, rank that wrote it, part
   step-00001500.partial-4711-2/     being written, or left by a killed save: never read
@@ -17,8 +17,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from zero2all.common.errors import BadInputError
-from zero2all.common.files import PARTIAL_MARK
+from zero2all.common.errors import BadInputError, UserError
+from zero2all.common.files import PARTIAL_MARK, write_atomic
+from zero2all.train.checkpoints import exact_json
 
 INDEX_NAME, STATE_NAME = "index.json", "state.json"
 LATEST_NAME, PINS_NAME = "latest.json", "pins.json"
@@ -79,3 +80,21 @@ def is_tensor_name(name: object) -> bool:
         return False
     group, rest = split_name(name)
     return bool(GROUP_NAME.fullmatch(group)) and all(part not in ("", ".", "..") for part in rest.split("/"))
+
+
+def note_latest(run: Path, step: int | None) -> None:
+    """Write the step that was committed last. Without the file nothing is known; with it, a run that has no checkpoint
+    has lost one. None removes the hint."""
+    path = checkpoints_folder(run) / LATEST_NAME
+    if step is None:
+        path.unlink(missing_ok=True)
+    else:
+        write_atomic(path, exact_json.dump({"step": step}))
+
+
+def latest_noted(run: Path) -> int | None:
+    """The step of the hint; None when there is none or it cannot be read."""
+    try:
+        return int(exact_json.read(checkpoints_folder(run) / LATEST_NAME)["step"])
+    except (OSError, UserError, TypeError, ValueError, KeyError):
+        return None

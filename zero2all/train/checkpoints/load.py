@@ -1,9 +1,15 @@
-"""A verified checkpoint, and how tensors are read from it: whole ones for tools, a rank's own parts for training."""
+"""A checkpoint on disk: checked before any of it is used, then read whole (tools) or each rank its parts (training).
+
+First what is cheap: regular files with the right names and sizes, a manifest with a valid seal, an index whose boxes
+fill their tensors, file headers that agree with the index. Nothing is allocated for a tensor, nothing is
+executed, no name from a file becomes a path. Then the bytes: the crc32c of every file.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+import stat
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,60 +20,53 @@ from torch import Tensor
 
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import as_written
-from zero2all.train.checkpoints.index import Index
-from zero2all.train.checkpoints.layout import split_name
-from zero2all.train.checkpoints.reads import Read, whole_reads
-from zero2all.train.checkpoints.tensor_file import DTYPE_NAMES, DTYPES, READ_BYTES, Header, byte_count, read_rows
-from zero2all.train.checkpoints.verify import Contents, check_bytes, read_contents
+from zero2all.common.manifest import is_count
+from zero2all.train.checkpoints import exact_json
+from zero2all.train.checkpoints.index import Index, boxes_by_file, parse_index
+from zero2all.train.checkpoints.layout import INDEX_NAME, STATE_NAME, split_name, step_of
+from zero2all.train.checkpoints.manifest import read_manifest
+from zero2all.train.checkpoints.planning import Read, plan_reads
+from zero2all.train.checkpoints.tensor_file import (
+    DTYPE_NAMES,
+    DTYPES,
+    READ_BYTES,
+    Header,
+    byte_count,
+    file_crc32c,
+    read_header,
+    read_rows,
+)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose every byte has been compared with its manifest."""
+    """A checkpoint, checked in form by `read_checkpoint` and byte by byte by `check_bytes`."""
 
-    contents: Contents
-
-    @property
-    def folder(self) -> Path:
-        """Where it is."""
-        return self.contents.folder
-
-    @property
-    def manifest(self) -> dict[str, Any]:
-        """Step, world size, files, and the details given when it was saved."""
-        return self.contents.manifest
+    folder: Path
+    manifest: dict[str, Any]  # step, world size, files, and the details given when it was saved
+    index: Index  # name -> dtype, shape and boxes of every tensor
+    headers: dict[str, Header]
+    record: dict[str, Any]  # the snapshot's record: counters and the like
 
     @property
-    def document(self) -> dict[str, Any]:
-        """The snapshot's document: counters and the like."""
-        return self.contents.document
-
-    @property
-    def index(self) -> Index:
-        """Name -> dtype, shape and pieces of every tensor."""
-        return self.contents.index
+    def files(self) -> list[str]:
+        """Every file except the manifest."""
+        return list(self.manifest["files"])
 
     @property
     def step(self) -> int:
         """Updates made before it was saved."""
         return int(self.manifest["step"])
 
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all its files except the manifest."""
-        return sum(int(facts["bytes"]) for facts in self.manifest["files"].values())
-
     def load_into(self, tensors: Mapping[str, Tensor], strict: bool = True) -> None:
-        """Fill tensors in place, each rank its own part, however they were sharded when they were saved.
-
-        Raises before changing anything when a name, a shape or a dtype differs. With `strict`, `tensors` must have
-        every tensor of its groups ('model', 'optimizer', …).
-        """
+        """Fill tensors in place, each rank its own part, however they were sharded when they were saved. Raises before
+        changing anything when a name, a shape or a dtype differs. With `strict`, `tensors` must have every tensor of
+        its groups ('model', 'optimizer', …)."""
         self._check_names(tensors, strict)
         with torch.no_grad():
-            reads = self._reads(tensors)
-            for file in sorted({read.piece.file for read in reads}):
-                self._read_file(file, [read for read in reads if read.piece.file == file])
+            reads = list(plan_reads(tensors, self.index))
+            for file in sorted({read.box.file for read in reads}):
+                self._read_file(file, [read for read in reads if read.box.file == file])
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         """Whole tensors on the CPU, by what follows the prefix ('model/', 'optimizer/exp_avg/') in their names."""
@@ -77,14 +76,6 @@ class Checkpoint:
         }
         self.load_into(found, strict=False)
         return {name.removeprefix(prefix): tensor for name, tensor in found.items()}
-
-    def _reads(self, tensors: Mapping[str, Tensor]) -> list[Read]:
-        if all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors.values()):
-            return list(whole_reads(tensors, self.index))
-        # Here, because importing torch's planners takes more than a second, and tools read whole tensors.
-        from zero2all.train.checkpoints.planning import plan_reads
-
-        return plan_reads(tensors, self.index)
 
     def _check_names(self, tensors: Mapping[str, Tensor], strict: bool) -> None:
         differences = []
@@ -109,7 +100,7 @@ class Checkpoint:
             )
 
     def _read_file(self, file: str, reads: list[Read]) -> None:
-        header = self.contents.headers[file]
+        header = self.headers[file]
         path = self.folder / file
         try:
             handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
@@ -126,10 +117,7 @@ class Checkpoint:
 
 @contextmanager
 def reading_record(checkpoint: Checkpoint) -> Iterator[None]:
-    """Turn errors while a part of the record is read (guards, data, stages) into BadInputError.
-
-    The seal finds damage, but not a changed record with a new seal; that is found here.
-    """
+    """Turn errors in reading the record (guards, data, stages), which may be forged, into BadInputError."""
     remedy = "Move it away to continue from an older checkpoint, or start over with --fresh."
     with as_written(f"The record of the run in {checkpoint.folder}", remedy):
         yield
@@ -137,14 +125,93 @@ def reading_record(checkpoint: Checkpoint) -> Iterator[None]:
 
 def verified_checkpoint(folder: Path) -> Checkpoint:
     """Open one checkpoint after checking every byte of it; BadInputError says what is wrong with it."""
-    contents = read_contents(folder)
-    check_bytes(contents, contents.files)
-    return Checkpoint(contents)
+    checkpoint = read_checkpoint(folder)
+    check_bytes(checkpoint, checkpoint.files)
+    return checkpoint
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Check the form of a checkpoint; BadInputError says what is wrong with it."""
+    try:
+        return _read_checkpoint(folder)
+    except OSError as error:
+        raise BadInputError(f"{folder} cannot be read ({error})") from error
+
+
+def check_bytes(checkpoint: Checkpoint, names: Iterable[str]) -> None:
+    """Compare the bytes of these files with the manifest."""
+    for name in names:
+        path = checkpoint.folder / name
+        try:
+            crc = file_crc32c(path)
+        except OSError as error:
+            raise BadInputError(f"{path} cannot be read ({error})") from error
+        if crc != checkpoint.manifest["files"][name]["crc32c"]:
+            raise BadInputError(f"{path} has changed since it was written (crc32c differs)")
+
+
+def _read_checkpoint(folder: Path) -> Checkpoint:
+    if not stat.S_ISDIR(folder.lstat().st_mode):
+        raise BadInputError(f"{folder} is no plain folder")
+    manifest = read_manifest(folder)
+    if manifest["step"] != step_of(folder):
+        raise BadInputError(f"{folder} holds step {manifest['step']}: it was renamed after it was written")
+    for name, facts in manifest["files"].items():
+        _check_file(folder / name, facts["bytes"])
+    index = parse_index(exact_json.read(folder / INDEX_NAME), str(folder / INDEX_NAME))
+    record = exact_json.read(folder / STATE_NAME)
+    _check_state(folder / STATE_NAME, record, manifest["step"])
+    return Checkpoint(folder, manifest, index, _check_headers(folder, manifest, index), record)
+
+
+def _check_state(path: Path, record: Any, step: int) -> None:
+    """Check the fields that a resumed run needs; the guards check their own."""
+    if not isinstance(record, dict):
+        raise BadInputError(f"{path} is no JSON object")
+    for name, value in record.items():
+        known = {
+            "step": value == step and is_count(value),
+            "tokens": is_count(value),
+            "guards": value is None or isinstance(value, dict),
+            "stage": value is None or isinstance(value, str),
+        }
+        if not known.get(name, True):
+            raise BadInputError(f"{path}: its `{name}` is {str(value)[:80]!r}, which no run of ours would save there")
+
+
+def _check_file(path: Path, expected_bytes: int) -> None:
+    try:
+        facts = path.lstat()
+    except FileNotFoundError:
+        raise BadInputError(f"{path} is missing") from None
+    if not stat.S_ISREG(facts.st_mode):
+        raise BadInputError(f"{path} is no plain file (a link, a device or a folder)")
+    if facts.st_size != expected_bytes:
+        raise BadInputError(f"{path} has {facts.st_size} bytes, its manifest says {expected_bytes}")
+
+
+def _check_headers(folder: Path, manifest: dict[str, Any], index: Index) -> dict[str, Header]:
+    """Every file of tensors holds exactly the boxes that the index puts there."""
+    listed = set(manifest["files"]) - {INDEX_NAME, STATE_NAME}
+    expected = boxes_by_file(index)
+    if listed != set(expected):
+        raise BadInputError(f"{folder}: index and manifest differ about {', '.join(sorted(listed ^ set(expected)))}")
+    headers = {}
+    for name in sorted(listed):
+        headers[name] = read_header(folder / name)
+        found = {key: (info.dtype, info.shape) for key, info in headers[name].infos.items()}
+        wrong = sorted(key for key in found.keys() | expected[name].keys() if found.get(key) != expected[name].get(key))
+        if wrong:
+            raise BadInputError(
+                f"{folder / name}: its header and the index differ about {wrong[0][:80]!r} "
+                f"({found.get(wrong[0], 'absent')} instead of {expected[name].get(wrong[0], 'nothing')})"
+            )
+    return headers
 
 
 def _fill(handle: int, header: Header, read: Read) -> None:
     """Read rows, some MB at a time, and keep the wanted columns."""
-    info = header.infos[read.piece.key]
+    info = header.infos[read.box.key]
     if not info.shape:
         read.target.copy_(read_rows(handle, header, info, 0, 1))
         return

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zero2all.train.checkpoints import documents
+from zero2all.train.checkpoints import exact_json
 
 
 class Peers:
@@ -33,7 +33,7 @@ class Peers:
         """The values of all ranks, on all ranks. Raises when a peer has died or does not answer in time."""
         if self._group is None:
             return [value]
-        own = torch.frombuffer(bytearray(documents.dump(value, None)), dtype=torch.uint8)
+        own = torch.frombuffer(bytearray(exact_json.dump(value, None)), dtype=torch.uint8)
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(lengths, torch.tensor([own.numel()]), group=self._group)
         longest = max(int(length) for length in lengths)
@@ -42,7 +42,7 @@ class Peers:
         texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
         dist.all_gather(texts, padded, group=self._group)
         return [
-            documents.parse(text[: int(length)].numpy().tobytes(), f"what rank {rank} said")
+            exact_json.parse(text[: int(length)].numpy().tobytes(), f"what rank {rank} said")
             for rank, (text, length) in enumerate(zip(texts, lengths, strict=True))
         ]
 

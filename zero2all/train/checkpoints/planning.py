@@ -1,48 +1,38 @@
-"""Which rank writes what: torch's planners decide, for tensors sharded in any way.
+"""Which rank writes which box of which tensor, and which parts of stored boxes a rank reads.
 
-The planners of `torch.distributed.checkpoint` know how a DTensor is spread over a mesh, which of several equal copies
-to write, and, at loading, which part of which stored piece belongs where; they are reused. Its driver is not: it
-pickles plans and metadata, and it copies the state before it plans. Here the plan is made first (and once, because it
-changes only when the tensors do), so that a rank copies and holds in host memory only what it will write itself.
+What a rank holds of a tensor is a box of it: all of it, or the part of a DTensor that lies here. Of several ranks with
+the same box, the one that has least to write so far writes it. The plan changes only when the tensors do, so it is made
+once, before anything is copied: a rank copies and holds in host memory only what it will write itself.
 
 A plain tensor is assumed to be the same on every rank that has it, and is written once.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from zero2all.train.checkpoints.index import Index, Piece, TensorEntry, index_document, parse_index, piece_key
+from zero2all.parallel.shards import box, has_part, local
+from zero2all.train.checkpoints.index import Box, Index, TensorEntry, box_key, index_json, parse_index
 from zero2all.train.checkpoints.layout import is_tensor_name, split_name, tensor_file_name
 from zero2all.train.checkpoints.peers import Peers
-from zero2all.train.checkpoints.reads import Read
 from zero2all.train.checkpoints.tensor_file import DTYPE_NAMES, DTYPES, TensorInfo, byte_count, header_bytes, lay_out
+
+Sizes = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class FilePlan:
-    """One file of this rank: which piece of which tensor goes where."""
+    """One file of this rank: which box of which tensor goes where."""
 
     name: str
     infos: dict[str, TensorInfo]
-    sources: dict[str, str]
-    """Key in the file -> name of the tensor whose local part it is."""
+    sources: dict[str, str]  # key in the file -> name of the tensor whose local part it is
 
     @property
     def data_bytes(self) -> int:
@@ -56,15 +46,33 @@ class SaveLayout:
 
     files: list[FilePlan]
     index: Index
-    file_bytes: dict[str, int]
-    """Size of every file of tensors, of all ranks."""
-    signature: dict[str, Any] = field(repr=False)
-    """What the plan was made for; see `signature_of`."""
+    file_bytes: dict[str, int]  # size of every file of tensors, of all ranks
+    signature: dict[str, Any] = field(repr=False)  # what the plan was made for; see `signature_of`
 
     @property
     def total_bytes(self) -> int:
         """Bytes of all files of tensors."""
         return sum(self.file_bytes.values())
+
+
+@dataclass(frozen=True)
+class Read:
+    """A part of a stored box, and where it goes."""
+
+    box: Box
+    offsets: Sizes  # where the part begins within the box
+    lengths: Sizes
+    target: Tensor  # A view into the caller's tensor, of shape `lengths`
+
+
+class _Part(NamedTuple):
+    """What one rank holds of a tensor."""
+
+    name: str
+    dtype: str
+    size: Sizes  # of the whole tensor
+    offsets: Sizes
+    shape: Sizes
 
 
 def signature_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -79,83 +87,101 @@ def signature_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 def plan_save(tensors: Mapping[str, Tensor], peers: Peers, largest_file_bytes: int) -> SaveLayout:
     """Agree with the other ranks on who writes what. Every rank calls it; every rank gets the same index."""
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    said = peers.gather(_own_items(planner, tensors, peers.is_first))
+    said = peers.gather(_own_parts(tensors))
     for rank, each in enumerate(said):
         if "problem" in each:  # raised on every rank, so that none waits for the others
             raise ValueError(f"rank {rank}: {each['problem']}")
-    plans = [SavePlan([_item_of(document) for document in each["items"]]) for each in said]
-    _check_agreement(plans)
-    shared, _ = planner.create_global_plan(plans)  # keeps one of equal copies, checks that pieces fill their tensors
+    held = [[_Part(name, dtype, *map(tuple, sizes)) for name, dtype, *sizes in each["parts"]] for each in said]
+    _check_agreement(held)
     index: Index = {}
-    files: list[list[FilePlan]] = []
-    for rank, plan in enumerate(shared):
-        files.append(_files_of_rank(rank, plan, largest_file_bytes, index))
-    for item in (item for plan in plans for item in plan.items):  # a tensor without elements has no pieces
-        data = _data_of(item)
-        index.setdefault(item.index.fqn, TensorEntry(DTYPE_NAMES[data.properties.dtype], tuple(data.size), ()))
-    index = parse_index(index_document(index), "the plan of a checkpoint")
+    files = [_files_of_rank(rank, parts, largest_file_bytes, index) for rank, parts in enumerate(_without_copies(held))]
+    for part in (part for parts in held for part in parts):  # a tensor without elements has no boxes
+        index.setdefault(part.name, TensorEntry(part.dtype, part.size, ()))
+    index = parse_index(index_json(index), "the plan of a checkpoint")  # checks that boxes fill their tensors
     sizes = {file.name: len(header_bytes(file.infos)) + file.data_bytes for own_files in files for file in own_files}
     return SaveLayout(files[peers.rank], index, sizes, signature_of(tensors))
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """The part of a tensor on this rank."""
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def plan_reads(tensors: Mapping[str, Tensor], index: Index) -> list[Read]:
+def plan_reads(tensors: Mapping[str, Tensor], index: Index) -> Iterator[Read]:
     """The reads that fill this rank's part of `tensors`; names and shapes must be those of the index."""
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(tensors), _metadata({name: index[name] for name in tensors}), is_coordinator=False)
-    return [_read_of(item, index, planner.resolve_tensor(item)) for item in planner.create_local_plan().items]
-
-
-def _files_of_rank(rank: int, plan: SavePlan, largest_file_bytes: int, index: Index) -> list[FilePlan]:
-    """Divide what a rank writes into files by group and size, and add the pieces to the index."""
-    parts: dict[str, list[dict[str, WriteItem]]] = {}
-    filled: dict[str, int] = {}
-    for item in plan.items:
-        data = _data_of(item)
-        shape = tuple(data.chunk.sizes)
-        if 0 in shape:
+    for name, tensor in tensors.items():
+        if not has_part(tensor):
             continue
-        group, rest = split_name(item.index.fqn)
-        size = byte_count(DTYPE_NAMES[data.properties.dtype], shape)
-        group_parts = parts.setdefault(group, [])
-        if not group_parts or filled[group] + size > largest_file_bytes:
-            group_parts.append({})
-            filled[group] = 0
-        filled[group] += size
-        offsets = tuple(data.chunk.offsets)
-        group_parts[-1][piece_key(rest, offsets, shape == tuple(data.size))] = item
-    files = []
-    for group, group_parts in parts.items():
-        for number, items in enumerate(group_parts):
-            name = tensor_file_name(group, rank, number)
-            for key, item in items.items():
-                _enter_piece(index, item, name, key)
-            described = {key: (_dtype_of(item), tuple(_data_of(item).chunk.sizes)) for key, item in items.items()}
-            files.append(FilePlan(name, lay_out(described), {key: item.index.fqn for key, item in items.items()}))
-    return files
+        target, place = local(tensor.detach()), box(tensor)
+        for stored in index[name].boxes:
+            ends = [o + n for o, n in zip(stored.offsets, stored.shape, strict=True)]
+            first = [max(o, own.start) for o, own in zip(stored.offsets, place, strict=True)]
+            lengths = tuple(min(e, own.stop) - f for e, own, f in zip(ends, place, first, strict=True))
+            if all(length > 0 for length in lengths):
+                offsets = tuple(f - o for f, o in zip(first, stored.offsets, strict=True))
+                inside = tuple(
+                    slice(f - own.start, f - own.start + n) for f, own, n in zip(first, place, lengths, strict=True)
+                )
+                yield Read(stored, offsets, lengths, target[inside])
 
 
-def _enter_piece(index: Index, item: WriteItem, file: str, key: str) -> None:
-    data = _data_of(item)
-    piece = Piece(tuple(data.chunk.offsets), tuple(data.chunk.sizes), file, key)
-    before = index.get(item.index.fqn)
-    pieces = (*before.pieces, piece) if before else (piece,)
-    index[item.index.fqn] = TensorEntry(_dtype_of(item), tuple(data.size), pieces)
-
-
-def _own_items(planner: DefaultSavePlanner, tensors: Mapping[str, Tensor], is_first: bool) -> dict[str, Any]:
+def _own_parts(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """What this rank could write, or what is wrong with its tensors."""
     try:
         _check_tensors(tensors)
-        planner.set_up_planner(dict(tensors), is_coordinator=is_first)
-        return {"items": [_item_document(item) for item in planner.create_local_plan().items]}
-    except Exception as error:
+        places = {name: box(tensor) for name, tensor in tensors.items() if has_part(tensor)}
+    except Exception as error:  # raised on every rank, by the caller
         return {"problem": str(error)}
+    return {
+        "parts": [
+            _Part(
+                name,
+                DTYPE_NAMES[tensors[name].dtype],
+                tuple(tensors[name].shape),
+                tuple(along.start for along in place),
+                tuple(along.stop - along.start for along in place),
+            )
+            for name, place in places.items()
+        ]
+    }
+
+
+def _without_copies(held: list[list[_Part]]) -> list[list[_Part]]:
+    """What each rank writes: every box once, by the rank that has least to write so far."""
+    holders: dict[tuple[str, Sizes], list[int]] = {}
+    sizes: dict[tuple[str, Sizes], int] = {}
+    for rank, parts in enumerate(held):
+        for part in parts:
+            holders.setdefault((part.name, part.offsets), []).append(rank)
+            sizes[part.name, part.offsets] = byte_count(part.dtype, part.size)
+    writers, planned = {}, [0] * len(held)
+    for key, ranks in holders.items():
+        writers[key] = min(ranks, key=lambda rank: planned[rank])
+        planned[writers[key]] += sizes[key] or 1
+    return [[part for part in parts if writers[part.name, part.offsets] == rank] for rank, parts in enumerate(held)]
+
+
+def _files_of_rank(rank: int, parts: list[_Part], largest_file_bytes: int, index: Index) -> list[FilePlan]:
+    """Divide what a rank writes into files by group and size, and add the boxes to the index."""
+    groups: dict[str, list[dict[str, _Part]]] = {}
+    filled: dict[str, int] = {}
+    for part in parts:
+        if 0 in part.shape:
+            continue
+        group, rest = split_name(part.name)
+        size = byte_count(part.dtype, part.shape)
+        contents = groups.setdefault(group, [])
+        if not contents or filled[group] + size > largest_file_bytes:
+            contents.append({})
+            filled[group] = 0
+        filled[group] += size
+        contents[-1][box_key(rest, part.offsets, part.shape == part.size)] = part
+    files = []
+    for group, contents in groups.items():
+        for number, keyed in enumerate(contents):
+            name = tensor_file_name(group, rank, number)
+            for key, part in keyed.items():
+                before = index[part.name].boxes if part.name in index else ()
+                boxes = (*before, Box(part.offsets, part.shape, name, key))
+                index[part.name] = TensorEntry(part.dtype, part.size, boxes)
+            infos = lay_out({key: (part.dtype, part.shape) for key, part in keyed.items()})
+            files.append(FilePlan(name, infos, {key: part.name for key, part in keyed.items()}))
+    return files
 
 
 def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
@@ -163,69 +189,22 @@ def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if not is_tensor_name(name):
             raise ValueError(f"a tensor of a checkpoint cannot be called {name!r}; expected 'group/name'")
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if type(local) not in (Tensor, torch.nn.Parameter) or local.dtype not in DTYPE_NAMES:
+        part = local(tensor)
+        if type(part) not in (Tensor, torch.nn.Parameter) or part.dtype not in DTYPE_NAMES:
             raise TypeError(
-                f"{name} is a {type(local).__name__} of {local.dtype}; a checkpoint holds plain tensors of "
+                f"{name} is a {type(part).__name__} of {part.dtype}; a checkpoint holds plain tensors of "
                 f"{', '.join(DTYPES)}. Give the plain tensors it is made of."
             )
-        if local.is_meta:
+        if part.is_meta:
             raise TypeError(f"{name} is on the meta device and holds no values")
 
 
-def _check_agreement(plans: list[SavePlan]) -> None:
+def _check_agreement(held: list[list[_Part]]) -> None:
     """Check that a tensor has one dtype and one shape on all ranks."""
-    seen: dict[str, tuple[int, tuple[str, tuple[int, ...]]]] = {}
-    for rank, plan in enumerate(plans):
-        for item in plan.items:
-            facts = (_dtype_of(item), tuple(_data_of(item).size))
-            first, known = seen.setdefault(item.index.fqn, (rank, facts))
+    seen: dict[str, tuple[int, tuple[str, Sizes]]] = {}
+    for rank, parts in enumerate(held):
+        for part in parts:
+            facts = (part.dtype, part.size)
+            first, known = seen.setdefault(part.name, (rank, facts))
             if known != facts:
-                raise ValueError(f"{item.index.fqn} is {facts} on rank {rank}, but {known} on rank {first}")
-
-
-def _item_document(item: WriteItem) -> list[Any]:
-    data = _data_of(item)
-    sizes = [list(data.size), list(data.chunk.offsets), list(data.chunk.sizes)]
-    return [item.index.fqn, item.type is WriteItemType.SHARD, _dtype_of(item), *sizes]
-
-
-def _item_of(document: list[Any]) -> WriteItem:
-    name, is_shard, dtype, size, offsets, sizes = document
-    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-    data = TensorWriteData(chunk, TensorProperties(dtype=DTYPES[dtype]), torch.Size(size))
-    kind = WriteItemType.SHARD if is_shard else WriteItemType.TENSOR
-    return WriteItem(MetadataIndex(name, offsets), kind, tensor_data=data)
-
-
-def _data_of(item: WriteItem) -> TensorWriteData:
-    assert item.tensor_data is not None, "a checkpoint holds tensors only; the document holds the rest"
-    return item.tensor_data
-
-
-def _dtype_of(item: WriteItem) -> str:
-    return DTYPE_NAMES[_data_of(item).properties.dtype]
-
-
-def _metadata(index: Index) -> Metadata:
-    """An index as metadata of the planners."""
-    return Metadata(
-        {
-            name: TensorStorageMetadata(
-                TensorProperties(dtype=DTYPES[entry.dtype]),
-                torch.Size(entry.shape),
-                [ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.shape)) for piece in entry.pieces],
-            )
-            for name, entry in index.items()
-        }
-    )
-
-
-def _read_of(item: ReadItem, index: Index, target: Tensor) -> Read:
-    name, stored = item.storage_index.fqn, item.storage_index
-    pieces = index[name].pieces
-    number = stored.index
-    if number is None or pieces[number].offsets != tuple(stored.offset or ()):
-        number = [piece.offsets for piece in pieces].index(tuple(stored.offset or ()))
-    assert math.prod(item.lengths) == target.numel(), f"the plan for {name} does not fit its target"
-    return Read(pieces[number], tuple(item.storage_offsets), tuple(item.lengths), target)
+                raise ValueError(f"{part.name} is {facts} on rank {rank}, but {known} on rank {first}")

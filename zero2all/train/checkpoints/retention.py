@@ -1,4 +1,4 @@
-"""Which checkpoints are kept.
+"""Which checkpoints are kept, and how the others are moved away or deleted.
 
 The newest `keep_last`, those at multiples of `keep_every_steps`, and pinned ones. Whatever the settings, at least two
 that are known to be intact are kept, and at least one of them is good (`not_good` in a manifest says why one is not):
@@ -8,18 +8,25 @@ deleted checkpoint never has a valid name.
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from zero2all.common.errors import BadInputError
-from zero2all.common.files import write_atomic
-from zero2all.train.checkpoints import documents
-from zero2all.train.checkpoints.layout import PINS_NAME, checkpoints_folder, list_checkpoints, step_of
-from zero2all.train.checkpoints.load import verified_checkpoint
+from zero2all.common.files import PARTIAL_MARK, fsync_folder, write_atomic
+from zero2all.train.checkpoints import exact_json
+from zero2all.train.checkpoints.layout import (
+    DAMAGED,
+    PINS_NAME,
+    WITHDRAWN,
+    checkpoints_folder,
+    list_checkpoints,
+    note_latest,
+    step_of,
+)
+from zero2all.train.checkpoints.load import read_checkpoint, verified_checkpoint
 from zero2all.train.checkpoints.manifest import NOT_GOOD, read_manifest
 from zero2all.train.checkpoints.run_lock import Fence, no_fence
-from zero2all.train.checkpoints.set_aside import discard
-from zero2all.train.checkpoints.verify import read_contents
 
 LEAST_VERIFIED = 2
 
@@ -28,10 +35,8 @@ LEAST_VERIFIED = 2
 class Retention:
     """How many checkpoints are kept."""
 
-    keep_last: int = 2
-    """Newest checkpoints that are kept; at least 2."""
-    keep_every_steps: int = 0
-    """Checkpoints at multiples of this are never deleted; 0 turns the rule off."""
+    keep_last: int = 2  # newest checkpoints that are kept; at least 2
+    keep_every_steps: int = 0  # checkpoints at multiples of this are never deleted; 0 turns the rule off
 
     def __post_init__(self) -> None:
         if self.keep_last < LEAST_VERIFIED:
@@ -59,7 +64,7 @@ class Verified:
         step = step_of(folder)
         try:
             if step in self.steps:
-                read_contents(folder)
+                read_checkpoint(folder)
             else:
                 verified_checkpoint(folder)
                 self.steps.add(step)
@@ -110,26 +115,74 @@ def pins(run: Path) -> dict[int, str]:
     """Pinned steps and why; BadInputError when the file cannot be understood (then nothing may be deleted)."""
     path = checkpoints_folder(run) / PINS_NAME
     try:
-        data = documents.read_limited(path)
+        found = exact_json.read(path)
     except FileNotFoundError:
         return {}
-    found = documents.parse(data, str(path))
     if not isinstance(found, dict) or not all(key.isdigit() and isinstance(why, str) for key, why in found.items()):
         raise BadInputError(f'{path} should hold steps and reasons, such as {{"1000": "best so far"}}. Correct it.')
     return {int(key): why for key, why in found.items()}
 
 
 def pin(run: Path, step: int, reason: str) -> None:
-    """Keep a step's checkpoint from being deleted, until `unpin`."""
-    _write_pins(run, {**pins(run), step: reason})
+    """Keep a step's checkpoint from being deleted."""
+    pinned = sorted({**pins(run), step: reason}.items())
+    write_atomic(checkpoints_folder(run) / PINS_NAME, exact_json.dump({str(at): why for at, why in pinned}))
 
 
-def unpin(run: Path, step: int) -> None:
-    """Apply the ordinary rules to a step's checkpoint again."""
-    _write_pins(run, {pinned: why for pinned, why in pins(run).items() if pinned != step})
+def quarantine(folder: Path, reason: str) -> Path:
+    """Move a damaged checkpoint to `damaged/`, beside earlier ones of the same step; returns its new place."""
+    return _move(folder, folder.parent / DAMAGED, reason)
 
 
-def _write_pins(run: Path, pinned: dict[int, str]) -> None:
-    write_atomic(
-        checkpoints_folder(run) / PINS_NAME, documents.dump({str(s): why for s, why in sorted(pinned.items())})
-    )
+def has_quarantined(run: Path) -> bool:
+    """Whether a checkpoint of the run was ever found damaged."""
+    return (checkpoints_folder(run) / DAMAGED).exists()
+
+
+def withdraw_after(run: Path, step: int, reason: str, fence: Fence = no_fence) -> list[int]:
+    """Move every checkpoint newer than `step` to `withdrawn/`, for a rollback; returns the steps that were moved. Only
+    for the holder of the run's lock, while no save is under way."""
+    moved = []
+    for folder in list_checkpoints(run):
+        if step_of(folder) > step:
+            fence()
+            _move(folder, folder.parent / WITHDRAWN, reason)
+            moved.append(step_of(folder))
+    if moved:
+        fence()
+        left = list_checkpoints(run)
+        note_latest(run, step_of(left[0]) if left else None)
+    return moved
+
+
+def discard(folder: Path) -> None:
+    """Delete a folder: renamed first, so that a crash leaves no partly deleted folder under its name."""
+    doomed = folder.with_name(f"{folder.name}{PARTIAL_MARK}trash")
+    shutil.rmtree(doomed, ignore_errors=True)
+    folder.rename(doomed)
+    fsync_folder(folder.parent)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def sweep(run: Path) -> list[str]:
+    """Remove what killed saves and deletions have left; only for the holder of the run's lock."""
+    leftovers = sorted(checkpoints_folder(run).glob(f"*{PARTIAL_MARK}*"))
+    for leftover in leftovers:
+        if leftover.is_dir() and not leftover.is_symlink():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            leftover.unlink(missing_ok=True)
+    return [leftover.name for leftover in leftovers]
+
+
+def _move(folder: Path, place: Path, reason: str) -> Path:
+    place.mkdir(exist_ok=True)
+    target, number = place / folder.name, 1
+    while target.exists() or target.is_symlink():
+        number += 1
+        target = place / f"{folder.name}-{number}"
+    folder.rename(target)
+    fsync_folder(place)
+    fsync_folder(folder.parent)
+    write_atomic(target.with_name(f"{target.name}.txt"), f"{reason}\n".encode())
+    return target

@@ -1,17 +1,16 @@
 """One writer per run, and what happens to the lock of one that died.
 
-`<run>/lock` is locked with flock, which the kernel releases when its holder dies, and its content names the holder:
-host, process, when that process started, and a heartbeat (the file's own mtime, so that clocks of different machines
-are never compared). flock does not work over every network disk, so the content counts too:
+`<run>/lock` is locked with flock, which the kernel releases when its holder dies. flock does not work over every
+network disk, so the content counts too: it names host, process and start of the holder, and the file's mtime is its
+heartbeat (so that clocks of different machines are never compared):
 
 - the holder lives on this host, or its heartbeat is fresh: refused (exit code 13);
 - it is dead, and was on this host: taken over, with a note;
 - it was on another host and its heartbeat is old: it may be dead or disconnected; the user must decide (`take_over`).
 
-The lock is also a fence: everything that writes into the run (checkpoints, the guards' records and pages, metrics)
-checks first whether the lock is still held. A process that was suspended for an hour, while another took over the run,
-writes nothing more and ends with exit code 14. The check is one `stat` while nothing has changed, cheap enough for
-every row of metrics.
+The lock is also a fence: everything that writes into the run checks first whether the lock is still held, which costs
+one `stat` while nothing has changed. A process that was suspended while another took over the run writes nothing more
+and ends with exit code 14.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from typing import Any, TypeVar
 import psutil
 
 from zero2all.common.errors import BadInputError, LostRunError, RunLockedError, UserError
-from zero2all.train.checkpoints import documents
+from zero2all.train.checkpoints import exact_json
 
 T = TypeVar("T")
 LOCK_NAME = "lock"
@@ -210,7 +209,7 @@ def _read_holder(path: Path) -> dict[str, Any]:
 def _holder_in(path: Path) -> dict[str, Any]:
     """The same, raising what the disk raises."""
     try:
-        holder = documents.parse(documents.read_limited(path), str(path))
+        holder = exact_json.read(path)
     except UserError:
         return {}
     return holder if isinstance(holder, dict) else {}
@@ -220,7 +219,7 @@ def _write_holder(path: Path, holder: dict[str, Any]) -> None:
     """In place, because the lock is on this file."""
     with open(path, "r+b") as file:
         file.truncate(0)
-        file.write(documents.dump(holder))
+        file.write(exact_json.dump(holder))
         file.flush()
         os.fsync(file.fileno())
 

@@ -8,15 +8,16 @@ own stream, all at once, and the loop waits for them, because the next step chan
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from zero2all.train.checkpoints.planning import FilePlan, SaveLayout, local_part
+from zero2all.parallel.shards import local
+from zero2all.train.checkpoints.planning import FilePlan, SaveLayout
 from zero2all.train.checkpoints.tensor_file import view_of
 
 PORTABLE = 1
@@ -27,25 +28,11 @@ PORTABLE = 1
 class Snapshot:
     """What to save: tensors named 'group/name' ('model/norm.weight', 'optimizer/exp_avg/norm.weight'), and counters.
 
-    The document is JSON; rank 0 saves its own. Numbers that JSON cannot hold come back as strings that `float()` reads.
+    The record is JSON; rank 0 saves its own. Numbers that JSON cannot hold come back as strings that `float()` reads.
     """
 
     tensors: Mapping[str, Tensor]
-    document: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class StagedFile:
-    """One file's tensors in host memory."""
-
-    plan: FilePlan
-    buffer: Tensor
-    """The data of the file, byte for byte (uint8)."""
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Key in the file and tensor, as views into the buffer."""
-        for key, info in self.plan.infos.items():
-            yield key, view_of(self.buffer, info)
+    record: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -54,21 +41,9 @@ class Staged:
 
     step: int
     layout: SaveLayout
-    files: list[StagedFile]
-    document: bytes
-    """The snapshot's document as JSON text."""
+    files: list[tuple[FilePlan, Tensor]]  # with the data of each file, byte for byte (uint8)
+    record: bytes  # the snapshot's record as JSON text
     details: dict[str, Any]
-
-
-class Sink(Protocol):
-    """Another destination for every snapshot: shared memory that outlives the trainer, another machine, …
-
-    Called from the writing thread, before the disk, when the copy is complete; it must not keep the buffers. Its
-    exceptions are reported and do not fail the save.
-    """
-
-    def take(self, staged: Staged) -> None:
-        """Copy or send what is needed of a snapshot."""
 
 
 class HostBuffers:
@@ -87,7 +62,7 @@ class HostBuffers:
         """Copy this rank's part of `tensors`; when it returns they may be changed. Returns the seconds it took."""
         started = time.monotonic()
         pairs = [
-            (view_of(buffer, file.infos[key]), local_part(tensors[name]))
+            (view_of(buffer, file.infos[key]), local(tensors[name].detach()))
             for file, buffer in zip(self._files, self.buffers, strict=True)
             for key, name in file.sources.items()
         ]
@@ -104,9 +79,9 @@ class HostBuffers:
             copied.synchronize()
         return time.monotonic() - started
 
-    def staged(self) -> list[StagedFile]:
-        """The buffers with their content."""
-        return [StagedFile(file, buffer) for file, buffer in zip(self._files, self.buffers, strict=True)]
+    def staged(self) -> list[tuple[FilePlan, Tensor]]:
+        """The files with their content."""
+        return list(zip(self._files, self.buffers, strict=True))
 
     def release(self) -> None:
         """Free the memory."""

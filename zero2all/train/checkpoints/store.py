@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,22 +25,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero2all.common.errors import AnomalyError, BadInputError, LostRunError, UserError
-from zero2all.common.files import human_bytes, require_free_space
-from zero2all.common.progress import counted
-from zero2all.train.checkpoints import documents
+from zero2all.train.checkpoints import exact_json
+from zero2all.train.checkpoints.checks import compare_replicas, first_not_finite
 from zero2all.train.checkpoints.commit import SaveError, bytes_needed, commit, lack_of_space
 from zero2all.train.checkpoints.find import Say, find_newest, open_at, say_aloud
-from zero2all.train.checkpoints.finite import first_not_finite
-from zero2all.train.checkpoints.latest import note_latest
-from zero2all.train.checkpoints.layout import checkpoint_folder, checkpoints_folder, list_checkpoints, step_of
+from zero2all.train.checkpoints.layout import checkpoint_folder, list_checkpoints, note_latest, step_of
 from zero2all.train.checkpoints.load import Checkpoint
 from zero2all.train.checkpoints.peers import open_peers
 from zero2all.train.checkpoints.planning import SaveLayout, plan_save, signature_of
-from zero2all.train.checkpoints.replicas import compare_replicas
-from zero2all.train.checkpoints.retention import Retention, Verified, is_good, pin, prune
+from zero2all.train.checkpoints.retention import Retention, Verified, is_good, pin, prune, sweep, withdraw_after
 from zero2all.train.checkpoints.run_lock import Fence, no_fence
-from zero2all.train.checkpoints.set_aside import sweep, withdraw_after
-from zero2all.train.checkpoints.snapshot import HostBuffers, Sink, Snapshot, Staged
+from zero2all.train.checkpoints.snapshot import HostBuffers, Snapshot, Staged
 from zero2all.train.checkpoints.writer import SaveResult, SaveTicket, Writer
 
 LARGEST_FILE_BYTES = 4 << 30
@@ -60,23 +55,18 @@ class CheckpointStore:
         largest_file_bytes: int = LARGEST_FILE_BYTES,
         peer_timeout_seconds: float = PEER_TIMEOUT_SECONDS,
         fence: Fence = no_fence,
-        sinks: Sequence[Sink] = (),
         say: Say = say_aloud,
     ) -> None:
-        """All ranks of `group` (any backend; None for one process) create the store at the same point.
-
-        Without `retention` nothing is deleted. `when_busy` says what a save does while the one before is still being
-        written. `fence` is checked before anything is written, moved or deleted. `say` gets notices, on rank 0
-        only.
-        """
+        """All ranks of `group` (any backend; None for one process) create the store at the same point. Without
+        `retention` nothing is deleted. `fence` is checked before anything is written, moved or deleted."""
         self.run = run
         self._retention = retention
         self._when_busy = when_busy
         self._largest_file_bytes = largest_file_bytes
-        self.fence, self._sinks = fence, sinks
+        self.fence = fence
         self._peers = open_peers(group, peer_timeout_seconds)  # for the caller's thread
         self._writing_peers = open_peers(group, peer_timeout_seconds)  # for the writing thread
-        self._say: Say = say if self._peers.is_first else _say_nothing
+        self._say: Say = say if self._peers.is_first else lambda _text: None
         self._writer = Writer()
         self._layout: SaveLayout | None = None
         self._buffers: HostBuffers | None = None
@@ -84,13 +74,9 @@ class CheckpointStore:
         self._is_good: dict[int, bool] = {}
         self._attempts = 0
 
-    # ---- before training
-
     def prepare(self, tensors: Mapping[str, Tensor]) -> int:
-        """Plan the saves of these tensors and allocate host memory for them; returns the bytes of one checkpoint.
-
-        Called by all ranks. Without it, or when the tensors change, the next save does it and takes longer.
-        """
+        """Plan the saves of these tensors and allocate host memory; returns the bytes of one checkpoint. Called by all
+        ranks. Without it, or when the tensors change, the next save does it and takes longer."""
         self._writer.wait()
         self._release()
         layout = plan_save(tensors, self._peers, self._largest_file_bytes)
@@ -98,18 +84,10 @@ class CheckpointStore:
         self._layout = layout
         return bytes_needed(layout)
 
-    def require_space(self, checkpoints: int) -> None:
-        """DiskError when the disk cannot hold this many more checkpoints of the prepared size."""
-        assert self._layout is not None, "prepare() knows the size"
-        size = bytes_needed(self._layout)
-        require_free_space(self.run, size * checkpoints, f"{counted(checkpoints, 'checkpoint')} of {human_bytes(size)}")
-
     def sweep(self) -> list[str]:
         """Remove what killed saves have left; for the holder of the run's lock, on rank 0, before the first save."""
         self.fence()
         return sweep(self.run)
-
-    # ---- reading
 
     def newest(self, set_aside: bool = False) -> Checkpoint | None:
         """The newest intact checkpoint, None when the run never had one; called by all ranks. See `find_newest`."""
@@ -138,11 +116,8 @@ class CheckpointStore:
         return next((str(name) for name in self._peers.gather(first_not_finite(tensors)) if name is not None), None)
 
     def go_back_to(self, step: int, reason: str) -> list[int]:
-        """Pin the checkpoint of `step`, then move the newer ones to withdrawn/; called by all ranks.
-
-        In this order: if the run is killed after the first move, only the pin tells which one it rolled back to, and
-        keeps retention from deleting it. Returns the steps that were moved.
-        """
+        """Pin the checkpoint of `step`, then move the newer ones to withdrawn/; called by all ranks. In this order: if
+        the run is killed between, only the pin tells which one it rolled back to. Returns the steps that were moved."""
         self._writer.wait()
         self._peers.gather(None)  # no save is under way
         self._is_good.clear()
@@ -160,14 +135,11 @@ class CheckpointStore:
             raise (LostRunError if said["is_lost"] else BadInputError)(said["problem"])
         return [int(each) for each in said["moved"]]
 
-    # ---- saving
-
     def save(self, step: int, snapshot: Snapshot, details: Mapping[str, Any], wait: bool = False) -> SaveTicket:
         """Save a snapshot; returns when its tensors may change again, or, with `wait`, when it is committed.
 
-        Called by all ranks with the same step. A failure is in the result and not raised, except that replicas which
-        differ end the run (ReplicasDifferError). A state that is not finite is not saved. A step that is committed
-        already is not changed.
+        Called by all ranks with the same step. A failure is in the result and not raised, except ReplicasDifferError. A
+        state that is not finite is not saved, a step that is committed already not changed.
         """
         started = time.monotonic()
         ticket = SaveTicket(step)
@@ -196,7 +168,7 @@ class CheckpointStore:
 
     def close(self, timeout_seconds: float | None = None) -> bool:
         """Finish the save under way and free the memory; False when it did not finish in time."""
-        is_idle = self._writer.close(timeout_seconds)
+        is_idle = self._writer.wait(timeout_seconds)
         if is_idle:
             self._release()
         return is_idle
@@ -221,7 +193,7 @@ class CheckpointStore:
         if not all(each["is_planned"] for each in said):
             problem = self._replan(tensors)
         if problem is None and self._peers.is_first:
-            problem = self._lack_of_space()
+            problem = lack_of_space(self.run, self._layout)
         for rank, each in enumerate(self._peers.gather(problem)):
             if each is not None:
                 return SaveResult(step, None, f"rank {rank}: {each}" if self._peers.size > 1 else str(each))
@@ -238,28 +210,20 @@ class CheckpointStore:
             return _in_words(error)
         return None
 
-    def _lack_of_space(self) -> str | None:
-        assert self._layout is not None, "planned by now"
-        try:
-            checkpoints_folder(self.run).mkdir(parents=True, exist_ok=True)
-            return lack_of_space(checkpoints_folder(self.run), self._layout)
-        except OSError as error:
-            return _in_words(error)
-
     def _stage_and_submit(
         self, ticket: SaveTicket, snapshot: Snapshot, details: Mapping[str, Any], attempt: str, started: float
     ) -> None:
         """Copy, and start the writing job. The other ranks rely on this one now, so problems are passed to the job."""
         assert self._layout is not None, "planned by now"
         assert self._buffers is not None, "planned by now"
-        problem, document, kept_details = None, b"", {}
+        problem, record, kept_details = None, b"", {}
         try:
-            document = documents.dump(dict(snapshot.document))
-            kept_details = documents.parse(documents.dump(dict(details)), "the details")  # a deep copy
+            record = exact_json.dump(dict(snapshot.record))
+            kept_details = exact_json.parse(exact_json.dump(dict(details)), "the details")  # a deep copy
             self._buffers.copy(snapshot.tensors)
         except Exception as error:
             problem = _in_words(error)
-        staged = Staged(ticket.step, self._layout, self._buffers.staged(), document, kept_details)
+        staged = Staged(ticket.step, self._layout, self._buffers.staged(), record, kept_details)
         stall = time.monotonic() - started
         self._writer.submit(ticket, lambda: self._write(staged, attempt, stall, problem))
 
@@ -267,11 +231,6 @@ class CheckpointStore:
         """The job of the writing thread."""
         started = time.monotonic()
         notes, deleted, folder = [], [], None
-        for sink in self._sinks if problem is None else ():
-            try:
-                sink.take(staged)
-            except Exception as error:
-                notes.append(f"{type(sink).__name__}: {_in_words(error)}")
         try:
             folder = commit(self.run, staged, attempt, self._writing_peers, self.fence, problem)
         except SaveError as error:
@@ -322,7 +281,3 @@ def _gpu_of(tensors: Mapping[str, Tensor]) -> torch.device | None:
 
 def _in_words(error: Exception) -> str:
     return str(error) if isinstance(error, UserError | SaveError) else f"{type(error).__name__}: {error}"
-
-
-def _say_nothing(text: str) -> None:
-    del text

@@ -104,11 +104,6 @@ def view_of(buffer: Tensor, info: TensorInfo) -> Tensor:
     return buffer[info.begin : info.end].view(DTYPES[info.dtype]).view(info.shape)
 
 
-def write_tensor_file(path: Path, infos: Mapping[str, TensorInfo], buffer: Tensor) -> dict[str, Any]:
-    """Write and fsync a file whose data is `buffer`; returns its size and crc32c for the manifest."""
-    return write_durably(path, header_bytes(infos), buffer)
-
-
 def write_durably(path: Path, head: bytes, data: Tensor | None = None) -> dict[str, Any]:
     """Write a new file from bytes and, after them, a buffer; fsync it; returns its size and crc32c."""
     crc = google_crc32c.value(head)

@@ -21,26 +21,19 @@ class SaveResult:
     """How a save ended."""
 
     step: int
-    folder: Path | None
-    """The committed checkpoint; None when the save failed or was skipped."""
-    problem: str | None = None
-    """Why there is no checkpoint; None when there is one."""
+    folder: Path | None  # the committed checkpoint; None when the save failed or was skipped
+    problem: str | None = None  # why there is no checkpoint; None when there is one
     was_skipped: bool = False
     """Skipped, because the save before was still being written (`when_busy="skip"`)."""
-    is_refused: bool = False
-    """Not written, because the state is not finite."""
-    total_bytes: int = 0
-    """Bytes of tensors, of all ranks."""
+    is_refused: bool = False  # not written, because the state is not finite
+    total_bytes: int = 0  # bytes of tensors, of all ranks
     stall_seconds: float = 0.0
     """How long the loop waited: for the other ranks, the copy, and the save before."""
-    write_seconds: float = 0.0
-    """How long writing and committing took, in the background."""
+    write_seconds: float = 0.0  # how long writing and committing took, in the background
     ended_at: float = 0.0
     """When that ended, in seconds since the epoch; the loop learns of it up to a step later."""
-    deleted_steps: list[int] = field(default_factory=list)
-    """What retention deleted after this commit."""
-    notes: list[str] = field(default_factory=list)
-    """Problems that did not fail the save itself: retention, another sink."""
+    deleted_steps: list[int] = field(default_factory=list)  # what retention deleted after this commit
+    notes: list[str] = field(default_factory=list)  # problems that did not fail the save itself
 
 
 class SaveTicket:
@@ -49,26 +42,21 @@ class SaveTicket:
     def __init__(self, step: int) -> None:
         self.step = step
         self._done = threading.Event()
-        self._result: SaveResult | None = None
-
-    @property
-    def result(self) -> SaveResult | None:
+        self.result: SaveResult | None = None
         """How it ended; None while it is being written."""
-        return self._result
 
     def wait(self, timeout_seconds: float | None = None) -> SaveResult | None:
         """Wait for the result; None after the timeout."""
         self._done.wait(timeout_seconds)
-        return self._result
+        return self.result
 
     def finish(self, result: SaveResult) -> None:
         """Set the result."""
-        self._result = result
+        self.result = result
         self._done.set()
 
     def folder(self) -> Path:
-        """Wait for the committed folder, for saves that must succeed. DiskError when it failed, AnomalyError when the
-        state is not finite."""
+        """Wait for the committed folder. DiskError when the save failed, AnomalyError when the state is not finite."""
         result = self.wait()
         assert result is not None, "waiting without a timeout ends with a result"
         if result.is_refused:
@@ -86,74 +74,45 @@ class SaveTicket:
 
 
 class Writer:
-    """Runs jobs one after the other in a background thread, started with the first job."""
+    """Runs one job at a time in a background thread. Its methods are called by one thread."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._job: tuple[SaveTicket, Callable[[], SaveResult]] | None = None
         self._results: deque[SaveResult] = deque()
+        self._ticket: SaveTicket | None = None
         self._thread: threading.Thread | None = None
-        self._is_closing = False
 
     @property
     def is_busy(self) -> bool:
         """Whether a job is running."""
-        with self._changed:
-            return self._job is not None
+        return self._ticket is not None and self._ticket.result is None
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
         """Wait until nothing is being written; False after the timeout."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._job is None, timeout_seconds)
+        if self._thread is not None:
+            self._thread.join(timeout_seconds)
+        return not self.is_busy
 
     def submit(self, ticket: SaveTicket, job: Callable[[], SaveResult]) -> None:
         """Start a job; the one before must have ended."""
-        with self._changed:
-            assert self._job is None, "the save before is still being written"
-            self._job = (ticket, job)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="checkpoint-writer", daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
+        assert not self.is_busy, "the save before is still being written"
+        self._ticket = ticket
+        self._thread = threading.Thread(target=self._run, args=(ticket, job), name="checkpoint-writer", daemon=True)
+        self._thread.start()
 
     def enter(self, ticket: SaveTicket, result: SaveResult) -> None:
-        """Finish a ticket without a job."""
-        with self._changed:
-            self._results.append(result)
+        """Finish a ticket, with or without a job."""
+        self._results.append(result)
         ticket.finish(result)
 
     def poll(self) -> list[SaveResult]:
         """The results since the last call."""
-        with self._changed:
-            results = list(self._results)
-            self._results.clear()
-        return results
+        return [self._results.popleft() for _ in range(len(self._results))]
 
-    def close(self, timeout_seconds: float | None = None) -> bool:
-        """Wait for the last job and end the thread; False when it did not end in time."""
-        is_idle = self.wait(timeout_seconds)
-        with self._changed:
-            self._is_closing = True
-            self._changed.notify_all()
-        if is_idle and self._thread is not None:
-            self._thread.join()
-        return is_idle
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._job is not None or self._is_closing)
-                if self._job is None:
-                    return
-                ticket, job = self._job
-            started = time.monotonic()
-            try:
-                result = job()
-            except BaseException as error:  # a job reports expected failures; this is a bug and must not end the thread
-                problem = f"{type(error).__name__}: {error}"
-                result = SaveResult(ticket.step, None, problem, write_seconds=time.monotonic() - started)
-            ticket.finish(result)
-            with self._changed:
-                self._job = None
-                self._results.append(result)
-                self._changed.notify_all()
+    def _run(self, ticket: SaveTicket, job: Callable[[], SaveResult]) -> None:
+        started = time.monotonic()
+        try:
+            result = job()
+        except BaseException as error:  # a job reports expected failures; this is a bug, and must not be lost
+            problem = f"{type(error).__name__}: {error}"
+            result = SaveResult(ticket.step, None, problem, write_seconds=time.monotonic() - started)
+        self.enter(ticket, result)

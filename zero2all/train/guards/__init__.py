@@ -6,16 +6,14 @@ random numbers. The whole state is JSON, so a resumed run decides like one that 
     findings     what a guard reports
     detector     loss and gradient norm, step by step: spikes and drops
     policy       findings -> what the loop does: continue, skip, roll back, stop
-    ledger       which data is skipped, permanently
+    ledger       which data is skipped, and which shards have loss weight 0
     rows         which sample, shard and documents are in the rows of a step
     levels       the recent loss level of each channel and source
     shards       loss per shard, over the whole run: poisoned and trivially easy ones
     repeats      shards that repeat another one, from their document lengths
-    quarantine   shards whose samples have loss weight 0
     watch        all of it as one object with one state
     documents    the documents of a step, as text
     advice       which settings to change, where the data is not the cause
-    incident     everything the page shows, as JSON
-    page         the same as HTML and as text
-    writer       writes pages in a background thread
+    page         an incident as HTML and as text
+    incident     collects what a page shows, and writes pages in a background thread
 """

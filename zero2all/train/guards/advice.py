@@ -7,7 +7,7 @@ no setting is changed. Only otherwise do the rules about the optimizer apply, ea
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 LARGE_BETA2 = 0.95
@@ -39,20 +39,16 @@ class Facts:
     lr: float
     lr_max: float
     warmup_steps: int
-    beta1: float | None
-    """None: the optimizer has no such setting."""
+    beta1: float | None  # None: the optimizer has no such setting
     beta2: float | None
     eps: float | None
     clip_grad_norm: float
     usual_grad_norm: float | None
     parameters: int
-    earlier_incidents: int = 0
-    """Of this run, before this one."""
+    earlier_incidents: int = 0  # of this run, before this one
     channels_before: Mapping[str, float] | None = None
-    channels_now: Mapping[str, float | None] | None = None
-    """None where a loss was not finite."""
-    row_losses: Sequence[float] = ()
-    """Mean loss of each row of the step, where it is known."""
+    channels_now: Mapping[str, float | None] | None = None  # None where a loss was not finite
+    row_losses: Sequence[float] = ()  # mean loss of each row of the step, where it is known
     usual_loss: float | None = None
     shards_named: Sequence[str] = ()
 
@@ -61,8 +57,7 @@ class Facts:
 class Advice:
     """One line of advice."""
 
-    about: str
-    """data, beta2, eps, clip, lr, warmup, none."""
+    about: str  # data, beta2, eps, clip, lr, warmup, none
     text: str
 
 
@@ -85,67 +80,49 @@ def advice(facts: Facts) -> list[Advice]:
     suspect = data_is_suspect(facts)
     if suspect is not None:
         return [Advice("data", f"The data is to blame: {suspect}. Settings need not change; mend or drop that text.")]
-    rules = {"beta2": _beta2, "eps": _eps, "clip": _clip, "warmup": _warmup, "lr": _rate}
-    given = [Advice(about, text) for about, rule in rules.items() if (text := rule(facts)) is not None]
-    return given or [Advice("none", ALL_LOOKS_SOUND)]
+    return list(_about_settings(facts)) or [Advice("none", ALL_LOOKS_SOUND)]
 
 
-def _beta2(facts: Facts) -> str | None:
-    if facts.beta1 is None or facts.beta2 is None or facts.beta2 <= LARGE_BETA2:
-        return None
-    steps = 1 / (1 - facts.beta2)
-    largest = (1 - facts.beta1) / math.sqrt(1 - facts.beta2)
-    return (
-        f"optim.beta2 is {facts.beta2:g}: the running mean of squares looks back about {steps:,.0f} steps, so after a "
-        f"quiet stretch one large gradient moves a weight by up to {largest:.1f} times the learning rate. Set it to "
-        f"{LARGE_BETA2}."
-    )
-
-
-def _eps(facts: Facts) -> str | None:
-    if facts.eps is None or not facts.usual_grad_norm or facts.parameters < 1:
-        return None
-    typical = facts.usual_grad_norm / math.sqrt(facts.parameters)
-    if typical >= SMALL_GRADIENT * facts.eps:
-        return None
-    lower = 10.0 ** math.floor(math.log10(typical / 1000))
-    return (
-        f"A gradient component is {typical:.1e} as a rule, and optim.eps is {facts.eps:g}: eps is no longer small "
-        f"beside it, and steps grow suddenly when gradients do. Set optim.eps to {lower:.0e} or less."
-    )
-
-
-def _clip(facts: Facts) -> str | None:
-    clip, usual = facts.clip_grad_norm, facts.usual_grad_norm
+def _about_settings(facts: Facts) -> Iterator[Advice]:
+    """Every rule about a setting that applies."""
+    if facts.beta1 is not None and facts.beta2 is not None and facts.beta2 > LARGE_BETA2:
+        steps, largest = 1 / (1 - facts.beta2), (1 - facts.beta1) / math.sqrt(1 - facts.beta2)
+        yield Advice(
+            "beta2",
+            f"optim.beta2 is {facts.beta2:g}: the running mean of squares looks back about {steps:,.0f} steps, so "
+            f"after a quiet stretch one large gradient moves a weight by up to {largest:.1f} times the learning rate. "
+            f"Set it to {LARGE_BETA2}.",
+        )
+    usual, clip = facts.usual_grad_norm, facts.clip_grad_norm
+    typical = (usual or 0.0) / math.sqrt(max(1, facts.parameters))
+    if facts.eps is not None and 0 < typical < SMALL_GRADIENT * facts.eps:
+        lower = 10.0 ** math.floor(math.log10(typical / 1000))
+        yield Advice(
+            "eps",
+            f"A gradient component is {typical:.1e} as a rule, and optim.eps is {facts.eps:g}: eps is no longer small "
+            f"beside it, and steps grow suddenly when gradients do. Set optim.eps to {lower:.0e} or less.",
+        )
     if clip == 0:
-        return "Gradients are not clipped (optim.clip_grad_norm is 0). Set it to 1.0."
-    if not usual or clip <= TOO_LOOSE_CLIP * usual:
-        return None
-    return (
-        f"optim.clip_grad_norm is {clip:g}, and the gradient norm is {usual:.2g} as a rule, so a spike "
-        f"{clip / usual:.1f} times as large passes whole. Set it to about {2 * usual:.1g}."
-    )
-
-
-def _warmup(facts: Facts) -> str | None:
-    if not _is_early(facts):
-        return None
-    longer = max(100, 2 * facts.warmup_steps)
-    return f"This is close to the warmup ({facts.warmup_steps:,} steps). Set schedule.warmup_steps to {longer:,}."
-
-
-def _rate(facts: Facts) -> str | None:
-    if _is_early(facts) or not facts.earlier_incidents:
-        return None
-    return (
-        f"The learning rate is {facts.lr:.2g} (optim.lr_max {facts.lr_max:g}), and this is incident "
-        f"{facts.earlier_incidents + 1} of the run. Continue from a checkpoint before it with optim.lr_max "
-        f"{facts.lr_max * 0.7:.2g}."
-    )
-
-
-def _is_early(facts: Facts) -> bool:
-    return facts.step <= 2 * facts.warmup_steps or (facts.warmup_steps == 0 and facts.step <= 100)
+        yield Advice("clip", "Gradients are not clipped (optim.clip_grad_norm is 0). Set it to 1.0.")
+    elif usual and clip > TOO_LOOSE_CLIP * usual:
+        yield Advice(
+            "clip",
+            f"optim.clip_grad_norm is {clip:g}, and the gradient norm is {usual:.2g} as a rule, so a spike "
+            f"{clip / usual:.1f} times as large passes whole. Set it to about {2 * usual:.1g}.",
+        )
+    warmup = facts.warmup_steps
+    if facts.step <= 2 * warmup or (warmup == 0 and facts.step <= 100):
+        longer = max(100, 2 * warmup)
+        yield Advice(
+            "warmup", f"This is close to the warmup ({warmup:,} steps). Set schedule.warmup_steps to {longer:,}."
+        )
+    elif facts.earlier_incidents:
+        yield Advice(
+            "lr",
+            f"The learning rate is {facts.lr:.2g} (optim.lr_max {facts.lr_max:g}), and this is incident "
+            f"{facts.earlier_incidents + 1} of the run. Continue from a checkpoint before it with optim.lr_max "
+            f"{facts.lr_max * 0.7:.2g}.",
+        )
 
 
 def _rising_channel(before: Mapping[str, float], now: Mapping[str, float | None]) -> str | None:

@@ -1,36 +1,25 @@
-"""Finds steps whose loss or gradient norm stands out from the steps before them.
+"""Finds steps whose loss or gradient norm stands out from the last 128 accepted steps (docs/guards.md has the rule).
 
-The window holds the last 128 accepted steps. It gives two upper limits, and the lower one is used:
+The gradient norm is judged by its logarithm, because it scatters by factors. A curve that falls or rises steadily
+widens its own limits, so a warmup needs only this rule: no step is judged before the end of the warmup, or with too few
+values in the window.
 
-    mean + 6 sigma                     unlikely, if steps scatter as before
-    median + 10 x 1.4826 x MAD         the same, but robust to a few outliers in the window
-
-and never less than a relative rise (5 % of the loss; three times the gradient norm), so that noise in a flat curve is
-not a spike. The gradient norm is judged by its logarithm, because it scatters by factors: of a log-normal
-norm with sigma 0.3, mean + 6 sigma of the plain values is passed by one step in 7,000.
-
-A drop of the loss (duplicated or trivial data) must pass both lower limits and be at least 10 %.
-
-A curve that falls or rises steadily widens its own limits: its newest value lies sqrt(3) sigma from the mean of its
-window. So a warmup needs only this rule: no step is judged before `from_step`, or with fewer than `min_steps` values.
-
-The limits of step s come from the steps up to s - lag_steps, even if later ones have been read. A loop that never
+The limits of step s come from the steps up to s - LAG_STEPS, even if later ones have been read. A loop that never
 waits for the GPU can therefore pass them to the device, which refuses the update itself, and `observe`, called later,
-decides the same. A flagged step does not enter the window. A level that stays flagged for `settle_steps` steps is not a
-spike but the new level: the window restarts with it.
+decides the same. A flagged step does not enter the window, so a resumed run that skips the steps it refused before (see
+`ledger`) judges the others as before. A level that stays flagged for SETTLE_STEPS steps is not a spike but the new
+level: the window restarts with it.
 
-Limits are recomputed after every fourth accepted step: a few sorts of 128 floats. They depend on the window alone and
-are saved in the state, so a restored detector gives the same bits. A flagged step changes neither: a resumed run that
-skips the steps it refused before (see `ledger`) judges the others as before.
+Limits are recomputed after every fourth accepted step, depend on the window alone and are saved in the state, so a
+restored detector gives the same bits.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from operator import mul
-from typing import Any
+from typing import Any, NamedTuple
 
 from zero2all.config.training import GuardsConfig
 from zero2all.train.guards.findings import Finding, Kind
@@ -42,44 +31,14 @@ RENEW_STEPS = 4
 """Accepted steps after which limits are recomputed; so few values hardly change a window of 128."""
 EPISODE_GAP_STEPS = 8
 """Clean steps after which the next finding begins a new episode."""
+LAG_STEPS = 2
+"""How many steps before a step its limits end, at least."""
+SETTLE_STEPS = 32
+"""Flagged steps in a row that are a new level."""
 STATE_FORMAT = 1
 
 
-@dataclass(frozen=True)
-class SpikeRule:
-    """When a step stands out."""
-
-    window_steps: int = 128
-    min_steps: int = 64
-    """Accepted steps needed before any step is judged."""
-    sigmas: float = 6.0
-    mads: float = 10.0
-    loss_min_rise: float = 0.05
-    grad_min_rise: float = 2.0
-    loss_min_drop: float = 0.1
-    from_step: int = 0
-    """First step that is judged."""
-    lag_steps: int = 2
-    """How many steps before a step its limits end, at least."""
-    settle_steps: int = 32
-
-    @staticmethod
-    def of(config: GuardsConfig, warmup_steps: int) -> SpikeRule:
-        """As the config says; None for spike_from_step takes the end of the warmup."""
-        return SpikeRule(
-            window_steps=config.spike_window_steps,
-            min_steps=min(config.spike_min_steps, config.spike_window_steps),
-            sigmas=config.spike_sigmas,
-            mads=config.spike_mads,
-            loss_min_rise=config.loss_min_rise,
-            grad_min_rise=config.grad_min_rise,
-            loss_min_drop=config.loss_min_drop,
-            from_step=warmup_steps if config.spike_from_step is None else config.spike_from_step,
-        )
-
-
-@dataclass(frozen=True)
-class Limits:
+class Limits(NamedTuple):
     """The limits of a step's values. Infinite while steps are not judged."""
 
     loss: float = math.inf
@@ -89,8 +48,7 @@ class Limits:
     usual_grad_norm: float | None = None
 
 
-@dataclass(frozen=True)
-class Level:
+class Level(NamedTuple):
     """Center and spread of values."""
 
     mean: float
@@ -115,8 +73,7 @@ def _middle(ordered: Sequence[float]) -> float:
     return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
-@dataclass(frozen=True)
-class Seen:
+class Seen(NamedTuple):
     """One observed step, for the curve on an incident's page."""
 
     step: int
@@ -129,36 +86,34 @@ class Seen:
 class Detector:
     """The window of one run. Call `observe` once for each step, in order."""
 
-    def __init__(self, rule: SpikeRule | None = None) -> None:
-        self.rule = rule or SpikeRule()
+    def __init__(self, config: GuardsConfig | None = None, warmup_steps: int = 0) -> None:
+        self._config = config = config or GuardsConfig()
+        self._from_step = warmup_steps if config.spike_from_step is None else config.spike_from_step
+        """First step that is judged."""
         self.history: list[Seen] = []
         """The last steps, flagged ones included."""
         self._losses: list[float] = []
         self._log_norms: list[float] = []
         self._limits: list[tuple[int, Limits]] = []  # (step after which they are valid, limits), newest last
         self._accepted = 0
-        self._last_step = -1
+        self.last_step = -1
+        """The step observed last."""
         self._last_flagged_step: int | None = None
         self._onset: tuple[int, int] | None = None  # step and first token of the present episode
         self._flagged_in_a_row: list[tuple[float, float]] = []
 
-    @property
-    def last_step(self) -> int:
-        """The step observed last; -1 before the first."""
-        return self._last_step
-
     def limits(self, step: int) -> Limits:
-        """The limits of `step`. Every step up to step - lag_steps must have been observed."""
-        known = [limits for observed, limits in self._limits if observed <= step - self.rule.lag_steps]
-        return known[-1] if known and step >= self.rule.from_step else Limits()
+        """The limits of `step`. Every step up to step - LAG_STEPS must have been observed."""
+        known = [limits for observed, limits in self._limits if observed <= step - LAG_STEPS]
+        return known[-1] if known and step >= self._from_step else Limits()
 
     def observe(
         self, step: int, loss: float, grad_norm: float, channel_losses: Mapping[str, float], tokens: tuple[int, int]
     ) -> list[Finding]:
         """Judge one step; `tokens` are the first and end token of its global batch. Returns what stands out."""
-        if step <= self._last_step:
-            raise ValueError(f"step {step} was observed after step {self._last_step}; steps come in order")
-        self._last_step = step
+        if step <= self.last_step:
+            raise ValueError(f"step {step} was observed after step {self.last_step}; steps come in order")
+        self.last_step = step
         loss, grad_norm = float(loss), float(grad_norm)  # numpy's floats are not JSON
         limits = self.limits(step)
         verdicts = _verdicts(loss, grad_norm, limits)
@@ -170,7 +125,7 @@ class Detector:
             self._flagged_in_a_row.clear()
         elif "nonfinite" not in verdicts:
             self._flagged_in_a_row.append((loss, _log(grad_norm)))
-            if len(self._flagged_in_a_row) >= self.rule.settle_steps:
+            if len(self._flagged_in_a_row) >= SETTLE_STEPS:
                 findings.append(self._settle(step, tokens, limits))
         channels = {name: float(value) for name, value in channel_losses.items() if math.isfinite(value)}
         self.history.append(Seen(step, _finite(loss), _finite(grad_norm), bool(verdicts), channels))
@@ -188,12 +143,12 @@ class Detector:
     def _accept(self, step: int, loss: float, grad_norm: float) -> None:
         self._losses.append(loss)
         self._log_norms.append(_log(grad_norm))
-        del self._losses[: -self.rule.window_steps]
-        del self._log_norms[: -self.rule.window_steps]
+        del self._losses[: -self._config.spike_window_steps]
+        del self._log_norms[: -self._config.spike_window_steps]
         self._accepted += 1
         if self._accepted % RENEW_STEPS == 0:
             self._limits.append((step, self._limits_now()))
-            del self._limits[: -(self.rule.lag_steps + 1)]
+            del self._limits[: -(LAG_STEPS + 1)]
 
     def _note_episode(self, step: int, first_token: int) -> None:
         last = self._last_flagged_step
@@ -214,16 +169,17 @@ class Detector:
         return Finding("level_shift", step, tokens, text, value=now, usual=usual)
 
     def _limits_now(self) -> Limits:
-        if len(self._losses) < self.rule.min_steps:
+        config = self._config
+        if len(self._losses) < min(config.spike_min_steps, config.spike_window_steps):
             return Limits()
-        rule, loss, norm = self.rule, level_of(self._losses), level_of(self._log_norms)
+        loss, norm = level_of(self._losses), level_of(self._log_norms)
         return Limits(
-            loss=max(_upper(loss, rule), loss.median + abs(loss.median) * rule.loss_min_rise),
-            grad_norm=_exp(max(_upper(norm, rule), norm.median + math.log1p(rule.grad_min_rise))),
+            loss=max(_upper(loss, config), loss.median + abs(loss.median) * config.loss_min_rise),
+            grad_norm=_exp(max(_upper(norm, config), norm.median + math.log1p(config.grad_min_rise))),
             loss_low=min(
-                loss.mean - rule.sigmas * loss.sigma,
-                loss.median - rule.mads * MAD_TO_SIGMA * loss.mad,
-                loss.median - abs(loss.median) * rule.loss_min_drop,
+                loss.mean - config.spike_sigmas * loss.sigma,
+                loss.median - config.spike_mads * MAD_TO_SIGMA * loss.mad,
+                loss.median - abs(loss.median) * config.loss_min_drop,
             ),
             usual_loss=loss.median,
             usual_grad_norm=_exp(norm.median),
@@ -260,36 +216,34 @@ class Detector:
         }
         return Finding(kind, step, tokens, text, value, usual, limit, onset_step, onset_token, details)
 
-    # ---- state ----
-
     def state(self) -> dict[str, Any]:
         """Everything `restore` needs, as plain values."""
         return {
             "format": STATE_FORMAT,
             "losses": list(self._losses),
             "log_norms": list(self._log_norms),
-            "limits": [[step, *(_finite(value) for value in _parts(limits))] for step, limits in self._limits],
+            "limits": [[step, *(_finite(value) for value in limits)] for step, limits in self._limits],
             "accepted": self._accepted,
-            "last_step": self._last_step,
+            "last_step": self.last_step,
             "last_flagged_step": self._last_flagged_step,
             "onset": None if self._onset is None else list(self._onset),
             "flagged_in_a_row": [list(pair) for pair in self._flagged_in_a_row],
-            "history": [[s.step, s.loss, s.grad_norm, s.flagged, dict(s.channels)] for s in self.history],
+            "history": [list(seen) for seen in self.history],
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue exactly from `state`."""
         if state.get("format") != STATE_FORMAT:
             raise ValueError(f"the detector's state has format {state.get('format')}, expected {STATE_FORMAT}")
-        self._losses = [float(value) for value in state["losses"]][-self.rule.window_steps :]
-        self._log_norms = [float(value) for value in state["log_norms"]][-self.rule.window_steps :]
+        self._losses = [float(value) for value in state["losses"]][-self._config.spike_window_steps :]
+        self._log_norms = [float(value) for value in state["log_norms"]][-self._config.spike_window_steps :]
         self._limits = [(int(step), _limits_from(parts)) for step, *parts in state["limits"]]
         self._accepted = int(state["accepted"])
-        self._last_step = int(state["last_step"])
+        self.last_step = int(state["last_step"])
         self._last_flagged_step = state["last_flagged_step"]
         self._onset = None if state["onset"] is None else (int(state["onset"][0]), int(state["onset"][1]))
         self._flagged_in_a_row = [(float(loss), float(norm)) for loss, norm in state["flagged_in_a_row"]]
-        self.history = [Seen(step, loss, norm, flag, dict(chans)) for step, loss, norm, flag, chans in state["history"]]
+        self.history = [Seen(*seen) for seen in state["history"]]
 
 
 def _verdicts(loss: float, grad_norm: float, limits: Limits) -> list[Kind]:
@@ -305,24 +259,14 @@ def _verdicts(loss: float, grad_norm: float, limits: Limits) -> list[Kind]:
     return kinds
 
 
-def _upper(level: Level, rule: SpikeRule) -> float:
-    return min(level.mean + rule.sigmas * level.sigma, level.median + rule.mads * MAD_TO_SIGMA * level.mad)
-
-
-def _parts(limits: Limits) -> tuple[float | None, ...]:
-    return limits.loss, limits.grad_norm, limits.loss_low, limits.usual_loss, limits.usual_grad_norm
+def _upper(level: Level, config: GuardsConfig) -> float:
+    robust = level.median + config.spike_mads * MAD_TO_SIGMA * level.mad
+    return min(level.mean + config.spike_sigmas * level.sigma, robust)
 
 
 def _limits_from(parts: Sequence[float | None]) -> Limits:
     """JSON has no infinities: they were written as null."""
-    loss, norm, low, usual_loss, usual_norm = parts
-    return Limits(
-        math.inf if loss is None else loss,
-        math.inf if norm is None else norm,
-        -math.inf if low is None else low,
-        usual_loss,
-        usual_norm,
-    )
+    return Limits(**{name: part for name, part in zip(Limits._fields, parts, strict=True) if part is not None})
 
 
 def _log(norm: float) -> float:

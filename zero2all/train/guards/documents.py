@@ -1,15 +1,14 @@
 """The documents of a step, as text: what a person looks at when a step went wrong.
 
 Rows are a function of the data and the position, so they can be shown at any time, for any step, also of a stage that
-is over. Decoding needs the tokenizer, which training does without; whoever has one passes its `decode`.
+is over. Decoding needs a tokenizer, which training does without: callers that have one pass its `decode`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -28,48 +27,32 @@ EXCERPT_CHARS = 300
 class DocumentText:
     """The part of a document that stands in a row."""
 
-    number: int
-    """Of the document in its split."""
-    gid: int | None
-    """Of its corpus record, where the corpus is known."""
+    number: int  # of the document in its split
+    gid: int | None  # of its corpus record, where the corpus is known
     title: str
-    origin: str
-    """Raw file and place, in words; empty where it is not known."""
+    origin: str  # raw file and place, in words; empty where it is not known
     first_column: int
     tokens: int
     text: str
-    is_cut: bool
-    """Whether `text` is only its beginning."""
+    is_cut: bool  # whether `text` is only its beginning
 
 
 @dataclass(frozen=True)
 class SampleText:
-    """One row of a step's global batch, or a document by itself."""
+    """One row of a step's global batch, or a document by itself, which has no row, sample and stage."""
 
-    row: int | None
-    """None: the document was not looked up in a step."""
     source: str
     channel: str
     shard: int
-    sample: int | None
-    """Which sample of its source."""
-    stage: str
-    epoch: int
-    first_token: int | None
-    """Of the row in the run's order."""
     split_tokens: tuple[int, int] | None
     """Its tokens within the source; None for best-fit rows, whose documents lie apart."""
-    loss: float | None
     documents: list[DocumentText]
-
-    @staticmethod
-    def of_document(source: str, channel: str, shard: int, tokens: tuple[int, int], text: DocumentText) -> SampleText:
-        """A document by itself."""
-        return SampleText(None, source, channel, shard, None, "", 0, None, tokens, None, [text])
-
-    def as_json(self) -> dict[str, Any]:
-        """As plain values."""
-        return asdict(self)
+    row: int | None = None
+    sample: int | None = None  # which sample of its source
+    stage: str = ""
+    epoch: int = 0
+    first_token: int | None = None  # of the row in the run's order
+    loss: float | None = None
 
 
 def samples_of_step(
@@ -82,10 +65,8 @@ def samples_of_step(
     losses: Mapping[int, float] | None = None,
     chars: int | None = EXCERPT_CHARS,
 ) -> list[SampleText]:
-    """The rows of the global batch that begins at `first_token`; without `decode`, text is a list of ids.
-
-    `chars` None: whole texts. `losses`: mean loss of a row, where it was recorded.
-    """
+    """The rows of the global batch that begins at `first_token`; without `decode`, text is a list of ids, with `chars`
+    None it is whole. `losses`: mean loss of a row, where it was recorded."""
     rows = RowFinder(data).rows(first_token, samples)
     segment = data.segment_at(first_token)
     before = sum(
@@ -138,7 +119,7 @@ def documents_by_number(
         document = ShownDocument(number, 0, tokens, np.ones(len(tokens), np.int8), origin)
         where = int(split.shard_starts[shard]) + start
         text = _document_text(split, document, number, decode, EXCERPT_CHARS)
-        shown.append(SampleText.of_document(source, split.channel, shard, (where, where + len(tokens)), text))
+        shown.append(SampleText(source, split.channel, shard, (where, where + len(tokens)), [text]))
     return shown
 
 

@@ -11,7 +11,6 @@ Kind = Literal[
 
 STEP_KINDS: frozenset[str] = frozenset({"loss_spike", "grad_spike", "loss_drop", "nonfinite"})
 """Findings about one step; the others are about the run or about data scattered over it."""
-SPIKES: frozenset[str] = frozenset({"loss_spike", "grad_spike"})
 
 
 @dataclass(frozen=True)
@@ -19,20 +18,13 @@ class Finding:
     """One finding."""
 
     kind: Kind
-    step: int
-    """The step as the metrics count it: the first step of a run is 1."""
-    tokens: tuple[int, int]
-    """First and end token of that step's global batch in the run's order."""
-    text: str
-    """A sentence for people."""
-    value: float | None = None
-    """What was measured; None where it was not finite."""
-    usual: float | None = None
-    """The expected value."""
-    limit: float | None = None
-    """The limit it exceeded."""
-    onset_step: int | None = None
-    """The first step of an unbroken series of findings."""
+    step: int  # the step as the metrics count it: the first step of a run is 1
+    tokens: tuple[int, int]  # first and end token of that step's global batch in the run's order
+    text: str  # A sentence for people
+    value: float | None = None  # what was measured; None where it was not finite
+    usual: float | None = None  # the expected value
+    limit: float | None = None  # the limit it exceeded
+    onset_step: int | None = None  # the first step of an unbroken series of findings
     onset_token: int | None = None
     details: dict[str, Any] = field(default_factory=dict)
     """Plain values: the shard, its samples, the losses of the channels."""
@@ -40,8 +32,3 @@ class Finding:
     def as_json(self) -> dict[str, Any]:
         """As plain values."""
         return {**asdict(self), "tokens": list(self.tokens)}
-
-    @staticmethod
-    def from_json(values: dict[str, Any]) -> Finding:
-        """From the values of `as_json`."""
-        return Finding(**{**values, "tokens": (int(values["tokens"][0]), int(values["tokens"][1]))})

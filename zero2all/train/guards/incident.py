@@ -1,56 +1,34 @@
-"""An incident: everything its page shows, as plain values that are saved beside the page."""
+"""Incidents: everything a page shows, as plain values, and the thread that writes the pages into the run's folder.
+
+`<run>/incidents/<step>-<kind>.json`, `.html` and `.txt`. The loop does not wait for them. Looking up documents reads
+the packed data and, for titles, the corpus; no failure in it may stop a run: errors are written on the page, or, where
+even that fails, kept in `problems`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
-from zero2all.common.files import read_json
-from zero2all.train.guards.advice import Advice, Facts, advice
+from zero2all.common import jsonio
+from zero2all.common.files import read_json, write_atomic
+from zero2all.common.progress import counted
+from zero2all.packed.mixture import TrainingData
+from zero2all.train.checkpoints.run_lock import Fence, no_fence
+from zero2all.train.guards.advice import Facts, advice
 from zero2all.train.guards.detector import Detector
+from zero2all.train.guards.documents import Decode, SampleText, documents_by_number, samples_of_step
 from zero2all.train.guards.findings import Finding
+from zero2all.train.guards.page import Incident, incident_html, incident_text
 from zero2all.train.guards.policy import ACTION_NAMES, Action, Rollback, SkipWindow
 
 CURVE_STEPS = 128
-
-
-@dataclass(frozen=True)
-class Incident:
-    """What happened at a step, what was done, and what to do."""
-
-    run: str
-    step: int
-    kind: str
-    findings: list[dict[str, Any]]
-    action: str
-    """continue, skip, rollback or stop."""
-    done: str
-    """A sentence for people."""
-    curve: list[list[Any]]
-    """[step, loss, gradient norm, whether it stood out], oldest first; null where not finite."""
-    channels: list[list[Any]]
-    """[channel, usual loss, loss in this step]."""
-    advice: list[dict[str, str]]
-    samples: list[dict[str, Any]] = field(default_factory=list)
-    """Rows of the step (or of the shard) with their documents."""
-    samples_note: str = ""
-    """Which rows these are, and why not all."""
-    row_losses: list[float | None] = field(default_factory=list)
-    """Mean loss of each row of the step, where it was recorded."""
-    tokens: list[int] = field(default_factory=list)
-    """First and end token of the step."""
-    skipped: dict[str, Any] | None = None
-    """The decision to skip data, as in skipped.json; None where there was none."""
-
-    def name(self) -> str:
-        """Of its files, without their ending."""
-        return f"{self.step}-{self.kind}"
-
-    def as_json(self) -> dict[str, Any]:
-        """As plain values."""
-        return asdict(self)
+MAX_ROWS = 16
+"""Rows whose documents are shown."""
 
 
 def make_incident(
@@ -63,10 +41,8 @@ def make_incident(
 ) -> Incident:
     """Collect what is known about findings. Cheap: it reads no data; the writer adds the documents."""
     first = findings[0]
-    before = usual_channels(detector, first.step)
-    now = first.details.get("channel_losses") or {}
+    before, now = facts.channels_before or {}, first.details.get("channel_losses") or {}
     channels = [[name, before.get(name), now.get(name)] for name in sorted({*before, *now})]
-    given: list[Advice] = advice(facts)
     return Incident(
         run=run,
         step=first.step,
@@ -76,7 +52,7 @@ def make_incident(
         done=action.reason,
         curve=[[seen.step, seen.loss, seen.grad_norm, seen.flagged] for seen in detector.history[-CURVE_STEPS:]],
         channels=channels,
-        advice=[asdict(line) for line in given],
+        advice=[asdict(line) for line in advice(facts)],
         row_losses=list(row_losses),
         tokens=list(first.tokens),
         skipped=asdict(action.skip) if isinstance(action, SkipWindow | Rollback) and action.skip else None,
@@ -101,3 +77,112 @@ def recorded_row_losses(folder: Path, step: int) -> dict[int, float]:
         if losses:
             return {row: loss for row, loss in enumerate(losses) if loss is not None}
     return {}
+
+
+class IncidentWriter:
+    """The thread. `close` it at the end of the run."""
+
+    def __init__(
+        self,
+        folder: Path,
+        data: TrainingData | None,
+        corpus: Path,
+        make_decode: Callable[[], Decode] | None = None,
+        fence: Fence = no_fence,
+    ) -> None:
+        """`make_decode` loads the tokenizer when the first incident needs it; without it ids are shown."""
+        self._fence = fence
+        self.folder, self._data, self._corpus, self._make_decode = folder, data, corpus, make_decode
+        self._decode: Decode | None = None
+        self.problems: list[str] = []
+        self.written: list[Path] = []
+        """The pages, in order."""
+        self._queue: SimpleQueue[Incident | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="incidents", daemon=True)
+        self._thread.start()
+
+    def read_from(self, data: TrainingData) -> None:
+        """Look up documents in `data` from now on; what was read so far must be the same in it."""
+        self._data = data
+
+    def submit(self, incident: Incident) -> Path:
+        """Queue an incident; returns the path of its page. Never blocks, never raises."""
+        self._queue.put(incident)
+        return self.folder / f"{incident.name()}.html"
+
+    def close(self, timeout_seconds: float = 30.0) -> bool:
+        """Wait until everything is written; False if that takes too long."""
+        self._queue.put(None)
+        self._thread.join(timeout_seconds)
+        return not self._thread.is_alive()
+
+    def _work(self) -> None:
+        while (incident := self._queue.get()) is not None:
+            try:
+                whole = self._with_documents(incident)
+                self._fence()
+                self.written.append(write_incident(self.folder, whole, self._fence))
+            except Exception as error:  # a full disk, a deleted folder: not a reason to stop the run
+                self.problems.append(f"the page of step {incident.step} could not be written: {error}")
+
+    def _with_documents(self, incident: Incident) -> Incident:
+        if self._data is None or not incident.tokens:
+            return incident
+        try:
+            if self._decode is None and self._make_decode is not None:
+                self._decode = self._make_decode()
+            samples, note = incident_samples(incident, self._data, self._corpus, self._decode)
+        except Exception as error:
+            return replace(incident, samples_note=f"The documents could not be read: {error}")
+        return replace(incident, samples=[asdict(sample) for sample in samples], samples_note=note)
+
+
+def write_incident(folder: Path, incident: Incident, fence: Fence = no_fence) -> Path:
+    """Write the files of an incident, the fence checked before each; returns the page."""
+    page = folder / f"{incident.name()}.html"
+    write_atomic(page.with_suffix(".json"), jsonio.dumps_pretty(asdict(incident)), fence)
+    write_atomic(page.with_suffix(".txt"), incident_text(incident).encode(errors="replace"), fence)
+    write_atomic(page, incident_html(incident).encode(errors="replace"), fence)
+    return page
+
+
+def incident_samples(
+    incident: Incident, data: TrainingData, corpus: Path, decode: Decode | None
+) -> tuple[list[SampleText], str]:
+    """The rows whose loss lies furthest out, of the step or of a shard, and a sentence that says which they are."""
+    details = incident.findings[0]["details"]
+    if "examples" in details:
+        return _shard_samples(details, data, corpus, decode)
+    if "of_shard" in details:
+        source, shard = str(details["source"]), int(details["shard"])
+        numbers = [here for here, _ in details["documents"]]
+        note = f"Documents of shard {shard} of {source}, each of which repeats one of shard {details['of_shard']} of "
+        shown = documents_by_number(data, source, shard, numbers, corpus, decode)
+        return shown, f"{note}{details['of_source']}, word for word."
+    first, end = incident.tokens
+    count = (end - first) // data.segment_at(first).seq_len
+    losses = {row: loss for row, loss in enumerate(incident.row_losses) if loss is not None}
+    rows: Sequence[int] = range(min(count, MAX_ROWS))
+    note = f"The first {len(rows)} of {counted(count, 'row')} of this step."
+    if losses:
+        is_drop = incident.kind == "loss_drop"
+        ranked = sorted(losses, key=lambda row: (losses[row] if is_drop else -losses[row], row))
+        rows = ranked[:MAX_ROWS]
+        which = "lowest" if is_drop else "highest"
+        note = f"The {counted(len(rows), 'row')} with the {which} loss, of {count} in this step."
+    elif len(rows) == count:
+        note = "The one row of this step." if count == 1 else f"All {count} rows of this step."
+    note += f" All of them: z2a inspect {incident.run} {incident.step}"
+    return samples_of_step(data, first, count, corpus, decode, rows, losses), note
+
+
+def _shard_samples(
+    details: dict[str, Any], data: TrainingData, corpus: Path, decode: Decode | None
+) -> tuple[list[SampleText], str]:
+    shown: list[SampleText] = []
+    for example in details["examples"]:
+        row = int(example["row"])
+        losses = {row: float(example["loss"])}
+        shown += samples_of_step(data, int(example["first_token"]), row + 1, corpus, decode, [row], losses)
+    note = f"The {len(shown)} most extreme samples of shard {details['shard']} of {details['source']} so far."
+    return shown, note

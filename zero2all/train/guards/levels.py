@@ -1,10 +1,8 @@
 """The recent loss level of each channel or source: the last rows and their median.
 
-The level is the median; the unit of distance is a quarter of it, or the robust standard deviation of the rows where
-that is more. There is no level with few rows, or while it moves (early in the run), because rows read at different
-times cannot be compared then. It moves when the medians of the older and the newer half differ by half a unit or more.
-The window is counted in rows, not in steps, so for a source that is seldom read it reaches far back; the same rule
-tells whether it is still steady.
+The unit of distance is a quarter of the median, or the robust standard deviation of the rows where that is more. There
+is no level with few rows, or while it moves (the medians of the older and the newer half differ by half a unit or
+more), because rows read at different times cannot be compared then. The window is counted in rows, not in steps.
 
 Cost: 2 kB for each channel and source. The levels of a step are computed together, as rows of one matrix; for 64 rows
 out of 100 sources of 1,000 shards, a step takes `shards` 1.5 ms on one slow core (Neoverse-N1).
@@ -38,8 +36,7 @@ class Levels:
 
     medians: np.ndarray
     units: np.ndarray
-    are_steady: np.ndarray
-    """Whether rows may be compared with this level; otherwise it has no meaning."""
+    are_steady: np.ndarray  # whether rows may be compared with this level; otherwise it has no meaning
 
     def distances(self, losses: np.ndarray) -> np.ndarray:
         """How many units each of N losses lies above its level."""
@@ -54,10 +51,7 @@ class Windows:
     """The last rows of each of some groups, the newest at the right, with the shard each came from."""
 
     def __init__(self, most_of_a_shard: Sequence[int]) -> None:
-        """`most_of_a_shard`: per group, how many rows of one shard its window may hold.
-
-        Beyond that the oldest are dropped, so that a large shard does not displace the rows of all others.
-        """
+        """`most_of_a_shard`: per group, how many rows of one shard its window holds, the newest ones."""
         self._most_of_a_shard = np.array(most_of_a_shard, np.int64)
         self._losses = np.full((len(most_of_a_shard), WINDOW_ROWS), NOTHING)
         self._shards = np.full((len(most_of_a_shard), WINDOW_ROWS), NO_SHARD, np.int32)

@@ -1,4 +1,4 @@
-"""An incident as one HTML page that needs nothing else (`common/html.py`), and as text for a terminal.
+"""An incident, as one HTML page that needs nothing else (`common/html.py`) and as text for a terminal.
 
 Both show text from the corpus. On the terminal, characters that could move the cursor or colour the screen are
 replaced. matplotlib could draw the curves, but a machine that only trains does not have it.
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
 from zero2all.common.files import package_text
 from zero2all.common.html import html_page
 from zero2all.common.progress import terminal_safe
-from zero2all.train.guards.incident import Incident
 
 TITLES = {
     "loss_spike": "Loss spike",
@@ -37,6 +37,34 @@ WIDE_SPACES = "\u3000\xa0"
 WIDTH, HEIGHT, LEFT, BOTTOM = 720, 180, 56, 22
 
 
+@dataclass(frozen=True)
+class Incident:
+    """What happened at a step, what was done, and what to do."""
+
+    run: str
+    step: int
+    kind: str
+    findings: list[dict[str, Any]]
+    action: str  # continue, skip, rollback or stop
+    done: str  # A sentence for people
+    curve: list[list[Any]]
+    """[step, loss, gradient norm, whether it stood out], oldest first; null where not finite."""
+    channels: list[list[Any]]  # [channel, usual loss, loss in this step]
+    advice: list[dict[str, str]]
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    """Rows of the step (or of the shard) with their documents."""
+    samples_note: str = ""  # which rows these are, and why not all
+    row_losses: list[float | None] = field(default_factory=list)
+    """Mean loss of each row of the step, where it was recorded."""
+    tokens: list[int] = field(default_factory=list)  # first and end token of the step
+    skipped: dict[str, Any] | None = None
+    """The decision to skip data, as in skipped.json; None where there was none."""
+
+    def name(self) -> str:
+        """Of its files, without their ending."""
+        return f"{self.step}-{self.kind}"
+
+
 def incident_html(incident: Incident) -> str:
     """The whole page."""
     title = TITLES.get(incident.kind, incident.kind)
@@ -57,9 +85,6 @@ def incident_html(incident: Incident) -> str:
 def incident_text(incident: Incident) -> str:
     """The same for a terminal."""
     return "\n".join(_text_lines(incident)) + "\n"
-
-
-# ---- HTML -----------------------------------------------------------------------------------------------------
 
 
 def _list(title: str, lines: Sequence[Mapping[str, Any]]) -> str:
@@ -138,9 +163,6 @@ def _n(value: float | None, style: str = ".4g") -> str:
     return "–" if value is None or not math.isfinite(value) else format(value, style)
 
 
-# ---- text -----------------------------------------------------------------------------------------------------
-
-
 def _text_lines(incident: Incident) -> Iterator[str]:
     yield f"{TITLES.get(incident.kind, incident.kind)}, step {incident.step:,}, run {terminal_safe(incident.run)}"
     yield f"  {ACTIONS.get(incident.action, incident.action)}"
@@ -160,9 +182,6 @@ def _text_lines(incident: Incident) -> Iterator[str]:
         for document in sample["documents"]:
             yield f"   {terminal_safe(_document_heading(document))}"
             yield f"   {terminal_safe(_excerpt(document), keep=WIDE_SPACES)}"
-
-
-# ---- both -----------------------------------------------------------------------------------------------------
 
 
 def _sample_heading(sample: dict[str, Any]) -> str:

@@ -1,28 +1,18 @@
-"""From findings to what the loop does: continue, skip the data of a step, roll back, or stop.
-
-Each kind of finding has its own setting. `log` continues. `skip` makes no update with the step: the device refuses it
-by the detector's limits, and its data is recorded as skipped. `rollback` does the same, and when spikes keep coming (3
-within 16 steps) goes back to the last good checkpoint and skips everything from the first spike to the last and 16
-steps more. A run that rolls back more than 3 times within 2,000 steps has another problem than bad data, and stops.
-
-The last good checkpoint is the newest that is at least `rollback_margin_steps` older than the first spike. If the
-rollback before went to the same one, this one goes one further back, if it can: the cause of the spike may have been in
-those weights already.
+"""From findings to what the loop does: continue, skip the data of a step, roll back, or stop (docs/guards.md).
 
 Earlier decisions are counted in the ledger, which survives rollbacks and crashes, and not in this object: a resumed run
 skips the steps it refused before, and must still decide like a run that was not interrupted. Only steps that were not
 finite are remembered here. They are not recorded as bad data, because an overflow says little about the text.
 
 If none of the first steps after a resume or a rollback is finite, the state itself is bad: the run goes back to an
-older checkpoint, whatever the settings but `stop`, and skips no data. If the data was the cause after all, the run
-reaches it again with weights that are known to be good.
+older checkpoint, whatever the settings but `stop`, and skips no data.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from zero2all.common.errors import AnomalyError
 from zero2all.common.progress import counted
@@ -83,13 +73,10 @@ class Policy:
         self._unproven = step
 
     def decide(self, step: int, findings: Sequence[Finding], ledger: SkipLedger, checkpoints: Sequence[int]) -> Action:
-        """What to do after `step`, in which `findings` were made; `checkpoints` are the steps of good ones.
-
-        Does not change the ledger: the caller does.
-        """
+        """What to do after `step`; `checkpoints` are the steps of good ones. The caller changes the ledger."""
         if not any(one.kind == "nonfinite" for one in findings):
             self._unproven = None
-        harmful = [one for one in findings if one.kind in STEP_KINDS and self._setting(one) != "log"]
+        harmful = [one for one in findings if one.kind in STEP_KINDS and self._setting(one.kind) != "log"]
         if not harmful:
             return Continue(findings[0].text if findings else "")
         worst = harmful[0]
@@ -104,8 +91,8 @@ class Policy:
             if action is not None:
                 return action
         in_a_row = self._refused_in_a_row(step, ledger)
-        back = [one for one in harmful if self._setting(one) == "rollback"]
-        spikes = [entry for entry in self._open_spikes(step, ledger) if self._kind_setting(entry.kind) == "rollback"]
+        back = [one for one in harmful if self._setting(one.kind) == "rollback"]
+        spikes = [entry for entry in self._open_spikes(step, ledger) if self._setting(entry.kind) == "rollback"]
         if back and len(spikes) + 1 >= self.config.rollback_after_spikes:
             margin = self.config.rollback_margin_steps
             return self._go_back(step, back[0], spikes, ledger, checkpoints, margin, counted(len(spikes) + 1, "spike"))
@@ -118,9 +105,8 @@ class Policy:
         if worst.kind == "nonfinite":
             return Continue(f"{worst.text}; no update was made with this step")
         chosen = back[0] if back else worst
-        return SkipWindow(
-            _skipped(chosen, step, *chosen.tokens, "refuse"), f"{chosen.text}; no update was made with this step"
-        )
+        skip = Skipped(*chosen.tokens, step, chosen.kind, "refuse", chosen.text)
+        return SkipWindow(skip, f"{chosen.text}; no update was made with this step")
 
     def _leave_bad_start(self, finding: Finding, checkpoints: Sequence[int]) -> Action | None:
         """Back to an older checkpoint when no step since the loaded one was finite."""
@@ -150,16 +136,8 @@ class Policy:
         action = self._go_back(step, finding, (), ledger, checkpoints, 1, f"{count} steps that were not finite")
         return None if isinstance(action, SkipWindow) else action
 
-    def _setting(self, finding: Finding) -> str:
-        return self._kind_setting(finding.kind)
-
-    def _kind_setting(self, kind: str) -> str:
-        settings = {
-            "loss_spike": self.config.loss_spike,
-            "grad_spike": self.config.grad_spike,
-            "loss_drop": self.config.loss_drop,
-        }
-        return settings.get(kind, "skip")
+    def _setting(self, kind: str) -> str:
+        return "skip" if kind == "nonfinite" else str(getattr(self.config, kind, "skip"))
 
     def _open_spikes(self, step: int, ledger: SkipLedger) -> list[Skipped]:
         """Steps refused recently, since the last rollback."""
@@ -205,13 +183,13 @@ class Policy:
         to_step = self._last_good(onset_step - margin, checkpoints, rollbacks)
         if to_step is None:
             return SkipWindow(
-                _skipped(finding, step, onset_token, end, "window"),
+                Skipped(onset_token, end, step, finding.kind, "window", finding.text),
                 f"{finding.text}; there is no good checkpoint at least {counted(margin, 'step')} older than step "
                 f"{onset_step} to go back to, so only the data is skipped",
             )
         return Rollback(
             to_step,
-            _skipped(finding, step, onset_token, end, "rollback", to_step),
+            Skipped(onset_token, end, step, finding.kind, "rollback", finding.text, to_step),
             f"{finding.text}; {what} since step {onset_step}: back to the checkpoint of step {to_step}, without tokens "
             f"{onset_token:,} to {end:,}",
         )
@@ -233,14 +211,3 @@ class Policy:
         if state.get("format") != STATE_FORMAT:
             raise ValueError(f"the policy's state has format {state.get('format')}, expected {STATE_FORMAT}")
         self._not_finite = [int(step) for step in state["not_finite"]]
-
-
-def _skipped(
-    finding: Finding,
-    step: int,
-    first: int,
-    end: int,
-    action: Literal["refuse", "window", "rollback"],
-    to_step: int | None = None,
-) -> Skipped:
-    return Skipped(first, end, step, finding.kind, action, finding.text, to_step)

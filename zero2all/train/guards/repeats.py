@@ -1,12 +1,9 @@
 """Shards that repeat another one, found from the lengths of their documents before training starts.
 
-How much lower the loss of a repeated text is depends on the model and on how long ago it was first read: on a large run
-it may hardly differ. The index beside each shard is certain. Four documents in a row have the lengths (523, 88, 1204,
-301): a shard that repeats another has the same series, wherever it was cut. Each
-shard is reduced to the 64 smallest hashes of its series (a bottom-k sketch); two sketches that share half of their
-hashes are compared by content, some documents in full.
-
-Reads the document index (8 bytes for each document) and a few documents of suspected pairs, not all tokens.
+The loss of a repeated text may hardly differ, but the index beside each shard is certain: a shard that repeats another
+has the same series of document lengths, wherever it was cut. Each shard is reduced to the 64 smallest hashes of four
+lengths in a row (a bottom-k sketch); two sketches that share half of their hashes are compared by content, some
+documents in full. Reads the document index (8 bytes for each document), not all tokens.
 """
 
 from __future__ import annotations
@@ -36,8 +33,7 @@ class Repeat:
     shard: int
     of_source: str
     of_shard: int
-    share: float
-    """Of the series of document lengths that both have, estimated."""
+    share: float  # of the series of document lengths that both have, estimated
     documents: tuple[tuple[int, int], ...]
     """Some documents that were compared and are equal: number in its split here, and there."""
 
@@ -62,8 +58,7 @@ class _Sketch:
     split: PackedSplit
     shard: int
     hashes: np.ndarray
-    documents: np.ndarray
-    """Of the shard: where the series behind each hash begins."""
+    documents: np.ndarray  # of the shard: where the series behind each hash begins
 
 
 def repeated_shards(splits: Sequence[PackedSplit]) -> list[Repeat]:

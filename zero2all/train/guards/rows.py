@@ -24,16 +24,11 @@ class StepRows:
 
     first_token: int
     seq_len: int
-    sources: np.ndarray
-    """(B,) index into `names`."""
-    samples: np.ndarray
-    """(B,) which sample of its source."""
-    shards: np.ndarray
-    """(B,) the shard of its source that it comes from."""
-    channels: np.ndarray
-    """(B,) index into the channels of the run."""
-    names: tuple[str, ...]
-    """Sources of the run."""
+    sources: np.ndarray  # (B,) index into `names`
+    samples: np.ndarray  # (B,) which sample of its source
+    shards: np.ndarray  # (B,) the shard of its source that it comes from
+    channels: np.ndarray  # (B,) index into the channels of the run
+    names: tuple[str, ...]  # sources of the run
 
     def __len__(self) -> int:
         return len(self.sources)

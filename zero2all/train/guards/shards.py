@@ -1,44 +1,23 @@
 """Finds shards whose samples are far harder or far easier than the rest, although they are scattered over the run.
 
-The shuffle spreads a bad shard thinly over all steps: no step stands out. But the forward pass gives the loss of every
-row, and the shard of each row is known (`rows`). A row with loss x is compared with the last rows of its channel, and
-with the last rows of the other shards of its source (`levels`), by their median m and robust standard deviation s:
-
-    y = (x - m) / max(s, m / 4)
-
-one unit being a quarter of the usual loss there, or one standard deviation of the rows where that is more. Texts
-differ: sources of one channel may be very different (old books and manuals, both Chinese), so a shard that lies far
-from its channel need not be bad; and beside a bad shard of its source a good one looks unusual. A shard stands out only
-if it does so against both:
+Each row of a step is compared with the last rows of its channel, and with the last rows of the other shards of its
+source (`levels`), by its distance in units of their spread. Of the two distances the smaller counts:
 
     hard side    y = min( y_channel,  y_source)       poisoned: random bytes, a wrong encoding, another tokenizer
     easy side    y = min(-y_channel, -y_source)       newlines, tables of one value, text seen before
 
-and may lie 1.5 units from either. A source of one shard, or whose other shards were all reported, has no others. Its
-shard is compared with the channel alone, and one unit more is allowed, because sources differ more than shards do:
-y = y_channel - 1, or -y_channel - 1.
+A source of one shard, or whose other shards were all reported, is compared with its channel alone, by y_channel - 1 or
+-y_channel - 1. The test is a bet against "on average y is at most 1.5":
 
-The test is a bet. Against "the rows of this shard lie, on average, at most 1.5 units above their channel or at most 1.5
-above the other shards of their source", one unit of money becomes
+    W = product over a shard's rows of (1 + b (y' - 1.5))        y' = y kept within -1 ... 6;  b = 0.36, 0.1 or 0.02
 
-    W = product over its rows of (1 + b (y' - 1.5))        y' = y kept within -1 ... 6;  b = 0.36, 0.1 or 0.02
-
-The smaller of two numbers is on average at most the smaller of their averages. So if the hypothesis holds for one of
-the two (for its y', whatever came before), it holds for the minimum, W is a fair or losing game, and Ville's inequality
-says that W ever reaches 1/a with probability at most a. Looking after every step costs nothing extra: the bound holds
-for all times at once. The money is divided among the three b; a strong effect wins with the large one, a weak one with
-the small. For K shards and two sides, a = alpha / 2K (Bonferroni), so
-
-    P(a run without unusual shards reports any) <= alpha         (guards.false_shard_alarms, 0.01)
-
-A shard of random bytes wins a factor of 2.6 with each row, one of newlines 1.9; `rows_to_name` says how many rows that
-takes. y' is capped so that no single extreme row decides.
+If the hypothesis holds, W is a fair or losing game and ever reaches 1/a with probability at most a (Ville's
+inequality), whenever one looks. With a = guards.false_shard_alarms / 2K for K shards and two sides (Bonferroni), a run
+without unusual shards reports any with probability at most false_shard_alarms. docs/guards.md says more, also what this
+cannot find.
 
 A row counts only when both levels are known and steady (`levels`). A reported shard is no longer judged, and its rows
 no longer enter a window.
-
-What this cannot find: a shard that makes up most of its channel, because then it is the channel; and a source whose
-shards are all equally bad, because that looks the same as a source of another kind.
 """
 
 from __future__ import annotations
@@ -70,26 +49,15 @@ STATE_FORMAT = 2
 
 
 @dataclass(frozen=True)
-class ShardKey:
-    """One shard of a source."""
-
-    source: str
-    shard: int
-
-
-@dataclass(frozen=True)
 class _Rows:
     """Rows of a step that can be judged, with the levels for each. N rows."""
 
     keys: np.ndarray
-    numbers: np.ndarray
-    """Which rows of the step they are."""
+    numbers: np.ndarray  # which rows of the step they are
     losses: np.ndarray
-    is_alone: np.ndarray
-    """Whether the source has no other shard."""
+    is_alone: np.ndarray  # whether the source has no other shard
     channel: Levels
-    source: Levels
-    """Level of the other shards; without meaning where there are none."""
+    source: Levels  # level of the other shards; without meaning where there are none
 
     def sides(self) -> np.ndarray:
         """(2, N) units by which each row stands out on the hard and on the easy side: y of the module's text."""
@@ -132,27 +100,11 @@ class ShardWatch:
         self._examples: dict[int, list[list[float]]] = {}  # [y, loss, first token of its step, row]
         self.restart()
 
-    @property
-    def rows_to_name(self) -> dict[str, int]:
-        """Rows after which a shard is reported if each of its rows lies 6 units above its levels, or 4 below.
-
-        If the run has sources of one shard: for one of those, which takes longest.
-        """
-        allowed = ALONE_UNITS if (self._counts == 1).any() else 0.0
-        needed = {}
-        for kind, units in (("hard_shard", HIGHEST), ("easy_shard", 4.0)):
-            gain = math.log1p(float(BETS[0]) * (units - allowed - NULL_UNITS))
-            needed[kind] = max(self._min_rows, math.ceil((self._log_threshold + math.log(len(BETS))) / gain))
-        return needed
-
     def observe(
         self, step: int, rows: StepRows, nats: np.ndarray, counts: np.ndarray, tokens: tuple[int, int]
     ) -> list[Finding]:
-        """Add the rows of a step: sums of nats and of token weights, (B,) each.
-
-        Rows with weight 0 (padding, quarantined shards), rows that are not finite and rows of reported shards are
-        ignored.
-        """
+        """Add the rows of a step: sums of nats and of token weights, (B,) each. Rows with weight 0 (padding,
+        quarantined shards), rows that are not finite and rows of reported shards are ignored."""
         nats, counts = np.asarray(nats, np.float64), np.asarray(counts, np.float64)
         keys = self._first[rows.sources] + rows.shards
         numbers = np.flatnonzero(np.isfinite(nats) & (counts > 0) & ~self._is_named[keys])
@@ -219,22 +171,22 @@ class ShardWatch:
         self._windows.drop(source, key)
 
     def _finding(self, kind: Kind, key: int, step: int, tokens: tuple[int, int]) -> Finding:
-        name = self.key(key)
+        source, shard = self._source_and_shard(key)
         known = self._known(key)
         count, loss, usual, beside = known["rows"], known["loss"], known["usual"], known["usual_beside"]
         sign = 1.0 if kind == "hard_shard" else -1.0
         examples = [one for one in self._examples.get(key, []) if one[0] * sign > 0]
         is_trivial = loss < TRIVIAL_SHARE * (usual if beside is None else min(usual, beside))
         words = "far harder" if kind == "hard_shard" else "trivially easy" if is_trivial else "far easier"
-        no_others = f"; there is no other shard of {name.source} to compare with"
-        others = no_others if beside is None else f", the other shards of {name.source} {beside:.4g}"
+        no_others = f"; there is no other shard of {source} to compare with"
+        others = no_others if beside is None else f", the other shards of {source} {beside:.4g}"
         text = (
-            f"shard {name.shard} of {name.source} is {words}: mean loss {loss:.4g} over {counted(count, 'sample')}, "
+            f"shard {shard} of {source} is {words}: mean loss {loss:.4g} over {counted(count, 'sample')}, "
             f"its channel {usual:.4g}{others}"
         )
         details = {
-            "source": name.source,
-            "shard": name.shard,
+            "source": source,
+            "shard": shard,
             "rows": count,
             "usual_beside": beside,
             "examples": [
@@ -256,21 +208,16 @@ class ShardWatch:
     def _source_of(self, number: int) -> int:
         return int(np.searchsorted(self._first, number, side="right")) - 1
 
-    def key(self, number: int) -> ShardKey:
-        """The shard behind a number."""
+    def _source_and_shard(self, number: int) -> tuple[str, int]:
         source = self._source_of(number)
-        return ShardKey(self._sources[source], number - int(self._first[source]))
+        return self._sources[source], number - int(self._first[source])
 
     def table(self) -> list[dict[str, Any]]:
-        """The statistics of each shard that had rows.
-
-        `usual` is the level of its channel, `usual_beside` that of the other shards of its source (None: it has none).
-        """
+        """The statistics of each shard that had rows; `usual` is its channel's level, `usual_beside` its source's."""
         rows = []
         for number in np.flatnonzero(self._rows).tolist():
-            name = self.key(number)
-            about = {"source": name.source, "shard": name.shard, "named": self._named.get(number)}
-            rows.append(about | self._known(number))
+            source, shard = self._source_and_shard(number)
+            rows.append({"source": source, "shard": shard, "named": self._named.get(number), **self._known(number)})
         return rows
 
     def restart(self) -> None:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,12 +19,11 @@ from zero2all.common.files import LARGEST_JSON_BYTES, read_regular, write_json
 from zero2all.config.training import GuardsConfig
 from zero2all.packed.mixture import TrainingData
 from zero2all.train.checkpoints.run_lock import Fence, no_fence
-from zero2all.train.guards.detector import Detector, Limits, SpikeRule
+from zero2all.train.guards.detector import LAG_STEPS, Detector, Limits
 from zero2all.train.guards.findings import Finding
-from zero2all.train.guards.ledger import SkipLedger, keep_damaged
+from zero2all.train.guards.ledger import Quarantine, SkipLedger, keep_damaged
 from zero2all.train.guards.policy import Action, Policy, Rollback, SkipWindow
-from zero2all.train.guards.quarantine import Quarantine
-from zero2all.train.guards.rows import RowFinder, StepRows
+from zero2all.train.guards.rows import RowFinder
 from zero2all.train.guards.shards import STATE_FORMAT as SHARDS_FORMAT
 from zero2all.train.guards.shards import ShardWatch
 
@@ -34,8 +32,7 @@ QUARANTINE_FILE = "quarantine.json"
 STATE_FORMAT = 1
 
 
-@dataclass(frozen=True)
-class Observation:
+class Observation(NamedTuple):
     """What the guards found in a step, and what to do."""
 
     findings: list[Finding]
@@ -56,7 +53,7 @@ class RunGuards:
     ) -> None:
         """`data` None, or `quarantine: off`: shards are not judged. `fence` is checked before every write."""
         self.folder, self._fence = run / INCIDENTS_FOLDER, fence
-        self.detector = Detector(SpikeRule.of(config, warmup_steps))
+        self.detector = Detector(config, warmup_steps)
         self.policy = Policy(config)
         self.ledger = SkipLedger.load(self.folder)
         self.quarantine = Quarantine(quarantine)
@@ -76,16 +73,11 @@ class RunGuards:
     def refusal_limits(self, step: int) -> Limits:
         """The limits by which the device refuses the update of `step`: infinite for kinds that are only logged."""
         limits, config = self.limits(step), self.policy.config
-        return replace(
-            limits,
+        return limits._replace(
             loss=math.inf if config.loss_spike == "log" else limits.loss,
             grad_norm=math.inf if config.grad_spike == "log" else limits.grad_norm,
             loss_low=-math.inf if config.loss_drop == "log" else limits.loss_low,
         )
-
-    def row_weights(self, rows: StepRows, step: int) -> np.ndarray | None:
-        """The loss weight of each row; None when all are 1."""
-        return self.quarantine.row_weights(rows, step)
 
     def observe(
         self,
@@ -98,10 +90,7 @@ class RunGuards:
         row_nats: np.ndarray | None = None,
         row_counts: np.ndarray | None = None,
     ) -> Observation:
-        """Judge the values of one step, in order, and record the decision before returning it.
-
-        `row_nats` and `row_counts` are over all rows of the global batch, in its order.
-        """
+        """Judge a step, in order, and record the decision before returning it; `row_nats` are of the global batch."""
         findings = self.detector.observe(step, loss, grad_norm, channel_losses, tokens)
         action = self.policy.decide(step, findings, self.ledger, checkpoints)
         if isinstance(action, SkipWindow | Rollback):
@@ -124,7 +113,7 @@ class RunGuards:
 
     def note_shards(self, findings: Sequence[Finding], step: int) -> None:
         """Quarantine the shards in the findings of `step`, from the first step that cannot have begun yet."""
-        from_step = step + self.detector.rule.lag_steps
+        from_step = step + LAG_STEPS
         added = [self.quarantine.add(finding, from_step) for finding in findings]
         if any(added):
             self._save_quarantine()
@@ -151,10 +140,7 @@ class RunGuards:
         }
 
     def restore(self, state: Mapping[str, Any], step: int) -> list[str]:
-        """Continue at `step` from `state`, after a crash or a rollback; later decisions stay.
-
-        Returns notes about what could not be restored.
-        """
+        """Continue at `step` from `state`; later decisions stay. Returns notes about what could not be restored."""
         if state.get("format") != STATE_FORMAT:
             raise ValueError(f"the guards' state has format {state.get('format')}, expected {STATE_FORMAT}")
         self.detector.restore(state["detector"])
@@ -163,9 +149,7 @@ class RunGuards:
         then = SkipLedger.from_state(state["ledger"])
         then.merge(self.ledger)
         self.ledger = then
-        named = Quarantine(self.quarantine.mode)
-        named.restore(state["quarantine"])
-        self.quarantine.merge(named)
+        self.quarantine.merge(state["quarantine"])
         return [*self._mend_quarantine(), *self._restore_shards(state["shards"])]
 
     def _restore_shards(self, state: Mapping[str, Any] | None) -> list[str]:
@@ -183,7 +167,7 @@ class RunGuards:
     def _load_quarantine(self) -> None:
         try:
             record = jsonio.loads(read_regular(self.folder / QUARANTINE_FILE, LARGEST_JSON_BYTES))
-            self.quarantine.restore(record["shards"])
+            self.quarantine.merge(record["shards"])
         except FileNotFoundError:
             return
         except (OSError, KeyError, TypeError, ValueError):

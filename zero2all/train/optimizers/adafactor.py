@@ -19,6 +19,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from zero2all.config.training import OptimConfig
+from zero2all.parallel.shards import box, sum_over_parts
 from zero2all.train.optimizers.base import (
     Optimizer,
     ParameterGroup,
@@ -29,7 +31,6 @@ from zero2all.train.optimizers.base import (
     scaled,
     zeros_like_master,
 )
-from zero2all.train.optimizers.shards import box, sum_over_parts
 
 TINY = 1e-30
 """Added to squared gradients, so that a value without any gradient does not divide by zero."""
@@ -38,10 +39,8 @@ TINY = 1e-30
 class Adafactor(Optimizer):
     """Factored second moments, momentum only with `beta1`."""
 
-    def __init__(
-        self, groups: Sequence[ParameterGroup], decay_power: float, clip_rms: float, beta1: float = 0.0
-    ) -> None:
-        self.decay_power, self.clip_rms, self.beta1 = decay_power, clip_rms, beta1
+    def __init__(self, groups: Sequence[ParameterGroup], config: OptimConfig) -> None:
+        self.config, self.beta1 = config, config.adafactor_beta1
         super().__init__(groups)
 
     def initial_state(self, param: ParamState) -> dict[str, Tensor]:
@@ -58,7 +57,7 @@ class Adafactor(Optimizer):
 
     def update(self, inputs: StepInputs) -> None:
         """One parameter after the other."""
-        decay = 1 - inputs.count.double() ** -self.decay_power
+        decay = 1 - inputs.count.double() ** -self.config.adafactor_decay_power
         for group in self.param_groups:
             for param in group.params:
                 gradient = param.gradient
@@ -76,7 +75,8 @@ class Adafactor(Optimizer):
             mean_square = self._factored(param, square, decay, skip)
         direction = gradient * mean_square.rsqrt()
         total = sum_over_parts((direction * direction).sum(), param.parameter)
-        direction = direction / ((total / param.parameter.numel()).sqrt() / self.clip_rms).clamp(min=1.0)
+        rms = (total / param.parameter.numel()).sqrt()
+        direction = direction / (rms / self.config.adafactor_clip_rms).clamp(min=1.0)
         if self.beta1:
             direction = self.beta1 * param.moment("momentum") + (1 - self.beta1) * direction
             replace(param.moment("momentum"), direction, skip)

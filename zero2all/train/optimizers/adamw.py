@@ -15,13 +15,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from zero2all.train.optimizers.base import (
-    ElementwiseOptimizer,
-    ParameterGroup,
-    StepInputs,
-    bias_correction,
-    scalar,
-)
+from zero2all.config.training import OptimConfig
+from zero2all.train.optimizers.base import ElementwiseOptimizer, ParameterGroup, StepInputs, bias_correction
 
 
 class AdamW(ElementwiseOptimizer):
@@ -30,20 +25,19 @@ class AdamW(ElementwiseOptimizer):
     moments = ("exp_avg", "exp_avg_sq")
 
     def __init__(
-        self,
-        groups: Sequence[ParameterGroup],
-        beta1: float,
-        beta2: float,
-        eps: float,
-        fused: bool = False,
-        compiled: bool = False,
+        self, groups: Sequence[ParameterGroup], config: OptimConfig, fused: bool = False, compiled: bool = False
     ) -> None:
-        self.beta1, self.beta2, self.eps, self.fused = beta1, beta2, eps, fused
-        super().__init__(groups, partial(adamw_formula, beta1=beta1, beta2=beta2, eps=eps), compiled)
+        self.config, self.fused = config, fused
+        formula = partial(adamw_formula, beta1=config.beta1, beta2=config.beta2, eps=config.eps)
+        super().__init__(groups, formula, compiled)
 
     def numbers(self, group: ParameterGroup, count: Tensor) -> tuple[Tensor, ...]:
         """Rate, what the decay leaves, and both bias corrections."""
-        return adamw_numbers(group, count, self.beta1, self.beta2)
+        return (
+            *super().numbers(group, count),
+            bias_correction(self.config.beta1, count),
+            bias_correction(self.config.beta2, count),
+        )
 
     def update(self, inputs: StepInputs) -> None:
         """By torch's kernel or by the formula."""
@@ -69,21 +63,15 @@ class AdamW(ElementwiseOptimizer):
                 [],
                 [inputs.count] * len(rows),
                 lr=group.lr,
-                beta1=self.beta1,
-                beta2=self.beta2,
+                beta1=self.config.beta1,
+                beta2=self.config.beta2,
                 weight_decay=group.weight_decay,
-                eps=self.eps,
+                eps=self.config.eps,
                 amsgrad=False,
                 maximize=False,
                 grad_scale=inverse,  # the kernel divides by it
                 found_inf=found,
             )
-
-
-def adamw_numbers(group: ParameterGroup, count: Tensor, beta1: float, beta2: float) -> tuple[Tensor, ...]:
-    """The scalars of `adamw_formula`."""
-    kept = scalar(1 - group.lr * group.weight_decay)
-    return scalar(group.lr), kept, bias_correction(beta1, count), bias_correction(beta2, count)
 
 
 def adamw_formula(

@@ -16,37 +16,24 @@ Blocks never cross rows, so a matrix that is cut by rows over processes has the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zero2all.train.optimizers.adamw import AdamW, adamw_formula
-from zero2all.train.optimizers.base import ParameterGroup, ParamState, StepInputs, replace, row_chunks, scaled
-from zero2all.train.optimizers.rounding import fraction, random_bits, rounding_key
-from zero2all.train.optimizers.shards import flat_index, spread_dimensions, spread_like
+from zero2all.parallel.shards import spread_dimensions, spread_like
+from zero2all.train.optimizers.adamw import AdamW
+from zero2all.train.optimizers.base import Formula, ParamState, StepInputs, replace, scaled
+from zero2all.train.optimizers.rounding import RoundedAdamW, fraction, random_bits
 
 BLOCK = 256
 MEAN_CODES, SQUARE_CODES = 127, 255
 MEAN_POWER, SQUARE_POWER = 2, 4
 
 
-class AdamW8bit(AdamW):
+class AdamW8bit(RoundedAdamW):
     """AdamW whose moments of matrices are bytes with a scale per block."""
-
-    def __init__(
-        self,
-        groups: Sequence[ParameterGroup],
-        beta1: float,
-        beta2: float,
-        eps: float,
-        seed: int,
-        compiled: bool = False,
-    ) -> None:
-        self.seed = seed
-        super().__init__(groups, beta1, beta2, eps, compiled=compiled)
-        self.apply_coded = torch.compile(coded_step, dynamic=True) if compiled else coded_step
 
     def initial_state(self, param: ParamState) -> dict[str, Tensor]:
         """Codes and scales of both moments, or float32 moments where there is nothing to gain."""
@@ -72,26 +59,16 @@ class AdamW8bit(AdamW):
 
     def update_one(self, param: ParamState, numbers: tuple[Tensor, ...], inputs: StepInputs) -> None:
         """Matrices by way of their codes, the rest as AdamW does."""
-        gradient = param.gradient
-        if "exp_avg" in param.state or gradient is None:
-            super().update_one(param, numbers, inputs)
-            return
-        key = rounding_key(self.seed, param.index, inputs.count)
-        for rows in row_chunks(param.weight):
-            self.apply_coded(
-                gradient[rows],
-                param.weight[rows],
-                [param.moment(name)[rows] for name in param.state],
-                numbers,
-                flat_index(param.parameter, rows),
-                key,
-                inputs.scale,
-                inputs.skip,
-                (self.beta1, self.beta2, self.eps),
-            )
+        update = AdamW.update_one if "exp_avg" in param.state else RoundedAdamW.update_one
+        update(self, param, numbers, inputs)
+
+    def rounded_step(self) -> Callable[..., None]:
+        """See `coded_step`."""
+        return coded_step
 
 
 def coded_step(
+    formula: Formula,
     gradient: Tensor,
     weight: Tensor,
     state: list[Tensor],
@@ -100,16 +77,12 @@ def coded_step(
     key: Tensor,
     scale: Tensor | None,
     skip: Tensor | None,
-    constants: tuple[float, float, float],
 ) -> None:
     """Decode, update by AdamW's formula, encode and store."""
-    beta1, beta2, eps = constants
     mean_codes, mean_scales, square_codes, square_scales = state
     mean = decode(mean_codes, mean_scales, MEAN_CODES, MEAN_POWER)
     square = decode(square_codes, square_scales, SQUARE_CODES, SQUARE_POWER)
-    new_weight, mean, square = adamw_formula(
-        scaled(gradient, scale), weight, mean, square, *numbers, beta1=beta1, beta2=beta2, eps=eps
-    )
+    new_weight, mean, square = formula(scaled(gradient, scale), weight, mean, square, *numbers)
     new_mean_codes, new_mean_scales = encode(mean, MEAN_CODES, MEAN_POWER, fraction(random_bits(index, key, 0)))
     new_codes, new_square_scales = encode(square, SQUARE_CODES, SQUARE_POWER, fraction(random_bits(index, key, 1)))
     replace(weight, new_weight, skip)

@@ -1,36 +1,32 @@
 """The contract of every optimizer here, and what they share.
 
 An optimizer updates *master* parameters: float32 tensors (bfloat16 for `adamw_bf16`, float64 in tests), or DTensors
-with such parts; copies in a lower precision for the forward pass are the caller's. Gradients are read from
-`parameter.grad`; a parameter without one is not changed.
+with such parts. Gradients are read from `parameter.grad`; a parameter without one is not changed.
 
     optimizer.set_learning_rate(rate)
     optimizer.step(grads_scale=clip_coefficient, found_nonfinite=flag)
-    optimizer.zero_grad()
 
-`found_nonfinite` (a tensor on the device, 0 or 1) must be able to cancel a step that is already queued, without the
-host reading it. So every new value goes through `torch.where(flag, old, new)`, and the count of updates, on which bias
-corrections and stochastic rounding depend, is a tensor on the device too. A cancelled step changes no bit of weights
-and state.
+`found_nonfinite` (a tensor on the device, 0 or 1) cancels a step that is already queued, without the host reading it:
+every new value goes through `torch.where(flag, old, new)`, and the count of updates is a tensor on the device too. A
+cancelled step changes no bit of weights and state.
 
 State is a flat dict of tensors, complete from construction on: `<moment>/<parameter name>`, and the count of updates as
-`step/all`. They are the live tensors, so a checkpoint may also be loaded directly into them. There is no random state.
+`step/all`. They are the live tensors, so a checkpoint is loaded directly into them. There is no random state.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import EllipsisType
 
 import torch
 from torch import Tensor
 
-from zero2all.common.errors import BadInputError
 from zero2all.config.training import ParameterKind
+from zero2all.parallel.shards import gradient_part, local, spread_like, whole
 from zero2all.train.optimizers.roles import Role
-from zero2all.train.optimizers.shards import copy_values, gradient_part, local, spread_like, whole
 
 STEP_NAME = "step/all"
 CHUNK_VALUES = 1 << 25
@@ -42,13 +38,11 @@ Formula = Callable[..., tuple[Tensor, ...]]
 class ParamState:
     """A parameter with its state."""
 
-    index: int
-    """Its index among all parameters of the model, which seeds its stochastic rounding."""
+    index: int  # its index among all parameters of the model, which seeds its stochastic rounding
     name: str
     parameter: Tensor
     role: Role
-    state: dict[str, Tensor] = field(default_factory=dict)
-    """Moments, sharded like the parameter."""
+    state: dict[str, Tensor] = field(default_factory=dict)  # moments, sharded like the parameter
 
     @property
     def weight(self) -> Tensor:
@@ -70,24 +64,19 @@ class ParameterGroup:
     """Parameters of one kind, which share a rate and a decay."""
 
     kind: ParameterKind
-    params: list[ParamState]
-    """In the model's order."""
+    params: list[ParamState]  # in the model's order
     weight_decay: float
     lr_multiplier: float = 1.0
-    lr: float = 0.0
-    """Rate of the next step, the multiplier in it."""
+    lr: float = 0.0  # rate of the next step, the multiplier in it
 
 
 @dataclass(frozen=True)
 class StepInputs:
     """The inputs of one step, all on the device."""
 
-    count: Tensor
-    """Number of this update, from 1, if it is not cancelled (float32)."""
-    scale: Tensor | None
-    """Factor on every gradient."""
-    skip: Tensor | None
-    """Whether to change nothing (bool)."""
+    count: Tensor  # number of this update, from 1, if it is not cancelled (float32)
+    scale: Tensor | None  # factor on every gradient
+    skip: Tensor | None  # whether to change nothing (bool)
 
 
 class Optimizer(ABC):
@@ -114,10 +103,7 @@ class Optimizer(ABC):
 
     @torch.no_grad()
     def step(self, grads_scale: Tensor | None = None, found_nonfinite: Tensor | None = None) -> None:
-        """One update with gradients times `grads_scale`, or none at all where `found_nonfinite` is set.
-
-        Neither tensor is read by the host. Gradients may be overwritten with their scaled values.
-        """
+        """One update with gradients times `grads_scale`, or none where `found_nonfinite` is set."""
         device = self.updates.device
         scale = None if grads_scale is None else whole(grads_scale).detach().to(device).reshape(())
         skip = None if found_nonfinite is None else whole(found_nonfinite).detach().to(device, torch.bool).reshape(())
@@ -130,14 +116,11 @@ class Optimizer(ABC):
         for group in self.param_groups:
             group.lr = rate * group.lr_multiplier
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, or with `set_to_none` false, fill them with zeros."""
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
         for group in self.param_groups:
             for param in group.params:
-                if set_to_none:
-                    param.parameter.grad = None
-                elif param.parameter.grad is not None:
-                    param.parameter.grad.zero_()
+                param.parameter.grad = None
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Everything a checkpoint must hold, by name; DTensors where the parameters are."""
@@ -147,22 +130,11 @@ class Optimizer(ABC):
                 tensors |= {f"{moment}/{param.name}": value for moment, value in param.state.items()}
         return tensors
 
-    @torch.no_grad()
-    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load a saved state, whole tensors or DTensors; raises before it changes anything if one does not fit."""
-        own = self.state_tensors()
-        check_fits(own, tensors)
-        for name, target in own.items():
-            copy_values(target, tensors[name])
-
 
 class ElementwiseOptimizer(Optimizer):
-    """An optimizer whose update is elementwise, by a formula.
-
-    The formula gets the scaled gradient, the weight, the moments in the order of `moments`, and the numbers of
-    `numbers`; it returns the new weight and moments. `compiled` turns it, the scaling and the skipping into one kernel
-    that reads and writes each value once; otherwise each operation of the formula is a pass over memory.
-    """
+    """An optimizer whose update is elementwise, by a formula: scaled gradient, weight, moments in the order of
+    `moments` and the scalars of `numbers` -> new weight and moments. `compiled` makes one kernel of it, the scaling and
+    the skip."""
 
     moments: tuple[str, ...] = ()
 
@@ -171,9 +143,9 @@ class ElementwiseOptimizer(Optimizer):
         self.formula = formula
         self.apply = torch.compile(apply_formula, dynamic=True) if compiled else apply_formula
 
-    @abstractmethod
-    def numbers(self, group: ParameterGroup, count: Tensor) -> tuple[Tensor, ...]:
-        """What the formula needs beside tensors, as scalars: rates, decays, corrections."""
+    def numbers(self, group: ParameterGroup, count: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG002
+        """What the formula needs beside tensors, as scalars: the rate, what the decay leaves, corrections."""
+        return scalar(group.lr), scalar(1 - group.lr * group.weight_decay)
 
     def initial_state(self, param: ParamState) -> dict[str, Tensor]:
         """Zeros, in float32 or better."""
@@ -250,23 +222,3 @@ def scalar(value: float) -> Tensor:
 def bias_correction(beta: float, count: Tensor) -> Tensor:
     """1 - beta^count in float64: in float32 the first steps of a beta near 1 would lose digits."""
     return 1 - beta ** count.double()
-
-
-def check_fits(own: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
-    """Raise when a saved state is of another optimizer or model, naming the first differences."""
-
-    def form(tensor: Tensor) -> str:
-        return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
-    differences = [
-        f"{name} is {form(found[name]) if name in found else 'absent'} instead of {form(tensor)}"
-        for name, tensor in own.items()
-        if name not in found or form(found[name]) != form(tensor)
-    ]
-    differences += [f"{name} is unknown" for name in found if name not in own]
-    if differences:
-        more = f" and {len(differences) - 4} more" if len(differences) > 4 else ""
-        raise BadInputError(
-            f"The optimizer state is of another optimizer or model: {'; '.join(differences[:4])}{more}. Use the config "
-            f"the run was trained with (config.yaml in its folder), or start a new run from its weights."
-        )

@@ -15,10 +15,9 @@ from zero2all.train.optimizers.adamw import AdamW
 from zero2all.train.optimizers.adamw_8bit import AdamW8bit
 from zero2all.train.optimizers.adamw_bf16 import AdamWBf16
 from zero2all.train.optimizers.base import Optimizer, ParameterGroup, ParamState
-from zero2all.train.optimizers.lion import Lion
+from zero2all.train.optimizers.momentum import SGD, Lion
 from zero2all.train.optimizers.muon import Muon
 from zero2all.train.optimizers.roles import Role, decay_of
-from zero2all.train.optimizers.sgd import SGD
 
 Implementation = Literal["auto", "eager", "fused", "compiled"]
 """eager: one operation after the other; fused: torch's kernel, AdamW only; compiled: torch.compile's kernel."""
@@ -31,11 +30,8 @@ def build_optimizer(
     implementation: Implementation = "auto",
     seed: int = 0,
 ) -> Optimizer:
-    """The optimizer of `config`, its rate at `lr_max`.
-
-    `auto` takes torch's fused kernel for AdamW on float32 and the eager formulas for the others. `seed` keys the
-    stochastic rounding of adamw_8bit and adamw_bf16.
-    """
+    """The optimizer of `config`, its rate at `lr_max`. `auto` takes torch's fused kernel for AdamW on float32 and the
+    eager formulas for the others. `seed` keys stochastic rounding."""
     groups = parameter_groups(named_parameters, config, roles)
     optimizer = _build(groups, config, implementation, seed)
     optimizer.set_learning_rate(config.lr_max)
@@ -58,29 +54,25 @@ def parameter_groups(
 
 def _build(groups: list[ParameterGroup], config: OptimConfig, implementation: Implementation, seed: int) -> Optimizer:
     _check_precision(groups, config)
-    beta1, beta2, eps, compiled = config.beta1, config.beta2, config.eps, implementation == "compiled"
+    compiled = implementation == "compiled"
     if implementation == "fused" and config.kind not in ("adamw", "muon"):
         raise UsageError(f"There is no fused kernel for optim.kind = {config.kind}. Use auto, eager or compiled.")
     fused = implementation == "fused" or (implementation == "auto" and _all_float32(groups))
     if config.kind == "adamw":
-        return AdamW(groups, beta1, beta2, eps, fused=fused, compiled=compiled)
+        return AdamW(groups, config, fused, compiled)
     if config.kind == "adamw_8bit":
-        return AdamW8bit(groups, beta1, beta2, eps, seed, compiled=compiled)
+        return AdamW8bit(groups, config, seed, compiled)
     if config.kind == "adamw_bf16":
-        return AdamWBf16(groups, beta1, beta2, eps, seed, config.bf16_rounding == "kahan", compiled=compiled)
+        return AdamWBf16(groups, config, seed, compiled)
     if config.kind == "lion":
-        return Lion(groups, beta1, beta2, compiled=compiled)
+        return Lion(groups, config, compiled)
     if config.kind == "sgd":
-        return SGD(groups, config.momentum, config.nesterov, compiled=compiled)
+        return SGD(groups, config, compiled)
     if config.kind == "adafactor":
-        return Adafactor(groups, config.adafactor_decay_power, config.adafactor_clip_rms, config.adafactor_beta1)
+        return Adafactor(groups, config)
     matrices = [group for group in groups if group.kind == "matrix"]
     others = [group for group in groups if group.kind != "matrix"]
-    rest = AdamW(others, beta1, beta2, eps, fused=fused, compiled=compiled)
-    precision = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}[config.muon_precision]
-    return Muon(
-        matrices, rest, config.momentum, config.nesterov, config.muon_update_rms, config.muon_iterations, precision
-    )
+    return Muon(matrices, AdamW(others, config, fused, compiled), config)
 
 
 def _all_float32(groups: list[ParameterGroup]) -> bool:

@@ -6,15 +6,13 @@ weights of the forward pass are written in the same pass as their masters.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
 from zero2all.config.training import OptimConfig
 from zero2all.ops.optimizer import AdamW as Constants
 from zero2all.ops.optimizer import Flat, OptimizerOp
-from zero2all.train.optimizers.base import STEP_NAME, check_fits
+from zero2all.train.optimizers.base import STEP_NAME
 from zero2all.train.optimizers.roles import decay_of
 from zero2all.train.weights import FlatWeights
 
@@ -65,11 +63,3 @@ class FlatAdamW:
         for moment, flat in zip(MOMENTS, (self.firsts, self.seconds), strict=True):
             tensors |= {f"{moment}/{name}": view for name, view in self._weights.by_name(flat).items()}
         return tensors
-
-    @torch.no_grad()
-    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load a saved state; raises before it changes anything if a tensor does not fit."""
-        own = self.state_tensors()
-        check_fits(own, tensors)
-        for name, target in own.items():
-            target.copy_(tensors[name])

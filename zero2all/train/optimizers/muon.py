@@ -4,20 +4,15 @@
     o = orthogonalise(u): with u = U S V^T it is close to U V^T, every direction of the matrix gets an equal step
     w = w (1 - lr wd) - lr rms sqrt(max(rows, columns)) o
 
-An orthogonal matrix has a root mean square of 1 / sqrt(max(rows, columns)); the factor makes it `rms` (0.2), about that
-of an AdamW step, so that AdamW's learning rate and weight decay carry over.
-
-Newton-Schulz finds o with products only: x = u / |u|, then a few times x = a x + b (x x^T) x + c (x x^T)^2 x. Those
-coefficients raise small singular values fast and leave all of them between about 0.7 and 1.2. Each iteration of an
-r by c matrix (r the smaller) is 4 r^2 c + 2 r^3 operations.
+The factor gives the step a root mean square of `rms` (0.2), about that of AdamW, whose learning rate and weight decay
+carry over. Newton-Schulz finds o with products only: x = u / |u|, then repeats x = a x + b (x x^T) x + c (x x^T)^2 x.
 
 A tensor that holds several matrices (q, k, v; gate, up) is cut into them first: orthogonalising them together would tie
 their scales. Equal shapes are stacked, so that small models need few products.
 
 A matrix that is spread over processes is gathered whole (in the precision of the iterations), orthogonalised by every
-process, and each takes its part back. Per step that moves one copy of the matrices, 2 bytes a parameter in bfloat16, as
-much as one all-gather of FSDP; the products are not distributed, so they take as long on many processes as on one. In
-return the result does not depend on the number of processes. State: 4 bytes a parameter of a matrix, 8 of the rest.
+process, and each takes its part back, so the result does not depend on the number of processes; the products take as
+long on many processes as on one. State: 4 bytes a parameter of a matrix, 8 of the rest.
 """
 
 from __future__ import annotations
@@ -27,6 +22,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from zero2all.config.training import OptimConfig
+from zero2all.parallel.shards import box, spread_like, whole
 from zero2all.train.optimizers.adamw import AdamW
 from zero2all.train.optimizers.base import (
     Optimizer,
@@ -38,7 +35,6 @@ from zero2all.train.optimizers.base import (
     zeros_like_master,
 )
 from zero2all.train.optimizers.roles import Role
-from zero2all.train.optimizers.shards import box, spread_like, whole
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STACK_VALUES = 1 << 26
@@ -48,22 +44,10 @@ STACK_VALUES = 1 << 26
 class Muon(Optimizer):
     """Orthogonalised momentum for matrices, AdamW for embeddings, head, norms and biases."""
 
-    def __init__(
-        self,
-        groups: Sequence[ParameterGroup],
-        rest: AdamW,
-        momentum: float,
-        nesterov: bool,
-        update_rms: float,
-        iterations: int,
-        precision: torch.dtype | None,
-    ) -> None:
+    def __init__(self, groups: Sequence[ParameterGroup], rest: AdamW, config: OptimConfig) -> None:
         super().__init__(groups)
-        self.matrices, self.rest = list(groups), rest
+        self.matrices, self.rest, self.config = list(groups), rest, config
         self.param_groups = [*groups, *rest.param_groups]
-        self.momentum, self.nesterov, self.update_rms, self.iterations = momentum, nesterov, update_rms, iterations
-        self.precision = precision
-        """None takes bfloat16 on CUDA and float32 elsewhere; float64 matrices stay as they are."""
 
     def initial_state(self, param: ParamState) -> dict[str, Tensor]:
         """The momentum."""
@@ -86,9 +70,10 @@ class Muon(Optimizer):
         gradient, momentum = param.gradient, param.moment("momentum")
         assert gradient is not None, "_stacks takes only params with a gradient"
         gradient = scaled(gradient, inputs.scale)
-        new = self.momentum * momentum + (1 - self.momentum) * gradient
+        mu = self.config.momentum
+        new = mu * momentum + (1 - mu) * gradient
         replace(momentum, new, inputs.skip)
-        ahead = (1 - self.momentum) * gradient + self.momentum * new if self.nesterov else new
+        ahead = (1 - mu) * gradient + mu * new if self.config.nesterov else new
         return whole(spread_like(param.parameter, ahead.to(self._dtype(ahead))))
 
     def _orthogonal_parts(self, matrices: Tensor, role: Role) -> Tensor:
@@ -101,15 +86,14 @@ class Muon(Optimizer):
 
     def _orthogonal(self, matrices: Tensor) -> Tensor:
         """(..., rows, columns) -> the same, nearly orthogonal and of the wanted root mean square."""
-        scale = self.update_rms * max(matrices.shape[-2:]) ** 0.5
-        return scale * orthogonalise(matrices, self.iterations)
+        scale = self.config.muon_update_rms * max(matrices.shape[-2:]) ** 0.5
+        return scale * orthogonalise(matrices, self.config.muon_iterations)
 
     def _dtype(self, matrix: Tensor) -> torch.dtype:
         if matrix.dtype == torch.float64:
             return torch.float64
-        if self.precision is not None:
-            return self.precision
-        return torch.bfloat16 if matrix.is_cuda else torch.float32
+        chosen = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(self.config.muon_precision)
+        return chosen or (torch.bfloat16 if matrix.is_cuda else torch.float32)
 
 
 def orthogonalise(matrices: Tensor, iterations: int) -> Tensor:

@@ -19,8 +19,7 @@ class Role:
     kind: ParameterKind
     splits: tuple[int, ...] = ()
     """Rows of each matrix that is stored in this one, one after the other; empty where it is one matrix."""
-    alternating: int = 1
-    """How many matrices take the rows of this one in turn."""
+    alternating: int = 1  # how many matrices take the rows of this one in turn
 
 
 def decay_of(kind: ParameterKind, config: OptimConfig) -> float:

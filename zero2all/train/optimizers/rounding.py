@@ -9,9 +9,51 @@ every device and for every sharding of a parameter.
 from __future__ import annotations
 
 import hashlib
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+
+from zero2all.config.training import OptimConfig
+from zero2all.parallel.shards import flat_index
+from zero2all.train.optimizers.adamw import AdamW
+from zero2all.train.optimizers.base import ParameterGroup, ParamState, StepInputs, row_chunks
+
+
+class RoundedAdamW(AdamW):
+    """AdamW whose state, or weights, are stored in few bits and rounded stochastically."""
+
+    def __init__(
+        self, groups: Sequence[ParameterGroup], config: OptimConfig, seed: int, compiled: bool = False
+    ) -> None:
+        self.seed = seed
+        super().__init__(groups, config, compiled=compiled)
+        self.apply_rounded = torch.compile(self.rounded_step(), dynamic=True) if compiled else self.rounded_step()
+
+    @abstractmethod
+    def rounded_step(self) -> Callable[..., None]:
+        """(AdamW's formula, gradient, weight, moments, numbers, place of each value in the whole, key, scale, skip):
+        widen, update by the formula, round and store."""
+
+    def update_one(self, param: ParamState, numbers: tuple[Tensor, ...], inputs: StepInputs) -> None:
+        """Update one parameter and its moments."""
+        gradient = param.gradient
+        if gradient is None:
+            return
+        key = rounding_key(self.seed, param.index, inputs.count)
+        for rows in row_chunks(param.weight):
+            self.apply_rounded(
+                self.formula,
+                gradient[rows],
+                param.weight[rows],
+                [param.moment(name)[rows] for name in param.state],
+                numbers,
+                flat_index(param.parameter, rows),
+                key,
+                inputs.scale,
+                inputs.skip,
+            )
 
 
 def rounding_key(seed: int, parameter_index: int, count: Tensor) -> Tensor:
@@ -38,10 +80,7 @@ def fraction(bits: Tensor) -> Tensor:
 
 
 def to_bfloat16(values: Tensor, bits: Tensor) -> Tensor:
-    """float32 values rounded up or down to bfloat16 by the lower half of the random bits.
-
-    bfloat16 is the upper half of a float32, so adding 16 random bits to the lower half carries into the upper half with
-    exactly the wanted probability.
-    """
+    """float32 values rounded up or down to bfloat16: 16 random bits added to the lower half of a float32 carry into the
+    upper half, a bfloat16, with exactly the wanted probability."""
     rounded = (values.view(torch.int32) + (bits & 0xFFFF)) & -0x10000
     return rounded.view(torch.float32).to(torch.bfloat16)

@@ -1,7 +1,6 @@
-"""Sharded parameters (DTensor), for the few optimizers that need more than their own part.
+"""Sharded tensors (DTensor): which part of one lies in this process, and how parts become whole.
 
-Most optimizers are elementwise, so each process updates its own part without communication. Those that use a whole
-matrix (Muon, Adafactor) or must not depend on the sharding (stochastic rounding) use these functions.
+A plain tensor is its own, whole part.
 """
 
 from __future__ import annotations
@@ -16,8 +15,13 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that lies in this process, sharing its memory; a plain tensor is its own part."""
+    """The part of a tensor that lies in this process, sharing its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def has_part(tensor: Tensor) -> bool:
+    """Whether this process has a part: a DTensor may be spread over some processes only."""
+    return not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is not None
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -85,15 +89,3 @@ def flat_index(tensor: Tensor, rows: slice | EllipsisType = ...) -> Tensor:
         steps = torch.arange(along.start, along.stop, dtype=torch.int32, device=device) * stride
         index = index.unsqueeze(-1) + steps
     return index
-
-
-def copy_values(target: Tensor, source: Tensor) -> None:
-    """Fill `target` from a tensor of the same global shape, however either of them is sharded."""
-    if isinstance(source, DTensor) and isinstance(target, DTensor):
-        same = source.device_mesh == target.device_mesh and source.placements == target.placements
-        moved = source if same else source.redistribute(target.device_mesh, target.placements)
-        target.to_local().copy_(moved.to_local())
-    elif isinstance(target, DTensor):
-        target.to_local().copy_(source[box(target)])
-    else:
-        target.copy_(whole(source))

@@ -44,6 +44,11 @@ def read_limited(path: Path) -> bytes:
     return path.read_bytes()
 
 
+def read(path: Path) -> Any:
+    """The value of a JSON file."""
+    return parse(read_limited(path), str(path))
+
+
 def _writable(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)

@@ -1,4 +1,4 @@
-"""Hand-written autograd functions under autocast."""
+"""float32 where bfloat16 is too narrow, and hand-written autograd functions under autocast."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ from torch import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+def widened(x: Tensor) -> Tensor:
+    """`x` in float32, or as it is where it is wider: float64 models stay float64 throughout."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def autocast_to(device: str) -> torch.dtype | None:
@@ -28,11 +33,8 @@ def for_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
 
 
 def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
-    """Run an autograd function's forward or backward with autocast off.
-
-    Otherwise a backward() inside an autocast region would silently cast the matmuls of a hand-written backward to that
-    region's dtype (float16 by default).
-    """
+    """Run an autograd function's forward or backward with autocast off, which would silently cast the matmuls of a
+    hand-written backward inside an autocast region."""
 
     @wraps(function)
     def plain(*args: P.args, **kwargs: P.kwargs) -> R:

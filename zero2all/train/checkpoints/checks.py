@@ -1,4 +1,7 @@
-"""Whether the copies of a tensor on several ranks are equal, to the last bit.
+"""Checks before a save: is every value finite, and are the copies of a tensor on several ranks equal to the last bit?
+
+The largest absolute value of a tensor is NaN or infinite when one of its values is: a reduction on the device that
+needs no memory, 24 ms for the 14.6 GB of a z2all-1b (H200, November 2026).
 
 With `parallel.data: replicate` every rank has all weights and moments and makes the same updates. A bit that flips on
 one rank goes unnoticed: gradients are summed over ranks whose weights differ, and a checkpoint takes tensors from
@@ -12,6 +15,7 @@ November 2026). Parts that only one rank has (FSDP2) cannot be compared and are 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -20,11 +24,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from zero2all.common.errors import AnomalyError
+from zero2all.parallel.shards import local
 from zero2all.train.checkpoints.peers import Peers
-from zero2all.train.checkpoints.planning import local_part
 
 WIDTH = 4096
-PIECE_ROWS = 2048
+TABLE_ROWS = 2048
 """64 MB at a time: for column sums a GPU takes memory with the size of the table."""
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -36,6 +40,20 @@ class ReplicasDifferError(AnomalyError):
 
 
 @torch.no_grad()
+def first_not_finite(tensors: Mapping[str, Tensor]) -> str | None:
+    """The name of a tensor of which this rank's part holds NaN or an infinity; None when all are finite."""
+    parts = {name: local(tensor) for name, tensor in tensors.items() if tensor.is_floating_point()}
+    names = [name for name, part in parts.items() if part.numel()]
+    if not names:
+        return None
+    finite = [torch.linalg.vector_norm(parts[name], ord=math.inf).isfinite() for name in names]
+    devices = {each.device for each in finite}
+    home = next((device for device in devices if device.type != "cpu"), finite[0].device)
+    verdicts = torch.stack([each.to(home, non_blocking=True) for each in finite]).tolist()
+    return next((name for name, is_finite in zip(names, verdicts, strict=True) if not is_finite), None)
+
+
+@torch.no_grad()
 def compare_replicas(tensors: Mapping[str, Tensor], peers: Peers) -> None:
     """Raise ReplicasDifferError, on every rank, when copies differ; it names the ranks. Every rank calls it."""
     if peers.size == 1:
@@ -43,7 +61,7 @@ def compare_replicas(tensors: Mapping[str, Tensor], peers: Peers) -> None:
     groups: dict[str, dict[str, Tensor]] = {}
     for name, tensor in sorted(tensors.items()):
         if _has_copies(tensor):
-            groups.setdefault(_group(tensor), {})[name] = local_part(tensor)
+            groups.setdefault(_group(tensor), {})[name] = local(tensor)
     said = peers.gather({group: _digest(list(parts.values())) for group, parts in groups.items()})
     if not _odd_ranks(said):
         return
@@ -99,9 +117,9 @@ def _sums_of_bits(part: Tensor) -> Iterator[Tensor]:
     whole = flat.numel() * size // (8 * WIDTH) * (8 * WIDTH) // size
     # 8 bytes at a time: narrower integers would be copied to int64 before they are added up.
     table = flat[:whole].view(torch.int64).view(-1, WIDTH)
-    for piece in table.split(PIECE_ROWS):
-        yield piece.sum(dim=1)
-        yield piece.sum(dim=0)
+    for rows in table.split(TABLE_ROWS):
+        yield rows.sum(dim=1)
+        yield rows.sum(dim=0)
     if whole < flat.numel():
         yield flat[whole:].view(WORDS[size]).to(torch.int64)
 
