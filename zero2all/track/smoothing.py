@@ -57,7 +57,7 @@ def parse_smoothing(text: str) -> Smoothing | None:
         return Smoothing(kind, float(width))  # type: ignore[arg-type]
     except ValueError:
         raise ValueError(
-            f"is {text[:80]!r}; use none, or a kind ({', '.join(KINDS)}) and a width in points, at most "
+            f"is {text[:80]!r}; expected none, or a kind ({', '.join(KINDS)}) and a width in points, at most "
             f"{LARGEST_WIDTH:,}, as in ema:20"
         ) from None
 
