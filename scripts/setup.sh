@@ -35,8 +35,11 @@ echo "Installing zero2all$extras into .venv (a few minutes the first time)"
     exit 1
 }
 
+./scripts/compile_kernels.sh &
+compiling=$!
 ./scripts/vendor_web.sh "${1:-}"
 if [ "${1:-}" = "dev" ]; then
     ./scripts/install_browser.sh
     ./scripts/install_sshd.sh
 fi
+wait "$compiling"

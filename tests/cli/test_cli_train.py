@@ -110,6 +110,7 @@ def start_two(copy, tiny, *more):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow  # while it loads: above; without a launcher: tests/train/test_train_exact.py
 def test_two_processes_stopped_by_sigterm_save_once_say_it_once_and_end_with_code_10(copy, tiny):
     process = start_two(copy, tiny, "--train.steps", "100000")
     wait_until(lambda: list_checkpoints(copy / "runs/two") or process.poll() is not None)

@@ -72,8 +72,6 @@ def test_untrained_model_knows_no_fact(finished: tuple[Path, str]) -> None:
 
 MOMENTS = {
     "while the corpus is built": "corpus/.build",
-    "after the corpus": "corpus/report.json",
-    "after the tokenizer": "tokenizer/manifest.json",
     "in training": "runs/quickstart/checkpoints/step-*",
     "in evaluation": "runs/quickstart/eval/step-*.json",
 }

@@ -181,6 +181,7 @@ def test_replicated_weights_give_the_same_run(ranks, lab, config, alone):
     course(lab.run("replicated"), launch).assert_same(alone, 1e-9)
 
 
+@pytest.mark.slow
 def test_float32_agrees_over_the_first_steps(ranks, lab, config):
     def settings(name, data="shard", micro=2):
         return spread_config(config, name, data, "float32", micro)

@@ -249,6 +249,7 @@ def test_a_run_over_a_poisoned_window_goes_back_leaves_it_out_and_ends_like_the_
     assert spikes == [FIRST_BAD, FIRST_BAD + 1, FIRST_BAD + 2]
 
 
+@pytest.mark.slow
 def test_without_guards_the_same_window_does_harm(left_alone, poisoned):
     """So that the test above shows something."""
     summary = trained(settings("unguarded", guards={"loss_spike": "log", "grad_spike": "log"}), poisoned)
@@ -447,6 +448,7 @@ def test_the_rest_of_a_named_shard_counts_nothing_while_the_position_advances(qu
     assert all(count > 16 for count in left_out.values()), left_out
 
 
+@pytest.mark.slow
 def test_quarantine_log_names_the_same_shards_and_lets_them_count(bad_shards):
     work, copy = bad_shards
     trained(settings("logged", train={"steps": 120}), work)

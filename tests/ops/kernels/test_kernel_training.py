@@ -23,7 +23,10 @@ STEPS, SMALL = 2, {"layers": 1, "samples": 2}
 def with_our_kernels(rms_norm=triton_rms_norm, linear_name="fp32_wgrad", linear=fp32_wgrad_linear) -> Ops:
     """What `auto` takes on a GPU, attention apart, though the probes refuse it on a CPU."""
     eager = resolved(EAGER, "float32")
-    choices = [dataclasses.replace(choice, got="triton") for choice in eager.choices if choice.operator == "optimizer"]
+    choices = [
+        dataclasses.replace(choice, got="triton") if choice.operator == "optimizer" else choice
+        for choice in eager.choices
+    ]
     return dataclasses.replace(
         eager,
         rope=triton_rope,
