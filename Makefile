@@ -11,11 +11,15 @@ RUNTIME := .venv/.runtime-ready
 DEV := .venv/.dev-ready
 SETUP_INPUTS := pyproject.toml requirements.lock package.json package-lock.json $(wildcard scripts/*.sh)
 
+# Without bytecode every process compiles the package, and every worker the tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: quickstart test lint bench slow gpu lock clean
 
 quickstart: $(RUNTIME)
 	$(BIN)/z2a quickstart $(ARGS)
 
+# Four workers, on two cores too: many tests wait for other processes.
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu and not slow" -n 4 --dist loadfile --no-loadscope-reorder --durations 10
 

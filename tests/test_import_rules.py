@@ -7,6 +7,7 @@ All of them count, because each means that one file cannot be understood without
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import re
 import subprocess
@@ -125,12 +126,13 @@ def imports_of(name: str, source: str, modules: Mapping[str, Path] = MODULES) ->
                 whole = f"{node.module}.{alias.name}"
                 yield Import(name, whole if whole in modules else str(node.module), node.lineno, at_top)
         else:
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            called = getattr(node, "func", None)
+            if getattr(called, "attr", getattr(called, "id", "")) == "import_module":
                 for argument in node.args[:1]:
                     if isinstance(argument, ast.Constant):
                         yield Import(name, str(argument.value), node.lineno, at_top)
             lazy = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or (
-                isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+                isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
             )
             for child in ast.iter_child_nodes(node):
                 yield from visit(child, at_top and not lazy)
@@ -144,8 +146,14 @@ def all_imports(modules: Mapping[str, Path]) -> list[Import]:
     ]
 
 
-ALL_IMPORTS = all_imports(MODULES)
-OURS = [found for found in ALL_IMPORTS if found.target.split(".")[0] == PACKAGE]
+@functools.cache
+def every_import() -> list[Import]:
+    """Of the package; not when this file is collected, which every worker does."""
+    return all_imports(MODULES)
+
+
+def imports_of_ours() -> list[Import]:
+    return [found for found in every_import() if found.target.split(".")[0] == PACKAGE]
 
 
 def inside(module: str, part: str) -> bool:
@@ -194,7 +202,7 @@ def test_no_room_imports_a_room_above_it():
 
 
 def test_every_module_imports_only_what_its_room_may():
-    assert breaches(OURS) == []
+    assert breaches(imports_of_ours()) == []
 
 
 @pytest.mark.parametrize(
@@ -221,14 +229,16 @@ def test_the_rules_catch_a_breach(module, source):
 
 
 def test_only_the_command_line_and_the_quickstart_itself_know_the_quickstart():
-    importers = {short(each.importer).split(".")[0] for each in OURS if inside(short(each.target), "quickstart")}
+    importers = {
+        short(each.importer).split(".")[0] for each in imports_of_ours() if inside(short(each.target), "quickstart")
+    }
     assert importers == {"cli", "quickstart"}
 
 
 def test_the_command_line_imports_stages_only_inside_functions():
     at_top = {
         short(each.target)
-        for each in OURS
+        for each in imports_of_ours()
         if inside(short(each.importer), "cli") and each.at_top and short(each.target)
     }
     assert {target for target in at_top if not inside(target, "cli")} == {"common.errors"}
@@ -259,7 +269,7 @@ def file_graph(modules: Mapping[str, Path], imports: list[Import]) -> dict[str, 
 
 
 def test_there_is_no_circle_over_the_files_of_the_package():
-    graph = file_graph(MODULES, OURS)
+    graph = file_graph(MODULES, imports_of_ours())
     assert circle_in(graph) == ""
     assert sum(map(len, graph.values())) > 1000  # it has seen the house
 
@@ -298,7 +308,7 @@ def test_a_circle_is_found_however_its_import_is_written(back):
 def third_parties(part: str) -> list[Import]:
     return [
         each
-        for each in ALL_IMPORTS
+        for each in every_import()
         if inside(short(each.importer), part) and each.target.split(".")[0] not in (*sys.stdlib_module_names, PACKAGE)
     ]
 
@@ -317,14 +327,14 @@ def test_the_trainer_needs_no_more_than_a_bare_gpu_image_has(part):
 
 def test_our_kernels_are_imported_only_where_one_is_chosen():
     """They import Triton at their top; everything else must run without it."""
-    users = [each for each in ALL_IMPORTS if inside(each.target.removeprefix(f"{PACKAGE}."), KERNELS)]
+    users = [each for each in every_import() if inside(each.target.removeprefix(f"{PACKAGE}."), KERNELS)]
     assert users
     assert [str(each) for each in users if each.at_top and not inside(short(each.importer), KERNELS)] == []
 
 
 def test_our_epilogues_are_imported_only_where_quack_was_found():
     """They import QuACK at their top; the other kernels must run without it."""
-    users = [each for each in ALL_IMPORTS if each.target.removeprefix(f"{PACKAGE}.") in EPILOGUES]
+    users = [each for each in every_import() if each.target.removeprefix(f"{PACKAGE}.") in EPILOGUES]
     assert {each.target.removeprefix(f"{PACKAGE}.") for each in users} == EPILOGUES
     assert not any(each.at_top for each in users)
 
@@ -335,7 +345,7 @@ def test_the_metrics_writer_and_the_limits_need_the_standard_library_only():
 
 
 def test_the_tokenizers_library_is_imported_only_where_a_tokenizer_is_used():
-    users = [each for each in ALL_IMPORTS if each.target.split(".")[0] == "tokenizers"]
+    users = [each for each in every_import() if each.target.split(".")[0] == "tokenizers"]
     assert {short(each.importer).split(".")[0] for each in users} == {"tokenizer"}
     assert not any(each.at_top for each in users)
 
