@@ -90,7 +90,7 @@ class Control:
         return part
 
     def observe(
-        self, result: StepResult, channels: Sequence[str], checkpoints: Sequence[int]
+        self, result: StepResult, channels: Sequence[str], checkpoints: Callable[[], Sequence[int]]
     ) -> tuple[Action, Path | None]:
         """Let the guards judge a step; returns what all processes must do now, and the page that explains it."""
         if self._is_overflow(result):
@@ -112,7 +112,7 @@ class Control:
         return usual
 
     def _judge(
-        self, result: StepResult, channels: Sequence[str], checkpoints: Sequence[int]
+        self, result: StepResult, channels: Sequence[str], checkpoints: Callable[[], Sequence[int]]
     ) -> tuple[Action, Path | None]:
         assert self._guards is not None, "only rank 0 judges"
         losses = {name: loss for name, loss in zip(channels, result.channel_losses, strict=True) if loss is not None}

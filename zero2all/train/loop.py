@@ -323,8 +323,7 @@ class TrainingLoop:
         if result.step == 1:
             self.log.say(*check_first_loss(result.loss, self.config.model))
         self.log.show_progress(result.tokens[1], f"step {result.step} loss {result.loss:.3f}")
-        good_steps = self.store.good_steps() if self.world.is_first else []
-        action, page = self.control.observe(result, self.prepared.data.channels, good_steps)
+        action, page = self.control.observe(result, self.prepared.data.channels, self.store.good_steps)
         if isinstance(action, Stop):
             where = f" {page} shows the step, its documents and what to try." if page else ""
             raise AnomalyError(f"{action.reason}{where}")

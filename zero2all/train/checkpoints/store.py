@@ -104,7 +104,8 @@ class CheckpointStore:
 
     def good_steps(self) -> list[int]:
         """The steps of good checkpoints, oldest first, without imported weights at step 0: they are not a state of the
-        run. Their bytes are not checked here."""
+        run. Waits for a save that is under way, or the answer would depend on the disk. Bytes are not checked here."""
+        self._writer.wait()
         steps = sorted(filter(None, map(step_of, list_checkpoints(self.run))))
         for step in steps:
             if step not in self._is_good:  # a committed checkpoint never changes

@@ -8,7 +8,7 @@ decisions (skipped data, quarantined shards), which are also written to the run'
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,13 +86,13 @@ class RunGuards:
         grad_norm: float,
         channel_losses: Mapping[str, float],
         tokens: tuple[int, int],
-        checkpoints: Sequence[int],
+        checkpoints: Callable[[], Sequence[int]],
         row_nats: np.ndarray | None = None,
         row_counts: np.ndarray | None = None,
     ) -> Observation:
         """Judge a step, in order, and record the decision before returning it; `row_nats` are of the global batch."""
         findings = self.detector.observe(step, loss, grad_norm, channel_losses, tokens)
-        action = self.policy.decide(step, findings, self.ledger, checkpoints)
+        action = self.policy.decide(step, findings, self.ledger, checkpoints() if findings else ())
         if isinstance(action, SkipWindow | Rollback):
             if action.skip is not None:
                 self.ledger.add(action.skip)
