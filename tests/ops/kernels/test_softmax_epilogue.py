@@ -235,6 +235,7 @@ def test_the_trial_passes_what_is_right(problem_in_trial):
     assert problem_in_trial() is None
 
 
+@pytest.mark.slow
 def test_the_trial_names_what_is_wrong(device, problem_in_trial, monkeypatch):
     if device != "cpu":
         pytest.skip("QuACK itself is right")
