@@ -6,6 +6,7 @@ chance. `HYPOTHESIS_PROFILE=random` looks for new ones.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
@@ -26,7 +27,7 @@ from zero2all.packed.writer import pack_corpus
 from zero2all.tokenizer.stage import train_on_corpus
 from zero2all.train.loop import train
 
-hypothesis.settings.register_profile("same", derandomize=True)
+hypothesis.settings.register_profile("same", derandomize=True, max_examples=50)
 hypothesis.settings.register_profile("random")
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
@@ -44,6 +45,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     places = {here / name: place for place, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+def pytest_collection_finish() -> None:
+    """Modules and collected tests stay: the garbage collector need not look at them again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 CAPITALS = {

@@ -345,6 +345,7 @@ print(report["totals"]["records_kept"], int(peak[1]) / 1000)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_array(tmp_path):
     def peak_mb(count):
         path = tmp_path / f"{count}.json"

@@ -182,10 +182,11 @@ def test_fused_attention_is_kept_unless_it_draws_random_numbers():
     ("scope", "kind"),
     [
         ("block", "selective"),
-        pytest.param("block", "full", marks=pytest.mark.slow),
-        pytest.param("trunk", "every_n", marks=pytest.mark.slow),
+        ("block", "full"),
+        ("trunk", "every_n"),
     ],
 )
+@pytest.mark.slow
 def test_it_holds_inside_compiled_blocks_and_trunks(kind, scope, monkeypatch):
     compile_as_it_is = torch.nn.Module.compile
     monkeypatch.setattr(

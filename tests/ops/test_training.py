@@ -16,7 +16,9 @@ from zero2all.ops.registry import resolve
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16 says so and goes on
-@pytest.mark.parametrize(("precision", "largest"), [("float32", 1e-5), ("bfloat16", 1e-2)])
+@pytest.mark.parametrize(
+    ("precision", "largest"), [("float32", 1e-5), pytest.param("bfloat16", 1e-2, marks=pytest.mark.slow)]
+)
 def test_fifty_steps_with_the_best_and_with_the_reference_operators(precision, largest):
     best = losses_of_a_run(resolved(OpsConfig(), precision), precision, 50)
     reference = losses_of_a_run(resolved(EAGER, precision), precision, 50)

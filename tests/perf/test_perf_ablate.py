@@ -56,7 +56,6 @@ def test_every_row_is_measured_and_on_disk(first, options):
     assert got["linear_cross_entropy"] == "off"
 
 
-@pytest.mark.slow
 def test_a_rerun_measures_nothing_and_a_later_sitting_only_its_anchor_and_what_is_new(first, second, options):
     assert [(line["sitting"], line["row"]) for line in lines_in(options.output)] == [
         *((1, "all-fused"), (1, "naive")),
@@ -67,7 +66,6 @@ def test_a_rerun_measures_nothing_and_a_later_sitting_only_its_anchor_and_what_i
     assert len(lines_in(options.output)) == 4
 
 
-@pytest.mark.slow
 def test_a_row_that_cannot_run_here_is_a_line_of_the_table_with_its_reason(second):
     (table,) = batch_tables(second)
     assert [row[1] for row in cells(table)][-1] == "cannot run here"

@@ -73,7 +73,6 @@ def test_untrained_model_knows_no_fact(finished: tuple[Path, str]) -> None:
 MOMENTS = {
     "while the corpus is built": "corpus/.build",
     "in training": "runs/quickstart/checkpoints/step-*",
-    "in evaluation": "runs/quickstart/eval/step-*.json",
 }
 
 

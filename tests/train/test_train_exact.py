@@ -201,7 +201,7 @@ def test_float32_agrees_over_the_first_steps(ranks, lab, config):
 def test_a_process_that_is_gone_ends_the_others_in_time_and_the_run_resumes(
     ranks, lab, config, alone, victim, number, step
 ):
-    name, timeout_seconds = f"lost {victim}", 5.0
+    name, timeout_seconds = f"lost {victim}", 3.0
     settings = spread_config(config, name, save_every=3, timeout_seconds=timeout_seconds)
     launch = ranks(settings, 2, signals={victim: (step, number, 0.0)})
     other = launch.trainers[1 - victim]

@@ -560,6 +560,7 @@ def test_a_run_that_keeps_failing_ends_with_code_12_and_weights_from_before(work
     assert page(work.run("run"), "8-nonfinite")["action"] == "stop"
 
 
+@pytest.mark.slow
 def test_a_run_that_has_to_go_back_again_and_again_stops(work):
     """All text from some step on is noise: no window to leave out helps."""
     guards = {"spike_window_steps": 24, "spike_min_steps": 16, "skip_steps_after": 2, "max_rollbacks": 2}

@@ -45,7 +45,7 @@ def with_our_kernels(rms_norm=triton_rms_norm, linear_name="fp32_wgrad", linear=
     ("precision", "kernels", "largest"),
     [
         ("float32", {}, 1e-6),
-        ("bfloat16", {}, 1e-3),
+        pytest.param("bfloat16", {}, 1e-3, marks=pytest.mark.slow),
         ("bfloat16", {"rms_norm": lean_rms_norm, "linear_name": "fp8", "linear": fp8_linear}, 5e-3),
     ],
     ids=["float32", "bfloat16", "lean norm and float8"],

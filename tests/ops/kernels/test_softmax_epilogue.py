@@ -152,7 +152,9 @@ def test_loss_and_gradients_are_those_of_the_formula(device, vocab_size, columns
     assert_agrees(quack_linear_cross_entropy, head_and_loss, given(128, columns), LOW, *others, device=device)
 
 
-@pytest.mark.parametrize("rows", [300, 100], ids=["two chunks and rows behind", "less than a tile"])
+@pytest.mark.parametrize(
+    "rows", [pytest.param(300, marks=pytest.mark.slow), 100], ids=["two chunks and rows behind", "less than a tile"]
+)
 def test_chunks_and_rows_that_fill_no_tile(device, rows, monkeypatch):
     monkeypatch.setattr(linear_cross_entropy, "EPILOGUE_CHUNK_ROWS", 128)
     others = (targets_for(448, rows), random(rows, seed=3).abs().float(), 448, Z)
