@@ -24,6 +24,15 @@ def test_a_table_that_nobody_reads_is_no_error(tmp_path):
     assert (finished.returncode, finished.stderr) == (0, b"")
 
 
+def test_work_goes_on_when_nobody_reads_its_output(tmp_path):
+    script = "from zero2all.cli.main import outlive_readers; outlive_readers(); print('x' * 10**6, flush=True); "
+    script += f"open({str(tmp_path / 'made')!r}, 'w').write('whole')"
+    command = f'"{sys.executable}" -c "{script}" 2>&1 | true; exit ${{PIPESTATUS[0]}}'
+    finished = subprocess.run(["bash", "-c", command], capture_output=True, check=False)
+    assert (finished.returncode, finished.stdout) == (0, b"")
+    assert (tmp_path / "made").read_text() == "whole"
+
+
 def test_words_about_progress_that_nobody_reads_do_not_end_the_work(monkeypatch):
     reading, writing = os.pipe()
     os.close(reading)

@@ -58,6 +58,16 @@ def test_a_dry_run_shows_the_data_learns_a_batch_and_leaves_no_trace(copy, tiny,
     assert not (copy / "runs/dry").exists()
 
 
+def test_a_dry_run_describes_the_data_of_the_whole_run_and_holds_to_its_limits(copy, tiny, z2a):
+    words = ("train", "quickstart", *tiny, "--train.name", "dry", "--dry-run", "--work", copy)
+    ended = z2a(*words)
+    assert ended.out.count("epochs over the whole run") == 1
+    assert "epochs over the whole run (512 tokens)" in ended.out
+    ended = z2a(*words, "--train.steps", "4000000", "--data.max_epochs", "{zh: 2}")
+    assert ended.code == 2
+    assert "more often than data.max_epochs allows" in ended.err
+
+
 @pytest.mark.parametrize("flags", [["--dry-run"], []], ids=["dry-run", "train"])
 def test_a_model_that_cannot_fit_is_refused_before_it_is_built(flags, copy, tiny, z2a):
     changes = ("--train.name", "large", "--model.hidden_size", str(1 << 20), "--model.heads", "1024")

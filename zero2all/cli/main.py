@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import errno
+import io
 import os
+import stat
 import sys
 from contextlib import suppress
+from typing import Any
 
 from zero2all import __version__
 from zero2all.cli import (
@@ -64,6 +67,7 @@ REFUSED_PATH_ERRNOS = frozenset(
 def main(words: list[str] | None = None) -> int:
     """Run `z2a WORDS…`; returns the exit code."""
     _open_closed_streams()
+    outlive_readers()
     code = _run(words)
     _close_dead_streams()
     return code
@@ -79,7 +83,7 @@ def _run(words: list[str] | None) -> int:
         _require_address_space()
         check_outputs(arguments)
         code = arguments.handler(arguments) or 0
-        sys.stdout.flush()  # here, so that a reader who has gone is noticed while we can still take it calmly
+        sys.stdout.flush()  # here, where a full disk can still be told
         return code
     except UserError as error:
         if error.exit_code in DECIDED_TOGETHER and os.environ.get("RANK", "0") != "0":
@@ -87,8 +91,6 @@ def _run(words: list[str] | None) -> int:
         return _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
         return _fail("interrupted. What was finished is kept; run the same command again to continue.", INTERRUPTED)
-    except BrokenPipeError:
-        return 0  # the reader of our output (`| head`) has gone
     except Exception as error:
         return _fail_for_disk_or_path(error)
 
@@ -99,6 +101,30 @@ def _open_closed_streams() -> None:
         if getattr(sys, name) is None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
+
+
+class _Pipe(io.FileIO):
+    """A pipe whose reader may leave (`| head`): what is written after that goes nowhere."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or 0
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            return memoryview(data).nbytes
+
+
+def outlive_readers() -> None:
+    """Finish the work when nobody reads the output any more, instead of ending halfway."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if type(stream) is not io.TextIOWrapper or not stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode):
+            continue
+        pipe = io.BufferedWriter(_Pipe(stream.fileno(), "w", closefd=False))
+        stays = io.TextIOWrapper(
+            pipe, stream.encoding, stream.errors, None, stream.line_buffering, stream.write_through
+        )
+        setattr(sys, name, stays)
 
 
 def _close_dead_streams() -> None:

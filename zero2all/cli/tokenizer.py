@@ -343,6 +343,7 @@ def _encode(arguments: argparse.Namespace) -> None:
 
 def _decode(arguments: argparse.Namespace) -> None:
     from zero2all.common import jsonio
+    from zero2all.common.progress import TEXT_MARKS, terminal_safe
     from zero2all.tokenizer.load import load_tokenizer
 
     ids = arguments.ids
@@ -356,6 +357,8 @@ def _decode(arguments: argparse.Namespace) -> None:
         text = load_tokenizer(_folder(arguments)).decode(ids, skip_control=arguments.skip_control)
     except ValueError as error:
         raise UsageError(f"{error}. `z2a tokenizer encode` shows the ids of a text.") from error
+    if sys.stdout.isatty():  # a pipe gets every byte
+        text = terminal_safe(text, keep=TEXT_MARKS)
     print(jsonio.dumps_pretty({"text": text}).decode() if arguments.json else text)
 
 

@@ -16,7 +16,7 @@ class OpsConfig:
     rope: Literal["auto", "eager", "triton", "liger"] = "auto"
     """Rotary position embedding."""
     rms_norm: Literal["auto", "eager", "torch", "triton", "triton_lean", "liger"] = "auto"
-    """Residual add and norm. triton_lean saves 2 bytes per value less for the backward pass."""
+    """Residual add and norm. triton_lean keeps 2 bytes less per value for the backward pass."""
     swiglu: Literal["auto", "eager", "torch", "triton", "quack", "liger"] = "auto"
     """eager: g * sigmoid(g) * u; torch: silu; quack: inside the matmuls before and after it."""
     linear: Literal["auto", "plain", "fp32_wgrad", "fp8"] = "auto"

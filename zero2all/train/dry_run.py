@@ -21,7 +21,7 @@ from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.guards.documents import Decode
 from zero2all.train.micro_batch import memory_settings
 from zero2all.train.sanity import Overfit, check_first_loss, dry_run_config, memory_notes, overfit_one_batch, preview
-from zero2all.train.setup import prepare
+from zero2all.train.setup import open_run_data, prepare
 from zero2all.train.step import StepPlan, train_step
 
 
@@ -34,13 +34,15 @@ def dry_run(
     """Print what a run of `config` would start with; AnomalyError if it cannot overfit one batch. One process."""
     set_memory_settings(config.parallel.expandable_segments)
     world = World(device=pick_device(config.parallel.device))
+    data, end = open_run_data(config, workspace, resumed=False)  # of the whole run, with its limits
     short = dry_run_config(config)
     store = CheckpointStore(workspace.run(config.train.name))
     try:
         prepared = prepare(short, workspace, world, store, fresh=True)
     finally:
         store.close()
-    for note in prepared.notes:
+    of_short_run = prepared.data.notes(short.train.steps * short.train.tokens_per_step)
+    for note in [*data.notes(end), *(note for note in prepared.notes if note not in of_short_run)]:
         say(note)
     short, state = prepared.config, prepared.state
     options = LoaderOptions(documents=short.data.document_mask)

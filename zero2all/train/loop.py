@@ -320,7 +320,7 @@ class TrainingLoop:
         (pending, wait_seconds), self.pending = self.pending, None
         result = pending.result()
         self.reports.report(result, wait_seconds)
-        if result.step == 1:
+        if result.step == 1 and self.prepared.checkpoint is None:  # imported weights are no new model
             self.log.say(*check_first_loss(result.loss, self.config.model))
         self.log.show_progress(result.tokens[1], f"step {result.step} loss {result.loss:.3f}")
         action, page = self.control.observe(result, self.prepared.data.channels, self.store.good_steps)

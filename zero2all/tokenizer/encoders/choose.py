@@ -114,8 +114,6 @@ def open_encoder(
     `text_bytes` is how much there will be to encode, where that is known.
     """
     config = config or EncoderConfig()
-    if config.name not in ENCODER_NAMES:
-        raise UsageError(f"There is no encoder {config.name!r}. There are: {', '.join(ENCODER_NAMES)}.")
     passed_over: list[str] = []
     for kind, why in _candidates(config, sample, text_bytes):
         try:

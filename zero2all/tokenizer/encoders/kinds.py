@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol, get_args
 import numpy as np
 
 from zero2all.common import jsonio
+from zero2all.common.errors import UsageError
 from zero2all.common.schema import PositiveInt
 from zero2all.tokenizer.encoders.tables import NotSupported, bpe_tables, pattern_of
 from zero2all.tokenizer.load import Tokenizer
@@ -42,6 +43,10 @@ class EncoderConfig:
     """One asked for by name that cannot run, or that differs from the reference, is an error and not replaced."""
     threads: PositiveInt | None = None
     """Threads of numba, gigatoken and tiktoken; None: one per core. fastokens and tokenizers read RAYON_NUM_THREADS."""
+
+    def __post_init__(self) -> None:
+        if self.name not in ENCODER_NAMES:
+            raise UsageError(f"There is no encoder {self.name!r}. There are: {', '.join(ENCODER_NAMES)}.")
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 from zero2all.common.files import human_bytes, package_text
 from zero2all.common.html import html_page
+from zero2all.common.progress import counted
 from zero2all.tokenizer.lab.tables import LONGEST_COLUMN, evaluation_tables
 
 COLOURS = 6
@@ -44,7 +45,8 @@ def _heading(report: Mapping[str, Any]) -> str:
     ours = report["tokenizers"][0]
     channels = report["text"]["channels"]
     text = ", ".join(
-        f"{name} {facts['documents']:,} documents ({human_bytes(facts['bytes'])})" for name, facts in channels.items()
+        f"{name} {counted(facts['documents'], 'document')} ({human_bytes(facts['bytes'])})"
+        for name, facts in channels.items()
     )
     ratios = ", ".join(f"{ours['channels'][name]['bytes_per_token']:.2f} in {name}" for name in channels)
     back = ours["round_trip"]

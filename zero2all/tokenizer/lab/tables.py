@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zero2all.common.files import human_bytes
+from zero2all.common.progress import counted
 
 SHOWN_PIECES = 6
 SHOWN_CHARACTERS = 18
@@ -40,7 +41,8 @@ def _compression(report: Mapping[str, Any]) -> TextTable:
         cells += [f"{tokenizer['channels'][name]['tokens_per_character']:.3f}" for name in channels]
         rows.append(cells)
     parts = (
-        f"{name} {facts['documents']:,} documents, {human_bytes(facts['bytes'])}" for name, facts in channels.items()
+        f"{name} {counted(facts['documents'], 'document')}, {human_bytes(facts['bytes'])}"
+        for name, facts in channels.items()
     )
     title = f"Compression on the {report['text']['split']} text: {'; '.join(parts)}"
     return TextTable(title, rows)
