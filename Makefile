@@ -19,9 +19,9 @@ unexport PYTHONDONTWRITEBYTECODE
 quickstart: $(RUNTIME)
 	$(BIN)/z2a quickstart $(ARGS)
 
-# Four workers, on two cores too: many tests wait for other processes.
+# Three workers, on two cores too: many tests wait for other processes.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu and not slow" -n 4 --dist loadfile --no-loadscope-reorder --durations 10
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu and not slow" -n 3 --dist loadfile --no-loadscope-reorder --durations 10
 
 lint: $(DEV)
 	$(BIN)/ruff check .

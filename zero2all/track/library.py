@@ -121,12 +121,13 @@ class RunLibrary:
 
     # ---- the list ----
 
-    def refresh_list(self, is_urgent: bool = False) -> None:
-        """Look for runs again, unless that was done a moment ago; when it `is_urgent`, a shorter moment will do."""
+    def refresh_list(self, wanted: str | None = None) -> None:
+        """Look for runs again, unless that was done a moment ago. Where a run is `wanted` that is not in the list, a
+        shorter moment will do, and none when its folder exists."""
         with self._listing_lock:
             started = time.monotonic()
-            pause = max(0.0 if is_urgent else LISTING_SECONDS, self._listing_took / LISTING_SHARE)
-            if started < self._listed_at + pause:
+            pause = max(0.0 if wanted else LISTING_SECONDS, self._listing_took / LISTING_SHARE)
+            if started < self._listed_at + pause and not (wanted and self._has_folder(wanted)):
                 return
             rows: dict[str, dict[str, Any]] = {}
             folders: dict[str, Path] = {}
@@ -139,6 +140,13 @@ class RunLibrary:
             self._take(rows, folders)
             self._listed_at = time.monotonic()
             self._listing_took = self._listed_at - started
+
+    def _has_folder(self, run_id: str) -> bool:
+        root, _, name = run_id.partition("/")
+        path = Path(name)
+        if not (root.isdecimal() and int(root) < len(self.roots)) or path.is_absolute() or ".." in path.parts:
+            return False
+        return (self.roots[int(root)].folder / path).is_dir()
 
     def _name_places(self, rows: dict[str, dict[str, Any]]) -> None:
         """Runs of the same name in several places say in which they are."""
@@ -209,7 +217,7 @@ class RunLibrary:
             if run is not None:
                 return run
         if run_id not in self._folders:
-            self.refresh_list(is_urgent=True)
+            self.refresh_list(wanted=run_id)
         with self._lock:
             folder = self._folders.get(run_id)
             if folder is None:

@@ -25,7 +25,7 @@ from zero2all.common.errors import UsageError
 from zero2all.track import Run
 from zero2all.track.api import make_app, stream_changes
 from zero2all.track.curves import Curve, pack_curves, unpack_curves
-from zero2all.track.library import Root, RunLibrary
+from zero2all.track.library import Root, RunLibrary, UnknownRunError
 from zero2all.track.server import Board, BoardOptions, open_roots
 from zero2all.track.smoothing import KINDS
 
@@ -69,6 +69,19 @@ def test_the_list_is_there_before_anybody_asks(runs, tmp_path):
         while not library.rows("", 9)[1] and time.monotonic() < deadline:
             time.sleep(0.01)
         assert library.rows("", 9)[1] == 4
+
+
+def test_a_run_that_just_began_is_found_however_long_listing_takes(tmp_path):
+    library = RunLibrary([Root("r", tmp_path)], tmp_path / "cache")
+    library.refresh_list()
+    library._listing_took = 1000.0  # as on a slow disk with many runs: the next listing is hours away
+    with Run(tmp_path / "new") as run:
+        run.log({"loss": 1.0}, step=1)
+    with library.reading("0/new") as opened:
+        assert opened.reader.status.last_step == 1
+    for nowhere in ("0/none", "0/../new", "7/new", "0//etc"):
+        with pytest.raises(UnknownRunError), library.reading(nowhere):
+            pass
 
 
 def test_200_runs_are_listed_within_a_second(tmp_path):
