@@ -27,7 +27,7 @@ from zero2all.packed.writer import pack_corpus
 from zero2all.tokenizer.stage import train_on_corpus
 from zero2all.train.loop import train
 
-hypothesis.settings.register_profile("same", derandomize=True, max_examples=50)
+hypothesis.settings.register_profile("same", derandomize=True)
 hypothesis.settings.register_profile("random")
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 

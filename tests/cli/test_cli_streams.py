@@ -33,6 +33,15 @@ def test_work_goes_on_when_nobody_reads_its_output(tmp_path):
     assert (tmp_path / "made").read_text() == "whole"
 
 
+@pytest.mark.parametrize(("flag", "stream"), [("-u", "stdout"), ("", "stderr")])
+def test_what_is_written_at_once_to_a_pipe_still_is(flag, stream):
+    script = "import os, sys; from zero2all.cli.main import outlive_readers; outlive_readers(); "
+    script += f"print('now', file=sys.{stream}); os._exit(0)"  # without the flush of an ordinary end
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, *flag.split(), "-c", script]
+    assert getattr(subprocess.run(command, capture_output=True, env=environment), stream) == b"now\n"
+
+
 def test_words_about_progress_that_nobody_reads_do_not_end_the_work(monkeypatch):
     reading, writing = os.pipe()
     os.close(reading)

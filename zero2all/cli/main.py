@@ -120,7 +120,8 @@ def outlive_readers() -> None:
         stream = getattr(sys, name)
         if type(stream) is not io.TextIOWrapper or not stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode):
             continue
-        pipe = io.BufferedWriter(_Pipe(stream.fileno(), "w", closefd=False))
+        raw = _Pipe(stream.fileno(), "w", closefd=False)
+        pipe: Any = raw if stream.write_through else io.BufferedWriter(raw)  # `python -u` has no buffer
         stays = io.TextIOWrapper(
             pipe, stream.encoding, stream.errors, None, stream.line_buffering, stream.write_through
         )

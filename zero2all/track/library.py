@@ -1,7 +1,7 @@
 """The runs a board knows: the folders it was given, the runs found below them, and the readers that are open.
 
 A run has an id, `<number of the root>/<path below it>`, which is only ever looked up among the runs that were found: no
-part of a request becomes part of a path. Listing is cheap and repeated while somebody looks; only runs that somebody
+file is opened by a path of a request. Listing is cheap and repeated while somebody looks; only runs that somebody
 opened are read. A reader is used by one thread at a time, and kept when the folder of its run vanishes.
 """
 
@@ -142,6 +142,7 @@ class RunLibrary:
             self._listing_took = self._listed_at - started
 
     def _has_folder(self, run_id: str) -> bool:
+        """Whether there is a folder of this name below its root; only that is asked, nothing in it is read."""
         root, _, name = run_id.partition("/")
         path = Path(name)
         if not (root.isdecimal() and int(root) < len(self.roots)) or path.is_absolute() or ".." in path.parts:
