@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zero2all.common.errors import BadInputError, PreemptedError
-from zero2all.config.training import ParameterKind
+from zero2all.model.config import ParameterKind
 from zero2all.packed.background import ShardCheck, checking_shards
 from zero2all.parallel.world import World
 from zero2all.train.checkpoints.manifest import NOT_GOOD
@@ -81,7 +81,7 @@ class UpdateRatios:
             return {}
         now, kinds = self._samples(), sorted(before)
         sums = [torch.stack(((now[kind] - before[kind]).square().sum(), before[kind].square().sum())) for kind in kinds]
-        moved, lengths = self._world.sum(torch.stack(sums)).unbind(1)
+        moved, lengths = self._world.mesh.batch.sum(torch.stack(sums)).unbind(1)
         ratios = (moved / lengths.clamp(min=1e-30)).sqrt()
         values = {f"update_ratio/{kind}": ratio for kind, ratio in zip(kinds, ratios, strict=True)}
         if self._log is not None:

@@ -160,7 +160,7 @@ def prepare(
     here = {
         **environment(world.device),
         "processes": world.size,
-        "data_parallel": config.parallel.data if world.size > 1 else "none",
+        "data_parallel": spread_name(config, world),
     }
     state, model_notes = _build_state(config, run, world, checkpoint, store.fence)
     notes += model_notes
@@ -257,7 +257,7 @@ def _build_state(
 ) -> tuple[TrainState, list[str]]:
     """The model on its device, sharded where the config says so, with its optimizer; and notes for the user."""
     dtype = DTYPES[config.train.precision]
-    sharded = config.parallel.data == "shard" and world.size > 1
+    sharded = config.parallel.zero == 3 and world.size > 1
     ops = resolve_together(config.ops, op_context(config, world.device.type, dtype, sharded), world)
     check_cuda_graph(config, world.device, world.size, ops)
     _require_memory(config, ops, world)
@@ -285,13 +285,23 @@ def _build_state(
         if world.size > 1
         else environment(world.device)["device"]
     )
-    spread = f", {config.parallel.data}" if world.size > 1 else ""
+    spread = f", {spread_name(config, world)}" if world.size > 1 else ""
     size = f"model: {counts['total'] / 1e6:.2f} M parameters on {where}{spread}, {config.train.precision}"
     notes = [size, *_half_precision_notes(world.device, dtype), *ops.notes(), *micro_notes]
     if state.cuda_graph is not None:
         why = "as asked" if config.train.cuda_graph == "on" else "the host would queue them slower than they run"
         notes.append(f"passes will be captured as a CUDA graph: {why}")
     return state, notes
+
+
+def spread_name(config: RunConfig, world: World) -> str:
+    """How a model is spread, in words."""
+    if world.size == 1:
+        return "none"
+    replicate, shard = world.mesh.replicate.size, world.mesh.shard.size
+    if config.parallel.zero == 0:
+        return "replicate"
+    return f"ZeRO-{config.parallel.zero} over {shard}" + (f" x {replicate} replicas" if replicate > 1 else "")
 
 
 def _require_memory(config: RunConfig, ops: Ops, world: World) -> None:

@@ -186,10 +186,10 @@ def train_step(
     """Advance `state` by one step on `batch`."""
     timer = StepTimer(world.device)
     # Dropout depends on (seed, step, rank) alone, so a resumed run needs no stored random state.
-    torch.manual_seed(_step_key(config.train.seed, state.step, world.rank))
+    torch.manual_seed(_step_key(config.train.seed, state.step, world.mesh.batch.rank))
     figures = _forward_backward(state, batch, channels, config, world, plan, timer)
     state.weights.reduce_gradients(world)
-    world.sum(figures)
+    world.mesh.loss.sum(figures)
     norm = state.weights.squared_norm(world).sqrt()
     if state.loss_scale is not None:
         norm = norm / state.loss_scale.scale
@@ -222,9 +222,9 @@ def _forward_backward(
     channel_of = torch.as_tensor(batch.channels).to(device, non_blocking=True)
     own_rows, seq_len = tokens.shape[0], tokens.shape[1] - 1
     rows = batch.global_rows
-    first_row, real_rows, _ = rank_rows(rows, world.rank, world.size)
+    first_row, real_rows, _ = rank_rows(rows, world.mesh.batch.rank, world.mesh.batch.size)
     counts = _counts(batch, plan, wide, device)  # (B, T)
-    counted = world.sum(counts.sum(dtype=torch.float64)).clamp(min=1.0)
+    counted = world.mesh.loss.sum(counts.sum(dtype=torch.float64)).clamp(min=1.0)
     figures = torch.zeros(HEAD + 2 * channels + 2 * rows, dtype=torch.float64, device=device)
     figures[3].fill_(plan.stop_requested)  # an assignment would copy the number and wait for the copy
     nats_at, counts_at = HEAD, HEAD + channels

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from zero2all.config.training import ParameterKind
+from zero2all.model.config import ParameterKind
 from zero2all.model.z2all import Z2all
 from zero2all.ops.implementation import has_triton
 from zero2all.ops.split_master import join, split
@@ -148,7 +148,7 @@ class FlatWeights:
 
     def reduce_gradients(self, world: World) -> None:
         """Sum the gradients over the processes, after the last micro-batch."""
-        world.sum(self.gradients)
+        world.mesh.batch.sum(self.gradients)
 
     def squared_norm(self, world: World) -> Tensor:
         """The square of the L2 norm of the whole gradient, float64, the same in every process."""
@@ -208,7 +208,7 @@ class ShardedWeights:
             for parameter in self._parameters.values()
             if parameter.grad is not None
         ]
-        return world.sum(torch.stack(squares).sum())
+        return world.mesh.shard.sum(torch.stack(squares).sum())
 
     def updated(self) -> None:
         """Nothing to do: FSDP gathers the weights in every pass."""

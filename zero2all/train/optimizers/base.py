@@ -24,7 +24,7 @@ from types import EllipsisType
 import torch
 from torch import Tensor
 
-from zero2all.config.training import ParameterKind
+from zero2all.model.config import ParameterKind
 from zero2all.parallel.shards import gradient_part, local, spread_like, whole
 from zero2all.train.optimizers.roles import Role
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from zero2all.common.errors import UsageError
-from zero2all.config.training import PARAMETER_KINDS, OptimConfig, ParameterKind
+from zero2all.config.training import OptimConfig
+from zero2all.model.config import PARAMETER_KINDS, ParameterKind
 from zero2all.train.optimizers.adafactor import Adafactor
 from zero2all.train.optimizers.adamw import AdamW
 from zero2all.train.optimizers.adamw_8bit import AdamW8bit

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from zero2all.config.training import OptimConfig, ParameterKind
-from zero2all.model.config import ModelConfig
+from zero2all.config.training import OptimConfig
+from zero2all.model.config import ModelConfig, ParameterKind
 
 DECAYING: tuple[ParameterKind, ...] = ("matrix",)
 TABLES: tuple[ParameterKind, ...] = ("embedding", "head")
