@@ -17,11 +17,12 @@ from torch import Tensor
 
 from zero2all.config.training import OptimConfig
 from zero2all.model.z2all import Z2all
+from zero2all.parallel.layout import layout_table
+from zero2all.parallel.parts import Part
 from zero2all.train.cuda_graph import CudaGraphPasses
 from zero2all.train.optimizers.base import Optimizer
 from zero2all.train.optimizers.factory import build_optimizer
 from zero2all.train.optimizers.flat_adamw import FlatAdamW
-from zero2all.train.optimizers.roles import model_roles
 from zero2all.train.weights import FlatWeights, ShardedWeights, Weights
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -87,7 +88,8 @@ class TrainState:
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """Moments, the number of updates, and the loss scale."""
-        tensors = {f"optimizer/{name}": value for name, value in self.optimizer.state_tensors().items()}
+        state = self.optimizer.state_tensors()
+        tensors = {f"optimizer/{name}": one.values if isinstance(one, Part) else one for name, one in state.items()}
         if self.loss_scale is not None:
             tensors |= {f"optimizer/loss_scale/{name}": value for name, value in self.loss_scale.tensors().items()}
         return tensors
@@ -115,20 +117,19 @@ def new_state(
     whole weights takes the registry's fast path; every other optimizer works on the masters one by one."""
     # torch's kernels round the factor on the gradient to float32; a run in float64 must not.
     is_fast = optim.kind == "adamw" and dtype != torch.float64 and not sharded
-    names = [name for name, _ in model.named_parameters()]
-    roles = model_roles(model.config, names)
+    table = {one.name: one for one in layout_table(model.config)}
     weights: Weights
     optimizer: Optimizer | FlatAdamW
     if sharded:
         weights = ShardedWeights(model, dtype)
     else:
-        kinds = {name: roles[name].kind for name in names}
+        kinds = {one.holder: one.kind for one in table.values()}
         split_masters = is_fast and dtype == torch.bfloat16 and model.ops.footprints["optimizer"].splits_masters
         weights = FlatWeights(model, kinds, dtype, with_masters=optim.kind != "adamw_bf16", split_masters=split_masters)
     if isinstance(weights, FlatWeights) and is_fast:
         optimizer = FlatAdamW(weights, model.ops.optimizer, optim)
     else:
-        optimizer = build_optimizer(weights.masters_by_name().items(), optim, roles, seed=seed)
+        optimizer = build_optimizer(weights.logical_masters(), optim, table, seed=seed)
     device = next(model.parameters()).device
     scale = LossScale(device) if dtype == torch.float16 else None
     return TrainState(model, weights, optimizer, micro_batch_samples, scale)

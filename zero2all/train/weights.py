@@ -25,8 +25,11 @@ from zero2all.model.config import ParameterKind
 from zero2all.model.z2all import Z2all
 from zero2all.ops.implementation import has_triton
 from zero2all.ops.split_master import join, split
-from zero2all.parallel.shards import local
+from zero2all.parallel.layout import LogicalParameter, layout_table
+from zero2all.parallel.parts import Part
+from zero2all.parallel.shards import local, part_of
 from zero2all.parallel.world import World
+from zero2all.train.optimizers.base import Master
 
 ALIGNMENT = 128
 """Parameters begin at multiples of this many values, so that every kernel can load them in wide words."""
@@ -58,6 +61,7 @@ class FlatWeights:
         """`group_of` names the group of each parameter; `groups` then says where each lies. Without masters, an
         optimizer that rounds for itself (adamw_bf16) works on the low-precision weights and gradients. `split_masters`:
         `masters` holds only the 16 bits that the bfloat16 weights lack."""
+        self._table = layout_table(model.config)
         named = list(model.named_parameters())
         names = list(dict.fromkeys(group_of[name] for name, _ in named))
         self.places: list[Place] = []
@@ -112,6 +116,12 @@ class FlatWeights:
         for name, master in masters.items():
             master.grad = gradients[name]
         return masters
+
+    def logical_masters(self) -> dict[str, Master]:
+        """The masters of all logical parameters with their gradients; live."""
+        assert not self.split_masters, "there are no whole masters"
+        masters, gradients = self.by_name(self.masters), self.by_name(self.gradients)
+        return {one.name: _master(one, masters[one.holder], gradients[one.holder]) for one in self._table}
 
     @contextmanager
     def masters_between_steps(self) -> Iterator[dict[str, Tensor]]:
@@ -181,10 +191,23 @@ class ShardedWeights:
     def __init__(self, model: Z2all, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._parameters = dict(model.named_parameters())
+        self._table = layout_table(model.config)
 
     def masters_by_name(self) -> dict[str, Tensor]:
         """The masters, each with its gradient in `.grad`, for an optimizer that takes them one by one; live."""
         return dict(self._parameters)
+
+    def logical_masters(self) -> dict[str, Master]:
+        """The parts of all logical parameters in this process with their gradients; live."""
+
+        def master(one: LogicalParameter) -> Master:
+            parameter = self._parameters[one.holder]
+            return Master(
+                part_of(parameter, one),
+                lambda: None if parameter.grad is None else part_of(parameter.grad, one).values,
+            )
+
+        return {one.name: master(one) for one in self._table}
 
     @contextmanager
     def masters_between_steps(self) -> Iterator[dict[str, Tensor]]:
@@ -226,6 +249,16 @@ def _move_to_main(parameter: nn.Parameter) -> None:
     if parameter.grad is not None:
         parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
         parameter.grad = None
+
+
+def _master(parameter: LogicalParameter, values: Tensor, gradients: Tensor) -> Master:
+    """The master of a parameter that lies in a whole tensor, as its gradient does."""
+
+    def inside(holder: Tensor) -> Tensor:
+        return holder.view(-1)[parameter.start : parameter.start + parameter.numel].view(parameter.shape)
+
+    gradient = inside(gradients)
+    return Master(Part.whole(inside(values)), lambda: gradient)
 
 
 def _stride(count: int, most: int) -> int:
