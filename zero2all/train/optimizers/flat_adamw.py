@@ -13,8 +13,7 @@ from zero2all.config.training import OptimConfig
 from zero2all.ops.optimizer import AdamW as Constants
 from zero2all.ops.optimizer import Flat, OptimizerOp
 from zero2all.parallel.parts import Part
-from zero2all.train.optimizers.base import STEP_NAME
-from zero2all.train.optimizers.roles import decay_of
+from zero2all.train.optimizers.base import STEP_NAME, decay_of
 from zero2all.train.weights import FlatWeights
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
