@@ -88,7 +88,8 @@ FUSED_ATTENTION = (
 
 def _policy(model: Z2all) -> Callable[..., CheckpointPolicy]:
     # The width of the tensor itself: tensor parallelism cuts it.
-    overwritten = len(model.blocks[0].attention.qkv.weight) if model.ops.footprints["rope"].overwrites_input else None
+    qkv = model.get_parameter("blocks.0.attention.qkv.weight")
+    overwritten = len(qkv) if model.ops.footprints["rope"].overwrites_input else None
     saves_attention = model.config.attention_dropout == 0
 
     def save_what_is_expensive(_: Any, operation: Any, *arguments: Any, **__: Any) -> CheckpointPolicy:

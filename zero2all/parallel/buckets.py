@@ -100,7 +100,7 @@ def _borders(
     shares = [span.start + length * rank // shards for rank in range(shards + 1)]
     if cut == "values" or shards == 1:
         return tuple(shares)
-    allowed = []
+    allowed: list[int] = []
     for one in parameters:
         first = places[one.holder].start + one.start
         row = one.numel // max(1, one.shape[0]) if cut == "rows" else one.numel

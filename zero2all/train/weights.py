@@ -83,9 +83,7 @@ class FlatWeights:
         self._allocate(device, wide)
         self.reducer = self._make_reducer(overlaps)
         self._arriving: dict[int, list[dist.Work]] = {}
-        self._parameters = named
-        for name, parameter in named.items():
-            self._take(name, parameter)
+        self._parameters = {name: self._take(model, name, parameter) for name, parameter in named.items()}
         if zero and self.mesh.shard.size > 1:
             self._wait_before_use(model)
 
@@ -108,19 +106,25 @@ class FlatWeights:
         )
 
     @torch.no_grad()
-    def _take(self, name: str, parameter: nn.Parameter) -> None:
+    def _take(self, model: Z2all, name: str, parameter: nn.Parameter) -> nn.Parameter:
+        """The parameter as a view of the buffers; a new one where it was on the meta device."""
         place, shape, reducer = self.plan.places[name], parameter.shape, self.reducer
-        if not parameter.is_meta:
+        if parameter.is_meta:
+            parameter = nn.Parameter(self.weights[place].view(shape))
+            module, _, leaf = name.rpartition(".")
+            model.get_submodule(module).register_parameter(leaf, parameter)
+        else:
             self._write_whole(place, parameter.detach().reshape(-1).to(self.weights.device))
-        parameter.data = self.weights[place].view(shape)
+            parameter.data = self.weights[place].view(shape)
         if self.masters is self.weights and self.zero < 2:
             parameter.grad = self.gradients[place].view(shape)  # autograd adds to it in place
             if reducer is not None:
                 parameter.register_post_accumulate_grad_hook(lambda _parameter: reducer.added(name))
-            return
+            return parameter
         sink = GradientSink(self.gradients[place].view(shape)) if reducer is None else reducer.sink(name, shape)
         parameter.gradient_sink = sink  # type: ignore[attr-defined]
         take_from_autograd(parameter)
+        return parameter
 
     def _write_whole(self, place: slice, values: Tensor) -> None:
         """All values of a tensor: its weights, and the masters of the own range."""
