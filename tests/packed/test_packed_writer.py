@@ -327,7 +327,10 @@ def test_packing_killed_at_any_moment_leaves_no_half_and_finishes_with_the_same_
         # .build is left out: a worker that outlives the kill by a moment may still clean up there
         parts = [path for path in work.packed.iterdir() if path.is_dir() and path.name != ".build"]
         finished = {
-            f"{part.name}/{name}": data for part in parts for name, data in tree(part).items() if ".partial-" not in name
+            f"{part.name}/{name}": data
+            for part in parts
+            for name, data in tree(part).items()
+            if ".partial-" not in name
         }
         assert finished == {name: wanted[name] for name in finished}  # what stands under its name is whole
     assert interrupted >= 3
