@@ -307,7 +307,7 @@ def test_old_gpu_and_missing_packages_are_named(monkeypatch):
 
 
 def test_float8_refuses_weights_that_are_gathered_for_each_pass(hopper):
-    assert "parallel.data is shard" in refusal(dataclasses.replace(CUDA, sharded=True), linear="fp8")
+    assert "parallel.zero is 3" in refusal(dataclasses.replace(CUDA, sharded=True), linear="fp8")
 
 
 def test_resolved_operators_are_plain_functions():

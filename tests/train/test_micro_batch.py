@@ -19,6 +19,8 @@ from zero2all.limits.memory import ALLOWANCE, estimate_memory
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
+from zero2all.parallel.layout import init_weights
+from zero2all.parallel.mesh import Axis, Mesh
 from zero2all.parallel.world import World
 from zero2all.train.micro_batch import (
     FILE_NAME,
@@ -126,7 +128,7 @@ def run_config(**train: object) -> RunConfig:
 
 def model_of(config: RunConfig) -> Z2all:
     model = Z2all(config.model, resolve(OpsConfig(), "cpu"))
-    model.init_weights(1)
+    init_weights(model, 1)
     return model
 
 
@@ -135,8 +137,18 @@ def test_on_a_cpu_auto_is_a_fixed_rule_that_says_so(tmp_path):
     taken, notes = choose_micro_batch(config, model_of(config), World(), tmp_path, lambda: None)
     assert taken == 8
     assert "auto on a CPU" in notes[0]
-    assert choose_micro_batch(config, model_of(config), World(size=3), tmp_path, lambda: None)[0] == 8
-    assert choose_micro_batch(config, model_of(config), World(size=5), tmp_path, lambda: None)[0] == 5
+    assert (
+        choose_micro_batch(
+            config, model_of(config), World(size=3, mesh=Mesh(batch=Axis(0, 3))), tmp_path, lambda: None
+        )[0]
+        == 8
+    )
+    assert (
+        choose_micro_batch(
+            config, model_of(config), World(size=5, mesh=Mesh(batch=Axis(0, 5))), tmp_path, lambda: None
+        )[0]
+        == 5
+    )
 
 
 def test_a_number_is_taken_as_it_is(tmp_path):
@@ -156,7 +168,7 @@ def test_what_was_found_is_recalled_until_something_that_decides_it_changes(tmp_
         deciding(run_config(precision="bfloat16"), ops, world),
         deciding(run_config(tokens_per_step=12 * 16), ops, world),
         deciding(config, resolve(OpsConfig(attention="math"), "cpu"), world),
-        deciding(config, ops, World(size=2)),
+        deciding(config, ops, World(size=2, mesh=Mesh(batch=Axis(0, 2)))),
         {**before, "torch": "another"},
     ):
         assert other != before
@@ -193,8 +205,8 @@ def test_processes_that_shard_take_the_estimate_without_a_try_and_say_what_to_do
         raise AssertionError("an exchange in which one runs out of memory leaves the others waiting")
 
     config = run_config()
-    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, data="shard"))
-    model, world = model_of(config), World(size=2, device=torch.device("cuda", 0))
+    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, zero=3))
+    model, world = model_of(config), World(size=2, device=torch.device("cuda", 0), mesh=Mesh(batch=Axis(0, 2)))
     for_four = estimate_memory(config.model, memory_settings(config, model.ops, 2, 4)).total
     card = SimpleNamespace(name="a card", total_memory=int(for_four / (1.0 - ALLOWANCE)) + 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)

@@ -93,7 +93,7 @@ def taken_over(launch: Launch, run: Path, finish) -> tuple[list[int], dict[str, 
 
 
 def test_processes_that_lost_their_run_end_with_code_14_and_change_no_byte_of_it(ranks, lab, config):
-    settings = chaos_config(config, "lost", data="shard")
+    settings = chaos_config(config, "lost", zero=3)
     launch = ranks(settings, 2, signals=dict.fromkeys((0, 1), (6, signal.SIGSTOP, 0.0)))
     ended, left = taken_over(launch, lab.run("lost"), lambda: ranks.finished(settings))
     assert ended == [LostRunError.exit_code] * 2, launch.text()
@@ -199,7 +199,7 @@ def test_a_run_resumed_with_a_bad_state_falls_back_by_itself_says_so_and_ends_li
 
 
 def test_one_changed_weight_on_one_rank_ends_the_run_before_it_is_saved_and_names_the_rank(ranks, lab, config):
-    settings = chaos_config(config, "replicas", data="replicate")
+    settings = chaos_config(config, "replicas", zero=0)
     launch = ranks(settings, 2, spoiled={1: 6})
     assert launch.wait() == [AnomalyError.exit_code] * 2, launch.text()
     said = launch.trainers[0].text()

@@ -83,7 +83,7 @@ def test_a_run_of_60_steps_killed_five_times_ends_with_the_bits_of_the_run_left_
 # ---- many processes ----
 
 
-def spread_config(config, name, data="shard", precision="float64", micro=2, save_every=0, optim=None, **parallel):
+def spread_config(config, name, zero=3, precision="float64", micro=2, save_every=0, optim=None, **parallel):
     """5 samples a step, which neither 2 nor 3 processes divide."""
     return config(
         model=NO_DROPOUT,
@@ -98,7 +98,7 @@ def spread_config(config, name, data="shard", precision="float64", micro=2, save
         checkpoint={"every_steps": save_every},
         # 4 passes, which 3 processes do not divide
         eval={"every_steps": 6, "valid_tokens_per_source": 128, "batch_samples": 2},
-        parallel={"data": data, **parallel},
+        parallel={"zero": zero, **parallel},
     )
 
 
@@ -138,7 +138,7 @@ def course(run: Path, *launches: Launch) -> Course:
 @pytest.fixture(scope="module")
 def alone(ranks, lab, config):
     """One process, never interrupted."""
-    course_of = course(lab.run("alone"), ranks.finished(spread_config(config, "alone", data="replicate")))
+    course_of = course(lab.run("alone"), ranks.finished(spread_config(config, "alone", zero=0)))
     rows = [row for batch in course_of.rows.values() for row in batch]
     assert len(rows) == len(set(rows)) == 5 * STEPS  # less than an epoch: every sample once
     return course_of
@@ -177,17 +177,17 @@ def test_a_sharded_run_resumes_at_any_number_of_processes_and_micro_batch(
 
 
 def test_replicated_weights_give_the_same_run(ranks, lab, config, alone):
-    launch = ranks.finished(spread_config(config, "replicated", data="replicate", micro=1), 3)
+    launch = ranks.finished(spread_config(config, "replicated", zero=0, micro=1), 3)
     course(lab.run("replicated"), launch).assert_same(alone, 1e-9)
 
 
 @pytest.mark.slow
 def test_float32_agrees_over_the_first_steps(ranks, lab, config):
-    def settings(name, data="shard", micro=2):
-        return spread_config(config, name, data, "float32", micro)
+    def settings(name, zero=3, micro=2):
+        return spread_config(config, name, zero, "float32", micro)
 
     single = course(lab.run("single32"), ranks.finished(settings("single32")))
-    replicated = ranks.finished(settings("replicated32", "replicate"), 2)
+    replicated = ranks.finished(settings("replicated32", 0), 2)
     course(lab.run("replicated32"), replicated).assert_same(single, 1e-5, 5)
     sharded = ranks(settings("sharded32"), 2, signals={0: (2, signal.SIGTERM, 0.0)})
     assert sharded.wait() == [10, 10], sharded.text()
@@ -241,7 +241,7 @@ def test_two_processes_go_back_together_and_leave_the_same_data_out(ranks, lab, 
                 "rollback_margin_steps": 2,
                 "skip_steps_after": 1,
             },
-            parallel={"data": "shard"},
+            parallel={"zero": 3},
         )
         launch = ranks.finished(settings, processes, garbled=(12 * 160,))
         steps[processes] = launch.steps()
@@ -260,7 +260,7 @@ def test_two_processes_go_back_together_and_leave_the_same_data_out(ranks, lab, 
 
 def test_bfloat16_without_masters_is_bfloat16_however_it_is_spread_and_resumes_in_one_process(ranks, lab, config):
     def settings(name):
-        return spread_config(config, name, "shard", "bfloat16", 5, optim={"kind": "adamw_bf16", "lr_max": 0.003})
+        return spread_config(config, name, 3, "bfloat16", 5, optim={"kind": "adamw_bf16", "lr_max": 0.003})
 
     wanted = course(lab.run("whole16"), ranks.finished(settings("whole16")))
     first = ranks(settings("sharded16"), 2, signals={0: (3, signal.SIGTERM, 0.0)})

@@ -16,6 +16,7 @@ from zero2all.ops.config import OpsConfig
 from zero2all.ops.optimizer import eager_adamw
 from zero2all.ops.registry import Choice, resolve
 from zero2all.ops.split_master import join, split
+from zero2all.parallel.layout import init_weights
 from zero2all.parallel.world import World
 from zero2all.train.optimizers.adamw import AdamW
 from zero2all.train.optimizers.flat_adamw import FlatAdamW
@@ -29,7 +30,7 @@ GO, SKIP = torch.tensor(False), torch.tensor(True)
 def model_with(ops=None, seed=1, **options):
     shape = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "layers": 2, "heads": 2, "kv_heads": 1}
     model = Z2all(ModelConfig(**{**shape, "max_seq_len": 16, **options}), resolve(ops or OpsConfig(), "cpu"))
-    model.init_weights(seed)
+    init_weights(model, seed)
     return model
 
 

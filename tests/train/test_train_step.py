@@ -13,6 +13,7 @@ from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
 from zero2all.packed.loader import Batch
+from zero2all.parallel.layout import init_weights
 from zero2all.parallel.world import World
 from zero2all.train.guards.detector import Limits
 from zero2all.train.state import DTYPES, new_state
@@ -28,7 +29,7 @@ NO_DROPOUT = {"vocab_size": VOCAB_SIZE, "residual_dropout": 0.0, "attention_drop
 def make_state(config, dtype=None, ops=None):
     dtype = dtype or DTYPES[config.train.precision]
     model = Z2all(config.model, resolve(ops or OpsConfig(), "cpu"))
-    model.init_weights(1)
+    init_weights(model, 1)
     if dtype == torch.float64:
         model.double()
     micro = config.train.micro_batch_samples

@@ -88,6 +88,9 @@ def with_new_names(values: Any, place: str = "") -> Any:
     if isinstance(values, list):
         return [with_new_names(item, place) for item in values]
     if isinstance(values, dict):
+        if place == "parallel" and "data" in values:
+            values = {**values, "zero": 3 if values["data"] == "shard" else 0}
+            del values["data"]
         return {
             RENAMED_FIELDS.get(name, name): with_new_names(value, f"{place}.{name}" if place else str(name))
             for name, value in values.items()

@@ -17,12 +17,9 @@ from zero2all.common.schema import (
     ShareBelowOne,
 )
 from zero2all.common.workspace import FOLDER_NAME_WORDS, is_folder_name
-from zero2all.model.config import Base, ModelConfig, RopeScaling
+from zero2all.model.config import PARAMETER_KINDS, Base, ModelConfig, RopeScaling
 from zero2all.packed.config import mixture_problems
 
-ParameterKind = Literal["matrix", "embedding", "head", "norm", "bias"]
-PARAMETER_KINDS: tuple[ParameterKind, ...] = ("matrix", "embedding", "head", "norm", "bias")
-"""The role of a parameter; each kind is a parameter group of the optimizer."""
 ScheduleKind = Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"]
 DecayShape = Literal["linear", "1-sqrt", "cosine"]
 

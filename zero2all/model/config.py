@@ -10,6 +10,10 @@ from zero2all.common.schema import PositiveFloat, Problem, Range, ShareBelowOne
 VOCAB_MULTIPLE = 64
 """With 64,321 columns instead of 64,320 the head is five to seven times slower on an H200: rows are not aligned."""
 
+ParameterKind = Literal["matrix", "embedding", "head", "norm", "bias"]
+PARAMETER_KINDS: tuple[ParameterKind, ...] = ("matrix", "embedding", "head", "norm", "bias")
+"""The role of a parameter; each kind is a parameter group of the optimizer."""
+
 # Many times the largest models there are. A larger value is an error or an attack, and would fail only when built.
 Layers = Annotated[int, Range(minimum=1, maximum=10_000)]
 Heads = Annotated[int, Range(minimum=1, maximum=1 << 16)]

@@ -134,7 +134,7 @@ def needs_float8(context: OpContext) -> str | None:
         return f"it makes float8 from bfloat16, and the model is {str(context.dtype).removeprefix('torch.')}"
     if context.sharded:
         # FSDP gathers weights without changing their version counter, so the float8 copies would never be renewed.
-        return "it keeps float8 copies of whole weights, and parallel.data is shard"
+        return "it keeps float8 copies of whole weights, and parallel.zero is 3"
     for name in ("hidden_size", "intermediate_size", "qkv_rows", "seq_len"):
         if getattr(context, name) % 16:
             return f"float8 matmuls need multiples of 16, and {name} is {getattr(context, name)}"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from zero2all.common.schema import PositiveFloat, PositiveInt
+from zero2all.common.errors import UsageError
+from zero2all.common.schema import PositiveFloat, PositiveInt, Problem, Range
 
 
 @dataclass(frozen=True)
@@ -16,8 +17,23 @@ class ParallelConfig:
     """auto: CUDA when there is a card, else the CPU."""
     processes: PositiveInt | Literal["auto"] = "auto"
     """Processes on this machine; auto: one per GPU, or one without a GPU. Under torchrun its own number is used."""
-    data: Literal["replicate", "shard"] = "replicate"
-    """replicate: every process has all weights; shard: each keeps a part of every weight and moment (FSDP2)."""
+    zero: Annotated[int, Range(minimum=0, maximum=3)] = 0
+    """What is cut over the `shard` processes: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too (FSDP2)."""
+    replicate: PositiveInt | Literal["auto"] = "auto"
+    """Copies of the model. auto: all processes with zero 0, else as many as `shard` leaves."""
+    shard: PositiveInt | Literal["auto"] = "auto"
+    """Processes that share one copy. auto: 1 with zero 0, else as many as `replicate` leaves."""
+    bucket_mb: PositiveFloat = 128.0
+    """Megabytes of gradients that are sent at once, while the backward pass computes the next ones."""
+    overlap: bool = True
+    """Send gradients during the backward pass; false: after it, to see what the overlap saves."""
+    offload: Literal["none", "optimizer", "optimizer_disk", "weights"] = "none"
+    """optimizer: its states and the master weights are in host memory and updated there; optimizer_disk: in files on a
+    fast disk; weights: also the weights, which come to the device block by block."""
+    offload_one_step_late: bool = False
+    """With offload: the update of a step overlaps the whole next step, which still computes with the old weights."""
+    offload_folder: str | None = None
+    """For optimizer_disk; None: the folder of the run."""
     expandable_segments: bool = True
     """Let segments of GPU memory grow instead of allocating new ones: less fragmentation with tensors of changing
     sizes. PYTORCH_ALLOC_CONF, where it is set, takes precedence."""
@@ -26,3 +42,28 @@ class ParallelConfig:
     cpu_threads: PositiveInt | None = None
     """CPU threads for the arithmetic. None takes all cores when a run starts, and the same number again on resume:
     float sums depend on the number of threads, so an exact resume needs the same one."""
+
+    def problems(self, place: str) -> list[Problem]:
+        """Fields that are valid alone but do not fit together."""
+        found = []
+        if self.zero == 0 and self.shard not in (1, "auto"):
+            found.append(Problem(f"{place}.shard", self.shard, f"1 or auto, because {place}.zero is 0: nothing is cut"))
+        if self.offload != "none" and self.zero == 3:
+            found.append(Problem(f"{place}.offload", self.offload, f"none with {place}.zero 3, or zero 0, 1 or 2"))
+        if self.offload == "none" and self.offload_one_step_late:
+            found.append(Problem(f"{place}.offload_one_step_late", True, f"false, because {place}.offload is none"))
+        return found
+
+    def sizes(self, processes: int) -> tuple[int, int]:
+        """The sizes of the axes replicate and shard for this many processes."""
+        asked_replicate = None if self.replicate == "auto" else self.replicate
+        asked_shard = 1 if self.zero == 0 else None if self.shard == "auto" else self.shard
+        shard = max(1, processes // (asked_replicate or 1)) if asked_shard is None else asked_shard
+        replicate = max(1, processes // shard) if asked_replicate is None else asked_replicate
+        if replicate * shard != processes:
+            raise UsageError(
+                f"parallel.replicate {self.replicate} and parallel.shard {self.shard} with parallel.zero {self.zero} "
+                f"make {replicate} x {shard} = {replicate * shard} processes, but the run has {processes}. Their "
+                f"product must be the number of processes; auto takes what is left."
+            )
+        return replicate, shard

@@ -10,7 +10,6 @@ Tensor, pipeline, context and expert parallelism will be further dimensions of t
 from __future__ import annotations
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from zero2all.model.z2all import Z2all
@@ -18,18 +17,21 @@ from zero2all.parallel.world import World
 
 
 def shard_model(model: Z2all, world: World, dtype: torch.dtype, with_masters: bool = True) -> None:
-    """Shard every weight over the processes, in place. The parts are kept in float32 (or float64; without masters in
-    `dtype`) and gathered in `dtype`; gradients are summed, not averaged, in float32."""
+    """Shard every weight of a model on the meta device over the processes, and allocate the parts. They are kept in
+    float32 (or float64; without masters in `dtype`) and gathered in `dtype`; gradients are summed, not averaged, in
+    float32."""
     if not with_masters:
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
     wide = torch.promote_types(dtype, torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide, cast_forward_inputs=False)
-    mesh = init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("data",))
+    assert world.mesh.torch_mesh is not None, "one process shards nothing"
+    mesh = world.mesh.torch_mesh if world.mesh.replicate.size > 1 else world.mesh.torch_mesh["shard"]
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     register_fsdp_forward_method(model, "head_loss")
+    model.to_empty(device=world.device)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -9,16 +9,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from traceback import walk_tb
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from zero2all.parallel.config import ParallelConfig
 from zero2all.parallel.device import local_rank
+from zero2all.parallel.mesh import Mesh, make_mesh
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -31,7 +32,7 @@ class World:
     rank: int = 0
     size: int = 1
     device: torch.device = CPU
-    group: dist.ProcessGroup | None = None  # for tensors on the device; None for one process
+    mesh: Mesh = field(default_factory=Mesh)
     control: dist.ProcessGroup | None = None
     """For small objects between hosts, so that this never waits for a device."""
 
@@ -39,12 +40,6 @@ class World:
     def is_first(self) -> bool:
         """Whether this is rank 0, which prints, logs and decides for the run."""
         return self.rank == 0
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        """Sum a tensor over the processes, in place; queued on the device, the host does not wait."""
-        if self.group is not None:
-            dist.all_reduce(tensor, group=self.group)
-        return tensor
 
     def broadcast(self, value: T) -> T:
         """The value of rank 0, on all ranks."""
@@ -104,12 +99,14 @@ def is_failed_collective(error: BaseException) -> bool:
 
 
 @contextmanager
-def join_world(device: torch.device, timeout_seconds: float) -> Iterator[World]:
+def join_world(device: torch.device, config: ParallelConfig) -> Iterator[World]:
     """Join the process group, and leave it at the end of the block. A process that fails aborts the group at once:
     destroying it properly would wait for collectives that the others may never start."""
+    sizes = config.sizes(dist.get_world_size() if dist.is_initialized() else asked_processes())
     if asked_processes() == 1 and not dist.is_initialized():
         yield World(device=device)
         return
+    timeout = timedelta(seconds=config.timeout_seconds)
     own = not dist.is_initialized()  # tests bring a group of their own
     if device.type == "cuda":
         device = torch.device("cuda", local_rank())
@@ -117,12 +114,12 @@ def join_world(device: torch.device, timeout_seconds: float) -> Iterator[World]:
     if own:
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            timeout=timedelta(seconds=timeout_seconds),
+            timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
     try:
-        control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
-        yield World(dist.get_rank(), dist.get_world_size(), device, dist.group.WORLD, control)
+        control = dist.new_group(backend="gloo", timeout=timeout)
+        yield World(dist.get_rank(), dist.get_world_size(), device, make_mesh(device, *sizes), control)
     except BaseException:
         if own and device.type == "cuda":
             own = False

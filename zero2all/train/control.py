@@ -84,7 +84,7 @@ class Control:
         """This process's part of weights for all rows."""
         if weights is None:
             return None
-        first, own, per_rank = rank_rows(rows, self._world.rank, self._world.size)
+        first, own, per_rank = rank_rows(rows, self._world.mesh.batch.rank, self._world.mesh.batch.size)
         part = torch.zeros(per_rank)
         part[:own] = torch.from_numpy(weights[first : first + own])
         return part

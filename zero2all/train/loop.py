@@ -87,7 +87,7 @@ def train(
         with stop_signals_to(signal.SIG_DFL) if asked_processes() > 1 else nullcontext():
             if stop.requested:
                 raise PreemptedError("Stopped before the run had begun; nothing was changed. Run it again to start it.")
-            world = stack.enter_context(join_world(device, config.parallel.timeout_seconds))
+            world = stack.enter_context(join_world(device, config.parallel))
         speak = say if world.is_first else lambda _text: None
         stack.enter_context(explain_peer_failure(config, run, world))
         lock, store = stack.enter_context(_locked_store(config, run, world, take_over, speak))
@@ -138,7 +138,7 @@ def _locked_store(
         keep = config.checkpoint
         store = CheckpointStore(
             run,
-            world.group,
+            world.control,
             Retention(keep.keep_last, keep.keep_every_steps),
             when_busy=keep.when_busy,
             peer_timeout_seconds=config.parallel.timeout_seconds,
@@ -216,8 +216,8 @@ class TrainingLoop:
         """Train until the end, or until the data must be opened again (rollback, anneal); then returns True."""
         data, state, config = self.prepared.data, self.state, self.config
         options = LoaderOptions(
-            rank=self.world.rank,
-            ranks=self.world.size,
+            rank=self.world.mesh.batch.rank,
+            ranks=self.world.mesh.batch.size,
             documents=config.data.document_mask,
             prefetch_steps=config.data.prefetch_steps,
             readers=config.data.readers,

@@ -5,7 +5,7 @@ expects to fit, doubling while it fits, then halving the gap, with a little less
 the rows of a process are tried: every pass of a step then has the same shape. The result is kept in
 <run>/micro_batch.json with everything that decides it, because another micro-batch adds up in another order.
 
-Processes that hold a part of every weight (`parallel.data: shard`) take what the estimate says: one that ran out of
+Processes that hold a part of every weight (`parallel.zero: 3`) take what the estimate says: one that ran out of
 memory in a block would leave the others waiting in the gather of the next one, and FSDP cannot recover from an error
 in the middle of a pass. On a CPU memory does not limit a pass, and a fixed rule is used.
 """
@@ -37,7 +37,7 @@ MARGIN = 0.05
 MOST_ON_CPU = 8
 """A few rows fill a CPU's caches; more only take memory."""
 ESTIMATED = (
-    "by the estimate of memory: with parallel.data shard a try that does not fit would leave the other processes "
+    "by the estimate of memory: with parallel.zero 3 a try that does not fit would leave the other processes "
     "waiting; where memory stays free, set train.micro_batch_samples yourself"
 )
 PASSES = 2
@@ -57,7 +57,7 @@ def choose_micro_batch(
     asked = config.train.micro_batch_samples
     if asked != "auto":
         return int(asked), []
-    candidates = divisors(rank_rows(config.samples_per_step, 0, world.size)[2])
+    candidates = divisors(rank_rows(config.samples_per_step, 0, world.mesh.batch.size)[2])
     if world.device.type != "cuda":
         taken = least_samples(config, world)
         return taken, [
@@ -70,7 +70,7 @@ def choose_micro_batch(
             f"micro-batch: {counted(known, 'sample')}, as found before (delete {FILE_NAME} in the run to search again)"
         ]
     guess = largest_by_estimate(config, model.ops, world, candidates)
-    if world.size > 1 and config.parallel.data == "shard":
+    if world.size > 1 and config.parallel.zero == 3:
         taken, how = guess, ESTIMATED
     else:
         own = _find_on_device(config, model, world.device, candidates, guess, zero_gradients)
@@ -83,7 +83,7 @@ def choose_micro_batch(
 
 def least_samples(config: RunConfig, world: World) -> int:
     """The fewest rows a pass may have: as configured, or with `auto` the fixed rule of a CPU, or 1 on a GPU."""
-    rows, asked = rank_rows(config.samples_per_step, 0, world.size)[2], config.train.micro_batch_samples
+    rows, asked = rank_rows(config.samples_per_step, 0, world.mesh.batch.size)[2], config.train.micro_batch_samples
     if asked != "auto":
         return min(int(asked), rows)
     return 1 if world.device.type == "cuda" else max(number for number in divisors(rows) if number <= MOST_ON_CPU)
@@ -117,7 +117,7 @@ def find_micro_batch(
         raise UsageError(
             f"Not even a micro-batch of {candidates[0]} fits into the memory of this device. Make the model or "
             f"data.seq_len smaller, set train.recompute to full, choose an optimizer with less state "
-            f"(optim.kind: adamw_8bit or adamw_bf16), or spread the weights over several GPUs (parallel.data: shard)."
+            f"(optim.kind: adamw_8bit or adamw_bf16), or spread the weights over several GPUs (parallel.zero: 3)."
         )
     return candidates[fits]
 
@@ -202,7 +202,7 @@ def memory_settings(config: RunConfig, ops: Ops, processes: int, samples: int) -
         recompute_every=config.train.recompute_every,
         documents=config.data.document_mask,
         processes=processes,
-        spread=config.parallel.data,
+        spread="shard" if config.parallel.zero == 3 else "replicate",
         accumulates=rank_rows(config.samples_per_step, 0, processes)[2] > samples,
     )
 
@@ -226,13 +226,13 @@ def deciding(config: RunConfig, ops: Ops, world: World) -> dict[str, Any]:
         "model": dataclasses.asdict(config.model),
         "seq_len": config.data.seq_len,
         "documents": config.data.document_mask,
-        "rows": rank_rows(config.samples_per_step, 0, world.size)[2],
+        "rows": rank_rows(config.samples_per_step, 0, world.mesh.batch.size)[2],
         "precision": config.train.precision,
         "recompute": [config.train.recompute, config.train.recompute_every],
         "z_loss": config.train.z_loss > 0,
         "optimizer": [config.optim.kind, config.optim.bf16_rounding, config.optim.adafactor_beta1 > 0],
         "ops": {**ops.taken, "compile": ops.compile},
-        "processes": [world.size, config.parallel.data],
+        "processes": [world.size, config.parallel.zero, config.parallel.offload],
         "device": properties.name if properties else "cpu",
         "device_bytes": properties.total_memory if properties else 0,
         "torch": str(torch.__version__),

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from zero2all.common.errors import BadInputError, PreemptedError
-from zero2all.config.training import ParameterKind
+from zero2all.model.config import ParameterKind
 from zero2all.packed.background import ShardCheck, checking_shards
+from zero2all.parallel.layout import layout_table
 from zero2all.parallel.world import World
 from zero2all.train.checkpoints.manifest import NOT_GOOD
 from zero2all.train.checkpoints.run_lock import RunLock
@@ -23,7 +24,6 @@ from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.checkpoints.writer import SaveResult, SaveTicket
 from zero2all.train.control import Control
-from zero2all.train.optimizers.roles import model_roles
 from zero2all.train.reports import RunLog
 from zero2all.train.setup import Prepared
 from zero2all.train.state import TrainState
@@ -81,7 +81,7 @@ class UpdateRatios:
             return {}
         now, kinds = self._samples(), sorted(before)
         sums = [torch.stack(((now[kind] - before[kind]).square().sum(), before[kind].square().sum())) for kind in kinds]
-        moved, lengths = self._world.sum(torch.stack(sums)).unbind(1)
+        moved, lengths = self._world.mesh.batch.sum(torch.stack(sums)).unbind(1)
         ratios = (moved / lengths.clamp(min=1e-30)).sqrt()
         values = {f"update_ratio/{kind}": ratio for kind, ratio in zip(kinds, ratios, strict=True)}
         if self._log is not None:
@@ -91,10 +91,10 @@ class UpdateRatios:
     @torch.no_grad()
     def _samples(self) -> dict[ParameterKind, Tensor]:
         samples = self._state.weights.master_samples(MOST_SAMPLED_VALUES)
-        roles = model_roles(self._state.model.config, samples)
+        kinds = {one.name: one.kind for one in layout_table(self._state.model.config)}
         found: dict[ParameterKind, list[Tensor]] = {}
         for name, values in samples.items():
-            found.setdefault(roles[name].kind, []).append(values.double())
+            found.setdefault(kinds[name], []).append(values.double())
         return {kind: torch.cat(parts) for kind, parts in found.items()}
 
 

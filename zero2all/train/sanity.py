@@ -134,7 +134,7 @@ def memory_notes(model: ModelConfig, settings: MemorySettings, device_bytes: int
     if device_bytes is not None and estimate.total > (1.0 - ALLOWANCE) * device_bytes:
         notes.append(
             "warning: that may not fit. A smaller train.micro_batch_samples (or auto), train.recompute, or "
-            "parallel.data: shard over several GPUs need less."
+            "parallel.zero: 3 over several GPUs need less."
         )
     return notes
 
@@ -142,7 +142,7 @@ def memory_notes(model: ModelConfig, settings: MemorySettings, device_bytes: int
 LESS_MEMORY = (
     "Less is needed by a smaller model (model.layers, model.hidden_size), a smaller train.micro_batch_samples (now "
     "{samples}) or data.seq_len, by train.recompute full, by an optimizer with less state (optim.kind adamw_8bit or "
-    "adamw_bf16), and, over several GPUs, by parallel.data shard."
+    "adamw_bf16), and, over several GPUs, by parallel.zero 3."
 )
 
 

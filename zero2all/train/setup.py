@@ -33,6 +33,7 @@ from zero2all.config.schedule import steps_with_anneal
 from zero2all.config.training import AnnealConfig, model_at
 from zero2all.model.config import parameter_counts
 from zero2all.model.recompute import apply_recompute
+from zero2all.model.rope import rope_tables
 from zero2all.model.z2all import Z2all, compile_model
 from zero2all.ops.implementation import OpContext
 from zero2all.ops.registry import Ops
@@ -43,6 +44,7 @@ from zero2all.packed.remote import packed_root
 from zero2all.packed.stages import Stage, stages_from_records
 from zero2all.parallel.data import shard_model
 from zero2all.parallel.device import environment, local_processes, set_cpu_threads
+from zero2all.parallel.layout import draw
 from zero2all.parallel.world import World
 from zero2all.train.anneal import begun_anneal, read_anneal
 from zero2all.train.checkpoints.find import newest_checkpoint
@@ -160,7 +162,7 @@ def prepare(
     here = {
         **environment(world.device),
         "processes": world.size,
-        "data_parallel": config.parallel.data if world.size > 1 else "none",
+        "data_parallel": spread_name(config, world),
     }
     state, model_notes = _build_state(config, run, world, checkpoint, store.fence)
     notes += model_notes
@@ -257,21 +259,27 @@ def _build_state(
 ) -> tuple[TrainState, list[str]]:
     """The model on its device, sharded where the config says so, with its optimizer; and notes for the user."""
     dtype = DTYPES[config.train.precision]
-    sharded = config.parallel.data == "shard" and world.size > 1
+    sharded = config.parallel.zero == 3 and world.size > 1
     ops = resolve_together(config.ops, op_context(config, world.device.type, dtype, sharded), world)
     check_cuda_graph(config, world.device, world.size, ops)
     _require_memory(config, ops, world)
     step = checkpoint.step if checkpoint else 0
-    model = Z2all(model_at(step, config.model, config.stages), ops)
-    if checkpoint is None:
-        model.init_weights(config.train.seed)
-    model.to(world.device).train()
-    if dtype == torch.float64:
-        model.double()
+    wide = torch.promote_types(dtype, torch.float32)
+    with torch.device("meta"):  # its memory is allocated once it is known who holds what
+        model = Z2all(model_at(step, config.model, config.stages), ops).to(wide).train()
     apply_recompute(model, config.train.recompute, config.train.recompute_every)
     if sharded:
         shard_model(model, world, dtype, with_masters=config.optim.kind != "adamw_bf16")
-    state = new_state(model, config.optim, dtype, 1, sharded, config.train.seed)
+    cos, sin = rope_tables(model.config, model.config.max_seq_len, world.device)
+    model.cos, model.sin = cos.to(wide), sin.to(wide)
+    state = new_state(
+        model, config.optim, dtype, 1, config.train.seed,
+        device=world.device, mesh=world.mesh, parallel=config.parallel,
+    )  # fmt: skip
+    if checkpoint is None:
+        with state.weights.masters_between_steps() as masters:
+            draw(masters, model.config, config.train.seed)
+        state.weights.updated()
     compile_model(model)
     state.micro_batch_samples, micro_notes = choose_micro_batch(
         config, model, world, run, state.weights.zero_gradients, fence
@@ -285,13 +293,23 @@ def _build_state(
         if world.size > 1
         else environment(world.device)["device"]
     )
-    spread = f", {config.parallel.data}" if world.size > 1 else ""
+    spread = f", {spread_name(config, world)}" if world.size > 1 else ""
     size = f"model: {counts['total'] / 1e6:.2f} M parameters on {where}{spread}, {config.train.precision}"
     notes = [size, *_half_precision_notes(world.device, dtype), *ops.notes(), *micro_notes]
     if state.cuda_graph is not None:
         why = "as asked" if config.train.cuda_graph == "on" else "the host would queue them slower than they run"
         notes.append(f"passes will be captured as a CUDA graph: {why}")
     return state, notes
+
+
+def spread_name(config: RunConfig, world: World) -> str:
+    """How a model is spread, in words."""
+    if world.size == 1:
+        return "none"
+    replicate, shard = world.mesh.replicate.size, world.mesh.shard.size
+    if config.parallel.zero == 0:
+        return "replicate"
+    return f"ZeRO-{config.parallel.zero} over {shard}" + (f" x {replicate} replicas" if replicate > 1 else "")
 
 
 def _require_memory(config: RunConfig, ops: Ops, world: World) -> None:

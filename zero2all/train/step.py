@@ -21,7 +21,6 @@ from torch import Tensor
 
 from zero2all.config import RunConfig
 from zero2all.packed.loader import Batch, rank_rows
-from zero2all.parallel.data import set_gradient_sync
 from zero2all.parallel.world import World
 from zero2all.train.guards.detector import Limits
 from zero2all.train.state import TrainState
@@ -186,11 +185,11 @@ def train_step(
     """Advance `state` by one step on `batch`."""
     timer = StepTimer(world.device)
     # Dropout depends on (seed, step, rank) alone, so a resumed run needs no stored random state.
-    torch.manual_seed(_step_key(config.train.seed, state.step, world.rank))
+    torch.manual_seed(_step_key(config.train.seed, state.step, world.mesh.batch.rank))
     figures = _forward_backward(state, batch, channels, config, world, plan, timer)
-    state.weights.reduce_gradients(world)
-    world.sum(figures)
-    norm = state.weights.squared_norm(world).sqrt()
+    figures[1] = state.weights.squared_norm_share()
+    world.mesh.loss.sum(figures)
+    norm = figures[1].sqrt()
     if state.loss_scale is not None:
         norm = norm / state.loss_scale.scale
     timer.mark("reduce")
@@ -222,9 +221,9 @@ def _forward_backward(
     channel_of = torch.as_tensor(batch.channels).to(device, non_blocking=True)
     own_rows, seq_len = tokens.shape[0], tokens.shape[1] - 1
     rows = batch.global_rows
-    first_row, real_rows, _ = rank_rows(rows, world.rank, world.size)
+    first_row, real_rows, _ = rank_rows(rows, world.mesh.batch.rank, world.mesh.batch.size)
     counts = _counts(batch, plan, wide, device)  # (B, T)
-    counted = world.sum(counts.sum(dtype=torch.float64)).clamp(min=1.0)
+    counted = world.mesh.loss.sum(counts.sum(dtype=torch.float64)).clamp(min=1.0)
     figures = torch.zeros(HEAD + 2 * channels + 2 * rows, dtype=torch.float64, device=device)
     figures[3].fill_(plan.stop_requested)  # an assignment would copy the number and wait for the copy
     nats_at, counts_at = HEAD, HEAD + channels
@@ -232,12 +231,14 @@ def _forward_backward(
     micro = micro_rows(config, state.micro_batch_samples, seq_len)
     for first in range(0, own_rows, micro):
         here = slice(first, min(first + micro, own_rows))
-        set_gradient_sync(state.model, here.stop == own_rows)
+        is_last = here.stop == own_rows
+        state.weights.begin_pass(is_last)
         ids = tokens[here].to(device, non_blocking=True)  # (B, T + 1)
         documents = None if document_ids is None else document_ids[here, :-1].to(device, non_blocking=True)
         shares = (counts[here] / counted).to(wide)
         timer.mark("collate")
-        if state.cuda_graph is not None:
+        # A pass that communicates cannot be captured.
+        if state.cuda_graph is not None and not (is_last and state.weights.communicates):
             losses = state.cuda_graph(ids, shares)  # also forward and loss: nothing can be measured inside
         else:
             hidden = state.model(ids[:, :-1], document_ids=documents)
@@ -245,6 +246,7 @@ def _forward_backward(
             total, losses = state.model.head_loss(hidden, ids[:, 1:], shares, config.train.z_loss)
             timer.mark("loss")
             (total if state.loss_scale is None else total * state.loss_scale.scale).backward()
+        state.weights.end_pass()
         row_nats[here] = (losses * counts[here]).sum(dim=1, dtype=torch.float64)
         timer.mark("backward")
     row_counts = counts.sum(dim=1, dtype=torch.float64)

@@ -48,15 +48,16 @@ def held_out_losses(
     sums = torch.zeros(3, len(channels), dtype=torch.float64, device=world.device)  # nats, tokens, bytes
     was_training = model.training
     model.eval()
-    for first in range(0, len(batches), world.size):
-        is_mine = first + world.rank < len(batches)
-        batch = batches[first + world.rank if is_mine else first]
+    axis = world.mesh.batch
+    for first in range(0, len(batches), axis.size):
+        is_mine = first + axis.rank < len(batches)
+        batch = batches[first + axis.rank if is_mine else first]
         nats, counted = _score(model, batch, data, world.device)
         if is_mine:
             at = channels.index(batch.split.channel)
             sums[:, at] += torch.stack((nats, counted, counted * batch.split.bytes_per_token))
     model.train(was_training)
-    nats, tokens, text_bytes = world.sum(sums).tolist()
+    nats, tokens, text_bytes = world.mesh.loss.sum(sums).tolist()
     known = [at for at in range(len(channels)) if tokens[at]]
     values = {f"eval/valid/loss/{channels[at]}": nats[at] / tokens[at] for at in known}
     return values | {f"eval/valid/bpb/{channels[at]}": nats[at] / math.log(2) / text_bytes[at] for at in known}

@@ -20,6 +20,7 @@ from tests.ops.agreement import assert_agrees, assert_close, random, random_ids,
 pytest.importorskip("triton", reason="the kernels around it are written in Triton, which is not installed")
 
 from zero2all.ops import linear_cross_entropy, trial
+from zero2all.ops.gradient_sink import GradientSink
 from zero2all.ops.linear_cross_entropy import quack_linear_cross_entropy, triton_linear_cross_entropy
 
 LOW, Z = torch.bfloat16, 1e-2
@@ -180,17 +181,17 @@ def test_logits_far_apart_lose_nothing(device):
     assert_agrees(quack_linear_cross_entropy, head_and_loss, given(128, 576, spread=16.0), LOW, *others, device=device)
 
 
-def test_gradient_of_the_head_is_added_to_main_grad_over_micro_batches(device):
+def test_gradient_of_the_head_is_added_to_the_sink_over_micro_batches(device):
     hidden, head = (value.to(device, LOW) for value in given(128, 384))
     others = (targets_for(384, 128).to(device), random(128, seed=3).abs().float().to(device), 384, 0.0)
     plain = head.double().requires_grad_()
     head_and_loss(hidden.double(), plain, *others)[0].backward()
     head.requires_grad_()
-    head.main_grad = torch.zeros(head.shape, device=device)
+    head.gradient_sink = GradientSink(torch.zeros(head.shape, device=device))
     for factor in (1.0, 0.3):
         (quack_linear_cross_entropy(hidden, head, *others)[0] * factor).backward()
     assert head.grad is None
-    assert_close(head.main_grad, 1.3 * plain.grad, 6e-3)
+    assert_close(head.gradient_sink.buffer, 1.3 * plain.grad, 6e-3)
 
 
 def test_targets_may_begin_anywhere(device):

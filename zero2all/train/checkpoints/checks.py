@@ -3,7 +3,7 @@
 The largest absolute value of a tensor is NaN or infinite when one of its values is: a reduction on the device that
 needs no memory, 24 ms for the 14.6 GB of a z2all-1b (H200, November 2026).
 
-With `parallel.data: replicate` every rank has all weights and moments and makes the same updates. A bit that flips on
+With `parallel.zero: 0` every rank has all weights and moments and makes the same updates. A bit that flips on
 one rank goes unnoticed: gradients are summed over ranks whose weights differ, and a checkpoint takes tensors from
 different ranks. So before a save every rank adds up the bits of its copies, and the ranks compare 8 bytes.
 
@@ -79,7 +79,7 @@ def compare_replicas(tensors: Mapping[str, Tensor], peers: Peers) -> None:
         f"{unsure}. This state was not saved; earlier checkpoints were compared too, and stand. Run the same command "
         f"again to continue from the newest: all ranks then start from the same bits. If the same rank is named again, "
         f"its memory or its GPU is to blame (look for ECC errors): leave that machine out. Devices of different kinds "
-        f"round differently and cannot hold replicas of one run; parallel.data: shard takes them."
+        f"round differently and cannot hold replicas of one run; parallel.zero: 3 takes them."
     )
 
 

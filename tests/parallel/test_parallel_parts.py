@@ -1,0 +1,77 @@
+"""Parts: ranges of boxes of tensors, as boxes and as places in the whole tensor."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zero2all.model.config import ModelConfig
+from zero2all.model.z2all import Z2all
+from zero2all.ops.config import OpsConfig
+from zero2all.ops.implementation import OpContext
+from zero2all.ops.registry import resolve
+from zero2all.parallel.layout import initial_values, layout_table
+from zero2all.parallel.parts import Part
+
+
+@given(st.lists(st.integers(1, 5), max_size=4), st.data())
+def test_the_boxes_of_a_range_hold_its_values_and_nothing_else(shape, data):
+    whole = torch.arange(math.prod(shape)).view(shape)
+    start = data.draw(st.integers(0, whole.numel()))
+    stop = data.draw(st.integers(start, whole.numel()))
+    part = Part.of_range(whole.reshape(-1)[start:stop], tuple(shape), start, None) if shape else Part.whole(whole)
+    seen = torch.full_like(whole, -1)
+    for offsets, box in part.boxes():
+        at = tuple(slice(first, first + length) for first, length in zip(offsets, box.shape, strict=True))
+        assert (seen[at] == -1).all(), "boxes do not overlap"
+        seen[at] = box
+    expected = whole.reshape(-1)[start:stop] if shape else whole.view(-1)
+    assert seen.reshape(-1)[seen.reshape(-1) >= 0].tolist() == expected.tolist()
+    assert len(list(part.boxes())) <= max(1, 2 * len(shape) - 1)
+
+
+def test_the_index_of_a_box_is_the_place_in_the_whole_tensor():
+    whole = torch.arange(4 * 6, dtype=torch.int32).view(4, 6)
+    box = whole[1:4, 2:5]
+    part = Part(box.reshape(-1)[2:7].clone(), (4, 6), (1, 2), (3, 3), start=2)
+    assert part.index().tolist() == part.values.tolist()
+    assert [(at, here.tolist()) for at, here in part.boxes()] == [
+        ((1, 4), [[10]]),
+        ((2, 2), [[14, 15, 16]]),
+        ((3, 2), [[20]]),
+    ]
+
+
+def test_values_per_row_are_cut_at_the_same_rows():
+    part = Part.of_range(torch.zeros(2 * 3), (5, 3), 6, None)
+    scales = part.by_row(torch.zeros(2, 4), (4,))
+    assert (scales.shape, scales.start, [at for at, _ in scales.boxes()]) == ((5, 4), 8, [(2, 0)])
+
+
+@pytest.mark.parametrize("options", [{}, {"attention_bias": "all", "mlp_bias": True}, {"tied_embeddings": True}])
+def test_the_layout_table_covers_the_model_exactly(options):
+    config = ModelConfig(vocab_size=70, hidden_size=16, intermediate_size=24, layers=2, heads=4, kv_heads=2, **options)
+    model = Z2all(config, resolve(OpsConfig(), OpContext("cpu", torch.float32)))
+    covered: dict[str, int] = {}
+    for parameter in layout_table(config):
+        assert parameter.start == covered.get(parameter.holder, 0), "one after the other"
+        covered[parameter.holder] = parameter.start + parameter.numel
+    assert covered == {name: tensor.numel() for name, tensor in model.named_parameters()}
+    assert list(covered) == [name for name, _ in model.named_parameters()]
+
+
+def test_a_seed_means_the_same_weights_whatever_else_the_model_has():
+    small, deep = (
+        ModelConfig(vocab_size=70, hidden_size=16, intermediate_size=24, layers=n, heads=4, kv_heads=2) for n in (2, 3)
+    )
+    drawn = {one.name: initial_values(one, small, 5) for one in layout_table(small)}
+    again = {one.name: initial_values(one, deep, 5) for one in layout_table(deep)}
+    assert torch.equal(drawn["blocks.1.attention.q.weight"], again["blocks.1.attention.q.weight"])
+    assert not torch.equal(drawn["blocks.0.attention.k.weight"], drawn["blocks.0.attention.v.weight"])
+    assert not torch.equal(drawn["embedding.weight"], initial_values(layout_table(small)[0], small, 6))
+    assert drawn["embedding.weight"][70:].abs().sum() == 0
+    assert drawn["blocks.0.attention.out.weight"].std() == pytest.approx(0.02 / 2, rel=0.2)

@@ -1,0 +1,124 @@
+"""The layout table: every parameter of a model by its logical name, and how it may be cut.
+
+The model keeps some logical parameters together in one tensor, because one matmul is faster than three: q, k and v lie
+one after the other in `attention.qkv`. Everything outside the forward pass works on logical parameters: initial
+weights (drawn from the seed and the name, so that a seed means the same model under every layout), optimizers, the
+gradient norm, checkpoints, the printed plan.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zero2all.model.config import ModelConfig, ParameterKind
+from zero2all.model.z2all import Z2all
+from zero2all.parallel.parts import Part
+
+
+@dataclass(frozen=True)
+class LogicalParameter:
+    """One parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: ParameterKind
+    holder: str  # the tensor of the model it lies in
+    first_row: int = 0  # of its rows in the holder
+    tensor_dimension: int | None = None  # cut by tensor parallelism; None: every tensor rank has a copy
+    alternating: int = 1  # how many matrices take the rows of this one in turn
+
+    @property
+    def start(self) -> int:
+        """Where it begins in the flattened holder."""
+        return self.first_row * math.prod(self.shape[1:])
+
+    @property
+    def numel(self) -> int:
+        """Its number of values."""
+        return math.prod(self.shape)
+
+
+def layout_table(config: ModelConfig) -> list[LogicalParameter]:
+    """Every parameter of a Z2all model, in the order of `named_parameters` and of the rows in their holders."""
+    hidden, inner, table_rows = config.hidden_size, config.intermediate_size, config.vocab_rows
+    query, shared = config.heads * config.head_size, config.kv_heads * config.head_size
+    table = [LogicalParameter("embedding.weight", (table_rows, hidden), "embedding", "embedding.weight", 0, 0)]
+
+    def add(
+        name: str, shape: tuple[int, ...], kind: ParameterKind, dimension: int | None, alternating: int = 1
+    ) -> None:
+        table.append(LogicalParameter(name, shape, kind, name, 0, dimension, alternating))
+
+    def add_linear(name: str, rows: int, columns: int, dimension: int, bias: bool, alternating: int = 1) -> None:
+        add(f"{name}.weight", (rows, columns), "matrix", dimension, alternating)
+        if bias:  # it is added once where the sum over columns is cut
+            add(f"{name}.bias", (rows,), "bias", 0 if dimension == 0 else None, alternating)
+
+    for layer in range(config.layers):
+        block = f"blocks.{layer}"
+        add(f"{block}.attention_norm.weight", (hidden,), "norm", None)
+        for end in ("weight", "bias") if config.attention_bias != "none" else ("weight",):
+            first = 0
+            for part, rows in (("q", query), ("k", shared), ("v", shared)):
+                shape = (rows, hidden) if end == "weight" else (rows,)
+                kind: ParameterKind = "matrix" if end == "weight" else "bias"
+                name, holder = f"{block}.attention.{part}.{end}", f"{block}.attention.qkv.{end}"
+                table.append(LogicalParameter(name, shape, kind, holder, first, 0))
+                first += rows
+        add_linear(f"{block}.attention.out", hidden, query, 1, config.attention_bias == "all")
+        add(f"{block}.feed_forward_norm.weight", (hidden,), "norm", None)
+        add_linear(f"{block}.feed_forward.gate_up_pairs", 2 * inner, hidden, 0, config.mlp_bias, alternating=2)
+        add_linear(f"{block}.feed_forward.down", hidden, inner, 1, config.mlp_bias)
+    add("norm.weight", (hidden,), "norm", None)
+    if not config.tied_embeddings:
+        add("head.weight", (table_rows, hidden), "head", 0)
+    return table
+
+
+@torch.no_grad()
+def draw(parts: Mapping[str, Part], config: ModelConfig, seed: int) -> None:
+    """Write the initial weights of a model into the parts of its parameters, several at a time."""
+
+    def write(parameter: LogicalParameter) -> None:
+        part = parts[parameter.name]
+        count = part.values.numel()
+        if count:
+            values = initial_values(parameter, config, seed).view(-1)[part.start : part.start + count]
+            part.values.copy_(values.view(part.values.shape))
+
+    # Of large ones only a few at a time: each is a float32 tensor in host memory.
+    with ThreadPoolExecutor(min(8, torch.get_num_threads())) as threads:
+        list(threads.map(write, layout_table(config)))
+
+
+def init_weights(model: Z2all, seed: int) -> None:
+    """The same for a whole model."""
+    holders = dict(model.named_parameters())
+    parts = {}
+    for one in layout_table(model.config):
+        values = holders[one.holder].detach().view(-1)[one.start : one.start + one.numel]
+        parts[one.name] = Part.of_range(values, one.shape, 0, None)
+    draw(parts, model.config, seed)
+
+
+def initial_values(parameter: LogicalParameter, config: ModelConfig, seed: int) -> Tensor:
+    """The weights of a parameter before training, float32 on the CPU: normal matrices, zero biases, norms of 1;
+    projections into the residual start smaller in deeper models. A function of (seed, name) alone."""
+    values = torch.empty(parameter.shape)
+    if parameter.kind in ("norm", "bias"):
+        return values.fill_(1.0 if parameter.kind == "norm" else 0.0)
+    is_into_residual = parameter.name.endswith(("attention.out.weight", "feed_forward.down.weight"))
+    std = config.init_std / math.sqrt(2 * config.layers) if is_into_residual else config.init_std
+    digest = hashlib.blake2b(f"{seed}/{parameter.name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    values.normal_(0.0, std, generator=generator)
+    if parameter.kind in ("embedding", "head"):
+        values[config.vocab_ids :] = 0.0  # padding
+    return values
