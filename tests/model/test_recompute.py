@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,15 +81,20 @@ def assert_same_bits(found: list[Tensor], expected: list[Tensor]) -> None:
 # ---- exactness -------------------------------------------------------------------------------------------------------
 
 
+@functools.cache
+def exact_results(kind: str, attention: str, with_dropout: bool, with_documents: bool) -> list[Tensor]:
+    config = dataclasses.replace(SMALL, **DROPOUT) if with_dropout else SMALL
+    dtype, documents = (torch.float32, document_ids()) if with_documents else (torch.float64, None)
+    return loss_and_gradients(build(kind, config, resolve(OpsConfig(attention=attention), "cpu"), dtype), documents)
+
+
 @kinds
-@pytest.mark.parametrize(("dtype", "documents"), [(torch.float64, None), (torch.float32, document_ids())], ids=str)
-@pytest.mark.parametrize("dropout", [{}, DROPOUT], ids=["plain", "dropout"])
+@pytest.mark.parametrize("with_documents", [False, True], ids=["float64", "float32, documents apart"])
+@pytest.mark.parametrize("with_dropout", [False, True], ids=["plain", "dropout"])
 @pytest.mark.parametrize("attention", ["sdpa", "math"])
-def test_loss_gradients_and_random_state_keep_their_bits(kind, dtype, documents, dropout, attention):
-    config = dataclasses.replace(SMALL, **dropout)
-    ops = resolve(OpsConfig(attention=attention), "cpu")
-    expected = loss_and_gradients(build("none", config, ops, dtype), documents)
-    assert_same_bits(loss_and_gradients(build(kind, config, ops, dtype), documents), expected)
+def test_loss_gradients_and_random_state_keep_their_bits(kind, with_documents, with_dropout, attention):
+    setting = (attention, with_dropout, with_documents)
+    assert_same_bits(exact_results(kind, *setting), exact_results("none", *setting))
 
 
 @kinds
@@ -149,30 +155,38 @@ def test_full_recomputation_keeps_only_the_ends_for_the_backward_pass():
     assert kept["full"] < kept["every_n"] < 0.5 * kept["none"]
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("attention", ["sdpa", "math"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_work_that_is_done_again_is_what_the_formula_says(kind, attention, dropout):
+@functools.cache
+def flops_spent(kind: str, attention: str, dropout: float) -> int:
     from torch.utils.flop_counter import FlopCounterMode  # imports triton, whose interpreter has to be chosen first
 
     config = dataclasses.replace(SMALL, attention_dropout=dropout)
-    ops = resolve(OpsConfig(attention=attention), "cpu")
-    spent = {}
-    for a_kind in ("none", kind):
-        model, rows = build(a_kind, config, ops), batch()
-        with FlopCounterMode(display=False) as counter:
-            model.loss(rows[:, :-1], rows[:, 1:])[0].backward()
-        # torch's counter knows neither the CPU's fused attention nor its backward.
-        spent[a_kind] = counter.get_total_flops()
+    model, rows = build(kind, config, resolve(OpsConfig(attention=attention), "cpu")), batch()
+    with FlopCounterMode(display=False) as counter:
+        model.loss(rows[:, :-1], rows[:, 1:])[0].backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("attention", ["sdpa", "math"])
+@kinds
+def test_work_that_is_done_again_is_what_the_formula_says(kind, attention, dropout):
+    config = dataclasses.replace(SMALL, attention_dropout=dropout)
+    footprints = resolve(OpsConfig(attention=attention), "cpu").footprints
     # Positions that are masked are multiplied all the same here, so the convention with all of them holds.
-    expected = recomputed_flops_per_token(config, LENGTH, kind, 2, ops.footprints)["palm"] * ROWS * LENGTH
+    expected = recomputed_flops_per_token(config, LENGTH, kind, 2, footprints)["palm"] * ROWS * LENGTH
+    # torch's counter knows neither the CPU's fused attention nor its backward.
     if attention == "sdpa" and not dropout and kind != "selective":
         expected -= _attention_forward(config, kind) * ROWS * LENGTH
-    assert spent[kind] - spent["none"] == expected
+    assert flops_spent(kind, attention, dropout) - flops_spent("none", attention, dropout) == expected
+
+
+def test_without_recomputation_no_work_is_done_again():
+    footprints = resolve(OpsConfig(), "cpu").footprints
+    assert recomputed_flops_per_token(SMALL, LENGTH, "none", 2, footprints)["palm"] == 0
 
 
 def _attention_forward(config: ModelConfig, kind: str) -> int:
-    blocks = {"none": 0, "full": 3, "every_n": 2}[kind]
+    blocks = {"full": 3, "every_n": 2}[kind]
     return 4 * blocks * config.heads * config.head_size * LENGTH
 
 
