@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from tests.train.states import copies
+from tests.train.states import copies, model_weights
 from zero2all.config.training import OptimConfig
 from zero2all.model.config import ModelConfig
 from zero2all.model.z2all import Z2all
@@ -138,8 +138,8 @@ def test_a_bfloat16_weight_is_half_of_its_master_where_the_optimizer_can_put_the
     wanted = copies(whole)
     for name, value in copies(state).items():
         assert torch.equal(value, wanted[name]), name
-    for name, parameter in state.model.named_parameters():
-        assert torch.equal(parameter, split(wanted[f"model/{name}"])[0]), name
+    for name, weight in model_weights(state).items():
+        assert torch.equal(weight, split(wanted[f"model/{name}"])[0]), name
 
 
 def test_looking_at_split_masters_between_steps_leaves_everything_as_it_was():
@@ -159,7 +159,7 @@ def test_a_split_state_goes_on_bit_for_bit_from_one_with_whole_masters():
     fill_gradients(state)  # left over from a step that was not finished
     with state.tensors() as tensors:
         for name, value in copies(whole).items():
-            tensors[name].copy_(value)
+            tensors[name].values.copy_(value)
     state.loaded(whole.counters())
     for each in (state, whole):
         one_step(each, 1)
@@ -249,7 +249,7 @@ def test_a_state_whose_tensors_were_filled_from_another_goes_on_bit_for_bit(kind
     fill_gradients(other)  # left over from a step that was not finished
     with other.tensors() as tensors:
         for name, value in copies(one).items():
-            tensors[name].copy_(value)
+            tensors[name].values.copy_(value)
     other.loaded(one.counters())
     assert (other.step, other.tokens) == (7, 70)
     for state in (one, other):

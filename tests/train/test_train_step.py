@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.train.states import copies
+from tests.train.states import copies, model_weights
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
@@ -137,7 +137,8 @@ def test_dropout_depends_on_seed_and_step_alone(config):
         state = make_state(settings)
         state.step = step
         train_step(state, make_batch(), settings)
-        return state.optimizer_tensors()["optimizer/exp_avg/embedding.weight"].clone()  # the gradient, up to a factor
+        first_moment = state.optimizer_tensors()["optimizer/exp_avg/embedding.weight"]
+        return first_moment.values.clone()  # the gradient, up to a factor
 
     first = after_one_step()
     torch.rand(100)  # whatever the process does in between
@@ -158,8 +159,8 @@ def test_bfloat16_computes_in_bfloat16_over_float32_weights(config):
     assert {parameter.dtype for parameter in narrow.model.parameters()} == {torch.bfloat16}
     masters = copies(narrow)
     assert {value.dtype for value in masters.values()} == {torch.float32}
-    for name, parameter in narrow.model.named_parameters():
-        assert torch.equal(parameter, masters[f"model/{name}"].bfloat16()), name
+    for name, weight in model_weights(narrow).items():
+        assert torch.equal(weight, masters[f"model/{name}"].bfloat16()), name
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from zero2all.common.errors import BadInputError
 from zero2all.common.workspace import Workspace
@@ -15,6 +16,8 @@ from zero2all.evals.inputs import require_checkpoint
 from zero2all.model.z2all import Z2all
 from zero2all.ops.registry import resolve
 from zero2all.parallel.device import pick_device
+from zero2all.parallel.layout import layout_table
+from zero2all.parallel.shards import logical_parts
 from zero2all.tokenizer.load import Tokenizer, load_tokenizer
 from zero2all.train.checkpoints.find import newest_checkpoint
 from zero2all.train.checkpoints.layout import checkpoint_folder
@@ -41,6 +44,11 @@ class LoadedModel:
         """Where the model computes."""
         return self.model.embedding.weight.device
 
+    def weights(self) -> dict[str, Tensor]:
+        """The weights by logical name, as a checkpoint has them; live."""
+        parts = logical_parts(layout_table(self.config.model), self.model.state_dict())
+        return {name: part.values for name, part in parts.items()}
+
 
 def load_run(workspace: Workspace, name: str, step: int | None = None) -> LoadedModel:
     """The newest checkpoint of a run, or the one of `step`."""
@@ -53,7 +61,8 @@ def load_run(workspace: Workspace, name: str, step: int | None = None) -> Loaded
         checkpoint = verified_checkpoint(checkpoint_folder(run, step))
     config = dataclasses.replace(config, model=model_at(checkpoint.step, config.model, config.stages))
     model = _bare_model(config)
-    checkpoint.load_into({f"model/{key}": value for key, value in model.state_dict().items()})
+    weights = {f"model/{name}": value for name, value in model.state_dict().items()}
+    checkpoint.load_into(logical_parts(layout_table(config.model), weights))
     stored_dtype = checkpoint.manifest.get("imported_dtype", "float32")
     tokenizer = load_tokenizer(workspace.tokenizer)
     if tokenizer.fingerprint != checkpoint.manifest.get("tokenizer"):

@@ -5,6 +5,7 @@ A plain tensor is its own, whole part.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from types import EllipsisType
 
 import torch
@@ -12,6 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from zero2all.parallel.layout import LogicalParameter
+from zero2all.parallel.parts import Part
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -35,6 +39,48 @@ def box(tensor: Tensor) -> tuple[slice, ...]:
         return tuple(slice(0, length) for length in tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(slice(at, at + length) for at, length in zip(offset, shape, strict=True))
+
+
+def part_of(tensor: Tensor) -> Part:
+    """What this process holds of a tensor, as a part."""
+    if not isinstance(tensor, DTensor):
+        return Part.whole(tensor)
+    shape = tuple(tensor.shape)
+    if not has_part(tensor):
+        return Part(local(tensor).reshape(-1)[:0], shape, (0,) * len(shape), shape)
+    place = box(tensor)
+    lengths = tuple(along.stop - along.start for along in place)
+    return Part(local(tensor), shape, tuple(along.start for along in place), lengths)
+
+
+def logical_parts(table: Sequence[LogicalParameter], tensors: Mapping[str, Tensor]) -> dict[str, Part]:
+    """Tensors named '<anything>/<tensor of the model>' as parts under the names of the logical parameters in them:
+    'model/…attention.qkv.weight' gives 'model/…attention.q.weight' and so on. A tensor that has something for each row
+    of the model's is cut at the same rows; each logical parameter shares one that has not. Others keep their names."""
+    inside: dict[str, list[LogicalParameter]] = {}
+    for parameter in table:
+        inside.setdefault(parameter.holder, []).append(parameter)
+    parts = {}
+    for name, tensor in tensors.items():
+        prefix, slash, holder = name.rpartition("/")
+        part = part_of(tensor)
+        rows = sum(parameter.shape[0] for parameter in inside.get(holder, ()))
+        for parameter in inside.get(holder, ()):
+            is_by_row = part.shape[:1] == (rows,)
+            own = _rows_of(part, parameter.first_row, parameter.shape[0]) if is_by_row else part
+            parts[f"{prefix}{slash}{parameter.name}"] = own
+        if holder not in inside:
+            parts[name] = part
+    return parts
+
+
+def _rows_of(part: Part, first: int, count: int) -> Part:
+    """The same box of the tensor that consists of some rows of this one."""
+    offset, length = part.offsets[0], part.lengths[0]
+    begin, end = (min(max(at - offset, 0), length) for at in (first, first + count))
+    values = part.values[begin:end]
+    at = min(max(offset - first, 0), count)
+    return Part(values, (count, *part.shape[1:]), (at, *part.offsets[1:]), (len(values), *part.lengths[1:]))
 
 
 def spread_like(parameter: Tensor, part: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:

@@ -280,7 +280,7 @@ def _state_bytes(state: TrainState, device: torch.device, before: int) -> int:
     flat = state.weights
     assert isinstance(flat, FlatWeights), "one process is not sharded"
     buffers = {buffer.data_ptr(): buffer.nbytes for buffer in (flat.weights, flat.masters, flat.gradients)}
-    return sum(buffers.values()) + sum(tensor.nbytes for tensor in state.optimizer_tensors().values())
+    return sum(buffers.values()) + sum(part.values.nbytes for part in state.optimizer_tensors().values())
 
 
 def _peak_bytes(device: torch.device) -> int:

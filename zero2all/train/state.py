@@ -17,6 +17,9 @@ from torch import Tensor
 
 from zero2all.config.training import OptimConfig
 from zero2all.model.z2all import Z2all
+from zero2all.parallel.layout import layout_table
+from zero2all.parallel.parts import Part
+from zero2all.parallel.shards import logical_parts
 from zero2all.train.cuda_graph import CudaGraphPasses
 from zero2all.train.optimizers.base import Optimizer
 from zero2all.train.optimizers.factory import build_optimizer
@@ -73,24 +76,27 @@ class TrainState:
     tokens: int = 0
 
     @contextmanager
-    def tensors(self) -> Iterator[dict[str, Tensor]]:
-        """Between two steps, all tensors of a checkpoint as 'group/name'. A checkpoint can be loaded into them; call
-        `loaded` after the context then."""
+    def tensors(self) -> Iterator[dict[str, Part]]:
+        """Between two steps, what this process holds of all tensors of a checkpoint, as 'group/logical name'. A
+        checkpoint can be loaded into them; call `loaded` after the context then."""
         with self.model_tensors() as masters:
             yield {**masters, **self.optimizer_tensors()}
 
     @contextmanager
-    def model_tensors(self) -> Iterator[dict[str, Tensor]]:
+    def model_tensors(self) -> Iterator[dict[str, Part]]:
         """The master weights, likewise."""
         with self.weights.masters_between_steps() as masters:
-            yield {f"model/{name}": value for name, value in masters.items()}
+            yield self._logical({f"model/{name}": value for name, value in masters.items()})
 
-    def optimizer_tensors(self) -> dict[str, Tensor]:
+    def optimizer_tensors(self) -> dict[str, Part]:
         """Moments, the number of updates, and the loss scale."""
         tensors = {f"optimizer/{name}": value for name, value in self.optimizer.state_tensors().items()}
         if self.loss_scale is not None:
             tensors |= {f"optimizer/loss_scale/{name}": value for name, value in self.loss_scale.tensors().items()}
-        return tensors
+        return self._logical(tensors)
+
+    def _logical(self, tensors: Mapping[str, Tensor]) -> dict[str, Part]:
+        return logical_parts(layout_table(self.model.config), tensors)
 
     def counters(self) -> dict[str, int]:
         """How far the run is: steps and tokens."""
