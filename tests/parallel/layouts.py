@@ -66,16 +66,23 @@ class Settings:
         self.optim, self.data, self.train, self.model = optim, _Data(), TrainConfig(seed=SEED), MODEL
 
 
-def make_state(world: World, optim: OptimConfig, parallel: ParallelConfig, tied: bool = False) -> TrainState:
+def make_state(
+    world: World,
+    optim: OptimConfig,
+    parallel: ParallelConfig,
+    tied: bool = False,
+    dtype: torch.dtype = torch.float64,
+) -> TrainState:
     """The state of a run before its first step, as `zero2all.train.setup` builds it."""
     config = ModelConfig(**{**MODEL.__dict__, "tied_embeddings": tied})
+    wide = torch.promote_types(dtype, torch.float32)
     with torch.device("meta"):
-        model = Z2all(config, resolve(OpsConfig(), "cpu")).double().train()
+        model = Z2all(config, resolve(OpsConfig(), "cpu")).to(wide).train()
     if parallel.zero == 3 and world.size > 1:
-        shard_model(model, world, torch.float64)
+        shard_model(model, world, dtype)
     whole = Z2all(config, resolve(OpsConfig(), "cpu"))
-    model.cos, model.sin = whole.cos.double(), whole.sin.double()
-    state = new_state(model, optim, torch.float64, MICRO, SEED, device=world.device, mesh=world.mesh, parallel=parallel)
+    model.cos, model.sin = whole.cos.to(wide), whole.sin.to(wide)
+    state = new_state(model, optim, dtype, MICRO, SEED, device=world.device, mesh=world.mesh, parallel=parallel)
     with state.weights.masters_between_steps() as masters:
         draw(masters, config, SEED)
     state.weights.updated()

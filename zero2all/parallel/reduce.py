@@ -13,7 +13,7 @@ order in which a backward pass completes them. Only the last pass of a step send
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -59,12 +59,14 @@ class GradientReducer:
         own_ranges: Sequence[slice],
         tied: Sequence[str] = (),
         overlaps: bool = True,
+        before_add: Callable[[int], None] | None = None,
     ) -> None:
         """`gradients`: the flat buffer of all gradients, or for ZeRO-2 that of the own ranges, which lie in it at
-        `own_ranges`. `tied`: tensors that several operators use, so that no single signal completes them."""
+        `own_ranges`. `tied`: tensors that several operators use, so that no single signal completes them.
+        `before_add`: called with the number of a bucket before anything is added to its gradients in that buffer."""
         self._plan, self._mesh, self._gradients, self._own_ranges = plan, mesh, gradients, own_ranges
         self._borrows, self._scatters, self._overlaps = zero == 2, zero > 0, overlaps
-        self._tied = set(tied)
+        self._tied, self._before_add = set(tied), before_add
         self._order = plan.backward_order
         self._bucket_of = {name: at for at, bucket in enumerate(plan.buckets) for name in bucket.holders}
         self._waiting = [_Waiting() for _ in plan.buckets]
@@ -80,9 +82,11 @@ class GradientReducer:
     def buffer(self, name: str) -> Tensor:
         """Where the gradient of a tensor is added in this pass, flat."""
         place = self._plan.places[name]
-        if not self._borrows:
-            return self._gradients[place]
         at = self._bucket_of[name]
+        if not self._borrows:
+            if self._before_add is not None:
+                self._before_add(at)
+            return self._gradients[place]
         span = self._plan.buckets[at].span
         if at not in self._borrowed:
             length = span.stop - span.start
@@ -162,6 +166,8 @@ class GradientReducer:
             dist.all_reduce(sending.own, group=self._mesh.replicate.group)
         if self._borrows:
             at = self._plan.buckets.index(sending.bucket)
+            if self._before_add is not None:
+                self._before_add(at)
             self._gradients[self._own_ranges[at]].add_(sending.own)
 
     def _receive(self) -> None:

@@ -71,6 +71,7 @@ def why_no_cuda_graph(config: RunConfig, device: torch.device, processes: int, o
     problems = {
         "it needs a CUDA device": device.type != "cuda",
         "gradients are reduced across processes within a pass": processes > 1,
+        "with parallel.offload new weights arrive within a pass": config.parallel.offload != "none",
         "ops.compile captures graphs of its own": ops.compile != "none",
         f"train.recompute: {config.train.recompute} reads the device's random state": config.train.recompute != "none",
         "float16 scales the loss": config.train.precision == "float16",

@@ -54,6 +54,7 @@ class Validation:
     def run(self) -> None:
         """Validate and log. Called by every process."""
         prepared, config = self._prepared, self._prepared.config
+        prepared.state.weights.settle()
         self.losses = held_out_losses(prepared.state.model, prepared.valid, config.data, config.eval, prepared.world)
         self._log.values(self.losses)
 

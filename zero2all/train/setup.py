@@ -56,6 +56,7 @@ from zero2all.train.cuda_graph import check_cuda_graph, choose_cuda_graph
 from zero2all.train.guards.ledger import LEDGER_FILE, DamagedLedgerError, SkipLedger, keep_damaged, rebuilt_ledger
 from zero2all.train.guards.watch import INCIDENTS_FOLDER
 from zero2all.train.micro_batch import choose_micro_batch, least_samples, memory_settings
+from zero2all.train.offload import check_offload
 from zero2all.train.operators import changed_operators, resolve_together
 from zero2all.train.sanity import require_memory
 from zero2all.train.state import DTYPES, TrainState, new_state
@@ -258,6 +259,7 @@ def _build_state(
     config: RunConfig, run: Path, world: World, checkpoint: Checkpoint | None, fence: Fence
 ) -> tuple[TrainState, list[str]]:
     """The model on its device, sharded where the config says so, with its optimizer; and notes for the user."""
+    check_offload(config.parallel, config.optim.kind)
     dtype = DTYPES[config.train.precision]
     sharded = config.parallel.zero == 3 and world.size > 1
     ops = resolve_together(config.ops, op_context(config, world.device.type, dtype, sharded), world)
@@ -272,10 +274,12 @@ def _build_state(
         shard_model(model, world, dtype, with_masters=config.optim.kind != "adamw_bf16")
     cos, sin = rope_tables(model.config, model.config.max_seq_len, world.device)
     model.cos, model.sin = cos.to(wide), sin.to(wide)
+    parallel = config.parallel
+    if parallel.offload_folder is None:
+        parallel = dataclasses.replace(parallel, offload_folder=str(run))
     state = new_state(
-        model, config.optim, dtype, 1, config.train.seed,
-        device=world.device, mesh=world.mesh, parallel=config.parallel,
-    )  # fmt: skip
+        model, config.optim, dtype, 1, config.train.seed, device=world.device, mesh=world.mesh, parallel=parallel
+    )
     if checkpoint is None:
         with state.weights.masters_between_steps() as masters:
             draw(masters, model.config, config.train.seed)

@@ -22,9 +22,11 @@ from zero2all.parallel.config import ParallelConfig
 from zero2all.parallel.mesh import Mesh
 from zero2all.parallel.parts import Part
 from zero2all.train.cuda_graph import CudaGraphPasses
+from zero2all.train.offload import check_offload, host_zeros
 from zero2all.train.optimizers.base import Optimizer
 from zero2all.train.optimizers.factory import build_optimizer, cut_of
 from zero2all.train.optimizers.flat_adamw import FlatAdamW
+from zero2all.train.optimizers.host_adamw import HostAdamW
 from zero2all.train.weights import FlatWeights, ShardedWeights, Weights
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -67,7 +69,7 @@ class TrainState:
 
     model: Z2all
     weights: Weights
-    optimizer: Optimizer | FlatAdamW
+    optimizer: Optimizer | FlatAdamW | HostAdamW
     micro_batch_samples: int  # rows of one pass at data.seq_len
     loss_scale: LossScale | None = None
     cuda_graph: CudaGraphPasses | None = None
@@ -119,15 +121,17 @@ def new_state(
     parallel: ParallelConfig | None = None,
 ) -> TrainState:
     """The state of a run before its first step, its weights on `device` (else where the model is) and in `dtype` unless
-    they are sharded (ZeRO-3). AdamW on flat weights takes the registry's fast path; every other optimizer works on the
-    masters one by one."""
+    they are sharded (ZeRO-3). AdamW on flat weights takes the registry's fast path, or that on the host; every other
+    optimizer works on the masters one by one."""
     mesh, parallel = mesh or Mesh(), parallel or ParallelConfig()
+    check_offload(parallel, optim.kind)
+    offloads = parallel.offload != "none"
     device = device or next(model.parameters()).device
     is_sharded = parallel.zero == 3 and mesh.batch.size > 1
     # torch's kernels round the factor on the gradient to float32; a run in float64 must not.
     is_fast = optim.kind == "adamw" and dtype != torch.float64 and not is_sharded
     weights: Weights
-    optimizer: Optimizer | FlatAdamW
+    optimizer: Optimizer | FlatAdamW | HostAdamW
     if is_sharded:
         weights = ShardedWeights(model, dtype, mesh)
     else:
@@ -136,14 +140,20 @@ def new_state(
             dtype,
             device=device,
             with_masters=optim.kind != "adamw_bf16",
-            split_masters=is_fast and dtype == torch.bfloat16 and model.ops.footprints["optimizer"].splits_masters,
+            split_masters=is_fast
+            and dtype == torch.bfloat16
+            and (offloads or model.ops.footprints["optimizer"].splits_masters),
             mesh=mesh,
             zero=parallel.zero if mesh.batch.size > 1 else 0,
             bucket_bytes=parallel.bucket_mb * 1e6,
             cut_of=partial(cut_of, optim.kind),
             overlaps=parallel.overlap,
+            host_zeros=host_zeros(parallel, mesh.batch.rank) if offloads else None,
+            one_step_late=parallel.offload_one_step_late,
         )
-    if isinstance(weights, FlatWeights) and is_fast:
+    if isinstance(weights, FlatWeights) and offloads:
+        optimizer = HostAdamW(weights, optim)
+    elif isinstance(weights, FlatWeights) and is_fast:
         optimizer = FlatAdamW(weights, model.ops.optimizer, optim)
     else:
         table = {one.name: one for one in weights.table}

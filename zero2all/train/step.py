@@ -312,7 +312,8 @@ def update(state: TrainState, lr: float, scale: Tensor, refused: Tensor) -> None
     state.optimizer.step(torch.where(refused, 1.0, scale).to(wide), refused)
     if not state.optimizer.writes_weights:
         state.weights.updated()
-    state.weights.zero_gradients()
+    if not state.optimizer.clears_gradients:
+        state.weights.zero_gradients()
 
 
 def _step_key(seed: int, step: int, rank: int) -> int:

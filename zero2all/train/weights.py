@@ -8,7 +8,8 @@ optimizer that can join both needs only the missing 16 bits (`zero2all.ops.split
 `FlatWeights`: every process computes with all weights. Masters, weights and gradients are one flat buffer each, laid
 out by `zero2all.parallel.buckets`. With ZeRO-1 and 2 a process keeps masters (and ZeRO-2: gradients) only of the ranges
 it owns, in buffers that hold these one after the other; the weights of the others are gathered after each update, while
-the next forward pass already runs.
+the next forward pass already runs. With offload the masters are on the host, and the new weights come from there
+(`zero2all.train.offload`), also while the next forward pass runs.
 
 `ShardedWeights`: every process has a part of each weight (FSDP2, ZeRO-3), in float32; the low-precision weights of a
 block are gathered while it computes.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -34,6 +36,7 @@ from zero2all.parallel.mesh import Mesh
 from zero2all.parallel.parts import Part
 from zero2all.parallel.reduce import GradientReducer, all_gather
 from zero2all.parallel.shards import part_of
+from zero2all.train.offload import HostBucket, HostPipeline, HostZeros, LateSink
 from zero2all.train.optimizers.base import Master
 
 CHUNK_VALUES = 1 << 25
@@ -57,11 +60,14 @@ class FlatWeights:
         bucket_bytes: float | None = None,
         cut_of: CutOf = lambda _parameter: "values",
         overlaps: bool = True,
+        host_zeros: HostZeros | None = None,
+        one_step_late: bool = False,
     ) -> None:
         """Without masters, an optimizer that rounds for itself (adamw_bf16) works on the low-precision weights and
         gradients. `split_masters`: `masters` holds only the 16 bits that the bfloat16 weights lack. `cut_of`: how the
-        optimizer allows parameters to be cut between the processes of the shard axis."""
-        self.mesh, self.zero = mesh or Mesh(), zero
+        optimizer allows parameters to be cut between the processes of the shard axis. `host_zeros`: masters lie in this
+        memory and are updated there; `one_step_late`: while the whole next step runs."""
+        self.mesh, self.zero, self.host_zeros = mesh or Mesh(), zero, host_zeros
         named = dict(model.named_parameters())
         device = device or next(iter(named.values())).device
         self.dtype, wide = dtype, torch.promote_types(dtype, torch.float32) if with_masters else dtype
@@ -70,7 +76,7 @@ class FlatWeights:
         self.table = layout_table(model.config)
         owners = self.mesh.shard.size if zero else 1
         bucket_values = None
-        if bucket_bytes is not None and self.mesh.batch.size > 1:
+        if bucket_bytes is not None and (self.mesh.batch.size > 1 or host_zeros is not None):
             bucket_values = max(1, int(bucket_bytes) // wide.itemsize)
         self.plan = plan_buffers(self.table, owners, bucket_values, cut_of)
         rank = self.mesh.shard.rank if zero else 0
@@ -81,10 +87,13 @@ class FlatWeights:
         self.own_length = self.own_at[-1].stop
         self._tables = {"embedding.weight"} if model.head is None else set()
         self._allocate(device, wide)
+        self.pipeline = self._make_pipeline(one_step_late)
         self.reducer = self._make_reducer(overlaps)
+        self._returning: list[int] = []
+        """Buckets whose new weights come from the host, in the order of the forward pass."""
         self._arriving: dict[int, list[dist.Work]] = {}
         self._parameters = {name: self._take(model, name, parameter) for name, parameter in named.items()}
-        if zero and self.mesh.shard.size > 1:
+        if self._gathers or self.pipeline is not None:
             self._wait_before_use(model)
 
     def _allocate(self, device: torch.device, wide: torch.dtype) -> None:
@@ -92,17 +101,50 @@ class FlatWeights:
         self.weights = torch.zeros(length, dtype=self.dtype, device=device)
         self.masters = self.weights
         """Of the own ranges; the weights themselves where they are precise enough."""
-        if self.split_masters or self.dtype != wide:
-            master_dtype = torch.int16 if self.split_masters else wide
+        master_dtype = torch.int16 if self.split_masters else wide
+        if self.host_zeros is not None:
+            self.masters = self.host_zeros("masters", own_length, master_dtype)
+        elif self.split_masters or self.dtype != wide:
             self.masters = torch.zeros(own_length, dtype=master_dtype, device=device)
         self.gradients = torch.zeros(own_length if self.zero == 2 else length, dtype=wide, device=device)
         """Of all weights; with ZeRO-2 of the own ranges."""
 
+    def _make_pipeline(self, one_step_late: bool) -> HostPipeline | None:
+        if self.host_zeros is None:
+            return None
+        gradients = dict(self.flat_ranges(self.gradients))
+        buckets = [
+            HostBucket(at, self.weights[own], gradients[number], self._all_gradients(number))
+            for number, (own, at) in enumerate(zip(self.own, self.own_at, strict=True))
+        ]
+        late = self.host_zeros("late", self.own_length, self.dtype) if one_step_late else None
+        return HostPipeline(buckets, self._forward_order, self.split_masters, late)
+
+    def _all_gradients(self, number: int) -> Tensor:
+        """What this process holds of the gradients of a bucket."""
+        return self.gradients[self.own_at[number] if self.zero == 2 else self.plan.buckets[number].span]
+
+    @property
+    def _forward_order(self) -> tuple[int, ...]:
+        """The buckets in the order in which a forward pass needs them."""
+        return self.plan.backward_order[::-1]
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether other processes update some of the weights."""
+        return self.zero > 0 and self.mesh.shard.size > 1
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether updates are one step late."""
+        return self.pipeline is not None and self.pipeline.late is not None
+
     def _make_reducer(self, overlaps: bool) -> GradientReducer | None:
         if self.mesh.batch.size == 1:
             return None
+        before_add = self.pipeline.wait_cleared if self.pipeline is not None and self._is_late else None
         return GradientReducer(
-            self.plan, self.mesh, self.zero, self.gradients, self.own_at, sorted(self._tables), overlaps
+            self.plan, self.mesh, self.zero, self.gradients, self.own_at, sorted(self._tables), overlaps, before_add
         )
 
     @torch.no_grad()
@@ -121,10 +163,18 @@ class FlatWeights:
             if reducer is not None:
                 parameter.register_post_accumulate_grad_hook(lambda _parameter: reducer.added(name))
             return parameter
-        sink = GradientSink(self.gradients[place].view(shape)) if reducer is None else reducer.sink(name, shape)
-        parameter.gradient_sink = sink  # type: ignore[attr-defined]
+        parameter.gradient_sink = self._sink(name, shape)  # type: ignore[attr-defined]
         take_from_autograd(parameter)
         return parameter
+
+    def _sink(self, name: str, shape: torch.Size) -> GradientSink:
+        if self.reducer is not None:
+            return self.reducer.sink(name, shape)
+        buffer = self.gradients[self.plan.places[name]].view(shape)
+        if self.pipeline is None or not self._is_late:
+            return GradientSink(buffer)
+        number = next(at for at, bucket in enumerate(self.plan.buckets) if name in bucket.holders)
+        return LateSink(buffer, partial(self.pipeline.wait_cleared, number))
 
     def _write_whole(self, place: slice, values: Tensor) -> None:
         """All values of a tensor: its weights, and the masters of the own range."""
@@ -191,12 +241,13 @@ class FlatWeights:
     @contextmanager
     def masters_between_steps(self) -> Iterator[dict[str, Part]]:
         """The masters by name, to read or to write, between two steps; split ones lie in `gradients`."""
+        self.settle()
         if not self.split_masters:
             yield self.parts(self.masters)
             return
         with torch.no_grad():
             for at, own, gradient in self._chunks():
-                gradient.copy_(join(self.weights[at], self.masters[own]))
+                gradient.copy_(join(self.weights[at], self.masters[own].to(gradient.device)))
             try:
                 yield self.parts(self.gradients)
             finally:
@@ -215,14 +266,19 @@ class FlatWeights:
 
     def master_samples(self, most: int) -> dict[str, Tensor]:
         """At most about `most` values of each master, evenly spread over the part in this process; at any time."""
-        weights, masters = self.parts(self.weights), self.parts(self.masters)
+        self.wait()
+        newest = self.weights
+        if self.pipeline is not None:
+            self.pipeline.finish()
+            newest = newest if self.pipeline.late is None else self.pipeline.late
+        weights, masters = self.parts(newest), self.parts(self.masters)
         samples = {}
         for name, part in masters.items():
             every = slice(None, None, _stride(part.values.numel(), most))
-            values = part.values.reshape(-1)[every]
-            samples[name] = (
-                join(weights[name].values.reshape(-1)[every].contiguous(), values) if self.split_masters else values
-            )
+            values = part.values.reshape(-1)[every].to(newest.device)
+            if self.split_masters:
+                values = join(weights[name].values.reshape(-1)[every].contiguous(), values)
+            samples[name] = values.to(self.weights.device)
         return samples
 
     # ---- the moments of a step ----
@@ -258,21 +314,53 @@ class FlatWeights:
         if self.masters is not self.weights and not self.split_masters:
             for at, own in zip(self.own, self.own_at, strict=True):
                 self.weights[at] = self.masters[own]
+        if self.pipeline is not None and self.pipeline.late is not None:
+            for at, own in zip(self.own, self.own_at, strict=True):
+                self.pipeline.late[own] = self.weights[at]
         self.touched()
 
     def touched(self) -> None:
         """The own ranges of the weights have changed: gather the others, and invalidate caches made from the weights
         (float8 copies)."""
         self.wait()
-        if self.zero and self.mesh.shard.size > 1:
-            for number in reversed(self.plan.backward_order):  # in the order in which the next forward pass needs them
-                bucket = self.plan.buckets[number]
-                borders = [border - bucket.span.start for border in bucket.borders]
-                self._arriving[number] = all_gather(self.weights[bucket.span], borders, self.mesh.shard)
+        if self._gathers:
+            for number in self._forward_order:
+                self._gather(number)
         torch.autograd.graph.increment_version(list(self._parameters.values()))
+
+    def _gather(self, number: int) -> None:
+        bucket = self.plan.buckets[number]
+        borders = [border - bucket.span.start for border in bucket.borders]
+        self._arriving[number] = all_gather(self.weights[bucket.span], borders, self.mesh.shard)
+
+    def returning(self) -> None:
+        """New weights of the own ranges begin to come from the host."""
+        self._returning = list(self._forward_order)
+        torch.autograd.graph.increment_version(list(self._parameters.values()))
+
+    def _take_returned(self, buckets: Sequence[int] | None) -> None:
+        """Wait until the own ranges of these buckets, or of all, have come from the host, and gather the others. All
+        processes gather in the same order and at the same moments, whatever has arrived by then."""
+        assert self.pipeline is not None, "nothing comes from the host"
+        wanted = [at for at, number in enumerate(self._returning) if buckets is None or number in buckets]
+        for _ in range(max(wanted, default=-1) + 1):
+            number = self._returning.pop(0)
+            self.pipeline.wait(number)
+            if self._gathers:
+                self._gather(number)
+
+    def settle(self) -> None:
+        """Wait until the last update is finished and the weights on the device are its own, also where updates are one
+        step late: the next step then computes with the newest weights."""
+        self.wait()
+        if self.pipeline is not None and self.pipeline.send_late():
+            self.returning()
+            self.wait()
 
     def wait(self, buckets: Sequence[int] | None = None) -> None:
         """Wait until the weights of these buckets, or of all, have arrived (on a GPU: its stream does)."""
+        if self._returning:
+            self._take_returned(buckets)
         for number in list(self._arriving) if buckets is None else buckets:
             for work in self._arriving.pop(number, ()):
                 work.wait()
@@ -292,6 +380,8 @@ class FlatWeights:
 
     def zero_gradients(self) -> None:
         """Set the gradients to zero."""
+        if self.pipeline is not None:
+            self.pipeline.finish()
         self.gradients.zero_()
         if self.reducer is not None:
             self.reducer.forget()
@@ -355,6 +445,9 @@ class ShardedWeights:
 
     def wait(self) -> None:
         """Nothing to do: FSDP waits for the weights it gathers."""
+
+    def settle(self) -> None:
+        """Nothing to do: updates are never late."""
 
     def zero_gradients(self) -> None:
         """Set the gradients to zero."""

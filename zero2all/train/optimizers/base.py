@@ -111,6 +111,8 @@ class Optimizer(ABC):
 
     writes_weights = False
     """Whether a step also writes low-precision copies of the weights."""
+    clears_gradients = False
+    """Whether it also sets the gradients to zero."""
 
     def __init__(self, groups: Sequence[ParameterGroup]) -> None:
         self.param_groups = list(groups)

@@ -23,6 +23,7 @@ class FlatAdamW:
     """AdamW on the own ranges of `FlatWeights`; nothing here waits for the device."""
 
     writes_weights = True
+    clears_gradients = False
 
     def __init__(self, weights: FlatWeights, update: OptimizerOp, config: OptimConfig) -> None:
         self._weights, self._update = weights, update

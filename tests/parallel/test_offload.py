@@ -1,0 +1,269 @@
+"""Offload: the same training with masters and moments in host memory or in files, in one process and in several."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from tests.parallel import layouts
+from tests.parallel.layouts import CHANNELS, Settings, batch_of, course, make_state
+from tests.processes import WarmProcess
+from tests.train.states import copies
+from zero2all.common.errors import DiskError, UsageError
+from zero2all.config.training import OptimConfig
+from zero2all.ops.split_master import join, join_into, split, split_into
+from zero2all.parallel.config import ParallelConfig
+from zero2all.parallel.world import World
+from zero2all.train import offload
+from zero2all.train.offload import check_offload, host_zeros
+from zero2all.train.step import StepPlan, train_step
+from zero2all.train.weights import FlatWeights
+
+OPTIM = OptimConfig(clip_grad_norm=0.5)
+GO, REFUSED = torch.tensor(False), torch.tensor(True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_pieces():
+    """Several pieces a bucket, as in a large model."""
+    before = offload.PIECE_VALUES
+    offload.PIECE_VALUES = 300
+    yield
+    offload.PIECE_VALUES = before
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """One process without offload."""
+    return course(World(), "adamw")
+
+
+def new(dtype=torch.float32, **parallel):
+    return make_state(World(), OPTIM, ParallelConfig(bucket_mb=0.002, **parallel), dtype=dtype)
+
+
+def train(state, steps):
+    for _ in range(steps):
+        step = state.step
+        train_step(state, batch_of(step, 0, 1), CHANNELS, Settings(OPTIM), World(), StepPlan(1e-2)).result()
+
+
+def assert_equal_course(found, expected, tolerance=1e-9):
+    assert torch.tensor(found["figures"]).allclose(torch.tensor(expected["figures"]), rtol=tolerance, atol=0)
+    assert found["tensors"].keys() == expected["tensors"].keys()
+    for name, values in expected["tensors"].items():
+        torch.testing.assert_close(found["tensors"][name], values, rtol=tolerance, atol=tolerance, msg=name)
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert torch.equal(found[name], values), name
+
+
+# ---- exactness ----
+
+
+@pytest.mark.parametrize("kind", ["optimizer", "optimizer_disk"])
+def test_one_process_comes_to_the_same_weights_and_moments(plain, kind, tmp_path):
+    assert_equal_course(course(World(), "adamw", offload=kind, offload_folder=str(tmp_path)), plain)
+    assert list(tmp_path.iterdir()) == []  # the files have no names
+
+
+def test_several_processes_come_to_the_same(plain, warm: WarmProcess, tmp_path):
+    cases = {f"ZeRO-{zero}": {"optimizer": "adamw", "zero": zero, "offload": "optimizer"} for zero in (0, 1, 2)}
+    late = {"offload": "optimizer", "offload_one_step_late": True, "steps": 5}
+    cases |= {f"late ZeRO-{zero}": {"optimizer": "adamw", "zero": zero, **late} for zero in (0, 1, 2)}
+    found = layouts.run(warm, tmp_path, 2, cases)
+    one_process_late = course(World(), "adamw", **late)
+    for name, each in found.items():
+        assert_equal_course(each, one_process_late if "late" in name else plain)
+
+
+def test_float32_is_close_to_torch_s_kernel_on_the_device():
+    states = new(), new(offload="optimizer")
+    for state in states:
+        train(state, 5)
+    expected, found = (copies(state) for state in states)
+    for name, values in expected.items():
+        torch.testing.assert_close(found[name], values, rtol=2e-5, atol=1e-6, msg=name)
+
+
+def test_a_tied_embedding_trains_too():
+    tied = [course(World(), "adamw", tied=True, steps=4, **options) for options in ({}, {"offload": "optimizer"})]
+    assert_equal_course(tied[1], tied[0])
+
+
+# ---- split masters ----
+
+
+def test_joining_and_splitting_in_place_gives_the_same_bits():
+    masters = torch.randn(1000) * 10.0 ** torch.randint(-30, 30, (1000,))
+    masters[:4] = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0])
+    nearest, remainder = split(masters)
+    found, spare = torch.empty(1000), torch.empty(1000, dtype=torch.int32)
+    join_into(found, spare, nearest, remainder)
+    assert torch.equal(found.view(torch.int32), join(nearest, remainder).view(torch.int32))
+    new_nearest, new_remainder = torch.empty_like(nearest), torch.empty_like(remainder)
+    split_into(found, new_nearest, new_remainder)
+    assert torch.equal(new_nearest.view(torch.int16), nearest.view(torch.int16))
+    assert torch.equal(new_remainder, remainder)
+
+
+def test_bfloat16_weights_are_the_upper_halves_of_masters_that_are_updated_in_float32():
+    state, plain = new(torch.bfloat16, offload="optimizer"), new(torch.bfloat16)
+    weights = state.weights
+    assert weights.masters.dtype == torch.int16
+    generator = torch.Generator().manual_seed(1)
+    for number in range(3):
+        gradients = torch.randn(weights.plan.length, generator=generator)
+        for one in (state, plain):
+            for name, place in one.weights.plan.places.items():
+                one.weights.gradients[place] = gradients[weights.plan.places[name]]
+            one.optimizer.set_learning_rate(0.01 * (number + 1))
+            one.optimizer.step(torch.tensor(0.5), GO)
+            one.weights.wait()
+    found, expected = copies(state), copies(plain)
+    for name, values in expected.items():
+        torch.testing.assert_close(found[name], values, rtol=1e-6, atol=1e-9, msg=name)
+    for name, part in weights.parts(weights.weights).items():
+        assert torch.equal(part.values.reshape(-1), split(found[f"model/{name}"].reshape(-1))[0]), name
+
+
+@pytest.mark.parametrize(
+    ("dtype", "late", "bytes_a_value"),
+    [(torch.bfloat16, False, 10), (torch.bfloat16, True, 12), (torch.float32, False, 12), (torch.float64, False, 24)],
+)
+def test_host_memory_is_as_the_formula_says(monkeypatch, dtype, late, bytes_a_value):
+    taken = []
+    zeros = host_zeros(ParallelConfig(offload="optimizer"), 0)
+
+    def counted(name, count, kind):
+        taken.append(count * kind.itemsize)
+        return zeros(name, count, kind)
+
+    monkeypatch.setattr("zero2all.train.state.host_zeros", lambda *_: counted)
+    state = new(dtype, offload="optimizer", offload_one_step_late=late)
+    assert sum(taken) == bytes_a_value * state.weights.own_length
+
+
+# ---- steps ----
+
+
+def test_the_forward_pass_begins_while_later_blocks_are_still_updated():
+    state = new(offload="optimizer")
+    began, apply = threading.Event(), state.optimizer.update
+    last = state.weights.plan.backward_order[0]
+
+    def update(bucket, *arguments):
+        if bucket == last and state.step:
+            assert began.wait(60), "the forward pass waits for the last bucket"
+        apply(bucket, *arguments)
+
+    state.optimizer.update = update
+    state.model.blocks[0].register_forward_hook(lambda *_: began.set() if state.step else None)
+    train(state, 2)
+    assert began.is_set()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_refused_step_leaves_no_trace(late):
+    state = new(torch.bfloat16, offload="optimizer", offload_one_step_late=late)
+    train(state, 2)
+    before = copies(state)
+    state.weights.gradients.fill_(torch.nan)
+    state.optimizer.step(torch.tensor(torch.nan), REFUSED)
+    assert_same(copies(state), before)
+    assert not state.weights.gradients.any()
+
+
+def test_an_error_of_the_worker_reaches_the_step():
+    state = new(offload="optimizer")
+
+    def fail(*_arguments):
+        raise RuntimeError("no such bucket")
+
+    state.optimizer.update = fail
+    with pytest.raises(RuntimeError, match="no such bucket"):
+        train(state, 2)
+
+
+# ---- one step late ----
+
+
+class LateReference:
+    """An optimizer whose updates reach the weights of the forward pass one step late."""
+
+    writes_weights, clears_gradients = True, False
+
+    def __init__(self, state):
+        self.weights, self.inner = state.weights, state.optimizer
+        self.newest = self.weights.weights.clone()
+        self.set_learning_rate, self.state_tensors = self.inner.set_learning_rate, self.inner.state_tensors
+
+    def step(self, scale, refused):
+        before = self.newest
+        self.weights.weights.copy_(self.newest)
+        self.inner.step(scale, refused)
+        self.newest = self.weights.weights.clone()
+        self.weights.weights.copy_(before)
+
+
+def test_late_updates_are_those_of_a_reference_that_holds_each_back_for_a_step():
+    reference, state = new(torch.float64), new(torch.float64, offload="optimizer", offload_one_step_late=True)
+    reference.optimizer = LateReference(reference)
+    for one in (reference, state):
+        train(one, 20)
+    assert isinstance(state.weights, FlatWeights)
+    for name, place in state.weights.plan.places.items():  # what the next step would compute with
+        there = reference.weights.plan.places[name]
+        torch.testing.assert_close(
+            state.weights.weights[place], reference.weights.weights[there], rtol=1e-9, atol=1e-12, msg=name
+        )
+    reference.weights.weights.copy_(reference.optimizer.newest)
+    found, expected = copies(state), copies(reference)  # finishes the update
+    for name, values in expected.items():
+        torch.testing.assert_close(found[name], values, rtol=1e-9, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_run_that_goes_on_from_its_checkpoint_equals_the_one_that_saved_it(dtype):
+    first = new(dtype, offload="optimizer", offload_one_step_late=True)
+    train(first, 3)
+    second = new(dtype, offload="optimizer", offload_one_step_late=True)
+    with first.tensors() as saved, second.tensors() as loaded:
+        for name, part in loaded.items():
+            part.values.copy_(saved[name].values)
+    second.loaded(first.counters())
+    for one in (first, second):
+        train(one, 3)
+    assert_same(copies(second), copies(first))
+
+
+def test_samples_of_the_masters_are_the_newest_and_leave_a_late_update_late():
+    state = new(torch.bfloat16, offload="optimizer", offload_one_step_late=True)
+    train(state, 3)
+    old = state.weights.weights.clone()
+    samples = {name: values.clone() for name, values in state.weights.master_samples(10**9).items()}
+    assert torch.equal(state.weights.weights, old)
+    found = copies(state)
+    assert not torch.equal(state.weights.weights, old)
+    for name, values in samples.items():
+        assert torch.equal(values, found[f"model/{name}"].reshape(-1)), name
+
+
+# ---- bad input ----
+
+
+def test_only_adamw_can_be_offloaded():
+    with pytest.raises(UsageError, match="adamw"):
+        check_offload(ParallelConfig(offload="optimizer"), "muon")
+
+
+def test_a_full_disk_is_found_before_anything_is_built(tmp_path):
+    zeros = host_zeros(ParallelConfig(offload="optimizer_disk", offload_folder=str(tmp_path)), 0)
+    with pytest.raises(DiskError, match="offload_folder"):
+        zeros("masters", 1 << 60, torch.float32)
+    assert list(tmp_path.iterdir()) == []
