@@ -19,7 +19,6 @@ from zero2all.parallel.world import World
 from zero2all.train import offload
 from zero2all.train.offload import check_offload, host_zeros
 from zero2all.train.step import StepPlan, train_step
-from zero2all.train.weights import FlatWeights
 
 OPTIM = OptimConfig(clip_grad_norm=0.5)
 GO, REFUSED = torch.tensor(False), torch.tensor(True)
@@ -75,7 +74,7 @@ def test_one_process_comes_to_the_same_weights_and_moments(plain, kind, tmp_path
 def test_several_processes_come_to_the_same(plain, warm: WarmProcess, tmp_path):
     cases = {f"ZeRO-{zero}": {"optimizer": "adamw", "zero": zero, "offload": "optimizer"} for zero in (0, 1, 2)}
     late = {"offload": "optimizer", "offload_one_step_late": True, "steps": 5}
-    cases |= {f"late ZeRO-{zero}": {"optimizer": "adamw", "zero": zero, **late} for zero in (0, 1, 2)}
+    cases |= {f"late ZeRO-{zero}": {"optimizer": "adamw", "zero": zero, **late} for zero in (1, 2)}
     found = layouts.run(warm, tmp_path, 2, cases)
     one_process_late = course(World(), "adamw", **late)
     for name, each in found.items():
@@ -216,7 +215,7 @@ def test_late_updates_are_those_of_a_reference_that_holds_each_back_for_a_step()
     reference.optimizer = LateReference(reference)
     for one in (reference, state):
         train(one, 20)
-    assert isinstance(state.weights, FlatWeights)
+    state.weights.wait()
     for name, place in state.weights.plan.places.items():  # what the next step would compute with
         there = reference.weights.plan.places[name]
         torch.testing.assert_close(

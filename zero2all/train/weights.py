@@ -113,8 +113,10 @@ class FlatWeights:
         if self.host_zeros is None:
             return None
         gradients = dict(self.flat_ranges(self.gradients))
+        # `.data` has a version of its own: autograd must not take weights that arrive for a later block as a change of
+        # those that an earlier one has used.
         buckets = [
-            HostBucket(at, self.weights[own], gradients[number], self._all_gradients(number))
+            HostBucket(at, self.weights.data[own], gradients[number].data, self._all_gradients(number).data)
             for number, (own, at) in enumerate(zip(self.own, self.own_at, strict=True))
         ]
         late = self.host_zeros("late", self.own_length, self.dtype) if one_step_late else None
@@ -331,7 +333,7 @@ class FlatWeights:
     def _gather(self, number: int) -> None:
         bucket = self.plan.buckets[number]
         borders = [border - bucket.span.start for border in bucket.borders]
-        self._arriving[number] = all_gather(self.weights[bucket.span], borders, self.mesh.shard)
+        self._arriving[number] = all_gather(self.weights.data[bucket.span], borders, self.mesh.shard)
 
     def returning(self) -> None:
         """New weights of the own ranges begin to come from the host."""
