@@ -244,6 +244,7 @@ def test_a_run_that_goes_on_from_its_checkpoint_equals_the_one_that_saved_it(dty
 def test_samples_of_the_masters_are_the_newest_and_leave_a_late_update_late():
     state = new(torch.bfloat16, offload="optimizer", offload_one_step_late=True)
     train(state, 3)
+    state.weights.wait()
     old = state.weights.weights.clone()
     samples = {name: values.clone() for name, values in state.weights.master_samples(10**9).items()}
     assert torch.equal(state.weights.weights, old)
