@@ -16,8 +16,7 @@ from zero2all.evals.inputs import require_checkpoint
 from zero2all.model.z2all import Z2all
 from zero2all.ops.registry import resolve
 from zero2all.parallel.device import pick_device
-from zero2all.parallel.layout import layout_table
-from zero2all.parallel.shards import logical_parts
+from zero2all.parallel.layout import init_weights, model_parts
 from zero2all.tokenizer.load import Tokenizer, load_tokenizer
 from zero2all.train.checkpoints.find import newest_checkpoint
 from zero2all.train.checkpoints.layout import checkpoint_folder
@@ -46,8 +45,7 @@ class LoadedModel:
 
     def weights(self) -> dict[str, Tensor]:
         """The weights by logical name, as a checkpoint has them; live."""
-        parts = logical_parts(layout_table(self.config.model), self.model.state_dict())
-        return {name: part.values for name, part in parts.items()}
+        return {name: part.values for name, part in model_parts(self.model).items()}
 
 
 def load_run(workspace: Workspace, name: str, step: int | None = None) -> LoadedModel:
@@ -61,8 +59,7 @@ def load_run(workspace: Workspace, name: str, step: int | None = None) -> Loaded
         checkpoint = verified_checkpoint(checkpoint_folder(run, step))
     config = dataclasses.replace(config, model=model_at(checkpoint.step, config.model, config.stages))
     model = _bare_model(config)
-    weights = {f"model/{name}": value for name, value in model.state_dict().items()}
-    checkpoint.load_into(logical_parts(layout_table(config.model), weights))
+    checkpoint.load_into({f"model/{name}": part for name, part in model_parts(model).items()})
     stored_dtype = checkpoint.manifest.get("imported_dtype", "float32")
     tokenizer = load_tokenizer(workspace.tokenizer)
     if tokenizer.fingerprint != checkpoint.manifest.get("tokenizer"):
@@ -79,7 +76,7 @@ def untrained(workspace: Workspace, config: RunConfig) -> LoadedModel:
     tokenizer = load_tokenizer(workspace.tokenizer)
     config = with_vocabulary(config, tokenizer.vocab_size)
     model = _bare_model(config)
-    model.init_weights(config.train.seed)
+    init_weights(model, config.train.seed)
     return LoadedModel(f"{config.train.name} (untrained)", 0, model.eval(), tokenizer, config)
 
 
