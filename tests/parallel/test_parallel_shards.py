@@ -20,8 +20,8 @@ def test_the_rows_of_q_k_and_v_lie_on_the_ranks_that_have_them(ranks, monkeypatc
     seen = {parameter.name: torch.full(parameter.shape, -1.0) for parameter in INSIDE}
     chunks = [*whole.chunk(ranks), *[whole[:0]] * ranks][:ranks]  # of 9 ranks the last one has nothing
     for rank, own in enumerate(chunks):
-        first = sum(map(len, chunks[:rank]))
-        monkeypatch.setattr(shards, "box", lambda _holder, first=first, n=len(own): (slice(first, first + n),))
+        rows = slice(sum(map(len, chunks[:rank])), sum(map(len, chunks[: rank + 1])))
+        monkeypatch.setattr(shards, "box", lambda _holder, rows=rows: (rows,))
         for parameter in INSIDE:
             part = part_of(own, parameter)
             assert (part.shape, part.values.dim()) == (parameter.shape, 2)
