@@ -18,7 +18,6 @@ from torch import Tensor
 from zero2all.config.training import OptimConfig
 from zero2all.model.z2all import Z2all
 from zero2all.parallel.layout import layout_table
-from zero2all.parallel.parts import Part
 from zero2all.train.cuda_graph import CudaGraphPasses
 from zero2all.train.optimizers.base import Optimizer
 from zero2all.train.optimizers.factory import build_optimizer
@@ -88,8 +87,7 @@ class TrainState:
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """Moments, the number of updates, and the loss scale."""
-        state = self.optimizer.state_tensors()
-        tensors = {f"optimizer/{name}": one.values if isinstance(one, Part) else one for name, one in state.items()}
+        tensors = {f"optimizer/{name}": part.values for name, part in self.optimizer.state_tensors().items()}
         if self.loss_scale is not None:
             tensors |= {f"optimizer/loss_scale/{name}": value for name, value in self.loss_scale.tensors().items()}
         return tensors

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -120,8 +121,13 @@ class FlatWeights:
     def logical_masters(self) -> dict[str, Master]:
         """The masters of all logical parameters with their gradients; live."""
         assert not self.split_masters, "there are no whole masters"
-        masters, gradients = self.by_name(self.masters), self.by_name(self.gradients)
-        return {one.name: _master(one, masters[one.holder], gradients[one.holder]) for one in self._table}
+        masters, gradients = self.logical_parts(self.masters), self.logical_parts(self.gradients)
+        return {name: Master(part, partial(getattr, gradients[name], "values")) for name, part in masters.items()}
+
+    def logical_parts(self, flat: Tensor) -> dict[str, Part]:
+        """A buffer of this length as the logical parameters, which share its memory."""
+        holders = self.by_name(flat)
+        return {one.name: part_of(holders[one.holder], one) for one in self._table}
 
     @contextmanager
     def masters_between_steps(self) -> Iterator[dict[str, Tensor]]:
@@ -249,16 +255,6 @@ def _move_to_main(parameter: nn.Parameter) -> None:
     if parameter.grad is not None:
         parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
         parameter.grad = None
-
-
-def _master(parameter: LogicalParameter, values: Tensor, gradients: Tensor) -> Master:
-    """The master of a parameter that lies in a whole tensor, as its gradient does."""
-
-    def inside(holder: Tensor) -> Tensor:
-        return holder.view(-1)[parameter.start : parameter.start + parameter.numel].view(parameter.shape)
-
-    gradient = inside(gradients)
-    return Master(Part.whole(inside(values)), lambda: gradient)
 
 
 def _stride(count: int, most: int) -> int:

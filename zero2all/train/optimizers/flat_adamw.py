@@ -12,6 +12,7 @@ from torch import Tensor
 from zero2all.config.training import OptimConfig
 from zero2all.ops.optimizer import AdamW as Constants
 from zero2all.ops.optimizer import Flat, OptimizerOp
+from zero2all.parallel.parts import Part
 from zero2all.train.optimizers.base import STEP_NAME, decay_of
 from zero2all.train.weights import FlatWeights
 
@@ -56,9 +57,9 @@ class FlatAdamW:
         self._update(self._groups, self.updates, grads_scale, found_nonfinite, self._constants)
         self._weights.touched()
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        """The moments by parameter, and the number of updates; live."""
-        tensors = {STEP_NAME: self.updates}
+    def state_tensors(self) -> dict[str, Part]:
+        """The moments by logical parameter, and the number of updates; live."""
+        parts = {STEP_NAME: Part.whole(self.updates)}
         for moment, flat in zip(MOMENTS, (self.firsts, self.seconds), strict=True):
-            tensors |= {f"{moment}/{name}": view for name, view in self._weights.by_name(flat).items()}
-        return tensors
+            parts |= {f"{moment}/{name}": part for name, part in self._weights.logical_parts(flat).items()}
+        return parts
