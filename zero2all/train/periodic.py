@@ -91,7 +91,7 @@ class UpdateRatios:
     @torch.no_grad()
     def _samples(self) -> dict[ParameterKind, Tensor]:
         samples = self._state.weights.master_samples(MOST_SAMPLED_VALUES)
-        kinds = {one.holder: one.kind for one in layout_table(self._state.model.config)}
+        kinds = {one.name: one.kind for one in layout_table(self._state.model.config)}
         found: dict[ParameterKind, list[Tensor]] = {}
         for name, values in samples.items():
             found.setdefault(kinds[name], []).append(values.double())

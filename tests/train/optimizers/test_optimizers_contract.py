@@ -15,9 +15,13 @@ from zero2all.model.config import ModelConfig
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
+<<<<<<< HEAD
+from zero2all.parallel.layout import init_weights
+=======
 from zero2all.parallel.layout import layout_table
 from zero2all.parallel.shards import part_of
 from zero2all.train.optimizers.base import Master
+>>>>>>> h-optim
 from zero2all.train.optimizers.factory import build_optimizer
 
 MODEL = ModelConfig(vocab_size=48, hidden_size=24, intermediate_size=40, layers=1, heads=4, kv_heads=2, max_seq_len=16)
@@ -48,8 +52,16 @@ STATE_BYTES = {  # of a matrix of 64 by 512
 every_optimizer = pytest.mark.parametrize("name", CONFIGS)
 
 
+<<<<<<< HEAD
+def small_model(name, **options):
+    config = ModelConfig(**{**SHAPE, "max_seq_len": 16, **options})
+    model = Z2all(config, resolve(OpsConfig(), "cpu"))
+    init_weights(model, 1)
+    return model.bfloat16() if "bf16" in name else model
+=======
 class Trained:
     """Some parameters, their gradients and an optimizer."""
+>>>>>>> h-optim
 
     def __init__(self, name, seed=0, **changes):
         config, implementation = CONFIGS[name]

@@ -10,6 +10,7 @@ import torch
 from zero2all.common.errors import UsageError
 from zero2all.config.training import OptimConfig
 from zero2all.model.config import PARAMETER_KINDS, ParameterKind
+from zero2all.parallel.buckets import Cut
 from zero2all.parallel.layout import LogicalParameter
 from zero2all.train.optimizers.adafactor import Adafactor
 from zero2all.train.optimizers.adamw import AdamW
@@ -21,11 +22,6 @@ from zero2all.train.optimizers.muon import Muon
 
 Implementation = Literal["auto", "eager", "fused", "compiled"]
 """eager: one operation after the other; fused: torch's kernel, AdamW only; compiled: torch.compile's kernel."""
-
-
-Cut = Literal["values", "rows", "whole"]
-"""How the processes of the shard axis may share a parameter. values: anywhere; rows: between two rows; whole: one of
-them, its owner, has all of it."""
 
 
 def cut_of(optimizer_kind: str, parameter: LogicalParameter) -> Cut:
