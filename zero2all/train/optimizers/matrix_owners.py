@@ -34,9 +34,10 @@ class MatrixOwners:
         owners = balanced_owners([orthogonalising_cost(param.parameter) for param in params], self._ranks)
         self._owners = dict(zip(names, owners, strict=True))
         own = torch.tensor([param.weight.numel() for param in params], device=params[0].weight.device)
-        counts = own.new_empty(self._ranks * len(params))
-        dist.all_gather_into_tensor(counts, own, group=self._group)
-        per_matrix: list[list[int]] = counts.view(self._ranks, -1).T.tolist()
+        counts = own.new_zeros(len(params), self._ranks)
+        counts[:, self._rank] = own
+        dist.all_reduce(counts, group=self._group)
+        per_matrix: list[list[int]] = counts.tolist()
         self._counts = dict(zip(names, per_matrix, strict=True))  # values of a matrix in each process
         for param in params:
             counted = self._counts[param.parameter.name]
