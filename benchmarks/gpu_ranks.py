@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -39,7 +39,7 @@ from zero2all.train.setup import empty_state, op_context
 from zero2all.train.state import DTYPES, TrainState
 from zero2all.train.step import StepPlan, train_step
 
-STEPS, ROWS, SEQ_LEN, MICRO = 12, 32, 1024, 4
+STEPS, ROWS, SEQ_LEN, MICRO = 12, 64, 2048, 16
 TIMED_FROM = 4
 LAYOUTS: dict[str, dict[str, Any]] = {
     "replicate": {"zero": 0},
@@ -49,7 +49,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "hybrid ZeRO-1": {"zero": 1, "shard": 2},
     "hybrid ZeRO-3": {"zero": 3, "shard": 2},
 }
-LINEARS = ("auto", "fp8")
+LINEARS: tuple[Literal["auto", "fp8"], ...] = ("auto", "fp8")
 
 
 def main() -> None:
@@ -187,8 +187,8 @@ def traced(state: TrainState, config: RunConfig, world: World) -> dict[str, Any]
         for event in profiler.events()
         if event.device_type == torch.autograd.DeviceType.CUDA and event.time_range.end > event.time_range.start
     ]
-    sent = sorted((start, end, name) for start, end, name in kernels if "nccl" in name.lower())
-    others = [(start, end) for start, end, name in kernels if "nccl" not in name.lower()]
+    sent = sorted((start, end, name) for start, end, name in kernels if "ncclDevKernel" in name)
+    others = [(start, end) for start, end, name in kernels if "nccl" not in name.lower() and "Memcpy" not in name]
     # Large ones: counts and figures are sums of a few numbers. The update begins after the last gradient has arrived.
     large = [each for each in sent if each[1] - each[0] > 500]
     each = []

@@ -37,7 +37,7 @@ def test_a_plain_run_on_one_gpu_can_be_captured():
 @pytest.mark.parametrize(
     ("changes", "processes", "ops", "reason"),
     [
-        ({}, 2, {}, "gradients are reduced across processes"),
+        ({"parallel": {"zero": 2}}, 2, {}, "every pass communicates"),
         ({"recompute": "full"}, 1, {}, "train.recompute: full"),
         ({"precision": "float16"}, 1, {}, "float16 scales the loss"),
         ({}, 1, {"attention": "flex"}, "flex is compiled"),
@@ -87,7 +87,7 @@ def test_it_is_refused_before_any_long_work():
 
 
 def test_passes_that_do_not_divide_a_step_cannot():
-    with pytest.raises(UsageError, match="passes of 3 samples do not divide a step of 256"):
+    with pytest.raises(UsageError, match="passes of 3 samples do not divide the 256 of a step"):
         choose_cuda_graph(the_1b(cuda_graph="on"), small_model(), CUDA, 1, 3, 256)
 
 

@@ -39,6 +39,7 @@ from zero2all.ops.implementation import OpContext
 from zero2all.ops.registry import Ops
 from zero2all.packed.config import FREE_ON_RESUME
 from zero2all.packed.layout import PackedSplit
+from zero2all.packed.loader import rank_rows
 from zero2all.packed.mixture import Progress, TrainingData, open_training_data
 from zero2all.packed.remote import packed_root
 from zero2all.packed.stages import Stage, stages_from_records
@@ -273,9 +274,8 @@ def _build_state(
     state.micro_batch_samples, micro_notes = choose_micro_batch(
         config, model, world, run, state.weights.zero_gradients, fence
     )
-    state.cuda_graph = choose_cuda_graph(
-        config, model, world.device, world.size, state.micro_batch_samples, config.samples_per_step
-    )
+    rows = rank_rows(config.samples_per_step, 0, world.mesh.batch.size)[2]
+    state.cuda_graph = choose_cuda_graph(config, model, world.device, world.size, state.micro_batch_samples, rows)
     counts = parameter_counts(config.model)
     where = (
         f"{world.size} x {environment(world.device)['device']}"
