@@ -19,6 +19,7 @@ from zero2all.limits.memory import ALLOWANCE, estimate_memory
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
+from zero2all.parallel.layout import init_weights
 from zero2all.parallel.mesh import Axis, Mesh
 from zero2all.parallel.world import World
 from zero2all.train.micro_batch import (
@@ -127,7 +128,7 @@ def run_config(**train: object) -> RunConfig:
 
 def model_of(config: RunConfig) -> Z2all:
     model = Z2all(config.model, resolve(OpsConfig(), "cpu"))
-    model.init_weights(1)
+    init_weights(model, 1)
     return model
 
 

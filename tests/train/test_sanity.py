@@ -19,6 +19,7 @@ from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import footprints, resolve
 from zero2all.packed.loader import Batch
+from zero2all.parallel.layout import init_weights
 from zero2all.train.checkpoints.retention import Retention
 from zero2all.train.sanity import (
     check_batch_ids,
@@ -38,7 +39,7 @@ SMALL = ModelConfig(vocab_size=400, hidden_size=64, intermediate_size=96, layers
 
 def build(config: ModelConfig) -> Z2all:
     model = Z2all(config, resolve(OpsConfig(), "cpu"))
-    model.init_weights(0)
+    init_weights(model, 0)
     return model
 
 

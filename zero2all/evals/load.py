@@ -15,6 +15,7 @@ from zero2all.evals.inputs import require_checkpoint
 from zero2all.model.z2all import Z2all
 from zero2all.ops.registry import resolve
 from zero2all.parallel.device import pick_device
+from zero2all.parallel.layout import init_weights
 from zero2all.tokenizer.load import Tokenizer, load_tokenizer
 from zero2all.train.checkpoints.find import newest_checkpoint
 from zero2all.train.checkpoints.layout import checkpoint_folder
@@ -70,7 +71,7 @@ def untrained(workspace: Workspace, config: RunConfig) -> LoadedModel:
     tokenizer = load_tokenizer(workspace.tokenizer)
     config = with_vocabulary(config, tokenizer.vocab_size)
     model = _bare_model(config)
-    model.init_weights(config.train.seed)
+    init_weights(model, config.train.seed)
     return LoadedModel(f"{config.train.name} (untrained)", 0, model.eval(), tokenizer, config)
 
 

@@ -33,6 +33,7 @@ from zero2all.config.schedule import steps_with_anneal
 from zero2all.config.training import AnnealConfig, model_at
 from zero2all.model.config import parameter_counts
 from zero2all.model.recompute import apply_recompute
+from zero2all.model.rope import rope_tables
 from zero2all.model.z2all import Z2all, compile_model
 from zero2all.ops.implementation import OpContext
 from zero2all.ops.registry import Ops
@@ -43,6 +44,7 @@ from zero2all.packed.remote import packed_root
 from zero2all.packed.stages import Stage, stages_from_records
 from zero2all.parallel.data import shard_model
 from zero2all.parallel.device import environment, local_processes, set_cpu_threads
+from zero2all.parallel.layout import draw
 from zero2all.parallel.world import World
 from zero2all.train.anneal import begun_anneal, read_anneal
 from zero2all.train.checkpoints.find import newest_checkpoint
@@ -262,16 +264,22 @@ def _build_state(
     check_cuda_graph(config, world.device, world.size, ops)
     _require_memory(config, ops, world)
     step = checkpoint.step if checkpoint else 0
-    model = Z2all(model_at(step, config.model, config.stages), ops)
-    if checkpoint is None:
-        model.init_weights(config.train.seed)
-    model.to(world.device).train()
-    if dtype == torch.float64:
-        model.double()
+    wide = torch.promote_types(dtype, torch.float32)
+    with torch.device("meta"):  # its memory is allocated once it is known who holds what
+        model = Z2all(model_at(step, config.model, config.stages), ops).to(wide).train()
     apply_recompute(model, config.train.recompute, config.train.recompute_every)
     if sharded:
         shard_model(model, world, dtype, with_masters=config.optim.kind != "adamw_bf16")
-    state = new_state(model, config.optim, dtype, 1, sharded, config.train.seed)
+    cos, sin = rope_tables(model.config, model.config.max_seq_len, world.device)
+    model.cos, model.sin = cos.to(wide), sin.to(wide)
+    state = new_state(
+        model, config.optim, dtype, 1, config.train.seed,
+        device=world.device, mesh=world.mesh, parallel=config.parallel,
+    )  # fmt: skip
+    if checkpoint is None:
+        with state.weights.masters_between_steps() as masters:
+            draw(masters, model.config, config.train.seed)
+        state.weights.updated()
     compile_model(model)
     state.micro_batch_samples, micro_notes = choose_micro_batch(
         config, model, world, run, state.weights.zero_gradients, fence

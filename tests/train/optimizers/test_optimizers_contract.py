@@ -11,6 +11,7 @@ from zero2all.model.config import ModelConfig
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
+from zero2all.parallel.layout import init_weights
 from zero2all.train.optimizers.factory import build_optimizer
 from zero2all.train.optimizers.roles import Role, model_roles
 
@@ -45,7 +46,7 @@ every_optimizer = pytest.mark.parametrize("name", CONFIGS)
 def small_model(name, **options):
     config = ModelConfig(**{**SHAPE, "max_seq_len": 16, **options})
     model = Z2all(config, resolve(OpsConfig(), "cpu"))
-    model.init_weights(1)
+    init_weights(model, 1)
     return model.bfloat16() if "bf16" in name else model
 
 
