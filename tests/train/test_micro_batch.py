@@ -15,7 +15,9 @@ from torch import Tensor
 
 from zero2all.common.errors import UsageError
 from zero2all.config import RunConfig, config_from_values
+from zero2all.config.training import OptimConfig
 from zero2all.limits.memory import ALLOWANCE, estimate_memory
+from zero2all.model.config import ModelConfig
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
@@ -34,6 +36,7 @@ from zero2all.train.micro_batch import (
     recall,
     remember,
 )
+from zero2all.train.state import new_state
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -203,6 +206,25 @@ def test_estimate_of_memory_sees_the_settings_of_the_run():
     assert (settings.zero, settings.replicate, settings.shard) == (2, 1, 2)
     assert (settings.offload, settings.bucket_bytes) == ("optimizer", 4e6)
     assert settings.operators["attention"] == ops.footprints["attention"]
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "muon", "adafactor"])
+def test_estimate_with_zero_2_is_what_the_fullest_process_holds(kind):
+    model = ModelConfig(vocab_size=512, hidden_size=64, intermediate_size=160, layers=2, heads=4, kv_heads=2)
+    config = dataclasses.replace(run_config(precision="bfloat16"), optim=OptimConfig(kind), model=model)
+    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, zero=2, bucket_mb=0.1))
+    held = []
+    for rank in range(3):
+        mesh = Mesh(shard=Axis(rank, 3), batch=Axis(rank, 3))
+        state = new_state(model_of(config), config.optim, torch.bfloat16, mesh=mesh, parallel=config.parallel)
+        moments = state.optimizer.state_tensors().values()
+        weights = state.weights
+        held.append((weights.masters.nbytes, weights.gradients.nbytes, sum(part.values.nbytes for part in moments)))
+    settings = memory_settings(config, state.model.ops, mesh, 4)
+    parts = {part.name: part.bytes for part in estimate_memory(config.model, settings).parts}
+    masters, gradients, states = max(held)
+    assert (parts["masters"], parts["gradients"]) == (masters, gradients)
+    assert parts["masters"] + parts["optimizer"] == pytest.approx(masters + states, rel=0.02)
 
 
 @pytest.mark.parametrize("zero", [2, 3])

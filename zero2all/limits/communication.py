@@ -9,11 +9,13 @@ shard axis and r along the replicate axis:
     zero 3   reduce-scatter G over n                      all-gather over n in each of m passes: W for the forward pass,
                                                           the blocks again for the backward pass (FSDP2 frees them in
                                                           between; embedding, last norm and head stay)
-    hybrid   with r > 1, zero 1 to 3 also all-reduce the part of a process, G/n, over r
+    hybrid   with r > 1, zero 1 to 3 also all-reduce the part of a process, G/n, over r; zero 2 in each pass
 
 Two numbers each. The payload is the whole tensor that a collective works on (what goes into a reduce-scatter, what
-comes out of an all-gather): a counter at the collectives sees it. What a process sends over its links, in a ring, is
-2 (n - 1)/n of the payload for an all-reduce and (n - 1)/n for the other two; it receives as much.
+comes out of an all-gather): a counter at the collectives sees it. Buckets whose owners have ranges of different length
+(8-bit AdamW, Muon, Adafactor) are reduced and broadcast range by range, with the same payload. What a process sends
+over its links, in a ring, is 2 (n - 1)/n of the payload for an all-reduce and (n - 1)/n for the other two; it receives
+as much.
 
 Not counted: padding (pass `buffer_values` to count it), validation, saving, and what an optimizer exchanges by itself
 (with zero 3, Muon gathers its matrices and Adafactor adds up rows and columns).
@@ -62,11 +64,11 @@ def communication_per_step(
     if settings.is_fsdp:  # reduces in float32 whatever the optimizer
         gradients = float(max(4, width) * values)
     transfers = []
+    if settings.zero == 2:
+        gradients *= passes
     if settings.zero >= 1:
-        reductions = passes if settings.zero == 2 else 1
-        transfers.append(Transfer("reduce-scatter", "gradients", "shard", shard, reductions * gradients))
-    part = gradients / settings.state_ranks
-    transfers.append(Transfer("all-reduce", "gradients", "replicate", replicate, part))
+        transfers.append(Transfer("reduce-scatter", "gradients", "shard", shard, gradients))
+    transfers.append(Transfer("all-reduce", "gradients", "replicate", replicate, gradients / settings.state_ranks))
     if settings.zero in (1, 2):
         transfers.append(Transfer("all-gather", "weights", "shard", shard, float(width * values)))
     if settings.zero == 3:

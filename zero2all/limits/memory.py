@@ -33,14 +33,13 @@ a CPU (tests/limits); recomputation, ZeRO and offload have not been measured on 
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from zero2all.limits.floors import linear_shapes
 from zero2all.limits.flops import recomputed_blocks
-from zero2all.model.config import ModelConfig, parameter_counts
+from zero2all.model.config import ModelConfig, ParameterKind, parameter_counts
 from zero2all.ops.footprint import Footprint, Sizes
 
 GIB = 2**30
@@ -52,8 +51,14 @@ ALLOWANCE = 0.08
 """Share of a device's memory that is left free for what the estimate does not count."""
 BORDER = 128
 """Flat buffers are cut at multiples of this many values."""
+KINDS_APART: dict[str, tuple[ParameterKind, ...]] = {
+    "muon": ("matrix",),
+    "adamw_8bit": ("matrix", "embedding", "head"),
+    "adafactor": ("matrix", "embedding", "head"),
+}
+"""The kinds of parameters that an optimizer gives other moments than the rest."""
 BORROWED_BUCKETS = 3
-"""With ZeRO-2, or gradients in host memory: one bucket is filled, one is under way, one was just given back."""
+"""With ZeRO-2, or gradients in host memory: one bucket is being filled, two are on their way."""
 STAGING_BUCKETS = 2
 """With offload: one bucket is copied while another is updated."""
 STREAMED_BLOCKS = 3
@@ -89,6 +94,9 @@ class MemorySettings:
     shard: int = 1
     offload: str = "none"  # parallel.offload
     bucket_bytes: float = 128e6  # of gradients (parallel.bucket_mb)
+    owned: tuple[float, float] | None = None
+    """With zero 1 and 2: values of the matrices in KINDS_APART, and of the other parameters, that the fullest process
+    keeps the masters of. None: equal shares."""
 
     @property
     def is_fsdp(self) -> bool:
@@ -297,14 +305,13 @@ def _moment_bytes(model: ModelConfig, kind: str, adafactor_momentum: bool, kahan
 
 def _matrices_apart(model: ModelConfig, kind: str) -> list[tuple[int, int]]:
     """The matrices whose moments are of another kind than those of the other parameters."""
-    if kind not in ("muon", "adamw_8bit", "adafactor"):
-        return []
+    kinds = KINDS_APART.get(kind, ())
     shapes = linear_shapes(model)
     rows, columns = shapes.pop("qkv")
     shared = model.kv_heads * model.head_size
     blocks = [(rows - 2 * shared, columns), (shared, columns), (shared, columns), *shapes.values()] * model.layers
     tables = [(model.vocab_rows, model.hidden_size)] * (1 if model.tied_embeddings else 2)
-    return blocks if kind == "muon" else blocks + tables
+    return [*(blocks if "matrix" in kinds else []), *(tables if "embedding" in kinds else [])]
 
 
 def _values(shapes: Sequence[tuple[int, int]]) -> int:
@@ -316,31 +323,24 @@ def _of(ranks: int) -> str:
 
 
 def _fullest_rank(model: ModelConfig, settings: MemorySettings, ranks: int) -> tuple[float, float]:
-    """Values of matrices that are treated apart, and of the other parameters, in the fullest of `ranks` processes.
+    """Values of the matrices that are treated apart, and of the other parameters, in the fullest of `ranks` processes.
 
-    Flat values are cut at multiples of 128, 8-bit moments between rows; cutting every bucket by itself adds as much
-    again per bucket. Muon and Adafactor give each matrix to one process, largest first to the one that has least;
-    another order may give a process one matrix more. FSDP cuts every parameter between rows, at most a row too many.
+    `settings.owned` says it where the cut is known. Else: equal shares, up to multiples of 128. That is exact but for
+    the padding of buckets where flat values are cut; 8-bit moments, which are cut between rows, may take a row of each
+    bucket more, and Muon and Adafactor, whose matrices have one owner each, as much as the owners are uneven. FSDP cuts
+    every parameter between rows, at most one row too many.
     """
-    shapes = _matrices_apart(model, settings.optimizer)
-    matrices = _values(shapes)
+    matrices = _values(_matrices_apart(model, settings.optimizer))
     others = parameter_counts(model)["total"] - matrices
     if ranks == 1:
         return float(matrices), float(others)
-    if settings.is_fsdp:
-        return matrices / ranks, others / ranks
-    part = min(others, -(-others // (ranks * BORDER)) * BORDER)
-    if settings.optimizer == "adamw_8bit":
-        return min(matrices, matrices / ranks + max(columns for _, columns in shapes)), float(part)
-    return float(_largest_first([rows * columns for rows, columns in shapes], ranks)), float(part)
+    if settings.owned is not None and not settings.is_fsdp:
+        return settings.owned
+    return _share(matrices, ranks), _share(others, ranks)
 
 
-def _largest_first(sizes: Sequence[int], ranks: int) -> int:
-    """What the fullest rank has when each piece, largest first, goes to the rank that has least."""
-    loads = [0] * ranks
-    for size in sorted(sizes, reverse=True):
-        heapq.heapreplace(loads, loads[0] + size)
-    return max(loads)
+def _share(values: int, ranks: int) -> float:
+    return float(min(values, -(-values // (ranks * BORDER)) * BORDER))
 
 
 # ---- what is there for a while ---------------------------------------------------------------------------------------

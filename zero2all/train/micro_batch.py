@@ -13,6 +13,7 @@ middle of a pass. On a CPU memory does not limit a pass, and a fixed rule is use
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,13 +25,17 @@ from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import read_json, write_json
 from zero2all.common.progress import counted
 from zero2all.config import RunConfig, with_new_names
-from zero2all.limits.memory import ALLOWANCE, MemorySettings, estimate_memory
+from zero2all.limits.memory import ALLOWANCE, KINDS_APART, MemorySettings, estimate_memory
+from zero2all.model.config import ModelConfig
 from zero2all.model.z2all import Z2all
 from zero2all.ops.registry import Ops
 from zero2all.packed.loader import rank_rows
+from zero2all.parallel.buckets import plan_buffers
+from zero2all.parallel.layout import layout_table
 from zero2all.parallel.mesh import Mesh
 from zero2all.parallel.world import World
 from zero2all.train.checkpoints.run_lock import Fence, behind, no_fence
+from zero2all.train.optimizers.factory import cut_of
 
 FILE_NAME = "micro_batch.json"
 MARGIN = 0.05
@@ -194,7 +199,7 @@ def _find_on_device(
 def memory_settings(config: RunConfig, ops: Ops, mesh: Mesh, samples: int) -> MemorySettings:
     """The inputs of the memory estimate for a run on `mesh` with micro-batches of `samples` samples."""
     rows = rank_rows(config.samples_per_step, 0, mesh.batch.size)[2]
-    return MemorySettings(
+    settings = MemorySettings(
         seq_len=config.data.seq_len,
         micro_batch_samples=samples,
         precision=config.train.precision,
@@ -212,6 +217,25 @@ def memory_settings(config: RunConfig, ops: Ops, mesh: Mesh, samples: int) -> Me
         offload=config.parallel.offload,
         bucket_bytes=config.parallel.bucket_mb * 1e6,
     )
+    if settings.zero not in (1, 2) or settings.shard == 1:
+        return settings
+    bucket_values = int(settings.bucket_bytes) // settings.gradient_bytes
+    return dataclasses.replace(
+        settings, owned=owned_values(config.model, settings.optimizer, settings.shard, bucket_values)
+    )
+
+
+@functools.lru_cache
+def owned_values(model: ModelConfig, optimizer: str, shard: int, bucket_values: int) -> tuple[float, float]:
+    """What the fullest process owns of the flat buffers (`MemorySettings.owned`), as the buffers are really cut."""
+    plan = plan_buffers(layout_table(model), shard, max(1, bucket_values), functools.partial(cut_of, optimizer))
+    apart = KINDS_APART.get(optimizer, ())
+
+    def owned(rank: int, is_apart: bool) -> float:
+        ranges = [bucket.owned_by(rank) for bucket in plan.buckets if (bucket.kind in apart) == is_apart]
+        return float(sum(own.stop - own.start for own in ranges))
+
+    return max(((owned(rank, True), owned(rank, False)) for rank in range(shard)), key=sum)
 
 
 def largest_by_estimate(config: RunConfig, ops: Ops, world: World, candidates: Sequence[int]) -> int:

@@ -215,19 +215,21 @@ def require_memory(
             f"There is not enough memory on the GPU to train this model: about {needed / GIB:.1f} GiB are needed, "
             f"{device_bytes / GIB:.1f} GiB are free. Nothing was started.\n{lines}\n{_less_memory(settings, device)}"
         )
-    if estimate.host * local_processes > host_bytes:
+    each = estimate.host + drawn_bytes(model)
+    if each * local_processes > host_bytes:
+        what = f"for what parallel.offload {settings.offload} keeps there" if estimate.host else "to draw the weights"
+        fewer = "Start fewer processes on it (parallel.processes), or make the model smaller."
         raise DiskError(
-            f"There is not enough memory on this machine for what parallel.offload {settings.offload} keeps there: "
-            f"{_of_machine(estimate.host, local_processes)} needed, {host_bytes / GIB:.1f} GiB are free. Nothing was "
-            f"started.\n{lines}\n{LESS_HOST_MEMORY}"
+            f"There is not enough memory on this machine {what}: {_of_machine(each, local_processes)} needed, "
+            f"{host_bytes / GIB:.1f} GiB are free. Nothing was started.\n{lines}\n"
+            f"{LESS_HOST_MEMORY if estimate.host else fewer}"
         )
-    weights = 4.0 * parameter_counts(model)["total"] * local_processes  # drawn or read here, then moved
-    if weights > host_bytes:
-        raise DiskError(
-            f"There is not enough memory on this machine to build the model before it goes to the GPU: "
-            f"{local_processes} x {weights / local_processes / GIB:.1f} GiB are needed, {host_bytes / GIB:.1f} GiB are "
-            f"free. Nothing was started. Start fewer processes on it (parallel.processes), or make the model smaller."
-        )
+
+
+def drawn_bytes(model: ModelConfig) -> float:
+    """Initial weights are drawn on the host in float32, eight parameters at a time: about a table and a block."""
+    counts = parameter_counts(model)
+    return 4.0 * (counts["embedding"] + counts["blocks"] / model.layers)
 
 
 def _of_machine(each: float, processes: int) -> str:

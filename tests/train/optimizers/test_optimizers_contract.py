@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from zero2all.train.optimizers.roles import Role, model_roles
 
 from zero2all.common.errors import UsageError
 from zero2all.config.training import OptimConfig
@@ -13,7 +14,6 @@ from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
 from zero2all.parallel.layout import init_weights
 from zero2all.train.optimizers.factory import build_optimizer
-from zero2all.train.optimizers.roles import Role, model_roles
 
 SHAPE = {"vocab_size": 48, "hidden_size": 24, "intermediate_size": 40, "layers": 2, "heads": 4, "kv_heads": 2}
 CONFIGS = {
