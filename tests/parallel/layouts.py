@@ -1,7 +1,6 @@
 """One small training in float64 under every way of spreading it, in real processes that form one group for all cases.
 
-`main` runs in each process; rank 0 writes what every case came to. `python -m tests.parallel.layouts` prints the table of
-all layouts and optimizers (`make layouts`).
+`main` runs in each process; rank 0 writes what every case came to.
 """
 
 from __future__ import annotations
@@ -107,8 +106,7 @@ class SentBytes(TorchDispatchMode):
             kind = operation._opname.strip("_").removesuffix("_base")
             output_first = kind in ("reduce_scatter", "allgather")
             given = arguments[1] if output_first else arguments[0]
-            tensors = [given] if isinstance(given, torch.Tensor) else [one for one in _flat(given)]
-            self.bytes[kind] = self.bytes.get(kind, 0) + sum(tensor.nbytes for tensor in tensors)
+            self.bytes[kind] = self.bytes.get(kind, 0) + sum(tensor.nbytes for tensor in _flat(given))
         return operation(*arguments, **(keywords or {}))
 
 
@@ -132,7 +130,7 @@ def whole_tensors(state: TrainState, world: World) -> dict[str, torch.Tensor]:
 
 
 def course(world: World, optimizer: str, tied: bool = False, steps: int = STEPS, **parallel: Any) -> dict[str, Any]:
-    """Train; losses and gradient norms, the final tensors, bytes sent in the last step, bytes of states in this rank."""
+    """Train: losses and gradient norms, the final tensors, bytes sent in the last step, bytes of states in a rank."""
     optim = OPTIMIZERS[optimizer]
     config = ParallelConfig(**{"bucket_mb": 0.002, **parallel})
     if world.size > 1:

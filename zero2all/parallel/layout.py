@@ -100,12 +100,16 @@ def draw(parts: Mapping[str, Part], config: ModelConfig, seed: int) -> None:
 
 def init_weights(model: Z2all, seed: int) -> None:
     """The same for a whole model."""
-    holders = dict(model.named_parameters())
-    parts = {}
+    draw(model_parts(model), model.config, seed)
+
+
+def model_parts(model: Z2all) -> dict[str, Part]:
+    """The weights of a whole model by logical name; live."""
+    holders, parts = dict(model.named_parameters()), {}
     for one in layout_table(model.config):
         values = holders[one.holder].detach().view(-1)[one.start : one.start + one.numel]
-        parts[one.name] = Part.of_range(values, one.shape, 0, None)
-    draw(parts, model.config, seed)
+        parts[one.name] = Part.whole(values.view(one.shape))
+    return parts
 
 
 def initial_values(parameter: LogicalParameter, config: ModelConfig, seed: int) -> Tensor:

@@ -25,8 +25,8 @@ Implementation = Literal["auto", "eager", "fused", "compiled"]
 
 
 def cut_of(optimizer_kind: str, parameter: LogicalParameter) -> Cut:
-    """How a parameter may be cut for `optim.kind` so that no update needs another process. The Part of an owner and the
-    empty Parts of the others, have no group. (With a group, Muon and Adafactor also take matrices cut by rows.)"""
+    """How a parameter may be cut for `optim.kind` so that no update needs another process. The Part of an owner, and
+    the empty Parts of the others, have no group. (With a group, Muon and Adafactor also take matrices cut by rows.)"""
     is_matrix = len(parameter.shape) > 1
     if optimizer_kind == "adafactor":
         return "whole"  # row and column means, and the root mean square of the update
