@@ -6,16 +6,16 @@ shard axis and r along the replicate axis:
     zero 0   all-reduce G over r
     zero 1   reduce-scatter G over n                      all-gather W over n
     zero 2   reduce-scatter G over n, in each of m passes  all-gather W over n
-    zero 3   reduce-scatter G over n                      all-gather over n in each of m passes: W for the forward pass,
-                                                          the blocks again for the backward pass (FSDP2 frees them in
-                                                          between; embedding, last norm and head stay)
+    zero 3   reduce-scatter G over n                      all-gather W over n twice in each of m passes: FSDP2 frees the
+                                                          weights between the forward and the backward pass
     hybrid   with r > 1, zero 1 to 3 also all-reduce the part of a process, G/n, over r; zero 2 in each pass
 
-Two numbers each. The payload is the whole tensor that a collective works on (what goes into a reduce-scatter, what
-comes out of an all-gather): a counter at the collectives sees it. Buckets whose owners have ranges of different length
-(8-bit AdamW, Muon, Adafactor) are reduced and broadcast range by range, with the same payload. What a process sends
-over its links, in a ring, is 2 (n - 1)/n of the payload for an all-reduce and (n - 1)/n for the other two; it receives
-as much.
+Three numbers each: the whole tensor; what a process hands to the collective, which a counter of inputs sees (the whole
+tensor, but only its own part for an all-gather); and what it sends over its links in a ring, which is 2 (n - 1)/n of
+the whole for an all-reduce and (n - 1)/n for the other two. It receives as much.
+
+Buckets whose owners have ranges of different length (8-bit AdamW, Muon, Adafactor) are reduced and broadcast range by
+range: the same whole, of which every process hands over all to each broadcast too.
 
 Not counted: padding (pass `buffer_values` to count it), validation, saving, and what an optimizer exchanges by itself
 (with zero 3, Muon gathers its matrices and Adafactor adds up rows and columns).
@@ -42,13 +42,18 @@ class Transfer:
     what: str
     axis: Literal["replicate", "shard", "batch"]
     ranks: int
-    payload: float  # bytes
+    whole: float  # bytes of the whole tensor
+
+    @property
+    def given(self) -> float:
+        """Bytes that a process hands to the collective."""
+        return self.whole / self.ranks if self.collective == "all-gather" else self.whole
 
     @property
     def sent(self) -> float:
         """Bytes that a process sends in a ring; it receives as many."""
         rounds = 2 if self.collective == "all-reduce" else 1
-        return rounds * (self.ranks - 1) / self.ranks * self.payload
+        return rounds * (self.ranks - 1) / self.ranks * self.whole
 
 
 def communication_per_step(
@@ -62,7 +67,9 @@ def communication_per_step(
     shard, replicate, passes = settings.shard, settings.replicate, settings.passes
     gradients = float(settings.gradient_bytes * values)
     if settings.is_fsdp:  # reduces in float32 whatever the optimizer
-        gradients = float(max(4, width) * values)
+        # After several passes the root is reduced twice: behind the head, and with embedding and last norm at the end.
+        again = counts["embedding"] + model.hidden_size if passes > 1 else 0
+        gradients = float(max(4, width) * (values + again))
     transfers = []
     if settings.zero == 2:
         gradients *= passes
@@ -72,12 +79,9 @@ def communication_per_step(
     if settings.zero in (1, 2):
         transfers.append(Transfer("all-gather", "weights", "shard", shard, float(width * values)))
     if settings.zero == 3:
-        last_norm = model.hidden_size
-        again = counts["blocks"] - last_norm
-        transfers.append(Transfer("all-gather", "weights, forward", "shard", shard, float(passes * width * values)))
-        transfers.append(Transfer("all-gather", "weights, backward", "shard", shard, float(passes * width * again)))
+        transfers.append(Transfer("all-gather", "weights", "shard", shard, float(2 * passes * width * values)))
     transfers.append(Transfer("all-reduce", "figures", "batch", replicate * shard, float(FIGURE_BYTES * figures)))
-    return [transfer for transfer in transfers if transfer.ranks > 1 and transfer.payload]
+    return [transfer for transfer in transfers if transfer.ranks > 1 and transfer.whole]
 
 
 def bytes_sent(transfers: Sequence[Transfer]) -> float:

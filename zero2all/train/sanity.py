@@ -152,7 +152,7 @@ def communication_notes(model: ModelConfig, settings: MemorySettings) -> list[st
     return [
         f"communication: each process sends {total} in a step and receives as much (collectives as rings)",
         *(
-            f"  {each.collective:<16}{each.what:<19}{human_bytes(each.payload):>9} over {each.ranks} processes, "
+            f"  {each.collective:<16}{each.what:<19}{human_bytes(each.whole):>9} over {each.ranks} processes, "
             f"{human_bytes(each.sent)} sent"
             for each in transfers
         ),
