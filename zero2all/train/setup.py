@@ -263,19 +263,8 @@ def _build_state(
     ops = resolve_together(config.ops, op_context(config, world.device.type, dtype, sharded), world)
     check_cuda_graph(config, world.device, world.size, ops)
     _require_memory(config, ops, world)
-    step = checkpoint.step if checkpoint else 0
-    wide = torch.promote_types(dtype, torch.float32)
-    with torch.device("meta"):  # its memory is allocated once it is known who holds what
-        model = Z2all(model_at(step, config.model, config.stages), ops).to(wide).train()
-    apply_recompute(model, config.train.recompute, config.train.recompute_every)
-    if sharded:
-        shard_model(model, world, dtype, with_masters=config.optim.kind != "adamw_bf16")
-    cos, sin = rope_tables(model.config, model.config.max_seq_len, world.device)
-    model.cos, model.sin = cos.to(wide), sin.to(wide)
-    state = new_state(
-        model, config.optim, dtype, 1, config.train.seed,
-        device=world.device, mesh=world.mesh, parallel=config.parallel,
-    )  # fmt: skip
+    state = empty_state(config, world, ops, checkpoint.step if checkpoint else 0)
+    model = state.model
     if checkpoint is None:
         with state.weights.masters_between_steps() as masters:
             draw(masters, model.config, config.train.seed)
@@ -300,6 +289,23 @@ def _build_state(
         why = "as asked" if config.train.cuda_graph == "on" else "the host would queue them slower than they run"
         notes.append(f"passes will be captured as a CUDA graph: {why}")
     return state, notes
+
+
+def empty_state(config: RunConfig, world: World, ops: Ops, step: int = 0) -> TrainState:
+    """The model as it is at `step`, on its device and spread over the processes, and its optimizer; its weights are yet
+    to be drawn or loaded."""
+    dtype = DTYPES[config.train.precision]
+    wide = torch.promote_types(dtype, torch.float32)
+    with torch.device("meta"):  # memory is allocated once it is known who holds what
+        model = Z2all(model_at(step, config.model, config.stages), ops).to(wide).train()
+    apply_recompute(model, config.train.recompute, config.train.recompute_every)
+    if config.parallel.zero == 3 and world.size > 1:
+        shard_model(model, world, dtype, with_masters=config.optim.kind != "adamw_bf16")
+    cos, sin = rope_tables(model.config, model.config.max_seq_len, world.device)
+    model.cos, model.sin = cos.to(wide), sin.to(wide)
+    return new_state(
+        model, config.optim, dtype, 1, config.train.seed, device=world.device, mesh=world.mesh, parallel=config.parallel
+    )
 
 
 def spread_name(config: RunConfig, world: World) -> str:
