@@ -320,7 +320,7 @@ def spread_name(config: RunConfig, world: World) -> str:
 
 def _require_memory(config: RunConfig, ops: Ops, world: World) -> None:
     """Refuse a run if a process has too little memory; all processes then end with the same error."""
-    settings = memory_settings(config, ops, world.size, least_samples(config, world))
+    settings = memory_settings(config, ops, world.mesh, least_samples(config, world))
     kind, problem = world.device.type, ""
     on_device = torch.cuda.mem_get_info(world.device)[0] if kind == "cuda" else 0
     try:
