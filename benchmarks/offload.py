@@ -32,17 +32,14 @@ from benchmarks.machine import machine
 from zero2all.config import RunConfig, config_from_values
 from zero2all.limits.memory import estimate_memory
 from zero2all.model.config import parameter_counts
-from zero2all.model.recompute import apply_recompute
-from zero2all.model.rope import rope_tables
-from zero2all.model.z2all import Z2all
 from zero2all.ops.registry import resolve
 from zero2all.packed.loader import Batch
 from zero2all.parallel.device import pick_device, set_cpu_threads, set_memory_settings
 from zero2all.parallel.layout import draw
 from zero2all.parallel.world import World
 from zero2all.train.micro_batch import memory_settings
-from zero2all.train.setup import op_context
-from zero2all.train.state import DTYPES, TrainState, new_state
+from zero2all.train.setup import empty_state, op_context
+from zero2all.train.state import DTYPES, TrainState
 from zero2all.train.step import Mark, StepPlan, mark_now, seconds_between, train_step
 
 FIRST_STEPS = 3
@@ -69,7 +66,7 @@ def main() -> None:
     state.weights.settle()
     peak = torch.cuda.max_memory_allocated(world.device) if world.device.type == "cuda" else None
     alone = compute_alone(state, config, world, arguments.compute_steps, ids)
-    settings = memory_settings(config, state.model.ops, world.size, state.micro_batch_samples)
+    settings = memory_settings(config, state.model.ops, world.mesh, state.micro_batch_samples)
     found = {
         "parameters": count,
         "settings": {name: str(value) for name, value in vars(arguments).items()},
@@ -147,22 +144,12 @@ def _config(arguments: argparse.Namespace) -> RunConfig:
 
 def build(config: RunConfig, world: World) -> TrainState:
     """The state of a new run, as `zero2all.train.setup` builds it."""
-    dtype = DTYPES[config.train.precision]
-    wide = torch.promote_types(dtype, torch.float32)
-    ops = resolve(config.ops, op_context(config, world.device.type, dtype))
-    with torch.device("meta"):
-        model = Z2all(config.model, ops).to(wide).train()
-    apply_recompute(model, config.train.recompute)
-    cos, sin = rope_tables(model.config, model.config.max_seq_len, world.device)
-    model.cos, model.sin = cos.to(wide), sin.to(wide)
-    samples = config.train.micro_batch_samples
-    assert isinstance(samples, int), "the benchmark names the micro-batch"
-    state = new_state(
-        model, config.optim, dtype, samples, config.train.seed,
-        device=world.device, mesh=world.mesh, parallel=config.parallel,
-    )  # fmt: skip
+    ops = resolve(config.ops, op_context(config, world.device.type, DTYPES[config.train.precision]))
+    state = empty_state(config, world, ops)
+    assert isinstance(config.train.micro_batch_samples, int), "the benchmark names the micro-batch"
+    state.micro_batch_samples = config.train.micro_batch_samples
     with state.weights.masters_between_steps() as masters:
-        draw(masters, model.config, config.train.seed)
+        draw(masters, state.model.config, config.train.seed)
     state.weights.updated()
     return state
 

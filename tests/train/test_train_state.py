@@ -16,7 +16,7 @@ from zero2all.ops.optimizer import eager_adamw
 from zero2all.ops.registry import Choice, resolve
 from zero2all.ops.split_master import join, split
 from zero2all.parallel.buckets import ALIGNMENT
-from zero2all.parallel.layout import init_weights
+from zero2all.parallel.layout import init_weights, layout_table
 from zero2all.train.optimizers.adamw import AdamW
 from zero2all.train.optimizers.flat_adamw import FlatAdamW
 from zero2all.train.state import new_state
@@ -230,6 +230,16 @@ def test_every_implementation_scales_the_gradient_and_skips_without_a_trace(impl
 
 
 # ---- keeping and taking over ----
+
+
+def test_a_checkpoint_holds_the_logical_parameters_and_their_moments():
+    state = make_state()
+    names = {parameter.name: parameter.shape for parameter in layout_table(state.model.config)}
+    assert "blocks.1.attention.v.weight" in names
+    wanted = {f"{group}/{name}" for group in ("model", "optimizer/exp_avg", "optimizer/exp_avg_sq") for name in names}
+    found = copies(state)
+    assert found.keys() == wanted | {"optimizer/step/all"}
+    assert {name: tuple(found[f"model/{name}"].shape) for name in names} == names
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,7 @@ def plan_buffers(
     places: dict[str, slice] = {}
     buckets: list[Bucket] = []
     length = 0
+    loads = [0] * shards  # values that each process owns so far
     for kind in dict.fromkeys(one.kind for one in table):
         waiting: list[LogicalParameter] = []
         start = length
@@ -75,15 +76,14 @@ def plan_buffers(
             is_last = number + 1 == len(members)
             if not is_last and members[number + 1].holder == one.holder:
                 continue
-            first = next(each for each in waiting if each.holder == one.holder)
             places[one.holder] = slice(length, length + one.start + one.numel)
-            assert first.start == 0, "a holder begins with its first parameter"
             length += _rounded(one.start + one.numel, ALIGNMENT)
             if is_last or (bucket_values is not None and length - start >= bucket_values):
                 cut = cut_of(waiting[0])
                 if cut == "values":
                     length = start + _rounded(length - start, ALIGNMENT * shards)
-                borders = _borders(waiting, places, slice(start, length), shards, cut)
+                borders = _borders(waiting, places, slice(start, length), loads, cut)
+                loads = [load + stop - first for load, (first, stop) in zip(loads, pairwise(borders), strict=True)]
                 holders = tuple(dict.fromkeys(each.holder for each in waiting))
                 buckets.append(Bucket(kind, slice(start, length), holders, borders))
                 waiting, start = [], length
@@ -93,18 +93,20 @@ def plan_buffers(
 
 
 def _borders(
-    parameters: Sequence[LogicalParameter], places: dict[str, slice], span: slice, shards: int, cut: Cut
+    parameters: Sequence[LogicalParameter], places: dict[str, slice], span: slice, loads: Sequence[int], cut: Cut
 ) -> tuple[int, ...]:
-    """The borders between owners: equal shares, or the allowed positions nearest to them."""
-    length = span.stop - span.start
-    shares = [span.start + length * rank // shards for rank in range(shards + 1)]
+    """The borders between owners: equal shares; or the allowed positions nearest to shares that give most to those who
+    own least so far."""
+    shards, length = len(loads), span.stop - span.start
     if cut == "values" or shards == 1:
-        return tuple(shares)
+        return tuple(span.start + length * rank // shards for rank in range(shards + 1))
+    lacking = [max(0.0, (sum(loads) + length) / shards - load) for load in loads]
+    shares = [span.start + length * sum(lacking[:rank]) / sum(lacking) for rank in range(shards + 1)]
     allowed: list[int] = []
     for one in parameters:
-        first = places[one.holder].start + one.start
+        begin = places[one.holder].start + one.start
         row = one.numel // max(1, one.shape[0]) if cut == "rows" else one.numel
-        allowed += range(first, first + one.numel, max(1, row))
+        allowed += range(begin, begin + one.numel, max(1, row))
     allowed.append(span.stop)
     inner = []
     for share in shares[1:-1]:

@@ -18,11 +18,6 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def has_part(tensor: Tensor) -> bool:
-    """Whether this process has a part: a DTensor may be spread over some processes only."""
-    return not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is not None
-
-
 def box(tensor: Tensor) -> tuple[slice, ...]:
     """Where the part of this process lies in the whole."""
     if not isinstance(tensor, DTensor):

@@ -154,7 +154,8 @@ class FlatWeights:
         """The parameter as a view of the buffers; a new one where it was on the meta device."""
         place, shape, reducer = self.plan.places[name], parameter.shape, self.reducer
         if parameter.is_meta:
-            parameter = nn.Parameter(self.weights[place].view(shape))
+            # .data: a version of its own, or a change of one weight would look like a change of all.
+            parameter = nn.Parameter(self.weights[place].view(shape).data)
             module, _, leaf = name.rpartition(".")
             model.get_submodule(module).register_parameter(leaf, parameter)
         else:

@@ -281,6 +281,15 @@ def test_exactly_the_boxes_that_several_ranks_hold_are_compared(together):
     assert said == [expected] * WORLD
 
 
+def test_copies_may_begin_anywhere_in_their_memory(together):
+    values = torch.arange(30_000.0)
+
+    def parts_of(rank: int) -> Parts:
+        return {"model/a": Part.whole(torch.cat([torch.zeros(rank), values])[rank:])}
+
+    assert together(WORLD, save(parts_of)) == [None] * WORLD
+
+
 # ---- subsets ----
 
 

@@ -91,6 +91,9 @@ def test_parameters_that_learn_are_filled_in_place_and_any_layout_is_saved(open_
     store.newest().load_into({"model/a": Part.whole(parameter)})
     assert torch.equal(parameter.detach(), turned)
     assert parameter.requires_grad
+    other = torch.zeros(3, 4).t()
+    store.newest().load_into({"model/a": Part.whole(other)})
+    assert torch.equal(other, turned)
 
 
 def test_large_tensors_are_read_in_stretches(open_store, monkeypatch):

@@ -15,13 +15,9 @@ from zero2all.model.config import ModelConfig
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
-<<<<<<< HEAD
-from zero2all.parallel.layout import init_weights
-=======
-from zero2all.parallel.layout import layout_table
+from zero2all.parallel.layout import init_weights, layout_table
 from zero2all.parallel.shards import part_of
 from zero2all.train.optimizers.base import Master
->>>>>>> h-optim
 from zero2all.train.optimizers.factory import build_optimizer
 
 MODEL = ModelConfig(vocab_size=48, hidden_size=24, intermediate_size=40, layers=1, heads=4, kv_heads=2, max_seq_len=16)
@@ -52,16 +48,8 @@ STATE_BYTES = {  # of a matrix of 64 by 512
 every_optimizer = pytest.mark.parametrize("name", CONFIGS)
 
 
-<<<<<<< HEAD
-def small_model(name, **options):
-    config = ModelConfig(**{**SHAPE, "max_seq_len": 16, **options})
-    model = Z2all(config, resolve(OpsConfig(), "cpu"))
-    init_weights(model, 1)
-    return model.bfloat16() if "bf16" in name else model
-=======
 class Trained:
     """Some parameters, their gradients and an optimizer."""
->>>>>>> h-optim
 
     def __init__(self, name, seed=0, **changes):
         config, implementation = CONFIGS[name]
@@ -94,7 +82,7 @@ def assert_same_bits(one, two):
 def test_the_loss_of_a_small_model_goes_down(name):
     config, implementation = CONFIGS[name]
     model = Z2all(MODEL, resolve(OpsConfig(), "cpu"))
-    model.init_weights(1)
+    init_weights(model, 1)
     model = model.bfloat16() if "bf16" in name else model
     held, table = dict(model.named_parameters()), {one.name: one for one in layout_table(MODEL)}
     masters = {

@@ -95,12 +95,12 @@ def _sums_of_bits(box: Tensor) -> Iterator[Tensor]:
     """The row and column sums of a tensor, as int64 on its device, and the values after the last full row."""
     flat = box.contiguous().view(-1)
     size = flat.element_size()
-    if flat.storage_offset() * size % 8:
-        flat = flat.clone()  # memory of its own is aligned
     whole = flat.numel() * size // (8 * WIDTH) * (8 * WIDTH) // size
     # 8 bytes at a time: narrower integers would be copied to int64 before they are added up.
-    table = flat[:whole].view(torch.int64).view(-1, WIDTH)
-    for rows in table.split(TABLE_ROWS):
+    for values in flat[:whole].split(TABLE_ROWS * WIDTH * 8 // size):
+        # A box may begin anywhere in its buffer; memory of its own is aligned.
+        aligned = values.clone() if values.storage_offset() * size % 8 else values
+        rows = aligned.view(torch.int64).view(-1, WIDTH)
         yield rows.sum(dim=1)
         yield rows.sum(dim=0)
     if whole < flat.numel():

@@ -34,9 +34,10 @@ class MatrixOwners:
         owners = balanced_owners([orthogonalising_cost(param.parameter) for param in params], self._ranks)
         self._owners = dict(zip(names, owners, strict=True))
         own = torch.tensor([param.weight.numel() for param in params], device=params[0].weight.device)
-        counts = own.new_empty(self._ranks * len(params))
-        dist.all_gather_into_tensor(counts, own, group=self._group)
-        per_matrix: list[list[int]] = counts.view(self._ranks, -1).T.tolist()
+        counts = own.new_zeros(len(params), self._ranks)
+        counts[:, self._rank] = own
+        dist.all_reduce(counts, group=self._group)
+        per_matrix: list[list[int]] = counts.tolist()
         self._counts = dict(zip(names, per_matrix, strict=True))  # values of a matrix in each process
         for param in params:
             counted = self._counts[param.parameter.name]
@@ -64,22 +65,27 @@ class MatrixOwners:
         this process holds of each matrix of each stack; the answer has the same places of the results."""
         own = stacks[self._rank]
         sent = [sum(part.numel() for part in stack) for stack in parts]
-        counts = [[self._counts[param.parameter.name][rank] for param in own] for rank in range(self._ranks)]
-        received = [sum(count) for count in counts]
+        received = [sum(self._counts[param.parameter.name][rank] for param in own) for rank in range(self._ranks)]
         pieces = self._exchange([part for stack in parts for part in stack], sent, received)
-        if own:
-            by_rank = pieces.split([count for per_rank in counts for count in per_rank])
-            matrices = torch.stack([torch.cat(by_rank[index :: len(own)]) for index in range(len(own))])
-            results = work(matrices.view(len(own), *own[0].parameter.shape), own[0].parameter).flatten(1)
-            split = [
-                result.split(list(count)) for result, count in zip(results, zip(*counts, strict=True), strict=True)
-            ]
-            back = [result[rank] for rank in range(self._ranks) for result in split]
-        else:
-            back = [pieces]
-        returned = self._exchange(back, received, sent)
+        results = self._cut(work(self._joined(pieces, own), own[0].parameter), own) if own else [pieces]
+        returned = self._exchange(results, received, sent)
         flat = iter(returned.split([part.numel() for stack in parts for part in stack]))
         return [[next(flat).view(part.shape) for part in stack] for stack in parts]
+
+    def _joined(self, pieces: Tensor, own: Stack) -> Tensor:
+        """Whole matrices from what each process sent of all of them, one process after the other."""
+        counts = [self._counts[param.parameter.name] for param in own]
+        by_rank = pieces.split([count for of_rank in zip(*counts, strict=True) for count in of_rank])
+        matrices = [torch.cat(by_rank[index :: len(own)]) for index in range(len(own))]
+        return torch.stack(matrices).view(len(own), *own[0].parameter.shape)
+
+    def _cut(self, matrices: Tensor, own: Stack) -> list[Tensor]:
+        """The reverse of `_joined`: what goes to each process, one process after the other."""
+        cut = [
+            matrix.reshape(-1).split(self._counts[param.parameter.name])
+            for matrix, param in zip(matrices, own, strict=True)
+        ]
+        return [piece for of_rank in zip(*cut, strict=True) for piece in of_rank]
 
     def _exchange(self, tensors: list[Tensor], sent: list[int], received: list[int]) -> Tensor:
         """Send `sent` values to each process, one after the other; the values received, likewise."""

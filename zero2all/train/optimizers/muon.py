@@ -62,17 +62,25 @@ class Muon(Optimizer):
         """Matrices of equal shape together, as many as STACK_VALUES allows; then the rest."""
         for group in self.matrices:
             params = [param for param in group.params if param.gradient is not None]
-            for stack in _stacks([param for param in params if param.part.group is None]):
-                directions = torch.stack([self._direction(param, inputs) for param in stack])  # (n, …, rows, columns)
-                _take_steps(stack, self._orthogonal_apart(directions, stack[0].parameter), group, inputs.skip)
+            self._update_whole([param for param in params if param.part.group is None], group, inputs)
             if self.owners is not None:
-                for stacks in self.owners.rounds([param for param in params if param.part.group is not None], _stacks):
-                    parts = [[self._direction(param, inputs) for param in stack] for stack in stacks]
-                    for stack, steps in zip(
-                        stacks, self.owners.compute(stacks, parts, self._orthogonal_apart), strict=True
-                    ):
-                        _take_steps(stack, steps, group, inputs.skip)
+                cut = [param for param in params if param.part.group is not None]
+                self._update_cut(self.owners, cut, group, inputs)
         self.rest.update(inputs)
+
+    def _update_whole(self, params: list[ParamState], group: ParameterGroup, inputs: StepInputs) -> None:
+        for stack in _stacks(params):
+            directions = torch.stack([self._direction(param, inputs) for param in stack])  # (n, …, rows, columns)
+            _take_steps(stack, self._orthogonal_apart(directions, stack[0].parameter), group, inputs.skip)
+
+    def _update_cut(
+        self, owners: MatrixOwners, params: list[ParamState], group: ParameterGroup, inputs: StepInputs
+    ) -> None:
+        for stacks in owners.rounds(params, _stacks):
+            directions = [[self._direction(param, inputs) for param in stack] for stack in stacks]
+            steps = owners.compute(stacks, directions, self._orthogonal_apart)
+            for stack, own_steps in zip(stacks, steps, strict=True):
+                _take_steps(stack, own_steps, group, inputs.skip)
 
     def _direction(self, param: ParamState, inputs: StepInputs) -> Tensor:
         """Update the momentum; returns what to orthogonalise, or the part of it in this process."""
