@@ -15,6 +15,7 @@ alone: the same steps without updates. Host memory: what the process holds when 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import resource
 import statistics
@@ -175,7 +176,7 @@ def train(
     assert pending is not None, "at least one step"
     losses.append(_report_loss(pending.result()))
     _wait(world.device)
-    seconds = [seconds_between(before, after) for before, after in zip(ends, ends[1:], strict=False)]
+    seconds = [seconds_between(*pair) for pair in itertools.pairwise(ends)]
     return losses, seconds, [sum(seconds_between(*pair) for pair in pairs) for pairs in not_hidden]
 
 
@@ -207,13 +208,13 @@ def compute_alone(
     def only_clear(*_scale_and_refused: Any) -> None:
         state.weights.zero_gradients()
 
-    state.optimizer.step = only_clear  # type: ignore[method-assign]
+    state.optimizer.step = only_clear  # type: ignore[assignment, method-assign]
     ends = [mark_now(world.device)]
     for step in range(steps):
         train_step(state, _batch(config, step, ids), 1, config, world, StepPlan(0.0))
         ends.append(mark_now(world.device))
     _wait(world.device)
-    return [seconds_between(before, after) for before, after in zip(ends, ends[1:], strict=False)]
+    return [seconds_between(*pair) for pair in itertools.pairwise(ends)]
 
 
 def _batch(config: RunConfig, step: int, ids: np.ndarray | None) -> Batch:

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.processes import Program, WarmProcess
 from zero2all.config.training import OptimConfig, TrainConfig
 from zero2all.model.config import ModelConfig
+from zero2all.model.recompute import apply_recompute
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
@@ -72,12 +73,14 @@ def make_state(
     parallel: ParallelConfig,
     tied: bool = False,
     dtype: torch.dtype = torch.float64,
+    recompute: str = "none",
 ) -> TrainState:
     """The state of a run before its first step, as `zero2all.train.setup` builds it."""
     config = ModelConfig(**{**MODEL.__dict__, "tied_embeddings": tied})
     wide = torch.promote_types(dtype, torch.float32)
     with torch.device("meta"):
         model = Z2all(config, resolve(OpsConfig(), "cpu")).to(wide).train()
+    apply_recompute(model, recompute)
     if parallel.zero == 3 and world.size > 1:
         shard_model(model, world, dtype)
     whole = Z2all(config, resolve(OpsConfig(), "cpu"))
@@ -136,14 +139,16 @@ def whole_tensors(state: TrainState, world: World) -> dict[str, torch.Tensor]:
     return found
 
 
-def course(world: World, optimizer: str, tied: bool = False, steps: int = STEPS, **parallel: Any) -> dict[str, Any]:
+def course(
+    world: World, optimizer: str, tied: bool = False, steps: int = STEPS, recompute: str = "none", **parallel: Any
+) -> dict[str, Any]:
     """Train: losses and gradient norms, the final tensors, bytes sent in the last step, bytes of states in a rank."""
     optim = OPTIMIZERS[optimizer]
     config = ParallelConfig(**{"bucket_mb": 0.002, **parallel})
     if world.size > 1:
         sizes = config.sizes(world.size)
         world = World(world.rank, world.size, world.device, make_mesh(world.device, *sizes), world.control)
-    state = make_state(world, optim, config, tied)
+    state = make_state(world, optim, config, tied, recompute=recompute)
     figures, sent = [], SentBytes()
     for step in range(steps):
         batch = batch_of(step, world.mesh.batch.rank, world.mesh.batch.size)

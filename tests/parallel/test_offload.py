@@ -39,8 +39,8 @@ def plain():
     return course(World(), "adamw")
 
 
-def new(dtype=torch.float32, **parallel):
-    return make_state(World(), OPTIM, ParallelConfig(bucket_mb=0.002, **parallel), dtype=dtype)
+def new(dtype=torch.float32, recompute="none", **parallel):
+    return make_state(World(), OPTIM, ParallelConfig(bucket_mb=0.002, **parallel), dtype=dtype, recompute=recompute)
 
 
 def train(state, steps):
@@ -71,14 +71,16 @@ def test_one_process_comes_to_the_same_weights_and_moments(plain, kind, tmp_path
     assert list(tmp_path.iterdir()) == []  # the files have no names
 
 
-def test_several_processes_come_to_the_same(plain, warm: WarmProcess, tmp_path):
-    cases = {f"ZeRO-{zero}": {"optimizer": "adamw", "zero": zero, "offload": "optimizer"} for zero in (0, 1, 2)}
-    late = {"offload": "optimizer", "offload_one_step_late": True, "steps": 5}
-    cases |= {f"late ZeRO-{zero}": {"optimizer": "adamw", "zero": zero, **late} for zero in (1, 2)}
-    found = layouts.run(warm, tmp_path, 2, cases)
-    one_process_late = course(World(), "adamw", **late)
+def test_two_processes_come_to_the_same(warm: WarmProcess, tmp_path):
+    late = {"offload": "optimizer", "offload_one_step_late": True}
+    cases = {f"ZeRO-{zero}": {"zero": zero, "offload": "optimizer"} for zero in (0, 1, 2)}
+    cases |= {f"late ZeRO-{zero}": {"zero": zero, **late} for zero in (1, 2)}
+    cases["weights"] = {"offload": "weights", "recompute": "full"}
+    common = {"optimizer": "adamw", "steps": 5}  # `make layouts` trains 20
+    found = layouts.run(warm, tmp_path, 2, {name: {**common, **each} for name, each in cases.items()})
+    one_process, one_process_late = course(World(), **common), course(World(), **common, **late)
     for name, each in found.items():
-        assert_equal_course(each, one_process_late if "late" in name else plain)
+        assert_equal_course(each, one_process_late if "late" in name else one_process)
 
 
 def test_float32_is_close_to_torch_s_kernel_on_the_device():
@@ -187,6 +189,51 @@ def test_an_error_of_the_worker_reaches_the_step():
     state.optimizer.update = fail
     with pytest.raises(RuntimeError, match="no such bucket"):
         train(state, 2)
+
+
+# ---- streamed weights ----
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_weights_that_come_block_by_block_train_the_same(plain, recompute):
+    assert_equal_course(course(World(), "adamw", offload="weights", recompute=recompute), plain)
+
+
+@pytest.mark.parametrize(("dtype", "bytes_a_value"), [(torch.bfloat16, 16), (torch.float32, 16)])
+def test_everything_of_streamed_weights_is_on_the_host_but_two_blocks_and_the_tables(dtype, bytes_a_value):
+    state = new(dtype, "full", offload="weights")
+    train(state, 2)
+    weights, own = state.weights, state.optimizer
+    buffers = {flat.data_ptr(): flat.nbytes for flat in (weights.weights, weights.masters, weights.gradients)}
+    assert sum(buffers.values()) + own.firsts.nbytes + own.seconds.nbytes == bytes_a_value * weights.plan.length
+    storages = {parameter.untyped_storage().data_ptr() for parameter in state.model.blocks.parameters()}
+    norms = {id(bucket) for bucket in weights.plan.buckets if bucket.kind == "norm"}
+    assert len(storages) <= 2 + len(norms)
+
+
+def test_streamed_weights_are_saved_and_loaded_like_others():
+    first, second = new(torch.bfloat16, "full", offload="weights"), new(torch.bfloat16, "full", offload="weights")
+    train(first, 2)
+    with first.tensors() as saved, second.tensors() as loaded:
+        for name, part in loaded.items():
+            part.values.copy_(saved[name].values)
+    second.loaded(first.counters())
+    for one in (first, second):
+        train(one, 2)
+    assert_same(copies(second), copies(first))
+    samples = second.weights.master_samples(10**9)
+    assert all(torch.equal(values, copies(second)[f"model/{name}"].reshape(-1)) for name, values in samples.items())
+
+
+@pytest.mark.parametrize("options", [{"zero": 1}, {"offload_one_step_late": True}])
+def test_streamed_weights_cannot_be_cut_or_late(options):
+    with pytest.raises(UsageError, match="offload = optimizer"):
+        check_offload(ParallelConfig(offload="weights", **options), "adamw")
+
+
+def test_streamed_weights_need_recomputation():
+    with pytest.raises(UsageError, match="recompute"):
+        new(offload="weights")
 
 
 # ---- one step late ----

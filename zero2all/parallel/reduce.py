@@ -60,12 +60,17 @@ class GradientReducer:
         tied: Sequence[str] = (),
         overlaps: bool = True,
         before_add: Callable[[int], None] | None = None,
+        take: Callable[[int, Tensor], None] | None = None,
+        device: torch.device | None = None,
     ) -> None:
         """`gradients`: the flat buffer of all gradients, or for ZeRO-2 that of the own ranges, which lie in it at
         `own_ranges`. `tied`: tensors that several operators use, so that no single signal completes them.
-        `before_add`: called with the number of a bucket before anything is added to its gradients in that buffer."""
+        `before_add`: called with the number of a bucket before anything is added to its gradients in that buffer.
+        `take`: given the sums of each bucket in each pass, to add them elsewhere; borrowed buffers are on `device`. One
+        process sends nothing."""
         self._plan, self._mesh, self._gradients, self._own_ranges = plan, mesh, gradients, own_ranges
-        self._borrows, self._scatters, self._overlaps = zero == 2, zero > 0, overlaps
+        self._borrows, self._scatters, self._overlaps = zero == 2 or take is not None, zero > 0, overlaps
+        self._take_sums, self._device = take, device or gradients.device
         self._tied, self._before_add = set(tied), before_add
         self._order = plan.backward_order
         self._bucket_of = {name: at for at, bucket in enumerate(plan.buckets) for name in bucket.holders}
@@ -73,7 +78,8 @@ class GradientReducer:
         self._borrowed: dict[int, Tensor] = {}
         self._sending: list[_Sending] = []
         self._next, self._sends = 0, False
-        self._stream = torch.cuda.Stream(gradients.device) if gradients.is_cuda and mesh.batch.size > 1 else None
+        communicates = self._device.type == "cuda" and mesh.batch.size > 1
+        self._stream = torch.cuda.Stream(self._device) if communicates else None
 
     def sink(self, name: str, shape: torch.Size) -> GradientSink:
         """The sink of one tensor of the model."""
@@ -90,7 +96,7 @@ class GradientReducer:
         span = self._plan.buckets[at].span
         if at not in self._borrowed:
             length = span.stop - span.start
-            self._borrowed[at] = torch.zeros(length, dtype=self._gradients.dtype, device=self._gradients.device)
+            self._borrowed[at] = torch.zeros(length, dtype=self._gradients.dtype, device=self._device)
         return self._borrowed[at][place.start - span.start : place.stop - span.start]
 
     def begin_pass(self, is_last: bool) -> None:
@@ -134,7 +140,7 @@ class GradientReducer:
             values = self._borrowed.pop(at, None)
             if values is None:  # no gradient in this pass
                 length = bucket.span.stop - bucket.span.start
-                values = torch.zeros(length, dtype=self._gradients.dtype, device=self._gradients.device)
+                values = torch.zeros(length, dtype=self._gradients.dtype, device=self._device)
             while len(self._sending) >= MOST_IN_FLIGHT:
                 self._receive()
         else:
@@ -142,13 +148,16 @@ class GradientReducer:
         first = bucket.span.start
         range_in_bucket = bucket.owned_by(self._mesh.shard.rank if self._scatters else 0)
         own = values[range_in_bucket.start - first : range_in_bucket.stop - first]
+        works: list[dist.Work] = []
         if self._scatters:
             works = reduce_scatter(values, [border - first for border in bucket.borders], self._mesh.shard)
-        else:
+        elif self._mesh.batch.size > 1:
             works = [dist.all_reduce(values, group=self._mesh.batch.group, async_op=True)]
         self._sending.append(_Sending(bucket, works, values, own))
         if self._stream is not None:
             self._chain_on_stream(self._sending[-1])
+        elif not works:
+            self._receive()
 
     def _chain_on_stream(self, sending: _Sending) -> None:
         """On a GPU: what follows a reduce-scatter is queued behind it, on a stream of its own, so that the backward
@@ -168,7 +177,10 @@ class GradientReducer:
             at = self._plan.buckets.index(sending.bucket)
             if self._before_add is not None:
                 self._before_add(at)
-            self._gradients[self._own_ranges[at]].add_(sending.own)
+            if self._take_sums is not None:
+                self._take_sums(at, sending.own)
+            else:
+                self._gradients[self._own_ranges[at]].add_(sending.own)
 
     def _receive(self) -> None:
         """Wait for the oldest bucket that is on its way."""
@@ -176,7 +188,7 @@ class GradientReducer:
         if self._stream is None:
             self._finish(sending)
         else:
-            torch.cuda.current_stream(self._gradients.device).wait_stream(self._stream)
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
 class _BucketSink(GradientSink):

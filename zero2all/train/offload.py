@@ -55,10 +55,10 @@ def check_offload(parallel: ParallelConfig, optimizer: str) -> None:
             f"parallel.offload = {parallel.offload} updates the weights on the host, as only optim.kind = adamw can, "
             f"not {optimizer}: set optim.kind to adamw, or parallel.offload to none."
         )
-    if parallel.offload == "weights":
+    if parallel.offload == "weights" and (parallel.zero or parallel.offload_one_step_late):
         raise UsageError(
-            "parallel.offload = weights (weights that come to the device block by block) does not exist yet. Use "
-            "optimizer or optimizer_disk; over several GPUs parallel.zero = 3 also cuts the weights."
+            "parallel.offload = weights keeps whole weights and gradients on the host, and updates them before the "
+            "next step: it needs parallel.zero = 0 and parallel.offload_one_step_late = false. Or use offload = optimizer."
         )
 
 
@@ -148,9 +148,9 @@ class _Job:
     """What the worker does for one step."""
 
     update: Update | None  # None: only send what is late
-    scale: Tensor  # factor on the gradients, on the device
-    refused: Tensor  # on the host, once `ready`
-    ready: torch.cuda.Event | None
+    scale: Tensor  # factor on the gradients, where they are
+    refused: Tensor  # on the host
+    ready: torch.cuda.Event | None  # both are there, and the gradients complete
     arrived: list[Signal] = field(default_factory=list)  # of each bucket: the weights on the device
     cleared: list[Signal] = field(default_factory=list)  # the gradients
 
@@ -160,18 +160,25 @@ class HostPipeline:
     thread (and that of autograd); everything else runs in the worker."""
 
     def __init__(
-        self, buckets: Sequence[HostBucket], forward_order: Sequence[int], splits: bool, late: Tensor | None
+        self,
+        buckets: Sequence[HostBucket],
+        forward_order: Sequence[int],
+        splits: bool,
+        late: Tensor | None,
+        device: torch.device,
     ) -> None:
         """`splits`: an update needs the low-precision weights too. `late`: host memory for the new low-precision
-        weights, for updates one step late."""
+        weights, for updates one step late. `device`: where the model computes; the buckets are there too, or on the
+        host (`zero2all.train.streamed`), where nothing has to travel."""
         self._buckets, self._splits, self.late = buckets, splits, late
         self._order = tuple(forward_order)
-        self._device = buckets[0].weights.device
+        self._device = device
         values = min(PIECE_VALUES, max(bucket.gradients.numel() for bucket in buckets))
         self._slots = [_Slot(values, buckets[0]) for _ in range(SLOTS)]
-        is_cuda = self._device.type == "cuda"
-        self._coming, self._going = (torch.cuda.Stream(self._device) if is_cuda else None for _ in range(2))
-        self._refused = torch.zeros((), dtype=torch.bool, pin_memory=is_cuda)
+        travels = buckets[0].weights.is_cuda
+        self._coming, self._going = (torch.cuda.Stream(device) if travels else None for _ in range(2))
+        self._figures = torch.zeros(2, dtype=torch.float64, pin_memory=device.type == "cuda")
+        """Factor on the gradients, and whether the step is refused."""
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="offload")
         self._job: _Job | None = None
         self._running: Future[None] | None = None
@@ -184,11 +191,12 @@ class HostPipeline:
         `refused`. Returns at once, unless the update before is not finished."""
         self.finish()
         ready = None
-        self._refused.copy_(refused, non_blocking=True)
+        self._figures.copy_(torch.stack((scale.double(), refused.double())), non_blocking=True)
         if self._device.type == "cuda":
             ready = torch.cuda.Event()
             ready.record(torch.cuda.current_stream(self._device))
-        job = _Job(update, scale, self._refused, ready)
+        is_here = scale.device == self._buckets[0].gradients.device
+        job = _Job(update, scale if is_here else self._figures[0], self._figures[1], ready)
         job.arrived, job.cleared = ([Signal() for _ in self._buckets] for _ in range(2))
         self._job = job
         self._running = self._worker.submit(self._run, job)
@@ -198,7 +206,7 @@ class HostPipeline:
         self.finish()
         if not self._has_late:
             return False
-        self.start(None, torch.ones(()), torch.ones((), dtype=torch.bool))
+        self.start(None, *torch.ones(2, device=self._device).unbind())
         return True
 
     def wait(self, bucket: int) -> None:

@@ -27,6 +27,7 @@ from zero2all.train.optimizers.base import Optimizer
 from zero2all.train.optimizers.factory import build_optimizer, cut_of
 from zero2all.train.optimizers.flat_adamw import FlatAdamW
 from zero2all.train.optimizers.host_adamw import HostAdamW
+from zero2all.train.streamed import StreamedWeights, check_streaming
 from zero2all.train.weights import FlatWeights, ShardedWeights, Weights
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -135,7 +136,10 @@ def new_state(
     if is_sharded:
         weights = ShardedWeights(model, dtype, mesh)
     else:
-        weights = FlatWeights(
+        streams = parallel.offload == "weights"
+        if streams:
+            check_streaming(model)
+        weights = (StreamedWeights if streams else FlatWeights)(
             model,
             dtype,
             device=device,

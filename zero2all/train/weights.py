@@ -69,7 +69,7 @@ class FlatWeights:
         memory and are updated there; `one_step_late`: while the whole next step runs."""
         self.mesh, self.zero, self.host_zeros = mesh or Mesh(), zero, host_zeros
         named = dict(model.named_parameters())
-        device = device or next(iter(named.values())).device
+        self.device = device = device or next(iter(named.values())).device
         self.dtype, wide = dtype, torch.promote_types(dtype, torch.float32) if with_masters else dtype
         assert dtype == torch.bfloat16 or not split_masters, "only a bfloat16 is one half of a float32"
         self.split_masters = split_masters
@@ -120,7 +120,7 @@ class FlatWeights:
             for number, (own, at) in enumerate(zip(self.own, self.own_at, strict=True))
         ]
         late = self.host_zeros("late", self.own_length, self.dtype) if one_step_late else None
-        return HostPipeline(buckets, self._forward_order, self.split_masters, late)
+        return HostPipeline(buckets, self._forward_order, self.split_masters, late, self.device)
 
     def _all_gradients(self, number: int) -> Tensor:
         """What this process holds of the gradients of a bucket."""
@@ -155,13 +155,13 @@ class FlatWeights:
         place, shape, reducer = self.plan.places[name], parameter.shape, self.reducer
         if parameter.is_meta:
             # .data: a version of its own, or a change of one weight would look like a change of all.
-            parameter = nn.Parameter(self.weights[place].view(shape).data)
+            parameter = nn.Parameter(self._on_device(name).view(shape).data)
             module, _, leaf = name.rpartition(".")
             model.get_submodule(module).register_parameter(leaf, parameter)
         else:
             self._write_whole(place, parameter.detach().reshape(-1).to(self.weights.device))
-            parameter.data = self.weights[place].view(shape)
-        if self.masters is self.weights and self.zero < 2:
+            parameter.data = self._on_device(name).view(shape)
+        if self.masters is self.weights and self.zero < 2 and self.pipeline is None:
             parameter.grad = self.gradients[place].view(shape)  # autograd adds to it in place
             if reducer is not None:
                 parameter.register_post_accumulate_grad_hook(lambda _parameter: reducer.added(name))
@@ -169,6 +169,10 @@ class FlatWeights:
         parameter.gradient_sink = self._sink(name, shape)  # type: ignore[attr-defined]
         take_from_autograd(parameter)
         return parameter
+
+    def _on_device(self, name: str) -> Tensor:
+        """The weights of a tensor that the model computes with, flat."""
+        return self.weights[self.plan.places[name]]
 
     def _sink(self, name: str, shape: torch.Size) -> GradientSink:
         if self.reducer is not None:
@@ -281,7 +285,7 @@ class FlatWeights:
             values = part.values.reshape(-1)[every].to(newest.device)
             if self.split_masters:
                 values = join(weights[name].values.reshape(-1)[every].contiguous(), values)
-            samples[name] = values.to(self.weights.device)
+            samples[name] = values.to(self.device)
         return samples
 
     # ---- the moments of a step ----
@@ -349,8 +353,12 @@ class FlatWeights:
         for _ in range(max(wanted, default=-1) + 1):
             number = self._returning.pop(0)
             self.pipeline.wait(number)
-            if self._gathers:
-                self._gather(number)
+            self._returned(number)
+
+    def _returned(self, number: int) -> None:
+        """The new weights of the own range of a bucket have come."""
+        if self._gathers:
+            self._gather(number)
 
     def settle(self) -> None:
         """Wait until the last update is finished and the weights on the device are its own, also where updates are one
