@@ -13,10 +13,11 @@ from tests.processes import WarmProcess
 from tests.train.states import copies
 from zero2all.common.errors import DiskError, UsageError
 from zero2all.config.training import OptimConfig
+from zero2all.limits import memory
 from zero2all.ops.split_master import join, join_into, split, split_into
 from zero2all.parallel.config import ParallelConfig
 from zero2all.parallel.world import World
-from zero2all.train import offload
+from zero2all.train import offload, streamed
 from zero2all.train.offload import check_offload, host_zeros
 from zero2all.train.step import StepPlan, train_step
 
@@ -148,6 +149,11 @@ def test_host_memory_is_as_the_formula_says(monkeypatch, dtype, late, bytes_a_va
     monkeypatch.setattr("zero2all.train.state.host_zeros", lambda *_: counted)
     state = new(dtype, offload="optimizer", offload_one_step_late=late)
     assert sum(taken) == bytes_a_value * state.weights.own_length
+
+
+def test_the_estimate_of_memory_knows_the_sizes_of_pieces_and_slots():
+    known = (memory.PIECE_VALUES, memory.STAGED_PIECES, memory.STREAMED_BLOCKS)
+    assert known == (streamed.PIECE_VALUES, offload.SLOTS, streamed.BLOCK_SLOTS)
 
 
 # ---- steps ----

@@ -10,7 +10,7 @@ along the shard axis, and bytes a parameter for AdamW in bfloat16:
     states      8       all      1/n      1/n              1/n
 
     offload             none     optimizer         optimizer_disk    weights
-    weights             device   device            device            host; three blocks and the tables on the device
+    weights             device   device            device            host; two blocks and the tables on the device
     gradients           device   device            device            host; borrowed buckets on the device
     masters, states     device   host              disk              host
 
@@ -59,10 +59,10 @@ KINDS_APART: dict[str, tuple[ParameterKind, ...]] = {
 """The kinds of parameters that an optimizer gives other moments than the rest."""
 BORROWED_BUCKETS = 3
 """With ZeRO-2, or gradients in host memory: one bucket is being filled, two are on their way."""
-STAGING_BUCKETS = 2
-"""With offload: one bucket is copied while another is updated."""
-STREAMED_BLOCKS = 3
-"""With offloaded weights: one block computes, one comes, one goes."""
+PIECE_VALUES, STAGED_PIECES = 1 << 24, 3
+"""With offload: gradients and weights of one piece come, one is updated, one goes (`zero2all.train.offload`)."""
+STREAMED_BLOCKS = 2
+"""With offloaded weights: one block computes, one comes (`zero2all.train.streamed`)."""
 
 Place = Literal["device", "host", "disk"]
 PLACE_OF_STATES: dict[str, Place] = {
@@ -93,6 +93,7 @@ class MemorySettings:
     replicate: int = 1
     shard: int = 1
     offload: str = "none"  # parallel.offload
+    one_step_late: bool = False  # parallel.offload_one_step_late
     bucket_bytes: float = 128e6  # of gradients (parallel.bucket_mb)
     owned: tuple[float, float] | None = None
     """With zero 1 and 2: values of the matrices in KINDS_APART, and of the other parameters, that the fullest process
@@ -126,8 +127,9 @@ class MemorySettings:
 
     @property
     def has_split_masters(self) -> bool:
-        """Whether a bfloat16 weight is the upper half of its master: our AdamW (`zero2all.ops.split_master`)."""
-        splits = self.operators["optimizer"].splits_masters and not self.is_fsdp
+        """Whether a bfloat16 weight is the upper half of its master: our AdamW (`zero2all.ops.split_master`),
+        and that on the host."""
+        splits = (self.offload != "none" or self.operators["optimizer"].splits_masters) and not self.is_fsdp
         return self.precision == "bfloat16" and self.optimizer == "adamw" and splits
 
     @property
@@ -381,23 +383,21 @@ def _bucket_bytes(model: ModelConfig, settings: MemorySettings) -> float:
 
 
 def _staging_parts(model: ModelConfig, settings: MemorySettings) -> list[MemoryPart]:
-    """What offload needs on the way between the device and the place of the states, and streamed weights."""
+    """What offload needs on the way between the device and the place of the states; late and streamed weights."""
     if settings.offload == "none":
         return []
-    buckets = STAGING_BUCKETS * _bucket_bytes(model, settings)
-    parts = [MemoryPart("staging", buckets, f"{STAGING_BUCKETS} buckets, pinned", "host")]
+    counts, width = parameter_counts(model), WIDTHS[settings.precision]
+    piece = min(PIECE_VALUES, counts["total"]) * (settings.gradient_bytes + width)
+    parts = [MemoryPart("staging", float(STAGED_PIECES * piece), f"{STAGED_PIECES} pieces, pinned", "host")]
+    if settings.one_step_late:
+        values = sum(_fullest_rank(model, settings, settings.state_ranks))
+        note = "new weights until the next step has ended"
+        parts.append(MemoryPart("late weights", width * values, note, PLACE_OF_STATES[settings.offload]))
     if settings.offload == "weights":
-        counts, width = parameter_counts(model), WIDTHS[settings.precision]
         streamed = min(1.0, STREAMED_BLOCKS / model.layers) * counts["blocks"] + counts["embedding"] + counts["head"]
         note = f"weights of {STREAMED_BLOCKS} blocks and the tables"
-        return [*parts, MemoryPart("streamed", width * streamed, note)]
-    if settings.offload == "optimizer_disk":
-        total = parameter_counts(model)["total"]
-        kind, momentum, kahan = settings.optimizer, settings.adafactor_momentum, settings.kahan
-        each = _master_bytes(settings) + optimizer_bytes(model, kind, momentum, kahan) / total
-        read = buckets / settings.gradient_bytes * each
-        parts.append(MemoryPart("read buckets", read, "masters and states of the same buckets", "host"))
-    return [*parts, MemoryPart("staging", buckets, f"{STAGING_BUCKETS} buckets on their way to and from the host")]
+        parts.append(MemoryPart("streamed", width * streamed, note))
+    return parts
 
 
 def _float8_parts(model: ModelConfig, settings: MemorySettings) -> list[MemoryPart]:

@@ -215,6 +215,7 @@ def memory_settings(config: RunConfig, ops: Ops, mesh: Mesh, samples: int) -> Me
         replicate=mesh.replicate.size,
         shard=mesh.shard.size,
         offload=config.parallel.offload,
+        one_step_late=config.parallel.offload_one_step_late,
         bucket_bytes=config.parallel.bucket_mb * 1e6,
     )
     if settings.zero not in (1, 2) or settings.shard == 1:

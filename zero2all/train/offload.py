@@ -57,8 +57,8 @@ def check_offload(parallel: ParallelConfig, optimizer: str) -> None:
         )
     if parallel.offload == "weights" and (parallel.zero or parallel.offload_one_step_late):
         raise UsageError(
-            "parallel.offload = weights keeps whole weights and gradients on the host, and updates them before the "
-            "next step: it needs parallel.zero = 0 and parallel.offload_one_step_late = false. Or use offload = optimizer."
+            "parallel.offload = weights keeps whole weights on the host and updates them before the next step: it "
+            "needs parallel.zero = 0 and parallel.offload_one_step_late = false. Or use offload = optimizer."
         )
 
 

@@ -42,8 +42,8 @@ def check_streaming(model: Z2all) -> None:
     if model.ops.compile != "none" or model.ops.footprints["linear"].weight_copy_bytes:
         raise UsageError(
             f"parallel.offload = weights needs ops.compile = none and ops.linear = fp32_wgrad or plain (now "
-            f"{model.ops.compile} and {model.ops.taken['linear']}): compiled blocks and float8 copies keep addresses of "
-            f"weights, which change here. Or set parallel.offload to optimizer."
+            f"{model.ops.compile} and {model.ops.taken['linear']}): compiled blocks and float8 copies keep addresses "
+            f"of weights, which change here. Or set parallel.offload to optimizer."
         )
 
 
