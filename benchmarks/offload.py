@@ -102,6 +102,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--folder", help="for optimizer_disk")
     parser.add_argument("--bucket-mb", type=float, default=128.0)
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--cpu-threads", type=int, help="parallel.cpu_threads; the update takes one less on a GPU")
     parser.add_argument("--tokens", type=Path, help="token ids, .npy")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("--against", type=Path, help="figures of another run, to compare the losses with")
@@ -135,6 +136,7 @@ def _config(arguments: argparse.Namespace) -> RunConfig:
         "parallel": {
             "device": arguments.device,
             "bucket_mb": arguments.bucket_mb,
+            "cpu_threads": arguments.cpu_threads,
             "offload": arguments.offload,
             "offload_one_step_late": arguments.late,
             "offload_folder": arguments.folder or ".",

@@ -339,6 +339,33 @@ def test_float16_skips_and_halves_where_gradients_overflow_and_resumes_exactly(w
     assert bits(work.run("run"), 8) == wanted
 
 
+@pytest.mark.parametrize(
+    ("parallel", "recompute"),
+    [
+        ({"offload": "optimizer"}, "none"),
+        ({"offload": "optimizer_disk", "offload_one_step_late": True}, "none"),
+        ({"offload": "weights"}, "full"),
+    ],
+)
+def test_an_offloaded_run_that_crashed_ends_with_the_bits_of_the_run_left_alone(
+    work, config, after_step, parallel, recompute
+):
+    def settings(name):
+        return config(
+            train={"name": name, "steps": 7, "recompute": recompute},
+            parallel=parallel,
+            track={"update_ratios_every_steps": 2},
+        )
+
+    train(settings("alone"), work, say=quiet)
+    after_step(5, crash)
+    with pytest.raises(CrashError):
+        train(settings("crashed"), work, say=quiet)
+    after_step(0, crash)
+    train(settings("crashed"), work, say=quiet)
+    assert bits(work.run("crashed"), 7) == bits(work.run("alone"), 7)
+
+
 def test_an_anneal_wished_in_a_run_falls_from_there_ends_the_run_and_resumes_exactly(work, config, after_step):
     settings = config(train={"steps": 8}, schedule={"kind": "constant"}, checkpoint={"keep_last": 9})
     run = work.run("run")

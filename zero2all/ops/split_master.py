@@ -37,10 +37,9 @@ def join_into(masters: Tensor, spare: Tensor, nearest: Tensor, remainder: Tensor
     """The same into float32 `masters`, without new memory: few passes over a chunk that stays in the caches of a CPU.
     `spare`: int32, as long."""
     bits = masters.view(torch.int32)
-    bits.copy_(nearest.view(torch.int16))
-    bits.mul_(1 << 16)
-    spare.copy_(remainder)
-    bits.add_(spare)
+    bits.copy_(remainder)
+    spare.copy_(nearest.view(torch.int16))
+    bits.add_(spare, alpha=1 << 16)
 
 
 def split_into(masters: Tensor, nearest: Tensor, remainder: Tensor) -> None:

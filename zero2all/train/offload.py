@@ -179,7 +179,8 @@ class HostPipeline:
         self._coming, self._going = (torch.cuda.Stream(device) if travels else None for _ in range(2))
         self._figures = torch.zeros(2, dtype=torch.float64, pin_memory=device.type == "cuda")
         """Factor on the gradients, and whether the step is refused."""
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="offload")
+        start = _leave_a_core if device.type == "cuda" else None
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="offload", initializer=start)
         self._job: _Job | None = None
         self._running: Future[None] | None = None
         self._has_late = False
@@ -193,7 +194,7 @@ class HostPipeline:
         ready = None
         self._figures.copy_(torch.stack((scale.double(), refused.double())), non_blocking=True)
         if self._device.type == "cuda":
-            ready = torch.cuda.Event()
+            ready = torch.cuda.Event(blocking=True)  # the worker sleeps until then
             ready.record(torch.cuda.current_stream(self._device))
         is_here = scale.device == self._buckets[0].gradients.device
         job = _Job(update, scale if is_here else self._figures[0], self._figures[1], ready)
@@ -341,6 +342,12 @@ class HostPipeline:
 
     def _on(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
         return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def _leave_a_core() -> None:
+    """The thread that queues kernels and reads figures keeps one core busy. Of threads that share the work evenly, the
+    one beside it would be late, and all others would wait for it."""
+    torch.set_num_threads(max(1, torch.get_num_threads() - 1))
 
 
 class LateSink(GradientSink):
