@@ -1,8 +1,14 @@
 """All guards of a run as one object with one state.
 
-The loop, on rank 0, calls `limits` before a step and `observe` when the values of a step have arrived, and carries out
-the action it returns. A rollback restores the statistics (the detector's window, those of the shards) but not the
-decisions (skipped data, quarantined shards), which are also written to the run's folder before they are carried out.
+The loop asks for limits and row weights before a step, calls `observe` when the values of a step have arrived, and
+carries out the action it returns. A rollback restores the statistics (the detector's window, those of the shards) but
+not the decisions (skipped data, quarantined shards), which are also written to the run's folder before they are carried
+out.
+
+Every process of a run has guards of its own, which come to the same verdicts, because they see the same values in the
+same order. They communicate only at the start and where there is something to decide: rank 0 reads the list of good
+checkpoints and writes the records, and an error there is raised on all ranks. So nothing that differs between ranks
+(time, files, the rank itself) may enter a verdict.
 """
 
 from __future__ import annotations
@@ -18,7 +24,8 @@ from zero2all.common import jsonio
 from zero2all.common.files import LARGEST_JSON_BYTES, read_regular, write_json
 from zero2all.config.training import GuardsConfig
 from zero2all.packed.mixture import TrainingData
-from zero2all.train.checkpoints.run_lock import Fence, no_fence
+from zero2all.parallel.world import World
+from zero2all.train.checkpoints.run_lock import Fence, behind, no_fence
 from zero2all.train.guards.detector import LAG_STEPS, Detector, Limits
 from zero2all.train.guards.findings import Finding
 from zero2all.train.guards.ledger import Quarantine, SkipLedger, keep_damaged
@@ -30,6 +37,7 @@ from zero2all.train.guards.shards import ShardWatch
 INCIDENTS_FOLDER = "incidents"
 QUARANTINE_FILE = "quarantine.json"
 STATE_FORMAT = 1
+ALONE = World()
 
 
 class Observation(NamedTuple):
@@ -50,12 +58,14 @@ class RunGuards:
         data: TrainingData | None = None,
         quarantine: str = "log",
         fence: Fence = no_fence,
+        world: World = ALONE,
     ) -> None:
-        """`data` None, or `quarantine: off`: shards are not judged. `fence` is checked before every write."""
-        self.folder, self._fence = run / INCIDENTS_FOLDER, fence
+        """Created by all ranks at the same point. `data` None, or `quarantine: off`: shards are not judged. `fence` is
+        checked before every write."""
+        self.folder, self._fence, self._world = run / INCIDENTS_FOLDER, fence, world
         self.detector = Detector(config, warmup_steps)
         self.policy = Policy(config)
-        self.ledger = SkipLedger.load(self.folder)
+        self.ledger = world.run_on_rank0(lambda: SkipLedger.load(self.folder))
         self.quarantine = Quarantine(quarantine)
         self._is_quarantine_damaged = False
         self.shards: ShardWatch | None = None
@@ -79,6 +89,12 @@ class RunGuards:
             loss_low=-math.inf if config.loss_drop == "log" else limits.loss_low,
         )
 
+    def row_weights(self, step: int, first_token: int, rows: int) -> np.ndarray | None:
+        """The loss weight of each row of `step`, whose global batch begins at `first_token`; None when all are 1."""
+        if self.finder is None or self.quarantine.mode != "auto" or not self.quarantine.shards:
+            return None
+        return self.quarantine.row_weights(self.finder.rows(first_token, rows), step)
+
     def observe(
         self,
         step: int,
@@ -90,14 +106,15 @@ class RunGuards:
         row_nats: np.ndarray | None = None,
         row_counts: np.ndarray | None = None,
     ) -> Observation:
-        """Judge a step, in order, and record the decision before returning it; `row_nats` are of the global batch."""
+        """Judge a step, in order, and record the decision before returning it; `row_nats` are of the global batch.
+        `checkpoints`, the steps of good ones, is called on rank 0 and only where something was found."""
         findings = self.detector.observe(step, loss, grad_norm, channel_losses, tokens)
-        action = self.policy.decide(step, findings, self.ledger, checkpoints() if findings else ())
+        good = self._world.run_on_rank0(checkpoints) if findings else ()
+        action = self.policy.decide(step, findings, self.ledger, good)
         if isinstance(action, SkipWindow | Rollback):
             if action.skip is not None:
                 self.ledger.add(action.skip)
-                self._fence()
-                self.ledger.save(self.folder)
+                self._world.run_on_rank0(lambda: behind(self._fence, lambda: self.ledger.save(self.folder)))
             return Observation(findings, action)  # a resumed run skips this step, so its rows must not count
         if self.shards is not None and self.finder is not None and row_nats is not None and row_counts is not None:
             # Found before the first step, or on an abandoned branch; applied from their step on, so that a resumed run
@@ -116,7 +133,7 @@ class RunGuards:
         from_step = step + LAG_STEPS
         added = [self.quarantine.add(finding, from_step) for finding in findings]
         if any(added):
-            self._save_quarantine()
+            self._world.run_on_rank0(self._save_quarantine)
 
     def _save_quarantine(self) -> None:
         self._fence()
@@ -165,23 +182,35 @@ class RunGuards:
         ]
 
     def _load_quarantine(self) -> None:
+        recorded = self._world.run_on_rank0(self._read_quarantine)
+        self._is_quarantine_damaged = recorded is None
+        self.quarantine.merge(recorded or ())
+
+    def _read_quarantine(self) -> list[dict[str, Any]] | None:
+        """The recorded shards; None when the record cannot be read."""
+        found = Quarantine(self.quarantine.mode)
         try:
             record = jsonio.loads(read_regular(self.folder / QUARANTINE_FILE, LARGEST_JSON_BYTES))
-            self.quarantine.merge(record["shards"])
+            found.merge(record["shards"])
         except FileNotFoundError:
-            return
+            return []
         except (OSError, KeyError, TypeError, ValueError):
-            self._is_quarantine_damaged = True
+            return None
+        return found.state()
 
     def _mend_quarantine(self) -> list[str]:
         """Write a list that could not be read again from the checkpoint, which has all shards up to its step."""
         if not self._is_quarantine_damaged:
             return []
         self._is_quarantine_damaged = False
-        self._fence()
         path = self.folder / QUARANTINE_FILE
-        keep_damaged(path)
-        self._save_quarantine()
+
+        def write_again() -> None:
+            self._fence()
+            keep_damaged(path)
+            self._save_quarantine()
+
+        self._world.run_on_rank0(write_again)
         return [
             f"{path} could not be read and was written again: {len(self.quarantine.shards)} shards that the checkpoint "
             f"holds. Later ones will be found again."
