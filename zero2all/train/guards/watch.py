@@ -38,6 +38,8 @@ INCIDENTS_FOLDER = "incidents"
 QUARANTINE_FILE = "quarantine.json"
 STATE_FORMAT = 1
 ALONE = World()
+JUDGED_ROWS = 64
+"""Rows that shards are judged by at a time: for few rows it takes almost as long as for many."""
 
 
 class Observation(NamedTuple):
@@ -45,6 +47,44 @@ class Observation(NamedTuple):
 
     findings: list[Finding]
     action: Action
+
+
+class WaitingRows:
+    """The rows of consecutive steps that wait until shards are judged."""
+
+    def __init__(self) -> None:
+        self.tokens = (0, 0)
+        """Their first and end token; equal when there are none."""
+        self._nats: list[float] = []
+        self._counts: list[float] = []
+
+    def __len__(self) -> int:
+        return len(self._nats)
+
+    def add(self, tokens: tuple[int, int], nats: np.ndarray, counts: np.ndarray) -> None:
+        """The rows of the next step. Those that are not finite are not judged, and are no JSON: they count nothing."""
+        self.tokens = (self.tokens[0] if self._nats else tokens[0], tokens[1])
+        is_finite = np.isfinite(nats)
+        self._nats += np.where(is_finite, nats, 0.0).tolist()
+        self._counts += np.where(is_finite, counts, 0.0).tolist()
+
+    def values(self) -> tuple[np.ndarray, np.ndarray]:
+        """Sums of nats and of token weights of each row."""
+        return np.array(self._nats), np.array(self._counts)
+
+    def state(self) -> dict[str, Any]:
+        """As plain values."""
+        return {"tokens": list(self.tokens), "nats": list(self._nats), "counts": list(self._counts)}
+
+    @staticmethod
+    def from_state(state: Mapping[str, Any] | None) -> WaitingRows:
+        """From the values of `state`; none for None."""
+        rows = WaitingRows()
+        if state is not None:
+            first, end = state["tokens"]
+            rows.tokens = (int(first), int(end))
+            rows._nats, rows._counts = list(state["nats"]), list(state["counts"])
+        return rows
 
 
 class RunGuards:
@@ -70,6 +110,7 @@ class RunGuards:
         self._is_quarantine_damaged = False
         self.shards: ShardWatch | None = None
         self.finder: RowFinder | None = None
+        self._waiting = WaitingRows()
         if data is not None and quarantine != "off":
             counts = {split.name: len(split.shards) for split in data.splits}
             self.shards = ShardWatch(counts, data.channels, config.false_shard_alarms)
@@ -116,17 +157,28 @@ class RunGuards:
                 self.ledger.add(action.skip)
                 self._world.run_on_rank0(lambda: behind(self._fence, lambda: self.ledger.save(self.folder)))
             return Observation(findings, action)  # a resumed run skips this step, so its rows must not count
-        if self.shards is not None and self.finder is not None and row_nats is not None and row_counts is not None:
-            # Found before the first step, or on an abandoned branch; applied from their step on, so that a resumed run
-            # finds the same.
-            for one in self.quarantine.shards:
-                if one.from_step <= step:
-                    self.shards.set_aside(one.source, one.shard, one.kind)
-            rows = self.finder.rows(tokens[0], len(row_nats))
-            named = self.shards.observe(step, rows, row_nats, row_counts, tokens)
-            findings += named
-            self.note_shards(named, step)
+        if self.finder is not None and row_nats is not None and row_counts is not None:
+            if not self.finder.is_one_stretch(self._waiting.tokens, tokens):
+                findings += self._judge_waiting(step, tokens)
+            self._waiting.add(tokens, row_nats, row_counts)
+            if len(self._waiting) >= JUDGED_ROWS:
+                findings += self._judge_waiting(step, tokens)
         return Observation(findings, action)
+
+    def _judge_waiting(self, step: int, tokens: tuple[int, int]) -> list[Finding]:
+        """Judge shards by the rows that wait."""
+        assert self.shards is not None, "there is a finder only where shards are judged"
+        assert self.finder is not None, "there is a finder only where shards are judged"
+        # Found before the first step, or on an abandoned branch; applied from their step on, so that a resumed run
+        # finds the same.
+        for one in self.quarantine.shards:
+            if one.from_step <= step:
+                self.shards.set_aside(one.source, one.shard, one.kind)
+        rows = self.finder.rows(self._waiting.tokens[0], len(self._waiting))
+        named = self.shards.observe(step, rows, *self._waiting.values(), tokens)
+        self._waiting = WaitingRows()
+        self.note_shards(named, step)
+        return named
 
     def note_shards(self, findings: Sequence[Finding], step: int) -> None:
         """Quarantine the shards in the findings of `step`, from the first step that cannot have begun yet."""
@@ -142,6 +194,7 @@ class RunGuards:
     def restart(self) -> None:
         """A stage with other data begins: clear the statistics of the loss."""
         self.detector.restart()
+        self._waiting = WaitingRows()
         if self.shards is not None:
             self.shards.restart()
 
@@ -154,6 +207,7 @@ class RunGuards:
             "ledger": self.ledger.state(),
             "quarantine": self.quarantine.state(),
             "shards": None if self.shards is None else self.shards.state(),
+            "waiting_rows": self._waiting.state(),
         }
 
     def restore(self, state: Mapping[str, Any], step: int) -> list[str]:
@@ -167,6 +221,7 @@ class RunGuards:
         then.merge(self.ledger)
         self.ledger = then
         self.quarantine.merge(state["quarantine"])
+        self._waiting = WaitingRows.from_state(state.get("waiting_rows"))  # None in older checkpoints
         return [*self._mend_quarantine(), *self._restore_shards(state["shards"])]
 
     def _restore_shards(self, state: Mapping[str, Any] | None) -> list[str]:
