@@ -49,41 +49,46 @@ class Observation(NamedTuple):
     action: Action
 
 
+NO_ROWS = np.zeros(0)
+
+
 class WaitingRows:
     """The rows of consecutive steps that wait until shards are judged."""
 
     def __init__(self) -> None:
         self.tokens = (0, 0)
         """Their first and end token; equal when there are none."""
-        self._nats: list[float] = []
-        self._counts: list[float] = []
+        self._nats: list[np.ndarray] = []
+        self._counts: list[np.ndarray] = []
 
     def __len__(self) -> int:
-        return len(self._nats)
+        return sum(map(len, self._nats))
 
     def add(self, tokens: tuple[int, int], nats: np.ndarray, counts: np.ndarray) -> None:
-        """The rows of the next step. Those that are not finite are not judged, and are no JSON: they count nothing."""
+        """The rows of the next step."""
         self.tokens = (self.tokens[0] if self._nats else tokens[0], tokens[1])
-        is_finite = np.isfinite(nats)
-        self._nats += np.where(is_finite, nats, 0.0).tolist()
-        self._counts += np.where(is_finite, counts, 0.0).tolist()
+        self._nats.append(nats)
+        self._counts.append(counts)
 
     def values(self) -> tuple[np.ndarray, np.ndarray]:
-        """Sums of nats and of token weights of each row."""
-        return np.array(self._nats), np.array(self._counts)
+        """Sums of nats and of token weights of each row. Rows that are not finite weigh nothing: they are not judged,
+        and have no place in JSON."""
+        nats, counts = np.concatenate([NO_ROWS, *self._nats]), np.concatenate([NO_ROWS, *self._counts])
+        is_finite = np.isfinite(nats)
+        return np.where(is_finite, nats, 0.0), np.where(is_finite, counts, 0.0)
 
     def state(self) -> dict[str, Any]:
         """As plain values."""
-        return {"tokens": list(self.tokens), "nats": list(self._nats), "counts": list(self._counts)}
+        nats, counts = self.values()
+        return {"tokens": list(self.tokens), "nats": nats.tolist(), "counts": counts.tolist()}
 
     @staticmethod
     def from_state(state: Mapping[str, Any] | None) -> WaitingRows:
         """From the values of `state`; none for None."""
         rows = WaitingRows()
-        if state is not None:
+        if state is not None and state["nats"]:
             first, end = state["tokens"]
-            rows.tokens = (int(first), int(end))
-            rows._nats, rows._counts = list(state["nats"]), list(state["counts"])
+            rows.add((int(first), int(end)), np.array(state["nats"]), np.array(state["counts"]))
         return rows
 
 
