@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,10 @@ from benchmarks.machine import machine, save_result
 from zero2all.config import load_config
 from zero2all.config.training import OptimConfig
 from zero2all.model.config import ModelConfig
-from zero2all.model.z2all import Z2all
-from zero2all.ops.config import OpsConfig
-from zero2all.ops.registry import resolve
-from zero2all.train.optimizers.base import Optimizer
+from zero2all.parallel.layout import layout_table
+from zero2all.parallel.parts import Part
+from zero2all.train.optimizers.base import Master, Optimizer
 from zero2all.train.optimizers.factory import Implementation, build_optimizer
-from zero2all.train.optimizers.roles import model_roles
 
 SMALL = ModelConfig(vocab_size=4096, hidden_size=512, intermediate_size=1408, layers=2, heads=8, kv_heads=4)
 """10 M parameters: a few steps of each optimizer take about a minute on two slow cores."""
@@ -60,16 +59,14 @@ def measure(config: ModelConfig, kind: str, device: torch.device, steps: int, co
     if compiled and implementation != "fused" and optim.kind not in ("muon", "adafactor"):
         implementation = "compiled"
     dtype = torch.bfloat16 if optim.kind == "adamw_bf16" else torch.float32
-    with torch.device("meta"):
-        shapes = {name: value.shape for name, value in Z2all(config, resolve(OpsConfig(), "cpu")).named_parameters()}
-    parameters = {name: torch.randn(shape, device=device).mul_(0.02).to(dtype) for name, shape in shapes.items()}
-    optimizer = build_optimizer(parameters.items(), optim, model_roles(config, shapes), implementation)
-    for parameter in parameters.values():
-        parameter.grad = torch.randn(parameter.shape, device=device).to(dtype)
-    count = sum(parameter.numel() for parameter in parameters.values())
-    gradients = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
-    weight, gradient = _bytes(parameters.values()) / count, _bytes(gradients) / count
-    state = _bytes(optimizer.state_tensors().values()) / count
+    table = {parameter.name: parameter for parameter in layout_table(config)}
+    weights = {one.name: torch.randn(one.shape, device=device).mul_(0.02).to(dtype) for one in table.values()}
+    gradients = {one.name: torch.randn(one.shape, device=device).to(dtype) for one in table.values()}
+    masters = {name: Master(Part.whole(weights[name]), partial(gradients.get, name)) for name in table}
+    optimizer = build_optimizer(masters, optim, table, implementation)
+    count = sum(parameter.numel for parameter in table.values())
+    weight, gradient = _bytes(weights.values()) / count, _bytes(gradients.values()) / count
+    state = _bytes(part.values for part in optimizer.state_tensors().values()) / count
     times, peak = _times(optimizer, device, steps)
     return {
         "optimizer": kind,

@@ -57,7 +57,7 @@ def export_run(
         write_hf_folder(
             partial,
             loaded.config.model,
-            dict(loaded.model.state_dict()),
+            loaded.weights(),
             dtype or loaded.stored_dtype,
             _token_ids(loaded.tokenizer),
         )
@@ -135,7 +135,8 @@ def import_folder(
     }
     with staged_folder(run) as partial:
         save_run_config(config, partial)
-        snapshot = Snapshot({f"model/{key}": value for key, value in tensors.items()}, {"step": 0, "tokens": 0})
+        weights = {f"model/{key}": value for key, value in tensors.items()}
+        snapshot = Snapshot.of_tensors(weights, {"step": 0, "tokens": 0})
         write_checkpoint(partial, 0, snapshot, {"inputs": fingerprint(config_values(config)), **details})
     return Imported(run, resized)
 

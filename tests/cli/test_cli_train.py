@@ -153,22 +153,20 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_two_processes_whose_launcher_is_killed_save_and_end_with_code_10(copy, tiny, tmp_path, adopts_orphans):
+def test_two_processes_whose_launcher_is_killed_save_and_end_with_code_10(copy, tiny, start, adopts_orphans):
     words = ["train", "quickstart", *tiny, "--train.name", "two", "--parallel.processes", "2", "--work", str(copy)]
     words += ["--train.steps", "100000", "--checkpoint.every_steps", "0"]
-    said = tmp_path / "said.txt"
-    with said.open("w") as output:
-        launcher = subprocess.Popen([sys.executable, "-c", WITH_THREADS, *words], stdout=output, stderr=output)
+    launcher = start(*words, code=WITH_THREADS)
     metrics = copy / "runs/two/metrics/train-1.jsonl"
     wait_until(lambda: (metrics.exists() and metrics.read_bytes().count(b"\n") > 4) or launcher.poll() is not None)
     tasks = Path(f"/proc/{launcher.pid}/task").glob("*/children")
     ranks = [int(number) for task in tasks for number in task.read_text().split()]
-    launcher.kill()
+    launcher.signal(signal.SIGKILL)
     launcher.wait()
     codes = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
-    assert codes == [10, 10], said.read_text()
+    assert codes == [10, 10], launcher.text()
     saved = newest_checkpoint(copy / "runs/two").step
-    assert f"was stopped and saved at step {saved}." in said.read_text()
+    assert f"was stopped and saved at step {saved}." in launcher.text()
 
 
 def test_a_mistake_with_two_processes_is_said_before_either_is_started(copy, tiny, z2a):

@@ -224,8 +224,7 @@ build_three(Path(sys.argv[1]), Path(sys.argv[2]), EngineConfig(workers=2))
 """
 
 MOMENTS = {
-    "while it reads": (".build/*/*/unit-*/done.json", 1),
-    "while it reads on": (".build/*/*/unit-*/done.json", 6),
+    "while it reads": (".build/*/*/unit-*/done.json", 4),
     "while it looks for duplicates": (".build/*/steps", 1),
     "while it writes": (".build/*/out/*/train/part-*", 1),
     "between two sources": ("*/manifest.json", 1),

@@ -16,6 +16,7 @@ from zero2all.model.config import ModelConfig
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
+from zero2all.parallel.layout import init_weights
 from zero2all.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 
 ROWS = 320
@@ -50,7 +51,7 @@ def bigram(border_tokenizer: Tokenizer) -> Bigram:
         )
         config = dataclasses.replace(RunConfig(), model=shape)
         model = Z2all(shape, resolve(OpsConfig(), "cpu"))
-        model.init_weights(0)
+        init_weights(model, 0)
         with torch.no_grad():
             # The block adds nothing, so the last hidden state is the normalised one-hot vector of the last token.
             model.blocks[0].attention.out.weight.zero_()

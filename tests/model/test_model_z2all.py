@@ -12,6 +12,7 @@ from zero2all.ops.attention import document_mask
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.implementation import OpContext
 from zero2all.ops.registry import OPERATORS, resolve
+from zero2all.parallel.layout import init_weights
 
 BASE = ModelConfig(
     vocab_size=97, hidden_size=32, intermediate_size=48, layers=3, heads=4, kv_heads=2, max_seq_len=24, init_std=0.2
@@ -29,7 +30,7 @@ variants = pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
 def build(config: ModelConfig = BASE, seed: int = 0, **ops: str) -> Z2all:
     """A model in eval mode, its biases not zero."""
     model = Z2all(config, resolve(OpsConfig(**ops), "cpu"))
-    model.init_weights(seed)
+    init_weights(model, seed)
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -101,7 +102,7 @@ def test_input_longer_than_the_model_is_an_error(place):
 def test_initial_weights_have_the_spread_of_their_kind():
     config = dataclasses.replace(BASE, hidden_size=128, intermediate_size=256, init_std=0.02, attention_bias="all")
     model = Z2all(config, resolve(OpsConfig(), "cpu"))
-    model.init_weights(7)
+    init_weights(model, 7)
     into_residual = 0.02 / math.sqrt(2 * config.layers)
     for name, parameter in model.state_dict().items():
         if name.endswith("norm.weight"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy
@@ -20,8 +21,10 @@ from zero2all.model.config import ModelConfig
 from zero2all.model.recompute import KINDS, RecomputedBlock, _policy, apply_recompute
 from zero2all.model.z2all import KeyValueCache, Z2all, compile_model
 from zero2all.ops.config import OpsConfig
+from zero2all.ops.gradient_sink import GradientSink, sink_of
 from zero2all.ops.linear import feed_forward
 from zero2all.ops.registry import Ops, resolve
+from zero2all.parallel.layout import init_weights
 
 VOCAB_SIZE = 97
 ROWS, LENGTH = 2, 12
@@ -36,7 +39,7 @@ kinds = pytest.mark.parametrize("kind", RECOMPUTING)
 
 def build(kind: str, config: ModelConfig = SMALL, ops: Ops | None = None, dtype: torch.dtype = torch.float32) -> Z2all:
     model = Z2all(config, ops or resolve(OpsConfig(), "cpu"))
-    model.init_weights(1)
+    init_weights(model, 1)
     model = model.to(dtype).train()
     apply_recompute(model, kind, every_n=2)
     return model
@@ -59,8 +62,14 @@ def loss_and_gradients(model: Z2all, documents: Tensor | None = None, passes: in
         total, each = model.loss(rows[:, :-1], rows[:, 1:], document_ids=documents)
         total.backward()
         losses += [total.detach(), each]
-    gradients = [getattr(parameter, "main_grad", parameter.grad) for parameter in model.parameters()]
+    gradients = [gradient_of(parameter) for parameter in model.parameters()]
     return [*losses, *(gradient.clone() for gradient in gradients if gradient is not None), torch.rand(1)]
+
+
+def gradient_of(parameter: nn.Parameter) -> Tensor | None:
+    """Where a kernel or autograd left it."""
+    sink = sink_of(parameter)
+    return parameter.grad if sink is None or parameter.grad is not None else sink.buffer
 
 
 def assert_same_bits(found: list[Tensor], expected: list[Tensor]) -> None:
@@ -72,15 +81,20 @@ def assert_same_bits(found: list[Tensor], expected: list[Tensor]) -> None:
 # ---- exactness -------------------------------------------------------------------------------------------------------
 
 
+@functools.cache
+def exact_results(kind: str, attention: str, with_dropout: bool, with_documents: bool) -> list[Tensor]:
+    config = dataclasses.replace(SMALL, **DROPOUT) if with_dropout else SMALL
+    dtype, documents = (torch.float32, document_ids()) if with_documents else (torch.float64, None)
+    return loss_and_gradients(build(kind, config, resolve(OpsConfig(attention=attention), "cpu"), dtype), documents)
+
+
 @kinds
-@pytest.mark.parametrize(("dtype", "documents"), [(torch.float64, None), (torch.float32, document_ids())], ids=str)
-@pytest.mark.parametrize("dropout", [{}, DROPOUT], ids=["plain", "dropout"])
+@pytest.mark.parametrize("with_documents", [False, True], ids=["float64", "float32, documents apart"])
+@pytest.mark.parametrize("with_dropout", [False, True], ids=["plain", "dropout"])
 @pytest.mark.parametrize("attention", ["sdpa", "math"])
-def test_loss_gradients_and_random_state_keep_their_bits(kind, dtype, documents, dropout, attention):
-    config = dataclasses.replace(SMALL, **dropout)
-    ops = resolve(OpsConfig(attention=attention), "cpu")
-    expected = loss_and_gradients(build("none", config, ops, dtype), documents)
-    assert_same_bits(loss_and_gradients(build(kind, config, ops, dtype), documents), expected)
+def test_loss_gradients_and_random_state_keep_their_bits(kind, with_documents, with_dropout, attention):
+    setting = (attention, with_dropout, with_documents)
+    assert_same_bits(exact_results(kind, *setting), exact_results("none", *setting))
 
 
 @kinds
@@ -141,30 +155,38 @@ def test_full_recomputation_keeps_only_the_ends_for_the_backward_pass():
     assert kept["full"] < kept["every_n"] < 0.5 * kept["none"]
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("attention", ["sdpa", "math"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_work_that_is_done_again_is_what_the_formula_says(kind, attention, dropout):
+@functools.cache
+def flops_spent(kind: str, attention: str, dropout: float) -> int:
     from torch.utils.flop_counter import FlopCounterMode  # imports triton, whose interpreter has to be chosen first
 
     config = dataclasses.replace(SMALL, attention_dropout=dropout)
-    ops = resolve(OpsConfig(attention=attention), "cpu")
-    spent = {}
-    for a_kind in ("none", kind):
-        model, rows = build(a_kind, config, ops), batch()
-        with FlopCounterMode(display=False) as counter:
-            model.loss(rows[:, :-1], rows[:, 1:])[0].backward()
-        # torch's counter knows neither the CPU's fused attention nor its backward.
-        spent[a_kind] = counter.get_total_flops()
+    model, rows = build(kind, config, resolve(OpsConfig(attention=attention), "cpu")), batch()
+    with FlopCounterMode(display=False) as counter:
+        model.loss(rows[:, :-1], rows[:, 1:])[0].backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("attention", ["sdpa", "math"])
+@kinds
+def test_work_that_is_done_again_is_what_the_formula_says(kind, attention, dropout):
+    config = dataclasses.replace(SMALL, attention_dropout=dropout)
+    footprints = resolve(OpsConfig(attention=attention), "cpu").footprints
     # Positions that are masked are multiplied all the same here, so the convention with all of them holds.
-    expected = recomputed_flops_per_token(config, LENGTH, kind, 2, ops.footprints)["palm"] * ROWS * LENGTH
+    expected = recomputed_flops_per_token(config, LENGTH, kind, 2, footprints)["palm"] * ROWS * LENGTH
+    # torch's counter knows neither the CPU's fused attention nor its backward.
     if attention == "sdpa" and not dropout and kind != "selective":
         expected -= _attention_forward(config, kind) * ROWS * LENGTH
-    assert spent[kind] - spent["none"] == expected
+    assert flops_spent(kind, attention, dropout) - flops_spent("none", attention, dropout) == expected
+
+
+def test_without_recomputation_no_work_is_done_again():
+    footprints = resolve(OpsConfig(), "cpu").footprints
+    assert recomputed_flops_per_token(SMALL, LENGTH, "none", 2, footprints)["palm"] == 0
 
 
 def _attention_forward(config: ModelConfig, kind: str) -> int:
-    blocks = {"none": 0, "full": 3, "every_n": 2}[kind]
+    blocks = {"full": 3, "every_n": 2}[kind]
     return 4 * blocks * config.heads * config.head_size * LENGTH
 
 
@@ -273,7 +295,7 @@ def test_our_kernels_add_each_gradient_once_and_turn_each_position_once(kind, bi
     for a_kind in ("none", kind):
         model = build(a_kind, config, kernel_ops())
         for parameter in model.parameters():
-            parameter.main_grad = torch.zeros_like(parameter)
+            parameter.gradient_sink = GradientSink(torch.zeros_like(parameter))
         torch.manual_seed(3)
         rows = batch()[:1, :5]
         with FlopCounterMode(display=False) as counter:
@@ -282,9 +304,7 @@ def test_our_kernels_add_each_gradient_once_and_turn_each_position_once(kind, bi
             )
             total.backward()
         spent[a_kind] = counter.get_total_flops()
-        found[a_kind] = [
-            parameter.main_grad if parameter.grad is None else parameter.grad for parameter in model.parameters()
-        ]
+        found[a_kind] = [gradient_of(parameter) for parameter in model.parameters()]
         assert all(gradient.any() for gradient in found[a_kind])
     assert_same_bits(found[kind], found["none"])
     again = recomputed_flops_per_token(config, 4, kind, 1, kernel_ops().footprints)["palm"]

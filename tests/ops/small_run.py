@@ -11,6 +11,7 @@ from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import Ops, resolve
 from zero2all.packed.loader import Batch
+from zero2all.parallel.layout import init_weights
 from zero2all.parallel.world import World
 from zero2all.train.setup import op_context
 from zero2all.train.state import DTYPES, new_state
@@ -69,7 +70,7 @@ def losses_of_a_run(ops: Ops, precision: str, steps: int, device: str = "cpu", *
     """The loss of each step."""
     config = run_config(precision, **sizes)
     model = Z2all(config.model, ops)
-    model.init_weights(0)
+    init_weights(model, 0)
     state = new_state(model.to(device).train(), config.optim, DTYPES[precision])
     batches = [batch(step, config.train.tokens_per_step // config.data.seq_len) for step in range(steps)]
     state.micro_batch_samples = int(config.train.micro_batch_samples)

@@ -21,6 +21,7 @@ from tests.ops.agreement import (
 )
 from zero2all.ops import linear_cross_entropy
 from zero2all.ops.config import OpsConfig
+from zero2all.ops.gradient_sink import GradientSink
 from zero2all.ops.implementation import OpContext
 from zero2all.ops.optimizer import AdamW, Flat
 from zero2all.ops.registry import OPERATORS, resolve
@@ -398,7 +399,7 @@ def test_factor_on_the_sum_reaches_the_gradients_unrounded(function):
         assert float((scaled * whole).sum() / whole.square().sum()) == pytest.approx(0.3, rel=1e-3)
 
 
-def test_head_gradient_is_added_to_main_grad_in_float32_where_there_is_one():
+def test_head_gradient_is_added_to_the_sink_in_float32_where_there_is_one():
     inputs, targets, weights = head_and_loss_inputs()
     others = (targets, weights.float(), VOCAB, 0.0)
     chunked = linear_cross_entropy.chunked_linear_cross_entropy
@@ -407,14 +408,14 @@ def test_head_gradient_is_added_to_main_grad_in_float32_where_there_is_one():
     total, _ = chunked(hidden, plain, *others)
     total.backward()
     head.requires_grad_()
-    head.main_grad = torch.ones(head.shape)
+    head.gradient_sink = GradientSink(torch.ones(head.shape))
     for factor in (1.0, 0.25):  # two micro-batches
         total, _ = chunked(hidden, head, *others)
         (total * factor).backward()
     assert head.grad is None
-    assert head.main_grad.dtype == torch.float32
-    assert_close(head.main_grad, 1.0 + 1.25 * plain.grad.double(), 2e-3)
-    assert torch.equal(head.main_grad[VOCAB:], torch.ones(PADDED - VOCAB, WIDTH))
+    assert head.gradient_sink.buffer.dtype == torch.float32
+    assert_close(head.gradient_sink.buffer, 1.0 + 1.25 * plain.grad.double(), 2e-3)
+    assert torch.equal(head.gradient_sink.buffer[VOCAB:], torch.ones(PADDED - VOCAB, WIDTH))
 
 
 @every_loss

@@ -13,6 +13,7 @@ from zero2all.model.z2all import Z2all, compile_model
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.implementation import OpContext
 from zero2all.ops.registry import resolve
+from zero2all.parallel.layout import init_weights
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16 says so and goes on
@@ -33,7 +34,7 @@ TINY = ModelConfig(
 
 def loss_and_gradients(mode: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     model = Z2all(TINY, resolve(OpsConfig(compile=mode), OpContext("cpu", compiled=mode != "none")))
-    model.init_weights(0)
+    init_weights(model, 0)
     compile_model(model)
     ids = torch.randint(61, (2, 9), generator=torch.Generator().manual_seed(0))
     total, _ = model.loss(ids[:, :-1], ids[:, 1:])

@@ -26,6 +26,7 @@ for name in names:
 assert "triton" not in sys.modules and "zero2all.ops.kernels.linear" not in sys.modules
 
 import numpy as np, torch
+from zero2all.parallel.layout import init_weights
 from zero2all.config import config_from_values
 from zero2all.model.z2all import Z2all
 from zero2all.ops.registry import resolve
@@ -44,7 +45,7 @@ config = config_from_values({
 for dtype in (torch.float32, torch.bfloat16):
     ops = resolve(config.ops, op_context(config, "cpu", dtype))
     model = Z2all(config.model, ops)
-    model.init_weights(0)
+    init_weights(model, 0)
     state = new_state(model.train(), config.optim, dtype)
     tokens = np.random.default_rng(0).integers(0, 50, (4, 17))
     batch = Batch(tokens, np.zeros(4, dtype=np.int64), np.zeros(4, dtype=np.int64), 0)

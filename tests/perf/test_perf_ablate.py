@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from tests.processes import Program, WarmProcess
 from zero2all.cli.main import main
 from zero2all.common.errors import UsageError
 from zero2all.config import load_config
@@ -19,6 +25,7 @@ from zero2all.perf.summary import batch_tables, cells, heading, notes
 from zero2all.perf.variants import BY_NAME, named_variants
 
 BATCH = BatchShape(1, 16, 1)
+ROW = "import sys; from zero2all.perf.row import main; sys.exit(main())"
 
 
 def lines_in(folder: Path) -> list[dict[str, object]]:
@@ -38,14 +45,35 @@ def options(tiny_path, tmp_path_factory) -> AblateOptions:
 
 
 @pytest.fixture(scope="module")
-def first(options) -> Ablation:
-    return ablate(options)
+def measured(warm: WarmProcess, tmp_path_factory) -> Callable[[AblateOptions], Ablation]:
+    """`ablate`: the row `naive` in a fresh process, the others in processes that need not import torch again."""
+    said = tmp_path_factory.mktemp("rows") / "said.txt"
+
+    def run(command: list[str], **how: Any) -> Any:
+        if "naive" in command:
+            return subprocess.run(command, **how)
+        assert command[:3] == [sys.executable, "-m", "zero2all.perf.row"]
+        return SimpleNamespace(returncode=Program(warm, ROW, command[3:], said).wait())
+
+    def call(options: AblateOptions) -> Ablation:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                sys.modules["zero2all.perf.ablate"], "subprocess", SimpleNamespace(**{**vars(subprocess), "run": run})
+            )
+            return ablate(options)
+
+    return call
 
 
 @pytest.fixture(scope="module")
-def second(options, first) -> Ablation:
+def first(options, measured) -> Ablation:
+    return measured(options)
+
+
+@pytest.fixture(scope="module")
+def second(options, first, measured) -> Ablation:
     """Another day: one more row."""
-    return ablate(dataclasses.replace(options, variants=named_variants(["all-fused", "naive", "fp8"])))
+    return measured(dataclasses.replace(options, variants=named_variants(["all-fused", "naive", "fp8"])))
 
 
 def test_every_row_is_measured_and_on_disk(first, options):

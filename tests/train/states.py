@@ -8,4 +8,4 @@ from zero2all.train.state import TrainState
 def copies(state: TrainState) -> dict[str, Tensor]:
     """Every tensor a checkpoint would hold, by name."""
     with state.tensors() as tensors:
-        return {name: value.clone() for name, value in tensors.items()}
+        return {name: part.values.clone() for name, part in tensors.items()}

@@ -37,7 +37,6 @@ def test_a_plain_run_on_one_gpu_can_be_captured():
 @pytest.mark.parametrize(
     ("changes", "processes", "ops", "reason"),
     [
-        ({}, 2, {}, "gradients are reduced across processes"),
         ({"recompute": "full"}, 1, {}, "train.recompute: full"),
         ({"precision": "float16"}, 1, {}, "float16 scales the loss"),
         ({}, 1, {"attention": "flex"}, "flex is compiled"),
@@ -86,8 +85,17 @@ def test_it_is_refused_before_any_long_work():
     check_cuda_graph(the_1b(cuda_graph="on"), CUDA, 1, taking())
 
 
+def test_of_several_processes_passes_that_send_gradients_cannot():
+    config, model = the_1b(cuda_graph="on"), small_model()
+    assert why_no_cuda_graph(config, CUDA, 2, taking()) is None
+    with pytest.raises(UsageError, match="the only pass of a step sends gradients"):
+        choose_cuda_graph(config, model, CUDA, 2, 128, 128)
+    zero2 = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, zero=2))
+    assert "every pass communicates" in str(why_no_cuda_graph(zero2, CUDA, 2, taking()))
+
+
 def test_passes_that_do_not_divide_a_step_cannot():
-    with pytest.raises(UsageError, match="passes of 3 samples do not divide a step of 256"):
+    with pytest.raises(UsageError, match="passes of 3 samples do not divide the 256 of a step"):
         choose_cuda_graph(the_1b(cuda_graph="on"), small_model(), CUDA, 1, 3, 256)
 
 

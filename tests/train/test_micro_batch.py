@@ -15,10 +15,13 @@ from torch import Tensor
 
 from zero2all.common.errors import UsageError
 from zero2all.config import RunConfig, config_from_values
+from zero2all.config.training import OptimConfig
 from zero2all.limits.memory import ALLOWANCE, estimate_memory
+from zero2all.model.config import ModelConfig
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
+from zero2all.parallel.layout import init_weights
 from zero2all.parallel.mesh import Axis, Mesh
 from zero2all.parallel.world import World
 from zero2all.train.micro_batch import (
@@ -33,6 +36,7 @@ from zero2all.train.micro_batch import (
     recall,
     remember,
 )
+from zero2all.train.state import new_state
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -93,7 +97,7 @@ def test_a_good_guess_needs_two_tries():
 
 
 def test_not_even_one_sample_is_an_error_that_says_what_helps():
-    with pytest.raises(UsageError, match=r"train\.recompute to full"):
+    with pytest.raises(UsageError, match=r"train\.recompute to full.*parallel\.zero: 1;.*parallel\.offload: optimizer"):
         find_micro_batch(SmallDevice(500).run_pass, divisors(8), gc.collect)
 
 
@@ -127,7 +131,7 @@ def run_config(**train: object) -> RunConfig:
 
 def model_of(config: RunConfig) -> Z2all:
     model = Z2all(config.model, resolve(OpsConfig(), "cpu"))
-    model.init_weights(1)
+    init_weights(model, 1)
     return model
 
 
@@ -193,24 +197,50 @@ def test_a_try_runs_the_real_model_forward_and_backward():
 
 def test_estimate_of_memory_sees_the_settings_of_the_run():
     ops = resolve(OpsConfig(), "cpu")
-    settings = memory_settings(run_config(recompute="full"), ops, 2, 4)
+    config = run_config(recompute="full")
+    parallel = dataclasses.replace(config.parallel, zero=2, offload="optimizer", bucket_mb=4.0)
+    mesh = Mesh(Axis(0, 1), Axis(0, 2), Axis(0, 2))
+    settings = memory_settings(dataclasses.replace(config, parallel=parallel), ops, mesh, 4)
     assert (settings.precision, settings.recompute, settings.documents) == ("float32", "full", True)
-    assert settings.accumulates  # 12 rows for each of 2 processes, 4 at a time
+    assert settings.passes == 3  # 12 rows for each of 2 processes, 4 at a time
+    assert (settings.zero, settings.replicate, settings.shard) == (2, 1, 2)
+    assert (settings.offload, settings.bucket_bytes) == ("optimizer", 4e6)
     assert settings.operators["attention"] == ops.footprints["attention"]
 
 
-def test_processes_that_shard_take_the_estimate_without_a_try_and_say_what_to_do(tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "muon", "adafactor"])
+def test_estimate_with_zero_2_is_what_the_fullest_process_holds(kind):
+    model = ModelConfig(vocab_size=512, hidden_size=64, intermediate_size=160, layers=2, heads=4, kv_heads=2)
+    config = dataclasses.replace(run_config(precision="bfloat16"), optim=OptimConfig(kind), model=model)
+    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, zero=2, bucket_mb=0.1))
+    held = []
+    for rank in range(3):
+        mesh = Mesh(shard=Axis(rank, 3), batch=Axis(rank, 3))
+        state = new_state(model_of(config), config.optim, torch.bfloat16, mesh=mesh, parallel=config.parallel)
+        moments = state.optimizer.state_tensors().values()
+        weights = state.weights
+        held.append((weights.masters.nbytes, weights.gradients.nbytes, sum(part.values.nbytes for part in moments)))
+    settings = memory_settings(config, state.model.ops, mesh, 4)
+    parts = {part.name: part.bytes for part in estimate_memory(config.model, settings).parts}
+    masters, gradients, states = max(held)
+    assert (parts["masters"], parts["gradients"]) == (masters, gradients)
+    assert parts["masters"] + parts["optimizer"] == pytest.approx(masters + states, rel=0.02)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_processes_that_exchange_in_every_pass_take_the_estimate_and_say_what_to_do(zero, tmp_path, monkeypatch):
     def tried(*_: object) -> None:
         raise AssertionError("an exchange in which one runs out of memory leaves the others waiting")
 
     config = run_config()
-    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, zero=3))
-    model, world = model_of(config), World(size=2, device=torch.device("cuda", 0), mesh=Mesh(batch=Axis(0, 2)))
-    for_four = estimate_memory(config.model, memory_settings(config, model.ops, 2, 4)).total
+    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, zero=zero))
+    mesh = Mesh(shard=Axis(0, 2), batch=Axis(0, 2))
+    model, world = model_of(config), World(size=2, device=torch.device("cuda", 0), mesh=mesh)
+    for_four = estimate_memory(config.model, memory_settings(config, model.ops, mesh, 4)).total
     card = SimpleNamespace(name="a card", total_memory=int(for_four / (1.0 - ALLOWANCE)) + 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
     monkeypatch.setattr(model, "loss", tried)
     taken, notes = choose_micro_batch(config, model, world, tmp_path, lambda: None)
     assert taken == 4
-    assert "4 of 12 samples (by the estimate" in notes[0]
+    assert f"4 of 12 samples (by the estimate of memory: with parallel.zero {zero}" in notes[0]
     assert "set train.micro_batch_samples yourself" in notes[0]

@@ -11,18 +11,22 @@ import pytest
 import torch
 
 from zero2all.common.errors import BadInputError, DiskError
+from zero2all.common.files import human_bytes
 from zero2all.config import config_from_values
 from zero2all.limits.memory import MemorySettings
-from zero2all.model.config import ModelConfig
+from zero2all.model.config import ModelConfig, parameter_counts
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import footprints, resolve
 from zero2all.packed.loader import Batch
+from zero2all.parallel.layout import init_weights
 from zero2all.train.checkpoints.retention import Retention
 from zero2all.train.sanity import (
     check_batch_ids,
     check_disk,
     check_first_loss,
+    communication_notes,
+    drawn_bytes,
     dry_run_config,
     memory_notes,
     overfit_one_batch,
@@ -36,7 +40,7 @@ SMALL = ModelConfig(vocab_size=400, hidden_size=64, intermediate_size=96, layers
 
 def build(config: ModelConfig) -> Z2all:
     model = Z2all(config, resolve(OpsConfig(), "cpu"))
-    model.init_weights(0)
+    init_weights(model, 0)
     return model
 
 
@@ -163,13 +167,63 @@ def test_run_that_cannot_fit_is_refused_with_what_it_needs_and_how_to_need_less(
         require_memory(LARGE, settings, "cpu", 0, host_bytes=200 * GB, local_processes=4)
 
 
-def test_processes_with_a_gpu_each_need_the_machine_only_while_the_model_is_built():
+def test_processes_with_a_gpu_each_need_the_machine_only_while_weights_are_drawn():
     settings = MemorySettings(2048, 16, ON_A_GPU)
-    require_memory(LARGE, settings, "cuda", 80 * GB, host_bytes=24 * GB, local_processes=4)
+    require_memory(LARGE, settings, "cuda", 80 * GB, host_bytes=8 * GB, local_processes=8)
     with pytest.raises(DiskError, match="on the GPU"):
         require_memory(LARGE, settings, "cuda", 40 * GB, host_bytes=24 * GB)
-    with pytest.raises(DiskError, match=r"8 x 4\.\d GiB"):
-        require_memory(LARGE, settings, "cuda", 80 * GB, host_bytes=24 * GB, local_processes=8)
+    assert drawn_bytes(LARGE) == pytest.approx(0.7 * GB, rel=0.1)
+    with pytest.raises(DiskError, match=r"to draw the weights: about .*\(8 processes of 0\.\d GiB"):
+        require_memory(LARGE, settings, "cuda", 80 * GB, host_bytes=4 * GB, local_processes=8)
+
+
+def test_offload_that_needs_more_host_memory_than_there_is_is_refused_with_a_table_and_what_to_do():
+    settings = MemorySettings(2048, 1, ON_A_GPU, offload="optimizer", zero=1, shard=2)
+    require_memory(LARGE, settings, "cuda", 80 * GB, host_bytes=24 * GB, local_processes=2)
+    with pytest.raises(DiskError, match=r"(?s)parallel\.offload optimizer keeps there: about .* are needed") as caught:
+        require_memory(LARGE, settings, "cuda", 80 * GB, host_bytes=24 * GB, local_processes=4)
+    assert caught.value.exit_code == 4
+    for words in (
+        "4 processes of",
+        "22.4 GiB are free",
+        "in host memory:",
+        "masters",
+        "optimizer_disk",
+        "model.layers",
+    ):
+        assert words in str(caught.value), words
+    on_disk = dataclasses.replace(settings, offload="optimizer_disk")
+    require_memory(LARGE, on_disk, "cuda", 80 * GB, host_bytes=24 * GB, local_processes=4)
+
+
+def test_on_a_cpu_what_is_offloaded_lies_in_the_same_memory():
+    settings = MemorySettings(2048, 1, resolve(OpsConfig(), "cpu").footprints, offload="optimizer")
+    require_memory(LARGE, settings, "cpu", 0, host_bytes=60 * GB)
+    with pytest.raises(DiskError, match="to train this model here"):
+        require_memory(LARGE, settings, "cpu", 0, host_bytes=24 * GB)
+
+
+def test_a_run_that_does_not_fit_is_told_of_what_it_does_not_use_yet():
+    def said(**changes: object) -> str:
+        with pytest.raises(DiskError) as caught:
+            require_memory(LARGE, MemorySettings(2048, 64, ON_A_GPU, **changes), "cuda", GB, 80 * GB)
+        return str(caught.value)
+
+    assert "parallel.zero up to 3 (now 1;" in said(zero=1, shard=2)
+    assert "parallel.offload (now none;" in said()
+    assert "parallel.zero" not in said(zero=3, shard=2)
+    assert "parallel.offload" not in said(zero=3, shard=2)
+
+
+def test_notes_say_what_a_process_sends_in_a_step():
+    assert communication_notes(LARGE, MemorySettings(2048, 16, ON_A_GPU)) == []
+    first, second = communication_notes(LARGE, MemorySettings(2048, 16, ON_A_GPU, replicate=4))
+    parameters = parameter_counts(LARGE)["total"]
+    assert f"each process sends {human_bytes(6 * parameters)} in a step" in first
+    assert second.split() == [
+        *("all-reduce", "gradients", *human_bytes(4 * parameters).split(), "over", "4", "processes,"),
+        *(*human_bytes(6 * parameters).split(), "sent"),
+    ]
 
 
 def test_of_a_compiled_model_only_the_state_is_certain():

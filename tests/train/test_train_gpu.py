@@ -17,6 +17,7 @@ from zero2all.ops.registry import resolve
 from zero2all.packed.loader import Batch, LoaderOptions, read_batch
 from zero2all.packed.transfer import batches_on
 from zero2all.parallel.device import pick_device
+from zero2all.parallel.layout import init_weights
 from zero2all.parallel.world import World
 from zero2all.track.reader import read_run
 from zero2all.train import loop
@@ -60,7 +61,7 @@ def gpu_config(config, precision="bfloat16", kind="adamw", ops=None, **train):
 def gpu_state(settings) -> TrainState:
     dtype = DTYPES[settings.train.precision]
     model = Z2all(settings.model, resolve(settings.ops, op_context(settings, "cuda", dtype)))
-    model.init_weights(1)
+    init_weights(model, 1)
     return new_state(model.to(pick_device("cuda")).train(), settings.optim, dtype, 4)
 
 
@@ -111,7 +112,7 @@ def test_a_step_of_the_gpu_is_that_of_the_cpu(config):
     settings = gpu_config(config, "float32", ops={"attention": "math"})
     on_gpu = gpu_state(settings)
     model = Z2all(settings.model, resolve(type(settings.ops)(), "cpu"))
-    model.init_weights(1)
+    init_weights(model, 1)
     on_cpu = new_state(model.train(), settings.optim, torch.float32, 4)
     for seed in range(3):
         batch = gpu_batch(seed)

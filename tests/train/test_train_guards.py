@@ -228,7 +228,36 @@ def poisoned(clean, copy_of):
 
 
 @pytest.fixture(scope="session")
-def recovered(poisoned):
+def right_before(poisoned, tmp_path_factory):
+    """The run as it stands when it has saved step 120: what comes before is the same work for every run below."""
+    work = beside(poisoned, tmp_path_factory.mktemp("before"))
+    real_step = loop.train_step
+
+    def step_or_stop(state, *arguments):
+        if state.step == FIRST_BAD - 1:
+            raise InterruptedError
+        return real_step(state, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "train_step", step_or_stop)
+        with pytest.raises(InterruptedError):
+            trained(settings(guards=GUARDS), work)
+    return work
+
+
+def beside(work, root):
+    """A workspace of its own over the same data."""
+    root.mkdir(exist_ok=True)
+    for item in work.root.iterdir():
+        if item.name != "runs":
+            (root / item.name).symlink_to(item)
+    return Workspace(root)
+
+
+@pytest.fixture(scope="session")
+def recovered(poisoned, right_before):
+    """The run that goes on from there, and how it ended."""
+    shutil.copytree(right_before.runs, poisoned.runs)
     return poisoned.run("run"), trained(settings(guards=GUARDS), poisoned)
 
 
@@ -313,33 +342,6 @@ else:
 from zero2all.cli import main
 sys.exit(main())
 """
-
-
-@pytest.fixture(scope="session")
-def right_before(poisoned, tmp_path_factory):
-    """The run as it stands when it has saved step 120: what comes before is the same work for every test below."""
-    work = beside(poisoned, tmp_path_factory.mktemp("before"))
-    real_step = loop.train_step
-
-    def step_or_stop(state, *arguments):
-        if state.step == FIRST_BAD - 1:
-            raise InterruptedError
-        return real_step(state, *arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "train_step", step_or_stop)
-        with pytest.raises(InterruptedError):
-            trained(settings(guards=GUARDS), work)
-    return work
-
-
-def beside(work, root):
-    """A workspace of its own over the same data."""
-    root.mkdir(exist_ok=True)
-    for item in work.root.iterdir():
-        if item.name != "runs":
-            (root / item.name).symlink_to(item)
-    return Workspace(root)
 
 
 @pytest.mark.parametrize("moment", ["decided", "withdrawn", "gone back"])

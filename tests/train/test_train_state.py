@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import pytest
 import torch
@@ -16,11 +15,11 @@ from zero2all.ops.config import OpsConfig
 from zero2all.ops.optimizer import eager_adamw
 from zero2all.ops.registry import Choice, resolve
 from zero2all.ops.split_master import join, split
-from zero2all.parallel.world import World
+from zero2all.parallel.buckets import ALIGNMENT
+from zero2all.parallel.layout import init_weights, layout_table
 from zero2all.train.optimizers.adamw import AdamW
 from zero2all.train.optimizers.flat_adamw import FlatAdamW
 from zero2all.train.state import new_state
-from zero2all.train.weights import ALIGNMENT
 
 KINDS = ["adamw", "muon", "lion", "adafactor", "sgd", "adamw_8bit", "adamw_bf16"]
 GO, SKIP = torch.tensor(False), torch.tensor(True)
@@ -29,7 +28,7 @@ GO, SKIP = torch.tensor(False), torch.tensor(True)
 def model_with(ops=None, seed=1, **options):
     shape = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "layers": 2, "heads": 2, "kv_heads": 1}
     model = Z2all(ModelConfig(**{**shape, "max_seq_len": 16, **options}), resolve(ops or OpsConfig(), "cpu"))
-    model.init_weights(seed)
+    init_weights(model, seed)
     return model
 
 
@@ -39,9 +38,9 @@ def make_state(kind="adamw", dtype=torch.float32, seed=1, ops=None, **options):
 
 def fill_gradients(state, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    for place in state.weights.places:
-        values = torch.randn(place.at.stop - place.at.start, generator=generator)
-        state.weights.gradients[place.at] = values.to(state.weights.gradients.dtype)
+    for at in state.weights.plan.places.values():
+        values = torch.randn(at.stop - at.start, generator=generator)
+        state.weights.gradients[at] = values.to(state.weights.gradients.dtype)
 
 
 def update(state, scale=1.0, flag=GO):
@@ -53,17 +52,16 @@ def update(state, scale=1.0, flag=GO):
 # ---- flat buffers ----
 
 
-def test_parameters_become_views_of_one_buffer_in_which_each_group_is_one_stretch():
+def test_parameters_become_views_of_one_buffer_in_which_each_kind_is_one_bucket():
     model = model_with(attention_bias="all")
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     weights = new_state(model, OptimConfig(), torch.float32).weights
-    assert set(weights.groups) == {"embedding", "head", "matrix", "norm", "bias"}
-    ends = sorted((at.start, at.stop) for at in weights.groups.values())
-    assert ends[0][0] == 0
-    assert ends[-1][1] == len(weights.masters)
-    assert all(stop == start for (_, stop), (start, _) in itertools.pairwise(ends))
-    assert all(place.at.start % ALIGNMENT == 0 for place in weights.places)
-    assert sum(place.at.stop - place.at.start for place in weights.places) == sum(p.numel() for p in model.parameters())
+    plan = weights.plan
+    assert [bucket.kind for bucket in plan.buckets] == ["embedding", "norm", "matrix", "bias", "head"]
+    assert [bucket.span for bucket in plan.buckets] == weights.own == weights.own_at, "one process owns all"
+    assert plan.length == len(weights.masters)
+    assert all(place.start % ALIGNMENT == 0 for place in plan.places.values())
+    assert sum(place.stop - place.start for place in plan.places.values()) == sum(p.numel() for p in model.parameters())
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name]), name
     weights.masters.zero_()
@@ -75,29 +73,29 @@ def test_backward_passes_add_up_in_the_buffer_in_float32(dtype):
     state = make_state(dtype=dtype)
     for _ in range(2):
         sum((parameter * 3).sum() for parameter in state.model.parameters()).backward()
-    state.weights.reduce_gradients(World())
     for name, master in state.weights.masters_by_name().items():
-        assert master.dtype == master.grad.dtype == torch.float32
-        assert (master.grad == 6).all(), name
+        assert master.part.values.dtype == master.gradient().dtype == torch.float32
+        assert (master.gradient() == 6).all(), name
     assert state.weights.gradients.sum() == 6 * sum(parameter.numel() for parameter in state.model.parameters())
-    length = float(state.weights.squared_norm(World()))
+    length = float(state.weights.squared_norm_share())
     assert length == pytest.approx(36 * sum(parameter.numel() for parameter in state.model.parameters()), rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_low_precision_weights_follow_their_masters(kind):
     state = make_state(kind, torch.bfloat16)
-    parameters = dict(state.model.named_parameters())
-    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    versions = {name: parameter._version for name, parameter in parameters.items()}
+    holders = dict(state.model.named_parameters())
+    versions = {name: parameter._version for name, parameter in holders.items()}
+    before = {name: part.values.clone() for name, part in state.weights.parts(state.weights.weights).items()}
     state.optimizer.set_learning_rate(0.1)
     fill_gradients(state)
     update(state)
+    weights = state.weights.parts(state.weights.weights)
     for name, master in state.weights.masters_by_name().items():
-        assert torch.equal(parameters[name], master.bfloat16()), name
-        assert not torch.equal(parameters[name], before[name]), name
-        assert parameters[name]._version > versions[name], "caches of the weights must learn of it"
-        assert master.dtype == (torch.bfloat16 if kind == "adamw_bf16" else torch.float32)
+        assert torch.equal(weights[name].values, master.part.values.bfloat16()), name
+        assert not torch.equal(weights[name].values, before[name]), name
+        assert master.part.values.dtype == (torch.bfloat16 if kind == "adamw_bf16" else torch.float32)
+    assert all(holders[name]._version > version for name, version in versions.items()), "caches must learn of it"
 
 
 # ---- split masters ----
@@ -138,8 +136,8 @@ def test_a_bfloat16_weight_is_half_of_its_master_where_the_optimizer_can_put_the
     wanted = copies(whole)
     for name, value in copies(state).items():
         assert torch.equal(value, wanted[name]), name
-    for name, parameter in state.model.named_parameters():
-        assert torch.equal(parameter, split(wanted[f"model/{name}"])[0]), name
+    for name, part in state.weights.parts(state.weights.weights).items():
+        assert torch.equal(part.values, split(wanted[f"model/{name}"])[0]), name
 
 
 def test_looking_at_split_masters_between_steps_leaves_everything_as_it_was():
@@ -159,7 +157,7 @@ def test_a_split_state_goes_on_bit_for_bit_from_one_with_whole_masters():
     fill_gradients(state)  # left over from a step that was not finished
     with state.tensors() as tensors:
         for name, value in copies(whole).items():
-            tensors[name].copy_(value)
+            tensors[name].values.copy_(value)
     state.loaded(whole.counters())
     for each in (state, whole):
         one_step(each, 1)
@@ -234,6 +232,16 @@ def test_every_implementation_scales_the_gradient_and_skips_without_a_trace(impl
 # ---- keeping and taking over ----
 
 
+def test_a_checkpoint_holds_the_logical_parameters_and_their_moments():
+    state = make_state()
+    names = {parameter.name: parameter.shape for parameter in layout_table(state.model.config)}
+    assert "blocks.1.attention.v.weight" in names
+    wanted = {f"{group}/{name}" for group in ("model", "optimizer/exp_avg", "optimizer/exp_avg_sq") for name in names}
+    found = copies(state)
+    assert found.keys() == wanted | {"optimizer/step/all"}
+    assert {name: tuple(found[f"model/{name}"].shape) for name in names} == names
+
+
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [(kind, torch.bfloat16) for kind in KINDS] + [("adamw", torch.float32), ("muon", torch.float16)],
@@ -249,7 +257,7 @@ def test_a_state_whose_tensors_were_filled_from_another_goes_on_bit_for_bit(kind
     fill_gradients(other)  # left over from a step that was not finished
     with other.tensors() as tensors:
         for name, value in copies(one).items():
-            tensors[name].copy_(value)
+            tensors[name].values.copy_(value)
     other.loaded(one.counters())
     assert (other.step, other.tokens) == (7, 70)
     for state in (one, other):

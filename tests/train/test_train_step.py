@@ -13,6 +13,7 @@ from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
 from zero2all.packed.loader import Batch
+from zero2all.parallel.layout import init_weights
 from zero2all.parallel.world import World
 from zero2all.train.guards.detector import Limits
 from zero2all.train.state import DTYPES, new_state
@@ -28,7 +29,7 @@ NO_DROPOUT = {"vocab_size": VOCAB_SIZE, "residual_dropout": 0.0, "attention_drop
 def make_state(config, dtype=None, ops=None):
     dtype = dtype or DTYPES[config.train.precision]
     model = Z2all(config.model, resolve(ops or OpsConfig(), "cpu"))
-    model.init_weights(1)
+    init_weights(model, 1)
     if dtype == torch.float64:
         model.double()
     micro = config.train.micro_batch_samples
@@ -139,7 +140,9 @@ def test_dropout_depends_on_seed_and_step_alone(config):
         state = make_state(settings)
         state.step = step
         train_step(state, make_batch(), settings)
-        return state.optimizer_tensors()["optimizer/exp_avg/embedding.weight"].clone()  # the gradient, up to a factor
+        return state.optimizer_tensors()[
+            "optimizer/exp_avg/embedding.weight"
+        ].values.clone()  # the gradient, up to a factor
 
     first = after_one_step()
     torch.rand(100)  # whatever the process does in between
@@ -160,8 +163,8 @@ def test_bfloat16_computes_in_bfloat16_over_float32_weights(config):
     assert {parameter.dtype for parameter in narrow.model.parameters()} == {torch.bfloat16}
     masters = copies(narrow)
     assert {value.dtype for value in masters.values()} == {torch.float32}
-    for name, parameter in narrow.model.named_parameters():
-        assert torch.equal(parameter, masters[f"model/{name}"].bfloat16()), name
+    for name, part in narrow.weights.parts(narrow.weights.weights).items():
+        assert torch.equal(part.values, masters[f"model/{name}"].bfloat16()), name
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")

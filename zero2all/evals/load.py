@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from zero2all.common.errors import BadInputError
 from zero2all.common.workspace import Workspace
@@ -15,6 +16,7 @@ from zero2all.evals.inputs import require_checkpoint
 from zero2all.model.z2all import Z2all
 from zero2all.ops.registry import resolve
 from zero2all.parallel.device import pick_device
+from zero2all.parallel.layout import init_weights, model_parts
 from zero2all.tokenizer.load import Tokenizer, load_tokenizer
 from zero2all.train.checkpoints.find import newest_checkpoint
 from zero2all.train.checkpoints.layout import checkpoint_folder
@@ -41,6 +43,10 @@ class LoadedModel:
         """Where the model computes."""
         return self.model.embedding.weight.device
 
+    def weights(self) -> dict[str, Tensor]:
+        """The weights by logical name, as a checkpoint has them; live."""
+        return {name: part.values for name, part in model_parts(self.model).items()}
+
 
 def load_run(workspace: Workspace, name: str, step: int | None = None) -> LoadedModel:
     """The newest checkpoint of a run, or the one of `step`."""
@@ -53,7 +59,7 @@ def load_run(workspace: Workspace, name: str, step: int | None = None) -> Loaded
         checkpoint = verified_checkpoint(checkpoint_folder(run, step))
     config = dataclasses.replace(config, model=model_at(checkpoint.step, config.model, config.stages))
     model = _bare_model(config)
-    checkpoint.load_into({f"model/{key}": value for key, value in model.state_dict().items()})
+    checkpoint.load_into({f"model/{name}": part for name, part in model_parts(model).items()})
     stored_dtype = checkpoint.manifest.get("imported_dtype", "float32")
     tokenizer = load_tokenizer(workspace.tokenizer)
     if tokenizer.fingerprint != checkpoint.manifest.get("tokenizer"):
@@ -70,7 +76,7 @@ def untrained(workspace: Workspace, config: RunConfig) -> LoadedModel:
     tokenizer = load_tokenizer(workspace.tokenizer)
     config = with_vocabulary(config, tokenizer.vocab_size)
     model = _bare_model(config)
-    model.init_weights(config.train.seed)
+    init_weights(model, config.train.seed)
     return LoadedModel(f"{config.train.name} (untrained)", 0, model.eval(), tokenizer, config)
 
 

@@ -1,28 +1,45 @@
-"""Memory of a training run on one device, by arithmetic, before anything is allocated.
+"""Memory of a training run, by arithmetic, before anything is allocated: on the device, in host memory, on disk.
 
-All the time: weights, float32 masters, gradients, optimizer state. During a step: what each block saves for the
-backward pass, times the tokens of a micro-batch, plus the larger of two peaks: the head with its logits (end of the
-forward pass), or the first block of the backward pass with its gradients.
+All the time: weights, float32 masters, gradients, optimizer states. What one process holds of them, with n processes
+along the shard axis, and bytes a parameter for AdamW in bfloat16:
 
-The operators state what they save (`zero2all.ops.footprint`). Not counted: what the CUDA context and libraries take,
-and what torch's allocator reserves without using it. With torch.compile the compiler decides what is saved, mostly less
-than this. Passes in a CUDA graph (`zero2all.train.cuda_graph`) keep their activations allocated, and what happens
-between steps needs memory beside them.
+                        zero 0   zero 1   zero 2           zero 3 (FSDP2)
+    weights     2       all      all      all              the tables, and two blocks at a time
+    masters     2 or 4  all      1/n      1/n              1/n, always 4
+    gradients   4       all      all      1/n, buckets     1/n, and those not yet reduced
+    states      8       all      1/n      1/n              1/n
+
+    offload             none     optimizer         optimizer_disk    weights
+    weights             device   device            device            host; three blocks and the tables on the device
+    gradients           device   device            device            host; borrowed buckets on the device
+    masters, states     device   host              disk              host
+
+Masters take 2 bytes where a bfloat16 weight is the upper half of its master (`zero2all.ops.split_master`). In float32
+the weights are the masters. Processes along the replicate axis hold the same.
+
+During a step: what each block saves for the backward pass, times the tokens of a micro-batch, plus the larger of two
+peaks: the head with its logits (end of the forward pass), or the first block of the backward pass with its gradients.
+
+The operators state what they save (`zero2all.ops.footprint`). Not counted: what the CUDA context, NCCL and libraries
+take, and what torch's allocator reserves without using it. With torch.compile the compiler decides what is saved,
+mostly less than this. Passes in a CUDA graph (`zero2all.train.cuda_graph`) keep their activations allocated, and what
+happens between steps needs memory beside them.
 
 On an H200 (1.2555 B parameters, 16 x 2048 tokens, fused operators) 53.7 GiB were measured and 53.6 estimated in
 bfloat16, 58.1 and 58.1 in float8; with whole instead of split masters 56.1 and 56.0, 60.5 and 60.5; with
 FlashAttention 4 and QuACK 54.9 and 54.6. The other operators agree within 3 % with what torch saves for small models on
-a CPU (tests/limits); recomputation and sharding have not been measured on a GPU.
+a CPU (tests/limits); recomputation, ZeRO and offload have not been measured on a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from zero2all.limits.floors import linear_shapes
 from zero2all.limits.flops import recomputed_blocks
-from zero2all.model.config import ModelConfig, parameter_counts
+from zero2all.model.config import ModelConfig, ParameterKind, parameter_counts
 from zero2all.ops.footprint import Footprint, Sizes
 
 GIB = 2**30
@@ -32,6 +49,29 @@ BLOCK_OF_8BIT_MOMENTS = 256
 """Values with one float32 scale (`zero2all.train.optimizers.adamw_8bit`)."""
 ALLOWANCE = 0.08
 """Share of a device's memory that is left free for what the estimate does not count."""
+BORDER = 128
+"""Flat buffers are cut at multiples of this many values."""
+KINDS_APART: dict[str, tuple[ParameterKind, ...]] = {
+    "muon": ("matrix",),
+    "adamw_8bit": ("matrix", "embedding", "head"),
+    "adafactor": ("matrix", "embedding", "head"),
+}
+"""The kinds of parameters that an optimizer gives other moments than the rest."""
+BORROWED_BUCKETS = 3
+"""With ZeRO-2, or gradients in host memory: one bucket is being filled, two are on their way."""
+STAGING_BUCKETS = 2
+"""With offload: one bucket is copied while another is updated."""
+STREAMED_BLOCKS = 3
+"""With offloaded weights: one block computes, one comes, one goes."""
+
+Place = Literal["device", "host", "disk"]
+PLACE_OF_STATES: dict[str, Place] = {
+    "none": "device",
+    "optimizer": "host",
+    "optimizer_disk": "disk",
+    "weights": "host",
+}
+"""Where masters and optimizer states lie, by parallel.offload."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +88,47 @@ class MemorySettings:
     recompute: str = "none"
     recompute_every: int = 1
     documents: bool = False  # whether attention is masked at document boundaries
-    processes: int = 1
-    spread: str = "replicate"  # parallel.data
-    accumulates: bool = False  # whether a step has more than one micro-batch
+    passes: int = 1  # micro-batches of a step in each process
+    zero: int = 0  # parallel.zero, and the sizes of the axes of the mesh
+    replicate: int = 1
+    shard: int = 1
+    offload: str = "none"  # parallel.offload
+    bucket_bytes: float = 128e6  # of gradients (parallel.bucket_mb)
+    owned: tuple[float, float] | None = None
+    """With zero 1 and 2: values of the matrices in KINDS_APART, and of the other parameters, that the fullest process
+    keeps the masters of. None: equal shares."""
+
+    @property
+    def is_fsdp(self) -> bool:
+        """Whether FSDP2 shards the weights; one process has nothing to shard."""
+        return self.zero == 3 and self.replicate * self.shard > 1
+
+    @property
+    def state_ranks(self) -> int:
+        """Processes that share one copy of the masters and the optimizer states."""
+        return self.shard if self.zero >= 1 else 1
+
+    @property
+    def gradient_ranks(self) -> int:
+        """Processes that share one copy of the gradients."""
+        return self.shard if self.zero >= 2 else 1
+
+    @property
+    def place_of_weights(self) -> Place:
+        """Where weights and gradients lie."""
+        return "host" if self.offload == "weights" else "device"
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of one gradient. Only an optimizer without masters takes them in the precision of the weights."""
+        width = WIDTHS[self.precision]
+        return width if self.optimizer == "adamw_bf16" else max(4, width)
 
     @property
     def has_split_masters(self) -> bool:
         """Whether a bfloat16 weight is the upper half of its master: our AdamW (`zero2all.ops.split_master`)."""
-        return self.precision == "bfloat16" and self.optimizer == "adamw" and self.operators["optimizer"].splits_masters
+        splits = self.operators["optimizer"].splits_masters and not self.is_fsdp
+        return self.precision == "bfloat16" and self.optimizer == "adamw" and splits
 
     @property
     def tokens(self) -> int:
@@ -86,40 +159,70 @@ class MemoryPart:
     name: str
     bytes: float
     note: str
+    place: Place = "device"
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """What a run needs on one device, at its peak."""
+    """What one process of a run needs at its peak."""
 
     parts: tuple[MemoryPart, ...]
 
     @property
     def total(self) -> float:
-        """Bytes at the peak."""
-        return sum(part.bytes for part in self.parts)
+        """Bytes on the device, at the peak."""
+        return self._at("device")
 
     @property
     def state(self) -> float:
-        """Bytes in use between two steps."""
-        return sum(part.bytes for part in self.parts if part.name in STATE_PARTS)
+        """Bytes in use on the device between two steps."""
+        return sum(part.bytes for part in self.parts if part.place == "device" and part.name in STATE_PARTS)
+
+    @property
+    def host(self) -> float:
+        """Bytes that offload takes in host memory."""
+        return self._at("host")
+
+    @property
+    def disk(self) -> float:
+        """Bytes that offload takes on disk."""
+        return self._at("disk")
 
     def lines(self) -> list[str]:
-        """The estimate as a table."""
+        """The estimate as a table: the device, then host memory and disk where something lies there."""
+        lines = self._rows("device")
+        for place, heading in (("host", "  in host memory:"), ("disk", "  on disk:")):
+            if self._at(place):
+                lines += [heading, *self._rows(place)]
+        return lines
+
+    def _at(self, place: str) -> float:
+        return sum(part.bytes for part in self.parts if part.place == place)
+
+    def _rows(self, place: str) -> list[str]:
         rows = [
             f"  {part.name:<14}{part.bytes / GIB:>8.2f} GiB  {part.note}"
             for part in self.parts
-            if part.bytes >= GIB / 1e3
+            if part.place == place and part.bytes >= GIB / 1e3
         ]
-        return [*rows, f"  {'total':<14}{self.total / GIB:>8.2f} GiB"]
+        return [*rows, f"  {'total':<14}{self._at(place) / GIB:>8.2f} GiB"]
 
 
 STATE_PARTS = ("weights", "masters", "gradients", "optimizer")
 
 
 def estimate_memory(model: ModelConfig, settings: MemorySettings) -> MemoryEstimate:
-    """The parts of the memory of a run, on the device that needs most."""
-    parts = [*_state_parts(model, settings), *_gathered_parts(model, settings), *_float8_parts(model, settings)]
+    """The parts of the memory of a run, in the process that needs most."""
+    parts = [
+        _weights(model, settings),
+        _masters(model, settings),
+        _gradients(model, settings),
+        _optimizer(model, settings),
+        *_fsdp_parts(model, settings),
+        *_borrowed_parts(model, settings),
+        *_staging_parts(model, settings),
+        *_float8_parts(model, settings),
+    ]
     saved = saved_bytes_per_token(model, settings)
     note = f"{saved / 1e3:.1f} KB per token, recompute {settings.recompute}"
     parts.append(MemoryPart("activations", settings.tokens * saved, note))
@@ -129,80 +232,172 @@ def estimate_memory(model: ModelConfig, settings: MemorySettings) -> MemoryEstim
     return MemoryEstimate(tuple(parts))
 
 
+# ---- what is there all the time --------------------------------------------------------------------------------------
+
+
+def _weights(model: ModelConfig, settings: MemorySettings) -> MemoryPart:
+    """What the forward pass reads. FSDP makes it from the masters when it gathers a block."""
+    total, width = parameter_counts(model)["total"], WIDTHS[settings.precision]
+    if settings.is_fsdp:
+        width = width if settings.optimizer == "adamw_bf16" else 0
+        return MemoryPart("weights", width * total / settings.shard, f"bfloat16, no masters{_of(settings.shard)}")
+    has_masters = _master_bytes(settings) > 0
+    note = f"{settings.precision}, {'for the forward pass' if has_masters else 'no masters'}"
+    return MemoryPart("weights", float(width * total), note, settings.place_of_weights)
+
+
+def _master_bytes(settings: MemorySettings) -> int:
+    """Of the master of one parameter, beside its weight; 0 where the weight is the master."""
+    width, is_kept_elsewhere = WIDTHS[settings.precision], settings.offload in ("optimizer", "optimizer_disk")
+    wide = width if settings.optimizer == "adamw_bf16" else max(4, width)
+    if settings.is_fsdp:
+        return 0 if settings.optimizer == "adamw_bf16" else wide
+    if settings.has_split_masters:
+        return wide - width
+    return wide if wide > width or is_kept_elsewhere else 0
+
+
+def _masters(model: ModelConfig, settings: MemorySettings) -> MemoryPart:
+    size, values = _master_bytes(settings), sum(_fullest_rank(model, settings, settings.state_ranks))
+    beside = " beside the weights" if settings.has_split_masters else ""
+    note = f"{size} bytes a parameter{beside}{_of(settings.state_ranks)}"
+    return MemoryPart("masters", size * values, note, PLACE_OF_STATES[settings.offload])
+
+
+def _gradients(model: ModelConfig, settings: MemorySettings) -> MemoryPart:
+    """The gradients that are kept until the update."""
+    size, values = settings.gradient_bytes, sum(_fullest_rank(model, settings, settings.gradient_ranks))
+    note = f"{size} bytes a parameter{_of(settings.gradient_ranks)}"
+    return MemoryPart("gradients", size * values, note, settings.place_of_weights)
+
+
+def _optimizer(model: ModelConfig, settings: MemorySettings) -> MemoryPart:
+    kind, momentum, kahan = settings.optimizer, settings.adafactor_momentum, settings.kahan
+    widen = 2 if settings.precision == "float64" else 1
+    matrices, others = _fullest_rank(model, settings, settings.state_ranks)
+    of_matrix, of_other = _moment_bytes(model, kind, momentum, kahan)
+    each = widen * optimizer_bytes(model, kind, momentum, kahan) / parameter_counts(model)["total"]
+    note = f"{each:.2f} bytes a parameter, {kind}{_of(settings.state_ranks)}"
+    size = widen * (of_matrix * matrices + of_other * others)
+    return MemoryPart("optimizer", size, note, PLACE_OF_STATES[settings.offload])
+
+
 def optimizer_bytes(model: ModelConfig, kind: str, adafactor_momentum: bool = False, kahan: bool = False) -> float:
     """Bytes of the optimizer state for the whole model, beside float32 masters (adamw_bf16 has none)."""
-    counts = parameter_counts(model)
-    total, matrices = counts["total"], counts["matmul"] - counts["embedding"]
-    if kind == "adamw":
-        return 8.0 * total
-    if kind in ("lion", "sgd"):
-        return 4.0 * total
-    if kind == "muon":
-        return 4.0 * matrices + 8.0 * (total - matrices)
-    if kind == "adamw_bf16":
-        return (6.0 if kahan else 4.0) * total
-    shapes = _matrix_shapes(model)
-    vectors = total - sum(rows * columns for rows, columns in shapes)
+    matrices = _values(_matrices_apart(model, kind))
+    of_matrix, of_other = _moment_bytes(model, kind, adafactor_momentum, kahan)
+    return of_matrix * matrices + of_other * (parameter_counts(model)["total"] - matrices)
+
+
+def _moment_bytes(model: ModelConfig, kind: str, adafactor_momentum: bool, kahan: bool) -> tuple[float, float]:
+    """Bytes of the moments of one value: of a matrix that the optimizer treats apart, and of any other parameter."""
+    shapes = _matrices_apart(model, kind)
     if kind == "adamw_8bit":
         scales = sum(rows * -(-columns // BLOCK_OF_8BIT_MOMENTS) for rows, columns in shapes)
-        return 2.0 * (total - vectors) + 2 * 4.0 * scales + 8.0 * vectors
+        return 2.0 + 2 * 4.0 * scales / _values(shapes), 8.0
     if kind == "adafactor":
-        factors = sum(rows + columns for rows, columns in shapes)
-        return 4.0 * (factors + vectors) + (4.0 * total if adafactor_momentum else 0.0)
-    raise AssertionError(f"unknown optimizer {kind!r}")
+        momentum, factors = 4.0 if adafactor_momentum else 0.0, sum(rows + columns for rows, columns in shapes)
+        return 4.0 * factors / _values(shapes) + momentum, 4.0 + momentum
+    if kind == "adamw_bf16":
+        return (6.0, 6.0) if kahan else (4.0, 4.0)
+    return {"adamw": (8.0, 8.0), "lion": (4.0, 4.0), "sgd": (4.0, 4.0), "muon": (4.0, 8.0)}[kind]
 
 
-def _matrix_shapes(model: ModelConfig) -> list[tuple[int, int]]:
-    """Every weight of two dimensions, tables included."""
+def _matrices_apart(model: ModelConfig, kind: str) -> list[tuple[int, int]]:
+    """The matrices whose moments are of another kind than those of the other parameters."""
+    kinds = KINDS_APART.get(kind, ())
+    shapes = linear_shapes(model)
+    rows, columns = shapes.pop("qkv")
+    shared = model.kv_heads * model.head_size
+    blocks = [(rows - 2 * shared, columns), (shared, columns), (shared, columns), *shapes.values()] * model.layers
     tables = [(model.vocab_rows, model.hidden_size)] * (1 if model.tied_embeddings else 2)
-    return [*linear_shapes(model).values()] * model.layers + tables
+    return [*(blocks if "matrix" in kinds else []), *(tables if "embedding" in kinds else [])]
 
 
-def _state_parts(model: ModelConfig, settings: MemorySettings) -> list[MemoryPart]:
-    total, width = parameter_counts(model)["total"], WIDTHS[settings.precision]
-    wide, sharded = max(4, width), settings.spread == "shard" and settings.processes > 1
-    share = 1 / settings.processes if sharded else 1.0
-    of = f", 1/{settings.processes} of them" if sharded else ""
-    moments = optimizer_bytes(model, settings.optimizer, settings.adafactor_momentum, settings.kahan) * (wide / 4)
-    optimizer = MemoryPart(
-        "optimizer", moments * share, f"{moments / total:.2f} bytes a parameter, {settings.optimizer}"
-    )
-    if settings.optimizer == "adamw_bf16":
-        return [
-            MemoryPart("weights", 2.0 * total * share, f"bfloat16, no masters{of}"),
-            MemoryPart("gradients", 2.0 * total * share, f"bfloat16{of}"),
-            optimizer,
-        ]
-    keeps_copies = width < wide and not sharded  # FSDP makes the low-precision weights when it gathers
-    split_masters = settings.has_split_masters and not sharded
-    master_bytes = wide - width if split_masters else wide
-    beside = " beside the weights" if split_masters else ""
-    return [
-        MemoryPart(
-            "weights", float(width * total) if keeps_copies else 0.0, f"{settings.precision}, for the forward pass"
-        ),
-        MemoryPart("masters", master_bytes * total * share, f"{master_bytes} bytes a parameter{beside}{of}"),
-        MemoryPart("gradients", wide * total * share, f"{wide} bytes a parameter{of}"),
-        optimizer,
-    ]
+def _values(shapes: Sequence[tuple[int, int]]) -> int:
+    return sum(rows * columns for rows, columns in shapes)
 
 
-def _gathered_parts(model: ModelConfig, settings: MemorySettings) -> list[MemoryPart]:
+def _of(ranks: int) -> str:
+    return f", 1/{ranks} of them" if ranks > 1 else ""
+
+
+def _fullest_rank(model: ModelConfig, settings: MemorySettings, ranks: int) -> tuple[float, float]:
+    """Values of the matrices that are treated apart, and of the other parameters, in the fullest of `ranks` processes.
+
+    `settings.owned` says it where the cut is known. Else: equal shares, up to multiples of 128. That is exact but for
+    the padding of buckets where flat values are cut; 8-bit moments, which are cut between rows, may take a row of each
+    bucket more, and Muon and Adafactor, whose matrices have one owner each, as much as the owners are uneven. FSDP cuts
+    every parameter between rows, at most one row too many.
+    """
+    matrices = _values(_matrices_apart(model, settings.optimizer))
+    others = parameter_counts(model)["total"] - matrices
+    if ranks == 1:
+        return float(matrices), float(others)
+    if settings.owned is not None and not settings.is_fsdp:
+        return settings.owned
+    return _share(matrices, ranks), _share(others, ranks)
+
+
+def _share(values: int, ranks: int) -> float:
+    return float(min(values, -(-values // (ranks * BORDER)) * BORDER))
+
+
+# ---- what is there for a while ---------------------------------------------------------------------------------------
+
+
+def _fsdp_parts(model: ModelConfig, settings: MemorySettings) -> list[MemoryPart]:
     """Unsharded weights on a rank of a sharded run: the tables all the time, blocks two at a time."""
-    if settings.spread != "shard" or settings.processes == 1:
+    if not settings.is_fsdp:
         return []
     counts, width = parameter_counts(model), WIDTHS[settings.precision]
     block, ends = counts["blocks"] / model.layers, counts["embedding"] + counts["head"]
     gathered = width * (ends + 2 * block)
     # Gradients are reduced only after the last micro-batch; until then each rank holds whole ones in float32.
-    waiting = max(4, width) * counts["total"] if settings.accumulates else (width + 4) * (ends + block)
-    note = (
-        "whole gradients until the last micro-batch" if settings.accumulates else "gradients of a block and the tables"
-    )
+    accumulates = settings.passes > 1
+    waiting = max(4, width) * counts["total"] if accumulates else (width + 4) * (ends + block)
+    note = "whole gradients until the last micro-batch" if accumulates else "gradients of a block and the tables"
     return [
         MemoryPart("gathered", gathered, "whole weights of the tables and two blocks"),
         MemoryPart("unreduced", waiting, note),
     ]
+
+
+def _borrowed_parts(model: ModelConfig, settings: MemorySettings) -> list[MemoryPart]:
+    """Gradients of a pass on their way to the process or the memory that keeps them."""
+    is_cut = settings.gradient_ranks > 1 and not settings.is_fsdp
+    if not is_cut and settings.place_of_weights == "device":
+        return []
+    table = settings.gradient_bytes * parameter_counts(model)["embedding"]
+    size = BORROWED_BUCKETS * _bucket_bytes(model, settings) + table
+    size = min(size, settings.gradient_bytes * parameter_counts(model)["total"])
+    return [MemoryPart("buckets", size, f"gradients under way: {BORROWED_BUCKETS} buckets and a table")]
+
+
+def _bucket_bytes(model: ModelConfig, settings: MemorySettings) -> float:
+    """Of the largest bucket of a block; a bucket has at least one whole weight. Each table is a bucket of its own."""
+    largest = max(rows * columns for rows, columns in linear_shapes(model).values())
+    return max(settings.bucket_bytes, float(settings.gradient_bytes * largest))
+
+
+def _staging_parts(model: ModelConfig, settings: MemorySettings) -> list[MemoryPart]:
+    """What offload needs on the way between the device and the place of the states, and streamed weights."""
+    if settings.offload == "none":
+        return []
+    buckets = STAGING_BUCKETS * _bucket_bytes(model, settings)
+    parts = [MemoryPart("staging", buckets, f"{STAGING_BUCKETS} buckets, pinned", "host")]
+    if settings.offload == "weights":
+        counts, width = parameter_counts(model), WIDTHS[settings.precision]
+        streamed = min(1.0, STREAMED_BLOCKS / model.layers) * counts["blocks"] + counts["embedding"] + counts["head"]
+        note = f"weights of {STREAMED_BLOCKS} blocks and the tables"
+        return [*parts, MemoryPart("streamed", width * streamed, note)]
+    if settings.offload == "optimizer_disk":
+        total = parameter_counts(model)["total"]
+        kind, momentum, kahan = settings.optimizer, settings.adafactor_momentum, settings.kahan
+        each = _master_bytes(settings) + optimizer_bytes(model, kind, momentum, kahan) / total
+        read = buckets / settings.gradient_bytes * each
+        parts.append(MemoryPart("read buckets", read, "masters and states of the same buckets", "host"))
+    return [*parts, MemoryPart("staging", buckets, f"{STAGING_BUCKETS} buckets on their way to and from the host")]
 
 
 def _float8_parts(model: ModelConfig, settings: MemorySettings) -> list[MemoryPart]:
@@ -211,7 +406,12 @@ def _float8_parts(model: ModelConfig, settings: MemorySettings) -> list[MemoryPa
         return []
     counts = parameter_counts(model)
     values = counts["matmul"] - counts["embedding"]
+    if settings.offload == "weights":
+        values = values * min(STREAMED_BLOCKS, model.layers) // model.layers
     return [MemoryPart("float8", float(copy_bytes * values), "weights of the blocks, as they are and transposed")]
+
+
+# ---- what a pass needs -----------------------------------------------------------------------------------------------
 
 
 def saved_bytes_per_token(model: ModelConfig, settings: MemorySettings) -> float:

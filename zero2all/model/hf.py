@@ -1,13 +1,12 @@
 """To and from Hugging Face folders: Llama and Qwen2 layouts, tensor for tensor.
 
-Z2all has q, k, v in one matrix, one after the other, and gate, up in one, their rows alternating; Hugging Face has a
-matrix for each. Splitting and joining rows changes no bit, so a folder that is imported and exported again holds the
-same tensors. The biases decide the layout: q, k, v only is Qwen2; none or all four is Llama.
+Ours are the logical parameters that a checkpoint holds. They differ in one thing: gate and up are one matrix of ours,
+their rows alternating. Splitting and joining rows changes no bit, so a folder that is imported and exported again holds
+the same tensors. The biases decide the layout: q, k, v only is Qwen2; none or all four is Llama.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,18 +24,12 @@ from zero2all.common.schema import build
 from zero2all.common.workspace import is_folder_name
 from zero2all.model.config import ModelConfig
 from zero2all.model.rope import rope_base
-from zero2all.model.z2all import Z2all
-from zero2all.ops.config import OpsConfig
-from zero2all.ops.registry import resolve
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 TokenIds = Mapping[str, int | list[int] | None]
 """bos, eos and pad ids; a chat model may have several eos ids."""
 SHARD_BYTES = 5_000_000_000
 VOCABULARY_TABLES = ("embedding.weight", "head.weight")
-ALTERNATING = "feed_forward.gate_up_pairs"
-"""The module whose rows come alternately from its parts."""
-FIRST_BLOCK = "blocks.0."
 LAYER_NUMBER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
 FETCH_AGAIN = "Fetch the folder again."
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -110,18 +103,19 @@ def read_hf_folder(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], str]:
 
 
 def to_hf_tensors(config: ModelConfig, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Our tensors under Hugging Face's names, fused ones split, without the padding rows of the vocabulary."""
-    for name, tensor in tensors.items():
-        if name in VOCABULARY_TABLES:
-            tensor = tensor[: config.vocab_ids]
-        parts = _their_parts(config, name, len(tensor))
-        yield from zip(parts, _taken_apart(name, tensor, list(parts.values())), strict=True)
+    """Our tensors, by logical name, under Hugging Face's names, without the padding rows of the vocabulary."""
+    for name, theirs in _counterparts(config).items():
+        tensor = tensors[name][: config.vocab_ids] if name in VOCABULARY_TABLES else tensors[name]
+        yield from zip(theirs, tensor.unflatten(0, (-1, len(theirs))).unbind(1), strict=True)
 
 
 def from_hf_tensors(config: ModelConfig, theirs: dict[str, Tensor], origin: Path) -> dict[str, Tensor]:
-    """Hugging Face's tensors under our names, joined, in float32; an error if any is missing, unknown or misshapen."""
-    parts_of = _check_shapes(config, {name: tuple(tensor.shape) for name, tensor in theirs.items()}, origin)
-    ours = {name: _put_together(name, [theirs[part].float() for part in parts]) for name, parts in parts_of.items()}
+    """Hugging Face's tensors under our logical names, in float32; an error if any is missing, unknown or misshapen."""
+    _check_shapes(config, {name: tuple(tensor.shape) for name, tensor in theirs.items()}, origin)
+    ours = {
+        name: torch.stack([theirs[part].float() for part in parts], dim=1).flatten(0, 1)
+        for name, parts in _counterparts(config).items()
+    }
     padding = config.vocab_rows - config.vocab_ids
     for name in VOCABULARY_TABLES:
         if name in ours and padding:
@@ -129,18 +123,15 @@ def from_hf_tensors(config: ModelConfig, theirs: dict[str, Tensor], origin: Path
     return ours
 
 
-def _check_shapes(config: ModelConfig, found: Mapping[str, tuple[int, ...]], origin: Path) -> dict[str, dict[str, int]]:
-    """For each of our tensors its parts in theirs, with their rows; an error unless exactly these were found."""
+def _check_shapes(config: ModelConfig, found: Mapping[str, tuple[int, ...]], origin: Path) -> None:
+    """An error unless exactly the tensors of this config were found."""
     layers = max((int(match[1]) + 1 for name in found if (match := LAYER_NUMBER.match(name))), default=0)
     if layers != config.layers:
         raise BadInputError(
             f"The tensors in {origin} do not fit its config.json: num_hidden_layers is {config.layers:,}, and the "
             f"weights are those of {layers:,} layers. {FETCH_AGAIN}"
         )
-    shapes = _our_shapes(config)
-    shapes |= {name: (config.vocab_ids, *shapes[name][1:]) for name in VOCABULARY_TABLES if name in shapes}
-    parts_of = {name: _their_parts(config, name, shape[0]) for name, shape in shapes.items()}
-    wanted = {part: (rows, *shapes[name][1:]) for name, parts in parts_of.items() for part, rows in parts.items()}
+    wanted = {part: shape for parts in _counterparts(config).values() for part, shape in parts.items()}
     found = {name: shape for name, shape in found.items() if not (config.tied_embeddings and name == "lm_head.weight")}
     # A tied model has no head of its own; some folders carry a copy of the embedding there.
     problems = [f"{part} is missing" for part in wanted if part not in found]
@@ -156,55 +147,36 @@ def _check_shapes(config: ModelConfig, found: Mapping[str, tuple[int, ...]], ori
             f"The tensors in {origin} do not fit its config.json: {'; '.join(problems[:4])}{more}. Fetch the folder "
             f"again; only plain Llama and Qwen2 models can be imported."
         )
-    return parts_of
 
 
-def _our_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a Z2all model of this config, without building its layers."""
-    with torch.device("meta"):
-        model = Z2all(dataclasses.replace(config, layers=1), resolve(OpsConfig(), "cpu"))
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, tensor in model.state_dict().items():
-        for layer in range(config.layers if name.startswith(FIRST_BLOCK) else 1):
-            shapes[name.replace(FIRST_BLOCK, f"blocks.{layer}.", 1)] = tuple(tensor.shape)
-    return shapes
+def _counterparts(config: ModelConfig) -> dict[str, dict[str, tuple[int, ...]]]:
+    """For each of our logical parameters, in their order, its counterparts and their shapes. Where there are two, our
+    rows come from them in turn."""
+    hidden, inner, vocabulary = config.hidden_size, config.intermediate_size, (config.vocab_ids, config.hidden_size)
+    query, shared = config.heads * config.head_size, config.kv_heads * config.head_size
+    table: dict[str, dict[str, tuple[int, ...]]] = {"embedding.weight": {"model.embed_tokens.weight": vocabulary}}
 
+    def add(ours: str, theirs: tuple[str, ...], rows: int, columns: int, bias: bool) -> None:
+        table[f"{ours}.weight"] = {f"{name}.weight": (rows, columns) for name in theirs}
+        if bias:
+            table[f"{ours}.bias"] = {f"{name}.bias": (rows,) for name in theirs}
 
-def _their_parts(config: ModelConfig, name: str, rows: int) -> dict[str, int]:
-    """Their names for one of our tensors, each with its share of our `rows`, in order (in turn where ALTERNATING)."""
-    top = {
-        "embedding.weight": "model.embed_tokens.weight",
-        "norm.weight": "model.norm.weight",
-        "head.weight": "lm_head.weight",
-    }
-    if name in top:
-        return {top[name]: rows}
-    _, layer, rest = name.split(".", 2)
-    module, kind = rest.rsplit(".", 1)
-    query, shared, inner = config.heads * config.head_size, config.kv_heads * config.head_size, config.intermediate_size
-    modules = {
-        "attention_norm": {"input_layernorm": rows},
-        "attention.qkv": {"self_attn.q_proj": query, "self_attn.k_proj": shared, "self_attn.v_proj": shared},
-        "attention.out": {"self_attn.o_proj": rows},
-        "feed_forward_norm": {"post_attention_layernorm": rows},
-        ALTERNATING: {"mlp.gate_proj": inner, "mlp.up_proj": inner},
-        "feed_forward.down": {"mlp.down_proj": rows},
-    }
-    return {f"model.layers.{layer}.{part}.{kind}": size for part, size in modules[module].items()}
-
-
-def _taken_apart(name: str, tensor: Tensor, rows: list[int]) -> tuple[Tensor, ...]:
-    """Split one of our tensors into parts of these `rows`."""
-    if ALTERNATING in name:
-        return tensor.unflatten(0, (-1, len(rows))).unbind(1)
-    return tensor.split(rows)
-
-
-def _put_together(name: str, parts: list[Tensor]) -> Tensor:
-    """One of our tensors from its parts."""
-    if ALTERNATING in name:
-        return torch.stack(parts, dim=1).flatten(0, 1)
-    return torch.cat(parts)
+    for layer in range(config.layers):
+        ours, theirs = f"blocks.{layer}", f"model.layers.{layer}"
+        attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
+        table[f"{ours}.attention_norm.weight"] = {f"{theirs}.input_layernorm.weight": (hidden,)}
+        for name, rows in (("q", query), ("k", shared), ("v", shared)):
+            has_bias = config.attention_bias != "none"
+            add(f"{ours}.attention.{name}", (f"{attention}.{name}_proj",), rows, hidden, has_bias)
+        add(f"{ours}.attention.out", (f"{attention}.o_proj",), hidden, query, config.attention_bias == "all")
+        table[f"{ours}.feed_forward_norm.weight"] = {f"{theirs}.post_attention_layernorm.weight": (hidden,)}
+        pairs = (f"{mlp}.gate_proj", f"{mlp}.up_proj")
+        add(f"{ours}.feed_forward.gate_up_pairs", pairs, inner, hidden, config.mlp_bias)
+        add(f"{ours}.feed_forward.down", (f"{mlp}.down_proj",), hidden, inner, config.mlp_bias)
+    table["norm.weight"] = {"model.norm.weight": (hidden,)}
+    if not config.tied_embeddings:
+        table["head.weight"] = {"lm_head.weight": vocabulary}
+    return table
 
 
 def to_hf_config(config: ModelConfig, dtype: str, token_ids: TokenIds) -> dict[str, Any]:

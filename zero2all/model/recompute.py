@@ -7,7 +7,7 @@ selective  of each block its inputs and the results of matmuls and of fused atte
            norms, rotary positions, SwiGLU and dropout are computed again
 
 Loss and gradients keep their bits: the same operations run on the same numbers, and dropout draws the same masks,
-because the random state of the first pass is restored. Side effects of a backward (adding to `main_grad`) happen once.
+because the random state of the first pass is restored. What a backward adds to a gradient sink is added once.
 
 Under `selective` three results are computed again nevertheless: the qkv projection where our rotary kernel overwrites
 its output, which would be rotated twice; attention with dropout, because what draws after it would draw other numbers;
@@ -87,10 +87,10 @@ FUSED_ATTENTION = (
 
 
 def _policy(model: Z2all) -> Callable[..., CheckpointPolicy]:
-    config = model.config
-    qkv_columns = (config.heads + 2 * config.kv_heads) * config.head_size
-    overwritten = qkv_columns if model.ops.footprints["rope"].overwrites_input else None
-    saves_attention = config.attention_dropout == 0
+    # The width of the tensor itself: tensor parallelism cuts it.
+    qkv = model.get_parameter("blocks.0.attention.qkv.weight")
+    overwritten = len(qkv) if model.ops.footprints["rope"].overwrites_input else None
+    saves_attention = model.config.attention_dropout == 0
 
     def save_what_is_expensive(_: Any, operation: Any, *arguments: Any, **__: Any) -> CheckpointPolicy:
         schema = getattr(operation, "_schema", None)

@@ -10,7 +10,6 @@ positions start at 0 in each document, so that the output for a document does no
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -138,21 +137,6 @@ class Z2all(nn.Module):
         cos, sin = rope_tables(config, config.max_seq_len)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
-
-    @torch.no_grad()
-    def init_weights(self, seed: int) -> None:
-        """Normal weights, zero biases; projections into the residual start smaller in deeper models."""
-        generator = torch.Generator().manual_seed(seed)
-        into_residual = self.config.init_std / math.sqrt(2 * self.config.layers)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 1:
-                parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
-                continue
-            std = into_residual if name.endswith(("attention.out.weight", "down.weight")) else self.config.init_std
-            # Drawn on the CPU in float32, so that a seed means the same weights on every device.
-            parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
-            if name in ("embedding.weight", "head.weight"):
-                parameter[self.config.vocab_size :] = 0.0  # padding
 
     def forward(self, tokens: Tensor, cache: KeyValueCache | None = None, document_ids: Tensor | None = None) -> Tensor:
         """Token ids (B, T) -> normalised hidden states (B, T, C). With `cache`, T counts only the new positions."""

@@ -23,7 +23,7 @@ def torch_embedding(tokens: Tensor, weight: Tensor) -> Tensor:
 
 
 def triton_embedding(tokens: Tensor, weight: Tensor) -> Tensor:
-    """Our backward pass: writes only rows of ids that occur, and adds to the table's `main_grad` where there is one."""
+    """Our backward pass: writes only rows of ids that occur, and adds to the table's sink where it has one."""
     from zero2all.ops.kernels.embedding import triton_embedding as kernel
 
     return kernel(tokens, weight)

@@ -1,7 +1,7 @@
 """Linear layers of the blocks: x W^T + bias; and the whole feed-forward part: linear, SwiGLU, linear.
 
 plain       torch's; the weight gradient has the weight's dtype
-fp32_wgrad  the weight gradient is added in float32 to the weight's `main_grad` (see `zero2all.train.weights`)
+fp32_wgrad  the weight gradient is added in float32 to the weight's sink (`zero2all.ops.gradient_sink`)
 fp8         float8 tensor cores, one scale per tensor; weight gradient as in fp32_wgrad
 """
 

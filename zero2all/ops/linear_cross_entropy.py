@@ -29,6 +29,7 @@ from torch import Tensor
 from zero2all.ops import trial
 from zero2all.ops.cross_entropy import CrossEntropyOp, torch_cross_entropy
 from zero2all.ops.footprint import Footprint, wide_logits
+from zero2all.ops.gradient_sink import sink_of
 from zero2all.ops.implementation import Implementation, OpContext, has_triton, needs_liger, needs_quack, needs_triton
 from zero2all.ops.precision import for_autocast, widened, without_autocast
 
@@ -124,16 +125,18 @@ class LinearCrossEntropy(torch.autograd.Function):
     @without_autocast
     def backward(ctx: Any, dsum: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         dhidden, dhead = ctx.saved_tensors
-        main = getattr(ctx.head, "main_grad", None)
-        if main is not None and dhidden.is_cuda and has_triton():
+        sink = sink_of(ctx.head)
+        if sink is not None and dhidden.is_cuda and has_triton():
             from zero2all.ops.kernels.scaled import add_scaled_, scaled
 
-            add_scaled_(main, dhead, dsum)
+            add_scaled_(sink.buffer, dhead, dsum)
+            sink.added()
             return scaled(dhidden, dsum), None, None, None, None, None, None
         dhidden = dhidden * dsum  # a scalar tensor keeps its digits and leaves the dtype as it is
-        if main is None:
+        if sink is None:
             return dhidden, (dhead * dsum).to(ctx.head.dtype), None, None, None, None, None
-        main.addcmul_(dhead, dsum.to(main.dtype).expand_as(dhead))
+        sink.buffer.addcmul_(dhead, dsum.to(sink.buffer.dtype).expand_as(dhead))
+        sink.added()
         return dhidden, None, None, None, None, None, None
 
 

@@ -25,6 +25,8 @@ class ParallelConfig:
     """Processes that share one copy. auto: 1 with zero 0, else as many as `replicate` leaves."""
     bucket_mb: PositiveFloat = 128.0
     """Megabytes of gradients that are sent at once, while the backward pass computes the next ones."""
+    overlap: bool = True
+    """Send gradients during the backward pass; false: after it, to see what the overlap saves."""
     offload: Literal["none", "optimizer", "optimizer_disk", "weights"] = "none"
     """optimizer: its states and the master weights are in host memory and updated there; optimizer_disk: in files on a
     fast disk; weights: also the weights, which come to the device block by block."""

@@ -17,8 +17,9 @@ from zero2all.parallel.world import World
 
 
 def shard_model(model: Z2all, world: World, dtype: torch.dtype, with_masters: bool = True) -> None:
-    """Shard every weight over the processes, in place. The parts are kept in float32 (or float64; without masters in
-    `dtype`) and gathered in `dtype`; gradients are summed, not averaged, in float32."""
+    """Shard every weight of a model on the meta device over the processes, and allocate the parts. They are kept in
+    float32 (or float64; without masters in `dtype`) and gathered in `dtype`; gradients are summed, not averaged, in
+    float32."""
     if not with_masters:
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
@@ -30,6 +31,7 @@ def shard_model(model: Z2all, world: World, dtype: torch.dtype, with_masters: bo
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     register_fsdp_forward_method(model, "head_loss")
+    model.to_empty(device=world.device)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

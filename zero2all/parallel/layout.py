@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from zero2all.model.config import ModelConfig, ParameterKind
+from zero2all.model.z2all import Z2all
+from zero2all.parallel.parts import Part
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,36 @@ def layout_table(config: ModelConfig) -> list[LogicalParameter]:
     if not config.tied_embeddings:
         add("head.weight", (table_rows, hidden), "head", 0)
     return table
+
+
+@torch.no_grad()
+def draw(parts: Mapping[str, Part], config: ModelConfig, seed: int) -> None:
+    """Write the initial weights of a model into the parts of its parameters, several at a time."""
+
+    def write(parameter: LogicalParameter) -> None:
+        part = parts[parameter.name]
+        count = part.values.numel()
+        if count:
+            values = initial_values(parameter, config, seed).view(-1)[part.start : part.start + count]
+            part.values.copy_(values.view(part.values.shape))
+
+    # Of large ones only a few at a time: each is a float32 tensor in host memory.
+    with ThreadPoolExecutor(min(8, torch.get_num_threads())) as threads:
+        list(threads.map(write, layout_table(config)))
+
+
+def init_weights(model: Z2all, seed: int) -> None:
+    """The same for a whole model."""
+    draw(model_parts(model), model.config, seed)
+
+
+def model_parts(model: Z2all) -> dict[str, Part]:
+    """The weights of a whole model by logical name; live."""
+    holders, parts = dict(model.named_parameters()), {}
+    for one in layout_table(model.config):
+        values = holders[one.holder].detach().view(-1)[one.start : one.start + one.numel]
+        parts[one.name] = Part.whole(values.view(one.shape))
+    return parts
 
 
 def initial_values(parameter: LogicalParameter, config: ModelConfig, seed: int) -> Tensor:

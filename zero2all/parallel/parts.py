@@ -81,8 +81,10 @@ class Part:
         ends within rows is a part of a row, whole rows, and a part of a row."""
         for offsets, lengths, first in _boxes_of_range(self.lengths, self.start, self.start + self.values.numel()):
             at = tuple(own + inner for own, inner in zip(self.offsets, offsets, strict=True))
-            here = self.values.reshape(-1)[first : first + math.prod(lengths)]
-            yield at, here.view(lengths)
+            if self.values.shape == lengths:  # the only box, in whatever memory layout
+                yield at, self.values
+            else:
+                yield at, self.values.view(-1)[first : first + math.prod(lengths)].view(lengths)
 
     def index(self) -> Tensor:
         """The place of each value in the flattened whole tensor: int32, in the shape of `values`."""

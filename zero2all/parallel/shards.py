@@ -1,32 +1,21 @@
-"""Sharded tensors (DTensor): which part of one lies in this process, and how parts become whole.
-
-A plain tensor is its own, whole part.
-"""
+"""Sharded tensors (DTensor): which part of one lies in this process. A plain tensor is its own, whole part."""
 
 from __future__ import annotations
 
-from types import EllipsisType
+import math
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from zero2all.parallel.layout import LogicalParameter
+from zero2all.parallel.parts import Part
+
 
 def local(tensor: Tensor) -> Tensor:
     """The part of a tensor that lies in this process, sharing its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def has_part(tensor: Tensor) -> bool:
-    """Whether this process has a part: a DTensor may be spread over some processes only."""
-    return not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is not None
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor, gathered from every process that has a part."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def box(tensor: Tensor) -> tuple[slice, ...]:
@@ -37,55 +26,22 @@ def box(tensor: Tensor) -> tuple[slice, ...]:
     return tuple(slice(at, at + length) for at, length in zip(offset, shape, strict=True))
 
 
-def spread_like(parameter: Tensor, part: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
-    """`part` as this process's part of a tensor that is sharded like `parameter`, of the same shape or of `shape`."""
-    if not isinstance(parameter, DTensor):
-        return part
-    size = torch.Size(parameter.shape if shape is None else shape)
-    strides = torch.empty(size, device="meta").stride()
-    return DTensor.from_local(
-        part, parameter.device_mesh, parameter.placements, run_check=False, shape=size, stride=strides
+def part_of(tensor: Tensor, parameter: LogicalParameter) -> Part:
+    """What this process holds of a logical parameter, whose holder (or its gradient) is `tensor`: FSDP2 cuts holders by
+    rows over the shard dimension of the mesh. Shares memory with `tensor`."""
+    values, first = local(tensor.detach()), box(tensor)[0].start
+    begin, end = (
+        min(max(row - first, 0), len(values)) for row in (parameter.first_row, parameter.first_row + parameter.shape[0])
     )
+    rows_before = min(max(first + begin - parameter.first_row, 0), parameter.shape[0])
+    start = rows_before * math.prod(parameter.shape[1:])
+    return Part.of_range(values[begin:end], parameter.shape, start, _shard_group(tensor))
 
 
-def spread_dimensions(parameter: Tensor) -> set[int]:
-    """The dimensions along which a parameter is sharded."""
-    if not isinstance(parameter, DTensor):
-        return set()
-    return {placement.dim % parameter.dim() for placement in parameter.placements if hasattr(placement, "dim")}
-
-
-def gradient_part(parameter: Tensor) -> Tensor | None:
-    """This process's part of the gradient, sharded like the parameter."""
-    gradient = parameter.grad
-    if gradient is None:
-        return None
-    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
-        if gradient.placements != parameter.placements:
-            gradient = gradient.redistribute(placements=parameter.placements)
-        return gradient.to_local()
-    return gradient
-
-
-def sum_over_parts(partial_sum: Tensor, parameter: Tensor) -> Tensor:
-    """Add up, in place, what every process computed from its part of `parameter`."""
-    if isinstance(parameter, DTensor):
-        for dimension, placement in enumerate(parameter.placements):
-            if placement.is_shard():
-                dist.all_reduce(partial_sum, group=parameter.device_mesh.get_group(dimension))
-    return partial_sum
-
-
-def flat_index(tensor: Tensor, rows: slice | EllipsisType = ...) -> Tensor:
-    """The place in the whole of each value of this process's part, or of some rows of that: int32, in their shape."""
-    device = local(tensor).device
-    index = torch.zeros((), dtype=torch.int32, device=device)
-    stride = tensor.numel()
-    place = list(box(tensor))
-    if isinstance(rows, slice):
-        place[0] = slice(place[0].start + rows.start, place[0].start + rows.stop)
-    for length, along in zip(tensor.shape, place, strict=True):
-        stride //= max(1, length)
-        steps = torch.arange(along.start, along.stop, dtype=torch.int32, device=device) * stride
-        index = index.unsqueeze(-1) + steps
-    return index
+def _shard_group(tensor: Tensor) -> dist.ProcessGroup | None:
+    """The processes that share one copy of a tensor."""
+    if isinstance(tensor, DTensor):
+        for dimension, placement in enumerate(tensor.placements):
+            if placement.is_shard() and tensor.device_mesh.size(dimension) > 1:
+                return tensor.device_mesh.get_group(dimension)
+    return None

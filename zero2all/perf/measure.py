@@ -29,7 +29,6 @@ from zero2all.model import config as model_config
 from zero2all.model.rope import rope_tables
 from zero2all.model.z2all import Z2all, compile_model
 from zero2all.ops.registry import Ops, resolve
-from zero2all.parallel.world import World
 from zero2all.perf.batch import BatchShape
 from zero2all.train.cuda_graph import choose_cuda_graph
 from zero2all.train.periodic import scheduled_garbage_collection
@@ -172,7 +171,7 @@ def random_tokens(vocab_size: int, batch: BatchShape, device: torch.device) -> T
 
 
 def _iterations(state: TrainState, batch: BatchShape, z_loss: float, device: torch.device) -> Iterate:
-    model, one_process = state.model, World(device=device)
+    model = state.model
     tokens = random_tokens(model.config.vocab_ids, batch, device)
     # Each token has the same share of the mean over an iteration.
     shares = torch.full((batch.samples, batch.seq_len), 1.0 / batch.tokens, dtype=torch.float32, device=device)
@@ -187,7 +186,7 @@ def _iterations(state: TrainState, batch: BatchShape, z_loss: float, device: tor
                 total, losses = model.loss(rows[:, :-1], rows[:, 1:], shares, None, z_loss)
                 total.backward()
             loss = loss + (losses * shares).sum()
-        norm = state.weights.squared_norm(one_process).sqrt()
+        norm = state.weights.squared_norm_share().sqrt()
         update(state, LEARNING_RATE, (CLIP_NORM / norm).clamp(max=1.0), ~torch.isfinite(norm))
         return loss
 
@@ -280,7 +279,7 @@ def _state_bytes(state: TrainState, device: torch.device, before: int) -> int:
     flat = state.weights
     assert isinstance(flat, FlatWeights), "one process is not sharded"
     buffers = {buffer.data_ptr(): buffer.nbytes for buffer in (flat.weights, flat.masters, flat.gradients)}
-    return sum(buffers.values()) + sum(tensor.nbytes for tensor in state.optimizer_tensors().values())
+    return sum(buffers.values()) + sum(part.values.nbytes for part in state.optimizer_tensors().values())
 
 
 def _peak_bytes(device: torch.device) -> int:

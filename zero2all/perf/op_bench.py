@@ -21,6 +21,7 @@ from zero2all.common.schema import nearest_hint
 from zero2all.config import RunConfig
 from zero2all.limits.floors import Work, linear_shapes, operator_work, optimizer_work
 from zero2all.ops import linear_cross_entropy
+from zero2all.ops.gradient_sink import GradientSink, take_from_autograd
 from zero2all.ops.implementation import Implementation, OpContext
 from zero2all.ops.optimizer import AdamW, Flat, eager_adamw
 from zero2all.ops.registry import OPERATORS, resolve
@@ -207,14 +208,8 @@ def _times(
 
 def _gather_into_main(weight: Tensor) -> None:
     """As `zero2all.train.weights` does: gradients are summed in float32, by the operator or after it."""
-    weight.main_grad = torch.zeros(weight.shape, device=weight.device)  # type: ignore[attr-defined]
-
-    def move(changed: Tensor) -> None:
-        if changed.grad is not None:
-            changed.main_grad.add_(changed.grad)  # type: ignore[attr-defined]
-            changed.grad = None
-
-    weight.register_post_accumulate_grad_hook(move)
+    weight.gradient_sink = GradientSink(torch.zeros(weight.shape, device=weight.device))  # type: ignore[attr-defined]
+    take_from_autograd(weight)
 
 
 def _error(

@@ -5,7 +5,8 @@ graph is queued by one call. The kernels and their results are the same, bit for
 fixed at capture: the shape of the batch (another one is captured again), the weights, the tables of positions
 (compared before each replay), and float8 copies of weights, which are updated before a replay instead of inside it.
 
-A pass that decides something on the host cannot be captured: `why_no_cuda_graph` lists the cases.
+A pass that communicates or decides something on the host cannot be captured: `why_no_cuda_graph` lists the cases. With
+several processes the last pass of a step sends the gradients, and runs eagerly.
 """
 
 from __future__ import annotations
@@ -36,15 +37,18 @@ OTHER_UTILISATION = 0.6
 
 
 def choose_cuda_graph(
-    config: RunConfig, model: Z2all, device: torch.device, processes: int, samples: int, samples_per_step: int
+    config: RunConfig, model: Z2all, device: torch.device, processes: int, samples: int, rows: int
 ) -> CudaGraphPasses | None:
-    """As `train.cuda_graph` says, for passes of `samples` samples; None: without a graph."""
+    """As `train.cuda_graph` says, for passes of `samples` of the `rows` samples that a process has in a step; None:
+    without a graph."""
     asked, ops = config.train.cuda_graph, model.ops
     if asked == "off":
         return None
     problem = why_no_cuda_graph(config, device, processes, ops)
-    if problem is None and samples_per_step % samples:
-        problem = f"passes of {samples} samples do not divide a step of {samples_per_step}: the last differs"
+    if problem is None and rows % samples:
+        problem = f"passes of {samples} samples do not divide the {rows} of a step: the last differs"
+    if problem is None and processes > 1 and rows == samples:
+        problem = "the only pass of a step sends gradients to other processes"
     if problem is not None and asked == "on":
         raise _refusal(problem)
     if problem is not None:
@@ -70,7 +74,7 @@ def why_no_cuda_graph(config: RunConfig, device: torch.device, processes: int, o
     theirs = sorted(operator for operator, name in taken.items() if name == "liger")
     problems = {
         "it needs a CUDA device": device.type != "cuda",
-        "gradients are reduced across processes within a pass": processes > 1,
+        "with parallel.zero 2 and 3 every pass communicates": processes > 1 and config.parallel.zero > 1,
         "ops.compile captures graphs of its own": ops.compile != "none",
         f"train.recompute: {config.train.recompute} reads the device's random state": config.train.recompute != "none",
         "float16 scales the loss": config.train.precision == "float16",

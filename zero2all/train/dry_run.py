@@ -6,6 +6,8 @@ run itself is left alone: no checkpoint is read, and nothing is written to its f
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable
 
 import torch
@@ -14,13 +16,25 @@ from zero2all.common.errors import AnomalyError
 from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig
 from zero2all.config.schedule import learning_rate
+from zero2all.ops.registry import Ops
 from zero2all.packed.loader import LoaderOptions, read_batch
+from zero2all.parallel.config import ParallelConfig
 from zero2all.parallel.device import pick_device, set_memory_settings
+from zero2all.parallel.launch import local_processes
+from zero2all.parallel.mesh import Axis, Mesh
 from zero2all.parallel.world import World
 from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.guards.documents import Decode
 from zero2all.train.micro_batch import memory_settings
-from zero2all.train.sanity import Overfit, check_first_loss, dry_run_config, memory_notes, overfit_one_batch, preview
+from zero2all.train.sanity import (
+    Overfit,
+    check_first_loss,
+    communication_notes,
+    dry_run_config,
+    memory_notes,
+    overfit_one_batch,
+    preview,
+)
 from zero2all.train.setup import open_run_data, prepare
 from zero2all.train.step import StepPlan, train_step
 
@@ -33,6 +47,7 @@ def dry_run(
 ) -> Overfit:
     """Print what a run of `config` would start with; AnomalyError if it cannot overfit one batch. One process."""
     set_memory_settings(config.parallel.expandable_segments)
+    mesh = mesh_of_run(config.parallel)
     world = World(device=pick_device(config.parallel.device))
     data, end = open_run_data(config, workspace, resumed=False)  # of the whole run, with its limits
     short = dry_run_config(config)
@@ -57,11 +72,36 @@ def dry_run(
         return pending.result().loss
 
     result = overfit_one_batch(update)
-    settings = memory_settings(short, state.model.ops, world.size, state.micro_batch_samples)
+    settings = memory_settings(short, state.model.ops, world.mesh, state.micro_batch_samples)
     total = torch.cuda.mem_get_info(world.device)[1] if world.device.type == "cuda" else None
     notes = [*check_first_loss(result.losses[0], short.model), *memory_notes(short.model, settings, total)]
+    model = dataclasses.replace(config.model, vocab_size=short.model.vocab_size)
+    of_run = dataclasses.replace(config, model=model)
+    notes += parallel_notes(of_run, mesh, state.model.ops, state.micro_batch_samples, total)
     for line in [*notes, *result.lines()]:
         say(line)
     if not result.learns:
         raise AnomalyError("The dry run did not learn one batch by heart; see the warning above. Nothing was started.")
     return result
+
+
+def mesh_of_run(config: ParallelConfig) -> Mesh:
+    """The mesh that the run itself will have: over the processes of this machine, or over more where the sizes of the
+    axes ask for more."""
+    asked = math.prod(size for size in (config.replicate, config.shard) if size != "auto")
+    processes = max(local_processes(config), asked)
+    replicate, shard = config.sizes(processes)
+    return Mesh(Axis(0, replicate), Axis(0, shard), Axis(0, processes))
+
+
+def parallel_notes(config: RunConfig, mesh: Mesh, ops: Ops, samples: int, device_bytes: int | None) -> list[str]:
+    """Memory and communication of one process of the run itself, where it will have several."""
+    if mesh.batch.size == 1:
+        return []
+    settings = memory_settings(config, ops, mesh, samples)
+    return [
+        f"the run itself will have {mesh.batch.size} processes (replicate {settings.replicate}, shard "
+        f"{settings.shard}, zero {settings.zero}); for each of them:",
+        *memory_notes(config.model, settings, device_bytes),
+        *communication_notes(config.model, settings),
+    ]

@@ -57,7 +57,7 @@ from zero2all.train.periodic import (
     scheduled_garbage_collection,
 )
 from zero2all.train.reports import RunLog, StepReports
-from zero2all.train.sanity import check_batch_ids, check_disk, check_first_loss, memory_notes
+from zero2all.train.sanity import check_batch_ids, check_disk, check_first_loss, communication_notes, memory_notes
 from zero2all.train.setup import Prepared, load_checkpoint, prepare, save_run_config
 from zero2all.train.step import PendingStep, StepPlan, train_step
 from zero2all.train.stop import StopRequest, stop_requests
@@ -414,8 +414,9 @@ class TrainingLoop:
         disk = partial(check_disk, prepared.run, Retention(keep.keep_last, keep.keep_every_steps), keep.every_steps)
         notes = [self.world.run_on_rank0(lambda: disk(state.step, last_step, checkpoint_bytes, existing))]
         if self.world.device.type == "cuda":
-            settings = memory_settings(config, state.model.ops, self.world.size, state.micro_batch_samples)
+            settings = memory_settings(config, state.model.ops, self.world.mesh, state.micro_batch_samples)
             notes += memory_notes(config.model, settings, torch.cuda.mem_get_info(self.world.device)[1])
+            notes += communication_notes(config.model, settings)
         rows = config.train.tokens_per_step // prepared.data.segment_at(state.tokens).seq_len
         check_batch_ids([read_batch(prepared.data, state.tokens, rows)], config.model.vocab_ids)
         return notes

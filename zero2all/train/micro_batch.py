@@ -5,14 +5,15 @@ expects to fit, doubling while it fits, then halving the gap, with a little less
 the rows of a process are tried: every pass of a step then has the same shape. The result is kept in
 <run>/micro_batch.json with everything that decides it, because another micro-batch adds up in another order.
 
-Processes that hold a part of every weight (`parallel.zero: 3`) take what the estimate says: one that ran out of
-memory in a block would leave the others waiting in the gather of the next one, and FSDP cannot recover from an error
-in the middle of a pass. On a CPU memory does not limit a pass, and a fixed rule is used.
+Processes that exchange something in every pass (`parallel.zero: 2` and `3`) take what the estimate says: one that ran
+out of memory would leave the others waiting in the next collective, and FSDP cannot recover from an error in the
+middle of a pass. On a CPU memory does not limit a pass, and a fixed rule is used.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,12 +25,17 @@ from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import read_json, write_json
 from zero2all.common.progress import counted
 from zero2all.config import RunConfig, with_new_names
-from zero2all.limits.memory import ALLOWANCE, MemorySettings, estimate_memory
+from zero2all.limits.memory import ALLOWANCE, KINDS_APART, MemorySettings, estimate_memory
+from zero2all.model.config import ModelConfig
 from zero2all.model.z2all import Z2all
 from zero2all.ops.registry import Ops
 from zero2all.packed.loader import rank_rows
+from zero2all.parallel.buckets import plan_buffers
+from zero2all.parallel.layout import layout_table
+from zero2all.parallel.mesh import Mesh
 from zero2all.parallel.world import World
 from zero2all.train.checkpoints.run_lock import Fence, behind, no_fence
+from zero2all.train.optimizers.factory import cut_of
 
 FILE_NAME = "micro_batch.json"
 MARGIN = 0.05
@@ -37,7 +43,7 @@ MARGIN = 0.05
 MOST_ON_CPU = 8
 """A few rows fill a CPU's caches; more only take memory."""
 ESTIMATED = (
-    "by the estimate of memory: with parallel.zero 3 a try that does not fit would leave the other processes "
+    "by the estimate of memory: with parallel.zero {zero} a try that does not fit would leave the other processes "
     "waiting; where memory stays free, set train.micro_batch_samples yourself"
 )
 PASSES = 2
@@ -70,8 +76,8 @@ def choose_micro_batch(
             f"micro-batch: {counted(known, 'sample')}, as found before (delete {FILE_NAME} in the run to search again)"
         ]
     guess = largest_by_estimate(config, model.ops, world, candidates)
-    if world.size > 1 and config.parallel.zero == 3:
-        taken, how = guess, ESTIMATED
+    if world.size > 1 and config.parallel.zero >= 2:
+        taken, how = guess, ESTIMATED.format(zero=config.parallel.zero)
     else:
         own = _find_on_device(config, model, world.device, candidates, guess, zero_gradients)
         taken, how = min(world.gather(own)), f"the most that fit, {MARGIN:.0%} of the memory left free"
@@ -117,7 +123,9 @@ def find_micro_batch(
         raise UsageError(
             f"Not even a micro-batch of {candidates[0]} fits into the memory of this device. Make the model or "
             f"data.seq_len smaller, set train.recompute to full, choose an optimizer with less state "
-            f"(optim.kind: adamw_8bit or adamw_bf16), or spread the weights over several GPUs (parallel.zero: 3)."
+            f"(optim.kind: adamw_8bit or adamw_bf16), divide the states over several GPUs (parallel.zero: 1; 2 divides "
+            f"the gradients too, 3 also the weights), or keep them in host memory (parallel.offload: optimizer; "
+            f"weights keeps those there too)."
         )
     return candidates[fits]
 
@@ -188,9 +196,10 @@ def _find_on_device(
         torch.cuda.set_rng_state(before, device)
 
 
-def memory_settings(config: RunConfig, ops: Ops, processes: int, samples: int) -> MemorySettings:
-    """The inputs of the memory estimate for a run with micro-batches of `samples` samples."""
-    return MemorySettings(
+def memory_settings(config: RunConfig, ops: Ops, mesh: Mesh, samples: int) -> MemorySettings:
+    """The inputs of the memory estimate for a run on `mesh` with micro-batches of `samples` samples."""
+    rows = rank_rows(config.samples_per_step, 0, mesh.batch.size)[2]
+    settings = MemorySettings(
         seq_len=config.data.seq_len,
         micro_batch_samples=samples,
         precision=config.train.precision,
@@ -201,10 +210,32 @@ def memory_settings(config: RunConfig, ops: Ops, processes: int, samples: int) -
         recompute=config.train.recompute,
         recompute_every=config.train.recompute_every,
         documents=config.data.document_mask,
-        processes=processes,
-        spread="shard" if config.parallel.zero == 3 else "replicate",
-        accumulates=rank_rows(config.samples_per_step, 0, processes)[2] > samples,
+        passes=-(-rows // samples),
+        zero=config.parallel.zero,
+        replicate=mesh.replicate.size,
+        shard=mesh.shard.size,
+        offload=config.parallel.offload,
+        bucket_bytes=config.parallel.bucket_mb * 1e6,
     )
+    if settings.zero not in (1, 2) or settings.shard == 1:
+        return settings
+    bucket_values = int(settings.bucket_bytes) // settings.gradient_bytes
+    return dataclasses.replace(
+        settings, owned=owned_values(config.model, settings.optimizer, settings.shard, bucket_values)
+    )
+
+
+@functools.lru_cache
+def owned_values(model: ModelConfig, optimizer: str, shard: int, bucket_values: int) -> tuple[float, float]:
+    """What the fullest process owns of the flat buffers (`MemorySettings.owned`), as the buffers are really cut."""
+    plan = plan_buffers(layout_table(model), shard, max(1, bucket_values), functools.partial(cut_of, optimizer))
+    apart = KINDS_APART.get(optimizer, ())
+
+    def owned(rank: int, is_apart: bool) -> float:
+        ranges = [bucket.owned_by(rank) for bucket in plan.buckets if (bucket.kind in apart) == is_apart]
+        return float(sum(own.stop - own.start for own in ranges))
+
+    return max(((owned(rank, True), owned(rank, False)) for rank in range(shard)), key=sum)
 
 
 def largest_by_estimate(config: RunConfig, ops: Ops, world: World, candidates: Sequence[int]) -> int:
@@ -213,7 +244,7 @@ def largest_by_estimate(config: RunConfig, ops: Ops, world: World, candidates: S
     fitting = [
         samples
         for samples in candidates
-        if estimate_memory(config.model, memory_settings(config, ops, world.size, samples)).total <= room
+        if estimate_memory(config.model, memory_settings(config, ops, world.mesh, samples)).total <= room
     ]
     return fitting[-1] if fitting else candidates[0]
 
@@ -232,7 +263,8 @@ def deciding(config: RunConfig, ops: Ops, world: World) -> dict[str, Any]:
         "z_loss": config.train.z_loss > 0,
         "optimizer": [config.optim.kind, config.optim.bf16_rounding, config.optim.adafactor_beta1 > 0],
         "ops": {**ops.taken, "compile": ops.compile},
-        "processes": [world.size, config.parallel.zero, config.parallel.offload],
+        "processes": [world.mesh.replicate.size, world.mesh.shard.size],
+        "parallel": [config.parallel.zero, config.parallel.offload, config.parallel.bucket_mb],
         "device": properties.name if properties else "cpu",
         "device_bytes": properties.total_memory if properties else 0,
         "torch": str(torch.__version__),

@@ -17,6 +17,7 @@ from torch import Tensor
 from zero2all.common.errors import BadInputError, PreemptedError
 from zero2all.model.config import ParameterKind
 from zero2all.packed.background import ShardCheck, checking_shards
+from zero2all.parallel.layout import layout_table
 from zero2all.parallel.world import World
 from zero2all.train.anneal import ANNEAL_FILE
 from zero2all.train.checkpoints.manifest import NOT_GOOD
@@ -25,7 +26,6 @@ from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.checkpoints.writer import SaveResult, SaveTicket
 from zero2all.train.control import Control
-from zero2all.train.optimizers.roles import model_roles
 from zero2all.train.reports import RunLog
 from zero2all.train.setup import Prepared
 from zero2all.train.state import TrainState
@@ -94,10 +94,10 @@ class UpdateRatios:
     @torch.no_grad()
     def _samples(self) -> dict[ParameterKind, Tensor]:
         samples = self._state.weights.master_samples(MOST_SAMPLED_VALUES)
-        roles = model_roles(self._state.model.config, samples)
+        kinds = {one.name: one.kind for one in layout_table(self._state.model.config)}
         found: dict[ParameterKind, list[Tensor]] = {}
         for name, values in samples.items():
-            found.setdefault(roles[name].kind, []).append(values.double())
+            found.setdefault(kinds[name], []).append(values.double())
         return {kind: torch.cat(parts) for kind, parts in found.items()}
 
 

@@ -20,6 +20,7 @@ from zero2all.common.files import human_bytes
 from zero2all.common.progress import counted
 from zero2all.config import RunConfig
 from zero2all.config.training import ScheduleConfig
+from zero2all.limits.communication import bytes_sent, communication_per_step
 from zero2all.limits.memory import ALLOWANCE, GIB, MemorySettings, estimate_memory
 from zero2all.model.config import ModelConfig, parameter_counts
 from zero2all.packed.loader import Batch
@@ -129,20 +130,58 @@ def memory_notes(model: ModelConfig, settings: MemorySettings, device_bytes: int
     """The memory estimate as a table, with a warning if the device (None: unknown size) may be too small."""
     estimate = estimate_memory(model, settings)
     of = "" if device_bytes is None else f" of {device_bytes / GIB:.1f} GiB"
-    notes = [f"memory: about {estimate.total / GIB:.1f} GiB{of} at micro-batches of {settings.micro_batch_samples}"]
+    beside = f", beside {estimate.host / GIB:.1f} GiB in host memory" if estimate.host else ""
+    notes = [
+        f"memory: about {estimate.total / GIB:.1f} GiB{of} at micro-batches of {settings.micro_batch_samples}{beside}"
+    ]
     notes += estimate.lines()
     if device_bytes is not None and estimate.total > (1.0 - ALLOWANCE) * device_bytes:
         notes.append(
-            "warning: that may not fit. A smaller train.micro_batch_samples (or auto), train.recompute, or "
-            "parallel.zero: 3 over several GPUs need less."
+            "warning: that may not fit. A smaller train.micro_batch_samples (or auto), train.recompute, a higher "
+            "parallel.zero over several GPUs, or parallel.offload need less."
         )
     return notes
 
 
-LESS_MEMORY = (
-    "Less is needed by a smaller model (model.layers, model.hidden_size), a smaller train.micro_batch_samples (now "
-    "{samples}) or data.seq_len, by train.recompute full, by an optimizer with less state (optim.kind adamw_8bit or "
-    "adamw_bf16), and, over several GPUs, by parallel.zero 3."
+def communication_notes(model: ModelConfig, settings: MemorySettings) -> list[str]:
+    """What a process exchanges with the others in a step; nothing for a single process."""
+    transfers = communication_per_step(model, settings)
+    if not transfers:
+        return []
+    total = human_bytes(bytes_sent(transfers))
+    return [
+        f"communication: each process sends {total} in a step and receives as much (collectives as rings)",
+        *(
+            f"  {each.collective:<16}{each.what:<19}{human_bytes(each.whole):>9} over {each.ranks} processes, "
+            f"{human_bytes(each.sent)} sent"
+            for each in transfers
+        ),
+    ]
+
+
+def _less_memory(settings: MemorySettings, device: str) -> str:
+    """What a run that does not fit could change."""
+    ways = [
+        "a smaller model (model.layers, model.hidden_size)",
+        f"a smaller train.micro_batch_samples (now {settings.micro_batch_samples}) or data.seq_len",
+        "train.recompute full",
+        "an optimizer with less state (optim.kind adamw_8bit or adamw_bf16)",
+    ]
+    if settings.zero < 3:
+        ways.append(f"over several processes, parallel.zero up to 3 (now {settings.zero}; 3 divides everything)")
+    if device != "cpu" and settings.zero < 3 and settings.offload != "weights":
+        ways.append(
+            f"parallel.offload (now {settings.offload}; optimizer keeps masters and states in host memory, weights "
+            f"all but three blocks)"
+        )
+    return "Less is needed by:\n" + "\n".join(f"  - {way}" for way in ways)
+
+
+LESS_HOST_MEMORY = (
+    "Less host memory is needed by:\n"
+    "  - fewer layers (model.layers), or an optimizer with less state (optim.kind adamw_8bit or adamw_bf16)\n"
+    "  - parallel.offload optimizer_disk, which keeps masters and states in files on a fast disk\n"
+    "  - more processes that share the states (parallel.zero 1 or 2, a larger parallel.shard), on more machines"
 )
 
 
@@ -157,33 +196,46 @@ def require_memory(
 ) -> None:
     """Raise if a run cannot fit into the free memory, before any is allocated: a full machine may kill other processes.
 
-    `device`: cpu, or the kind of GPU that each process has for itself. `compiled`: only the state is certain.
+    `device`: cpu, or the kind of GPU that each process has for itself. The processes of a machine share its
+    `host_bytes`. `compiled`: only the state is certain.
     """
     estimate = estimate_memory(model, settings)
     needed = estimate.state if compiled else estimate.total
     lines = "\n".join(estimate.lines())
-    remedy = LESS_MEMORY.format(samples=settings.micro_batch_samples)
     if device == "cpu":
-        if needed * local_processes > host_bytes:
-            each = f"{local_processes} processes of {needed / GIB:.1f} GiB" if local_processes > 1 else ""
+        each = needed + estimate.host
+        if each * local_processes > host_bytes:
             raise DiskError(
-                f"There is not enough memory to train this model here: about {needed * local_processes / GIB:.1f} GiB "
-                f"are needed{f' ({each})' if each else ''}, {host_bytes / GIB:.1f} GiB are free. Nothing was started."
-                f"\n{lines}\n{remedy}"
+                f"There is not enough memory to train this model here: {_of_machine(each, local_processes)} needed, "
+                f"{host_bytes / GIB:.1f} GiB are free. Nothing was started.\n{lines}\n{_less_memory(settings, device)}"
             )
         return
     if needed > device_bytes:
         raise DiskError(
             f"There is not enough memory on the GPU to train this model: about {needed / GIB:.1f} GiB are needed, "
-            f"{device_bytes / GIB:.1f} GiB are free. Nothing was started.\n{lines}\n{remedy}"
+            f"{device_bytes / GIB:.1f} GiB are free. Nothing was started.\n{lines}\n{_less_memory(settings, device)}"
         )
-    weights = 4.0 * parameter_counts(model)["total"] * local_processes  # drawn or read here, then moved
-    if weights > host_bytes:
+    each = estimate.host + drawn_bytes(model)
+    if each * local_processes > host_bytes:
+        what = f"for what parallel.offload {settings.offload} keeps there" if estimate.host else "to draw the weights"
+        fewer = "Start fewer processes on it (parallel.processes), or make the model smaller."
         raise DiskError(
-            f"There is not enough memory on this machine to build the model before it goes to the GPU: "
-            f"{local_processes} x {weights / local_processes / GIB:.1f} GiB are needed, {host_bytes / GIB:.1f} GiB are "
-            f"free. Nothing was started. Start fewer processes on it (parallel.processes), or make the model smaller."
+            f"There is not enough memory on this machine {what}: {_of_machine(each, local_processes)} needed, "
+            f"{host_bytes / GIB:.1f} GiB are free. Nothing was started.\n{lines}\n"
+            f"{LESS_HOST_MEMORY if estimate.host else fewer}"
         )
+
+
+def drawn_bytes(model: ModelConfig) -> float:
+    """Initial weights are drawn on the host in float32, eight parameters at a time: about a table and a block."""
+    counts = parameter_counts(model)
+    return 4.0 * (counts["embedding"] + counts["blocks"] / model.layers)
+
+
+def _of_machine(each: float, processes: int) -> str:
+    """What all processes of a machine need together, in words."""
+    of = f" ({processes} processes of {each / GIB:.1f} GiB)" if processes > 1 else ""
+    return f"about {each * processes / GIB:.1f} GiB{of} are"
 
 
 UPDATES = 30

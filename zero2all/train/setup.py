@@ -33,16 +33,19 @@ from zero2all.config.schedule import steps_with_anneal
 from zero2all.config.training import AnnealConfig, model_at
 from zero2all.model.config import parameter_counts
 from zero2all.model.recompute import apply_recompute
+from zero2all.model.rope import rope_tables
 from zero2all.model.z2all import Z2all, compile_model
 from zero2all.ops.implementation import OpContext
 from zero2all.ops.registry import Ops
 from zero2all.packed.config import FREE_ON_RESUME
 from zero2all.packed.layout import PackedSplit
+from zero2all.packed.loader import rank_rows
 from zero2all.packed.mixture import Progress, TrainingData, open_training_data
 from zero2all.packed.remote import packed_root
 from zero2all.packed.stages import Stage, stages_from_records
 from zero2all.parallel.data import shard_model
 from zero2all.parallel.device import environment, local_processes, set_cpu_threads
+from zero2all.parallel.layout import draw
 from zero2all.parallel.world import World
 from zero2all.train.anneal import begun_anneal, read_anneal
 from zero2all.train.checkpoints.find import newest_checkpoint
@@ -261,24 +264,18 @@ def _build_state(
     ops = resolve_together(config.ops, op_context(config, world.device.type, dtype, sharded), world)
     check_cuda_graph(config, world.device, world.size, ops)
     _require_memory(config, ops, world)
-    step = checkpoint.step if checkpoint else 0
-    model = Z2all(model_at(step, config.model, config.stages), ops)
+    state = empty_state(config, world, ops, checkpoint.step if checkpoint else 0)
+    model = state.model
     if checkpoint is None:
-        model.init_weights(config.train.seed)
-    model.to(world.device).train()
-    if dtype == torch.float64:
-        model.double()
-    apply_recompute(model, config.train.recompute, config.train.recompute_every)
-    if sharded:
-        shard_model(model, world, dtype, with_masters=config.optim.kind != "adamw_bf16")
-    state = new_state(model, config.optim, dtype, 1, sharded, config.train.seed)
+        with state.weights.masters_between_steps() as masters:
+            draw(masters, model.config, config.train.seed)
+        state.weights.updated()
     compile_model(model)
     state.micro_batch_samples, micro_notes = choose_micro_batch(
         config, model, world, run, state.weights.zero_gradients, fence
     )
-    state.cuda_graph = choose_cuda_graph(
-        config, model, world.device, world.size, state.micro_batch_samples, config.samples_per_step
-    )
+    rows = rank_rows(config.samples_per_step, 0, world.mesh.batch.size)[2]
+    state.cuda_graph = choose_cuda_graph(config, model, world.device, world.size, state.micro_batch_samples, rows)
     counts = parameter_counts(config.model)
     where = (
         f"{world.size} x {environment(world.device)['device']}"
@@ -294,6 +291,23 @@ def _build_state(
     return state, notes
 
 
+def empty_state(config: RunConfig, world: World, ops: Ops, step: int = 0) -> TrainState:
+    """The model as it is at `step`, on its device and spread over the processes, and its optimizer; its weights are yet
+    to be drawn or loaded."""
+    dtype = DTYPES[config.train.precision]
+    wide = torch.promote_types(dtype, torch.float32)
+    with torch.device("meta"):  # memory is allocated once it is known who holds what
+        model = Z2all(model_at(step, config.model, config.stages), ops).to(wide).train()
+    apply_recompute(model, config.train.recompute, config.train.recompute_every)
+    if config.parallel.zero == 3 and world.size > 1:
+        shard_model(model, world, dtype, with_masters=config.optim.kind != "adamw_bf16")
+    cos, sin = rope_tables(model.config, model.config.max_seq_len, world.device)
+    model.cos, model.sin = cos.to(wide), sin.to(wide)
+    return new_state(
+        model, config.optim, dtype, 1, config.train.seed, device=world.device, mesh=world.mesh, parallel=config.parallel
+    )
+
+
 def spread_name(config: RunConfig, world: World) -> str:
     """How a model is spread, in words."""
     if world.size == 1:
@@ -306,7 +320,7 @@ def spread_name(config: RunConfig, world: World) -> str:
 
 def _require_memory(config: RunConfig, ops: Ops, world: World) -> None:
     """Refuse a run if a process has too little memory; all processes then end with the same error."""
-    settings = memory_settings(config, ops, world.size, least_samples(config, world))
+    settings = memory_settings(config, ops, world.mesh, least_samples(config, world))
     kind, problem = world.device.type, ""
     on_device = torch.cuda.mem_get_info(world.device)[0] if kind == "cuda" else 0
     try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,11 +18,13 @@ from torch import Tensor
 
 from zero2all.config.training import OptimConfig
 from zero2all.model.z2all import Z2all
+from zero2all.parallel.config import ParallelConfig
+from zero2all.parallel.mesh import Mesh
+from zero2all.parallel.parts import Part
 from zero2all.train.cuda_graph import CudaGraphPasses
 from zero2all.train.optimizers.base import Optimizer
-from zero2all.train.optimizers.factory import build_optimizer
+from zero2all.train.optimizers.factory import build_optimizer, cut_of
 from zero2all.train.optimizers.flat_adamw import FlatAdamW
-from zero2all.train.optimizers.roles import model_roles
 from zero2all.train.weights import FlatWeights, ShardedWeights, Weights
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -73,23 +76,24 @@ class TrainState:
     tokens: int = 0
 
     @contextmanager
-    def tensors(self) -> Iterator[dict[str, Tensor]]:
+    def tensors(self) -> Iterator[dict[str, Part]]:
         """Between two steps, all tensors of a checkpoint as 'group/name'. A checkpoint can be loaded into them; call
         `loaded` after the context then."""
         with self.model_tensors() as masters:
             yield {**masters, **self.optimizer_tensors()}
 
     @contextmanager
-    def model_tensors(self) -> Iterator[dict[str, Tensor]]:
+    def model_tensors(self) -> Iterator[dict[str, Part]]:
         """The master weights, likewise."""
         with self.weights.masters_between_steps() as masters:
             yield {f"model/{name}": value for name, value in masters.items()}
 
-    def optimizer_tensors(self) -> dict[str, Tensor]:
+    def optimizer_tensors(self) -> dict[str, Part]:
         """Moments, the number of updates, and the loss scale."""
         tensors = {f"optimizer/{name}": value for name, value in self.optimizer.state_tensors().items()}
         if self.loss_scale is not None:
-            tensors |= {f"optimizer/loss_scale/{name}": value for name, value in self.loss_scale.tensors().items()}
+            for name, value in self.loss_scale.tensors().items():
+                tensors[f"optimizer/loss_scale/{name}"] = Part.whole(value)
         return tensors
 
     def counters(self) -> dict[str, int]:
@@ -108,27 +112,41 @@ def new_state(
     optim: OptimConfig,
     dtype: torch.dtype,
     micro_batch_samples: int = 1,
-    sharded: bool = False,
     seed: int = 0,
+    *,
+    device: torch.device | None = None,
+    mesh: Mesh | None = None,
+    parallel: ParallelConfig | None = None,
 ) -> TrainState:
-    """The state of a run before its first step; weights that are not `sharded` are in `dtype` from here on. AdamW on
-    whole weights takes the registry's fast path; every other optimizer works on the masters one by one."""
+    """The state of a run before its first step, its weights on `device` (else where the model is) and in `dtype` unless
+    they are sharded (ZeRO-3). AdamW on flat weights takes the registry's fast path; every other optimizer works on the
+    masters one by one."""
+    mesh, parallel = mesh or Mesh(), parallel or ParallelConfig()
+    device = device or next(model.parameters()).device
+    is_sharded = parallel.zero == 3 and mesh.batch.size > 1
     # torch's kernels round the factor on the gradient to float32; a run in float64 must not.
-    is_fast = optim.kind == "adamw" and dtype != torch.float64 and not sharded
-    names = [name for name, _ in model.named_parameters()]
-    roles = model_roles(model.config, names)
+    is_fast = optim.kind == "adamw" and dtype != torch.float64 and not is_sharded
     weights: Weights
     optimizer: Optimizer | FlatAdamW
-    if sharded:
-        weights = ShardedWeights(model, dtype)
+    if is_sharded:
+        weights = ShardedWeights(model, dtype, mesh)
     else:
-        kinds = {name: roles[name].kind for name in names}
-        split_masters = is_fast and dtype == torch.bfloat16 and model.ops.footprints["optimizer"].splits_masters
-        weights = FlatWeights(model, kinds, dtype, with_masters=optim.kind != "adamw_bf16", split_masters=split_masters)
+        weights = FlatWeights(
+            model,
+            dtype,
+            device=device,
+            with_masters=optim.kind != "adamw_bf16",
+            split_masters=is_fast and dtype == torch.bfloat16 and model.ops.footprints["optimizer"].splits_masters,
+            mesh=mesh,
+            zero=parallel.zero if mesh.batch.size > 1 else 0,
+            bucket_bytes=parallel.bucket_mb * 1e6,
+            cut_of=partial(cut_of, optim.kind),
+            overlaps=parallel.overlap,
+        )
     if isinstance(weights, FlatWeights) and is_fast:
         optimizer = FlatAdamW(weights, model.ops.optimizer, optim)
     else:
-        optimizer = build_optimizer(weights.masters_by_name().items(), optim, roles, seed=seed)
-    device = next(model.parameters()).device
+        table = {one.name: one for one in weights.table}
+        optimizer = build_optimizer(weights.masters_by_name(), optim, table, seed=seed)
     scale = LossScale(device) if dtype == torch.float16 else None
     return TrainState(model, weights, optimizer, micro_batch_samples, scale)

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from zero2all.config import RunConfig
 from zero2all.packed.loader import Batch, rank_rows
-from zero2all.parallel.data import set_gradient_sync
 from zero2all.parallel.world import World
 from zero2all.train.guards.detector import Limits
 from zero2all.train.state import TrainState
@@ -192,9 +191,9 @@ def train_step(
     # Dropout depends on (seed, step, rank) alone, so a resumed run needs no stored random state.
     torch.manual_seed(_step_key(config.train.seed, state.step, world.mesh.batch.rank))
     figures = _forward_backward(state, batch, channels, config, world, plan, timer)
-    state.weights.reduce_gradients(world)
+    figures[1] = state.weights.squared_norm_share()
     world.mesh.loss.sum(figures)
-    norm = state.weights.squared_norm(world).sqrt()
+    norm = figures[1].sqrt()
     if state.loss_scale is not None:
         norm = norm / state.loss_scale.scale
     timer.mark("reduce")
@@ -237,12 +236,14 @@ def _forward_backward(
     micro = micro_rows(config, state.micro_batch_samples, seq_len)
     for first in range(0, own_rows, micro):
         here = slice(first, min(first + micro, own_rows))
-        set_gradient_sync(state.model, here.stop == own_rows)
+        is_last = here.stop == own_rows
+        state.weights.begin_pass(is_last)
         ids = tokens[here].to(device, non_blocking=True)  # (B, T + 1)
         documents = None if document_ids is None else document_ids[here, :-1].to(device, non_blocking=True)
         shares = (counts[here] / counted).to(wide)
         timer.mark("collate")
-        if state.cuda_graph is not None:
+        # A pass that communicates cannot be captured.
+        if state.cuda_graph is not None and not (is_last and state.weights.communicates):
             losses = state.cuda_graph(ids, shares)  # also forward and loss: nothing can be measured inside
         else:
             hidden = state.model(ids[:, :-1], document_ids=documents)
@@ -250,6 +251,7 @@ def _forward_backward(
             total, losses = state.model.head_loss(hidden, ids[:, 1:], shares, config.train.z_loss)
             timer.mark("loss")
             (total if state.loss_scale is None else total * state.loss_scale.scale).backward()
+        state.weights.end_pass()
         row_nats[here] = (losses * counts[here]).sum(dim=1, dtype=torch.float64)
         timer.mark("backward")
     row_counts = counts.sum(dim=1, dtype=torch.float64)

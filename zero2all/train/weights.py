@@ -5,213 +5,357 @@ float32 masters and writes the low-precision weights from them. Gradients are su
 float64) model the masters are the weights themselves. A bfloat16 weight is the upper half of its master, so an
 optimizer that can join both needs only the missing 16 bits (`zero2all.ops.split_master`).
 
-`FlatWeights`: every process has all weights, in one buffer each for masters, weights and gradients: the norm is one
-reduction, the sum over processes one all-reduce, and the update one pass. Parameters of a group are neighbours.
+`FlatWeights`: every process computes with all weights. Masters, weights and gradients are one flat buffer each, laid
+out by `zero2all.parallel.buckets`. With ZeRO-1 and 2 a process keeps masters (and ZeRO-2: gradients) only of the ranges
+it owns, in buffers that hold these one after the other; the weights of the others are gathered after each update, while
+the next forward pass already runs.
 
-`ShardedWeights`: every process has a part of each weight (FSDP2), in float32; the low-precision weights of a block are
-gathered while it computes.
+`ShardedWeights`: every process has a part of each weight (FSDP2, ZeRO-3), in float32; the low-precision weights of a
+block are gathered while it computes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from zero2all.model.config import ParameterKind
 from zero2all.model.z2all import Z2all
+from zero2all.ops.gradient_sink import GradientSink, take_from_autograd
 from zero2all.ops.implementation import has_triton
 from zero2all.ops.split_master import join, split
-from zero2all.parallel.shards import local
-from zero2all.parallel.world import World
-
-ALIGNMENT = 128
-"""Parameters begin at multiples of this many values, so that every kernel can load them in wide words."""
+from zero2all.parallel.buckets import CutOf, plan_buffers
+from zero2all.parallel.data import set_gradient_sync
+from zero2all.parallel.layout import LogicalParameter, layout_table
+from zero2all.parallel.mesh import Mesh
+from zero2all.parallel.parts import Part
+from zero2all.parallel.reduce import GradientReducer, all_gather
+from zero2all.parallel.shards import part_of
+from zero2all.train.optimizers.base import Master
 
 CHUNK_VALUES = 1 << 25
 """Values that are joined or split at once."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a parameter lies in the buffers."""
-
-    name: str
-    parameter: nn.Parameter
-    at: slice
-
-
 class FlatWeights:
-    """Takes over the parameters of `model`: their storage becomes a view of flat buffers on the model's device."""
+    """Takes over the parameters of `model`: their storage becomes a view of flat buffers on `device`. Parameters on the
+    meta device have no values yet: load or draw them through `masters_between_steps`."""
 
     def __init__(
         self,
         model: Z2all,
-        group_of: Mapping[str, ParameterKind],
         dtype: torch.dtype,
+        *,
+        device: torch.device | None = None,
         with_masters: bool = True,
         split_masters: bool = False,
+        mesh: Mesh | None = None,
+        zero: int = 0,
+        bucket_bytes: float | None = None,
+        cut_of: CutOf = lambda _parameter: "values",
+        overlaps: bool = True,
     ) -> None:
-        """`group_of` names the group of each parameter; `groups` then says where each lies. Without masters, an
-        optimizer that rounds for itself (adamw_bf16) works on the low-precision weights and gradients. `split_masters`:
-        `masters` holds only the 16 bits that the bfloat16 weights lack."""
-        named = list(model.named_parameters())
-        names = list(dict.fromkeys(group_of[name] for name, _ in named))
-        self.places: list[Place] = []
-        self.groups: dict[ParameterKind, slice] = {}
-        length = 0
-        for group in names:
-            start = length
-            for name, parameter in named:
-                if group_of[name] == group:
-                    self.places.append(Place(name, parameter, slice(length, length + parameter.numel())))
-                    length += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
-            self.groups[group] = slice(start, length)
-        device = named[0][1].device
+        """Without masters, an optimizer that rounds for itself (adamw_bf16) works on the low-precision weights and
+        gradients. `split_masters`: `masters` holds only the 16 bits that the bfloat16 weights lack. `cut_of`: how the
+        optimizer allows parameters to be cut between the processes of the shard axis."""
+        self.mesh, self.zero = mesh or Mesh(), zero
+        named = dict(model.named_parameters())
+        device = device or next(iter(named.values())).device
         self.dtype, wide = dtype, torch.promote_types(dtype, torch.float32) if with_masters else dtype
         assert dtype == torch.bfloat16 or not split_masters, "only a bfloat16 is one half of a float32"
         self.split_masters = split_masters
-        self.masters = torch.zeros(length, dtype=torch.int16 if split_masters else wide, device=device)
-        self.weights = self.masters if dtype == wide else torch.zeros(length, dtype=dtype, device=device)
-        self.gradients = torch.zeros(length, dtype=wide, device=device)
-        self._hooks = [self._take(place) for place in self.places]
+        self.table = layout_table(model.config)
+        owners = self.mesh.shard.size if zero else 1
+        bucket_values = None
+        if bucket_bytes is not None and self.mesh.batch.size > 1:
+            bucket_values = max(1, int(bucket_bytes) // wide.itemsize)
+        self.plan = plan_buffers(self.table, owners, bucket_values, cut_of)
+        rank = self.mesh.shard.rank if zero else 0
+        self.own = [bucket.owned_by(rank) for bucket in self.plan.buckets]
+        """Of each bucket the range that this process updates."""
+        self.own_at = _one_after_the_other(self.own)
+        """The same ranges in buffers that hold nothing else."""
+        self.own_length = self.own_at[-1].stop
+        self._tables = {"embedding.weight"} if model.head is None else set()
+        self._allocate(device, wide)
+        self.reducer = self._make_reducer(overlaps)
+        self._arriving: dict[int, list[dist.Work]] = {}
+        self._parameters = {name: self._take(model, name, parameter) for name, parameter in named.items()}
+        if zero and self.mesh.shard.size > 1:
+            self._wait_before_use(model)
+
+    def _allocate(self, device: torch.device, wide: torch.dtype) -> None:
+        length, own_length = self.plan.length, self.own_length
+        self.weights = torch.zeros(length, dtype=self.dtype, device=device)
+        self.masters = self.weights
+        """Of the own ranges; the weights themselves where they are precise enough."""
+        if self.split_masters or self.dtype != wide:
+            master_dtype = torch.int16 if self.split_masters else wide
+            self.masters = torch.zeros(own_length, dtype=master_dtype, device=device)
+        self.gradients = torch.zeros(own_length if self.zero == 2 else length, dtype=wide, device=device)
+        """Of all weights; with ZeRO-2 of the own ranges."""
+
+    def _make_reducer(self, overlaps: bool) -> GradientReducer | None:
+        if self.mesh.batch.size == 1:
+            return None
+        return GradientReducer(
+            self.plan, self.mesh, self.zero, self.gradients, self.own_at, sorted(self._tables), overlaps
+        )
 
     @torch.no_grad()
-    def _take(self, place: Place) -> torch.utils.hooks.RemovableHandle | None:
-        parameter, shape = place.parameter, place.parameter.shape
-        self._write(place.at, parameter.detach().reshape(-1))
-        parameter.data = self.weights[place.at].view(shape)
-        gradient = self.gradients[place.at].view(shape)
-        if self.weights is self.masters:
-            parameter.grad = gradient  # autograd adds to it in place
-            return None
-        # Some kernels add to main_grad themselves; what autograd leaves in .grad is added there at once and freed.
-        parameter.main_grad = gradient  # type: ignore[attr-defined]
-        return parameter.register_post_accumulate_grad_hook(_move_to_main)
+    def _take(self, model: Z2all, name: str, parameter: nn.Parameter) -> nn.Parameter:
+        """The parameter as a view of the buffers; a new one where it was on the meta device."""
+        place, shape, reducer = self.plan.places[name], parameter.shape, self.reducer
+        if parameter.is_meta:
+            # .data: a version of its own, or a change of one weight would look like a change of all.
+            parameter = nn.Parameter(self.weights[place].view(shape).data)
+            module, _, leaf = name.rpartition(".")
+            model.get_submodule(module).register_parameter(leaf, parameter)
+        else:
+            self._write_whole(place, parameter.detach().reshape(-1).to(self.weights.device))
+            parameter.data = self.weights[place].view(shape)
+        if self.masters is self.weights and self.zero < 2:
+            parameter.grad = self.gradients[place].view(shape)  # autograd adds to it in place
+            if reducer is not None:
+                parameter.register_post_accumulate_grad_hook(lambda _parameter: reducer.added(name))
+            return parameter
+        sink = GradientSink(self.gradients[place].view(shape)) if reducer is None else reducer.sink(name, shape)
+        parameter.gradient_sink = sink  # type: ignore[attr-defined]
+        take_from_autograd(parameter)
+        return parameter
 
-    def by_name(self, flat: Tensor) -> dict[str, Tensor]:
-        """A buffer of this length as views in the shapes of the parameters."""
-        return {place.name: flat[place.at].view(place.parameter.shape) for place in self.places}
-
-    def _write(self, at: slice, values: Tensor) -> None:
-        """Masters and weights from new values of the masters."""
-        if self.split_masters:
-            self.weights[at], self.masters[at] = split(values.float())
+    def _write_whole(self, place: slice, values: Tensor) -> None:
+        """All values of a tensor: its weights, and the masters of the own range."""
+        self.weights[place] = values
+        if self.masters is self.weights:
             return
-        self.masters[at] = values
-        if self.weights is not self.masters:
-            self.weights[at] = values
+        for own, at in zip(self.own, self.own_at, strict=True):
+            start, stop = max(own.start, place.start), min(own.stop, place.stop)
+            if start < stop:
+                here = slice(at.start + start - own.start, at.start + stop - own.start)
+                self._write(slice(start, stop), here, values[start - place.start : stop - place.start])
 
-    def masters_by_name(self) -> dict[str, Tensor]:
-        """The masters, each with its gradient in `.grad`, for an optimizer that takes them one by one; live."""
+    def _write(self, at: slice, own: slice, values: Tensor) -> None:
+        """Masters and weights of a range from new values of the masters; `own`: its place among the own ranges."""
+        if self.split_masters:
+            self.weights[at], self.masters[own] = split(values.float())
+            return
+        if self.masters is not self.weights:
+            self.masters[own] = values
+        self.weights[at] = values
+
+    # ---- what optimizers and checkpoints see ----
+
+    def flat_ranges(self, flat: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """The own range of every bucket in a buffer of all values or of the own ranges."""
+        ranges = self.own if flat.numel() == self.plan.length else self.own_at
+        for number, at in enumerate(ranges):
+            yield number, flat[at]
+
+    def parts(self, flat: Tensor) -> dict[str, Part]:
+        """A buffer of all values, or of the own ranges, as parts by logical name; those of other owners are empty."""
+        ranges = dict(self.flat_ranges(flat))
+        bucket_of = {name: number for number, bucket in enumerate(self.plan.buckets) for name in bucket.holders}
+        found = {}
+        for one in self.table:
+            number = bucket_of[one.holder]
+            first = self.plan.places[one.holder].start + one.start
+            own = self.own[number]
+            start = min(max(own.start, first), first + one.numel)
+            stop = max(start, min(own.stop, first + one.numel))
+            values = ranges[number][start - own.start : stop - own.start] if stop > start else flat[:0]
+            found[one.name] = Part.of_range(values, one.shape, start - first, None)
+        return found
+
+    def parameter_slices(self, bucket: int) -> tuple[slice, ...]:
+        """The slice of each parameter in the own range of a bucket."""
+        own, found = self.own[bucket], []
+        for name in self.plan.buckets[bucket].holders:
+            place = self.plan.places[name]
+            start, stop = max(own.start, place.start), min(own.stop, place.stop)
+            if start < stop:
+                found.append(slice(start - own.start, stop - own.start))
+        return tuple(found)
+
+    def masters_by_name(self) -> dict[str, Master]:
+        """The masters with their gradients, for an optimizer that takes them one by one; live."""
         assert not self.split_masters, "there are no whole masters"
-        masters, gradients = self.by_name(self.masters), self.by_name(self.gradients)
-        for name, master in masters.items():
-            master.grad = gradients[name]
-        return masters
+        gradients = self.parts(self.gradients)
+        return {
+            name: Master(part, lambda values=gradients[name].values: values)  # type: ignore[misc]
+            for name, part in self.parts(self.masters).items()
+        }
 
     @contextmanager
-    def masters_between_steps(self) -> Iterator[dict[str, Tensor]]:
+    def masters_between_steps(self) -> Iterator[dict[str, Part]]:
         """The masters by name, to read or to write, between two steps; split ones lie in `gradients`."""
         if not self.split_masters:
-            yield self.by_name(self.masters)
+            yield self.parts(self.masters)
             return
         with torch.no_grad():
-            for at in self._chunks():
-                self.gradients[at] = join(self.weights[at], self.masters[at])
+            for at, own, gradient in self._chunks():
+                gradient.copy_(join(self.weights[at], self.masters[own]))
             try:
-                yield self.by_name(self.gradients)
+                yield self.parts(self.gradients)
             finally:
-                for at in self._chunks():
-                    self._write(at, self.gradients[at])
+                for at, own, gradient in self._chunks():
+                    self._write(at, own, gradient)
                 self.zero_gradients()
 
-    def _chunks(self) -> Iterator[slice]:
-        """The buffers in chunks, so that joining split masters takes little extra memory."""
-        for start in range(0, self.gradients.numel(), CHUNK_VALUES):
-            yield slice(start, min(start + CHUNK_VALUES, self.gradients.numel()))
+    def _chunks(self) -> Iterator[tuple[slice, slice, Tensor]]:
+        """The own ranges in chunks, so that joining split masters takes little extra memory: the place among the
+        weights, the place among the own ranges, and the gradients there."""
+        for number, gradients in self.flat_ranges(self.gradients):
+            for first in range(0, gradients.numel(), CHUNK_VALUES):
+                chunk = gradients[first : first + CHUNK_VALUES]
+                begins = (self.own[number].start + first, self.own_at[number].start + first)
+                yield *(slice(begin, begin + chunk.numel()) for begin in begins), chunk  # type: ignore[misc]
 
     def master_samples(self, most: int) -> dict[str, Tensor]:
         """At most about `most` values of each master, evenly spread over the part in this process; at any time."""
+        weights, masters = self.parts(self.weights), self.parts(self.masters)
         samples = {}
-        for place in self.places:
-            every = slice(place.at.start, place.at.stop, _stride(place.at.stop - place.at.start, most))
-            samples[place.name] = (
-                join(self.weights[every].contiguous(), self.masters[every])
-                if self.split_masters
-                else self.masters[every]
+        for name, part in masters.items():
+            every = slice(None, None, _stride(part.values.numel(), most))
+            values = part.values.reshape(-1)[every]
+            samples[name] = (
+                join(weights[name].values.reshape(-1)[every].contiguous(), values) if self.split_masters else values
             )
         return samples
 
-    def reduce_gradients(self, world: World) -> None:
-        """Sum the gradients over the processes, after the last micro-batch."""
-        world.mesh.batch.sum(self.gradients)
+    # ---- the moments of a step ----
 
-    def squared_norm(self, world: World) -> Tensor:
-        """The square of the L2 norm of the whole gradient, float64, the same in every process."""
-        del world
-        if self.gradients.is_cuda and self.gradients.dtype == torch.float32 and has_triton():
-            from zero2all.ops.kernels.adamw import sum_of_squares
+    @property
+    def communicates(self) -> bool:
+        """Whether the last pass of a step sends gradients to other processes."""
+        return self.reducer is not None
 
-            return sum_of_squares(self.gradients)
-        wide = torch.promote_types(self.gradients.dtype, torch.float32)
-        return torch.linalg.vector_norm(self.gradients, dtype=wide).double().square()
+    def begin_pass(self, is_last: bool) -> None:
+        """Before the forward and backward pass of a micro-batch; gradients are summed over the processes in the last
+        one of a step (ZeRO-2: in each)."""
+        if self.reducer is not None:
+            self.reducer.begin_pass(is_last)
+
+    def end_pass(self) -> None:
+        """After it."""
+        if self.reducer is not None:
+            self.reducer.end_pass()
+
+    def squared_norm_share(self) -> Tensor:
+        """This process's share of the square of the gradient's L2 norm, float64; the shares of all batch ranks add up
+        to it."""
+        if self.zero < 2 and self.own_length == self.plan.length:
+            squares = _sum_of_squares(self.gradients)
+        else:
+            squares = torch.stack([_sum_of_squares(part) for _, part in self.flat_ranges(self.gradients)]).sum()
+        copies = self.mesh.replicate.size if self.zero else self.mesh.batch.size
+        return squares / copies if copies > 1 else squares
 
     def updated(self) -> None:
-        """Write the low-precision weights; an optimizer that does so itself calls `touched` instead."""
-        if self.weights is not self.masters and not self.split_masters:
-            self.weights.copy_(self.masters)
+        """The masters have changed: write the low-precision weights, and gather those of other owners."""
+        if self.masters is not self.weights and not self.split_masters:
+            for at, own in zip(self.own, self.own_at, strict=True):
+                self.weights[at] = self.masters[own]
         self.touched()
 
     def touched(self) -> None:
-        """Invalidate caches made from the weights (float8 copies)."""
-        torch.autograd.graph.increment_version([place.parameter for place in self.places])
+        """The own ranges of the weights have changed: gather the others, and invalidate caches made from the weights
+        (float8 copies)."""
+        self.wait()
+        if self.zero and self.mesh.shard.size > 1:
+            for number in reversed(self.plan.backward_order):  # in the order in which the next forward pass needs them
+                bucket = self.plan.buckets[number]
+                borders = [border - bucket.span.start for border in bucket.borders]
+                self._arriving[number] = all_gather(self.weights[bucket.span], borders, self.mesh.shard)
+        torch.autograd.graph.increment_version(list(self._parameters.values()))
+
+    def wait(self, buckets: Sequence[int] | None = None) -> None:
+        """Wait until the weights of these buckets, or of all, have arrived (on a GPU: its stream does)."""
+        for number in list(self._arriving) if buckets is None else buckets:
+            for work in self._arriving.pop(number, ()):
+                work.wait()
+
+    def _wait_before_use(self, model: Z2all) -> None:
+        """Before a block computes, wait for its weights. A compiled model waits for all of them at its beginning."""
+        of_block: dict[str, set[int]] = {}
+        for number, bucket in enumerate(self.plan.buckets):
+            for name in bucket.holders:
+                block = ".".join(name.split(".")[:2]) if name.startswith("blocks.") and bucket.kind == "matrix" else ""
+                of_block.setdefault("norm" if name == "head.weight" else block, set()).add(number)
+        if model.ops.compile != "none":
+            of_block = {"": set(range(len(self.plan.buckets)))}
+        for name, numbers in of_block.items():
+            module = model.get_submodule(name)
+            module.register_forward_pre_hook(lambda _module, _args, needed=tuple(numbers): self.wait(needed))
 
     def zero_gradients(self) -> None:
         """Set the gradients to zero."""
         self.gradients.zero_()
+        if self.reducer is not None:
+            self.reducer.forget()
 
 
 class ShardedWeights:
     """The parameters of a model that `parallel.data.shard_model` has sharded."""
 
-    def __init__(self, model: Z2all, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(self, model: Z2all, dtype: torch.dtype, mesh: Mesh) -> None:
+        self.dtype, self.mesh, self._model = dtype, mesh, model
+        self.table: list[LogicalParameter] = layout_table(model.config)
         self._parameters = dict(model.named_parameters())
 
-    def masters_by_name(self) -> dict[str, Tensor]:
-        """The masters, each with its gradient in `.grad`, for an optimizer that takes them one by one; live."""
-        return dict(self._parameters)
+    def masters_by_name(self) -> dict[str, Master]:
+        """The masters with their gradients, for an optimizer that takes them one by one; live."""
+        return {
+            one.name: Master(part, lambda one=one: self._gradient(one))  # type: ignore[misc]
+            for one, part in self._parts()
+        }
+
+    def _gradient(self, one: LogicalParameter) -> Tensor | None:
+        gradient = self._parameters[one.holder].grad
+        return None if gradient is None else part_of(gradient, one).values
+
+    def _parts(self) -> Iterator[tuple[LogicalParameter, Part]]:
+        for one in self.table:
+            yield one, part_of(self._parameters[one.holder], one)
 
     @contextmanager
-    def masters_between_steps(self) -> Iterator[dict[str, Tensor]]:
+    def masters_between_steps(self) -> Iterator[dict[str, Part]]:
         """The masters by name, to read or to write, between two steps."""
-        yield self.masters_by_name()
+        yield {one.name: part for one, part in self._parts()}
 
     def master_samples(self, most: int) -> dict[str, Tensor]:
         """At most about `most` values of each master, evenly spread over the part in this process; at any time."""
-        parts = {name: local(parameter).detach().reshape(-1) for name, parameter in self._parameters.items()}
-        return {name: part[:: _stride(part.numel(), most)] for name, part in parts.items()}
+        flat = {one.name: part.values.detach().reshape(-1) for one, part in self._parts()}
+        return {name: values[:: _stride(values.numel(), most)] for name, values in flat.items()}
 
-    def reduce_gradients(self, world: World) -> None:
-        """Nothing to do: FSDP has summed the gradients in the backward pass."""
-        del world
+    communicates = True
 
-    def squared_norm(self, world: World) -> Tensor:
-        """The square of the L2 norm of the whole gradient, float64, the same in every process."""
+    def begin_pass(self, is_last: bool) -> None:
+        """FSDP sums the gradients in the backward pass of the last micro-batch."""
+        set_gradient_sync(self._model, is_last)
+
+    def end_pass(self) -> None:
+        """Nothing to do: FSDP has waited for the sums."""
+
+    def squared_norm_share(self) -> Tensor:
+        """This process's share of the square of the gradient's L2 norm, float64; the shares of all batch ranks add up
+        to it."""
         wide = torch.promote_types(self.dtype, torch.float32)
         squares = [
-            torch.linalg.vector_norm(local(parameter.grad), dtype=wide).double().square()
+            torch.linalg.vector_norm(parameter.grad.to_local(), dtype=wide).double().square()  # type: ignore[attr-defined]
             for parameter in self._parameters.values()
             if parameter.grad is not None
         ]
-        return world.mesh.shard.sum(torch.stack(squares).sum())
+        return torch.stack(squares).sum() / self.mesh.replicate.size
 
     def updated(self) -> None:
         """Nothing to do: FSDP gathers the weights in every pass."""
+
+    def wait(self) -> None:
+        """Nothing to do: FSDP waits for the weights it gathers."""
 
     def zero_gradients(self) -> None:
         """Set the gradients to zero."""
@@ -222,10 +366,25 @@ class ShardedWeights:
 Weights = FlatWeights | ShardedWeights
 
 
-def _move_to_main(parameter: nn.Parameter) -> None:
-    if parameter.grad is not None:
-        parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
-        parameter.grad = None
+def _sum_of_squares(values: Tensor) -> Tensor:
+    """float64."""
+    if not values.numel():
+        return torch.zeros((), dtype=torch.float64, device=values.device)
+    if values.is_cuda and values.dtype == torch.float32 and has_triton():
+        from zero2all.ops.kernels.adamw import sum_of_squares
+
+        return sum_of_squares(values)
+    wide = torch.promote_types(values.dtype, torch.float32)
+    return torch.linalg.vector_norm(values, dtype=wide).double().square()
+
+
+def _one_after_the_other(ranges: Sequence[slice]) -> list[slice]:
+    """Ranges of the same lengths, without gaps."""
+    found, at = [], 0
+    for each in ranges:
+        found.append(slice(at, at + each.stop - each.start))
+        at = found[-1].stop
+    return found
 
 
 def _stride(count: int, most: int) -> int:

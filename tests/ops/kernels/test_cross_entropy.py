@@ -9,6 +9,7 @@ from tests.ops.agreement import assert_agrees, assert_close, dtypes, error, rand
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 
 from zero2all.ops import linear_cross_entropy
+from zero2all.ops.gradient_sink import GradientSink
 from zero2all.ops.kernels import cross_entropy
 from zero2all.ops.kernels.cross_entropy import cross_entropy_in_place, triton_cross_entropy
 from zero2all.ops.linear_cross_entropy import through_cross_entropy, triton_linear_cross_entropy
@@ -145,17 +146,17 @@ def test_padding_of_the_head_receives_exactly_nothing(device, dtype):
     assert error(losses, wanted) < 1e-2
 
 
-def test_gradient_of_the_head_is_added_to_main_grad_over_micro_batches(device):
+def test_gradient_of_the_head_is_added_to_the_sink_over_micro_batches(device):
     hidden, head = (value.bfloat16().to(device) for value in head_inputs())
     others = (targets_with_some_ignored().to(device), token_weights().float().to(device), VOCAB, 0.0)
     plain = head.clone().requires_grad_()
     triton_linear_cross_entropy(hidden, plain, *others)[0].backward()
     head.requires_grad_()
-    head.main_grad = torch.zeros(head.shape, device=device)
+    head.gradient_sink = GradientSink(torch.zeros(head.shape, device=device))
     for factor in (1.0, 0.3):
         (triton_linear_cross_entropy(hidden, head, *others)[0] * factor).backward()
     assert head.grad is None
-    assert_close(head.main_grad, 1.3 * plain.grad.double(), 4e-3)
+    assert_close(head.gradient_sink.buffer, 1.3 * plain.grad.double(), 4e-3)
 
 
 def test_losses_alone_leave_nothing_to_keep(device):

@@ -8,6 +8,7 @@ from tests.ops.agreement import TOLERANCE, assert_agrees, assert_close, assert_s
 
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 
+from zero2all.ops.gradient_sink import GradientSink
 from zero2all.ops.kernels import embedding
 from zero2all.ops.kernels.cross_entropy import triton_cross_entropy
 from zero2all.ops.kernels.embedding import triton_embedding
@@ -84,16 +85,16 @@ def test_gradient_that_is_not_contiguous_is_read_as_it_is(device):
 
 
 @runs
-def test_gradients_are_added_to_main_grad_over_micro_batches(device, small_pieces, tokens):
+def test_gradients_are_added_to_the_sink_over_micro_batches(device, small_pieces, tokens):
     table = random(5, 3).to(device, LOW).requires_grad_()
-    table.main_grad = torch.ones(5, 3, device=device)
+    table.gradient_sink = GradientSink(torch.ones(5, 3, device=device))
     exact = random(5, 3).requires_grad_()
     for micro_batch in range(2):
         ids, direction = shuffled(tokens), random(len(tokens), 3, seed=micro_batch)
         triton_embedding(ids.to(device), table).backward(direction.to(device, LOW))
         reference(ids)(exact).backward(direction)
     assert table.grad is None
-    assert_close(table.main_grad, 1.0 + exact.grad, TOLERANCE[torch.float32])
+    assert_close(table.gradient_sink.buffer, 1.0 + exact.grad, TOLERANCE[torch.float32])
 
 
 def test_sum_of_many_positions_is_not_rounded_to_bfloat16(device):
@@ -102,37 +103,37 @@ def test_sum_of_many_positions_is_not_rounded_to_bfloat16(device):
     table = torch.zeros(2, 1, dtype=LOW, device=device).requires_grad_()
     triton_embedding(tokens, table).sum().backward()
     assert table.grad.flatten().tolist() == [300.0, 0.0]
-    table.grad, table.main_grad = None, torch.full((2, 1), 1000.0, device=device)
+    table.grad, table.gradient_sink = None, GradientSink(torch.full((2, 1), 1000.0, device=device))
     triton_embedding(tokens, table).sum().backward()
-    assert table.main_grad.flatten().tolist() == [1300.0, 1000.0]
+    assert table.gradient_sink.buffer.flatten().tolist() == [1300.0, 1000.0]
 
 
 def test_rows_of_ids_that_do_not_occur_are_not_touched(device):
     table = torch.zeros(6, 2, dtype=LOW, device=device).requires_grad_()
     untouched = torch.tensor([-0.0, torch.inf], device=device).repeat(6, 1)
-    table.main_grad = untouched.clone()
+    table.gradient_sink = GradientSink(untouched.clone())
     triton_embedding(torch.tensor([4, 1, 4], device=device), table).sum().backward()
     others = [0, 2, 3, 5]
-    assert torch.equal(table.main_grad[others].view(torch.int32), untouched[others].view(torch.int32))
+    assert torch.equal(table.gradient_sink.buffer[others].view(torch.int32), untouched[others].view(torch.int32))
 
 
 def test_tied_table_gathers_the_gradients_of_both_its_uses(device):
     tokens, targets = random_ids(9, 12), random_ids(9, 12, seed=1)
     table = (random(9, 4) / 4).to(device, LOW).requires_grad_()
-    table.main_grad = torch.zeros(9, 4, device=device)
+    table.gradient_sink = GradientSink(torch.zeros(9, 4, device=device))
     logits = fp32_wgrad_linear(triton_embedding(tokens.to(device), table), table)
     triton_cross_entropy(logits, targets.to(device)).sum().backward()
     exact = (random(9, 4) / 4).to(LOW).double().requires_grad_()
     torch.nn.functional.cross_entropy(exact[tokens] @ exact.t(), targets, reduction="sum").backward()
     assert table.grad is None
-    assert_close(table.main_grad, exact.grad, TOLERANCE[LOW])
+    assert_close(table.gradient_sink.buffer, exact.grad, TOLERANCE[LOW])
 
 
 def test_other_uses_of_the_table_may_leave_an_ordinary_gradient(device):
     table = torch.zeros(3, 2, dtype=LOW, device=device).requires_grad_()
-    table.main_grad = torch.zeros(3, 2, device=device)
+    table.gradient_sink = GradientSink(torch.zeros(3, 2, device=device))
     (triton_embedding(torch.tensor([1], device=device), table).sum() + 2.0 * table.sum()).backward()
-    assert torch.equal(table.main_grad.cpu(), torch.tensor([[0.0], [1.0], [0.0]]).expand(3, 2))
+    assert torch.equal(table.gradient_sink.buffer.cpu(), torch.tensor([[0.0], [1.0], [0.0]]).expand(3, 2))
     assert torch.equal(table.grad.cpu(), torch.full((3, 2), 2.0, dtype=LOW))
 
 

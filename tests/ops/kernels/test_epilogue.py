@@ -16,6 +16,7 @@ from tests.ops.agreement import TOLERANCE, assert_agrees, assert_close, random, 
 pytest.importorskip("triton", reason="the kernels around it are written in Triton, which is not installed")
 
 from zero2all.ops import trial
+from zero2all.ops.gradient_sink import GradientSink
 from zero2all.ops.kernels.epilogue import feed_forward_in_epilogues
 from zero2all.ops.kernels.linear import feed_forward_fp32_wgrad
 from zero2all.ops.linear import feed_forward as build_feed_forward
@@ -71,19 +72,19 @@ def test_feed_forward_is_linear_swiglu_linear(device):
     assert_agrees(feed_forward_in_epilogues, reference, inputs(), LOW, device=device)
 
 
-def test_weight_gradients_are_summed_in_main_grad_over_micro_batches(device):
+def test_weight_gradients_are_summed_in_the_sink_over_micro_batches(device):
     x, *weights = inputs()
     ours = [weight.to(device, LOW).requires_grad_() for weight in weights]
     exact = [weight.clone().requires_grad_() for weight in weights]
     for weight in ours:
-        weight.main_grad = torch.zeros(weight.shape, device=device)
+        weight.gradient_sink = GradientSink(torch.zeros(weight.shape, device=device))
     for micro_batch in range(3):
         part = random(*x.shape, seed=10 + micro_batch)
         feed_forward_in_epilogues(part.to(device, LOW), *ours).sum().backward()
         reference(part, *exact).sum().backward()
     for weight, wanted in zip(ours, exact, strict=True):
         assert weight.grad is None
-        assert_close(weight.main_grad, wanted.grad, TOLERANCE[LOW])
+        assert_close(weight.gradient_sink.buffer, wanted.grad, TOLERANCE[LOW])
 
 
 def test_it_is_what_our_own_kernels_compute(device):

@@ -10,6 +10,7 @@ from tests.ops.agreement import TOLERANCE, assert_agrees, assert_close, dtypes, 
 
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 
+from zero2all.ops.gradient_sink import GradientSink
 from zero2all.ops.kernels import linear
 from zero2all.ops.linear import Float8Linear, fp8_linear, fp32_wgrad_linear
 from zero2all.ops.linear import feed_forward as build_feed_forward
@@ -77,13 +78,13 @@ def test_which_feed_forward_is_fused():
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["linear", "feed-forward"])
-def test_weight_gradients_are_summed_in_main_grad_over_micro_batches(device, fused):
+def test_weight_gradients_are_summed_in_the_sink_over_micro_batches(device, fused):
     x, up, down = feed_forward_inputs()
     function = linear.feed_forward_fp32_wgrad if fused else lambda x, up, _: fp32_wgrad_linear(x, up)
     reference = feed_forward_reference if fused else lambda x, up, _: linear_reference(x, up)
     weights = [weight.to(device, LOW).requires_grad_() for weight in (up, down)]
     for weight in weights:
-        weight.main_grad = torch.zeros(weight.shape, device=device)
+        weight.gradient_sink = GradientSink(torch.zeros(weight.shape, device=device))
     exact = [up.clone().requires_grad_(), down.clone().requires_grad_()]
     for micro_batch in range(3):
         part = random(*x.shape, seed=10 + micro_batch)
@@ -91,17 +92,17 @@ def test_weight_gradients_are_summed_in_main_grad_over_micro_batches(device, fus
         reference(part, *exact).sum().backward()
     for weight, wanted in zip(weights[: 1 + fused], exact, strict=False):
         assert weight.grad is None
-        assert weight.main_grad.dtype == torch.float32
-        assert_close(weight.main_grad, wanted.grad, TOLERANCE[LOW])
+        assert weight.gradient_sink.buffer.dtype == torch.float32
+        assert_close(weight.gradient_sink.buffer, wanted.grad, TOLERANCE[LOW])
 
 
 def test_sum_of_micro_batches_is_not_rounded_to_bfloat16(device):
     # 1 added to 1000 is lost in bfloat16.
     weight = torch.zeros(1, 1, dtype=LOW, device=device).requires_grad_()
-    weight.main_grad = torch.full((1, 1), 1000.0, device=device)
+    weight.gradient_sink = GradientSink(torch.full((1, 1), 1000.0, device=device))
     for _ in range(3):
         fp32_wgrad_linear(torch.ones(1, 1, dtype=LOW, device=device), weight).sum().backward()
-    assert float(weight.main_grad) == 1003.0
+    assert float(weight.gradient_sink.buffer) == 1003.0
 
 
 # ---- float8 --------------------------------------------------------------------------------------------------------
@@ -143,15 +144,15 @@ def test_float8_feed_forward_is_its_three_steps(float8, device):
         assert_close(ours, theirs, EIGHT_BITS)
 
 
-def test_float8_weight_gradients_are_added_to_main_grad(float8, device):
+def test_float8_weight_gradients_are_added_to_the_sink(float8, device):
     x, weight = random(16, 32).to(device, LOW), random(48, 32, seed=1).to(device, LOW)
     plain, main = weight.clone().requires_grad_(), weight.clone().requires_grad_()
-    main.main_grad = torch.ones(weight.shape, device=device)
+    main.gradient_sink = GradientSink(torch.ones(weight.shape, device=device))
     fp8_linear(x, plain).sum().backward()
     for _ in range(2):
         fp8_linear(x, main).sum().backward()
     assert main.grad is None
-    assert_close(main.main_grad, 1.0 + 2.0 * plain.grad.double(), 1e-6)
+    assert_close(main.gradient_sink.buffer, 1.0 + 2.0 * plain.grad.double(), 1e-6)
 
 
 def test_weight_is_made_small_again_only_when_it_has_changed(device):

@@ -8,6 +8,7 @@ from tests.ops.agreement import TOLERANCE, assert_agrees, assert_close, dtypes, 
 
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 
+from zero2all.ops.gradient_sink import GradientSink
 from zero2all.ops.kernels import rms_norm
 from zero2all.ops.kernels.rms_norm import triton_add_rms_norm
 from zero2all.ops.registry import OPERATORS
@@ -119,44 +120,44 @@ def test_sum_over_programs_takes_every_part_once(device, monkeypatch, width):
     found = rms_norm.add_sum_of_parts(weight, parts.to(device))
     assert found.dtype == torch.bfloat16
     assert_close(found, parts.double().sum(dim=0), 4e-3)
-    weight.main_grad = torch.ones(width, device=device)
+    weight.gradient_sink = GradientSink(torch.ones(width, device=device))
     assert rms_norm.add_sum_of_parts(weight, parts.to(device)) is None
-    assert_close(weight.main_grad, 1.0 + parts.double().sum(dim=0), 1e-6)
+    assert_close(weight.gradient_sink.buffer, 1.0 + parts.double().sum(dim=0), 1e-6)
 
 
 @variants
-def test_gradient_of_the_weight_is_added_to_main_grad_over_micro_batches(device, lean):
+def test_gradient_of_the_weight_is_added_to_the_sink_over_micro_batches(device, lean):
     low = torch.bfloat16
     weight, exact = weights(12).to(device, low).requires_grad_(), weights(12).to(low).double().requires_grad_()
-    weight.main_grad = torch.zeros(12, device=device)
+    weight.gradient_sink = GradientSink(torch.zeros(12, device=device))
     for micro_batch in range(3):
         x, branch = random(7, 12, seed=micro_batch), random(7, 12, seed=10 + micro_batch)
         triton_add_rms_norm(x.to(device, low), branch.to(device, low), weight, EPS, lean)[0].sum().backward()
         reference(x, branch, exact)[0].sum().backward()
     assert weight.grad is None
-    assert_close(weight.main_grad, exact.grad, tolerance(low, lean))
+    assert_close(weight.gradient_sink.buffer, exact.grad, tolerance(low, lean))
 
 
 def test_sum_of_micro_batches_is_not_rounded_to_bfloat16(device):
     # A row of one value is normalised to 1, so each micro-batch adds 1, which is lost beside 1000 in bfloat16.
     weight = torch.ones(1, dtype=torch.bfloat16, device=device).requires_grad_()
-    weight.main_grad = torch.full((1,), 1000.0, device=device)
+    weight.gradient_sink = GradientSink(torch.full((1,), 1000.0, device=device))
     for _ in range(3):
         x = torch.full((1, 1), 8.0, dtype=torch.bfloat16, device=device)
         triton_add_rms_norm(x, None, weight, 0.0)[0].sum().backward()
-    assert float(weight.main_grad) == 1003.0
+    assert float(weight.gradient_sink.buffer) == 1003.0
 
 
 def test_weight_that_autocast_casts_gets_its_gradient_through_autograd(device):
     weight = weights(12).float().to(device).requires_grad_()
-    weight.main_grad = torch.zeros(12, device=device)
+    weight.gradient_sink = GradientSink(torch.zeros(12, device=device))
     with torch.autocast(device, dtype=torch.bfloat16):
         normed, _ = triton_add_rms_norm(random(7, 12).float().to(device), None, weight, EPS)
     normed.sum().backward()
     assert normed.dtype == torch.bfloat16
     assert weight.grad.dtype == torch.float32
     assert weight.grad.any()
-    assert not weight.main_grad.any()
+    assert not weight.gradient_sink.buffer.any()
 
 
 def test_lean_backward_takes_a_weight_of_zero_for_a_very_small_one(device):

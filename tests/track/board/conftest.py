@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,11 @@ HOSTILE = "<img src=x onerror=alert(1)>"
 """A run may have any name that a folder may have."""
 SPIKE_STEP = 300
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+BROWSER_FLAGS = (
+    "--no-sandbox",  # containers seldom allow it, and the page is ours
+    "--disable-dev-shm-usage",
+    "--renderer-process-limit=1",  # a second of CPU for each page that has a process of its own
+)
 
 
 def write_run(folder: Path, steps: int, seed: int, spike: int | None = None) -> None:
@@ -147,8 +153,7 @@ def browser() -> Iterator[Any]:
         pytest.skip("the chart library is missing; scripts/vendor_web.sh fetches it with npm")
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra `dev`)")
     with playwright.sync_playwright() as driver:
-        # Without its own sandbox, which containers seldom allow; the page is ours.
-        chromium = driver.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        chromium = driver.chromium.launch(executable_path=path, args=BROWSER_FLAGS)
         yield chromium
         chromium.close()
 
@@ -163,17 +168,31 @@ def locale(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture(scope="session")
+def context_of(browser: Any, served: ServedBoard) -> Callable[[str], Any]:
+    """A browser context for each language. Its pages share a process, which the first page keeps, and compiled code."""
+
+    @functools.cache
+    def context(language: str) -> Any:
+        made = browser.new_context(viewport={"width": 1280, "height": 800}, locale=language, accept_downloads=True)
+        made.new_page().goto(f"{served.url}before.js")
+        return made
+
+    return context
+
+
 @pytest.fixture
-def page(browser: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
+def page(context_of: Callable[[str], Any], request: pytest.FixtureRequest) -> Iterator[Any]:
     """A fresh page, in the language of `locale` where a test asks for it. Any error in the page fails the test."""
     language = request.getfixturevalue("locale") if "locale" in request.fixturenames else "en-US"
-    context = browser.new_context(viewport={"width": 1280, "height": 800}, locale=language, accept_downloads=True)
-    opened = context.new_page()
+    opened = context_of(language).new_page()
     opened.set_default_timeout(15_000)
     errors: list[str] = []
     opened.on("pageerror", lambda error: errors.append(str(error)))
     opened.on("console", lambda message: errors.append(message.text) if is_own_error(message) else None)
     opened.on("dialog", lambda dialog: (errors.append(f"a script ran: {dialog.message}"), dialog.dismiss()))
     yield opened
-    context.close()
+    if opened.url.startswith("http"):
+        opened.evaluate("localStorage.clear()")
+    opened.close()
     assert errors == []

@@ -46,7 +46,9 @@ def good_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with checkpoints at steps 10 and 20. Read only: see `run`."""
     run = tmp_path_factory.mktemp("checkpoints") / "run"
     for step in (10, 20):
-        write_checkpoint(run, step, Snapshot(make_tensors(step), {"step": step, "tokens": step * 64}), DETAILS)
+        write_checkpoint(
+            run, step, Snapshot.of_tensors(make_tensors(step), {"step": step, "tokens": step * 64}), DETAILS
+        )
     return run
 
 
@@ -88,6 +90,9 @@ from datetime import timedelta
 from pathlib import Path
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from zero2all.parallel.parts import Part
+from zero2all.parallel.shards import box as box_of, local as local_part
 from zero2all.train.checkpoints.retention import Retention
 from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import CheckpointStore
@@ -96,6 +101,16 @@ torch.set_num_threads(1)
 dist.init_process_group(
     "gloo", init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=timedelta(seconds=30)
 )
+
+def part_of(tensor):
+    if not isinstance(tensor, DTensor):
+        return Part.whole(tensor)
+    place = box_of(tensor)
+    lengths = tuple(along.stop - along.start for along in place)
+    return Part(local_part(tensor), tuple(tensor.shape), tuple(along.start for along in place), lengths)
+
+def parts(tensors):
+    return {name: part_of(tensor) for name, tensor in tensors.items()}
 """
 
 

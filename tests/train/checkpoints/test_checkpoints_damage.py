@@ -93,7 +93,7 @@ def test_the_same_step_can_be_set_aside_twice(run, tensors_of):
         path = run / "checkpoints/step-00000020/state.json"
         path.write_bytes(flip(bytearray(path.read_bytes()), random.Random(1)))
         assert newest_checkpoint(run, set_aside=True).step == 10
-        write_checkpoint(run, 20, Snapshot(tensors_of(20)), {})
+        write_checkpoint(run, 20, Snapshot.of_tensors(tensors_of(20)), {})
     assert newest_checkpoint(run).step == 20
     names = sorted(path.name for path in (run / "checkpoints/damaged").iterdir())
     assert names == ["step-00000020", "step-00000020-2", "step-00000020-2.txt", "step-00000020.txt"]
@@ -141,7 +141,7 @@ def test_a_run_that_never_saved_has_no_checkpoint(tmp_path):
 
 def test_steps_are_ordered_as_numbers_and_other_folders_are_left_alone(tmp_path, tensors_of):
     for step in (99_999_999, 100_000_000):
-        write_checkpoint(tmp_path, step, Snapshot(tensors_of(1)), {})
+        write_checkpoint(tmp_path, step, Snapshot.of_tensors(tensors_of(1)), {})
     (tmp_path / "checkpoints/step-00000007-my-copy").mkdir()
     (tmp_path / "checkpoints/step-900000000.partial-1-1").mkdir()
     assert steps_of(tmp_path) == [100_000_000, 99_999_999]
@@ -153,7 +153,7 @@ def test_a_rollback_withdraws_the_newer_ones_so_that_their_steps_can_be_saved_ag
     assert newest_checkpoint(run).step == 10
     assert capsys.readouterr().out == ""
     assert (run / "checkpoints/withdrawn/step-00000020.txt").read_text() == "the loss rose at step 15\n"
-    write_checkpoint(run, 20, Snapshot(tensors_of(3)), {})
+    write_checkpoint(run, 20, Snapshot.of_tensors(tensors_of(3)), {})
     found = newest_checkpoint(run)
     assert torch.equal(found.tensors("model/")["blocks.0.weight"], tensors_of(3)["model/blocks.0.weight"])
 
@@ -161,12 +161,19 @@ def test_a_rollback_withdraws_the_newer_ones_so_that_their_steps_can_be_saved_ag
 # ---- other versions ----
 
 
-@pytest.mark.parametrize("number", [2, 4], ids=["older", "newer"])
+@pytest.mark.parametrize("number", [3, 5], ids=["older", "newer"])
 def test_a_whole_checkpoint_of_another_version_stops_the_run_and_is_left_where_it_is(run, reseal, number):
     reseal(run / "checkpoints/step-00000020", format=number)
-    with pytest.raises(OtherVersionError, match=rf"in checkpoint format {number}; .* reads format 3"):
+    with pytest.raises(OtherVersionError, match=rf"in checkpoint format {number}; .* reads format 4"):
         newest_checkpoint(run, set_aside=True)
     assert steps_of(run) == [20, 10]
+    assert not (run / "checkpoints/damaged").exists()
+
+
+def test_one_of_an_older_format_says_how_its_weights_are_taken_over(run, reseal):
+    reseal(run / "checkpoints/step-00000020", format=3)
+    with pytest.raises(OtherVersionError, match=r"Nothing was changed.*z2a export.*that wrote it.*z2a import.*--fresh"):
+        newest_checkpoint(run)
 
 
 def test_so_does_one_of_format_1(run):

@@ -16,17 +16,18 @@ def test_a_save_from_a_gpu_is_the_moment_of_the_call_and_goes_through_pinned_mem
     store = CheckpointStore(tmp_path)
     tensors = {f"model/{n}": torch.randn(4096, 4096, device="cuda") for n in range(4)}
     tensors |= {"model/turned": torch.randn(300, 200, device="cuda").t(), "optimizer/step": torch.tensor(3.0)}
-    store.prepare(tensors)
+    parts = Snapshot.of_tensors(tensors).parts
+    store.prepare(parts)
     assert all(buffer.is_pinned() for buffer in store._buffers.buffers)
     truth = {name: value.clone() for name, value in tensors.items()}
     for step in (1, 2):
         for value in tensors.values():
             value.mul_(2)  # still under way on the device when the save begins
-        ticket = store.save(step, Snapshot(tensors), {})
+        ticket = store.save(step, Snapshot(parts), {})
         for value in tensors.values():
             value.zero_()
         assert ticket.folder().is_dir()
-        store.at(step).load_into(tensors)
+        store.at(step).load_into(parts)
         assert all(torch.equal(value, truth[name] * 2) for name, value in tensors.items())
         truth = {name: value.clone() for name, value in tensors.items()}
     assert store.close()

@@ -36,7 +36,7 @@ run = Path(sys.argv[1])
 store = CheckpointStore(run, retention=Retention(keep_last=2))
 def save(step, wait=False):
     tensors = {f"{group}/{n}": torch.full((20_000,), float(step)) for group in ("model", "optimizer") for n in range(4)}
-    return store.save(step, Snapshot(tensors, {"step": step}), {}, wait)
+    return store.save(step, Snapshot.of_tensors(tensors, {"step": step}), {}, wait)
 """
 
 FOR_EVER = (
@@ -145,7 +145,7 @@ def test_a_power_cut_finds_nothing_renamed_that_was_not_on_the_disk_before(tmp_p
 
     monkeypatch.setattr(os, "fsync", record_flush)
     monkeypatch.setattr(Path, "rename", record_rename)
-    write_checkpoint(tmp_path, 1, Snapshot({"model/a": torch.zeros(3), "optimizer/a": torch.zeros(3)}), {})
+    write_checkpoint(tmp_path, 1, Snapshot.of_tensors({"model/a": torch.zeros(3), "optimizer/a": torch.zeros(3)}), {})
     assert len(committed) == 1
     assert durable[committed[0]] == tmp_path / "checkpoints"  # at once after the rename
 
@@ -182,7 +182,7 @@ def test_a_kill_at_every_file_operation_of_a_save_leaves_old_or_new(two_saved, p
 def test_a_kill_at_every_file_operation_of_going_back_never_costs_the_checkpoint_that_is_gone_back_to(place, start):
     run = place / "four"
     for step in range(1, 5):
-        write_checkpoint(run, step, Snapshot({"model/3": torch.full((3,), float(step))}, {"step": step}), {})
+        write_checkpoint(run, step, Snapshot.of_tensors({"model/3": torch.full((3,), float(step))}, {"step": step}), {})
     process = start(run, code=GOING_BACK_KILLED)
     assert process.wait() == 0, process.text()
     moved = []
@@ -193,7 +193,7 @@ def test_a_kill_at_every_file_operation_of_going_back_never_costs_the_checkpoint
         assert 1 in pins(killed) or left == [4, 3, 2, 1], "pinned before the first is moved"
         sweep(killed)
         for step in (5, 6):  # the run goes on from there
-            write_checkpoint(killed, step, Snapshot({"model/3": torch.full((3,), float(step))}), {})
+            write_checkpoint(killed, step, Snapshot.of_tensors({"model/3": torch.full((3,), float(step))}), {})
         prune(killed, Retention(keep_last=2), Verified())
         assert (killed / "checkpoints/step-00000001").is_dir() or moved[-1] == 0
     assert sorted(set(moved)) == [0, 1, 2, 3]

@@ -94,7 +94,7 @@ def edit_index(folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
 @pytest.mark.parametrize("file", ["../step-00000010/" + MODEL, "/etc/passwd", "index.json", 7, None])
 def test_an_index_that_points_elsewhere_is_refused(folder, reseal, file):
     def change(tensors):
-        tensors["model/mask"]["pieces"][0]["file"] = file
+        tensors["model/mask"]["boxes"][0]["file"] = file
 
     refused(reseal(edit_index(folder, change)), "which no checkpoint of ours has")
 
@@ -130,9 +130,9 @@ def test_tensor_names_that_could_be_paths_are_refused(folder, reseal, name):
         ("dtype", "os.system", "not known"),
         ("dtype", ["U8"], "not known"),
         ("dtype", "F64", "header and the index differ"),
-        ("pieces", [], "do not fill"),
-        ("pieces", None, "no list of pieces"),
-        ("pieces", [3], "not described"),
+        ("boxes", [], "do not fill"),
+        ("boxes", None, "no list of boxes"),
+        ("boxes", [3], "not described"),
     ],
 )
 def test_an_index_with_impossible_sizes_is_refused(folder, reseal, name, value, match):
@@ -142,27 +142,27 @@ def test_an_index_with_impossible_sizes_is_refused(folder, reseal, name, value, 
     refused(reseal(edit_index(folder, change)), match)
 
 
-def piece(offset: int, length: int, **other: Any) -> dict[str, Any]:
+def box(offset: int, length: int, **other: Any) -> dict[str, Any]:
     return {"offsets": [offset], "shape": [length], "file": MODEL, "key": "mask", **other}
 
 
 @pytest.mark.parametrize(
-    ("pieces", "match"),
+    ("boxes", "match"),
     [
-        ([piece(0, 4), piece(3, 3)], "overlap"),
-        ([piece(0, 4), piece(0, 3)], "overlap"),
-        ([piece(0, 3), piece(4, 3)], "do not fill"),
-        ([piece(0, 7), piece(7, 0)], "is empty"),
-        ([piece(3, 7)], "reaches beyond"),
-        ([piece(0, 4), piece(4, 3)], "claim the key 'mask'"),
-        ([piece(0, 4, key="a"), piece(4, 3, key="b")], "header and the index differ"),
-        ([piece(0, 7, offsets=[0, 0], shape=[7, 1])], "not the dimensions"),
-        ([piece(0, 7, key=["mask"])], "not described"),
+        ([box(0, 4), box(3, 3)], "overlap"),
+        ([box(0, 4), box(0, 3)], "overlap"),
+        ([box(0, 3), box(4, 3)], "do not fill"),
+        ([box(0, 7), box(7, 0)], "is empty"),
+        ([box(3, 7)], "reaches beyond"),
+        ([box(0, 4), box(4, 3)], "claim the key 'mask'"),
+        ([box(0, 4, key="a"), box(4, 3, key="b")], "header and the index differ"),
+        ([box(0, 7, offsets=[0, 0], shape=[7, 1])], "not the dimensions"),
+        ([box(0, 7, key=["mask"])], "not described"),
     ],
 )
-def test_pieces_that_do_not_fill_their_tensor_once_are_refused(folder, reseal, pieces, match):
+def test_boxes_that_do_not_fill_their_tensor_once_are_refused(folder, reseal, boxes, match):
     def change(tensors):
-        tensors["model/mask"]["pieces"] = pieces
+        tensors["model/mask"]["boxes"] = boxes
 
     refused(reseal(edit_index(folder, change)), match)
 

@@ -17,7 +17,7 @@ from zero2all.train.checkpoints.store import CheckpointStore, write_checkpoint
 def saved(tmp_path, tensors_of):
     """A run with checkpoints at 10, 20, …, 60."""
     for step in range(10, 70, 10):
-        write_checkpoint(tmp_path, step, Snapshot(tensors_of(step)), {})
+        write_checkpoint(tmp_path, step, Snapshot.of_tensors(tensors_of(step)), {})
     return tmp_path
 
 
@@ -63,11 +63,13 @@ def test_two_whole_ones_are_left_however_many_of_the_newest_are_damaged(saved):
 
 def test_the_last_good_one_is_left_however_many_came_after_it(saved, tensors_of):
     for step in (70, 80, 90):
-        write_checkpoint(saved, step, Snapshot(tensors_of(step)), {"not_good": "steps 65 to 89 were refused"})
+        write_checkpoint(
+            saved, step, Snapshot.of_tensors(tensors_of(step)), {"not_good": "steps 65 to 89 were refused"}
+        )
     assert prune(saved, Retention(keep_last=2), Verified()) == [10, 20, 30, 40, 50, 70]
     assert steps_of(saved) == [90, 80, 60]
     spoil(saved, 60)
-    write_checkpoint(saved, 100, Snapshot(tensors_of(1)), {"not_good": "still"})
+    write_checkpoint(saved, 100, Snapshot.of_tensors(tensors_of(1)), {"not_good": "still"})
     assert prune(saved, Retention(keep_last=2), Verified()) == [60, 80], "a damaged one is none"
 
 
@@ -102,7 +104,7 @@ def test_when_the_pins_cannot_be_read_nothing_is_deleted_and_the_save_still_coun
     with pytest.raises(BadInputError, match=r"pins.json"):
         prune(saved, Retention(), Verified())
     store = CheckpointStore(saved, retention=Retention())
-    result = store.save(70, Snapshot(tensors_of(1)), {}, wait=True).result
+    result = store.save(70, Snapshot.of_tensors(tensors_of(1)), {}, wait=True).result
     store.close()
     assert result.folder.is_dir()
     assert "pins.json" in result.notes[0]
@@ -112,7 +114,8 @@ def test_when_the_pins_cannot_be_read_nothing_is_deleted_and_the_save_still_coun
 def test_a_store_deletes_after_a_commit_and_says_what(tmp_path, tensors_of):
     store = CheckpointStore(tmp_path, retention=Retention(keep_last=2, keep_every_steps=30))
     deleted = [
-        store.save(step, Snapshot(tensors_of(step)), {}, wait=True).result.deleted_steps for step in range(10, 70, 10)
+        store.save(step, Snapshot.of_tensors(tensors_of(step)), {}, wait=True).result.deleted_steps
+        for step in range(10, 70, 10)
     ]
     store.close()
     assert deleted == [[], [], [10], [20], [], [40]]

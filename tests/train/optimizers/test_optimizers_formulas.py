@@ -6,21 +6,24 @@ import numpy as np
 import pytest
 import torch
 
+from tests.train.optimizers.parameters import logical, whole_masters
 from zero2all.config.training import OptimConfig
 from zero2all.train.optimizers.factory import build_optimizer
-from zero2all.train.optimizers.roles import Role
 
 STEPS, LR, DECAY, SCALE = 20, 0.01, 0.3, 0.7
-ROLES = {
-    "qkv": Role("matrix", (6, 2, 2)),
-    "pairs": Role("matrix", alternating=2),
-    "down": Role("matrix"),
-    "experts": Role("matrix"),
-    "table": Role("embedding"),
-    "norm": Role("norm"),
+TABLE = {
+    one.name: one
+    for one in (
+        logical("wide", (6, 7)),
+        logical("pairs", (8, 5), alternating=2),
+        logical("down", (4, 9)),
+        logical("experts", (3, 4, 5)),
+        logical("table", (12, 5), "embedding"),
+        logical("norm", (8,), "norm"),
+    )
 }
-SHAPES = {"qkv": (10, 7), "pairs": (8, 5), "down": (4, 9), "experts": (3, 4, 5), "table": (12, 5), "norm": (8,)}
-DECAYS = {"qkv": DECAY, "pairs": DECAY, "down": DECAY, "experts": DECAY, "table": DECAY, "norm": 0.0}
+SHAPES = {name: one.shape for name, one in TABLE.items()}
+DECAYS = {name: 0.0 if name == "norm" else DECAY for name in TABLE}
 
 
 def rates():
@@ -39,17 +42,15 @@ def initial(name):
 
 def run(config, dtype=torch.float32, implementation="auto", grad_dtype=None):
     parameters = {name: torch.tensor(initial(name)).to(dtype) for name in SHAPES}
-    optimizer = build_optimizer(parameters.items(), config, ROLES, implementation)
+    slopes = {}
+    optimizer = build_optimizer(whole_masters(parameters, slopes), config, TABLE, implementation)
     all_gradients = {name: gradients(name) for name in SHAPES}
-    for parameter in parameters.values():
-        parameter.grad_dtype = grad_dtype or dtype
     for step, rate in enumerate(rates()):
-        for name, parameter in parameters.items():
+        for name in parameters:
             # Reaches the optimizer too long by 1 / SCALE, which grads_scale takes back.
-            parameter.grad = (torch.tensor(all_gradients[name][step]) / SCALE).to(grad_dtype or dtype)
+            slopes[name] = (torch.tensor(all_gradients[name][step]) / SCALE).to(grad_dtype or dtype)
         optimizer.set_learning_rate(rate)
         optimizer.step(grads_scale=torch.tensor(SCALE, dtype=torch.float64 if dtype == torch.float64 else None))
-        optimizer.zero_grad()
     return parameters, optimizer
 
 
@@ -107,23 +108,16 @@ def newton_schulz(u, iterations):
     return x
 
 
-def rows_of_parts(name):
-    """Which rows each matrix has that is stored in this one."""
-    every = np.arange(SHAPES[name][-2])
-    if ROLES[name].alternating > 1:
-        return [every[first :: ROLES[name].alternating] for first in range(ROLES[name].alternating)]
-    return np.split(every, np.cumsum(ROLES[name].splits)[:-1]) if ROLES[name].splits else [every]
-
-
 def muon(name, mu, nesterov, rms=0.2):
-    if ROLES[name].kind != "matrix":
+    if TABLE[name].kind != "matrix":
         return adamw(name)
+    alternating = TABLE[name].alternating
     w, m = initial(name), 0.0
     for lr, g in zip(rates(), gradients(name), strict=True):
         m = mu * m + (1 - mu) * g
         u = (1 - mu) * g + mu * m if nesterov else m
         o = np.empty_like(u)
-        for rows in rows_of_parts(name):
+        for rows in (slice(first, None, alternating) for first in range(alternating)):
             o[..., rows, :] = rms * max(u[..., rows, :].shape[-2:]) ** 0.5 * newton_schulz(u[..., rows, :], 5)
         w = w - lr * DECAYS[name] * w - lr * o
     return w
@@ -172,7 +166,7 @@ def test_bfloat16_weights_follow_adamw_to_their_precision(rounding):
         assert parameter.dtype == torch.bfloat16
         exact = parameter.double()
         if rounding == "kahan":
-            exact = exact + state[f"rest/{name}"].double()
+            exact = exact + state[f"rest/{name}"].values.double()
         # The reference starts at the weights as bfloat16 has them, which is not what is tested.
         start = torch.tensor(initial(name))
         exact += (start - start.bfloat16().double()) * np.prod([1 - rate * DECAYS[name] for rate in rates()])
@@ -186,12 +180,12 @@ def test_bfloat16_weights_follow_adamw_to_their_precision(rounding):
 def test_8_bit_moments_follow_adamw_closely():
     parameters, optimizer = run(config_of("adamw_8bit", **BETAS))
     state = optimizer.state_tensors()
-    assert state["exp_avg_codes/down"].dtype == torch.int8
-    assert state["exp_avg_sq_codes/down"].dtype == torch.uint8
-    assert state["exp_avg/norm"].dtype == torch.float32
+    assert state["exp_avg_codes/down"].values.dtype == torch.int8
+    assert state["exp_avg_sq_codes/down"].values.dtype == torch.uint8
+    assert state["exp_avg/norm"].values.dtype == torch.float32
     np.testing.assert_allclose(parameters["norm"].numpy(), adamw("norm"), rtol=2e-5)
     moved = sum(LR for _ in range(STEPS))
-    for name in ("qkv", "pairs", "down", "experts", "table"):
+    for name in ("wide", "pairs", "down", "experts", "table"):
         error = np.abs(parameters[name].numpy() - adamw(name))
         assert error.max() < 0.2 * moved, name
         assert error.mean() < 0.03 * moved, name
@@ -228,8 +222,8 @@ def test_orthogonalising_ignores_the_length_of_a_matrix():
 
 def test_muon_steps_have_the_root_mean_square_of_adamw_steps():
     parameter = torch.zeros(64, 96)
-    optimizer = build_optimizer([("w", parameter)], OptimConfig("muon", lr_max=1.0), {"w": Role("matrix")})
-    parameter.grad = torch.randn(64, 96, generator=torch.Generator().manual_seed(3))
+    masters = whole_masters({"w": parameter}, {"w": torch.randn(64, 96, generator=torch.Generator().manual_seed(3))})
+    optimizer = build_optimizer(masters, OptimConfig("muon", lr_max=1.0), {"w": logical("w", (64, 96))})
     optimizer.step()
     assert float(parameter.square().mean().sqrt()) == pytest.approx(0.2, rel=0.25)
 

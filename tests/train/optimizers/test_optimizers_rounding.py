@@ -5,17 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zero2all.parallel.shards import flat_index
+from zero2all.parallel.parts import Part
 from zero2all.train.optimizers.adamw_8bit import decode, encode
-from zero2all.train.optimizers.rounding import fraction, random_bits, rounding_key, to_bfloat16
+from zero2all.train.optimizers.rounding import fraction, places_of, random_bits, rounding_key, to_bfloat16
 
 MANY = 1 << 16
 
 
-def bits(seed=1, index=0, count=1, stream=0, places=MANY):
-    return random_bits(
-        torch.arange(places, dtype=torch.int32), rounding_key(seed, index, torch.tensor(float(count))), stream
-    )
+def bits(seed=1, name="w", count=1, stream=0, places=MANY):
+    key = rounding_key(seed, name, torch.tensor(float(count)))
+    return random_bits(torch.arange(places, dtype=torch.int32), key, stream)
 
 
 def test_the_dice_are_even():
@@ -27,7 +26,7 @@ def test_the_dice_are_even():
     assert len(bits().unique()) == MANY
 
 
-@pytest.mark.parametrize("other", [{"seed": 2}, {"index": 1}, {"count": 2}, {"stream": 1}])
+@pytest.mark.parametrize("other", [{"seed": 2}, {"name": "v"}, {"count": 2}, {"stream": 1}])
 def test_another_seed_parameter_step_or_stream_throws_other_dice(other):
     one, two = fraction(bits()) - 0.5, fraction(bits(**other)) - 0.5
     assert abs(float((one * two).mean()) * 12) < 0.02
@@ -61,7 +60,7 @@ def test_codes_are_right_on_average_and_exact_at_the_largest(codes, power):
     row = torch.tensor([1.0, 0.3, 0.01, 1e-4, 1e-7, 0.0] + [0.0] * 250)
     values = row.repeat(4096, 1) * 5.0
     index = torch.arange(values.numel(), dtype=torch.int32).view_as(values)
-    chances = fraction(random_bits(index, rounding_key(0, 0, torch.tensor(1.0)), 0))
+    chances = fraction(random_bits(index, rounding_key(0, "w", torch.tensor(1.0)), 0))
     found, scales = encode(values, codes, power, chances)
     back = decode(found, scales, codes, power)
     assert bool((back[:, 0] == 5.0).all())
@@ -81,6 +80,9 @@ def test_codes_keep_signs_and_blocks_apart():
     torch.testing.assert_close(decode(found, scales, 127, 2), values)
 
 
-def test_places_are_counted_row_by_row():
-    assert torch.equal(flat_index(torch.empty(3, 4, 5)), torch.arange(60, dtype=torch.int32).view(3, 4, 5))
-    assert torch.equal(flat_index(torch.empty(7)), torch.arange(7, dtype=torch.int32))
+def test_places_of_rows_and_values_are_those_in_the_whole_tensor():
+    rows = Part.of_range(torch.empty(2 * 20), (3, 4, 5), 20, None)
+    assert places_of(rows, ...).tolist() == torch.arange(20, 60).view(2, 4, 5).tolist()
+    assert places_of(rows, slice(1, 2)).tolist() == torch.arange(40, 60).view(1, 4, 5).tolist()
+    values = Part.of_range(torch.empty(9), (3, 4, 5), 7, None)
+    assert places_of(values, slice(2, 5)).tolist() == [9, 10, 11]

@@ -8,7 +8,7 @@ writes a partial sum in float32, and a second pass adds these from left to right
 
 The programs see in the ids whether they have work, so the host never waits for the device.
 
-The gradient of a table with a `main_grad` (see `zero2all.train.weights`) is added to it, row by row, in float32; a
+The gradient of a table with a sink (`zero2all.ops.gradient_sink`) is added to it, row by row, in float32; a
 table without one gets an ordinary gradient, rounded once.
 """
 
@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zero2all.ops.gradient_sink import sink_of
 from zero2all.ops.kernels.launch import rows_of
 from zero2all.ops.precision import without_autocast
 
@@ -130,16 +131,17 @@ class Embedding(torch.autograd.Function):
     @without_autocast
     def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(tokens)
-        ctx.weight = weight  # not as a saved tensor, which may come back without its `main_grad`
+        ctx.weight = weight  # not as a saved tensor, which may come back without its sink
         return F.embedding(tokens, weight)
 
     @staticmethod
     @without_autocast
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (tokens,) = ctx.saved_tensors
-        main = getattr(ctx.weight, "main_grad", None)
-        if main is not None:
-            _sum_by_id(rows_of(gradient), tokens, main, add=True)
+        sink = sink_of(ctx.weight)
+        if sink is not None:
+            _sum_by_id(rows_of(gradient), tokens, sink.buffer, add=True)
+            sink.added()
             return None, None
         dweight = torch.zeros(ctx.weight.shape, dtype=ctx.weight.dtype, device=gradient.device)
         _sum_by_id(rows_of(gradient), tokens, dweight, add=False)

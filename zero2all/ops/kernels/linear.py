@@ -1,6 +1,6 @@
 """Linear layers that add their weight gradient to a float32 buffer, in bfloat16 and in float8.
 
-The gradient of a weight with a `main_grad` (see `zero2all.train.weights`) is added to it in float32, over any number of
+The gradient of a weight with a sink (`zero2all.ops.gradient_sink`) is added to it in float32, over any number of
 micro-batches; a weight without one gets an ordinary gradient.
 
 float8: one scale per tensor, measured on the tensor itself. Weights and activations are e4m3 (more digits), gradients
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from zero2all.ops.gradient_sink import sink_of
 from zero2all.ops.kernels.launch import rows_of
 from zero2all.ops.kernels.quantise import quantise, scale_from_peaks, scale_of
 from zero2all.ops.kernels.swiglu import new_peaks, swiglu_backward, swiglu_forward
@@ -27,15 +28,17 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def add_weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
-    """dy^T x: added to `weight.main_grad` where there is one, else returned."""
-    main = getattr(weight, "main_grad", None)
-    if main is None:
+    """dy^T x: added to the weight's sink where it has one, else returned."""
+    sink = sink_of(weight)
+    if sink is None:
         return dy.t() @ x
-    if dy.is_cuda and main.dtype != dy.dtype:
+    target = sink.buffer
+    if dy.is_cuda and target.dtype != dy.dtype:
         # The matmul's own epilogue adds: the gradient is never written in bfloat16.
-        torch.addmm(main, dy.t(), x, out_dtype=main.dtype, out=main)
+        torch.addmm(target, dy.t(), x, out_dtype=target.dtype, out=target)
+        sink.added()
     else:
-        main.add_(dy.t() @ x)
+        sink.add(dy.t() @ x)
     return None
 
 
@@ -147,7 +150,7 @@ def _forward8(
 def _backward8(
     dy: Tensor, turned: Tensor, scale: Tensor, weight: Tensor, copies: Float8Copies, peaks: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """dx and, where the weight has no `main_grad`, dweight. With `peaks`, dy need not be measured."""
+    """dx and, where the weight has no sink, dweight. With `peaks`, dy need not be measured."""
     dy_scale = scale_of(dy, E5M2) if peaks is None else scale_from_peaks(peaks, E5M2)
     dy_straight, dy_turned = quantise(dy, E5M2, dy_scale)
     assert dy_straight is not None
@@ -155,10 +158,10 @@ def _backward8(
     w = float8_weight(weight, copies)
     dx = _matmul(dy_straight, w.turned, dy_scale, w.scale, FAST_BACKWARD, dy.dtype)
     dweight = _matmul(dy_turned, turned, dy_scale, scale, FAST_BACKWARD, dy.dtype)
-    main = getattr(weight, "main_grad", None)
-    if main is None:
+    sink = sink_of(weight)
+    if sink is None:
         return dx, dweight
-    main.add_(dweight)
+    sink.add(dweight)
     return dx, None
 
 

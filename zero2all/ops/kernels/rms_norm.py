@@ -4,7 +4,7 @@ Forward: s = x + branch, normed = s / sqrt(mean(s^2) + eps) * weight; s is writt
 1/sqrt(...) is saved, one float per row. Backward, with g = dnormed * weight and h = s * rstd:
 ds = rstd * (g - h * mean(g * h)) + (the gradient of the residual); it is the gradient of both x and branch.
 dweight is summed by each program over its rows and then, by a small kernel, over the programs, always in the same
-order; that kernel adds it to the weight's `main_grad` (see `zero2all.train.weights`) where there is one.
+order; that kernel adds it to the weight's sink (`zero2all.ops.gradient_sink`) where it has one.
 
 The lean variant does not save s. Its backward computes h = normed / weight from the output, which the linear layer
 after the norm saves anyway, so a norm needs no memory of its own; h then has the rounding of the output, and a weight
@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zero2all.ops.gradient_sink import sink_of
 from zero2all.ops.kernels.launch import processors, rows_of
 from zero2all.ops.precision import autocast_to, without_autocast
 
@@ -93,14 +94,17 @@ def _sum_parts(parts, target, count, width, ADD: tl.constexpr, ROWS: tl.constexp
 
 
 def add_sum_of_parts(weight: Tensor, parts: Tensor) -> Tensor | None:
-    """The sum of float32 rows: added to `weight.main_grad` where there is one, else returned in the weight's dtype."""
+    """The sum of float32 rows: added to the weight's sink where it has one, else returned in the weight's dtype."""
     count, width = parts.shape
-    main = getattr(weight, "main_grad", None)
-    target = torch.empty_like(weight) if main is None else main
+    sink = sink_of(weight)
+    target = torch.empty_like(weight) if sink is None else sink.buffer
     _sum_parts[(triton.cdiv(width, SUM_COLUMNS),)](
-        parts, target, count, width, ADD=main is not None, ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS, num_warps=8
+        parts, target, count, width, ADD=sink is not None, ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS, num_warps=8
     )
-    return target if main is None else None
+    if sink is None:
+        return target
+    sink.added()
+    return None
 
 
 def _warps(block: int) -> int:
@@ -128,7 +132,7 @@ class AddRmsNorm(torch.autograd.Function):
         )  # fmt: skip
         out = normed.view(x.shape)
         ctx.save_for_backward(out if lean else total, rstd)
-        ctx.weight = weight  # not as a saved tensor, which may come back without its `main_grad`
+        ctx.weight = weight  # not as a saved tensor, which may come back without its sink
         ctx.lean, ctx.sum_dtype = lean, total.dtype
         ctx.set_materialize_grads(False)  # the sum of the last norm is not used
         ctx.branch_dtype = None if branch is None else branch.dtype

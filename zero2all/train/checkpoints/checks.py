@@ -3,14 +3,14 @@
 The largest absolute value of a tensor is NaN or infinite when one of its values is: a reduction on the device that
 needs no memory, 24 ms for the 14.6 GB of a z2all-1b (H200, November 2026).
 
-With `parallel.zero: 0` every rank has all weights and moments and makes the same updates. A bit that flips on
-one rank goes unnoticed: gradients are summed over ranks whose weights differ, and a checkpoint takes tensors from
-different ranks. So before a save every rank adds up the bits of its copies, and the ranks compare 8 bytes.
+Replicas hold the same weights and moments and make the same updates. A bit that flips on one of them goes unnoticed:
+gradients are summed over ranks whose weights differ, and a checkpoint takes boxes from different ranks. So before a
+save every rank adds up the bits of the boxes that others hold too (see `SaveLayout.copies`), and they compare 8 bytes.
 
 The sum is over integers, so it does not depend on the order: the bits of a tensor as a table of WIDTH columns, its row
 sums and its column sums, each weighted by its place. Any one changed value changes it, and so do two swapped values.
 It reads a tensor twice on its device: 36 ms for the 14.6 GB of a z2all-1b, with 160 MB beside them (H200,
-November 2026). Parts that only one rank has (FSDP2) cannot be compared and are left out.
+November 2026). Boxes that only one rank has cannot be compared and are left out.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from zero2all.common.errors import AnomalyError
-from zero2all.parallel.shards import local
+from zero2all.parallel.parts import Part
 from zero2all.train.checkpoints.peers import Peers
+from zero2all.train.checkpoints.planning import Source, boxes_of
 
 WIDTH = 4096
 TABLE_ROWS = 2048
@@ -40,13 +40,12 @@ class ReplicasDifferError(AnomalyError):
 
 
 @torch.no_grad()
-def first_not_finite(tensors: Mapping[str, Tensor]) -> str | None:
+def first_not_finite(parts: Mapping[str, Part]) -> str | None:
     """The name of a tensor of which this rank's part holds NaN or an infinity; None when all are finite."""
-    parts = {name: local(tensor) for name, tensor in tensors.items() if tensor.is_floating_point()}
-    names = [name for name, part in parts.items() if part.numel()]
+    names = [name for name, part in parts.items() if part.values.is_floating_point() and part.values.numel()]
     if not names:
         return None
-    finite = [torch.linalg.vector_norm(parts[name], ord=math.inf).isfinite() for name in names]
+    finite = [torch.linalg.vector_norm(parts[name].values, ord=math.inf).isfinite() for name in names]
     devices = {each.device for each in finite}
     home = next((device for device in devices if device.type != "cpu"), finite[0].device)
     verdicts = torch.stack([each.to(home, non_blocking=True) for each in finite]).tolist()
@@ -54,23 +53,23 @@ def first_not_finite(tensors: Mapping[str, Tensor]) -> str | None:
 
 
 @torch.no_grad()
-def compare_replicas(tensors: Mapping[str, Tensor], peers: Peers) -> None:
-    """Raise ReplicasDifferError, on every rank, when copies differ; it names the ranks. Every rank calls it."""
+def compare_replicas(parts: Mapping[str, Part], copies: Mapping[str, list[Source]], peers: Peers) -> None:
+    """Raise ReplicasDifferError, on every rank, when copies differ; it names the ranks. Every rank calls it with the
+    `copies` of its plan."""
     if peers.size == 1:
         return
-    groups: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in sorted(tensors.items()):
-        if _has_copies(tensor):
-            groups.setdefault(_group(tensor), {})[name] = local(tensor)
-    said = peers.gather({group: _digest(list(parts.values())) for group, parts in groups.items()})
+    boxes = {name: boxes_of(parts[name]) for sources in copies.values() for name, _ in sources}
+    said = peers.gather(
+        {ranks: _digest([boxes[name][number][1] for name, number in sources]) for ranks, sources in copies.items()}
+    )
     if not _odd_ranks(said):
         return
-    digests = {f"{group}|{name}": _digest([part]) for group, parts in groups.items() for name, part in parts.items()}
-    details = peers.gather(digests)
-    odd = _odd_ranks(details)
-    if not odd:  # each rank has tensors of its own beside the shared ones
-        return
-    names = sorted({key.partition("|")[2] for keys in odd.values() for key in keys})
+    digests = {}
+    for name, number in (source for sources in copies.values() for source in sources):
+        place, values = boxes[name][number]
+        digests[f"{name}|{place}"] = _digest([values])
+    odd = _odd_ranks(peers.gather(digests))
+    names = sorted({key.rpartition("|")[0] for keys in odd.values() for key in keys})
     who = f"rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, sorted(odd)))}"
     more = f" and {len(names) - 3} more tensors" if len(names) > 3 else ""
     unsure = " (with two ranks it is unknown which one is right; the second is named)" if peers.size == 2 else ""
@@ -83,41 +82,25 @@ def compare_replicas(tensors: Mapping[str, Tensor], peers: Peers) -> None:
     )
 
 
-def _has_copies(tensor: Tensor) -> bool:
-    if isinstance(tensor, DTensor):
-        sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
-        return any(placement.is_replicate() and size > 1 for placement, size in sizes)
-    return True  # a plain tensor is assumed to be the same everywhere
-
-
-def _group(tensor: Tensor) -> str:
-    """A key that ranks with the same part of a tensor share."""
-    if not isinstance(tensor, DTensor):
-        return "all"
-    coordinates = zip(tensor.placements, tensor.device_mesh.get_coordinate() or (), strict=False)
-    own = [f"{place}" for placement, place in coordinates if not placement.is_replicate()]
-    return f"{tensor.placements} {own}"
-
-
-def _digest(parts: Sequence[Tensor]) -> int:
-    """One number for the bits of all parts. Their sums are weighted together: kernels cost more than bytes here."""
-    sums = [one for part in parts for one in _sums_of_bits(part)]
+def _digest(boxes: Sequence[Tensor]) -> int:
+    """One number for the bits of all boxes. Their sums are weighted together: kernels cost more than bytes here."""
+    sums = [one for box in boxes for one in _sums_of_bits(box)]
     home = next((one.device for one in sums if one.device.type != "cpu"), torch.device("cpu"))
     whole = torch.cat([torch.zeros(1, dtype=torch.int64, device=home), *(one.to(home) for one in sums)])
     places = torch.arange(whole.numel(), device=home) * FACTOR
     return int((whole * (places ^ (places >> 29) | 1)).sum())
 
 
-def _sums_of_bits(part: Tensor) -> Iterator[Tensor]:
+def _sums_of_bits(box: Tensor) -> Iterator[Tensor]:
     """The row and column sums of a tensor, as int64 on its device, and the values after the last full row."""
-    flat = part.contiguous().view(-1)
+    flat = box.contiguous().view(-1)
     size = flat.element_size()
-    if flat.storage_offset() * size % 8:
-        flat = flat.clone()  # memory of its own is aligned
     whole = flat.numel() * size // (8 * WIDTH) * (8 * WIDTH) // size
     # 8 bytes at a time: narrower integers would be copied to int64 before they are added up.
-    table = flat[:whole].view(torch.int64).view(-1, WIDTH)
-    for rows in table.split(TABLE_ROWS):
+    for values in flat[:whole].split(TABLE_ROWS * WIDTH * 8 // size):
+        # A box may begin anywhere in its buffer; memory of its own is aligned.
+        aligned = values.clone() if values.storage_offset() * size % 8 else values
+        rows = aligned.view(torch.int64).view(-1, WIDTH)
         yield rows.sum(dim=1)
         yield rows.sum(dim=0)
     if whole < flat.numel():

@@ -16,7 +16,7 @@ from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError
 
 LARGEST_BYTES = 256 << 20
-"""No JSON file of a checkpoint is larger: an index of a million pieces is about 150 MB."""
+"""No JSON file of a checkpoint is larger: an index of a million boxes is about 150 MB."""
 
 
 def dump(value: Any, indent: int | None = 1) -> bytes:

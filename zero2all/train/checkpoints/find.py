@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from zero2all.common import jsonio
@@ -69,7 +70,8 @@ def open_at(run: Path, step: int, peers: Peers) -> Checkpoint:
 
 
 def open_together(folder: Path, peers: Peers) -> Checkpoint:
-    """Open a checkpoint, each rank checking its share of the bytes; all of them raise when one finds damage."""
+    """Open a checkpoint, each rank checking its share of the bytes; all of them raise when one finds damage. They load
+    it together too."""
     problem, is_other_version, found = None, False, None
     try:
         found = read_checkpoint(folder)
@@ -80,7 +82,7 @@ def open_together(folder: Path, peers: Peers) -> Checkpoint:
         if other_problem is not None:
             raise (OtherVersionError if other_version else BadInputError)(other_problem)
     assert found is not None, "a rank without a problem has read it"
-    return found
+    return replace(found, peers=peers)
 
 
 def newest_checkpoint(run: Path, set_aside: bool = False, say: Say = say_aloud) -> Checkpoint | None:

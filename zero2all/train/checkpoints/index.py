@@ -10,12 +10,12 @@ bytes on disk.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from zero2all.common.errors import BadInputError
 from zero2all.common.manifest import is_count
+from zero2all.train.checkpoints.boxes import Place, Sizes, first_overlap
 from zero2all.train.checkpoints.layout import TENSOR_FILE_NAME, is_tensor_name
 from zero2all.train.checkpoints.tensor_file import DTYPES, is_shape
 
@@ -26,8 +26,7 @@ LARGEST_DIMENSIONS = 16
 class Box:
     """A box of a tensor, and where it is stored."""
 
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
+    place: Place
     file: str
     key: str
 
@@ -37,7 +36,7 @@ class TensorEntry:
     """One tensor of a checkpoint."""
 
     dtype: str  # as safetensors spells it: F32, BF16, …
-    shape: tuple[int, ...]
+    shape: Sizes
     boxes: tuple[Box, ...]
 
 
@@ -45,7 +44,7 @@ Index = dict[str, TensorEntry]
 """Tensor name -> where it is."""
 
 
-def box_key(name: str, offsets: tuple[int, ...], is_whole: bool) -> str:
+def box_key(name: str, offsets: Sizes, is_whole: bool) -> str:
     """A box's key in its file: the plain name for a whole tensor, name@offsets for a part of one."""
     return name if is_whole else f"{name}@{','.join(map(str, offsets))}"
 
@@ -57,8 +56,13 @@ def index_json(index: Index) -> dict[str, Any]:
             name: {
                 "dtype": entry.dtype,
                 "shape": list(entry.shape),
-                "pieces": [
-                    {"offsets": list(box.offsets), "shape": list(box.shape), "file": box.file, "key": box.key}
+                "boxes": [
+                    {
+                        "offsets": list(box.place.offsets),
+                        "shape": list(box.place.shape),
+                        "file": box.file,
+                        "key": box.key,
+                    }
                     for box in entry.boxes
                 ],
             }
@@ -81,15 +85,15 @@ def parse_index(values: Any, where: str) -> Index:
     return index
 
 
-def boxes_by_file(index: Index) -> dict[str, dict[str, tuple[str, tuple[int, ...]]]]:
+def boxes_by_file(index: Index) -> dict[str, dict[str, tuple[str, Sizes]]]:
     """File -> key -> (dtype, shape): what each file's header must say."""
-    files: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
+    files: dict[str, dict[str, tuple[str, Sizes]]] = {}
     for name, entry in index.items():
         for box in entry.boxes:
             keys = files.setdefault(box.file, {})
             if box.key in keys:
                 raise BadInputError(f"two boxes (one of {name}) claim the key {box.key!r} of {box.file}")
-            keys[box.key] = (entry.dtype, box.shape)
+            keys[box.key] = (entry.dtype, box.place.shape)
     return files
 
 
@@ -98,9 +102,9 @@ def _parse_entry(name: str, entry: Any, where: str) -> TensorEntry:
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise BadInputError(f"{where}: {name} has the dtype {str(dtype)[:40]!r}, which is not known here")
     shape = _sizes(entry.get("shape"), name, where)
-    boxes = entry.get("pieces")
+    boxes = entry.get("boxes")
     if not isinstance(boxes, list):
-        raise BadInputError(f"{where}: {name} has no list of pieces")
+        raise BadInputError(f"{where}: {name} has no list of boxes")
     return TensorEntry(dtype, shape, tuple(_parse_box(box, len(shape), name, where) for box in boxes))
 
 
@@ -114,10 +118,10 @@ def _parse_box(box: Any, dimensions: int, name: str, where: str) -> Box:
     shape = _sizes(box.get("shape"), name, where)
     if not len(offsets) == len(shape) == dimensions:
         raise BadInputError(f"{where}: a box of {name} has not the dimensions of the tensor")
-    return Box(offsets, shape, file, box["key"])
+    return Box(Place(offsets, shape), file, box["key"])
 
 
-def _sizes(value: Any, name: str, where: str) -> tuple[int, ...]:
+def _sizes(value: Any, name: str, where: str) -> Sizes:
     if not isinstance(value, list) or len(value) > LARGEST_DIMENSIONS or not all(is_count(size) for size in value):
         raise BadInputError(f"{where}: {name} has an impossible shape or offset {str(value)[:80]}")
     if not is_shape(tuple(value)):
@@ -127,32 +131,13 @@ def _sizes(value: Any, name: str, where: str) -> tuple[int, ...]:
 
 def _check_filling(name: str, entry: TensorEntry, where: str) -> None:
     """Check that the boxes lie inside the tensor, do not overlap, and together have its volume: then they fill it."""
-    for box in entry.boxes:
-        if any(o + s > whole for o, s, whole in zip(box.offsets, box.shape, entry.shape, strict=True)):
+    places = [box.place for box in entry.boxes]
+    for place in places:
+        if not place.lies_in(entry.shape):
             raise BadInputError(f"{where}: a box of {name} reaches beyond the tensor's shape {entry.shape}")
-        if 0 in box.shape:
+        if 0 in place.shape:
             raise BadInputError(f"{where}: a box of {name} is empty")
-    if sum(math.prod(box.shape) for box in entry.boxes) != math.prod(entry.shape):
+    if sum(place.numel for place in places) != math.prod(entry.shape):
         raise BadInputError(f"{where}: the boxes of {name} do not fill its shape {entry.shape}")
-    for one, other in _neighbours(entry):
-        if _overlap(one, other):
-            raise BadInputError(f"{where}: two boxes of {name} overlap")
-
-
-def _neighbours(entry: TensorEntry) -> Iterator[tuple[Box, Box]]:
-    """Every pair of boxes that meets in the dimension cut into the most parts; the others cannot overlap."""
-    if not entry.shape:  # one element: the volumes have been compared
-        return
-    cut = max(range(len(entry.shape)), key=lambda d: len({box.offsets[d] for box in entry.boxes}))
-    active: list[Box] = []
-    for box in sorted(entry.boxes, key=lambda box: box.offsets[cut]):
-        active = [other for other in active if other.offsets[cut] + other.shape[cut] > box.offsets[cut]]
-        for other in active:
-            yield box, other
-        active.append(box)
-
-
-def _overlap(one: Box, other: Box) -> bool:
-    return all(
-        a < b + m and b < a + n for a, n, b, m in zip(one.offsets, one.shape, other.offsets, other.shape, strict=True)
-    )
+    if first_overlap(places, len(entry.shape)) is not None:
+        raise BadInputError(f"{where}: two boxes of {name} overlap")

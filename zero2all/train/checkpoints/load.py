@@ -11,7 +11,7 @@ import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,12 @@ from torch import Tensor
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import as_written
 from zero2all.common.manifest import is_count
+from zero2all.parallel.parts import Part
 from zero2all.train.checkpoints import exact_json
 from zero2all.train.checkpoints.index import Index, boxes_by_file, parse_index
 from zero2all.train.checkpoints.layout import INDEX_NAME, STATE_NAME, split_name, step_of
 from zero2all.train.checkpoints.manifest import read_manifest
+from zero2all.train.checkpoints.peers import Peers
 from zero2all.train.checkpoints.planning import Read, plan_reads
 from zero2all.train.checkpoints.tensor_file import (
     DTYPE_NAMES,
@@ -47,6 +49,7 @@ class Checkpoint:
     index: Index  # name -> dtype, shape and boxes of every tensor
     headers: dict[str, Header]
     record: dict[str, Any]  # the snapshot's record: counters and the like
+    peers: Peers = field(default_factory=Peers, repr=False)  # the ranks that opened it together
 
     @property
     def files(self) -> list[str]:
@@ -58,13 +61,14 @@ class Checkpoint:
         """Updates made before it was saved."""
         return int(self.manifest["step"])
 
-    def load_into(self, tensors: Mapping[str, Tensor], strict: bool = True) -> None:
-        """Fill tensors in place, each rank its own part, however they were sharded when they were saved. Raises before
-        changing anything when a name, a shape or a dtype differs. With `strict`, `tensors` must have every tensor of
-        its groups ('model', 'optimizer', …)."""
-        self._check_names(tensors, strict)
+    def load_into(self, parts: Mapping[str, Part], strict: bool = True) -> None:
+        """Fill parts in place, however the tensors were cut when they were saved. Called by all ranks that opened the
+        checkpoint together; all of them raise, before anything is changed, when a name, a shape or a dtype differs on
+        one of them. With `strict`, the ranks together must have every tensor of their groups ('model', 'optimizer',
+        …); one rank may have a few of them only."""
+        self._check_names(parts, strict)
         with torch.no_grad():
-            reads = list(plan_reads(tensors, self.index))
+            reads = list(plan_reads(parts, self.index))
             for file in sorted({read.box.file for read in reads}):
                 self._read_file(file, [read for read in reads if read.box.file == file])
 
@@ -74,23 +78,16 @@ class Checkpoint:
         found = {
             name: torch.empty(self.index[name].shape, dtype=DTYPES[self.index[name].dtype]) for name in sorted(names)
         }
-        self.load_into(found, strict=False)
+        self.load_into({name: Part.whole(tensor) for name, tensor in found.items()}, strict=False)
         return {name.removeprefix(prefix): tensor for name, tensor in found.items()}
 
-    def _check_names(self, tensors: Mapping[str, Tensor], strict: bool) -> None:
-        differences = []
-        for name, tensor in tensors.items():
-            entry = self.index.get(name)
-            wanted = (DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
-            if entry is None:
-                differences.append(f"{name}: absent instead of {wanted[1]}")
-            elif entry.shape != wanted[1]:
-                differences.append(f"{name}: {entry.shape} instead of {wanted[1]}")
-            elif entry.dtype != wanted[0]:
-                differences.append(f"{name}: {entry.dtype} instead of {wanted[0]}")
+    def _check_names(self, parts: Mapping[str, Part], strict: bool) -> None:
+        said = self.peers.gather([list(parts), self._differences(parts)])
+        differences = list(dict.fromkeys(each for _, of_rank in said for each in of_rank))
         if strict:
-            groups = {split_name(name)[0] for name in tensors}
-            unknown = (name for name in self.index if split_name(name)[0] in groups and name not in tensors)
+            names = {name for of_rank, _ in said for name in of_rank}
+            groups = {split_name(name)[0] for name in names}
+            unknown = (name for name in self.index if split_name(name)[0] in groups and name not in names)
             differences += [f"{name}: unknown here" for name in unknown]
         if differences:
             more = f" and {len(differences) - 4} more" if len(differences) > 4 else ""
@@ -98,6 +95,20 @@ class Checkpoint:
                 f"The checkpoint {self.folder} is of another model: {'; '.join(differences[:4])}{more}. Use the config "
                 f"it was trained with (config.yaml in its run folder), or choose another train.name."
             )
+
+    def _differences(self, parts: Mapping[str, Part]) -> list[str]:
+        """How this rank's parts differ from what is stored, in words."""
+        differences = []
+        for name, part in parts.items():
+            entry = self.index.get(name)
+            dtype = DTYPE_NAMES.get(part.values.dtype, str(part.values.dtype))
+            if entry is None:
+                differences.append(f"{name}: absent instead of {part.shape}")
+            elif entry.shape != part.shape:
+                differences.append(f"{name}: {entry.shape} instead of {part.shape}")
+            elif entry.dtype != dtype:
+                differences.append(f"{name}: {entry.dtype} instead of {dtype}")
+        return differences
 
     def _read_file(self, file: str, reads: list[Read]) -> None:
         header = self.headers[file]

@@ -19,9 +19,9 @@ from zero2all.common.manifest import fingerprint, is_count
 from zero2all.train.checkpoints import exact_json
 from zero2all.train.checkpoints.layout import INDEX_NAME, STATE_NAME, TENSOR_FILE_NAME
 
-FORMAT = 3
+FORMAT = 4
 """Raise it when the layout changes. Format 1 held whole tensors, written by one process; in format 2 the rows of all
-gates came before those of all ups."""
+gates came before those of all ups; format 3 held q, k and v in one tensor."""
 
 OWN_FIELDS = ("kind", "format", "zero2all", "step", "world_size", "files", "seal")
 NOT_GOOD = "not_good"
@@ -96,8 +96,16 @@ def _stop_at_format_1(path: Path, data: bytes) -> None:
 
 
 def _other_version(path: Path, manifest: dict[str, Any]) -> OtherVersionError:
+    theirs, number = manifest.get("zero2all", "of unknown version"), manifest.get("format")
+    if isinstance(number, int) and number < FORMAT:
+        remedy = (
+            "Its weights can be taken over: `z2a export` with the version that wrote it, then `z2a import` here, which "
+            "makes a run at step 0 with these weights and without the optimizer's moments. Or finish the run with that "
+            "version, or start it over with --fresh, which deletes it."
+        )
+    else:
+        remedy = "Use the version that wrote it, or a newer one; or start the run over with --fresh, which deletes it."
     return OtherVersionError(
-        f"{path.parent} was written by zero2all {manifest.get('zero2all', 'of unknown version')} in checkpoint format "
-        f"{manifest.get('format')}; this is zero2all {__version__}, which reads format {FORMAT}. Use the version that "
-        f"wrote it, or start the run again with --fresh."
+        f"{path.parent} was written by zero2all {theirs} in checkpoint format {number}; this is zero2all "
+        f"{__version__}, which reads format {FORMAT}. Nothing was changed. {remedy}"
     )

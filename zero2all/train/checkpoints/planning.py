@@ -1,29 +1,36 @@
 """Which rank writes which box of which tensor, and which parts of stored boxes a rank reads.
 
-What a rank holds of a tensor is a box of it: all of it, or the part of a DTensor that lies here. Of several ranks with
-the same box, the one that has least to write so far writes it. The plan changes only when the tensors do, so it is made
-once, before anything is copied: a rank copies and holds in host memory only what it will write itself.
+What a rank holds of a tensor is a `Part`, which is a few boxes of it. Boxes that are equal on several ranks are copies:
+of these ranks the one that has least to write so far writes it. All boxes of a tensor together must fill it: a hole, or
+two boxes that overlap without being equal, is an error on every rank, before anything is copied or written.
 
-A plain tensor is assumed to be the same on every rank that has it, and is written once.
+The plan changes only when the parts do, so it is made once: a rank copies and holds in host memory only what it will
+write itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from zero2all.parallel.shards import box, has_part, local
+from zero2all.parallel.parts import Part
+from zero2all.train.checkpoints.boxes import Place, Sizes, first_hole, first_overlap, intersection
 from zero2all.train.checkpoints.index import Box, Index, TensorEntry, box_key, index_json, parse_index
 from zero2all.train.checkpoints.layout import is_tensor_name, split_name, tensor_file_name
 from zero2all.train.checkpoints.peers import Peers
 from zero2all.train.checkpoints.tensor_file import DTYPE_NAMES, DTYPES, TensorInfo, byte_count, header_bytes, lay_out
 
-Sizes = tuple[int, ...]
+
+class Source(NamedTuple):
+    """A box of this rank: the name of the tensor, and the number of the box in its part."""
+
+    name: str
+    number: int
 
 
 @dataclass(frozen=True)
@@ -32,7 +39,7 @@ class FilePlan:
 
     name: str
     infos: dict[str, TensorInfo]
-    sources: dict[str, str]  # key in the file -> name of the tensor whose local part it is
+    sources: dict[str, Source]  # by key in the file
 
     @property
     def data_bytes(self) -> int:
@@ -47,6 +54,8 @@ class SaveLayout:
     files: list[FilePlan]
     index: Index
     file_bytes: dict[str, int]  # size of every file of tensors, of all ranks
+    copies: dict[str, list[Source]]
+    """Boxes of this rank that others hold too, by the ranks that do ('0,2'); in the same order on each of these."""
     signature: dict[str, Any] = field(repr=False)  # what the plan was made for; see `signature_of`
 
     @property
@@ -65,146 +74,199 @@ class Read:
     target: Tensor  # A view into the caller's tensor, of shape `lengths`
 
 
-class _Part(NamedTuple):
+class _Held(NamedTuple):
     """What one rank holds of a tensor."""
 
-    name: str
     dtype: str
     size: Sizes  # of the whole tensor
-    offsets: Sizes
-    shape: Sizes
+    places: tuple[Place, ...]
 
 
-def signature_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+class _Written(NamedTuple):
+    """A box that one rank writes."""
+
+    source: Source
+    dtype: str
+    size: Sizes  # of the whole tensor
+    place: Place
+
+
+Holders = dict[str, dict[Place, list[int]]]
+"""Tensor -> box -> the ranks that hold it."""
+
+
+def boxes_of(part: Part) -> list[tuple[Place, Tensor]]:
+    """The boxes of a part, with views of its values outside of autograd."""
+    return [(Place(at, tuple(view.shape)), view) for at, view in part.like(part.values.detach()).boxes()]
+
+
+def signature_of(parts: Mapping[str, Part]) -> dict[str, Any]:
     """Everything a plan depends on, cheap to compute at every save."""
     return {
-        name: (tensor.dtype, tensor.shape, tensor.placements, tensor.device_mesh)
-        if isinstance(tensor, DTensor)
-        else (tensor.dtype, tensor.shape)
-        for name, tensor in tensors.items()
+        name: (part.values.dtype, part.values.numel(), part.shape, part.offsets, part.lengths, part.start)
+        for name, part in parts.items()
     }
 
 
-def plan_save(tensors: Mapping[str, Tensor], peers: Peers, largest_file_bytes: int) -> SaveLayout:
-    """Agree with the other ranks on who writes what. Every rank calls it; every rank gets the same index."""
-    said = peers.gather(_own_parts(tensors))
+def plan_save(parts: Mapping[str, Part], peers: Peers, largest_file_bytes: int) -> SaveLayout:
+    """Agree with the other ranks on who writes what. Every rank calls it; every rank gets the same index, or the same
+    error."""
+    said = peers.gather(_own_boxes(parts))
     for rank, each in enumerate(said):
         if "problem" in each:  # raised on every rank, so that none waits for the others
             raise ValueError(f"rank {rank}: {each['problem']}")
-    held = [[_Part(name, dtype, *map(tuple, sizes)) for name, dtype, *sizes in each["parts"]] for each in said]
-    _check_agreement(held)
+    held = [{name: _parse_held(*values) for name, values in each["held"].items()} for each in said]
+    sizes = _agreed_sizes(held)
+    holders = _holders(held)
+    for name, (_, size) in sizes.items():
+        _check_filling(name, size, holders[name])
+    written = _without_copies(held, holders)
     index: Index = {}
-    files = [_files_of_rank(rank, parts, largest_file_bytes, index) for rank, parts in enumerate(_without_copies(held))]
-    for part in (part for parts in held for part in parts):  # a tensor without elements has no boxes
-        index.setdefault(part.name, TensorEntry(part.dtype, part.size, ()))
-    index = parse_index(index_json(index), "the plan of a checkpoint")  # checks that boxes fill their tensors
-    sizes = {file.name: len(header_bytes(file.infos)) + file.data_bytes for own_files in files for file in own_files}
-    return SaveLayout(files[peers.rank], index, sizes, signature_of(tensors))
+    files = [_files_of_rank(rank, own, largest_file_bytes, index) for rank, own in enumerate(written)]
+    for name, (dtype, size) in sizes.items():  # a tensor without elements has no boxes
+        index.setdefault(name, TensorEntry(dtype, size, ()))
+    index = parse_index(index_json(index), "the plan of a checkpoint")  # it is one that we would read
+    bytes_of = {file.name: len(header_bytes(file.infos)) + file.data_bytes for of_rank in files for file in of_rank}
+    copies = _copies(held[peers.rank], holders)
+    return SaveLayout(files[peers.rank], index, bytes_of, copies, signature_of(parts))
 
 
-def plan_reads(tensors: Mapping[str, Tensor], index: Index) -> Iterator[Read]:
-    """The reads that fill this rank's part of `tensors`; names and shapes must be those of the index."""
-    for name, tensor in tensors.items():
-        if not has_part(tensor):
-            continue
-        target, place = local(tensor.detach()), box(tensor)
-        for stored in index[name].boxes:
-            ends = [o + n for o, n in zip(stored.offsets, stored.shape, strict=True)]
-            first = [max(o, own.start) for o, own in zip(stored.offsets, place, strict=True)]
-            lengths = tuple(min(e, own.stop) - f for e, own, f in zip(ends, place, first, strict=True))
-            if all(length > 0 for length in lengths):
-                offsets = tuple(f - o for f, o in zip(first, stored.offsets, strict=True))
-                inside = tuple(
-                    slice(f - own.start, f - own.start + n) for f, own, n in zip(first, place, lengths, strict=True)
-                )
-                yield Read(stored, offsets, lengths, target[inside])
+def plan_reads(parts: Mapping[str, Part], index: Index) -> Iterator[Read]:
+    """The reads that fill `parts`; names and shapes must be those of the index."""
+    for name, part in parts.items():
+        for place, target in boxes_of(part):
+            for stored in index[name].boxes:
+                common = intersection(place, stored.place)
+                if common is not None:
+                    begin = tuple(along.start for along in common.slices_from(stored.place.offsets))
+                    yield Read(stored, begin, common.shape, target[common.slices_from(place.offsets)])
 
 
-def _own_parts(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What this rank could write, or what is wrong with its tensors."""
+def _own_boxes(parts: Mapping[str, Part]) -> dict[str, Any]:
+    """What this rank could write, as JSON, or what is wrong with its parts."""
     try:
-        _check_tensors(tensors)
-        places = {name: box(tensor) for name, tensor in tensors.items() if has_part(tensor)}
+        _check_parts(parts)
+        return {
+            "held": {
+                name: [DTYPE_NAMES[part.values.dtype], part.shape, [place for place, _ in boxes_of(part)]]
+                for name, part in parts.items()
+            }
+        }
     except Exception as error:  # raised on every rank, by the caller
         return {"problem": str(error)}
-    return {
-        "parts": [
-            _Part(
-                name,
-                DTYPE_NAMES[tensors[name].dtype],
-                tuple(tensors[name].shape),
-                tuple(along.start for along in place),
-                tuple(along.stop - along.start for along in place),
-            )
-            for name, place in places.items()
-        ]
-    }
 
 
-def _without_copies(held: list[list[_Part]]) -> list[list[_Part]]:
+def _parse_held(dtype: str, size: Sequence[int], places: Sequence[Any]) -> _Held:
+    return _Held(dtype, tuple(size), tuple(Place(tuple(offsets), tuple(shape)) for offsets, shape in places))
+
+
+def _holders(held: list[dict[str, _Held]]) -> Holders:
+    holders: Holders = {}
+    for rank, own in enumerate(held):
+        for name, each in own.items():
+            places = holders.setdefault(name, {})
+            for place in each.places:
+                places.setdefault(place, []).append(rank)
+    return holders
+
+
+def _copies(own: Mapping[str, _Held], holders: Holders) -> dict[str, list[Source]]:
+    copies: dict[str, list[Source]] = {}
+    for name, each in sorted(own.items()):
+        for number, place in enumerate(each.places):
+            ranks = holders[name][place]
+            if len(ranks) > 1:
+                copies.setdefault(",".join(map(str, ranks)), []).append(Source(name, number))
+    return copies
+
+
+def _without_copies(held: list[dict[str, _Held]], holders: Holders) -> list[list[_Written]]:
     """What each rank writes: every box once, by the rank that has least to write so far."""
-    holders: dict[tuple[str, Sizes], list[int]] = {}
-    sizes: dict[tuple[str, Sizes], int] = {}
-    for rank, parts in enumerate(held):
-        for part in parts:
-            holders.setdefault((part.name, part.offsets), []).append(rank)
-            sizes[part.name, part.offsets] = byte_count(part.dtype, part.size)
-    writers, planned = {}, [0] * len(held)
-    for key, ranks in holders.items():
-        writers[key] = min(ranks, key=lambda rank: planned[rank])
-        planned[writers[key]] += sizes[key] or 1
-    return [[part for part in parts if writers[part.name, part.offsets] == rank] for rank, parts in enumerate(held)]
+    written: list[list[_Written]] = [[] for _ in held]
+    planned = [0] * len(held)
+    for name, places in holders.items():
+        for place, ranks in places.items():
+            writer = min(ranks, key=lambda rank: planned[rank])
+            own = held[writer][name]
+            planned[writer] += byte_count(own.dtype, place.shape)
+            written[writer].append(_Written(Source(name, own.places.index(place)), own.dtype, own.size, place))
+    return written
 
 
-def _files_of_rank(rank: int, parts: list[_Part], largest_file_bytes: int, index: Index) -> list[FilePlan]:
+def _files_of_rank(rank: int, boxes: list[_Written], largest_file_bytes: int, index: Index) -> list[FilePlan]:
     """Divide what a rank writes into files by group and size, and add the boxes to the index."""
-    groups: dict[str, list[dict[str, _Part]]] = {}
+    groups: dict[str, list[dict[str, _Written]]] = {}
     filled: dict[str, int] = {}
-    for part in parts:
-        if 0 in part.shape:
-            continue
-        group, rest = split_name(part.name)
-        size = byte_count(part.dtype, part.shape)
+    for box in boxes:
+        group, rest = split_name(box.source.name)
+        size = byte_count(box.dtype, box.place.shape)
         contents = groups.setdefault(group, [])
         if not contents or filled[group] + size > largest_file_bytes:
             contents.append({})
             filled[group] = 0
         filled[group] += size
-        contents[-1][box_key(rest, part.offsets, part.shape == part.size)] = part
+        contents[-1][box_key(rest, box.place.offsets, box.place.shape == box.size)] = box
     files = []
     for group, contents in groups.items():
         for number, keyed in enumerate(contents):
-            name = tensor_file_name(group, rank, number)
-            for key, part in keyed.items():
-                before = index[part.name].boxes if part.name in index else ()
-                boxes = (*before, Box(part.offsets, part.shape, name, key))
-                index[part.name] = TensorEntry(part.dtype, part.size, boxes)
-            infos = lay_out({key: (part.dtype, part.shape) for key, part in keyed.items()})
-            files.append(FilePlan(name, infos, {key: part.name for key, part in keyed.items()}))
+            file = tensor_file_name(group, rank, number)
+            for key, box in keyed.items():
+                before = index[box.source.name].boxes if box.source.name in index else ()
+                index[box.source.name] = TensorEntry(box.dtype, box.size, (*before, Box(box.place, file, key)))
+            infos = lay_out({key: (box.dtype, box.place.shape) for key, box in keyed.items()})
+            files.append(FilePlan(file, infos, {key: box.source for key, box in keyed.items()}))
     return files
 
 
-def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
+def _check_parts(parts: Mapping[str, Part]) -> None:
     """Check for bugs of the caller before anything is copied."""
-    for name, tensor in tensors.items():
+    for name, part in parts.items():
         if not is_tensor_name(name):
             raise ValueError(f"a tensor of a checkpoint cannot be called {name!r}; expected 'group/name'")
-        part = local(tensor)
-        if type(part) not in (Tensor, torch.nn.Parameter) or part.dtype not in DTYPE_NAMES:
+        values = part.values
+        if type(values) not in (Tensor, torch.nn.Parameter) or values.dtype not in DTYPE_NAMES:
             raise TypeError(
-                f"{name} is a {type(part).__name__} of {part.dtype}; a checkpoint holds plain tensors of "
+                f"{name} is a {type(values).__name__} of {values.dtype}; a checkpoint holds plain tensors of "
                 f"{', '.join(DTYPES)}. Give the plain tensors it is made of."
             )
-        if part.is_meta:
+        if values.is_meta:
             raise TypeError(f"{name} is on the meta device and holds no values")
 
 
-def _check_agreement(held: list[list[_Part]]) -> None:
-    """Check that a tensor has one dtype and one shape on all ranks."""
+def _agreed_sizes(held: list[dict[str, _Held]]) -> dict[str, tuple[str, Sizes]]:
+    """dtype and shape of every tensor; an error where the ranks disagree."""
     seen: dict[str, tuple[int, tuple[str, Sizes]]] = {}
-    for rank, parts in enumerate(held):
-        for part in parts:
-            facts = (part.dtype, part.size)
-            first, known = seen.setdefault(part.name, (rank, facts))
+    for rank, own in enumerate(held):
+        for name, each in own.items():
+            facts = (each.dtype, each.size)
+            first, known = seen.setdefault(name, (rank, facts))
             if known != facts:
-                raise ValueError(f"{part.name} is {facts} on rank {rank}, but {known} on rank {first}")
+                raise ValueError(f"{name} is {facts} on rank {rank}, but {known} on rank {first}")
+    return {name: facts for name, (_, facts) in seen.items()}
+
+
+def _check_filling(name: str, size: Sizes, holders: Mapping[Place, list[int]]) -> None:
+    """Check that the boxes of all ranks together hold every value of a tensor once, copies aside."""
+    for place, ranks in holders.items():
+        if not place.lies_in(size):
+            raise ValueError(f"{name}: the box {place} of {_ranks(ranks)} reaches beyond the tensor's shape {size}")
+    overlap = first_overlap(holders, len(size))
+    if overlap is not None:
+        one, other = overlap
+        raise ValueError(
+            f"{name} {size}: the box {one} of {_ranks(holders[one])} and the box {other} of {_ranks(holders[other])} "
+            f"overlap and are no copies of each other"
+        )
+    missing = math.prod(size) - sum(place.numel for place in holders)
+    if missing:
+        who = sorted({rank for ranks in holders.values() for rank in ranks})
+        rest = f"the other values are on {_ranks(who)}" if who else "every rank has an empty part"
+        raise ValueError(
+            f"{name} {size}: no rank holds {first_hole(holders, size)}; {missing} values are missing, {rest}"
+        )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """'rank 3', 'ranks 0, 2'; of many, some."""
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}{more}"

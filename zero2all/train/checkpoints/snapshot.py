@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero2all.parallel.shards import local
-from zero2all.train.checkpoints.planning import FilePlan, SaveLayout
+from zero2all.parallel.parts import Part
+from zero2all.train.checkpoints.planning import FilePlan, SaveLayout, boxes_of
 from zero2all.train.checkpoints.tensor_file import view_of
 
 PORTABLE = 1
@@ -26,13 +26,19 @@ PORTABLE = 1
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What to save: tensors named 'group/name' ('model/norm.weight', 'optimizer/exp_avg/norm.weight'), and counters.
+    """What to save: this rank's parts of tensors named 'group/name' ('model/norm.weight',
+    'optimizer/exp_avg/norm.weight'), and counters.
 
     The record is JSON; rank 0 saves its own. Numbers that JSON cannot hold come back as strings that `float()` reads.
     """
 
-    tensors: Mapping[str, Tensor]
+    parts: Mapping[str, Part]
     record: Mapping[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def of_tensors(tensors: Mapping[str, Tensor], record: Mapping[str, Any] | None = None) -> Snapshot:
+        """The snapshot of a process that holds whole tensors."""
+        return Snapshot({name: Part.whole(tensor) for name, tensor in tensors.items()}, record or {})
 
 
 @dataclass(frozen=True)
@@ -58,13 +64,14 @@ class HostBuffers:
         if self._stream is not None:
             self._pin(say)
 
-    def copy(self, tensors: Mapping[str, Tensor]) -> float:
-        """Copy this rank's part of `tensors`; when it returns they may be changed. Returns the seconds it took."""
+    def copy(self, parts: Mapping[str, Part]) -> float:
+        """Copy the boxes that this rank writes; when it returns `parts` may be changed. Returns the seconds it took."""
         started = time.monotonic()
+        boxes = {name: boxes_of(part) for name, part in parts.items()}
         pairs = [
-            (view_of(buffer, file.infos[key]), local(tensors[name].detach()))
+            (view_of(buffer, file.infos[key]), boxes[source.name][source.number][1])
             for file, buffer in zip(self._files, self.buffers, strict=True)
-            for key, name in file.sources.items()
+            for key, source in file.sources.items()
         ]
         if self._stream is None:
             for target, source in pairs:

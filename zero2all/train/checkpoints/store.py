@@ -1,15 +1,15 @@
 """The checkpoints of one run, for the training loop: save in the background, find the newest, delete old ones.
 
     store = CheckpointStore(run, group, Retention(keep_last=2))
-    store.prepare(state.tensors())                     # before step 0: plan, host memory
+    store.prepare(parts)                               # before step 0: plan, host memory
     found = store.newest(set_aside=True)
-    if found: found.load_into(state.tensors())
+    if found: found.load_into(parts)
     ...
-    store.save(step, Snapshot(state.tensors(), state.counters()), details)
+    store.save(step, Snapshot(parts, counters), details)
     for result in store.poll(): ...                    # every step: events
     store.close()
 
-Methods that say so must be called by all ranks at the same point. When `save` has returned, the tensors may change.
+Methods that say so must be called by all ranks at the same point. When `save` has returned, the parts may change.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from zero2all.common.errors import AnomalyError, BadInputError, LostRunError, UserError
+from zero2all.parallel.parts import Part
 from zero2all.train.checkpoints import exact_json
 from zero2all.train.checkpoints.checks import compare_replicas, first_not_finite
 from zero2all.train.checkpoints.commit import SaveError, bytes_needed, commit, lack_of_space
@@ -74,13 +74,14 @@ class CheckpointStore:
         self._is_good: dict[int, bool] = {}
         self._attempts = 0
 
-    def prepare(self, tensors: Mapping[str, Tensor]) -> int:
-        """Plan the saves of these tensors and allocate host memory; returns the bytes of one checkpoint. Called by all
-        ranks. Without it, or when the tensors change, the next save does it and takes longer."""
+    def prepare(self, parts: Mapping[str, Part]) -> int:
+        """Plan the saves of these parts and allocate host memory; returns the bytes of one checkpoint. Called by all
+        ranks; all raise when their parts leave a hole or overlap. Without it, or when the parts are cut otherwise, the
+        next save does it and takes longer."""
         self._writer.wait()
         self._release()
-        layout = plan_save(tensors, self._peers, self._largest_file_bytes)
-        self._buffers = HostBuffers(layout, _gpu_of(tensors), self._say)
+        layout = plan_save(parts, self._peers, self._largest_file_bytes)
+        self._buffers = HostBuffers(layout, _gpu_of(parts), self._say)
         self._layout = layout
         return bytes_needed(layout)
 
@@ -112,9 +113,9 @@ class CheckpointStore:
                 self._is_good[step] = is_good(checkpoint_folder(self.run, step))
         return [step for step in steps if self._is_good[step]]
 
-    def not_finite(self, tensors: Mapping[str, Tensor]) -> str | None:
+    def not_finite(self, parts: Mapping[str, Part]) -> str | None:
         """The name of a tensor that is not finite on some rank; None when all are. Called by all ranks."""
-        return next((str(name) for name in self._peers.gather(first_not_finite(tensors)) if name is not None), None)
+        return next((str(name) for name in self._peers.gather(first_not_finite(parts)) if name is not None), None)
 
     def go_back_to(self, step: int, reason: str) -> list[int]:
         """Pin the checkpoint of `step`, then move the newer ones to withdrawn/; called by all ranks. In this order: if
@@ -137,7 +138,7 @@ class CheckpointStore:
         return [int(each) for each in said["moved"]]
 
     def save(self, step: int, snapshot: Snapshot, details: Mapping[str, Any], wait: bool = False) -> SaveTicket:
-        """Save a snapshot; returns when its tensors may change again, or, with `wait`, when it is committed.
+        """Save a snapshot; returns when its parts may change again, or, with `wait`, when it is committed.
 
         Called by all ranks with the same step. A failure is in the result and not raised, except ReplicasDifferError. A
         state that is not finite is not saved, a step that is committed already not changed.
@@ -145,7 +146,7 @@ class CheckpointStore:
         started = time.monotonic()
         ticket = SaveTicket(step)
         try:
-            agreed = self._agree(step, snapshot.tensors, wait or self._when_busy == "wait")
+            agreed = self._agree(step, snapshot.parts, wait or self._when_busy == "wait")
             if isinstance(agreed, SaveResult):
                 self._writer.enter(ticket, agreed)
             else:
@@ -174,7 +175,7 @@ class CheckpointStore:
             self._release()
         return is_idle
 
-    def _agree(self, step: int, tensors: Mapping[str, Tensor], is_patient: bool) -> SaveResult | str:
+    def _agree(self, step: int, parts: Mapping[str, Part], is_patient: bool) -> SaveResult | str:
         """What all ranks do about a save: the name of the attempt to write, or a result at once."""
         if is_patient:
             self._writer.wait()
@@ -182,7 +183,7 @@ class CheckpointStore:
         self._attempts += 1
         own: dict[str, Any] = {"step": step, "committed": folder.is_dir(), "attempt": f"{os.getpid()}-{self._attempts}"}
         own["is_busy"] = self._writer.is_busy
-        own["is_planned"] = self._layout is not None and self._layout.signature == signature_of(tensors)
+        own["is_planned"] = self._layout is not None and self._layout.signature == signature_of(parts)
         said = self._peers.gather(own)
         if {each["step"] for each in said} != {step}:
             raise SaveError(f"the ranks do not save the same step: {[each['step'] for each in said]}")
@@ -192,21 +193,22 @@ class CheckpointStore:
             return SaveResult(step, None, "the save before is still being written", was_skipped=True)
         problem = None
         if not all(each["is_planned"] for each in said):
-            problem = self._replan(tensors)
+            problem = self._replan(parts)
         if problem is None and self._peers.is_first:
             problem = lack_of_space(self.run, self._layout)
         for rank, each in enumerate(self._peers.gather(problem)):
             if each is not None:
                 return SaveResult(step, None, f"rank {rank}: {each}" if self._peers.size > 1 else str(each))
-        compare_replicas(tensors, self._peers)
-        bad = self.not_finite(tensors)
+        assert self._layout is not None, "planned by now"
+        compare_replicas(parts, self._layout.copies, self._peers)
+        bad = self.not_finite(parts)
         if bad is not None:
             return SaveResult(step, None, f"{bad} holds values that are not finite", is_refused=True)
         return str(said[0]["attempt"])
 
-    def _replan(self, tensors: Mapping[str, Tensor]) -> str | None:
+    def _replan(self, parts: Mapping[str, Part]) -> str | None:
         try:
-            self.prepare(tensors)
+            self.prepare(parts)
         except Exception as error:
             return _in_words(error)
         return None
@@ -221,7 +223,7 @@ class CheckpointStore:
         try:
             record = exact_json.dump(dict(snapshot.record))
             kept_details = exact_json.parse(exact_json.dump(dict(details)), "the details")  # a deep copy
-            self._buffers.copy(snapshot.tensors)
+            self._buffers.copy(snapshot.parts)
         except Exception as error:
             problem = _in_words(error)
         staged = Staged(ticket.step, self._layout, self._buffers.staged(), record, kept_details)
@@ -276,8 +278,8 @@ def write_checkpoint(run: Path, step: int, snapshot: Snapshot, details: Mapping[
         store.close()
 
 
-def _gpu_of(tensors: Mapping[str, Tensor]) -> torch.device | None:
-    return next((tensor.device for tensor in tensors.values() if tensor.device.type == "cuda"), None)
+def _gpu_of(parts: Mapping[str, Part]) -> torch.device | None:
+    return next((part.values.device for part in parts.values() if part.values.device.type == "cuda"), None)
 
 
 def _in_words(error: Exception) -> str:

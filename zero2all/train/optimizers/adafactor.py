@@ -9,7 +9,8 @@ A matrix of R rows and C columns needs R + C numbers instead of R C: next to no 
 square. With `beta1` the update is averaged, which costs 4 bytes a parameter again. The learning rate is the schedule's
 (the relative step sizes of the original are not used). A stack of matrices is factored matrix by matrix.
 
-A matrix that is spread over processes needs three small sums over all of them each step: rows, columns, and rms(u).
+A matrix with one owner needs no other process. Of one that is cut by rows (ZeRO-3) two small sums are taken over the
+processes each step: the sums of columns with that of r, and that of u^2.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from zero2all.config.training import OptimConfig
-from zero2all.parallel.shards import box, sum_over_parts
+from zero2all.parallel.parts import Part
 from zero2all.train.optimizers.base import (
     Optimizer,
     ParameterGroup,
@@ -43,15 +44,20 @@ class Adafactor(Optimizer):
         self.config, self.beta1 = config, config.adafactor_beta1
         super().__init__(groups)
 
-    def initial_state(self, param: ParamState) -> dict[str, Tensor]:
-        """Row and column means, whole in every process, or the mean square of a vector; momentum by option."""
-        shape, device, dtype = param.parameter.shape, param.weight.device, master_dtype(param.weight)
+    def initial_state(self, param: ParamState) -> dict[str, Part]:
+        """Row and column means of a matrix, or the mean square of a vector; momentum by option. Of a matrix that is cut
+        by rows, each process has the row means of its rows and all column means."""
+        part, shape = param.part, param.parameter.shape
         momentum = {"momentum": zeros_like_master(param)} if self.beta1 else {}
         if len(shape) < 2:
             return {"exp_avg_sq": zeros_like_master(param), **momentum}
+        assert part.has_whole_rows, f"{param.parameter.name}: Adafactor takes means of rows, and the layout cuts rows"
+        local = part.values.shape
+        rows = part.values.new_zeros(local[:-1], dtype=master_dtype(part.values))
+        columns = part.values.new_zeros((*local[:-2], shape[-1]), dtype=rows.dtype)
         return {
-            "row_means": torch.zeros(shape[:-1], device=device, dtype=dtype),
-            "column_means": torch.zeros((*shape[:-2], shape[-1]), device=device, dtype=dtype),
+            "row_means": part.by_row(rows, shape[1:-1]),
+            "column_means": part.by_row(columns, (*shape[1:-2], shape[-1])) if len(shape) > 2 else Part.whole(columns),
             **momentum,
         }
 
@@ -74,8 +80,8 @@ class Adafactor(Optimizer):
         else:
             mean_square = self._factored(param, square, decay, skip)
         direction = gradient * mean_square.rsqrt()
-        total = sum_over_parts((direction * direction).sum(), param.parameter)
-        rms = (total / param.parameter.numel()).sqrt()
+        total = param.part.sum((direction * direction).sum())
+        rms = (total / param.parameter.numel).sqrt()
         direction = direction / (rms / self.config.adafactor_clip_rms).clamp(min=1.0)
         if self.beta1:
             direction = self.beta1 * param.moment("momentum") + (1 - self.beta1) * direction
@@ -83,18 +89,15 @@ class Adafactor(Optimizer):
         replace(param.weight, param.weight * (1 - group.lr * group.weight_decay) - group.lr * direction, skip)
 
     def _factored(self, param: ParamState, square: Tensor, decay: Tensor, skip: Tensor | None) -> Tensor:
-        """The estimate of the mean square for the part of the matrix in this process."""
-        rows, columns = param.state["row_means"], param.state["column_means"]
-        place = box(param.parameter)
-        in_rows, in_columns = place[:-1], (*place[:-2], place[-1])
-        row_sums, column_sums = torch.zeros_like(rows), torch.zeros_like(columns)
-        row_sums[in_rows] = square.sum(dim=-1)
-        column_sums[in_columns] = square.sum(dim=-2)
-        sum_over_parts(row_sums, param.parameter)
-        sum_over_parts(column_sums, param.parameter)
-        new_rows = decay * rows + (1 - decay) * row_sums / columns.shape[-1]
-        new_columns = decay * columns + (1 - decay) * column_sums / rows.shape[-1]
+        """The estimate of the mean square for the rows of the matrix in this process."""
+        rows, columns = param.moment("row_means"), param.moment("column_means")
+        row_count, column_count = param.parameter.shape[-2:]
+        new_rows = decay * rows + (1 - decay) * square.sum(dim=-1) / column_count
+        column_sums, total = square.sum(dim=-2), new_rows.sum(dim=-1, keepdim=True)
+        if square.dim() == 2:  # the rows of a stack of matrices are whole matrices
+            column_sums, total = param.part.sum(torch.cat([column_sums, total])).split([column_count, 1])
+        new_columns = decay * columns + (1 - decay) * column_sums / row_count
         replace(rows, new_rows, skip)
         replace(columns, new_columns, skip)
-        share = new_rows / new_rows.mean(dim=-1, keepdim=True)
-        return share[in_rows].unsqueeze(-1) * new_columns[in_columns].unsqueeze(-2)
+        share = new_rows / (total / row_count)
+        return share.unsqueeze(-1) * new_columns.unsqueeze(-2)

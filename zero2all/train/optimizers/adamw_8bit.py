@@ -10,8 +10,8 @@ A value between two codes takes the upper one with the probability of its distan
 that on average nothing is lost; rounding to the nearest would freeze a slowly changing mean square. A mean square is
 never coded 0 unless it is 0: a step divides by its root.
 
-Blocks never cross rows, so a matrix that is cut by rows over processes has the same codes as a whole one. Vectors
-(norms, biases) and matrices whose rows are cut keep float32 moments. The arithmetic of a step is float32.
+Blocks never cross rows, so a matrix that is cut between rows (`factory.cut_of`) has the same codes as a whole one.
+Vectors (norms, biases) keep float32 moments. The arithmetic of a step is float32.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zero2all.parallel.shards import spread_dimensions, spread_like
+from zero2all.parallel.parts import Part
 from zero2all.train.optimizers.adamw import AdamW
 from zero2all.train.optimizers.base import Formula, ParamState, StepInputs, replace, scaled
 from zero2all.train.optimizers.rounding import RoundedAdamW, fraction, random_bits
@@ -35,20 +35,22 @@ MEAN_POWER, SQUARE_POWER = 2, 4
 class AdamW8bit(RoundedAdamW):
     """AdamW whose moments of matrices are bytes with a scale per block."""
 
-    def initial_state(self, param: ParamState) -> dict[str, Tensor]:
-        """Codes and scales of both moments, or float32 moments where there is nothing to gain."""
-        weight = param.weight
-        if weight.dim() < 2 or weight.dim() - 1 in spread_dimensions(param.parameter):
+    def initial_state(self, param: ParamState) -> dict[str, Part]:
+        """Codes and scales of both moments of a matrix; float32 moments of a vector, where there is nothing to gain."""
+        part, shape = param.part, param.parameter.shape
+        if len(shape) < 2:
             return super().initial_state(param)
-        blocks = -(-weight.shape[-1] // BLOCK)
-        scales_shape = (*param.parameter.shape[:-1], blocks)
+        assert part.has_whole_rows, (
+            f"{param.parameter.name}: 8-bit moments have blocks within rows, and the layout cuts rows"
+        )
+        blocks = -(-shape[-1] // BLOCK)
 
-        def scales() -> Tensor:
-            part = torch.zeros(*weight.shape[:-1], blocks, device=weight.device)
-            return spread_like(param.parameter, part, scales_shape)
+        def codes(dtype: torch.dtype) -> Part:
+            return part.like(torch.zeros_like(part.values, dtype=dtype))
 
-        def codes(dtype: torch.dtype) -> Tensor:
-            return spread_like(param.parameter, torch.zeros_like(weight, dtype=dtype))
+        def scales() -> Part:
+            values = torch.zeros(*part.values.shape[:-1], blocks, device=part.values.device)
+            return part.by_row(values, (*shape[1:-1], blocks))
 
         return {
             "exp_avg_codes": codes(torch.int8),

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from zero2all.parallel.shards import spread_like
+from zero2all.parallel.parts import Part
 from zero2all.train.optimizers.base import Formula, ParamState, replace, scaled
 from zero2all.train.optimizers.rounding import RoundedAdamW, random_bits, to_bfloat16
 
@@ -26,13 +26,11 @@ from zero2all.train.optimizers.rounding import RoundedAdamW, random_bits, to_bfl
 class AdamWBf16(RoundedAdamW):
     """AdamW on bfloat16 parameters; a float32 parameter among them keeps its precision, with bfloat16 moments."""
 
-    def initial_state(self, param: ParamState) -> dict[str, Tensor]:
+    def initial_state(self, param: ParamState) -> dict[str, Part]:
         """Two moments and, for kahan, the rest of the weight."""
         names = ["exp_avg", "exp_avg_sq"]
         names += ["rest"] if self.config.bf16_rounding == "kahan" and param.weight.dtype == torch.bfloat16 else []
-        return {
-            name: spread_like(param.parameter, torch.zeros_like(param.weight, dtype=torch.bfloat16)) for name in names
-        }
+        return {name: param.part.like(torch.zeros_like(param.weight, dtype=torch.bfloat16)) for name in names}
 
     def rounded_step(self) -> Callable[..., None]:
         """See `bf16_step`."""

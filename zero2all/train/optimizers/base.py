@@ -1,7 +1,8 @@
 """The contract of every optimizer here, and what they share.
 
-An optimizer updates *master* parameters: float32 tensors (bfloat16 for `adamw_bf16`, float64 in tests), or DTensors
-with such parts. Gradients are read from `parameter.grad`; a parameter without one is not changed.
+An optimizer updates *masters*: of each logical parameter the part in this process (`zero2all.parallel.parts`), in
+float32 (bfloat16 for `adamw_bf16`, float64 in tests), with its gradient. A parameter without a gradient is not changed.
+How a parameter may be cut depends on the optimizer (`factory.cut_of`); the result does not depend on the cut.
 
     optimizer.set_learning_rate(rate)
     optimizer.step(grads_scale=clip_coefficient, found_nonfinite=flag)
@@ -10,8 +11,8 @@ with such parts. Gradients are read from `parameter.grad`; a parameter without o
 every new value goes through `torch.where(flag, old, new)`, and the count of updates is a tensor on the device too. A
 cancelled step changes no bit of weights and state.
 
-State is a flat dict of tensors, complete from construction on: `<moment>/<parameter name>`, and the count of updates as
-`step/all`. They are the live tensors, so a checkpoint is loaded directly into them. There is no random state.
+State is a flat dict of parts, complete from construction on: `<moment>/<logical name>`, and the count of updates as
+`step/all`. They hold the live tensors, so a checkpoint is loaded directly into them. There is no random state.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from types import EllipsisType
 import torch
 from torch import Tensor
 
+from zero2all.config.training import OptimConfig
 from zero2all.model.config import ParameterKind
-from zero2all.parallel.shards import gradient_part, local, spread_like, whole
-from zero2all.train.optimizers.roles import Role
+from zero2all.parallel.layout import LogicalParameter
+from zero2all.parallel.parts import Part
 
 STEP_NAME = "step/all"
 CHUNK_VALUES = 1 << 25
@@ -34,29 +36,48 @@ CHUNK_VALUES = 1 << 25
 Formula = Callable[..., tuple[Tensor, ...]]
 
 
+@dataclass(frozen=True, eq=False)
+class Master:
+    """The values of a logical parameter that this process updates, and their gradient."""
+
+    part: Part
+    """With a group, its processes may communicate to update the parameter, and each has a Master for it, if only an
+    empty one. Without a group this process needs no other; an empty part then says that another one is the owner."""
+    gradient: Callable[[], Tensor | None]
+    """In the shape of `part.values`; None: there is none in this step."""
+
+
 @dataclass
 class ParamState:
-    """A parameter with its state."""
+    """A logical parameter with its master and its state."""
 
-    index: int  # its index among all parameters of the model, which seeds its stochastic rounding
-    name: str
-    parameter: Tensor
-    role: Role
-    state: dict[str, Tensor] = field(default_factory=dict)  # moments, sharded like the parameter
+    parameter: LogicalParameter
+    master: Master
+    state: dict[str, Part] = field(default_factory=dict)
+
+    @property
+    def part(self) -> Part:
+        """What this process holds of the parameter."""
+        return self.master.part
 
     @property
     def weight(self) -> Tensor:
-        """The part of the parameter in this process."""
-        return local(self.parameter.detach())
+        """The values of `part`."""
+        return self.master.part.values
 
     @property
     def gradient(self) -> Tensor | None:
-        """The part of the gradient in this process."""
-        return gradient_part(self.parameter)
+        """The gradient of `weight`; None where this process has nothing to do with the parameter."""
+        return None if self.is_elsewhere else self.master.gradient()
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether another process owns the parameter."""
+        return self.part.group is None and self.weight.numel() == 0
 
     def moment(self, name: str) -> Tensor:
-        """The part of a moment in this process."""
-        return local(self.state[name])
+        """The values of a moment in this process."""
+        return self.state[name].values
 
 
 @dataclass
@@ -68,6 +89,12 @@ class ParameterGroup:
     weight_decay: float
     lr_multiplier: float = 1.0
     lr: float = 0.0  # rate of the next step, the multiplier in it
+
+
+def decay_of(kind: ParameterKind, config: OptimConfig) -> float:
+    """Matrices decay, embedding and head by option, norms and biases never."""
+    is_table = kind in ("embedding", "head")
+    return config.weight_decay if kind == "matrix" or (is_table and config.decay_embeddings) else 0.0
 
 
 @dataclass(frozen=True)
@@ -89,12 +116,12 @@ class Optimizer(ABC):
         self.param_groups = list(groups)
         for group in self.param_groups:
             for param in group.params:
-                param.state = self.initial_state(param)
+                param.state = {} if param.is_elsewhere else self.initial_state(param)
         devices = [param.weight.device for group in self.param_groups for param in group.params]
         self.updates = torch.zeros((), dtype=torch.float32, device=devices[0] if devices else None)
 
     @abstractmethod
-    def initial_state(self, param: ParamState) -> dict[str, Tensor]:
+    def initial_state(self, param: ParamState) -> dict[str, Part]:
         """The moments of a parameter before the first update."""
 
     @abstractmethod
@@ -105,8 +132,8 @@ class Optimizer(ABC):
     def step(self, grads_scale: Tensor | None = None, found_nonfinite: Tensor | None = None) -> None:
         """One update with gradients times `grads_scale`, or none where `found_nonfinite` is set."""
         device = self.updates.device
-        scale = None if grads_scale is None else whole(grads_scale).detach().to(device).reshape(())
-        skip = None if found_nonfinite is None else whole(found_nonfinite).detach().to(device, torch.bool).reshape(())
+        scale = None if grads_scale is None else grads_scale.detach().to(device).reshape(())
+        skip = None if found_nonfinite is None else found_nonfinite.detach().to(device, torch.bool).reshape(())
         count = self.updates + 1
         self.update(StepInputs(count, scale, skip))
         replace(self.updates, count, skip)
@@ -116,19 +143,13 @@ class Optimizer(ABC):
         for group in self.param_groups:
             group.lr = rate * group.lr_multiplier
 
-    def zero_grad(self) -> None:
-        """Drop the gradients."""
+    def state_tensors(self) -> dict[str, Part]:
+        """Everything of this process that a checkpoint must hold, by name."""
+        parts = {STEP_NAME: Part.whole(self.updates)}
         for group in self.param_groups:
             for param in group.params:
-                param.parameter.grad = None
-
-    def state_tensors(self) -> dict[str, Tensor]:
-        """Everything a checkpoint must hold, by name; DTensors where the parameters are."""
-        tensors = {STEP_NAME: self.updates}
-        for group in self.param_groups:
-            for param in group.params:
-                tensors |= {f"{moment}/{param.name}": value for moment, value in param.state.items()}
-        return tensors
+                parts |= {f"{moment}/{param.parameter.name}": part for moment, part in param.state.items()}
+        return parts
 
 
 class ElementwiseOptimizer(Optimizer):
@@ -147,7 +168,7 @@ class ElementwiseOptimizer(Optimizer):
         """What the formula needs beside tensors, as scalars: the rate, what the decay leaves, corrections."""
         return scalar(group.lr), scalar(1 - group.lr * group.weight_decay)
 
-    def initial_state(self, param: ParamState) -> dict[str, Tensor]:
+    def initial_state(self, param: ParamState) -> dict[str, Part]:
         """Zeros, in float32 or better."""
         return {moment: zeros_like_master(param) for moment in self.moments}
 
@@ -161,7 +182,7 @@ class ElementwiseOptimizer(Optimizer):
     def update_one(self, param: ParamState, numbers: tuple[Tensor, ...], inputs: StepInputs) -> None:
         """Run the formula over one parameter; flat, so that a compiled one serves all shapes."""
         gradient = param.gradient
-        if gradient is None:
+        if gradient is None or not gradient.numel():
             return
         targets = [param.weight, *(param.moment(name) for name in self.moments)]
         for rows in row_chunks(param.weight):
@@ -184,7 +205,8 @@ def apply_formula(
 
 
 def row_chunks(weight: Tensor) -> Iterator[slice | EllipsisType]:
-    """Indices that cut a tensor by rows into chunks of at most CHUNK_VALUES, where a row is not longer."""
+    """Indices that cut a tensor by rows (a vector by values) into chunks of at most CHUNK_VALUES, where a row is not
+    longer."""
     if weight.numel() <= CHUNK_VALUES:
         yield ...
         return
@@ -209,9 +231,9 @@ def master_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def zeros_like_master(param: ParamState) -> Tensor:
-    """A moment of zeros in the precision of the arithmetic, sharded like the parameter."""
-    return spread_like(param.parameter, torch.zeros_like(param.weight, dtype=master_dtype(param.weight)))
+def zeros_like_master(param: ParamState) -> Part:
+    """A moment of zeros in the precision of the arithmetic, cut like the parameter."""
+    return param.part.like(torch.zeros_like(param.weight, dtype=master_dtype(param.weight)))
 
 
 def scalar(value: float) -> Tensor:

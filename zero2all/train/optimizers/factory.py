@@ -1,51 +1,61 @@
-"""From named parameters and a config to an optimizer."""
+"""From the masters of logical parameters and a config to an optimizer, and how each may be cut."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from zero2all.common.errors import UsageError
 from zero2all.config.training import OptimConfig
 from zero2all.model.config import PARAMETER_KINDS, ParameterKind
+from zero2all.parallel.buckets import Cut
+from zero2all.parallel.layout import LogicalParameter
 from zero2all.train.optimizers.adafactor import Adafactor
 from zero2all.train.optimizers.adamw import AdamW
 from zero2all.train.optimizers.adamw_8bit import AdamW8bit
 from zero2all.train.optimizers.adamw_bf16 import AdamWBf16
-from zero2all.train.optimizers.base import Optimizer, ParameterGroup, ParamState
+from zero2all.train.optimizers.base import Master, Optimizer, ParameterGroup, ParamState, decay_of
 from zero2all.train.optimizers.momentum import SGD, Lion
 from zero2all.train.optimizers.muon import Muon
-from zero2all.train.optimizers.roles import Role, decay_of
 
 Implementation = Literal["auto", "eager", "fused", "compiled"]
 """eager: one operation after the other; fused: torch's kernel, AdamW only; compiled: torch.compile's kernel."""
 
 
+def cut_of(optimizer_kind: str, parameter: LogicalParameter) -> Cut:
+    """How a parameter may be cut for `optim.kind` so that no update needs another process. The Part of an owner, and
+    the empty Parts of the others, have no group. (With a group, Muon and Adafactor also take matrices cut by rows.)"""
+    is_matrix = len(parameter.shape) > 1
+    if optimizer_kind == "adafactor":
+        return "whole"  # row and column means, and the root mean square of the update
+    if optimizer_kind == "muon" and parameter.kind == "matrix":
+        return "whole"
+    return "rows" if optimizer_kind == "adamw_8bit" and is_matrix else "values"
+
+
 def build_optimizer(
-    named_parameters: Iterable[tuple[str, Tensor]],
+    masters: Mapping[str, Master],
     config: OptimConfig,
-    roles: Mapping[str, Role],
+    table: Mapping[str, LogicalParameter],
     implementation: Implementation = "auto",
     seed: int = 0,
 ) -> Optimizer:
-    """The optimizer of `config`, its rate at `lr_max`. `auto` takes torch's fused kernel for AdamW on float32 and the
-    eager formulas for the others. `seed` keys stochastic rounding."""
-    groups = parameter_groups(named_parameters, config, roles)
-    optimizer = _build(groups, config, implementation, seed)
+    """The optimizer of `config`, its rate at `lr_max`; `table` has the logical parameters by name. `auto` takes torch's
+    fused kernel for AdamW on float32 and the eager formulas for the others. `seed` keys stochastic rounding."""
+    optimizer = _build(parameter_groups(masters, config, table), config, implementation, seed)
     optimizer.set_learning_rate(config.lr_max)
     return optimizer
 
 
 def parameter_groups(
-    named_parameters: Iterable[tuple[str, Tensor]], config: OptimConfig, roles: Mapping[str, Role]
+    masters: Mapping[str, Master], config: OptimConfig, table: Mapping[str, LogicalParameter]
 ) -> list[ParameterGroup]:
     """A group for each kind of parameter: matrices decay, embedding and head by option, norms and biases never."""
     params: dict[ParameterKind, list[ParamState]] = {kind: [] for kind in PARAMETER_KINDS}
-    for index, (name, parameter) in enumerate(named_parameters):
-        params[roles[name].kind].append(ParamState(index, name, parameter, roles[name]))
+    for name, master in masters.items():
+        params[table[name].kind].append(ParamState(table[name], master))
     return [
         ParameterGroup(kind, members, decay_of(kind, config), config.lr_multipliers.get(kind, 1.0))
         for kind, members in params.items()
@@ -78,7 +88,7 @@ def _build(groups: list[ParameterGroup], config: OptimConfig, implementation: Im
 
 def _all_float32(groups: list[ParameterGroup]) -> bool:
     """float64 takes the formula: the fused kernel reads its factor on gradients in float32."""
-    return all(param.parameter.dtype == torch.float32 for group in groups for param in group.params)
+    return all(param.weight.dtype == torch.float32 for group in groups for param in group.params)
 
 
 def _check_precision(groups: list[ParameterGroup], config: OptimConfig) -> None:
@@ -87,8 +97,8 @@ def _check_precision(groups: list[ParameterGroup], config: OptimConfig) -> None:
         return
     for group in groups:
         for param in group.params:
-            if param.parameter.dtype not in (torch.float32, torch.float64):
+            if param.weight.dtype not in (torch.float32, torch.float64):
                 raise UsageError(
-                    f"optim.kind = {config.kind} updates float32 weights, and {param.name} is {param.parameter.dtype}. "
-                    f"Keep float32 master weights, or use optim.kind = adamw_bf16."
+                    f"optim.kind = {config.kind} updates float32 weights, and {param.parameter.name} is "
+                    f"{param.weight.dtype}. Keep float32 master weights, or use optim.kind = adamw_bf16."
                 )

@@ -1,4 +1,4 @@
-"""AdamW over flat buffers, in the implementation the registry chose: the fast path of replicated weights.
+"""AdamW over flat buffers, in the implementation the registry chose: the fast path of ZeRO-0, 1 and 2.
 
 The same contract as every optimizer here (see `base`), but gradients are read from the buffers, and the low-precision
 weights of the forward pass are written in the same pass as their masters.
@@ -12,37 +12,40 @@ from torch import Tensor
 from zero2all.config.training import OptimConfig
 from zero2all.ops.optimizer import AdamW as Constants
 from zero2all.ops.optimizer import Flat, OptimizerOp
-from zero2all.train.optimizers.base import STEP_NAME
-from zero2all.train.optimizers.roles import decay_of
+from zero2all.parallel.parts import Part
+from zero2all.train.optimizers.base import STEP_NAME, decay_of
 from zero2all.train.weights import FlatWeights
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class FlatAdamW:
-    """AdamW on `FlatWeights`; nothing here waits for the device."""
+    """AdamW on the own ranges of `FlatWeights`; nothing here waits for the device."""
 
     writes_weights = True
 
     def __init__(self, weights: FlatWeights, update: OptimizerOp, config: OptimConfig) -> None:
         self._weights, self._update = weights, update
         self._constants = Constants(config.beta1, config.beta2, config.eps)
-        self.firsts, self.seconds = torch.zeros_like(weights.gradients), torch.zeros_like(weights.gradients)
-        self.updates = torch.zeros((), dtype=torch.float32, device=weights.gradients.device)
-        self._multipliers = [config.lr_multipliers.get(kind, 1.0) for kind in weights.groups]
-        self._groups = [self._group(at, decay_of(kind, config)) for kind, at in weights.groups.items()]
+        device, dtype = weights.gradients.device, weights.gradients.dtype
+        self.firsts, self.seconds = (torch.zeros(weights.own_length, dtype=dtype, device=device) for _ in MOMENTS)
+        self.updates = torch.zeros((), dtype=torch.float32, device=device)
+        kinds = [bucket.kind for bucket in weights.plan.buckets]
+        self._multipliers = [config.lr_multipliers.get(kind, 1.0) for kind in kinds]
+        self._groups = [self._group(number, decay_of(kind, config)) for number, kind in enumerate(kinds)]
 
-    def _group(self, at: slice, weight_decay: float) -> Flat:
+    def _group(self, number: int, weight_decay: float) -> Flat:
+        """The own range of a bucket."""
         own = self._weights
-        inside = [place.at for place in own.places if at.start <= place.at.start < at.stop]
-        masters = own.masters[at]
+        buffers = (own.weights, own.masters, own.gradients, self.firsts, self.seconds)
+        weights, masters, gradients, firsts, seconds = (dict(own.flat_ranges(flat))[number] for flat in buffers)
         return Flat(
-            weights=masters if own.weights is own.masters else own.weights[at],
+            weights=masters if own.weights is own.masters else weights,
             masters=masters,
-            gradients=own.gradients[at],
-            firsts=self.firsts[at],
-            seconds=self.seconds[at],
-            slices=tuple(slice(place.start - at.start, place.stop - at.start) for place in inside),
+            gradients=gradients,
+            firsts=firsts,
+            seconds=seconds,
+            slices=own.parameter_slices(number),
             weight_decay=weight_decay,
         )
 
@@ -57,9 +60,9 @@ class FlatAdamW:
         self._update(self._groups, self.updates, grads_scale, found_nonfinite, self._constants)
         self._weights.touched()
 
-    def state_tensors(self) -> dict[str, Tensor]:
+    def state_tensors(self) -> dict[str, Part]:
         """The moments by parameter, and the number of updates; live."""
-        tensors = {STEP_NAME: self.updates}
+        tensors = {STEP_NAME: Part.whole(self.updates)}
         for moment, flat in zip(MOMENTS, (self.firsts, self.seconds), strict=True):
-            tensors |= {f"{moment}/{name}": view for name, view in self._weights.by_name(flat).items()}
+            tensors |= {f"{moment}/{name}": part for name, part in self._weights.parts(flat).items()}
         return tensors

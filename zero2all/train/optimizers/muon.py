@@ -7,23 +7,24 @@
 The factor gives the step a root mean square of `rms` (0.2), about that of AdamW, whose learning rate and weight decay
 carry over. Newton-Schulz finds o with products only: x = u / |u|, then repeats x = a x + b (x x^T) x + c (x x^T)^2 x.
 
-A tensor that holds several matrices (q, k, v; gate, up) is cut into them first: orthogonalising them together would tie
-their scales. Equal shapes are stacked, so that small models need few products.
+gate and up, which alternate in one tensor, are taken apart first: orthogonalising them together would tie their scales.
+Equal shapes are stacked, so that small models need few products.
 
-A matrix that is spread over processes is gathered whole (in the precision of the iterations), orthogonalised by every
-process, and each takes its part back, so the result does not depend on the number of processes; the products take as
-long on many processes as on one. State: 4 bytes a parameter of a matrix, 8 of the rest.
+Each matrix is orthogonalised by one process, its owner. Under ZeRO-1 and 2 the owner holds all of it. Of a matrix that
+is cut by rows (ZeRO-3) the momentum is updated where its rows are, u goes to the owner and o comes back
+(`matrix_owners`). State: 4 bytes a parameter of a matrix, 8 of the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from zero2all.config.training import OptimConfig
-from zero2all.parallel.shards import box, spread_like, whole
+from zero2all.parallel.layout import LogicalParameter
+from zero2all.parallel.parts import Part
 from zero2all.train.optimizers.adamw import AdamW
 from zero2all.train.optimizers.base import (
     Optimizer,
@@ -34,7 +35,7 @@ from zero2all.train.optimizers.base import (
     scaled,
     zeros_like_master,
 )
-from zero2all.train.optimizers.roles import Role
+from zero2all.train.optimizers.matrix_owners import MatrixOwners
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STACK_VALUES = 1 << 26
@@ -48,41 +49,58 @@ class Muon(Optimizer):
         super().__init__(groups)
         self.matrices, self.rest, self.config = list(groups), rest, config
         self.param_groups = [*groups, *rest.param_groups]
+        if not groups:
+            self.updates = rest.updates  # on the device
+        cut = [param for group in groups for param in group.params if param.part.group is not None]
+        self.owners = MatrixOwners(cut) if cut else None
 
-    def initial_state(self, param: ParamState) -> dict[str, Tensor]:
+    def initial_state(self, param: ParamState) -> dict[str, Part]:
         """The momentum."""
         return {"momentum": zeros_like_master(param)}
 
     def update(self, inputs: StepInputs) -> None:
         """Matrices of equal shape together, as many as STACK_VALUES allows; then the rest."""
         for group in self.matrices:
-            for params in _stacks(group.params):
-                places = [box(param.parameter) for param in params]
-                directions = torch.stack([self._direction(param, inputs) for param in params])  # (n, …, rows, columns)
-                steps = self._orthogonal_parts(directions, params[0].role)
-                for param, place, step in zip(params, places, steps, strict=True):
-                    kept = param.weight * (1 - group.lr * group.weight_decay)
-                    replace(param.weight, kept - group.lr * step[place].to(kept.dtype), inputs.skip)
+            params = [param for param in group.params if param.gradient is not None]
+            self._update_whole([param for param in params if param.part.group is None], group, inputs)
+            if self.owners is not None:
+                cut = [param for param in params if param.part.group is not None]
+                self._update_cut(self.owners, cut, group, inputs)
         self.rest.update(inputs)
 
+    def _update_whole(self, params: list[ParamState], group: ParameterGroup, inputs: StepInputs) -> None:
+        for stack in _stacks(params):
+            directions = torch.stack([self._direction(param, inputs) for param in stack])  # (n, …, rows, columns)
+            _take_steps(stack, self._orthogonal_apart(directions, stack[0].parameter), group, inputs.skip)
+
+    def _update_cut(
+        self, owners: MatrixOwners, params: list[ParamState], group: ParameterGroup, inputs: StepInputs
+    ) -> None:
+        for stacks in owners.rounds(params, _stacks):
+            directions = [[self._direction(param, inputs) for param in stack] for stack in stacks]
+            steps = owners.compute(stacks, directions, self._orthogonal_apart)
+            for stack, own_steps in zip(stacks, steps, strict=True):
+                _take_steps(stack, own_steps, group, inputs.skip)
+
     def _direction(self, param: ParamState, inputs: StepInputs) -> Tensor:
-        """Update the momentum; returns the whole matrix to orthogonalise."""
+        """Update the momentum; returns what to orthogonalise, or the part of it in this process."""
         gradient, momentum = param.gradient, param.moment("momentum")
-        assert gradient is not None, "_stacks takes only params with a gradient"
+        assert gradient is not None, "update takes only params with a gradient"
         gradient = scaled(gradient, inputs.scale)
         mu = self.config.momentum
         new = mu * momentum + (1 - mu) * gradient
         replace(momentum, new, inputs.skip)
         ahead = (1 - mu) * gradient + mu * new if self.config.nesterov else new
-        return whole(spread_like(param.parameter, ahead.to(self._dtype(ahead))))
+        return ahead.to(self._dtype(ahead))
 
-    def _orthogonal_parts(self, matrices: Tensor, role: Role) -> Tensor:
+    def _orthogonal_apart(self, matrices: Tensor, parameter: LogicalParameter) -> Tensor:
         """`_orthogonal` of each matrix that is stored in one of (..., rows, columns)."""
-        if role.alternating > 1:
-            apart = matrices.unflatten(-2, (-1, role.alternating)).transpose(-3, -2)  # (..., several, rows, columns)
-            return self._orthogonal(apart).transpose(-3, -2).flatten(-3, -2)
-        splits = role.splits or (matrices.shape[-2],)
-        return torch.cat([self._orthogonal(part) for part in matrices.split(splits, dim=-2)], dim=-2)
+        if parameter.alternating == 1:
+            return self._orthogonal(matrices)
+        apart = matrices.unflatten(-2, (-1, parameter.alternating)).transpose(
+            -3, -2
+        )  # (..., alternating, rows, columns)
+        return self._orthogonal(apart).transpose(-3, -2).flatten(-3, -2)
 
     def _orthogonal(self, matrices: Tensor) -> Tensor:
         """(..., rows, columns) -> the same, nearly orthogonal and of the wanted root mean square."""
@@ -109,13 +127,20 @@ def orthogonalise(matrices: Tensor, iterations: int) -> Tensor:
     return x.mT if tall else x
 
 
+def _take_steps(
+    params: Sequence[ParamState], steps: Iterable[Tensor], group: ParameterGroup, skip: Tensor | None
+) -> None:
+    for param, step in zip(params, steps, strict=True):
+        kept = param.weight * (1 - group.lr * group.weight_decay)
+        replace(param.weight, kept - group.lr * step.to(kept.dtype), skip)
+
+
 def _stacks(params: list[ParamState]) -> Iterator[list[ParamState]]:
-    """Parameters with a gradient, those of equal shape and role together, each stack of at most STACK_VALUES."""
+    """Parameters of equal shape together, each stack of at most STACK_VALUES."""
     alike: dict[tuple[object, ...], list[ParamState]] = {}
     for param in params:
-        if param.gradient is not None:
-            alike.setdefault((param.parameter.shape, param.role), []).append(param)
+        alike.setdefault((param.parameter.shape, param.parameter.alternating), []).append(param)
     for same in alike.values():
-        at_once = max(1, STACK_VALUES // max(1, same[0].parameter.numel()))
+        at_once = max(1, STACK_VALUES // max(1, same[0].parameter.numel))
         for first in range(0, len(same), at_once):
             yield same[first : first + at_once]

@@ -3,7 +3,7 @@
 A value between two representable ones goes up with the probability of its distance from the lower one, so that the mean
 of many roundings is the value itself, and small updates add up where rounding to the nearest would lose each of them.
 The random bits are a hash, computed where the values are: no state to save, no host in between, and the same bits on
-every device and for every sharding of a parameter.
+every device and for every cut of a parameter.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from __future__ import annotations
 import hashlib
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import EllipsisType
 
 import torch
 from torch import Tensor
 
 from zero2all.config.training import OptimConfig
-from zero2all.parallel.shards import flat_index
+from zero2all.parallel.parts import Part
 from zero2all.train.optimizers.adamw import AdamW
 from zero2all.train.optimizers.base import ParameterGroup, ParamState, StepInputs, row_chunks
 
@@ -39,9 +41,9 @@ class RoundedAdamW(AdamW):
     def update_one(self, param: ParamState, numbers: tuple[Tensor, ...], inputs: StepInputs) -> None:
         """Update one parameter and its moments."""
         gradient = param.gradient
-        if gradient is None:
+        if gradient is None or not gradient.numel():
             return
-        key = rounding_key(self.seed, param.index, inputs.count)
+        key = rounding_key(self.seed, param.parameter.name, inputs.count)
         for rows in row_chunks(param.weight):
             self.apply_rounded(
                 self.formula,
@@ -49,16 +51,24 @@ class RoundedAdamW(AdamW):
                 param.weight[rows],
                 [param.moment(name)[rows] for name in param.state],
                 numbers,
-                flat_index(param.parameter, rows),
+                places_of(param.part, rows),
                 key,
                 inputs.scale,
                 inputs.skip,
             )
 
 
-def rounding_key(seed: int, parameter_index: int, count: Tensor) -> Tensor:
+def places_of(part: Part, rows: slice | EllipsisType) -> Tensor:
+    """The place of each value of some rows (of a range of values: some values) in the whole flattened tensor."""
+    if isinstance(rows, slice):
+        before = rows.start * part.values[0].numel()
+        part = replace(part, values=part.values[rows], start=part.start + before)
+    return part.index()
+
+
+def rounding_key(seed: int, parameter_name: str, count: Tensor) -> Tensor:
     """A 32-bit key for one parameter in one update; `count` stays on its device."""
-    digest = hashlib.blake2b(f"{seed}/{parameter_index}".encode(), digest_size=4).digest()
+    digest = hashlib.blake2b(f"{seed}/{parameter_name}".encode(), digest_size=4).digest()
     return _mix(count.to(torch.int32) ^ int.from_bytes(digest, "little", signed=True))
 
 

@@ -1,0 +1,246 @@
+"""Real NCCL ranks on one GPU: every way of spreading a model against one rank, with our kernels, in bf16 and fp8.
+
+    python benchmarks/gpu_ranks.py --ranks 2,4            z2all-100m, 12 steps each: about 6 minutes on an H200
+    python benchmarks/gpu_ranks.py --ranks 2 --only ZeRO-1
+
+NCCL refuses two ranks on one card only when they claim the same host, so each process gets a host id of its own and
+they are joined by sockets: a slow link, on which overlap shows. Losses are compared step by step with those of one
+rank; step times with and without overlap; a trace of one step says how much communication lay under other kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+import numpy as np
+import torch
+
+from benchmarks.machine import machine, save_result
+from zero2all.common.files import read_json, write_json
+from zero2all.config import RunConfig, load_config
+from zero2all.ops.registry import resolve
+from zero2all.packed.loader import Batch, rank_rows
+from zero2all.parallel.layout import draw
+from zero2all.parallel.mesh import make_mesh
+from zero2all.parallel.world import World, join_world
+from zero2all.train.setup import empty_state, op_context
+from zero2all.train.state import DTYPES, TrainState
+from zero2all.train.step import StepPlan, train_step
+
+STEPS, ROWS, SEQ_LEN, MICRO = 12, 64, 2048, 16
+TIMED_FROM = 4
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "replicate": {"zero": 0},
+    "ZeRO-1": {"zero": 1},
+    "ZeRO-2": {"zero": 2},
+    "ZeRO-3": {"zero": 3},
+    "hybrid ZeRO-1": {"zero": 1, "shard": 2},
+    "hybrid ZeRO-3": {"zero": 3, "shard": 2},
+}
+LINEARS: tuple[Literal["auto", "fp8"], ...] = ("auto", "fp8")
+
+
+def main() -> None:
+    """Parse, start the ranks, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="z2all-100m")
+    parser.add_argument("--ranks", default="2,4", help="numbers of processes")
+    parser.add_argument("--only", default="", help="one layout")
+    parser.add_argument("--device", default="cuda", help="cpu: gloo, to try the program")
+    parser.add_argument("--result", default="gpu_ranks")
+    parser.add_argument("--rank-of", default="", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank_of:
+        run_rank(arguments)
+        return
+    counts = [1, *(int(word) for word in arguments.ranks.split(","))]
+    results = {str(count): start_ranks(count) for count in counts}
+    rows = table(results)
+    for row in rows:
+        print("  ".join(f"{value!s:>14}" for value in row))
+    save_result(arguments.result, {"machine": machine(), "steps": STEPS, "results": results})
+
+
+def start_ranks(count: int) -> dict[str, Any]:
+    """Run this program in `count` processes; what rank 0 wrote."""
+    out = Path(os.environ.get("OUT", ".")) / f"ranks-{count}.json"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_RANK": "0"}
+    shared |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+    command = [sys.executable, *sys.argv, "--rank-of", str(out)]
+    processes = [
+        subprocess.Popen(command, env={**os.environ, **shared, "RANK": str(rank), "NCCL_HOSTID": f"host{rank}"})
+        for rank in range(count)
+    ]
+    codes = [process.wait() for process in processes]
+    if any(codes):
+        return {"failed": codes, **(read_json(out) if out.exists() else {})}
+    return dict(read_json(out))
+
+
+def run_rank(arguments: argparse.Namespace) -> None:
+    """All cases of one number of ranks, in one process of them."""
+    config = load_config(arguments.config, ["--model.vocab_size", "64000", "--train.precision", "bfloat16"])
+    if arguments.device == "cpu":
+        small = "--model.vocab_size 640 --model.layers 2 --model.hidden_size 64 --model.intermediate_size 96"
+        small += " --model.heads 4 --model.kv_heads 2 --train.precision float32 --parallel.device cpu"
+        config = load_config(arguments.config, small.split())
+    device = torch.device("cuda", 0) if arguments.device == "cuda" else torch.device("cpu")
+    found: dict[str, Any] = {}
+    with join_world(device, config.parallel) as world:
+        for linear in LINEARS if arguments.device == "cuda" else LINEARS[:1]:
+            layouts = LAYOUTS if world.size > 1 else {"one": {}}
+            for name, fields in layouts.items():
+                if (arguments.only and world.size > 1 and name != arguments.only) or fields.get(
+                    "shard", 1
+                ) >= world.size:
+                    continue
+                if fields.get("zero") == 3 and linear == "fp8":
+                    continue  # refused: float8 copies are made of whole weights
+                for overlap in (True, False) if world.size > 1 and fields["zero"] < 3 else (True,):
+                    parallel = dataclasses.replace(config.parallel, bucket_mb=32.0, overlap=overlap, **fields)
+                    ops = dataclasses.replace(config.ops, linear=linear)
+                    case = dataclasses.replace(config, parallel=parallel, ops=ops)
+                    key = f"{name}, {linear}" + ("" if overlap else ", no overlap")
+                    found[key] = train(case, world)
+                    if world.is_first:
+                        print(world.size, key, {k: v for k, v in found[key].items() if k != "losses"}, flush=True)
+                        write_json(Path(arguments.rank_of), found)
+        if world.is_first:
+            write_json(Path(arguments.rank_of), found)
+
+
+def train(config: RunConfig, world: World) -> dict[str, Any]:
+    """STEPS steps on the same tokens for every layout."""
+    if world.size > 1:
+        mesh = make_mesh(world.device, *config.parallel.sizes(world.size))
+        world = dataclasses.replace(world, mesh=mesh)
+    dtype, on_gpu = DTYPES[config.train.precision], world.device.type == "cuda"
+    ops = resolve(
+        config.ops, op_context(config, world.device.type, dtype, config.parallel.zero == 3 and world.size > 1)
+    )
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    state = empty_state(config, world, ops)
+    state.micro_batch_samples = MICRO
+    with state.weights.masters_between_steps() as masters:
+        draw(masters, state.model.config, 1)
+    state.weights.updated()
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, seq_len=SEQ_LEN, document_mask=False))
+    losses, seconds = [], []
+    for step in range(STEPS):
+        started = time.perf_counter()
+        losses.append(one_step(state, config, world, step))
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    found: dict[str, Any] = {
+        "losses": losses,
+        "step_seconds": statistics.median(seconds[TIMED_FROM:]),
+        "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if on_gpu else 0.0,
+    }
+    if on_gpu and world.size > 1 and config.parallel.overlap:
+        found["trace"] = traced(state, config, world)
+    del state
+    if on_gpu:
+        torch.cuda.empty_cache()
+    return found
+
+
+def one_step(state: TrainState, config: RunConfig, world: World, step: int) -> float:
+    """One optimizer step on this rank's rows; the loss of all."""
+    batch = batch_of(step, config.model.vocab_ids, world.mesh.batch.rank, world.mesh.batch.size)
+    return train_step(state, batch, 1, config, world, StepPlan(3e-4)).result().loss
+
+
+def batch_of(step: int, vocabulary: int, rank: int, ranks: int) -> Batch:
+    """Tokens of which few are frequent, so that there is something to learn."""
+    drawn = np.random.default_rng(step).pareto(1.2, (ROWS, SEQ_LEN + 1)) * 20
+    tokens = np.minimum(drawn.astype(np.int64), vocabulary - 1)
+    first, own, _ = rank_rows(ROWS, rank, ranks)
+    channels = np.zeros(own, dtype=np.int64)
+    return Batch(tokens[first : first + own], channels, channels, 0, step_samples=ROWS, samples=own)
+
+
+def traced(state: TrainState, config: RunConfig, world: World) -> dict[str, Any]:
+    """Of one step: when each collective ran, and how much of that lay under other kernels of the backward pass."""
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profiler:
+        one_step(state, config, world, STEPS)
+        torch.cuda.synchronize()
+    kernels = [
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in profiler.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA and event.time_range.end > event.time_range.start
+    ]
+    sent = sorted((start, end, name) for start, end, name in kernels if "ncclDevKernel" in name)
+    others = [(start, end) for start, end, name in kernels if "nccl" not in name.lower() and "Memcpy" not in name]
+    # Large ones: counts and figures are sums of a few numbers. The update begins after the last gradient has arrived.
+    large = [each for each in sent if each[1] - each[0] > 500]
+    each = []
+    for start, end, name in large:
+        share = _covered(start, end, others) / (end - start)
+        each.append({"name": name[:40], "milliseconds": round((end - start) / 1e3, 2), "share": round(share, 2)})
+    total = sum(one["milliseconds"] for one in each)
+    under = sum(one["milliseconds"] * one["share"] for one in each)
+    return {
+        "collectives": len(each),
+        "milliseconds": total,
+        "share_under_kernels": round(under / max(total, 1e-9), 3),
+        "each": each,
+    }
+
+
+def _covered(start: float, end: float, others: list[tuple[float, float]]) -> float:
+    """How much of a span lies under other kernels."""
+    total, at = 0.0, start
+    for first, last in sorted(others):
+        first, last = max(first, at), min(last, end)
+        if last > first:
+            total, at = total + last - first, last
+    return total
+
+
+def table(results: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """Layout by layout: the largest difference of the loss to one rank, and step times."""
+    rows: list[tuple[Any, ...]] = [
+        ("ranks", "layout", "loss differs", "step s", "no overlap s", "peak GB", "overlapped")
+    ]
+    for count, cases in results.items():
+        for name, each in cases.items():
+            if name == "failed" or name.endswith("no overlap"):
+                continue
+            reference = results["1"].get(f"one, {name.rpartition(', ')[2]}", {}).get("losses", each["losses"])
+            differs = max(abs(a - b) / abs(b) for a, b in zip(each["losses"], reference, strict=True))
+            plain = cases.get(f"{name}, no overlap", {}).get("step_seconds", float("nan"))
+            share = each.get("trace", {}).get("share_under_kernels", "")
+            rows.append(
+                (
+                    count,
+                    name,
+                    f"{differs:.1e}",
+                    f"{each['step_seconds']:.3f}",
+                    f"{plain:.3f}",
+                    f"{each['peak_gb']:.1f}",
+                    share,
+                )
+            )
+    return rows
+
+
+if __name__ == "__main__":
+    main()

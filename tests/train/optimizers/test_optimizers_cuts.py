@@ -1,0 +1,150 @@
+"""However a parameter is cut over processes, every optimizer makes of it what it makes of a whole one.
+
+What needs no communication is simulated: each rank has an optimizer of its own here. What communicates (matrices cut by
+rows under Muon and Adafactor) runs in three real processes.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.processes import Program
+from tests.train.optimizers import owners_worker as worker
+from tests.train.optimizers.parameters import TABLE, drawn, load_into, logical, put_together, whole_masters
+from zero2all.config.training import OptimConfig
+from zero2all.parallel.parts import Part
+from zero2all.train.optimizers.base import Master
+from zero2all.train.optimizers.factory import build_optimizer, cut_of
+from zero2all.train.optimizers.matrix_owners import balanced_owners, orthogonalising_cost
+
+RANKS, STEPS, SKIPPED, RELOADED = 3, 4, 1, 2
+CONFIGS = {
+    "adamw": (OptimConfig(), "eager"),
+    "adamw, fused": (OptimConfig(), "fused"),
+    "muon": (OptimConfig("muon"), "eager"),
+    "lion": (OptimConfig("lion"), "auto"),
+    "adafactor": (OptimConfig("adafactor", adafactor_beta1=0.5), "auto"),
+    "sgd": (OptimConfig("sgd"), "auto"),
+    "adamw_8bit": (OptimConfig("adamw_8bit"), "auto"),
+    "adamw_bf16": (OptimConfig("adamw_bf16"), "auto"),
+    "adamw_bf16, kahan": (OptimConfig("adamw_bf16", bf16_rounding="kahan"), "auto"),
+}
+CLOSE = ("adamw, fused", "muon")
+"""The fused kernel rounds the ends of tensors apart, and a stack of two matrices is another product than one matrix."""
+
+
+def part_of_rank(values, kind, parameter, rank):
+    """The part of a simulated rank; the borders of ranges of values fall anywhere."""
+    cut, flat = cut_of(kind, parameter), values.view(-1)
+    if cut == "whole":
+        owner = list(TABLE).index(parameter.name) % RANKS
+        return Part.whole(values) if rank == owner else Part.of_range(flat[:0], parameter.shape, 0, None)
+    unit = values[0].numel() if cut == "rows" else 1
+    borders = [flat.numel() // unit * part // RANKS * unit for part in range(RANKS + 1)]
+    return Part.of_range(flat[borders[rank] : borders[rank + 1]], parameter.shape, borders[rank], None)
+
+
+def train_cut(config, implementation, ranks):
+    """Weights and state, whole, after some steps, one of them cancelled and one after a reload from whole tensors."""
+    dtype = torch.bfloat16 if config.kind == "adamw_bf16" else torch.float32
+    weights, gradients = drawn(99, dtype), drawn(0, dtype)
+
+    def parts(values, rank):
+        return {name: part_of_rank(values[name], config.kind, one, rank) for name, one in TABLE.items()}
+
+    def optimizer_of(rank):
+        if ranks == 1:
+            masters = whole_masters(weights, gradients)
+        else:
+            slopes = parts(gradients, rank)
+            masters = {
+                name: Master(part, lambda name=name: slopes[name].values) for name, part in parts(weights, rank).items()
+            }
+        return build_optimizer(masters, config, TABLE, implementation, seed=3)
+
+    optimizers = [optimizer_of(rank) for rank in range(ranks)]
+    for step in range(STEPS):
+        for name, values in drawn(step, dtype).items():
+            gradients[name].copy_(values if step != SKIPPED else torch.full_like(values, torch.nan))
+        if step == RELOADED:
+            saved = put_together([optimizer.state_tensors() for optimizer in optimizers])
+            optimizers = [optimizer_of(rank) for rank in range(ranks)]
+            for optimizer in optimizers:
+                load_into(optimizer.state_tensors(), saved)
+        for optimizer in optimizers:
+            optimizer.set_learning_rate(0.02)
+            optimizer.step(torch.tensor(0.5), torch.tensor(float(step == SKIPPED)))
+    state = put_together([optimizer.state_tensors() for optimizer in optimizers])
+    return {**{f"weight/{name}": value for name, value in weights.items()}, **state}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_ranges_rows_and_owners_give_what_whole_parameters_give(name):
+    config, implementation = CONFIGS[name]
+    alone, cut = train_cut(config, implementation, 1), train_cut(config, implementation, RANKS)
+    assert cut.keys() == alone.keys()
+    for key, tensor in alone.items():
+        if name in CLOSE:
+            torch.testing.assert_close(cut[key], tensor, rtol=1e-6, atol=1e-6, msg=key)
+        else:
+            assert torch.equal(cut[key], tensor), key
+
+
+def test_how_each_optimizer_lets_parameters_be_cut():
+    matrix, table, norm = TABLE["q"], TABLE["table"], TABLE["norm"]
+    for kind in ("adamw", "lion", "sgd", "adamw_bf16"):
+        assert {cut_of(kind, one) for one in (matrix, table, norm)} == {"values"}
+    assert [cut_of("adamw_8bit", one) for one in (matrix, table, norm)] == ["rows", "rows", "values"]
+    assert [cut_of("muon", one) for one in (matrix, table, norm)] == ["whole", "values", "values"]
+    assert {cut_of("adafactor", one) for one in (matrix, table, norm)} == {"whole"}
+
+
+@pytest.mark.parametrize("kind", ["adamw_8bit", "adafactor"])
+def test_a_layout_that_cuts_rows_is_named(kind):
+    part = Part.of_range(torch.zeros(7), (3, 4), 2, None)
+    with pytest.raises(AssertionError, match=r"q: .* the layout cuts rows"):
+        build_optimizer({"q": Master(part, lambda: None)}, OptimConfig(kind), {"q": logical("q", (3, 4))})
+
+
+def test_owners_have_about_the_same_cost():
+    assert balanced_owners([1, 5, 3, 3, 1, 1], 2) == [0, 0, 1, 1, 0, 1]
+    assert balanced_owners([4, 4], 3) == [0, 1]
+    assert orthogonalising_cost(logical("w", (6, 10))) == orthogonalising_cost(logical("w", (10, 6)))
+    assert orthogonalising_cost(logical("w", (12, 10), alternating=2)) == 2 * orthogonalising_cost(
+        logical("w", (6, 10))
+    )
+    assert orthogonalising_cost(logical("w", (3, 6, 10))) == 3 * orthogonalising_cost(logical("w", (6, 10)))
+
+
+@pytest.fixture(scope="module")
+def ranks(warm, tmp_path_factory):
+    """What three processes that hold rows of every parameter found, by case."""
+    folder = tmp_path_factory.mktemp("owners")
+    code = "from tests.train.optimizers import owners_worker; owners_worker.main()"
+    started = [
+        Program(warm, code, [str(rank), str(RANKS), str(folder)], folder / f"output-{rank}.txt")
+        for rank in range(RANKS)
+    ]
+    for rank in started:
+        assert rank.wait() == 0, rank.text()
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("case", worker.CASES)
+def test_three_processes_with_rows_of_every_matrix_agree_with_one(ranks, case):
+    alone, _ = worker.train(case, worker.whole)
+    alone = put_together([alone])
+    spread = put_together([found[case][0] for found in ranks])
+    assert spread.keys() == alone.keys()
+    for key, tensor in alone.items():
+        torch.testing.assert_close(spread[key], tensor, rtol=1e-9, atol=1e-9, msg=key)
+
+
+@pytest.mark.parametrize("case", [case for case in worker.CASES if case.startswith("muon")])
+def test_each_matrix_is_orthogonalised_by_one_process(ranks, case):
+    _, alone = worker.train(case, worker.whole)
+    shares = [found[case][1] for found in ranks]
+    assert sum(shares) == alone
+    if case == "muon, one matrix":
+        assert sorted(shares) == [0, 0, alone]

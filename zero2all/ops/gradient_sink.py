@@ -1,0 +1,53 @@
+"""Where the gradient of a weight goes: one buffer over all passes of a step, and a signal when a pass has added to it.
+
+Kernels that add to the buffer themselves (in float32, inside the matmul) return nothing to autograd, so autograd cannot
+tell when a gradient is complete. Each weight therefore has a sink: a kernel adds to its buffer and calls `added`;
+what autograd computes is handed to it by a hook (`take_from_autograd`). The owner of the buffers
+(`zero2all.train.weights`) learns from the signal when it may send a gradient to other processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+class GradientSink:
+    """Takes the gradient of one weight."""
+
+    def __init__(self, buffer: Tensor, when_added: Callable[[], None] | None = None) -> None:
+        self._buffer, self._when_added = buffer, when_added
+
+    @property
+    def buffer(self) -> Tensor:
+        """Where to add, in the shape of the weight."""
+        return self._buffer
+
+    def added(self) -> None:
+        """Something was added to the buffer; on a GPU the addition is queued."""
+        if self._when_added is not None:
+            self._when_added()
+
+    def add(self, gradient: Tensor) -> None:
+        """Add a gradient."""
+        self.buffer.add_(gradient)
+        self.added()
+
+
+def sink_of(weight: Tensor) -> GradientSink | None:
+    """The sink of a weight; None: its gradient belongs to autograd."""
+    return getattr(weight, "gradient_sink", None)
+
+
+def take_from_autograd(weight: Tensor) -> torch.utils.hooks.RemovableHandle:
+    """Let the weight's sink take what autograd leaves in `.grad`, at once, and free it."""
+
+    def take(changed: Tensor) -> None:
+        sink, gradient = sink_of(changed), changed.grad
+        if sink is not None and gradient is not None:
+            sink.add(gradient)
+            changed.grad = None
+
+    return weight.register_post_accumulate_grad_hook(take)

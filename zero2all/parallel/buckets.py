@@ -1,0 +1,119 @@
+"""How the flat buffers of a model are laid out and cut: places of parameters, buckets, and who owns which range.
+
+Parameters of one kind are neighbours, because they share a learning rate and a weight decay. A bucket is a range of
+parameters of one kind whose gradients are sent at once. Each of the `shard` processes owns one range of every bucket:
+an equal share of its values, or, where the optimizer needs more than single values, whole rows or whole parameters.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from zero2all.model.config import ParameterKind
+from zero2all.parallel.layout import LogicalParameter
+
+ALIGNMENT = 128
+"""Parameters begin at multiples of this many values, so that every kernel can load them in wide words."""
+
+Cut = Literal["values", "rows", "whole"]
+"""Where a parameter may be cut: anywhere, between rows, or nowhere (each parameter then has one owner)."""
+CutOf = Callable[[LogicalParameter], Cut]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A range of the flat buffers; it holds parameters of one kind."""
+
+    kind: ParameterKind
+    span: slice
+    holders: tuple[str, ...]  # the tensors of the model in it, in order
+    borders: tuple[int, ...]  # process r of the shard axis owns borders[r] to borders[r + 1]
+
+    def owned_by(self, rank: int) -> slice:
+        """The range of one process."""
+        return slice(self.borders[rank], self.borders[rank + 1])
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all processes own ranges of the same length."""
+        lengths = {stop - start for start, stop in pairwise(self.borders)}
+        return len(lengths) == 1
+
+
+@dataclass(frozen=True)
+class FlatPlan:
+    """The layout of the flat buffers."""
+
+    length: int
+    places: dict[str, slice]  # of each tensor of the model
+    buckets: tuple[Bucket, ...]  # in the order of the buffers
+    backward_order: tuple[int, ...]
+    """Indices of buckets in the order in which a backward pass completes them, from the end of the model to its
+    beginning; a bucket is complete with the first of its tensors. A forward pass needs them the other way round."""
+
+
+def plan_buffers(
+    table: Sequence[LogicalParameter],
+    shards: int = 1,
+    bucket_values: int | None = None,
+    cut_of: CutOf = lambda _parameter: "values",
+) -> FlatPlan:
+    """Lay out the parameters of a table for `shards` owners, in buckets of `bucket_values`; None: one per kind."""
+    places: dict[str, slice] = {}
+    buckets: list[Bucket] = []
+    length = 0
+    loads = [0] * shards  # values that each process owns so far
+    for kind in dict.fromkeys(one.kind for one in table):
+        waiting: list[LogicalParameter] = []
+        start = length
+        members = [one for one in table if one.kind == kind]
+        for number, one in enumerate(members):
+            waiting.append(one)
+            is_last = number + 1 == len(members)
+            if not is_last and members[number + 1].holder == one.holder:
+                continue
+            places[one.holder] = slice(length, length + one.start + one.numel)
+            length += _rounded(one.start + one.numel, ALIGNMENT)
+            if is_last or (bucket_values is not None and length - start >= bucket_values):
+                cut = cut_of(waiting[0])
+                if cut == "values":
+                    length = start + _rounded(length - start, ALIGNMENT * shards)
+                borders = _borders(waiting, places, slice(start, length), loads, cut)
+                loads = [load + stop - first for load, (first, stop) in zip(loads, pairwise(borders), strict=True)]
+                holders = tuple(dict.fromkeys(each.holder for each in waiting))
+                buckets.append(Bucket(kind, slice(start, length), holders, borders))
+                waiting, start = [], length
+    depth = {one.holder: number for number, one in enumerate(table)}
+    order = sorted(range(len(buckets)), key=lambda at: -min(depth[name] for name in buckets[at].holders))
+    return FlatPlan(length, places, tuple(buckets), tuple(order))
+
+
+def _borders(
+    parameters: Sequence[LogicalParameter], places: dict[str, slice], span: slice, loads: Sequence[int], cut: Cut
+) -> tuple[int, ...]:
+    """The borders between owners: equal shares; or the allowed positions nearest to shares that give most to those who
+    own least so far."""
+    shards, length = len(loads), span.stop - span.start
+    if cut == "values" or shards == 1:
+        return tuple(span.start + length * rank // shards for rank in range(shards + 1))
+    lacking = [max(0.0, (sum(loads) + length) / shards - load) for load in loads]
+    shares = [span.start + length * sum(lacking[:rank]) / sum(lacking) for rank in range(shards + 1)]
+    allowed: list[int] = []
+    for one in parameters:
+        begin = places[one.holder].start + one.start
+        row = one.numel // max(1, one.shape[0]) if cut == "rows" else one.numel
+        allowed += range(begin, begin + one.numel, max(1, row))
+    allowed.append(span.stop)
+    inner = []
+    for share in shares[1:-1]:
+        at = bisect_left(allowed, share)
+        inner.append(min(allowed[max(0, at - 1) : at + 1], key=lambda position: abs(position - share)))
+    return (span.start, *inner, span.stop)
+
+
+def _rounded(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
