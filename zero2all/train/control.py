@@ -101,7 +101,12 @@ class Control:
             result.row_nats,
             result.row_counts,
         )
-        return seen.action, self._report(seen.findings, seen.action, result)
+        # Shards are judged together, so several may be named at once; each has a page with its own documents.
+        named = [finding for finding in seen.findings if "shard" in finding.details]
+        page = self._report([one for one in seen.findings if one not in named], seen.action, result)
+        for finding in named:
+            self._report([finding], seen.action, result)
+        return seen.action, page
 
     def _is_overflow(self, result: StepResult) -> bool:
         """Whether only float16's backward pass overflowed, which is how the loss scale is found, if not too often."""
