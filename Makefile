@@ -3,6 +3,7 @@
 # make lint         ruff and mypy
 # make bench        the programs under benchmarks/; what they print lands in benchmarks/results/
 # make slow         the tests that are too slow for make test
+# make layouts      every way of spreading a model against one process: the table, and each resumed from each other
 # make gpu          the tests that need a CUDA device
 # make lock         resolves requirements.lock for x86_64 and aarch64, Python 3.11 to 3.13
 
@@ -14,7 +15,7 @@ SETUP_INPUTS := pyproject.toml requirements.lock package.json package-lock.json 
 # Without bytecode every process compiles the package, and every worker the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test lint bench slow gpu lock clean
+.PHONY: quickstart test lint bench slow layouts gpu lock clean
 
 quickstart: $(RUNTIME)
 	$(BIN)/z2a quickstart $(ARGS)
@@ -34,6 +35,9 @@ bench: $(RUNTIME)
 
 slow: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "slow and not gpu"
+
+layouts: $(DEV)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q tests/parallel/test_parallel_layouts.py
 
 gpu: $(DEV)
 	$(BIN)/pytest -m gpu

@@ -1,6 +1,6 @@
 """Real NCCL ranks on one GPU: every way of spreading a model against one rank, with our kernels, in bf16 and fp8.
 
-    python benchmarks/gpu_ranks.py --ranks 2,4            z2all-100m, 12 steps each: about 6 minutes on an H200
+    python benchmarks/gpu_ranks.py --ranks 2,4            4 layers of z2all-100m, 12 steps each: minutes on an H200
     python benchmarks/gpu_ranks.py --ranks 2 --only ZeRO-1
 
 NCCL refuses two ranks on one card only when they claim the same host, so each process gets a host id of its own and
@@ -39,8 +39,12 @@ from zero2all.train.setup import empty_state, op_context
 from zero2all.train.state import DTYPES, TrainState
 from zero2all.train.step import StepPlan, train_step
 
-STEPS, ROWS, SEQ_LEN, MICRO = 12, 64, 2048, 16
-TIMED_FROM = 4
+STEPS, ROWS, SEQ_LEN, MICRO, LEARNING_RATE = 12, 128, 2048, 32, 3e-5
+OVERLAP_STEPS, OVERLAP_MICRO = 8, 64
+CHECKED_STEPS = 4
+TIMED_FROM = 3
+SMALLER = ["--model.vocab_size", "16000", "--model.layers", "4", "--train.precision", "bfloat16"]
+"""Less to send, because the link is slow."""
 LAYOUTS: dict[str, dict[str, Any]] = {
     "replicate": {"zero": 0},
     "ZeRO-1": {"zero": 1},
@@ -58,7 +62,6 @@ def main() -> None:
     parser.add_argument("--config", default="z2all-100m")
     parser.add_argument("--ranks", default="2,4", help="numbers of processes")
     parser.add_argument("--only", default="", help="one layout")
-    parser.add_argument("--device", default="cuda", help="cpu: gloo, to try the program")
     parser.add_argument("--result", default="gpu_ranks")
     parser.add_argument("--rank-of", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -80,7 +83,7 @@ def start_ranks(count: int) -> dict[str, Any]:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_RANK": "0"}
-    shared |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+    shared |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     command = [sys.executable, *sys.argv, "--rank-of", str(out)]
     processes = [
         subprocess.Popen(command, env={**os.environ, **shared, "RANK": str(rank), "NCCL_HOSTID": f"host{rank}"})
@@ -94,77 +97,76 @@ def start_ranks(count: int) -> dict[str, Any]:
 
 def run_rank(arguments: argparse.Namespace) -> None:
     """All cases of one number of ranks, in one process of them."""
-    config = load_config(arguments.config, ["--model.vocab_size", "64000", "--train.precision", "bfloat16"])
-    if arguments.device == "cpu":
-        small = "--model.vocab_size 640 --model.layers 2 --model.hidden_size 64 --model.intermediate_size 96"
-        small += " --model.heads 4 --model.kv_heads 2 --train.precision float32 --parallel.device cpu"
-        config = load_config(arguments.config, small.split())
-    device = torch.device("cuda", 0) if arguments.device == "cuda" else torch.device("cpu")
+    config = load_config(arguments.config, [*SMALLER, "--parallel.bucket_mb", "16"])
     found: dict[str, Any] = {}
-    with join_world(device, config.parallel) as world:
-        for linear in LINEARS if arguments.device == "cuda" else LINEARS[:1]:
-            layouts = LAYOUTS if world.size > 1 else {"one": {}}
-            for name, fields in layouts.items():
-                if (arguments.only and world.size > 1 and name != arguments.only) or fields.get(
-                    "shard", 1
-                ) >= world.size:
-                    continue
-                if fields.get("zero") == 3 and linear == "fp8":
-                    continue  # refused: float8 copies are made of whole weights
-                for overlap in (True, False) if world.size > 1 and fields["zero"] < 3 else (True,):
-                    parallel = dataclasses.replace(config.parallel, bucket_mb=32.0, overlap=overlap, **fields)
-                    ops = dataclasses.replace(config.ops, linear=linear)
-                    case = dataclasses.replace(config, parallel=parallel, ops=ops)
-                    key = f"{name}, {linear}" + ("" if overlap else ", no overlap")
-                    found[key] = train(case, world)
-                    if world.is_first:
-                        print(world.size, key, {k: v for k, v in found[key].items() if k != "losses"}, flush=True)
-                        write_json(Path(arguments.rank_of), found)
+
+    def note(name: str, values: dict[str, Any]) -> None:
+        found[name] = values
         if world.is_first:
+            print(world.size, name, {key: value for key, value in values.items() if key != "losses"}, flush=True)
             write_json(Path(arguments.rank_of), found)
 
+    with join_world(torch.device("cuda", 0), config.parallel) as world:
+        layouts = {name: fields for name, fields in LAYOUTS.items() if fields.get("shard", 1) < world.size}
+        for linear in LINEARS:
+            for name, fields in layouts.items() if world.size > 1 else [("one", {})]:
+                if arguments.only in ("", name) and not (fields.get("zero") == 3 and linear == "fp8"):
+                    note(f"{name}, {linear}", train(spread(config, linear, fields), world))  # ZeRO-3 refuses fp8
+        if world.size == 2:
+            for overlap in (True, False):
+                case = spread(config, "auto", {"zero": 0, "overlap": overlap})
+                note(f"overlap {overlap}", train(case, world, OVERLAP_STEPS, OVERLAP_MICRO, is_traced=overlap))
+            torch.use_deterministic_algorithms(True)
+            for overlap in (True, False):
+                case = spread(config, "auto", {"zero": 1, "overlap": overlap})
+                note(f"deterministic, overlap {overlap}", train(case, world, CHECKED_STEPS))
+            same = found["deterministic, overlap True"]["losses"] == found["deterministic, overlap False"]["losses"]
+            note("deterministic", {"same bits with and without overlap": same})
 
-def train(config: RunConfig, world: World) -> dict[str, Any]:
-    """STEPS steps on the same tokens for every layout."""
+
+def spread(config: RunConfig, linear: Literal["auto", "fp8"], fields: dict[str, Any]) -> RunConfig:
+    """The config with other operators, spread another way."""
+    parallel, ops = dataclasses.replace(config.parallel, **fields), dataclasses.replace(config.ops, linear=linear)
+    data = dataclasses.replace(config.data, seq_len=SEQ_LEN, document_mask=False)
+    return dataclasses.replace(config, parallel=parallel, ops=ops, data=data)
+
+
+def train(
+    config: RunConfig, world: World, steps: int = STEPS, micro: int = MICRO, is_traced: bool = False
+) -> dict[str, Any]:
+    """Some steps, on the same tokens for every layout."""
     if world.size > 1:
         mesh = make_mesh(world.device, *config.parallel.sizes(world.size))
         world = dataclasses.replace(world, mesh=mesh)
-    dtype, on_gpu = DTYPES[config.train.precision], world.device.type == "cuda"
-    ops = resolve(
-        config.ops, op_context(config, world.device.type, dtype, config.parallel.zero == 3 and world.size > 1)
-    )
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-    state = empty_state(config, world, ops)
-    state.micro_batch_samples = MICRO
+    dtype, is_sharded = DTYPES[config.train.precision], config.parallel.zero == 3 and world.size > 1
+    torch.cuda.reset_peak_memory_stats()
+    state = empty_state(config, world, resolve(config.ops, op_context(config, "cuda", dtype, is_sharded)))
+    state.micro_batch_samples = micro
     with state.weights.masters_between_steps() as masters:
         draw(masters, state.model.config, 1)
     state.weights.updated()
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, seq_len=SEQ_LEN, document_mask=False))
     losses, seconds = [], []
-    for step in range(STEPS):
+    for step in range(steps):
         started = time.perf_counter()
         losses.append(one_step(state, config, world, step))
-        if on_gpu:
-            torch.cuda.synchronize()
+        torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
     found: dict[str, Any] = {
         "losses": losses,
-        "step_seconds": statistics.median(seconds[TIMED_FROM:]),
-        "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if on_gpu else 0.0,
+        "step_seconds": round(statistics.median(seconds[TIMED_FROM:]), 4),
+        "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
     }
-    if on_gpu and world.size > 1 and config.parallel.overlap:
+    if is_traced:
         found["trace"] = traced(state, config, world)
     del state
-    if on_gpu:
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
     return found
 
 
 def one_step(state: TrainState, config: RunConfig, world: World, step: int) -> float:
     """One optimizer step on this rank's rows; the loss of all."""
     batch = batch_of(step, config.model.vocab_ids, world.mesh.batch.rank, world.mesh.batch.size)
-    return train_step(state, batch, 1, config, world, StepPlan(3e-4)).result().loss
+    return train_step(state, batch, 1, config, world, StepPlan(LEARNING_RATE)).result().loss
 
 
 def batch_of(step: int, vocabulary: int, rank: int, ranks: int) -> Batch:
@@ -216,29 +218,14 @@ def _covered(start: float, end: float, others: list[tuple[float, float]]) -> flo
 
 
 def table(results: dict[str, Any]) -> list[tuple[Any, ...]]:
-    """Layout by layout: the largest difference of the loss to one rank, and step times."""
-    rows: list[tuple[Any, ...]] = [
-        ("ranks", "layout", "loss differs", "step s", "no overlap s", "peak GB", "overlapped")
-    ]
+    """Layout by layout: the largest difference of the loss to one rank, the step time, and peak memory."""
+    rows: list[tuple[Any, ...]] = [("ranks", "layout", "loss differs", "step s", "peak GB")]
     for count, cases in results.items():
         for name, each in cases.items():
-            if name == "failed" or name.endswith("no overlap"):
-                continue
-            reference = results["1"].get(f"one, {name.rpartition(', ')[2]}", {}).get("losses", each["losses"])
-            differs = max(abs(a - b) / abs(b) for a, b in zip(each["losses"], reference, strict=True))
-            plain = cases.get(f"{name}, no overlap", {}).get("step_seconds", float("nan"))
-            share = each.get("trace", {}).get("share_under_kernels", "")
-            rows.append(
-                (
-                    count,
-                    name,
-                    f"{differs:.1e}",
-                    f"{each['step_seconds']:.3f}",
-                    f"{plain:.3f}",
-                    f"{each['peak_gb']:.1f}",
-                    share,
-                )
-            )
+            reference = results["1"].get(f"one, {name.rpartition(', ')[2]}")
+            if reference is not None and "losses" in each:
+                differs = max(abs(a - b) / b for a, b in zip(each["losses"], reference["losses"], strict=True))
+                rows.append((count, name, f"{differs:.1e}", each["step_seconds"], each["peak_gb"]))
     return rows
 
 

@@ -28,6 +28,8 @@ from zero2all.parallel.data import shard_model
 from zero2all.parallel.layout import draw
 from zero2all.parallel.mesh import make_mesh
 from zero2all.parallel.world import World
+from zero2all.train.checkpoints.snapshot import Snapshot
+from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.state import TrainState, new_state
 from zero2all.train.step import StepPlan, train_step
 
@@ -72,6 +74,7 @@ def make_state(
     optim: OptimConfig,
     parallel: ParallelConfig,
     tied: bool = False,
+    seed: int = SEED,
     dtype: torch.dtype = torch.float64,
     recompute: str = "none",
 ) -> TrainState:
@@ -87,7 +90,7 @@ def make_state(
     model.cos, model.sin = whole.cos.to(wide), whole.sin.to(wide)
     state = new_state(model, optim, dtype, MICRO, SEED, device=world.device, mesh=world.mesh, parallel=parallel)
     with state.weights.masters_between_steps() as masters:
-        draw(masters, config, SEED)
+        draw(masters, config, seed)
     state.weights.updated()
     return state
 
@@ -143,21 +146,16 @@ def course(
     world: World, optimizer: str, tied: bool = False, steps: int = STEPS, recompute: str = "none", **parallel: Any
 ) -> dict[str, Any]:
     """Train: losses and gradient norms, the final tensors, bytes sent in the last step, bytes of states in a rank."""
-    optim = OPTIMIZERS[optimizer]
     config = ParallelConfig(**{"bucket_mb": 0.002, **parallel})
-    if world.size > 1:
-        sizes = config.sizes(world.size)
-        world = World(world.rank, world.size, world.device, make_mesh(world.device, *sizes), world.control)
-    state = make_state(world, optim, config, tied, recompute=recompute)
+    world = world_of(world, config)
+    state = make_state(world, OPTIMIZERS[optimizer], config, tied, recompute=recompute)
     figures, sent = [], SentBytes()
     for step in range(steps):
-        batch = batch_of(step, world.mesh.batch.rank, world.mesh.batch.size)
         with sent:
             sent.bytes.clear()
-            result = train_step(state, batch, CHANNELS, Settings(optim), world, StepPlan(1e-2)).result()
+            figures.append(step_on(state, world, step, optimizer))
             if step >= steps - 2:  # so that the bytes of the last step are its own; the others overlap the next step
                 state.weights.wait()
-        figures.append((result.loss, result.grad_norm))
     own_bytes = sum(part.values.nbytes for name, part in state.optimizer_tensors().items() if part.shape)
     return {
         "figures": figures,
@@ -167,17 +165,61 @@ def course(
     }
 
 
+def pairs(world: World, folder: str, layouts: list[str], every: bool) -> dict[str, Any]:
+    """Train and save under each layout; load under the next one, or under every other one. Which tensors differ from
+    those that were saved, and how far the loss of the next step lies from the one that the saved run had."""
+    fields = {name: ParallelConfig(**{"bucket_mb": 0.002, **LAYOUTS[name]}) for name in layouts}
+    worlds = {name: world_of(world, config) for name, config in fields.items()}
+    found: dict[str, Any] = {}
+    for number, name in enumerate(layouts):
+        one, run = worlds[name], Path(folder) / name.replace(" ", "-")
+        state = make_state(one, OPTIMIZERS["adamw"], fields[name])
+        step_on(state, one, 0)
+        step_on(state, one, 1)
+        store = CheckpointStore(run, one.control)
+        with state.tensors() as tensors:
+            store.save(2, Snapshot(tensors, state.counters()), {}, wait=True).folder()
+        saved, after = whole_tensors(state, one), step_on(state, one, 2)
+        for other in layouts if every else [layouts[(number + 1) % len(layouts)]]:
+            resumed = make_state(worlds[other], OPTIMIZERS["adamw"], fields[other], seed=99)
+            checkpoint = store.at(2)
+            with resumed.tensors() as tensors:
+                checkpoint.load_into(tensors)
+            resumed.loaded(checkpoint.record)
+            loaded = whole_tensors(resumed, worlds[other])
+            differ = [name for name, value in saved.items() if not torch.equal(value, loaded[name])]
+            loss = step_on(resumed, worlds[other], 2)[0]
+            found[f"{name} -> {other}"] = (differ, abs(loss - after[0]) / after[0])
+        store.close()
+    return found
+
+
+def world_of(world: World, config: ParallelConfig) -> World:
+    """The same processes with the mesh of a layout."""
+    if world.size == 1:
+        return world
+    mesh = make_mesh(world.device, *config.sizes(world.size))
+    return World(world.rank, world.size, world.device, mesh, world.control)
+
+
+def step_on(state: TrainState, world: World, step: int, optimizer: str = "adamw") -> tuple[float, float]:
+    """One step; its loss and gradient norm."""
+    batch = batch_of(step, world.mesh.batch.rank, world.mesh.batch.size)
+    result = train_step(state, batch, CHANNELS, Settings(OPTIMIZERS[optimizer]), world, StepPlan(1e-2)).result()
+    return result.loss, result.grad_norm
+
+
 def main() -> None:
-    """RANK SIZE STORE OUT CASES (JSON: name -> arguments of `course`)."""
+    """RANK SIZE STORE OUT CASES (JSON: name -> arguments of `course`, or of `pairs` where it names a folder)."""
     rank, size, store, out, cases = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6]
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
     world = World(rank, size, control=dist.group.WORLD)
-    found = {name: course(world, **arguments) for name, arguments in json.loads(cases).items()}
-    gathered = world.gather({name: (each["own_bytes"], each["sent"]) for name, each in found.items()})
+    found = {}
+    for name, arguments in json.loads(cases).items():
+        found[name] = (pairs if "folder" in arguments else course)(world, **arguments)
+        found[name]["own_bytes_by_rank"] = world.gather(found[name].get("own_bytes"))
     if rank == 0:
-        for name, each in found.items():
-            each["by_rank"] = [one[name] for one in gathered]
         torch.save(found, out)
     dist.destroy_process_group()
 

@@ -79,7 +79,8 @@ def _anneal(arguments: argparse.Namespace) -> None:
     print(
         f"{run.name}, at step {made:,} of {config.train.steps:,}: the learning rate will fall from {rate:.3g} to "
         f"{rate * arguments.to_share:.3g} over {counted(steps, 'step')} ({arguments.shape}), and the run ends there.\n"
-        f"If it is training, this begins within a step; otherwise when you start it again with its `z2a train` command."
+        f"If it is training, this begins within a few steps; otherwise when you start it again with its `z2a train` "
+        "command."
     )
 
 

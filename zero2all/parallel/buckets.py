@@ -64,9 +64,8 @@ def plan_buffers(
 ) -> FlatPlan:
     """Lay out the parameters of a table for `shards` owners, in buckets of `bucket_values`; None: one per kind."""
     places: dict[str, slice] = {}
-    buckets: list[Bucket] = []
+    spans: list[tuple[slice, list[LogicalParameter]]] = []
     length = 0
-    loads = [0] * shards  # values that each process owns so far
     for kind in dict.fromkeys(one.kind for one in table):
         waiting: list[LogicalParameter] = []
         start = length
@@ -79,17 +78,32 @@ def plan_buffers(
             places[one.holder] = slice(length, length + one.start + one.numel)
             length += _rounded(one.start + one.numel, ALIGNMENT)
             if is_last or (bucket_values is not None and length - start >= bucket_values):
-                cut = cut_of(waiting[0])
-                if cut == "values":
+                if cut_of(one) == "values":
                     length = start + _rounded(length - start, ALIGNMENT * shards)
-                borders = _borders(waiting, places, slice(start, length), loads, cut)
-                loads = [load + stop - first for load, (first, stop) in zip(loads, pairwise(borders), strict=True)]
-                holders = tuple(dict.fromkeys(each.holder for each in waiting))
-                buckets.append(Bucket(kind, slice(start, length), holders, borders))
+                spans.append((slice(start, length), waiting))
                 waiting, start = [], length
+    owners = _owners(spans, places, shards, cut_of)
+    buckets = tuple(
+        Bucket(members[0].kind, span, tuple(dict.fromkeys(one.holder for one in members)), borders)
+        for (span, members), borders in zip(spans, owners, strict=True)
+    )
     depth = {one.holder: number for number, one in enumerate(table)}
     order = sorted(range(len(buckets)), key=lambda at: -min(depth[name] for name in buckets[at].holders))
-    return FlatPlan(length, places, tuple(buckets), tuple(order))
+    return FlatPlan(length, places, buckets, tuple(order))
+
+
+def _owners(
+    spans: Sequence[tuple[slice, list[LogicalParameter]]], places: dict[str, slice], shards: int, cut_of: CutOf
+) -> list[tuple[int, ...]]:
+    """The borders of every bucket. Those with the largest parameters come first, so that the small ones can make up for
+    what could not be cut evenly."""
+    found: dict[int, tuple[int, ...]] = {}
+    loads = [0] * shards  # values that each process owns so far
+    for at in sorted(range(len(spans)), key=lambda at: -max(one.numel for one in spans[at][1])):
+        span, members = spans[at]
+        found[at] = _borders(members, places, span, loads, cut_of(members[0]))
+        loads = [load + stop - first for load, (first, stop) in zip(loads, pairwise(found[at]), strict=True)]
+    return [found[at] for at in range(len(spans))]
 
 
 def _borders(

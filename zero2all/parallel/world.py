@@ -38,7 +38,7 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which prints, logs and decides for the run."""
+        """Whether this is rank 0, which prints, logs and writes for the run."""
         return self.rank == 0
 
     def broadcast(self, value: T) -> T:

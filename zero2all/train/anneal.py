@@ -1,8 +1,9 @@
 """`z2a anneal`: let the learning rate of a run fall from its current value to the end of the run.
 
-`z2a anneal RUN` writes a request into the run's folder. A run that is training reads it within a step, any other when
-it is started again; it then records the step from which the rate falls. From then on the rate is a function of that
-record, which is in the run's folder and in every checkpoint, so a resumed run anneals the same way.
+`z2a anneal RUN` writes a request into the run's folder. A run that is training finds it after its step, of several
+processes within about half a second, any other run when it is started again; it then records the step from which the
+rate falls. From then on the rate is a function of that record, which is in the run's folder and in every checkpoint, so
+a resumed run anneals the same way.
 """
 
 from __future__ import annotations

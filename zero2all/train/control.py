@@ -1,7 +1,8 @@
-"""What the guards decide, the same in every process.
+"""The guards of a run as the loop sees them: what a step may do, what all processes must do after it.
 
-The guards run on rank 0 only, because they write files. What they decide (limits of the next step, weights of its rows,
-data to skip, rollback, stop) is broadcast to all.
+After the one reduction of a step all ranks have the same figures, so the guards of every rank decide the same (limits
+of the next step, weights of its rows, data to skip, rollback, stop) and need not communicate (`guards.watch`). Only
+rank 0 reports: events, incident pages, the state in the checkpoint.
 """
 
 from __future__ import annotations
@@ -20,12 +21,10 @@ from zero2all.packed.mixture import TrainingData
 from zero2all.track.writer import Run
 from zero2all.train.checkpoints.run_lock import Fence, no_fence
 from zero2all.train.guards.advice import Facts
-from zero2all.train.guards.detector import Limits
 from zero2all.train.guards.documents import Decode
 from zero2all.train.guards.findings import Finding
 from zero2all.train.guards.incident import IncidentWriter, make_incident, usual_channels
-from zero2all.train.guards.ledger import SkipLedger
-from zero2all.train.guards.policy import Action, Continue, Rollback, SkipWindow
+from zero2all.train.guards.policy import Action, Continue
 from zero2all.train.guards.repeats import repeated_shards
 from zero2all.train.guards.rows import RowFinder
 from zero2all.train.guards.watch import RunGuards
@@ -39,46 +38,39 @@ class Control:
     def __init__(
         self, prepared: Prepared, metrics: Run | None, make_decode: Callable[[], Decode] | None, fence: Fence = no_fence
     ) -> None:
-        """`fence` is checked before every step, for all processes, and before every write."""
+        """Created by all ranks at the same point; only rank 0 has `metrics`. `fence` is checked before every write."""
         config, world, data = prepared.config, prepared.world, prepared.data
-        self._fence = fence
         self._not_finite: list[int] = []
         self._config, self._world, self._metrics, self._run = config, world, metrics, prepared.run
-        self._guards: RunGuards | None = None
+        self._guards = RunGuards(
+            prepared.run, config.guards, config.schedule.warmup_steps, data, config.data.quarantine, fence, world
+        )
         self._pages: IncidentWriter | None = None
         self._incidents = 0
         self._overflows = 0
-        if world.is_first:
-            self._guards = RunGuards(
-                prepared.run, config.guards, config.schedule.warmup_steps, data, config.data.quarantine, fence
-            )
+        if metrics is not None:
             self._pages = IncidentWriter(self._guards.folder, data, prepared.workspace.corpus, make_decode, fence)
-        self.ledger = SkipLedger.from_state(world.broadcast(self._ledger_state()))
-
-    def _ledger_state(self) -> list[dict[str, Any]]:
-        return [] if self._guards is None else self._guards.ledger.state()
 
     def look_for_repeats(self, data: TrainingData, step: int) -> None:
         """Compare the shards with each other before the first step, and report those that repeat another."""
-        if self._guards is None or self._config.data.quarantine == "off":
+        if self._config.data.quarantine == "off":
             return
-        findings = [repeat.finding(step, (0, 0)) for repeat in repeated_shards(data.splits)]
+        repeats = self._world.run_on_rank0(lambda: repeated_shards(data.splits))
+        findings = [repeat.finding(step, (0, 0)) for repeat in repeats]
         self._guards.note_shards(findings, step)
         self._report(findings, Continue("noted before the first step"), None)
 
-    def plan(self, step: int, lr: float, tokens: tuple[int, int], rows: int, stop_requested: bool) -> StepPlan:
-        """The plan of `step`, which reads `tokens` of the run in `rows` rows. LostRunError, on every rank, when another
-        process has taken over the run."""
-        limits, weights = self._world.run_on_rank0(lambda: self._limits_and_weights(step, tokens[0], rows))
-        return StepPlan(lr, limits, self._own(weights, rows), stop_requested)
+    def skips(self, first: int, end: int) -> bool:
+        """Whether the data of a global batch of tokens `first` to `end` is skipped."""
+        return self._guards.ledger.skips(first, end)
 
-    def _limits_and_weights(self, step: int, first_token: int, rows: int) -> tuple[Limits, np.ndarray | None]:
-        assert self._guards is not None, "only rank 0 plans"
-        self._fence()
-        weights = None
-        if self._guards.finder is not None and self._guards.quarantine.mode == "auto":
-            weights = self._guards.quarantine.row_weights(self._guards.finder.rows(first_token, rows), step)
-        return self._guards.refusal_limits(step), weights
+    def plan(
+        self, step: int, lr: float, first_token: int, rows: int, stop_requested: bool, folder_news: bool
+    ) -> StepPlan:
+        """The plan of `step`, which reads `rows` rows from `first_token` of the run on."""
+        weights = self._guards.row_weights(step, first_token, rows)
+        limits = self._guards.refusal_limits(step)
+        return StepPlan(lr, limits, self._own(weights, rows), stop_requested, folder_news)
 
     def _own(self, weights: np.ndarray | None, rows: int) -> torch.Tensor | None:
         """This process's part of weights for all rows."""
@@ -92,29 +84,12 @@ class Control:
     def observe(
         self, result: StepResult, channels: Sequence[str], checkpoints: Callable[[], Sequence[int]]
     ) -> tuple[Action, Path | None]:
-        """Let the guards judge a step; returns what all processes must do now, and the page that explains it."""
+        """Let the guards judge a step; returns what all processes must do now, and on rank 0 the page that explains it.
+        `checkpoints`, the steps of good ones, is called on rank 0."""
         if self._is_overflow(result):
             return Continue("the loss scale was too large for this step and has been halved"), None
         if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
             self._not_finite.append(result.step)
-        action, page = self._world.run_on_rank0(lambda: self._judge(result, channels, checkpoints))
-        if isinstance(action, SkipWindow | Rollback) and action.skip is not None:
-            self.ledger.add(action.skip)
-        return action, page
-
-    def _is_overflow(self, result: StepResult) -> bool:
-        """Whether only float16's backward pass overflowed, which is how the loss scale is found, if not too often."""
-        overflowed = math.isfinite(result.loss) and not math.isfinite(result.grad_norm)
-        self._overflows = self._overflows + 1 if overflowed else 0
-        usual = self._config.train.precision == "float16" and 0 < self._overflows <= USUAL_OVERFLOWS
-        if usual and self._metrics is not None:
-            self._metrics.event("loss_scale", result.step, {"halved": True, "in_a_row": self._overflows})
-        return usual
-
-    def _judge(
-        self, result: StepResult, channels: Sequence[str], checkpoints: Callable[[], Sequence[int]]
-    ) -> tuple[Action, Path | None]:
-        assert self._guards is not None, "only rank 0 judges"
         losses = {name: loss for name, loss in zip(channels, result.channel_losses, strict=True) if loss is not None}
         seen = self._guards.observe(
             result.step,
@@ -126,11 +101,25 @@ class Control:
             result.row_nats,
             result.row_counts,
         )
-        return seen.action, self._report(seen.findings, seen.action, result)
+        # Shards are judged together, so several may be named at once; each has a page with its own documents.
+        named = [finding for finding in seen.findings if "shard" in finding.details]
+        page = self._report([one for one in seen.findings if one not in named], seen.action, result)
+        for finding in named:
+            self._report([finding], seen.action, result)
+        return seen.action, page
+
+    def _is_overflow(self, result: StepResult) -> bool:
+        """Whether only float16's backward pass overflowed, which is how the loss scale is found, if not too often."""
+        overflowed = math.isfinite(result.loss) and not math.isfinite(result.grad_norm)
+        self._overflows = self._overflows + 1 if overflowed else 0
+        usual = self._config.train.precision == "float16" and 0 < self._overflows <= USUAL_OVERFLOWS
+        if usual and self._metrics is not None:
+            self._metrics.event("loss_scale", result.step, {"halved": True, "in_a_row": self._overflows})
+        return usual
 
     def _report(self, findings: Sequence[Finding], action: Action, result: StepResult | None) -> Path | None:
-        """Event rows for the board, and a page with the documents."""
-        if not findings or self._metrics is None or self._guards is None or self._pages is None:
+        """Event rows for the board, and a page with the documents; on rank 0."""
+        if not findings or self._metrics is None or self._pages is None:
             return None
         row_losses = [] if result is None else _row_losses(result)
         incident = make_incident(
@@ -150,7 +139,6 @@ class Control:
 
     def _facts(self, finding: Finding, result: StepResult | None, row_losses: Sequence[float | None]) -> Facts:
         config, guards = self._config, self._guards
-        assert guards is not None, "only rank 0 writes pages"
         adam = config.optim.kind.startswith("adamw") or config.optim.kind == "muon"
         limits = guards.limits(finding.step)
         return Facts(
@@ -175,19 +163,18 @@ class Control:
 
     def data_changed(self, data: TrainingData) -> None:
         """The order of the data has changed: look up the documents of rows in `data` from here on."""
-        if self._guards is not None and self._guards.finder is not None:
+        if self._guards.finder is not None:
             self._guards.finder = RowFinder(data)
         if self._pages is not None:
             self._pages.read_from(data)
 
     def stage_begins(self) -> None:
         """Forget the statistics of the stage before."""
-        if self._guards is not None:
-            self._guards.restart()
+        self._guards.restart()
 
     def state(self) -> dict[str, Any] | None:
-        """For the checkpoint, which keeps that of rank 0."""
-        return None if self._guards is None else self._guards.state()
+        """For the checkpoint, which keeps that of rank 0; the others have the same and need not collect it."""
+        return self._guards.state() if self._world.is_first else None
 
     def doubt(self) -> str | None:
         """Why a rollback must not use a state saved now; None when every step since `saved` was finite."""
@@ -203,9 +190,7 @@ class Control:
     def restore(self, state: Mapping[str, Any] | None, step: int) -> list[str]:
         """Continue at `step`, where `state` was saved; later decisions stay. Returns what could not be restored."""
         self._not_finite.clear()
-        notes = [] if self._guards is None or state is None else self._guards.restore(state, step)
-        self.ledger.merge(SkipLedger.from_state(self._world.broadcast(self._ledger_state())))
-        return notes
+        return [] if state is None else self._guards.restore(state, step)
 
     def close(self) -> list[str]:
         """Finish the pages; returns what could not be written."""

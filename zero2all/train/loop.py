@@ -6,6 +6,10 @@ and the record of skipped data, so a run that was killed at any moment ends with
 
 On a GPU the host is one step ahead of what it knows: while the device computes a step, the step before is read, judged
 and logged. Only a pause (validation, a save, the end) waits for the device.
+
+Between two steps processes exchange nothing. All of them judge the same figures; what only one knows (a signal, a
+damaged shard, a request in the run's folder) is a flag in the figures of the next step, and only where one is set do
+they talk.
 """
 
 from __future__ import annotations
@@ -44,7 +48,14 @@ from zero2all.train.guards.documents import Decode
 from zero2all.train.guards.policy import Rollback, Stop
 from zero2all.train.micro_batch import memory_settings
 from zero2all.train.peer_failure import explain_peer_failure
-from zero2all.train.periodic import CheckpointSaver, ShardDamage, UpdateRatios, Validation, scheduled_garbage_collection
+from zero2all.train.periodic import (
+    CheckpointSaver,
+    FolderWatch,
+    ShardDamage,
+    UpdateRatios,
+    Validation,
+    scheduled_garbage_collection,
+)
 from zero2all.train.reports import RunLog, StepReports
 from zero2all.train.sanity import check_batch_ids, check_disk, check_first_loss, communication_notes, memory_notes
 from zero2all.train.setup import Prepared, load_checkpoint, prepare, save_run_config
@@ -179,9 +190,12 @@ class TrainingLoop:
         every_steps = self.config.track.update_ratios_every_steps
         self.update_ratios = UpdateRatios(self.state, self.world, self.log, every_steps)
         self.shard_damage = ShardDamage(prepared, self.log)
+        self.folder_watch = FolderWatch(prepared, lock)
         self.stage_name = ""
         self.pending: tuple[PendingStep, float] | None = None
         """The step that has not been read yet, and the seconds the host waited for its data."""
+        self.stop_requested = self.folder_news = False
+        """What the figures of the steps read so far told; the same in every process."""
 
     def run(self) -> TrainSummary:
         """Train until the last step."""
@@ -191,7 +205,7 @@ class TrainingLoop:
             with scheduled_garbage_collection() as self.collect_garbage, self.log.progress_bar(self._last_token()):
                 self._leave_nonfinite_checkpoints()
                 first_step = self.state.step
-                with self.shard_damage.checking():
+                with self.shard_damage.checking(), self.folder_watch.watching():
                     while self._train_on():
                         pass
             self.end(first_step)
@@ -232,11 +246,11 @@ class TrainingLoop:
             for batch in loader:
                 self.stage()
                 tokens = batch.global_rows * (batch.tokens.shape[1] - 1)
-                if self.control.ledger.skips(state.tokens, state.tokens + tokens):
+                if self.control.skips(state.tokens, state.tokens + tokens):
                     self.skip(tokens)
                 else:
                     self.step(batch, loader)
-                if self.anneal():
+                if self._has_folder_news() and self.anneal():
                     return True
             self.read_results()
         except _RollbackError as needed:
@@ -293,12 +307,12 @@ class TrainingLoop:
         saves = not is_last and self.saver.is_due(state.step)
         self.read_results()  # of the step before, while the device computes this one
         self.pending = (pending, loader.wait_seconds)
-        if self.prepared.on_cpu or validates or saves or is_last or self.reports.stop_requested:
+        if self.prepared.on_cpu or validates or saves or is_last or self.stop_requested:
             self.read_results()  # of this step
 
         if validates:
             self.validate()
-        if self.reports.stop_requested and not is_last:
+        if self.stop_requested and not is_last:
             self.preempt()
         if saves:
             self.save()
@@ -319,6 +333,8 @@ class TrainingLoop:
             return
         (pending, wait_seconds), self.pending = self.pending, None
         result = pending.result()
+        self.stop_requested |= result.stop_requested
+        self.folder_news |= result.folder_news
         self.reports.report(result, wait_seconds)
         if result.step == 1 and self.prepared.checkpoint is None:  # imported weights are no new model
             self.log.say(*check_first_loss(result.loss, self.config.model))
@@ -355,9 +371,9 @@ class TrainingLoop:
         self.log.say(decision.reason)
 
     def anneal(self) -> bool:
-        """Whether `z2a anneal` was called since the last step; the run then has a new end."""
-        if self.prepared.anneal is not None:
-            return False
+        """What rank 0 found in the run's folder. A request of `z2a anneal` gives the run a new end; then returns True.
+        A lost lock is LostRunError, on every rank."""
+        self.folder_news = self.folder_watch.found = False
         anneal, problem = self.world.run_on_rank0(self._read_anneal)
         if problem is not None:
             self.log.warn(problem, "\nTraining goes on as scheduled.")
@@ -411,9 +427,16 @@ class TrainingLoop:
         lr = learning_rate(
             state.step, config.train.steps, config.optim.lr_max, config.schedule, config.stages, self.prepared.anneal
         )
-        tokens = (state.tokens, state.tokens + config.train.tokens_per_step)
         stops = self.stop.requested or self.shard_damage.is_found
-        return self.control.plan(state.step + 1, lr, tokens, batch.global_rows, stops)
+        news = self.folder_watch.found
+        return self.control.plan(state.step + 1, lr, state.tokens, batch.global_rows, stops, news)
+
+    def _has_folder_news(self) -> bool:
+        """Whether to see what is in the run's folder: the same in every process. One that is alone looks by itself;
+        several are told by the figures, except after the last step, which no figures follow."""
+        if self.world.size == 1:
+            return self.folder_watch.look()
+        return self.folder_news or self.state.step == self.prepared.last_step
 
     def _leave_failed_cuda_graph(self) -> None:
         """Continue without a CUDA graph when a pass could not be captured."""
@@ -460,6 +483,8 @@ class TrainingLoop:
     def _read_anneal(self) -> tuple[AnnealConfig | None, str | None]:
         """The anneal that was requested, or why it cannot be done."""
         self.lock.check()
+        if self.prepared.anneal is not None:  # a run anneals once
+            return None, None
         try:
             return read_anneal(self.prepared.run, self.state.step, self.prepared.data_with), None
         except UsageError as error:

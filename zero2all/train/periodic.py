@@ -1,4 +1,4 @@
-"""What a run does beside its steps: validate, save, log update ratios, check its shards, collect garbage.
+"""What a run does beside its steps: validate, save, log update ratios, check shards, watch its folder, collect garbage.
 
 One small object each; the loop asks `is_due` and decides the order.
 """
@@ -6,6 +6,7 @@ One small object each; the loop asks `is_due` and decides the order.
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -18,6 +19,7 @@ from zero2all.model.config import ParameterKind
 from zero2all.packed.background import ShardCheck, checking_shards
 from zero2all.parallel.layout import layout_table
 from zero2all.parallel.world import World
+from zero2all.train.anneal import ANNEAL_FILE
 from zero2all.train.checkpoints.manifest import NOT_GOOD
 from zero2all.train.checkpoints.run_lock import RunLock
 from zero2all.train.checkpoints.snapshot import Snapshot
@@ -32,6 +34,7 @@ from zero2all.train.validate import held_out_losses
 COLLECT_STEPS = 1000
 MOST_SAMPLED_VALUES = 1 << 16
 """Of one parameter, for its update ratio."""
+WATCH_SECONDS = 0.5
 
 
 def is_due(step: int, every_steps: int) -> bool:
@@ -200,6 +203,51 @@ class ShardDamage:
             f"step."
         )
         raise BadInputError(text) if world.is_first else PreemptedError(text)  # one process reports it for all
+
+
+class FolderWatch:
+    """What others change in the run's folder: a request to anneal, the lock of a run that was taken over.
+
+    Rank 0 looks. While it waits for a slow network disk all others would wait for it, so of several processes a thread
+    looks, every WATCH_SECONDS.
+    """
+
+    def __init__(self, prepared: Prepared, lock: RunLock) -> None:
+        self._prepared, self._lock = prepared, lock
+        self._request = prepared.run / ANNEAL_FILE
+        self.found = False
+        """Whether there was something when rank 0 last looked."""
+
+    def look(self) -> bool:
+        """Look now."""
+        self.found = self._is_anneal_requested() or not self._lock.is_held()
+        return self.found
+
+    def _is_anneal_requested(self) -> bool:
+        try:
+            return self._prepared.anneal is None and self._request.exists()
+        except OSError:  # of the disk; the next look may succeed
+            return False
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Let a thread look while the block runs, on rank 0 of several processes."""
+        world = self._prepared.world
+        if world.size == 1 or not world.is_first:
+            yield
+            return
+        ended = threading.Event()
+        thread = threading.Thread(target=self._watch, args=(ended,), name="z2a-folder", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join(WATCH_SECONDS)  # a disk that hangs must not hold up the end
+
+    def _watch(self, ended: threading.Event) -> None:
+        while not ended.wait(WATCH_SECONDS):
+            self.look()
 
 
 @contextmanager

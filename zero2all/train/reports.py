@@ -82,7 +82,6 @@ class StepReports:
     def __init__(self, prepared: Prepared, metrics: Run | None) -> None:
         self._prepared, self._metrics = prepared, metrics
         self.last: StepResult | None = None
-        self.stop_requested = False
         self.pause_ended()
         self._time_of_day = TimeOfDay(self._before, time.time())
         self._bytes_per_token = self._bytes_per_token_by_channel()
@@ -98,7 +97,6 @@ class StepReports:
         """Log a step; called in the order of steps."""
         config = self._prepared.config
         self.last = result
-        self.stop_requested = self.stop_requested or result.stop_requested
         # By the device's clock, so that it does not matter when the host reads the step.
         seconds, self._before = seconds_between(self._before, result.ended), result.ended
         ended_at = self._time_of_day.of(result.ended, result.ended_between)

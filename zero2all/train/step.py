@@ -29,8 +29,8 @@ PARTS = ("collate", "forward", "loss", "backward", "reduce", "optimizer")
 
 Mark = torch.cuda.Event | float
 """A point in time: an event in the stream of a GPU, or a reading of the host's clock."""
-HEAD = 4
-"""Figures before those of channels and rows: loss, norm, update refused, stop requested."""
+HEAD = 5
+"""Figures before those of channels and rows: loss, norm, update refused, stop requested, folder news."""
 
 
 class StepTimer:
@@ -110,6 +110,8 @@ class StepPlan:
     """(rows of this process,) the weight of each row, where shards are quarantined."""
     stop_requested: bool = False
     """Whether this process was asked to stop; the others learn it from the figures."""
+    folder_news: bool = False
+    """Whether this process, rank 0, found something in the run's folder; the others learn it from the figures."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,7 @@ class StepResult:
     lr: float
     updated: bool  # False when the update was refused: not finite, or beyond the limits
     stop_requested: bool  # whether any process was asked to stop
+    folder_news: bool  # whether rank 0 found something in the run's folder
     row_nats: np.ndarray  # summed loss of each row of the global batch
     row_counts: np.ndarray  # summed token weights of each row
     seconds: dict[str, float]  # time of each part
@@ -158,7 +161,7 @@ class PendingStep:
             now = time.time()
             between = (self.queued_at if was_over else now, now)
         figures = self.figures.numpy()
-        loss, norm, refused, stop = figures[:HEAD].tolist()
+        loss, norm, refused, stop, news = figures[:HEAD].tolist()
         sizes = (self.channels, self.channels, self.rows)
         nats, counts, row_nats, row_counts = np.split(figures[HEAD:], np.cumsum(sizes))
         channel_losses = [float(total / count) if count else None for total, count in zip(nats, counts, strict=True)]
@@ -171,6 +174,7 @@ class PendingStep:
             lr=self.lr,
             updated=not refused,
             stop_requested=bool(stop),
+            folder_news=bool(news),
             row_nats=row_nats,
             row_counts=row_counts,
             seconds=self.timer.seconds(),
@@ -226,6 +230,7 @@ def _forward_backward(
     counted = world.mesh.loss.sum(counts.sum(dtype=torch.float64)).clamp(min=1.0)
     figures = torch.zeros(HEAD + 2 * channels + 2 * rows, dtype=torch.float64, device=device)
     figures[3].fill_(plan.stop_requested)  # an assignment would copy the number and wait for the copy
+    figures[4].fill_(plan.folder_news)
     nats_at, counts_at = HEAD, HEAD + channels
     row_nats = torch.zeros(own_rows, dtype=torch.float64, device=device)
     micro = micro_rows(config, state.micro_batch_samples, seq_len)
@@ -302,7 +307,6 @@ def _judge_and_update(
     update(state, plan.lr, scale, refused)
     figures[0], figures[1] = loss, norm
     figures[2] = refused
-    figures[3] = (figures[3] > 0).double()
 
 
 def update(state: TrainState, lr: float, scale: Tensor, refused: Tensor) -> None:

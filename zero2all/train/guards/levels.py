@@ -72,7 +72,9 @@ class Windows:
         self._losses[present], self._shards[present] = longer.ravel().take(newest), origins.ravel().take(newest)
         # Where one shard has too many, choose again.
         limited = self._most_of_a_shard[groups] < NO_LIMIT
-        rows, shards = _distinct(rows[limited], shards[limited])
+        rows, shards = rows[limited], shards[limited]
+        _, firsts = np.unique(_pairs(rows, shards), return_index=True)
+        rows, shards = rows[firsts], shards[firsts]
         held = np.count_nonzero(origins[rows] == shards[:, None], axis=1)
         for row in np.unique(rows[held > self._most_of_a_shard[present[rows]]]).tolist():
             group = int(present[row])
@@ -80,15 +82,15 @@ class Windows:
 
     def levels(self, groups: np.ndarray, left_out: np.ndarray) -> Levels:
         """The level of each group without the rows of a shard (NO_SHARD: with all rows), (B,) each."""
-        # Rows whose shard is not in the window share a level: of many shards, most are not.
-        held = np.count_nonzero(self._shards[groups] == left_out[:, None], axis=1)
-        left_out = np.where(held > 0, left_out, NO_SHARD)
-        pairs = groups * (left_out.max(initial=NO_SHARD) + 2) + left_out
-        _, firsts, places = np.unique(pairs, return_index=True, return_inverse=True)
-        groups, left_out = groups[firsts], left_out[firsts, None]
-        values = self._losses[groups]
-        values[(self._shards[groups] == left_out) & (left_out != NO_SHARD)] = NOTHING
-        return _levels(values).of(places)
+        _, firsts, places = np.unique(_pairs(groups, left_out), return_index=True, return_inverse=True)
+        groups, left_out = groups[firsts], left_out[firsts]
+        is_left_out = (self._shards[groups] == left_out[:, None]) & (left_out != NO_SHARD)[:, None]
+        # Pairs whose shard is not in the window share a level: of many shards, most are not.
+        pairs = _pairs(groups, np.where(is_left_out.any(axis=1), left_out, NO_SHARD))
+        _, firsts, shared = np.unique(pairs, return_index=True, return_inverse=True)
+        values = self._losses[groups[firsts]]
+        values[is_left_out[firsts]] = NOTHING
+        return _levels(values).of(shared[places])
 
     def drop(self, group: int, shard: int) -> None:
         """Remove the rows of a shard."""
@@ -115,10 +117,9 @@ class Windows:
         self._losses[group, empty:], self._shards[group, empty:] = values[-WINDOW_ROWS:], origins[-WINDOW_ROWS:]
 
 
-def _distinct(groups: np.ndarray, shards: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Each pair of group and shard once."""
-    _, firsts = np.unique(groups * (shards.max(initial=NO_SHARD) + 2) + shards, return_index=True)
-    return groups[firsts], shards[firsts]
+def _pairs(groups: np.ndarray, shards: np.ndarray) -> np.ndarray:
+    """A number for each pair of group and shard."""
+    return np.asarray(groups * (shards.max(initial=NO_SHARD) + 2) + shards)
 
 
 def _newest_of_each(values: np.ndarray, origins: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:

@@ -20,7 +20,7 @@ from zero2all.packed.mixture import TrainingData
 
 @dataclass(frozen=True)
 class StepRows:
-    """The rows of one step, over all ranks, in the order of the global batch. B rows."""
+    """The rows of one step or of several in a row, over all ranks, in the order of the global batch. B rows."""
 
     first_token: int
     seq_len: int
@@ -47,8 +47,15 @@ class RowFinder:
         self._lookup = BlockLookup()
         self._indexes: dict[tuple[int, int], BestFitIndex] = {}
 
+    def is_one_stretch(self, tokens: tuple[int, int], following: tuple[int, int]) -> bool:
+        """Whether `rows` can look up both ranges of tokens as one: nothing between them, samples of one length."""
+        first, end = tokens
+        if first == end:
+            return True
+        return end == following[0] and self._data.segment_at(first) is self._data.segment_at(end)
+
     def rows(self, first_token: int, samples: int) -> StepRows:
-        """The rows of the global batch of `samples` samples that begins at `first_token`."""
+        """The rows of the global batch of `samples` samples that begins at `first_token`, or of several in a row."""
         data = self._data
         segment = data.segment_at(first_token)
         sources, indices = self._lookup(segment, segment.position_at(first_token), samples)

@@ -1,8 +1,14 @@
 """All guards of a run as one object with one state.
 
-The loop, on rank 0, calls `limits` before a step and `observe` when the values of a step have arrived, and carries out
-the action it returns. A rollback restores the statistics (the detector's window, those of the shards) but not the
-decisions (skipped data, quarantined shards), which are also written to the run's folder before they are carried out.
+The loop asks for limits and row weights before a step, calls `observe` when the values of a step have arrived, and
+carries out the action it returns. A rollback restores the statistics (the detector's window, those of the shards) but
+not the decisions (skipped data, quarantined shards), which are also written to the run's folder before they are carried
+out.
+
+Every process of a run has guards of its own, which come to the same verdicts, because they see the same values in the
+same order. They communicate only at the start and where there is something to decide: rank 0 reads the list of good
+checkpoints and writes the records, and an error there is raised on all ranks. So nothing that differs between ranks
+(time, files, the rank itself) may enter a verdict.
 """
 
 from __future__ import annotations
@@ -18,7 +24,8 @@ from zero2all.common import jsonio
 from zero2all.common.files import LARGEST_JSON_BYTES, read_regular, write_json
 from zero2all.config.training import GuardsConfig
 from zero2all.packed.mixture import TrainingData
-from zero2all.train.checkpoints.run_lock import Fence, no_fence
+from zero2all.parallel.world import World
+from zero2all.train.checkpoints.run_lock import Fence, behind, no_fence
 from zero2all.train.guards.detector import LAG_STEPS, Detector, Limits
 from zero2all.train.guards.findings import Finding
 from zero2all.train.guards.ledger import Quarantine, SkipLedger, keep_damaged
@@ -30,6 +37,9 @@ from zero2all.train.guards.shards import ShardWatch
 INCIDENTS_FOLDER = "incidents"
 QUARANTINE_FILE = "quarantine.json"
 STATE_FORMAT = 1
+ALONE = World()
+JUDGED_ROWS = 64
+"""Rows that shards are judged by at a time: for few rows it takes almost as long as for many."""
 
 
 class Observation(NamedTuple):
@@ -37,6 +47,49 @@ class Observation(NamedTuple):
 
     findings: list[Finding]
     action: Action
+
+
+NO_ROWS = np.zeros(0)
+
+
+class WaitingRows:
+    """The rows of consecutive steps that wait until shards are judged."""
+
+    def __init__(self) -> None:
+        self.tokens = (0, 0)
+        """Their first and end token; equal when there are none."""
+        self._nats: list[np.ndarray] = []
+        self._counts: list[np.ndarray] = []
+
+    def __len__(self) -> int:
+        return sum(map(len, self._nats))
+
+    def add(self, tokens: tuple[int, int], nats: np.ndarray, counts: np.ndarray) -> None:
+        """The rows of the next step."""
+        self.tokens = (self.tokens[0] if self._nats else tokens[0], tokens[1])
+        self._nats.append(nats)
+        self._counts.append(counts)
+
+    def values(self) -> tuple[np.ndarray, np.ndarray]:
+        """Sums of nats and of token weights of each row. Rows that are not finite weigh nothing: they are not judged,
+        and have no place in JSON."""
+        nats, counts = np.concatenate([NO_ROWS, *self._nats]), np.concatenate([NO_ROWS, *self._counts])
+        is_finite = np.isfinite(nats)
+        return np.where(is_finite, nats, 0.0), np.where(is_finite, counts, 0.0)
+
+    def state(self) -> dict[str, Any]:
+        """As plain values."""
+        nats, counts = self.values()
+        return {"tokens": list(self.tokens), "nats": nats.tolist(), "counts": counts.tolist()}
+
+    @staticmethod
+    def from_state(state: Mapping[str, Any] | None) -> WaitingRows:
+        """From the values of `state`; none for None."""
+        rows = WaitingRows()
+        if state is not None and state["nats"]:
+            first, end = state["tokens"]
+            rows.add((int(first), int(end)), np.array(state["nats"]), np.array(state["counts"]))
+        return rows
 
 
 class RunGuards:
@@ -50,16 +103,19 @@ class RunGuards:
         data: TrainingData | None = None,
         quarantine: str = "log",
         fence: Fence = no_fence,
+        world: World = ALONE,
     ) -> None:
-        """`data` None, or `quarantine: off`: shards are not judged. `fence` is checked before every write."""
-        self.folder, self._fence = run / INCIDENTS_FOLDER, fence
+        """Created by all ranks at the same point. `data` None, or `quarantine: off`: shards are not judged. `fence` is
+        checked before every write."""
+        self.folder, self._fence, self._world = run / INCIDENTS_FOLDER, fence, world
         self.detector = Detector(config, warmup_steps)
         self.policy = Policy(config)
-        self.ledger = SkipLedger.load(self.folder)
+        self.ledger = world.run_on_rank0(lambda: SkipLedger.load(self.folder))
         self.quarantine = Quarantine(quarantine)
         self._is_quarantine_damaged = False
         self.shards: ShardWatch | None = None
         self.finder: RowFinder | None = None
+        self._waiting = WaitingRows()
         if data is not None and quarantine != "off":
             counts = {split.name: len(split.shards) for split in data.splits}
             self.shards = ShardWatch(counts, data.channels, config.false_shard_alarms)
@@ -79,6 +135,12 @@ class RunGuards:
             loss_low=-math.inf if config.loss_drop == "log" else limits.loss_low,
         )
 
+    def row_weights(self, step: int, first_token: int, rows: int) -> np.ndarray | None:
+        """The loss weight of each row of `step`, whose global batch begins at `first_token`; None when all are 1."""
+        if self.finder is None or self.quarantine.mode != "auto" or not self.quarantine.shards:
+            return None
+        return self.quarantine.row_weights(self.finder.rows(first_token, rows), step)
+
     def observe(
         self,
         step: int,
@@ -90,33 +152,45 @@ class RunGuards:
         row_nats: np.ndarray | None = None,
         row_counts: np.ndarray | None = None,
     ) -> Observation:
-        """Judge a step, in order, and record the decision before returning it; `row_nats` are of the global batch."""
+        """Judge a step, in order, and record the decision before returning it; `row_nats` are of the global batch.
+        `checkpoints`, the steps of good ones, is called on rank 0 and only where something was found."""
         findings = self.detector.observe(step, loss, grad_norm, channel_losses, tokens)
-        action = self.policy.decide(step, findings, self.ledger, checkpoints() if findings else ())
+        good = self._world.run_on_rank0(checkpoints) if findings else ()
+        action = self.policy.decide(step, findings, self.ledger, good)
         if isinstance(action, SkipWindow | Rollback):
             if action.skip is not None:
                 self.ledger.add(action.skip)
-                self._fence()
-                self.ledger.save(self.folder)
+                self._world.run_on_rank0(lambda: behind(self._fence, lambda: self.ledger.save(self.folder)))
             return Observation(findings, action)  # a resumed run skips this step, so its rows must not count
-        if self.shards is not None and self.finder is not None and row_nats is not None and row_counts is not None:
-            # Found before the first step, or on an abandoned branch; applied from their step on, so that a resumed run
-            # finds the same.
-            for one in self.quarantine.shards:
-                if one.from_step <= step:
-                    self.shards.set_aside(one.source, one.shard, one.kind)
-            rows = self.finder.rows(tokens[0], len(row_nats))
-            named = self.shards.observe(step, rows, row_nats, row_counts, tokens)
-            findings += named
-            self.note_shards(named, step)
+        if self.finder is not None and row_nats is not None and row_counts is not None:
+            if not self.finder.is_one_stretch(self._waiting.tokens, tokens):
+                findings += self._judge_waiting(step, tokens)
+            self._waiting.add(tokens, row_nats, row_counts)
+            if len(self._waiting) >= JUDGED_ROWS:
+                findings += self._judge_waiting(step, tokens)
         return Observation(findings, action)
+
+    def _judge_waiting(self, step: int, tokens: tuple[int, int]) -> list[Finding]:
+        """Judge shards by the rows that wait."""
+        assert self.shards is not None, "there is a finder only where shards are judged"
+        assert self.finder is not None, "there is a finder only where shards are judged"
+        # Found before the first step, or on an abandoned branch; applied from their step on, so that a resumed run
+        # finds the same.
+        for one in self.quarantine.shards:
+            if one.from_step <= step:
+                self.shards.set_aside(one.source, one.shard, one.kind)
+        rows = self.finder.rows(self._waiting.tokens[0], len(self._waiting))
+        named = self.shards.observe(step, rows, *self._waiting.values(), tokens)
+        self._waiting = WaitingRows()
+        self.note_shards(named, step)
+        return named
 
     def note_shards(self, findings: Sequence[Finding], step: int) -> None:
         """Quarantine the shards in the findings of `step`, from the first step that cannot have begun yet."""
         from_step = step + LAG_STEPS
         added = [self.quarantine.add(finding, from_step) for finding in findings]
         if any(added):
-            self._save_quarantine()
+            self._world.run_on_rank0(self._save_quarantine)
 
     def _save_quarantine(self) -> None:
         self._fence()
@@ -125,6 +199,7 @@ class RunGuards:
     def restart(self) -> None:
         """A stage with other data begins: clear the statistics of the loss."""
         self.detector.restart()
+        self._waiting = WaitingRows()
         if self.shards is not None:
             self.shards.restart()
 
@@ -137,6 +212,7 @@ class RunGuards:
             "ledger": self.ledger.state(),
             "quarantine": self.quarantine.state(),
             "shards": None if self.shards is None else self.shards.state(),
+            "waiting_rows": self._waiting.state(),
         }
 
     def restore(self, state: Mapping[str, Any], step: int) -> list[str]:
@@ -150,6 +226,7 @@ class RunGuards:
         then.merge(self.ledger)
         self.ledger = then
         self.quarantine.merge(state["quarantine"])
+        self._waiting = WaitingRows.from_state(state.get("waiting_rows"))  # None in older checkpoints
         return [*self._mend_quarantine(), *self._restore_shards(state["shards"])]
 
     def _restore_shards(self, state: Mapping[str, Any] | None) -> list[str]:
@@ -165,23 +242,35 @@ class RunGuards:
         ]
 
     def _load_quarantine(self) -> None:
+        recorded = self._world.run_on_rank0(self._read_quarantine)
+        self._is_quarantine_damaged = recorded is None
+        self.quarantine.merge(recorded or ())
+
+    def _read_quarantine(self) -> list[dict[str, Any]] | None:
+        """The recorded shards; None when the record cannot be read."""
+        found = Quarantine(self.quarantine.mode)
         try:
             record = jsonio.loads(read_regular(self.folder / QUARANTINE_FILE, LARGEST_JSON_BYTES))
-            self.quarantine.merge(record["shards"])
+            found.merge(record["shards"])
         except FileNotFoundError:
-            return
+            return []
         except (OSError, KeyError, TypeError, ValueError):
-            self._is_quarantine_damaged = True
+            return None
+        return found.state()
 
     def _mend_quarantine(self) -> list[str]:
         """Write a list that could not be read again from the checkpoint, which has all shards up to its step."""
         if not self._is_quarantine_damaged:
             return []
         self._is_quarantine_damaged = False
-        self._fence()
         path = self.folder / QUARANTINE_FILE
-        keep_damaged(path)
-        self._save_quarantine()
+
+        def write_again() -> None:
+            self._fence()
+            keep_damaged(path)
+            self._save_quarantine()
+
+        self._world.run_on_rank0(write_again)
         return [
             f"{path} could not be read and was written again: {len(self.quarantine.shards)} shards that the checkpoint "
             f"holds. Later ones will be found again."

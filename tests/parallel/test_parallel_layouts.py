@@ -1,0 +1,138 @@
+"""Every way of spreading a model gives the run of one process; every layout resumes from every other."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from tests.parallel import layouts
+from zero2all.config import load_config
+from zero2all.limits.communication import communication_per_step
+from zero2all.limits.memory import MemorySettings
+from zero2all.ops.footprint import Footprint
+from zero2all.parallel.buckets import plan_buffers
+from zero2all.parallel.layout import layout_table
+from zero2all.parallel.world import World
+from zero2all.train.optimizers.factory import cut_of
+
+SIX = ["replicate", "ZeRO-1", "ZeRO-2", "ZeRO-3", "hybrid ZeRO-1", "hybrid ZeRO-3"]
+"""Layouts that are saved and resumed."""
+COLLECTIVES = {"all-reduce": "allreduce", "reduce-scatter": "reduce_scatter", "all-gather": "allgather"}
+
+
+def assert_like_one_process(found, optimizer, steps, tied=False):
+    alone = layouts.course(World(), optimizer, tied, steps)
+    for (loss, norm), (exact_loss, exact_norm) in zip(found["figures"], alone["figures"], strict=True):
+        assert loss == pytest.approx(exact_loss, rel=1e-9)
+        assert norm == pytest.approx(exact_norm, rel=1e-9)
+    assert found["tensors"].keys() == alone["tensors"].keys()
+    for name, value in alone["tensors"].items():
+        torch.testing.assert_close(found["tensors"][name], value, rtol=1e-9, atol=1e-9, msg=name)
+
+
+@pytest.fixture(scope="module")
+def of_two(warm, tmp_path_factory):
+    """A few layouts and optimizers in one group of two processes; the rest is in `make layouts`."""
+    cases = {
+        "replicate": {"optimizer": "lion", "zero": 0},
+        "ZeRO-1": {"optimizer": "adamw", "zero": 1},
+        "ZeRO-2": {"optimizer": "muon", "zero": 2},
+        "tied": {"optimizer": "adafactor", "zero": 1, "tied": True},
+    }
+    return layouts.run(warm, tmp_path_factory.mktemp("two"), 2, {n: {**c, "steps": 4} for n, c in cases.items()})
+
+
+@pytest.mark.parametrize(
+    ("case", "optimizer"), [("replicate", "lion"), ("ZeRO-1", "adamw"), ("ZeRO-2", "muon"), ("tied", "adafactor")]
+)
+def test_two_processes_train_like_one(of_two, case, optimizer):
+    assert_like_one_process(of_two[case], optimizer, 4, tied=case == "tied")
+
+
+def test_states_are_cut_and_bytes_are_those_of_the_formula(of_two):
+    table = layout_table(layouts.MODEL)
+    length = plan_buffers(table, 2, int(0.002e6) // 8).length
+    for name, zero in (("replicate", 0), ("ZeRO-1", 1)):
+        settings = MemorySettings(
+            layouts.SEQ_LEN, layouts.MICRO, {"optimizer": Footprint()}, precision="float64", zero=zero,
+            replicate=1 if zero else 2, shard=2 if zero else 1, passes=2,
+        )  # fmt: skip
+        padded = length if zero else plan_buffers(table, 1, int(0.002e6) // 8).length
+        figures = 4 + 2 * layouts.CHANNELS + 2 * layouts.SAMPLES + 1  # and the number of tokens that count
+        expected: dict[str, float] = {}
+        for one in communication_per_step(layouts.MODEL, settings, figures, padded):
+            kind = COLLECTIVES[one.collective]
+            expected[kind] = expected.get(kind, 0) + one.given
+        assert of_two[name]["sent"] == expected
+    whole = of_two["replicate"]["own_bytes_by_rank"]
+    assert whole[0] == whole[1]
+    assert sum(of_two["ZeRO-1"]["own_bytes_by_rank"]) == 2 * whole[0], "two moments instead of one, each once"
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit", "muon", "adafactor"])
+@pytest.mark.parametrize("shards", [2, 4, 8])
+def test_owners_of_the_1b_model_hold_about_the_same(optimizer, shards):
+    config = load_config("z2all-1b", ["--model.vocab_size", "64000"]).model
+    table = layout_table(config)
+    plan = plan_buffers(table, shards, 32_000_000, lambda one: cut_of(optimizer, one))
+    own = [sum(b.borders[r + 1] - b.borders[r] for b in plan.buckets) for r in range(shards)]
+    assert sum(own) == plan.length
+    equal = sum(one.numel for one in table) / shards
+    tolerance = 1.02 if optimizer in ("adamw", "adamw_8bit") else 1.1  # matrices of 12 M values have one owner each
+    assert max(own) <= tolerance * equal
+
+
+def test_six_layouts_resume_from_each_other(warm, tmp_path):
+    arguments = {"folder": str(tmp_path / "runs"), "layouts": SIX, "every": False}
+    found = layouts.run(warm, tmp_path, 4, {"pairs": arguments})["pairs"]
+    del found["own_bytes_by_rank"]
+    assert len(found) == 6
+    for name, (differ, loss) in found.items():
+        assert differ == [], name
+        assert loss < 1e-9, name
+
+
+# ---- make layouts ----
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_table_of_all_layouts_and_optimizers(warm, tmp_path, size, capsys, monkeypatch):
+    monkeypatch.setattr("tests.processes.LONG_SECONDS", 1200.0)
+    names = [name for name in layouts.LAYOUTS if size == 4 or not name.startswith("hybrid")]
+    cases = {
+        f"{name}, {optimizer}": {"optimizer": optimizer, **layouts.LAYOUTS[name]}
+        for name, optimizer in itertools.product(names, layouts.OPTIMIZERS)
+    }
+    found = layouts.run(warm, tmp_path, size, cases)
+    alone = {optimizer: layouts.course(World(), optimizer) for optimizer in layouts.OPTIMIZERS}
+    with capsys.disabled():
+        print(f"\n{size} processes, float64, {layouts.STEPS} steps: largest relative difference to one process")
+        print(f"{'':18}" + "".join(f"{optimizer:>12}" for optimizer in layouts.OPTIMIZERS))
+        for name in names:
+            errors = [
+                max(
+                    abs(mine - exact) / abs(exact)
+                    for mine, exact in zip(
+                        itertools.chain(*found[f"{name}, {optimizer}"]["figures"]),
+                        itertools.chain(*alone[optimizer]["figures"]),
+                        strict=True,
+                    )
+                )
+                for optimizer in layouts.OPTIMIZERS
+            ]
+            print(f"{name:18}" + "".join(f"{error:12.1e}" for error in errors))
+    for name, case in cases.items():
+        assert_like_one_process(found[name], case["optimizer"], layouts.STEPS)
+
+
+@pytest.mark.slow
+def test_every_layout_resumes_from_every_other(warm, tmp_path, monkeypatch):
+    monkeypatch.setattr("tests.processes.LONG_SECONDS", 1200.0)
+    arguments = {"folder": str(tmp_path / "runs"), "layouts": SIX, "every": True}
+    found = layouts.run(warm, tmp_path, 4, {"pairs": arguments})["pairs"]
+    del found["own_bytes_by_rank"]
+    assert len(found) == 36
+    assert all(differ == [] and loss < 1e-9 for differ, loss in found.values()), found
