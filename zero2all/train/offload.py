@@ -36,6 +36,7 @@ from zero2all.common.errors import DiskError, UsageError
 from zero2all.common.files import human_bytes
 from zero2all.ops.gradient_sink import GradientSink
 from zero2all.parallel.config import ParallelConfig
+from zero2all.parallel.device import local_processes
 
 PIECE_VALUES = 1 << 24
 """Values that travel at once: long copies, and 100 MB of pinned memory for each piece."""
@@ -85,7 +86,9 @@ def _zeros_in_file(path: Path, count: int, dtype: torch.dtype) -> Tensor:
         if size > free:
             raise OSError("it does not fit")
         with path.open("xb") as file:
-            os.posix_fallocate(file.fileno(), 0, size)  # a full disk is found here, not in the middle of the run
+            file.truncate(size)
+            if hasattr(os, "posix_fallocate"):  # a full disk is found here, not in the middle of the run
+                os.posix_fallocate(file.fileno(), 0, size)
         storage = torch.UntypedStorage.from_file(str(path), True, size)
     except OSError as error:
         raise DiskError(
@@ -179,7 +182,7 @@ class HostPipeline:
         self._coming, self._going = (torch.cuda.Stream(device) if travels else None for _ in range(2))
         self._figures = torch.zeros(2, dtype=torch.float64, pin_memory=device.type == "cuda")
         """Factor on the gradients, and whether the step is refused."""
-        start = _leave_a_core if device.type == "cuda" else None
+        start = _take_own_cores if device.type == "cuda" else None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="offload", initializer=start)
         self._job: _Job | None = None
         self._running: Future[None] | None = None
@@ -344,10 +347,10 @@ class HostPipeline:
         return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
-def _leave_a_core() -> None:
-    """The thread that queues kernels and reads figures keeps one core busy. Of threads that share the work evenly, the
-    one beside it would be late, and all others would wait for it."""
-    torch.set_num_threads(max(1, torch.get_num_threads() - 1))
+def _take_own_cores() -> None:
+    """Processes of one machine share its cores, and in each the thread that queues kernels keeps one busy. Of threads
+    that share the work evenly, the one beside it would be late, and all others would wait for it."""
+    torch.set_num_threads(max(1, torch.get_num_threads() // local_processes() - 1))
 
 
 class LateSink(GradientSink):
