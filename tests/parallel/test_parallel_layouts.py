@@ -16,6 +16,7 @@ from zero2all.parallel.buckets import plan_buffers
 from zero2all.parallel.layout import layout_table
 from zero2all.parallel.world import World
 from zero2all.train.optimizers.factory import cut_of
+from zero2all.train.step import HEAD
 
 SIX = ["replicate", "ZeRO-1", "ZeRO-2", "ZeRO-3", "hybrid ZeRO-1", "hybrid ZeRO-3"]
 """Layouts that are saved and resumed."""
@@ -60,7 +61,7 @@ def test_states_are_cut_and_bytes_are_those_of_the_formula(of_two):
             replicate=1 if zero else 2, shard=2 if zero else 1, passes=2,
         )  # fmt: skip
         padded = length if zero else plan_buffers(table, 1, int(0.002e6) // 8).length
-        figures = 4 + 2 * layouts.CHANNELS + 2 * layouts.SAMPLES + 1  # and the number of tokens that count
+        figures = HEAD + 2 * layouts.CHANNELS + 2 * layouts.SAMPLES + 1  # and the number of tokens that count
         expected: dict[str, float] = {}
         for one in communication_per_step(layouts.MODEL, settings, figures, padded):
             kind = COLLECTIVES[one.collective]
