@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import pytest
@@ -36,8 +37,8 @@ def small_pieces():
 
 @pytest.fixture(scope="module")
 def plain():
-    """One process without offload."""
-    return course(World(), "adamw")
+    """One process without offload, by the number of steps."""
+    return functools.cache(lambda steps: course(World(), "adamw", steps=steps))
 
 
 def new(dtype=torch.float32, recompute="none", **parallel):
@@ -66,22 +67,23 @@ def assert_same(found, expected):
 # ---- exactness ----
 
 
-@pytest.mark.parametrize("kind", ["optimizer", "optimizer_disk"])
-def test_one_process_comes_to_the_same_weights_and_moments(plain, kind, tmp_path):
-    assert_equal_course(course(World(), "adamw", offload=kind, offload_folder=str(tmp_path)), plain)
+@pytest.mark.parametrize(("kind", "steps"), [("optimizer", 20), ("optimizer_disk", 4)])
+def test_one_process_comes_to_the_same_weights_and_moments(plain, kind, steps, tmp_path):
+    found = course(World(), "adamw", steps=steps, offload=kind, offload_folder=str(tmp_path))
+    assert_equal_course(found, plain(steps))
     assert list(tmp_path.iterdir()) == []  # the files have no names
 
 
-def test_two_processes_come_to_the_same(warm: WarmProcess, tmp_path):
+def test_two_processes_come_to_the_same(plain, warm: WarmProcess, tmp_path):
     late = {"offload": "optimizer", "offload_one_step_late": True}
     cases = {f"ZeRO-{zero}": {"zero": zero, "offload": "optimizer"} for zero in (0, 1, 2)}
     cases |= {f"late ZeRO-{zero}": {"zero": zero, **late} for zero in (1, 2)}
     cases["weights"] = {"offload": "weights", "recompute": "full"}
-    common = {"optimizer": "adamw", "steps": 5}  # `make layouts` trains 20
+    common = {"optimizer": "adamw", "steps": 4}
     found = layouts.run(warm, tmp_path, 2, {name: {**common, **each} for name, each in cases.items()})
-    one_process, one_process_late = course(World(), **common), course(World(), **common, **late)
+    one_process_late = course(World(), **common, **late)
     for name, each in found.items():
-        assert_equal_course(each, one_process_late if "late" in name else one_process)
+        assert_equal_course(each, one_process_late if "late" in name else plain(4))
 
 
 def test_float32_is_close_to_torch_s_kernel_on_the_device():
@@ -200,9 +202,9 @@ def test_an_error_of_the_worker_reaches_the_step():
 # ---- streamed weights ----
 
 
-@pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_weights_that_come_block_by_block_train_the_same(plain, recompute):
-    assert_equal_course(course(World(), "adamw", offload="weights", recompute=recompute), plain)
+@pytest.mark.parametrize(("recompute", "steps"), [("full", 20), ("selective", 4)])
+def test_weights_that_come_block_by_block_train_the_same(plain, recompute, steps):
+    assert_equal_course(course(World(), "adamw", steps=steps, offload="weights", recompute=recompute), plain(steps))
 
 
 @pytest.mark.parametrize(("dtype", "bytes_a_value"), [(torch.bfloat16, 16), (torch.float32, 16)])
