@@ -247,7 +247,7 @@ def _cross_problems(config: RunConfig, known: list[Problem]) -> list[Problem]:
         return not troubled.intersection(sections) and (len(sections) == 1 or every_section_is_known)
 
     found: list[Problem] = []
-    for name in ("data", "tokenizer", "model", "optim", "train"):
+    for name in ("data", "tokenizer", "model", "optim", "train", "parallel"):
         if sound(name):
             found.extend(getattr(config, name).problems(name))
     if sound("stages"):
