@@ -216,6 +216,7 @@ OLD_NAMES = {
     "schedule": {"lr_min_share": 0.2},
     "stages": [{"name": "end", "from_step": 5000, "schedule": {"lr_min_share": 0.0}}],
     "ops": {"linear": "into32"},
+    "parallel": {"data": "shard"},
 }
 
 
@@ -223,6 +224,8 @@ def test_a_field_or_choice_by_its_old_name_is_answered_with_the_new_one(tmp_path
     assert problems_of(OLD_NAMES) == [
         "ops.linear: got 'into32', expected one of 'auto', 'plain', 'fp32_wgrad', 'fp8'. "
         "It is called `fp32_wgrad` now.",
+        "parallel.data: got 'shard', expected a field of `parallel`. "
+        "It is `parallel.zero` now: 0 is what replicate was, 3 what shard was.",
         "schedule.lr_min_share: got 0.2, expected a field of `schedule`. It is called `min_lr_ratio` now.",
         "stages[0].schedule.lr_min_share: got 0.0, expected a field of `stages[0].schedule`. "
         "It is called `min_lr_ratio` now.",
@@ -236,7 +239,7 @@ def test_the_config_that_a_run_of_an_earlier_version_kept_is_understood(tmp_path
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(OLD_NAMES))
     config = load_config(path)
-    assert (config.schedule.min_lr_ratio, config.ops.linear) == (0.2, "fp32_wgrad")
+    assert (config.schedule.min_lr_ratio, config.ops.linear, config.parallel.zero) == (0.2, "fp32_wgrad", 3)
     assert config.stages[0].schedule is not None
     assert config.stages[0].schedule.min_lr_ratio == 0.0
 

@@ -214,6 +214,9 @@ def _is_kept_by_run(path: Path) -> bool:
 
 def _with_new_name(problem: Problem) -> Problem | None:
     """A field or choice by the name it had in an earlier version: say the new one. None for any other problem."""
+    if problem.field == "parallel.data":
+        hint = "It is `parallel.zero` now: 0 is what replicate was, 3 what shard was."
+        return dataclasses.replace(problem, hint=hint)
     if isinstance(problem, UnknownName):
         new = RENAMED_FIELDS.get(problem.field.rpartition(".")[2])
     else:
@@ -244,7 +247,7 @@ def _cross_problems(config: RunConfig, known: list[Problem]) -> list[Problem]:
         return not troubled.intersection(sections) and (len(sections) == 1 or every_section_is_known)
 
     found: list[Problem] = []
-    for name in ("data", "tokenizer", "model", "optim", "train"):
+    for name in ("data", "tokenizer", "model", "optim", "train", "parallel"):
         if sound(name):
             found.extend(getattr(config, name).problems(name))
     if sound("stages"):

@@ -1,0 +1,46 @@
+"""The sizes of the mesh from the config, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from zero2all.common.errors import UsageError
+from zero2all.config import ConfigError, config_from_values
+from zero2all.parallel.config import ParallelConfig
+
+
+@pytest.mark.parametrize(
+    ("fields", "processes", "sizes"),
+    [
+        ({}, 1, (1, 1)),
+        ({}, 8, (8, 1)),
+        ({"zero": 1}, 8, (1, 8)),
+        ({"zero": 3, "shard": 2}, 8, (4, 2)),
+        ({"zero": 2, "replicate": 2}, 8, (2, 4)),
+        ({"zero": 1, "replicate": 2, "shard": 4}, 8, (2, 4)),
+        ({"zero": 3}, 1, (1, 1)),
+    ],
+)
+def test_auto_takes_what_is_left(fields, processes, sizes):
+    assert ParallelConfig(**fields).sizes(processes) == sizes
+
+
+@pytest.mark.parametrize(
+    ("fields", "processes", "product"),
+    [
+        ({"zero": 1, "shard": 2}, 3, "1 x 2 = 2 processes, but the run has 3"),
+        ({"replicate": 2}, 3, "2 x 1 = 2 processes, but the run has 3"),
+        ({"zero": 3, "replicate": 4, "shard": 4}, 8, "4 x 4 = 16 processes, but the run has 8"),
+    ],
+)
+def test_a_mesh_that_is_not_the_number_of_processes_is_refused(fields, processes, product):
+    with pytest.raises(UsageError, match=product):
+        ParallelConfig(**fields).sizes(processes)
+
+
+def test_settings_that_contradict_each_other_are_reported_together():
+    parallel = {"zero": 0, "shard": 4, "offload_one_step_late": True}
+    with pytest.raises(ConfigError, match=r"(?s)parallel.shard: got 4.*parallel.offload_one_step_late: got True"):
+        config_from_values({"parallel": parallel}, "of a test")
+    with pytest.raises(ConfigError, match=r"parallel.offload: got 'optimizer'.*zero 0, 1 or 2"):
+        config_from_values({"parallel": {"zero": 3, "offload": "optimizer"}}, "of a test")

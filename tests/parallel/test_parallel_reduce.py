@@ -1,0 +1,99 @@
+"""Gradients are sent by bucket while the backward pass still computes, in one order, once a step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.parallel.layouts import MODEL
+from zero2all.model.z2all import Z2all
+from zero2all.ops.config import OpsConfig
+from zero2all.ops.registry import resolve
+from zero2all.parallel import reduce
+from zero2all.parallel.layout import init_weights
+from zero2all.parallel.mesh import Axis, Mesh
+from zero2all.train.weights import FlatWeights
+
+TWO = Mesh(replicate=Axis(0, 2), batch=Axis(0, 2))
+"""The first of two replicas; nothing here reaches a second one."""
+
+
+class Link:
+    """In place of torch's collectives: what was sent, and what had happened by then."""
+
+    def __init__(self, monkeypatch):
+        self.events, self.sent = [], []
+        monkeypatch.setattr(reduce.dist, "all_reduce", self.all_reduce)
+
+    def all_reduce(self, values, group=None, async_op=False):  # noqa: ARG002
+        self.events.append("sent")
+        self.sent.append((values, values.clone()))
+        return self
+
+    def wait(self):
+        self.events.append("waited")
+
+
+def make(link, overlaps=True, **options):
+    model = Z2all(MODEL, resolve(OpsConfig(), "cpu"))
+    init_weights(model, 1)
+    weights = FlatWeights(model, torch.float32, mesh=TWO, bucket_bytes=8000, overlaps=overlaps, **options)
+    model.embedding.weight.register_hook(lambda _gradient: link.events.append("embedding"))  # before it is added
+    return model, weights
+
+
+def run_pass(model, weights, is_last):
+    ids = torch.arange(18).view(2, 9) % 60
+    weights.begin_pass(is_last)
+    model.loss(ids[:, :-1], ids[:, 1:])[0].backward()
+    weights.end_pass()
+
+
+def test_all_buckets_but_the_last_are_on_their_way_before_the_backward_pass_ends(monkeypatch):
+    link = Link(monkeypatch)
+    model, weights = make(link)
+    run_pass(model, weights, is_last=True)
+    count = len(weights.plan.buckets)
+    assert count >= 4
+    before_the_end = link.events[: link.events.index("embedding")]
+    assert before_the_end == ["sent"] * (count - 1)
+    assert link.events[count:] == ["sent"] + ["waited"] * count
+
+
+def test_buckets_go_from_the_end_of_the_model_to_its_beginning_with_their_final_values(monkeypatch):
+    link = Link(monkeypatch)
+    model, weights = make(link)
+    run_pass(model, weights, is_last=True)
+    spans = [weights.plan.buckets[number].span for number in weights.plan.backward_order]
+    assert [values.storage_offset() for values, _ in link.sent] == [span.start for span in spans]
+    for values, as_sent in link.sent:
+        assert torch.equal(values, as_sent), "nothing is added after it was sent"
+    assert weights.plan.buckets[weights.plan.backward_order[0]].kind == "head"
+    assert weights.plan.buckets[weights.plan.backward_order[-1]].kind == "embedding"
+
+
+def test_only_the_last_pass_of_a_step_sends_and_it_sends_the_sum_of_all(monkeypatch):
+    link = Link(monkeypatch)
+    model, weights = make(link)
+    run_pass(model, weights, is_last=False)
+    assert link.events == ["embedding"]
+    first = weights.gradients.clone()
+    run_pass(model, weights, is_last=True)
+    torch.testing.assert_close(weights.gradients, 2 * first)
+    assert len(link.sent) == len(weights.plan.buckets)
+
+
+def test_without_overlap_everything_is_sent_after_the_backward_pass(monkeypatch):
+    link = Link(monkeypatch)
+    model, weights = make(link, overlaps=False)
+    run_pass(model, weights, is_last=True)
+    assert link.events[:2] == ["embedding", "sent"]
+
+
+def test_a_gradient_that_changes_after_it_was_sent_is_an_error(monkeypatch):
+    link = Link(monkeypatch)
+    model, weights = make(link)
+    weights.begin_pass(True)
+    model.head.weight.sum().backward()
+    with pytest.raises(RuntimeError, match=r"head\.weight changed after it was sent"):
+        model.head.weight.sum().backward()
