@@ -114,9 +114,10 @@ def test_a_refused_step_leaves_no_trace_and_its_gradients_are_gone(config, slow_
 
 def test_the_host_does_not_wait_for_the_device_to_start_an_update(config):
     state, *_ = state_of(config, "bfloat16", offload="optimizer")
+    scale, refused = torch.tensor(1.0, device="cuda"), torch.tensor(False, device="cuda")  # these copies wait
     ended = torch.cuda.Event()
     torch.cuda._sleep(100 * CYCLES)
     ended.record()
-    state.optimizer.step(torch.tensor(1.0, device="cuda"), torch.tensor(False, device="cuda"))
+    state.optimizer.step(scale, refused)
     assert not ended.query()
     state.weights.settle()

@@ -127,9 +127,9 @@ class MemorySettings:
 
     @property
     def has_split_masters(self) -> bool:
-        """Whether a bfloat16 weight is the upper half of its master: our AdamW (`zero2all.ops.split_master`),
-        and that on the host."""
-        splits = (self.offload != "none" or self.operators["optimizer"].splits_masters) and not self.is_fsdp
+        """Whether a bfloat16 weight is the upper half of its master: our AdamW (`zero2all.ops.split_master`), but not
+        that on the host."""
+        splits = self.operators["optimizer"].splits_masters and self.offload == "none" and not self.is_fsdp
         return self.precision == "bfloat16" and self.optimizer == "adamw" and splits
 
     @property

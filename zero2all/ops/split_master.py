@@ -31,22 +31,3 @@ def join(nearest: Tensor, remainder: Tensor) -> Tensor:
     """(bfloat16, int16 remainder) -> float32, every bit as it was."""
     bits = (nearest.view(torch.int16).to(torch.int32) << 16) + remainder
     return bits.view(torch.float32)
-
-
-def join_into(masters: Tensor, spare: Tensor, nearest: Tensor, remainder: Tensor) -> None:
-    """The same into float32 `masters`, without new memory: few passes over a chunk that stays in the caches of a CPU.
-    `spare`: int32, as long."""
-    bits = masters.view(torch.int32)
-    bits.copy_(remainder)
-    spare.copy_(nearest.view(torch.int16))
-    bits.add_(spare, alpha=1 << 16)
-
-
-def split_into(masters: Tensor, nearest: Tensor, remainder: Tensor) -> None:
-    """`split` without new memory; `masters` are used up. The remainder is the lower half of the bits as it stands. NaNs
-    made by arithmetic have a lower half of zero, so that they need no case of their own."""
-    bits = masters.view(torch.int32)
-    remainder.copy_(bits)  # keeps the lower 16 bits
-    bits.add_(0x8000)
-    bits.bitwise_right_shift_(16)
-    nearest.view(torch.int16).copy_(bits)

@@ -2,8 +2,7 @@
 
 The device keeps the low-precision weights and the float32 gradients. An update goes over the buckets piece by piece:
 
-    device -> host   the gradients of a piece, times the clipping factor (and, where masters are split, its weights);
-                     then the gradients of the bucket are set to zero
+    device -> host   the gradients of a piece, times the clipping factor; then those of the bucket are set to zero
     host             AdamW on all cores (`zero2all.train.optimizers.host_adamw`)
     host -> device   the new low-precision weights
 
@@ -166,14 +165,12 @@ class HostPipeline:
         self,
         buckets: Sequence[HostBucket],
         forward_order: Sequence[int],
-        splits: bool,
         late: Tensor | None,
         device: torch.device,
     ) -> None:
-        """`splits`: an update needs the low-precision weights too. `late`: host memory for the new low-precision
-        weights, for updates one step late. `device`: where the model computes; the buckets are there too, or on the
-        host (`zero2all.train.streamed`), where nothing has to travel."""
-        self._buckets, self._splits, self.late = buckets, splits, late
+        """`late`: host memory for the new low-precision weights, for updates one step late. `device`: where the model
+        computes; the buckets are there too, or on the host (`zero2all.train.streamed`), where nothing has to travel."""
+        self._buckets, self.late = buckets, late
         self._order = tuple(forward_order)
         self._device = device
         values = min(PIECE_VALUES, max(bucket.gradients.numel() for bucket in buckets))
@@ -282,8 +279,6 @@ class HostPipeline:
                 self._coming.wait_event(slot.left)
             gradient = bucket.gradients[piece.inner].mul_(job.scale)
             slot.gradient[:length].copy_(gradient, non_blocking=True)
-            if self._splits and self.late is None:
-                slot.weights[:length].copy_(bucket.weights[piece.inner], non_blocking=True)
             slot.came = _mark(self._coming)
             if piece.is_last:
                 bucket.cleared.zero_()

@@ -146,7 +146,8 @@ def new_state(
             with_masters=optim.kind != "adamw_bf16",
             split_masters=is_fast
             and dtype == torch.bfloat16
-            and (offloads or model.ops.footprints["optimizer"].splits_masters),
+            and model.ops.footprints["optimizer"].splits_masters
+            and not offloads,
             mesh=mesh,
             zero=parallel.zero if mesh.batch.size > 1 else 0,
             bucket_bytes=parallel.bucket_mb * 1e6,

@@ -58,8 +58,8 @@ class StreamedWeights(FlatWeights):
         if device.type == "cuda":
             _pin(self, self.weights)
         self.masters = self.weights
-        if self.split_masters or self.dtype != wide:
-            self.masters = self.host_zeros("masters", length, torch.int16 if self.split_masters else wide)
+        if self.dtype != wide:
+            self.masters = self.host_zeros("masters", length, wide)
         self.gradients = self.host_zeros("gradients", length, wide)
         self._added = HostGradients(self.gradients, self.own_at, device)
         self._tables_on_device = {

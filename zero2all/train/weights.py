@@ -120,7 +120,7 @@ class FlatWeights:
             for number, (own, at) in enumerate(zip(self.own, self.own_at, strict=True))
         ]
         late = self.host_zeros("late", self.own_length, self.dtype) if one_step_late else None
-        return HostPipeline(buckets, self._forward_order, self.split_masters, late, self.device)
+        return HostPipeline(buckets, self._forward_order, late, self.device)
 
     def _all_gradients(self, number: int) -> Tensor:
         """What this process holds of the gradients of a bucket."""
@@ -254,7 +254,7 @@ class FlatWeights:
             return
         with torch.no_grad():
             for at, own, gradient in self._chunks():
-                gradient.copy_(join(self.weights[at], self.masters[own].to(gradient.device)))
+                gradient.copy_(join(self.weights[at], self.masters[own]))
             try:
                 yield self.parts(self.gradients)
             finally:

@@ -1,8 +1,8 @@
 """AdamW in host memory, for `parallel.offload`: the same contract as `flat_adamw`, updated by `zero2all.train.offload`.
 
-Masters and moments of the own ranges lie on the host. The update works in chunks that stay in the caches: a split
-master (`zero2all.ops.split_master`) is joined, updated by torch's fused kernel and split again before it leaves them.
-State with bfloat16 weights: 10 bytes a parameter (2 of the master, 8 of the moments); else 12, or 24 in float64.
+Masters and moments of the own ranges lie on the host, and torch's fused kernel updates a piece of them in one pass on
+all cores. Masters are whole float32 numbers, not split (`zero2all.ops.split_master`): joining and splitting them takes
+longer here than the update itself. State: 12 bytes a parameter, 24 in float64.
 """
 
 from __future__ import annotations
@@ -13,14 +13,10 @@ import torch
 from torch import Tensor
 
 from zero2all.config.training import OptimConfig
-from zero2all.ops.split_master import join_into, split_into
 from zero2all.parallel.parts import Part
 from zero2all.train.optimizers.base import STEP_NAME, decay_of
 from zero2all.train.optimizers.flat_adamw import MOMENTS
 from zero2all.train.weights import FlatWeights
-
-CHUNK_VALUES_PER_THREAD = 1 << 17
-"""Five tensors of this many values are 2.5 MB: about the second-level cache of a core."""
 
 
 class HostAdamW:
@@ -36,9 +32,6 @@ class HostAdamW:
         dtype = weights.gradients.dtype
         self.firsts, self.seconds = (weights.host_zeros(name, weights.own_length, dtype) for name in MOMENTS)
         self.updates = torch.zeros((), dtype=torch.float32)
-        self._chunk = CHUNK_VALUES_PER_THREAD * torch.get_num_threads()
-        scratch = min(self._chunk, weights.own_length) if weights.split_masters else 0
-        self._joined, self._spare = torch.empty(scratch), torch.empty(scratch, dtype=torch.int32)
         self._kinds = [bucket.kind for bucket in weights.plan.buckets]
         self._rate = 0.0
 
@@ -64,23 +57,13 @@ class HostAdamW:
 
     def update(self, bucket: int, at: slice, gradient: Tensor, weights: Tensor, rate: float) -> None:
         """One piece, by the worker of the pipeline: masters and moments `at`, new low-precision `weights`."""
-        own, config, kind = self._weights, self._config, self._kinds[bucket]
-        for first in range(0, gradient.numel(), self._chunk):
-            here = slice(first, min(first + self._chunk, gradient.numel()))
-            there = slice(at.start + here.start, at.start + here.stop)
-            masters = own.masters[there]
-            if own.split_masters:
-                masters = self._joined[: here.stop - here.start]
-                join_into(masters, self._spare[: len(masters)], weights[here], own.masters[there])
-            torch._fused_adamw_(
-                [masters], [gradient[here]], [self.firsts[there]], [self.seconds[there]], [], [self.updates],
-                lr=rate * config.lr_multipliers.get(kind, 1.0), beta1=config.beta1, beta2=config.beta2,
-                weight_decay=decay_of(kind, config), eps=config.eps, amsgrad=False, maximize=False,
-            )  # fmt: skip
-            if own.split_masters:
-                split_into(masters, weights[here], own.masters[there])
-            else:
-                weights[here] = masters
+        masters, config, kind = self._weights.masters[at], self._config, self._kinds[bucket]
+        torch._fused_adamw_(
+            [masters], [gradient], [self.firsts[at]], [self.seconds[at]], [], [self.updates],
+            lr=rate * config.lr_multipliers.get(kind, 1.0), beta1=config.beta1, beta2=config.beta2,
+            weight_decay=decay_of(kind, config), eps=config.eps, amsgrad=False, maximize=False,
+        )  # fmt: skip
+        weights.copy_(masters)
 
 
 @dataclass(frozen=True)
