@@ -66,7 +66,7 @@ def assert_same(found, expected):
 # ---- exactness ----
 
 
-@pytest.mark.parametrize(("kind", "steps"), [("optimizer", 20), ("optimizer_disk", 4)])
+@pytest.mark.parametrize(("kind", "steps"), [("optimizer", 8), ("optimizer_disk", 4)])
 def test_one_process_comes_to_the_same_weights_and_moments(plain, kind, steps, tmp_path):
     found = course(World(), "adamw", steps=steps, offload=kind, offload_folder=str(tmp_path))
     assert_equal_course(found, plain(steps))
@@ -188,7 +188,7 @@ def test_an_error_of_the_worker_reaches_the_step():
 # ---- streamed weights ----
 
 
-@pytest.mark.parametrize(("recompute", "steps"), [("full", 20), ("selective", 4)])
+@pytest.mark.parametrize(("recompute", "steps"), [("full", 8), ("selective", 4)])
 def test_weights_that_come_block_by_block_train_the_same(plain, recompute, steps):
     assert_equal_course(course(World(), "adamw", steps=steps, offload="weights", recompute=recompute), plain(steps))
 
@@ -255,7 +255,7 @@ def test_late_updates_are_those_of_a_reference_that_holds_each_back_for_a_step()
     reference, state = new(torch.float64), new(torch.float64, offload="optimizer", offload_one_step_late=True)
     reference.optimizer = LateReference(reference)
     for one in (reference, state):
-        train(one, 20)
+        train(one, 8)
     state.weights.wait()
     for name, place in state.weights.plan.places.items():  # what the next step would compute with
         there = reference.weights.plan.places[name]
