@@ -229,6 +229,7 @@ print(int(line.split()[1]) * 1024)
 """
 
 
+@pytest.mark.slow
 def test_memory_is_at_most_40_bytes_a_document_beyond_a_constant(tmp_path: Path) -> None:
     peaks = {}
     for documents in (60_000, 360_000):

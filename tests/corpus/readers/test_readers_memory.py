@@ -57,7 +57,9 @@ def test_array_of_60_mb(tmp_path: Path):
     assert peak < 230
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "json", "txt", "csv"])
+@pytest.mark.parametrize(
+    "kind", ["jsonl", "json", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("jsonl.gz", "txt", "csv"))]
+)
 def test_line_of_40_mb(tmp_path: Path, kind: str):
     small, large = b'{"text": "small"}', b'{"text": "' + "中文".encode() * 6_700_000 + b'"}'
     data = {

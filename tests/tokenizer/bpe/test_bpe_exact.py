@@ -31,6 +31,7 @@ def plain(tmp_path_factory):
     return learn_bpe([TextList(TEXTS)], 1500, scratch=folder, threads=1, cut=False)
 
 
+@pytest.mark.slow
 def test_uncut_run_equals_the_naive_trainer(learn):
     texts = TEXTS[:60]
     pieces, merges, short = reference_train(texts, 900)
