@@ -131,13 +131,19 @@ def _flat(values: Any) -> list[torch.Tensor]:
 
 
 def whole_tensors(state: TrainState, world: World) -> dict[str, torch.Tensor]:
-    """Weights and moments, put together from the parts of all ranks."""
+    """Weights and moments, put together on rank 0 from the parts of all ranks."""
     with state.tensors() as tensors:
-        own = {name: (part.shape, [(at, box.clone()) for at, box in part.boxes()]) for name, part in tensors.items()}
+        own = {}
+        for name, part in tensors.items():
+            own[name] = (part.shape, [(at, box.clone().numpy()) for at, box in part.boxes()])
+    gathered: list[Any] = [own] * world.size
+    if world.size > 1:
+        dist.gather_object(own, None if world.rank else gathered, group=world.control)
     found: dict[str, torch.Tensor] = {}
-    for parts in world.gather(own):
+    for parts in [] if world.rank else gathered:
         for name, (shape, boxes) in parts.items():
-            for at, box in boxes:
+            for at, array in boxes:
+                box = torch.from_numpy(array)
                 whole = found.setdefault(name, torch.full(shape, torch.nan, dtype=box.dtype))
                 whole[tuple(slice(o, o + n) for o, n in zip(at, box.shape, strict=True))] = box
     return found
@@ -175,20 +181,19 @@ def pairs(world: World, folder: str, layouts: list[str], every: bool) -> dict[st
         one, run = worlds[name], Path(folder) / name.replace(" ", "-")
         state = make_state(one, OPTIMIZERS["adamw"], fields[name])
         step_on(state, one, 0)
-        step_on(state, one, 1)
         store = CheckpointStore(run, one.control)
         with state.tensors() as tensors:
-            store.save(2, Snapshot(tensors, state.counters()), {}, wait=True).folder()
-        saved, after = whole_tensors(state, one), step_on(state, one, 2)
+            store.save(1, Snapshot(tensors, state.counters()), {}, wait=True).folder()
+        saved, after = whole_tensors(state, one), step_on(state, one, 1)
         for other in layouts if every else [layouts[(number + 1) % len(layouts)]]:
             resumed = make_state(worlds[other], OPTIMIZERS["adamw"], fields[other], seed=99)
-            checkpoint = store.at(2)
+            checkpoint = store.at(1)
             with resumed.tensors() as tensors:
                 checkpoint.load_into(tensors)
             resumed.loaded(checkpoint.record)
             loaded = whole_tensors(resumed, worlds[other])
             differ = [name for name, value in saved.items() if not torch.equal(value, loaded[name])]
-            loss = step_on(resumed, worlds[other], 2)[0]
+            loss = step_on(resumed, worlds[other], 1)[0]
             found[f"{name} -> {other}"] = (differ, abs(loss - after[0]) / after[0])
         store.close()
     return found

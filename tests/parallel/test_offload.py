@@ -73,10 +73,11 @@ def test_one_process_comes_to_the_same_weights_and_moments(plain, kind, steps, t
     assert list(tmp_path.iterdir()) == []  # the files have no names
 
 
-def test_two_processes_come_to_the_same(plain, warm: WarmProcess, tmp_path):
+@pytest.mark.parametrize("zeros", [(1,), pytest.param((0, 1, 2), marks=pytest.mark.slow)], ids=["some", "all"])
+def test_two_processes_come_to_the_same(plain, warm: WarmProcess, tmp_path, zeros):
     late = {"offload": "optimizer", "offload_one_step_late": True}
-    cases = {f"ZeRO-{zero}": {"zero": zero, "offload": "optimizer"} for zero in (0, 1, 2)}
-    cases |= {f"late ZeRO-{zero}": {"zero": zero, **late} for zero in (1, 2)}
+    cases = {f"ZeRO-{zero}": {"zero": zero, "offload": "optimizer"} for zero in zeros}
+    cases |= {f"late ZeRO-{zero}": {"zero": zero, **late} for zero in ((2,) if len(zeros) == 1 else (1, 2))}
     cases["weights"] = {"offload": "weights", "recompute": "full"}
     common = {"optimizer": "adamw", "steps": 4}
     found = layouts.run(warm, tmp_path, 2, {name: {**common, **each} for name, each in cases.items()})

@@ -176,6 +176,7 @@ def test_a_sharded_run_resumes_at_any_number_of_processes_and_micro_batch(
     course(lab.run("stopped"), launch, rest).assert_same(alone, 1e-9)
 
 
+@pytest.mark.slow
 def test_replicated_weights_give_the_same_run(ranks, lab, config, alone):
     launch = ranks.finished(spread_config(config, "replicated", zero=0, micro=1), 3)
     course(lab.run("replicated"), launch).assert_same(alone, 1e-9)
@@ -258,6 +259,7 @@ def test_two_processes_go_back_together_and_leave_the_same_data_out(ranks, lab, 
     assert [step.loss for step in steps[2]] == pytest.approx([step.loss for step in steps[1]], rel=1e-9, abs=0)
 
 
+@pytest.mark.slow
 def test_bfloat16_without_masters_is_bfloat16_however_it_is_spread_and_resumes_in_one_process(ranks, lab, config):
     def settings(name):
         return spread_config(config, name, 3, "bfloat16", 5, optim={"kind": "adamw_bf16", "lr_max": 0.003})
