@@ -58,7 +58,7 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-@pytest.mark.slow  # that a compiled block computes the same is also tested below
+@pytest.mark.slow  # tests/model/test_recompute.py compiles blocks and trunks too
 @pytest.mark.parametrize(("mode", "graphs"), [("block", 2), ("trunk", 1)])
 def test_tracing_changes_nothing_and_finds_whole_graphs(mode, graphs, fresh_compiler, monkeypatch):
     # Without a code generator, which takes half a minute. Of four blocks the first differs: it has nothing to add yet.
