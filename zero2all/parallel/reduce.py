@@ -37,6 +37,7 @@ class _Sending:
     works: list[dist.Work]
     values: Tensor  # the bucket's buffer
     own: Tensor  # where the sum of the own range arrives
+    done: torch.cuda.Event | None = None  # on a GPU: the end of all that is queued for it
 
 
 @dataclass
@@ -165,6 +166,8 @@ class GradientReducer:
         assert self._stream is not None
         with torch.cuda.stream(self._stream):
             self._finish(sending)
+            sending.done = torch.cuda.Event()
+            sending.done.record(self._stream)
         sending.values.record_stream(self._stream)
         sending.works = []
 
@@ -185,10 +188,10 @@ class GradientReducer:
     def _receive(self) -> None:
         """Wait for the oldest bucket that is on its way."""
         sending = self._sending.pop(0)
-        if self._stream is None:
+        if sending.done is None:
             self._finish(sending)
         else:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            torch.cuda.current_stream(self._device).wait_event(sending.done)
 
 
 class _BucketSink(GradientSink):
