@@ -37,12 +37,6 @@ class Bucket:
         """The range of one process."""
         return slice(self.borders[rank], self.borders[rank + 1])
 
-    @property
-    def is_even(self) -> bool:
-        """Whether all processes own ranges of the same length."""
-        lengths = {stop - start for start, stop in pairwise(self.borders)}
-        return len(lengths) == 1
-
 
 @dataclass(frozen=True)
 class FlatPlan:

@@ -50,11 +50,6 @@ class Part:
         return Part(values, shape, (0,) * len(shape), shape, start, group)
 
     @property
-    def is_cut(self) -> bool:
-        """Whether other processes hold other values of this tensor."""
-        return self.values.numel() != math.prod(self.shape)
-
-    @property
     def has_whole_rows(self) -> bool:
         """Whether `values` has the dimensions of the tensor."""
         return self.values.dim() == len(self.shape)

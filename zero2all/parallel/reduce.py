@@ -215,11 +215,16 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+def _is_even(borders: Sequence[int]) -> bool:
+    """Whether all processes own ranges of the same length, as the collectives for one tensor need it."""
+    return len({stop - start for start, stop in pairwise(borders)}) == 1
+
+
 def reduce_scatter(values: Tensor, borders: Sequence[int], axis: Axis) -> list[dist.Work]:
     """Sum `values` over the processes of an axis; each gets the sum of its range, in place. What it then holds of the
     other ranges is undefined."""
     own = values[borders[axis.rank] : borders[axis.rank + 1]]
-    if len({stop - start for start, stop in pairwise(borders)}) == 1:
+    if _is_even(borders):
         return [_reduce_scatter(own, values, group=axis.group, async_op=True)]
     return [
         dist.reduce(values[start:stop], group_dst=rank, group=axis.group, async_op=True)
@@ -231,7 +236,7 @@ def reduce_scatter(values: Tensor, borders: Sequence[int], axis: Axis) -> list[d
 def all_gather(values: Tensor, borders: Sequence[int], axis: Axis) -> list[dist.Work]:
     """Each process sends its range to the others, in place."""
     own = values[borders[axis.rank] : borders[axis.rank + 1]]
-    if len({stop - start for start, stop in pairwise(borders)}) == 1:
+    if _is_even(borders):
         return [_all_gather(values, own, group=axis.group, async_op=True)]
     return [
         dist.broadcast(values[start:stop], group_src=rank, group=axis.group, async_op=True)
