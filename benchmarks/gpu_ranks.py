@@ -40,7 +40,7 @@ from zero2all.train.state import DTYPES, TrainState
 from zero2all.train.step import StepPlan, train_step
 
 STEPS, ROWS, SEQ_LEN, MICRO, LEARNING_RATE = 12, 128, 2048, 32, 3e-5
-OVERLAP_STEPS, OVERLAP_MICRO = 8, 64
+OVERLAP_STEPS, OVERLAP_ROWS = 8, 256
 CHECKED_STEPS = 4
 TIMED_FROM = 3
 SMALLER = ["--model.vocab_size", "16000", "--model.layers", "4", "--train.precision", "bfloat16"]
@@ -61,14 +61,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="z2all-100m")
     parser.add_argument("--ranks", default="2,4", help="numbers of processes")
-    parser.add_argument("--only", default="", help="one layout")
+    parser.add_argument("--only", default="", help="one layout, or `overlap`")
     parser.add_argument("--result", default="gpu_ranks")
     parser.add_argument("--rank-of", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank_of:
         run_rank(arguments)
         return
-    counts = [1, *(int(word) for word in arguments.ranks.split(","))]
+    counts = [*([] if arguments.only == "overlap" else [1]), *(int(word) for word in arguments.ranks.split(","))]
     results = {str(count): start_ranks(count) for count in counts}
     rows = table(results)
     for row in rows:
@@ -115,7 +115,8 @@ def run_rank(arguments: argparse.Namespace) -> None:
         if world.size == 2:
             for overlap in (True, False):
                 case = spread(config, "auto", {"zero": 0, "overlap": overlap})
-                note(f"overlap {overlap}", train(case, world, OVERLAP_STEPS, OVERLAP_MICRO, is_traced=overlap))
+                one_pass = OVERLAP_ROWS // world.size
+                note(f"overlap {overlap}", train(case, world, OVERLAP_STEPS, one_pass, OVERLAP_ROWS, overlap))
             torch.use_deterministic_algorithms(True)
             for overlap in (True, False):
                 case = spread(config, "auto", {"zero": 1, "overlap": overlap})
@@ -132,7 +133,12 @@ def spread(config: RunConfig, linear: Literal["auto", "fp8"], fields: dict[str, 
 
 
 def train(
-    config: RunConfig, world: World, steps: int = STEPS, micro: int = MICRO, is_traced: bool = False
+    config: RunConfig,
+    world: World,
+    steps: int = STEPS,
+    micro: int = MICRO,
+    rows: int = ROWS,
+    is_traced: bool = False,
 ) -> dict[str, Any]:
     """Some steps, on the same tokens for every layout."""
     if world.size > 1:
@@ -148,7 +154,7 @@ def train(
     losses, seconds = [], []
     for step in range(steps):
         started = time.perf_counter()
-        losses.append(one_step(state, config, world, step))
+        losses.append(one_step(state, config, world, step, rows))
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
     found: dict[str, Any] = {
@@ -157,32 +163,32 @@ def train(
         "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
     }
     if is_traced:
-        found["trace"] = traced(state, config, world)
+        found["trace"] = traced(state, config, world, rows)
     del state
     torch.cuda.empty_cache()
     return found
 
 
-def one_step(state: TrainState, config: RunConfig, world: World, step: int) -> float:
+def one_step(state: TrainState, config: RunConfig, world: World, step: int, rows: int) -> float:
     """One optimizer step on this rank's rows; the loss of all."""
-    batch = batch_of(step, config.model.vocab_ids, world.mesh.batch.rank, world.mesh.batch.size)
+    batch = batch_of(step, rows, config.model.vocab_ids, world.mesh.batch.rank, world.mesh.batch.size)
     return train_step(state, batch, 1, config, world, StepPlan(LEARNING_RATE)).result().loss
 
 
-def batch_of(step: int, vocabulary: int, rank: int, ranks: int) -> Batch:
+def batch_of(step: int, rows: int, vocabulary: int, rank: int, ranks: int) -> Batch:
     """Tokens of which few are frequent, so that there is something to learn."""
-    drawn = np.random.default_rng(step).pareto(1.2, (ROWS, SEQ_LEN + 1)) * 20
+    drawn = np.random.default_rng(step).pareto(1.2, (rows, SEQ_LEN + 1)) * 20
     tokens = np.minimum(drawn.astype(np.int64), vocabulary - 1)
-    first, own, _ = rank_rows(ROWS, rank, ranks)
+    first, own, _ = rank_rows(rows, rank, ranks)
     channels = np.zeros(own, dtype=np.int64)
-    return Batch(tokens[first : first + own], channels, channels, 0, step_samples=ROWS, samples=own)
+    return Batch(tokens[first : first + own], channels, channels, 0, step_samples=rows, samples=own)
 
 
-def traced(state: TrainState, config: RunConfig, world: World) -> dict[str, Any]:
+def traced(state: TrainState, config: RunConfig, world: World, rows: int) -> dict[str, Any]:
     """Of one step: when each collective ran, and how much of that lay under other kernels of the backward pass."""
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities) as profiler:
-        one_step(state, config, world, STEPS)
+        one_step(state, config, world, STEPS, rows)
         torch.cuda.synchronize()
     kernels = [
         (event.time_range.start, event.time_range.end, event.name)
@@ -222,7 +228,7 @@ def table(results: dict[str, Any]) -> list[tuple[Any, ...]]:
     rows: list[tuple[Any, ...]] = [("ranks", "layout", "loss differs", "step s", "peak GB")]
     for count, cases in results.items():
         for name, each in cases.items():
-            reference = results["1"].get(f"one, {name.rpartition(', ')[2]}")
+            reference = results.get("1", {}).get(f"one, {name.rpartition(', ')[2]}")
             if reference is not None and "losses" in each:
                 differs = max(abs(a - b) / b for a, b in zip(each["losses"], reference["losses"], strict=True))
                 rows.append((count, name, f"{differs:.1e}", each["step_seconds"], each["peak_gb"]))
