@@ -142,7 +142,7 @@ def train(
 ) -> dict[str, Any]:
     """Some steps, on the same tokens for every layout."""
     if world.size > 1:
-        mesh = make_mesh(world.device, *config.parallel.sizes(world.size))
+        mesh = make_mesh(config.parallel.sizes(world.size))
         world = dataclasses.replace(world, mesh=mesh)
     dtype, is_sharded = DTYPES[config.train.precision], config.parallel.zero == 3 and world.size > 1
     torch.cuda.reset_peak_memory_stats()

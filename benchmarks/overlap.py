@@ -104,7 +104,7 @@ def measure(out: Path) -> None:
     dist.init_process_group("gloo")
     link = SlowLink()
     reduce.dist.all_reduce = link.all_reduce  # type: ignore[assignment]
-    mesh = make_mesh(torch.device("cpu"), *ParallelConfig().sizes(2))
+    mesh = make_mesh(ParallelConfig().sizes(2))
     seconds: dict[str, Any] = {}
     model, weights = build(mesh, overlaps=False)
     seconds["compute"] = pace(model, weights, is_last=False)

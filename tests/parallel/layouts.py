@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +18,19 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.processes import Program, WarmProcess
-from zero2all.config.training import OptimConfig, TrainConfig
+from zero2all.config import RunConfig, config_from_values
+from zero2all.config.training import OptimConfig
 from zero2all.model.config import ModelConfig
-from zero2all.model.recompute import apply_recompute
-from zero2all.model.z2all import Z2all
-from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
 from zero2all.packed.loader import Batch, rank_rows
 from zero2all.parallel.config import ParallelConfig
-from zero2all.parallel.data import shard_model
 from zero2all.parallel.layout import draw
 from zero2all.parallel.mesh import make_mesh
 from zero2all.parallel.world import World
 from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import CheckpointStore
-from zero2all.train.state import TrainState, new_state
+from zero2all.train.setup import empty_state, op_context
+from zero2all.train.state import DTYPES, TrainState
 from zero2all.train.step import StepPlan, train_step
 
 STEPS, SAMPLES, SEQ_LEN, MICRO, CHANNELS = 20, 8, 8, 2, 2
@@ -59,39 +58,37 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 CODE = "from tests.parallel import layouts; layouts.main()"
 
 
-class _Data:
-    seq_len, document_mask = SEQ_LEN, False
-
-
-class Settings:
-    """The fields of a RunConfig that a step reads."""
-
-    def __init__(self, optim: OptimConfig) -> None:
-        self.optim, self.data, self.train, self.model = optim, _Data(), TrainConfig(seed=SEED), MODEL
-
-
-def make_state(
-    world: World,
-    optim: OptimConfig,
-    parallel: ParallelConfig,
-    tied: bool = False,
-    seed: int = SEED,
-    dtype: torch.dtype = torch.float64,
+def run_config(
+    optim: OptimConfig = OPTIMIZERS["adamw"],
+    parallel: ParallelConfig | None = None,
+    dtype: str = "float64",
     recompute: str = "none",
-) -> TrainState:
+    **model: Any,
+) -> RunConfig:
+    """The config of the small run."""
+    values = {
+        "data": {"seq_len": SEQ_LEN, "document_mask": False},
+        "model": {**MODEL.__dict__, "rope_scaling": {}, **model},
+        "train": {
+            "name": "small",
+            "seed": SEED,
+            "tokens_per_step": SAMPLES * SEQ_LEN,
+            "micro_batch_samples": MICRO,
+            "precision": dtype,
+            "recompute": recompute,
+        },
+    }
+    config = config_from_values(values, "of a test")
+    return replace(config, optim=optim, parallel=parallel or ParallelConfig())
+
+
+def make_state(world: World, config: RunConfig, seed: int = SEED) -> TrainState:
     """The state of a run before its first step, as `zero2all.train.setup` builds it."""
-    config = ModelConfig(**{**MODEL.__dict__, "tied_embeddings": tied})
-    wide = torch.promote_types(dtype, torch.float32)
-    with torch.device("meta"):
-        model = Z2all(config, resolve(OpsConfig(), "cpu")).to(wide).train()
-    apply_recompute(model, recompute)
-    if parallel.zero == 3 and world.size > 1:
-        shard_model(model, world, dtype)
-    whole = Z2all(config, resolve(OpsConfig(), "cpu"))
-    model.cos, model.sin = whole.cos.to(wide), whole.sin.to(wide)
-    state = new_state(model, optim, dtype, MICRO, SEED, device=world.device, mesh=world.mesh, parallel=parallel)
+    dtype = DTYPES[config.train.precision]
+    state = empty_state(config, world, resolve(config.ops, op_context(config, "cpu", dtype)))
+    state.micro_batch_samples = MICRO
     with state.weights.masters_between_steps() as masters:
-        draw(masters, config, seed)
+        draw(masters, state.model.config, seed)
     state.weights.updated()
     return state
 
@@ -150,16 +147,23 @@ def whole_tensors(state: TrainState, world: World) -> dict[str, torch.Tensor]:
 
 
 def course(
-    world: World, optimizer: str, tied: bool = False, steps: int = STEPS, recompute: str = "none", **parallel: Any
+    world: World,
+    optimizer: str,
+    tied: bool = False,
+    steps: int = STEPS,
+    recompute: str = "none",
+    model: dict[str, Any] | None = None,
+    **parallel: Any,
 ) -> dict[str, Any]:
     """Train: losses and gradient norms, the final tensors, bytes sent in the last step, bytes of states in a rank."""
-    config = ParallelConfig(**{"bucket_mb": 0.002, **parallel})
-    world = world_of(world, config)
-    state = make_state(world, OPTIMIZERS[optimizer], config, tied, recompute=recompute)
+    spread = ParallelConfig(**{"bucket_mb": 0.002, **parallel})
+    config = run_config(OPTIMIZERS[optimizer], spread, recompute=recompute, tied_embeddings=tied, **(model or {}))
+    world = world_of(world, spread)
+    state = make_state(world, config)
     figures, sent = [], SentBytes()
     for step in range(steps):
         with sent if step == steps - 1 else nullcontext():  # it slows down every operation
-            figures.append(step_on(state, world, step, optimizer))
+            figures.append(step_on(state, world, config, step))
             if step >= steps - 2:  # so that the bytes of the last step are its own; the others overlap the next step
                 state.weights.wait()
     own_bytes = sum(part.values.nbytes for name, part in state.optimizer_tensors().items() if part.shape)
@@ -174,26 +178,26 @@ def course(
 def pairs(world: World, folder: str, layouts: list[str], every: bool) -> dict[str, Any]:
     """Train and save under each layout; load under the next one, or under every other one. Which tensors differ from
     those that were saved, and how far the loss of the next step lies from the one that the saved run had."""
-    fields = {name: ParallelConfig(**{"bucket_mb": 0.002, **LAYOUTS[name]}) for name in layouts}
-    worlds = {name: world_of(world, config) for name, config in fields.items()}
+    configs = {name: run_config(parallel=ParallelConfig(**{"bucket_mb": 0.002, **LAYOUTS[name]})) for name in layouts}
+    worlds = {name: world_of(world, config.parallel) for name, config in configs.items()}
     found: dict[str, Any] = {}
     for number, name in enumerate(layouts):
         one, run = worlds[name], Path(folder) / name.replace(" ", "-")
-        state = make_state(one, OPTIMIZERS["adamw"], fields[name])
-        step_on(state, one, 0)
+        state = make_state(one, configs[name])
+        step_on(state, one, configs[name], 0)
         store = CheckpointStore(run, one.control)
         with state.tensors() as tensors:
             store.save(1, Snapshot(tensors, state.counters()), {}, wait=True).folder()
-        saved, after = whole_tensors(state, one), step_on(state, one, 1)
+        saved, after = whole_tensors(state, one), step_on(state, one, configs[name], 1)
         for other in layouts if every else [layouts[(number + 1) % len(layouts)]]:
-            resumed = make_state(worlds[other], OPTIMIZERS["adamw"], fields[other], seed=99)
+            resumed = make_state(worlds[other], configs[other], seed=99)
             checkpoint = store.at(1)
             with resumed.tensors() as tensors:
                 checkpoint.load_into(tensors)
             resumed.loaded(checkpoint.record)
             loaded = whole_tensors(resumed, worlds[other])
             differ = [name for name, value in saved.items() if not torch.equal(value, loaded[name])]
-            loss = step_on(resumed, worlds[other], 1)[0]
+            loss = step_on(resumed, worlds[other], configs[other], 1)[0]
             found[f"{name} -> {other}"] = (differ, abs(loss - after[0]) / after[0])
         store.close()
     return found
@@ -203,14 +207,14 @@ def world_of(world: World, config: ParallelConfig) -> World:
     """The same processes with the mesh of a layout."""
     if world.size == 1:
         return world
-    mesh = make_mesh(world.device, *config.sizes(world.size))
+    mesh = make_mesh(config.sizes(world.size))
     return World(world.rank, world.size, world.device, mesh, world.control)
 
 
-def step_on(state: TrainState, world: World, step: int, optimizer: str = "adamw") -> tuple[float, float]:
+def step_on(state: TrainState, world: World, config: RunConfig, step: int) -> tuple[float, float]:
     """One step; its loss and gradient norm."""
     batch = batch_of(step, world.mesh.batch.rank, world.mesh.batch.size)
-    result = train_step(state, batch, CHANNELS, Settings(OPTIMIZERS[optimizer]), world, StepPlan(1e-2)).result()
+    result = train_step(state, batch, CHANNELS, config, world, StepPlan(1e-2)).result()
     return result.loss, result.grad_norm
 
 

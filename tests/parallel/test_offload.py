@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.parallel import layouts
-from tests.parallel.layouts import CHANNELS, Settings, batch_of, course, make_state
+from tests.parallel.layouts import CHANNELS, batch_of, course, make_state, run_config
 from tests.processes import WarmProcess
 from tests.train.states import copies
 from zero2all.common.errors import DiskError, UsageError
@@ -40,14 +40,14 @@ def plain():
     return functools.cache(lambda steps: course(World(), "adamw", steps=steps))
 
 
-def new(dtype=torch.float32, recompute="none", **parallel):
-    return make_state(World(), OPTIM, ParallelConfig(bucket_mb=0.002, **parallel), dtype=dtype, recompute=recompute)
+def new(dtype="float32", recompute="none", **parallel):
+    return make_state(World(), run_config(OPTIM, ParallelConfig(bucket_mb=0.002, **parallel), dtype, recompute))
 
 
 def train(state, steps):
     for _ in range(steps):
         step = state.step
-        train_step(state, batch_of(step, 0, 1), CHANNELS, Settings(OPTIM), World(), StepPlan(1e-2)).result()
+        train_step(state, batch_of(step, 0, 1), CHANNELS, run_config(OPTIM), World(), StepPlan(1e-2)).result()
 
 
 def assert_equal_course(found, expected, tolerance=1e-9):
@@ -104,7 +104,7 @@ def test_a_tied_embedding_trains_too():
 
 
 def test_bfloat16_weights_are_rounded_from_masters_that_are_updated_in_float32():
-    state, plain = new(torch.bfloat16, offload="optimizer"), new(torch.bfloat16)
+    state, plain = new("bfloat16", offload="optimizer"), new("bfloat16")
     weights = state.weights
     assert weights.masters.dtype == torch.float32
     generator = torch.Generator().manual_seed(1)
@@ -125,7 +125,7 @@ def test_bfloat16_weights_are_rounded_from_masters_that_are_updated_in_float32()
 
 @pytest.mark.parametrize(
     ("dtype", "late", "bytes_a_value"),
-    [(torch.bfloat16, False, 12), (torch.bfloat16, True, 14), (torch.float32, False, 12), (torch.float64, False, 24)],
+    [("bfloat16", False, 12), ("bfloat16", True, 14), ("float32", False, 12), ("float64", False, 24)],
 )
 def test_host_memory_is_as_the_formula_says(monkeypatch, dtype, late, bytes_a_value):
     taken = []
@@ -166,7 +166,7 @@ def test_the_forward_pass_begins_while_later_blocks_are_still_updated():
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_refused_step_leaves_no_trace(late):
-    state = new(torch.bfloat16, offload="optimizer", offload_one_step_late=late)
+    state = new("bfloat16", offload="optimizer", offload_one_step_late=late)
     train(state, 2)
     before = copies(state)
     state.weights.gradients.fill_(torch.nan)
@@ -194,7 +194,7 @@ def test_weights_that_come_block_by_block_train_the_same(plain, recompute, steps
     assert_equal_course(course(World(), "adamw", steps=steps, offload="weights", recompute=recompute), plain(steps))
 
 
-@pytest.mark.parametrize(("dtype", "bytes_a_value"), [(torch.bfloat16, 18), (torch.float32, 16)])
+@pytest.mark.parametrize(("dtype", "bytes_a_value"), [("bfloat16", 18), ("float32", 16)])
 def test_everything_of_streamed_weights_is_on_the_host_but_two_blocks_and_the_tables(dtype, bytes_a_value):
     state = new(dtype, "full", offload="weights")
     train(state, 2)
@@ -207,7 +207,7 @@ def test_everything_of_streamed_weights_is_on_the_host_but_two_blocks_and_the_ta
 
 
 def test_streamed_weights_are_saved_and_loaded_like_others():
-    first, second = new(torch.bfloat16, "full", offload="weights"), new(torch.bfloat16, "full", offload="weights")
+    first, second = new("bfloat16", "full", offload="weights"), new("bfloat16", "full", offload="weights")
     train(first, 2)
     with first.tensors() as saved, second.tensors() as loaded:
         for name, part in loaded.items():
@@ -253,7 +253,7 @@ class LateReference:
 
 
 def test_late_updates_are_those_of_a_reference_that_holds_each_back_for_a_step():
-    reference, state = new(torch.float64), new(torch.float64, offload="optimizer", offload_one_step_late=True)
+    reference, state = new("float64"), new("float64", offload="optimizer", offload_one_step_late=True)
     reference.optimizer = LateReference(reference)
     for one in (reference, state):
         train(one, 8)
@@ -269,7 +269,7 @@ def test_late_updates_are_those_of_a_reference_that_holds_each_back_for_a_step()
         torch.testing.assert_close(found[name], values, rtol=1e-9, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_run_that_goes_on_from_its_checkpoint_equals_the_one_that_saved_it(dtype):
     first = new(dtype, offload="optimizer", offload_one_step_late=True)
     train(first, 3)
@@ -284,7 +284,7 @@ def test_a_run_that_goes_on_from_its_checkpoint_equals_the_one_that_saved_it(dty
 
 
 def test_samples_of_the_masters_are_the_newest_and_leave_a_late_update_late():
-    state = new(torch.bfloat16, offload="optimizer", offload_one_step_late=True)
+    state = new("bfloat16", offload="optimizer", offload_one_step_late=True)
     train(state, 3)
     state.weights.wait()
     old = state.weights.weights.clone()

@@ -22,7 +22,8 @@ from zero2all.parallel.config import ParallelConfig
     ],
 )
 def test_auto_takes_what_is_left(fields, processes, sizes):
-    assert ParallelConfig(**fields).sizes(processes) == sizes
+    found = ParallelConfig(**fields).sizes(processes)
+    assert (found.replicate, found.shard) == sizes
 
 
 @pytest.mark.parametrize(

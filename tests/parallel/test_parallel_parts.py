@@ -15,7 +15,7 @@ from zero2all.ops.config import OpsConfig
 from zero2all.ops.implementation import OpContext
 from zero2all.ops.registry import resolve
 from zero2all.parallel.layout import initial_values, layout_table
-from zero2all.parallel.parts import Part
+from zero2all.parallel.parts import Box, Part
 
 
 @given(st.lists(st.integers(1, 5), max_size=4), st.data())
@@ -37,7 +37,7 @@ def test_the_boxes_of_a_range_hold_its_values_and_nothing_else(shape, data):
 def test_the_index_of_a_box_is_the_place_in_the_whole_tensor():
     whole = torch.arange(4 * 6, dtype=torch.int32).view(4, 6)
     box = whole[1:4, 2:5]
-    part = Part(box.reshape(-1)[2:7].clone(), (4, 6), (1, 2), (3, 3), start=2)
+    part = Part(box.reshape(-1)[2:7].clone(), (4, 6), Box((1, 2), (3, 3)), start=2)
     assert part.index().tolist() == part.values.tolist()
     assert [(at, here.tolist()) for at, here in part.boxes()] == [
         ((1, 4), [[10]]),

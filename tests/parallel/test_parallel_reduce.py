@@ -10,11 +10,12 @@ from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
 from zero2all.parallel import reduce
+from zero2all.parallel.config import MeshSizes
 from zero2all.parallel.layout import init_weights
-from zero2all.parallel.mesh import Axis, Mesh
+from zero2all.parallel.mesh import Mesh
 from zero2all.train.weights import FlatWeights
 
-TWO = Mesh(replicate=Axis(0, 2), batch=Axis(0, 2))
+TWO = Mesh(MeshSizes(replicate=2))
 """The first of two replicas; nothing here reaches a second one."""
 
 

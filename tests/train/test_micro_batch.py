@@ -21,8 +21,9 @@ from zero2all.model.config import ModelConfig
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
+from zero2all.parallel.config import MeshSizes
 from zero2all.parallel.layout import init_weights
-from zero2all.parallel.mesh import Axis, Mesh
+from zero2all.parallel.mesh import Mesh
 from zero2all.parallel.world import World
 from zero2all.train.micro_batch import (
     FILE_NAME,
@@ -142,13 +143,13 @@ def test_on_a_cpu_auto_is_a_fixed_rule_that_says_so(tmp_path):
     assert "auto on a CPU" in notes[0]
     assert (
         choose_micro_batch(
-            config, model_of(config), World(size=3, mesh=Mesh(batch=Axis(0, 3))), tmp_path, lambda: None
+            config, model_of(config), World(size=3, mesh=Mesh(MeshSizes(replicate=3))), tmp_path, lambda: None
         )[0]
         == 8
     )
     assert (
         choose_micro_batch(
-            config, model_of(config), World(size=5, mesh=Mesh(batch=Axis(0, 5))), tmp_path, lambda: None
+            config, model_of(config), World(size=5, mesh=Mesh(MeshSizes(replicate=5))), tmp_path, lambda: None
         )[0]
         == 5
     )
@@ -171,7 +172,7 @@ def test_what_was_found_is_recalled_until_something_that_decides_it_changes(tmp_
         deciding(run_config(precision="bfloat16"), ops, world),
         deciding(run_config(tokens_per_step=12 * 16), ops, world),
         deciding(config, resolve(OpsConfig(attention="math"), "cpu"), world),
-        deciding(config, ops, World(size=2, mesh=Mesh(batch=Axis(0, 2)))),
+        deciding(config, ops, World(size=2, mesh=Mesh(MeshSizes(replicate=2)))),
         {**before, "torch": "another"},
     ):
         assert other != before
@@ -199,7 +200,7 @@ def test_estimate_of_memory_sees_the_settings_of_the_run():
     ops = resolve(OpsConfig(), "cpu")
     config = run_config(recompute="full")
     parallel = dataclasses.replace(config.parallel, zero=2, offload="optimizer", bucket_mb=4.0)
-    mesh = Mesh(Axis(0, 1), Axis(0, 2), Axis(0, 2))
+    mesh = Mesh(MeshSizes(shard=2))
     settings = memory_settings(dataclasses.replace(config, parallel=parallel), ops, mesh, 4)
     assert (settings.precision, settings.recompute, settings.documents) == ("float32", "full", True)
     assert settings.passes == 3  # 12 rows for each of 2 processes, 4 at a time
@@ -215,7 +216,7 @@ def test_estimate_with_zero_2_is_what_the_fullest_process_holds(kind):
     config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, zero=2, bucket_mb=0.1))
     held = []
     for rank in range(3):
-        mesh = Mesh(shard=Axis(rank, 3), batch=Axis(rank, 3))
+        mesh = Mesh(MeshSizes(shard=3), rank)
         state = new_state(model_of(config), config.optim, torch.bfloat16, mesh=mesh, parallel=config.parallel)
         moments = state.optimizer.state_tensors().values()
         weights = state.weights
@@ -234,7 +235,7 @@ def test_processes_that_exchange_in_every_pass_take_the_estimate_and_say_what_to
 
     config = run_config()
     config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, zero=zero))
-    mesh = Mesh(shard=Axis(0, 2), batch=Axis(0, 2))
+    mesh = Mesh(MeshSizes(shard=2))
     model, world = model_of(config), World(size=2, device=torch.device("cuda", 0), mesh=mesh)
     for_four = estimate_memory(config.model, memory_settings(config, model.ops, mesh, 4)).total
     card = SimpleNamespace(name="a card", total_memory=int(for_four / (1.0 - ALLOWANCE)) + 1)

@@ -1,7 +1,8 @@
 """How the flat buffers of a model are laid out and cut: places of parameters, buckets, and who owns which range.
 
 Parameters of one kind are neighbours, because they share a learning rate and a weight decay. A bucket is a range of
-parameters of one kind whose gradients are sent at once. Each of the `shard` processes owns one range of every bucket:
+parameters of one kind and one spread, whose gradients are sent at once. Each of the processes that ZeRO cuts it among
+owns one range of it:
 an equal share of its values, or, where the optimizer needs more than single values, whole rows or whole parameters.
 """
 
@@ -15,6 +16,7 @@ from typing import Literal
 
 from zero2all.model.config import ParameterKind
 from zero2all.parallel.layout import LogicalParameter
+from zero2all.parallel.mesh import Spread
 
 ALIGNMENT = 128
 """Parameters begin at multiples of this many values, so that every kernel can load them in wide words."""
@@ -26,12 +28,13 @@ CutOf = Callable[[LogicalParameter], Cut]
 
 @dataclass(frozen=True)
 class Bucket:
-    """A range of the flat buffers; it holds parameters of one kind."""
+    """A range of the flat buffers; it holds parameters of one kind and spread."""
 
     kind: ParameterKind
+    spread: Spread
     span: slice
     holders: tuple[str, ...]  # the tensors of the model in it, in order
-    borders: tuple[int, ...]  # process r of the shard axis owns borders[r] to borders[r + 1]
+    borders: tuple[int, ...]  # owner r has borders[r] to borders[r + 1]
 
     def owned_by(self, rank: int) -> slice:
         """The range of one process."""
@@ -55,15 +58,18 @@ def plan_buffers(
     shards: int = 1,
     bucket_values: int | None = None,
     cut_of: CutOf = lambda _parameter: "values",
+    expert_shards: int = 1,
 ) -> FlatPlan:
-    """Lay out the parameters of a table for `shards` owners, in buckets of `bucket_values`; None: one per kind."""
+    """Lay out the parameters of a table for `shards` owners, those of experts for `expert_shards`, in buckets of
+    `bucket_values`; None: one per kind and spread."""
+    owners_of = {"cut": shards, "copied": shards, "expert": expert_shards}
     places: dict[str, slice] = {}
     spans: list[tuple[slice, list[LogicalParameter]]] = []
     length = 0
-    for kind in dict.fromkeys(one.kind for one in table):
+    for alike in dict.fromkeys((one.kind, one.spread) for one in table):
         waiting: list[LogicalParameter] = []
         start = length
-        members = [one for one in table if one.kind == kind]
+        members = [one for one in table if (one.kind, one.spread) == alike]
         for number, one in enumerate(members):
             waiting.append(one)
             is_last = number + 1 == len(members)
@@ -73,12 +79,16 @@ def plan_buffers(
             length += _rounded(one.start + one.numel, ALIGNMENT)
             if is_last or (bucket_values is not None and length - start >= bucket_values):
                 if cut_of(one) == "values":
-                    length = start + _rounded(length - start, ALIGNMENT * shards)
+                    length = start + _rounded(length - start, ALIGNMENT * owners_of[one.spread])
                 spans.append((slice(start, length), waiting))
                 waiting, start = [], length
-    owners = _owners(spans, places, shards, cut_of)
+    owners: list[tuple[int, ...]] = [()] * len(spans)
+    for count, spreads in ((shards, ("cut", "copied")), (expert_shards, ("expert",))):
+        these = [at for at, (_, members) in enumerate(spans) if members[0].spread in spreads]
+        for at, borders in zip(these, _owners([spans[at] for at in these], places, count, cut_of), strict=True):
+            owners[at] = borders
     buckets = tuple(
-        Bucket(members[0].kind, span, tuple(dict.fromkeys(one.holder for one in members)), borders)
+        Bucket(members[0].kind, members[0].spread, span, tuple(dict.fromkeys(one.holder for one in members)), borders)
         for (span, members), borders in zip(spans, owners, strict=True)
     )
     depth = {one.holder: number for number, one in enumerate(table)}
@@ -113,7 +123,7 @@ def _borders(
     allowed: list[int] = []
     for one in parameters:
         begin = places[one.holder].start + one.start
-        row = one.numel // max(1, one.shape[0]) if cut == "rows" else one.numel
+        row = one.numel // max(1, one.held.lengths[0]) if cut == "rows" else one.numel
         allowed += range(begin, begin + one.numel, max(1, row))
     allowed.append(span.stop)
     inner = []

@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import astuple, dataclass
 from typing import Annotated, Literal
 
 from zero2all.common.errors import UsageError
 from zero2all.common.schema import PositiveFloat, PositiveInt, Problem, Range
+
+
+@dataclass(frozen=True)
+class MeshSizes:
+    """Processes along each axis of the mesh (`zero2all.parallel.mesh`)."""
+
+    pipeline: int = 1
+    replicate: int = 1
+    shard: int = 1
+    context: int = 1
+    tensor: int = 1
+    expert: int = 1
+    """Divides shard x context x tensor."""
+
+    @property
+    def processes(self) -> int:
+        """All processes."""
+        return math.prod(astuple(self)) // self.expert
 
 
 @dataclass(frozen=True)
@@ -23,6 +42,14 @@ class ParallelConfig:
     """Copies of the model. auto: all processes with zero 0, else as many as `shard` leaves."""
     shard: PositiveInt | Literal["auto"] = "auto"
     """Processes that share one copy. auto: 1 with zero 0, else as many as `replicate` leaves."""
+    pipeline: PositiveInt = 1
+    """Stages: processes that each have some blocks of the model."""
+    context: PositiveInt = 1
+    """Processes that share a sequence."""
+    tensor: PositiveInt = 1
+    """Processes that share every matrix."""
+    expert: PositiveInt = 1
+    """Processes that share the experts; divides shard x context x tensor."""
     bucket_mb: PositiveFloat = 128.0
     """Megabytes of gradients that are sent at once, while the backward pass computes the next ones."""
     overlap: bool = True
@@ -54,16 +81,27 @@ class ParallelConfig:
             found.append(Problem(f"{place}.offload_one_step_late", True, f"false, because {place}.offload is none"))
         return found
 
-    def sizes(self, processes: int) -> tuple[int, int]:
-        """The sizes of the axes replicate and shard for this many processes."""
+    def sizes(self, processes: int) -> MeshSizes:
+        """The sizes of all axes for this many processes."""
+        of_model = self.pipeline * self.context * self.tensor
         asked_replicate = None if self.replicate == "auto" else self.replicate
         asked_shard = 1 if self.zero == 0 else None if self.shard == "auto" else self.shard
-        shard = max(1, processes // (asked_replicate or 1)) if asked_shard is None else asked_shard
-        replicate = max(1, processes // shard) if asked_replicate is None else asked_replicate
-        if replicate * shard != processes:
+        left = processes // of_model
+        shard = max(1, left // (asked_replicate or 1)) if asked_shard is None else asked_shard
+        replicate = max(1, left // shard) if asked_replicate is None else asked_replicate
+        sizes = MeshSizes(self.pipeline, replicate, shard, self.context, self.tensor, self.expert)
+        if sizes.processes != processes:
+            others = [name for name in ("pipeline", "context", "tensor") if getattr(self, name) > 1]
+            product = " x ".join(str(size) for size in (replicate, shard, *(getattr(self, name) for name in others)))
             raise UsageError(
-                f"parallel.replicate {self.replicate} and parallel.shard {self.shard} with parallel.zero {self.zero} "
-                f"make {replicate} x {shard} = {replicate * shard} processes, but the run has {processes}. Their "
-                f"product must be the number of processes; auto takes what is left."
+                f"parallel.replicate {self.replicate} and parallel.shard {self.shard} with parallel.zero {self.zero}"
+                f"{''.join(f', {name} {getattr(self, name)}' for name in others)} make {product} = {sizes.processes} "
+                f"processes, but the run has {processes}. Their product must be the number of processes; auto takes "
+                f"what is left."
             )
-        return replicate, shard
+        if shard * self.context * self.tensor % self.expert:
+            raise UsageError(
+                f"parallel.expert {self.expert} does not divide shard x context x tensor = {shard} x {self.context} x "
+                f"{self.tensor} = {shard * self.context * self.tensor}, the processes that share the experts of a copy."
+            )
+        return sizes

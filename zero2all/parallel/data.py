@@ -3,8 +3,6 @@
 `replicate`: each process has all weights; gradients are summed over the processes once a step.
 `shard`: FSDP2; each process keeps a part of every weight, gradient and moment, and gathers a block's weights while it
 computes with them. Memory for weights and optimizer falls with the number of processes; each pass moves the weights.
-
-Tensor, pipeline, context and expert parallelism will be further dimensions of the same mesh.
 """
 
 from __future__ import annotations
@@ -25,8 +23,7 @@ def shard_model(model: Z2all, world: World, dtype: torch.dtype, with_masters: bo
             parameter.data = parameter.data.to(dtype)
     wide = torch.promote_types(dtype, torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide, cast_forward_inputs=False)
-    assert world.mesh.torch_mesh is not None, "one process shards nothing"
-    mesh = world.mesh.torch_mesh if world.mesh.replicate.size > 1 else world.mesh.torch_mesh["shard"]
+    mesh = world.mesh.for_fsdp
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)

@@ -4,22 +4,26 @@ The model keeps some logical parameters together in one tensor, because one matm
 one after the other in `attention.qkv`. Everything outside the forward pass works on logical parameters: initial
 weights (drawn from the seed and the name, so that a seed means the same model under every layout), optimizers, the
 gradient norm, checkpoints, the printed plan.
+
+A process holds a box of a parameter: a range along the dimension that the tensor or the expert axis cuts, or all of it.
+Parameters of other pipeline stages are not in its table at all.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from zero2all.model.config import ModelConfig, ParameterKind
 from zero2all.model.z2all import Z2all
-from zero2all.parallel.parts import Part
+from zero2all.parallel.mesh import Mesh, Spread
+from zero2all.parallel.parts import Box, Part
 
 
 @dataclass(frozen=True)
@@ -33,16 +37,23 @@ class LogicalParameter:
     first_row: int = 0  # of its rows in the holder
     tensor_dimension: int | None = None  # cut by tensor parallelism; None: every tensor rank has a copy
     alternating: int = 1  # how many matrices take the rows of this one in turn
+    box: Box | None = None  # what this process holds of it; None: everything
+    spread: Spread = "cut"
+
+    @property
+    def held(self) -> Box:
+        """What this process holds of it."""
+        return self.box or Box.whole(self.shape)
 
     @property
     def start(self) -> int:
-        """Where it begins in the flattened holder."""
-        return self.first_row * math.prod(self.shape[1:])
+        """Where the box begins in the flattened holder."""
+        return self.first_row * math.prod(self.held.lengths[1:])
 
     @property
     def numel(self) -> int:
-        """Its number of values."""
-        return math.prod(self.shape)
+        """The number of values in the box."""
+        return math.prod(self.held.lengths)
 
 
 def layout_table(config: ModelConfig) -> list[LogicalParameter]:
@@ -82,6 +93,22 @@ def layout_table(config: ModelConfig) -> list[LogicalParameter]:
     return table
 
 
+def held_table(table: Iterable[LogicalParameter], holders: Iterable[str], mesh: Mesh) -> list[LogicalParameter]:
+    """What a process of the mesh holds, with the rows in its own holders: `holders` are the tensors of its model, which
+    are those of its pipeline stage."""
+    here, found = set(holders), []
+    rows: dict[str, int] = {}
+    for one in table:
+        if one.holder not in here:
+            continue
+        dimension, axis = one.tensor_dimension, mesh.tensor
+        spread: Spread = "copied" if dimension is None and axis.size > 1 else "cut"
+        box = Box.whole(one.shape) if dimension is None else Box.share(one.shape, dimension, axis.rank, axis.size)
+        found.append(replace(one, box=box, spread=spread, first_row=rows.get(one.holder, 0)))
+        rows[one.holder] = found[-1].first_row + box.lengths[0]
+    return found
+
+
 @torch.no_grad()
 def draw(parts: Mapping[str, Part], config: ModelConfig, seed: int) -> None:
     """Write the initial weights of a model into the parts of its parameters, several at a time."""
@@ -90,12 +117,12 @@ def draw(parts: Mapping[str, Part], config: ModelConfig, seed: int) -> None:
         part = parts[parameter.name]
         count = part.values.numel()
         if count:
-            values = initial_values(parameter, config, seed).view(-1)[part.start : part.start + count]
-            part.values.copy_(values.view(part.values.shape))
+            values = initial_values(parameter, config, seed)[part.box.slices].reshape(-1)
+            part.values.copy_(values[part.start : part.start + count].view(part.values.shape))
 
     # Of large ones only a few at a time: each is a float32 tensor in host memory.
     with ThreadPoolExecutor(min(8, torch.get_num_threads())) as threads:
-        list(threads.map(write, layout_table(config)))
+        list(threads.map(write, [one for one in layout_table(config) if one.name in parts]))
 
 
 def init_weights(model: Z2all, seed: int) -> None:

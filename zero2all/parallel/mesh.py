@@ -1,26 +1,47 @@
 """The processes of a run as a mesh with named axes.
 
-Every process has a coordinate on each axis. An axis of size 1 has no group and costs nothing.
+Every process has a coordinate on each axis, in this order; neighbours differ in the last one, because they are more
+likely to be joined by a fast link. An axis of size 1 has no group and costs nothing.
 
+    pipeline    each process has some blocks of the model; hidden states go from one to the next
     replicate   copies of everything; gradients are summed
     shard       each process keeps a part of the states, gradients or weights (ZeRO, FSDP); gradients are summed
+    context     each process has a part of every sequence
+    tensor      each process has a part of every matrix
 
-Later axes (pp, cp, tp) stand beside them. Code names the axis, or the product of axes, that it means:
+Experts are cut over processes that hold the same blocks: shard x context x tensor processes are expert_shard x expert.
 
-    batch       replicate x shard: each process has rows of its own
-    loss        all processes whose tokens make up the batch; the same as batch until there is a cp axis
+    expert        each process has some of the experts; tokens go to them
+    expert_shard  processes with the same experts
+
+Code names the axis, or the product of axes, that it means:
+
+    batch       replicate x shard: each has rows of its own
+    loss        batch x context: each has tokens of its own
+    world       all processes
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-AXES = ("replicate", "shard")
+from zero2all.parallel.config import MeshSizes
+
+DENSE = ("pipeline", "replicate", "shard", "context", "tensor")
+EXPERT = ("pipeline", "replicate", "expert_shard", "expert")
+
+Spread = Literal["cut", "copied", "expert"]
+"""How a parameter lies on the mesh: dense and cut over the tensor axis (or not at all, where there is none); a copy on
+every tensor rank, each of which sees only some of the tokens; or cut over the expert axis."""
 
 
 @dataclass(frozen=True)
@@ -38,34 +59,172 @@ class Axis:
         return tensor
 
 
+class GradientAxes(NamedTuple):
+    """Where the gradient of a parameter is summed."""
+
+    all: Axis  # all processes that computed a part of the sum
+    scatter: Axis  # of these, those among which ZeRO cuts it
+    rest: Axis  # the others: copies of a cut range
+
+
 @dataclass(frozen=True)
 class Mesh:
-    """The axes of a run; by default those of one process."""
+    """The axes of a run, seen from one process; by default those of a run of one process."""
 
-    replicate: Axis = field(default_factory=Axis)
-    shard: Axis = field(default_factory=Axis)
-    batch: Axis = field(default_factory=Axis)
-    torch_mesh: DeviceMesh | None = None  # for FSDP2
+    sizes: MeshSizes = field(default_factory=MeshSizes)
+    place: int = 0  # the rank of this process among all
+    groups: Mapping[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict)
+    """By the axes of a product; empty where nothing communicates (plans, tests)."""
+
+    @cached_property
+    def pipeline(self) -> Axis:
+        """Stages."""
+        return self._axis("pipeline")
+
+    @cached_property
+    def replicate(self) -> Axis:
+        """Copies."""
+        return self._axis("replicate")
+
+    @cached_property
+    def shard(self) -> Axis:
+        """Parts of a copy."""
+        return self._axis("shard")
+
+    @cached_property
+    def context(self) -> Axis:
+        """Parts of sequences."""
+        return self._axis("context")
+
+    @cached_property
+    def tensor(self) -> Axis:
+        """Parts of matrices."""
+        return self._axis("tensor")
+
+    @cached_property
+    def expert(self) -> Axis:
+        """Parts of the set of experts."""
+        return self._axis("expert")
+
+    @cached_property
+    def batch(self) -> Axis:
+        """Processes with rows of their own."""
+        return self._axis("replicate", "shard")
+
+    @cached_property
+    def loss(self) -> Axis:
+        """Processes with tokens of their own; tensor and pipeline ranks have the same tokens."""
+        return self._axis("replicate", "shard", "context")
+
+    @cached_property
+    def copies(self) -> Axis:
+        """Processes that hold the same range of a weight that is cut over `shard`."""
+        return self._axis("replicate", "context")
+
+    @cached_property
+    def world(self) -> Axis:
+        """All processes."""
+        return self._axis(*DENSE)
+
+    def sums(self, spread: Spread) -> GradientAxes:
+        """Where the gradient of a parameter is summed."""
+        return self._sums[spread]
+
+    @cached_property
+    def _sums(self) -> dict[Spread, GradientAxes]:
+        return {
+            spread: GradientAxes(self._axis(*everywhere), self._axis(scatter), self._axis(*rest))
+            for spread, (everywhere, scatter, rest) in GRADIENT_AXES.items()
+        }
 
     @property
-    def loss(self) -> Axis:
-        """The processes over which losses and counts are summed."""
-        return self.batch
+    def reports(self) -> bool:
+        """Whether this process adds the losses of its tokens to the figures of a step: of those that have the same
+        tokens, one does."""
+        return self.tensor.rank == 0 and self.pipeline.rank == self.pipeline.size - 1
+
+    @cached_property
+    def for_fsdp(self) -> DeviceMesh:
+        """Copies x shard, as FSDP2 takes it."""
+        grid = self._ranks_along("replicate", "context", "shard").view(-1, self.shard.size)
+        names = ("copies", "shard")
+        kind = "cuda" if dist.get_backend(self.shard.group) == "nccl" else "cpu"
+        if self.copies.group is None:
+            return DeviceMesh.from_group(self._group("shard"), kind, grid.view(-1), mesh_dim_names=("shard",))
+        groups = [self.copies.group, self._group("shard")]
+        return DeviceMesh.from_group(groups, kind, grid, mesh_dim_names=names)
+
+    def _group(self, *names: str) -> dist.ProcessGroup:
+        group = self._axis(*names).group
+        assert group is not None, f"no group along {' x '.join(names)}"
+        return group
+
+    def _axis(self, *names: str) -> Axis:
+        lengths = [axis_length(self.sizes, name) for name in names]
+        rank = 0
+        for name, length in zip(names, lengths, strict=True):
+            rank = rank * length + coordinates(self.sizes, self.place)[name]
+        return Axis(rank, math.prod(lengths), self.groups.get(names))
+
+    def _ranks_along(self, *names: str) -> Tensor:
+        """The processes that differ from this one only on these axes, in the order of the named axes."""
+        here = coordinates(self.sizes, self.place)
+        found = []
+        for rank in range(self.sizes.processes):
+            there = coordinates(self.sizes, rank)
+            if all(there[name] == here[name] for name in DENSE if name not in names):
+                found.append((tuple(there[name] for name in names), rank))
+        return torch.tensor([rank for _, rank in sorted(found)])
 
 
-def make_mesh(device: torch.device, replicate: int, shard: int) -> Mesh:
-    """The mesh of all processes of the process group, which are `replicate * shard`; neighbours share a shard group,
-    because they are more likely to be joined by a fast link."""
-    size = dist.get_world_size()
-    assert replicate * shard == size, f"{replicate} x {shard} is not the number of processes ({size})"
-    torch_mesh = init_device_mesh(device.type, (replicate, shard), mesh_dim_names=AXES)
+GRADIENT_AXES: dict[Spread, tuple[tuple[str, ...], str, tuple[str, ...]]] = {
+    "cut": (("replicate", "shard", "context"), "shard", ("replicate", "context")),
+    "copied": (("replicate", "shard", "context", "tensor"), "shard", ("replicate", "context", "tensor")),
+    "expert": (("replicate", "expert_shard"), "expert_shard", ("replicate",)),
+}
+PRODUCTS: tuple[tuple[str, ...], ...] = (
+    DENSE,
+    *((name,) for name in (*DENSE, "expert")),
+    ("replicate", "shard"),
+    *(product for everywhere, scatter, rest in GRADIENT_AXES.values() for product in (everywhere, (scatter,), rest)),
+)
+"""Products of axes that have a group."""
 
-    def axis(name: str) -> Axis:
-        length = torch_mesh[name].size()
-        if length == 1:
-            return Axis()
-        # The group of all processes exists already; another one would take more memory and connections.
-        group = dist.group.WORLD if length == size else torch_mesh.get_group(name)
-        return Axis(torch_mesh.get_local_rank(name), length, group)
 
-    return Mesh(axis("replicate"), axis("shard"), Axis(dist.get_rank(), size, dist.group.WORLD), torch_mesh)
+def axis_length(sizes: MeshSizes, name: str) -> int:
+    """The number of processes along an axis."""
+    if name == "expert_shard":
+        return sizes.shard * sizes.context * sizes.tensor // sizes.expert
+    length: int = getattr(sizes, name)
+    return length
+
+
+def coordinates(sizes: MeshSizes, rank: int) -> dict[str, int]:
+    """The place of a process on every axis."""
+    found, left = {}, rank
+    for name in reversed(DENSE):
+        left, found[name] = divmod(left, axis_length(sizes, name))
+    inner = (found["shard"] * sizes.context + found["context"]) * sizes.tensor + found["tensor"]
+    found["expert_shard"], found["expert"] = divmod(inner, sizes.expert)
+    return found
+
+
+def make_mesh(sizes: MeshSizes) -> Mesh:
+    """The mesh of all processes of the process group. Every process calls it, and creates all groups in one order."""
+    count = dist.get_world_size()
+    assert sizes.processes == count, f"{sizes} is not the number of processes ({count})"
+    everyone = [coordinates(sizes, rank) for rank in range(count)]
+    # The group of all processes exists already; another one would take more memory and connections.
+    made: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(count)): dist.group.WORLD}
+    groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
+    for names in dict.fromkeys(PRODUCTS):
+        others = [name for name in (EXPERT if set(names) <= set(EXPERT) else DENSE) if name not in names]
+        members: dict[tuple[int, ...], list[int]] = {}
+        for rank, place in enumerate(everyone):
+            members.setdefault(tuple(place[name] for name in others), []).append(rank)
+        for ranks in (tuple(each) for each in members.values() if len(each) > 1):
+            if ranks not in made:
+                made[ranks] = dist.new_group(ranks)
+            if dist.get_rank() in ranks:
+                groups[names] = made[ranks]  # type: ignore[assignment]
+    return Mesh(sizes, dist.get_rank(), groups)

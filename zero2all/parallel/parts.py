@@ -19,6 +19,32 @@ from torch import Tensor
 Sizes = tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Box:
+    """A range along each dimension of a tensor."""
+
+    offsets: Sizes
+    lengths: Sizes
+
+    @staticmethod
+    def whole(shape: Sizes) -> Box:
+        """All of it."""
+        return Box((0,) * len(shape), shape)
+
+    @staticmethod
+    def share(shape: Sizes, dimension: int, rank: int, ranks: int) -> Box:
+        """One of `ranks` equal ranges along a dimension."""
+        assert shape[dimension] % ranks == 0, f"{shape} is cut in {ranks} along dimension {dimension}"
+        length = shape[dimension] // ranks
+        offsets = tuple(rank * length if at == dimension else 0 for at in range(len(shape)))
+        return Box(offsets, tuple(length if at == dimension else size for at, size in enumerate(shape)))
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """It as an index."""
+        return tuple(slice(first, first + n) for first, n in zip(self.offsets, self.lengths, strict=True))
+
+
 @dataclass(frozen=True, eq=False)
 class Part:
     """Consecutive values of a box of a tensor, in this process."""
@@ -27,8 +53,7 @@ class Part:
     """Of shape (rows, …) where the range holds whole rows of the box, else one-dimensional; empty where this process
     holds nothing."""
     shape: Sizes  # of the whole tensor
-    offsets: Sizes  # where the box begins in the tensor
-    lengths: Sizes  # of the box
+    box: Box
     start: int = 0  # of the range in the flattened box
     group: dist.ProcessGroup | None = None
     """The processes that hold the other ranges of the box; None: this process holds all of it."""
@@ -37,17 +62,31 @@ class Part:
     def whole(tensor: Tensor) -> Part:
         """A tensor that is not cut."""
         shape = tuple(tensor.shape)
-        return Part(tensor, shape, (0,) * len(shape), shape)
+        return Part(tensor, shape, Box.whole(shape))
 
     @staticmethod
-    def of_range(values: Tensor, shape: Sizes, start: int, group: dist.ProcessGroup | None) -> Part:
-        """The range from `start` on of a tensor that is cut by ranges only; `values` are contiguous."""
+    def of_range(
+        values: Tensor, shape: Sizes, start: int, group: dist.ProcessGroup | None, box: Box | None = None
+    ) -> Part:
+        """The range from `start` on of a box, or of the whole tensor; `values` are contiguous."""
+        whole, box = shape, box or Box.whole(shape)
+        shape = box.lengths
         row = math.prod(shape[1:])
         if len(shape) > 1 and start % max(1, row) == 0 and values.numel() % max(1, row) == 0:
             values = values.view(-1, *shape[1:])
         else:
             values = values.view(-1) if shape else values.view(())
-        return Part(values, shape, (0,) * len(shape), shape, start, group)
+        return Part(values, whole, box, start, group)
+
+    @property
+    def offsets(self) -> Sizes:
+        """Where the box begins in the tensor."""
+        return self.box.offsets
+
+    @property
+    def lengths(self) -> Sizes:
+        """The lengths of the box."""
+        return self.box.lengths
 
     @property
     def has_whole_rows(self) -> bool:
@@ -65,8 +104,7 @@ class Part:
         return Part(
             values,
             (self.shape[0], *row_shape),
-            (self.offsets[0], *(0 for _ in row_shape)),
-            (self.lengths[0], *row_shape),
+            Box((self.offsets[0], *(0 for _ in row_shape)), (self.lengths[0], *row_shape)),
             rows_before * math.prod(row_shape),
             self.group,
         )

@@ -4,11 +4,13 @@ The sinks of the weights (`zero2all.ops.gradient_sink`) say when a gradient has 
 all there is sent at once; the buckets go in one fixed order on all processes, from the last block to the first, the
 order in which a backward pass completes them. Only the last pass of a step sends anything.
 
-    ZeRO-0   all-reduce of the bucket over all processes
-    ZeRO-1   reduce-scatter over the `shard` axis: each process gets the sum of its own range; then, with replicas, an
-             all-reduce of that range over the `replicate` axis
+    ZeRO-0   all-reduce of the bucket over all processes that computed a part of it
+    ZeRO-1   reduce-scatter over the `shard` axis: each process gets the sum of its own range; then, with copies, an
+             all-reduce of that range over them
     ZeRO-2   the same in every pass: the bucket's buffer exists only while its gradients are computed and sent, and the
              sums of the own ranges are added up over the passes
+
+Which processes these are depends on how the parameters of the bucket are spread (`Mesh.sums`).
 """
 
 from __future__ import annotations
@@ -79,7 +81,7 @@ class GradientReducer:
         self._borrowed: dict[int, Tensor] = {}
         self._sending: list[_Sending] = []
         self._next, self._sends = 0, False
-        communicates = self._device.type == "cuda" and mesh.batch.size > 1
+        communicates = self._device.type == "cuda" and mesh.world.size > 1
         self._stream = torch.cuda.Stream(self._device) if communicates else None
 
     def sink(self, name: str, shape: torch.Size) -> GradientSink:
@@ -147,13 +149,14 @@ class GradientReducer:
         else:
             values = self._gradients[bucket.span]
         first = bucket.span.start
-        range_in_bucket = bucket.owned_by(self._mesh.shard.rank if self._scatters else 0)
+        axes = self._mesh.sums(bucket.spread)
+        range_in_bucket = bucket.owned_by(axes.scatter.rank if self._scatters else 0)
         own = values[range_in_bucket.start - first : range_in_bucket.stop - first]
         works: list[dist.Work] = []
-        if self._scatters:
-            works = reduce_scatter(values, [border - first for border in bucket.borders], self._mesh.shard)
-        elif self._mesh.batch.size > 1:
-            works = [dist.all_reduce(values, group=self._mesh.batch.group, async_op=True)]
+        if self._scatters and axes.scatter.size > 1:
+            works = reduce_scatter(values, [border - first for border in bucket.borders], axes.scatter)
+        elif not self._scatters and axes.all.size > 1:
+            works = [dist.all_reduce(values, group=axes.all.group, async_op=True)]
         self._sending.append(_Sending(bucket, works, values, own))
         if self._stream is not None:
             self._chain_on_stream(self._sending[-1])
@@ -174,8 +177,8 @@ class GradientReducer:
     def _finish(self, sending: _Sending) -> None:
         for work in sending.works:
             work.wait()
-        if self._scatters and self._mesh.replicate.group is not None:
-            dist.all_reduce(sending.own, group=self._mesh.replicate.group)
+        if self._scatters:
+            self._mesh.sums(sending.bucket.spread).rest.sum(sending.own)
         if self._borrows:
             at = self._plan.buckets.index(sending.bucket)
             if self._before_add is not None:

@@ -30,12 +30,11 @@ def part_of(tensor: Tensor, parameter: LogicalParameter) -> Part:
     """What this process holds of a logical parameter, whose holder (or its gradient) is `tensor`: FSDP2 cuts holders by
     rows over the shard dimension of the mesh. Shares memory with `tensor`."""
     values, first = local(tensor.detach()), box(tensor)[0].start
-    begin, end = (
-        min(max(row - first, 0), len(values)) for row in (parameter.first_row, parameter.first_row + parameter.shape[0])
-    )
-    rows_before = min(max(first + begin - parameter.first_row, 0), parameter.shape[0])
-    start = rows_before * math.prod(parameter.shape[1:])
-    return Part.of_range(values[begin:end], parameter.shape, start, _shard_group(tensor))
+    rows, *rest = parameter.held.lengths
+    begin, end = (min(max(row - first, 0), len(values)) for row in (parameter.first_row, parameter.first_row + rows))
+    rows_before = min(max(first + begin - parameter.first_row, 0), rows)
+    start = rows_before * math.prod(rest)
+    return Part.of_range(values[begin:end], parameter.shape, start, _shard_group(tensor), parameter.held)
 
 
 def _shard_group(tensor: Tensor) -> dist.ProcessGroup | None:

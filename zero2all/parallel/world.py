@@ -119,7 +119,7 @@ def join_world(device: torch.device, config: ParallelConfig) -> Iterator[World]:
         )
     try:
         control = dist.new_group(backend="gloo", timeout=timeout)
-        yield World(dist.get_rank(), dist.get_world_size(), device, make_mesh(device, *sizes), control)
+        yield World(dist.get_rank(), dist.get_world_size(), device, make_mesh(sizes), control)
     except BaseException:
         if own and device.type == "cuda":
             own = False

@@ -21,7 +21,7 @@ from zero2all.packed.loader import LoaderOptions, read_batch
 from zero2all.parallel.config import ParallelConfig
 from zero2all.parallel.device import pick_device, set_memory_settings
 from zero2all.parallel.launch import local_processes
-from zero2all.parallel.mesh import Axis, Mesh
+from zero2all.parallel.mesh import Mesh
 from zero2all.parallel.world import World
 from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.guards.documents import Decode
@@ -89,18 +89,17 @@ def mesh_of_run(config: ParallelConfig) -> Mesh:
     """The mesh that the run itself will have: over the processes of this machine, or over more where the sizes of the
     axes ask for more."""
     asked = math.prod(size for size in (config.replicate, config.shard) if size != "auto")
-    processes = max(local_processes(config), asked)
-    replicate, shard = config.sizes(processes)
-    return Mesh(Axis(0, replicate), Axis(0, shard), Axis(0, processes))
+    asked *= config.pipeline * config.context * config.tensor
+    return Mesh(config.sizes(max(local_processes(config), asked)))
 
 
 def parallel_notes(config: RunConfig, mesh: Mesh, ops: Ops, samples: int, device_bytes: int | None) -> list[str]:
     """Memory and communication of one process of the run itself, where it will have several."""
-    if mesh.batch.size == 1:
+    if mesh.world.size == 1:
         return []
     settings = memory_settings(config, ops, mesh, samples)
     return [
-        f"the run itself will have {mesh.batch.size} processes (replicate {settings.replicate}, shard "
+        f"the run itself will have {mesh.world.size} processes (replicate {settings.replicate}, shard "
         f"{settings.shard}, zero {settings.zero}); for each of them:",
         *memory_notes(config.model, settings, device_bytes),
         *communication_notes(config.model, settings),

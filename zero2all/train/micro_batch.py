@@ -264,7 +264,7 @@ def deciding(config: RunConfig, ops: Ops, world: World) -> dict[str, Any]:
         "z_loss": config.train.z_loss > 0,
         "optimizer": [config.optim.kind, config.optim.bf16_rounding, config.optim.adafactor_beta1 > 0],
         "ops": {**ops.taken, "compile": ops.compile},
-        "processes": [world.mesh.replicate.size, world.mesh.shard.size],
+        "processes": list(dataclasses.astuple(world.mesh.sizes)),
         "parallel": [config.parallel.zero, config.parallel.offload, config.parallel.bucket_mb],
         "device": properties.name if properties else "cpu",
         "device_bytes": properties.total_memory if properties else 0,

@@ -83,9 +83,14 @@ class UpdateRatios:
         before, self._before = self._before, None
         if before is None:
             return {}
-        now, kinds = self._samples(), sorted(before)
-        sums = [torch.stack(((now[kind] - before[kind]).square().sum(), before[kind].square().sum())) for kind in kinds]
-        moved, lengths = self._world.mesh.batch.sum(torch.stack(sums)).unbind(1)
+        now = self._samples()
+        kinds = sorted({one.kind for one in layout_table(self._state.model.config)})  # also those of other stages
+        sums = torch.zeros(len(kinds), 2, dtype=torch.float64, device=self._world.device)
+        for at, kind in enumerate(kinds):
+            if kind in now:
+                moved = (now[kind] - before[kind]).square().sum()
+                sums[at] = torch.stack((moved, before[kind].square().sum()))
+        moved, lengths = self._world.mesh.world.sum(sums).unbind(1)
         ratios = (moved / lengths.clamp(min=1e-30)).sqrt()
         values = {f"update_ratio/{kind}": ratio for kind, ratio in zip(kinds, ratios, strict=True)}
         if self._log is not None:

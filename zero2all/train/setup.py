@@ -262,7 +262,7 @@ def _build_state(
     """The model on its device, sharded where the config says so, with its optimizer; and notes for the user."""
     check_offload(config.parallel, config.optim.kind)
     dtype = DTYPES[config.train.precision]
-    sharded = config.parallel.zero == 3 and world.size > 1
+    sharded = config.parallel.zero == 3 and world.mesh.shard.size > 1
     ops = resolve_together(config.ops, op_context(config, world.device.type, dtype, sharded), world)
     check_cuda_graph(config, world.device, world.size, ops)
     _require_memory(config, ops, world)
@@ -303,7 +303,7 @@ def empty_state(config: RunConfig, world: World, ops: Ops, step: int = 0) -> Tra
     with torch.device("meta"):  # memory is allocated once it is known who holds what
         model = Z2all(model_at(step, config.model, config.stages), ops).to(wide).train()
     apply_recompute(model, config.train.recompute, config.train.recompute_every)
-    if config.parallel.zero == 3 and world.size > 1:
+    if config.parallel.zero == 3 and world.mesh.shard.size > 1:
         shard_model(model, world, dtype, with_masters=config.optim.kind != "adamw_bf16")
     cos, sin = rope_tables(model.config, model.config.max_seq_len, world.device)
     model.cos, model.sin = cos.to(wide), sin.to(wide)

@@ -128,7 +128,7 @@ def new_state(
     check_offload(parallel, optim.kind)
     offloads = parallel.offload != "none"
     device = device or next(model.parameters()).device
-    is_sharded = parallel.zero == 3 and mesh.batch.size > 1
+    is_sharded = parallel.zero == 3 and mesh.shard.size > 1
     # torch's kernels round the factor on the gradient to float32; a run in float64 must not.
     is_fast = optim.kind == "adamw" and dtype != torch.float64 and not is_sharded
     weights: Weights
@@ -149,11 +149,11 @@ def new_state(
             and model.ops.footprints["optimizer"].splits_masters
             and not offloads,
             mesh=mesh,
-            zero=parallel.zero if mesh.batch.size > 1 else 0,
+            zero=parallel.zero if mesh.shard.size > 1 else 0,
             bucket_bytes=parallel.bucket_mb * 1e6,
             cut_of=partial(cut_of, optim.kind),
             overlaps=parallel.overlap,
-            host_zeros=host_zeros(parallel, mesh.batch.rank) if offloads else None,
+            host_zeros=host_zeros(parallel, mesh.place) if offloads else None,
             one_step_late=parallel.offload_one_step_late,
         )
     if isinstance(weights, FlatWeights) and offloads:

@@ -189,10 +189,12 @@ def train_step(
     """Advance `state` by one step on `batch`."""
     timer = StepTimer(world.device)
     # Dropout depends on (seed, step, rank) alone, so a resumed run needs no stored random state.
-    torch.manual_seed(_step_key(config.train.seed, state.step, world.mesh.batch.rank))
+    torch.manual_seed(_step_key(config.train.seed, state.step, world.rank))
     figures = _forward_backward(state, batch, channels, config, world, plan, timer)
+    if not world.mesh.reports:
+        figures[HEAD:] = 0.0
     figures[1] = state.weights.squared_norm_share()
-    world.mesh.loss.sum(figures)
+    world.mesh.world.sum(figures)
     norm = figures[1].sqrt()
     if state.loss_scale is not None:
         norm = norm / state.loss_scale.scale

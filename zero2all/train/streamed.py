@@ -136,7 +136,7 @@ class StreamedWeights(FlatWeights):
         for first in range(0, self.plan.length, PIECE_VALUES):
             rows = self.gradients[first : first + PIECE_VALUES].view(-1, ALIGNMENT)
             squares += torch.linalg.vector_norm(rows, dim=1).double().square().sum()
-        return (squares / self.mesh.batch.size).to(self.device)
+        return (squares / self.mesh.loss.size).to(self.device)
 
     def zero_gradients(self) -> None:
         """Set the gradients to zero."""

@@ -57,7 +57,9 @@ def held_out_losses(
             at = channels.index(batch.split.channel)
             sums[:, at] += torch.stack((nats, counted, counted * batch.split.bytes_per_token))
     model.train(was_training)
-    nats, tokens, text_bytes = world.mesh.loss.sum(sums).tolist()
+    if not world.mesh.reports:
+        sums.zero_()
+    nats, tokens, text_bytes = world.mesh.world.sum(sums).tolist()
     known = [at for at in range(len(channels)) if tokens[at]]
     values = {f"eval/valid/loss/{channels[at]}": nats[at] / tokens[at] for at in known}
     return values | {f"eval/valid/bpb/{channels[at]}": nats[at] / math.log(2) / text_bytes[at] for at in known}

@@ -31,8 +31,8 @@ from zero2all.ops.implementation import has_triton
 from zero2all.ops.split_master import join, split
 from zero2all.parallel.buckets import CutOf, plan_buffers
 from zero2all.parallel.data import set_gradient_sync
-from zero2all.parallel.layout import LogicalParameter, layout_table
-from zero2all.parallel.mesh import Mesh
+from zero2all.parallel.layout import LogicalParameter, held_table, layout_table
+from zero2all.parallel.mesh import Mesh, Spread
 from zero2all.parallel.parts import Part
 from zero2all.parallel.reduce import GradientReducer, all_gather
 from zero2all.parallel.shards import part_of
@@ -73,14 +73,15 @@ class FlatWeights:
         self.dtype, wide = dtype, torch.promote_types(dtype, torch.float32) if with_masters else dtype
         assert dtype == torch.bfloat16 or not split_masters, "only a bfloat16 is one half of a float32"
         self.split_masters = split_masters
-        self.table = layout_table(model.config)
-        owners = self.mesh.shard.size if zero else 1
+        self.table = held_table(layout_table(model.config), named, self.mesh)
         bucket_values = None
-        if bucket_bytes is not None and (self.mesh.batch.size > 1 or host_zeros is not None):
+        if bucket_bytes is not None and (self.mesh.world.size > 1 or host_zeros is not None):
             bucket_values = max(1, int(bucket_bytes) // wide.itemsize)
-        self.plan = plan_buffers(self.table, owners, bucket_values, cut_of)
-        rank = self.mesh.shard.rank if zero else 0
-        self.own = [bucket.owned_by(rank) for bucket in self.plan.buckets]
+        owners = [self.mesh.sums(spread).scatter.size if zero else 1 for spread in ("cut", "expert")]
+        self.plan = plan_buffers(self.table, owners[0], bucket_values, cut_of, owners[1])
+        self.own = [
+            bucket.owned_by(self.mesh.sums(bucket.spread).scatter.rank if zero else 0) for bucket in self.plan.buckets
+        ]
         """Of each bucket the range that this process updates."""
         self.own_at = _one_after_the_other(self.own)
         """The same ranges in buffers that hold nothing else."""
@@ -134,7 +135,7 @@ class FlatWeights:
     @property
     def _gathers(self) -> bool:
         """Whether other processes update some of the weights."""
-        return self.zero > 0 and self.mesh.shard.size > 1
+        return self.own_length < self.plan.length
 
     @property
     def _is_late(self) -> bool:
@@ -142,7 +143,7 @@ class FlatWeights:
         return self.pipeline is not None and self.pipeline.late is not None
 
     def _make_reducer(self, overlaps: bool) -> GradientReducer | None:
-        if self.mesh.batch.size == 1:
+        if self.mesh.loss.size * self.mesh.tensor.size == 1:
             return None
         before_add = self.pipeline.wait_cleared if self.pipeline is not None and self._is_late else None
         return GradientReducer(
@@ -223,7 +224,7 @@ class FlatWeights:
             start = min(max(own.start, first), first + one.numel)
             stop = max(start, min(own.stop, first + one.numel))
             values = ranges[number][start - own.start : stop - own.start] if stop > start else flat[:0]
-            found[one.name] = Part.of_range(values, one.shape, start - first, None)
+            found[one.name] = Part.of_range(values, one.shape, start - first, None, one.held)
         return found
 
     def parameter_slices(self, bucket: int) -> tuple[slice, ...]:
@@ -307,14 +308,21 @@ class FlatWeights:
             self.reducer.end_pass()
 
     def squared_norm_share(self) -> Tensor:
-        """This process's share of the square of the gradient's L2 norm, float64; the shares of all batch ranks add up
-        to it."""
-        if self.zero < 2 and self.own_length == self.plan.length:
-            squares = _sum_of_squares(self.gradients)
-        else:
-            squares = torch.stack([_sum_of_squares(part) for _, part in self.flat_ranges(self.gradients)]).sum()
-        copies = self.mesh.replicate.size if self.zero else self.mesh.batch.size
-        return squares / copies if copies > 1 else squares
+        """This process's share of the square of the gradient's L2 norm, float64; the shares of all processes add up to
+        it."""
+        copies = {bucket.spread: self._copies(bucket.spread) for bucket in self.plan.buckets}
+        if self.zero < 2 and self.own_length == self.plan.length and len(set(copies.values())) == 1:
+            return _sum_of_squares(self.gradients) / next(iter(copies.values()))
+        shares = [
+            _sum_of_squares(part) / copies[self.plan.buckets[number].spread]
+            for number, part in self.flat_ranges(self.gradients)
+        ]
+        return torch.stack(shares).sum()
+
+    def _copies(self, spread: Spread) -> int:
+        """How many processes hold the same gradients after they have been summed."""
+        axes = self.mesh.sums(spread)
+        return axes.rest.size if self.zero else axes.all.size
 
     def updated(self) -> None:
         """The masters have changed: write the low-precision weights, and gather those of other owners."""
@@ -338,7 +346,9 @@ class FlatWeights:
     def _gather(self, number: int) -> None:
         bucket = self.plan.buckets[number]
         borders = [border - bucket.span.start for border in bucket.borders]
-        self._arriving[number] = all_gather(self.weights.data[bucket.span], borders, self.mesh.shard)
+        axis = self.mesh.sums(bucket.spread).scatter
+        if axis.size > 1:
+            self._arriving[number] = all_gather(self.weights.data[bucket.span], borders, axis)
 
     def returning(self) -> None:
         """New weights of the own ranges begin to come from the host."""
@@ -403,8 +413,10 @@ class ShardedWeights:
 
     def __init__(self, model: Z2all, dtype: torch.dtype, mesh: Mesh) -> None:
         self.dtype, self.mesh, self._model = dtype, mesh, model
-        self.table: list[LogicalParameter] = layout_table(model.config)
         self._parameters = dict(model.named_parameters())
+        self.table: list[LogicalParameter] = held_table(layout_table(model.config), self._parameters, mesh)
+        self._copied = [self._parameters[one.holder] for one in self.table if one.spread == "copied"]
+        self._is_last = True
 
     def masters_by_name(self) -> dict[str, Master]:
         """The masters with their gradients, for an optimizer that takes them one by one; live."""
@@ -435,21 +447,27 @@ class ShardedWeights:
 
     def begin_pass(self, is_last: bool) -> None:
         """FSDP sums the gradients in the backward pass of the last micro-batch."""
+        self._is_last = is_last
         set_gradient_sync(self._model, is_last)
 
     def end_pass(self) -> None:
-        """Nothing to do: FSDP has waited for the sums."""
+        """FSDP has waited for its sums; what every tensor rank has a copy of is also summed over these."""
+        for parameter in self._copied if self._is_last else ():
+            if parameter.grad is not None:
+                self.mesh.tensor.sum(parameter.grad.to_local())  # type: ignore[attr-defined]
 
     def squared_norm_share(self) -> Tensor:
-        """This process's share of the square of the gradient's L2 norm, float64; the shares of all batch ranks add up
-        to it."""
+        """This process's share of the square of the gradient's L2 norm, float64; the shares of all processes add up to
+        it."""
         wide = torch.promote_types(self.dtype, torch.float32)
+        copied = set(self._copied)
         squares = [
             torch.linalg.vector_norm(parameter.grad.to_local(), dtype=wide).double().square()  # type: ignore[attr-defined]
+            / (self.mesh.tensor.size if parameter in copied else 1)
             for parameter in self._parameters.values()
             if parameter.grad is not None
         ]
-        return torch.stack(squares).sum() / self.mesh.replicate.size
+        return torch.stack(squares).sum() / self.mesh.copies.size
 
     def updated(self) -> None:
         """Nothing to do: FSDP gathers the weights in every pass."""

@@ -91,7 +91,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from zero2all.parallel.parts import Part
+from zero2all.parallel.parts import Box, Part
 from zero2all.parallel.shards import box as box_of, local as local_part
 from zero2all.train.checkpoints.retention import Retention
 from zero2all.train.checkpoints.snapshot import Snapshot
@@ -107,7 +107,7 @@ def part_of(tensor):
         return Part.whole(tensor)
     place = box_of(tensor)
     lengths = tuple(along.stop - along.start for along in place)
-    return Part(local_part(tensor), tuple(tensor.shape), tuple(along.start for along in place), lengths)
+    return Part(local_part(tensor), tuple(tensor.shape), Box(tuple(along.start for along in place), lengths))
 
 def parts(tensors):
     return {name: part_of(tensor) for name, tensor in tensors.items()}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from zero2all.common.errors import BadInputError
-from zero2all.parallel.parts import Part
+from zero2all.parallel.parts import Box, Part
 from zero2all.train.checkpoints import exact_json
 from zero2all.train.checkpoints import store as store_module
 from zero2all.train.checkpoints.boxes import Place, first_hole, first_overlap
@@ -122,9 +122,8 @@ def by_columns(tensor: Tensor, rank: int) -> Part:
     middle = tensor.shape[-1] // 2
     half, first = (tensor[..., :middle], 0) if rank < 2 else (tensor[..., middle:], middle)
     inner = ranged(half, rank % 2, 2)
-    return Part(
-        inner.values, tuple(tensor.shape), (*(0 for _ in tensor.shape[1:]), first), tuple(half.shape), inner.start
-    )
+    box = Box((*(0 for _ in tensor.shape[1:]), first), tuple(half.shape))
+    return Part(inner.values, tuple(tensor.shape), box, inner.start)
 
 
 def owned(tensor: Tensor, rank: int, number: int) -> Part:
@@ -247,7 +246,7 @@ def test_a_plain_tensor_beside_a_part_of_it_is_no_copy(together, tmp_path):
 
 
 def test_a_box_beyond_its_tensor_is_refused(together, tmp_path):
-    beyond = Part(torch.zeros(3), (4,), (2,), (3,))
+    beyond = Part(torch.zeros(3), (4,), Box((2,), (3,)))
     said = refused(together, tmp_path, lambda _: {"model/a": beyond})
     assert said == "model/a: the box [2:5] of ranks 0, 1 reaches beyond the tensor's shape (4,)"
 

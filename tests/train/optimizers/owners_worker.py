@@ -93,4 +93,4 @@ def main():
 
 
 def without_group(part):
-    return Part(part.values.clone(), part.shape, part.offsets, part.lengths, part.start)
+    return Part(part.values.clone(), part.shape, part.box, part.start)
