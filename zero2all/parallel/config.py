@@ -46,6 +46,9 @@ class ParallelConfig:
     """Stages: processes that each have some blocks of the model."""
     context: PositiveInt = 1
     """Processes that share a sequence."""
+    context_method: Literal["auto", "ulysses", "gather"] = "auto"
+    """ulysses: for attention, each gets whole sequences of some heads; gather: keys and values of the whole sequence.
+    auto: ulysses where `context` divides the heads."""
     tensor: PositiveInt = 1
     """Processes that share every matrix."""
     expert: PositiveInt = 1
@@ -80,6 +83,11 @@ class ParallelConfig:
         if self.offload == "none" and self.offload_one_step_late:
             found.append(Problem(f"{place}.offload_one_step_late", True, f"false, because {place}.offload is none"))
         return found
+
+    @property
+    def every_pass_communicates(self) -> bool:
+        """Whether processes exchange something in every pass, not only the gradients in the last one of a step."""
+        return self.zero >= 2 or max(self.pipeline, self.context, self.tensor, self.expert) > 1
 
     def sizes(self, processes: int) -> MeshSizes:
         """The sizes of all axes for this many processes."""
