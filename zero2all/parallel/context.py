@@ -29,6 +29,7 @@ from zero2all.ops.attention import AttentionOp, document_mask, sdpa_attention
 from zero2all.ops.registry import Ops
 from zero2all.parallel.config import MeshSizes, ParallelConfig
 from zero2all.parallel.mesh import Axis, Mesh
+from zero2all.parallel.run_config import SpreadConfig, sequence_lengths
 
 Method = Literal["ulysses", "gather"]
 
@@ -73,6 +74,31 @@ def spread_attention(ops: Ops, model: ModelConfig, parallel: ParallelConfig, mes
         attention=_gathered(ops.attention, masked, mesh.context, outside),
         prepare_documents=lambda document_ids: _chunk_masks(document_ids, mesh.context),
     )
+
+
+def problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
+    """What forbids to cut the sequences of a run over the context axis."""
+    ranks, asked, found = sizes.context, config.parallel.context_method, []
+    if ranks == 1:
+        return []
+    heads = config.model.heads // sizes.tensor
+    if asked == "ulysses" and heads % ranks:
+        of_tensor = f" / tensor {sizes.tensor} = {heads}" if sizes.tensor > 1 else ""
+        found.append(
+            f"parallel.context_method ulysses gives each of the {ranks} context ranks an equal share of the query "
+            f"heads, but model.heads {config.model.heads}{of_tensor} is not a multiple of {ranks}. Set "
+            f"parallel.context_method to gather, or parallel.context to a divisor of {heads}."
+        )
+    is_gather = method_of(config.model, config.parallel, sizes) == "gather"
+    chunks, product = (2 * ranks, f"2 x parallel.context = 2 x {ranks} = ") if is_gather else (ranks, "parallel.context ")
+    for name, length in sequence_lengths(config):
+        if length % chunks:
+            found.append(
+                f"{name} {length} is not a multiple of {product}{chunks}: each context rank has "
+                f"{'two equal chunks' if is_gather else 'an equal part'} of every sequence. Nearest: "
+                f"{max(1, round(length / chunks)) * chunks}."
+            )
+    return found
 
 
 # ---- ulysses ---------------------------------------------------------------------------------------------------------
