@@ -138,8 +138,15 @@ class Z2all(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
-    def forward(self, tokens: Tensor, cache: KeyValueCache | None = None, document_ids: Tensor | None = None) -> Tensor:
-        """Token ids (B, T) -> normalised hidden states (B, T, C). With `cache`, T counts only the new positions."""
+    def forward(
+        self,
+        tokens: Tensor,
+        cache: KeyValueCache | None = None,
+        document_ids: Tensor | None = None,
+        places: Tensor | None = None,
+    ) -> Tensor:
+        """Token ids (B, T) -> normalised hidden states (B, T, C). With `cache`, T counts only the new positions. With
+        `places` (T,) the tokens are those of longer rows that stand there; document_ids are of the whole rows."""
         assert cache is None or document_ids is None, "a cache belongs to one document"
         start = 0 if cache is None else cache.length
         T = tokens.shape[1]
@@ -147,10 +154,12 @@ class Z2all(nn.Module):
             raise ValueError(f"{start + T} positions exceed model.max_seq_len ({self.config.max_seq_len})")
         documents = None
         if document_ids is None:
-            cos, sin = self.cos[start : start + T], self.sin[start : start + T]  # (T, D/2)
+            at = slice(start, start + T) if places is None else places
+            cos, sin = self.cos[at], self.sin[at]  # (T, D/2)
         else:
             documents = self.ops.prepare_documents(document_ids)
             positions = _positions(document_ids)
+            positions = positions if places is None else positions[:, places]
             cos, sin = self.cos[positions], self.sin[positions]  # (B, T, D/2)
         x = self.embedding_dropout(self.ops.embedding(tokens, self.embedding.weight))  # (B, T, C)
         if self.config.fp32_residual:

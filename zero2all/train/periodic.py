@@ -58,7 +58,8 @@ class Validation:
         """Validate and log. Called by every process."""
         prepared, config = self._prepared, self._prepared.config
         prepared.state.weights.settle()
-        self.losses = held_out_losses(prepared.state.model, prepared.valid, config.data, config.eval, prepared.world)
+        model, world = prepared.state.model, prepared.world
+        self.losses = held_out_losses(model, prepared.valid, config.data, config.eval, world, config.parallel)
         self._log.values(self.losses)
 
 

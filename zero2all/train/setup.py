@@ -43,6 +43,7 @@ from zero2all.packed.loader import rank_rows
 from zero2all.packed.mixture import Progress, TrainingData, open_training_data
 from zero2all.packed.remote import packed_root
 from zero2all.packed.stages import Stage, stages_from_records
+from zero2all.parallel.context import spread_attention
 from zero2all.parallel.data import shard_model
 from zero2all.parallel.device import environment, local_processes, set_cpu_threads
 from zero2all.parallel.layout import draw
@@ -300,6 +301,7 @@ def empty_state(config: RunConfig, world: World, ops: Ops, step: int = 0) -> Tra
     to be drawn or loaded."""
     dtype = DTYPES[config.train.precision]
     wide = torch.promote_types(dtype, torch.float32)
+    ops = spread_attention(ops, config.model, config.parallel, world.mesh)
     with torch.device("meta"):  # memory is allocated once it is known who holds what
         model = Z2all(model_at(step, config.model, config.stages), ops).to(wide).train()
     apply_recompute(model, config.train.recompute, config.train.recompute_every)

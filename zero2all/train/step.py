@@ -21,6 +21,7 @@ from torch import Tensor
 
 from zero2all.config import RunConfig
 from zero2all.packed.loader import Batch, rank_rows
+from zero2all.parallel.context import own_tokens, places_of
 from zero2all.parallel.world import World
 from zero2all.train.guards.detector import Limits
 from zero2all.train.state import TrainState
@@ -219,7 +220,7 @@ def train_step(
 def _forward_backward(
     state: TrainState, batch: Batch, channels: int, config: RunConfig, world: World, plan: StepPlan, timer: StepTimer
 ) -> Tensor:
-    """Accumulate the gradient; returns the figures, still only of this process's rows, in float64."""
+    """Accumulate the gradient; returns the figures, still only of this process's tokens, in float64."""
     device, wide = world.device, torch.promote_types(state.weights.dtype, torch.float32)
     tokens = torch.as_tensor(batch.tokens)
     masked = batch.document_ids is not None and config.data.document_mask
@@ -228,7 +229,8 @@ def _forward_backward(
     own_rows, seq_len = tokens.shape[0], tokens.shape[1] - 1
     rows = batch.global_rows
     first_row, real_rows, _ = rank_rows(rows, world.mesh.batch.rank, world.mesh.batch.size)
-    counts = _counts(batch, plan, wide, device)  # (B, T)
+    places = places_of(config.model, config.parallel, world.mesh, seq_len, device)
+    counts = own_tokens(_counts(batch, plan, wide, device), places)  # (B, T)
     counted = world.mesh.loss.sum(counts.sum(dtype=torch.float64)).clamp(min=1.0)
     figures = torch.zeros(HEAD + 2 * channels + 2 * rows, dtype=torch.float64, device=device)
     figures[3].fill_(plan.stop_requested)  # an assignment would copy the number and wait for the copy
@@ -248,9 +250,10 @@ def _forward_backward(
         if state.cuda_graph is not None and not (is_last and state.weights.communicates):
             losses = state.cuda_graph(ids, shares)  # also forward and loss: nothing can be measured inside
         else:
-            hidden = state.model(ids[:, :-1], document_ids=documents)
+            hidden = state.model(own_tokens(ids[:, :-1], places), document_ids=documents, places=places)
             timer.mark("forward")
-            total, losses = state.model.head_loss(hidden, ids[:, 1:], shares, config.train.z_loss)
+            targets = own_tokens(ids[:, 1:], places)
+            total, losses = state.model.head_loss(hidden, targets, shares, config.train.z_loss)
             timer.mark("loss")
             (total if state.loss_scale is None else total * state.loss_scale.scale).backward()
         state.weights.end_pass()
