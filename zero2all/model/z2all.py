@@ -67,6 +67,10 @@ class Attention(nn.Module):
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeyValueCache | None, documents: Any | None
     ) -> Tensor:
         """(B, T, C) -> (B, T, C). `documents` is what `ops.prepare_documents` returned."""
+        return self.ops.linear(self.mix(x, cos, sin, cache, documents), self.out.weight, self.out.bias)
+
+    def mix(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeyValueCache | None, documents: Any | None) -> Tensor:
+        """The same before the output projection: (B, T, C) -> (B, T, Hq D)."""
         B, T, _ = x.shape
         qkv = self.ops.linear(x, self.qkv.weight, self.qkv.bias).view(B, T, -1, self.head_size)
         query, key, value = self.ops.rope(qkv, cos, sin, self.heads, self.kv_heads)  # each (B, H, T, D)
@@ -74,7 +78,7 @@ class Attention(nn.Module):
             key, value = cache.extend(self.layer, key, value)
         dropout = self.dropout if self.training else 0.0
         mixed = self.ops.attention(query, key, value, dropout, documents)  # (B, Hq, T, D)
-        return self.ops.linear(mixed.transpose(1, 2).reshape(B, T, -1), self.out.weight, self.out.bias)
+        return mixed.transpose(1, 2).reshape(B, T, -1)
 
 
 class FeedForward(nn.Module):

@@ -51,6 +51,8 @@ class ParallelConfig:
     auto: ulysses where `context` divides the heads."""
     tensor: PositiveInt = 1
     """Processes that share every matrix."""
+    copy_kv_heads: bool = False
+    """With more tensor processes than kv heads, let several of them have a copy of each; false: refuse that."""
     expert: PositiveInt = 1
     """Processes that share the experts; divides shard x context x tensor."""
     bucket_mb: PositiveFloat = 128.0
