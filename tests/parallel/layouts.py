@@ -55,6 +55,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "hybrid ZeRO-2": {"zero": 2, "shard": 2},
     "hybrid ZeRO-3": {"zero": 3, "shard": 2},
 }
+TENSOR_LAYOUTS: dict[str, dict[str, Any]] = {
+    "tensor": {"tensor": 4, "copy_kv_heads": True},
+    "replicate x tensor": {"tensor": 2},
+    "ZeRO-1 x tensor": {"tensor": 2, "zero": 1},
+    "ZeRO-2 x tensor": {"tensor": 2, "zero": 2},
+    "ZeRO-3 x tensor": {"tensor": 2, "zero": 3},
+}
+"""On four processes."""
 CODE = "from tests.parallel import layouts; layouts.main()"
 
 
@@ -196,7 +204,8 @@ def course(
 def pairs(world: World, folder: str, layouts: list[str], every: bool) -> dict[str, Any]:
     """Train and save under each layout; load under the next one, or under every other one. Which tensors differ from
     those that were saved, and how far the loss of the next step lies from the one that the saved run had."""
-    configs = {name: run_config(parallel=ParallelConfig(**{"bucket_mb": 0.002, **LAYOUTS[name]})) for name in layouts}
+    known = LAYOUTS | TENSOR_LAYOUTS
+    configs = {name: run_config(parallel=ParallelConfig(**{"bucket_mb": 0.002, **known[name]})) for name in layouts}
     worlds = {name: world_of(world, config.parallel) for name, config in configs.items()}
     found: dict[str, Any] = {}
     for number, name in enumerate(layouts):

@@ -183,6 +183,22 @@ def test_replicated_weights_give_the_same_run(ranks, lab, config, alone):
 
 
 @pytest.mark.slow
+def test_tensor_ranks_give_the_same_run_and_one_process_goes_on_with_it(ranks, lab, config, alone):
+    def settings(**parallel):
+        return spread_config(config, "tensor", zero=1, **parallel)
+
+    cut = settings(tensor=2, copy_kv_heads=True)
+    first = ranks(cut, 4, signals={3: (STOPPED_AT, signal.SIGTERM, 0.0)})
+    assert first.wait() == [10] * 4, first.text()
+    steps = [*first.steps(), *ranks.finished(settings()).steps()]
+    assert [step.step for step in steps] == list(range(1, STEPS + 1))
+    assert [step.loss for step in steps] == pytest.approx(alone.losses, rel=1e-9, abs=0)
+    held_out = {name: curve.value.tolist() for name, curve in read_run(lab.run("tensor")).series.items()}
+    for name, curve in alone.held_out.items():
+        assert held_out[name] == pytest.approx(curve, rel=1e-9)
+
+
+@pytest.mark.slow
 def test_float32_agrees_over_the_first_steps(ranks, lab, config):
     def settings(name, zero=3, micro=2):
         return spread_config(config, name, zero, "float32", micro)

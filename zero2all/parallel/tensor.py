@@ -209,6 +209,8 @@ def sum_copied_heads(gradients: Sequence[Tensor], copies: int, axis: Axis) -> No
     if not gradients:
         return
     own = torch.cat([values.reshape(-1) for values in gradients])
+    if not own.numel():  # ZeRO gave these rows to other processes
+        return
     of_heads = own.new_zeros(axis.size // copies, own.numel())
     of_heads[axis.rank // copies] = own
     axis.sum(of_heads)
