@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -129,9 +130,16 @@ def test_the_loss_of_a_cut_vocabulary_is_that_of_the_whole(monkeypatch, vocab_si
 # ---- what is refused ---------------------------------------------------------------------------------------------
 
 
-def refusals(tensor: int, optimizer: str = "adamw", may_copy: bool = False, **model: Any) -> str:
+def refusals(
+    tensor: int,
+    optimizer: str = "adamw",
+    may_copy: bool = False,
+    compiled: Literal["none", "block"] = "none",
+    **model: Any,
+) -> str:
     parallel = ParallelConfig(tensor=tensor, copy_kv_heads=may_copy)
     config = layouts.run_config(layouts.OPTIMIZERS[optimizer], parallel, **model)
+    config = replace(config, ops=replace(config.ops, compile=compiled))
     return "\n".join(problems(config, MeshSizes(tensor=tensor)))
 
 
@@ -148,6 +156,7 @@ def test_what_divides_is_not_refused():
         (["model.kv_heads 2 and parallel.tensor 3", "neither"], {"tensor": 3, "may_copy": True}),
         (["60 ids", "64 rows", "parallel.tensor 3"], {"tensor": 3}),
         (["data.seq_len 8 is not a multiple of parallel.tensor 3", "Nearest: 9"], {"tensor": 3}),
+        (["ops.compile block with parallel.tensor 2"], {"tensor": 2, "compiled": "block"}),
         (["optim.kind muon", "a whole matrix"], {"tensor": 2, "optimizer": "muon"}),
         (["optim.kind adafactor", "whole rows and columns"], {"tensor": 2, "optimizer": "adafactor"}),
     ],
