@@ -74,9 +74,7 @@ def make_stages(costs: ModelCosts, count: int) -> list[Stage]:
             found[end] = min(options)
         best = found
     borders = best[layers][2]
-    return [
-        Stage(range(start, stop), start == 0, stop == layers) for start, stop in pairwise(borders)
-    ]
+    return [Stage(range(start, stop), start == 0, stop == layers) for start, stop in pairwise(borders)]
 
 
 def keep_stages(model: Z2all, stages: Sequence[Stage]) -> None:

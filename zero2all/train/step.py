@@ -252,7 +252,9 @@ def _forward_backward(
         ids = tokens[here].to(device, non_blocking=True)  # (B, T + 1)
         return ids, (counts[here] / counted).to(wide)
 
-    def forward(here: slice, ids: Tensor, shares: Tensor, stage: Stage | None = None, x: Tensor | None = None) -> Tensor:
+    def forward(
+        here: slice, ids: Tensor, shares: Tensor, stage: Stage | None = None, x: Tensor | None = None
+    ) -> Tensor:
         """What to call backward on; of a stage that is not the last: what the next one gets."""
         documents = None if document_ids is None else document_ids[here, :-1].to(device, non_blocking=True)
         timer.mark("collate")
