@@ -68,6 +68,10 @@ class Attention(nn.Module):
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeyValueCache | None, documents: Any | None
     ) -> Tensor:
         """(B, T, C) -> (B, T, C). `documents` is what `ops.prepare_documents` returned."""
+        return self.ops.linear(self.mix(x, cos, sin, cache, documents), self.out.weight, self.out.bias)
+
+    def mix(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeyValueCache | None, documents: Any | None) -> Tensor:
+        """The same before the output projection: (B, T, C) -> (B, T, Hq D)."""
         B, T, _ = x.shape
         qkv = self.ops.linear(x, self.qkv.weight, self.qkv.bias).view(B, T, -1, self.head_size)
         query, key, value = self.ops.rope(qkv, cos, sin, self.heads, self.kv_heads)  # each (B, H, T, D)
@@ -75,7 +79,7 @@ class Attention(nn.Module):
             key, value = cache.extend(self.layer, key, value)
         dropout = self.dropout if self.training else 0.0
         mixed = self.ops.attention(query, key, value, dropout, documents)  # (B, Hq, T, D)
-        return self.ops.linear(mixed.transpose(1, 2).reshape(B, T, -1), self.out.weight, self.out.bias)
+        return mixed.transpose(1, 2).reshape(B, T, -1)
 
 
 class FeedForward(nn.Module):
@@ -153,10 +157,12 @@ class Z2all(nn.Module):
         tokens: Tensor,
         cache: KeyValueCache | None = None,
         document_ids: Tensor | None = None,
+        places: Tensor | None = None,
         stage: Stage | None = None,
         x: Tensor | None = None,
     ) -> Tensor:
-        """Token ids (B, T) -> normalised hidden states (B, T, C). With `cache`, T counts only the new positions.
+        """Token ids (B, T) -> normalised hidden states (B, T, C). With `cache`, T counts only the new positions. With
+        `places` (T,) the tokens are those of longer rows that stand there; document_ids are of the whole rows.
         `stage`: only its blocks, on what the stage before it returned (`x`); all but the last return the residual."""
         assert cache is None or document_ids is None, "a cache belongs to one document"
         start = 0 if cache is None else cache.length
@@ -165,10 +171,12 @@ class Z2all(nn.Module):
             raise ValueError(f"{start + T} positions exceed model.max_seq_len ({self.config.max_seq_len})")
         documents = None
         if document_ids is None:
-            cos, sin = self.cos[start : start + T], self.sin[start : start + T]  # (T, D/2)
+            at = slice(start, start + T) if places is None else places
+            cos, sin = self.cos[at], self.sin[at]  # (T, D/2)
         else:
             documents = self.ops.prepare_documents(document_ids)
             positions = _positions(document_ids)
+            positions = positions if places is None else positions[:, places]
             cos, sin = self.cos[positions], self.sin[positions]  # (B, T, D/2)
         if x is None:
             x = self.embedding_dropout(self.ops.embedding(tokens, self.embedding.weight))  # (B, T, C)

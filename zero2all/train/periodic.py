@@ -59,7 +59,7 @@ class Validation:
         prepared, config, state = self._prepared, self._prepared.config, self._prepared.state
         state.weights.settle()
         self.losses = held_out_losses(
-            state.model, prepared.valid, config.data, config.eval, prepared.world, state.pipeline
+            state.model, prepared.valid, config.data, config.eval, prepared.world, config.parallel, state.pipeline
         )
         self._log.values(self.losses)
 

@@ -43,10 +43,12 @@ from zero2all.packed.loader import rank_rows
 from zero2all.packed.mixture import Progress, TrainingData, open_training_data
 from zero2all.packed.remote import packed_root
 from zero2all.packed.stages import Stage, stages_from_records
+from zero2all.parallel.context import spread_attention
 from zero2all.parallel.data import shard_model
 from zero2all.parallel.device import environment, local_processes, set_cpu_threads
 from zero2all.parallel.layout import draw
 from zero2all.parallel.pipeline import Pipeline, keep_stages, make_stages, model_costs
+from zero2all.parallel.tensor import cut_model, local_config
 from zero2all.parallel.world import World
 from zero2all.train.anneal import begun_anneal, read_anneal
 from zero2all.train.checkpoints.find import newest_checkpoint
@@ -301,10 +303,12 @@ def empty_state(config: RunConfig, world: World, ops: Ops, step: int = 0) -> Tra
     to be drawn or loaded."""
     dtype = DTYPES[config.train.precision]
     wide = torch.promote_types(dtype, torch.float32)
+    ops = spread_attention(ops, config.model, config.parallel, world.mesh)
     if world.mesh.pipeline.size > 1 and config.parallel.schedule == "zero_bubble":
         ops = with_deferrable_products(ops)
     with torch.device("meta"):  # memory is allocated once it is known who holds what
         model = Z2all(model_at(step, config.model, config.stages), ops).to(wide).train()
+    cut_model(model, world.mesh.tensor)
     apply_recompute(model, config.train.recompute, config.train.recompute_every)
     pipeline = _cut_into_stages(model, config, world) if world.mesh.pipeline.size > 1 else None
     if config.parallel.zero == 3 and world.mesh.shard.size > 1:
@@ -373,7 +377,8 @@ def load_checkpoint(state: TrainState, checkpoint: Checkpoint) -> None:
 
 def op_context(config: RunConfig, device: str, dtype: torch.dtype, sharded: bool = False) -> OpContext:
     """The context in which the operators of this config are chosen."""
-    model = config.model
+    tensor_ranks = config.parallel.tensor
+    model = local_config(config.model, tensor_ranks)
     return OpContext(
         device=device,
         dtype=dtype,
@@ -382,7 +387,7 @@ def op_context(config: RunConfig, device: str, dtype: torch.dtype, sharded: bool
         head_size=model.head_size,
         heads=model.heads,
         kv_heads=model.kv_heads,
-        vocab_size=model.vocab_rows,
+        vocab_size=model.vocab_rows // tensor_ranks,
         seq_len=config.data.seq_len,
         documents=config.data.document_mask,
         z_loss=config.train.z_loss > 0,
@@ -390,6 +395,7 @@ def op_context(config: RunConfig, device: str, dtype: torch.dtype, sharded: bool
         compiled=config.ops.compile != "none",
         keeps_results=config.train.recompute == "selective",
         sharded=sharded,
+        vocabulary_cut=tensor_ranks > 1,
     )
 
 

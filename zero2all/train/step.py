@@ -23,6 +23,7 @@ from torch import Tensor
 from zero2all.config import RunConfig
 from zero2all.model.z2all import Stage
 from zero2all.packed.loader import Batch, rank_rows
+from zero2all.parallel.context import own_tokens, places_of
 from zero2all.parallel.world import World
 from zero2all.train.guards.detector import Limits
 from zero2all.train.state import TrainState
@@ -229,7 +230,7 @@ def train_step(
 def _forward_backward(
     state: TrainState, batch: Batch, channels: int, config: RunConfig, world: World, plan: StepPlan, timer: StepTimer
 ) -> Tensor:
-    """Accumulate the gradient; returns the figures, still only of this process's rows, in float64."""
+    """Accumulate the gradient; returns the figures, still only of this process's tokens, in float64."""
     device, wide = world.device, torch.promote_types(state.weights.dtype, torch.float32)
     tokens = torch.as_tensor(batch.tokens)
     masked = batch.document_ids is not None and config.data.document_mask
@@ -238,7 +239,8 @@ def _forward_backward(
     own_rows, seq_len = tokens.shape[0], tokens.shape[1] - 1
     rows = batch.global_rows
     first_row, real_rows, _ = rank_rows(rows, world.mesh.batch.rank, world.mesh.batch.size)
-    counts = _counts(batch, plan, wide, device)  # (B, T)
+    places = places_of(config.model, config.parallel, world.mesh, seq_len, device)
+    counts = own_tokens(_counts(batch, plan, wide, device), places)  # (B, T)
     counted = world.mesh.loss.sum(counts.sum(dtype=torch.float64)).clamp(min=1.0)
     figures = torch.zeros(HEAD + 2 * channels + 2 * rows, dtype=torch.float64, device=device)
     figures[3].fill_(plan.stop_requested)  # an assignment would copy the number and wait for the copy
@@ -258,11 +260,13 @@ def _forward_backward(
         """What to call backward on; of a stage that is not the last: what the next one gets."""
         documents = None if document_ids is None else document_ids[here, :-1].to(device, non_blocking=True)
         timer.mark("collate")
-        hidden: Tensor = state.model(ids[:, :-1], document_ids=documents, stage=stage, x=x)
+        here_ids = own_tokens(ids[:, :-1], places)
+        hidden: Tensor = state.model(here_ids, document_ids=documents, places=places, stage=stage, x=x)
         timer.mark("forward")
         if stage is not None and not stage.is_last:
             return hidden
-        total, losses = state.model.head_loss(hidden, ids[:, 1:], shares, config.train.z_loss)
+        targets = own_tokens(ids[:, 1:], places)
+        total, losses = state.model.head_loss(hidden, targets, shares, config.train.z_loss)
         row_nats[here] = (losses * counts[here]).sum(dim=1, dtype=torch.float64)
         timer.mark("loss")
         return total if state.loss_scale is None else total * state.loss_scale.scale
