@@ -11,15 +11,20 @@ import torch
 from torch import Tensor
 
 from tests.parallel import layouts
+from zero2all.limits.communication import communication_per_step
+from zero2all.limits.memory import MemorySettings
 from zero2all.ops.cut_vocabulary import Exchange, cut_linear_cross_entropy
+from zero2all.ops.footprint import Footprint
 from zero2all.ops.linear_cross_entropy import chunked_linear_cross_entropy
 from zero2all.ops.registry import resolve
+from zero2all.parallel.buckets import plan_buffers
 from zero2all.parallel.config import MeshSizes, ParallelConfig
 from zero2all.parallel.layout import held_table, layout_table
 from zero2all.parallel.mesh import Mesh
 from zero2all.parallel.tensor import problems
 from zero2all.parallel.world import World
 from zero2all.train.setup import op_context
+from zero2all.train.step import HEAD
 
 BIASES = {"attention_bias": "all", "mlp_bias": True}
 ONE_KV_HEAD: dict[str, Any] = {"model": {"kv_heads": 1}, "copy_kv_heads": True}
@@ -211,6 +216,26 @@ def of_four(warm, tmp_path_factory):
 @pytest.mark.parametrize("name", OF_TWO)
 def test_two_tensor_ranks_train_like_one_process(of_two, name):
     assert largest_difference(of_two[name], {**OF_TWO[name], "steps": 3}) < 1e-9
+
+
+@pytest.mark.parametrize("name", OF_TWO)
+def test_bytes_sent_are_those_of_the_formula(of_two, name):
+    case = OF_TWO[name]
+    config = layouts.run_config(tied_embeddings=case.get("tied", False), **case["model"]).model
+    settings = MemorySettings(
+        layouts.SEQ_LEN, layouts.MICRO, {"optimizer": Footprint()}, precision="float64", tensor=2,
+        recompute=case["recompute"], passes=layouts.SAMPLES // layouts.MICRO,
+    )  # fmt: skip
+    table = layout_table(config)
+    held = held_table(table, [one.holder for one in table], Mesh(MeshSizes(tensor=2)))
+    buffers = {"cut": 0, "copied": 0}
+    for bucket in plan_buffers(held, 1, int(0.002e6) // 8).buckets:
+        buffers[bucket.spread] += bucket.span.stop - bucket.span.start
+    expected: dict[str, float] = {}
+    for one in communication_per_step(config, settings, HEAD + 2 * layouts.CHANNELS + 2 * layouts.SAMPLES, buffers):
+        kind = one.collective.replace("-", "_" if one.collective == "reduce-scatter" else "")
+        expected[kind] = expected.get(kind, 0) + one.given
+    assert of_two[name]["sent"] == expected
 
 
 @pytest.mark.parametrize("name", OF_FOUR)
