@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from zero2all.common.errors import UsageError
 from zero2all.common.progress import counted
-from zero2all.parallel import context
+from zero2all.parallel import context, pipeline
 from zero2all.parallel.config import MeshSizes
 from zero2all.parallel.run_config import SpreadConfig, sequence_lengths
 
@@ -127,6 +127,7 @@ def _cuda_graph_problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
 
 RULES: tuple[Rule, ...] = (
     context.problems,
+    pipeline.problems,
     _rows_problems,
     _sequence_problems,
     _zero_problems,
