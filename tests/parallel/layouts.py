@@ -66,6 +66,13 @@ TENSOR_LAYOUTS: dict[str, dict[str, Any]] = {
     "ZeRO-3 x tensor": {"tensor": 2, "zero": 3},
 }
 """On four processes."""
+PIPELINES: dict[str, dict[str, Any]] = {
+    "pipeline": {"pipeline": 4},
+    "replicate x pipeline": {"pipeline": 2},
+    "ZeRO-1 x interleaved": {"pipeline": 2, "zero": 1, "schedule": "interleaved", "chunks": 2},
+    "ZeRO-3 x pipeline": {"pipeline": 2, "zero": 3},
+}
+"""Of four processes and at least four blocks."""
 CODE = "from tests.parallel import layouts; layouts.main()"
 
 
@@ -174,6 +181,7 @@ def course(
     model: dict[str, Any] | None = None,
     documents: bool = False,
     z_loss: float = 0.0,
+    micro: int = MICRO,
     **parallel: Any,
 ) -> dict[str, Any]:
     """Train: losses and gradient norms, the final tensors, bytes sent in the last step, bytes of states in a rank."""
@@ -189,6 +197,7 @@ def course(
     )
     world = world_of(world, spread)
     state = make_state(world, config)
+    state.micro_batch_samples = micro
     figures, sent = [], SentBytes()
     for step in range(steps):
         with sent if step == steps - 1 else nullcontext():  # it slows down every operation
@@ -204,11 +213,16 @@ def course(
     }
 
 
-def pairs(world: World, folder: str, layouts: list[str], every: bool) -> dict[str, Any]:
+def pairs(
+    world: World, folder: str, layouts: list[str], every: bool, model: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Train and save under each layout; load under the next one, or under every other one. Which tensors differ from
     those that were saved, and how far the loss of the next step lies from the one that the saved run had."""
-    known = LAYOUTS | TENSOR_LAYOUTS
-    configs = {name: run_config(parallel=ParallelConfig(**{"bucket_mb": 0.002, **known[name]})) for name in layouts}
+    known = LAYOUTS | TENSOR_LAYOUTS | PIPELINES
+    configs = {
+        name: run_config(parallel=ParallelConfig(**{"bucket_mb": 0.002, **known[name]}), **(model or {}))
+        for name in layouts
+    }
     worlds = {name: world_of(world, config.parallel) for name, config in configs.items()}
     found: dict[str, Any] = {}
     for number, name in enumerate(layouts):

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from zero2all.common.errors import UsageError
 from zero2all.common.progress import counted
-from zero2all.parallel import context, tensor
+from zero2all.parallel import context, pipeline, tensor
 from zero2all.parallel.config import MeshSizes
 from zero2all.parallel.run_config import SpreadConfig, sequence_lengths
 
@@ -128,6 +128,7 @@ def _cuda_graph_problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
 RULES: tuple[Rule, ...] = (
     context.problems,
     tensor.problems,
+    pipeline.problems,
     _rows_problems,
     _sequence_problems,
     _zero_problems,
