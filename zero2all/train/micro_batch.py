@@ -214,11 +214,15 @@ def memory_settings(config: RunConfig, ops: Ops, mesh: Mesh, samples: int) -> Me
         zero=config.parallel.zero,
         replicate=mesh.replicate.size,
         shard=mesh.shard.size,
+        context=mesh.context.size,
+        tensor=mesh.tensor.size,
+        pipeline=mesh.pipeline.size,
+        overlap=config.parallel.overlap,
         offload=config.parallel.offload,
         one_step_late=config.parallel.offload_one_step_late,
         bucket_bytes=config.parallel.bucket_mb * 1e6,
     )
-    if settings.zero not in (1, 2) or settings.shard == 1:
+    if settings.zero not in (1, 2) or settings.shard == 1 or settings.tensor * settings.pipeline > 1:
         return settings
     bucket_values = int(settings.bucket_bytes) // settings.gradient_bytes
     return dataclasses.replace(
