@@ -127,12 +127,23 @@ def _plan(arguments: argparse.Namespace, config: RunConfig) -> int:
 
     config = with_planned_vocabulary(config, Workspace(arguments.work))
     processes = arguments.simulate_ranks or processes_of(config.parallel)
+    if arguments.simulate_ranks:
+        from zero2all.train.simulate import simulate_ranks
+
+        simulated = simulate_ranks(config, processes)
+        if arguments.json:
+            print(json.dumps(simulated.values(), indent=2))
+        else:
+            print_table(simulated.rows())
+            print(f"simulated in {simulated.seconds:.1f} s, {simulated.micro_batch_samples} samples a pass")
+        return 0
     plan = make_plan(config, processes)
     if arguments.json:
         print(json.dumps(plan_values(plan), indent=2))
         return 0
     for title, rows in plan_tables(plan):
-        print_table(rows, title)
+        print(title)
+        print_table(rows)
     print("\n".join(plan_notes(plan)))
     return 0
 

@@ -185,9 +185,9 @@ def _held(name: str, members: Sequence[LogicalParameter], zero: int, sizes: Mesh
     for dimension, (whole, local) in enumerate(zip(one.shape, one.held.lengths, strict=True)):
         if whole != local:
             what = ("rows", "columns")[dimension] if one.spread != "expert" else "experts"
-            cuts.append(f"{what}/{whole // local} {'expert' if one.spread == 'expert' else 'tensor'}")
+            cuts.append(f"{what}/{whole // local}")
     if zero == 3 and sizes.shard > 1:
-        cuts.append(f"rows/{sizes.shard} shard")
+        cuts.append(f"shard/{sizes.shard}")
     axes = GRADIENT_AXES[one.spread][0]
     summed = [axis for axis in axes if axis_length(sizes, axis) > 1]
     pieces = math.prod(one.shape) // max(1, one.numel)
@@ -203,7 +203,7 @@ def plan_tables(plan: Plan) -> list[tuple[str, Rows]]:
     """The plan as tables with titles."""
     return [
         (_mesh_title(plan), _mesh_rows(plan)),
-        ("who holds what (of each copy; * stands for the number of a block)", _layout_rows(plan)),
+        ("who holds what (*: of every block; batch: replicate x shard)", _layout_rows(plan)),
         (f"memory of a process, by stage, in GiB (operators of {plan.device})", _memory_rows(plan)),
         (f"bytes of a step: a process sends {human_bytes(bytes_sent(plan.transfers))}", _transfer_rows(plan)),
     ]
@@ -228,8 +228,8 @@ def _mesh_rows(plan: Plan) -> Rows:
     rows = [["axis", "size", "its processes share", "with rank 0", "link", "sent"]]
     for axis in plan.axes:
         link = "between machines" if axis.between_machines else "in a machine"
-        own = sum(value for name, value in sent.items() if axis.name in name.split(" x "))
-        rows.append([axis.name, str(axis.size), AXES[axis.name], _ranks(axis.ranks), link, human_bytes(own)])
+        own = human_bytes(sent.get(axis.name, 0.0))
+        rows.append([axis.name, str(axis.size), AXES[axis.name], _ranks(axis.ranks), link, own])
     return rows if len(rows) > 1 else [*rows, ["-", "1", "one process has everything", "0", "-", "-"]]
 
 
@@ -238,10 +238,12 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _layout_rows(plan: Plan) -> Rows:
-    rows = [["parameter", "whole", "cut", "here", "copies", "gradient summed over"]]
+    rows = [["parameter", "whole", "cut", "here", "copies", "summed over"]]
     for one in plan.layout:
-        shapes = [" x ".join(map(str, shape)) for shape in (one.shape, one.local)]
-        rows.append([one.name, shapes[0], one.cut, shapes[1], str(one.copies), one.summed_over])
+        whole, here = ("x".join(map(str, shape)) for shape in (one.shape, one.local))
+        name = one.name.removeprefix("blocks.").removesuffix(".weight")
+        over = one.summed_over.replace("replicate x shard", "batch")
+        rows.append([name, whole, one.cut, here, str(one.copies), over])
     return rows
 
 
@@ -259,7 +261,7 @@ def _memory_rows(plan: Plan) -> Rows:
 def _transfer_rows(plan: Plan) -> Rows:
     rows = [["collective", "what", "over", "whole", "sent", "hidden by"]]
     for one in plan.transfers:
-        over = f"{one.axis} ({one.ranks})"
+        over = one.axis.replace("replicate x shard", "batch")
         rows.append([one.collective, one.what, over, human_bytes(one.whole), human_bytes(one.sent), one.hidden_by])
     return rows if len(rows) > 1 else [*rows, ["-", "a process alone sends nothing", "-", "0 B", "0 B", ""]]
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -295,7 +295,13 @@ def _build_state(
     return state, notes
 
 
-def empty_state(config: RunConfig, world: World, ops: Ops, step: int = 0) -> TrainState:
+def empty_state(
+    config: RunConfig,
+    world: World,
+    ops: Ops,
+    step: int = 0,
+    before_allocating: Callable[[], object] = lambda: None,
+) -> TrainState:
     """The model as it is at `step`, on its device and spread over the processes, and its optimizer; its weights are yet
     to be drawn or loaded."""
     dtype = DTYPES[config.train.precision]
@@ -303,6 +309,7 @@ def empty_state(config: RunConfig, world: World, ops: Ops, step: int = 0) -> Tra
     with torch.device("meta"):  # memory is allocated once it is known who holds what
         model = Z2all(model_at(step, config.model, config.stages), ops).to(wide).train()
     apply_recompute(model, config.train.recompute, config.train.recompute_every)
+    before_allocating()
     if config.parallel.zero == 3 and world.mesh.shard.size > 1:
         shard_model(model, world, dtype, with_masters=config.optim.kind != "adamw_bf16")
     cos, sin = rope_tables(model.config, model.config.max_seq_len, world.device)
