@@ -53,7 +53,8 @@ class CollectiveBytes(TorchDispatchMode):
         if operation.namespace == "c10d" and operation._opname in GIVEN_AT:
             kind, at = GIVEN_AT[operation._opname]
             size = sum(tensor.nbytes for tensor in _tensors(arguments[at]))
-            self.by_axes[kind, self._axes_of_group(arguments)] += size
+            # Stages send over groups of two, which are not those of the mesh.
+            self.by_axes[kind, "pipeline" if kind == "send" else self._axes_of_group(arguments)] += size
         return operation(*arguments, **(keywords or {}))
 
     def _axes_of_group(self, arguments: Any) -> str:

@@ -30,6 +30,8 @@ from zero2all.parallel.config import MeshSizes, ParallelConfig
 from zero2all.parallel.device import pick_device
 from zero2all.parallel.layout import LogicalParameter, held_table, layout_table
 from zero2all.parallel.mesh import DENSE, GRADIENT_AXES, Mesh, axis_length, coordinates
+from zero2all.parallel.pipeline import make_stages, model_costs
+from zero2all.parallel.schedule import predicted_bubble
 from zero2all.parallel.world import World, asked_processes
 from zero2all.train.micro_batch import least_samples, memory_settings
 from zero2all.train.setup import op_context
@@ -85,6 +87,7 @@ class Plan:
     layout: list[Held]
     memory: list[MemoryEstimate]  # of a process of each stage
     transfers: list[Transfer]  # of the process that sends most
+    bubble: float | None  # share of a step that stages wait for each other, predicted; None: no pipeline
     device: str  # whose operators the memory is estimated for
 
     @property
@@ -115,8 +118,18 @@ def make_plan(config: RunConfig, processes: int, ops: Ops | None = None, samples
         plan_layout(config, sizes),
         [estimate_memory(config.model, each) for each in settings],
         max(transfers, key=bytes_sent),
+        predict_bubble(config, sizes, settings[0].passes),
         device.type,
     )
+
+
+def predict_bubble(config: RunConfig, sizes: MeshSizes, passes: int) -> float | None:
+    """The share of a step that the stages of a pipeline wait for each other."""
+    if sizes.pipeline == 1:
+        return None
+    parallel, costs = config.parallel, model_costs(config.model, config.data.seq_len)
+    of_stages = [costs.of(stage) for stage in make_stages(costs, sizes.pipeline * parallel.chunks)]
+    return predicted_bubble(parallel.schedule, sizes.pipeline, parallel.chunks, passes, of_stages)
 
 
 def processes_of(config: ParallelConfig) -> int:
@@ -211,7 +224,7 @@ def plan_tables(plan: Plan) -> list[tuple[str, Rows]]:
 
 def plan_notes(plan: Plan) -> list[str]:
     """What the tables mean for the choice of links, and the arithmetic of the batch."""
-    return [*_link_notes(plan), "arithmetic:", *arithmetic(plan.config, plan.sizes).splitlines()]
+    return [*_bubble_notes(plan), *_link_notes(plan), "arithmetic:", *arithmetic(plan.config, plan.sizes).splitlines()]
 
 
 def _mesh_title(plan: Plan) -> str:
@@ -266,6 +279,14 @@ def _transfer_rows(plan: Plan) -> Rows:
     return rows if len(rows) > 1 else [*rows, ["-", "a process alone sends nothing", "-", "0 B", "0 B", ""]]
 
 
+def _bubble_notes(plan: Plan) -> list[str]:
+    if plan.bubble is None:
+        return []
+    parallel = plan.config.parallel
+    chunks = f" with {parallel.chunks} chunks" if parallel.chunks > 1 else ""
+    return [f"bubble: stages wait {plan.bubble:.1%} of a step for each other ({parallel.schedule}{chunks}, predicted)"]
+
+
 def _link_notes(plan: Plan) -> list[str]:
     if not plan.traffic:
         return []
@@ -290,5 +311,6 @@ def plan_values(plan: Plan) -> dict[str, Any]:
             for each in plan.memory
         ],
         "transfers": [{**dataclasses.asdict(one), "sent": one.sent, "given": one.given} for one in plan.transfers],
+        "bubble": plan.bubble,
         "slow_link_order": [axis.axis for axis in plan.traffic],
     }
