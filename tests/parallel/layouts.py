@@ -31,7 +31,7 @@ from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.setup import empty_state, op_context
 from zero2all.train.state import DTYPES, TrainState
-from zero2all.train.step import StepPlan, train_step
+from zero2all.train.step import StepPlan, StepResult, train_step
 
 STEPS, SAMPLES, SEQ_LEN, MICRO, CHANNELS = 20, 8, 8, 2, 2
 MODEL = ModelConfig(
@@ -68,7 +68,7 @@ def run_config(
     """The config of the small run."""
     values = {
         "data": {"seq_len": SEQ_LEN, "document_mask": False},
-        "model": {**MODEL.__dict__, "rope_scaling": {}, **model},
+        "model": {**MODEL.__dict__, "rope_scaling": {}, "moe": {}, **model},
         "train": {
             "name": "small",
             "seed": SEED,
@@ -160,15 +160,18 @@ def course(
     config = run_config(OPTIMIZERS[optimizer], spread, recompute=recompute, tied_embeddings=tied, **(model or {}))
     world = world_of(world, spread)
     state = make_state(world, config)
-    figures, sent = [], SentBytes()
+    figures, loads, sent = [], [], SentBytes()
     for step in range(steps):
         with sent if step == steps - 1 else nullcontext():  # it slows down every operation
-            figures.append(step_on(state, world, config, step))
+            result = result_of(state, world, config, step)
+            figures.append((result.loss, result.grad_norm))
+            loads.append(None if result.expert_loads is None else result.expert_loads.tolist())
             if step >= steps - 2:  # so that the bytes of the last step are its own; the others overlap the next step
                 state.weights.wait()
     own_bytes = sum(part.values.nbytes for name, part in state.optimizer_tensors().items() if part.shape)
     return {
         "figures": figures,
+        "loads": loads,
         "sent": dict(sent.bytes),
         "own_bytes": own_bytes,
         "tensors": whole_tensors(state, world),
@@ -213,9 +216,14 @@ def world_of(world: World, config: ParallelConfig) -> World:
 
 def step_on(state: TrainState, world: World, config: RunConfig, step: int) -> tuple[float, float]:
     """One step; its loss and gradient norm."""
-    batch = batch_of(step, world.mesh.batch.rank, world.mesh.batch.size)
-    result = train_step(state, batch, CHANNELS, config, world, StepPlan(1e-2)).result()
+    result = result_of(state, world, config, step)
     return result.loss, result.grad_norm
+
+
+def result_of(state: TrainState, world: World, config: RunConfig, step: int) -> StepResult:
+    """One step."""
+    batch = batch_of(step, world.mesh.batch.rank, world.mesh.batch.size)
+    return train_step(state, batch, CHANNELS, config, world, StepPlan(1e-2)).result()
 
 
 def main() -> None:

@@ -76,6 +76,10 @@ def why_no_cuda_graph(config: RunConfig, device: torch.device, processes: int, o
         "it needs a CUDA device": device.type != "cuda",
         "with parallel.zero 2 and 3 every pass communicates": processes > 1 and config.parallel.zero > 1,
         "with parallel.offload new weights arrive within a pass": config.parallel.offload != "none",
+        "with parallel.expert the host reads where tokens go": config.parallel.expert > 1,
+        "outside bfloat16 experts compute one after the other, and the host reads how many tokens each has": (
+            model.moe.experts > 0 and config.train.precision != "bfloat16"
+        ),
         "ops.compile captures graphs of its own": ops.compile != "none",
         f"train.recompute: {config.train.recompute} reads the device's random state": config.train.recompute != "none",
         "float16 scales the loss": config.train.precision == "float16",

@@ -5,9 +5,9 @@ expects to fit, doubling while it fits, then halving the gap, with a little less
 the rows of a process are tried: every pass of a step then has the same shape. The result is kept in
 <run>/micro_batch.json with everything that decides it, because another micro-batch adds up in another order.
 
-Processes that exchange something in every pass (`parallel.zero: 2` and `3`) take what the estimate says: one that ran
-out of memory would leave the others waiting in the next collective, and FSDP cannot recover from an error in the
-middle of a pass. On a CPU memory does not limit a pass, and a fixed rule is used.
+Processes that exchange something in every pass (`parallel.zero: 2` and `3`, `parallel.expert`) take what the estimate
+says: one that ran out of memory would leave the others waiting in the next collective, and FSDP cannot recover from an
+error in the middle of a pass. On a CPU memory does not limit a pass, and a fixed rule is used.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ MARGIN = 0.05
 MOST_ON_CPU = 8
 """A few rows fill a CPU's caches; more only take memory."""
 ESTIMATED = (
-    "by the estimate of memory: with parallel.zero {zero} a try that does not fit would leave the other processes "
-    "waiting; where memory stays free, set train.micro_batch_samples yourself"
+    "by the estimate of memory: with parallel.zero {zero} and parallel.expert {expert} a try that does not fit would "
+    "leave the other processes waiting; where memory stays free, set train.micro_batch_samples yourself"
 )
 PASSES = 2
 """Passes of one try: the second meets the fragmentation that the first has left."""
@@ -76,8 +76,8 @@ def choose_micro_batch(
             f"micro-batch: {counted(known, 'sample')}, as found before (delete {FILE_NAME} in the run to search again)"
         ]
     guess = largest_by_estimate(config, model.ops, world, candidates)
-    if world.size > 1 and config.parallel.zero >= 2:
-        taken, how = guess, ESTIMATED.format(zero=config.parallel.zero)
+    if world.size > 1 and (config.parallel.zero >= 2 or world.mesh.expert.size > 1):
+        taken, how = guess, ESTIMATED.format(zero=config.parallel.zero, expert=world.mesh.expert.size)
     else:
         own = _find_on_device(config, model, world.device, candidates, guess, zero_gradients)
         taken, how = min(world.gather(own)), f"the most that fit, {MARGIN:.0%} of the memory left free"

@@ -43,6 +43,7 @@ from zero2all.packed.loader import rank_rows
 from zero2all.packed.mixture import Progress, TrainingData, open_training_data
 from zero2all.packed.remote import packed_root
 from zero2all.packed.stages import Stage, stages_from_records
+from zero2all.parallel import expert
 from zero2all.parallel.data import shard_model
 from zero2all.parallel.device import environment, local_processes, set_cpu_threads
 from zero2all.parallel.layout import draw
@@ -261,6 +262,7 @@ def _build_state(
 ) -> tuple[TrainState, list[str]]:
     """The model on its device, sharded where the config says so, with its optimizer; and notes for the user."""
     check_offload(config.parallel, config.optim.kind)
+    _check_experts(config, world)
     dtype = DTYPES[config.train.precision]
     sharded = config.parallel.zero == 3 and world.mesh.shard.size > 1
     ops = resolve_together(config.ops, op_context(config, world.device.type, dtype, sharded), world)
@@ -287,7 +289,8 @@ def _build_state(
         else environment(world.device)["device"]
     )
     spread = f", {spread_name(config, world)}" if world.size > 1 else ""
-    size = f"model: {counts['total'] / 1e6:.2f} M parameters on {where}{spread}, {config.train.precision}"
+    active = f" ({counts['active'] / 1e6:.2f} M active)" if config.model.moe.experts else ""
+    size = f"model: {counts['total'] / 1e6:.2f} M parameters{active} on {where}{spread}, {config.train.precision}"
     notes = [size, *_half_precision_notes(world.device, dtype), *ops.notes(), *micro_notes]
     if state.cuda_graph is not None:
         why = "as asked" if config.train.cuda_graph == "on" else "the host would queue them slower than they run"
@@ -302,6 +305,7 @@ def empty_state(config: RunConfig, world: World, ops: Ops, step: int = 0) -> Tra
     wide = torch.promote_types(dtype, torch.float32)
     with torch.device("meta"):  # memory is allocated once it is known who holds what
         model = Z2all(model_at(step, config.model, config.stages), ops).to(wide).train()
+    expert.spread_experts(model, world.mesh)
     apply_recompute(model, config.train.recompute, config.train.recompute_every)
     if config.parallel.zero == 3 and world.mesh.shard.size > 1:
         shard_model(model, world, dtype, with_masters=config.optim.kind != "adamw_bf16")
@@ -320,6 +324,12 @@ def spread_name(config: RunConfig, world: World) -> str:
     if config.parallel.zero == 0:
         return "replicate"
     return f"ZeRO-{config.parallel.zero} over {shard}" + (f" x {replicate} replicas" if replicate > 1 else "")
+
+
+def _check_experts(config: RunConfig, world: World) -> None:
+    found = expert.problems(config, world.mesh.sizes)
+    if found:
+        raise UsageError("\n".join(found))
 
 
 def _require_memory(config: RunConfig, ops: Ops, world: World) -> None:
