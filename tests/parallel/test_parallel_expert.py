@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
 from tests.parallel import layouts
-from zero2all.config import config_from_values
-from zero2all.parallel import expert
-from zero2all.parallel.config import MeshSizes
 from zero2all.parallel.world import World
 
 MOE = {
