@@ -36,6 +36,19 @@ def test_a_process_hands_a_gather_its_part_and_the_others_everything():
     assert given == [100.0, 100.0, 25.0]
 
 
+def test_shared_sequences_send_heads_or_keys_in_every_block_and_again_where_it_is_recomputed():
+    of_head = 5 * 4 * 32 // 4 * 8 * 2.0  # passes, tokens of a rank, head width, bytes
+    gradients = ("all-reduce", "context", 4, G)
+    few = 2 * 8 + 2 * 4  # queries, outputs, and two key/value heads repeated for four ranks
+    assert of_step(context=4, passes=5) == [gradients, ("all-to-all", "context", 4, 2 * 3 * few * of_head)]
+    gathered = 3 * 2 * 2 * 4 * of_head  # blocks, keys and values, heads, ranks
+    assert of_step(context=4, passes=5, context_method="gather", recompute="full") == [
+        gradients,
+        ("all-gather", "context", 4, 2 * gathered),
+        ("reduce-scatter", "context", 4, gathered),
+    ]
+
+
 def test_replicas_sum_all_gradients_once_a_step():
     for passes in (1, 5):
         assert of_step(replicate=4, passes=passes) == [("all-reduce", "replicate", 4, G)]
@@ -66,8 +79,8 @@ def test_bytes_are_those_that_were_counted_in_a_run_of_two_processes():
 
     def given(zero: int, **sizes: int) -> dict[str, float]:
         settings = MemorySettings(8, 2, {"optimizer": Footprint()}, precision="float64", passes=2, zero=zero, **sizes)
-        buffer_values = {0: 8704, 1: 9216, 2: 9216, 3: None}[zero]
-        found = communication_per_step(model, settings, buffer_values=buffer_values)
+        buffers = {0: {"cut": 8704}, 1: {"cut": 9216}, 2: {"cut": 9216}, 3: None}[zero]
+        found = communication_per_step(model, settings, buffers=buffers)
         return {each.collective: each.given for each in found}
 
     assert given(0, replicate=2) == {"all-reduce": 69632}
@@ -86,7 +99,7 @@ def test_hybrid_also_sums_the_part_of_a_process_over_the_replicas(zero):
 
 
 def test_figures_are_summed_over_all_processes():
-    assert of_step(zero=1, shard=4, replicate=2, figures=20)[-1] == ("all-reduce", "batch", 8, 160.0)
+    assert of_step(zero=1, shard=4, replicate=2, figures=20)[-2] == ("all-reduce", "world", 8, 160.0)
 
 
 def test_with_one_pass_zero_1_and_2_send_no_more_than_replicas_and_zero_3_half_as_much_again():
@@ -107,5 +120,5 @@ def test_gradients_without_masters_have_two_bytes_but_fsdp_sums_in_float32():
 
 def test_padding_of_the_buffers_can_be_counted():
     settings = MemorySettings(32, 4, {"optimizer": Footprint()}, zero=1, shard=2)
-    found = communication_per_step(MODEL, settings, buffer_values=1000)
+    found = communication_per_step(MODEL, settings, buffers={"cut": 1000})
     assert [each.whole for each in found] == [4000.0, 2000.0]

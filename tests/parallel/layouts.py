@@ -54,6 +54,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "hybrid ZeRO-1": {"zero": 1, "shard": 2},
     "hybrid ZeRO-2": {"zero": 2, "shard": 2},
     "hybrid ZeRO-3": {"zero": 3, "shard": 2},
+    "ulysses": {"context": 2},
+    "gather x ZeRO-1": {"context": 2, "context_method": "gather", "zero": 1},
+    "ulysses x ZeRO-3": {"context": 2, "zero": 3},
 }
 CODE = "from tests.parallel import layouts; layouts.main()"
 
@@ -63,11 +66,13 @@ def run_config(
     parallel: ParallelConfig | None = None,
     dtype: str = "float64",
     recompute: str = "none",
+    documents: bool = False,
+    z_loss: float = 0.0,
     **model: Any,
 ) -> RunConfig:
     """The config of the small run."""
     values = {
-        "data": {"seq_len": SEQ_LEN, "document_mask": False},
+        "data": {"seq_len": SEQ_LEN, "document_mask": documents},
         "model": {**MODEL.__dict__, "rope_scaling": {}, "moe": {}, **model},
         "train": {
             "name": "small",
@@ -76,6 +81,7 @@ def run_config(
             "micro_batch_samples": MICRO,
             "precision": dtype,
             "recompute": recompute,
+            "z_loss": z_loss,
         },
     }
     config = config_from_values(values, "of a test")
@@ -93,16 +99,21 @@ def make_state(world: World, config: RunConfig, seed: int = SEED) -> TrainState:
     return state
 
 
-def batch_of(step: int, rank: int, ranks: int) -> Batch:
-    """This rank's rows of the global batch of a step, padded with rows that weigh nothing."""
-    tokens = np.random.default_rng(step).integers(0, 60, (SAMPLES, SEQ_LEN + 1))
+def batch_of(step: int, rank: int, ranks: int, vocabulary: int = 60, documents: bool = False) -> Batch:
+    """This rank's rows of the global batch of a step, padded with rows that weigh nothing. With `documents` each row
+    has two, which end elsewhere in every row."""
+    tokens = np.random.default_rng(step).integers(0, vocabulary, (SAMPLES, SEQ_LEN + 1))
     first, own, per_rank = rank_rows(SAMPLES, rank, ranks)
     rows = np.zeros((per_rank, SEQ_LEN + 1), dtype=np.int64)
     rows[:own] = tokens[first : first + own]
     weights = np.zeros((per_rank, SEQ_LEN), dtype=np.float32)
     weights[:own] = 1
     channels = np.zeros(per_rank, dtype=np.int64)
-    return Batch(rows, channels, channels, 0, weights=weights, step_samples=SAMPLES, samples=own)
+    ids = None
+    if documents:
+        borders = 1 + (first + np.arange(per_rank)[:, None] + step) % (SEQ_LEN - 1)
+        ids = (np.arange(SEQ_LEN + 1) >= borders).astype(np.int32)
+    return Batch(rows, channels, channels, 0, weights=weights, document_ids=ids, step_samples=SAMPLES, samples=own)
 
 
 class SentBytes(TorchDispatchMode):
@@ -153,11 +164,21 @@ def course(
     steps: int = STEPS,
     recompute: str = "none",
     model: dict[str, Any] | None = None,
+    documents: bool = False,
+    z_loss: float = 0.0,
     **parallel: Any,
 ) -> dict[str, Any]:
     """Train: losses and gradient norms, the final tensors, bytes sent in the last step, bytes of states in a rank."""
     spread = ParallelConfig(**{"bucket_mb": 0.002, **parallel})
-    config = run_config(OPTIMIZERS[optimizer], spread, recompute=recompute, tied_embeddings=tied, **(model or {}))
+    config = run_config(
+        OPTIMIZERS[optimizer],
+        spread,
+        recompute=recompute,
+        documents=documents,
+        z_loss=z_loss,
+        tied_embeddings=tied,
+        **(model or {}),
+    )
     world = world_of(world, spread)
     state = make_state(world, config)
     figures, loads, sent = [], [], SentBytes()
@@ -222,7 +243,8 @@ def step_on(state: TrainState, world: World, config: RunConfig, step: int) -> tu
 
 def result_of(state: TrainState, world: World, config: RunConfig, step: int) -> StepResult:
     """One step."""
-    batch = batch_of(step, world.mesh.batch.rank, world.mesh.batch.size)
+    rows = world.mesh.batch
+    batch = batch_of(step, rows.rank, rows.size, config.model.vocab_ids, config.data.document_mask)
     return train_step(state, batch, CHANNELS, config, world, StepPlan(1e-2)).result()
 
 

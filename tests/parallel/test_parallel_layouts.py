@@ -61,9 +61,9 @@ def test_states_are_cut_and_bytes_are_those_of_the_formula(of_two):
             replicate=1 if zero else 2, shard=2 if zero else 1, passes=2,
         )  # fmt: skip
         padded = length if zero else plan_buffers(table, 1, int(0.002e6) // 8).length
-        figures = HEAD + 2 * layouts.CHANNELS + 2 * layouts.SAMPLES + 1  # and the number of tokens that count
+        figures = HEAD + 2 * layouts.CHANNELS + 2 * layouts.SAMPLES
         expected: dict[str, float] = {}
-        for one in communication_per_step(layouts.MODEL, settings, figures, padded):
+        for one in communication_per_step(layouts.MODEL, settings, figures, {"cut": padded}):
             kind = COLLECTIVES[one.collective]
             expected[kind] = expected.get(kind, 0) + one.given
         assert of_two[name]["sent"] == expected

@@ -243,5 +243,5 @@ def test_processes_that_exchange_in_every_pass_take_the_estimate_and_say_what_to
     monkeypatch.setattr(model, "loss", tried)
     taken, notes = choose_micro_batch(config, model, world, tmp_path, lambda: None)
     assert taken == 4
-    assert f"4 of 12 samples (by the estimate of memory: with parallel.zero {zero}" in notes[0]
+    assert "4 of 12 samples (by the estimate of memory: every pass communicates" in notes[0]
     assert "set train.micro_batch_samples yourself" in notes[0]

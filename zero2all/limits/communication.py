@@ -1,7 +1,8 @@
-"""Bytes that one process exchanges in a training step, by collective.
+"""Bytes that one process exchanges in a training step, by collective and axis.
 
-With G bytes of gradients (4 a parameter), W bytes of weights (2 in bfloat16), m micro-batches, n processes along the
-shard axis and r along the replicate axis:
+Gradients and weights, with G bytes of gradients (4 a parameter that the process holds), W bytes of weights (2 in
+bfloat16), m micro-batches, n processes along the shard axis and r with other tokens for the same weights (replicate x
+context):
 
     zero 0   all-reduce G over r
     zero 1   reduce-scatter G over n                      all-gather W over n
@@ -10,23 +11,37 @@ shard axis and r along the replicate axis:
                                                           weights between the forward and the backward pass
     hybrid   with r > 1, zero 1 to 3 also all-reduce the part of a process, G/n, over r; zero 2 in each pass
 
+What every tensor rank has a copy of (norms) is summed over the tensor axis too.
+
+Activations, in each of m passes, with A bytes of hidden states of the process's tokens (tokens x width x 2):
+
+    tensor    per block 4 all-gathers and 4 reduce-scatters of A (before and after attention and feed-forward, forward
+              and backward); one of each at both ends; three numbers a token for the loss
+    context   per block, with Q and K bytes of the queries and keys of the process's tokens (heads x head width x 2 a
+              token): ulysses 2 all-to-alls of Q + 2 K and 2 of Q, where K counts repeated heads; gather an all-gather
+              and a reduce-scatter of 2 K x context. A block that is recomputed does its forward part twice
+    pipeline  A/tensor to the next stage, and as much back
+    expert    per block with experts 4 all-to-alls of A/tensor x experts per token
+
 Three numbers each: the whole tensor; what a process hands to the collective, which a counter of inputs sees (the whole
 tensor, but only its own part for an all-gather); and what it sends over its links in a ring, which is 2 (n - 1)/n of
-the whole for an all-reduce and (n - 1)/n for the other two. It receives as much.
+the whole for an all-reduce, all of it for a send, and (n - 1)/n for the others. It receives as much.
 
 Buckets whose owners have ranges of different length (8-bit AdamW, Muon, Adafactor) are reduced and broadcast range by
 range: the same whole, of which every process hands over all to each broadcast too.
 
-Not counted: padding (pass `buffer_values` to count it), validation, saving, and what an optimizer exchanges by itself
+Not counted: padding (pass `buffers` to count it), validation, saving, and what an optimizer exchanges by itself
 (with zero 3, Muon gathers its matrices and Adafactor adds up rows and columns).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from zero2all.limits.flops import recomputed_blocks
+from zero2all.limits.held import copied_values, held_model
 from zero2all.limits.memory import WIDTHS, MemorySettings
 from zero2all.model.config import ModelConfig, parameter_counts
 
@@ -34,15 +49,19 @@ FIGURE_BYTES = 8
 """The figures of a step are float64."""
 
 
+Collective = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "send"]
+
+
 @dataclass(frozen=True)
 class Transfer:
     """One kind of tensor that crosses between processes, over a whole step."""
 
-    collective: Literal["all-reduce", "reduce-scatter", "all-gather"]
+    collective: Collective
     what: str
-    axis: Literal["replicate", "shard", "batch"]
+    axis: str  # of the mesh, or a product of axes
     ranks: int
     whole: float  # bytes of the whole tensor
+    hidden_by: str = ""  # what can be computed meanwhile; empty: the processes wait
 
     @property
     def given(self) -> float:
@@ -52,38 +71,141 @@ class Transfer:
     @property
     def sent(self) -> float:
         """Bytes that a process sends in a ring; it receives as many."""
+        if self.collective == "send":
+            return self.whole
         rounds = 2 if self.collective == "all-reduce" else 1
         return rounds * (self.ranks - 1) / self.ranks * self.whole
 
 
 def communication_per_step(
-    model: ModelConfig, settings: MemorySettings, figures: int = 0, buffer_values: int | None = None
+    model: ModelConfig, settings: MemorySettings, figures: int = 0, buffers: Mapping[str, int] | None = None
 ) -> list[Transfer]:
     """What one process exchanges in a step; empty for a single process. `figures`: how many numbers of the step
-    (losses, counts, the norm) are summed over all processes. `buffer_values`: length of the flat buffers with padding;
-    None: the parameters alone."""
-    counts, width = parameter_counts(model), WIDTHS[settings.precision]
-    values = counts["total"] if buffer_values is None else buffer_values
-    shard, replicate, passes = settings.shard, settings.replicate, settings.passes
-    gradients = float(settings.gradient_bytes * values)
-    if settings.is_fsdp:  # reduces in float32 whatever the optimizer
-        # After several passes the root is reduced twice: behind the head, and with embedding and last norm at the end.
-        again = counts["embedding"] + model.hidden_size if passes > 1 else 0
-        gradients = float(max(4, width) * (values + again))
-    transfers = []
-    if settings.zero == 2:
-        gradients *= passes
-    if settings.zero >= 1:
-        transfers.append(Transfer("reduce-scatter", "gradients", "shard", shard, gradients))
-    transfers.append(Transfer("all-reduce", "gradients", "replicate", replicate, gradients / settings.state_ranks))
-    if settings.zero in (1, 2):
-        transfers.append(Transfer("all-gather", "weights", "shard", shard, float(width * values)))
-    if settings.zero == 3:
-        transfers.append(Transfer("all-gather", "weights", "shard", shard, float(2 * passes * width * values)))
-    transfers.append(Transfer("all-reduce", "figures", "batch", replicate * shard, float(FIGURE_BYTES * figures)))
+    (losses, counts, the norm) are summed over all processes. `buffers`: values in the flat buffers with their padding,
+    by spread (cut, copied); None: the parameters alone."""
+    transfers = [
+        *_gradients_and_weights(model, settings, buffers or _values(model, settings)),
+        *_tensor(model, settings),
+        *_context(model, settings),
+        *_pipeline(model, settings),
+        Transfer("all-reduce", "figures", "world", settings.processes, float(FIGURE_BYTES * figures)),
+    ]
+    if figures:  # the number of tokens that count
+        transfers.append(Transfer("all-reduce", "figures", "batch", settings.loss_ranks, float(FIGURE_BYTES)))
     return [transfer for transfer in transfers if transfer.ranks > 1 and transfer.whole]
+
+
+def _values(model: ModelConfig, settings: MemorySettings) -> dict[str, int]:
+    """The values that a process holds, by spread."""
+    held = held_model(model, settings.tensor, settings.stage)
+    copied = copied_values(held) if settings.tensor > 1 else 0
+    return {"cut": parameter_counts(held)["total"] - copied, "copied": copied}
+
+
+def _gradients_and_weights(model: ModelConfig, settings: MemorySettings, buffers: Mapping[str, int]) -> list[Transfer]:
+    width, shard, passes = WIDTHS[settings.precision], settings.shard, settings.passes
+    meanwhile = "the backward pass of the last micro-batch" if settings.overlap and settings.stage is None else ""
+    found = []
+    for spread, values in ((spread, values) for spread, values in buffers.items() if values):
+        gradients = float(settings.gradient_bytes * values)
+        if settings.is_fsdp:  # reduces in float32 whatever the optimizer
+            gradients = float(max(4, width) * (values + _reduced_again(model, settings, spread)))
+        if settings.zero == 2:
+            gradients *= passes
+        others, axes = settings.replicate * settings.context, ["replicate", "context"]
+        own = gradients / settings.state_ranks
+        if spread == "copied" and settings.is_fsdp:  # FSDP does not know of the tensor axis
+            found.append(Transfer("all-reduce", "gradients", "tensor", settings.tensor, own))
+        elif spread == "copied":
+            others, axes = others * settings.tensor, [*axes, "tensor"]
+        axis = " x ".join(name for name in axes if getattr(settings, name) > 1)
+        if settings.zero >= 1:
+            found.append(Transfer("reduce-scatter", "gradients", "shard", shard, gradients, meanwhile))
+        found.append(Transfer("all-reduce", "gradients", axis, others, own, meanwhile))
+        gathers = {0: 0, 3: 2 * passes}.get(settings.zero, 1)
+        next_one = "the block before" if settings.zero == 3 else "the next forward pass"
+        found.append(Transfer("all-gather", "weights", "shard", shard, float(gathers * width * values), next_one))
+    return found
+
+
+def _reduced_again(model: ModelConfig, settings: MemorySettings, spread: str) -> int:
+    """Values that FSDP reduces twice after several passes: its root, behind the head and at the end."""
+    if settings.passes == 1:
+        return 0
+    if settings.tensor == 1:
+        return parameter_counts(model)["embedding"] + model.hidden_size
+    return model.hidden_size if spread == "copied" else parameter_counts(model)["embedding"] // settings.tensor
+
+
+def _tensor(model: ModelConfig, settings: MemorySettings) -> list[Transfer]:
+    """Hidden states between tensor ranks."""
+    if settings.tensor == 1:
+        return []
+    states = float(settings.passes * settings.tokens * model.hidden_size * WIDTHS[settings.precision])
+    held = held_model(model, settings.tensor, settings.stage)
+    has_embedding = settings.stage is None or settings.stage.has_embedding
+    has_head = settings.stage is None or settings.stage.has_head
+    times = 4 * held.layers + has_embedding + has_head
+    of_loss = float(settings.passes * settings.tokens * max(4, WIDTHS[settings.precision]) * 3 * has_head)
+    return [
+        Transfer("all-gather", "hidden states", "tensor", settings.tensor, times * states),
+        Transfer("reduce-scatter", "hidden states", "tensor", settings.tensor, times * states),
+        Transfer("all-reduce", "losses", "tensor", settings.tensor, of_loss),
+    ]
+
+
+def _context(model: ModelConfig, settings: MemorySettings) -> list[Transfer]:
+    """Heads of attention between context ranks."""
+    if settings.context == 1:
+        return []
+    held, ranks = held_model(model, settings.tensor, settings.stage), settings.context
+    of_head = float(settings.passes * settings.tokens * model.head_size * WIDTHS[settings.precision])
+    backward = held.layers
+    forward = held.layers + recomputed_blocks(held, settings.recompute, settings.recompute_every)
+    keys_and_values = 2 * held.kv_heads * settings.kv_copies(held) * of_head
+    if settings.context_method == "gather":
+        return [
+            Transfer("all-gather", "keys and values", "context", ranks, forward * keys_and_values),
+            Transfer("reduce-scatter", "keys and values", "context", ranks, backward * keys_and_values),
+        ]
+    heads = 2 * held.heads * of_head + keys_and_values
+    return [Transfer("all-to-all", "heads of attention", "context", ranks, (forward + backward) * heads)]
+
+
+def _pipeline(model: ModelConfig, settings: MemorySettings) -> list[Transfer]:
+    """Hidden states, and their gradients, between neighbouring stages."""
+    if settings.stage is None:
+        return []
+    width = max(4, WIDTHS[settings.precision]) if model.fp32_residual else WIDTHS[settings.precision]
+    states = float(settings.passes * settings.tokens // settings.tensor * model.hidden_size * width)
+    meanwhile = "other micro-batches" if settings.passes > settings.pipeline else ""
+    whole = settings.stage.sends * states
+    return [Transfer("send", "hidden states", "pipeline", settings.pipeline, whole, meanwhile)]
 
 
 def bytes_sent(transfers: Sequence[Transfer]) -> float:
     """Bytes that a process sends in a step, in rings; it receives as many."""
     return sum(transfer.sent for transfer in transfers)
+
+
+@dataclass(frozen=True)
+class AxisTraffic:
+    """What the processes of an axis exchange in a step."""
+
+    axis: str
+    ranks: int
+    sent: float  # by one process
+    waited: float  # of these, what nothing can hide
+
+
+def by_axis(transfers: Sequence[Transfer]) -> list[AxisTraffic]:
+    """The axes, the one that bears a slow link best first: those whose traffic can be hidden before those that make
+    the processes wait, and among these the one that sends least. Figures are left out: they are a few bytes."""
+    found: dict[str, AxisTraffic] = {}
+    for one in transfers:
+        if one.what == "figures":
+            continue
+        before = found.get(one.axis, AxisTraffic(one.axis, one.ranks, 0.0, 0.0))
+        waited = before.waited + (0.0 if one.hidden_by else one.sent)
+        found[one.axis] = AxisTraffic(one.axis, one.ranks, before.sent + one.sent, waited)
+    return sorted(found.values(), key=lambda axis: (axis.waited, axis.sent))

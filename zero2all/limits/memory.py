@@ -33,12 +33,14 @@ a CPU (tests/limits); recomputation, ZeRO and offload have not been measured on 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from zero2all.limits.floors import linear_shapes
 from zero2all.limits.flops import recomputed_blocks
+from zero2all.limits.held import Stage, held_model
 from zero2all.model.config import ModelConfig, ParameterKind, parameter_counts
 from zero2all.ops.footprint import Footprint, Sizes
 
@@ -92,6 +94,12 @@ class MemorySettings:
     zero: int = 0  # parallel.zero, and the sizes of the axes of the mesh
     replicate: int = 1
     shard: int = 1
+    context: int = 1
+    context_method: Literal["ulysses", "gather"] = "ulysses"  # parallel.context_method, decided
+    tensor: int = 1
+    pipeline: int = 1
+    stage: Stage | None = None  # of a pipeline; None: all of the model
+    overlap: bool = True  # parallel.overlap
     offload: str = "none"  # parallel.offload
     one_step_late: bool = False  # parallel.offload_one_step_late
     bucket_bytes: float = 128e6  # of gradients (parallel.bucket_mb)
@@ -134,8 +142,25 @@ class MemorySettings:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch."""
-        return self.micro_batch_samples * self.seq_len
+        """Tokens of a micro-batch in one process of the context axis; its tensor ranks share them."""
+        return self.micro_batch_samples * self.seq_len // self.context
+
+    @property
+    def loss_ranks(self) -> int:
+        """Processes with tokens of their own."""
+        return self.replicate * self.shard * self.context
+
+    @property
+    def processes(self) -> int:
+        """All processes."""
+        return self.loss_ranks * self.tensor * self.pipeline
+
+    def kv_copies(self, model: ModelConfig) -> int:
+        """How often a context rank has each key and value for attention, beside a process with whole sequences that
+        has 1/context of the tokens: gathered from all, or repeated until the heads divide."""
+        if self.context_method == "gather":
+            return self.context
+        return math.lcm(model.kv_heads, self.context) // model.kv_heads
 
     def sizes(self, model: ModelConfig) -> Sizes:
         """What the size of saved tensors depends on."""
@@ -214,7 +239,8 @@ STATE_PARTS = ("weights", "masters", "gradients", "optimizer")
 
 
 def estimate_memory(model: ModelConfig, settings: MemorySettings) -> MemoryEstimate:
-    """The parts of the memory of a run, in the process that needs most."""
+    """The parts of the memory of a run, in the process that needs most; in a pipeline, in one of `settings.stage`."""
+    model = held_model(model, settings.tensor, settings.stage)
     parts = [
         _weights(model, settings),
         _masters(model, settings),
@@ -225,10 +251,12 @@ def estimate_memory(model: ModelConfig, settings: MemorySettings) -> MemoryEstim
         *_staging_parts(model, settings),
         *_float8_parts(model, settings),
     ]
-    saved = saved_bytes_per_token(model, settings)
+    saved, in_flight = saved_bytes_per_token(model, settings), settings.stage.in_flight if settings.stage else 1.0
     note = f"{saved / 1e3:.1f} KB per token, recompute {settings.recompute}"
-    parts.append(MemoryPart("activations", settings.tokens * saved, note))
-    head, block = _head_peak(model, settings), _block_peak(model, settings)
+    note += f", {in_flight:g} micro-batches under way" if settings.stage else ""
+    parts.append(MemoryPart("activations", settings.tokens * in_flight * saved, note))
+    has_head = settings.stage is None or settings.stage.has_head
+    head, block = _head_peak(model, settings) if has_head else 0.0, _block_peak(model, settings)
     what = "head and loss" if head >= block else "first block of the backward pass"
     parts.append(MemoryPart("working space", max(head, block), what))
     return MemoryEstimate(tuple(parts))
@@ -423,21 +451,27 @@ def saved_bytes_per_token(model: ModelConfig, settings: MemorySettings) -> float
 
 
 def _saved_by_last_norm(model: ModelConfig, settings: MemorySettings) -> float:
+    if settings.stage is not None and not settings.stage.has_head:
+        return 0.0
     sizes = settings.sizes(model)
-    return settings.operators["rms_norm"].saved(sizes) + sizes.value_bytes * sizes.hidden_size
+    # Tensor ranks share the tokens of the norm, but the head reads all of them.
+    return settings.operators["rms_norm"].saved(sizes) / settings.tensor + sizes.value_bytes * sizes.hidden_size
 
 
 def _saved_by_block(model: ModelConfig, settings: MemorySettings) -> float:
-    """By one block that recomputes nothing; per token."""
+    """By one block that recomputes nothing; per token, of which a tensor rank has 1/tensor in the residual and in the
+    norms, but all of them inside of attention and feed-forward."""
     ops, sizes = settings.operators, settings.sizes(model)
     copy_bytes = ops["linear"].input_copy_bytes
     # The output of a norm is saved by the linear layer after it, as it is or as a copy.
-    norms = 2 * (ops["rms_norm"].saved(sizes) + (copy_bytes or sizes.value_bytes) * sizes.hidden_size)
+    norms = 2 * (ops["rms_norm"].saved(sizes) / settings.tensor)
+    norms += 2 * (copy_bytes or sizes.value_bytes) * sizes.hidden_size
     # Attention saves its output, and the projection after it the same memory, or a copy.
     attention = ops["attention"].saved(sizes) + (sizes.value_bytes + copy_bytes) * sizes.query_size
+    attention += 2 * sizes.value_bytes * sizes.kv_size * (settings.kv_copies(model) - 1)
     if ops["attention"].is_fused:  # plain matmuls save only what is counted with them
         attention += ops["rope"].saved(sizes)
-    dropout = 2 * sizes.hidden_size if model.residual_dropout else 0
+    dropout = 2 * sizes.hidden_size / settings.tensor if model.residual_dropout else 0
     return norms + attention + ops["feed_forward"].saved(sizes) + dropout
 
 
@@ -445,7 +479,8 @@ def _saved_by_recomputed_block(model: ModelConfig, settings: MemorySettings) -> 
     """The inputs of the block, and under `selective` the results of its expensive operations; per token."""
     ops, sizes = settings.operators, settings.sizes(model)
     width, hidden = sizes.value_bytes, sizes.hidden_size
-    inputs = float((sizes.residual_bytes + width) * hidden)  # the residual, and the branch not yet added to it
+    # The residual, and the branch not yet added to it.
+    inputs = float((sizes.residual_bytes + width) * hidden) / settings.tensor
     if settings.recompute != "selective":
         return inputs
     saved = inputs + width * hidden + 2 * width * sizes.intermediate_size  # outputs of the out and gate-up projections
@@ -459,7 +494,7 @@ def _saved_by_recomputed_block(model: ModelConfig, settings: MemorySettings) -> 
 def _head_peak(model: ModelConfig, settings: MemorySettings) -> float:
     """Logits, and the gradients of hidden states and head where they are computed in the forward pass."""
     head, sizes, tokens = settings.operators["linear_cross_entropy"], settings.sizes(model), settings.tokens
-    hidden_states = float(tokens * model.hidden_size * sizes.value_bytes)
+    hidden_states = float(tokens * model.hidden_size * sizes.value_bytes)  # of all tensor ranks
     if head.chunk_rows is None:
         return tokens * model.vocab_rows * head.logit_bytes(sizes) + 2 * hidden_states
     chunk = min(tokens, head.chunk_rows) * model.vocab_rows * head.logit_bytes(sizes)
@@ -470,7 +505,8 @@ def _block_peak(model: ModelConfig, settings: MemorySettings) -> float:
     """The backward pass of the feed-forward of one block; a recomputed block also has its activations again."""
     linear, sizes = settings.operators["linear"], settings.sizes(model)
     width, hidden, inner = sizes.value_bytes, sizes.hidden_size, sizes.intermediate_size
-    per_token = (sizes.residual_bytes + 2 * width) * hidden  # gradients of residual and branch, and one being computed
+    # Gradients of residual and branch, and one being computed; tensor ranks share the tokens of the first two.
+    per_token = (sizes.residual_bytes + width) * hidden // settings.tensor + width * hidden
     per_token += 3 * width * inner  # gradients of gate, up and their product
     # For the weight gradient: the product computed again, or copies of the gradients of gate and up and transposes.
     per_token += 4 * linear.input_copy_bytes * inner if linear.input_copy_bytes else width * inner
@@ -486,5 +522,6 @@ def _shared_with_recomputed(model: ModelConfig, settings: MemorySettings) -> flo
     if settings.recompute != "selective":
         return 0.0
     sizes = settings.sizes(model)
-    inputs = (sizes.residual_bytes + 2 * sizes.value_bytes) * sizes.hidden_size
+    inputs = (sizes.residual_bytes + sizes.value_bytes) * sizes.hidden_size / settings.tensor
+    inputs += sizes.value_bytes * sizes.hidden_size
     return _saved_by_recomputed_block(model, settings) - inputs

@@ -2,8 +2,8 @@
 
 Legend: B batch, Hq query heads, Hk key/value heads, T queries, S keys (S >= T when a cache holds earlier keys), D head
 width. Queries are the last T of the S positions. Where `document_ids` (B, T) are given, a query sees only keys of its
-own document (T = S: there is no cache in training). What an implementation makes of them (a mask, boundaries) is
-prepared once per pass by its `prepare_documents` and handed to every layer.
+own document (T = S: there is no cache in training; `math` and `sdpa` take masks of T < S too). What an implementation
+makes of them (a mask, boundaries) is prepared once per pass by its `prepare_documents` and handed to every layer.
 
 math        the formula, with the whole (T, S) matrix of weights: the reference
 sdpa        torch's scaled_dot_product_attention; torch chooses the backend
@@ -48,11 +48,12 @@ PrepareDocuments = Callable[[Tensor], Any]
 """Document ids (B, T) -> what the attention of the same implementation takes as `documents`."""
 
 
-def document_mask(document_ids: Tensor) -> Tensor:
-    """(B, T) -> (B, 1, T, T): which keys a query may see: no later one, and none of another document."""
-    T = document_ids.shape[1]
-    same = document_ids.unsqueeze(2) == document_ids.unsqueeze(1)  # (B, T, T)
-    return (same & torch.ones(T, T, dtype=torch.bool, device=document_ids.device).tril()).unsqueeze(1)
+def document_mask(document_ids: Tensor, begin: int = 0, end: int | None = None) -> Tensor:
+    """(B, T) -> (B, 1, T, T): which keys a query may see: no later one, and none of another document. Only for queries
+    from `begin` to `end`, and the keys before `end`, where these are given."""
+    keys = document_ids[:, :end]
+    same = keys[:, begin:].unsqueeze(2) == keys.unsqueeze(1)  # (B, T, S)
+    return (same & torch.ones(same.shape[1:], dtype=torch.bool, device=keys.device).tril(begin)).unsqueeze(1)
 
 
 @dataclass(frozen=True)

@@ -44,10 +44,19 @@ class ParallelConfig:
     """Processes that share one copy. auto: 1 with zero 0, else as many as `replicate` leaves."""
     pipeline: PositiveInt = 1
     """Stages: processes that each have some blocks of the model."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
+    """The order of passes in a pipeline (`zero2all.parallel.schedule`)."""
+    chunks: PositiveInt = 1
+    """With schedule interleaved: stages per process, 2 or more."""
     context: PositiveInt = 1
     """Processes that share a sequence."""
+    context_method: Literal["auto", "ulysses", "gather"] = "auto"
+    """ulysses: for attention, each gets whole sequences of some heads; gather: keys and values of the whole sequence.
+    auto: ulysses where `context` divides the heads."""
     tensor: PositiveInt = 1
     """Processes that share every matrix."""
+    copy_kv_heads: bool = False
+    """With more tensor processes than kv heads, let several of them have a copy of each; false: refuse that."""
     expert: PositiveInt = 1
     """Processes that share the experts; divides shard x context x tensor."""
     bucket_mb: PositiveFloat = 128.0
@@ -64,8 +73,10 @@ class ParallelConfig:
     expandable_segments: bool = True
     """Let segments of GPU memory grow instead of allocating new ones: less fragmentation with tensors of changing
     sizes. PYTORCH_ALLOC_CONF, where it is set, takes precedence."""
+    join_seconds: PositiveFloat = 120.0
+    """How long the processes wait for each other at the start; then those that did not come are named."""
     timeout_seconds: PositiveFloat = 1800.0
-    """How long a process waits for the others before it gives up."""
+    """How long a process waits for the others in a collective before it gives up."""
     cpu_threads: PositiveInt | None = None
     """CPU threads for the arithmetic. None takes all cores when a run starts, and the same number again on resume:
     float sums depend on the number of threads, so an exact resume needs the same one."""
@@ -79,29 +90,51 @@ class ParallelConfig:
             found.append(Problem(f"{place}.offload", self.offload, f"none with {place}.zero 3, or zero 0, 1 or 2"))
         if self.offload == "none" and self.offload_one_step_late:
             found.append(Problem(f"{place}.offload_one_step_late", True, f"false, because {place}.offload is none"))
+        if self.schedule == "interleaved" and self.chunks == 1:
+            found.append(Problem(f"{place}.chunks", 1, f"2 or more, because {place}.schedule is interleaved"))
+        if self.schedule != "interleaved" and self.chunks > 1:
+            found.append(Problem(f"{place}.chunks", self.chunks, f"1, because {place}.schedule is {self.schedule}"))
         return found
 
+    @property
+    def every_pass_communicates(self) -> bool:
+        """Whether processes exchange something in every pass, not only the gradients in the last one of a step."""
+        return self.zero >= 2 or max(self.pipeline, self.context, self.tensor, self.expert) > 1
+
     def sizes(self, processes: int) -> MeshSizes:
-        """The sizes of all axes for this many processes."""
+        """The sizes of all axes for this many processes; UsageError where they do not fit."""
+        sizes = self.asked_sizes(processes)
+        found = self.size_problems(sizes, processes)
+        if found:
+            raise UsageError(" ".join(found))
+        return sizes
+
+    def asked_sizes(self, processes: int) -> MeshSizes:
+        """The same as far as they can be told: their product may be another number."""
         of_model = self.pipeline * self.context * self.tensor
         asked_replicate = None if self.replicate == "auto" else self.replicate
         asked_shard = 1 if self.zero == 0 else None if self.shard == "auto" else self.shard
         left = processes // of_model
         shard = max(1, left // (asked_replicate or 1)) if asked_shard is None else asked_shard
         replicate = max(1, left // shard) if asked_replicate is None else asked_replicate
-        sizes = MeshSizes(self.pipeline, replicate, shard, self.context, self.tensor, self.expert)
+        return MeshSizes(self.pipeline, replicate, shard, self.context, self.tensor, self.expert)
+
+    def size_problems(self, sizes: MeshSizes, processes: int) -> list[str]:
+        """Why this many processes cannot form a mesh of these sizes."""
+        found = []
         if sizes.processes != processes:
             others = [name for name in ("pipeline", "context", "tensor") if getattr(self, name) > 1]
-            product = " x ".join(str(size) for size in (replicate, shard, *(getattr(self, name) for name in others)))
-            raise UsageError(
+            lengths = (sizes.replicate, sizes.shard, *(getattr(self, name) for name in others))
+            found.append(
                 f"parallel.replicate {self.replicate} and parallel.shard {self.shard} with parallel.zero {self.zero}"
-                f"{''.join(f', {name} {getattr(self, name)}' for name in others)} make {product} = {sizes.processes} "
-                f"processes, but the run has {processes}. Their product must be the number of processes; auto takes "
-                f"what is left."
+                f"{''.join(f', {name} {getattr(self, name)}' for name in others)} make "
+                f"{' x '.join(map(str, lengths))} = {sizes.processes} processes, but the run has {processes}. Their "
+                f"product must be the number of processes; auto takes what is left."
             )
-        if shard * self.context * self.tensor % self.expert:
-            raise UsageError(
-                f"parallel.expert {self.expert} does not divide shard x context x tensor = {shard} x {self.context} x "
-                f"{self.tensor} = {shard * self.context * self.tensor}, the processes that share the experts of a copy."
+        inner = sizes.shard * self.context * self.tensor
+        if inner % self.expert:
+            found.append(
+                f"parallel.expert {self.expert} does not divide shard x context x tensor = {sizes.shard} x "
+                f"{self.context} x {self.tensor} = {inner}, the processes that share the experts of a copy."
             )
-        return sizes
+        return found

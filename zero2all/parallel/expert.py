@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zero2all.config import RunConfig
 from zero2all.model.moe import Compute, MixtureOfExperts
 from zero2all.model.z2all import Z2all
 from zero2all.parallel.config import MeshSizes
 from zero2all.parallel.mesh import Axis, Mesh
+from zero2all.parallel.run_config import SpreadConfig
 
 
 def spread_experts(model: Z2all, mesh: Mesh) -> None:
@@ -107,7 +107,7 @@ def _exchanged(rows: Tensor, sent: list[int], received: list[int], group: dist.P
     return came
 
 
-def problems(config: RunConfig, sizes: MeshSizes) -> list[str]:
+def problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
     """Why the experts of this run cannot be spread so; each problem in words."""
     moe, found = config.model.moe, []
     if sizes.expert > 1 and not moe.experts:

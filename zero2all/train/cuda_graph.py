@@ -74,9 +74,10 @@ def why_no_cuda_graph(config: RunConfig, device: torch.device, processes: int, o
     theirs = sorted(operator for operator, name in taken.items() if name == "liger")
     problems = {
         "it needs a CUDA device": device.type != "cuda",
-        "with parallel.zero 2 and 3 every pass communicates": processes > 1 and config.parallel.zero > 1,
+        "with parallel.zero 2 and 3, and where the model or the sequences are cut, every pass communicates": (
+            processes > 1 and config.parallel.every_pass_communicates
+        ),
         "with parallel.offload new weights arrive within a pass": config.parallel.offload != "none",
-        "with parallel.expert the host reads where tokens go": config.parallel.expert > 1,
         "outside bfloat16 experts compute one after the other, and the host reads how many tokens each has": (
             model.moe.experts > 0 and config.train.precision != "bfloat16"
         ),

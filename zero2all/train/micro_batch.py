@@ -43,8 +43,8 @@ MARGIN = 0.05
 MOST_ON_CPU = 8
 """A few rows fill a CPU's caches; more only take memory."""
 ESTIMATED = (
-    "by the estimate of memory: with parallel.zero {zero} and parallel.expert {expert} a try that does not fit would "
-    "leave the other processes waiting; where memory stays free, set train.micro_batch_samples yourself"
+    "by the estimate of memory: every pass communicates, and a try that does not fit would leave the other processes "
+    "waiting; where memory stays free, set train.micro_batch_samples yourself"
 )
 PASSES = 2
 """Passes of one try: the second meets the fragmentation that the first has left."""
@@ -76,8 +76,8 @@ def choose_micro_batch(
             f"micro-batch: {counted(known, 'sample')}, as found before (delete {FILE_NAME} in the run to search again)"
         ]
     guess = largest_by_estimate(config, model.ops, world, candidates)
-    if world.size > 1 and (config.parallel.zero >= 2 or world.mesh.expert.size > 1):
-        taken, how = guess, ESTIMATED.format(zero=config.parallel.zero, expert=world.mesh.expert.size)
+    if world.size > 1 and config.parallel.every_pass_communicates:
+        taken, how = guess, ESTIMATED
     else:
         own = _find_on_device(config, model, world.device, candidates, guess, zero_gradients)
         taken, how = min(world.gather(own)), f"the most that fit, {MARGIN:.0%} of the memory left free"

@@ -56,9 +56,11 @@ class Validation:
 
     def run(self) -> None:
         """Validate and log. Called by every process."""
-        prepared, config = self._prepared, self._prepared.config
-        prepared.state.weights.settle()
-        self.losses = held_out_losses(prepared.state.model, prepared.valid, config.data, config.eval, prepared.world)
+        prepared, config, state = self._prepared, self._prepared.config, self._prepared.state
+        state.weights.settle()
+        self.losses = held_out_losses(
+            state.model, prepared.valid, config.data, config.eval, prepared.world, config.parallel, state.pipeline
+        )
         self._log.values(self.losses)
 
 

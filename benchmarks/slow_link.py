@@ -1,0 +1,171 @@
+"""Which axis belongs on a slow link: three layouts of two processes over one, measured and as the plan orders them.
+
+    sudo python benchmarks/slow_link.py          a few minutes on 2 cores; needs root, ip and tc
+
+Two network namespaces on this machine, joined by a virtual cable. First as fast as it is; then slowed by a token bucket
+until sending what `replicate` sends takes half a step. Every layout trains the same small model on the same batch, over
+gloo, one thread a process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+import torch
+
+from benchmarks.machine import save_result
+from zero2all.common.files import read_json, write_json
+from zero2all.config import RunConfig, config_from_values
+from zero2all.limits.communication import bytes_sent, communication_per_step
+from zero2all.ops.registry import resolve
+from zero2all.packed.loader import Batch, rank_rows
+from zero2all.parallel.layout import draw
+from zero2all.parallel.mesh import make_mesh
+from zero2all.parallel.world import World, join_world
+from zero2all.train.micro_batch import memory_settings
+from zero2all.train.setup import empty_state, op_context
+from zero2all.train.step import StepPlan, train_step
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "ZeRO-1": {"zero": 1},
+    "replicate": {"replicate": 2},
+    "ZeRO-3": {"zero": 3},
+}
+STEPS, ROWS, SEQ_LEN, MICRO, VOCABULARY = 7, 16, 256, 4, 1024
+SPACES, ADDRESSES = ("z2a-slow-0", "z2a-slow-1"), ("10.213.0.1", "10.213.0.2")
+PORT = "29533"
+
+
+def main() -> None:
+    """Measure on the fast link, slow it down, measure again, compare with the plan."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default="", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.out:
+        measure(Path(arguments.out))
+        return
+    if os.geteuid() != 0:
+        raise SystemExit("This benchmark makes network namespaces, which needs root: run it with sudo.")
+    with cable():
+        fast = on_both()
+        # Half a step of the layout that sends gradients; what it sends, the other one receives.
+        seconds = fast["replicate"]["seconds"] / 2
+        bits = 8 * fast["replicate"]["bytes"] / seconds
+        for space in SPACES:
+            limit = ["rate", f"{bits / 1e3:.0f}kbit", "burst", "64kb", "latency", "400ms"]
+            _run("ip", "netns", "exec", space, "tc", "qdisc", "add", "dev", "wire", "root", "tbf", *limit)
+        slow = on_both()
+    by_plan = sorted(LAYOUTS, key=lambda name: slow[name]["bytes"])
+    measured = sorted(LAYOUTS, key=lambda name: slow[name]["seconds"] - fast[name]["seconds"])
+    print(f"link: {bits / 1e6:.0f} Mbit/s")
+    for name in by_plan:
+        sent, before, after = slow[name]["bytes"], fast[name]["seconds"], slow[name]["seconds"]
+        print(f"{name:>10}: {sent / 1e6:6.1f} MB a step by the formula; {before:.2f} s fast, {after:.2f} s slow")
+    print(f"by the plan, best on this link first: {', '.join(by_plan)}; measured: {', '.join(measured)}")
+    save_result("slow_link", {"bits_per_second": bits, "fast": fast, "slow": slow, "agrees": by_plan == measured})
+
+
+@contextmanager
+def cable() -> Iterator[None]:
+    """Two network namespaces joined by a virtual cable, gone afterwards."""
+    for space in SPACES:
+        subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
+        _run("ip", "netns", "add", space)
+    try:
+        ends = ("z2a-end-0", "z2a-end-1")
+        _run("ip", "link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
+        for space, address, end in zip(SPACES, ADDRESSES, ends, strict=True):
+            _run("ip", "link", "set", end, "netns", space, "name", "wire")
+            _run("ip", "-n", space, "address", "add", f"{address}/24", "dev", "wire")
+            for device in ("lo", "wire"):
+                _run("ip", "-n", space, "link", "set", "dev", device, "up")
+        yield
+    finally:
+        for space in SPACES:
+            subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True)
+
+
+def on_both() -> dict[str, Any]:
+    """Run this program in both namespaces; what rank 0 wrote."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.json"
+        shared = {"WORLD_SIZE": "2", "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": PORT, "GLOO_SOCKET_IFNAME": "wire"}
+        program = [sys.executable, __file__, "--out", str(out)]
+        processes = [
+            subprocess.Popen(["ip", "netns", "exec", space, *program], env={**os.environ, **shared, "RANK": str(rank)})
+            for rank, space in enumerate(SPACES)
+        ]
+        if any(process.wait() for process in processes):
+            raise SystemExit("a process failed")
+        return dict(read_json(out))
+
+
+def measure(out: Path) -> None:
+    """In each process: every layout, median seconds of a step, bytes by the formula."""
+    torch.set_num_threads(1)
+    config = _config()
+    found = {}
+    with join_world(torch.device("cpu"), config.parallel) as world:
+        for name, fields in LAYOUTS.items():
+            found[name] = pace(
+                dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **fields)), world
+            )
+    if world.is_first:
+        write_json(out, found)
+
+
+def _config() -> RunConfig:
+    model = {"vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 768, "layers": 8, "heads": 4}
+    values = {
+        "data": {"seq_len": SEQ_LEN, "document_mask": False},
+        "model": {**model, "kv_heads": 4, "max_seq_len": SEQ_LEN},
+        "train": {"name": "slow", "tokens_per_step": ROWS * SEQ_LEN, "micro_batch_samples": MICRO},
+        "parallel": {"device": "cpu", "bucket_mb": 4},
+    }
+    return config_from_values(values, "benchmarks/slow_link.py")
+
+
+def pace(config: RunConfig, world: World) -> dict[str, float]:
+    """Train some steps under one layout."""
+    world = dataclasses.replace(world, mesh=make_mesh(config.parallel.sizes(world.size)))
+    ops = resolve(config.ops, op_context(config, "cpu", torch.float32))
+    state = empty_state(config, world, ops)
+    state.micro_batch_samples = MICRO
+    with state.weights.masters_between_steps() as masters:
+        draw(masters, state.model.config, 1)
+    state.weights.updated()
+    seconds = []
+    for step in range(STEPS):
+        tokens = np.random.default_rng(step).integers(0, VOCABULARY, (ROWS, SEQ_LEN + 1))
+        first, own, _ = rank_rows(ROWS, world.mesh.batch.rank, world.mesh.batch.size)
+        channels = np.zeros(own, dtype=np.int64)
+        batch = Batch(tokens[first : first + own], channels, channels, 0, step_samples=ROWS, samples=own)
+        world.gather(step)  # all begin together
+        started = time.perf_counter()
+        train_step(state, batch, 1, config, world, StepPlan(1e-4)).result()
+        state.weights.wait()
+        seconds.append(time.perf_counter() - started)
+    sent = bytes_sent(communication_per_step(config.model, memory_settings(config, ops, world.mesh, MICRO)))
+    return {"seconds": statistics.median(seconds[2:]), "bytes": sent}
+
+
+if __name__ == "__main__":
+    main()

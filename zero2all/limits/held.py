@@ -1,0 +1,62 @@
+"""What one process holds of a model that is cut over the pipeline and the tensor axis.
+
+A tensor rank has an equal share of the heads, of the inner width and of the rows of embedding and head; norms, and the
+biases of the projections into the residual, are copied. A pipeline stage has some of the blocks; the first one also
+the embedding, the last one the last norm and the head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from zero2all.model.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The part of a model in one process of the pipeline axis."""
+
+    layers: int
+    has_embedding: bool = True
+    has_head: bool = True
+    in_flight: float = 1.0
+    """Micro-batches whose activations it keeps at the peak, counted in those of all its blocks."""
+    sends: int = 0
+    """Tensors of hidden states that it sends in one pass: forward to the next stage, and gradients back."""
+
+
+@dataclass(frozen=True)
+class HeldModel(ModelConfig):
+    """A model of the size of what one process holds."""
+
+    table_rows: int = 0
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the embedding and the head in this process."""
+        return self.table_rows
+
+
+def held_model(model: ModelConfig, tensor: int = 1, stage: Stage | None = None) -> ModelConfig:
+    """A model as large as what a process holds of `model`. In the first and the last stage of a pipeline it has one
+    table (tied), between them none."""
+    if tensor == 1 and stage is None:
+        return model
+    values = {field.name: getattr(model, field.name) for field in fields(ModelConfig)}
+    values |= {
+        "heads": model.heads // tensor,
+        "kv_heads": max(1, model.kv_heads // tensor),
+        "head_dim": model.head_size,
+        "intermediate_size": model.intermediate_size // tensor,
+    }
+    rows = model.vocab_rows // tensor
+    if stage is not None and not (stage.has_embedding and stage.has_head):
+        rows = rows if stage.has_embedding or stage.has_head else 0
+        values["tied_embeddings"] = True
+    return HeldModel(**{**values, "layers": stage.layers if stage else model.layers}, table_rows=rows)
+
+
+def copied_values(model: ModelConfig) -> int:
+    """Values of a model (as held) of which every tensor rank has a copy: norms, and biases that are added once."""
+    biases = (model.hidden_size if model.attention_bias == "all" else 0) + (model.hidden_size if model.mlp_bias else 0)
+    return model.layers * (2 * model.hidden_size + biases) + model.hidden_size

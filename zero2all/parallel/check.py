@@ -1,0 +1,137 @@
+"""Whether a run can be spread over a mesh: every rule that it breaks, in one message, before anything starts.
+
+Each axis keeps its own rules beside its code (`problems` in `parallel/tensor.py` and so on); here are those that
+several axes share. The arithmetic behind most of them:
+
+    processes      = pipeline x replicate x shard x context x tensor
+    batch ranks    = replicate x shard = processes / (pipeline x context x tensor): each has rows of its own
+    rows of a step = rows of a pass x batch ranks x passes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from zero2all.common.errors import UsageError
+from zero2all.common.progress import counted
+from zero2all.parallel import context, expert
+from zero2all.parallel.config import MeshSizes
+from zero2all.parallel.run_config import SpreadConfig, sequence_lengths
+
+Rule = Callable[[SpreadConfig, MeshSizes], list[str]]
+
+
+def check_spread(config: SpreadConfig, processes: int) -> MeshSizes:
+    """The sizes of the mesh of a run; UsageError with everything that forbids it and with the arithmetic."""
+    sizes = config.parallel.asked_sizes(processes)
+    found = [*config.parallel.size_problems(sizes, processes), *spread_problems(config, sizes)]
+    if found:
+        lines = "\n".join(f"  {number}. {text}" for number, text in enumerate(found, 1))
+        raise UsageError(
+            f"The run cannot be spread over {processes} process{'' if processes == 1 else 'es'} as asked "
+            f"({counted(len(found), 'problem')}); nothing was started.\n{lines}\n{arithmetic(config, sizes)}"
+        )
+    return sizes
+
+
+def spread_problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
+    """Everything that forbids to spread this run over a mesh of these sizes: rule, numbers, what to do."""
+    return [problem for rule in RULES for problem in rule(config, sizes)]
+
+
+def arithmetic(config: SpreadConfig, sizes: MeshSizes) -> str:
+    """How processes, batch ranks and passes follow from the sizes."""
+    batch, rows = sizes.replicate * sizes.shard, config.train.tokens_per_step // config.data.seq_len
+    micro = config.train.micro_batch_samples
+    lines = [
+        f"  processes   = pipeline x replicate x shard x context x tensor = {sizes.pipeline} x {sizes.replicate} x "
+        f"{sizes.shard} x {sizes.context} x {sizes.tensor} = {sizes.processes}",
+        f"  batch ranks = processes / (tensor x pipeline x context) = {sizes.processes} / ({sizes.tensor} x "
+        f"{sizes.pipeline} x {sizes.context}) = {batch}",
+        f"  rows        = train.tokens_per_step / data.seq_len = {config.train.tokens_per_step} / "
+        f"{config.data.seq_len} = {rows} a step",
+    ]
+    if micro != "auto":
+        own = -(-rows // batch)
+        lines.append(
+            f"              = {micro} a pass x {counted(batch, 'batch rank')} x {-(-own // micro)} passes"
+            f"{'' if rows == micro * batch * -(-own // micro) else ', the last of them shorter or padded'}"
+        )
+    return "\n".join(lines)
+
+
+def _rows_problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
+    """A batch rank without a row would compute on padding alone."""
+    batch, found = sizes.replicate * sizes.shard, []
+    for name, length in sequence_lengths(config):
+        rows = config.train.tokens_per_step // length
+        if rows < batch:
+            found.append(
+                f"A step has train.tokens_per_step / {name} = {config.train.tokens_per_step} / {length} = "
+                f"{counted(rows, 'row')}, fewer than the {batch} batch ranks (replicate {sizes.replicate} x shard "
+                f"{sizes.shard}). Raise train.tokens_per_step to at least {batch * length}, or use the processes for "
+                f"another axis."
+            )
+    return found
+
+
+def _sequence_problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
+    """Context ranks take two chunks of each sequence, tensor ranks equal parts of what a context rank has."""
+    if sizes.context == 1 or sizes.tensor == 1:
+        return []  # the rule of the one axis says it
+    found = []
+    for name, length in sequence_lengths(config):
+        pieces = 2 * sizes.context * sizes.tensor
+        if length % pieces:
+            found.append(
+                f"{name} {length} is not a multiple of 2 x context x tensor = 2 x {sizes.context} x {sizes.tensor} = "
+                f"{pieces}: a context rank has two chunks of a sequence, and its tensor ranks share each. Nearest: "
+                f"{max(1, round(length / pieces)) * pieces}."
+            )
+    return found
+
+
+def _zero_problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
+    """ZeRO-2 sends gradients in every pass, but in a pipeline several passes are under way at once."""
+    if config.parallel.zero == 2 and sizes.shard > 1 and sizes.pipeline > 1:
+        return [
+            f"parallel.zero 2 with parallel.pipeline {sizes.pipeline}: ZeRO-2 sends the gradients of each pass, but a "
+            f"pipeline has several passes under way at once and sends after the last. Set parallel.zero to 1."
+        ]
+    return []
+
+
+def _offload_problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
+    """What offload moves is laid out for processes that hold whole matrices and all blocks."""
+    asked = config.parallel.offload
+    others = [name for name in ("pipeline", "context", "tensor", "expert") if getattr(sizes, name) > 1]
+    if asked == "none" or not others:
+        return []
+    named = ", ".join(f"{name} {getattr(sizes, name)}" for name in others)
+    return [
+        f"parallel.offload {asked} with {named}: offload works with replicate and shard only. Set parallel.offload to "
+        f"none (each of these axes also makes the states of a process smaller), or these axes to 1."
+    ]
+
+
+def _cuda_graph_problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
+    """A pass that communicates cannot be captured."""
+    others = [name for name in ("pipeline", "context", "tensor", "expert") if getattr(sizes, name) > 1]
+    if config.train.cuda_graph != "on" or not others:
+        return []
+    return [
+        f"train.cuda_graph on with parallel.{others[0]} {getattr(sizes, others[0])}: every pass then communicates, and "
+        f"such a pass cannot be captured. Set train.cuda_graph to auto."
+    ]
+
+
+RULES: tuple[Rule, ...] = (
+    context.problems,
+    expert.problems,
+    _rows_problems,
+    _sequence_problems,
+    _zero_problems,
+    _offload_problems,
+    _cuda_graph_problems,
+)
+"""The rules of single axes, and those that several share."""

@@ -1,0 +1,53 @@
+"""What the rules of this room read of `zero2all.config.RunConfig`, which stands above it: it cannot be imported here.
+
+A RunConfig is a `SpreadConfig` as it is; mypy checks that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from zero2all.model.config import ModelConfig
+from zero2all.parallel.config import ParallelConfig
+
+
+class SpreadConfig(Protocol):
+    """A config, as far as it decides whether a model can be spread over a mesh."""
+
+    @property
+    def model(self) -> ModelConfig:
+        """The shape of the model."""
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """The axes."""
+
+    @property
+    def data(self) -> Any:
+        """`seq_len`, `document_mask`."""
+
+    @property
+    def stages(self) -> Sequence[Any]:
+        """Each with `seq_len`, which may be None."""
+
+    @property
+    def optim(self) -> Any:
+        """`kind`."""
+
+    @property
+    def ops(self) -> Any:
+        """`compile`."""
+
+    @property
+    def train(self) -> Any:
+        """`tokens_per_step`, `micro_batch_samples`, `precision`, `recompute`, `cuda_graph`."""
+
+
+def sequence_lengths(config: SpreadConfig) -> list[tuple[str, int]]:
+    """Every sequence length of the run, by the field that sets it."""
+    found = [("data.seq_len", int(config.data.seq_len))]
+    for number, stage in enumerate(config.stages):
+        if stage.seq_len is not None:
+            found.append((f"stages[{number}].seq_len", stage.seq_len))
+    return found
