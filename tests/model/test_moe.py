@@ -72,11 +72,8 @@ def test_output_and_gradients_are_those_of_the_formula(router):
     found = block(x)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
     inputs = [x, *block.parameters()]
-    for mine, exact in zip(
-        torch.autograd.grad(found.square().sum(), inputs),
-        torch.autograd.grad(wanted.square().sum(), inputs),
-        strict=True,
-    ):
+    gradients = [torch.autograd.grad(y.square().sum(), inputs) for y in (found, wanted)]
+    for mine, exact in zip(*gradients, strict=True):
         torch.testing.assert_close(mine, exact, rtol=1e-10, atol=1e-14)
 
 

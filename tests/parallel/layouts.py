@@ -58,6 +58,17 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "gather x ZeRO-1": {"context": 2, "context_method": "gather", "zero": 1},
     "ulysses x ZeRO-3": {"context": 2, "zero": 3},
 }
+EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
+    "experts, replicate": {"zero": 0},
+    "experts, ZeRO-3": {"zero": 3},
+    "expert 4, ZeRO-1": {"zero": 1, "expert": 4},
+    "expert 2, ZeRO-2": {"zero": 2, "expert": 2},
+    "expert 2, hybrid ZeRO-1": {"zero": 1, "shard": 2, "expert": 2},
+    "expert 4, tensor 2, ZeRO-1": {"zero": 1, "tensor": 2, "expert": 4},
+    "expert 2, context 2, replicate": {"zero": 0, "context": 2, "expert": 2},
+    "expert 2, pipeline 2, ZeRO-1": {"zero": 1, "pipeline": 2, "expert": 2},
+}
+"""Of a model with experts, on four processes."""
 CODE = "from tests.parallel import layouts; layouts.main()"
 
 
@@ -199,10 +210,14 @@ def course(
     }
 
 
-def pairs(world: World, folder: str, layouts: list[str], every: bool) -> dict[str, Any]:
+def pairs(
+    world: World, folder: str, layouts: list[str], every: bool, model: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Train and save under each layout; load under the next one, or under every other one. Which tensors differ from
     those that were saved, and how far the loss of the next step lies from the one that the saved run had."""
-    configs = {name: run_config(parallel=ParallelConfig(**{"bucket_mb": 0.002, **LAYOUTS[name]})) for name in layouts}
+    known = {**LAYOUTS, **EXPERT_LAYOUTS}
+    spreads = {name: ParallelConfig(**{"bucket_mb": 0.002, **known[name]}) for name in layouts}
+    configs = {name: run_config(parallel=spread, **(model or {})) for name, spread in spreads.items()}
     worlds = {name: world_of(world, config.parallel) for name, config in configs.items()}
     found: dict[str, Any] = {}
     for number, name in enumerate(layouts):
