@@ -90,7 +90,9 @@ def problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
             f"parallel.context_method to gather, or parallel.context to a divisor of {heads}."
         )
     is_gather = method_of(config.model, config.parallel, sizes) == "gather"
-    chunks, product = (2 * ranks, f"2 x parallel.context = 2 x {ranks} = ") if is_gather else (ranks, "parallel.context ")
+    chunks, product = (
+        (2 * ranks, f"2 x parallel.context = 2 x {ranks} = ") if is_gather else (ranks, "parallel.context ")
+    )
     for name, length in sequence_lengths(config):
         if length % chunks:
             found.append(
