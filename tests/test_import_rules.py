@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "packed": ("tokenizer",),
     "model": ("ops",),
     "limits": ("model.config", "ops.footprint"),
-    "parallel": ("model", "limits", "ops.attention", "ops.gradient_sink", "ops.registry"),
+    "parallel": ("model", "limits", "ops"),
     "config": (
         *("model.config", "ops.config", "packed.config", "parallel.config"),
         *("resilience.config", "tokenizer.config", "track.config"),

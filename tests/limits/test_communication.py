@@ -36,6 +36,19 @@ def test_a_process_hands_a_gather_its_part_and_the_others_everything():
     assert given == [100.0, 100.0, 25.0]
 
 
+def test_shared_sequences_send_heads_or_keys_in_every_block_and_again_where_it_is_recomputed():
+    of_head = 5 * 4 * 32 // 4 * 8 * 2.0  # passes, tokens of a rank, head width, bytes
+    gradients = ("all-reduce", "context", 4, G)
+    few = 2 * 8 + 2 * 4  # queries, outputs, and two key/value heads repeated for four ranks
+    assert of_step(context=4, passes=5) == [gradients, ("all-to-all", "context", 4, 2 * 3 * few * of_head)]
+    gathered = 3 * 2 * 2 * 4 * of_head  # blocks, keys and values, heads, ranks
+    assert of_step(context=4, passes=5, context_method="gather", recompute="full") == [
+        gradients,
+        ("all-gather", "context", 4, 2 * gathered),
+        ("reduce-scatter", "context", 4, gathered),
+    ]
+
+
 def test_replicas_sum_all_gradients_once_a_step():
     for passes in (1, 5):
         assert of_step(replicate=4, passes=passes) == [("all-reduce", "replicate", 4, G)]

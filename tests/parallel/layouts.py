@@ -54,6 +54,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "hybrid ZeRO-1": {"zero": 1, "shard": 2},
     "hybrid ZeRO-2": {"zero": 2, "shard": 2},
     "hybrid ZeRO-3": {"zero": 3, "shard": 2},
+    "ulysses": {"context": 2},
+    "gather x ZeRO-1": {"context": 2, "context_method": "gather", "zero": 1},
+    "ulysses x ZeRO-3": {"context": 2, "zero": 3},
 }
 CODE = "from tests.parallel import layouts; layouts.main()"
 

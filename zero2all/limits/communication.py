@@ -17,6 +17,9 @@ Activations, in each of m passes, with A bytes of hidden states of the process's
 
     tensor    per block 4 all-gathers and 4 reduce-scatters of A (before and after attention and feed-forward, forward
               and backward); one of each at both ends; three numbers a token for the loss
+    context   per block, with Q and K bytes of the queries and keys of the process's tokens (heads x head width x 2 a
+              token): ulysses 2 all-to-alls of Q + 2 K and 2 of Q, where K counts repeated heads; gather an all-gather
+              and a reduce-scatter of 2 K x context. A block that is recomputed does its forward part twice
     pipeline  A/tensor to the next stage, and as much back
     expert    per block with experts 4 all-to-alls of A/tensor x experts per token
 
@@ -37,6 +40,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from zero2all.limits.flops import recomputed_blocks
 from zero2all.limits.held import copied_values, held_model
 from zero2all.limits.memory import WIDTHS, MemorySettings
 from zero2all.model.config import ModelConfig, parameter_counts
@@ -82,6 +86,7 @@ def communication_per_step(
     transfers = [
         *_gradients_and_weights(model, settings, buffers or _values(model, settings)),
         *_tensor(model, settings),
+        *_context(model, settings),
         *_pipeline(model, settings),
         Transfer("all-reduce", "figures", "world", settings.processes, float(FIGURE_BYTES * figures)),
     ]
@@ -147,6 +152,24 @@ def _tensor(model: ModelConfig, settings: MemorySettings) -> list[Transfer]:
         Transfer("reduce-scatter", "hidden states", "tensor", settings.tensor, times * states),
         Transfer("all-reduce", "losses", "tensor", settings.tensor, of_loss),
     ]
+
+
+def _context(model: ModelConfig, settings: MemorySettings) -> list[Transfer]:
+    """Heads of attention between context ranks."""
+    if settings.context == 1:
+        return []
+    held, ranks = held_model(model, settings.tensor, settings.stage), settings.context
+    of_head = float(settings.passes * settings.tokens * model.head_size * WIDTHS[settings.precision])
+    backward = held.layers
+    forward = held.layers + recomputed_blocks(held, settings.recompute, settings.recompute_every)
+    keys_and_values = 2 * held.kv_heads * settings.kv_copies(held) * of_head
+    if settings.context_method == "gather":
+        return [
+            Transfer("all-gather", "keys and values", "context", ranks, forward * keys_and_values),
+            Transfer("reduce-scatter", "keys and values", "context", ranks, backward * keys_and_values),
+        ]
+    heads = 2 * held.heads * of_head + keys_and_values
+    return [Transfer("all-to-all", "heads of attention", "context", ranks, (forward + backward) * heads)]
 
 
 def _pipeline(model: ModelConfig, settings: MemorySettings) -> list[Transfer]:

@@ -33,6 +33,7 @@ a CPU (tests/limits); recomputation, ZeRO and offload have not been measured on 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -94,6 +95,7 @@ class MemorySettings:
     replicate: int = 1
     shard: int = 1
     context: int = 1
+    context_method: Literal["ulysses", "gather"] = "ulysses"  # parallel.context_method, decided
     tensor: int = 1
     pipeline: int = 1
     stage: Stage | None = None  # of a pipeline; None: all of the model
@@ -152,6 +154,13 @@ class MemorySettings:
     def processes(self) -> int:
         """All processes."""
         return self.loss_ranks * self.tensor * self.pipeline
+
+    def kv_copies(self, model: ModelConfig) -> int:
+        """How often a context rank has each key and value for attention, beside a process with whole sequences that
+        has 1/context of the tokens: gathered from all, or repeated until the heads divide."""
+        if self.context_method == "gather":
+            return self.context
+        return math.lcm(model.kv_heads, self.context) // model.kv_heads
 
     def sizes(self, model: ModelConfig) -> Sizes:
         """What the size of saved tensors depends on."""
@@ -459,6 +468,7 @@ def _saved_by_block(model: ModelConfig, settings: MemorySettings) -> float:
     norms += 2 * (copy_bytes or sizes.value_bytes) * sizes.hidden_size
     # Attention saves its output, and the projection after it the same memory, or a copy.
     attention = ops["attention"].saved(sizes) + (sizes.value_bytes + copy_bytes) * sizes.query_size
+    attention += 2 * sizes.value_bytes * sizes.kv_size * (settings.kv_copies(model) - 1)
     if ops["attention"].is_fused:  # plain matmuls save only what is counted with them
         attention += ops["rope"].saved(sizes)
     dropout = 2 * sizes.hidden_size / settings.tensor if model.residual_dropout else 0

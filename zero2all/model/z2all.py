@@ -10,6 +10,7 @@ positions start at 0 in each document, so that the output for a document does no
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -67,6 +68,10 @@ class Attention(nn.Module):
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeyValueCache | None, documents: Any | None
     ) -> Tensor:
         """(B, T, C) -> (B, T, C). `documents` is what `ops.prepare_documents` returned."""
+        return self.ops.linear(self.mix(x, cos, sin, cache, documents), self.out.weight, self.out.bias)
+
+    def mix(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeyValueCache | None, documents: Any | None) -> Tensor:
+        """The same before the output projection: (B, T, C) -> (B, T, Hq D)."""
         B, T, _ = x.shape
         qkv = self.ops.linear(x, self.qkv.weight, self.qkv.bias).view(B, T, -1, self.head_size)
         query, key, value = self.ops.rope(qkv, cos, sin, self.heads, self.kv_heads)  # each (B, H, T, D)
@@ -74,7 +79,7 @@ class Attention(nn.Module):
             key, value = cache.extend(self.layer, key, value)
         dropout = self.dropout if self.training else 0.0
         mixed = self.ops.attention(query, key, value, dropout, documents)  # (B, Hq, T, D)
-        return self.ops.linear(mixed.transpose(1, 2).reshape(B, T, -1), self.out.weight, self.out.bias)
+        return mixed.transpose(1, 2).reshape(B, T, -1)
 
 
 class FeedForward(nn.Module):
@@ -120,6 +125,15 @@ class Block(nn.Module):
         return x, self.dropout(self.feed_forward(normed))
 
 
+@dataclass(frozen=True)
+class Stage:
+    """Consecutive blocks that a process of a pipeline runs at once (`zero2all.parallel.pipeline`)."""
+
+    blocks: range
+    is_first: bool
+    is_last: bool
+
+
 class Z2all(nn.Module):
     """The whole model: token ids in, logits or losses out."""
 
@@ -144,9 +158,12 @@ class Z2all(nn.Module):
         cache: KeyValueCache | None = None,
         document_ids: Tensor | None = None,
         places: Tensor | None = None,
+        stage: Stage | None = None,
+        x: Tensor | None = None,
     ) -> Tensor:
         """Token ids (B, T) -> normalised hidden states (B, T, C). With `cache`, T counts only the new positions. With
-        `places` (T,) the tokens are those of longer rows that stand there; document_ids are of the whole rows."""
+        `places` (T,) the tokens are those of longer rows that stand there; document_ids are of the whole rows.
+        `stage`: only its blocks, on what the stage before it returned (`x`); all but the last return the residual."""
         assert cache is None or document_ids is None, "a cache belongs to one document"
         start = 0 if cache is None else cache.length
         T = tokens.shape[1]
@@ -161,18 +178,25 @@ class Z2all(nn.Module):
             positions = _positions(document_ids)
             positions = positions if places is None else positions[:, places]
             cos, sin = self.cos[positions], self.sin[positions]  # (B, T, D/2)
-        x = self.embedding_dropout(self.ops.embedding(tokens, self.embedding.weight))  # (B, T, C)
-        if self.config.fp32_residual:
-            x = widened(x)
-        elif torch.is_autocast_enabled(tokens.device.type):
-            x = x.to(torch.get_autocast_dtype(tokens.device.type))
+        if x is None:
+            x = self.embedding_dropout(self.ops.embedding(tokens, self.embedding.weight))  # (B, T, C)
+            if self.config.fp32_residual:
+                x = widened(x)
+            elif torch.is_autocast_enabled(tokens.device.type):
+                x = x.to(torch.get_autocast_dtype(tokens.device.type))
         branch: Tensor | None = None
-        for block in self.blocks:
+        for block in self.blocks if stage is None else self.blocks_of(stage):
             x, branch = block(x, branch, cos, sin, cache, documents)
         if cache is not None:
             cache.length += T
+        if stage is not None and not stage.is_last:
+            return x if branch is None else x + branch
         normed, _ = self.norm(x, branch)
         return normed
+
+    def blocks_of(self, stage: Stage) -> list[nn.Module]:
+        """The blocks of a stage, by their numbers in the whole model: a process may have only some of them."""
+        return [self.blocks.get_submodule(str(number)) for number in stage.blocks]
 
     @property
     def head_weight(self) -> Tensor:

@@ -4,11 +4,15 @@ Kernels that add to the buffer themselves (in float32, inside the matmul) return
 tell when a gradient is complete. Each weight therefore has a sink: a kernel adds to its buffer and calls `added`;
 what autograd computes is handed to it by a hook (`take_from_autograd`). The owner of the buffers
 (`zero2all.train.weights`) learns from the signal when it may send a gradient to other processes.
+
+The products that give the gradients of matrices can be left for later (`deferring`): a pipeline computes them when it
+would otherwise wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -34,6 +38,30 @@ class GradientSink:
         """Add a gradient."""
         self.buffer.add_(gradient)
         self.added()
+
+
+_deferred: list[Callable[[], None]] | None = None
+"""Work that is left for later; None: it is done at once. A backward pass on a GPU runs in a thread of its own, so this
+is one variable for all threads: a process runs one backward pass at a time."""
+
+
+@contextmanager
+def deferring(queue: list[Callable[[], None]]) -> Iterator[None]:
+    """While the block runs, put the products that give the gradients of matrices into `queue`."""
+    global _deferred
+    before, _deferred = _deferred, queue
+    try:
+        yield
+    finally:
+        _deferred = before
+
+
+def now_or_later(add_product: Callable[[], None]) -> None:
+    """Add the gradient of a matrix to where it belongs, or put it into the queue of `deferring`."""
+    if _deferred is None:
+        add_product()
+    else:
+        _deferred.append(add_product)
 
 
 def sink_of(weight: Tensor) -> GradientSink | None:

@@ -39,6 +39,7 @@ class OpContext:
     linear: str = ""
     """The implementation of the linear layers; empty before it is chosen, which is before the other operators."""
     sharded: bool = False  # whether weights are sharded over the ranks (FSDP2)
+    vocabulary_cut: bool = False  # whether each tensor rank has some rows of the head; sizes are those of one rank
 
     @property
     def qkv_rows(self) -> int:

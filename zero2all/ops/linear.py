@@ -8,13 +8,16 @@ fp8         float8 tensor cores, one scale per tensor; weight gradient as in fp3
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, MutableMapping
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero2all.ops.footprint import Footprint, Sizes
+from zero2all.ops.gradient_sink import now_or_later, sink_of
 from zero2all.ops.implementation import Implementation, needs_float8, needs_triton
 from zero2all.ops.swiglu import SwigluOp
 
@@ -39,6 +42,39 @@ def fp32_wgrad_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
     from zero2all.ops.kernels.linear import linear_fp32_wgrad
 
     return linear_fp32_wgrad(x, weight, bias)
+
+
+class _DeferrableLinear(torch.autograd.Function):
+    """x W^T, whose weight gradient `zero2all.ops.gradient_sink.deferring` can leave for later."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        now_or_later(partial(_add_product, ctx.weight, dy, x))
+        return dy @ ctx.weight, None
+
+
+def _add_product(weight: Tensor, dy: Tensor, x: Tensor) -> None:
+    gradient = dy.flatten(0, -2).t() @ x.flatten(0, -2)
+    sink = sink_of(weight)
+    if sink is not None:
+        sink.add(gradient)
+    elif weight.grad is None:
+        weight.grad = gradient
+    else:
+        weight.grad.add_(gradient)
+
+
+def deferrable_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """As `plain_linear`, but its weight gradient can be left for later, as that of the other implementations can."""
+    y: Tensor = _DeferrableLinear.apply(x, weight)
+    return y if bias is None else y + bias
 
 
 class Float8Linear:

@@ -14,6 +14,7 @@ liger    liger-kernel's; with a loss per token it computes the logits twice
 chunked and triton: per chunk, logits by one matmul, loss and gradient in place, then the gradients of hidden states
 and head by two more matmuls. That is no more arithmetic than the plain head needs, because the gradient is computed
 while the logits are in memory. The price: the weight of each token in the loss must be known in the forward pass.
+Only these two work where the rows of the head are cut over processes (`zero2all.ops.cut_vocabulary`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,16 @@ from zero2all.ops import trial
 from zero2all.ops.cross_entropy import CrossEntropyOp, torch_cross_entropy
 from zero2all.ops.footprint import Footprint, wide_logits
 from zero2all.ops.gradient_sink import sink_of
-from zero2all.ops.implementation import Implementation, OpContext, has_triton, needs_liger, needs_quack, needs_triton
+from zero2all.ops.implementation import (
+    Implementation,
+    OpContext,
+    Probe,
+    has_triton,
+    needs_liger,
+    needs_quack,
+    needs_triton,
+    runs_anywhere,
+)
 from zero2all.ops.precision import for_autocast, widened, without_autocast
 
 CHUNK_ROWS = 8192
@@ -197,9 +207,10 @@ def _fill_in_epilogues(given: Given, needed: bool, chunk_rows: int | None = None
     return results
 
 
-def _chunked(
+def loss_by_chunks(
     fill: Fill, hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor, vocab_size: int, z: float = 0.0
 ) -> Loss:
+    """The operator whose chunks `fill` computes."""
     hidden, head = for_autocast(hidden, head)
     if not torch.is_grad_enabled():  # ctx.needs_input_grad of a parameter is True even then
         hidden, head = hidden.detach(), head.detach()
@@ -234,9 +245,9 @@ def _fill_by_triton(given: Given, needed: bool) -> Results:
     return fill_by_chunks(cross_entropy_in_place)(given, needed)
 
 
-chunked_linear_cross_entropy = partial(_chunked, fill_by_chunks(torch_kernel))
-triton_linear_cross_entropy = partial(_chunked, _fill_by_triton)
-quack_linear_cross_entropy = partial(_chunked, _fill_in_epilogues)
+chunked_linear_cross_entropy = partial(loss_by_chunks, fill_by_chunks(torch_kernel))
+triton_linear_cross_entropy = partial(loss_by_chunks, _fill_by_triton)
+quack_linear_cross_entropy = partial(loss_by_chunks, _fill_in_epilogues)
 
 
 def torch_linear_cross_entropy(
@@ -294,7 +305,7 @@ def problem_in_trial() -> str | None:
     weights = torch.rand(rows, generator=generator, device=trial.DEVICE)
 
     def function(hidden: Tensor, head: Tensor) -> Tensor:
-        return _chunked(fill, hidden, head, targets, weights, vocab_size, z)[0]
+        return loss_by_chunks(fill, hidden, head, targets, weights, vocab_size, z)[0]
 
     def formula(hidden: Tensor, head: Tensor) -> Tensor:
         logits = hidden @ head[:vocab_size].t()
@@ -305,13 +316,24 @@ def problem_in_trial() -> str | None:
     return trial.problem_of(function, formula, [(rows, 256), (640, 256)], torch.bfloat16)
 
 
+def _with_whole_head(probe: Probe = runs_anywhere) -> Probe:
+    """Refuses a head whose rows are cut over processes."""
+
+    def check(context: OpContext) -> str | None:
+        if context.vocabulary_cut:
+            return "it needs the whole head, whose rows parallel.tensor cuts"
+        return probe(context)
+
+    return check
+
+
 CHUNKS = Footprint(chunk_rows=CHUNK_ROWS)
 
 IMPLEMENTATIONS: tuple[Implementation[LinearCrossEntropyOp], ...] = (
     Implementation(
         "quack",
         quack_linear_cross_entropy,
-        _needs_quack,
+        _with_whole_head(_needs_quack),
         compile_safe=False,
         footprint=Footprint(chunk_rows=EPILOGUE_CHUNK_ROWS),
     ),
@@ -323,7 +345,18 @@ IMPLEMENTATIONS: tuple[Implementation[LinearCrossEntropyOp], ...] = (
         footprint=Footprint(chunk_rows=CHUNK_ROWS, logit_bytes=wide_logits),
     ),
     # The registry puts the chosen `cross_entropy` in place of torch's.
-    Implementation("off", through_cross_entropy(torch_cross_entropy), footprint=Footprint(logit_bytes=wide_logits)),
-    Implementation("torch", torch_linear_cross_entropy, _needs_torch_2_13, footprint=CHUNKS),
-    Implementation("liger", liger_linear_cross_entropy, _needs_liger_without_z, compile_safe=False, footprint=CHUNKS),
+    Implementation(
+        "off",
+        through_cross_entropy(torch_cross_entropy),
+        _with_whole_head(),
+        footprint=Footprint(logit_bytes=wide_logits),
+    ),
+    Implementation("torch", torch_linear_cross_entropy, _with_whole_head(_needs_torch_2_13), footprint=CHUNKS),
+    Implementation(
+        "liger",
+        liger_linear_cross_entropy,
+        _with_whole_head(_needs_liger_without_z),
+        compile_safe=False,
+        footprint=CHUNKS,
+    ),
 )

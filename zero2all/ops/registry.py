@@ -152,6 +152,14 @@ def resolve(config: OpsConfig, where: str | OpContext) -> Ops:
     )
 
 
+def with_deferrable_products(ops: Ops) -> Ops:
+    """The same operators, with linear layers whose weight gradients can be left for later (pipelines need that)."""
+    if ops.taken["linear"] != "plain":
+        return ops
+    by_steps = linear.feed_forward(ops.taken["swiglu"], ops.swiglu, "plain", linear.deferrable_linear)
+    return dataclasses.replace(ops, linear=linear.deferrable_linear, feed_forward=by_steps)
+
+
 def footprints(taken: Mapping[str, str]) -> dict[str, Footprint]:
     """What the implementations of these names need in memory, by operator; and that of `feed_forward`."""
     chosen = {operator: _named(operator, name) for operator, name in taken.items()}

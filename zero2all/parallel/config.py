@@ -44,6 +44,10 @@ class ParallelConfig:
     """Processes that share one copy. auto: 1 with zero 0, else as many as `replicate` leaves."""
     pipeline: PositiveInt = 1
     """Stages: processes that each have some blocks of the model."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
+    """The order of passes in a pipeline (`zero2all.parallel.schedule`)."""
+    chunks: PositiveInt = 1
+    """With schedule interleaved: stages per process, 2 or more."""
     context: PositiveInt = 1
     """Processes that share a sequence."""
     context_method: Literal["auto", "ulysses", "gather"] = "auto"
@@ -51,6 +55,8 @@ class ParallelConfig:
     auto: ulysses where `context` divides the heads."""
     tensor: PositiveInt = 1
     """Processes that share every matrix."""
+    copy_kv_heads: bool = False
+    """With more tensor processes than kv heads, let several of them have a copy of each; false: refuse that."""
     expert: PositiveInt = 1
     """Processes that share the experts; divides shard x context x tensor."""
     bucket_mb: PositiveFloat = 128.0
@@ -84,6 +90,10 @@ class ParallelConfig:
             found.append(Problem(f"{place}.offload", self.offload, f"none with {place}.zero 3, or zero 0, 1 or 2"))
         if self.offload == "none" and self.offload_one_step_late:
             found.append(Problem(f"{place}.offload_one_step_late", True, f"false, because {place}.offload is none"))
+        if self.schedule == "interleaved" and self.chunks == 1:
+            found.append(Problem(f"{place}.chunks", 1, f"2 or more, because {place}.schedule is interleaved"))
+        if self.schedule != "interleaved" and self.chunks > 1:
+            found.append(Problem(f"{place}.chunks", self.chunks, f"1, because {place}.schedule is {self.schedule}"))
         return found
 
     @property

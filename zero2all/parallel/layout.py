@@ -36,9 +36,12 @@ class LogicalParameter:
     holder: str  # the tensor of the model it lies in
     first_row: int = 0  # of its rows in the holder
     tensor_dimension: int | None = None  # cut by tensor parallelism; None: every tensor rank has a copy
+    most_pieces: int | None = None  # along it: more tensor ranks than these have copies of the pieces; None: any number
     alternating: int = 1  # how many matrices take the rows of this one in turn
     box: Box | None = None  # what this process holds of it; None: everything
     spread: Spread = "cut"
+    copies: int = 1
+    """Tensor ranks that hold the same box of a parameter that is cut among others: kv heads, where they are fewer."""
 
     @property
     def held(self) -> Box:
@@ -65,7 +68,7 @@ def layout_table(config: ModelConfig) -> list[LogicalParameter]:
     def add(
         name: str, shape: tuple[int, ...], kind: ParameterKind, dimension: int | None, alternating: int = 1
     ) -> None:
-        table.append(LogicalParameter(name, shape, kind, name, 0, dimension, alternating))
+        table.append(LogicalParameter(name, shape, kind, name, 0, dimension, alternating=alternating))
 
     def add_linear(name: str, rows: int, columns: int, dimension: int, bias: bool, alternating: int = 1) -> None:
         add(f"{name}.weight", (rows, columns), "matrix", dimension, alternating)
@@ -77,11 +80,15 @@ def layout_table(config: ModelConfig) -> list[LogicalParameter]:
         add(f"{block}.attention_norm.weight", (hidden,), "norm", None)
         for end in ("weight", "bias") if config.attention_bias != "none" else ("weight",):
             first = 0
-            for part, rows in (("q", query), ("k", shared), ("v", shared)):
+            for part, rows, heads in (
+                ("q", query, config.heads),
+                ("k", shared, config.kv_heads),
+                ("v", shared, config.kv_heads),
+            ):
                 shape = (rows, hidden) if end == "weight" else (rows,)
                 kind: ParameterKind = "matrix" if end == "weight" else "bias"
                 name, holder = f"{block}.attention.{part}.{end}", f"{block}.attention.qkv.{end}"
-                table.append(LogicalParameter(name, shape, kind, holder, first, 0))
+                table.append(LogicalParameter(name, shape, kind, holder, first, 0, heads))
                 first += rows
         add_linear(f"{block}.attention.out", hidden, query, 1, config.attention_bias == "all")
         add(f"{block}.feed_forward_norm.weight", (hidden,), "norm", None)
@@ -103,8 +110,12 @@ def held_table(table: Iterable[LogicalParameter], holders: Iterable[str], mesh: 
             continue
         dimension, axis = one.tensor_dimension, mesh.tensor
         spread: Spread = "copied" if dimension is None and axis.size > 1 else "cut"
-        box = Box.whole(one.shape) if dimension is None else Box.share(one.shape, dimension, axis.rank, axis.size)
-        found.append(replace(one, box=box, spread=spread, first_row=rows.get(one.holder, 0)))
+        box, copies = Box.whole(one.shape), 1
+        if dimension is not None:
+            pieces = min(axis.size, one.most_pieces or axis.size)
+            copies = axis.size // pieces
+            box = Box.share(one.shape, dimension, axis.rank // copies, pieces)
+        found.append(replace(one, box=box, spread=spread, copies=copies, first_row=rows.get(one.holder, 0)))
         rows[one.holder] = found[-1].first_row + box.lengths[0]
     return found
 

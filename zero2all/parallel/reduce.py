@@ -213,8 +213,8 @@ class _BucketSink(GradientSink):
 
 
 # torch 2.13 has renamed them.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+scatter_sum_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def _is_even(borders: Sequence[int]) -> bool:
@@ -227,7 +227,7 @@ def reduce_scatter(values: Tensor, borders: Sequence[int], axis: Axis) -> list[d
     other ranges is undefined."""
     own = values[borders[axis.rank] : borders[axis.rank + 1]]
     if _is_even(borders):
-        return [_reduce_scatter(own, values, group=axis.group, async_op=True)]
+        return [scatter_sum_into(own, values, group=axis.group, async_op=True)]
     return [
         dist.reduce(values[start:stop], group_dst=rank, group=axis.group, async_op=True)
         for rank, (start, stop) in enumerate(pairwise(borders))
@@ -239,7 +239,7 @@ def all_gather(values: Tensor, borders: Sequence[int], axis: Axis) -> list[dist.
     """Each process sends its range to the others, in place."""
     own = values[borders[axis.rank] : borders[axis.rank + 1]]
     if _is_even(borders):
-        return [_all_gather(values, own, group=axis.group, async_op=True)]
+        return [gather_into(values, own, group=axis.group, async_op=True)]
     return [
         dist.broadcast(values[start:stop], group_src=rank, group=axis.group, async_op=True)
         for rank, (start, stop) in enumerate(pairwise(borders))

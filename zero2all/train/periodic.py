@@ -56,10 +56,11 @@ class Validation:
 
     def run(self) -> None:
         """Validate and log. Called by every process."""
-        prepared, config = self._prepared, self._prepared.config
-        prepared.state.weights.settle()
-        model, world = prepared.state.model, prepared.world
-        self.losses = held_out_losses(model, prepared.valid, config.data, config.eval, world, config.parallel)
+        prepared, config, state = self._prepared, self._prepared.config, self._prepared.state
+        state.weights.settle()
+        self.losses = held_out_losses(
+            state.model, prepared.valid, config.data, config.eval, prepared.world, config.parallel, state.pipeline
+        )
         self._log.values(self.losses)
 
 

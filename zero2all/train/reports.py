@@ -19,7 +19,7 @@ from zero2all.parallel.world import World
 from zero2all.track.writer import Run
 from zero2all.train.setup import Prepared
 from zero2all.train.state import TrainState
-from zero2all.train.step import StepResult, TimeOfDay, mark_now, seconds_between
+from zero2all.train.step import StepResult, TimeOfDay, bubble_share, mark_now, seconds_between
 
 
 class RunLog:
@@ -124,6 +124,8 @@ class StepReports:
             "time/step": seconds,
         }
         values |= {f"time/{part}": spent for part, spent in result.seconds.items()}
+        if "bubble" in result.seconds:
+            values["pipeline/bubble"] = bubble_share(result.seconds)
         # Between two steps; waiting of the host while a GPU was still busy does not count.
         between = max(0.0, seconds - sum(result.seconds.values()))
         values["time/data_wait"] = min(wait_seconds, between)

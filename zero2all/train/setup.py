@@ -36,7 +36,7 @@ from zero2all.model.recompute import apply_recompute
 from zero2all.model.rope import rope_tables
 from zero2all.model.z2all import Z2all, compile_model
 from zero2all.ops.implementation import OpContext
-from zero2all.ops.registry import Ops
+from zero2all.ops.registry import Ops, with_deferrable_products
 from zero2all.packed.config import FREE_ON_RESUME
 from zero2all.packed.layout import PackedSplit
 from zero2all.packed.loader import rank_rows
@@ -47,6 +47,8 @@ from zero2all.parallel.context import spread_attention
 from zero2all.parallel.data import shard_model
 from zero2all.parallel.device import environment, local_processes, set_cpu_threads
 from zero2all.parallel.layout import draw
+from zero2all.parallel.pipeline import Pipeline, keep_stages, make_stages, model_costs
+from zero2all.parallel.tensor import cut_model, local_config
 from zero2all.parallel.world import World
 from zero2all.train.anneal import begun_anneal, read_anneal
 from zero2all.train.checkpoints.find import newest_checkpoint
@@ -302,16 +304,32 @@ def empty_state(config: RunConfig, world: World, ops: Ops, step: int = 0) -> Tra
     dtype = DTYPES[config.train.precision]
     wide = torch.promote_types(dtype, torch.float32)
     ops = spread_attention(ops, config.model, config.parallel, world.mesh)
+    if world.mesh.pipeline.size > 1 and config.parallel.schedule == "zero_bubble":
+        ops = with_deferrable_products(ops)
     with torch.device("meta"):  # memory is allocated once it is known who holds what
         model = Z2all(model_at(step, config.model, config.stages), ops).to(wide).train()
+    cut_model(model, world.mesh.tensor)
     apply_recompute(model, config.train.recompute, config.train.recompute_every)
+    pipeline = _cut_into_stages(model, config, world) if world.mesh.pipeline.size > 1 else None
     if config.parallel.zero == 3 and world.mesh.shard.size > 1:
         shard_model(model, world, dtype, with_masters=config.optim.kind != "adamw_bf16")
     cos, sin = rope_tables(model.config, model.config.max_seq_len, world.device)
     model.cos, model.sin = cos.to(wide), sin.to(wide)
-    return new_state(
+    state = new_state(
         model, config.optim, dtype, 1, config.train.seed, device=world.device, mesh=world.mesh, parallel=config.parallel
     )
+    state.pipeline = pipeline
+    return state
+
+
+def _cut_into_stages(model: Z2all, config: RunConfig, world: World) -> Pipeline:
+    """Leave in `model` what this process of a pipeline has."""
+    mesh, dtype = world.mesh, DTYPES[config.train.precision]
+    costs = model_costs(config.model, config.data.seq_len)
+    stages = make_stages(costs, mesh.pipeline.size * config.parallel.chunks)
+    pipeline = Pipeline(config.parallel, config.model, stages, mesh, dtype, world.device)
+    keep_stages(model, list(pipeline.own.values()))
+    return pipeline
 
 
 def spread_name(config: RunConfig, world: World) -> str:
@@ -359,7 +377,8 @@ def load_checkpoint(state: TrainState, checkpoint: Checkpoint) -> None:
 
 def op_context(config: RunConfig, device: str, dtype: torch.dtype, sharded: bool = False) -> OpContext:
     """The context in which the operators of this config are chosen."""
-    model = config.model
+    tensor_ranks = config.parallel.tensor
+    model = local_config(config.model, tensor_ranks)
     return OpContext(
         device=device,
         dtype=dtype,
@@ -368,7 +387,7 @@ def op_context(config: RunConfig, device: str, dtype: torch.dtype, sharded: bool
         head_size=model.head_size,
         heads=model.heads,
         kv_heads=model.kv_heads,
-        vocab_size=model.vocab_rows,
+        vocab_size=model.vocab_rows // tensor_ranks,
         seq_len=config.data.seq_len,
         documents=config.data.document_mask,
         z_loss=config.train.z_loss > 0,
@@ -376,6 +395,7 @@ def op_context(config: RunConfig, device: str, dtype: torch.dtype, sharded: bool
         compiled=config.ops.compile != "none",
         keeps_results=config.train.recompute == "selective",
         sharded=sharded,
+        vocabulary_cut=tensor_ranks > 1,
     )
 
 

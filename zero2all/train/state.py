@@ -21,6 +21,7 @@ from zero2all.model.z2all import Z2all
 from zero2all.parallel.config import ParallelConfig
 from zero2all.parallel.mesh import Mesh
 from zero2all.parallel.parts import Part
+from zero2all.parallel.pipeline import Pipeline
 from zero2all.train.cuda_graph import CudaGraphPasses
 from zero2all.train.offload import check_offload, host_zeros
 from zero2all.train.optimizers.base import Optimizer
@@ -75,6 +76,8 @@ class TrainState:
     loss_scale: LossScale | None = None
     cuda_graph: CudaGraphPasses | None = None
     """Runs the passes where they are captured; None: they run eagerly."""
+    pipeline: Pipeline | None = None
+    """Runs the passes where other processes have the other blocks of the model."""
     step: int = 0
     tokens: int = 0
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from zero2all.config import RunConfig
+from zero2all.model.z2all import Stage
 from zero2all.packed.loader import Batch, rank_rows
 from zero2all.parallel.context import own_tokens, places_of
 from zero2all.parallel.world import World
@@ -27,6 +29,7 @@ from zero2all.train.guards.detector import Limits
 from zero2all.train.state import TrainState
 
 PARTS = ("collate", "forward", "loss", "backward", "reduce", "optimizer")
+"""Of every step; that of a pipeline also has "bubble", the waits for other stages."""
 
 Mark = torch.cuda.Event | float
 """A point in time: an event in the stream of a GPU, or a reading of the host's clock."""
@@ -60,7 +63,7 @@ class StepTimer:
         """Seconds of each part; on a GPU only once the last mark has been passed."""
         found = dict.fromkeys(PARTS, 0.0)
         for (_, before), (part, after) in zip(self._marks, self._marks[1:], strict=False):
-            found[part] += seconds_between(before, after)
+            found[part] = found.get(part, 0.0) + seconds_between(before, after)
         return found
 
 
@@ -80,6 +83,13 @@ def seconds_between(before: Mark, after: Mark) -> float:
     assert isinstance(before, torch.cuda.Event), "marks are of one kind"
     assert isinstance(after, torch.cuda.Event), "marks are of one kind"
     return before.elapsed_time(after) / 1e3
+
+
+def bubble_share(seconds: Mapping[str, float]) -> float:
+    """The share of the passes of a step that this process of a pipeline waited for others. Rank 0 has the first stage,
+    which begins first and ends last, so that it sees the whole bubble."""
+    parts = [seconds[name] for name in ("collate", "forward", "loss", "backward", "bubble")]
+    return parts[-1] / max(sum(parts), 1e-9)
 
 
 class TimeOfDay:
@@ -238,26 +248,52 @@ def _forward_backward(
     nats_at, counts_at = HEAD, HEAD + channels
     row_nats = torch.zeros(own_rows, dtype=torch.float64, device=device)
     micro = micro_rows(config, state.micro_batch_samples, seq_len)
-    for first in range(0, own_rows, micro):
-        here = slice(first, min(first + micro, own_rows))
+    passes = [slice(first, min(first + micro, own_rows)) for first in range(0, own_rows, micro)]
+
+    def to_device(here: slice) -> tuple[Tensor, Tensor]:
+        ids = tokens[here].to(device, non_blocking=True)  # (B, T + 1)
+        return ids, (counts[here] / counted).to(wide)
+
+    def forward(
+        here: slice, ids: Tensor, shares: Tensor, stage: Stage | None = None, x: Tensor | None = None
+    ) -> Tensor:
+        """What to call backward on; of a stage that is not the last: what the next one gets."""
+        documents = None if document_ids is None else document_ids[here, :-1].to(device, non_blocking=True)
+        timer.mark("collate")
+        here_ids = own_tokens(ids[:, :-1], places)
+        hidden: Tensor = state.model(here_ids, document_ids=documents, places=places, stage=stage, x=x)
+        timer.mark("forward")
+        if stage is not None and not stage.is_last:
+            return hidden
+        targets = own_tokens(ids[:, 1:], places)
+        total, losses = state.model.head_loss(hidden, targets, shares, config.train.z_loss)
+        row_nats[here] = (losses * counts[here]).sum(dim=1, dtype=torch.float64)
+        timer.mark("loss")
+        return total if state.loss_scale is None else total * state.loss_scale.scale
+
+    for here in passes if state.pipeline is None else ():
         is_last = here.stop == own_rows
         state.weights.begin_pass(is_last)
-        ids = tokens[here].to(device, non_blocking=True)  # (B, T + 1)
-        documents = None if document_ids is None else document_ids[here, :-1].to(device, non_blocking=True)
-        shares = (counts[here] / counted).to(wide)
-        timer.mark("collate")
+        ids, shares = to_device(here)
         # A pass that communicates cannot be captured.
         if state.cuda_graph is not None and not (is_last and state.weights.communicates):
+            timer.mark("collate")
             losses = state.cuda_graph(ids, shares)  # also forward and loss: nothing can be measured inside
+            row_nats[here] = (losses * counts[here]).sum(dim=1, dtype=torch.float64)
         else:
-            hidden = state.model(own_tokens(ids[:, :-1], places), document_ids=documents, places=places)
-            timer.mark("forward")
-            targets = own_tokens(ids[:, 1:], places)
-            total, losses = state.model.head_loss(hidden, targets, shares, config.train.z_loss)
-            timer.mark("loss")
-            (total if state.loss_scale is None else total * state.loss_scale.scale).backward()
+            forward(here, ids, shares).backward()
         state.weights.end_pass()
-        row_nats[here] = (losses * counts[here]).sum(dim=1, dtype=torch.float64)
+        timer.mark("backward")
+    if state.pipeline is not None:
+        state.weights.begin_pass(False)
+        state.pipeline.run(
+            [here.stop - here.start for here in passes],
+            seq_len,
+            lambda stage, number, x: forward(passes[number], *to_device(passes[number]), stage, x),
+            lambda: state.weights.begin_pass(True),
+            timer.mark,
+        )
+        state.weights.end_pass()
         timer.mark("backward")
     row_counts = counts.sum(dim=1, dtype=torch.float64)
     figures[nats_at : nats_at + channels] = _by_channel(row_nats, channel_of, channels)

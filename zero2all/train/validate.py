@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from zero2all.config.training import EvalConfig
-from zero2all.model.z2all import Z2all
+from zero2all.model.z2all import Stage, Z2all
 from zero2all.packed.config import DataConfig
 from zero2all.packed.layout import PackedSplit, open_split
 from zero2all.packed.samples import Borders, ConcatSamples
 from zero2all.parallel.config import ParallelConfig
 from zero2all.parallel.context import own_tokens, places_of
+from zero2all.parallel.pipeline import Pipeline
 from zero2all.parallel.world import World
 
 
@@ -43,6 +44,7 @@ def held_out_losses(
     config: EvalConfig,
     world: World | None = None,
     parallel: ParallelConfig | None = None,
+    pipeline: Pipeline | None = None,
 ) -> dict[str, float]:
     """`eval/valid/loss/<channel>` in nats per token and `eval/valid/bpb/<channel>` in bits per byte.
 
@@ -61,7 +63,7 @@ def held_out_losses(
     for first in range(0, len(batches), axis.size):
         is_mine = first + axis.rank < len(batches)
         batch = batches[first + axis.rank if is_mine else first]
-        nats, counted = _score(model, batch, data, world.device, places)
+        nats, counted = _score(model, batch, data, world.device, places, pipeline)
         if is_mine:
             at = channels.index(batch.split.channel)
             sums[:, at] += torch.stack((nats, counted, counted * batch.split.bytes_per_token))
@@ -87,9 +89,15 @@ def _valid_batches(splits: list[PackedSplit], seq_len: int, config: EvalConfig) 
 
 
 def _score(
-    model: Z2all, batch: _ValidBatch, data: DataConfig, device: torch.device, places: Tensor | None
+    model: Z2all,
+    batch: _ValidBatch,
+    data: DataConfig,
+    device: torch.device,
+    places: Tensor | None,
+    pipeline: Pipeline | None,
 ) -> tuple[Tensor, Tensor]:
-    """The summed nats and the number of tokens; of those at `places`."""
+    """The summed nats and the number of tokens; of those at `places`. The nats are 0 in a process that does not have
+    the last stage."""
     seq_len, count = data.seq_len, batch.count
     rows, weights = np.empty((count, seq_len + 1), np.int64), np.empty((count, seq_len), np.float32)
     borders = Borders() if data.document_mask else None
@@ -99,7 +107,19 @@ def _score(
     document_ids = None
     if borders is not None:
         document_ids = torch.from_numpy(borders.documents(count, seq_len + 1).ids).to(device)[:, :-1]
-    hidden = model(own_tokens(tokens[:, :-1], places), document_ids=document_ids, places=places)
     counts = own_tokens(torch.from_numpy(weights).to(device), places)
-    _, losses = model.head_loss(hidden, own_tokens(tokens[:, 1:], places), counts)
-    return (losses.double() * counts).sum(), counts.sum(dtype=torch.float64)
+    nats = torch.zeros((), dtype=torch.float64, device=device)
+
+    def forward(stage: Stage | None, _number: int, x: Tensor | None) -> Tensor:
+        here = own_tokens(tokens[:, :-1], places)
+        hidden: Tensor = model(here, document_ids=document_ids, places=places, stage=stage, x=x)
+        if stage is None or stage.is_last:
+            _, losses = model.head_loss(hidden, own_tokens(tokens[:, 1:], places), counts)
+            nats.copy_((losses.double() * counts).sum())
+        return hidden
+
+    if pipeline is None:
+        forward(None, 0, None)
+    else:
+        pipeline.evaluate(count, seq_len, forward)
+    return nats, counts.sum(dtype=torch.float64)

@@ -36,6 +36,7 @@ from zero2all.parallel.mesh import Mesh, Spread, wait_for
 from zero2all.parallel.parts import Part
 from zero2all.parallel.reduce import GradientReducer, all_gather
 from zero2all.parallel.shards import part_of
+from zero2all.parallel.tensor import sum_copied_heads
 from zero2all.train.offload import HostBucket, HostPipeline, HostZeros, LateSink
 from zero2all.train.optimizers.base import Master
 
@@ -87,6 +88,7 @@ class FlatWeights:
         """The same ranges in buffers that hold nothing else."""
         self.own_length = self.own_at[-1].stop
         self._tables = {"embedding.weight"} if model.head is None else set()
+        self._is_last = True
         self._allocate(device, wide)
         self.pipeline = self._make_pipeline(one_step_late)
         self.reducer = self._make_reducer(overlaps)
@@ -299,6 +301,7 @@ class FlatWeights:
     def begin_pass(self, is_last: bool) -> None:
         """Before the forward and backward pass of a micro-batch; gradients are summed over the processes in the last
         one of a step (ZeRO-2: in each)."""
+        self._is_last = is_last
         if self.reducer is not None:
             self.reducer.begin_pass(is_last)
 
@@ -306,6 +309,13 @@ class FlatWeights:
         """After it."""
         if self.reducer is not None:
             self.reducer.end_pass()
+        copies = most_copies(self.table)
+        if self._is_last and copies > 1:
+            sum_copied_heads(self._gradients_of_copied_heads(), copies, self.mesh.tensor)
+
+    def _gradients_of_copied_heads(self) -> list[Tensor]:
+        parts = self.parts(self.gradients)
+        return [parts[one.name].values for one in self.table if one.copies > 1]
 
     def squared_norm_share(self) -> Tensor:
         """This process's share of the square of the gradient's L2 norm, float64; the shares of all processes add up to
@@ -317,6 +327,10 @@ class FlatWeights:
             _sum_of_squares(part) / copies[self.plan.buckets[number].spread]
             for number, part in self.flat_ranges(self.gradients)
         ]
+        heads = most_copies(self.table)
+        if heads > 1:
+            too_often = (1.0 - 1.0 / heads) / copies["cut"]
+            shares += [-too_often * _sum_of_squares(values) for values in self._gradients_of_copied_heads()]
         return torch.stack(shares).sum()
 
     def _copies(self, spread: Spread) -> int:
@@ -454,6 +468,12 @@ class ShardedWeights:
         for parameter in self._copied if self._is_last else ():
             if parameter.grad is not None:
                 self.mesh.tensor.sum(parameter.grad.to_local())  # type: ignore[attr-defined]
+        if self._is_last:
+            sum_copied_heads(self._gradients_of_copied_heads(), most_copies(self.table), self.mesh.tensor)
+
+    def _gradients_of_copied_heads(self) -> list[Tensor]:
+        found = [self._gradient(one) for one in self.table if one.copies > 1]
+        return [values for values in found if values is not None]
 
     def squared_norm_share(self) -> Tensor:
         """This process's share of the square of the gradient's L2 norm, float64; the shares of all processes add up to
@@ -466,6 +486,8 @@ class ShardedWeights:
             for parameter in self._parameters.values()
             if parameter.grad is not None
         ]
+        too_often = 1.0 - 1.0 / most_copies(self.table)
+        squares += [-too_often * _sum_of_squares(values) for values in self._gradients_of_copied_heads()]
         return torch.stack(squares).sum() / self.mesh.copies.size
 
     def updated(self) -> None:
@@ -484,6 +506,11 @@ class ShardedWeights:
 
 
 Weights = FlatWeights | ShardedWeights
+
+
+def most_copies(table: Sequence[LogicalParameter]) -> int:
+    """How many tensor ranks have a copy of each kv head."""
+    return max(one.copies for one in table)
 
 
 def _sum_of_squares(values: Tensor) -> Tensor:

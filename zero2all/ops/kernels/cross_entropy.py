@@ -4,6 +4,9 @@ One program per row runs over the row in blocks twice: once for the largest logi
 to write weight * (softmax - onehot) over the logits. Columns from `vocab_size` on are padding: they take no
 part in the sum and get gradient 0, so they are never predicted and never learn. A target below 0 is ignored.
 The z-loss adds z * logsumexp^2 to what is minimised, which keeps the logits from drifting; it is returned separately.
+
+Where the columns are cut over processes (`zero2all.ops.cut_vocabulary`), the two runs are two kernels, and the
+processes exchange the sums between them.
 """
 
 from __future__ import annotations
@@ -69,6 +72,66 @@ def cross_entropy_in_place(
         BLOCK=min(BLOCK, triton.next_power_of_2(logits.shape[1])), num_warps=WARPS,
     )  # fmt: skip
     return losses, penalties
+
+
+@triton.jit
+def _row_sums(
+    logits, targets, largest_of, total_of, at_target_of, row_stride, first_id, vocab_size, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    start = logits + row * row_stride
+    columns = tl.arange(0, BLOCK)
+    largest = float("-inf")
+    total = 0.0
+    for first in range(0, vocab_size, BLOCK):
+        x = tl.load(start + first + columns, mask=first + columns < vocab_size, other=float("-inf")).to(tl.float32)
+        peak = tl.maximum(largest, tl.max(x, axis=0))
+        total = total * tl.exp(largest - peak) + tl.sum(tl.exp(x - peak), axis=0)
+        largest = peak
+    target = tl.load(targets + row) - first_id
+    is_here = (target >= 0) & (target < vocab_size)
+    tl.store(at_target_of + row, tl.load(start + target, mask=is_here, other=0.0).to(tl.float32))
+    tl.store(largest_of + row, largest)
+    tl.store(total_of + row, total)
+
+
+@triton.jit
+def _slopes(
+    logits, targets, weights, logsums, row_stride, first_id, vocab_size, columns_in_all, z, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    start = logits + row * row_stride
+    target = tl.load(targets + row) - first_id
+    weight = tl.load(weights + row)
+    logsum = tl.load(logsums + row)
+    slope = weight * (1.0 + 2.0 * z * logsum)
+    columns = tl.arange(0, BLOCK)
+    for first in range(0, columns_in_all, BLOCK):
+        at = first + columns
+        x = tl.load(start + at, mask=at < vocab_size, other=float("-inf")).to(tl.float32)
+        gradient = tl.exp(x - logsum) * slope - tl.where(at == target, weight, 0.0)
+        tl.store(start + at, gradient.to(logits.dtype.element_ty), mask=at < columns_in_all)
+
+
+def row_sums(logits: Tensor, targets: Tensor, first_id: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row of logits (N, V), whose first column is the id `first_id`: the largest of the first `columns`, the
+    sum of exp(logit - largest), and the logit of the target, 0 where it is not among them. float32."""
+    largest, total, at_target = torch.empty(3, logits.shape[0], dtype=torch.float32, device=logits.device).unbind()
+    _row_sums[(logits.shape[0],)](
+        logits, targets, largest, total, at_target, logits.stride(0), first_id, columns,
+        BLOCK=min(BLOCK, triton.next_power_of_2(logits.shape[1])), num_warps=WARPS,
+    )  # fmt: skip
+    return largest, total, at_target
+
+
+def slopes_in_place(
+    logits: Tensor, targets: Tensor, weights: Tensor, logsums: Tensor, first_id: int, columns: int, z: float
+) -> None:
+    """Overwrite logits (N, V) with weights * d(losses + penalties)/dlogits, where `logsums` (N,) is over all ids."""
+    _slopes[(logits.shape[0],)](
+        logits, targets, weights, logsums, logits.stride(0), first_id, columns, logits.shape[1], z,
+        BLOCK=min(BLOCK, triton.next_power_of_2(logits.shape[1])), num_warps=WARPS,
+    )  # fmt: skip
 
 
 class CrossEntropyInPlace(torch.autograd.Function):

@@ -10,12 +10,13 @@ e5m2 (more range). The backward needs the input only transposed, so that alone i
 from __future__ import annotations
 
 from collections.abc import MutableMapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from zero2all.ops.gradient_sink import sink_of
+from zero2all.ops.gradient_sink import GradientSink, now_or_later, sink_of
 from zero2all.ops.kernels.launch import rows_of
 from zero2all.ops.kernels.quantise import quantise, scale_from_peaks, scale_of
 from zero2all.ops.kernels.swiglu import new_peaks, swiglu_backward, swiglu_forward
@@ -32,6 +33,11 @@ def add_weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
     sink = sink_of(weight)
     if sink is None:
         return dy.t() @ x
+    now_or_later(partial(_add_product, sink, dy, x))
+    return None
+
+
+def _add_product(sink: GradientSink, dy: Tensor, x: Tensor) -> None:
     target = sink.buffer
     if dy.is_cuda and target.dtype != dy.dtype:
         # The matmul's own epilogue adds: the gradient is never written in bfloat16.
@@ -39,7 +45,6 @@ def add_weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
         sink.added()
     else:
         sink.add(dy.t() @ x)
-    return None
 
 
 class LinearFp32Wgrad(torch.autograd.Function):
@@ -157,11 +162,14 @@ def _backward8(
     assert dy_turned is not None
     w = float8_weight(weight, copies)
     dx = _matmul(dy_straight, w.turned, dy_scale, w.scale, FAST_BACKWARD, dy.dtype)
-    dweight = _matmul(dy_turned, turned, dy_scale, scale, FAST_BACKWARD, dy.dtype)
+
+    def dweight() -> Tensor:
+        return _matmul(dy_turned, turned, dy_scale, scale, FAST_BACKWARD, dy.dtype)
+
     sink = sink_of(weight)
     if sink is None:
-        return dx, dweight
-    sink.add(dweight)
+        return dx, dweight()
+    now_or_later(lambda: sink.add(dweight()))
     return dx, None
 
 
