@@ -235,13 +235,13 @@ def test_float32_agrees_over_the_first_steps(ranks, lab, config):
 
 
 @pytest.mark.parametrize(
-    ("victim", "number", "step"), [(0, signal.SIGKILL, 7), (1, signal.SIGSTOP, 9)], ids=["dies", "hangs"]
+    ("victim", "number", "step", "zero"), [(0, signal.SIGKILL, 7, 3), (1, signal.SIGSTOP, 9, 1)], ids=["dies", "hangs"]
 )
 def test_a_process_that_is_gone_ends_the_others_in_time_and_the_run_resumes(
-    ranks, lab, config, alone, victim, number, step
+    ranks, lab, config, alone, victim, number, step, zero
 ):
     name, timeout_seconds = f"lost {victim}", 3.0
-    settings = spread_config(config, name, save_every=3, timeout_seconds=timeout_seconds)
+    settings = spread_config(config, name, zero, save_every=3, timeout_seconds=timeout_seconds)
     launch = ranks(settings, 2, signals={victim: (step, number, 0.0)})
     other = launch.trainers[1 - victim]
     other.wait_until(lambda: len(launch.steps(victim)) >= step)
