@@ -121,7 +121,7 @@ class CutFeedForward(FeedForward):
 
     def __init__(self, config: ModelConfig, ops: Ops, axis: Axis) -> None:
         """`config`: with the inner units of one rank."""
-        super().__init__(config, ops)
+        super().__init__(config, config.intermediate_size, ops)
         self.axis = axis
 
     def forward(self, x: Tensor) -> Tensor:
