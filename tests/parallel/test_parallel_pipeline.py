@@ -234,6 +234,23 @@ def test_the_table_of_all_pipelines(warm, tmp_path, size, capsys, monkeypatch):
             print(f"{name:34}{error:12.1e}")
 
 
+@pytest.mark.slow  # a busy machine sleeps longer
+def test_the_measured_bubble_is_the_predicted_one(warm, tmp_path, capsys):
+    micros, cases = 8, {f"{schedule}, {chunks}": (schedule, chunks) for schedule, chunks in SCHEDULES}
+    given = {
+        name: {"seconds": 0.05, "micros": micros, "schedule": schedule, "chunks": chunks}
+        for name, (schedule, chunks) in cases.items()
+    }
+    found = layouts.run(warm, tmp_path, 4, given)
+    for name, (schedule, chunks) in cases.items():
+        predicted = predicted_bubble(schedule, 4, chunks, micros, [1.0] * 4 * chunks)
+        with capsys.disabled():
+            print(
+                f"\n4 stages, 8 micro-batches, {name}: predicted {predicted:.3f}, measured {found[name]['bubble']:.3f}"
+            )
+        assert found[name]["bubble"] == pytest.approx(predicted, abs=0.03)
+
+
 @pytest.mark.slow
 def test_every_pipeline_resumes_from_every_other_layout(warm, tmp_path, monkeypatch):
     monkeypatch.setattr("tests.processes.LONG_SECONDS", 1200.0)
