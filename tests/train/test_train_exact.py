@@ -205,6 +205,22 @@ def test_replicated_weights_give_the_same_run(ranks, lab, config, alone):
 
 
 @pytest.mark.slow
+def test_tensor_ranks_give_the_same_run_and_one_process_goes_on_with_it(ranks, lab, config, alone):
+    def settings(**parallel):
+        return spread_config(config, "tensor", zero=1, **parallel)
+
+    cut = settings(tensor=2, copy_kv_heads=True)
+    first = ranks(cut, 4, signals={3: (STOPPED_AT, signal.SIGTERM, 0.0)})
+    assert first.wait() == [10] * 4, first.text()
+    steps = [*first.steps(), *ranks.finished(settings()).steps()]
+    assert [step.step for step in steps] == list(range(1, STEPS + 1))
+    assert [step.loss for step in steps] == pytest.approx(alone.losses, rel=1e-9, abs=0)
+    held_out = {name: curve.value.tolist() for name, curve in read_run(lab.run("tensor")).series.items()}
+    for name, curve in alone.held_out.items():
+        assert held_out[name] == pytest.approx(curve, rel=1e-9)
+
+
+@pytest.mark.slow
 def test_float32_agrees_over_the_first_steps(ranks, lab, config):
     def settings(name, zero=3, micro=2):
         return spread_config(config, name, zero, "float32", micro)
@@ -219,13 +235,13 @@ def test_float32_agrees_over_the_first_steps(ranks, lab, config):
 
 
 @pytest.mark.parametrize(
-    ("victim", "number", "step"), [(0, signal.SIGKILL, 7), (1, signal.SIGSTOP, 9)], ids=["dies", "hangs"]
+    ("victim", "number", "step", "zero"), [(0, signal.SIGKILL, 7, 3), (1, signal.SIGSTOP, 9, 1)], ids=["dies", "hangs"]
 )
 def test_a_process_that_is_gone_ends_the_others_in_time_and_the_run_resumes(
-    ranks, lab, config, alone, victim, number, step
+    ranks, lab, config, alone, victim, number, step, zero
 ):
     name, timeout_seconds = f"lost {victim}", 3.0
-    settings = spread_config(config, name, save_every=3, timeout_seconds=timeout_seconds)
+    settings = spread_config(config, name, zero, save_every=3, timeout_seconds=timeout_seconds)
     launch = ranks(settings, 2, signals={victim: (step, number, 0.0)})
     other = launch.trainers[1 - victim]
     other.wait_until(lambda: len(launch.steps(victim)) >= step)
