@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from tests.parallel import layouts
-from zero2all.model.config import ModelConfig
+from zero2all.model.config import ModelConfig, MoeConfig
 from zero2all.model.z2all import Stage
 from zero2all.ops.gradient_sink import deferring
 from zero2all.ops.linear import deferrable_linear
@@ -96,6 +97,10 @@ def test_costs_are_the_flops_of_a_token():
     matrices = 64 * (4 + 2 * 2) * 16 + 64 * 64 + 3 * 64 * 128
     assert costs.blocks == [pytest.approx(6 * matrices + 6 * 64 * 32)] * 3
     assert costs.head == 6 * 640 * 64
+    moe = MoeConfig(experts=8, experts_per_token=2, expert_size=32, dense_layers=1)
+    with_experts = model_costs(dataclasses.replace(model, moe=moe), seq_len=32)
+    assert with_experts.blocks[0] == pytest.approx(costs.blocks[0])
+    assert with_experts.blocks[1:] == [pytest.approx(costs.blocks[0] + 6 * (64 * 8 + 3 * 64 * (2 * 32 - 128)))] * 2
 
 
 def test_everything_that_forbids_a_pipeline_is_said():

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zero2all.limits.flops import flops_per_token
-from zero2all.model.config import ModelConfig
+from zero2all.model.config import ModelConfig, MoeConfig
 from zero2all.model.z2all import Stage, Z2all
 from zero2all.ops.gradient_sink import deferring
 from zero2all.parallel.config import MeshSizes, ParallelConfig
@@ -52,7 +53,10 @@ def model_costs(model: ModelConfig, seq_len: int) -> ModelCosts:
     """The costs of the parts of a model."""
     head = 6.0 * model.vocab_rows * model.hidden_size
     blocks = flops_per_token(model, seq_len)["causal"] - head
-    return ModelCosts([blocks / model.layers] * model.layers, head)
+    dense = (flops_per_token(replace(model, moe=MoeConfig()), seq_len)["causal"] - head) / model.layers
+    with_experts = (blocks - (model.layers - model.expert_layers) * dense) / max(1, model.expert_layers)
+    each = [with_experts if model.has_experts(layer) else dense for layer in range(model.layers)]
+    return ModelCosts(each, head)
 
 
 def make_stages(costs: ModelCosts, count: int) -> list[Stage]:
