@@ -333,7 +333,7 @@ def main() -> None:
     found = {}
     for name, arguments in json.loads(cases).items():
         kind = pairs if "folder" in arguments else sleeping_stages if "seconds" in arguments else course
-        found[name] = kind(world, **arguments)  # type: ignore[operator]
+        found[name] = kind(world, **arguments)
         found[name]["own_bytes_by_rank"] = world.gather(found[name].get("own_bytes"))
     if rank == 0:
         torch.save(found, out)
