@@ -147,7 +147,7 @@ class Pipeline:
         self._chunks = len(stages) // mesh.pipeline.size
         self.own = {number: stages[number] for number in range(mesh.pipeline.rank, len(stages), mesh.pipeline.size)}
         """The stages of this process, by number."""
-        self._links = make_links(mesh, self._chunks > 1, config.timeout_seconds)
+        self._links = make_links(mesh, self._chunks > 1, device, config.timeout_seconds)
         self._width, self._device = model.hidden_size, device
         self._dtype = torch.promote_types(dtype, torch.float32) if model.fp32_residual else dtype
 
