@@ -74,7 +74,7 @@ AXES: dict[str, dict[str, Any]] = {
     "expert 4": {"expert": 4, "zero": 1},
     "tensor 2 x pipeline 2 x shard 2": {"tensor": 2, "pipeline": 2, "zero": 1},
 }
-AXES_ROWS, AXES_SEQ_LEN, AXES_MICRO = 16, 512, 4
+AXES_ROWS, AXES_SEQ_LEN, AXES_MICRO = 8, 512, 2
 LINEARS: tuple[Literal["auto", "fp8"], ...] = ("auto", "fp8")
 
 

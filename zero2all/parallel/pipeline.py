@@ -142,7 +142,7 @@ class Pipeline:
         self._chunks = len(stages) // mesh.pipeline.size
         self.own = {number: stages[number] for number in range(mesh.pipeline.rank, len(stages), mesh.pipeline.size)}
         """The stages of this process, by number."""
-        self._links = make_links(mesh, in_circle=self._chunks > 1)
+        self._links = make_links(mesh, self._chunks > 1, device)
         self._width, self._device = model.hidden_size, device
         self._dtype = torch.promote_types(dtype, torch.float32) if model.fp32_residual else dtype
 

@@ -121,7 +121,7 @@ def join_world(device: torch.device, config: ParallelConfig) -> Iterator[World]:
         )
     try:
         control = dist.new_group(backend="gloo", timeout=timeout)
-        yield World(dist.get_rank(), dist.get_world_size(), device, make_mesh(sizes), control)
+        yield World(dist.get_rank(), dist.get_world_size(), device, make_mesh(sizes, timeout), control)
     except BaseException:
         if own and device.type == "cuda":
             own = False
