@@ -206,10 +206,8 @@ def _gathered(attention: AttentionOp, masked: AttentionOp, axis: Axis, outside: 
 
     def attend(query: Tensor, key: Tensor, value: Tensor, dropout: float, masks: Any | None = None) -> Tensor:
         op, mask_of = (attention, (None, None)) if masks is None else (masked, masks)
-        mixed = [
-            op(queries, *past, dropout, mask).transpose(1, 2)
-            for queries, past, mask in zip(query.chunk(2, dim=2), gather(key, value, axis), mask_of, strict=True)
-        ]
+        chunks = zip(query.chunk(2, dim=2), gather(key, value, axis), mask_of, strict=True)
+        mixed = [op(own, keys, values, dropout, mask).transpose(1, 2) for own, (keys, values), mask in chunks]
         return torch.cat(mixed, dim=1).transpose(1, 2)  # in memory (B, S, Hq, D), as the next projection reads it
 
     return attend
