@@ -214,11 +214,12 @@ def memory_settings(config: RunConfig, ops: Ops, mesh: Mesh, samples: int) -> Me
         zero=config.parallel.zero,
         replicate=mesh.replicate.size,
         shard=mesh.shard.size,
+        expert=mesh.expert.size,
         offload=config.parallel.offload,
         one_step_late=config.parallel.offload_one_step_late,
         bucket_bytes=config.parallel.bucket_mb * 1e6,
     )
-    if settings.zero not in (1, 2) or settings.shard == 1:
+    if settings.zero not in (1, 2) or settings.shard == 1 or settings.expert > 1:
         return settings
     bucket_values = int(settings.bucket_bytes) // settings.gradient_bytes
     return dataclasses.replace(
