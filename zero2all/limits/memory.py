@@ -344,10 +344,7 @@ def _matrices_apart(model: ModelConfig, kind: str) -> list[tuple[int, int]]:
     shared = model.kv_heads * model.head_size
     attention = [(rows - 2 * shared, columns), (shared, columns), (shared, columns), shapes.pop("out")]
     blocks = attention * model.layers + [*shapes.values()] * (model.layers - model.expert_layers)
-    for width, count in (
-        (model.moe.expert_size, model.moe.experts),
-        (model.shared_size, 1 if model.shared_size else 0),
-    ):
+    for width, count in ((model.moe.expert_size, model.moe.experts), (model.shared_size, int(model.shared_size > 0))):
         blocks += [(2 * width, model.hidden_size), (model.hidden_size, width)] * count * model.expert_layers
     if "router" in kinds and model.moe.experts:
         blocks += [(model.moe.experts, model.hidden_size)] * model.expert_layers
@@ -503,8 +500,9 @@ def _saved_by_feed_forward(model: ModelConfig, settings: MemorySettings) -> floa
     saved = float(sizes.wide_bytes * moe.experts * settings.expert)  # the scores
     saved += moe.experts_per_token * (4 * INDEX_BYTES + 3 * sizes.wide_bytes)  # who is chosen, in which order; gates
     saved += width * moe.experts_per_token * sizes.hidden_size  # the tokens, sorted by expert
-    # Gates and ups, their product, and the product times the gate.
-    saved += 4 * width * chosen + ops["swiglu"].saved(replace(sizes, intermediate_size=chosen))
+    saved += 2 * width * chosen  # gates and ups
+    if not ops["feed_forward"].is_fused:  # and their product, as it is and times the gate of the expert
+        saved += 2 * width * chosen + ops["swiglu"].saved(replace(sizes, intermediate_size=chosen))
     if moe.shared_experts:
         saved += ops["feed_forward"].saved(replace(sizes, intermediate_size=model.shared_size))
     return dense + (saved / settings.tensor - dense) * model.expert_layers / model.layers
