@@ -64,9 +64,9 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def clear(self, device: torch.device | None = None) -> None:
-        """Set bias and load to zero; on the meta device, allocate them."""
+        """Set bias and load to zero; on the meta device, allocate them. A bias is never narrower than float32."""
         device = device or self.bias.device
-        self.bias = torch.zeros(self.bias.shape, dtype=self.bias.dtype, device=device)
+        self.bias = torch.zeros(self.bias.shape, dtype=widened(self.bias).dtype, device=device)
         self.load = torch.zeros(self.load.shape, dtype=self.load.dtype, device=device)
 
 
