@@ -224,11 +224,13 @@ def memory_settings(config: RunConfig, ops: Ops, mesh: Mesh, samples: int) -> Me
         pipeline=mesh.pipeline.size,
         stage=stage_of(config, mesh, -(-rows // samples)),
         overlap=config.parallel.overlap,
+        expert=mesh.expert.size,
         offload=config.parallel.offload,
         one_step_late=config.parallel.offload_one_step_late,
         bucket_bytes=config.parallel.bucket_mb * 1e6,
     )
-    if settings.zero not in (1, 2) or settings.shard == 1 or settings.tensor * settings.pipeline > 1:
+    cuts_model = settings.tensor * settings.pipeline * settings.expert > 1
+    if settings.zero not in (1, 2) or settings.shard == 1 or cuts_model:
         return settings
     bucket_values = int(settings.bucket_bytes) // settings.gradient_bytes
     return dataclasses.replace(
