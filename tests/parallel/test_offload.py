@@ -12,7 +12,7 @@ from tests.parallel import layouts
 from tests.parallel.layouts import CHANNELS, batch_of, course, make_state, run_config
 from tests.processes import WarmProcess
 from tests.train.states import copies
-from zero2all.common.errors import DiskError, UsageError
+from zero2all.common.errors import BadInputError, DiskError, UsageError
 from zero2all.config.training import OptimConfig
 from zero2all.limits import memory
 from zero2all.parallel.config import ParallelConfig
@@ -309,3 +309,12 @@ def test_a_full_disk_is_found_before_anything_is_built(tmp_path):
     with pytest.raises(DiskError, match="offload_folder"):
         zeros("masters", 1 << 60, torch.float32)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["no such folder", "a file", "a file/below"])
+def test_a_folder_that_is_none_is_refused_and_not_made(name, tmp_path):
+    (tmp_path / "a file").touch()
+    zeros = host_zeros(ParallelConfig(offload="optimizer_disk", offload_folder=str(tmp_path / name)), 0)
+    with pytest.raises(BadInputError, match=r"offload_folder.*cannot be used.*Name a folder that exists"):
+        zeros("masters", 8, torch.float32)
+    assert [path.name for path in tmp_path.iterdir()] == ["a file"]

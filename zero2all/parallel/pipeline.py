@@ -26,7 +26,7 @@ from zero2all.model.config import ModelConfig
 from zero2all.model.z2all import Stage, Z2all
 from zero2all.ops.gradient_sink import deferring
 from zero2all.parallel.config import MeshSizes, ParallelConfig
-from zero2all.parallel.mesh import DENSE, Mesh, coordinates
+from zero2all.parallel.mesh import DENSE, Mesh, coordinates, wait_for
 from zero2all.parallel.schedule import Action, make_orders
 
 POSTED_AHEAD = 2
@@ -202,14 +202,13 @@ class _Messages:
     def receive(self, direction: Literal["inputs", "gradients_in"], stage: int, micro: int) -> Tensor:
         """Wait for an expected message (on a GPU: its stream does)."""
         work, values = self._awaited.pop((direction, stage, micro))
-        work.wait()
+        wait_for([work])
         self._mark("bubble")
         return values
 
     def finish(self) -> None:
         """Wait until everything is sent."""
-        for work, _ in self._sent:
-            work.wait()
+        wait_for(work for work, _ in self._sent)
         self._sent.clear()
         self._mark("bubble")
 

@@ -111,10 +111,7 @@ def check_disk(
     coming = saved_steps(first_step, last_step, every_steps)
     at_once = retention.most_at_once([*existing_steps, *coming])
     needed = max(0, at_once - len(existing_steps)) * checkpoint_bytes
-    folder = run
-    while not folder.exists():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free
+    free = shutil.disk_usage(nearest_folder(run)).free
     what = f"{counted(at_once, 'checkpoint')} of {human_bytes(checkpoint_bytes)} at once"
     if needed > free:
         raise DiskError(
@@ -124,6 +121,13 @@ def check_disk(
             f"{retention.keep_every_steps})."
         )
     return f"disk: {what}, {human_bytes(needed)} more to come; {human_bytes(free)} are free"
+
+
+def nearest_folder(path: Path) -> Path:
+    """The folder itself, or the nearest one above it that exists."""
+    while not path.exists():
+        path = path.parent
+    return path
 
 
 def memory_notes(model: ModelConfig, settings: MemorySettings, device_bytes: int | None) -> list[str]:

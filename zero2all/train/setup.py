@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from zero2all.common.errors import BadInputError, DiskError, UsageError
+from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import MANIFEST_NAME, read_json, sweep_partials, write_atomic
 from zero2all.common.manifest import fingerprint
 from zero2all.common.memory import available_memory
@@ -62,7 +62,7 @@ from zero2all.train.guards.watch import INCIDENTS_FOLDER
 from zero2all.train.micro_batch import choose_micro_batch, least_samples, memory_settings
 from zero2all.train.offload import check_offload
 from zero2all.train.operators import changed_operators, resolve_together
-from zero2all.train.sanity import require_memory
+from zero2all.train.sanity import nearest_folder, require_memory
 from zero2all.train.state import DTYPES, TrainState, new_state
 from zero2all.train.validate import open_valid_splits
 
@@ -269,8 +269,9 @@ def _build_state(
     ops = resolve_together(config.ops, op_context(config, world.device.type, dtype, sharded), world)
     check_cuda_graph(config, world.device, world.size, ops)
     _require_memory(config, ops, world)
-    if config.parallel.offload_folder is None:
-        config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, offload_folder=str(run)))
+    if config.parallel.offload == "optimizer_disk" and config.parallel.offload_folder is None:
+        folder = str(nearest_folder(run))  # a dry run has no folder of its own
+        config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, offload_folder=folder))
     state = empty_state(config, world, ops, checkpoint.step if checkpoint else 0)
     model = state.model
     if checkpoint is None:
@@ -315,9 +316,8 @@ def empty_state(config: RunConfig, world: World, ops: Ops, step: int = 0) -> Tra
         shard_model(model, world, dtype, with_masters=config.optim.kind != "adamw_bf16")
     cos, sin = rope_tables(model.config, model.config.max_seq_len, world.device)
     model.cos, model.sin = cos.to(wide), sin.to(wide)
-    state = new_state(
-        model, config.optim, dtype, 1, config.train.seed, device=world.device, mesh=world.mesh, parallel=config.parallel
-    )
+    build = functools.partial(new_state, model, config.optim, dtype, 1, config.train.seed)
+    state = world.run_together(lambda: build(device=world.device, mesh=world.mesh, parallel=config.parallel))
     state.pipeline = pipeline
     return state
 
@@ -345,14 +345,11 @@ def spread_name(config: RunConfig, world: World) -> str:
 def _require_memory(config: RunConfig, ops: Ops, world: World) -> None:
     """Refuse a run if a process has too little memory; all processes then end with the same error."""
     settings = memory_settings(config, ops, world.mesh, least_samples(config, world))
-    kind, problem = world.device.type, ""
+    kind = world.device.type
     on_device = torch.cuda.mem_get_info(world.device)[0] if kind == "cuda" else 0
-    try:
-        compiled = config.ops.compile != "none"
-        require_memory(config.model, settings, kind, on_device, available_memory(), local_processes(), compiled)
-    except DiskError as error:
-        problem = str(error)
-    world.raise_first(problem, DiskError)
+    check = functools.partial(require_memory, config.model, settings, kind, on_device)
+    compiled = config.ops.compile != "none"
+    world.run_together(lambda: check(available_memory(), local_processes(), compiled))
 
 
 def _half_precision_notes(device: torch.device, dtype: torch.dtype) -> list[str]:

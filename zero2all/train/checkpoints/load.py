@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero2all.common.errors import BadInputError
+from zero2all.common.errors import BadInputError, for_all_ranks
 from zero2all.common.files import as_written
 from zero2all.common.manifest import is_count
 from zero2all.parallel.parts import Part
@@ -91,10 +91,11 @@ class Checkpoint:
             differences += [f"{name}: unknown here" for name in unknown]
         if differences:
             more = f" and {len(differences) - 4} more" if len(differences) > 4 else ""
-            raise BadInputError(
+            problem = BadInputError(
                 f"The checkpoint {self.folder} is of another model: {'; '.join(differences[:4])}{more}. Use the config "
                 f"it was trained with (config.yaml in its run folder), or choose another train.name."
             )
+            raise for_all_ranks(problem)
 
     def _differences(self, parts: Mapping[str, Part]) -> list[str]:
         """How this rank's parts differ from what is stored, in words."""
