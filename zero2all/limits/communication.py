@@ -36,6 +36,7 @@ Not counted: padding (pass `buffers` to count it), validation, saving, and what 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -45,6 +46,8 @@ from zero2all.limits.held import copied_values, held_model
 from zero2all.limits.memory import WIDTHS, MemorySettings
 from zero2all.model.config import ModelConfig, parameter_counts
 
+LOSS = ("replicate", "shard", "context")
+WORLD = ("pipeline", *LOSS, "tensor")
 FIGURE_BYTES = 8
 """The figures of a step are float64."""
 
@@ -88,11 +91,20 @@ def communication_per_step(
         *_tensor(model, settings),
         *_context(model, settings),
         *_pipeline(model, settings),
-        Transfer("all-reduce", "figures", "world", settings.processes, float(FIGURE_BYTES * figures)),
+        _all_reduce(settings, WORLD, "figures", float(FIGURE_BYTES * figures)),
+        # the number of tokens that count
+        _all_reduce(settings, LOSS, "figures", float(FIGURE_BYTES * bool(figures))),
     ]
-    if figures:  # the number of tokens that count
-        transfers.append(Transfer("all-reduce", "figures", "batch", settings.loss_ranks, float(FIGURE_BYTES)))
     return [transfer for transfer in transfers if transfer.ranks > 1 and transfer.whole]
+
+
+def _all_reduce(
+    settings: MemorySettings, axes: Sequence[str], what: str, whole: float, hidden_by: str = ""
+) -> Transfer:
+    """Over a product of axes, named by those that have more than one process."""
+    names = [name for name in axes if getattr(settings, name) > 1]
+    ranks = math.prod(getattr(settings, name) for name in names)
+    return Transfer("all-reduce", what, " x ".join(names), ranks, whole, hidden_by)
 
 
 def _values(model: ModelConfig, settings: MemorySettings) -> dict[str, int]:
@@ -104,7 +116,7 @@ def _values(model: ModelConfig, settings: MemorySettings) -> dict[str, int]:
 
 def _gradients_and_weights(model: ModelConfig, settings: MemorySettings, buffers: Mapping[str, int]) -> list[Transfer]:
     width, shard, passes = WIDTHS[settings.precision], settings.shard, settings.passes
-    meanwhile = "the backward pass of the last micro-batch" if settings.overlap and settings.stage is None else ""
+    meanwhile = "the last backward pass" if settings.overlap and settings.stage is None else ""
     found = []
     for spread, values in ((spread, values) for spread, values in buffers.items() if values):
         gradients = float(settings.gradient_bytes * values)
@@ -112,16 +124,14 @@ def _gradients_and_weights(model: ModelConfig, settings: MemorySettings, buffers
             gradients = float(max(4, width) * (values + _reduced_again(model, settings, spread)))
         if settings.zero == 2:
             gradients *= passes
-        others, axes = settings.replicate * settings.context, ["replicate", "context"]
-        own = gradients / settings.state_ranks
+        own, axes = gradients / settings.state_ranks, ["replicate", "context"]
         if spread == "copied" and settings.is_fsdp:  # FSDP does not know of the tensor axis
-            found.append(Transfer("all-reduce", "gradients", "tensor", settings.tensor, own))
+            found.append(_all_reduce(settings, ["tensor"], "gradients", own))
         elif spread == "copied":
-            others, axes = others * settings.tensor, [*axes, "tensor"]
-        axis = " x ".join(name for name in axes if getattr(settings, name) > 1)
+            axes.append("tensor")
         if settings.zero >= 1:
             found.append(Transfer("reduce-scatter", "gradients", "shard", shard, gradients, meanwhile))
-        found.append(Transfer("all-reduce", "gradients", axis, others, own, meanwhile))
+        found.append(_all_reduce(settings, axes, "gradients", own, meanwhile))
         gathers = {0: 0, 3: 2 * passes}.get(settings.zero, 1)
         next_one = "the block before" if settings.zero == 3 else "the next forward pass"
         found.append(Transfer("all-gather", "weights", "shard", shard, float(gathers * width * values), next_one))
@@ -193,19 +203,18 @@ class AxisTraffic:
     """What the processes of an axis exchange in a step."""
 
     axis: str
-    ranks: int
     sent: float  # by one process
     waited: float  # of these, what nothing can hide
 
 
 def by_axis(transfers: Sequence[Transfer]) -> list[AxisTraffic]:
     """The axes, the one that bears a slow link best first: those whose traffic can be hidden before those that make
-    the processes wait, and among these the one that sends least. Figures are left out: they are a few bytes."""
+    the processes wait, and among these the one that sends least. What goes over a product of axes counts for each of
+    them; figures are left out, they are a few bytes."""
     found: dict[str, AxisTraffic] = {}
     for one in transfers:
-        if one.what == "figures":
-            continue
-        before = found.get(one.axis, AxisTraffic(one.axis, one.ranks, 0.0, 0.0))
-        waited = before.waited + (0.0 if one.hidden_by else one.sent)
-        found[one.axis] = AxisTraffic(one.axis, one.ranks, before.sent + one.sent, waited)
+        for axis in one.axis.split(" x ") if one.what != "figures" else ():
+            before = found.get(axis, AxisTraffic(axis, 0.0, 0.0))
+            waited = before.waited + (0.0 if one.hidden_by else one.sent)
+            found[axis] = AxisTraffic(axis, before.sent + one.sent, waited)
     return sorted(found.values(), key=lambda axis: (axis.waited, axis.sent))

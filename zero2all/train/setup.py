@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +46,7 @@ from zero2all.packed.stages import Stage, stages_from_records
 from zero2all.parallel.context import spread_attention
 from zero2all.parallel.data import shard_model
 from zero2all.parallel.device import environment, local_processes, set_cpu_threads
+from zero2all.parallel.expert import spread_experts
 from zero2all.parallel.layout import draw
 from zero2all.parallel.pipeline import Pipeline, keep_stages, make_stages, model_costs
 from zero2all.parallel.tensor import cut_model, local_config
@@ -291,7 +292,8 @@ def _build_state(
         else environment(world.device)["device"]
     )
     spread = f", {spread_name(config, world)}" if world.size > 1 else ""
-    size = f"model: {counts['total'] / 1e6:.2f} M parameters on {where}{spread}, {config.train.precision}"
+    active = f" ({counts['active'] / 1e6:.2f} M active)" if config.model.moe.experts else ""
+    size = f"model: {counts['total'] / 1e6:.2f} M parameters{active} on {where}{spread}, {config.train.precision}"
     notes = [size, *_half_precision_notes(world.device, dtype), *ops.notes(), *micro_notes]
     if state.cuda_graph is not None:
         why = "as asked" if config.train.cuda_graph == "on" else "the host would queue them slower than they run"
@@ -299,7 +301,13 @@ def _build_state(
     return state, notes
 
 
-def empty_state(config: RunConfig, world: World, ops: Ops, step: int = 0) -> TrainState:
+def empty_state(
+    config: RunConfig,
+    world: World,
+    ops: Ops,
+    step: int = 0,
+    before_allocating: Callable[[], object] = lambda: None,
+) -> TrainState:
     """The model as it is at `step`, on its device and spread over the processes, and its optimizer; its weights are yet
     to be drawn or loaded."""
     dtype = DTYPES[config.train.precision]
@@ -309,9 +317,11 @@ def empty_state(config: RunConfig, world: World, ops: Ops, step: int = 0) -> Tra
         ops = with_deferrable_products(ops)
     with torch.device("meta"):  # memory is allocated once it is known who holds what
         model = Z2all(model_at(step, config.model, config.stages), ops).to(wide).train()
+    spread_experts(model, world.mesh)
     cut_model(model, world.mesh.tensor)
     apply_recompute(model, config.train.recompute, config.train.recompute_every)
     pipeline = _cut_into_stages(model, config, world) if world.mesh.pipeline.size > 1 else None
+    before_allocating()
     if config.parallel.zero == 3 and world.mesh.shard.size > 1:
         shard_model(model, world, dtype, with_masters=config.optim.kind != "adamw_bf16")
     cos, sin = rope_tables(model.config, model.config.max_seq_len, world.device)

@@ -42,6 +42,8 @@ from zero2all.train.optimizers.base import Master
 
 CHUNK_VALUES = 1 << 25
 """Values that are joined or split at once."""
+OF_BLOCK = ("matrix", "expert")
+"""Kinds of parameters that a block waits for by itself; the others are few, and are waited for at once."""
 
 
 class FlatWeights:
@@ -404,7 +406,7 @@ class FlatWeights:
         of_block: dict[str, set[int]] = {}
         for number, bucket in enumerate(self.plan.buckets):
             for name in bucket.holders:
-                block = ".".join(name.split(".")[:2]) if name.startswith("blocks.") and bucket.kind == "matrix" else ""
+                block = ".".join(name.split(".")[:2]) if name.startswith("blocks.") and bucket.kind in OF_BLOCK else ""
                 of_block.setdefault("norm" if name == "head.weight" else block, set()).add(number)
         if model.ops.compile != "none":
             of_block = {"": set(range(len(self.plan.buckets)))}
