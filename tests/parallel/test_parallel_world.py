@@ -82,7 +82,7 @@ class ThreeRanks(World):
 
 def test_an_error_of_one_rank_is_raised_by_all_and_names_it():
     world = ThreeRanks(None, None, DiskError("it is full"))
-    with pytest.raises(DiskError, match="^Rank 2: it is full$") as raised:
+    with pytest.raises(DiskError, match=r"^Rank 2: it is full$") as raised:
         world.run_together(lambda: 7)
     assert raised.value.of_all_ranks
     assert ThreeRanks(None, None, None).run_together(lambda: 7) == 7
@@ -93,6 +93,6 @@ def test_an_error_of_all_ranks_is_that_of_the_first_and_names_none():
         raise DiskError("full here")
 
     world = ThreeRanks(DiskError("full there"), DiskError("full here"), BadInputError("no folder"))
-    with pytest.raises(DiskError, match="^full there$") as raised:
+    with pytest.raises(DiskError, match=r"^full there$") as raised:
         world.run_together(full)
     assert raised.value.of_all_ranks

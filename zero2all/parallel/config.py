@@ -88,6 +88,9 @@ class ParallelConfig:
             found.append(Problem(f"{place}.shard", self.shard, f"1 or auto, because {place}.zero is 0: nothing is cut"))
         if self.offload != "none" and self.zero == 3:
             found.append(Problem(f"{place}.offload", self.offload, f"none with {place}.zero 3, or zero 0, 1 or 2"))
+        if self.offload != "optimizer_disk" and self.offload_folder is not None:
+            expected = f"null, because {place}.offload is {self.offload}: only optimizer_disk uses a folder"
+            found.append(Problem(f"{place}.offload_folder", self.offload_folder, expected))
         if self.offload == "none" and self.offload_one_step_late:
             found.append(Problem(f"{place}.offload_one_step_late", True, f"false, because {place}.offload is none"))
         if self.schedule == "interleaved" and self.chunks == 1:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero2all.parallel.mesh import DENSE, Mesh, coordinates
+from zero2all.parallel.mesh import DENSE, Mesh, coordinates, wait_for
 
 
 class Link(NamedTuple):
@@ -78,13 +78,12 @@ class Messages:
     def receive(self, direction: Literal["inputs", "gradients_in"], stage: int, micro: int) -> Tensor:
         """Wait for an expected message (on a GPU: its stream does)."""
         work, values = self._awaited.pop((direction, stage, micro))
-        work.wait()
+        wait_for([work])
         self._mark("bubble")
         return values
 
     def finish(self) -> None:
         """Wait until everything is sent."""
-        for work, _ in self._sent:
-            work.wait()
+        wait_for(work for work, _ in self._sent)
         self._sent.clear()
         self._mark("bubble")

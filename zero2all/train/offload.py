@@ -32,7 +32,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zero2all.common.errors import BadInputError, DiskError, UsageError, is_disk_full
+from zero2all.common.errors import BadInputError, DiskError, is_disk_full
 from zero2all.common.files import human_bytes
 from zero2all.ops.gradient_sink import GradientSink
 from zero2all.parallel.config import ParallelConfig
@@ -45,22 +45,6 @@ SLOTS = 3
 
 HostZeros = Callable[[str, int, torch.dtype], Tensor]
 """(name, number of values, dtype) -> a tensor of zeros on the host."""
-
-
-def check_offload(parallel: ParallelConfig, optimizer: str) -> None:
-    """UsageError where the optimizer cannot run on the host, or what is asked does not exist yet."""
-    if parallel.offload == "none":
-        return
-    if optimizer != "adamw":
-        raise UsageError(
-            f"parallel.offload = {parallel.offload} updates the weights on the host, as only optim.kind = adamw can, "
-            f"not {optimizer}: set optim.kind to adamw, or parallel.offload to none."
-        )
-    if parallel.offload == "weights" and (parallel.zero or parallel.offload_one_step_late):
-        raise UsageError(
-            "parallel.offload = weights keeps whole weights on the host and updates them before the next step: it "
-            "needs parallel.zero = 0 and parallel.offload_one_step_late = false. Or use offload = optimizer."
-        )
 
 
 # ---- where the states lie ----

@@ -90,10 +90,11 @@ class Checkpoint:
             unknown = (name for name in self.index if split_name(name)[0] in groups and name not in names)
             differences += [f"{name}: unknown here" for name in unknown]
         if differences:
+            what = "optimizer" if all(each.startswith("optimizer/") for each in differences) else "model"
             more = f" and {len(differences) - 4} more" if len(differences) > 4 else ""
             problem = BadInputError(
-                f"The checkpoint {self.folder} is of another model: {'; '.join(differences[:4])}{more}. Use the config "
-                f"it was trained with (config.yaml in its run folder), or choose another train.name."
+                f"The checkpoint {self.folder} is of another {what}: {'; '.join(differences[:4])}{more}. Use the "
+                f"config it was trained with (config.yaml in its run folder), or choose another train.name."
             )
             raise for_all_ranks(problem)
 
