@@ -32,6 +32,7 @@ from zero2all.model.z2all import Z2all
 from zero2all.ops.registry import Ops
 from zero2all.packed.loader import rank_rows
 from zero2all.parallel.buckets import plan_buffers
+from zero2all.parallel.context import method_of
 from zero2all.parallel.layout import layout_table
 from zero2all.parallel.mesh import Mesh
 from zero2all.parallel.pipeline import make_stages, model_costs
@@ -218,6 +219,7 @@ def memory_settings(config: RunConfig, ops: Ops, mesh: Mesh, samples: int) -> Me
         replicate=mesh.replicate.size,
         shard=mesh.shard.size,
         context=mesh.context.size,
+        context_method=method_of(config.model, config.parallel, mesh.sizes),
         tensor=mesh.tensor.size,
         pipeline=mesh.pipeline.size,
         stage=stage_of(config, mesh, -(-rows // samples)),

@@ -355,10 +355,15 @@ def spread_name(config: RunConfig, world: World) -> str:
     """How a model is spread, in words."""
     if world.size == 1:
         return "none"
-    replicate, shard = world.mesh.replicate.size, world.mesh.shard.size
-    if config.parallel.zero == 0 or shard == 1:
-        return "replicate"
-    return f"ZeRO-{config.parallel.zero} over {shard}" + (f" x {replicate} replicas" if replicate > 1 else "")
+    sizes = world.mesh.sizes
+    model = [f"{axis} {getattr(sizes, axis)}" for axis in ("pipeline", "context", "tensor", "expert")]
+    found = [text for text in model if not text.endswith(" 1")]
+    if config.parallel.zero and sizes.shard > 1:
+        found.append(f"ZeRO-{config.parallel.zero} over {sizes.shard}")
+        found += [f"{sizes.replicate} replicas"] if sizes.replicate > 1 else []
+    elif sizes.replicate > 1:
+        found.append("replicate")
+    return " x ".join(found)
 
 
 def _require_memory(config: RunConfig, ops: Ops, world: World) -> None:
