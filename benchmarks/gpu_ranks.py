@@ -64,6 +64,7 @@ AXES: dict[str, dict[str, Any]] = {
     "tensor 4": {"tensor": 4},
     "pipeline 2": {"pipeline": 2},
     "pipeline 2, interleaved": {"pipeline": 2, "schedule": "interleaved", "chunks": 2},
+    "pipeline 2, zero_bubble": {"pipeline": 2, "schedule": "zero_bubble"},
     "pipeline 4": {"pipeline": 4},
     "pipeline 4, interleaved": {"pipeline": 4, "schedule": "interleaved", "chunks": 2},
     "context 2, ulysses": {"context": 2, "context_method": "ulysses"},
