@@ -104,14 +104,13 @@ def _offload_problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
     asked, found = config.parallel.offload, []
     if asked == "none":
         return []
-    allowed = "replicate and shard" if asked == "weights" else "replicate, shard and tensor"
-    others = [
-        name for name in ("pipeline", "context", "tensor", "expert") if getattr(sizes, name) > 1 and name not in allowed
-    ]
+    allowed = ("replicate", "shard") if asked == "weights" else ("replicate", "shard", "tensor")
+    axes = [name for name in ("pipeline", "context", "tensor", "expert") if name not in allowed]
+    others = [name for name in axes if getattr(sizes, name) > 1]
     if others:
         named = ", ".join(f"{name} {getattr(sizes, name)}" for name in others)
         found.append(
-            f"parallel.offload {asked} with {named}: it works with {allowed} only. Set parallel.offload to "
+            f"parallel.offload {asked} with {named}: it works with {', '.join(allowed)} only. Set parallel.offload to "
             f"none (each of these axes also makes the states of a process smaller), or these axes to 1."
         )
     if config.optim.kind != "adamw":
