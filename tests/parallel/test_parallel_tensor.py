@@ -29,7 +29,8 @@ from zero2all.train.step import HEAD
 
 BIASES = {"attention_bias": "all", "mlp_bias": True}
 ONE_KV_HEAD: dict[str, Any] = {"model": {"kv_heads": 1}, "copy_kv_heads": True}
-SPREADING = ("tensor", "zero", "shard", "replicate", "copy_kv_heads", "offload")
+FOUR_LAYERS = {"layers": 4}
+SPREADING = ("tensor", "zero", "shard", "replicate", "copy_kv_heads", "offload", "pipeline", "schedule", "chunks")
 """Arguments of `layouts.course` that say where it runs, not what."""
 
 # ---- what each rank has ------------------------------------------------------------------------------------------
@@ -281,12 +282,17 @@ TABLE: dict[int, dict[str, dict[str, Any]]] = {
         "ZeRO-3 2 x tensor 2, tied, documents": {"zero": 3, "tied": True, "documents": True},
         "ZeRO-3 2 x tensor 2, recompute full": {"zero": 3, "recompute": "full", "model": BIASES},
         "ZeRO-3 2 x tensor 2, copied kv heads": {"zero": 3, **ONE_KV_HEAD},
+        "pipeline 2 x tensor 2": {"pipeline": 2, "model": BIASES, "documents": True},
+        "pipeline 2, zero bubble x tensor 2": {"pipeline": 2, "schedule": "zero_bubble", "model": FOUR_LAYERS},
     },
     6: {"replicate 3 x tensor 2, padding rows": {}},
     8: {
         "replicate 2 x ZeRO-1 2 x tensor 2": {"zero": 1, "shard": 2},
         "replicate 2 x ZeRO-3 2 x tensor 2": {"zero": 3, "shard": 2, "documents": True},
         "ZeRO-1 2 x tensor 4, copied kv heads": {"tensor": 4, "zero": 1, "copy_kv_heads": True},
+        "pipeline 2, interleaved x ZeRO-1 2 x tensor 2": {
+            **{"pipeline": 2, "schedule": "interleaved", "chunks": 2, "zero": 1, "model": FOUR_LAYERS},
+        },
     },
 }
 
@@ -301,7 +307,7 @@ def test_the_table_of_tensor_layouts(warm, tmp_path, size, capsys, monkeypatch):
     with capsys.disabled():
         print(f"\n{size} processes, float64, {layouts.STEPS} steps: largest difference to one process")
         for name, error in errors.items():
-            print(f"{name:42}{error:10.1e}")
+            print(f"{name:48}{error:10.1e}")
     assert max(errors.values()) < 1e-9
 
 
