@@ -1,13 +1,14 @@
-"""What one process holds of a model that is cut over the pipeline and the tensor axis.
+"""What one process holds of a model that is cut over the pipeline, the tensor and the expert axis.
 
 A tensor rank has an equal share of the heads, of the inner width and of the rows of embedding and head; norms, and the
-biases of the projections into the residual, are copied. A pipeline stage has some of the blocks; the first one also
+biases of the projections into the residual, are copied, and so are routers and shared experts. A process of the expert
+axis has an equal share of the experts. A pipeline stage has some of the blocks; the first one also
 the embedding, the last one the last norm and the head.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from zero2all.model.config import ModelConfig
 
@@ -37,17 +38,21 @@ class HeldModel(ModelConfig):
         return self.table_rows
 
 
-def held_model(model: ModelConfig, tensor: int = 1, stage: Stage | None = None) -> ModelConfig:
+def held_model(model: ModelConfig, tensor: int = 1, stage: Stage | None = None, expert: int = 1) -> ModelConfig:
     """A model as large as what a process holds of `model`. In the first and the last stage of a pipeline it has one
     table (tied), between them none."""
-    if tensor == 1 and stage is None:
+    if tensor == expert == 1 and stage is None:
         return model
+    moe = replace(model.moe, experts=model.moe.experts // expert)
+    if stage is not None and not stage.has_embedding:
+        moe = replace(moe, dense_layers=0)  # they are the first
     values = {field.name: getattr(model, field.name) for field in fields(ModelConfig)}
     values |= {
         "heads": model.heads // tensor,
         "kv_heads": max(1, model.kv_heads // tensor),
         "head_dim": model.head_size,
         "intermediate_size": model.intermediate_size // tensor,
+        "moe": moe,
     }
     rows = model.vocab_rows // tensor
     if stage is not None and not (stage.has_embedding and stage.has_head):
@@ -57,6 +62,8 @@ def held_model(model: ModelConfig, tensor: int = 1, stage: Stage | None = None) 
 
 
 def copied_values(model: ModelConfig) -> int:
-    """Values of a model (as held) of which every tensor rank has a copy: norms, and biases that are added once."""
+    """Values of a model (as held) of which every tensor rank has a copy: norms, biases that are added once, routers and
+    shared experts."""
+    of_experts = model.expert_layers * model.hidden_size * (model.moe.experts + 3 * model.shared_size)
     biases = (model.hidden_size if model.attention_bias == "all" else 0) + (model.hidden_size if model.mlp_bias else 0)
-    return model.layers * (2 * model.hidden_size + biases) + model.hidden_size
+    return model.layers * (2 * model.hidden_size + biases) + model.hidden_size + of_experts
