@@ -133,7 +133,7 @@ def batch_of(
     step: int, rank: int, ranks: int, vocabulary: int = 60, documents: bool = False, samples: int = SAMPLES
 ) -> Batch:
     """This rank's rows of the global batch of a step, padded with rows that weigh nothing. With `documents` each row
-    has two, which end elsewhere in every row."""
+    has two, which end elsewhere in every row, and some tokens count half."""
     tokens = np.random.default_rng(step).integers(0, vocabulary, (samples, SEQ_LEN + 1))
     first, own, per_rank = rank_rows(samples, rank, ranks)
     rows = np.zeros((per_rank, SEQ_LEN + 1), dtype=np.int64)
@@ -145,6 +145,7 @@ def batch_of(
     if documents:
         borders = 1 + (first + np.arange(per_rank)[:, None] + step) % (SEQ_LEN - 1)
         ids = (np.arange(SEQ_LEN + 1) >= borders).astype(np.int32)
+        weights[:, ::3] /= 2
     return Batch(rows, channels, channels, 0, weights=weights, document_ids=ids, step_samples=samples, samples=own)
 
 
