@@ -99,7 +99,7 @@ def test_hybrid_also_sums_the_part_of_a_process_over_the_replicas(zero):
 
 
 def test_figures_are_summed_over_all_processes():
-    assert of_step(zero=1, shard=4, replicate=2, figures=20)[-2] == ("all-reduce", "world", 8, 160.0)
+    assert of_step(zero=1, shard=4, replicate=2, figures=20)[-2] == ("all-reduce", "replicate x shard", 8, 160.0)
 
 
 def test_with_one_pass_zero_1_and_2_send_no_more_than_replicas_and_zero_3_half_as_much_again():

@@ -58,6 +58,21 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "gather x ZeRO-1": {"context": 2, "context_method": "gather", "zero": 1},
     "ulysses x ZeRO-3": {"context": 2, "zero": 3},
 }
+TENSOR_LAYOUTS: dict[str, dict[str, Any]] = {
+    "tensor": {"tensor": 4, "copy_kv_heads": True},
+    "replicate x tensor": {"tensor": 2},
+    "ZeRO-1 x tensor": {"tensor": 2, "zero": 1},
+    "ZeRO-2 x tensor": {"tensor": 2, "zero": 2},
+    "ZeRO-3 x tensor": {"tensor": 2, "zero": 3},
+}
+"""On four processes."""
+PIPELINES: dict[str, dict[str, Any]] = {
+    "pipeline": {"pipeline": 4},
+    "replicate x pipeline": {"pipeline": 2},
+    "ZeRO-1 x interleaved": {"pipeline": 2, "zero": 1, "schedule": "interleaved", "chunks": 2},
+    "ZeRO-3 x pipeline": {"pipeline": 2, "zero": 3},
+}
+"""Of four processes and at least four blocks."""
 EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
     "experts, replicate": {"zero": 0},
     "experts, ZeRO-3": {"zero": 3},
@@ -177,6 +192,7 @@ def course(
     model: dict[str, Any] | None = None,
     documents: bool = False,
     z_loss: float = 0.0,
+    micro: int = MICRO,
     **parallel: Any,
 ) -> dict[str, Any]:
     """Train: losses and gradient norms, the final tensors, bytes sent in the last step, bytes of states in a rank."""
@@ -192,6 +208,7 @@ def course(
     )
     world = world_of(world, spread)
     state = make_state(world, config)
+    state.micro_batch_samples = micro
     figures, loads, sent = [], [], SentBytes()
     for step in range(steps):
         with sent if step == steps - 1 else nullcontext():  # it slows down every operation
@@ -215,7 +232,7 @@ def pairs(
 ) -> dict[str, Any]:
     """Train and save under each layout; load under the next one, or under every other one. Which tensors differ from
     those that were saved, and how far the loss of the next step lies from the one that the saved run had."""
-    known = {**LAYOUTS, **EXPERT_LAYOUTS}
+    known = LAYOUTS | TENSOR_LAYOUTS | PIPELINES | EXPERT_LAYOUTS
     spreads = {name: ParallelConfig(**{"bucket_mb": 0.002, **known[name]}) for name in layouts}
     configs = {name: run_config(parallel=spread, **(model or {})) for name, spread in spreads.items()}
     worlds = {name: world_of(world, config.parallel) for name, config in configs.items()}
@@ -273,6 +290,8 @@ def main() -> None:
     for name, arguments in json.loads(cases).items():
         found[name] = (pairs if "folder" in arguments else course)(world, **arguments)
         found[name]["own_bytes_by_rank"] = world.gather(found[name].get("own_bytes"))
+        if "sent" in found[name]:
+            found[name]["sent_by_rank"] = world.gather(found[name]["sent"])
     if rank == 0:
         torch.save(found, out)
     dist.destroy_process_group()

@@ -7,10 +7,11 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from zero2all.cli.verb import Subparsers, add_verb, add_work, workspace_of
+from zero2all.cli.verb import Subparsers, add_verb, add_work, whole, workspace_of
 
 if TYPE_CHECKING:
     from zero2all.common.workspace import Workspace
+    from zero2all.config import RunConfig
     from zero2all.train.guards.documents import Decode
 
 
@@ -33,6 +34,16 @@ def register(verbs: Subparsers) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="check everything, learn one batch by heart, and keep nothing of it"
     )
+    parser.add_argument(
+        "--plan-only", action="store_true", help="show mesh, layout, memory and bytes of the run by arithmetic and stop"
+    )
+    parser.add_argument(
+        "--simulate-ranks",
+        type=whole(1),
+        metavar="N",
+        help="run one step of rank 0 of N with collectives that send nothing, and count memory and bytes",
+    )
+    parser.add_argument("--json", action="store_true", help="with the two before: print JSON")
     parser.add_argument("--fresh", action="store_true", help="forget an earlier run of this name and start over")
     parser.add_argument("--accept-changes", action="store_true", help="continue a run although its settings changed")
     parser.add_argument(
@@ -43,6 +54,7 @@ def register(verbs: Subparsers) -> None:
     parser.usage = (
         "z2a train [-h] CONFIG [--work DIR] [--section.field VALUE …]\n"
         "                 [--print-config] [--print-schedule] [--dry-run]\n"
+        "                 [--plan-only] [--simulate-ranks N] [--json]\n"
         "                 [--fresh] [--accept-changes] [--take-over]"
     )
 
@@ -66,6 +78,8 @@ def _train_or_show(arguments: argparse.Namespace) -> int:
 
         print("\n".join(schedule_lines(config.train.steps, config.optim.lr_max, config.schedule, config.stages)))
         return 0
+    if arguments.plan_only or arguments.simulate_ranks:
+        return _plan(arguments, config)
     workspace = workspace_of(arguments)
     if arguments.dry_run:
         from zero2all.train.dry_run import dry_run
@@ -94,6 +108,43 @@ def _train_or_show(arguments: argparse.Namespace) -> int:
     print(f"{summary.run}: step {summary.step}, {summary.tokens:,} tokens, {summary.tokens_per_second:,.0f} tokens/s")
     for name, value in summary.held_out.items():
         print(f"  {name:<28} {value:.4f}")
+    return 0
+
+
+def _plan(arguments: argparse.Namespace, config: RunConfig) -> int:
+    import json
+
+    from zero2all.cli.table import print_table
+    from zero2all.common.workspace import Workspace
+    from zero2all.train.plan import (
+        make_plan,
+        plan_notes,
+        plan_tables,
+        plan_values,
+        processes_of,
+        with_planned_vocabulary,
+    )
+
+    config = with_planned_vocabulary(config, Workspace(arguments.work))
+    processes = arguments.simulate_ranks or processes_of(config.parallel)
+    if arguments.simulate_ranks:
+        from zero2all.train.simulate import simulate_ranks
+
+        simulated = simulate_ranks(config, processes)
+        if arguments.json:
+            print(json.dumps(simulated.values(), indent=2))
+        else:
+            print_table(simulated.rows())
+            print(f"simulated in {simulated.seconds:.1f} s, {simulated.micro_batch_samples} samples a pass")
+        return 0
+    plan = make_plan(config, processes)
+    if arguments.json:
+        print(json.dumps(plan_values(plan), indent=2))
+        return 0
+    for title, rows in plan_tables(plan):
+        print(title)
+        print_table(rows)
+    print("\n".join(plan_notes(plan)))
     return 0
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from zero2all.common.errors import UsageError
 from zero2all.common.progress import counted
-from zero2all.parallel import context, expert
+from zero2all.parallel import context, expert, pipeline, tensor
 from zero2all.parallel.config import MeshSizes
 from zero2all.parallel.run_config import SpreadConfig, sequence_lengths
 
@@ -76,19 +76,15 @@ def _rows_problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
 
 
 def _sequence_problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
-    """Context ranks take two chunks of each sequence, tensor ranks equal parts of what a context rank has."""
-    if sizes.context == 1 or sizes.tensor == 1:
-        return []  # the rule of the one axis says it
-    found = []
-    for name, length in sequence_lengths(config):
-        pieces = 2 * sizes.context * sizes.tensor
-        if length % pieces:
-            found.append(
-                f"{name} {length} is not a multiple of 2 x context x tensor = 2 x {sizes.context} x {sizes.tensor} = "
-                f"{pieces}: a context rank has two chunks of a sequence, and its tensor ranks share each. Nearest: "
-                f"{max(1, round(length / pieces)) * pieces}."
-            )
-    return found
+    """Tensor ranks share the part of a sequence that a context rank has; each axis alone has a rule of its own."""
+    pieces = sizes.context * sizes.tensor
+    return [
+        f"{name} {length} is not a multiple of context x tensor = {sizes.context} x {sizes.tensor} = {pieces}: tensor "
+        f"ranks share the part of a sequence that a context rank has. Nearest: "
+        f"{max(1, round(length / pieces)) * pieces}."
+        for name, length in sequence_lengths(config)
+        if sizes.context > 1 and sizes.tensor > 1 and length % pieces
+    ]
 
 
 def _zero_problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
@@ -126,6 +122,8 @@ def _cuda_graph_problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
 
 
 RULES: tuple[Rule, ...] = (
+    tensor.problems,
+    pipeline.problems,
     context.problems,
     expert.problems,
     _rows_problems,

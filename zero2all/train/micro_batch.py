@@ -25,6 +25,7 @@ from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import read_json, write_json
 from zero2all.common.progress import counted
 from zero2all.config import RunConfig, with_new_names
+from zero2all.limits.held import Stage
 from zero2all.limits.memory import ALLOWANCE, KINDS_APART, MemorySettings, estimate_memory
 from zero2all.model.config import ModelConfig
 from zero2all.model.z2all import Z2all
@@ -33,6 +34,8 @@ from zero2all.packed.loader import rank_rows
 from zero2all.parallel.buckets import plan_buffers
 from zero2all.parallel.layout import layout_table
 from zero2all.parallel.mesh import Mesh
+from zero2all.parallel.pipeline import make_stages, model_costs
+from zero2all.parallel.schedule import make_orders
 from zero2all.parallel.world import World
 from zero2all.train.checkpoints.run_lock import Fence, behind, no_fence
 from zero2all.train.optimizers.factory import cut_of
@@ -215,15 +218,44 @@ def memory_settings(config: RunConfig, ops: Ops, mesh: Mesh, samples: int) -> Me
         replicate=mesh.replicate.size,
         shard=mesh.shard.size,
         expert=mesh.expert.size,
+        context=mesh.context.size,
+        tensor=mesh.tensor.size,
+        pipeline=mesh.pipeline.size,
+        stage=stage_of(config, mesh, -(-rows // samples)),
+        overlap=config.parallel.overlap,
         offload=config.parallel.offload,
         one_step_late=config.parallel.offload_one_step_late,
         bucket_bytes=config.parallel.bucket_mb * 1e6,
     )
-    if settings.zero not in (1, 2) or settings.shard == 1 or settings.expert > 1:
+    is_cut_otherwise = settings.tensor * settings.pipeline * settings.expert > 1
+    if settings.zero not in (1, 2) or settings.shard == 1 or is_cut_otherwise:
         return settings
     bucket_values = int(settings.bucket_bytes) // settings.gradient_bytes
     return dataclasses.replace(
         settings, owned=owned_values(config.model, settings.optimizer, settings.shard, bucket_values)
+    )
+
+
+def stage_of(config: RunConfig, mesh: Mesh, passes: int) -> Stage | None:
+    """What a process of a pipeline has of the model, and how much of it is under way at most; None: no pipeline."""
+    if mesh.pipeline.size == 1:
+        return None
+    parallel, rank, processes = config.parallel, mesh.pipeline.rank, mesh.pipeline.size
+    stages = make_stages(model_costs(config.model, config.data.seq_len), processes * parallel.chunks)
+    own = {number: stages[number] for number in range(rank, len(stages), processes)}
+    layers = sum(len(stage.blocks) for stage in own.values())
+    kept = most = 0
+    frees = "weights" if parallel.schedule == "zero_bubble" else "backward"
+    for action in make_orders(parallel.schedule, processes, parallel.chunks, passes)[rank]:
+        blocks = len(own[action.stage].blocks)
+        kept += blocks if action.kind == "forward" else -blocks if action.kind == frees else 0
+        most = max(most, kept)
+    return Stage(
+        layers,
+        has_embedding=any(stage.is_first for stage in own.values()),
+        has_head=any(stage.is_last for stage in own.values()),
+        in_flight=most / layers,
+        sends=sum(not stage.is_first for stage in own.values()) + sum(not stage.is_last for stage in own.values()),
     )
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -300,7 +300,13 @@ def _build_state(
     return state, notes
 
 
-def empty_state(config: RunConfig, world: World, ops: Ops, step: int = 0) -> TrainState:
+def empty_state(
+    config: RunConfig,
+    world: World,
+    ops: Ops,
+    step: int = 0,
+    before_allocating: Callable[[], object] = lambda: None,
+) -> TrainState:
     """The model as it is at `step`, on its device and spread over the processes, and its optimizer; its weights are yet
     to be drawn or loaded."""
     dtype = DTYPES[config.train.precision]
@@ -314,6 +320,7 @@ def empty_state(config: RunConfig, world: World, ops: Ops, step: int = 0) -> Tra
     cut_model(model, world.mesh.tensor)
     apply_recompute(model, config.train.recompute, config.train.recompute_every)
     pipeline = _cut_into_stages(model, config, world) if world.mesh.pipeline.size > 1 else None
+    before_allocating()
     if config.parallel.zero == 3 and world.mesh.shard.size > 1:
         shard_model(model, world, dtype, with_masters=config.optim.kind != "adamw_bf16")
     cos, sin = rope_tables(model.config, model.config.max_seq_len, world.device)

@@ -1,0 +1,316 @@
+"""`z2a train --plan-only`: how a run will be spread, by arithmetic alone: no GPU, no data, no other process.
+
+The mesh and who talks to whom, who holds what of the model, memory and bytes of a process, how long a pipeline waits,
+and which axis bears a slow link best. A run that cannot be spread so is refused here with the same words as at its
+start (`zero2all.parallel.check`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zero2all.common.errors import UsageError
+from zero2all.common.files import human_bytes
+from zero2all.common.manifest import read_manifest
+from zero2all.common.workspace import Workspace
+from zero2all.config import RunConfig
+from zero2all.limits.communication import AxisTraffic, Transfer, by_axis, bytes_sent, communication_per_step
+from zero2all.limits.memory import GIB, MemoryEstimate, estimate_memory
+from zero2all.model.config import parameter_counts
+from zero2all.ops.registry import Ops, resolve
+from zero2all.parallel.check import arithmetic, check_spread
+from zero2all.parallel.config import MeshSizes, ParallelConfig
+from zero2all.parallel.device import pick_device
+from zero2all.parallel.layout import LogicalParameter, held_table, layout_table
+from zero2all.parallel.mesh import DENSE, GRADIENT_AXES, Mesh, axis_length, coordinates
+from zero2all.parallel.pipeline import make_stages, model_costs
+from zero2all.parallel.schedule import predicted_bubble
+from zero2all.parallel.world import World, asked_processes
+from zero2all.train.micro_batch import least_samples, memory_settings
+from zero2all.train.setup import op_context
+from zero2all.train.state import DTYPES
+
+USUAL_PER_MACHINE = 8
+"""Processes of a machine, where neither the config nor this machine says it."""
+AXES = {
+    "pipeline": "blocks; hidden states go to the next",
+    "replicate": "copies; rows of their own",
+    "shard": "parts of the states; rows of their own",
+    "context": "parts of every sequence",
+    "tensor": "parts of every matrix",
+    "expert": "experts; tokens go to them",
+}
+
+Rows = list[list[str]]
+"""A table; the first row is its heading."""
+
+
+@dataclass(frozen=True)
+class AxisPlan:
+    """One axis of the mesh."""
+
+    name: str
+    size: int
+    ranks: list[int]  # those along it that include rank 0: a ring, or a line of stages
+    between_machines: bool
+
+
+@dataclass(frozen=True)
+class Held:
+    """Parameters that are alike: what a process holds of each."""
+
+    name: str  # with * for the numbers of blocks
+    count: int
+    shape: tuple[int, ...]
+    cut: str
+    local: tuple[int, ...]
+    copies: int  # processes that compute with the same values
+    summed_over: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a run is spread."""
+
+    config: RunConfig
+    sizes: MeshSizes
+    per_machine: int
+    samples: int  # of a pass
+    axes: list[AxisPlan]
+    layout: list[Held]
+    memory: list[MemoryEstimate]  # of a process of each stage
+    transfers: list[Transfer]  # of the process that sends most
+    bubble: float | None  # share of a step that stages wait for each other, predicted; None: no pipeline
+    device: str  # whose operators the memory is estimated for
+
+    @property
+    def traffic(self) -> list[AxisTraffic]:
+        """The axes, the one that bears a slow link best first."""
+        return by_axis(self.transfers)
+
+
+def make_plan(config: RunConfig, processes: int, ops: Ops | None = None, samples: int | None = None) -> Plan:
+    """The plan for a config whose vocabulary is known; UsageError where it cannot be spread so."""
+    sizes = check_spread(config, processes)
+    device = pick_device(config.parallel.device if processes == 1 or config.parallel.device != "cuda" else "auto")
+    if ops is None:
+        sharded = config.parallel.zero == 3 and sizes.shard > 1
+        ops = resolve(config.ops, op_context(config, device.type, DTYPES[config.train.precision], sharded))
+    if samples is None:
+        samples = least_samples(config, World(device=device, mesh=Mesh(sizes)))
+    first_of_stage = [stage * processes // sizes.pipeline for stage in range(sizes.pipeline)]
+    settings = [memory_settings(config, ops, Mesh(sizes, rank), samples) for rank in first_of_stage]
+    transfers = [communication_per_step(config.model, each) for each in settings]
+    per_machine = processes_per_machine(config.parallel, processes)
+    return Plan(
+        config,
+        sizes,
+        per_machine,
+        samples,
+        plan_axes(sizes, per_machine),
+        plan_layout(config, sizes),
+        [estimate_memory(config.model, each) for each in settings],
+        max(transfers, key=bytes_sent),
+        predict_bubble(config, sizes, settings[0].passes),
+        device.type,
+    )
+
+
+def predict_bubble(config: RunConfig, sizes: MeshSizes, passes: int) -> float | None:
+    """The share of a step that the stages of a pipeline wait for each other."""
+    if sizes.pipeline == 1:
+        return None
+    parallel, costs = config.parallel, model_costs(config.model, config.data.seq_len)
+    of_stages = [costs.of(stage) for stage in make_stages(costs, sizes.pipeline * parallel.chunks)]
+    return predicted_bubble(parallel.schedule, sizes.pipeline, parallel.chunks, passes, of_stages)
+
+
+def processes_of(config: ParallelConfig) -> int:
+    """The processes that the run itself will have: those of this machine, or more where the sizes of the axes, or those
+    who started this process, ask for more."""
+    asked = math.prod(size for size in (config.replicate, config.shard) if size != "auto")
+    asked *= config.pipeline * config.context * config.tensor
+    here = torch.cuda.device_count() if config.device != "cpu" else 0
+    return max(here if config.processes == "auto" else config.processes, asked, asked_processes())
+
+
+def processes_per_machine(config: ParallelConfig, processes: int) -> int:
+    """As configured, else what is usual."""
+    return min(processes, USUAL_PER_MACHINE if config.processes == "auto" else config.processes)
+
+
+def with_planned_vocabulary(config: RunConfig, workspace: Workspace) -> RunConfig:
+    """The config with the size of the vocabulary, which the tokenizer of the workspace says where the config does
+    not."""
+    if config.model.vocab_size is not None:
+        return config
+    try:
+        size = int(read_manifest(workspace.tokenizer, "tokenizer", "z2a tokenizer train")["vocab_size"])
+    except Exception as error:
+        raise UsageError(
+            f"A plan needs the size of the vocabulary: give --model.vocab_size N, or --work with a workspace that has "
+            f"a tokenizer ({error})"
+        ) from error
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
+
+
+# ---- the mesh and the layout -----------------------------------------------------------------------------------------
+
+
+def plan_axes(sizes: MeshSizes, per_machine: int) -> list[AxisPlan]:
+    """The axes with more than one process, from the outermost to the innermost."""
+    found = []
+    for name in (*DENSE, "expert"):
+        ranks = _ranks_along(sizes, name)
+        if len(ranks) > 1:
+            crosses = len({rank // per_machine for rank in ranks}) > 1
+            found.append(AxisPlan(name, len(ranks), ranks, crosses))
+    return found
+
+
+def _ranks_along(sizes: MeshSizes, name: str) -> list[int]:
+    """The ranks that differ from rank 0 on this axis alone."""
+    others = ("pipeline", "replicate", "expert_shard") if name == "expert" else [axis for axis in DENSE if axis != name]
+    places = ((rank, coordinates(sizes, rank)) for rank in range(sizes.processes))
+    return [rank for rank, place in places if not any(place[other] for other in others)]
+
+
+def plan_layout(config: RunConfig, sizes: MeshSizes) -> list[Held]:
+    """Every kind of parameter, as rank 0 would hold it if it had all blocks."""
+    table = layout_table(config.model)
+    held = held_table(table, {one.holder for one in table}, Mesh(sizes))
+    alike: dict[tuple[str, tuple[int, ...]], list[LogicalParameter]] = {}
+    for one in held:
+        alike.setdefault((re.sub(r"\.\d+\.", ".*.", one.name), one.held.lengths), []).append(one)
+    return [_held(name, members, config.parallel.zero, sizes) for (name, _), members in alike.items()]
+
+
+def _held(name: str, members: Sequence[LogicalParameter], zero: int, sizes: MeshSizes) -> Held:
+    one = members[0]
+    cuts = []
+    for dimension, (whole, local) in enumerate(zip(one.shape, one.held.lengths, strict=True)):
+        if whole != local:
+            what = ("rows", "columns")[dimension] if one.spread != "expert" else "experts"
+            cuts.append(f"{what}/{whole // local}")
+    if zero == 3 and sizes.shard > 1:
+        cuts.append(f"shard/{sizes.shard}")
+    axes = GRADIENT_AXES[one.spread][0]
+    summed = [axis for axis in axes if axis_length(sizes, axis) > 1]
+    pieces = math.prod(one.shape) // max(1, one.numel)
+    copies = sizes.processes // sizes.pipeline // pieces // (sizes.shard if zero == 3 else 1)
+    over = " x ".join(summed) or "-"
+    return Held(name, len(members), one.shape, ", ".join(cuts) or "-", one.held.lengths, copies, over)
+
+
+# ---- as tables and as JSON -------------------------------------------------------------------------------------------
+
+
+def plan_tables(plan: Plan) -> list[tuple[str, Rows]]:
+    """The plan as tables with titles."""
+    return [
+        (_mesh_title(plan), _mesh_rows(plan)),
+        ("who holds what (*: of every block; batch: replicate x shard)", _layout_rows(plan)),
+        (f"memory of a process, by stage, in GiB (operators of {plan.device})", _memory_rows(plan)),
+        (f"bytes of a step: a process sends {human_bytes(bytes_sent(plan.transfers))}", _transfer_rows(plan)),
+    ]
+
+
+def plan_notes(plan: Plan) -> list[str]:
+    """What the tables mean for the choice of links, and the arithmetic of the batch."""
+    return [*_bubble_notes(plan), *_link_notes(plan), "arithmetic:", *arithmetic(plan.config, plan.sizes).splitlines()]
+
+
+def _mesh_title(plan: Plan) -> str:
+    total = parameter_counts(plan.config.model)["total"]
+    machines = -(-plan.sizes.processes // plan.per_machine)
+    return (
+        f"mesh: {plan.sizes.processes} processes on {machines} machine{'s' if machines > 1 else ''}, "
+        f"{total / 1e6:,.1f} M parameters, zero {plan.config.parallel.zero}"
+    )
+
+
+def _mesh_rows(plan: Plan) -> Rows:
+    sent = {axis.axis: axis.sent for axis in plan.traffic}
+    rows = [["axis", "size", "its processes share", "with rank 0", "link", "sent"]]
+    for axis in plan.axes:
+        link = "between machines" if axis.between_machines else "in a machine"
+        own = human_bytes(sent.get(axis.name, 0.0))
+        rows.append([axis.name, str(axis.size), AXES[axis.name], _ranks(axis.ranks), link, own])
+    return rows if len(rows) > 1 else [*rows, ["-", "1", "one process has everything", "0", "-", "-"]]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return " ".join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]} {ranks[1]} … {ranks[-1]}"
+
+
+def _layout_rows(plan: Plan) -> Rows:
+    rows = [["parameter", "whole", "cut", "here", "copies", "summed over"]]
+    for one in plan.layout:
+        whole, here = ("x".join(map(str, shape)) for shape in (one.shape, one.local))
+        name = one.name.removeprefix("blocks.").removesuffix(".weight")
+        over = one.summed_over.replace("replicate x shard", "batch")
+        rows.append([name, whole, one.cut, here, str(one.copies), over])
+    return rows
+
+
+def _memory_rows(plan: Plan) -> Rows:
+    names = list(dict.fromkeys(part.name for estimate in plan.memory for part in estimate.parts))
+    stages = [f"stage {number}" for number in range(len(plan.memory))] if len(plan.memory) > 1 else ["a process"]
+    rows = [["", *stages]]
+    for name in names:
+        sizes = [sum(part.bytes for part in each.parts if part.name == name) for each in plan.memory]
+        if max(sizes) >= GIB / 1e5:
+            rows.append([name, *(f"{size / GIB:.3f}" for size in sizes)])
+    return [*rows, ["total on the device", *(f"{each.total / GIB:.3f}" for each in plan.memory)]]
+
+
+def _transfer_rows(plan: Plan) -> Rows:
+    rows = [["collective", "what", "over", "whole", "sent", "hidden by"]]
+    for one in plan.transfers:
+        over = one.axis.replace("replicate x shard", "batch")
+        rows.append([one.collective, one.what, over, human_bytes(one.whole), human_bytes(one.sent), one.hidden_by])
+    return rows if len(rows) > 1 else [*rows, ["-", "a process alone sends nothing", "-", "0 B", "0 B", ""]]
+
+
+def _bubble_notes(plan: Plan) -> list[str]:
+    if plan.bubble is None:
+        return []
+    parallel = plan.config.parallel
+    chunks = f" with {parallel.chunks} chunks" if parallel.chunks > 1 else ""
+    return [f"bubble: stages wait {plan.bubble:.1%} of a step for each other ({parallel.schedule}{chunks}, predicted)"]
+
+
+def _link_notes(plan: Plan) -> list[str]:
+    if not plan.traffic:
+        return []
+    lines = ["which axis bears a slow link (the best first):"]
+    for number, axis in enumerate(plan.traffic, 1):
+        waits = f"the processes wait for {human_bytes(axis.waited)} of it" if axis.waited else "computing can hide it"
+        lines.append(f"  {number}. {axis.axis}: {human_bytes(axis.sent)} a step; {waits}")
+    return lines
+
+
+def plan_values(plan: Plan) -> dict[str, Any]:
+    """The plan as JSON values."""
+    return {
+        "sizes": dataclasses.asdict(plan.sizes),
+        "processes": plan.sizes.processes,
+        "processes_per_machine": plan.per_machine,
+        "micro_batch_samples": plan.samples,
+        "axes": [dataclasses.asdict(axis) for axis in plan.axes],
+        "layout": [dataclasses.asdict(one) for one in plan.layout],
+        "memory": [
+            {"total": each.total, "host": each.host, "parts": {part.name: part.bytes for part in each.parts}}
+            for each in plan.memory
+        ],
+        "transfers": [{**dataclasses.asdict(one), "sent": one.sent, "given": one.given} for one in plan.transfers],
+        "bubble": plan.bubble,
+        "slow_link_order": [axis.axis for axis in plan.traffic],
+    }

@@ -1,0 +1,180 @@
+"""`z2a train --simulate-ranks N`: one step of rank 0 of N processes, in this process alone.
+
+Collectives go to a process group that sends nothing, and tensors have shapes but no values, so a model of any size fits
+on a laptop. What is counted is the code of the run itself: the bytes of every tensor that is alive, and what is handed
+to every collective. Both stand beside the formulas of the plan.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from zero2all.common.errors import UsageError
+from zero2all.common.files import human_bytes
+from zero2all.config import RunConfig
+from zero2all.limits.communication import communication_per_step
+from zero2all.limits.memory import GIB, estimate_memory
+from zero2all.ops.registry import resolve
+from zero2all.packed.loader import Batch, rank_rows
+from zero2all.parallel.check import check_spread
+from zero2all.parallel.counting import CollectiveBytes
+from zero2all.parallel.mesh import make_mesh
+from zero2all.parallel.world import World
+from zero2all.train.micro_batch import least_samples, memory_settings
+from zero2all.train.setup import empty_state, op_context
+from zero2all.train.state import DTYPES, TrainState
+from zero2all.train.step import HEAD, StepPlan, train_step
+from zero2all.train.weights import FlatWeights
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What rank 0 needed and handed over in a step, counted and by formula."""
+
+    processes: int
+    micro_batch_samples: int
+    seconds: float  # of the simulation
+    state_bytes: int  # between two steps
+    expected_state_bytes: float
+    peak_bytes: int
+    expected_peak_bytes: float
+    sent: dict[tuple[str, str], tuple[int, float]]
+    """By collective and axes: bytes handed over, counted and by formula."""
+
+    def rows(self) -> list[list[str]]:
+        """As a table."""
+        found = [["rank 0 of " + str(self.processes), "over", "counted", "by formula"]]
+        for name, counted, expected in (
+            ("states", self.state_bytes, self.expected_state_bytes),
+            ("at the peak of a step", self.peak_bytes, self.expected_peak_bytes),
+        ):
+            found.append([name, "", f"{counted / GIB:.3f} GiB", f"{expected / GIB:.3f} GiB"])
+        for (kind, axes), (counted, formula) in self.sent.items():
+            found.append([kind, axes, f"{counted:,} B ({human_bytes(counted)})", f"{formula:,.0f} B"])
+        return found
+
+    def values(self) -> dict[str, Any]:
+        """As JSON values."""
+        sent = [
+            {"collective": kind, "axes": axes, "bytes": counted, "expected": expected}
+            for (kind, axes), (counted, expected) in self.sent.items()
+        ]
+        return {**asdict(self), "sent": sent}
+
+
+def simulate_ranks(config: RunConfig, processes: int) -> Simulated:
+    """Run rank 0's part of one step. The config has its vocabulary; float8 and offload are not simulated."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    sizes = check_spread(config, processes)
+    if config.parallel.offload != "none":
+        raise UsageError("Simulated ranks have no host memory of their own: set parallel.offload to none.")
+    started = time.perf_counter()
+    dist.init_process_group("fake", rank=0, world_size=processes, store=FakeStore())
+    try:
+        world = World(0, processes, torch.device("cpu"), make_mesh(sizes))
+        return _simulate(config, world, started)
+    finally:
+        dist.destroy_process_group()
+
+
+def _simulate(config: RunConfig, world: World, started: float) -> Simulated:
+    sharded = config.parallel.zero == 3 and world.mesh.shard.size > 1
+    ops = resolve(config.ops, op_context(config, "cpu", DTYPES[config.train.precision], sharded))
+    samples = least_samples(config, world)
+    fake, memory, sent = FakeTensorMode(allow_non_fake_inputs=True), LiveBytes(), CollectiveBytes(world.mesh)
+    modes = [fake, memory]
+    if sharded:
+        _ = world.mesh.for_fsdp  # made here, because it reads the values of a tensor
+    state = empty_state(config, world, ops, before_allocating=lambda: [mode.__enter__() for mode in modes])
+    try:
+        state.micro_batch_samples = samples
+        state.weights.updated()
+        state.weights.wait()
+        batch = _batch(config, world)
+        with sent:
+            train_step(state, batch, 1, config, world, StepPlan(config.optim.lr_max))
+            state.weights.wait()
+        del batch
+    finally:
+        for mode in reversed(modes):
+            mode.__exit__(None, None, None)
+    settings = memory_settings(config, ops, world.mesh, samples)
+    expected = estimate_memory(config.model, settings)
+    figures = HEAD + 2 + 2 * config.samples_per_step
+    formula: Counter[tuple[str, str]] = Counter()
+    for one in communication_per_step(config.model, settings, figures, _buffers(state)):
+        formula[one.collective, one.axis] += one.given  # type: ignore[assignment]
+    keys = sorted({*formula, *sent.by_axes})
+    return Simulated(
+        world.size,
+        samples,
+        time.perf_counter() - started,
+        memory.live,
+        expected.state,
+        memory.peak,
+        expected.total,
+        {key: (sent.by_axes[key], float(formula[key])) for key in keys},
+    )
+
+
+def _batch(config: RunConfig, world: World) -> Batch:
+    """Rows of the shape that the process reads; under FakeTensorMode they have no values."""
+    rows = rank_rows(config.samples_per_step, world.mesh.batch.rank, world.mesh.batch.size)[2]
+    length, channels = config.data.seq_len, torch.zeros(rows, dtype=torch.long)
+    tokens = torch.zeros(rows, length + 1, dtype=torch.long)
+    documents = torch.zeros(rows, length + 1, dtype=torch.long) if config.data.document_mask else None
+    return Batch(
+        tokens, channels, channels, 0, document_ids=documents, step_samples=config.samples_per_step, samples=rows
+    )
+
+
+def _buffers(state: TrainState) -> dict[str, int] | None:
+    """The values of the flat buffers by spread, with their padding; FSDP has none."""
+    if not isinstance(state.weights, FlatWeights):
+        return None
+    found: Counter[str] = Counter()
+    for bucket in state.weights.plan.buckets:
+        found[bucket.spread] += bucket.span.stop - bucket.span.start
+    return dict(found)
+
+
+class LiveBytes(TorchDispatchMode):
+    """The bytes of all storages that were made while it was active and are alive, now and at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        """Note the storages of the results."""
+        del types
+        result = operation(*arguments, **(keywords or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._note(tensor.untyped_storage())
+        return result
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+        self._known.add(key)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
