@@ -29,7 +29,7 @@ def test_mesh_is_that_of_the_run(config, replicate, shard):
 
 
 def test_sizes_that_do_not_fit_are_found_by_a_dry_run_too():
-    with pytest.raises(UsageError, match="3 x 1 = 3 processes, but the run has 4"):
+    with pytest.raises(UsageError, match=r"3 x 1 = 3 processes, but the run has 4.*Here: replicate 4 or auto"):
         mesh_of_run(ParallelConfig(device="cpu", processes=4, replicate=3))
 
 

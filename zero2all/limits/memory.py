@@ -68,6 +68,12 @@ PIECE_VALUES, STAGED_PIECES = 1 << 24, 3
 STREAMED_BLOCKS = 2
 """With offloaded weights: one block computes, one comes (`zero2all.train.streamed`)."""
 
+
+def binary_size(count: float, digits: int = 1) -> str:
+    """Bytes as GiB, or as MiB where that would be next to nothing."""
+    return f"{count / GIB:.{digits}f} GiB" if count >= GIB / 10 else f"{count / 2**20:.{digits}f} MiB"
+
+
 Place = Literal["device", "host", "disk"]
 PLACE_OF_STATES: dict[str, Place] = {
     "none": "device",
@@ -235,12 +241,13 @@ class MemoryEstimate:
         return sum(part.bytes for part in self.parts if part.place == place)
 
     def _rows(self, place: str) -> list[str]:
+        total = self._at(place)
         rows = [
-            f"  {part.name:<14}{part.bytes / GIB:>8.2f} GiB  {part.note}"
+            f"  {part.name:<14}{binary_size(part.bytes, 2):>12}  {part.note}"
             for part in self.parts
-            if part.place == place and part.bytes >= GIB / 1e3
+            if part.place == place and part.bytes >= total / 1e4
         ]
-        return [*rows, f"  {'total':<14}{self._at(place) / GIB:>8.2f} GiB"]
+        return [*rows, f"  {'total':<14}{binary_size(total, 2):>12}"]
 
 
 STATE_PARTS = ("weights", "masters", "gradients", "optimizer")

@@ -35,9 +35,11 @@ class CollectiveBytes(TorchDispatchMode):
     def __init__(self, mesh: Mesh | None = None) -> None:
         super().__init__()
         self.by_axes: Counter[tuple[str, str]] = Counter()
-        self._axes = (
-            {} if mesh is None else {group.group_name: axes_of(mesh, axes) for axes, group in mesh.groups.items()}
-        )
+        self._axes: dict[str, str] = {}
+        if mesh is not None:
+            for axes, group in mesh.groups.items():
+                # Products of axes with the same processes share a group; the first, of axes of dense weights, names it.
+                self._axes.setdefault(group.group_name, axes_of(mesh, axes))
 
     @property
     def bytes(self) -> dict[str, int]:

@@ -32,6 +32,7 @@ from zero2all.model.z2all import Z2all
 from zero2all.ops.registry import Ops
 from zero2all.packed.loader import rank_rows
 from zero2all.parallel.buckets import plan_buffers
+from zero2all.parallel.context import method_of
 from zero2all.parallel.layout import layout_table
 from zero2all.parallel.mesh import Mesh
 from zero2all.parallel.pipeline import make_stages, model_costs
@@ -217,18 +218,19 @@ def memory_settings(config: RunConfig, ops: Ops, mesh: Mesh, samples: int) -> Me
         zero=config.parallel.zero,
         replicate=mesh.replicate.size,
         shard=mesh.shard.size,
-        expert=mesh.expert.size,
         context=mesh.context.size,
+        context_method=method_of(config.model, config.parallel, mesh.sizes),
         tensor=mesh.tensor.size,
         pipeline=mesh.pipeline.size,
         stage=stage_of(config, mesh, -(-rows // samples)),
         overlap=config.parallel.overlap,
+        expert=mesh.expert.size,
         offload=config.parallel.offload,
         one_step_late=config.parallel.offload_one_step_late,
         bucket_bytes=config.parallel.bucket_mb * 1e6,
     )
-    is_cut_otherwise = settings.tensor * settings.pipeline * settings.expert > 1
-    if settings.zero not in (1, 2) or settings.shard == 1 or is_cut_otherwise:
+    cuts_model = settings.tensor * settings.pipeline * settings.expert > 1
+    if settings.zero not in (1, 2) or settings.shard == 1 or cuts_model:
         return settings
     bucket_values = int(settings.bucket_bytes) // settings.gradient_bytes
     return dataclasses.replace(

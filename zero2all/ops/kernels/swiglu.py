@@ -115,14 +115,14 @@ class Swiglu(torch.autograd.Function):
     def forward(ctx: Any, pairs: Tensor) -> Tensor:
         rows = rows_of(pairs)
         ctx.save_for_backward(rows)
-        return swiglu_forward(rows).view(*pairs.shape[:-1], -1)
+        return swiglu_forward(rows).view(*pairs.shape[:-1], pairs.shape[-1] // 2)  # -1 would not do without rows
 
     @staticmethod
     @without_autocast
     def backward(ctx: Any, dh: Tensor) -> Tensor:
         (rows,) = ctx.saved_tensors
         dpairs, _ = swiglu_backward(rows_of(dh), rows)
-        return dpairs.view(*dh.shape[:-1], -1)
+        return dpairs.view(*dh.shape[:-1], 2 * dh.shape[-1])
 
 
 def triton_swiglu(pairs: Tensor) -> Tensor:
