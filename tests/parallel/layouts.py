@@ -341,6 +341,8 @@ def main() -> None:
         kind = pairs if "folder" in arguments else sleeping_stages if "seconds" in arguments else course
         found[name] = kind(world, **arguments)
         found[name]["own_bytes_by_rank"] = world.gather(found[name].get("own_bytes"))
+        if "sent" in found[name]:
+            found[name]["sent_by_rank"] = world.gather(found[name]["sent"])
     if rank == 0:
         torch.save(found, out)
     dist.destroy_process_group()

@@ -11,7 +11,8 @@ context):
                                                           weights between the forward and the backward pass
     hybrid   with r > 1, zero 1 to 3 also all-reduce the part of a process, G/n, over r; zero 2 in each pass
 
-What every tensor rank has a copy of (norms) is summed over the tensor axis too.
+What every tensor rank has a copy of (norms) is summed over the tensor axis too. Experts are cut over the expert axis;
+for them n is the number of processes with the same experts (shard x context x tensor / expert), and r is replicate.
 
 Activations, in each of m passes, with A bytes of hidden states of the process's tokens (tokens x width x 2):
 
@@ -24,7 +25,9 @@ Activations, in each of m passes, with A bytes of hidden states of the process's
               token): ulysses 2 all-to-alls of Q + 2 K and 2 of Q, where K counts repeated heads; gather an all-gather
               and a reduce-scatter of 2 K x context. A block that is recomputed does its forward part twice
     pipeline  A/tensor to the next stage, and as much back
-    expert    per block with experts 4 all-to-alls of A/tensor x experts per token
+    expert    per block with experts 4 all-to-alls of A/tensor x experts per token, 2 of as many gates, and one of the
+              counts; the mean over processes: how much comes back to one depends on the routing. A block that is
+              recomputed does its forward part twice. The tensor axis gathers nothing for experts
 
 Three numbers each: the whole tensor; what a process hands to the collective, which a counter of inputs sees (the whole
 tensor, but only its own part for an all-gather); and what it sends over its links in a ring, which is 2 (n - 1)/n of
@@ -45,7 +48,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zero2all.limits.flops import recomputed_blocks
-from zero2all.limits.held import copied_values, held_model
+from zero2all.limits.held import copied_values, expert_values, held_model
 from zero2all.limits.memory import WIDTHS, MemorySettings
 from zero2all.model.config import ModelConfig, parameter_counts
 
@@ -94,6 +97,7 @@ def communication_per_step(
         *_tensor(model, settings),
         *_context(model, settings),
         *_pipeline(model, settings),
+        *_experts(model, settings),
         _all_reduce(settings, WORLD, "figures", float(FIGURE_BYTES * figures)),
         # the number of tokens that count
         _all_reduce(settings, LOSS, "figures", float(FIGURE_BYTES * bool(figures))),
@@ -112,13 +116,14 @@ def _all_reduce(
 
 def _values(model: ModelConfig, settings: MemorySettings) -> dict[str, int]:
     """The values that a process holds, by spread."""
-    held = held_model(model, settings.tensor, settings.stage)
+    held = held_model(model, settings.tensor, settings.stage, settings.expert)
     copied = copied_values(held) if settings.tensor > 1 else 0
-    return {"cut": parameter_counts(held)["total"] - copied, "copied": copied}
+    experts = 0 if settings.is_fsdp else expert_values(held)
+    return {"cut": parameter_counts(held)["total"] - copied - experts, "copied": copied, "expert": experts}
 
 
 def _gradients_and_weights(model: ModelConfig, settings: MemorySettings, buffers: Mapping[str, int]) -> list[Transfer]:
-    width, shard, passes = WIDTHS[settings.precision], settings.shard, settings.passes
+    width, passes = WIDTHS[settings.precision], settings.passes
     meanwhile = "the last backward pass" if settings.overlap and settings.stage is None else ""
     found = []
     for spread, values in ((spread, values) for spread, values in buffers.items() if values):
@@ -127,17 +132,21 @@ def _gradients_and_weights(model: ModelConfig, settings: MemorySettings, buffers
             gradients = float(max(4, width) * (values + _reduced_again(model, settings, spread)))
         if settings.zero == 2:
             gradients *= passes
-        own, axes = gradients / settings.state_ranks, ["replicate", "context"]
+        cut_over, axes = "shard", ["replicate", "context"]
+        if spread == "expert":
+            cut_over, axes = "expert_shard", ["replicate"] if settings.zero else ["replicate", "expert_shard"]
+        shard: int = getattr(settings, cut_over)
+        own = gradients / (shard if settings.zero else 1)
         if spread == "copied" and settings.is_fsdp:  # FSDP does not know of the tensor axis
             found.append(_all_reduce(settings, ["tensor"], "gradients", own))
         elif spread == "copied":
             axes.append("tensor")
         if settings.zero >= 1:
-            found.append(Transfer("reduce-scatter", "gradients", "shard", shard, gradients, meanwhile))
+            found.append(Transfer("reduce-scatter", "gradients", cut_over, shard, gradients, meanwhile))
         found.append(_all_reduce(settings, axes, "gradients", own, meanwhile))
         gathers = {0: 0, 3: 2 * passes}.get(settings.zero, 1)
         next_one = "the block before" if settings.zero == 3 else "the next forward pass"
-        found.append(Transfer("all-gather", "weights", "shard", shard, float(gathers * width * values), next_one))
+        found.append(Transfer("all-gather", "weights", cut_over, shard, float(gathers * width * values), next_one))
     return found
 
 
@@ -204,6 +213,20 @@ def _pipeline(model: ModelConfig, settings: MemorySettings) -> list[Transfer]:
     meanwhile = "other micro-batches" if settings.passes > settings.pipeline else ""
     whole = settings.stage.sends * states
     return [Transfer("send", "hidden states", "pipeline", settings.pipeline, whole, meanwhile)]
+
+
+def _experts(model: ModelConfig, settings: MemorySettings) -> list[Transfer]:
+    """Tokens between the processes that have their experts."""
+    held = held_model(model, settings.tensor, settings.stage, settings.expert)
+    if settings.expert == 1 or not held.expert_layers:
+        return []
+    width = WIDTHS[settings.precision]
+    pairs = settings.tokens // settings.tensor * model.moe.experts_per_token
+    rows, gates, counts = 2 * pairs * model.hidden_size * width, pairs * max(4, width), 8 * model.moe.experts
+    again = recomputed_blocks(held, settings.recompute, settings.recompute_every) * held.expert_layers / held.layers
+    forward = (held.expert_layers + again) * (rows + gates + counts)
+    whole = settings.passes * (forward + held.expert_layers * (rows + gates))
+    return [Transfer("all-to-all", "tokens", "expert", settings.expert, float(whole))]
 
 
 def bytes_sent(transfers: Sequence[Transfer]) -> float:
