@@ -90,7 +90,9 @@ def _train_or_show(arguments: argparse.Namespace) -> int:
 
     processes = local_processes(config.parallel)
     if processes > 1:
-        config.parallel.sizes(processes)  # one error instead of one for each process
+        from zero2all.train.plan import check_spread
+
+        check_spread(config, processes)  # one error instead of one for each process
         return run_processes(processes, arguments.command_line)
     end_with_launcher()
     from zero2all.train.loop import train

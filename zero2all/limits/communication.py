@@ -116,7 +116,7 @@ def _values(model: ModelConfig, settings: MemorySettings) -> dict[str, int]:
 
 def _gradients_and_weights(model: ModelConfig, settings: MemorySettings, buffers: Mapping[str, int]) -> list[Transfer]:
     width, shard, passes = WIDTHS[settings.precision], settings.shard, settings.passes
-    meanwhile = "the last backward pass" if settings.overlap and settings.stage is None else ""
+    meanwhile = "the last backward pass" if settings.overlap else ""
     found = []
     for spread, values in ((spread, values) for spread, values in buffers.items() if values):
         gradients = float(settings.gradient_bytes * values)

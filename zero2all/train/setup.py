@@ -43,6 +43,7 @@ from zero2all.packed.loader import rank_rows
 from zero2all.packed.mixture import Progress, TrainingData, open_training_data
 from zero2all.packed.remote import packed_root
 from zero2all.packed.stages import Stage, stages_from_records
+from zero2all.parallel.check import check_spread
 from zero2all.parallel.context import spread_attention
 from zero2all.parallel.data import shard_model
 from zero2all.parallel.device import environment, local_processes, set_cpu_threads
@@ -154,7 +155,9 @@ def prepare(
     last_step = steps_with_anneal(asked.train.steps, anneal)
     data, end = _open_data(asked, workspace, checkpoint, last_step)
     _check_tokenizer(workspace, data)
+    _check_same_data(world, data)
     config = with_vocabulary(asked, int(data.splits[0].manifest["vocab_size"]))
+    check_spread(config, world.size)
     notes = ledger_notes + data.notes(end)
     if checkpoint is not None:
         notes += _check_resume(config, run, checkpoint, data, accept_changes)
@@ -185,6 +188,17 @@ def prepare(
     if too_short:
         notes.append(f"held-out loss: left out for less than one sample of held-out text: {', '.join(too_short)}")
     return Prepared(config, workspace, run, world, data, valid, state, here, checkpoint, anneal, notes)
+
+
+def _check_same_data(world: World, data: TrainingData) -> None:
+    """Refuse processes that would read different data, such as old files on the disk of one machine."""
+    first, *others = world.gather(data.fingerprint)
+    differ = [f"rank {rank} has {theirs}" for rank, theirs in enumerate(others, 1) if theirs != first]
+    if differ:
+        raise BadInputError(
+            f"The processes of this run read different data; nothing was started. Rank 0 has the fingerprint {first}, "
+            f"but {', '.join(differ)}. Copy the same packed data to every machine, or name a folder that all share."
+        )
 
 
 def _newest_on_this_branch(run: Path, store: CheckpointStore, world: World) -> tuple[Checkpoint | None, list[str]]:
