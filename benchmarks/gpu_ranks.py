@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_ranks.py --ranks 2,4            4 layers of z2all-100m, 12 steps each: minutes on an H200
     python benchmarks/gpu_ranks.py --ranks 2 --only ZeRO-1
+    python benchmarks/gpu_ranks.py --axes --ranks 2,4,8 --result gpu_axes      tensor, pipeline, context, experts
 
 NCCL refuses two ranks on one card only when they claim the same host, so each process gets a host id of its own and
 they are joined by sockets: a slow link, on which overlap shows. Losses are compared step by step with those of one
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 import socket
 import statistics
@@ -30,16 +32,19 @@ import torch
 from benchmarks.machine import machine, save_result
 from zero2all.common.files import read_json, write_json
 from zero2all.config import RunConfig, load_config
+from zero2all.limits.memory import estimate_memory
 from zero2all.ops.registry import resolve
 from zero2all.packed.loader import Batch, rank_rows
 from zero2all.parallel.layout import draw
 from zero2all.parallel.mesh import make_mesh
 from zero2all.parallel.world import World, join_world
+from zero2all.train.micro_batch import memory_settings
 from zero2all.train.setup import empty_state, op_context
 from zero2all.train.state import DTYPES, TrainState
 from zero2all.train.step import StepPlan, train_step
 
 STEPS, ROWS, SEQ_LEN, MICRO, LEARNING_RATE = 12, 128, 2048, 32, 3e-5
+FIGURES = ("step_seconds", "peak_gb", "estimated_gb")
 OVERLAP_STEPS, OVERLAP_ROWS = 8, 256
 CHECKED_STEPS = 4
 TIMED_FROM = 3
@@ -53,6 +58,23 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "hybrid ZeRO-1": {"zero": 1, "shard": 2},
     "hybrid ZeRO-3": {"zero": 3, "shard": 2},
 }
+MOE = ["--model.moe.experts", "8", "--model.moe.expert_size", "512", "--model.moe.shared_experts", "1"]
+AXES: dict[str, dict[str, Any]] = {
+    "tensor 2": {"tensor": 2},
+    "tensor 4": {"tensor": 4},
+    "pipeline 2": {"pipeline": 2},
+    "pipeline 2, interleaved": {"pipeline": 2, "schedule": "interleaved", "chunks": 2},
+    "pipeline 4": {"pipeline": 4},
+    "pipeline 4, interleaved": {"pipeline": 4, "schedule": "interleaved", "chunks": 2},
+    "context 2, ulysses": {"context": 2, "context_method": "ulysses"},
+    "context 2, gather": {"context": 2, "context_method": "gather"},
+    "context 4, ulysses": {"context": 4, "context_method": "ulysses"},
+    "context 4, gather": {"context": 4, "context_method": "gather"},
+    "expert 2": {"expert": 2, "zero": 1},
+    "expert 4": {"expert": 4, "zero": 1},
+    "tensor 2 x pipeline 2 x shard 2": {"tensor": 2, "pipeline": 2, "zero": 1},
+}
+AXES_ROWS, AXES_SEQ_LEN, AXES_MICRO = 16, 512, 4
 LINEARS: tuple[Literal["auto", "fp8"], ...] = ("auto", "fp8")
 
 
@@ -62,6 +84,7 @@ def main() -> None:
     parser.add_argument("--config", default="z2all-100m")
     parser.add_argument("--ranks", default="2,4", help="numbers of processes")
     parser.add_argument("--only", default="", help="one layout, or `overlap`")
+    parser.add_argument("--axes", action="store_true", help="tensor, pipeline, context and experts, in bf16")
     parser.add_argument("--result", default="gpu_ranks")
     parser.add_argument("--rank-of", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -107,6 +130,16 @@ def run_rank(arguments: argparse.Namespace) -> None:
             write_json(Path(arguments.rank_of), found)
 
     with join_world(torch.device("cuda", 0), config.parallel) as world:
+        if arguments.axes:
+            for name, fields in AXES.items() if world.size > 1 else [("one", {}), ("one, experts", {})]:
+                asked = math.prod(fields.get(axis, 1) for axis in ("tensor", "pipeline", "context"))
+                asked *= fields.get("expert", 2 if "zero" in fields else 1)
+                if (asked == world.size or world.size == 1) and arguments.only in ("", name):
+                    words = [*SMALLER[:2], "--train.precision", "bfloat16", *(MOE if "expert" in name else [])]
+                    of_axes = load_config(arguments.config, [*words, "--parallel.bucket_mb", "16"])
+                    of_axes = spread(of_axes, "auto", fields, AXES_SEQ_LEN, AXES_ROWS)
+                    note(name, train(of_axes, world, STEPS, AXES_MICRO, AXES_ROWS))
+            return
         layouts = {name: fields for name, fields in LAYOUTS.items() if fields.get("shard", 1) < world.size}
         for linear in LINEARS:
             for name, fields in layouts.items() if world.size > 1 else [("one", {})]:
@@ -125,11 +158,18 @@ def run_rank(arguments: argparse.Namespace) -> None:
             note("deterministic", {"same bits with and without overlap": same})
 
 
-def spread(config: RunConfig, linear: Literal["auto", "fp8"], fields: dict[str, Any]) -> RunConfig:
+def spread(
+    config: RunConfig,
+    linear: Literal["auto", "fp8"],
+    fields: dict[str, Any],
+    seq_len: int = SEQ_LEN,
+    rows: int = ROWS,
+) -> RunConfig:
     """The config with other operators, spread another way."""
     parallel, ops = dataclasses.replace(config.parallel, **fields), dataclasses.replace(config.ops, linear=linear)
-    data = dataclasses.replace(config.data, seq_len=SEQ_LEN, document_mask=False)
-    return dataclasses.replace(config, parallel=parallel, ops=ops, data=data)
+    data = dataclasses.replace(config.data, seq_len=seq_len, document_mask=False)
+    batch = dataclasses.replace(config.train, tokens_per_step=rows * seq_len)
+    return dataclasses.replace(config, parallel=parallel, ops=ops, data=data, train=batch)
 
 
 def train(
@@ -146,7 +186,8 @@ def train(
         world = dataclasses.replace(world, mesh=mesh)
     dtype, is_sharded = DTYPES[config.train.precision], config.parallel.zero == 3 and world.size > 1
     torch.cuda.reset_peak_memory_stats()
-    state = empty_state(config, world, resolve(config.ops, op_context(config, "cuda", dtype, is_sharded)))
+    ops = resolve(config.ops, op_context(config, "cuda", dtype, is_sharded))
+    state = empty_state(config, world, ops)
     state.micro_batch_samples = micro
     with state.weights.masters_between_steps() as masters:
         draw(masters, state.model.config, 1)
@@ -157,10 +198,12 @@ def train(
         losses.append(one_step(state, config, world, step, rows))
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
+    estimate = estimate_memory(config.model, memory_settings(config, ops, world.mesh, micro))
     found: dict[str, Any] = {
         "losses": losses,
         "step_seconds": round(statistics.median(seconds[TIMED_FROM:]), 4),
-        "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
+        "peak_gb": round(max(world.gather(torch.cuda.max_memory_allocated())) / 1e9, 2),
+        "estimated_gb": round(estimate.total / 1e9, 2),
     }
     if is_traced:
         found["trace"] = traced(state, config, world, rows)
@@ -171,13 +214,14 @@ def train(
 
 def one_step(state: TrainState, config: RunConfig, world: World, step: int, rows: int) -> float:
     """One optimizer step on this rank's rows; the loss of all."""
-    batch = batch_of(step, rows, config.model.vocab_ids, world.mesh.batch.rank, world.mesh.batch.size)
+    axis = world.mesh.batch
+    batch = batch_of(step, rows, config.data.seq_len, config.model.vocab_ids, axis.rank, axis.size)
     return train_step(state, batch, 1, config, world, StepPlan(LEARNING_RATE)).result().loss
 
 
-def batch_of(step: int, rows: int, vocabulary: int, rank: int, ranks: int) -> Batch:
+def batch_of(step: int, rows: int, seq_len: int, vocabulary: int, rank: int, ranks: int) -> Batch:
     """Tokens of which few are frequent, so that there is something to learn."""
-    drawn = np.random.default_rng(step).pareto(1.2, (rows, SEQ_LEN + 1)) * 20
+    drawn = np.random.default_rng(step).pareto(1.2, (rows, seq_len + 1)) * 20
     tokens = np.minimum(drawn.astype(np.int64), vocabulary - 1)
     first, own, _ = rank_rows(rows, rank, ranks)
     channels = np.zeros(own, dtype=np.int64)
@@ -225,13 +269,16 @@ def _covered(start: float, end: float, others: list[tuple[float, float]]) -> flo
 
 def table(results: dict[str, Any]) -> list[tuple[Any, ...]]:
     """Layout by layout: the largest difference of the loss to one rank, the step time, and peak memory."""
-    rows: list[tuple[Any, ...]] = [("ranks", "layout", "loss differs", "step s", "peak GB")]
+    rows: list[tuple[Any, ...]] = [("ranks", "layout", "loss differs", "step s", "peak GB", "estimated")]
+    alone = results.get("1", {})
     for count, cases in results.items():
         for name, each in cases.items():
-            reference = results.get("1", {}).get(f"one, {name.rpartition(', ')[2]}")
+            reference = alone.get(f"one, {name.rpartition(', ')[2]}") or alone.get(
+                "one, experts" if "expert" in name else "one"
+            )
             if reference is not None and "losses" in each:
                 differs = max(abs(a - b) / b for a, b in zip(each["losses"], reference["losses"], strict=True))
-                rows.append((count, name, f"{differs:.1e}", each["step_seconds"], each["peak_gb"]))
+                rows.append((count, name, f"{differs:.1e}", *(each[key] for key in FIGURES)))
     return rows
 
 

@@ -19,7 +19,13 @@ from zero2all.evals.generate import generate
 from zero2all.evals.load import load_run
 from zero2all.exchange import export_run, import_folder
 from zero2all.model import hf
+from zero2all.model.config import ModelConfig, MoeConfig
+from zero2all.model.moe import routers
+from zero2all.model.z2all import Z2all
+from zero2all.ops.config import OpsConfig
+from zero2all.ops.registry import resolve
 from zero2all.packed.writer import pack_corpus
+from zero2all.parallel.layout import init_weights, model_parts
 from zero2all.tokenizer import load_tokenizer
 from zero2all.tokenizer.chat import Message, encode_chat
 from zero2all.tokenizer.extend import Extender
@@ -37,6 +43,15 @@ LLAMA = {
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
+}
+GLM = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "num_nextn_predict_layers": 0,
+    "head_dim": 8,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
 }
 FOLDERS = {
     "llama": ("llama", {}, {}),
@@ -71,6 +86,9 @@ FOLDERS = {
         },
         {"max_shard_size": "20KB"},
     ),
+    "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 8}, {}),
+    "glm4_moe, bfloat16": ("glm4_moe", GLM, {"dtype": torch.bfloat16}),
+    "glm4_moe, biases": ("glm4_moe", GLM | {"attention_bias": True, "first_k_dense_replace": 0}, {}),
 }
 
 
@@ -100,12 +118,11 @@ def make_folder(tmp_path, foreign_tokenizer):
     """An untrained model made and saved by transformers, with random biases and norms: mixing them up must show."""
 
     def make(layout="llama", values=None, saving=None):
-        from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+        import transformers
 
-        config_class, model_class = {
-            "llama": (LlamaConfig, LlamaForCausalLM),
-            "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-        }[layout]
+        class_name = {"llama": "Llama", "qwen2": "Qwen2", "mixtral": "Mixtral", "glm4_moe": "Glm4Moe"}[layout]
+        config_class = getattr(transformers, f"{class_name}Config")
+        model_class = getattr(transformers, f"{class_name}ForCausalLM")
         saving = dict(saving or {})
         dtype = saving.pop("dtype", torch.float32)
         torch.manual_seed(0)
@@ -118,8 +135,13 @@ def make_folder(tmp_path, foreign_tokenizer):
                     parameter.uniform_(0.5, 1.5)
                 else:
                     parameter.mul_(5)
+        model.to(dtype)
+        for module in model.modules():
+            if hasattr(module, hf.HF_ROUTER_BIAS):  # float32 in every folder
+                bias = module.e_score_correction_bias
+                module.e_score_correction_bias = bias.float().normal_(0, 0.1)
         folder = tmp_path / "theirs"
-        model.to(dtype).save_pretrained(folder, **saving)
+        model.save_pretrained(folder, **saving)
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(foreign_tokenizer / name, folder)
         return folder
@@ -335,6 +357,33 @@ def test_imported_model_gives_their_logits_and_leaves_bit_equal(make_folder, wor
         assert after[name].dtype == tensor.dtype, name
         assert torch.equal(after[name], tensor), name
     assert_same_config(folder, tmp_path / "again")
+
+
+def moe_model(router_bias=0.0, **settings):
+    """A model of ours with experts, and its weights by name."""
+    moe = MoeConfig(experts=4, expert_size=16, **settings)
+    config = ModelConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, layers=2, heads=4, kv_heads=2, max_seq_len=32, moe=moe
+    )
+    model = Z2all(config, resolve(OpsConfig(), "cpu"))
+    init_weights(model, 1)
+    for _, router in routers(model):
+        router.bias.fill_(router_bias)
+    return config, {name: part.values for name, part in model_parts(model).items()}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"router": "softmax", "shared_experts": 1}, "moe.router softmax, moe.shared_experts 1"),
+        ({"router": "sigmoid"}, "GLM-4 MoE is: sigmoid, 1 or more"),
+        ({"router": "softmax", "router_bias": 0.1}, "balanced by a bias, which Mixtral does not have"),
+    ],
+)
+def test_experts_that_no_layout_has_are_refused_in_words(settings, words):
+    config, tensors = moe_model(**settings)
+    with pytest.raises(BadInputError, match=re.escape(words)):
+        list(hf.to_hf_tensors(config, tensors))
 
 
 @pytest.mark.parametrize("kind", ["weight", "bias"])
@@ -634,7 +683,7 @@ REFUSED = {
     "a shard is missing": (shard_missing, "model-00002-of-00002.safetensors is missing"),
     "config is no object": (lambda folder: (folder / "config.json").write_text("[1]"), "should hold a JSON object"),
     "config is no JSON": (lambda folder: (folder / "config.json").write_text("{"), "cannot be read as JSON"),
-    "unknown model type": (change_config(model_type="gpt2"), "model_type 'gpt2'; only llama and qwen2"),
+    "unknown model type": (change_config(model_type="gpt2"), "model_type 'gpt2'; only llama, qwen2, mixtral, glm4_moe"),
     "no model type": (change_config(model_type=...), "model_type None"),
     "no vocabulary size": (change_config(vocab_size=...), "has no vocab_size"),
     "no width": (change_config(hidden_size=...), "hidden_size: got None"),

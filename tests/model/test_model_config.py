@@ -39,6 +39,7 @@ def test_parameter_counts_are_those_of_the_built_model(shape, attention_bias):
             "blocks": sum(size for name, size in sizes.items() if name.startswith(("blocks.", "norm."))),
             "head": head,
             "total": sum(sizes.values()),
+            "active": sum(sizes.values()),
             # The head is one matrix more; a tied one is the embedding, so that counts in its place.
             "matmul": sum(sizes[name] for name in matrices) - (0 if tied else embedding),
         }

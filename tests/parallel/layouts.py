@@ -31,7 +31,7 @@ from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.setup import empty_state, op_context
 from zero2all.train.state import DTYPES, TrainState
-from zero2all.train.step import StepPlan, train_step
+from zero2all.train.step import StepPlan, StepResult, train_step
 
 STEPS, SAMPLES, SEQ_LEN, MICRO, CHANNELS = 20, 8, 8, 2, 2
 MODEL = ModelConfig(
@@ -58,6 +58,32 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "gather x ZeRO-1": {"context": 2, "context_method": "gather", "zero": 1},
     "ulysses x ZeRO-3": {"context": 2, "zero": 3},
 }
+TENSOR_LAYOUTS: dict[str, dict[str, Any]] = {
+    "tensor": {"tensor": 4, "copy_kv_heads": True},
+    "replicate x tensor": {"tensor": 2},
+    "ZeRO-1 x tensor": {"tensor": 2, "zero": 1},
+    "ZeRO-2 x tensor": {"tensor": 2, "zero": 2},
+    "ZeRO-3 x tensor": {"tensor": 2, "zero": 3},
+}
+"""On four processes."""
+PIPELINES: dict[str, dict[str, Any]] = {
+    "pipeline": {"pipeline": 4},
+    "replicate x pipeline": {"pipeline": 2},
+    "ZeRO-1 x interleaved": {"pipeline": 2, "zero": 1, "schedule": "interleaved", "chunks": 2},
+    "ZeRO-3 x pipeline": {"pipeline": 2, "zero": 3},
+}
+"""Of four processes and at least four blocks."""
+EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
+    "experts, replicate": {"zero": 0},
+    "experts, ZeRO-3": {"zero": 3},
+    "expert 4, ZeRO-1": {"zero": 1, "expert": 4},
+    "expert 2, ZeRO-2": {"zero": 2, "expert": 2},
+    "expert 2, hybrid ZeRO-1": {"zero": 1, "shard": 2, "expert": 2},
+    "expert 4, tensor 2, ZeRO-1": {"zero": 1, "tensor": 2, "expert": 4},
+    "expert 2, context 2, replicate": {"zero": 0, "context": 2, "expert": 2},
+    "expert 2, pipeline 2, ZeRO-1": {"zero": 1, "pipeline": 2, "expert": 2},
+}
+"""Of a model with experts, on four processes."""
 CODE = "from tests.parallel import layouts; layouts.main()"
 
 
@@ -73,7 +99,7 @@ def run_config(
     """The config of the small run."""
     values = {
         "data": {"seq_len": SEQ_LEN, "document_mask": documents},
-        "model": {**MODEL.__dict__, "rope_scaling": {}, **model},
+        "model": {**MODEL.__dict__, "rope_scaling": {}, "moe": {}, **model},
         "train": {
             "name": "small",
             "seed": SEED,
@@ -166,6 +192,7 @@ def course(
     model: dict[str, Any] | None = None,
     documents: bool = False,
     z_loss: float = 0.0,
+    micro: int = MICRO,
     **parallel: Any,
 ) -> dict[str, Any]:
     """Train: losses and gradient norms, the final tensors, bytes sent in the last step, bytes of states in a rank."""
@@ -181,25 +208,33 @@ def course(
     )
     world = world_of(world, spread)
     state = make_state(world, config)
-    figures, sent = [], SentBytes()
+    state.micro_batch_samples = micro
+    figures, loads, sent = [], [], SentBytes()
     for step in range(steps):
         with sent if step == steps - 1 else nullcontext():  # it slows down every operation
-            figures.append(step_on(state, world, config, step))
+            result = result_of(state, world, config, step)
+            figures.append((result.loss, result.grad_norm))
+            loads.append(None if result.expert_loads is None else result.expert_loads.tolist())
             if step >= steps - 2:  # so that the bytes of the last step are its own; the others overlap the next step
                 state.weights.wait()
     own_bytes = sum(part.values.nbytes for name, part in state.optimizer_tensors().items() if part.shape)
     return {
         "figures": figures,
+        "loads": loads,
         "sent": dict(sent.bytes),
         "own_bytes": own_bytes,
         "tensors": whole_tensors(state, world),
     }
 
 
-def pairs(world: World, folder: str, layouts: list[str], every: bool) -> dict[str, Any]:
+def pairs(
+    world: World, folder: str, layouts: list[str], every: bool, model: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Train and save under each layout; load under the next one, or under every other one. Which tensors differ from
     those that were saved, and how far the loss of the next step lies from the one that the saved run had."""
-    configs = {name: run_config(parallel=ParallelConfig(**{"bucket_mb": 0.002, **LAYOUTS[name]})) for name in layouts}
+    known = LAYOUTS | TENSOR_LAYOUTS | PIPELINES | EXPERT_LAYOUTS
+    spreads = {name: ParallelConfig(**{"bucket_mb": 0.002, **known[name]}) for name in layouts}
+    configs = {name: run_config(parallel=spread, **(model or {})) for name, spread in spreads.items()}
     worlds = {name: world_of(world, config.parallel) for name, config in configs.items()}
     found: dict[str, Any] = {}
     for number, name in enumerate(layouts):
@@ -234,10 +269,15 @@ def world_of(world: World, config: ParallelConfig) -> World:
 
 def step_on(state: TrainState, world: World, config: RunConfig, step: int) -> tuple[float, float]:
     """One step; its loss and gradient norm."""
+    result = result_of(state, world, config, step)
+    return result.loss, result.grad_norm
+
+
+def result_of(state: TrainState, world: World, config: RunConfig, step: int) -> StepResult:
+    """One step."""
     rows = world.mesh.batch
     batch = batch_of(step, rows.rank, rows.size, config.model.vocab_ids, config.data.document_mask)
-    result = train_step(state, batch, CHANNELS, config, world, StepPlan(1e-2)).result()
-    return result.loss, result.grad_norm
+    return train_step(state, batch, CHANNELS, config, world, StepPlan(1e-2)).result()
 
 
 def main() -> None:

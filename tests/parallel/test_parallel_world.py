@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from zero2all.parallel.mesh import wait_for
 from zero2all.parallel.world import is_failed_collective
 
 
@@ -34,8 +35,24 @@ def test_errors_of_nccl_and_of_the_store_have_types(kind):
 
 def test_a_runtime_error_is_one_where_torch_distributed_raised_it():
     assert is_failed_collective(raised(in_module("torch.distributed.distributed_c10d", "raise RuntimeError('reset')")))
+    assert is_failed_collective(raised(in_module("zero2all.parallel.links", "raise RuntimeError('reset')")))
     wait = in_module("torch.distributed.tensor.made_up", "torch.ops._c10d_functional.wait_tensor('no tensor')")
     assert is_failed_collective(RuntimeError().with_traceback(raised(wait).__traceback__))
+
+
+class Lost:
+    """A collective whose other process has died."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def wait(self):
+        raise self.kind("Connection reset by peer")
+
+
+def test_a_collective_that_was_waited_for_is_one_though_our_own_code_waited():
+    assert is_failed_collective(raised(lambda: wait_for([Lost(RuntimeError)])))
+    assert not is_failed_collective(raised(lambda: wait_for([Lost(torch.OutOfMemoryError)])))
 
 
 def test_our_own_errors_are_none_also_behind_a_door_of_torch_distributed():

@@ -14,6 +14,7 @@ from tests.train.ranks import CODE, RankStarter
 from tests.train.test_train_guards import repeat_shard
 from zero2all.common.workspace import Workspace
 from zero2all.config.training import AnnealConfig
+from zero2all.track.reader import read_run
 from zero2all.train.anneal import read_anneal, request_anneal
 
 STEPS, STEP_TOKENS = 8, 160
@@ -132,3 +133,29 @@ def test_all_ranks_leave_out_the_rows_of_a_shard_in_quarantine(ranks, config):
     for one, other in zip(alone, together, strict=True):
         assert other.row_nats == pytest.approx(one.row_nats, rel=1e-9, abs=0)
         assert other.loss == pytest.approx(one.loss, rel=1e-9, abs=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ulysses", "gather"])
+def test_processes_that_share_sequences_have_the_figures_of_one_also_held_out_and_in_a_longer_stage(
+    ranks, lab, config, method
+):
+    def run(processes):
+        name = f"{method} {processes}"
+        with_stage = config(
+            model={**QUIET, "max_seq_len": 64},
+            data={"document_mask": True},
+            train={"name": name, "steps": 6, "tokens_per_step": 256, "precision": "float64"},
+            eval={"every_steps": 2, "valid_tokens_per_source": 128},
+            parallel={"context": processes, "context_method": method},
+            stages=[{"name": "long", "from_step": 3, "seq_len": 64}],
+        )
+        return ranks.finished(with_stage, processes).steps(), read_run(lab.run(name)).series
+
+    (alone, held_out), (together, also_held_out) = run(1), run(2)
+    for one, other in zip(alone, together, strict=True):
+        assert other.row_nats == pytest.approx(one.row_nats, rel=1e-9, abs=0)
+    assert len(alone[-1].row_nats) < len(alone[0].row_nats), "longer rows are fewer"
+    for channel in ("en", "zh"):
+        values = also_held_out[f"eval/valid/loss/{channel}"].value
+        assert values == pytest.approx(held_out[f"eval/valid/loss/{channel}"].value, rel=1e-9)

@@ -83,10 +83,10 @@ def test_a_run_of_60_steps_killed_five_times_ends_with_the_bits_of_the_run_left_
 # ---- many processes ----
 
 
-def spread_config(config, name, zero=3, precision="float64", micro=2, save_every=0, optim=None, **parallel):
+def spread_config(config, name, zero=3, precision="float64", micro=2, save_every=0, optim=None, layers=1, **parallel):
     """5 samples a step, which neither 2 nor 3 processes divide."""
     return config(
-        model=NO_DROPOUT,
+        model={**NO_DROPOUT, "layers": layers},
         train={
             "name": name,
             "steps": STEPS,
@@ -176,10 +176,48 @@ def test_a_sharded_run_resumes_at_any_number_of_processes_and_micro_batch(
     course(lab.run("stopped"), launch, rest).assert_same(alone, 1e-9)
 
 
+def test_a_run_in_two_stages_that_is_stopped_goes_on_in_one_process(ranks, lab, config):
+    def settings(name, **parallel):
+        return spread_config(config, name, zero=0, layers=2, **parallel)
+
+    def held_out(name):
+        return {key: curve.value.tolist() for key, curve in read_run(lab.run(name)).series.items() if "eval/" in key}
+
+    whole = ranks.finished(settings("whole")).steps()
+    first = ranks(settings("stages", pipeline=2), 2, signals={0: (7, signal.SIGTERM, 0.0)})
+    assert first.wait() == [10, 10], first.text()
+    steps = [*first.steps(), *ranks.finished(settings("stages")).steps()]
+    assert [step.step for step in steps] == list(range(1, STEPS + 1))
+    assert [step.loss for step in steps] == pytest.approx([step.loss for step in whole], rel=1e-9, abs=0)
+    assert [nats for step in steps for nats in step.row_nats] == pytest.approx(
+        [nats for step in whole for nats in step.row_nats], rel=1e-9, abs=0
+    )
+    assert held_out("stages") == {name: pytest.approx(curve, rel=1e-9) for name, curve in held_out("whole").items()}
+    bubble = read_run(lab.run("stages")).series["pipeline/bubble"].value
+    assert len(bubble) == len(first.steps())
+    assert all(0 < share < 1 for share in bubble)
+
+
 @pytest.mark.slow
 def test_replicated_weights_give_the_same_run(ranks, lab, config, alone):
     launch = ranks.finished(spread_config(config, "replicated", zero=0, micro=1), 3)
     course(lab.run("replicated"), launch).assert_same(alone, 1e-9)
+
+
+@pytest.mark.slow
+def test_tensor_ranks_give_the_same_run_and_one_process_goes_on_with_it(ranks, lab, config, alone):
+    def settings(**parallel):
+        return spread_config(config, "tensor", zero=1, **parallel)
+
+    cut = settings(tensor=2, copy_kv_heads=True)
+    first = ranks(cut, 4, signals={3: (STOPPED_AT, signal.SIGTERM, 0.0)})
+    assert first.wait() == [10] * 4, first.text()
+    steps = [*first.steps(), *ranks.finished(settings()).steps()]
+    assert [step.step for step in steps] == list(range(1, STEPS + 1))
+    assert [step.loss for step in steps] == pytest.approx(alone.losses, rel=1e-9, abs=0)
+    held_out = {name: curve.value.tolist() for name, curve in read_run(lab.run("tensor")).series.items()}
+    for name, curve in alone.held_out.items():
+        assert held_out[name] == pytest.approx(curve, rel=1e-9)
 
 
 @pytest.mark.slow
@@ -197,13 +235,13 @@ def test_float32_agrees_over_the_first_steps(ranks, lab, config):
 
 
 @pytest.mark.parametrize(
-    ("victim", "number", "step"), [(0, signal.SIGKILL, 7), (1, signal.SIGSTOP, 9)], ids=["dies", "hangs"]
+    ("victim", "number", "step", "zero"), [(0, signal.SIGKILL, 7, 3), (1, signal.SIGSTOP, 9, 1)], ids=["dies", "hangs"]
 )
 def test_a_process_that_is_gone_ends_the_others_in_time_and_the_run_resumes(
-    ranks, lab, config, alone, victim, number, step
+    ranks, lab, config, alone, victim, number, step, zero
 ):
     name, timeout_seconds = f"lost {victim}", 3.0
-    settings = spread_config(config, name, save_every=3, timeout_seconds=timeout_seconds)
+    settings = spread_config(config, name, zero, save_every=3, timeout_seconds=timeout_seconds)
     launch = ranks(settings, 2, signals={victim: (step, number, 0.0)})
     other = launch.trainers[1 - victim]
     other.wait_until(lambda: len(launch.steps(victim)) >= step)

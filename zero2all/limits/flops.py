@@ -9,6 +9,8 @@ causal half is. MFU (model FLOPs utilisation) counts what the model needs; HFU (
 `palm`   6 x matmul parameters + full attention
 `causal` 6 x matmul parameters + half attention
 
+Of experts those count that a token goes to (active parameters).
+
 What a recomputed block does again:
 full, every_n  all matmuls and attention. torch stops before the last matmul, the down projection, whose result the
                backward pass does not need; a fused feed-forward is one function and runs whole.
@@ -47,7 +49,7 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> dict[str, float]:
     counts = parameter_counts(config)
     full_attention = 12.0 * config.layers * config.heads * config.head_size * seq_len
     return {
-        "seed": 6.0 * counts["total"] + full_attention,
+        "seed": 6.0 * counts["active"] + full_attention,
         "palm": 6.0 * counts["matmul"] + full_attention,
         "causal": 6.0 * counts["matmul"] + full_attention / 2,
     }

@@ -10,18 +10,21 @@ from zero2all.common.schema import PositiveFloat, Problem, Range, ShareBelowOne
 VOCAB_MULTIPLE = 64
 """With 64,321 columns instead of 64,320 the head is five to seven times slower on an H200: rows are not aligned."""
 
-ParameterKind = Literal["matrix", "embedding", "head", "norm", "bias"]
-PARAMETER_KINDS: tuple[ParameterKind, ...] = ("matrix", "embedding", "head", "norm", "bias")
+ParameterKind = Literal["matrix", "expert", "router", "embedding", "head", "norm", "bias"]
+PARAMETER_KINDS: tuple[ParameterKind, ...] = ("matrix", "expert", "router", "embedding", "head", "norm", "bias")
 """The role of a parameter; each kind is a parameter group of the optimizer."""
 
 # Many times the largest models there are. A larger value is an error or an attack, and would fail only when built.
 Layers = Annotated[int, Range(minimum=1, maximum=10_000)]
+LayersOrNone = Annotated[int, Range(minimum=0, maximum=10_000)]
+Experts = Annotated[int, Range(minimum=0, maximum=1 << 16)]
 Heads = Annotated[int, Range(minimum=1, maximum=1 << 16)]
 Width = Annotated[int, Range(minimum=1, maximum=1 << 22)]
 Ids = Annotated[int, Range(minimum=1, maximum=1 << 28)]
 Positions = Annotated[int, Range(minimum=1, maximum=1 << 24)]
 Base = Annotated[float, Range(above=0, maximum=1e12)]
 Factor = Annotated[float, Range(minimum=1e-6, maximum=1e6)]
+Rate = Annotated[float, Range(minimum=0, maximum=1)]
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,34 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class MoeConfig:
+    """Mixture of experts: which blocks have experts instead of one SwiGLU, and how tokens choose among them."""
+
+    experts: Experts = 0
+    """Experts of a block; 0: every block has one SwiGLU for all tokens."""
+    experts_per_token: Heads = 2
+    """Experts that each token goes to."""
+    expert_size: Width = 512
+    """Width inside the SwiGLU of one expert."""
+    shared_experts: Experts = 0
+    """Experts that every token goes to beside those it chooses; computed as one SwiGLU of that many widths."""
+    dense_layers: LayersOrNone = 0
+    """The first blocks keep one SwiGLU of model.intermediate_size."""
+    router: Literal["sigmoid", "softmax"] = "sigmoid"
+    """From logits to scores. The gates of a token are the scores of its experts, divided by their sum."""
+    balance_rate: Rate = 0.001
+    """How far the bias of an expert moves after each step: up where it got fewer tokens than the mean, else down. It
+    decides only who is chosen. 0: no balancing."""
+
+    def problems(self, place: str) -> list[Problem]:
+        """Fields that are valid alone but do not fit together."""
+        if self.experts and self.experts_per_token > self.experts:
+            expected = f"at most {place}.experts ({self.experts})"
+            return [Problem(f"{place}.experts_per_token", self.experts_per_token, expected)]
+        return []
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
 
@@ -89,6 +120,8 @@ class ModelConfig:
     """Biases of the attention projections: qkv as in Qwen2, all as in Llama with attention_bias."""
     mlp_bias: bool = False
     """Biases of the three SwiGLU projections."""
+    moe: MoeConfig = field(default_factory=MoeConfig)
+    """Mixture of experts."""
     tied_embeddings: bool = False
     """Use the embedding matrix as the output head."""
     embedding_dropout: ShareBelowOne = 0.0
@@ -118,9 +151,28 @@ class ModelConfig:
         predicted and learns nothing."""
         return -(-self.vocab_ids // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
+    def has_experts(self, layer: int) -> bool:
+        """Whether a block has experts."""
+        return self.moe.experts > 0 and layer >= self.moe.dense_layers
+
+    @property
+    def expert_layers(self) -> int:
+        """The number of blocks with experts."""
+        return max(0, self.layers - self.moe.dense_layers) if self.moe.experts else 0
+
+    @property
+    def shared_size(self) -> int:
+        """Width of the SwiGLU of the shared experts of a block."""
+        return self.moe.shared_experts * self.moe.expert_size
+
     def problems(self, place: str) -> list[Problem]:
         """Fields that are valid alone but do not fit together."""
-        found = []
+        found = self.moe.problems(f"{place}.moe")
+        if self.moe.experts and self.mlp_bias:
+            found.append(Problem(f"{place}.mlp_bias", True, f"false: {place}.moe has experts, which have no biases"))
+        if self.moe.experts and self.moe.dense_layers >= self.layers:
+            expected = f"fewer than {place}.layers ({self.layers}), or {place}.moe.experts 0"
+            found.append(Problem(f"{place}.moe.dense_layers", self.moe.dense_layers, expected))
         if self.head_dim is None and self.hidden_size % self.heads:
             found.append(
                 Problem(f"{place}.hidden_size", self.hidden_size, f"a multiple of {place}.heads ({self.heads})")
@@ -136,24 +188,32 @@ class ModelConfig:
 
 
 def parameter_counts(config: ModelConfig) -> dict[str, int]:
-    """Parameters by part: embedding, blocks, head (0 when tied), total; and those that take part in matmuls.
+    """Parameters by part: embedding, blocks, head (0 when tied), total; `active`: those that one token uses, which are
+    all but the experts it did not choose; `matmul`: of these, those in matmuls.
 
     `blocks` includes the final norm. `matmul` is every matrix, the output head once, and neither norms nor biases.
     """
-    hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_size
+    hidden, inner, head, moe = config.hidden_size, config.intermediate_size, config.head_size, config.moe
     qkv_rows = (config.heads + 2 * config.kv_heads) * head
-    matrices = hidden * (qkv_rows + config.heads * head) + 3 * hidden * inner
+    attention = hidden * (qkv_rows + config.heads * head)
     norms = 2 * hidden
     biases = 0 if config.attention_bias == "none" else qkv_rows
     biases += hidden if config.attention_bias == "all" else 0
     biases += 2 * inner + hidden if config.mlp_bias else 0
+    expert = 3 * hidden * moe.expert_size
+    chosen = hidden * moe.experts + 3 * hidden * config.shared_size + moe.experts_per_token * expert
+    dense_layers = config.layers - config.expert_layers
+    matrices = config.layers * attention + dense_layers * 3 * hidden * inner + config.expert_layers * chosen
+    idle = config.expert_layers * (moe.experts - moe.experts_per_token) * expert
     table = config.vocab_rows * hidden
-    blocks = config.layers * (matrices + norms + biases) + hidden
+    blocks = matrices + idle + config.layers * (norms + biases) + hidden
     output_head = 0 if config.tied_embeddings else table
+    total = table + blocks + output_head
     return {
         "embedding": table,
         "blocks": blocks,
         "head": output_head,
-        "total": table + blocks + output_head,
-        "matmul": config.layers * matrices + table,
+        "total": total,
+        "active": total - idle,
+        "matmul": matrices + table,
     }

@@ -1,8 +1,12 @@
-"""To and from Hugging Face folders: Llama and Qwen2 layouts, tensor for tensor.
+"""To and from Hugging Face folders: Llama, Qwen2, Mixtral and GLM-4 MoE layouts, tensor for tensor.
 
-Ours are the logical parameters that a checkpoint holds. They differ in one thing: gate and up are one matrix of ours,
-their rows alternating. Splitting and joining rows changes no bit, so a folder that is imported and exported again holds
-the same tensors. The biases decide the layout: q, k, v only is Qwen2; none or all four is Llama.
+Ours are the logical parameters that a checkpoint holds. They differ in two things: gate and up are one matrix of ours,
+their rows alternating, and the matrices of all experts of a block are one tensor. Splitting and joining changes no bit,
+so a folder that is imported and exported again holds the same tensors.
+
+Without experts the biases decide the layout: q, k, v only is Qwen2; none or all four is Llama. With experts the router
+does: softmax, without a balancing bias, shared experts and dense layers, is Mixtral; sigmoid with shared experts is
+GLM-4 MoE, which has the other two as well.
 """
 
 from __future__ import annotations
@@ -33,7 +37,16 @@ VOCABULARY_TABLES = ("embedding.weight", "head.weight")
 LAYER_NUMBER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
 FETCH_AGAIN = "Fetch the folder again."
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-LAYOUTS = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+LAYOUTS = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+}
+ROUTER_BIAS, HF_ROUTER_BIAS = "router.bias", "e_score_correction_bias"
+"""How the names of the balancing biases end; they are stored in float32, whatever the weights are."""
+PLAIN_GLM = {"routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "use_qk_norm": False}
+"""Fields of GLM-4 MoE that must have these values; they are also transformers' defaults."""
 UNSUPPORTED_FIELDS = ("sliding_window", "layer_types", "quantization_config", "partial_rotary_factor")
 TYPES: dict[str, tuple[type, str]] = {
     "layer_types": (list, "a list of texts"),
@@ -62,7 +75,10 @@ def write_hf_folder(
 ) -> None:
     """Write config.json, generation_config.json and safetensors that transformers loads; `folder` must exist."""
     values = to_hf_config(config, dtype, token_ids)
-    theirs = {name: tensor.to(DTYPES[dtype]).contiguous() for name, tensor in to_hf_tensors(config, tensors)}
+    theirs = {
+        name: tensor.to(torch.float32 if name.endswith(HF_ROUTER_BIAS) else DTYPES[dtype]).contiguous()
+        for name, tensor in to_hf_tensors(config, tensors)
+    }
     size = sum(tensor.numel() * tensor.element_size() for tensor in theirs.values())
     require_free_space(folder, size + (1 << 20), "the exported weights")
     shards = _shards(theirs)
@@ -94,7 +110,8 @@ def read_hf_folder(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], str]:
     files = _weight_files(folder)
     _check_shapes(config, _stored_shapes(files), folder)  # before memory is taken for what does not fit
     theirs = _read_tensors(files)
-    names = {str(tensor.dtype).removeprefix("torch.") for tensor in theirs.values()}
+    weights = [tensor for name, tensor in theirs.items() if not name.endswith(HF_ROUTER_BIAS)]
+    names = {str(tensor.dtype).removeprefix("torch.") for tensor in weights}
     if not names <= DTYPES.keys():
         raise BadInputError(f"{folder} stores {sorted(names)}; only {', '.join(DTYPES)} can be imported.")
     _refuse_nonfinite(theirs, folder)
@@ -104,23 +121,46 @@ def read_hf_folder(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], str]:
 
 def to_hf_tensors(config: ModelConfig, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Our tensors, by logical name, under Hugging Face's names, without the padding rows of the vocabulary."""
+    if hf_layout(config) == "mixtral" and any(
+        tensor.any() for name, tensor in tensors.items() if name.endswith(ROUTER_BIAS)
+    ):
+        raise BadInputError(
+            "The experts of this model were balanced by a bias, which Mixtral does not have: its routing would change. "
+            "Train with model.moe.balance_rate 0, or with model.moe.router sigmoid and a shared expert (GLM-4 MoE)."
+        )
     for name, theirs in _counterparts(config).items():
         tensor = tensors[name][: config.vocab_ids] if name in VOCABULARY_TABLES else tensors[name]
-        yield from zip(theirs, tensor.unflatten(0, (-1, len(theirs))).unbind(1), strict=True)
+        yield from zip(theirs, _taken_apart(tensor, len(theirs)), strict=True)
 
 
 def from_hf_tensors(config: ModelConfig, theirs: dict[str, Tensor], origin: Path) -> dict[str, Tensor]:
     """Hugging Face's tensors under our logical names, in float32; an error if any is missing, unknown or misshapen."""
     _check_shapes(config, {name: tuple(tensor.shape) for name, tensor in theirs.items()}, origin)
     ours = {
-        name: torch.stack([theirs[part].float() for part in parts], dim=1).flatten(0, 1)
+        name: _joined([theirs[part].float() for part in parts], config.moe.experts if ".experts." in name else None)
         for name, parts in _counterparts(config).items()
     }
+    if hf_layout(config) == "mixtral":
+        biases = [name.replace("router.weight", ROUTER_BIAS) for name in ours if name.endswith("router.weight")]
+        ours |= {name: torch.zeros(config.moe.experts) for name in biases}
     padding = config.vocab_rows - config.vocab_ids
     for name in VOCABULARY_TABLES:
         if name in ours and padding:
             ours[name] = torch.nn.functional.pad(ours[name], (0, 0, 0, padding))
     return ours
+
+
+def _taken_apart(tensor: Tensor, count: int) -> tuple[Tensor, ...]:
+    """The matrices whose rows take turns in ours; of experts (E, rows, columns) those of the first, of the second, and
+    so on."""
+    stack = tensor if tensor.dim() == 3 else tensor.unsqueeze(0)
+    return stack.unflatten(1, (-1, count // len(stack))).transpose(1, 2).flatten(0, 1).unbind()
+
+
+def _joined(parts: list[Tensor], experts: int | None) -> Tensor:
+    """The inverse."""
+    stack = torch.stack(parts).unflatten(0, (experts or 1, -1)).transpose(1, 2).flatten(1, 2)
+    return stack[0] if experts is None else stack
 
 
 def _check_shapes(config: ModelConfig, found: Mapping[str, tuple[int, ...]], origin: Path) -> None:
@@ -145,7 +185,7 @@ def _check_shapes(config: ModelConfig, found: Mapping[str, tuple[int, ...]], ori
         more = f" and {len(problems) - 4} more" if len(problems) > 4 else ""
         raise BadInputError(
             f"The tensors in {origin} do not fit its config.json: {'; '.join(problems[:4])}{more}. Fetch the folder "
-            f"again; only plain Llama and Qwen2 models can be imported."
+            f"again; only plain models of these kinds can be imported: {', '.join(LAYOUTS)}."
         )
 
 
@@ -170,6 +210,9 @@ def _counterparts(config: ModelConfig) -> dict[str, dict[str, tuple[int, ...]]]:
             add(f"{ours}.attention.{name}", (f"{attention}.{name}_proj",), rows, hidden, has_bias)
         add(f"{ours}.attention.out", (f"{attention}.o_proj",), hidden, query, config.attention_bias == "all")
         table[f"{ours}.feed_forward_norm.weight"] = {f"{theirs}.post_attention_layernorm.weight": (hidden,)}
+        if config.has_experts(layer):
+            table |= _expert_counterparts(config, f"{ours}.feed_forward", theirs)
+            continue
         pairs = (f"{mlp}.gate_proj", f"{mlp}.up_proj")
         add(f"{ours}.feed_forward.gate_up_pairs", pairs, inner, hidden, config.mlp_bias)
         add(f"{ours}.feed_forward.down", (f"{mlp}.down_proj",), hidden, inner, config.mlp_bias)
@@ -179,11 +222,53 @@ def _counterparts(config: ModelConfig) -> dict[str, dict[str, tuple[int, ...]]]:
     return table
 
 
+def _expert_counterparts(config: ModelConfig, ours: str, block: str) -> dict[str, dict[str, tuple[int, ...]]]:
+    """The same for the feed-forward part of a block with experts."""
+    hidden, moe, is_mixtral = config.hidden_size, config.moe, hf_layout(config) == "mixtral"
+    place = f"{block}.block_sparse_moe" if is_mixtral else f"{block}.mlp"
+    gate, up, down = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
+    numbers = range(moe.experts)
+    wide, narrow = (moe.expert_size, hidden), (hidden, moe.expert_size)
+    table: dict[str, dict[str, tuple[int, ...]]] = {
+        f"{ours}.router.weight": {f"{place}.gate.weight": (moe.experts, hidden)},
+        f"{ours}.experts.gate_up_pairs": {
+            f"{place}.experts.{number}.{name}.weight": wide for number in numbers for name in (gate, up)
+        },
+        f"{ours}.experts.down": {f"{place}.experts.{number}.{down}.weight": narrow for number in numbers},
+    }
+    if not is_mixtral:
+        shared, width = f"{place}.shared_experts", config.shared_size
+        table[f"{ours}.{ROUTER_BIAS}"] = {f"{place}.gate.{HF_ROUTER_BIAS}": (moe.experts,)}
+        table[f"{ours}.shared.gate_up_pairs.weight"] = {
+            f"{shared}.{name}.weight": (width, hidden) for name in (gate, up)
+        }
+        table[f"{ours}.shared.down.weight"] = {f"{shared}.{down}.weight": (hidden, width)}
+    return table
+
+
+def hf_layout(config: ModelConfig) -> str:
+    """The model_type that computes what this model computes; an error where there is none."""
+    moe, biases = config.moe, config.attention_bias
+    if not moe.experts:
+        if biases == "qkv" and config.mlp_bias:
+            raise BadInputError(
+                "attention_bias: qkv with mlp_bias has no Hugging Face layout; set one of them otherwise."
+            )
+        return "qwen2" if biases == "qkv" else "llama"
+    if moe.router == "softmax" and not moe.shared_experts and not moe.dense_layers and biases == "none":
+        return "mixtral"
+    if moe.router == "sigmoid" and moe.shared_experts and biases != "all" and moe.experts > 1:
+        return "glm4_moe"
+    raise BadInputError(
+        f"A model with moe.router {moe.router}, moe.shared_experts {moe.shared_experts}, moe.dense_layers "
+        f"{moe.dense_layers} and attention_bias {biases} has no Hugging Face layout. Mixtral is: softmax, 0, 0, none. "
+        f"GLM-4 MoE is: sigmoid, 1 or more, any, none or qkv."
+    )
+
+
 def to_hf_config(config: ModelConfig, dtype: str, token_ids: TokenIds) -> dict[str, Any]:
     """config.json as transformers 4 and 5 read it."""
-    layout = "qwen2" if config.attention_bias == "qkv" else "llama"
-    if layout == "qwen2" and config.mlp_bias:
-        raise BadInputError("attention_bias: qkv with mlp_bias has no Hugging Face layout; set one of them otherwise.")
+    layout, moe = hf_layout(config), config.moe
     values: dict[str, Any] = {
         "architectures": [LAYOUTS[layout]],
         "model_type": layout,
@@ -208,14 +293,57 @@ def to_hf_config(config: ModelConfig, dtype: str, token_ids: TokenIds) -> dict[s
     }
     if layout == "llama":
         values |= {"attention_bias": config.attention_bias == "all", "mlp_bias": config.mlp_bias}
+    if moe.experts:
+        values["num_experts_per_tok"] = moe.experts_per_token
+    if layout == "mixtral":
+        values |= {"num_local_experts": moe.experts, "intermediate_size": moe.expert_size}
+    if layout == "glm4_moe":
+        values |= {
+            **PLAIN_GLM,
+            "n_routed_experts": moe.experts,
+            "moe_intermediate_size": moe.expert_size,
+            "n_shared_experts": moe.shared_experts,
+            "first_k_dense_replace": moe.dense_layers,
+            "attention_bias": config.attention_bias == "qkv",
+            "partial_rotary_factor": 1.0,
+            "num_nextn_predict_layers": 0,
+        }
     return values
 
 
+def _from_hf_moe(values: dict[str, Any], layout: str, origin: Path) -> dict[str, Any]:
+    """Our settings of the experts of a config.json."""
+    if layout == "mixtral":
+        return {
+            "experts": values.get("num_local_experts"),
+            "experts_per_token": values.get("num_experts_per_tok"),
+            "expert_size": values.get("intermediate_size"),
+            "router": "softmax",
+            "balance_rate": 0.0,  # Mixtral has no bias; with one it could not be exported as Mixtral again
+        }
+    if layout != "glm4_moe":
+        return {}
+    rope = values.get("rope_parameters") or {}
+    rotated = values.get("partial_rotary_factor", rope.get("partial_rotary_factor", 0.5))  # transformers' default
+    found = {name: values.get(name, plain) for name, plain in PLAIN_GLM.items()} | {"partial_rotary_factor": rotated}
+    plain = PLAIN_GLM | {"partial_rotary_factor": 1.0}
+    odd = [f"{name} {str(found[name])[:40]}, not {plain[name]}" for name in plain if found[name] != plain[name]]
+    if odd:
+        raise BadInputError(f"{origin} cannot be imported, because Z2all has only plain experts: {'; '.join(odd)}.")
+    return {
+        "experts": values.get("n_routed_experts"),
+        "experts_per_token": values.get("num_experts_per_tok"),
+        "expert_size": values.get("moe_intermediate_size"),
+        "shared_experts": values.get("n_shared_experts"),
+        "dense_layers": values.get("first_k_dense_replace"),
+    }
+
+
 def from_hf_config(values: dict[str, Any], origin: Path) -> ModelConfig:
-    """Our config of a Llama or Qwen2 config.json; refuses what would be computed differently here."""
+    """Our config of a config.json of one of LAYOUTS; refuses what would be computed differently here."""
     layout = values.get("model_type")
     if not isinstance(layout, str) or layout not in LAYOUTS:
-        raise BadInputError(f"{origin} is of model_type {layout!r}; only {' and '.join(LAYOUTS)} can be imported.")
+        raise BadInputError(f"{origin} is of model_type {layout!r}; only {', '.join(LAYOUTS)} can be imported.")
     for name, (kind, words) in TYPES.items():
         if values.get(name) is not None and not isinstance(values[name], kind):
             raise BadInputError(
@@ -223,7 +351,8 @@ def from_hf_config(values: dict[str, Any], origin: Path) -> ModelConfig:
             )
     if values.get("hidden_act", "silu") != "silu":
         raise BadInputError(f"{origin} uses hidden_act {values['hidden_act']!r}; only silu can be imported.")
-    llama_bias = "all" if values.get("attention_bias") else "none"
+    with_bias = {"llama": "all", "glm4_moe": "qkv"}.get(layout, "none")
+    attention_bias = "qkv" if layout == "qwen2" else with_bias if values.get("attention_bias") else "none"
     # transformers 5 writes rope_parameters, 4 wrote rope_theta and rope_scaling.
     rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
     strange = [name for name in UNSUPPORTED_FIELDS if values.get(name) and _matters(name, values)]
@@ -247,7 +376,8 @@ def from_hf_config(values: dict[str, Any], origin: Path) -> ModelConfig:
             "rope_scaling": _from_hf_scaling(rope, values.get("max_position_embeddings"), origin),
             "rms_norm_eps": values.get("rms_norm_eps", 1e-6),
             "init_std": values.get("initializer_range", 0.02),
-            "attention_bias": "qkv" if layout == "qwen2" else llama_bias,
+            "attention_bias": attention_bias,
+            "moe": _from_hf_moe(values, layout, origin),
             "mlp_bias": values.get("mlp_bias") or False,
             "tied_embeddings": values.get("tie_word_embeddings") or False,
             "attention_dropout": values.get("attention_dropout", 0.0),

@@ -74,8 +74,8 @@ def apply_recompute(model: Z2all, kind: str, every_n: int = 1) -> None:
         model.blocks[number] = RecomputedBlock(block, partial(checkpoint, use_reentrant=False, **options))
 
 
-MATMULS = {"aten::mm": 1, "aten::addmm": 2, "aten::_scaled_mm": 1}
-"""Matmuls of linear layers, and which argument is the right-hand matrix (inputs x outputs)."""
+MATMULS = {"aten::mm": 1, "aten::addmm": 2, "aten::_scaled_mm": 1, "aten::_grouped_mm": 1}
+"""Matmuls of linear layers and experts, and which argument is the right-hand matrix (inputs x outputs)."""
 FUSED_ATTENTION = (
     "aten::_scaled_dot_product_cudnn_attention",
     "aten::_scaled_dot_product_efficient_attention",
@@ -98,7 +98,7 @@ def _policy(model: Z2all) -> Callable[..., CheckpointPolicy]:
         if name in FUSED_ATTENTION and saves_attention:
             return CheckpointPolicy.MUST_SAVE
         # Recognised by its width. Another matmul of the same width is computed again too, which is only slower.
-        if name in MATMULS and arguments[MATMULS[name]].shape[1] != overwritten:
+        if name in MATMULS and arguments[MATMULS[name]].shape[-1] != overwritten:
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zero2all.model.config import ModelConfig
+from zero2all.model.moe import MixtureOfExperts
 from zero2all.model.rope import rope_tables
 from zero2all.ops.precision import widened
 from zero2all.ops.registry import Ops
@@ -86,11 +87,11 @@ class FeedForward(nn.Module):
     """SwiGLU; gate and up come from one matmul whose rows alternate: row 2 i is gate i, row 2 i + 1 is up i. So the
     matmul's epilogue can multiply them, and a slice of rows is a set of whole units, as tensor parallelism needs it."""
 
-    def __init__(self, config: ModelConfig, ops: Ops) -> None:
+    def __init__(self, config: ModelConfig, inner: int, ops: Ops) -> None:
         super().__init__()
         self.ops = ops
-        self.gate_up_pairs = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
-        self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.gate_up_pairs = nn.Linear(config.hidden_size, 2 * inner, bias=config.mlp_bias)
+        self.down = nn.Linear(inner, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
@@ -106,7 +107,7 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
         self.attention = Attention(config, layer, ops)
         self.feed_forward_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
-        self.feed_forward = FeedForward(config, ops)
+        self.feed_forward = _feed_forward(config, layer, ops)
         self.dropout = nn.Dropout(config.residual_dropout)
 
     def forward(
@@ -123,6 +124,14 @@ class Block(nn.Module):
         branch = self.dropout(self.attention(normed, cos, sin, cache, documents))
         normed, x = self.feed_forward_norm(x, branch)
         return x, self.dropout(self.feed_forward(normed))
+
+
+def _feed_forward(config: ModelConfig, layer: int, ops: Ops) -> FeedForward | MixtureOfExperts:
+    """The feed-forward part of a block: one SwiGLU for all tokens, or experts."""
+    if not config.has_experts(layer):
+        return FeedForward(config, config.intermediate_size, ops)
+    shared = FeedForward(config, config.shared_size, ops) if config.moe.shared_experts else None
+    return MixtureOfExperts(config, layer, ops, shared)
 
 
 @dataclass(frozen=True)
@@ -235,7 +244,11 @@ def _positions(document_ids: Tensor) -> Tensor:
 
 def compile_model(model: Z2all) -> None:
     """Put torch.compile around what `ops.compile` says, in place: one block, used for all of them, or the trunk, from
-    the ids to the last norm. Head and loss are not compiled: they work in chunks."""
+    the ids to the last norm. Head and loss are not compiled: they work in chunks. Nor are experts: how many tokens each
+    has changes with every pass."""
+    for block in model.blocks:
+        if model.ops.compile != "none" and isinstance(block.feed_forward, MixtureOfExperts):
+            block.feed_forward.routed = torch.compiler.disable(block.feed_forward.routed)  # type: ignore[method-assign]
     if model.ops.compile == "block":
         for block in model.blocks:
             block.compile(dynamic=False)

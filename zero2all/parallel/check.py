@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from zero2all.common.errors import UsageError
 from zero2all.common.progress import counted
-from zero2all.parallel import context, pipeline, tensor
+from zero2all.parallel import context, expert, pipeline, tensor
 from zero2all.parallel.config import MeshSizes
 from zero2all.parallel.run_config import SpreadConfig, sequence_lengths
 
@@ -125,6 +125,7 @@ RULES: tuple[Rule, ...] = (
     tensor.problems,
     pipeline.problems,
     context.problems,
+    expert.problems,
     _rows_problems,
     _sequence_problems,
     _zero_problems,

@@ -90,13 +90,12 @@ def problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
             f"parallel.context_method to gather, or parallel.context to a divisor of {heads}."
         )
     is_gather = method_of(config.model, config.parallel, sizes) == "gather"
-    chunks, product = (
-        (2 * ranks, f"2 x parallel.context = 2 x {ranks} = ") if is_gather else (ranks, "parallel.context ")
-    )
+    chunks = 2 * ranks if is_gather else ranks
+    product = f"2 x parallel.context = 2 x {ranks} = {chunks}" if is_gather else f"parallel.context {ranks}"
     for name, length in sequence_lengths(config):
         if length % chunks:
             found.append(
-                f"{name} {length} is not a multiple of {product}{chunks}: each context rank has "
+                f"{name} {length} is not a multiple of {product}: each context rank has "
                 f"{'two equal chunks' if is_gather else 'an equal part'} of every sequence. Nearest: "
                 f"{max(1, round(length / chunks)) * chunks}."
             )

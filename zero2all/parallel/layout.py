@@ -6,6 +6,8 @@ weights (drawn from the seed and the name, so that a seed means the same model u
 gradient norm, checkpoints, the printed plan.
 
 A process holds a box of a parameter: a range along the dimension that the tensor or the expert axis cuts, or all of it.
+The matrices of all experts of a block are one parameter, (experts, rows, columns), which the expert axis cuts along its
+first dimension. Routers and experts are never cut over the tensor axis: each tensor rank has its own tokens there.
 Parameters of other pipeline stages are not in its table at all.
 """
 
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor
 
 from zero2all.model.config import ModelConfig, ParameterKind
+from zero2all.model.moe import routers
 from zero2all.model.z2all import Z2all
 from zero2all.parallel.mesh import Mesh, Spread
 from zero2all.parallel.parts import Box, Part
@@ -92,12 +95,30 @@ def layout_table(config: ModelConfig) -> list[LogicalParameter]:
                 first += rows
         add_linear(f"{block}.attention.out", hidden, query, 1, config.attention_bias == "all")
         add(f"{block}.feed_forward_norm.weight", (hidden,), "norm", None)
+        if config.has_experts(layer):
+            table.extend(_experts(f"{block}.feed_forward", config))
+            continue
         add_linear(f"{block}.feed_forward.gate_up_pairs", 2 * inner, hidden, 0, config.mlp_bias, alternating=2)
         add_linear(f"{block}.feed_forward.down", hidden, inner, 1, config.mlp_bias)
     add("norm.weight", (hidden,), "norm", None)
     if not config.tied_embeddings:
         add("head.weight", (table_rows, hidden), "head", 0)
     return table
+
+
+def _experts(place: str, config: ModelConfig) -> Iterator[LogicalParameter]:
+    """The feed-forward part of a block with experts."""
+    hidden, moe = config.hidden_size, config.moe
+
+    def one(name: str, shape: tuple[int, ...], kind: ParameterKind, alternating: int = 1) -> LogicalParameter:
+        return LogicalParameter(f"{place}.{name}", shape, kind, f"{place}.{name}", alternating=alternating)
+
+    yield one("router.weight", (moe.experts, hidden), "router")
+    yield one("experts.gate_up_pairs", (moe.experts, 2 * moe.expert_size, hidden), "expert", 2)
+    yield one("experts.down", (moe.experts, hidden, moe.expert_size), "expert")
+    if moe.shared_experts:
+        yield one("shared.gate_up_pairs.weight", (2 * config.shared_size, hidden), "matrix", 2)
+        yield one("shared.down.weight", (hidden, config.shared_size), "matrix")
 
 
 def held_table(table: Iterable[LogicalParameter], holders: Iterable[str], mesh: Mesh) -> list[LogicalParameter]:
@@ -110,6 +131,8 @@ def held_table(table: Iterable[LogicalParameter], holders: Iterable[str], mesh: 
             continue
         dimension, axis = one.tensor_dimension, mesh.tensor
         spread: Spread = "copied" if dimension is None and axis.size > 1 else "cut"
+        if one.kind == "expert":
+            dimension, axis, spread = 0, mesh.expert, "expert"
         box, copies = Box.whole(one.shape), 1
         if dimension is not None:
             pieces = min(axis.size, one.most_pieces or axis.size)
@@ -118,6 +141,10 @@ def held_table(table: Iterable[LogicalParameter], holders: Iterable[str], mesh: 
         found.append(replace(one, box=box, spread=spread, copies=copies, first_row=rows.get(one.holder, 0)))
         rows[one.holder] = found[-1].first_row + box.lengths[0]
     return found
+
+
+INTO_RESIDUAL = ("attention.out.weight", "feed_forward.down.weight", "shared.down.weight", "experts.down")
+"""How the names of projections into the residual end."""
 
 
 @torch.no_grad()
@@ -141,13 +168,19 @@ def init_weights(model: Z2all, seed: int) -> None:
     draw(model_parts(model), model.config, seed)
 
 
+def router_biases(model: Z2all) -> dict[str, Part]:
+    """The biases that balance the experts, by name; every process has all of those of its blocks. Live. No gradient
+    moves them, so they are in no table, but they belong to the model."""
+    return {f"{name}.bias": Part.whole(router.bias) for name, router in routers(model)}
+
+
 def model_parts(model: Z2all) -> dict[str, Part]:
-    """The weights of a whole model by logical name; live."""
+    """The weights of a whole model by logical name, and the biases of its routers; live."""
     holders, parts = dict(model.named_parameters()), {}
     for one in layout_table(model.config):
         values = holders[one.holder].detach().view(-1)[one.start : one.start + one.numel]
         parts[one.name] = Part.whole(values.view(one.shape))
-    return parts
+    return parts | router_biases(model)
 
 
 def initial_values(parameter: LogicalParameter, config: ModelConfig, seed: int) -> Tensor:
@@ -156,7 +189,7 @@ def initial_values(parameter: LogicalParameter, config: ModelConfig, seed: int) 
     values = torch.empty(parameter.shape)
     if parameter.kind in ("norm", "bias"):
         return values.fill_(1.0 if parameter.kind == "norm" else 0.0)
-    is_into_residual = parameter.name.endswith(("attention.out.weight", "feed_forward.down.weight"))
+    is_into_residual = parameter.name.endswith(INTO_RESIDUAL)
     std = config.init_std / math.sqrt(2 * config.layers) if is_into_residual else config.init_std
     digest = hashlib.blake2b(f"{seed}/{parameter.name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))

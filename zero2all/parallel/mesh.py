@@ -24,7 +24,7 @@ Code names the axis, or the product of axes, that it means:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -207,6 +207,19 @@ def coordinates(sizes: MeshSizes, rank: int) -> dict[str, int]:
     inner = (found["shard"] * sizes.context + found["context"]) * sizes.tensor + found["tensor"]
     found["expert_shard"], found["expert"] = divmod(inner, sizes.expert)
     return found
+
+
+def wait_for(works: Iterable[dist.Work]) -> None:
+    """Wait for collectives that were started with async_op. Where one fails gloo raises a bare RuntimeError, as any
+    code may; here it becomes a DistError, as NCCL's are, so that it is known as a lost process
+    (`zero2all.parallel.world`)."""
+    for work in works:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            if type(error) is not RuntimeError:
+                raise
+            raise dist.DistError(str(error)) from error
 
 
 def make_mesh(sizes: MeshSizes) -> Mesh:

@@ -14,10 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import accumulate, pairwise
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
@@ -26,7 +25,9 @@ from zero2all.model.config import ModelConfig
 from zero2all.model.z2all import Stage, Z2all
 from zero2all.ops.gradient_sink import deferring
 from zero2all.parallel.config import MeshSizes, ParallelConfig
-from zero2all.parallel.mesh import DENSE, Mesh, coordinates
+from zero2all.parallel.links import Messages, make_links
+from zero2all.parallel.mesh import Mesh
+from zero2all.parallel.run_config import SpreadConfig
 from zero2all.parallel.schedule import Action, make_orders
 
 POSTED_AHEAD = 2
@@ -61,7 +62,7 @@ def make_stages(costs: ModelCosts, count: int) -> list[Stage]:
     assert count <= layers, f"{count} stages of {layers} blocks"
     before = [0.0, *accumulate(costs.blocks)]
     # best[end]: (dearest stage, sum of squares, borders) of the stages so far, where they end at block `end`.
-    best = {0: (0.0, 0.0, (0,))}
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, (0,))}
     for number in range(count):
         is_last = number + 1 == count
         found = {}
@@ -90,23 +91,7 @@ def keep_stages(model: Z2all, stages: Sequence[Stage]) -> None:
         model.head = None
 
 
-class _HasCompile(Protocol):
-    @property
-    def compile(self) -> str: ...
-
-
-class _Settings(Protocol):
-    """What the rules of a pipeline read of a RunConfig."""
-
-    @property
-    def model(self) -> ModelConfig: ...
-    @property
-    def parallel(self) -> ParallelConfig: ...
-    @property
-    def ops(self) -> _HasCompile: ...
-
-
-def problems(config: _Settings, sizes: MeshSizes) -> list[str]:
+def problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
     """Why a run cannot be cut into stages: rule, numbers, what to do. ZeRO-2 and offload: `zero2all.parallel.check`."""
     if sizes.pipeline == 1:
         return []
@@ -135,83 +120,6 @@ def problems(config: _Settings, sizes: MeshSizes) -> list[str]:
             "to 1."
         )
     return found
-
-
-# ---- messages between stages -------------------------------------------------------------------------------------
-
-
-class Link(NamedTuple):
-    """One direction between two neighbours; messages arrive in the order in which they were sent."""
-
-    group: dist.ProcessGroup
-    peer: int  # its rank among all processes
-
-
-class Links(NamedTuple):
-    """The links of one process; None at the ends of the pipeline."""
-
-    inputs: Link | None
-    outputs: Link | None
-    gradients_in: Link | None
-    gradients_out: Link | None
-
-
-def make_links(mesh: Mesh, in_circle: bool) -> Links:
-    """The links of a pipeline; `in_circle`: also from the last process to the first. Every process of the run calls
-    this. Each link is a group of its own, because NCCL runs what is queued on a group in order: a message that waits
-    must not hold up one that goes the other way."""
-    pipelines: dict[tuple[int, ...], list[int]] = {}
-    for rank in range(mesh.sizes.processes):
-        place = coordinates(mesh.sizes, rank)
-        pipelines.setdefault(tuple(place[name] for name in DENSE if name != "pipeline"), []).append(rank)
-    found: dict[str, Link] = {}
-    for ranks in pipelines.values():
-        for before, after in [*pairwise(ranks), *([(ranks[-1], ranks[0])] if in_circle else [])]:
-            values, gradients = dist.new_group([before, after]), dist.new_group([before, after])
-            if mesh.place == before:
-                found["outputs"], found["gradients_in"] = Link(values, after), Link(gradients, after)
-            if mesh.place == after:
-                found["inputs"], found["gradients_out"] = Link(values, before), Link(gradients, before)
-    return Links(*(found.get(name) for name in Links._fields))
-
-
-class _Messages:
-    """What is on its way to and from this process."""
-
-    def __init__(self, links: Links, dtype: torch.dtype, device: torch.device, mark: Callable[[str], None]) -> None:
-        self._links, self._dtype, self._device, self._mark = links, dtype, device, mark
-        self._sent: list[tuple[dist.Work, Tensor]] = []
-        self._awaited: dict[tuple[str, int, int], tuple[dist.Work, Tensor]] = {}
-
-    def send(self, direction: Literal["outputs", "gradients_out"], values: Tensor) -> None:
-        """Send to a neighbour, without waiting."""
-        assert values.dtype == self._dtype, f"a stage returned {values.dtype}, not {self._dtype}"
-        link = getattr(self._links, direction)
-        values = values.detach().contiguous()
-        self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
-        self._sent.append((dist.isend(values, link.peer, group=link.group), values))
-
-    def expect(self, direction: Literal["inputs", "gradients_in"], stage: int, micro: int, shape: torch.Size) -> None:
-        """Begin to receive a message, unless that was done before. Messages must be expected in their order."""
-        if (direction, stage, micro) not in self._awaited:
-            link = getattr(self._links, direction)
-            values = torch.empty(shape, dtype=self._dtype, device=self._device)
-            work = dist.irecv(values, link.peer, group=link.group)
-            self._awaited[direction, stage, micro] = work, values
-
-    def receive(self, direction: Literal["inputs", "gradients_in"], stage: int, micro: int) -> Tensor:
-        """Wait for an expected message (on a GPU: its stream does)."""
-        work, values = self._awaited.pop((direction, stage, micro))
-        work.wait()
-        self._mark("bubble")
-        return values
-
-    def finish(self) -> None:
-        """Wait until everything is sent."""
-        for work, _ in self._sent:
-            work.wait()
-        self._sent.clear()
-        self._mark("bubble")
 
 
 # ---- the passes of a step ----------------------------------------------------------------------------------------
@@ -250,7 +158,7 @@ class Pipeline:
         last action; `mark` is told which part of a step has ended: "backward", or "bubble", a wait for another
         process."""
         order = make_orders(self._schedule, self._mesh.pipeline.size, self._chunks, len(rows))[self._mesh.pipeline.rank]
-        messages = _Messages(self._links, self._dtype, self._device, mark)
+        messages = Messages(self._links, self._dtype, self._device, mark)
         passes: dict[tuple[int, int], _Pass] = {}
         for at, action in enumerate(order):
             for soon in order[at : at + POSTED_AHEAD]:
@@ -274,14 +182,14 @@ class Pipeline:
 
     def evaluate(self, rows: int, seq_len: int, forward: Forward) -> None:
         """One forward pass, without gradients. A process is done when it has sent its own output."""
-        messages = _Messages(self._links, self._dtype, self._device, lambda _part: None)
+        messages = Messages(self._links, self._dtype, self._device, lambda _part: None)
         for number in self.own:
             action = Action("forward", number, 0)
             self._expect(messages, action, rows, seq_len)
             self._forward(messages, action, forward)
         messages.finish()
 
-    def _expect(self, messages: _Messages, action: Action, rows: int, seq_len: int) -> None:
+    def _expect(self, messages: Messages, action: Action, rows: int, seq_len: int) -> None:
         """Begin to receive what an action needs from another process."""
         mesh, stage = self._mesh, self.own[action.stage]
         shape = torch.Size((rows, seq_len // (mesh.context.size * mesh.tensor.size), self._width))
@@ -290,7 +198,7 @@ class Pipeline:
         if action.kind == "backward" and not stage.is_last:
             messages.expect("gradients_in", action.stage, action.micro, shape)
 
-    def _forward(self, messages: _Messages, action: Action, forward: Forward) -> _Pass:
+    def _forward(self, messages: Messages, action: Action, forward: Forward) -> _Pass:
         stage = self.own[action.stage]
         received = None
         if not stage.is_first:
@@ -301,7 +209,7 @@ class Pipeline:
             messages.send("outputs", output)
         return _Pass(received, get_gradient_edge(output) if output.requires_grad else None, [])
 
-    def _backward(self, messages: _Messages, action: Action, one: _Pass) -> None:
+    def _backward(self, messages: Messages, action: Action, one: _Pass) -> None:
         stage = self.own[action.stage]
         gradient = None if stage.is_last else messages.receive("gradients_in", action.stage, action.micro)
         assert one.output is not None, "a forward pass without gradients"

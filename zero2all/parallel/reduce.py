@@ -25,7 +25,7 @@ from torch import Tensor
 
 from zero2all.ops.gradient_sink import GradientSink
 from zero2all.parallel.buckets import Bucket, FlatPlan
-from zero2all.parallel.mesh import Axis, Mesh
+from zero2all.parallel.mesh import Axis, Mesh, wait_for
 
 MOST_IN_FLIGHT = 2
 """ZeRO-2: buckets that may be on their way before the backward pass waits for the first of them."""
@@ -175,8 +175,7 @@ class GradientReducer:
         sending.works = []
 
     def _finish(self, sending: _Sending) -> None:
-        for work in sending.works:
-            work.wait()
+        wait_for(sending.works)
         if self._scatters:
             self._mesh.sums(sending.bucket.spread).rest.sum(sending.own)
         if self._borrows:

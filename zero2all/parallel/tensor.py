@@ -69,14 +69,12 @@ class _SumAndCut(torch.autograd.Function):
         return _gathered(dy, ctx.axis), None
 
 
-@torch.compiler.disable
 def gather_positions(x: Tensor, axis: Axis) -> Tensor:
     """All positions, for a part of the matrices: its gradient is summed over the ranks."""
     whole: Tensor = _Gather.apply(x, axis)
     return whole
 
 
-@torch.compiler.disable
 def sum_and_cut(x: Tensor, axis: Axis) -> Tensor:
     """The sum over the ranks, of which each gets its own positions; in the dtype of the values."""
     own: Tensor = _SumAndCut.apply(x, axis)
@@ -123,7 +121,7 @@ class CutFeedForward(FeedForward):
 
     def __init__(self, config: ModelConfig, ops: Ops, axis: Axis) -> None:
         """`config`: with the inner units of one rank."""
-        super().__init__(config, ops)
+        super().__init__(config, config.intermediate_size, ops)
         self.axis = axis
 
     def forward(self, x: Tensor) -> Tensor:
@@ -209,6 +207,8 @@ def sum_copied_heads(gradients: Sequence[Tensor], copies: int, axis: Axis) -> No
     if not gradients:
         return
     own = torch.cat([values.reshape(-1) for values in gradients])
+    if not own.numel():  # ZeRO gave these rows to other processes
+        return
     of_heads = own.new_zeros(axis.size // copies, own.numel())
     of_heads[axis.rank // copies] = own
     axis.sum(of_heads)
@@ -254,6 +254,11 @@ def problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
             f"optim.kind {config.optim.kind} with parallel.tensor {ranks}: it {why_whole}, "
             f"and a tensor rank has only a part of each. Use adamw, adamw_bf16, lion or sgd, or parallel.zero with "
             f"parallel.tensor 1."
+        )
+    if config.ops.compile != "none":
+        found.append(
+            f"ops.compile {config.ops.compile} with parallel.tensor {ranks}: every block communicates, which is not "
+            f"compiled. Set ops.compile to none."
         )
     return found
 

@@ -24,6 +24,7 @@ from zero2all.parallel.mesh import Mesh, make_mesh
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
+COMMUNICATING_MODULES = ("torch.distributed.", "zero2all.parallel.links")
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,8 @@ def known_processes() -> int:
 
 def is_failed_collective(error: BaseException) -> bool:
     """Whether `error` is a collective that failed because another process has died or hangs. NCCL and the store have
-    types for it; gloo raises a bare RuntimeError, so the test is whether torch.distributed raised it."""
+    types for it; gloo raises a bare RuntimeError, so the test is whether it came out of torch.distributed, or of the
+    module of ours that only waits for messages."""
     if isinstance(error, dist.DistError):
         return True
     if type(error) is not RuntimeError:  # torch's other errors, such as OutOfMemoryError, have types of their own
@@ -101,7 +103,7 @@ def is_failed_collective(error: BaseException) -> bool:
     modules = [str(frame.f_globals.get("__name__", "")) for frame, _ in walk_tb(error.__traceback__)]
     while modules and modules[-1] == "torch._ops":  # the entry to operators in C++, collectives of DTensors among them
         modules.pop()
-    return bool(modules) and modules[-1].startswith("torch.distributed.")
+    return bool(modules) and modules[-1].startswith(COMMUNICATING_MODULES)
 
 
 @contextmanager

@@ -78,6 +78,9 @@ def why_no_cuda_graph(config: RunConfig, device: torch.device, processes: int, o
             processes > 1 and config.parallel.every_pass_communicates
         ),
         "with parallel.offload new weights arrive within a pass": config.parallel.offload != "none",
+        "outside bfloat16 experts compute one after the other, and the host reads how many tokens each has": (
+            model.moe.experts > 0 and config.train.precision != "bfloat16"
+        ),
         "ops.compile captures graphs of its own": ops.compile != "none",
         f"train.recompute: {config.train.recompute} reads the device's random state": config.train.recompute != "none",
         "float16 scales the loss": config.train.precision == "float16",

@@ -5,9 +5,9 @@ expects to fit, doubling while it fits, then halving the gap, with a little less
 the rows of a process are tried: every pass of a step then has the same shape. The result is kept in
 <run>/micro_batch.json with everything that decides it, because another micro-batch adds up in another order.
 
-Processes that exchange something in every pass (`parallel.zero: 2` and `3`) take what the estimate says: one that ran
-out of memory would leave the others waiting in the next collective, and FSDP cannot recover from an error in the
-middle of a pass. On a CPU memory does not limit a pass, and a fixed rule is used.
+Processes that exchange something in every pass (`parallel.zero: 2` and `3`, `parallel.expert`) take what the estimate
+says: one that ran out of memory would leave the others waiting in the next collective, and FSDP cannot recover from an
+error in the middle of a pass. On a CPU memory does not limit a pass, and a fixed rule is used.
 """
 
 from __future__ import annotations

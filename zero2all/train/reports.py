@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import numpy as np
 import torch
 
 from zero2all.common import progress
@@ -76,6 +77,14 @@ class RunLog:
             self._bar.set_total(total_tokens)
 
 
+def balance_values(loads: np.ndarray, dense_layers: int) -> dict[str, float]:
+    """How evenly tokens are spread over experts; `loads` (blocks with experts, experts). Of each block the largest load
+    over the mean, 1 in the best case; the largest of these; and the share of experts that got no token."""
+    largest = loads.max(axis=1) / np.maximum(loads.mean(axis=1), 1e-9)
+    values = {f"experts/largest_load/{layer}": float(share) for layer, share in enumerate(largest, dense_layers)}
+    return {"experts/largest_load": float(largest.max()), "experts/idle": float((loads == 0).mean())} | values
+
+
 class StepReports:
     """Turns results into rows and keeps the last; only rank 0 has `metrics`."""
 
@@ -133,6 +142,8 @@ class StepReports:
         for channel, loss in self.by_channel(result).items():
             values[f"loss/{channel}"] = loss
             values[f"bpb/{channel}"] = loss / math.log(2) / self._bytes_per_token[channel]
+        if result.expert_loads is not None:
+            values |= balance_values(result.expert_loads, prepared.config.model.moe.dense_layers)
         seq_len = self._seq_len(result)
         needed = flops_per_token(prepared.config.model, seq_len)
         speed, device = speed / prepared.world.size, prepared.environment["device"]

@@ -47,6 +47,7 @@ from zero2all.parallel.check import check_spread
 from zero2all.parallel.context import spread_attention
 from zero2all.parallel.data import shard_model
 from zero2all.parallel.device import environment, local_processes, set_cpu_threads
+from zero2all.parallel.expert import spread_experts
 from zero2all.parallel.layout import draw
 from zero2all.parallel.pipeline import Pipeline, keep_stages, make_stages, model_costs
 from zero2all.parallel.tensor import cut_model, local_config
@@ -304,7 +305,8 @@ def _build_state(
         else environment(world.device)["device"]
     )
     spread = f", {spread_name(config, world)}" if world.size > 1 else ""
-    size = f"model: {counts['total'] / 1e6:.2f} M parameters on {where}{spread}, {config.train.precision}"
+    active = f" ({counts['active'] / 1e6:.2f} M active)" if config.model.moe.experts else ""
+    size = f"model: {counts['total'] / 1e6:.2f} M parameters{active} on {where}{spread}, {config.train.precision}"
     notes = [size, *_half_precision_notes(world.device, dtype), *ops.notes(), *micro_notes]
     if state.cuda_graph is not None:
         why = "as asked" if config.train.cuda_graph == "on" else "the host would queue them slower than they run"
@@ -328,6 +330,7 @@ def empty_state(
         ops = with_deferrable_products(ops)
     with torch.device("meta"):  # memory is allocated once it is known who holds what
         model = Z2all(model_at(step, config.model, config.stages), ops).to(wide).train()
+    spread_experts(model, world.mesh)
     cut_model(model, world.mesh.tensor)
     apply_recompute(model, config.train.recompute, config.train.recompute_every)
     pipeline = _cut_into_stages(model, config, world) if world.mesh.pipeline.size > 1 else None

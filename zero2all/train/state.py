@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from zero2all.config.training import OptimConfig
+from zero2all.model.moe import routers
 from zero2all.model.z2all import Z2all
 from zero2all.parallel.config import ParallelConfig
+from zero2all.parallel.layout import router_biases
 from zero2all.parallel.mesh import Mesh
 from zero2all.parallel.parts import Part
 from zero2all.parallel.pipeline import Pipeline
@@ -90,9 +92,9 @@ class TrainState:
 
     @contextmanager
     def model_tensors(self) -> Iterator[dict[str, Part]]:
-        """The master weights, likewise."""
+        """The master weights and the biases of routers, likewise."""
         with self.weights.masters_between_steps() as masters:
-            yield {f"model/{name}": value for name, value in masters.items()}
+            yield {f"model/{name}": value for name, value in {**masters, **router_biases(self.model)}.items()}
 
     def optimizer_tensors(self) -> dict[str, Part]:
         """Moments, the number of updates, and the loss scale."""
@@ -166,5 +168,7 @@ def new_state(
     else:
         table = {one.name: one for one in weights.table}
         optimizer = build_optimizer(weights.masters_by_name(), optim, table, seed=seed)
+    for _, router in routers(model):
+        router.clear(device)
     scale = LossScale(device) if dtype == torch.float16 else None
     return TrainState(model, weights, optimizer, micro_batch_samples, scale)

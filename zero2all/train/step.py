@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from zero2all.config import RunConfig
+from zero2all.model.moe import routers
 from zero2all.model.z2all import Stage
 from zero2all.packed.loader import Batch, rank_rows
 from zero2all.parallel.context import own_tokens, places_of
@@ -145,6 +146,7 @@ class StepResult:
     ended: Mark  # when it ended
     ended_between: tuple[float, float]
     """Earliest and latest time at which it ended, by the host's clock, in seconds since the epoch."""
+    expert_loads: np.ndarray | None = None  # (blocks with experts, experts) tokens that each expert got
 
 
 @dataclass(frozen=True)
@@ -156,8 +158,10 @@ class PendingStep:
     lr: float
     channels: int
     rows: int
+    experts: int
     figures: Tensor
-    """On the host: HEAD figures, nats and counts per channel, nats and counts per row of the global batch."""
+    """On the host: HEAD figures, nats and counts per channel, nats and counts per row of the global batch, tokens per
+    expert of each block with experts."""
     arrived: torch.cuda.Event | None
     timer: StepTimer
     queued_at: float
@@ -173,8 +177,8 @@ class PendingStep:
             between = (self.queued_at if was_over else now, now)
         figures = self.figures.numpy()
         loss, norm, refused, stop, news = figures[:HEAD].tolist()
-        sizes = (self.channels, self.channels, self.rows)
-        nats, counts, row_nats, row_counts = np.split(figures[HEAD:], np.cumsum(sizes))
+        sizes = (self.channels, self.channels, self.rows, self.rows)
+        nats, counts, row_nats, row_counts, loads = np.split(figures[HEAD:], np.cumsum(sizes))
         channel_losses = [float(total / count) if count else None for total, count in zip(nats, counts, strict=True)]
         return StepResult(
             step=self.step,
@@ -191,6 +195,7 @@ class PendingStep:
             seconds=self.timer.seconds(),
             ended=self.timer.end,
             ended_between=between,
+            expert_loads=loads.reshape(-1, self.experts) if self.experts else None,
         )
 
 
@@ -201,9 +206,13 @@ def train_step(
     timer = StepTimer(world.device)
     # Dropout depends on (seed, step, rank) alone, so a resumed run needs no stored random state.
     torch.manual_seed(_step_key(config.train.seed, state.step, world.rank))
+    for _, router in routers(state.model):
+        router.load.zero_()
     figures = _forward_backward(state, batch, channels, config, world, plan, timer)
     if not world.mesh.reports:
         figures[HEAD:] = 0.0
+    if config.model.moe.experts:  # counted where the tokens are: on every tensor rank, and in every stage
+        figures = torch.cat([figures, _expert_loads(state)])
     figures[1] = state.weights.squared_norm_share()
     world.mesh.world.sum(figures)
     norm = figures[1].sqrt()
@@ -217,7 +226,7 @@ def train_step(
     rows = batch.global_rows
     state.step += 1
     state.tokens += rows * (batch.tokens.shape[1] - 1)
-    facts = (state.step, (before, state.tokens), plan.lr, channels, rows)
+    facts = (state.step, (before, state.tokens), plan.lr, channels, rows, config.model.moe.experts)
     if world.device.type != "cuda":
         return PendingStep(*facts, figures, None, timer, time.time())
     host = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=True)
@@ -346,8 +355,28 @@ def _judge_and_update(
         scale = scale / state.loss_scale.scale
         state.loss_scale.after(overflowed, refused)
     update(state, plan.lr, scale, refused)
+    _balance(state, figures, refused)
     figures[0], figures[1] = loss, norm
     figures[2] = refused
+
+
+def _expert_loads(state: TrainState) -> Tensor:
+    """How often each expert was chosen in the passes of this process: float64, for all blocks with experts one after
+    the other; those of other pipeline stages are zero."""
+    config = state.model.config
+    loads = torch.zeros(config.expert_layers, config.moe.experts, dtype=torch.float64, device=state.model.cos.device)
+    for _, router in routers(state.model):
+        loads[router.number] = router.load
+    return loads.view(-1)
+
+
+def _balance(state: TrainState, figures: Tensor, refused: Tensor) -> None:
+    """Move the biases of the routers by the loads of the whole step, which are the last of the figures."""
+    config = state.model.config
+    if config.expert_layers:
+        loads = figures[-config.expert_layers * config.moe.experts :].view(config.expert_layers, -1)
+        for _, router in routers(state.model):
+            router.balance(loads[router.number], refused)
 
 
 def update(state: TrainState, lr: float, scale: Tensor, refused: Tensor) -> None:

@@ -39,6 +39,11 @@ def check_streaming(model: Z2all) -> None:
             "parallel.offload = weights fetches a block again for its backward pass, so each block must be computed "
             "again there: set train.recompute to full or selective, or parallel.offload to optimizer."
         )
+    if model.config.moe.experts:
+        raise UsageError(
+            "parallel.offload = weights brings the matrices of a block to the device, and model.moe has experts, of "
+            "which a block has too many: set parallel.offload to optimizer, or spread them with parallel.expert."
+        )
     if model.ops.compile != "none" or model.ops.footprints["linear"].weight_copy_bytes:
         raise UsageError(
             f"parallel.offload = weights needs ops.compile = none and ops.linear = fp32_wgrad or plain (now "

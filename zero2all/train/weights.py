@@ -32,7 +32,7 @@ from zero2all.ops.split_master import join, split
 from zero2all.parallel.buckets import CutOf, plan_buffers
 from zero2all.parallel.data import set_gradient_sync
 from zero2all.parallel.layout import LogicalParameter, held_table, layout_table
-from zero2all.parallel.mesh import Mesh, Spread
+from zero2all.parallel.mesh import Mesh, Spread, wait_for
 from zero2all.parallel.parts import Part
 from zero2all.parallel.reduce import GradientReducer, all_gather
 from zero2all.parallel.shards import part_of
@@ -42,6 +42,8 @@ from zero2all.train.optimizers.base import Master
 
 CHUNK_VALUES = 1 << 25
 """Values that are joined or split at once."""
+OF_BLOCK = ("matrix", "expert")
+"""Kinds of parameters that a block waits for by itself; the others are few, and are waited for at once."""
 
 
 class FlatWeights:
@@ -397,15 +399,14 @@ class FlatWeights:
         if self._returning:
             self._take_returned(buckets)
         for number in list(self._arriving) if buckets is None else buckets:
-            for work in self._arriving.pop(number, ()):
-                work.wait()
+            wait_for(self._arriving.pop(number, ()))
 
     def _wait_before_use(self, model: Z2all) -> None:
         """Before a block computes, wait for its weights. A compiled model waits for all of them at its beginning."""
         of_block: dict[str, set[int]] = {}
         for number, bucket in enumerate(self.plan.buckets):
             for name in bucket.holders:
-                block = ".".join(name.split(".")[:2]) if name.startswith("blocks.") and bucket.kind == "matrix" else ""
+                block = ".".join(name.split(".")[:2]) if name.startswith("blocks.") and bucket.kind in OF_BLOCK else ""
                 of_block.setdefault("norm" if name == "head.weight" else block, set()).add(number)
         if model.ops.compile != "none":
             of_block = {"": set(range(len(self.plan.buckets)))}

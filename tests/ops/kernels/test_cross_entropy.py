@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="the kernels are written in Triton, which i
 from zero2all.ops import linear_cross_entropy
 from zero2all.ops.gradient_sink import GradientSink
 from zero2all.ops.kernels import cross_entropy
-from zero2all.ops.kernels.cross_entropy import cross_entropy_in_place, triton_cross_entropy
+from zero2all.ops.kernels.cross_entropy import cross_entropy_in_place, row_sums, slopes_in_place, triton_cross_entropy
 from zero2all.ops.linear_cross_entropy import through_cross_entropy, triton_linear_cross_entropy
 
 ROWS, COLUMNS, VOCAB = 11, 200, 190
@@ -64,6 +64,26 @@ def test_logits_become_the_gradient_of_the_weighted_sum(device, dtype, z, column
     assert not given[:, VOCAB:].any()
     assert not given[targets.to(device) < 0].any()
     assert not found[targets.to(device) < 0].any()
+
+
+@dtypes(torch.float32, torch.bfloat16)
+@pytest.mark.parametrize("z", [0.0, Z], ids=["plain", "z"])
+def test_columns_cut_over_processes_give_the_same_after_one_exchange_of_sums(device, dtype, z):
+    logits, targets = (random(ROWS, 256) * 2).to(device, dtype), targets_with_some_ignored().to(device)
+    weights = torch.where(targets >= 0, token_weights().float().to(device), 0.0)
+    parts = list(logits.clone().split(64, dim=1))  # the last one has only padding
+    columns = [min(max(VOCAB - 64 * rank, 0), 64) for rank in range(4)]
+    assert columns == [64, 64, 62, 0]
+    sums = [row_sums(part, targets, 64 * rank, columns[rank]) for rank, part in enumerate(parts)]
+    largest = torch.stack([each[0] for each in sums]).amax(dim=0)
+    total = sum(each[1] * (each[0] - largest).exp() for each in sums)
+    logsum = largest + total.log()
+    for rank, part in enumerate(parts):
+        slopes_in_place(part, targets, weights, logsum, 64 * rank, columns[rank], z)
+    losses, _ = cross_entropy_in_place(logits, targets, weights, VOCAB, z)
+    found = torch.where(targets >= 0, logsum - sum(each[2] for each in sums), 0.0)
+    assert_close(found, losses, 3e-6)
+    assert_close(torch.cat(parts, dim=1), logits, 1e-2 if dtype == torch.bfloat16 else 3e-6)
 
 
 def test_without_gradient_the_logits_stay(device):

@@ -80,13 +80,20 @@ class Adafactor(Optimizer):
         else:
             mean_square = self._factored(param, square, decay, skip)
         direction = gradient * mean_square.rsqrt()
-        total = param.part.sum((direction * direction).sum())
-        rms = (total / param.parameter.numel).sqrt()
+        rms = self._rms(param, direction)
         direction = direction / (rms / self.config.adafactor_clip_rms).clamp(min=1.0)
         if self.beta1:
             direction = self.beta1 * param.moment("momentum") + (1 - self.beta1) * direction
             replace(param.moment("momentum"), direction, skip)
         replace(param.weight, param.weight * (1 - group.lr * group.weight_decay) - group.lr * direction, skip)
+
+    def _rms(self, param: ParamState, direction: Tensor) -> Tensor:
+        """The root mean square of an update: of each matrix of a stack, which no process has only a part of; else of
+        the whole parameter."""
+        square, shape = direction * direction, param.parameter.shape
+        if len(shape) > 2:
+            return square.mean(dim=(-2, -1), keepdim=True).sqrt()
+        return (param.part.sum(square.sum()) / param.parameter.numel).sqrt()
 
     def _factored(self, param: ParamState, square: Tensor, decay: Tensor, skip: Tensor | None) -> Tensor:
         """The estimate of the mean square for the rows of the matrix in this process."""

@@ -92,9 +92,9 @@ class ParameterGroup:
 
 
 def decay_of(kind: ParameterKind, config: OptimConfig) -> float:
-    """Matrices decay, embedding and head by option, norms and biases never."""
-    is_table = kind in ("embedding", "head")
-    return config.weight_decay if kind == "matrix" or (is_table and config.decay_embeddings) else 0.0
+    """Matrices decay (those of experts and routers too), embedding and head by option, norms and biases never."""
+    is_matrix, is_table = kind in ("matrix", "expert", "router"), kind in ("embedding", "head")
+    return config.weight_decay if is_matrix or (is_table and config.decay_embeddings) else 0.0
 
 
 @dataclass(frozen=True)

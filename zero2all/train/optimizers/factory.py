@@ -18,7 +18,7 @@ from zero2all.train.optimizers.adamw_8bit import AdamW8bit
 from zero2all.train.optimizers.adamw_bf16 import AdamWBf16
 from zero2all.train.optimizers.base import Master, Optimizer, ParameterGroup, ParamState, decay_of
 from zero2all.train.optimizers.momentum import SGD, Lion
-from zero2all.train.optimizers.muon import Muon
+from zero2all.train.optimizers.muon import MUON_KINDS, Muon
 
 Implementation = Literal["auto", "eager", "fused", "compiled"]
 """eager: one operation after the other; fused: torch's kernel, AdamW only; compiled: torch.compile's kernel."""
@@ -28,6 +28,8 @@ def cut_of(optimizer_kind: str, parameter: LogicalParameter) -> Cut:
     """How a parameter may be cut for `optim.kind` so that no update needs another process. The Part of an owner, and
     the empty Parts of the others, have no group. (With a group, Muon and Adafactor also take matrices cut by rows.)"""
     is_matrix = len(parameter.shape) > 1
+    if optimizer_kind in ("adafactor", "muon") and parameter.kind == "expert":
+        return "rows"  # a row is a whole expert
     if optimizer_kind == "adafactor":
         return "whole"  # row and column means, and the root mean square of the update
     if optimizer_kind == "muon" and parameter.kind == "matrix":
@@ -52,7 +54,7 @@ def build_optimizer(
 def parameter_groups(
     masters: Mapping[str, Master], config: OptimConfig, table: Mapping[str, LogicalParameter]
 ) -> list[ParameterGroup]:
-    """A group for each kind of parameter: matrices decay, embedding and head by option, norms and biases never."""
+    """A group for each kind of parameter, with the decay of its kind."""
     params: dict[ParameterKind, list[ParamState]] = {kind: [] for kind in PARAMETER_KINDS}
     for name, master in masters.items():
         params[table[name].kind].append(ParamState(table[name], master))
@@ -81,8 +83,8 @@ def _build(groups: list[ParameterGroup], config: OptimConfig, implementation: Im
         return SGD(groups, config, compiled)
     if config.kind == "adafactor":
         return Adafactor(groups, config)
-    matrices = [group for group in groups if group.kind == "matrix"]
-    others = [group for group in groups if group.kind != "matrix"]
+    matrices = [group for group in groups if group.kind in MUON_KINDS]
+    others = [group for group in groups if group.kind not in MUON_KINDS]
     return Muon(matrices, AdamW(others, config, fused, compiled), config)
 
 

@@ -8,7 +8,7 @@ The factor gives the step a root mean square of `rms` (0.2), about that of AdamW
 carry over. Newton-Schulz finds o with products only: x = u / |u|, then repeats x = a x + b (x x^T) x + c (x x^T)^2 x.
 
 gate and up, which alternate in one tensor, are taken apart first: orthogonalising them together would tie their scales.
-Equal shapes are stacked, so that small models need few products.
+Each expert of a mixture is a matrix of its own. Equal shapes are stacked, so that small models need few products.
 
 Each matrix is orthogonalised by one process, its owner. Under ZeRO-1 and 2 the owner holds all of it. Of a matrix that
 is cut by rows (ZeRO-3) the momentum is updated where its rows are, u goes to the owner and o comes back
@@ -38,12 +38,14 @@ from zero2all.train.optimizers.base import (
 from zero2all.train.optimizers.matrix_owners import MatrixOwners
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+MUON_KINDS = ("matrix", "expert")
+"""The kinds of parameters that are orthogonalised; a router, whose rows are compared with each other, is not."""
 STACK_VALUES = 1 << 26
 """Values orthogonalised at once: enough to keep a GPU busy, little beside the model."""
 
 
 class Muon(Optimizer):
-    """Orthogonalised momentum for matrices, AdamW for embeddings, head, norms and biases."""
+    """Orthogonalised momentum for matrices, AdamW for routers, embeddings, head, norms and biases."""
 
     def __init__(self, groups: Sequence[ParameterGroup], rest: AdamW, config: OptimConfig) -> None:
         super().__init__(groups)
@@ -136,10 +138,11 @@ def _take_steps(
 
 
 def _stacks(params: list[ParamState]) -> Iterator[list[ParamState]]:
-    """Parameters of equal shape together, each stack of at most STACK_VALUES."""
+    """Parameters of equal shape together, each stack of at most STACK_VALUES. Of experts a process may own some."""
     alike: dict[tuple[object, ...], list[ParamState]] = {}
     for param in params:
-        alike.setdefault((param.parameter.shape, param.parameter.alternating), []).append(param)
+        own = param.weight.shape if param.part.group is None else None
+        alike.setdefault((param.parameter.shape, own, param.parameter.alternating), []).append(param)
     for same in alike.values():
         at_once = max(1, STACK_VALUES // max(1, same[0].parameter.numel))
         for first in range(0, len(same), at_once):

@@ -1,0 +1,193 @@
+"""Mixture of experts: what a token gets from its experts, how they are kept busy, and who pays for them."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.parallel import layouts
+from zero2all.common.errors import UsageError
+from zero2all.config import load_config
+from zero2all.config.training import OptimConfig
+from zero2all.model.config import ModelConfig, MoeConfig, parameter_counts
+from zero2all.model.moe import routers
+from zero2all.model.recompute import apply_recompute
+from zero2all.model.z2all import KeyValueCache, Z2all
+from zero2all.ops.config import OpsConfig
+from zero2all.ops.experts import grouped_experts, looped_experts
+from zero2all.ops.registry import resolve
+from zero2all.ops.swiglu import torch_swiglu
+from zero2all.parallel.layout import init_weights, layout_table
+from zero2all.parallel.world import World
+from zero2all.train.reports import balance_values
+from zero2all.train.step import StepPlan, train_step
+
+MOE = MoeConfig(6, 2, expert_size=8, shared_experts=2, dense_layers=1)
+CONFIG = ModelConfig(
+    vocab_size=60, hidden_size=16, intermediate_size=24, layers=3, heads=4, kv_heads=2, max_seq_len=16, moe=MOE
+)
+OPS = resolve(OpsConfig(), "cpu")
+
+
+def make_model(seed=1, dtype=torch.float64, **changes):
+    config = dataclasses.replace(CONFIG, moe=dataclasses.replace(MOE, **changes))
+    model = Z2all(config, OPS)
+    init_weights(model, seed)
+    return model.to(dtype)
+
+
+def tokens_of(rows=3, length=16):
+    return torch.randint(0, 60, (rows, length), generator=torch.Generator().manual_seed(5))
+
+
+def expert_by_expert(block, x, router, per_token):
+    """The formula, token by token."""
+    logits = x @ block.router.weight.t()
+    scores = logits.sigmoid() if router == "sigmoid" else logits.softmax(-1)
+    rows = []
+    for token, score in zip(x, scores, strict=True):
+        chosen = (score + block.router.bias).topk(per_token).indices
+        y = torch.zeros_like(token)
+        for number in chosen:
+            pairs = block.experts.gate_up_pairs[number] @ token
+            y = y + score[number] / score[chosen].sum() * (
+                block.experts.down[number] @ (F.silu(pairs[0::2]) * pairs[1::2])
+            )
+        rows.append(y)
+    return torch.stack(rows) + block.shared(x)
+
+
+@pytest.mark.parametrize("router", ["sigmoid", "softmax"])
+def test_output_and_gradients_are_those_of_the_formula(router):
+    block = make_model(router=router).blocks[1].feed_forward
+    with torch.no_grad():
+        block.router.weight.mul_(20)
+        block.router.bias.normal_(0, 0.1, generator=torch.Generator().manual_seed(2))
+    x = torch.randn(2, 5, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3), requires_grad=True)
+    wanted = expert_by_expert(block, x.view(-1, 16), router, 2).view(x.shape)
+    found = block(x)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
+    inputs = [x, *block.parameters()]
+    gradients = [torch.autograd.grad(y.square().sum(), inputs) for y in (found, wanted)]
+    for mine, exact in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, exact, rtol=1e-10, atol=1e-14)
+
+
+def test_one_matmul_for_all_experts_is_one_after_the_other():
+    draws = torch.Generator().manual_seed(4)
+    x, gates = torch.randn(40, 16, generator=draws), torch.rand(40, generator=draws)
+    gate_up, down = torch.randn(4, 32, 16, generator=draws) / 4, torch.randn(4, 16, 16, generator=draws) / 4
+    ends = torch.tensor([10, 10, 37, 40])  # the second expert has no token
+    results = []
+    for function in (looped_experts, grouped_experts):
+        given = [each.clone().requires_grad_() for each in (x, gates, gate_up, down)]
+        y = function(*given, ends, torch_swiglu)
+        results.append([y, *torch.autograd.grad(y.square().sum(), given)])
+    for mine, exact in zip(*results, strict=True):
+        torch.testing.assert_close(mine, exact, rtol=1e-4, atol=1e-5)
+
+
+def test_the_bias_decides_who_is_chosen_but_not_the_gates():
+    router = make_model().blocks[1].feed_forward.router
+    x = torch.randn(7, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    router.bias[torch.tensor([2, 4])] = 9.0
+    gates, chosen = router(x)
+    assert all(sorted(row) == [2, 4] for row in chosen.tolist())
+    scores = (x @ router.weight.t()).sigmoid().gather(1, chosen)
+    torch.testing.assert_close(gates, scores / scores.sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+def test_load_counts_every_token_with_a_gradient_once(recompute):
+    model = make_model().train()
+    apply_recompute(model, recompute)
+    tokens, weights = tokens_of(), torch.ones(3, 16, dtype=torch.float64)
+    weights[2] = 0.0  # a row of padding
+    model.loss(tokens, tokens, weights)[0].backward()
+    with torch.no_grad():  # validation counts nothing
+        model(tokens)
+    assert [int(router.load.sum()) for _, router in routers(model)] == [2 * 16 * 2] * 2
+
+
+def test_balancing_spreads_the_tokens_over_the_experts_and_a_refused_step_moves_nothing():
+    config = layouts.run_config(dtype="float32", moe=dataclasses.asdict(dataclasses.replace(MOE, balance_rate=0.02)))
+    state = layouts.make_state(World(), config)
+
+    def step(number, **plan):
+        batch = layouts.batch_of(number, 0, 1)
+        return train_step(state, batch, layouts.CHANNELS, config, World(), StepPlan(1e-6, **plan)).result()
+
+    for _, router in routers(state.model):
+        router.bias[0], router.bias[1] = 0.2, -0.2  # all tokens go to expert 0, none to expert 1
+    results = [step(number) for number in range(16)]
+    first, last = (balance_values(results[at].expert_loads, 1) for at in (0, -1))
+    assert results[0].expert_loads.sum(axis=1).tolist() == [2 * layouts.SAMPLES * layouts.SEQ_LEN] * 2
+    assert set(last) == {"experts/largest_load", "experts/largest_load/1", "experts/largest_load/2", "experts/idle"}
+    assert first["experts/largest_load"] == 3.0, "every token, and two of six experts each"
+    assert first["experts/idle"] >= 1 / 6
+    assert last["experts/largest_load"] < 2.0
+    assert last["experts/idle"] == 0.0
+
+    before = [router.bias.clone() for _, router in routers(state.model)]
+    assert not step(16, row_weights=torch.full((layouts.SAMPLES,), torch.nan)).updated
+    for bias, (_, router) in zip(before, routers(state.model), strict=True):
+        assert torch.equal(bias, router.bias)
+
+
+def test_generation_with_a_cache_gives_the_logits_of_the_whole_text():
+    model, tokens = make_model().eval(), tokens_of(1)
+    whole, cache = model(tokens), KeyValueCache(3)
+    steps = [model(tokens[:, :5], cache)] + [model(tokens[:, at : at + 1], cache) for at in range(5, 16)]
+    torch.testing.assert_close(torch.cat(steps, dim=1), whole, rtol=1e-10, atol=1e-12)
+
+
+def test_bfloat16_routes_in_float32():
+    model = make_model(dtype=torch.bfloat16)
+    warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
+    gates, _ = model.blocks[1].feed_forward.router(torch.randn(4, 16).bfloat16())
+    assert gates.dtype == torch.float32
+    model.loss(tokens_of(), tokens_of())[0].backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "adafactor", "adamw_8bit"])
+def test_every_optimizer_learns(optimizer):
+    config = layouts.run_config(OptimConfig(optimizer), dtype="float32", moe=dataclasses.asdict(MOE))
+    state = layouts.make_state(World(), config)
+    losses = [layouts.step_on(state, World(), config, 0)[0] for _ in range(6)]
+    assert losses[-1] < 0.95 * losses[0]
+
+
+def test_counts_are_those_of_the_parameters_and_of_what_a_token_uses():
+    counts, table = parameter_counts(CONFIG), layout_table(CONFIG)
+    assert counts["total"] == sum(one.numel for one in table)
+    unused = sum(one.numel for one in table if one.kind == "expert") * (6 - 2) // 6
+    assert counts["active"] == counts["total"] - unused
+    active_matrices = sum(one.numel for one in table if one.kind in ("matrix", "expert", "router", "head")) - unused
+    assert counts["matmul"] == active_matrices
+    dense = dataclasses.replace(CONFIG, moe=MoeConfig())
+    assert parameter_counts(dense)["active"] == parameter_counts(dense)["total"]
+
+
+def test_the_preset_has_a_billion_parameters_of_which_a_token_uses_a_third():
+    counts = parameter_counts(load_config("z2all-moe").model)
+    assert 0.9e9 < counts["total"] < 1.1e9
+    assert 0.27e9 < counts["active"] < 0.33e9
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"experts_per_token": 7}, "model.moe.experts_per_token: got 7, expected at most model.moe.experts (6)"),
+        ({"dense_layers": 3}, "model.moe.dense_layers: got 3, expected fewer than model.layers (3)"),
+        ({"router": "random"}, "model.moe.router"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(changes, words):
+    with pytest.raises(UsageError) as caught:
+        layouts.run_config(moe={**dataclasses.asdict(MOE), **changes})
+    assert words in str(caught.value)

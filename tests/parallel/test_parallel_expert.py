@@ -1,0 +1,128 @@
+"""Experts spread over processes train like one process, with the same routing; and what cannot be spread is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from tests.parallel import layouts
+from zero2all.parallel import expert
+from zero2all.parallel.config import MeshSizes, ParallelConfig
+from zero2all.parallel.world import World
+
+MOE = {
+    "experts": 12,
+    "experts_per_token": 2,
+    "expert_size": 8,
+    "shared_experts": 1,
+    "dense_layers": 1,
+    "balance_rate": 0.01,
+}
+MODEL = {"moe": MOE}
+
+
+def assert_like_one_process(found, optimizer, steps):
+    alone = layouts.course(World(), optimizer, steps=steps, model=MODEL)
+    assert found["loads"] == alone["loads"], "the routing differs"
+    for (loss, norm), (exact_loss, exact_norm) in zip(found["figures"], alone["figures"], strict=True):
+        assert loss == pytest.approx(exact_loss, rel=1e-9)
+        assert norm == pytest.approx(exact_norm, rel=1e-9)
+    assert found["tensors"].keys() == alone["tensors"].keys()
+    for name, value in alone["tensors"].items():
+        torch.testing.assert_close(found["tensors"][name], value, rtol=1e-9, atol=1e-9, msg=name)
+
+
+def test_two_processes_with_half_of_the_experts_each_train_like_one(warm, tmp_path):
+    cases = {
+        "ZeRO-1, recompute": {"optimizer": "adamw", "zero": 1, "expert": 2, "recompute": "full"},
+        "ZeRO-2": {"optimizer": "muon", "zero": 2, "expert": 2},
+    }
+    given = {name: {**case, "steps": 3, "model": MODEL} for name, case in cases.items()}
+    found = layouts.run(warm, tmp_path, 2, given)
+    for name, case in cases.items():
+        assert_like_one_process(found[name], case["optimizer"], 3)
+    biases = [name for name in found["ZeRO-2"]["tensors"] if name.endswith("router.bias")]
+    assert len(biases) == 2, "each block with experts has one in the checkpoint"
+    assert all(found["ZeRO-2"]["tensors"][name].abs().max() > 0 for name in biases)
+
+
+def settings(experts=12, zero=1, **axes):
+    parallel = ParallelConfig(zero=zero, **axes)
+    config = layouts.run_config(parallel=parallel, moe={**MOE, "experts": experts} if experts else {})
+    sizes = dataclasses.replace(MeshSizes(), shard=4, **{name: size for name, size in axes.items() if name != "zero"})
+    return expert.problems(config, sizes)
+
+
+def test_what_cannot_be_spread_is_refused_in_words():
+    assert settings(expert=4) == []
+    assert settings(experts=0) == []
+    assert settings(zero=3) == []
+    assert "parallel.expert is 2, but the model has no experts" in settings(experts=0, expert=2)[0]
+    assert "model.moe.experts (10) is not a multiple of parallel.expert (4)" in settings(experts=10, expert=4)[0]
+    assert "parallel.zero 3 gathers whole experts" in settings(zero=3, expert=2)[0]
+
+
+# ---- make layouts ----
+
+
+TABLE = {
+    2: {
+        "expert 2, ZeRO-1": {"zero": 1, "expert": 2},
+        "expert 2, ZeRO-2, recompute selective": {"zero": 2, "expert": 2, "recompute": "selective"},
+        "expert 2, tensor 2": {"tensor": 2, "expert": 2},
+        "expert 2, context 2": {"context": 2, "expert": 2},
+        "tensor 2": {"tensor": 2},
+    },
+    3: {"expert 3, ZeRO-2, padding": {"zero": 2, "expert": 3}, "ZeRO-1, padding": {"zero": 1}},
+    4: layouts.EXPERT_LAYOUTS
+    | {
+        "expert 2, ZeRO-1": {"zero": 1, "expert": 2},
+        "expert 2, pipeline 2, zero bubble": {
+            "zero": 1,
+            "pipeline": 2,
+            "schedule": "zero_bubble",
+            "expert": 2,
+        },
+    },
+}
+OPTIMIZERS = ("adamw", "muon", "adafactor")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", TABLE)
+def test_the_table_of_layouts_with_experts(warm, tmp_path, size, capsys, monkeypatch):
+    monkeypatch.setattr("tests.processes.LONG_SECONDS", 1200.0)
+    cases = {
+        f"{name}, {optimizer}": {"optimizer": optimizer, "model": MODEL, **layout}
+        for (name, layout), optimizer in itertools.product(TABLE[size].items(), OPTIMIZERS)
+        if optimizer == "adamw" or "tensor" not in layout  # others need whole matrices
+    }
+    found = layouts.run(warm, tmp_path, size, cases)
+    alone = {optimizer: layouts.course(World(), optimizer, model=MODEL) for optimizer in OPTIMIZERS}
+    with capsys.disabled():
+        print(
+            f"\n{size} processes, experts, float64, {layouts.STEPS} steps: largest relative difference to one process"
+        )
+        for name, case in cases.items():
+            pairs = zip(
+                itertools.chain(*found[name]["figures"]),
+                itertools.chain(*alone[case["optimizer"]]["figures"]),
+                strict=True,
+            )
+            print(f"{name:50}{max(abs(mine - exact) / abs(exact) for mine, exact in pairs):12.1e}")
+    for name, case in cases.items():
+        assert_like_one_process(found[name], case["optimizer"], layouts.STEPS)
+
+
+@pytest.mark.slow
+def test_every_layout_with_experts_resumes_from_every_other(warm, tmp_path, monkeypatch):
+    monkeypatch.setattr("tests.processes.LONG_SECONDS", 1200.0)
+    names = list(layouts.EXPERT_LAYOUTS)
+    arguments = {"folder": str(tmp_path / "runs"), "layouts": names, "every": True, "model": MODEL}
+    found = layouts.run(warm, tmp_path, 4, {"pairs": arguments})["pairs"]
+    del found["own_bytes_by_rank"]
+    assert len(found) == len(names) ** 2
+    assert all(differ == [] and loss < 1e-9 for differ, loss in found.values()), found
