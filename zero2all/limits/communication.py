@@ -42,12 +42,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zero2all.limits.flops import recomputed_blocks
-from zero2all.limits.held import copied_values, held_model
+from zero2all.limits.held import copied_values, expert_values
 from zero2all.limits.memory import WIDTHS, MemorySettings
 from zero2all.model.config import ModelConfig, parameter_counts
 
 LOSS = ("replicate", "shard", "context")
 WORLD = ("pipeline", *LOSS, "tensor")
+COUNT_BYTES = 8
 FIGURE_BYTES = 8
 """The figures of a step are float64."""
 
@@ -90,6 +91,7 @@ def communication_per_step(
         *_gradients_and_weights(model, settings, buffers or _values(model, settings)),
         *_tensor(model, settings),
         *_context(model, settings),
+        *_expert(model, settings),
         *_pipeline(model, settings),
         _all_reduce(settings, WORLD, "figures", float(FIGURE_BYTES * figures)),
         # the number of tokens that count
@@ -109,13 +111,19 @@ def _all_reduce(
 
 def _values(model: ModelConfig, settings: MemorySettings) -> dict[str, int]:
     """The values that a process holds, by spread."""
-    held = held_model(model, settings.tensor, settings.stage)
-    copied = copied_values(held) if settings.tensor > 1 else 0
-    return {"cut": parameter_counts(held)["total"] - copied, "copied": copied}
+    held = settings.held(model)
+    experts = expert_values(held)
+    routers = held.expert_layers * held.hidden_size * (model.moe.experts - held.moe.experts)  # they are not cut
+    copied = copied_values(held, model.moe.experts) if settings.tensor > 1 else 0
+    return {
+        "cut": parameter_counts(held)["total"] + routers - copied - experts,
+        "copied": copied,
+        "expert": experts,
+    }
 
 
 def _gradients_and_weights(model: ModelConfig, settings: MemorySettings, buffers: Mapping[str, int]) -> list[Transfer]:
-    width, shard, passes = WIDTHS[settings.precision], settings.shard, settings.passes
+    width, passes = WIDTHS[settings.precision], settings.passes
     meanwhile = "the last backward pass" if settings.overlap else ""
     found = []
     for spread, values in ((spread, values) for spread, values in buffers.items() if values):
@@ -124,17 +132,21 @@ def _gradients_and_weights(model: ModelConfig, settings: MemorySettings, buffers
             gradients = float(max(4, width) * (values + _reduced_again(model, settings, spread)))
         if settings.zero == 2:
             gradients *= passes
-        own, axes = gradients / settings.state_ranks, ["replicate", "context"]
+        scatter, axes = "shard", ["replicate", "context"]
+        if spread == "expert" and not settings.is_fsdp:
+            scatter, axes = "expert_shard", ["replicate"] if settings.zero else ["replicate", "expert_shard"]
+        ranks = getattr(settings, scatter)
+        own = gradients / (ranks if settings.zero else 1)
         if spread == "copied" and settings.is_fsdp:  # FSDP does not know of the tensor axis
             found.append(_all_reduce(settings, ["tensor"], "gradients", own))
         elif spread == "copied":
             axes.append("tensor")
         if settings.zero >= 1:
-            found.append(Transfer("reduce-scatter", "gradients", "shard", shard, gradients, meanwhile))
+            found.append(Transfer("reduce-scatter", "gradients", scatter, ranks, gradients, meanwhile))
         found.append(_all_reduce(settings, axes, "gradients", own, meanwhile))
         gathers = {0: 0, 3: 2 * passes}.get(settings.zero, 1)
         next_one = "the block before" if settings.zero == 3 else "the next forward pass"
-        found.append(Transfer("all-gather", "weights", "shard", shard, float(gathers * width * values), next_one))
+        found.append(Transfer("all-gather", "weights", scatter, ranks, float(gathers * width * values), next_one))
     return found
 
 
@@ -152,10 +164,10 @@ def _tensor(model: ModelConfig, settings: MemorySettings) -> list[Transfer]:
     if settings.tensor == 1:
         return []
     states = float(settings.passes * settings.tokens * model.hidden_size * WIDTHS[settings.precision])
-    held = held_model(model, settings.tensor, settings.stage)
+    held = settings.held(model)
     has_embedding = settings.stage is None or settings.stage.has_embedding
     has_head = settings.stage is None or settings.stage.has_head
-    times = 4 * held.layers + has_embedding + has_head
+    times = 4 * held.layers - 2 * held.expert_layers + has_embedding + has_head  # experts take the own positions
     of_loss = float(settings.passes * settings.tokens * max(4, WIDTHS[settings.precision]) * 3 * has_head)
     return [
         Transfer("all-gather", "hidden states", "tensor", settings.tensor, times * states),
@@ -168,7 +180,7 @@ def _context(model: ModelConfig, settings: MemorySettings) -> list[Transfer]:
     """Heads of attention between context ranks."""
     if settings.context == 1:
         return []
-    held, ranks = held_model(model, settings.tensor, settings.stage), settings.context
+    held, ranks = settings.held(model), settings.context
     of_head = float(settings.passes * settings.tokens * model.head_size * WIDTHS[settings.precision])
     backward = held.layers
     forward = held.layers + recomputed_blocks(held, settings.recompute, settings.recompute_every)
@@ -180,6 +192,20 @@ def _context(model: ModelConfig, settings: MemorySettings) -> list[Transfer]:
         ]
     heads = 2 * held.heads * of_head + keys_and_values
     return [Transfer("all-to-all", "heads of attention", "context", ranks, (forward + backward) * heads)]
+
+
+def _expert(model: ModelConfig, settings: MemorySettings) -> list[Transfer]:
+    """Tokens to their experts and back, with their gates, where all experts get as many; and how many there are."""
+    if settings.expert == 1:
+        return []
+    held, width = settings.held(model), WIDTHS[settings.precision]
+    recomputed = recomputed_blocks(held, settings.recompute, settings.recompute_every)
+    backward, forward = held.expert_layers, held.expert_layers + min(recomputed, held.expert_layers)
+    pairs = settings.passes * settings.tokens // settings.tensor * model.moe.experts_per_token
+    of_pair = 2 * model.hidden_size * width + max(4, width)
+    counts = forward * settings.passes * model.moe.experts * COUNT_BYTES
+    whole = float((forward + backward) * pairs * of_pair + counts)
+    return [Transfer("all-to-all", "tokens", "expert", settings.expert, whole)]
 
 
 def _pipeline(model: ModelConfig, settings: MemorySettings) -> list[Transfer]:

@@ -35,12 +35,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from zero2all.limits.floors import linear_shapes
 from zero2all.limits.flops import recomputed_blocks
-from zero2all.limits.held import Stage, held_model
+from zero2all.limits.held import Stage, expert_values, held_model
 from zero2all.model.config import ModelConfig, ParameterKind, parameter_counts
 from zero2all.ops.footprint import Footprint, Sizes
 
@@ -97,6 +97,7 @@ class MemorySettings:
     context: int = 1
     context_method: Literal["ulysses", "gather"] = "ulysses"  # parallel.context_method, decided
     tensor: int = 1
+    expert: int = 1
     pipeline: int = 1
     stage: Stage | None = None  # of a pipeline; None: all of the model
     overlap: bool = True  # parallel.overlap
@@ -144,6 +145,15 @@ class MemorySettings:
     def tokens(self) -> int:
         """Tokens of a micro-batch in one process of the context axis; its tensor ranks share them."""
         return self.micro_batch_samples * self.seq_len // self.context
+
+    @property
+    def expert_shard(self) -> int:
+        """Processes that share one copy of the states of an expert."""
+        return self.shard if self.is_fsdp else self.shard * self.context * self.tensor // self.expert
+
+    def held(self, model: ModelConfig) -> ModelConfig:
+        """A model as large as what this process holds."""
+        return held_model(model, self.tensor, self.stage, self.expert)
 
     @property
     def loss_ranks(self) -> int:
@@ -240,7 +250,7 @@ STATE_PARTS = ("weights", "masters", "gradients", "optimizer")
 
 def estimate_memory(model: ModelConfig, settings: MemorySettings) -> MemoryEstimate:
     """The parts of the memory of a run, in the process that needs most; in a pipeline, in one of `settings.stage`."""
-    model = held_model(model, settings.tensor, settings.stage)
+    model = settings.held(model)
     parts = [
         _weights(model, settings),
         _masters(model, settings),
@@ -366,7 +376,10 @@ def _fullest_rank(model: ModelConfig, settings: MemorySettings, ranks: int) -> t
         return float(matrices), float(others)
     if settings.owned is not None and not settings.is_fsdp:
         return settings.owned
-    return _share(matrices, ranks), _share(others, ranks)
+    experts = expert_values(model)
+    if settings.expert_shard == ranks or not experts:
+        return _share(matrices, ranks), _share(others, ranks)
+    return _share(matrices, ranks), _share(others - experts, ranks) + _share(experts, settings.expert_shard)
 
 
 def _share(values: int, ranks: int) -> float:
@@ -472,7 +485,21 @@ def _saved_by_block(model: ModelConfig, settings: MemorySettings) -> float:
     if ops["attention"].is_fused:  # plain matmuls save only what is counted with them
         attention += ops["rope"].saved(sizes)
     dropout = 2 * sizes.hidden_size / settings.tensor if model.residual_dropout else 0
-    return norms + attention + ops["feed_forward"].saved(sizes) + dropout
+    return norms + attention + _saved_by_feed_forward(model, settings) + dropout
+
+
+def _saved_by_feed_forward(model: ModelConfig, settings: MemorySettings) -> float:
+    """Of a block, per token, on average over the blocks: some may have experts."""
+    ops, sizes, moe = settings.operators, settings.sizes(model), model.moe
+    dense = ops["feed_forward"].saved(sizes)
+    if not model.expert_layers:
+        return dense
+    # Each token is there once for each of its experts, before and after them; tensor ranks share the tokens.
+    chosen = ops["feed_forward"].saved(replace(sizes, intermediate_size=moe.experts_per_token * moe.expert_size))
+    shared = ops["feed_forward"].saved(replace(sizes, intermediate_size=model.shared_size)) if model.shared_size else 0
+    pairs = 2 * moe.experts_per_token * sizes.value_bytes * sizes.hidden_size
+    of_experts = (chosen + shared + pairs) / settings.tensor
+    return (model.expert_layers * of_experts + (model.layers - model.expert_layers) * dense) / model.layers
 
 
 def _saved_by_recomputed_block(model: ModelConfig, settings: MemorySettings) -> float:

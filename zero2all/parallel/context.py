@@ -29,6 +29,7 @@ from zero2all.ops.attention import AttentionOp, document_mask, sdpa_attention
 from zero2all.ops.registry import Ops
 from zero2all.parallel.config import MeshSizes, ParallelConfig
 from zero2all.parallel.mesh import Axis, Mesh
+from zero2all.parallel.reduce import gather_into, scatter_sum_into
 from zero2all.parallel.run_config import SpreadConfig, sequence_lengths
 
 Method = Literal["ulysses", "gather"]
@@ -175,7 +176,7 @@ class _GatherChunks(torch.autograd.Function):
     def forward(ctx: Any, own: Tensor, axis: Axis) -> Tensor:
         ctx.axis, size = axis, axis.size
         by_rank = own.new_empty(size * own.shape[0], *own.shape[1:])
-        dist.all_gather_into_tensor(by_rank, own, group=axis.group)
+        gather_into(by_rank, own, group=axis.group)
         # By rank the chunks are 0, 2c - 1, 1, 2c - 2, …; so chunk 0 lies at 0, chunk 1 at 2, …, chunk 2c - 1 at 1.
         at = torch.arange(0, 2 * size, 2, device=own.device)
         return _chunks_at(by_rank, torch.cat((at, at.flip(0) + 1)))
@@ -186,7 +187,7 @@ class _GatherChunks(torch.autograd.Function):
         early = torch.arange(axis.size, device=grad.device)
         by_rank = _chunks_at(grad, torch.stack((early, 2 * axis.size - 1 - early), dim=1).flatten())
         own = grad.new_empty(grad.shape[0] // axis.size, *grad.shape[1:])
-        dist.reduce_scatter_tensor(own, by_rank, group=axis.group)
+        scatter_sum_into(own, by_rank, group=axis.group)
         return own, None
 
 

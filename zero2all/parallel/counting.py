@@ -35,9 +35,13 @@ class CollectiveBytes(TorchDispatchMode):
     def __init__(self, mesh: Mesh | None = None) -> None:
         super().__init__()
         self.by_axes: Counter[tuple[str, str]] = Counter()
-        self._axes = (
-            {} if mesh is None else {group.group_name: axes_of(mesh, axes) for axes, group in mesh.groups.items()}
-        )
+        self._axes: dict[str, str] = {}
+        self.same_as: dict[str, str] = {}
+        """Products of axes with the same processes have one group: the name under which it is counted."""
+        for axes, group in mesh.groups.items() if mesh is not None else ():
+            assert mesh is not None
+            name = self._axes.setdefault(group.group_name, axes_of(mesh, axes))  # dense axes come first
+            self.same_as[axes_of(mesh, axes)] = name
 
     @property
     def bytes(self) -> dict[str, int]:

@@ -32,6 +32,7 @@ from zero2all.model.z2all import Z2all
 from zero2all.ops.registry import Ops
 from zero2all.packed.loader import rank_rows
 from zero2all.parallel.buckets import plan_buffers
+from zero2all.parallel.context import method_of
 from zero2all.parallel.layout import layout_table
 from zero2all.parallel.mesh import Mesh
 from zero2all.parallel.pipeline import make_stages, model_costs
@@ -218,7 +219,9 @@ def memory_settings(config: RunConfig, ops: Ops, mesh: Mesh, samples: int) -> Me
         replicate=mesh.replicate.size,
         shard=mesh.shard.size,
         context=mesh.context.size,
+        context_method=method_of(config.model, config.parallel, mesh.sizes),
         tensor=mesh.tensor.size,
+        expert=mesh.expert.size,
         pipeline=mesh.pipeline.size,
         stage=stage_of(config, mesh, -(-rows // samples)),
         overlap=config.parallel.overlap,
@@ -226,7 +229,7 @@ def memory_settings(config: RunConfig, ops: Ops, mesh: Mesh, samples: int) -> Me
         one_step_late=config.parallel.offload_one_step_late,
         bucket_bytes=config.parallel.bucket_mb * 1e6,
     )
-    if settings.zero not in (1, 2) or settings.shard == 1 or settings.tensor * settings.pipeline > 1:
+    if settings.zero not in (1, 2) or settings.shard == 1 or settings.tensor * settings.pipeline * settings.expert > 1:
         return settings
     bucket_values = int(settings.bucket_bytes) // settings.gradient_bytes
     return dataclasses.replace(
@@ -250,6 +253,7 @@ def stage_of(config: RunConfig, mesh: Mesh, passes: int) -> Stage | None:
         most = max(most, kept)
     return Stage(
         layers,
+        sum(not config.model.has_experts(block) for stage in own.values() for block in stage.blocks),
         has_embedding=any(stage.is_first for stage in own.values()),
         has_head=any(stage.is_last for stage in own.values()),
         in_flight=most / layers,

@@ -1,8 +1,8 @@
 """`z2a train --simulate-ranks N`: one step of rank 0 of N processes, in this process alone.
 
 Collectives go to a process group that sends nothing, and tensors have shapes but no values, so a model of any size fits
-on a laptop. What is counted is the code of the run itself: the bytes of every tensor that is alive, and what is handed
-to every collective. Both stand beside the formulas of the plan.
+on a laptop (but for experts: where tokens go depends on values). What is counted is the code of the run itself: the
+bytes of every tensor that is alive, and what is handed to every collective. Both stand beside the formulas of the plan.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -92,8 +93,10 @@ def _simulate(config: RunConfig, world: World, started: float) -> Simulated:
     sharded = config.parallel.zero == 3 and world.mesh.shard.size > 1
     ops = resolve(config.ops, op_context(config, "cpu", DTYPES[config.train.precision], sharded))
     samples = least_samples(config, world)
-    fake, memory, sent = FakeTensorMode(allow_non_fake_inputs=True), LiveBytes(), CollectiveBytes(world.mesh)
-    modes = [fake, memory]
+    memory, sent = LiveBytes(), CollectiveBytes(world.mesh)
+    # Which tokens go to which expert depends on values, so a model with experts computes with real ones.
+    fake = [] if config.model.moe.experts else [FakeTensorMode(allow_non_fake_inputs=True)]
+    modes: list[AbstractContextManager[Any]] = [*fake, memory]
     if sharded:
         _ = world.mesh.for_fsdp  # made here, because it reads the values of a tensor
     state = empty_state(config, world, ops, before_allocating=lambda: [mode.__enter__() for mode in modes])
@@ -111,10 +114,11 @@ def _simulate(config: RunConfig, world: World, started: float) -> Simulated:
             mode.__exit__(None, None, None)
     settings = memory_settings(config, ops, world.mesh, samples)
     expected = estimate_memory(config.model, settings)
-    figures = HEAD + 2 + 2 * config.samples_per_step
+    experts = config.model.expert_layers * config.model.moe.experts
+    figures = HEAD + 2 + 2 * config.samples_per_step + experts
     formula: Counter[tuple[str, str]] = Counter()
     for one in communication_per_step(config.model, settings, figures, _buffers(state)):
-        formula[one.collective, one.axis] += one.given  # type: ignore[assignment]
+        formula[one.collective, sent.same_as.get(one.axis, one.axis)] += one.given  # type: ignore[assignment]
     keys = sorted({*formula, *sent.by_axes})
     return Simulated(
         world.size,
