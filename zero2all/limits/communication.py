@@ -124,7 +124,7 @@ def _values(model: ModelConfig, settings: MemorySettings) -> dict[str, int]:
 
 def _gradients_and_weights(model: ModelConfig, settings: MemorySettings, buffers: Mapping[str, int]) -> list[Transfer]:
     width, passes = WIDTHS[settings.precision], settings.passes
-    meanwhile = "the last backward pass" if settings.overlap else ""
+    meanwhile = "last backward" if settings.overlap else ""
     found = []
     for spread, values in ((spread, values) for spread, values in buffers.items() if values):
         gradients = float(settings.gradient_bytes * values)
@@ -145,7 +145,7 @@ def _gradients_and_weights(model: ModelConfig, settings: MemorySettings, buffers
             found.append(Transfer("reduce-scatter", "gradients", scatter, ranks, gradients, meanwhile))
         found.append(_all_reduce(settings, axes, "gradients", own, meanwhile))
         gathers = {0: 0, 3: 2 * passes}.get(settings.zero, 1)
-        next_one = "the block before" if settings.zero == 3 else "the next forward pass"
+        next_one = "block before" if settings.zero == 3 else "next forward"
         found.append(Transfer("all-gather", "weights", scatter, ranks, float(gathers * width * values), next_one))
     return found
 
@@ -169,10 +169,15 @@ def _tensor(model: ModelConfig, settings: MemorySettings) -> list[Transfer]:
     has_head = settings.stage is None or settings.stage.has_head
     times = 4 * held.layers - 2 * held.expert_layers + has_embedding + has_head  # experts take the own positions
     of_loss = float(settings.passes * settings.tokens * max(4, WIDTHS[settings.precision]) * 3 * has_head)
+    of_heads = 0.0
+    if settings.tensor > model.kv_heads:  # copied kv heads: every one of them has a row in the sum
+        rows = held.head_size * (model.hidden_size + (model.attention_bias != "none"))
+        of_heads = model.kv_heads * settings.gradient_bytes * held.layers * 2.0 * rows / settings.state_ranks
     return [
         Transfer("all-gather", "hidden states", "tensor", settings.tensor, times * states),
         Transfer("reduce-scatter", "hidden states", "tensor", settings.tensor, times * states),
         Transfer("all-reduce", "losses", "tensor", settings.tensor, of_loss),
+        Transfer("all-reduce", "kv heads", "tensor", settings.tensor, of_heads),
     ]
 
 
@@ -191,7 +196,7 @@ def _context(model: ModelConfig, settings: MemorySettings) -> list[Transfer]:
             Transfer("reduce-scatter", "keys and values", "context", ranks, backward * keys_and_values),
         ]
     heads = 2 * held.heads * of_head + keys_and_values
-    return [Transfer("all-to-all", "heads of attention", "context", ranks, (forward + backward) * heads)]
+    return [Transfer("all-to-all", "attention heads", "context", ranks, (forward + backward) * heads)]
 
 
 def _expert(model: ModelConfig, settings: MemorySettings) -> list[Transfer]:
