@@ -14,10 +14,10 @@ from zero2all.train.simulate import simulate_ranks
 
 LARGE = ["z2all-1b", "--model.vocab_size", "64000", "--parallel.device", "cpu", "--train.precision", "float32"]
 TINY = [
-    *("--parallel.device", "cpu", "--model.vocab_size", "256", "--model.hidden_size", "32", "--model.heads", "4"),
-    *("--model.kv_heads", "2", "--model.intermediate_size", "48", "--model.layers", "2", "--data.seq_len", "16"),
+    *("--parallel.device", "cpu", "--model.vocab_size", "2048", "--model.hidden_size", "128", "--model.heads", "4"),
+    *("--model.kv_heads", "2", "--model.intermediate_size", "192", "--model.layers", "2", "--data.seq_len", "16"),
     *("--model.tied_embeddings", "false", "--train.tokens_per_step", "128", "--train.micro_batch_samples", "2"),
-    *("--parallel.bucket_mb", "0.01"),
+    *("--parallel.bucket_mb", "0.1"),
 ]
 
 
@@ -114,4 +114,4 @@ def test_a_simulated_rank_sends_the_bytes_of_the_formulas_and_holds_their_states
     for key, (counted, expected) in found.sent.items():
         assert counted == pytest.approx(expected, rel=1e-12), key
     if "3" not in words:  # FSDP keeps what it gathered last
-        assert found.state_bytes == pytest.approx(found.expected_state_bytes, rel=0.1), "padding included"
+        assert found.state_bytes == pytest.approx(found.expected_state_bytes, rel=0.02)
