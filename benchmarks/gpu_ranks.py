@@ -64,6 +64,7 @@ AXES: dict[str, dict[str, Any]] = {
     "tensor 4": {"tensor": 4},
     "pipeline 2": {"pipeline": 2},
     "pipeline 2, interleaved": {"pipeline": 2, "schedule": "interleaved", "chunks": 2},
+    "pipeline 2, zero_bubble": {"pipeline": 2, "schedule": "zero_bubble"},
     "pipeline 4": {"pipeline": 4},
     "pipeline 4, interleaved": {"pipeline": 4, "schedule": "interleaved", "chunks": 2},
     "context 2, ulysses": {"context": 2, "context_method": "ulysses"},
@@ -74,7 +75,7 @@ AXES: dict[str, dict[str, Any]] = {
     "expert 4": {"expert": 4, "zero": 1},
     "tensor 2 x pipeline 2 x shard 2": {"tensor": 2, "pipeline": 2, "zero": 1},
 }
-AXES_ROWS, AXES_SEQ_LEN, AXES_MICRO = 16, 512, 4
+AXES_ROWS, AXES_SEQ_LEN, AXES_MICRO = 8, 512, 2
 LINEARS: tuple[Literal["auto", "fp8"], ...] = ("auto", "fp8")
 
 

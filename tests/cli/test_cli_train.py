@@ -76,7 +76,18 @@ def test_a_model_that_cannot_fit_is_refused_before_it_is_built(flags, copy, tiny
     assert "not enough memory to train this model here" in ended.err
     assert "optimizer" in ended.err
     assert "train.micro_batch_samples" in ended.err
-    assert not list((copy / "runs/large").glob("checkpoints/*"))
+    assert not (copy / "runs/large").exists()
+
+
+def test_a_dry_run_of_a_model_that_is_too_large_for_it_still_tells_what_each_process_of_the_run_needs(copy, tiny, z2a):
+    changes = ("--model.hidden_size", str(1 << 20), "--model.heads", "1024", "--model.kv_heads", "1024")
+    spread = ("--parallel.processes", "4", "--parallel.zero", "2", "--train.tokens_per_step", "512")
+    ended = z2a("train", "quickstart", *tiny, *changes, *spread, "--dry-run", "--work", copy)
+    assert ended.code == 4
+    assert "the run itself will have 4 processes" in ended.out
+    assert "1/4 of them" in ended.out
+    assert "communication: each process sends" in ended.out
+    assert "the one process of a dry run" in ended.err
 
 
 @pytest.mark.parametrize("processes", ["1", "2"])

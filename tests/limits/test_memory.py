@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from zero2all.config import load_config
+from zero2all.config.training import OptimConfig
 from zero2all.limits.flops import flops_per_token, flops_utilisation, recomputed_flops_per_token
 from zero2all.limits.memory import (
     GIB,
@@ -19,11 +20,13 @@ from zero2all.limits.memory import (
     optimizer_bytes,
     saved_bytes_per_token,
 )
-from zero2all.model.config import ModelConfig, parameter_counts
+from zero2all.model.config import ModelConfig, MoeConfig, parameter_counts
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.footprint import Footprint
 from zero2all.ops.registry import footprints, resolve
+from zero2all.parallel.layout import init_weights, layout_table
+from zero2all.train.state import new_state
 
 
 def preset(name: str, vocab_size: int) -> ModelConfig:
@@ -103,6 +106,27 @@ def bytes_torch_keeps(model: Z2all, length: int, documents: bool) -> int:
         hidden = model(tokens, document_ids=document_ids)
         kept[hidden.untyped_storage().data_ptr()] = hidden.untyped_storage()  # the head keeps it
     return sum(storage.nbytes() for storage in kept.values())
+
+
+def test_experts_keep_what_torch_keeps_and_states_of_all_of_them():
+    moe = MoeConfig(experts=6, experts_per_token=2, expert_size=48, shared_experts=1, dense_layers=1)
+    config = dataclasses.replace(SMALL, moe=moe)
+    ops = resolve(OpsConfig(rms_norm="eager", attention="sdpa", swiglu="torch"), "cpu")
+    model = Z2all(config, ops)
+    init_weights(model, 1)
+    settings = MemorySettings(32, ROWS, ops.footprints, "float32")
+    kept = bytes_torch_keeps(model, 32, documents=False)
+    assert saved_bytes_per_token(config, settings) * settings.tokens == pytest.approx(kept, rel=0.03)
+    parameters = parameter_counts(config)["total"]
+    assert estimate_memory(config, settings).state == 16 * parameters
+    for kind in ("muon", "adafactor", "adamw_8bit"):
+        state = new_state(Z2all(config, ops), OptimConfig(kind), torch.float32)
+        moments = sum(part.values.nbytes for part in state.optimizer_tensors().values() if part.shape)
+        assert optimizer_bytes(config, kind) == moments, kind
+    halves = estimate_memory(config, dataclasses.replace(settings, zero=1, shard=4, expert=2))
+    weights = next(part.bytes for part in halves.parts if part.name == "weights")
+    experts = sum(one.numel for one in layout_table(config) if one.kind == "expert")
+    assert weights == pytest.approx(4 * (parameters - experts / 2), rel=0.01)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

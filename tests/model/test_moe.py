@@ -18,9 +18,7 @@ from zero2all.model.moe import routers
 from zero2all.model.recompute import apply_recompute
 from zero2all.model.z2all import KeyValueCache, Z2all
 from zero2all.ops.config import OpsConfig
-from zero2all.ops.experts import grouped_experts, looped_experts
 from zero2all.ops.registry import resolve
-from zero2all.ops.swiglu import torch_swiglu
 from zero2all.parallel.layout import init_weights, layout_table
 from zero2all.parallel.world import World
 from zero2all.train.reports import balance_values
@@ -75,20 +73,6 @@ def test_output_and_gradients_are_those_of_the_formula(router):
     gradients = [torch.autograd.grad(y.square().sum(), inputs) for y in (found, wanted)]
     for mine, exact in zip(*gradients, strict=True):
         torch.testing.assert_close(mine, exact, rtol=1e-10, atol=1e-14)
-
-
-def test_one_matmul_for_all_experts_is_one_after_the_other():
-    draws = torch.Generator().manual_seed(4)
-    x, gates = torch.randn(40, 16, generator=draws), torch.rand(40, generator=draws)
-    gate_up, down = torch.randn(4, 32, 16, generator=draws) / 4, torch.randn(4, 16, 16, generator=draws) / 4
-    ends = torch.tensor([10, 10, 37, 40])  # the second expert has no token
-    results = []
-    for function in (looped_experts, grouped_experts):
-        given = [each.clone().requires_grad_() for each in (x, gates, gate_up, down)]
-        y = function(*given, ends, torch_swiglu)
-        results.append([y, *torch.autograd.grad(y.square().sum(), given)])
-    for mine, exact in zip(*results, strict=True):
-        torch.testing.assert_close(mine, exact, rtol=1e-4, atol=1e-5)
 
 
 def test_the_bias_decides_who_is_chosen_but_not_the_gates():

@@ -20,6 +20,7 @@ from tests.ops.agreement import (
     values_and_gradients,
 )
 from zero2all.ops import linear_cross_entropy
+from zero2all.ops.attention import math_attention, sdpa_attention
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.gradient_sink import GradientSink
 from zero2all.ops.implementation import OpContext
@@ -79,6 +80,18 @@ def test_attention_is_the_softmax_average_over_the_past(function, dtype, query_s
     assert_agrees(
         lambda *heads: function(*heads, 0.0), attention_reference, inputs, dtype, tolerance=2 * TOLERANCE[dtype]
     )
+
+
+@pytest.mark.gpu
+def test_the_last_queries_of_long_sequences_on_a_gpu_see_all_keys_before_them():
+    shapes = [(2, 4, 128, 64), (2, 2, 320, 64), (2, 2, 320, 64)]  # queries; keys and values
+    inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    results = []
+    for function in (sdpa_attention, math_attention):
+        mixed = function(*inputs, 0.0)
+        results.append((mixed, *torch.autograd.grad(mixed.float().square().sum(), inputs)))
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=2e-2, atol=5e-2)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -21,17 +22,20 @@ from tests.processes import Program, WarmProcess
 from zero2all.config import RunConfig, config_from_values
 from zero2all.config.training import OptimConfig
 from zero2all.model.config import ModelConfig
+from zero2all.model.z2all import Stage
+from zero2all.ops.gradient_sink import now_or_later
 from zero2all.ops.registry import resolve
 from zero2all.packed.loader import Batch, rank_rows
 from zero2all.parallel.config import ParallelConfig
 from zero2all.parallel.layout import draw
 from zero2all.parallel.mesh import make_mesh
+from zero2all.parallel.pipeline import ModelCosts, Pipeline, make_stages
 from zero2all.parallel.world import World
 from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.setup import empty_state, op_context
 from zero2all.train.state import DTYPES, TrainState
-from zero2all.train.step import StepPlan, StepResult, train_step
+from zero2all.train.step import StepPlan, StepResult, StepTimer, bubble_share, train_step
 
 STEPS, SAMPLES, SEQ_LEN, MICRO, CHANNELS = 20, 8, 8, 2, 2
 MODEL = ModelConfig(
@@ -259,6 +263,45 @@ def pairs(
     return found
 
 
+class _SleepingLayer(torch.autograd.Function):
+    """Takes a while, each way and for its weight."""
+
+    @staticmethod
+    def forward(ctx, x, seconds):  # type: ignore[no-untyped-def]
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):  # type: ignore[no-untyped-def]
+        time.sleep(ctx.seconds)
+        now_or_later(lambda: time.sleep(ctx.seconds))
+        return dy, None
+
+
+def sleeping_stages(world: World, seconds: float, micros: int, schedule: str, chunks: int = 1) -> dict[str, Any]:
+    """The bubble that the first stage of a pipeline measures, where each stage of a process takes `seconds` / chunks
+    for a forward pass and as long for either part of a backward pass: of three steps that with the fewest delays."""
+    parallel = ParallelConfig(pipeline=world.size, schedule=schedule, chunks=chunks)  # type: ignore[arg-type]
+    stages = make_stages(ModelCosts([1.0] * world.size * chunks, 0.0), world.size * chunks)
+    mesh = world_of(world, parallel).mesh
+    pipeline = Pipeline(parallel, MODEL, stages, mesh, torch.float64, world.device)
+
+    def forward(stage: Stage, _number: int, x: torch.Tensor | None) -> torch.Tensor:
+        given = torch.zeros(1, 1, MODEL.hidden_size, dtype=torch.float64, requires_grad=True) if x is None else x
+        output: torch.Tensor = _SleepingLayer.apply(given, seconds / chunks)
+        timer.mark("forward")
+        return output.sum() if stage.is_last else output
+
+    shares = []
+    for _ in range(3):
+        dist.barrier()
+        timer = StepTimer(world.device)
+        pipeline.run([1] * micros, 1, forward, lambda: None, timer.mark)
+        shares.append(bubble_share(timer.seconds()))
+    return {"bubble": min(shares)}
+
+
 def world_of(world: World, config: ParallelConfig) -> World:
     """The same processes with the mesh of a layout."""
     if world.size == 1:
@@ -281,14 +324,16 @@ def result_of(state: TrainState, world: World, config: RunConfig, step: int) -> 
 
 
 def main() -> None:
-    """RANK SIZE STORE OUT CASES (JSON: name -> arguments of `course`, or of `pairs` where it names a folder)."""
+    """RANK SIZE STORE OUT CASES (JSON: name -> arguments of `course`, or of `pairs` where it names a folder, or of
+    `sleeping_stages` where it names seconds)."""
     rank, size, store, out, cases = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6]
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
     world = World(rank, size, control=dist.group.WORLD)
     found = {}
     for name, arguments in json.loads(cases).items():
-        found[name] = (pairs if "folder" in arguments else course)(world, **arguments)
+        kind = pairs if "folder" in arguments else sleeping_stages if "seconds" in arguments else course
+        found[name] = kind(world, **arguments)
         found[name]["own_bytes_by_rank"] = world.gather(found[name].get("own_bytes"))
     if rank == 0:
         torch.save(found, out)

@@ -12,13 +12,15 @@ from tests.parallel import layouts
 from tests.parallel.layouts import CHANNELS, batch_of, course, make_state, run_config
 from tests.processes import WarmProcess
 from tests.train.states import copies
-from zero2all.common.errors import DiskError, UsageError
+from zero2all.common.errors import BadInputError, DiskError, UsageError
+from zero2all.config import config_from_values
 from zero2all.config.training import OptimConfig
 from zero2all.limits import memory
-from zero2all.parallel.config import ParallelConfig
+from zero2all.parallel.check import spread_problems
+from zero2all.parallel.config import MeshSizes, ParallelConfig
 from zero2all.parallel.world import World
 from zero2all.train import offload, streamed
-from zero2all.train.offload import check_offload, host_zeros
+from zero2all.train.offload import host_zeros
 from zero2all.train.step import StepPlan, train_step
 
 OPTIM = OptimConfig(clip_grad_norm=0.5)
@@ -220,17 +222,6 @@ def test_streamed_weights_are_saved_and_loaded_like_others():
     assert all(torch.equal(values, copies(second)[f"model/{name}"].reshape(-1)) for name, values in samples.items())
 
 
-@pytest.mark.parametrize("options", [{"zero": 1}, {"offload_one_step_late": True}])
-def test_streamed_weights_cannot_be_cut_or_late(options):
-    with pytest.raises(UsageError, match="offload = optimizer"):
-        check_offload(ParallelConfig(offload="weights", **options), "adamw")
-
-
-def test_streamed_weights_need_recomputation():
-    with pytest.raises(UsageError, match="recompute"):
-        new(offload="weights")
-
-
 # ---- one step late ----
 
 
@@ -299,9 +290,22 @@ def test_samples_of_the_masters_are_the_newest_and_leave_a_late_update_late():
 # ---- bad input ----
 
 
-def test_only_adamw_can_be_offloaded():
-    with pytest.raises(UsageError, match="adamw"):
-        check_offload(ParallelConfig(offload="optimizer"), "muon")
+def test_everything_that_forbids_offload_is_found_together():
+    parallel = {"offload": "weights", "zero": 1, "offload_one_step_late": True}
+    values = {"parallel": parallel, "optim": {"kind": "lion"}, "ops": {"compile": "block"}}
+    config = config_from_values(values, "of a test")
+    fields = ["optim.kind lion", "zero 1", "one_step_late", "train.recompute none", "ops.compile block"]
+    found = spread_problems(config, MeshSizes(shard=2))
+    assert len(found) == len(fields), found
+    assert all(each.startswith("parallel.offload weights with ") for each in found)
+    assert all(field in each for field, each in zip(fields, found, strict=True)), found
+    allowed = {"parallel": {"offload": "weights"}, "train": {"recompute": "full"}}
+    assert spread_problems(config_from_values(allowed, "of a test"), MeshSizes()) == []
+
+
+def test_a_folder_that_nothing_would_use_is_refused():
+    with pytest.raises(UsageError, match="only optimizer_disk uses a folder"):
+        config_from_values({"parallel": {"offload": "optimizer", "offload_folder": "/fast"}}, "of a test")
 
 
 def test_a_full_disk_is_found_before_anything_is_built(tmp_path):
@@ -309,3 +313,12 @@ def test_a_full_disk_is_found_before_anything_is_built(tmp_path):
     with pytest.raises(DiskError, match="offload_folder"):
         zeros("masters", 1 << 60, torch.float32)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["no such folder", "a file", "a file/below"])
+def test_a_folder_that_is_none_is_refused_and_not_made(name, tmp_path):
+    (tmp_path / "a file").touch()
+    zeros = host_zeros(ParallelConfig(offload="optimizer_disk", offload_folder=str(tmp_path / name)), 0)
+    with pytest.raises(BadInputError, match=r"offload_folder.*cannot be used.*Name a folder that exists"):
+        zeros("masters", 8, torch.float32)
+    assert [path.name for path in tmp_path.iterdir()] == ["a file"]

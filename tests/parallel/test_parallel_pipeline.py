@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from tests.parallel import layouts
-from zero2all.model.config import ModelConfig
+from zero2all.model.config import ModelConfig, MoeConfig
 from zero2all.model.z2all import Stage
 from zero2all.ops.gradient_sink import deferring
 from zero2all.ops.linear import deferrable_linear
@@ -96,6 +97,10 @@ def test_costs_are_the_flops_of_a_token():
     matrices = 64 * (4 + 2 * 2) * 16 + 64 * 64 + 3 * 64 * 128
     assert costs.blocks == [pytest.approx(6 * matrices + 6 * 64 * 32)] * 3
     assert costs.head == 6 * 640 * 64
+    moe = MoeConfig(experts=8, experts_per_token=2, expert_size=32, dense_layers=1)
+    with_experts = model_costs(dataclasses.replace(model, moe=moe), seq_len=32)
+    assert with_experts.blocks[0] == pytest.approx(costs.blocks[0])
+    assert with_experts.blocks[1:] == [pytest.approx(costs.blocks[0] + 6 * (64 * 8 + 3 * 64 * (2 * 32 - 128)))] * 2
 
 
 def test_everything_that_forbids_a_pipeline_is_said():
@@ -232,6 +237,23 @@ def test_the_table_of_all_pipelines(warm, tmp_path, size, capsys, monkeypatch):
         )
         for name, error in errors.items():
             print(f"{name:34}{error:12.1e}")
+
+
+@pytest.mark.slow  # a busy machine sleeps longer
+def test_the_measured_bubble_is_the_predicted_one(warm, tmp_path, capsys):
+    micros, cases = 8, {f"{schedule}, {chunks}": (schedule, chunks) for schedule, chunks in SCHEDULES}
+    given = {
+        name: {"seconds": 0.05, "micros": micros, "schedule": schedule, "chunks": chunks}
+        for name, (schedule, chunks) in cases.items()
+    }
+    found = layouts.run(warm, tmp_path, 4, given)
+    for name, (schedule, chunks) in cases.items():
+        predicted = predicted_bubble(schedule, 4, chunks, micros, [1.0] * 4 * chunks)
+        with capsys.disabled():
+            print(
+                f"\n4 stages, 8 micro-batches, {name}: predicted {predicted:.3f}, measured {found[name]['bubble']:.3f}"
+            )
+        assert found[name]["bubble"] == pytest.approx(predicted, abs=0.03)
 
 
 @pytest.mark.slow

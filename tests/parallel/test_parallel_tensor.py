@@ -11,15 +11,20 @@ import torch
 from torch import Tensor
 
 from tests.parallel import layouts
+from zero2all.limits.communication import communication_per_step
+from zero2all.limits.memory import MemorySettings
 from zero2all.ops.cut_vocabulary import Exchange, cut_linear_cross_entropy
+from zero2all.ops.footprint import Footprint
 from zero2all.ops.linear_cross_entropy import chunked_linear_cross_entropy
 from zero2all.ops.registry import resolve
+from zero2all.parallel.buckets import plan_buffers
 from zero2all.parallel.config import MeshSizes, ParallelConfig
 from zero2all.parallel.layout import held_table, layout_table
 from zero2all.parallel.mesh import Mesh
 from zero2all.parallel.tensor import problems
 from zero2all.parallel.world import World
 from zero2all.train.setup import op_context
+from zero2all.train.step import HEAD
 
 BIASES = {"attention_bias": "all", "mlp_bias": True}
 ONE_KV_HEAD: dict[str, Any] = {"model": {"kv_heads": 1}, "copy_kv_heads": True}
@@ -185,37 +190,59 @@ def largest_difference(found: dict[str, Any], case: dict[str, Any]) -> float:
 OF_TWO = {
     "tied, documents, z, selective": {
         **{"optimizer": "adamw", "tied": True, "documents": True, "z_loss": 1e-2, "recompute": "selective"},
-        **{"tensor": 2, "model": {"vocab_size": 30}},  # the second rank has only padding
+        **{"tensor": 2, "model": {"vocab_size": 30, "layers": 2}},  # the second rank has only padding
     },
     "biases, copied kv heads, full": {
         **{"optimizer": "lion", "recompute": "full", "tensor": 2, "copy_kv_heads": True},
-        **{"model": {**BIASES, "kv_heads": 1}},
+        **{"model": {**BIASES, "kv_heads": 1, "layers": 2}},
     },
 }
 OF_FOUR = {
     "ZeRO-1, copied kv heads": {"optimizer": "adamw", "tensor": 2, "zero": 1, **ONE_KV_HEAD},
-    "ZeRO-3": {"optimizer": "adamw", "tensor": 2, "zero": 3, "model": BIASES},
+    "ZeRO-3": {"optimizer": "adamw", "tensor": 2, "zero": 3, "model": {**BIASES, "layers": 2}},
 }
+FEW = 2
+"""Steps; those of the table below are 20."""
 
 
 @pytest.fixture(scope="module")
 def of_two(warm, tmp_path_factory):
-    return layouts.run(warm, tmp_path_factory.mktemp("two"), 2, {n: {**c, "steps": 3} for n, c in OF_TWO.items()})
+    return layouts.run(warm, tmp_path_factory.mktemp("two"), 2, {n: {**c, "steps": FEW} for n, c in OF_TWO.items()})
 
 
 @pytest.fixture(scope="module")
 def of_four(warm, tmp_path_factory):
-    return layouts.run(warm, tmp_path_factory.mktemp("four"), 4, {n: {**c, "steps": 3} for n, c in OF_FOUR.items()})
+    return layouts.run(warm, tmp_path_factory.mktemp("four"), 4, {n: {**c, "steps": FEW} for n, c in OF_FOUR.items()})
 
 
 @pytest.mark.parametrize("name", OF_TWO)
 def test_two_tensor_ranks_train_like_one_process(of_two, name):
-    assert largest_difference(of_two[name], {**OF_TWO[name], "steps": 3}) < 1e-9
+    assert largest_difference(of_two[name], {**OF_TWO[name], "steps": FEW}) < 1e-9
+
+
+@pytest.mark.parametrize("name", OF_TWO)
+def test_bytes_sent_are_those_of_the_formula(of_two, name):
+    case = OF_TWO[name]
+    config = layouts.run_config(tied_embeddings=case.get("tied", False), **case["model"]).model
+    settings = MemorySettings(
+        layouts.SEQ_LEN, layouts.MICRO, {"optimizer": Footprint()}, precision="float64", tensor=2,
+        recompute=case["recompute"], passes=layouts.SAMPLES // layouts.MICRO,
+    )  # fmt: skip
+    table = layout_table(config)
+    held = held_table(table, [one.holder for one in table], Mesh(MeshSizes(tensor=2)))
+    buffers = {"cut": 0, "copied": 0}
+    for bucket in plan_buffers(held, 1, int(0.002e6) // 8).buckets:
+        buffers[bucket.spread] += bucket.span.stop - bucket.span.start
+    expected: dict[str, float] = {}
+    for one in communication_per_step(config, settings, HEAD + 2 * layouts.CHANNELS + 2 * layouts.SAMPLES, buffers):
+        kind = one.collective.replace("-", "_" if one.collective == "reduce-scatter" else "")
+        expected[kind] = expected.get(kind, 0) + one.given
+    assert of_two[name]["sent"] == expected
 
 
 @pytest.mark.parametrize("name", OF_FOUR)
 def test_two_tensor_ranks_of_two_shards_train_like_one_process(of_four, name):
-    assert largest_difference(of_four[name], {**OF_FOUR[name], "steps": 3}) < 1e-9
+    assert largest_difference(of_four[name], {**OF_FOUR[name], "steps": FEW}) < 1e-9
 
 
 # ---- make layouts ------------------------------------------------------------------------------------------------

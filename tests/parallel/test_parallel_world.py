@@ -1,4 +1,4 @@
-"""Which errors mean that another process has died, and which are our own."""
+"""Which errors mean that another process has died, which are our own, and which all ranks raise together."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from zero2all.common.errors import BadInputError, DiskError
 from zero2all.parallel.mesh import wait_for
-from zero2all.parallel.world import is_failed_collective
+from zero2all.parallel.world import World, is_failed_collective
 
 
 def raised(work: Callable[[], Any]) -> BaseException:
@@ -35,7 +36,6 @@ def test_errors_of_nccl_and_of_the_store_have_types(kind):
 
 def test_a_runtime_error_is_one_where_torch_distributed_raised_it():
     assert is_failed_collective(raised(in_module("torch.distributed.distributed_c10d", "raise RuntimeError('reset')")))
-    assert is_failed_collective(raised(in_module("zero2all.parallel.links", "raise RuntimeError('reset')")))
     wait = in_module("torch.distributed.tensor.made_up", "torch.ops._c10d_functional.wait_tensor('no tensor')")
     assert is_failed_collective(RuntimeError().with_traceback(raised(wait).__traceback__))
 
@@ -65,3 +65,33 @@ def test_our_own_errors_are_none_also_behind_a_door_of_torch_distributed():
 def test_out_of_memory_in_a_collective_is_not_a_peer_failure():
     no_memory = in_module("torch.distributed.fsdp.made_up", "raise torch.OutOfMemoryError('CUDA out of memory')")
     assert not is_failed_collective(raised(no_memory))
+
+
+class ThreeRanks(World):
+    """Rank 1 of three that end with these errors."""
+
+    def __init__(self, *errors):
+        super().__init__(rank=1, size=3)
+        object.__setattr__(self, "errors", errors)
+
+    def gather(self, value):
+        assert str(value) == str(self.errors[1])
+        return list(self.errors)
+
+
+def test_an_error_of_one_rank_is_raised_by_all_and_names_it():
+    world = ThreeRanks(None, None, DiskError("it is full"))
+    with pytest.raises(DiskError, match=r"^Rank 2: it is full$") as raised:
+        world.run_together(lambda: 7)
+    assert raised.value.of_all_ranks
+    assert ThreeRanks(None, None, None).run_together(lambda: 7) == 7
+
+
+def test_an_error_of_all_ranks_is_that_of_the_first_and_names_none():
+    def full():
+        raise DiskError("full here")
+
+    world = ThreeRanks(DiskError("full there"), DiskError("full here"), BadInputError("no folder"))
+    with pytest.raises(DiskError, match=r"^full there$") as raised:
+        world.run_together(full)
+    assert raised.value.of_all_ranks

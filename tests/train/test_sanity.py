@@ -13,12 +13,13 @@ import torch
 from zero2all.common.errors import BadInputError, DiskError
 from zero2all.common.files import human_bytes
 from zero2all.config import config_from_values
-from zero2all.limits.memory import MemorySettings
+from zero2all.limits.memory import MemorySettings, binary_size
 from zero2all.model.config import ModelConfig, parameter_counts
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import footprints, resolve
 from zero2all.packed.loader import Batch
+from zero2all.parallel.config import MeshSizes
 from zero2all.parallel.layout import init_weights
 from zero2all.train.checkpoints.retention import Retention
 from zero2all.train.sanity import (
@@ -146,8 +147,8 @@ def test_memory_that_may_not_be_enough_is_a_warning():
     settings = MemorySettings(2048, 16, ON_A_GPU)
     plenty, little = memory_notes(config, settings, 140 << 30), memory_notes(config, settings, 40 << 30)
     assert plenty[0].endswith("of 140.0 GiB at micro-batches of 16")
-    assert little[1:-1] == plenty[1:]
-    assert little[-1].startswith("warning: that may not fit")
+    assert little[1 : len(plenty)] == plenty[1:]
+    assert little[len(plenty)] == "warning: that may not fit. Less is needed by:"
     assert memory_notes(config, settings, None)[1:] == plenty[1:]
 
 
@@ -209,10 +210,37 @@ def test_a_run_that_does_not_fit_is_told_of_what_it_does_not_use_yet():
             require_memory(LARGE, MemorySettings(2048, 64, ON_A_GPU, **changes), "cuda", GB, 80 * GB)
         return str(caught.value)
 
-    assert "parallel.zero up to 3 (now 1;" in said(zero=1, shard=2)
-    assert "parallel.offload (now none;" in said()
+    assert "parallel.zero up to 3 (now 1)" in said(zero=1, shard=2)
+    assert "parallel.offload optimizer, which" in said()
     assert "parallel.zero" not in said(zero=3, shard=2)
     assert "parallel.offload" not in said(zero=3, shard=2)
+    assert "train.recompute full" not in said(recompute="full")
+    assert "optim.kind" not in said(optimizer="adamw_8bit")
+    assert "parallel.offload" not in said(optimizer="muon")
+
+
+def test_a_run_that_does_not_fit_is_told_nothing_that_would_be_refused_or_do_harm():
+    def said(device: str = "cuda", samples: int = 1, **changes: object) -> str:
+        with pytest.raises(DiskError) as caught:
+            require_memory(LARGE, MemorySettings(2048, samples, ON_A_GPU, **changes), device, GB, GB)
+        return str(caught.value).partition("Less is needed by")[2]
+
+    assert "micro_batch_samples" not in said()
+    offloaded = said(offload="optimizer", shard=2, zero=1)
+    assert "adamw_8bit" not in offloaded
+    assert "parallel.zero up to 2 (now 1)" in offloaded
+    assert "parallel.zero" not in said(offload="weights", recompute="full")
+    several_passes = said(samples=4, zero=3, shard=2, passes=4)
+    assert "a larger train.micro_batch_samples, so that a step has one pass (now 4)" in several_passes
+    assert "a smaller train.micro_batch_samples" not in several_passes
+    on_a_cpu = said("cpu", offload="optimizer")
+    assert "parallel.offload optimizer_disk" in on_a_cpu
+    assert "processes" not in on_a_cpu
+    assert "fewer processes (now 2)" in said("cpu", replicate=2)
+
+
+def test_small_amounts_have_a_smaller_unit():
+    assert (binary_size(3 << 20), binary_size(5.5 * 2**30, 2)) == ("3.0 MiB", "5.50 GiB")
 
 
 def test_notes_say_what_a_process_sends_in_a_step():
@@ -278,13 +306,15 @@ def test_config_of_a_dry_run_is_one_pass_per_update_without_dropout_or_stages():
         {
             "model": {"residual_dropout": 0.1, "max_seq_len": 64},
             "data": {"seq_len": 32},
+            "parallel": {"zero": 1, "shard": 2, "replicate": 2},
             "train": {"tokens_per_step": 3200, "micro_batch_samples": "auto", "steps": 5000},
             "stages": [{"name": "long", "from_step": 100, "seq_len": 64}],
         },
         "of a test",
     )
-    dry = dry_run_config(config, processes=2, samples=5)
+    dry = dry_run_config(config, samples=5)
     assert dry.train.micro_batch_samples == 5
-    assert dry.train.tokens_per_step == 5 * 32 * 2
+    assert dry.train.tokens_per_step == 5 * 32
+    assert dry.parallel.sizes(1) == MeshSizes()
     assert (dry.train.steps, dry.schedule.kind, dry.model.residual_dropout, dry.stages) == (31, "constant", 0.0, [])
     assert dry.optim == config.optim

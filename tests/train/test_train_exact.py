@@ -262,6 +262,20 @@ def test_a_process_that_is_gone_ends_the_others_in_time_and_the_run_resumes(
     assert [step.loss for step in rest.steps()] == pytest.approx(alone.losses[first - 1 :], rel=1e-9, abs=0)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "number"), [(0, signal.SIGKILL), (1, signal.SIGSTOP)], ids=["dies", "hangs"])
+def test_a_stage_that_is_gone_ends_the_others_in_time(ranks, config, victim, number):
+    settings = spread_config(config, f"lost stage {victim}", zero=0, layers=2, pipeline=2, timeout_seconds=3.0)
+    launch = ranks(settings, 2, signals={victim: (6, number, 0.0)})
+    other = launch.trainers[1 - victim]
+    other.wait_until(lambda: len(launch.steps(victim)) >= 6)
+    started = time.monotonic()
+    assert other.wait() == PeerFailureError.exit_code, launch.text()
+    assert time.monotonic() - started < 16
+    assert "run the same command again" in other.text()
+    launch.trainers[victim].signal(signal.SIGKILL)
+
+
 def test_two_processes_go_back_together_and_leave_the_same_data_out(ranks, lab, config):
     steps = {}
     for processes in (1, 2):

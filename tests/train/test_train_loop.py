@@ -295,11 +295,13 @@ def test_data_that_changed_since_is_refused(work, config, repack):
     assert "the order of the data has changed, so samples may be repeated or left out from here on" in notes
 
 
-def test_a_model_of_another_shape_is_refused_even_when_changes_are_accepted(work, config):
+def test_another_shape_or_optimizer_is_refused_even_when_changes_are_accepted(work, config):
     train(config(train={"steps": 3}), work, say=quiet)
     wider = config(train={"steps": 3}, model={"hidden_size": 64})
     with pytest.raises(BadInputError, match=r"embedding.weight: \(448, 32\) instead of \(448, 64\)"):
         train(wider, work, accept_changes=True, say=quiet)
+    with pytest.raises(UsageError, match=r"another optimizer \(optim.kind: 'adamw' -> 'lion'\).*cannot continue"):
+        train(config(train={"steps": 5}, optim={"kind": "lion"}), work, accept_changes=True, say=quiet)
 
 
 # ---- the environment ----

@@ -86,7 +86,8 @@ def _run(words: list[str] | None) -> int:
         sys.stdout.flush()  # here, where a full disk can still be told
         return code
     except UserError as error:
-        if error.exit_code in DECIDED_TOGETHER and os.environ.get("RANK", "0") != "0":
+        is_of_all = error.of_all_ranks or error.exit_code in DECIDED_TOGETHER
+        if is_of_all and os.environ.get("RANK", "0") != "0":
             return error.exit_code  # the first process says it for all
         return _fail(str(error), error.exit_code)
     except KeyboardInterrupt:

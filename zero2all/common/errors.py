@@ -7,6 +7,7 @@ that ran out: `is_disk_full` and `is_out_of_memory` recognise them.
 
 import errno
 import re
+from typing import TypeVar
 
 DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """No space left; quota used up; larger than a file may be here."""
@@ -16,6 +17,11 @@ class UserError(Exception):
     """Something outside the program is wrong, and the message says how to mend it."""
 
     exit_code = 3
+    of_all_ranks = False
+    """Whether all processes of a run raise this same error: then the first of them says it for all."""
+
+
+E = TypeVar("E", bound=UserError)
 
 
 class UsageError(UserError):
@@ -62,6 +68,12 @@ class LostRunError(UserError):
     """This process had the run, and another one has it now: nothing more may be written to it from here."""
 
     exit_code = 14
+
+
+def for_all_ranks(error: E) -> E:
+    """The error, marked as one that all processes of the run raise."""
+    error.of_all_ranks = True
+    return error
 
 
 def is_disk_full(error: BaseException) -> bool:

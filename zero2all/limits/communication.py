@@ -16,7 +16,10 @@ What every tensor rank has a copy of (norms) is summed over the tensor axis too.
 Activations, in each of m passes, with A bytes of hidden states of the process's tokens (tokens x width x 2):
 
     tensor    per block 4 all-gathers and 4 reduce-scatters of A (before and after attention and feed-forward, forward
-              and backward); one of each at both ends; three numbers a token for the loss
+              and backward); one of each at both ends; three numbers a token for the loss. A block that is recomputed
+              gathers twice more, and sums once more: its last sum is needed again only for dropout. A block with
+              experts gathers and sums for attention only. Where ranks have copies of kv heads, the gradients of these
+              are summed too
     context   per block, with Q and K bytes of the queries and keys of the process's tokens (heads x head width x 2 a
               token): ulysses 2 all-to-alls of Q + 2 K and 2 of Q, where K counts repeated heads; gather an all-gather
               and a reduce-scatter of 2 K x context. A block that is recomputed does its forward part twice
@@ -167,17 +170,22 @@ def _tensor(model: ModelConfig, settings: MemorySettings) -> list[Transfer]:
     held = settings.held(model)
     has_embedding = settings.stage is None or settings.stage.has_embedding
     has_head = settings.stage is None or settings.stage.has_head
-    times = 4 * held.layers - 2 * held.expert_layers + has_embedding + has_head  # experts take the own positions
+    ends = has_embedding + has_head
+    again = recomputed_blocks(held, settings.recompute, settings.recompute_every)
+    # Experts work on the positions of their rank: only attention gathers and sums in their blocks.
+    dense = held.layers - held.expert_layers
+    dense_again = again * dense // max(1, held.layers)
+    once = 2 * (held.layers + dense) + ends
+    gathers, sums = once + again + dense_again, once + again + (dense_again if model.residual_dropout else 0)
+    copied_heads = model.kv_heads if settings.tensor > model.kv_heads else 0
+    of_head = 2 * model.head_size * (model.hidden_size + (model.attention_bias != "none"))  # keys and values
+    of_heads = float(settings.gradient_bytes * held.layers * copied_heads * of_head) / settings.state_ranks
     of_loss = float(settings.passes * settings.tokens * max(4, WIDTHS[settings.precision]) * 3 * has_head)
-    of_heads = 0.0
-    if settings.tensor > model.kv_heads:  # copied kv heads: every one of them has a row in the sum
-        rows = held.head_size * (model.hidden_size + (model.attention_bias != "none"))
-        of_heads = model.kv_heads * settings.gradient_bytes * held.layers * 2.0 * rows / settings.state_ranks
     return [
-        Transfer("all-gather", "hidden states", "tensor", settings.tensor, times * states),
-        Transfer("reduce-scatter", "hidden states", "tensor", settings.tensor, times * states),
-        Transfer("all-reduce", "losses", "tensor", settings.tensor, of_loss),
+        Transfer("all-gather", "hidden states", "tensor", settings.tensor, gathers * states),
+        Transfer("reduce-scatter", "hidden states", "tensor", settings.tensor, sums * states),
         Transfer("all-reduce", "kv heads", "tensor", settings.tensor, of_heads),
+        Transfer("all-reduce", "losses", "tensor", settings.tensor, of_loss),
     ]
 
 

@@ -13,7 +13,7 @@ Of experts those count that a token goes to (active parameters).
 
 What a recomputed block does again:
 full, every_n  all matmuls and attention. torch stops before the last matmul, the down projection, whose result the
-               backward pass does not need; a fused feed-forward is one function and runs whole.
+               backward pass does not need; a fused feed-forward is one function and runs whole, experts do too.
 selective      only norms and the like, which count as 0 here; and the qkv projection where the rotary kernel
                overwrites its output, and attention where it has dropout or consists of plain matmuls.
 """
@@ -76,19 +76,19 @@ def recomputed_flops_per_token(
     config: ModelConfig, seq_len: int, kind: str, every_n: int, operators: Mapping[str, Footprint]
 ) -> dict[str, float]:
     """FLOPs per token of the second forward passes, under each convention; `operators` are `Ops.footprints`."""
-    hidden, inner, heads = config.hidden_size, config.intermediate_size, config.heads * config.head_size
+    counts, hidden, heads = parameter_counts(config), config.hidden_size, config.heads * config.head_size
+    of_block = (counts["matmul"] - counts["embedding"]) // config.layers  # of a mixture: on average
     qkv = hidden * (heads + 2 * config.kv_heads * config.head_size)
-    down = 0 if operators["feed_forward"].is_fused else hidden * inner
-    matrices = {"full": qkv + hidden * heads + 3 * hidden * inner - down}
+    runs_whole = operators["feed_forward"].is_fused or config.moe.experts
+    down = 0 if runs_whole else hidden * config.intermediate_size
+    matrices = {"full": of_block - down}
     matrices["every_n"] = matrices["full"]
     matrices["selective"] = qkv if operators["rope"].overwrites_input else 0
     attends = kind in ("full", "every_n") or (
         kind == "selective" and (config.attention_dropout > 0 or not operators["attention"].is_fused)
     )
     attention = 4.0 * heads * seq_len if attends else 0.0
-    others = (parameter_counts(config)["blocks"] - hidden) // config.layers - (
-        qkv + hidden * heads + 3 * hidden * inner
-    )
+    others = (counts["active"] - counts["embedding"] - counts["head"] - hidden) // config.layers - of_block
     blocks = recomputed_blocks(config, kind, every_n)
     multiplied = matrices.get(kind, 0)
     return {

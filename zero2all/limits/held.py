@@ -1,8 +1,8 @@
 """What one process holds of a model that is cut over the pipeline, the tensor and the expert axis.
 
 A tensor rank has an equal share of the heads, of the inner width and of the rows of embedding and head; norms, and the
-biases of the projections into the residual, are copied; so are routers and shared experts. Experts are cut over an
-axis of their own. A pipeline stage has some of the blocks; the first one also
+biases of the projections into the residual, are copied, and so are routers and shared experts. A process of the expert
+axis has an equal share of the experts. A pipeline stage has some of the blocks; the first one also
 the embedding, the last one the last norm and the head.
 """
 
@@ -18,7 +18,6 @@ class Stage:
     """The part of a model in one process of the pipeline axis."""
 
     layers: int
-    dense_layers: int  # of these, those without experts
     has_embedding: bool = True
     has_head: bool = True
     in_flight: float = 1.0
@@ -42,19 +41,18 @@ class HeldModel(ModelConfig):
 def held_model(model: ModelConfig, tensor: int = 1, stage: Stage | None = None, expert: int = 1) -> ModelConfig:
     """A model as large as what a process holds of `model`. In the first and the last stage of a pipeline it has one
     table (tied), between them none."""
-    if tensor == 1 and stage is None and expert == 1:
+    if tensor == expert == 1 and stage is None:
         return model
+    moe = replace(model.moe, experts=model.moe.experts // expert)
+    if stage is not None and not stage.has_embedding:
+        moe = replace(moe, dense_layers=0)  # they are the first
     values = {field.name: getattr(model, field.name) for field in fields(ModelConfig)}
     values |= {
         "heads": model.heads // tensor,
         "kv_heads": max(1, model.kv_heads // tensor),
         "head_dim": model.head_size,
         "intermediate_size": model.intermediate_size // tensor,
-        "moe": replace(
-            model.moe,
-            experts=model.moe.experts // expert,
-            dense_layers=stage.dense_layers if stage else model.moe.dense_layers,
-        ),
+        "moe": moe,
     }
     rows = model.vocab_rows // tensor
     if stage is not None and not (stage.has_embedding and stage.has_head):
@@ -63,12 +61,12 @@ def held_model(model: ModelConfig, tensor: int = 1, stage: Stage | None = None, 
     return HeldModel(**{**values, "layers": stage.layers if stage else model.layers}, table_rows=rows)
 
 
-def copied_values(model: ModelConfig, experts: int = 0) -> int:
+def copied_values(model: ModelConfig, experts: int | None = None) -> int:
     """Values of a model (as held) of which every tensor rank has a copy: norms, biases that are added once, routers and
-    shared experts. `experts`: those of a block in all processes, which a router chooses from."""
-    hidden = model.hidden_size
+    shared experts. `experts`: those of a block in all processes, which a router chooses from; None: all are here."""
+    hidden, to_choose_from = model.hidden_size, model.moe.experts if experts is None else experts
     biases = (hidden if model.attention_bias == "all" else 0) + (hidden if model.mlp_bias else 0)
-    of_experts = model.expert_layers * hidden * (experts + 3 * model.shared_size)
+    of_experts = model.expert_layers * hidden * (to_choose_from + 3 * model.shared_size)
     return model.layers * (2 * hidden + biases) + hidden + of_experts
 
 

@@ -51,12 +51,14 @@ BLOCK_OF_8BIT_MOMENTS = 256
 """Values with one float32 scale (`zero2all.train.optimizers.adamw_8bit`)."""
 ALLOWANCE = 0.08
 """Share of a device's memory that is left free for what the estimate does not count."""
+INDEX_BYTES = 8
+"""Of the number of an expert or a token."""
 BORDER = 128
 """Flat buffers are cut at multiples of this many values."""
 KINDS_APART: dict[str, tuple[ParameterKind, ...]] = {
-    "muon": ("matrix",),
-    "adamw_8bit": ("matrix", "embedding", "head"),
-    "adafactor": ("matrix", "embedding", "head"),
+    "muon": ("matrix", "expert"),
+    "adamw_8bit": ("matrix", "expert", "router", "embedding", "head"),
+    "adafactor": ("matrix", "expert", "router", "embedding", "head"),
 }
 """The kinds of parameters that an optimizer gives other moments than the rest."""
 BORROWED_BUCKETS = 3
@@ -65,6 +67,12 @@ PIECE_VALUES, STAGED_PIECES = 1 << 24, 3
 """With offload: gradients and weights of one piece come, one is updated, one goes (`zero2all.train.offload`)."""
 STREAMED_BLOCKS = 2
 """With offloaded weights: one block computes, one comes (`zero2all.train.streamed`)."""
+
+
+def binary_size(count: float, digits: int = 1) -> str:
+    """Bytes as GiB, or as MiB where that would be next to nothing."""
+    return f"{count / GIB:.{digits}f} GiB" if count >= GIB / 10 else f"{count / 2**20:.{digits}f} MiB"
+
 
 Place = Literal["device", "host", "disk"]
 PLACE_OF_STATES: dict[str, Place] = {
@@ -237,12 +245,13 @@ class MemoryEstimate:
         return sum(part.bytes for part in self.parts if part.place == place)
 
     def _rows(self, place: str) -> list[str]:
+        total = self._at(place)
         rows = [
-            f"  {part.name:<14}{part.bytes / GIB:>8.2f} GiB  {part.note}"
+            f"  {part.name:<14}{binary_size(part.bytes, 2):>12}  {part.note}"
             for part in self.parts
-            if part.place == place and part.bytes >= GIB / 1e3
+            if part.place == place and part.bytes >= total / 1e4
         ]
-        return [*rows, f"  {'total':<14}{self._at(place) / GIB:>8.2f} GiB"]
+        return [*rows, f"  {'total':<14}{binary_size(total, 2):>12}"]
 
 
 STATE_PARTS = ("weights", "masters", "gradients", "optimizer")
@@ -349,7 +358,12 @@ def _matrices_apart(model: ModelConfig, kind: str) -> list[tuple[int, int]]:
     shapes = linear_shapes(model)
     rows, columns = shapes.pop("qkv")
     shared = model.kv_heads * model.head_size
-    blocks = [(rows - 2 * shared, columns), (shared, columns), (shared, columns), *shapes.values()] * model.layers
+    attention = [(rows - 2 * shared, columns), (shared, columns), (shared, columns), shapes.pop("out")]
+    blocks = attention * model.layers + [*shapes.values()] * (model.layers - model.expert_layers)
+    for width, count in ((model.moe.expert_size, model.moe.experts), (model.shared_size, int(model.shared_size > 0))):
+        blocks += [(2 * width, model.hidden_size), (model.hidden_size, width)] * count * model.expert_layers
+    if "router" in kinds and model.moe.experts:
+        blocks += [(model.moe.experts, model.hidden_size)] * model.expert_layers
     tables = [(model.vocab_rows, model.hidden_size)] * (1 if model.tied_embeddings else 2)
     return [*(blocks if "matrix" in kinds else []), *(tables if "embedding" in kinds else [])]
 
@@ -376,10 +390,10 @@ def _fullest_rank(model: ModelConfig, settings: MemorySettings, ranks: int) -> t
         return float(matrices), float(others)
     if settings.owned is not None and not settings.is_fsdp:
         return settings.owned
-    experts = expert_values(model)
-    if settings.expert_shard == ranks or not experts:
-        return _share(matrices, ranks), _share(others, ranks)
-    return _share(matrices, ranks), _share(others - experts, ranks) + _share(experts, settings.expert_shard)
+    experts, owners = expert_values(model), settings.expert_shard
+    if "expert" in KINDS_APART.get(settings.optimizer, ()):
+        return _share(matrices - experts, ranks) + _share(experts, owners), _share(others, ranks)
+    return _share(matrices, ranks), _share(others - experts, ranks) + _share(experts, owners)
 
 
 def _share(values: int, ranks: int) -> float:
@@ -420,6 +434,7 @@ def _borrowed_parts(model: ModelConfig, settings: MemorySettings) -> list[Memory
 def _bucket_bytes(model: ModelConfig, settings: MemorySettings) -> float:
     """Of the largest bucket of a block; a bucket has at least one whole weight. Each table is a bucket of its own."""
     largest = max(rows * columns for rows, columns in linear_shapes(model).values())
+    largest = max(largest, 2 * model.moe.experts * model.moe.expert_size * model.hidden_size)
     return max(settings.bucket_bytes, float(settings.gradient_bytes * largest))
 
 
@@ -446,7 +461,8 @@ def _float8_parts(model: ModelConfig, settings: MemorySettings) -> list[MemoryPa
     if not copy_bytes:
         return []
     counts = parameter_counts(model)
-    values = counts["matmul"] - counts["embedding"]
+    chosen = 3 * model.hidden_size * model.moe.experts_per_token * model.moe.expert_size * model.expert_layers
+    values = counts["matmul"] - counts["embedding"] - chosen  # experts have none
     if settings.offload == "weights":
         values = values * min(STREAMED_BLOCKS, model.layers) // model.layers
     return [MemoryPart("float8", float(copy_bytes * values), "weights of the blocks, as they are and transposed")]
@@ -489,17 +505,22 @@ def _saved_by_block(model: ModelConfig, settings: MemorySettings) -> float:
 
 
 def _saved_by_feed_forward(model: ModelConfig, settings: MemorySettings) -> float:
-    """Of a block, per token, on average over the blocks: some may have experts."""
+    """Of a model with experts: the mean over its blocks. Experts see the tokens that a tensor rank has in the
+    residual."""
     ops, sizes, moe = settings.operators, settings.sizes(model), model.moe
     dense = ops["feed_forward"].saved(sizes)
     if not model.expert_layers:
         return dense
-    # Each token is there once for each of its experts, before and after them; tensor ranks share the tokens.
-    chosen = ops["feed_forward"].saved(replace(sizes, intermediate_size=moe.experts_per_token * moe.expert_size))
-    shared = ops["feed_forward"].saved(replace(sizes, intermediate_size=model.shared_size)) if model.shared_size else 0
-    pairs = 2 * moe.experts_per_token * sizes.value_bytes * sizes.hidden_size
-    of_experts = (chosen + shared + pairs) / settings.tensor
-    return (model.expert_layers * of_experts + (model.layers - model.expert_layers) * dense) / model.layers
+    width, chosen = sizes.value_bytes, moe.experts_per_token * moe.expert_size
+    saved = float(sizes.wide_bytes * moe.experts * settings.expert)  # the scores
+    saved += moe.experts_per_token * (4 * INDEX_BYTES + 3 * sizes.wide_bytes)  # who is chosen, in which order; gates
+    saved += width * moe.experts_per_token * sizes.hidden_size  # the tokens, sorted by expert
+    saved += 2 * width * chosen  # gates and ups
+    if not ops["feed_forward"].is_fused:  # and their product, as it is and times the gate of the expert
+        saved += 2 * width * chosen + ops["swiglu"].saved(replace(sizes, intermediate_size=chosen))
+    if moe.shared_experts:
+        saved += ops["feed_forward"].saved(replace(sizes, intermediate_size=model.shared_size))
+    return dense + (saved / settings.tensor - dense) * model.expert_layers / model.layers
 
 
 def _saved_by_recomputed_block(model: ModelConfig, settings: MemorySettings) -> float:
@@ -510,12 +531,21 @@ def _saved_by_recomputed_block(model: ModelConfig, settings: MemorySettings) -> 
     inputs = float((sizes.residual_bytes + width) * hidden) / settings.tensor
     if settings.recompute != "selective":
         return inputs
-    saved = inputs + width * hidden + 2 * width * sizes.intermediate_size  # outputs of the out and gate-up projections
+    saved = inputs + width * hidden + _gates_and_ups(model, settings)  # outputs of the out and gate-up projections
     if not ops["rope"].overwrites_input:
         saved += width * (sizes.query_size + 2 * sizes.kv_size)
     if ops["attention"].is_fused and not sizes.attention_dropout:
         saved += width * sizes.query_size + 4 * sizes.heads
     return saved
+
+
+def _gates_and_ups(model: ModelConfig, settings: MemorySettings) -> float:
+    """Bytes of what the gate-up projections return; with experts also of what they and the router do."""
+    sizes, moe, share = settings.sizes(model), model.moe, model.expert_layers / model.layers
+    of_experts = moe.experts_per_token * (2 * moe.expert_size + sizes.hidden_size) + 2 * model.shared_size
+    of_router = sizes.wide_bytes * moe.experts * settings.expert
+    dense = 2 * sizes.value_bytes * sizes.intermediate_size
+    return (1 - share) * dense + share * (sizes.value_bytes * of_experts + of_router) / settings.tensor
 
 
 def _head_peak(model: ModelConfig, settings: MemorySettings) -> float:
@@ -531,16 +561,21 @@ def _head_peak(model: ModelConfig, settings: MemorySettings) -> float:
 def _block_peak(model: ModelConfig, settings: MemorySettings) -> float:
     """The backward pass of the feed-forward of one block; a recomputed block also has its activations again."""
     linear, sizes = settings.operators["linear"], settings.sizes(model)
-    width, hidden, inner = sizes.value_bytes, sizes.hidden_size, sizes.intermediate_size
+    width, hidden, inner, moe = sizes.value_bytes, sizes.hidden_size, sizes.intermediate_size, model.moe
+    gradient = width * 2 * hidden * inner if linear.writes_weight_gradient else 0
+    if model.expert_layers:
+        inner = (moe.experts_per_token * moe.expert_size + model.shared_size) // settings.tensor
+        gradient = width * moe.experts * 2 * moe.expert_size * hidden  # autograd has it before it is added up
     # Gradients of residual and branch, and one being computed; tensor ranks share the tokens of the first two.
     per_token = (sizes.residual_bytes + width) * hidden // settings.tensor + width * hidden
     per_token += 3 * width * inner  # gradients of gate, up and their product
+    if model.expert_layers:  # gradients of what experts get and return
+        per_token += 2 * width * moe.experts_per_token * hidden // settings.tensor
     # For the weight gradient: the product computed again, or copies of the gradients of gate and up and transposes.
     per_token += 4 * linear.input_copy_bytes * inner if linear.input_copy_bytes else width * inner
     per_token -= int(_saved_by_last_norm(model, settings))  # freed by then
     if settings.recompute != "none":
         per_token += int(_saved_by_block(model, settings) - _shared_with_recomputed(model, settings))
-    gradient = width * 2 * hidden * inner if linear.writes_weight_gradient else 0
     return float(settings.tokens * per_token + gradient)
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from zero2all.model.config import ModelConfig
-from zero2all.ops.experts import run_experts
+from zero2all.ops.experts import run_experts, sum_rows
 from zero2all.ops.precision import widened, without_autocast
 from zero2all.ops.registry import Ops
 
@@ -64,9 +64,9 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def clear(self, device: torch.device | None = None) -> None:
-        """Set bias and load to zero; on the meta device, allocate them."""
+        """Set bias and load to zero; on the meta device, allocate them. A bias is never narrower than float32."""
         device = device or self.bias.device
-        self.bias = torch.zeros(self.bias.shape, dtype=self.bias.dtype, device=device)
+        self.bias = torch.zeros(self.bias.shape, dtype=widened(self.bias).dtype, device=device)
         self.load = torch.zeros(self.load.shape, dtype=self.load.dtype, device=device)
 
 
@@ -77,12 +77,17 @@ class _RouterLogits(torch.autograd.Function):
     @without_autocast
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
+        if x.is_cuda and x.dtype == torch.bfloat16:  # exact products, summed in float32, on the tensor cores
+            return torch.mm(x, weight.to(x.dtype).t(), out_dtype=torch.float32)
         return widened(x) @ widened(weight).t()
 
     @staticmethod
     @without_autocast
     def backward(ctx: Any, dlogits: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
+        if x.is_cuda and x.dtype == torch.bfloat16:
+            dlogits = dlogits.to(x.dtype)
+            return dlogits @ weight.to(x.dtype), (dlogits.t() @ x).to(weight.dtype)
         dx, dweight = dlogits @ widened(weight), dlogits.t() @ widened(x)
         return dx.to(x.dtype), dweight.to(weight.dtype)
 
@@ -128,9 +133,10 @@ class MixtureOfExperts(nn.Module):
         """What the chosen experts return for tokens (N, C), weighted and added up."""
         router = self.router
         gates, chosen = router(x)
-        by_expert, order = chosen.view(-1).sort(stable=True)  # pairs (N k), by expert and then by token
-        places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        ends = torch.searchsorted(by_expert, torch.arange(len(router.load), device=order.device), right=True)
+        by_expert, order = chosen.view(-1).to(torch.int32).sort(stable=True)  # pairs (N k), by expert, then by token
+        numbers = torch.arange(max(len(order), len(router.load)), device=order.device)
+        places = torch.empty_like(order).scatter_(0, order, numbers[: len(order)])
+        ends = torch.searchsorted(by_expert, numbers[: len(router.load)].to(torch.int32), right=True)
         pairs: Tensor = _ToPairs.apply(x, order, places, router.per_token)
         sorted_gates = gates.view(-1)[order]
         compute: Compute = self.experts
@@ -158,7 +164,7 @@ class _ToPairs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dpairs: Tensor) -> tuple[Tensor | None, ...]:
         _, places = ctx.saved_tensors
-        return _summed(dpairs, places, ctx.per_token), None, None, None
+        return sum_rows(dpairs, places, ctx.per_token), None, None, None
 
 
 class _FromPairs(torch.autograd.Function):
@@ -168,7 +174,7 @@ class _FromPairs(torch.autograd.Function):
     def forward(ctx: Any, pairs: Tensor, order: Tensor, places: Tensor, per_token: int) -> Tensor:
         ctx.save_for_backward(order, places)
         ctx.per_token = per_token
-        return _summed(pairs, places, per_token)
+        return sum_rows(pairs, places, per_token)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -178,11 +184,6 @@ class _FromPairs(torch.autograd.Function):
 
 def _spread(x: Tensor, order: Tensor, per_token: int) -> Tensor:
     return x.index_select(0, order // per_token)
-
-
-def _summed(pairs: Tensor, places: Tensor, per_token: int) -> Tensor:
-    """Sums in float32 are rounded once."""
-    return pairs.index_select(0, places).unflatten(0, (-1, per_token)).sum(dim=1)
 
 
 class _CountLoad(torch.autograd.Function):

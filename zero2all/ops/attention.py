@@ -83,11 +83,21 @@ def sdpa_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float, ma
         return F.scaled_dot_product_attention(
             query, key, value, dropout_p=dropout, is_causal=T > 1, enable_gqa=query.shape[1] != key.shape[1]
         )
-    if mask is None and T > 1:  # after a cache: the causal mask is aligned to the last key; one query sees every key
-        mask = torch.ones(T, S, dtype=torch.bool, device=query.device).tril(S - T)
+    if mask is None and T > 1:  # the causal mask is aligned to the last key; one query sees every key
+        mask = _last_queries_mask(T, S, query)
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, dropout_p=dropout, enable_gqa=query.shape[1] != key.shape[1]
     )
+
+
+def _last_queries_mask(queries: int, keys: int, like: Tensor) -> Tensor:
+    """For the last queries of all positions. FlashAttention 2, in half precision on a GPU, needs only its name: with a
+    real mask torch would compute the whole matrix of weights for grouped queries."""
+    if like.device.type == "cuda" and like.dtype in (torch.bfloat16, torch.float16):
+        from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler, which takes seconds
+
+        return causal_lower_right(queries, keys)
+    return torch.ones(queries, keys, dtype=torch.bool, device=like.device).tril(keys - queries)
 
 
 def _on_backend(

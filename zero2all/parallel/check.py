@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from zero2all.common.errors import UsageError
 from zero2all.common.progress import counted
+from zero2all.limits.flops import recomputed_blocks
 from zero2all.parallel import context, expert, pipeline, tensor
 from zero2all.parallel.config import MeshSizes
 from zero2all.parallel.run_config import SpreadConfig, sequence_lengths
@@ -98,16 +99,54 @@ def _zero_problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
 
 
 def _offload_problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
-    """What offload moves is laid out for processes that hold whole matrices and all blocks."""
-    asked = config.parallel.offload
-    others = [name for name in ("pipeline", "context", "tensor", "expert") if getattr(sizes, name) > 1]
-    if asked == "none" or not others:
+    """What offload moves is laid out for processes that hold whole matrices and all blocks; the host knows AdamW."""
+    asked, found = config.parallel.offload, []
+    if asked == "none":
         return []
-    named = ", ".join(f"{name} {getattr(sizes, name)}" for name in others)
-    return [
-        f"parallel.offload {asked} with {named}: offload works with replicate and shard only. Set parallel.offload to "
-        f"none (each of these axes also makes the states of a process smaller), or these axes to 1."
-    ]
+    others = [name for name in ("pipeline", "context", "tensor", "expert") if getattr(sizes, name) > 1]
+    if others:
+        named = ", ".join(f"{name} {getattr(sizes, name)}" for name in others)
+        found.append(
+            f"parallel.offload {asked} with {named}: offload works with replicate and shard only. Set parallel.offload "
+            f"to none (each of these axes also makes the states of a process smaller), or these axes to 1."
+        )
+    if config.optim.kind != "adamw":
+        found.append(
+            f"parallel.offload {asked} with optim.kind {config.optim.kind}: the host updates the weights, as only "
+            f"adamw can there. Set optim.kind to adamw, or parallel.offload to none."
+        )
+    return found + (_streaming_problems(config) if asked == "weights" else [])
+
+
+def _streaming_problems(config: SpreadConfig) -> list[str]:
+    """Offloaded weights come to the device block by block, to addresses that change."""
+    parallel, train, found = config.parallel, config.train, []
+    if parallel.zero:
+        found.append(
+            f"parallel.offload weights with parallel.zero {parallel.zero}: whole weights lie on the host. Set "
+            f"parallel.zero to 0, or parallel.offload to optimizer."
+        )
+    if parallel.offload_one_step_late:
+        found.append(
+            "parallel.offload weights with parallel.offload_one_step_late: the weights are updated before the next "
+            "step. Set offload_one_step_late to false, or parallel.offload to optimizer."
+        )
+    if recomputed_blocks(config.model, train.recompute, train.recompute_every) < config.model.layers:
+        found.append(
+            f"parallel.offload weights with train.recompute {train.recompute}: a block is fetched again for its "
+            f"backward pass, so each must be computed again there. Set train.recompute to full or selective."
+        )
+    if config.model.moe.experts:
+        found.append(
+            f"parallel.offload weights with model.moe.experts {config.model.moe.experts}: a block with experts is too "
+            f"large to come whole. Set parallel.offload to optimizer, or spread the experts with parallel.expert."
+        )
+    if config.ops.compile != "none":
+        found.append(
+            f"parallel.offload weights with ops.compile {config.ops.compile}: compiled blocks keep addresses of "
+            f"weights. Set ops.compile to none, or parallel.offload to optimizer."
+        )
+    return found
 
 
 def _cuda_graph_problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:

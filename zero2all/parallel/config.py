@@ -88,6 +88,9 @@ class ParallelConfig:
             found.append(Problem(f"{place}.shard", self.shard, f"1 or auto, because {place}.zero is 0: nothing is cut"))
         if self.offload != "none" and self.zero == 3:
             found.append(Problem(f"{place}.offload", self.offload, f"none with {place}.zero 3, or zero 0, 1 or 2"))
+        if self.offload != "optimizer_disk" and self.offload_folder is not None:
+            expected = f"null, because {place}.offload is {self.offload}: only optimizer_disk uses a folder"
+            found.append(Problem(f"{place}.offload_folder", self.offload_folder, expected))
         if self.offload == "none" and self.offload_one_step_late:
             found.append(Problem(f"{place}.offload_one_step_late", True, f"false, because {place}.offload is none"))
         if self.schedule == "interleaved" and self.chunks == 1:
@@ -119,6 +122,17 @@ class ParallelConfig:
         replicate = max(1, left // shard) if asked_replicate is None else asked_replicate
         return MeshSizes(self.pipeline, replicate, shard, self.context, self.tensor, self.expert)
 
+    def _sizes_that_work(self, processes: int) -> str:
+        """What replicate and shard could be with the other axes as they are."""
+        of_model = self.pipeline * self.context * self.tensor
+        if processes % of_model:
+            return f"pipeline x context x tensor = {of_model} must divide {processes}."
+        left = processes // of_model
+        if self.zero == 0:
+            return f"Here: replicate {left} or auto."
+        pairs = [f"{left // shard} x {shard}" for shard in range(1, left + 1) if left % shard == 0]
+        return f"Here, as replicate x shard: {', '.join(pairs)}."
+
     def size_problems(self, sizes: MeshSizes, processes: int) -> list[str]:
         """Why this many processes cannot form a mesh of these sizes."""
         found = []
@@ -129,7 +143,7 @@ class ParallelConfig:
                 f"parallel.replicate {self.replicate} and parallel.shard {self.shard} with parallel.zero {self.zero}"
                 f"{''.join(f', {name} {getattr(self, name)}' for name in others)} make "
                 f"{' x '.join(map(str, lengths))} = {sizes.processes} processes, but the run has {processes}. Their "
-                f"product must be the number of processes; auto takes what is left."
+                f"product must be the number of processes; auto takes what is left. {self._sizes_that_work(processes)}"
             )
         inner = sizes.shard * self.context * self.tensor
         if inner % self.expert:

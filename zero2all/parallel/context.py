@@ -169,24 +169,29 @@ def _own_chunks(rank: int, size: int, length: int) -> list[tuple[int, int]]:
     return [(number * chunk, (number + 1) * chunk) for number in (rank, 2 * size - 1 - rank)]
 
 
-class _GatherChunks(torch.autograd.Function):
-    """(S, ...): the two chunks of this rank -> (T, ...) the whole sequence, in its order."""
+class _GatherPast(torch.autograd.Function):
+    """(S, ...): the two chunks of this rank -> for each of them the sequence up to its end. The two overlap."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, axis: Axis) -> Tensor:
+    def forward(ctx: Any, own: Tensor, axis: Axis) -> tuple[Tensor, ...]:
         ctx.axis, size = axis, axis.size
         by_rank = own.new_empty(size * own.shape[0], *own.shape[1:])
         gather_into(by_rank, own, group=axis.group)
         # By rank the chunks are 0, 2c - 1, 1, 2c - 2, …; so chunk 0 lies at 0, chunk 1 at 2, …, chunk 2c - 1 at 1.
         at = torch.arange(0, 2 * size, 2, device=own.device)
-        return _chunks_at(by_rank, torch.cat((at, at.flip(0) + 1)))
+        sequence = _chunks_at(by_rank, torch.cat((at, at.flip(0) + 1)))
+        return tuple(sequence[:end] for _, end in _own_chunks(axis.rank, size, len(sequence)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,), axis = grads, ctx.axis
+        (of_early, of_late), axis = grads, ctx.axis
+        chunk = len(of_early) // (axis.rank + 1)  # the early one is chunk number `rank`
+        grad = of_late.new_zeros(2 * axis.size * chunk, *of_late.shape[1:])
+        grad[: len(of_late)] = of_late
+        grad[: len(of_early)] += of_early
         early = torch.arange(axis.size, device=grad.device)
         by_rank = _chunks_at(grad, torch.stack((early, 2 * axis.size - 1 - early), dim=1).flatten())
-        own = grad.new_empty(grad.shape[0] // axis.size, *grad.shape[1:])
+        own = grad.new_empty(2 * chunk, *grad.shape[1:])
         scatter_sum_into(own, by_rank, group=axis.group)
         return own, None
 
@@ -197,27 +202,22 @@ def _chunks_at(sequence: Tensor, at: Tensor) -> Tensor:
 
 
 def _gathered(attention: AttentionOp, masked: AttentionOp, axis: Axis, outside: Callable[..., Any]) -> AttentionOp:
-    gather = outside(_whole_sequence)
+    gather = outside(_past_of_chunks)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, dropout: float, masks: Any | None = None) -> Tensor:
-        key, value = gather(key, value, axis)
-        chunks = _own_chunks(axis.rank, axis.size, key.shape[2])
         op, mask_of = (attention, (None, None)) if masks is None else (masked, masks)
-        mixed = [
-            op(queries, key[:, :, :end], value[:, :, :end], dropout, mask).transpose(1, 2)
-            for queries, (_, end), mask in zip(query.chunk(2, dim=2), chunks, mask_of, strict=True)
-        ]
+        chunks = zip(query.chunk(2, dim=2), gather(key, value, axis), mask_of, strict=True)
+        mixed = [op(own, keys, values, dropout, mask).transpose(1, 2) for own, (keys, values), mask in chunks]
         return torch.cat(mixed, dim=1).transpose(1, 2)  # in memory (B, S, Hq, D), as the next projection reads it
 
     return attend
 
 
-def _whole_sequence(key: Tensor, value: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
-    """Keys and values (B, Hk, S, D) of the own tokens -> (B, Hk, T, D) of all."""
+def _past_of_chunks(key: Tensor, value: Tensor, axis: Axis) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values (B, Hk, S, D) of the own tokens -> for each own chunk those (B, Hk, end, D) up to its end."""
     own = torch.cat([heads.permute(2, 0, 1, 3) for heads in (key, value)], dim=2)  # (S, B, 2 Hk, D)
-    sequence = _GatherChunks.apply(own.contiguous(), axis)
-    key, value = sequence.chunk(2, dim=2)
-    return key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)
+    past = [both.permute(1, 2, 0, 3).chunk(2, dim=1) for both in _GatherPast.apply(own.contiguous(), axis)]
+    return [(keys, values) for keys, values in past]
 
 
 def _chunk_masks(document_ids: Tensor, axis: Axis) -> tuple[Tensor, ...]:

@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -222,8 +223,9 @@ def wait_for(works: Iterable[dist.Work]) -> None:
             raise dist.DistError(str(error)) from error
 
 
-def make_mesh(sizes: MeshSizes) -> Mesh:
-    """The mesh of all processes of the process group. Every process calls it, and creates all groups in one order."""
+def make_mesh(sizes: MeshSizes, timeout: timedelta | None = None) -> Mesh:
+    """The mesh of all processes of the process group. Every process calls it, and creates all groups in one order.
+    `timeout`: how long a process waits for the others; None: as long as torch does."""
     count = dist.get_world_size()
     assert sizes.processes == count, f"{sizes} is not the number of processes ({count})"
     everyone = [coordinates(sizes, rank) for rank in range(count)]
@@ -237,7 +239,7 @@ def make_mesh(sizes: MeshSizes) -> Mesh:
             members.setdefault(tuple(place[name] for name in others), []).append(rank)
         for ranks in (tuple(each) for each in members.values() if len(each) > 1):
             if ranks not in made:
-                made[ranks] = dist.new_group(ranks)
+                made[ranks] = dist.new_group(ranks, timeout)
             if dist.get_rank() in ranks:
                 groups[names] = made[ranks]  # type: ignore[assignment]
     return Mesh(sizes, dist.get_rank(), groups)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zero2all.limits.flops import flops_per_token
-from zero2all.model.config import ModelConfig
+from zero2all.model.config import ModelConfig, MoeConfig
 from zero2all.model.z2all import Stage, Z2all
 from zero2all.ops.gradient_sink import deferring
 from zero2all.parallel.config import MeshSizes, ParallelConfig
@@ -52,7 +53,10 @@ def model_costs(model: ModelConfig, seq_len: int) -> ModelCosts:
     """The costs of the parts of a model."""
     head = 6.0 * model.vocab_rows * model.hidden_size
     blocks = flops_per_token(model, seq_len)["causal"] - head
-    return ModelCosts([blocks / model.layers] * model.layers, head)
+    dense = (flops_per_token(replace(model, moe=MoeConfig()), seq_len)["causal"] - head) / model.layers
+    with_experts = (blocks - (model.layers - model.expert_layers) * dense) / max(1, model.expert_layers)
+    each = [with_experts if model.has_experts(layer) else dense for layer in range(model.layers)]
+    return ModelCosts(each, head)
 
 
 def make_stages(costs: ModelCosts, count: int) -> list[Stage]:
@@ -68,11 +72,12 @@ def make_stages(costs: ModelCosts, count: int) -> list[Stage]:
         found = {}
         for end in [layers] if is_last else range(number + 1, layers - (count - number - 1) + 1):
             options = []
-            for start, (dearest, squares, borders) in best.items():
+            for start, (dearest, squares, _) in best.items():
                 if start < end:
                     cost = before[end] - before[start] + (costs.head if is_last else 0.0)
-                    options.append((max(dearest, cost), squares + cost**2, (*borders, end)))
-            found[end] = min(options)
+                    options.append((max(dearest, cost), squares + cost**2, start))
+            dearest, squares, start = min(options)
+            found[end] = (dearest, squares, (*best[start][2], end))
         best = found
     borders = best[layers][2]
     return [Stage(range(start, stop), start == 0, stop == layers) for start, stop in pairwise(borders)]
@@ -142,7 +147,7 @@ class Pipeline:
         self._chunks = len(stages) // mesh.pipeline.size
         self.own = {number: stages[number] for number in range(mesh.pipeline.rank, len(stages), mesh.pipeline.size)}
         """The stages of this process, by number."""
-        self._links = make_links(mesh, in_circle=self._chunks > 1)
+        self._links = make_links(mesh, self._chunks > 1, device, config.timeout_seconds)
         self._width, self._device = model.hidden_size, device
         self._dtype = torch.promote_types(dtype, torch.float32) if model.fp32_residual else dtype
 
@@ -160,6 +165,7 @@ class Pipeline:
         order = make_orders(self._schedule, self._mesh.pipeline.size, self._chunks, len(rows))[self._mesh.pipeline.rank]
         messages = Messages(self._links, self._dtype, self._device, mark)
         passes: dict[tuple[int, int], _Pass] = {}
+        left: dict[tuple[int, int], list[Callable[[], None]]] = {}  # products that zero_bubble leaves for later
         for at, action in enumerate(order):
             for soon in order[at : at + POSTED_AHEAD]:
                 self._expect(messages, soon, rows[soon.micro], seq_len)
@@ -169,13 +175,11 @@ class Pipeline:
             if action.kind == "forward":
                 passes[key] = self._forward(messages, action, forward)
             elif action.kind == "backward":
-                self._backward(messages, action, passes[key])
+                left[key] = self._backward(messages, action, passes.pop(key))
                 mark("backward")
-                if self._schedule != "zero_bubble":
-                    del passes[key]
             else:
                 with torch.no_grad():
-                    for add_product in passes.pop(key).left:
+                    for add_product in left.pop(key):
                         add_product()
                 mark("backward")
         messages.finish()
@@ -207,17 +211,20 @@ class Pipeline:
         output = forward(stage, action.micro, received)
         if not stage.is_last:
             messages.send("outputs", output)
-        return _Pass(received, get_gradient_edge(output) if output.requires_grad else None, [])
+        return _Pass(received, get_gradient_edge(output) if output.requires_grad else None)
 
-    def _backward(self, messages: Messages, action: Action, one: _Pass) -> None:
+    def _backward(self, messages: Messages, action: Action, one: _Pass) -> list[Callable[[], None]]:
+        """Returns what zero_bubble leaves for later."""
         stage = self.own[action.stage]
+        left: list[Callable[[], None]] = []
         gradient = None if stage.is_last else messages.receive("gradients_in", action.stage, action.micro)
         assert one.output is not None, "a forward pass without gradients"
-        with deferring(one.left) if self._schedule == "zero_bubble" else nullcontext():
+        with deferring(left) if self._schedule == "zero_bubble" else nullcontext():
             torch.autograd.backward(one.output, gradient)
         if one.received is not None:
             assert one.received.grad is not None
             messages.send("gradients_out", one.received.grad)
+        return left
 
 
 class _Pass(NamedTuple):
@@ -225,5 +232,3 @@ class _Pass(NamedTuple):
 
     received: Tensor | None
     output: GradientEdge | None  # not the values, which only the next stage needs
-    left: list[Callable[[], None]]
-    """What zero_bubble leaves for later."""

@@ -225,13 +225,13 @@ def problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
     ranks, model = sizes.tensor, config.model
     if ranks == 1:
         return []
+    cut = [("model.heads", model.heads, "query heads")]
+    if model.expert_layers < model.layers:
+        cut.append(("model.intermediate_size", model.intermediate_size, "inner units of the feed-forward"))
     found = [
         f"{name} {size} is not a multiple of parallel.tensor {ranks}: every rank has as many {what}. Choose a divisor "
         f"of {size}, or another {name}."
-        for name, size, what in (
-            ("model.heads", model.heads, "query heads"),
-            ("model.intermediate_size", model.intermediate_size, "inner units of the feed-forward"),
-        )
+        for name, size, what in cut
         if size % ranks
     ]
     found += _kv_problems(model.kv_heads, ranks, config.parallel.copy_kv_heads)

@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from zero2all.common.errors import UserError, for_all_ranks
 from zero2all.parallel.config import ParallelConfig
 from zero2all.parallel.device import local_rank
 from zero2all.parallel.meet import Facts, facts_of, meet, open_store
@@ -24,7 +25,6 @@ from zero2all.parallel.mesh import Mesh, make_mesh
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
-COMMUNICATING_MODULES = ("torch.distributed.", "zero2all.parallel.links")
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class World:
                 outcome = (None, error)
         value, problem = self.broadcast(outcome)
         if problem is not None:
-            raise problem
+            raise for_all_ranks(problem) if isinstance(problem, UserError) else problem
         return cast(T, value)
 
     def gather(self, value: T) -> list[T]:
@@ -75,11 +75,23 @@ class World:
         dist.all_gather_object(said, value, group=self.control)
         return said
 
-    def raise_first(self, problem: str, error: type[Exception]) -> None:
-        """Raise `error` on all ranks if one of them has a problem; an empty text is none."""
-        for rank, text in enumerate(self.gather(problem)):
-            if text:
-                raise error(text if self.size == 1 else f"Rank {rank}: {text}")
+    def run_together(self, work: Callable[[], T]) -> T:
+        """Run `work`, which does not communicate, on all ranks and return its result. If it ends with a UserError on
+        some of them, all raise that of the first of these: none waits for one that has ended."""
+        outcome: tuple[list[T], UserError | None] = ([], None)
+        try:
+            outcome = ([work()], None)
+        except UserError as error:
+            outcome = ([], error)
+        problems = self.gather(outcome[1])
+        ranks = [rank for rank, problem in enumerate(problems) if problem is not None]
+        if not ranks:
+            return outcome[0][0]
+        first = problems[ranks[0]]
+        assert first is not None, "ranks are those with a problem"
+        if len(ranks) < self.size:  # else it is everyone's
+            first = type(first)(f"Rank {ranks[0]}: {first}")
+        raise for_all_ranks(first)
 
 
 def asked_processes() -> int:
@@ -94,8 +106,7 @@ def known_processes() -> int:
 
 def is_failed_collective(error: BaseException) -> bool:
     """Whether `error` is a collective that failed because another process has died or hangs. NCCL and the store have
-    types for it; gloo raises a bare RuntimeError, so the test is whether it came out of torch.distributed, or of the
-    module of ours that only waits for messages."""
+    types for it; gloo raises a bare RuntimeError, so the test is whether torch.distributed raised it."""
     if isinstance(error, dist.DistError):
         return True
     if type(error) is not RuntimeError:  # torch's other errors, such as OutOfMemoryError, have types of their own
@@ -103,7 +114,7 @@ def is_failed_collective(error: BaseException) -> bool:
     modules = [str(frame.f_globals.get("__name__", "")) for frame, _ in walk_tb(error.__traceback__)]
     while modules and modules[-1] == "torch._ops":  # the entry to operators in C++, collectives of DTensors among them
         modules.pop()
-    return bool(modules) and modules[-1].startswith(COMMUNICATING_MODULES)
+    return bool(modules) and modules[-1].startswith("torch.distributed.")
 
 
 @contextmanager
@@ -134,7 +145,7 @@ def join_world(device: torch.device, config: ParallelConfig, settings: Facts | N
         )
     try:
         control = dist.new_group(backend="gloo", timeout=timeout)
-        yield World(dist.get_rank(), dist.get_world_size(), device, make_mesh(sizes), control)
+        yield World(dist.get_rank(), dist.get_world_size(), device, make_mesh(sizes, timeout), control)
     except BaseException:
         if own and device.type == "cuda":
             own = False

@@ -29,6 +29,7 @@ from zero2all.model import config as model_config
 from zero2all.model.rope import rope_tables
 from zero2all.model.z2all import Z2all, compile_model
 from zero2all.ops.registry import Ops, resolve
+from zero2all.parallel.layout import INTO_RESIDUAL
 from zero2all.perf.batch import BatchShape
 from zero2all.train.cuda_graph import choose_cuda_graph
 from zero2all.train.periodic import scheduled_garbage_collection
@@ -158,7 +159,7 @@ def random_state(config: RunConfig, ops: Ops, device: torch.device) -> TrainStat
             if parameter.dim() == 1:
                 parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
                 continue
-            small = name.endswith(("attention.out.weight", "down.weight"))
+            small = name.endswith(INTO_RESIDUAL)
             parameter.normal_(0.0, into_residual if small else config.model.init_std, generator=generator)
     return new_state(model.train(), config.optim, DTYPES[config.train.precision])
 

@@ -11,12 +11,13 @@ from collections.abc import Callable
 
 import torch
 
-from zero2all.common.errors import AnomalyError
+from zero2all.common.errors import AnomalyError, DiskError
 from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig
 from zero2all.config.schedule import learning_rate
-from zero2all.ops.registry import Ops
+from zero2all.ops.registry import Ops, resolve
 from zero2all.packed.loader import LoaderOptions, read_batch
+from zero2all.packed.mixture import TrainingData
 from zero2all.parallel.check import check_spread
 from zero2all.parallel.config import MeshSizes
 from zero2all.parallel.device import pick_device, set_memory_settings
@@ -24,7 +25,7 @@ from zero2all.parallel.mesh import Mesh
 from zero2all.parallel.world import World
 from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.guards.documents import Decode
-from zero2all.train.micro_batch import memory_settings
+from zero2all.train.micro_batch import least_samples, memory_settings
 from zero2all.train.plan import make_plan, plan_notes, processes_of
 from zero2all.train.sanity import (
     Overfit,
@@ -35,7 +36,8 @@ from zero2all.train.sanity import (
     overfit_one_batch,
     preview,
 )
-from zero2all.train.setup import open_run_data, prepare
+from zero2all.train.setup import op_context, open_run_data, prepare, with_vocabulary
+from zero2all.train.state import DTYPES
 from zero2all.train.step import StepPlan, train_step
 
 
@@ -54,6 +56,16 @@ def dry_run(
     store = CheckpointStore(workspace.run(config.train.name))
     try:
         prepared = prepare(short, workspace, world, store, fresh=True)
+    except DiskError as error:
+        notes = _notes_without_a_model(config, data, sizes, world)
+        if not notes:
+            raise
+        for line in notes:
+            say(line)
+        raise DiskError(
+            f"{error}\nThat is for the one process of a dry run, which cannot go on; what each process of the run "
+            f"itself needs is in the table above."
+        ) from error
     finally:
         store.close()
     of_short_run = prepared.data.notes(short.train.steps * short.train.tokens_per_step)
@@ -83,6 +95,16 @@ def dry_run(
     if not result.learns:
         raise AnomalyError("The dry run did not learn one batch by heart; see the warning above. Nothing was started.")
     return result
+
+
+def _notes_without_a_model(config: RunConfig, data: TrainingData, sizes: MeshSizes, world: World) -> list[str]:
+    """`parallel_notes` where no model could be built."""
+    config = with_vocabulary(config, int(data.splits[0].manifest["vocab_size"]))
+    sharded = config.parallel.zero == 3 and sizes.shard > 1
+    ops = resolve(config.ops, op_context(config, world.device.type, DTYPES[config.train.precision], sharded))
+    samples = least_samples(config, World(device=world.device, mesh=Mesh(sizes)))
+    total = torch.cuda.mem_get_info(world.device)[1] if world.device.type == "cuda" else None
+    return parallel_notes(config, sizes, ops, samples, total)
 
 
 def parallel_notes(config: RunConfig, sizes: MeshSizes, ops: Ops, samples: int, device_bytes: int | None) -> list[str]:

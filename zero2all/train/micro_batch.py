@@ -229,7 +229,8 @@ def memory_settings(config: RunConfig, ops: Ops, mesh: Mesh, samples: int) -> Me
         one_step_late=config.parallel.offload_one_step_late,
         bucket_bytes=config.parallel.bucket_mb * 1e6,
     )
-    if settings.zero not in (1, 2) or settings.shard == 1 or settings.tensor * settings.pipeline * settings.expert > 1:
+    cuts_model = settings.tensor * settings.pipeline * settings.expert > 1
+    if settings.zero not in (1, 2) or settings.shard == 1 or cuts_model:
         return settings
     bucket_values = int(settings.bucket_bytes) // settings.gradient_bytes
     return dataclasses.replace(
@@ -253,7 +254,6 @@ def stage_of(config: RunConfig, mesh: Mesh, passes: int) -> Stage | None:
         most = max(most, kept)
     return Stage(
         layers,
-        sum(not config.model.has_experts(block) for stage in own.values() for block in stage.blocks),
         has_embedding=any(stage.is_first for stage in own.values()),
         has_head=any(stage.is_last for stage in own.values()),
         in_flight=most / layers,

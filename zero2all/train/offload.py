@@ -19,11 +19,12 @@ The worker never communicates with other processes.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -31,7 +32,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zero2all.common.errors import DiskError, UsageError
+from zero2all.common.errors import BadInputError, DiskError, is_disk_full
 from zero2all.common.files import human_bytes
 from zero2all.ops.gradient_sink import GradientSink
 from zero2all.parallel.config import ParallelConfig
@@ -44,22 +45,6 @@ SLOTS = 3
 
 HostZeros = Callable[[str, int, torch.dtype], Tensor]
 """(name, number of values, dtype) -> a tensor of zeros on the host."""
-
-
-def check_offload(parallel: ParallelConfig, optimizer: str) -> None:
-    """UsageError where the optimizer cannot run on the host, or what is asked does not exist yet."""
-    if parallel.offload == "none":
-        return
-    if optimizer != "adamw":
-        raise UsageError(
-            f"parallel.offload = {parallel.offload} updates the weights on the host, as only optim.kind = adamw can, "
-            f"not {optimizer}: set optim.kind to adamw, or parallel.offload to none."
-        )
-    if parallel.offload == "weights" and (parallel.zero or parallel.offload_one_step_late):
-        raise UsageError(
-            "parallel.offload = weights keeps whole weights on the host and updates them before the next step: it "
-            "needs parallel.zero = 0 and parallel.offload_one_step_late = false. Or use offload = optimizer."
-        )
 
 
 # ---- where the states lie ----
@@ -77,25 +62,30 @@ def host_zeros(parallel: ParallelConfig, rank: int) -> HostZeros:
 def _zeros_in_file(path: Path, count: int, dtype: torch.dtype) -> Tensor:
     """A tensor of zeros in a new file. The file has no name any more when this returns: its space is free again as soon
     as the process ends, however it ends."""
-    size = max(1, count * dtype.itemsize)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
-    free = shutil.disk_usage(path.parent).free
+    size, free = max(1, count * dtype.itemsize), 0
     try:
+        path.unlink(missing_ok=True)
+        free = shutil.disk_usage(path.parent).free
         if size > free:
-            raise OSError("it does not fit")
+            raise OSError(errno.ENOSPC, "it does not fit")
         with path.open("xb") as file:
             file.truncate(size)
             if hasattr(os, "posix_fallocate"):  # a full disk is found here, not in the middle of the run
                 os.posix_fallocate(file.fileno(), 0, size)
         storage = torch.UntypedStorage.from_file(str(path), True, size)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # torch has no type for a file that cannot be mapped
+        if isinstance(error, OSError) and not is_disk_full(error):
+            raise BadInputError(
+                f"parallel.offload_folder: {path.parent} cannot be used ({error.strerror or error}). Name a folder "
+                f"that exists, on a fast disk, where you may write."
+            ) from error
         raise DiskError(
             f"parallel.offload = optimizer_disk needs {human_bytes(size)} for {path.stem} in {path.parent}, where "
             f"{human_bytes(free)} are free ({error}). Free some space, or set parallel.offload_folder to another disk."
         ) from error
     finally:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
     return torch.empty(0, dtype=dtype).set_(storage)[:count]  # type: ignore[arg-type]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from zero2all.common.errors import UsageError
+from zero2all.common.errors import UsageError, for_all_ranks
 from zero2all.config import with_new_names
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.implementation import OpContext
@@ -20,22 +20,17 @@ from zero2all.parallel.world import World
 
 def resolve_together(config: OpsConfig, context: OpContext, world: World) -> Ops:
     """`resolve` in all processes; if one fails or chooses something else, all end with the same error."""
-    ops, problem = None, ""
-    try:
-        ops = resolve(config, context)
-    except UsageError as error:
-        problem = str(error)
-    world.raise_first(problem, UsageError)
-    assert ops is not None, "a rank without operators has a problem"
+    ops = world.run_together(lambda: resolve(config, context))
     first, *others = world.gather(ops.taken)
     for rank, taken in enumerate(others, 1):
         for operator, name in taken.items():
             if name != first[operator]:
-                raise UsageError(
+                problem = UsageError(
                     f"The processes chose different operators: {operator} is {first[operator]} on rank 0 and {name} on "
                     f"rank {rank}. `z2a perf ops` on each machine says why; fix the difference, or name one that runs "
                     f"on all: --ops.{operator} {name}."
                 )
+                raise for_all_ranks(problem)
     return ops
 
 

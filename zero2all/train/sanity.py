@@ -21,7 +21,7 @@ from zero2all.common.progress import counted
 from zero2all.config import RunConfig
 from zero2all.config.training import ScheduleConfig
 from zero2all.limits.communication import bytes_sent, communication_per_step
-from zero2all.limits.memory import ALLOWANCE, GIB, MemorySettings, estimate_memory
+from zero2all.limits.memory import ALLOWANCE, MemorySettings, binary_size, estimate_memory
 from zero2all.model.config import ModelConfig, parameter_counts
 from zero2all.packed.loader import Batch
 from zero2all.train.checkpoints.retention import Retention
@@ -111,10 +111,7 @@ def check_disk(
     coming = saved_steps(first_step, last_step, every_steps)
     at_once = retention.most_at_once([*existing_steps, *coming])
     needed = max(0, at_once - len(existing_steps)) * checkpoint_bytes
-    folder = run
-    while not folder.exists():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free
+    free = shutil.disk_usage(nearest_folder(run)).free
     what = f"{counted(at_once, 'checkpoint')} of {human_bytes(checkpoint_bytes)} at once"
     if needed > free:
         raise DiskError(
@@ -126,20 +123,24 @@ def check_disk(
     return f"disk: {what}, {human_bytes(needed)} more to come; {human_bytes(free)} are free"
 
 
+def nearest_folder(path: Path) -> Path:
+    """The folder itself, or the nearest one above it that exists."""
+    while not path.exists():
+        path = path.parent
+    return path
+
+
 def memory_notes(model: ModelConfig, settings: MemorySettings, device_bytes: int | None) -> list[str]:
     """The memory estimate as a table, with a warning if the device (None: unknown size) may be too small."""
     estimate = estimate_memory(model, settings)
-    of = "" if device_bytes is None else f" of {device_bytes / GIB:.1f} GiB"
-    beside = f", beside {estimate.host / GIB:.1f} GiB in host memory" if estimate.host else ""
+    of = "" if device_bytes is None else f" of {binary_size(device_bytes)}"
+    beside = f", beside {binary_size(estimate.host)} in host memory" if estimate.host else ""
     notes = [
-        f"memory: about {estimate.total / GIB:.1f} GiB{of} at micro-batches of {settings.micro_batch_samples}{beside}"
+        f"memory: about {binary_size(estimate.total)}{of} at micro-batches of {settings.micro_batch_samples}{beside}"
     ]
     notes += estimate.lines()
     if device_bytes is not None and estimate.total > (1.0 - ALLOWANCE) * device_bytes:
-        notes.append(
-            "warning: that may not fit. A smaller train.micro_batch_samples (or auto), train.recompute, a higher "
-            "parallel.zero over several GPUs, or parallel.offload need less."
-        )
+        notes += f"warning: that may not fit. {_less_memory(settings, 'cuda')}".splitlines()
     return notes
 
 
@@ -160,29 +161,51 @@ def communication_notes(model: ModelConfig, settings: MemorySettings) -> list[st
 
 
 def _less_memory(settings: MemorySettings, device: str) -> str:
-    """What a run that does not fit could change."""
-    ways = [
-        "a smaller model (model.layers, model.hidden_size)",
-        f"a smaller train.micro_batch_samples (now {settings.micro_batch_samples}) or data.seq_len",
-        "train.recompute full",
-        "an optimizer with less state (optim.kind adamw_8bit or adamw_bf16)",
-    ]
-    if settings.zero < 3:
-        ways.append(f"over several processes, parallel.zero up to 3 (now {settings.zero}; 3 divides everything)")
-    if device != "cpu" and settings.zero < 3 and settings.offload != "weights":
-        ways.append(
-            f"parallel.offload (now {settings.offload}; optimizer keeps masters and states in host memory, weights "
-            f"all but three blocks)"
-        )
+    """What a run that does not fit could change: only what it does not do yet, and what works with the rest."""
+    ways = ["a smaller model (model.layers, model.hidden_size)", *_smaller_passes(settings)]
+    offload, has_adamw = settings.offload, settings.optimizer == "adamw"
+    if offload == "none" and settings.optimizer not in ("adamw_8bit", "adamw_bf16"):
+        ways.append("an optimizer with less state (optim.kind adamw_8bit or adamw_bf16)")
+    highest = {"none": 3, "optimizer": 2, "optimizer_disk": 2, "weights": 0}[offload]
+    shares = settings.processes > 1 or device != "cpu"  # processes on a CPU have one memory
+    if shares and settings.zero < highest:
+        ways.append(f"over several processes, parallel.zero up to {highest} (now {settings.zero})")
+    if device == "cpu" and settings.processes > 1:
+        ways.append(f"fewer processes (now {settings.processes}): on a CPU all of them share the memory")
+    if device != "cpu" and settings.zero < 3 and has_adamw and offload == "none":
+        ways.append("parallel.offload optimizer, which keeps masters and states in host memory (or optimizer_disk)")
+    if device != "cpu" and settings.zero == 0 and has_adamw and offload != "weights":
+        ways.append("parallel.offload weights, which keeps all but two blocks and the tables in host memory")
+    if device == "cpu" and settings.zero < 3 and has_adamw and offload in ("none", "optimizer"):
+        ways.append("parallel.offload optimizer_disk, which keeps masters and states in files on a fast disk")
     return "Less is needed by:\n" + "\n".join(f"  - {way}" for way in ways)
 
 
-LESS_HOST_MEMORY = (
-    "Less host memory is needed by:\n"
-    "  - fewer layers (model.layers), or an optimizer with less state (optim.kind adamw_8bit or adamw_bf16)\n"
-    "  - parallel.offload optimizer_disk, which keeps masters and states in files on a fast disk\n"
-    "  - more processes that share the states (parallel.zero 1 or 2, a larger parallel.shard), on more machines"
-)
+def _smaller_passes(settings: MemorySettings) -> list[str]:
+    """What could be changed about the passes of a step."""
+    samples, ways = settings.micro_batch_samples, []
+    if settings.is_fsdp and settings.passes > 1:
+        ways.append(
+            f"a larger train.micro_batch_samples, so that a step has one pass (now {settings.passes}): with zero 3 "
+            f"each process keeps whole gradients until the last one. Or parallel.zero 2"
+        )
+    elif samples > 1:
+        ways.append(f"a smaller train.micro_batch_samples (now {samples})")
+    ways.append(f"a smaller data.seq_len (now {settings.seq_len})")
+    if settings.recompute != "full":
+        ways.append(f"train.recompute full (now {settings.recompute})")
+    return ways
+
+
+def _less_host_memory(offload: str) -> str:
+    """What a run whose offloaded part does not fit into the machine could change. Only AdamW can be offloaded."""
+    ways = ["fewer layers (model.layers), or a narrower model"]
+    if offload == "optimizer":
+        ways.append("parallel.offload optimizer_disk, which keeps masters and states in files on a fast disk")
+        ways.append("more processes that share the states (parallel.zero 1 or 2, a larger shard), on more machines")
+    if offload == "weights":
+        ways.append("parallel.offload optimizer_disk, where weights and gradients fit on the device")
+    return "Less host memory is needed by:\n" + "\n".join(f"  - {way}" for way in ways)
 
 
 def require_memory(
@@ -207,13 +230,13 @@ def require_memory(
         if each * local_processes > host_bytes:
             raise DiskError(
                 f"There is not enough memory to train this model here: {_of_machine(each, local_processes)} needed, "
-                f"{host_bytes / GIB:.1f} GiB are free. Nothing was started.\n{lines}\n{_less_memory(settings, device)}"
+                f"{binary_size(host_bytes)} are free. Nothing was started.\n{lines}\n{_less_memory(settings, device)}"
             )
         return
     if needed > device_bytes:
         raise DiskError(
-            f"There is not enough memory on the GPU to train this model: about {needed / GIB:.1f} GiB are needed, "
-            f"{device_bytes / GIB:.1f} GiB are free. Nothing was started.\n{lines}\n{_less_memory(settings, device)}"
+            f"There is not enough memory on the GPU to train this model: about {binary_size(needed)} are needed, "
+            f"{binary_size(device_bytes)} are free. Nothing was started.\n{lines}\n{_less_memory(settings, device)}"
         )
     each = estimate.host + drawn_bytes(model)
     if each * local_processes > host_bytes:
@@ -221,8 +244,8 @@ def require_memory(
         fewer = "Start fewer processes on it (parallel.processes), or make the model smaller."
         raise DiskError(
             f"There is not enough memory on this machine {what}: {_of_machine(each, local_processes)} needed, "
-            f"{host_bytes / GIB:.1f} GiB are free. Nothing was started.\n{lines}\n"
-            f"{LESS_HOST_MEMORY if estimate.host else fewer}"
+            f"{binary_size(host_bytes)} are free. Nothing was started.\n{lines}\n"
+            f"{_less_host_memory(settings.offload) if estimate.host else fewer}"
         )
 
 
@@ -234,8 +257,8 @@ def drawn_bytes(model: ModelConfig) -> float:
 
 def _of_machine(each: float, processes: int) -> str:
     """What all processes of a machine need together, in words."""
-    of = f" ({processes} processes of {each / GIB:.1f} GiB)" if processes > 1 else ""
-    return f"about {each * processes / GIB:.1f} GiB{of} are"
+    of = f" ({processes} processes of {binary_size(each)})" if processes > 1 else ""
+    return f"about {binary_size(each * processes)}{of} are"
 
 
 UPDATES = 30
@@ -283,17 +306,21 @@ def overfit_one_batch(update: Callable[[], float], updates: int = UPDATES, falls
     return Overfit(losses, falls_to)
 
 
-def dry_run_config(config: RunConfig, processes: int = 1, updates: int = UPDATES, samples: int = 8) -> RunConfig:
-    """A copy of the config for `overfit_one_batch`: one pass per update, full rate after a few updates, no dropout."""
+def dry_run_config(config: RunConfig, updates: int = UPDATES, samples: int = 8) -> RunConfig:
+    """A copy of the config for `overfit_one_batch`: one process, one pass per update, full rate after a few updates, no
+    dropout."""
     asked = config.train.micro_batch_samples
     rows = min(samples, config.samples_per_step) if asked == "auto" else int(asked)
     return dataclasses.replace(
         config,
+        parallel=dataclasses.replace(
+            config.parallel, replicate="auto", shard="auto", pipeline=1, context=1, tensor=1, expert=1
+        ),
         model=dataclasses.replace(config.model, embedding_dropout=0.0, attention_dropout=0.0, residual_dropout=0.0),
         train=dataclasses.replace(
             config.train,
             steps=updates + 1,
-            tokens_per_step=rows * config.data.seq_len * processes,
+            tokens_per_step=rows * config.data.seq_len,
             micro_batch_samples=rows,
         ),
         schedule=ScheduleConfig(kind="constant", warmup_steps=min(3, updates)),

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from zero2all.common.errors import BadInputError, DiskError, UsageError
+from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import MANIFEST_NAME, read_json, sweep_partials, write_atomic
 from zero2all.common.manifest import fingerprint
 from zero2all.common.memory import available_memory
@@ -62,9 +62,8 @@ from zero2all.train.cuda_graph import check_cuda_graph, choose_cuda_graph
 from zero2all.train.guards.ledger import LEDGER_FILE, DamagedLedgerError, SkipLedger, keep_damaged, rebuilt_ledger
 from zero2all.train.guards.watch import INCIDENTS_FOLDER
 from zero2all.train.micro_batch import choose_micro_batch, least_samples, memory_settings
-from zero2all.train.offload import check_offload
 from zero2all.train.operators import changed_operators, resolve_together
-from zero2all.train.sanity import require_memory
+from zero2all.train.sanity import nearest_folder, require_memory
 from zero2all.train.state import DTYPES, TrainState, new_state
 from zero2all.train.validate import open_valid_splits
 
@@ -154,14 +153,15 @@ def prepare(
         check = functools.partial(check_anneal, asked, workspace, checkpoint)
         anneal = world.run_on_rank0(lambda: behind(store.fence, lambda: read_anneal(run, step, check)))
     last_step = steps_with_anneal(asked.train.steps, anneal)
-    data, end = _open_data(asked, workspace, checkpoint, last_step)
-    _check_tokenizer(workspace, data)
+    together = world.run_together
+    data, end = together(lambda: _open_data(asked, workspace, checkpoint, last_step))
+    together(lambda: _check_tokenizer(workspace, data))
     _check_same_data(world, data)
-    config = with_vocabulary(asked, int(data.splits[0].manifest["vocab_size"]))
-    check_spread(config, world.size)
+    config = together(lambda: with_vocabulary(asked, int(data.splits[0].manifest["vocab_size"])))
+    together(lambda: check_spread(config, world.size))
     notes = ledger_notes + data.notes(end)
     if checkpoint is not None:
-        notes += _check_resume(config, run, checkpoint, data, accept_changes)
+        notes += together(lambda: _check_resume(config, run, checkpoint, data, accept_changes))
     elif not fresh and (run / CONFIG_FILE).is_file():
         notes.append(f"{run.name} was started before but has no checkpoint yet, so it begins at step 0")
     if anneal is not None:
@@ -181,6 +181,7 @@ def prepare(
         if NOT_GOOD in checkpoint.manifest:
             notes.append(f"{checkpoint.folder.name} is not marked as good ({checkpoint.manifest[NOT_GOOD]})")
         if checkpoint.step:
+            notes += _late_notes(config, checkpoint.step)
             with reading_record(checkpoint):
                 changed = changed_operators(checkpoint.manifest.get("ops") or {}, state.model.ops.taken)
                 notes += _environment_notes(checkpoint.manifest["environment"], here, changed)
@@ -278,14 +279,14 @@ def _build_state(
     config: RunConfig, run: Path, world: World, checkpoint: Checkpoint | None, fence: Fence
 ) -> tuple[TrainState, list[str]]:
     """The model on its device, sharded where the config says so, with its optimizer; and notes for the user."""
-    check_offload(config.parallel, config.optim.kind)
     dtype = DTYPES[config.train.precision]
     sharded = config.parallel.zero == 3 and world.mesh.shard.size > 1
     ops = resolve_together(config.ops, op_context(config, world.device.type, dtype, sharded), world)
     check_cuda_graph(config, world.device, world.size, ops)
     _require_memory(config, ops, world)
-    if config.parallel.offload_folder is None:
-        config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, offload_folder=str(run)))
+    if config.parallel.offload == "optimizer_disk" and config.parallel.offload_folder is None:
+        folder = str(nearest_folder(run))  # a dry run has no folder of its own
+        config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, offload_folder=folder))
     state = empty_state(config, world, ops, checkpoint.step if checkpoint else 0)
     model = state.model
     if checkpoint is None:
@@ -305,9 +306,16 @@ def _build_state(
         else environment(world.device)["device"]
     )
     spread = f", {spread_name(config, world)}" if world.size > 1 else ""
+    spread += f", offload {config.parallel.offload}" if config.parallel.offload != "none" else ""
     active = f" ({counts['active'] / 1e6:.2f} M active)" if config.model.moe.experts else ""
     size = f"model: {counts['total'] / 1e6:.2f} M parameters{active} on {where}{spread}, {config.train.precision}"
-    notes = [size, *_half_precision_notes(world.device, dtype), *ops.notes(), *micro_notes]
+    notes = [
+        size,
+        *_unused_notes(config, world),
+        *_half_precision_notes(world.device, dtype),
+        *ops.notes(),
+        *micro_notes,
+    ]
     if state.cuda_graph is not None:
         why = "as asked" if config.train.cuda_graph == "on" else "the host would queue them slower than they run"
         notes.append(f"passes will be captured as a CUDA graph: {why}")
@@ -339,9 +347,8 @@ def empty_state(
         shard_model(model, world, dtype, with_masters=config.optim.kind != "adamw_bf16")
     cos, sin = rope_tables(model.config, model.config.max_seq_len, world.device)
     model.cos, model.sin = cos.to(wide), sin.to(wide)
-    state = new_state(
-        model, config.optim, dtype, 1, config.train.seed, device=world.device, mesh=world.mesh, parallel=config.parallel
-    )
+    build = functools.partial(new_state, model, config.optim, dtype, 1, config.train.seed)
+    state = world.run_together(lambda: build(device=world.device, mesh=world.mesh, parallel=config.parallel))
     state.pipeline = pipeline
     return state
 
@@ -360,23 +367,41 @@ def spread_name(config: RunConfig, world: World) -> str:
     """How a model is spread, in words."""
     if world.size == 1:
         return "none"
-    replicate, shard = world.mesh.replicate.size, world.mesh.shard.size
-    if config.parallel.zero == 0:
-        return "replicate"
-    return f"ZeRO-{config.parallel.zero} over {shard}" + (f" x {replicate} replicas" if replicate > 1 else "")
+    sizes = world.mesh.sizes
+    model = [f"{axis} {getattr(sizes, axis)}" for axis in ("pipeline", "context", "tensor", "expert")]
+    found = [text for text in model if not text.endswith(" 1")]
+    if config.parallel.zero and sizes.shard > 1:
+        found.append(f"ZeRO-{config.parallel.zero} over {sizes.shard}")
+        found += [f"{sizes.replicate} replicas"] if sizes.replicate > 1 else []
+    elif sizes.replicate > 1:
+        found.append("replicate")
+    return " x ".join(found)
 
 
 def _require_memory(config: RunConfig, ops: Ops, world: World) -> None:
     """Refuse a run if a process has too little memory; all processes then end with the same error."""
     settings = memory_settings(config, ops, world.mesh, least_samples(config, world))
-    kind, problem = world.device.type, ""
+    kind = world.device.type
     on_device = torch.cuda.mem_get_info(world.device)[0] if kind == "cuda" else 0
-    try:
-        compiled = config.ops.compile != "none"
-        require_memory(config.model, settings, kind, on_device, available_memory(), local_processes(), compiled)
-    except DiskError as error:
-        problem = str(error)
-    world.raise_first(problem, DiskError)
+    check = functools.partial(require_memory, config.model, settings, kind, on_device)
+    compiled = config.ops.compile != "none"
+    world.run_together(lambda: check(available_memory(), local_processes(), compiled))
+
+
+def _unused_notes(config: RunConfig, world: World) -> list[str]:
+    """Settings of `parallel` that have no effect in a run of several processes."""
+    asked, notes = config.parallel, []
+    if asked.processes not in ("auto", local_processes()) and world.size > 1:
+        notes.append(
+            f"parallel.processes {asked.processes} is not used: torchrun has started "
+            f"{local_processes()} on this machine"
+        )
+    if asked.zero and world.mesh.shard.size == 1 and world.mesh.replicate.size > 1:
+        notes.append(
+            f"parallel.zero {asked.zero} cuts nothing: with parallel.replicate {asked.replicate} each process has a "
+            f"whole copy. Leave replicate at auto to share one copy among all processes"
+        )
+    return notes
 
 
 def _half_precision_notes(device: torch.device, dtype: torch.dtype) -> list[str]:
@@ -562,6 +587,12 @@ def _check_resume(
         if name.split(".")[0] not in SECTIONS_FREE_ON_RESUME and name not in FIELDS_FREE_ON_RESUME
     ]
     notes = [f"changed since the last attempt: {text}" for text in changed.values()]
+    if checkpoint.step and "optim.kind" in changed:
+        raise UsageError(
+            f"The run {run.name} was started with another optimizer ({changed['optim.kind']}). Its checkpoints hold "
+            f"the moments of that one, so it cannot continue with the new one, not even with --accept-changes. Set "
+            f"optim.kind back, start over with --fresh, or give the new one a run of its own with --train.name."
+        )
     trained_on = checkpoint.manifest["data"]  # None for imported weights
     theirs, ours = checkpoint.manifest.get("tokenizer"), data.splits[0].manifest["tokenizer"]
     if theirs not in (None, ours) and not accept_changes:
@@ -603,6 +634,17 @@ def _differences(before: Any, now: Any, place: str = "") -> list[tuple[str, Any,
             for difference in _differences(before.get(name), now.get(name), f"{place}.{name}" if place else name)
         ]
     return [] if before == now else [(place, before, now)]
+
+
+def _late_notes(config: RunConfig, step: int) -> list[str]:
+    """Where updates are one step late, a save that was not due changes the course of the run."""
+    every = config.checkpoint.every_steps
+    if not config.parallel.offload_one_step_late or (every and step % every == 0):
+        return []
+    return [
+        f"not bit-exact with a run that was left alone: parallel.offload_one_step_late, and the save of step {step} "
+        f"was not due (checkpoint.every_steps {every}); after a save the next step computes with the newest weights"
+    ]
 
 
 def _environment_notes(before: dict[str, Any], now: dict[str, Any], operators: list[str]) -> list[str]:

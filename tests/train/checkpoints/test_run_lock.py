@@ -55,7 +55,14 @@ def test_a_lock_that_was_given_back_is_free_again_without_a_word(tmp_path):
             record = json.loads((tmp_path / "run/lock").read_text())
             assert (record["host"], record["pid"]) == (socket.gethostname(), os.getpid())
             assert record["started"] == psutil.Process().create_time()
+            (tmp_path / "run/config.yaml").touch()
     assert (tmp_path / "run/lock").read_bytes() == b""
+
+
+def test_a_run_that_was_refused_before_it_wrote_anything_leaves_no_folder(tmp_path):
+    with hold_run(tmp_path / "run"):
+        pass
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_living_holder_is_named_and_respected_and_a_dead_one_taken_over(tmp_path, start):

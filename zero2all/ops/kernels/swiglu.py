@@ -27,7 +27,7 @@ PEAK_SLOTS = 1024
 
 
 @triton.jit
-def _load_pairs(pairs, first, left, BLOCK: tl.constexpr):
+def load_pairs(pairs, first, left, BLOCK: tl.constexpr):
     """Gates and ups of the BLOCK units from `first` on, of which `left` exist, in float32."""
     value = tl.arange(0, 2 * BLOCK)
     both = tl.load(pairs + 2 * first + value, mask=value < 2 * left, other=0.0)
@@ -46,7 +46,7 @@ def _swiglu_forward(pairs, h, peaks, units, SLOTS: tl.constexpr, BLOCK: tl.const
     program = tl.program_id(0)
     first = program.to(tl.int64) * BLOCK
     left = units - first
-    gate, up = _load_pairs(pairs, first, left, BLOCK)
+    gate, up = load_pairs(pairs, first, left, BLOCK)
     product = gate * tl.sigmoid(gate) * up
     unit = _own_units(pairs, BLOCK)
     tl.store(h + first + unit, product.to(h.dtype.element_ty), mask=unit < left)
@@ -61,7 +61,7 @@ def _swiglu_backward(
     program = tl.program_id(0)
     first = program.to(tl.int64) * BLOCK
     left = units - first
-    gate, up = _load_pairs(pairs, first, left, BLOCK)
+    gate, up = load_pairs(pairs, first, left, BLOCK)
     unit = _own_units(pairs, BLOCK)
     d = tl.load(dh + first + unit, mask=unit < left, other=0.0).to(tl.float32)
     q = tl.sigmoid(gate)
@@ -115,14 +115,14 @@ class Swiglu(torch.autograd.Function):
     def forward(ctx: Any, pairs: Tensor) -> Tensor:
         rows = rows_of(pairs)
         ctx.save_for_backward(rows)
-        return swiglu_forward(rows).view(*pairs.shape[:-1], -1)
+        return swiglu_forward(rows).view(*pairs.shape[:-1], pairs.shape[-1] // 2)  # -1 would not do without rows
 
     @staticmethod
     @without_autocast
     def backward(ctx: Any, dh: Tensor) -> Tensor:
         (rows,) = ctx.saved_tensors
         dpairs, _ = swiglu_backward(rows_of(dh), rows)
-        return dpairs.view(*dh.shape[:-1], -1)
+        return dpairs.view(*dh.shape[:-1], 2 * dh.shape[-1])
 
 
 def triton_swiglu(pairs: Tensor) -> Tensor:

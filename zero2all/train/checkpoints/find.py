@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from zero2all.common import jsonio
-from zero2all.common.errors import BadInputError, LostRunError
+from zero2all.common.errors import BadInputError, LostRunError, for_all_ranks
 from zero2all.track.writer import METRICS_FOLDER
 from zero2all.train.checkpoints.layout import (
     checkpoint_folder,
@@ -80,7 +80,7 @@ def open_together(folder: Path, peers: Peers) -> Checkpoint:
         problem, is_other_version = str(error), isinstance(error, OtherVersionError)
     for other_problem, other_version in peers.gather([problem, is_other_version]):
         if other_problem is not None:
-            raise (OtherVersionError if other_version else BadInputError)(other_problem)
+            raise for_all_ranks((OtherVersionError if other_version else BadInputError)(other_problem))
     assert found is not None, "a rank without a problem has read it"
     return replace(found, peers=peers)
 
@@ -111,10 +111,11 @@ def _stop_unless_new(run: Path, peers: Peers, damaged: list[str]) -> None:
         reason = f"its metrics say that step {logged} was saved, but {checkpoints_folder(run)} holds nothing"
     reason = next((each for each in peers.gather(reason) if each), "")
     if reason:
-        raise BadInputError(
+        problem = BadInputError(
             f"No checkpoint of {run} is whole: {reason}. Restore the folder; or start over with "
             f"--fresh, which deletes what is left of this run; or keep that, with another train.name."
         )
+        raise for_all_ranks(problem)
 
 
 def _latest_logged(run: Path) -> int | None:

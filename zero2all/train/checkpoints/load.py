@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero2all.common.errors import BadInputError
+from zero2all.common.errors import BadInputError, for_all_ranks
 from zero2all.common.files import as_written
 from zero2all.common.manifest import is_count
 from zero2all.parallel.parts import Part
@@ -90,11 +90,13 @@ class Checkpoint:
             unknown = (name for name in self.index if split_name(name)[0] in groups and name not in names)
             differences += [f"{name}: unknown here" for name in unknown]
         if differences:
+            what = "optimizer" if all(each.startswith("optimizer/") for each in differences) else "model"
             more = f" and {len(differences) - 4} more" if len(differences) > 4 else ""
-            raise BadInputError(
-                f"The checkpoint {self.folder} is of another model: {'; '.join(differences[:4])}{more}. Use the config "
-                f"it was trained with (config.yaml in its run folder), or choose another train.name."
+            problem = BadInputError(
+                f"The checkpoint {self.folder} is of another {what}: {'; '.join(differences[:4])}{more}. Use the "
+                f"config it was trained with (config.yaml in its run folder), or choose another train.name."
             )
+            raise for_all_ranks(problem)
 
     def _differences(self, parts: Mapping[str, Part]) -> list[str]:
         """How this rank's parts differ from what is stored, in words."""

@@ -100,6 +100,7 @@ def hold_run(
     heartbeat_seconds: float = HEARTBEAT_SECONDS,
 ) -> Iterator[RunLock]:
     """Hold a run's lock; raises RunLockedError, naming the holder, when another process holds it or may hold it."""
+    is_new = not run.exists()
     run.mkdir(parents=True, exist_ok=True)
     path = run / LOCK_NAME
     if path.exists() and not path.is_file():
@@ -111,6 +112,8 @@ def hold_run(
             raise RunLockedError(_refusal(run, _read_holder(path), "is running")) from None
         except OSError:  # a disk without locks: only the content of the file counts
             pass
+        if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            raise RunLockedError(_refusal(run, {}, "has just ended"))  # and has removed the file in between
         notes = _judge(run, _read_holder(path), take_over, stale_seconds)
         lock = RunLock(path, secrets.token_hex(8), notes)
         _write_holder(path, {**_self(), "token": lock.token})
@@ -125,6 +128,9 @@ def hold_run(
             with contextlib.suppress(LostRunError, OSError):
                 lock.check()
                 path.write_bytes(b"")  # released properly: nothing to take over
+                if is_new and list(run.iterdir()) == [path]:  # refused before anything was written
+                    path.unlink()
+                    run.rmdir()
 
 
 def _judge(run: Path, holder: dict[str, Any], take_over: bool, stale_seconds: float) -> list[str]:
