@@ -48,12 +48,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zero2all.limits.flops import recomputed_blocks
-from zero2all.limits.held import copied_values, expert_values, held_model
+from zero2all.limits.held import copied_values, expert_values
 from zero2all.limits.memory import WIDTHS, MemorySettings
 from zero2all.model.config import ModelConfig, parameter_counts
 
 LOSS = ("replicate", "shard", "context")
 WORLD = ("pipeline", *LOSS, "tensor")
+COUNT_BYTES = 8
 FIGURE_BYTES = 8
 """The figures of a step are float64."""
 
@@ -96,8 +97,8 @@ def communication_per_step(
         *_gradients_and_weights(model, settings, buffers or _values(model, settings)),
         *_tensor(model, settings),
         *_context(model, settings),
+        *_expert(model, settings),
         *_pipeline(model, settings),
-        *_experts(model, settings),
         _all_reduce(settings, WORLD, "figures", float(FIGURE_BYTES * figures)),
         # the number of tokens that count
         _all_reduce(settings, LOSS, "figures", float(FIGURE_BYTES * bool(figures))),
@@ -116,7 +117,7 @@ def _all_reduce(
 
 def _values(model: ModelConfig, settings: MemorySettings) -> dict[str, int]:
     """The values that a process holds, by spread."""
-    held = held_model(model, settings.tensor, settings.stage, settings.expert)
+    held = settings.held(model)
     copied = copied_values(held) if settings.tensor > 1 else 0
     experts = 0 if settings.is_fsdp else expert_values(held)
     return {"cut": parameter_counts(held)["total"] - copied - experts, "copied": copied, "expert": experts}
@@ -124,7 +125,7 @@ def _values(model: ModelConfig, settings: MemorySettings) -> dict[str, int]:
 
 def _gradients_and_weights(model: ModelConfig, settings: MemorySettings, buffers: Mapping[str, int]) -> list[Transfer]:
     width, passes = WIDTHS[settings.precision], settings.passes
-    meanwhile = "the last backward pass" if settings.overlap and settings.stage is None else ""
+    meanwhile = "last backward" if settings.overlap and settings.stage is None else ""
     found = []
     for spread, values in ((spread, values) for spread, values in buffers.items() if values):
         gradients = float(settings.gradient_bytes * values)
@@ -132,21 +133,21 @@ def _gradients_and_weights(model: ModelConfig, settings: MemorySettings, buffers
             gradients = float(max(4, width) * (values + _reduced_again(model, settings, spread)))
         if settings.zero == 2:
             gradients *= passes
-        cut_over, axes = "shard", ["replicate", "context"]
-        if spread == "expert":
-            cut_over, axes = "expert_shard", ["replicate"] if settings.zero else ["replicate", "expert_shard"]
-        shard: int = getattr(settings, cut_over)
-        own = gradients / (shard if settings.zero else 1)
+        scatter, axes = "shard", ["replicate", "context"]
+        if spread == "expert" and not settings.is_fsdp:
+            scatter, axes = "expert_shard", ["replicate"] if settings.zero else ["replicate", "expert_shard"]
+        ranks = getattr(settings, scatter)
+        own = gradients / (ranks if settings.zero else 1)
         if spread == "copied" and settings.is_fsdp:  # FSDP does not know of the tensor axis
             found.append(_all_reduce(settings, ["tensor"], "gradients", own))
         elif spread == "copied":
             axes.append("tensor")
         if settings.zero >= 1:
-            found.append(Transfer("reduce-scatter", "gradients", cut_over, shard, gradients, meanwhile))
+            found.append(Transfer("reduce-scatter", "gradients", scatter, ranks, gradients, meanwhile))
         found.append(_all_reduce(settings, axes, "gradients", own, meanwhile))
         gathers = {0: 0, 3: 2 * passes}.get(settings.zero, 1)
-        next_one = "the block before" if settings.zero == 3 else "the next forward pass"
-        found.append(Transfer("all-gather", "weights", cut_over, shard, float(gathers * width * values), next_one))
+        next_one = "block before" if settings.zero == 3 else "next forward"
+        found.append(Transfer("all-gather", "weights", scatter, ranks, float(gathers * width * values), next_one))
     return found
 
 
@@ -164,7 +165,7 @@ def _tensor(model: ModelConfig, settings: MemorySettings) -> list[Transfer]:
     if settings.tensor == 1:
         return []
     states = float(settings.passes * settings.tokens * model.hidden_size * WIDTHS[settings.precision])
-    held = held_model(model, settings.tensor, settings.stage)
+    held = settings.held(model)
     has_embedding = settings.stage is None or settings.stage.has_embedding
     has_head = settings.stage is None or settings.stage.has_head
     ends = has_embedding + has_head
@@ -181,7 +182,7 @@ def _tensor(model: ModelConfig, settings: MemorySettings) -> list[Transfer]:
     return [
         Transfer("all-gather", "hidden states", "tensor", settings.tensor, gathers * states),
         Transfer("reduce-scatter", "hidden states", "tensor", settings.tensor, sums * states),
-        Transfer("all-reduce", "gradients of kv heads", "tensor", settings.tensor, of_heads),
+        Transfer("all-reduce", "kv heads", "tensor", settings.tensor, of_heads),
         Transfer("all-reduce", "losses", "tensor", settings.tensor, of_loss),
     ]
 
@@ -190,7 +191,7 @@ def _context(model: ModelConfig, settings: MemorySettings) -> list[Transfer]:
     """Heads of attention between context ranks."""
     if settings.context == 1:
         return []
-    held, ranks = held_model(model, settings.tensor, settings.stage), settings.context
+    held, ranks = settings.held(model), settings.context
     of_head = float(settings.passes * settings.tokens * model.head_size * WIDTHS[settings.precision])
     backward = held.layers
     forward = held.layers + recomputed_blocks(held, settings.recompute, settings.recompute_every)
@@ -201,7 +202,21 @@ def _context(model: ModelConfig, settings: MemorySettings) -> list[Transfer]:
             Transfer("reduce-scatter", "keys and values", "context", ranks, backward * keys_and_values),
         ]
     heads = 2 * held.heads * of_head + keys_and_values
-    return [Transfer("all-to-all", "heads of attention", "context", ranks, (forward + backward) * heads)]
+    return [Transfer("all-to-all", "attention heads", "context", ranks, (forward + backward) * heads)]
+
+
+def _expert(model: ModelConfig, settings: MemorySettings) -> list[Transfer]:
+    """Tokens to their experts and back, with their gates, where all experts get as many; and how many there are."""
+    if settings.expert == 1:
+        return []
+    held, width = settings.held(model), WIDTHS[settings.precision]
+    recomputed = recomputed_blocks(held, settings.recompute, settings.recompute_every)
+    backward, forward = held.expert_layers, held.expert_layers + min(recomputed, held.expert_layers)
+    pairs = settings.passes * settings.tokens // settings.tensor * model.moe.experts_per_token
+    of_pair = 2 * model.hidden_size * width + max(4, width)
+    counts = forward * settings.passes * model.moe.experts * COUNT_BYTES
+    whole = float((forward + backward) * pairs * of_pair + counts)
+    return [Transfer("all-to-all", "tokens", "expert", settings.expert, whole)]
 
 
 def _pipeline(model: ModelConfig, settings: MemorySettings) -> list[Transfer]:
@@ -213,20 +228,6 @@ def _pipeline(model: ModelConfig, settings: MemorySettings) -> list[Transfer]:
     meanwhile = "other micro-batches" if settings.passes > settings.pipeline else ""
     whole = settings.stage.sends * states
     return [Transfer("send", "hidden states", "pipeline", settings.pipeline, whole, meanwhile)]
-
-
-def _experts(model: ModelConfig, settings: MemorySettings) -> list[Transfer]:
-    """Tokens between the processes that have their experts."""
-    held = held_model(model, settings.tensor, settings.stage, settings.expert)
-    if settings.expert == 1 or not held.expert_layers:
-        return []
-    width = WIDTHS[settings.precision]
-    pairs = settings.tokens // settings.tensor * model.moe.experts_per_token
-    rows, gates, counts = 2 * pairs * model.hidden_size * width, pairs * max(4, width), 8 * model.moe.experts
-    again = recomputed_blocks(held, settings.recompute, settings.recompute_every) * held.expert_layers / held.layers
-    forward = (held.expert_layers + again) * (rows + gates + counts)
-    whole = settings.passes * (forward + held.expert_layers * (rows + gates))
-    return [Transfer("all-to-all", "tokens", "expert", settings.expert, float(whole))]
 
 
 def bytes_sent(transfers: Sequence[Transfer]) -> float:

@@ -132,11 +132,6 @@ class MemorySettings:
         return self.shard if self.zero >= 2 else 1
 
     @property
-    def expert_shard(self) -> int:
-        """Processes with the same experts in one copy of the model."""
-        return self.shard * self.context * self.tensor // self.expert
-
-    @property
     def place_of_weights(self) -> Place:
         """Where weights and gradients lie."""
         return "host" if self.offload == "weights" else "device"
@@ -158,6 +153,15 @@ class MemorySettings:
     def tokens(self) -> int:
         """Tokens of a micro-batch in one process of the context axis; its tensor ranks share them."""
         return self.micro_batch_samples * self.seq_len // self.context
+
+    @property
+    def expert_shard(self) -> int:
+        """Processes that share one copy of the states of an expert."""
+        return self.shard if self.is_fsdp else self.shard * self.context * self.tensor // self.expert
+
+    def held(self, model: ModelConfig) -> ModelConfig:
+        """A model as large as what this process holds."""
+        return held_model(model, self.tensor, self.stage, self.expert)
 
     @property
     def loss_ranks(self) -> int:
@@ -255,7 +259,7 @@ STATE_PARTS = ("weights", "masters", "gradients", "optimizer")
 
 def estimate_memory(model: ModelConfig, settings: MemorySettings) -> MemoryEstimate:
     """The parts of the memory of a run, in the process that needs most; in a pipeline, in one of `settings.stage`."""
-    model = held_model(model, settings.tensor, settings.stage, settings.expert)
+    model = settings.held(model)
     parts = [
         _weights(model, settings),
         _masters(model, settings),
@@ -386,7 +390,7 @@ def _fullest_rank(model: ModelConfig, settings: MemorySettings, ranks: int) -> t
         return float(matrices), float(others)
     if settings.owned is not None and not settings.is_fsdp:
         return settings.owned
-    experts, owners = expert_values(model), ranks if settings.is_fsdp else settings.expert_shard
+    experts, owners = expert_values(model), settings.expert_shard
     if "expert" in KINDS_APART.get(settings.optimizer, ()):
         return _share(matrices - experts, ranks) + _share(experts, owners), _share(others, ranks)
     return _share(matrices, ranks), _share(others - experts, ranks) + _share(experts, owners)
