@@ -1,11 +1,18 @@
-"""All processes of a run choose the same operators, or none of them starts: real processes, one of them different."""
+"""All processes of a run have the same settings and choose the same operators, or none of them starts."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from tests.train.ranks import RankStarter
-from zero2all.train.operators import changed_operators
+from zero2all.common.errors import UsageError
+from zero2all.ops.config import OpsConfig
+from zero2all.ops.implementation import OpContext
+from zero2all.parallel.world import World
+from zero2all.train.operators import changed_operators, resolve_together
 
 
 @pytest.fixture
@@ -15,19 +22,40 @@ def ranks(warm, work, tmp_path):
     starter.stop()
 
 
-@pytest.mark.parametrize(
-    ("operator", "name", "said"),
-    [
-        ("attention", "math", "attention is sdpa on rank 0 and math on rank 1"),
-        ("swiglu", "triton", "Rank 1: ops.swiglu = triton cannot run on this machine"),
-    ],
-    ids=["takes another", "cannot take what it was told"],
-)
-def test_a_process_that_differs_ends_all_of_them_before_the_first_step(ranks, config, operator, name, said):
-    launch = ranks(config(train={"steps": 4}), processes=2, words={1: [f"--ops.{operator}", name]})
+def test_a_process_with_another_setting_ends_all_of_them_before_the_first_step(ranks, config):
+    launch = ranks(config(train={"steps": 4}), processes=2, words={1: ["--ops.attention", "math"]})
     assert launch.wait() == [2, 2], launch.text()
-    assert [said in trainer.text() for trainer in launch.trainers] == [True, False], launch.text()
+    said = "ops.attention 'math' instead of 'auto'"
+    assert all(said in trainer.text() for trainer in launch.trainers), launch.text()
     assert launch.steps() == []
+
+
+class WorldOfTwo(World):
+    """Rank 0 of two processes; what rank 1 says is `other`."""
+
+    other: Any = None
+
+    def gather(self, value):
+        """The value of this rank and that of the other."""
+        return [value, self.other(value)]
+
+
+def of_two(other: Callable[[Any], Any]) -> World:
+    world = WorldOfTwo(0, 2)
+    object.__setattr__(world, "other", other)
+    return world
+
+
+def test_processes_that_choose_different_operators_or_find_none_all_end():
+    """The same settings: only the machines differ."""
+
+    def takes_another(value):
+        return {**value, "attention": "math"} if isinstance(value, dict) else value
+
+    with pytest.raises(UsageError, match="attention is sdpa on rank 0 and math on rank 1"):
+        resolve_together(OpsConfig(), OpContext("cpu"), of_two(takes_another))
+    with pytest.raises(UsageError, match="Rank 1: no kernel"):
+        resolve_together(OpsConfig(), OpContext("cpu"), of_two(lambda value: "no kernel" if value == "" else value))
 
 
 def test_changed_operators_are_told_and_unknown_ones_are_not():

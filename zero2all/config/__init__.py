@@ -184,6 +184,16 @@ def config_values(config: RunConfig) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
+def flat_values(values: Any, place: str = "") -> dict[str, Any]:
+    """Nested values by dotted name."""
+    if not isinstance(values, dict) or not values:
+        return {place: values}
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= flat_values(value, f"{place}.{name}" if place else str(name))
+    return found
+
+
 def config_yaml(config: RunConfig, with_docs: bool = True) -> str:
     """The resolved config as YAML that loads back to the same config, with each field's doc line as a comment."""
     lines: list[str] = []

@@ -11,7 +11,8 @@ context):
                                                           weights between the forward and the backward pass
     hybrid   with r > 1, zero 1 to 3 also all-reduce the part of a process, G/n, over r; zero 2 in each pass
 
-What every tensor rank has a copy of (norms) is summed over the tensor axis too.
+What every tensor rank has a copy of (norms) is summed over the tensor axis too. Experts are cut over the expert axis;
+for them n is the number of processes with the same experts (shard x context x tensor / expert), and r is replicate.
 
 Activations, in each of m passes, with A bytes of hidden states of the process's tokens (tokens x width x 2):
 
@@ -24,7 +25,9 @@ Activations, in each of m passes, with A bytes of hidden states of the process's
               token): ulysses 2 all-to-alls of Q + 2 K and 2 of Q, where K counts repeated heads; gather an all-gather
               and a reduce-scatter of 2 K x context. A block that is recomputed does its forward part twice
     pipeline  A/tensor to the next stage, and as much back
-    expert    per block with experts 4 all-to-alls of A/tensor x experts per token
+    expert    per block with experts 4 all-to-alls of A/tensor x experts per token, 2 of as many gates, and one of the
+              counts; the mean over processes: how much comes back to one depends on the routing. A block that is
+              recomputed does its forward part twice. The tensor axis gathers nothing for experts
 
 Three numbers each: the whole tensor; what a process hands to the collective, which a counter of inputs sees (the whole
 tensor, but only its own part for an all-gather); and what it sends over its links in a ring, which is 2 (n - 1)/n of
@@ -45,12 +48,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zero2all.limits.flops import recomputed_blocks
-from zero2all.limits.held import copied_values, held_model
+from zero2all.limits.held import copied_values, expert_values
 from zero2all.limits.memory import WIDTHS, MemorySettings
 from zero2all.model.config import ModelConfig, parameter_counts
 
 LOSS = ("replicate", "shard", "context")
 WORLD = ("pipeline", *LOSS, "tensor")
+COUNT_BYTES = 8
 FIGURE_BYTES = 8
 """The figures of a step are float64."""
 
@@ -93,6 +97,7 @@ def communication_per_step(
         *_gradients_and_weights(model, settings, buffers or _values(model, settings)),
         *_tensor(model, settings),
         *_context(model, settings),
+        *_expert(model, settings),
         *_pipeline(model, settings),
         _all_reduce(settings, WORLD, "figures", float(FIGURE_BYTES * figures)),
         # the number of tokens that count
@@ -112,14 +117,15 @@ def _all_reduce(
 
 def _values(model: ModelConfig, settings: MemorySettings) -> dict[str, int]:
     """The values that a process holds, by spread."""
-    held = held_model(model, settings.tensor, settings.stage)
+    held = settings.held(model)
     copied = copied_values(held) if settings.tensor > 1 else 0
-    return {"cut": parameter_counts(held)["total"] - copied, "copied": copied}
+    experts = 0 if settings.is_fsdp else expert_values(held)
+    return {"cut": parameter_counts(held)["total"] - copied - experts, "copied": copied, "expert": experts}
 
 
 def _gradients_and_weights(model: ModelConfig, settings: MemorySettings, buffers: Mapping[str, int]) -> list[Transfer]:
-    width, shard, passes = WIDTHS[settings.precision], settings.shard, settings.passes
-    meanwhile = "the last backward pass" if settings.overlap and settings.stage is None else ""
+    width, passes = WIDTHS[settings.precision], settings.passes
+    meanwhile = "last backward" if settings.overlap and settings.stage is None else ""
     found = []
     for spread, values in ((spread, values) for spread, values in buffers.items() if values):
         gradients = float(settings.gradient_bytes * values)
@@ -127,17 +133,21 @@ def _gradients_and_weights(model: ModelConfig, settings: MemorySettings, buffers
             gradients = float(max(4, width) * (values + _reduced_again(model, settings, spread)))
         if settings.zero == 2:
             gradients *= passes
-        own, axes = gradients / settings.state_ranks, ["replicate", "context"]
+        scatter, axes = "shard", ["replicate", "context"]
+        if spread == "expert" and not settings.is_fsdp:
+            scatter, axes = "expert_shard", ["replicate"] if settings.zero else ["replicate", "expert_shard"]
+        ranks = getattr(settings, scatter)
+        own = gradients / (ranks if settings.zero else 1)
         if spread == "copied" and settings.is_fsdp:  # FSDP does not know of the tensor axis
             found.append(_all_reduce(settings, ["tensor"], "gradients", own))
         elif spread == "copied":
             axes.append("tensor")
         if settings.zero >= 1:
-            found.append(Transfer("reduce-scatter", "gradients", "shard", shard, gradients, meanwhile))
+            found.append(Transfer("reduce-scatter", "gradients", scatter, ranks, gradients, meanwhile))
         found.append(_all_reduce(settings, axes, "gradients", own, meanwhile))
         gathers = {0: 0, 3: 2 * passes}.get(settings.zero, 1)
-        next_one = "the block before" if settings.zero == 3 else "the next forward pass"
-        found.append(Transfer("all-gather", "weights", "shard", shard, float(gathers * width * values), next_one))
+        next_one = "block before" if settings.zero == 3 else "next forward"
+        found.append(Transfer("all-gather", "weights", scatter, ranks, float(gathers * width * values), next_one))
     return found
 
 
@@ -155,7 +165,7 @@ def _tensor(model: ModelConfig, settings: MemorySettings) -> list[Transfer]:
     if settings.tensor == 1:
         return []
     states = float(settings.passes * settings.tokens * model.hidden_size * WIDTHS[settings.precision])
-    held = held_model(model, settings.tensor, settings.stage)
+    held = settings.held(model)
     has_embedding = settings.stage is None or settings.stage.has_embedding
     has_head = settings.stage is None or settings.stage.has_head
     ends = has_embedding + has_head
@@ -172,7 +182,7 @@ def _tensor(model: ModelConfig, settings: MemorySettings) -> list[Transfer]:
     return [
         Transfer("all-gather", "hidden states", "tensor", settings.tensor, gathers * states),
         Transfer("reduce-scatter", "hidden states", "tensor", settings.tensor, sums * states),
-        Transfer("all-reduce", "gradients of kv heads", "tensor", settings.tensor, of_heads),
+        Transfer("all-reduce", "kv heads", "tensor", settings.tensor, of_heads),
         Transfer("all-reduce", "losses", "tensor", settings.tensor, of_loss),
     ]
 
@@ -181,7 +191,7 @@ def _context(model: ModelConfig, settings: MemorySettings) -> list[Transfer]:
     """Heads of attention between context ranks."""
     if settings.context == 1:
         return []
-    held, ranks = held_model(model, settings.tensor, settings.stage), settings.context
+    held, ranks = settings.held(model), settings.context
     of_head = float(settings.passes * settings.tokens * model.head_size * WIDTHS[settings.precision])
     backward = held.layers
     forward = held.layers + recomputed_blocks(held, settings.recompute, settings.recompute_every)
@@ -192,7 +202,21 @@ def _context(model: ModelConfig, settings: MemorySettings) -> list[Transfer]:
             Transfer("reduce-scatter", "keys and values", "context", ranks, backward * keys_and_values),
         ]
     heads = 2 * held.heads * of_head + keys_and_values
-    return [Transfer("all-to-all", "heads of attention", "context", ranks, (forward + backward) * heads)]
+    return [Transfer("all-to-all", "attention heads", "context", ranks, (forward + backward) * heads)]
+
+
+def _expert(model: ModelConfig, settings: MemorySettings) -> list[Transfer]:
+    """Tokens to their experts and back, with their gates, where all experts get as many; and how many there are."""
+    if settings.expert == 1:
+        return []
+    held, width = settings.held(model), WIDTHS[settings.precision]
+    recomputed = recomputed_blocks(held, settings.recompute, settings.recompute_every)
+    backward, forward = held.expert_layers, held.expert_layers + min(recomputed, held.expert_layers)
+    pairs = settings.passes * settings.tokens // settings.tensor * model.moe.experts_per_token
+    of_pair = 2 * model.hidden_size * width + max(4, width)
+    counts = forward * settings.passes * model.moe.experts * COUNT_BYTES
+    whole = float((forward + backward) * pairs * of_pair + counts)
+    return [Transfer("all-to-all", "tokens", "expert", settings.expert, whole)]
 
 
 def _pipeline(model: ModelConfig, settings: MemorySettings) -> list[Transfer]:

@@ -40,7 +40,7 @@ from typing import Literal
 
 from zero2all.limits.floors import linear_shapes
 from zero2all.limits.flops import recomputed_blocks
-from zero2all.limits.held import Stage, held_model
+from zero2all.limits.held import Stage, expert_values, held_model
 from zero2all.model.config import ModelConfig, ParameterKind, parameter_counts
 from zero2all.ops.footprint import Footprint, Sizes
 
@@ -155,6 +155,15 @@ class MemorySettings:
         return self.micro_batch_samples * self.seq_len // self.context
 
     @property
+    def expert_shard(self) -> int:
+        """Processes that share one copy of the states of an expert."""
+        return self.shard if self.is_fsdp else self.shard * self.context * self.tensor // self.expert
+
+    def held(self, model: ModelConfig) -> ModelConfig:
+        """A model as large as what this process holds."""
+        return held_model(model, self.tensor, self.stage, self.expert)
+
+    @property
     def loss_ranks(self) -> int:
         """Processes with tokens of their own."""
         return self.replicate * self.shard * self.context
@@ -250,7 +259,7 @@ STATE_PARTS = ("weights", "masters", "gradients", "optimizer")
 
 def estimate_memory(model: ModelConfig, settings: MemorySettings) -> MemoryEstimate:
     """The parts of the memory of a run, in the process that needs most; in a pipeline, in one of `settings.stage`."""
-    model = held_model(model, settings.tensor, settings.stage, settings.expert)
+    model = settings.held(model)
     parts = [
         _weights(model, settings),
         _masters(model, settings),
@@ -354,7 +363,7 @@ def _matrices_apart(model: ModelConfig, kind: str) -> list[tuple[int, int]]:
     for width, count in ((model.moe.expert_size, model.moe.experts), (model.shared_size, int(model.shared_size > 0))):
         blocks += [(2 * width, model.hidden_size), (model.hidden_size, width)] * count * model.expert_layers
     if "router" in kinds and model.moe.experts:
-        blocks += [(model.moe.experts, model.hidden_size)] * model.expert_layers
+        blocks += [(model.router_rows, model.hidden_size)] * model.expert_layers
     tables = [(model.vocab_rows, model.hidden_size)] * (1 if model.tied_embeddings else 2)
     return [*(blocks if "matrix" in kinds else []), *(tables if "embedding" in kinds else [])]
 
@@ -381,8 +390,7 @@ def _fullest_rank(model: ModelConfig, settings: MemorySettings, ranks: int) -> t
         return float(matrices), float(others)
     if settings.owned is not None and not settings.is_fsdp:
         return settings.owned
-    experts = 3 * model.hidden_size * model.moe.expert_size * model.moe.experts * model.expert_layers
-    owners = ranks if settings.is_fsdp else ranks * settings.context * settings.tensor // settings.expert
+    experts, owners = expert_values(model), settings.expert_shard
     if "expert" in KINDS_APART.get(settings.optimizer, ()):
         return _share(matrices - experts, ranks) + _share(experts, owners), _share(others, ranks)
     return _share(matrices, ranks), _share(others - experts, ranks) + _share(experts, owners)
@@ -504,7 +512,7 @@ def _saved_by_feed_forward(model: ModelConfig, settings: MemorySettings) -> floa
     if not model.expert_layers:
         return dense
     width, chosen = sizes.value_bytes, moe.experts_per_token * moe.expert_size
-    saved = float(sizes.wide_bytes * moe.experts * settings.expert)  # the scores
+    saved = float(sizes.wide_bytes * model.router_rows)  # the scores
     saved += moe.experts_per_token * (4 * INDEX_BYTES + 3 * sizes.wide_bytes)  # who is chosen, in which order; gates
     saved += width * moe.experts_per_token * sizes.hidden_size  # the tokens, sorted by expert
     saved += 2 * width * chosen  # gates and ups
@@ -535,7 +543,7 @@ def _gates_and_ups(model: ModelConfig, settings: MemorySettings) -> float:
     """Bytes of what the gate-up projections return; with experts also of what they and the router do."""
     sizes, moe, share = settings.sizes(model), model.moe, model.expert_layers / model.layers
     of_experts = moe.experts_per_token * (2 * moe.expert_size + sizes.hidden_size) + 2 * model.shared_size
-    of_router = sizes.wide_bytes * moe.experts * settings.expert
+    of_router = sizes.wide_bytes * model.router_rows
     dense = 2 * sizes.value_bytes * sizes.intermediate_size
     return (1 - share) * dense + share * (sizes.value_bytes * of_experts + of_router) / settings.tensor
 

@@ -36,10 +36,12 @@ class CollectiveBytes(TorchDispatchMode):
         super().__init__()
         self.by_axes: Counter[tuple[str, str]] = Counter()
         self._axes: dict[str, str] = {}
-        if mesh is not None:
-            for axes, group in mesh.groups.items():
-                # Products of axes with the same processes share a group; the first, of axes of dense weights, names it.
-                self._axes.setdefault(group.group_name, axes_of(mesh, axes))
+        self.same_as: dict[str, str] = {}
+        """Products of axes with the same processes have one group: the name under which it is counted."""
+        for axes, group in mesh.groups.items() if mesh is not None else ():
+            assert mesh is not None
+            name = self._axes.setdefault(group.group_name, axes_of(mesh, axes))  # dense axes come first
+            self.same_as[axes_of(mesh, axes)] = name
 
     @property
     def bytes(self) -> dict[str, int]:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from zero2all.common.errors import UserError, for_all_ranks
 from zero2all.parallel.config import ParallelConfig
 from zero2all.parallel.device import local_rank
+from zero2all.parallel.meet import Facts, facts_of, meet, open_store
 from zero2all.parallel.mesh import Mesh, make_mesh
 
 T = TypeVar("T")
@@ -98,6 +99,11 @@ def asked_processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def known_processes() -> int:
+    """The same, or that of the process group where there is one already."""
+    return dist.get_world_size() if dist.is_initialized() else asked_processes()
+
+
 def is_failed_collective(error: BaseException) -> bool:
     """Whether `error` is a collective that failed because another process has died or hangs. NCCL and the store have
     types for it; gloo raises a bare RuntimeError, so the test is whether torch.distributed raised it."""
@@ -112,10 +118,11 @@ def is_failed_collective(error: BaseException) -> bool:
 
 
 @contextmanager
-def join_world(device: torch.device, config: ParallelConfig) -> Iterator[World]:
-    """Join the process group, and leave it at the end of the block. A process that fails aborts the group at once:
-    destroying it properly would wait for collectives that the others may never start."""
-    sizes = config.sizes(dist.get_world_size() if dist.is_initialized() else asked_processes())
+def join_world(device: torch.device, config: ParallelConfig, settings: Facts | None = None) -> Iterator[World]:
+    """Join the process group, and leave it at the end of the block; `settings` must be equal in all processes. A
+    process that fails aborts the group at once: destroying it properly would wait for collectives that the others may
+    never start."""
+    sizes = config.sizes(known_processes())
     if asked_processes() == 1 and not dist.is_initialized():
         yield World(device=device)
         return
@@ -125,8 +132,14 @@ def join_world(device: torch.device, config: ParallelConfig) -> Iterator[World]:
         device = torch.device("cuda", local_rank())
         torch.cuda.set_device(device)
     if own:
+        rank, size = int(os.environ["RANK"]), asked_processes()
+        store = open_store(rank, config.join_seconds)
+        meet(store, rank, size, facts_of(settings or {}, size), config.join_seconds)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
+            store=dist.PrefixStore("group", store),
+            rank=rank,
+            world_size=size,
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )

@@ -7,7 +7,6 @@ run itself is left alone: no checkpoint is read, and nothing is written to its f
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 
 import torch
@@ -19,14 +18,15 @@ from zero2all.config.schedule import learning_rate
 from zero2all.ops.registry import Ops, resolve
 from zero2all.packed.loader import LoaderOptions, read_batch
 from zero2all.packed.mixture import TrainingData
-from zero2all.parallel.config import ParallelConfig
+from zero2all.parallel.check import check_spread
+from zero2all.parallel.config import MeshSizes
 from zero2all.parallel.device import pick_device, set_memory_settings
-from zero2all.parallel.launch import local_processes
 from zero2all.parallel.mesh import Mesh
 from zero2all.parallel.world import World
 from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.guards.documents import Decode
 from zero2all.train.micro_batch import least_samples, memory_settings
+from zero2all.train.plan import make_plan, plan_notes, processes_of
 from zero2all.train.sanity import (
     Overfit,
     check_first_loss,
@@ -49,7 +49,7 @@ def dry_run(
 ) -> Overfit:
     """Print what a run of `config` would start with; AnomalyError if it cannot overfit one batch. One process."""
     set_memory_settings(config.parallel.expandable_segments)
-    mesh = mesh_of_run(config.parallel)
+    sizes = check_spread(config, processes_of(config.parallel))
     world = World(device=pick_device(config.parallel.device))
     data, end = open_run_data(config, workspace, resumed=False)  # of the whole run, with its limits
     short = dry_run_config(config)
@@ -57,7 +57,7 @@ def dry_run(
     try:
         prepared = prepare(short, workspace, world, store, fresh=True)
     except DiskError as error:
-        notes = _notes_without_a_model(config, data, mesh, world)
+        notes = _notes_without_a_model(config, data, sizes, world)
         if not notes:
             raise
         for line in notes:
@@ -89,7 +89,7 @@ def dry_run(
     notes = [*check_first_loss(result.losses[0], short.model), *memory_notes(short.model, settings, total)]
     model = dataclasses.replace(config.model, vocab_size=short.model.vocab_size)
     of_run = dataclasses.replace(config, model=model)
-    notes += parallel_notes(of_run, mesh, state.model.ops, state.micro_batch_samples, total)
+    notes += parallel_notes(of_run, sizes, state.model.ops, state.micro_batch_samples, total)
     for line in [*notes, *result.lines()]:
         say(line)
     if not result.learns:
@@ -97,32 +97,26 @@ def dry_run(
     return result
 
 
-def _notes_without_a_model(config: RunConfig, data: TrainingData, mesh: Mesh, world: World) -> list[str]:
+def _notes_without_a_model(config: RunConfig, data: TrainingData, sizes: MeshSizes, world: World) -> list[str]:
     """`parallel_notes` where no model could be built."""
     config = with_vocabulary(config, int(data.splits[0].manifest["vocab_size"]))
-    sharded = config.parallel.zero == 3 and mesh.shard.size > 1
+    sharded = config.parallel.zero == 3 and sizes.shard > 1
     ops = resolve(config.ops, op_context(config, world.device.type, DTYPES[config.train.precision], sharded))
-    samples = least_samples(config, World(device=world.device, mesh=mesh))
+    samples = least_samples(config, World(device=world.device, mesh=Mesh(sizes)))
     total = torch.cuda.mem_get_info(world.device)[1] if world.device.type == "cuda" else None
-    return parallel_notes(config, mesh, ops, samples, total)
+    return parallel_notes(config, sizes, ops, samples, total)
 
 
-def mesh_of_run(config: ParallelConfig) -> Mesh:
-    """The mesh that the run itself will have: over the processes of this machine, or over more where the sizes of the
-    axes ask for more."""
-    asked = math.prod(size for size in (config.replicate, config.shard) if size != "auto")
-    asked *= config.pipeline * config.context * config.tensor
-    return Mesh(config.sizes(max(local_processes(config), asked)))
-
-
-def parallel_notes(config: RunConfig, mesh: Mesh, ops: Ops, samples: int, device_bytes: int | None) -> list[str]:
+def parallel_notes(config: RunConfig, sizes: MeshSizes, ops: Ops, samples: int, device_bytes: int | None) -> list[str]:
     """Memory and communication of one process of the run itself, where it will have several."""
-    if mesh.world.size == 1:
+    if sizes.processes == 1:
         return []
-    settings = memory_settings(config, ops, mesh, samples)
+    plan = make_plan(config, sizes.processes, ops, samples)
+    settings = memory_settings(config, ops, Mesh(sizes), samples)
+    named = ", ".join(f"{name} {size}" for name, size in dataclasses.asdict(sizes).items() if size > 1)
     return [
-        f"the run itself will have {mesh.world.size} processes (replicate {settings.replicate}, shard "
-        f"{settings.shard}, zero {settings.zero}); for each of them:",
+        f"the run itself will have {sizes.processes} processes ({named}, zero {settings.zero}); for each of them:",
         *memory_notes(config.model, settings, device_bytes),
         *communication_notes(config.model, settings),
+        *plan_notes(plan),
     ]

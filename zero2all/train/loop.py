@@ -28,14 +28,15 @@ from zero2all.common.errors import AnomalyError, BadInputError, PreemptedError, 
 from zero2all.common.progress import counted
 from zero2all.common.signals import stop_signals_to
 from zero2all.common.workspace import Workspace
-from zero2all.config import RunConfig
+from zero2all.config import RunConfig, config_values, flat_values
 from zero2all.config.schedule import learning_rate
 from zero2all.config.training import AnnealConfig, model_at
 from zero2all.model.rope import rope_tables
 from zero2all.packed.loader import Batch, Loader, LoaderOptions, read_batch
 from zero2all.packed.transfer import batches_on
+from zero2all.parallel.check import check_spread
 from zero2all.parallel.device import pick_device, set_memory_settings
-from zero2all.parallel.world import World, asked_processes, join_world
+from zero2all.parallel.world import World, asked_processes, join_world, known_processes
 from zero2all.track.writer import Run, has_finished
 from zero2all.train.anneal import read_anneal, withdraw_request
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
@@ -92,13 +93,14 @@ def train(
     with ExitStack() as stack:
         # From here on: a signal that comes during the setup is handled at the end of the first step.
         stop = stack.enter_context(stop_requests())
+        check_spread(config, known_processes())
         set_memory_settings(config.parallel.expandable_segments)
         device = pick_device(config.parallel.device)
         # While it waits for the other processes no Python runs, and one of them may have been stopped before.
         with stop_signals_to(signal.SIG_DFL) if asked_processes() > 1 else nullcontext():
             if stop.requested:
                 raise PreemptedError("Stopped before the run had begun; nothing was changed. Run it again to start it.")
-            world = stack.enter_context(join_world(device, config.parallel))
+            world = stack.enter_context(join_world(device, config.parallel, flat_values(config_values(config))))
         speak = say if world.is_first else lambda _text: None
         stack.enter_context(explain_peer_failure(config, run, world))
         lock, store = stack.enter_context(_locked_store(config, run, world, take_over, speak))

@@ -156,6 +156,7 @@ def prepare(
     together = world.run_together
     data, end = together(lambda: _open_data(asked, workspace, checkpoint, last_step))
     together(lambda: _check_tokenizer(workspace, data))
+    _check_same_data(world, data)
     config = together(lambda: with_vocabulary(asked, int(data.splits[0].manifest["vocab_size"])))
     together(lambda: check_spread(config, world.size))
     notes = ledger_notes + data.notes(end)
@@ -189,6 +190,17 @@ def prepare(
     if too_short:
         notes.append(f"held-out loss: left out for less than one sample of held-out text: {', '.join(too_short)}")
     return Prepared(config, workspace, run, world, data, valid, state, here, checkpoint, anneal, notes)
+
+
+def _check_same_data(world: World, data: TrainingData) -> None:
+    """Refuse processes that would read different data, such as old files on the disk of one machine."""
+    first, *others = world.gather(data.fingerprint)
+    differ = [f"rank {rank} has {theirs}" for rank, theirs in enumerate(others, 1) if theirs != first]
+    if differ:
+        raise BadInputError(
+            f"The processes of this run read different data; nothing was started. Rank 0 has the fingerprint {first}, "
+            f"but {', '.join(differ)}. Copy the same packed data to every machine, or name a folder that all share."
+        )
 
 
 def _newest_on_this_branch(run: Path, store: CheckpointStore, world: World) -> tuple[Checkpoint | None, list[str]]:

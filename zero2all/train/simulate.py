@@ -1,8 +1,8 @@
 """`z2a train --simulate-ranks N`: one step of rank 0 of N processes, in this process alone.
 
 Collectives go to a process group that sends nothing, and tensors have shapes but no values, so a model of any size fits
-on a laptop. What is counted is the code of the run itself: the bytes of every tensor that is alive, and what is handed
-to every collective. Both stand beside the formulas of the plan.
+on a laptop (not with experts and ZeRO-3, which depend on values). What is counted is the code of the run itself: the
+bytes of every tensor that is alive, and what is handed to every collective. Both stand beside the formulas of the plan.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -92,10 +93,10 @@ def _simulate(config: RunConfig, world: World, started: float) -> Simulated:
     sharded = config.parallel.zero == 3 and world.mesh.shard.size > 1
     ops = resolve(config.ops, op_context(config, "cpu", DTYPES[config.train.precision], sharded))
     samples = least_samples(config, world)
-    fake, memory, sent = FakeTensorMode(allow_non_fake_inputs=True), LiveBytes(), CollectiveBytes(world.mesh)
-    modes = [fake, memory]
-    if sharded:
-        _ = world.mesh.for_fsdp  # made here, because it reads the values of a tensor
+    memory, sent = LiveBytes(resizes=sharded), CollectiveBytes(world.mesh)
+    # Which tokens go to which expert depends on values, and FSDP reads some too: these compute with real ones.
+    fake = [] if sharded or config.model.moe.experts else [FakeTensorMode(allow_non_fake_inputs=True)]
+    modes: list[AbstractContextManager[Any]] = [*fake, memory]
     state = empty_state(config, world, ops, before_allocating=lambda: [mode.__enter__() for mode in modes])
     try:
         state.micro_batch_samples = samples
@@ -111,10 +112,11 @@ def _simulate(config: RunConfig, world: World, started: float) -> Simulated:
             mode.__exit__(None, None, None)
     settings = memory_settings(config, ops, world.mesh, samples)
     expected = estimate_memory(config.model, settings)
-    figures = HEAD + 2 + 2 * config.samples_per_step
+    experts = config.model.expert_layers * config.model.moe.experts
+    figures = HEAD + 2 + 2 * config.samples_per_step + experts
     formula: Counter[tuple[str, str]] = Counter()
     for one in communication_per_step(config.model, settings, figures, _buffers(state)):
-        formula[one.collective, one.axis] += one.given  # type: ignore[assignment]
+        formula[one.collective, sent.same_as.get(one.axis, one.axis)] += one.given  # type: ignore[assignment]
     keys = sorted({*formula, *sent.by_axes})
     return Simulated(
         world.size,
@@ -150,12 +152,21 @@ def _buffers(state: TrainState) -> dict[str, int] | None:
 
 
 class LiveBytes(TorchDispatchMode):
-    """The bytes of all storages that were made while it was active and are alive, now and at most."""
+    """The bytes of all storages that were made while it was active and are alive, now and at most. `resizes`: FSDP
+    empties storages instead of dropping them, so all are looked at again and again."""
 
-    def __init__(self) -> None:
+    def __init__(self, resizes: bool = False) -> None:
         super().__init__()
-        self.live = self.peak = 0
-        self._known: set[int] = set()
+        self.peak = self._live = 0
+        self._resizes = resizes
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    @property
+    def live(self) -> int:
+        """Bytes alive now."""
+        if not self._resizes:
+            return self._live
+        return sum(storage.nbytes() for known in self._known.values() if (storage := known()) is not None)
 
     def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
         """Note the storages of the results."""
@@ -164,17 +175,16 @@ class LiveBytes(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self._note(tensor.untyped_storage())
+        self.peak = max(self.peak, self.live)
         return result
 
     def _note(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
-        if key in self._known:
-            return
-        self._known.add(key)
-        self.live += size
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._forget, key, size)
+        if key not in self._known:
+            self._known[key] = weakref.ref(storage)
+            self._live += size
+            weakref.finalize(storage, self._forget, key, size)
 
     def _forget(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.live -= size
+        self._known.pop(key, None)
+        self._live -= size

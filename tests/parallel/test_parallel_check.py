@@ -1,0 +1,85 @@
+"""Which meshes are refused, and that all reasons are given at once."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from zero2all.common.errors import UsageError
+from zero2all.config import config_from_values
+from zero2all.parallel.check import check_spread
+from zero2all.parallel.config import MeshSizes
+
+
+def config(parallel, **sections):
+    """A small run: 16 rows of 64 tokens a step, 8 heads, 4 kv heads, 4 blocks."""
+    values = {
+        "data": {"seq_len": 64},
+        "model": {
+            "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "layers": 4, "heads": 8, "kv_heads": 4,
+            "max_seq_len": 128,
+        },
+        "train": {"tokens_per_step": 1024, "micro_batch_samples": 2},
+    }  # fmt: skip
+    merged = {name: {**values.get(name, {}), **sections.pop(name, {})} for name in values}
+    return config_from_values({**merged, **sections, "parallel": {"device": "cpu", **parallel}}, "of a test")
+
+
+def test_a_mesh_that_fits_comes_back_with_its_sizes():
+    found = check_spread(config({"zero": 1, "shard": 2, "tensor": 2, "pipeline": 2}), 16)
+    assert found == MeshSizes(pipeline=2, replicate=2, shard=2, tensor=2)
+
+
+def test_all_problems_are_reported_at_once_with_the_arithmetic():
+    asked = config(
+        {"zero": 2, "shard": 8, "replicate": 4, "tensor": 5, "pipeline": 8, "offload": "optimizer"},
+        model={"tied_embeddings": True},
+    )
+    with pytest.raises(UsageError) as raised:
+        check_spread(asked, 64)
+    text = str(raised.value)
+    numbered = re.findall(r"^  (\d+)\. (.*)$", text, re.MULTILINE)
+    assert [int(number) for number, _ in numbered] == list(range(1, len(numbered) + 1))
+    assert f"({len(numbered)} problems); nothing was started" in text
+    for said in (
+        "make 4 x 8 x 8 x 5 = 1280 processes, but the run has 64",
+        "model.heads 8 is not a multiple of parallel.tensor 5",
+        "model.intermediate_size 96 is not a multiple of parallel.tensor 5",
+        "model.kv_heads 4 and parallel.tensor 5",
+        "has 128 rows, not a multiple of parallel.tensor 5",
+        "data.seq_len 64 is not a multiple of parallel.tensor 5",
+        "parallel.pipeline 8 stages, but the model has only 4 blocks",
+        "model.tied_embeddings with parallel.pipeline 8",
+        "16 rows, fewer than the 32 batch ranks (replicate 4 x shard 8)",
+        "parallel.zero 2 with parallel.pipeline 8",
+        "parallel.offload optimizer with pipeline 8, tensor 5",
+    ):
+        assert any(said in line for _, line in numbered), said
+    assert "batch ranks = processes / (tensor x pipeline x context) = 1280 / (5 x 8 x 1) = 32" in text
+    assert "rows        = train.tokens_per_step / data.seq_len = 1024 / 64 = 16 a step" in text
+
+
+@pytest.mark.parametrize(
+    ("parallel", "sections", "processes", "said"),
+    [
+        ({"expert": 3, "zero": 1}, {}, 4, "parallel.expert 3 does not divide shard x context x tensor = 4 x 1 x 1 = 4"),
+        ({"expert": 2, "zero": 1}, {}, 4, "parallel.expert is 2, but the model has no experts"),
+        ({}, {}, 32, "16 rows, fewer than the 32 batch ranks"),
+        ({"tensor": 2}, {"stages": [{"name": "long", "from_step": 5, "seq_len": 128}]}, 32,
+         "train.tokens_per_step / stages[0].seq_len = 1024 / 128 = 8 rows, fewer than the 16 batch ranks"),
+        ({"context": 4, "tensor": 4}, {"data": {"seq_len": 8}}, 16,
+         "data.seq_len 8 is not a multiple of context x tensor = 4 x 4 = 16"),
+        ({"tensor": 2}, {"optim": {"kind": "muon"}}, 2, "optim.kind muon with parallel.tensor 2"),
+        ({"context": 2}, {"train": {"cuda_graph": "on"}}, 2, "train.cuda_graph on with parallel.context 2"),
+        ({"tensor": 8}, {}, 8, "model.kv_heads 4 are fewer than parallel.tensor 8"),
+    ],
+    ids=["expert", "no experts", "rows", "rows of a stage", "sequence", "optimizer", "graph", "kv heads"],
+)  # fmt: skip
+def test_every_rule_says_numbers(parallel, sections, processes, said):
+    with pytest.raises(UsageError, match=re.escape(said)):
+        check_spread(config(parallel, **sections), processes)
+
+
+def test_one_process_breaks_no_rule():
+    assert check_spread(config({"zero": 3, "offload": "none"}), 1) == MeshSizes()

@@ -1,0 +1,93 @@
+"""The processes of a run find each other, or say who is missing and who is another one. Ranks are threads here."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from zero2all.common.errors import PeerFailureError, UsageError
+from zero2all.parallel.meet import differences, facts_of, meet, open_store
+
+FACTS = facts_of({"train.seed": 1, "optim.lr_max": 3e-4}, 3)
+
+
+def ends(store, facts_by_rank, seconds=5.0, size=3):
+    """What each rank that comes ends with; `store`: one for all, or one for each."""
+    found = {}
+
+    def come(rank, facts):
+        try:
+            found[rank] = meet(store[rank] if isinstance(store, list) else store, rank, size, facts, seconds)
+        except Exception as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=come, args=item) for item in facts_by_rank.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in threads), "somebody waits for ever"
+    return found
+
+
+def test_processes_that_are_alike_go_on():
+    assert ends(dist.HashStore(), dict.fromkeys(range(3), FACTS)) == {0: None, 1: None, 2: None}
+
+
+def test_one_with_another_setting_and_other_code_is_named_to_all_with_what_differs():
+    other = {**FACTS, "train.seed": 2, "code of zero2all": "0123"}
+    found = ends(dist.HashStore(), {0: FACTS, 1: FACTS, 2: other})
+    for rank in range(3):
+        assert isinstance(found[rank], UsageError)
+        text = str(found[rank])
+        assert f"rank 2 on {socket.gethostname()}: code of zero2all '0123' instead of" in text
+        assert "train.seed 2 instead of 1" in text
+        assert "rank 1" not in text
+
+
+def test_one_that_does_not_come_is_named_to_all_within_the_configured_seconds():
+    started = time.monotonic()
+    found = ends(dist.HashStore(), {0: FACTS, 2: FACTS}, seconds=0.3)
+    assert time.monotonic() - started < 3
+    for rank in (0, 2):
+        assert isinstance(found[rank], PeerFailureError)
+        assert "these ranks did not come within parallel.join_seconds (0.3 s): 1." in str(found[rank])
+
+
+def test_one_that_was_started_with_another_number_of_processes_stops_itself():
+    stranger = {**FACTS, "processes": 4}
+    found = ends(dist.HashStore(), {0: FACTS, 1: FACTS, 2: FACTS, 3: stranger})
+    assert [found[rank] for rank in range(3)] == [None] * 3
+    assert str(found[3]) == "Rank 3 is not like rank 0; nothing was started: processes 4 instead of 3."
+
+
+@pytest.fixture
+def port(monkeypatch):
+    """Where rank 0 may hold the store."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        number = free.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(number))
+    return number
+
+
+def test_without_rank_0_the_others_say_where_they_looked(port):
+    with pytest.raises(PeerFailureError, match=rf"Rank 1 did not reach rank 0 at 127.0.0.1:{port} within"):
+        open_store(1, 0.5)
+
+
+@pytest.mark.usefixtures("port")
+def test_the_store_of_rank_0_over_a_socket():
+    stores = [open_store(rank, 5.0) for rank in range(3)]
+    assert ends(stores, dict.fromkeys(range(3), FACTS)) == {0: None, 1: None, 2: None}
+
+
+def test_many_differences_are_counted():
+    text = differences({str(n): n for n in range(10)}, {})
+    assert text.startswith("0 None instead of 0; 1 None instead of 1")
+    assert text.endswith("and 4 more")

@@ -1,0 +1,117 @@
+"""`z2a train --plan-only` and `--simulate-ranks`: what the plan says, and that a step of rank 0 does what it says."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from zero2all.cli.main import main
+from zero2all.config import load_config
+from zero2all.limits.memory import MemoryEstimate
+from zero2all.train.plan import make_plan, plan_notes, plan_tables, plan_values
+from zero2all.train.simulate import simulate_ranks
+
+LARGE = ["z2all-1b", "--model.vocab_size", "64000", "--parallel.device", "cpu", "--train.precision", "float32"]
+TINY = [
+    *("--parallel.device", "cpu", "--model.vocab_size", "2048", "--model.hidden_size", "128", "--model.heads", "4"),
+    *("--model.kv_heads", "2", "--model.intermediate_size", "192", "--model.layers", "2", "--data.seq_len", "16"),
+    *("--model.tied_embeddings", "false", "--train.tokens_per_step", "128", "--train.micro_batch_samples", "2"),
+    *("--parallel.bucket_mb", "0.1"),
+]
+
+
+def plan_of(processes, *words):
+    return make_plan(load_config(LARGE[0], [*LARGE[1:], *words]), processes)
+
+
+def test_the_plan_shows_who_holds_what_and_where_gradients_are_summed():
+    plan = plan_of(
+        16, "--parallel.zero", "1", "--parallel.shard", "2", "--parallel.tensor", "2", "--parallel.pipeline", "2"
+    )
+    assert [(axis.name, axis.ranks) for axis in plan.axes] == [
+        ("pipeline", [0, 8]), ("replicate", [0, 4]), ("shard", [0, 2]), ("tensor", [0, 1]),
+    ]  # fmt: skip
+    assert [axis.between_machines for axis in plan.axes] == [True, False, False, False], "8 processes a machine"
+    held = {one.name: one for one in plan.layout}
+    out = held["blocks.*.attention.out.weight"]
+    assert (out.count, out.shape, out.cut, out.local, out.copies) == (22, (2048, 2048), "columns/2", (2048, 1024), 4)
+    assert out.summed_over == "replicate x shard"
+    assert held["norm.weight"].summed_over == "replicate x shard x tensor"
+    assert held["norm.weight"].copies == 8
+    assert len(plan.memory) == 2
+    assert plan.bubble is not None
+    assert 0 < plan.bubble < 0.5
+
+
+def test_the_axis_for_a_slow_link_is_one_that_sends_little_and_hides_it():
+    plan = plan_of(8, "--parallel.tensor", "2", "--parallel.pipeline", "2", "--train.micro_batch_samples", "4")
+    assert [axis.axis for axis in plan.traffic] == ["pipeline", "replicate", "tensor"]
+    assert any(line.startswith("  1. pipeline: ") for line in plan_notes(plan))
+
+
+def test_more_of_an_axis_needs_less_memory():
+    def parts(*words) -> MemoryEstimate:
+        return plan_of(2, *words).memory[0]
+
+    copies = parts()
+    for axis in ("tensor", "pipeline"):
+        cut = parts(f"--parallel.{axis}", "2")
+        assert 0.45 * copies.state < cut.state < 0.6 * copies.state, axis
+    of_context = parts("--parallel.context", "2")
+    assert of_context.state == copies.state
+    assert of_context.total - of_context.state < 0.6 * (copies.total - copies.state)
+
+
+def test_tables_are_at_most_100_columns_wide_and_need_no_workspace(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    words = ["--parallel.processes", "16", "--parallel.zero", "1", "--parallel.shard", "2", "--parallel.tensor", "2"]
+    words += ["--parallel.context", "2", "--work", str(tmp_path)]
+    assert main(["train", *LARGE, "--plan-only", *words]) == 0
+    printed = capsys.readouterr().out
+    assert max(len(line.rstrip()) for line in printed.splitlines()) <= 100
+    for said in (
+        "mesh: 16 processes",
+        "gate_up_pairs",
+        "reduce-scatter",
+        "which axis bears a slow link",
+        "batch ranks",
+    ):
+        assert said in printed
+    assert main(["train", *LARGE, "--plan-only", "--json", *words]) == 0
+    assert json.loads(capsys.readouterr().out)["sizes"]["tensor"] == 2
+
+
+def test_without_a_vocabulary_and_with_an_impossible_mesh_the_plan_says_what_to_do(capsys, tmp_path):
+    assert main(["train", "z2all-1b", "--plan-only", "--model.vocab_size", "null", "--work", str(tmp_path)]) == 2
+    assert "give --model.vocab_size N" in capsys.readouterr().err
+    assert main(["train", *LARGE, "--plan-only", "--parallel.tensor", "3"]) == 2
+    assert "model.heads 32 is not a multiple of parallel.tensor 3" in capsys.readouterr().err
+
+
+def test_values_and_tables_of_one_process():
+    plan = plan_of(1)
+    assert plan_values(plan)["transfers"] == []
+    assert [len(rows) > 1 for _, rows in plan_tables(plan)] == [True] * 4
+
+
+@pytest.mark.parametrize(
+    ("processes", "words"),
+    [
+        (64, ["--parallel.zero", "1", "--parallel.shard", "2", "--parallel.tensor", "2", "--parallel.context", "2",
+              "--parallel.pipeline", "2", "--train.tokens_per_step", "1024"]),
+        (8, ["--parallel.tensor", "4", "--parallel.copy_kv_heads", "true", "--parallel.context", "2",
+             "--parallel.context_method", "gather"]),
+        (8, ["--parallel.zero", "2", "--parallel.expert", "2", "--model.moe.experts", "4", "--model.moe.expert_size",
+             "16", "--train.micro_batch_samples", "1"]),
+        (4, ["--parallel.zero", "3"]),
+    ],
+    ids=["64 ranks on all axes", "copied kv heads", "experts", "zero 3"],
+)  # fmt: skip
+def test_a_simulated_rank_sends_the_bytes_of_the_formulas_and_holds_their_states(processes, words):
+    found = simulate_ranks(load_config("quickstart", [*TINY, *words]), processes)
+    assert found.sent
+    for key, (counted, expected) in found.sent.items():
+        assert counted == pytest.approx(expected, rel=1e-12), key
+    if "3" not in words:  # FSDP keeps what it gathered last
+        assert found.state_bytes == pytest.approx(found.expected_state_bytes, rel=0.02)
