@@ -37,8 +37,7 @@ slow: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "slow and not gpu"
 
 layouts: $(DEV)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q tests/parallel/test_parallel_layouts.py tests/parallel/test_parallel_pipeline.py \
-		tests/parallel/test_parallel_fuzz.py
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q tests/parallel
 
 gpu: $(DEV)
 	$(BIN)/pytest -m gpu

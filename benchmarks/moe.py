@@ -85,14 +85,15 @@ def mixtral_block(loop: LoopOverExperts, config: ModelConfig, implementation: st
     except ImportError:
         return None
     moe = config.moe
-    theirs = MixtralConfig(
-        hidden_size=config.hidden_size,
-        intermediate_size=moe.expert_size,
-        num_local_experts=moe.experts,
-        num_experts_per_tok=moe.experts_per_token,
-        experts_implementation=implementation,
-    )
-    block: nn.Module = MixtralSparseMoeBlock(theirs).to(loop.router.device, loop.router.dtype).train()
+    settings: dict[str, Any] = {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": moe.expert_size,
+        "num_local_experts": moe.experts,
+        "num_experts_per_tok": moe.experts_per_token,
+        "experts_implementation": implementation,
+    }
+    theirs = MixtralSparseMoeBlock(MixtralConfig(**settings))
+    block: Any = theirs.to(loop.router.device, loop.router.dtype).train()
     if not hasattr(block.experts, "gate_up_proj"):
         return None  # an older version, one module per expert
     with torch.no_grad():
@@ -100,7 +101,7 @@ def mixtral_block(loop: LoopOverExperts, config: ModelConfig, implementation: st
         gates_and_ups = [torch.cat(pair) for pair in zip(loop.gates, loop.ups, strict=True)]
         block.experts.gate_up_proj.copy_(torch.stack(gates_and_ups))
         block.experts.down_proj.copy_(torch.stack(list(loop.downs)))
-    return block
+    return theirs
 
 
 def forward_backward(block: nn.Module, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:

@@ -29,6 +29,7 @@ from zero2all.parallel.layout import init_weights, model_parts
 from zero2all.tokenizer import load_tokenizer
 from zero2all.tokenizer.chat import Message, encode_chat
 from zero2all.tokenizer.extend import Extender
+from zero2all.track.reader import read_run
 from zero2all.train.loop import train
 from zero2all.train.setup import load_run_config
 
@@ -443,6 +444,35 @@ def test_imported_run_is_continued_by_training(make_folder, workspace, trained_w
     # Three steps of 1e-6: still the imported weights, not random ones, but no longer the same.
     assert not torch.equal(after.model.embedding.weight, start.model.embedding.weight)
     torch.testing.assert_close(after.model.embedding.weight, start.model.embedding.weight, rtol=0, atol=1e-4)
+
+
+def test_a_run_with_experts_trains_reports_its_balance_writes_text_and_leaves_for_transformers(
+    make_folder, workspace, trained_workspace, tiny_config, tmp_path
+):
+    shutil.copytree(trained_workspace.corpus, workspace.corpus)
+    import_folder(make_folder("glm4_moe", GLM), workspace, "experts")
+    pack_corpus(workspace.corpus, workspace.tokenizer, workspace.packed)
+    start = load_run(workspace, "experts")
+    config = dataclasses.replace(
+        tiny_config,
+        model=start.config.model,
+        train=dataclasses.replace(tiny_config.train, name="experts", steps=2),
+        schedule=dataclasses.replace(tiny_config.schedule, warmup_steps=1),
+    )
+    notes = []
+    train(config, workspace, say=notes.append)
+    assert any("M active)" in note for note in notes)
+    metrics = read_run(workspace.run("experts"))
+    assert {"experts/largest_load", "experts/largest_load/1", "experts/idle"} <= metrics.series.keys()
+
+    trained = load_run(workspace, "experts")
+    bias = "blocks.1.feed_forward.router.bias"
+    moved = (trained.weights()[bias] - start.weights()[bias]).abs()
+    assert 0 < moved.max() <= 2.001 * start.config.model.moe.balance_rate, "two steps"
+    assert isinstance(generate(trained, "The", 4), str)
+    export_run(trained, workspace.tokenizer, tmp_path / "out")
+    ids = random_ids()
+    assert_close_logits(our_logits(trained, ids), their_logits(tmp_path / "out", ids))
 
 
 def test_config_of_an_imported_run_can_be_loaded_and_fits_the_model(make_folder, workspace):

@@ -129,11 +129,13 @@ def make_state(world: World, config: RunConfig, seed: int = SEED) -> TrainState:
     return state
 
 
-def batch_of(step: int, rank: int, ranks: int, vocabulary: int = 60, documents: bool = False) -> Batch:
+def batch_of(
+    step: int, rank: int, ranks: int, vocabulary: int = 60, documents: bool = False, samples: int = SAMPLES
+) -> Batch:
     """This rank's rows of the global batch of a step, padded with rows that weigh nothing. With `documents` each row
-    has two, which end elsewhere in every row."""
-    tokens = np.random.default_rng(step).integers(0, vocabulary, (SAMPLES, SEQ_LEN + 1))
-    first, own, per_rank = rank_rows(SAMPLES, rank, ranks)
+    has two, which end elsewhere in every row, and some tokens count half."""
+    tokens = np.random.default_rng(step).integers(0, vocabulary, (samples, SEQ_LEN + 1))
+    first, own, per_rank = rank_rows(samples, rank, ranks)
     rows = np.zeros((per_rank, SEQ_LEN + 1), dtype=np.int64)
     rows[:own] = tokens[first : first + own]
     weights = np.zeros((per_rank, SEQ_LEN), dtype=np.float32)
@@ -143,7 +145,8 @@ def batch_of(step: int, rank: int, ranks: int, vocabulary: int = 60, documents: 
     if documents:
         borders = 1 + (first + np.arange(per_rank)[:, None] + step) % (SEQ_LEN - 1)
         ids = (np.arange(SEQ_LEN + 1) >= borders).astype(np.int32)
-    return Batch(rows, channels, channels, 0, weights=weights, document_ids=ids, step_samples=SAMPLES, samples=own)
+        weights[:, ::3] /= 2
+    return Batch(rows, channels, channels, 0, weights=weights, document_ids=ids, step_samples=samples, samples=own)
 
 
 class SentBytes(TorchDispatchMode):
@@ -197,6 +200,8 @@ def course(
     documents: bool = False,
     z_loss: float = 0.0,
     micro: int = MICRO,
+    samples: int = SAMPLES,
+    dtype: str = "float64",
     **parallel: Any,
 ) -> dict[str, Any]:
     """Train: losses and gradient norms, the final tensors, bytes sent in the last step, bytes of states in a rank."""
@@ -204,6 +209,7 @@ def course(
     config = run_config(
         OPTIMIZERS[optimizer],
         spread,
+        dtype,
         recompute=recompute,
         documents=documents,
         z_loss=z_loss,
@@ -216,7 +222,7 @@ def course(
     figures, loads, sent = [], [], SentBytes()
     for step in range(steps):
         with sent if step == steps - 1 else nullcontext():  # it slows down every operation
-            result = result_of(state, world, config, step)
+            result = result_of(state, world, config, step, samples)
             figures.append((result.loss, result.grad_norm))
             loads.append(None if result.expert_loads is None else result.expert_loads.tolist())
             if step >= steps - 2:  # so that the bytes of the last step are its own; the others overlap the next step
@@ -316,10 +322,10 @@ def step_on(state: TrainState, world: World, config: RunConfig, step: int) -> tu
     return result.loss, result.grad_norm
 
 
-def result_of(state: TrainState, world: World, config: RunConfig, step: int) -> StepResult:
+def result_of(state: TrainState, world: World, config: RunConfig, step: int, samples: int = SAMPLES) -> StepResult:
     """One step."""
     rows = world.mesh.batch
-    batch = batch_of(step, rows.rank, rows.size, config.model.vocab_ids, config.data.document_mask)
+    batch = batch_of(step, rows.rank, rows.size, config.model.vocab_ids, config.data.document_mask, samples)
     return train_step(state, batch, CHANNELS, config, world, StepPlan(1e-2)).result()
 
 
@@ -335,6 +341,8 @@ def main() -> None:
         kind = pairs if "folder" in arguments else sleeping_stages if "seconds" in arguments else course
         found[name] = kind(world, **arguments)
         found[name]["own_bytes_by_rank"] = world.gather(found[name].get("own_bytes"))
+        if "sent" in found[name]:
+            found[name]["sent_by_rank"] = world.gather(found[name]["sent"])
     if rank == 0:
         torch.save(found, out)
     dist.destroy_process_group()

@@ -9,6 +9,9 @@ import pytest
 import torch
 
 from tests.parallel import layouts
+from zero2all.limits.communication import communication_per_step
+from zero2all.limits.memory import MemorySettings
+from zero2all.ops.footprint import Footprint
 from zero2all.parallel import expert
 from zero2all.parallel.config import MeshSizes, ParallelConfig
 from zero2all.parallel.world import World
@@ -24,8 +27,7 @@ MOE = {
 MODEL = {"moe": MOE}
 
 
-def assert_like_one_process(found, optimizer, steps):
-    alone = layouts.course(World(), optimizer, steps=steps, model=MODEL)
+def assert_like_one_process(found, alone):
     assert found["loads"] == alone["loads"], "the routing differs"
     for (loss, norm), (exact_loss, exact_norm) in zip(found["figures"], alone["figures"], strict=True):
         assert loss == pytest.approx(exact_loss, rel=1e-9)
@@ -43,13 +45,25 @@ def test_two_processes_with_half_of_the_experts_each_train_like_one(warm, tmp_pa
     given = {name: {**case, "steps": 3, "model": MODEL} for name, case in cases.items()}
     found = layouts.run(warm, tmp_path, 2, given)
     for name, case in cases.items():
-        assert_like_one_process(found[name], case["optimizer"], 3)
+        assert_like_one_process(found[name], layouts.course(World(), case["optimizer"], steps=3, model=MODEL))
     biases = [name for name in found["ZeRO-2"]["tensors"] if name.endswith("router.bias")]
     assert len(biases) == 2, "each block with experts has one in the checkpoint"
     assert all(found["ZeRO-2"]["tensors"][name].abs().max() > 0 for name in biases)
+    for name, zero, recompute in (("ZeRO-1, recompute", 1, "full"), ("ZeRO-2", 2, "none")):
+        assert_tokens_are_sent_by_formula(found[name], zero, recompute)
 
 
-def settings(experts=12, zero=1, **axes):
+def assert_tokens_are_sent_by_formula(found, zero, recompute):
+    settings = MemorySettings(
+        layouts.SEQ_LEN, layouts.MICRO, {"optimizer": Footprint()}, precision="float64", zero=zero, shard=2, expert=2,
+        recompute=recompute, passes=2,
+    )  # fmt: skip
+    model = layouts.run_config(**MODEL).model
+    per_process = [one.given for one in communication_per_step(model, settings) if one.axis == "expert"]
+    assert sum(sent["alltoall"] for sent in found["sent_by_rank"]) == 2 * sum(per_process)
+
+
+def problems_of(experts=12, zero=1, **axes):
     parallel = ParallelConfig(zero=zero, **axes)
     config = layouts.run_config(parallel=parallel, moe={**MOE, "experts": experts} if experts else {})
     sizes = dataclasses.replace(MeshSizes(), shard=4, **{name: size for name, size in axes.items() if name != "zero"})
@@ -57,12 +71,12 @@ def settings(experts=12, zero=1, **axes):
 
 
 def test_what_cannot_be_spread_is_refused_in_words():
-    assert settings(expert=4) == []
-    assert settings(experts=0) == []
-    assert settings(zero=3) == []
-    assert "parallel.expert is 2, but the model has no experts" in settings(experts=0, expert=2)[0]
-    assert "model.moe.experts (10) is not a multiple of parallel.expert (4)" in settings(experts=10, expert=4)[0]
-    assert "parallel.zero 3 gathers whole experts" in settings(zero=3, expert=2)[0]
+    assert problems_of(expert=4) == []
+    assert problems_of(experts=0) == []
+    assert problems_of(zero=3) == []
+    assert "parallel.expert is 2, but the model has no experts" in problems_of(experts=0, expert=2)[0]
+    assert "model.moe.experts (10) is not a multiple of parallel.expert (4)" in problems_of(experts=10, expert=4)[0]
+    assert "parallel.zero 3 gathers whole experts" in problems_of(zero=3, expert=2)[0]
 
 
 # ---- make layouts ----
@@ -114,7 +128,7 @@ def test_the_table_of_layouts_with_experts(warm, tmp_path, size, capsys, monkeyp
             )
             print(f"{name:50}{max(abs(mine - exact) / abs(exact) for mine, exact in pairs):12.1e}")
     for name, case in cases.items():
-        assert_like_one_process(found[name], case["optimizer"], layouts.STEPS)
+        assert_like_one_process(found[name], alone[case["optimizer"]])
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ def test_auto_takes_what_is_left(fields, processes, sizes):
     [
         ({"zero": 1, "shard": 2}, 3, "1 x 2 = 2 processes, but the run has 3"),
         ({"replicate": 2}, 3, "2 x 1 = 2 processes, but the run has 3"),
-        ({"zero": 3, "replicate": 4, "shard": 4}, 8, "4 x 4 = 16 processes, but the run has 8"),
+        ({"zero": 3, "replicate": 4, "shard": 4}, 8, "= 16 processes, but the run has 8.*: 8 x 1, 4 x 2, 2 x 4, 1 x 8"),
     ],
 )
 def test_a_mesh_that_is_not_the_number_of_processes_is_refused(fields, processes, product):

@@ -18,6 +18,7 @@ from zero2all.ops.footprint import Footprint
 from zero2all.ops.linear_cross_entropy import chunked_linear_cross_entropy
 from zero2all.ops.registry import resolve
 from zero2all.parallel.buckets import plan_buffers
+from zero2all.parallel.check import spread_problems
 from zero2all.parallel.config import MeshSizes, ParallelConfig
 from zero2all.parallel.layout import held_table, layout_table
 from zero2all.parallel.mesh import Mesh
@@ -171,6 +172,14 @@ def test_what_cannot_be_cut_is_refused_with_the_numbers(said, arguments):
     assert all(words in text for words in said), text
 
 
+@pytest.mark.parametrize(("offload", "is_refused"), [("optimizer", False), ("weights", True)])
+def test_offloaded_states_may_be_cut_but_not_offloaded_weights(offload, is_refused):
+    config = layouts.run_config(parallel=ParallelConfig(tensor=2, offload=offload), recompute="full")
+    found = spread_problems(config, MeshSizes(tensor=2))
+    assert len(found) == is_refused, found
+    assert all(f"parallel.offload {offload} with tensor 2" in text for text in found)
+
+
 # ---- like one process --------------------------------------------------------------------------------------------
 
 
@@ -258,6 +267,7 @@ TABLE: dict[int, dict[str, dict[str, Any]]] = {
         "tensor 2, recompute selective": {"recompute": "selective"},
         "tensor 2, padding": {"model": {"vocab_size": 30}},
         "tensor 2, copied kv heads": ONE_KV_HEAD,
+        "tensor 2, offloaded optimizer": {"offload": "optimizer", **ONE_KV_HEAD},
         "tensor 2, lion": {"optimizer": "lion"},
         "tensor 2, sgd": {"optimizer": "sgd"},
     },

@@ -176,15 +176,16 @@ def test_a_sharded_run_resumes_at_any_number_of_processes_and_micro_batch(
     course(lab.run("stopped"), launch, rest).assert_same(alone, 1e-9)
 
 
-def test_a_run_in_two_stages_that_is_stopped_goes_on_in_one_process(ranks, lab, config):
+def test_a_run_in_stages_that_is_stopped_goes_on_in_one_process(ranks, lab, config):
     def settings(name, **parallel):
-        return spread_config(config, name, zero=0, layers=2, **parallel)
+        return spread_config(config, name, zero=0, layers=4, **parallel)
 
     def held_out(name):
         return {key: curve.value.tolist() for key, curve in read_run(lab.run(name)).series.items() if "eval/" in key}
 
     whole = ranks.finished(settings("whole")).steps()
-    first = ranks(settings("stages", pipeline=2), 2, signals={0: (7, signal.SIGTERM, 0.0)})
+    stages = settings("stages", pipeline=2, schedule="interleaved", chunks=2)
+    first = ranks(stages, 2, signals={0: (7, signal.SIGTERM, 0.0)})
     assert first.wait() == [10, 10], first.text()
     steps = [*first.steps(), *ranks.finished(settings("stages")).steps()]
     assert [step.step for step in steps] == list(range(1, STEPS + 1))

@@ -11,7 +11,8 @@ context):
                                                           weights between the forward and the backward pass
     hybrid   with r > 1, zero 1 to 3 also all-reduce the part of a process, G/n, over r; zero 2 in each pass
 
-What every tensor rank has a copy of (norms) is summed over the tensor axis too.
+What every tensor rank has a copy of (norms) is summed over the tensor axis too. Experts are cut over the expert axis;
+for them n is the number of processes with the same experts (shard x context x tensor / expert), and r is replicate.
 
 Activations, in each of m passes, with A bytes of hidden states of the process's tokens (tokens x width x 2):
 
@@ -24,7 +25,9 @@ Activations, in each of m passes, with A bytes of hidden states of the process's
               token): ulysses 2 all-to-alls of Q + 2 K and 2 of Q, where K counts repeated heads; gather an all-gather
               and a reduce-scatter of 2 K x context. A block that is recomputed does its forward part twice
     pipeline  A/tensor to the next stage, and as much back
-    expert    per block with experts 4 all-to-alls of A/tensor x experts per token
+    expert    per block with experts 4 all-to-alls of A/tensor x experts per token, 2 of as many gates, and one of the
+              counts; the mean over processes: how much comes back to one depends on the routing. A block that is
+              recomputed does its forward part twice. The tensor axis gathers nothing for experts
 
 Three numbers each: the whole tensor; what a process hands to the collective, which a counter of inputs sees (the whole
 tensor, but only its own part for an all-gather); and what it sends over its links in a ring, which is 2 (n - 1)/n of
@@ -115,19 +118,14 @@ def _all_reduce(
 def _values(model: ModelConfig, settings: MemorySettings) -> dict[str, int]:
     """The values that a process holds, by spread."""
     held = settings.held(model)
-    experts = expert_values(held)
-    routers = held.expert_layers * held.hidden_size * (model.moe.experts - held.moe.experts)  # they are not cut
-    copied = copied_values(held, model.moe.experts) if settings.tensor > 1 else 0
-    return {
-        "cut": parameter_counts(held)["total"] + routers - copied - experts,
-        "copied": copied,
-        "expert": experts,
-    }
+    copied = copied_values(held) if settings.tensor > 1 else 0
+    experts = 0 if settings.is_fsdp else expert_values(held)
+    return {"cut": parameter_counts(held)["total"] - copied - experts, "copied": copied, "expert": experts}
 
 
 def _gradients_and_weights(model: ModelConfig, settings: MemorySettings, buffers: Mapping[str, int]) -> list[Transfer]:
     width, passes = WIDTHS[settings.precision], settings.passes
-    meanwhile = "last backward" if settings.overlap else ""
+    meanwhile = "last backward" if settings.overlap and settings.stage is None else ""
     found = []
     for spread, values in ((spread, values) for spread, values in buffers.items() if values):
         gradients = float(settings.gradient_bytes * values)

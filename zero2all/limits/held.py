@@ -31,6 +31,12 @@ class HeldModel(ModelConfig):
     """A model of the size of what one process holds."""
 
     table_rows: int = 0
+    routed: int = 0
+
+    @property
+    def router_rows(self) -> int:
+        """Experts that a router chooses among, also those in other processes."""
+        return self.routed
 
     @property
     def vocab_rows(self) -> int:
@@ -58,18 +64,19 @@ def held_model(model: ModelConfig, tensor: int = 1, stage: Stage | None = None, 
     if stage is not None and not (stage.has_embedding and stage.has_head):
         rows = rows if stage.has_embedding or stage.has_head else 0
         values["tied_embeddings"] = True
-    return HeldModel(**{**values, "layers": stage.layers if stage else model.layers}, table_rows=rows)
-
-
-def copied_values(model: ModelConfig, experts: int | None = None) -> int:
-    """Values of a model (as held) of which every tensor rank has a copy: norms, biases that are added once, routers and
-    shared experts. `experts`: those of a block in all processes, which a router chooses from; None: all are here."""
-    hidden, to_choose_from = model.hidden_size, model.moe.experts if experts is None else experts
-    biases = (hidden if model.attention_bias == "all" else 0) + (hidden if model.mlp_bias else 0)
-    of_experts = model.expert_layers * hidden * (to_choose_from + 3 * model.shared_size)
-    return model.layers * (2 * hidden + biases) + hidden + of_experts
+    return HeldModel(
+        **{**values, "layers": stage.layers if stage else model.layers}, table_rows=rows, routed=model.moe.experts
+    )
 
 
 def expert_values(model: ModelConfig) -> int:
-    """Values of the experts of a model (as held), which every token goes to a few of."""
-    return model.expert_layers * model.moe.experts * 3 * model.hidden_size * model.moe.expert_size
+    """Values of the experts of a model (as held)."""
+    return 3 * model.hidden_size * model.moe.expert_size * model.moe.experts * model.expert_layers
+
+
+def copied_values(model: ModelConfig) -> int:
+    """Values of a model (as held) of which every tensor rank has a copy: norms, biases that are added once, routers and
+    shared experts."""
+    of_experts = model.expert_layers * model.hidden_size * (model.router_rows + 3 * model.shared_size)
+    biases = (model.hidden_size if model.attention_bias == "all" else 0) + (model.hidden_size if model.mlp_bias else 0)
+    return model.layers * (2 * model.hidden_size + biases) + model.hidden_size + of_experts

@@ -363,7 +363,7 @@ def _matrices_apart(model: ModelConfig, kind: str) -> list[tuple[int, int]]:
     for width, count in ((model.moe.expert_size, model.moe.experts), (model.shared_size, int(model.shared_size > 0))):
         blocks += [(2 * width, model.hidden_size), (model.hidden_size, width)] * count * model.expert_layers
     if "router" in kinds and model.moe.experts:
-        blocks += [(model.moe.experts, model.hidden_size)] * model.expert_layers
+        blocks += [(model.router_rows, model.hidden_size)] * model.expert_layers
     tables = [(model.vocab_rows, model.hidden_size)] * (1 if model.tied_embeddings else 2)
     return [*(blocks if "matrix" in kinds else []), *(tables if "embedding" in kinds else [])]
 
@@ -512,7 +512,7 @@ def _saved_by_feed_forward(model: ModelConfig, settings: MemorySettings) -> floa
     if not model.expert_layers:
         return dense
     width, chosen = sizes.value_bytes, moe.experts_per_token * moe.expert_size
-    saved = float(sizes.wide_bytes * moe.experts * settings.expert)  # the scores
+    saved = float(sizes.wide_bytes * model.router_rows)  # the scores
     saved += moe.experts_per_token * (4 * INDEX_BYTES + 3 * sizes.wide_bytes)  # who is chosen, in which order; gates
     saved += width * moe.experts_per_token * sizes.hidden_size  # the tokens, sorted by expert
     saved += 2 * width * chosen  # gates and ups
@@ -543,7 +543,7 @@ def _gates_and_ups(model: ModelConfig, settings: MemorySettings) -> float:
     """Bytes of what the gate-up projections return; with experts also of what they and the router do."""
     sizes, moe, share = settings.sizes(model), model.moe, model.expert_layers / model.layers
     of_experts = moe.experts_per_token * (2 * moe.expert_size + sizes.hidden_size) + 2 * model.shared_size
-    of_router = sizes.wide_bytes * moe.experts * settings.expert
+    of_router = sizes.wide_bytes * model.router_rows
     dense = 2 * sizes.value_bytes * sizes.intermediate_size
     return (1 - share) * dense + share * (sizes.value_bytes * of_experts + of_router) / settings.tensor
 

@@ -161,6 +161,11 @@ class ModelConfig:
         return max(0, self.layers - self.moe.dense_layers) if self.moe.experts else 0
 
     @property
+    def router_rows(self) -> int:
+        """Experts that a router chooses among."""
+        return self.moe.experts
+
+    @property
     def shared_size(self) -> int:
         """Width of the SwiGLU of the shared experts of a block."""
         return self.moe.shared_experts * self.moe.expert_size
@@ -201,7 +206,7 @@ def parameter_counts(config: ModelConfig) -> dict[str, int]:
     biases += hidden if config.attention_bias == "all" else 0
     biases += 2 * inner + hidden if config.mlp_bias else 0
     expert = 3 * hidden * moe.expert_size
-    chosen = hidden * moe.experts + 3 * hidden * config.shared_size + moe.experts_per_token * expert
+    chosen = hidden * config.router_rows + 3 * hidden * config.shared_size + moe.experts_per_token * expert
     dense_layers = config.layers - config.expert_layers
     matrices = config.layers * attention + dense_layers * 3 * hidden * inner + config.expert_layers * chosen
     idle = config.expert_layers * (moe.experts - moe.experts_per_token) * expert

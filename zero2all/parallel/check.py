@@ -99,16 +99,19 @@ def _zero_problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
 
 
 def _offload_problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
-    """What offload moves is laid out for processes that hold whole matrices and all blocks; the host knows AdamW."""
+    """What offload moves is laid out for processes that hold all blocks, and weights also for whole matrices; the host
+    knows AdamW."""
     asked, found = config.parallel.offload, []
     if asked == "none":
         return []
-    others = [name for name in ("pipeline", "context", "tensor", "expert") if getattr(sizes, name) > 1]
+    allowed = ("replicate", "shard") if asked == "weights" else ("replicate", "shard", "tensor")
+    axes = [name for name in ("pipeline", "context", "tensor", "expert") if name not in allowed]
+    others = [name for name in axes if getattr(sizes, name) > 1]
     if others:
         named = ", ".join(f"{name} {getattr(sizes, name)}" for name in others)
         found.append(
-            f"parallel.offload {asked} with {named}: offload works with replicate and shard only. Set parallel.offload "
-            f"to none (each of these axes also makes the states of a process smaller), or these axes to 1."
+            f"parallel.offload {asked} with {named}: it works with {', '.join(allowed)} only. Set parallel.offload to "
+            f"none (each of these axes also makes the states of a process smaller), or these axes to 1."
         )
     if config.optim.kind != "adamw":
         found.append(

@@ -29,7 +29,7 @@ from zero2all.parallel.config import MeshSizes, ParallelConfig
 from zero2all.parallel.links import Messages, make_links
 from zero2all.parallel.mesh import Mesh
 from zero2all.parallel.run_config import SpreadConfig
-from zero2all.parallel.schedule import Action, make_orders
+from zero2all.parallel.schedule import Action, make_order
 
 POSTED_AHEAD = 2
 """Actions whose input is awaited at once: the next one's arrives while the present one computes."""
@@ -162,7 +162,8 @@ class Pipeline:
         """Forward and backward passes of micro-batches with these numbers of rows. `before_last` is called before the
         last action; `mark` is told which part of a step has ended: "backward", or "bubble", a wait for another
         process."""
-        order = make_orders(self._schedule, self._mesh.pipeline.size, self._chunks, len(rows))[self._mesh.pipeline.rank]
+        axis = self._mesh.pipeline
+        order = make_order(self._schedule, axis.rank, axis.size, self._chunks, len(rows))
         messages = Messages(self._links, self._dtype, self._device, mark)
         passes: dict[tuple[int, int], _Pass] = {}
         left: dict[tuple[int, int], list[Callable[[], None]]] = {}  # products that zero_bubble leaves for later

@@ -41,11 +41,12 @@ Orders = list[list[Action]]
 
 def make_orders(schedule: str, processes: int, chunks: int, micros: int) -> Orders:
     """The actions of a step with this many micro-batches."""
-    return [_order(schedule, rank, processes, chunks, micros) for rank in range(processes)]
+    return [make_order(schedule, rank, processes, chunks, micros) for rank in range(processes)]
 
 
-def _order(schedule: str, rank: int, processes: int, chunks: int, micros: int) -> list[Action]:
-    """Some forward passes, then a forward and a backward in turn, then the backward passes that are left."""
+def make_order(schedule: str, rank: int, processes: int, chunks: int, micros: int) -> list[Action]:
+    """Those of one process: some forward passes, then a forward and a backward in turn, then the backward passes that
+    are left."""
     turns = list(_turns(processes, chunks, micros))
     forwards = [Action("forward", chunk * processes + rank, micro) for chunk, micro in turns]
     backwards = [Action("backward", (chunks - 1 - chunk) * processes + rank, micro) for chunk, micro in turns]

@@ -1,0 +1,177 @@
+"""`make layouts`: every axis alone and in combinations against one process, and every layout resumed from every other.
+
+In float64 only the order of sums differs, so losses and gradient norms agree to many digits. Every layout is run with
+
+    plain       4 micro-batches of 2 rows, or fewer where rows are spread
+    documents   attention masked at document borders, and a z loss
+    tied        one matrix for embedding and head, blocks computed again; `-` where the layout refuses it
+    7 rows      rows that do not divide: some processes have rows of padding
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parallel import layouts
+from tests.parallel.test_parallel_expert import MOE
+from zero2all.parallel.check import spread_problems
+from zero2all.parallel.config import ParallelConfig
+from zero2all.parallel.world import World
+
+pytestmark = pytest.mark.slow
+
+INTERLEAVED = {"schedule": "interleaved", "chunks": 2}
+GATHER = {"context_method": "gather"}
+TABLE: dict[int, dict[str, dict[str, Any]]] = {
+    2: {
+        "replicate": {},
+        "ZeRO-1": {"zero": 1},
+        "ZeRO-2": {"zero": 2},
+        "ZeRO-3": {"zero": 3},
+        "tensor": {"tensor": 2},
+        "pipeline, gpipe": {"pipeline": 2, "schedule": "gpipe"},
+        "pipeline, 1f1b": {"pipeline": 2},
+        "pipeline, interleaved": {"pipeline": 2, **INTERLEAVED},
+        "pipeline, zero bubble": {"pipeline": 2, "schedule": "zero_bubble"},
+        "context, ulysses": {"context": 2},
+        "context, gather": {"context": 2, **GATHER},
+        "expert": {"expert": 2, "zero": 1},
+    },
+    4: {
+        "hybrid ZeRO-1": {"zero": 1, "shard": 2},
+        "hybrid ZeRO-2": {"zero": 2, "shard": 2},
+        "hybrid ZeRO-3": {"zero": 3, "shard": 2},
+        "tensor": {"tensor": 4, "copy_kv_heads": True},
+        "pipeline, gpipe": {"pipeline": 4, "schedule": "gpipe"},
+        "pipeline, 1f1b": {"pipeline": 4},
+        "pipeline, zero bubble": {"pipeline": 4, "schedule": "zero_bubble"},
+        "context, ulysses": {"context": 4},
+        "context, gather": {"context": 4, **GATHER},
+        "expert": {"expert": 4, "zero": 1},
+        "shard x tensor, ZeRO-1": {"zero": 1, "tensor": 2},
+        "shard x tensor, ZeRO-2": {"zero": 2, "tensor": 2},
+        "shard x tensor, ZeRO-3": {"zero": 3, "tensor": 2},
+        "tensor x pipeline": {"tensor": 2, "pipeline": 2},
+        "shard x interleaved, ZeRO-1": {"zero": 1, "pipeline": 2, **INTERLEAVED},
+        "shard x pipeline, ZeRO-3": {"zero": 3, "pipeline": 2},
+        "shard x context, ZeRO-1": {"zero": 1, "context": 2},
+        "shard x context, ZeRO-3": {"zero": 3, "context": 2, **GATHER},
+        "tensor x context": {"tensor": 2, "context": 2},
+        "shard x expert, ZeRO-1": {"zero": 1, "expert": 2},
+        "shard x expert, ZeRO-2": {"zero": 2, "expert": 2},
+        "tensor x expert": {"zero": 1, "tensor": 2, "expert": 4},
+        "context x expert": {"context": 2, "expert": 2},
+        "pipeline x expert": {"zero": 1, "pipeline": 2, "expert": 2},
+    },
+    8: {
+        "replicate x shard x tensor": {"zero": 1, "shard": 2, "tensor": 2},
+        "ZeRO-1 x tensor x interleaved": {"zero": 1, "tensor": 2, "pipeline": 2, **INTERLEAVED},
+        "pipeline x shard x context": {"zero": 1, "pipeline": 2, "context": 2},
+        "pipeline x shard x tensor, ZeRO-1": {"zero": 1, "pipeline": 2, "tensor": 2},
+        "pipeline x shard x tensor, ZeRO-3": {"zero": 3, "pipeline": 2, "tensor": 2},
+        "pipeline x tensor x expert": {"zero": 1, "pipeline": 2, "tensor": 2, "expert": 4},
+    },
+    16: {
+        "pipeline x shard x context x tensor": {"zero": 1, "pipeline": 2, "context": 2, "tensor": 2},
+        "the same with experts": {"zero": 1, "pipeline": 2, "context": 2, "tensor": 2, "expert": 8},
+    },
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "documents": {"documents": True, "z_loss": 1e-3},
+    "tied": {"tied": True, "recompute": "full"},
+    "7 rows": {"samples": 7},
+}
+RESUMED = [
+    *("replicate", "ZeRO-2", "hybrid ZeRO-1", "hybrid ZeRO-3", "ulysses x ZeRO-3", "gather x ZeRO-1"),
+    *("tensor", "ZeRO-2 x tensor", "ZeRO-3 x tensor", "pipeline", "ZeRO-1 x interleaved", "ZeRO-3 x pipeline"),
+]
+"""Twelve layouts of four processes."""
+
+
+def model_of(layout: dict[str, Any]) -> dict[str, Any]:
+    """With experts where they are spread."""
+    return {"layers": 4, **({"moe": {**MOE, "experts": 16}} if "expert" in layout else {})}
+
+
+def is_refused(size: int, layout: dict[str, Any], variant: dict[str, Any]) -> bool:
+    """Whether the rules forbid it."""
+    parallel = ParallelConfig(**layout)
+    config = layouts.run_config(parallel=parallel, tied_embeddings=variant.get("tied", False), **model_of(layout))
+    return bool(spread_problems(config, parallel.sizes(size)))
+
+
+def course_alone(known: dict[Any, Any], layout: dict[str, Any], variant: str, **options: Any) -> dict[str, Any]:
+    """The same in one process."""
+    key = ("expert" in layout, variant)
+    if key not in known:
+        known[key] = layouts.course(World(), "adamw", model=model_of(layout), **VARIANTS[variant], **options)
+    return known[key]
+
+
+def difference(found: dict[str, Any], alone: dict[str, Any]) -> float:
+    """The largest relative difference of a loss or a norm."""
+    figures = (itertools.chain(*course["figures"]) for course in (found, alone))
+    return max(abs(mine - exact) / abs(exact) for mine, exact in zip(*figures, strict=True))
+
+
+@pytest.mark.parametrize("size", TABLE)
+def test_every_layout_trains_like_one_process(warm, tmp_path, size, capsys, monkeypatch):
+    monkeypatch.setattr("tests.processes.LONG_SECONDS", 1800.0)
+    cases = {
+        f"{name} | {variant}": {"optimizer": "adamw", "model": model_of(layout), **layout, **VARIANTS[variant]}
+        for (name, layout), variant in itertools.product(TABLE[size].items(), VARIANTS)
+        if not is_refused(size, layout, VARIANTS[variant])
+    }
+    found = layouts.run(warm, tmp_path, size, cases)
+    known: dict[Any, Any] = {}
+    lines = [f"{f'{size} processes, float64, {layouts.STEPS} steps':38}" + "".join(f"{name:>11}" for name in VARIANTS)]
+    for name, layout in TABLE[size].items():
+        line = f"{name:38}"
+        for variant in VARIANTS:
+            course = found.get(f"{name} | {variant}")
+            error = None if course is None else difference(course, course_alone(known, layout, variant))
+            line += f"{'-' if error is None else f'{error:.1e}':>11}"
+            assert error is None or error < 1e-9, f"{name}, {variant}: {error}"
+            if course is not None:
+                exact = known["expert" in layout, variant]["tensors"]
+                assert course["tensors"].keys() == exact.keys()
+                for tensor, value in exact.items():
+                    torch.testing.assert_close(course["tensors"][tensor], value, rtol=1e-9, atol=1e-9, msg=tensor)
+        lines.append(line)
+    with capsys.disabled():
+        print("\n" + "\n".join(lines))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_in_float32_they_agree_to_its_digits(warm, tmp_path, size, capsys, monkeypatch):
+    monkeypatch.setattr("tests.processes.LONG_SECONDS", 1200.0)
+    options = {"dtype": "float32", "steps": 5}
+    cases = {
+        name: {"optimizer": "adamw", "model": model_of(layout), **layout, **options}
+        for name, layout in TABLE[size].items()
+    }
+    found = layouts.run(warm, tmp_path, size, cases)
+    known: dict[Any, Any] = {}
+    errors = {
+        name: difference(found[name], course_alone(known, TABLE[size][name], "plain", **options)) for name in cases
+    }
+    with capsys.disabled():
+        print(f"\n{size} processes, float32, 5 steps: at most {max(errors.values()):.1e}")
+    assert max(errors.values()) < 1e-5, errors
+
+
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+def test_every_layout_resumes_from_every_other(warm, tmp_path, monkeypatch, experts):
+    monkeypatch.setattr("tests.processes.LONG_SECONDS", 1200.0)
+    names = list(layouts.EXPERT_LAYOUTS) if experts else RESUMED
+    model = {"layers": 4, **({"moe": MOE} if experts else {})}
+    arguments = {"folder": str(tmp_path / "runs"), "layouts": names, "every": True, "model": model}
+    found = layouts.run(warm, tmp_path, 4, {"pairs": arguments})["pairs"]
+    del found["own_bytes_by_rank"]
+    assert len(found) == len(names) ** 2
+    assert all(differ == [] and loss < 1e-9 for differ, loss in found.values()), found
