@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from zero2all.limits.communication import Transfer, bytes_sent, communication_per_step
+from zero2all.limits.communication import Transfer, by_axis, bytes_sent, communication_per_step
+from zero2all.limits.held import Stage
 from zero2all.limits.memory import MemorySettings
-from zero2all.model.config import ModelConfig, parameter_counts
+from zero2all.model.config import ModelConfig, MoeConfig, parameter_counts
 from zero2all.ops.footprint import Footprint
 
 MODEL = ModelConfig(vocab_size=64, hidden_size=64, intermediate_size=160, layers=3, heads=8, kv_heads=2, max_seq_len=32)
@@ -122,3 +125,35 @@ def test_padding_of_the_buffers_can_be_counted():
     settings = MemorySettings(32, 4, {"optimizer": Footprint()}, zero=1, shard=2)
     found = communication_per_step(MODEL, settings, buffers={"cut": 1000})
     assert [each.whole for each in found] == [4000.0, 2000.0]
+
+
+def test_stages_send_the_hidden_states_of_their_tokens_on_and_their_gradients_back():
+    middle = Stage(1, has_embedding=False, has_head=False, sends=2)
+    found = of_step(pipeline=3, stage=middle, passes=5, context=2, tensor=2)
+    hidden = 5 * 4 * 32 // 2 // 2 * 64 * 2.0  # passes, tokens of a context rank, of a tensor rank, width, bytes
+    assert found[-1] == ("send", "pipeline", 3, 2 * hidden)
+
+
+def test_tokens_go_to_their_experts_and_back_and_gradients_of_experts_over_the_processes_that_have_them():
+    moe = MoeConfig(experts=8, experts_per_token=2, expert_size=32, dense_layers=1)
+    model = replace(MODEL, moe=moe)
+    settings = MemorySettings(32, 4, {"optimizer": Footprint()}, passes=5, zero=1, shard=4, expert=2)
+    found = {(one.collective, one.axis): one for one in communication_per_step(model, settings)}
+    pairs = 5 * 4 * 32 * 2  # passes, tokens, experts per token
+    of_pair = 4 * 64 * 2 + 2 * 4  # there and back, forward and backward; gates in float32, forward and backward
+    counts = 5 * 8 * 8  # passes, experts, bytes
+    assert found["all-to-all", "expert"].whole == 2 * (pairs * of_pair + counts), "two blocks have experts"
+    assert found["all-to-all", "expert"].hidden_by == ""
+    experts = 2 * 4 * 3 * 64 * 32  # blocks, experts of a process, matrices
+    assert found["reduce-scatter", "expert_shard"].whole == 4.0 * experts
+    assert found["reduce-scatter", "expert_shard"].ranks == 2
+    assert found["reduce-scatter", "shard"].whole == 4.0 * (parameter_counts(model)["total"] - 2 * experts)
+
+
+def test_an_axis_that_can_hide_its_traffic_bears_a_slow_link_better_than_one_that_sends_less():
+    settings = MemorySettings(32, 4, {"optimizer": Footprint()}, replicate=2, tensor=2)
+    order = by_axis(communication_per_step(MODEL, settings, figures=100))
+    assert [axis.axis for axis in order] == ["replicate", "tensor"]
+    assert order[0].waited == 0 < order[1].waited
+    late = replace(settings, overlap=False)
+    assert by_axis(communication_per_step(MODEL, late))[-1].waited > 0

@@ -53,7 +53,7 @@ def test_all_problems_are_reported_at_once_with_the_arithmetic():
         "model.tied_embeddings with parallel.pipeline 8",
         "16 rows, fewer than the 32 batch ranks (replicate 4 x shard 8)",
         "parallel.zero 2 with parallel.pipeline 8",
-        "parallel.offload optimizer with pipeline 8, tensor 5",
+        "parallel.offload optimizer with pipeline 8: it works with replicate, shard, tensor only",
     ):
         assert any(said in line for _, line in numbered), said
     assert "batch ranks = processes / (tensor x pipeline x context) = 1280 / (5 x 8 x 1) = 32" in text

@@ -99,9 +99,9 @@ def test_values_and_tables_of_one_process():
     ("processes", "words"),
     [
         (64, ["--parallel.zero", "1", "--parallel.shard", "2", "--parallel.tensor", "2", "--parallel.context", "2",
-              "--parallel.pipeline", "2", "--train.tokens_per_step", "1024"]),
+              "--parallel.pipeline", "2", "--train.tokens_per_step", "256"]),
         (8, ["--parallel.tensor", "4", "--parallel.copy_kv_heads", "true", "--parallel.context", "2",
-             "--parallel.context_method", "gather"]),
+             "--parallel.context_method", "gather", "--train.micro_batch_samples", "8"]),
         (8, ["--parallel.zero", "2", "--parallel.expert", "2", "--model.moe.experts", "4", "--model.moe.expert_size",
              "16", "--train.micro_batch_samples", "1"]),
         (4, ["--parallel.zero", "3"]),

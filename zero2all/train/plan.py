@@ -99,7 +99,7 @@ class Plan:
 def make_plan(config: RunConfig, processes: int, ops: Ops | None = None, samples: int | None = None) -> Plan:
     """The plan for a config whose vocabulary is known; UsageError where it cannot be spread so."""
     sizes = check_spread(config, processes)
-    device = pick_device(config.parallel.device if processes == 1 or config.parallel.device != "cuda" else "auto")
+    device = pick_device("cpu" if config.parallel.device == "cpu" else "auto")  # a plan needs no GPU
     if ops is None:
         sharded = config.parallel.zero == 3 and sizes.shard > 1
         ops = resolve(config.ops, op_context(config, device.type, DTYPES[config.train.precision], sharded))
