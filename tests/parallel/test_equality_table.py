@@ -86,6 +86,37 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "tied": {"tied": True, "recompute": "full"},
     "7 rows": {"samples": 7},
 }
+BIASES = {"attention_bias": "all", "mlp_bias": True}
+ONE_KV_HEAD = {"kv_heads": 1}
+SPECIAL: dict[int, dict[str, dict[str, Any]]] = {
+    2: {
+        "tensor, biases, selective": {"tensor": 2, "model": BIASES, "recompute": "selective"},
+        "tensor, padding rows of the vocabulary": {"tensor": 2, "model": {"vocab_size": 30}},
+        "tensor, copied kv head": {"tensor": 2, "copy_kv_heads": True, "model": ONE_KV_HEAD},
+        "tensor, offloaded optimizer": {"tensor": 2, "offload": "optimizer"},
+        "tensor, lion": {"tensor": 2, "optimizer": "lion"},
+        "tensor, sgd": {"tensor": 2, "optimizer": "sgd"},
+        "pipeline, 9 blocks, muon": {"pipeline": 2, "optimizer": "muon", "model": {"layers": 9}},
+        "gather, one kv head, selective": {
+            **{"context": 2, "context_method": "gather"},
+            **{"model": ONE_KV_HEAD, "recompute": "selective"},
+        },
+        "expert, muon, ZeRO-2": {"expert": 2, "zero": 2, "optimizer": "muon", "model": {"moe": MOE}},
+        "expert, adafactor, ZeRO-1": {"expert": 2, "zero": 1, "optimizer": "adafactor", "model": {"moe": MOE}},
+    },
+    3: {
+        "ZeRO-1 over 3": {"zero": 1},
+        "expert 3, ZeRO-2": {"expert": 3, "zero": 2, "model": {"moe": MOE}},
+        "pipeline of 3": {"pipeline": 3},
+    },
+    6: {
+        "replicate 3 x tensor 2": {"tensor": 2},
+        "ZeRO-1 over 3 x context 2": {"context": 2, "zero": 1},
+        "pipeline 3 x tensor 2": {"pipeline": 3, "tensor": 2},
+    },
+}
+"""Other models, other optimizers, odd numbers of processes."""
+OF_ONE_PROCESS = ("optimizer", "model", "recompute")
 RESUMED = [
     *("replicate", "ZeRO-2", "hybrid ZeRO-1", "hybrid ZeRO-3", "ulysses x ZeRO-3", "gather x ZeRO-1"),
     *("tensor", "ZeRO-2 x tensor", "ZeRO-3 x tensor", "pipeline", "ZeRO-1 x interleaved", "ZeRO-3 x pipeline"),
@@ -145,6 +176,19 @@ def test_every_layout_trains_like_one_process(warm, tmp_path, size, capsys, monk
         lines.append(line)
     with capsys.disabled():
         print("\n" + "\n".join(lines))
+
+
+@pytest.mark.parametrize("size", SPECIAL)
+def test_other_models_optimizers_and_odd_numbers_of_processes(warm, tmp_path, size, capsys, monkeypatch):
+    monkeypatch.setattr("tests.processes.LONG_SECONDS", 1200.0)
+    cases = {name: {"optimizer": "adamw", **case} for name, case in SPECIAL[size].items()}
+    found = layouts.run(warm, tmp_path, size, cases)
+    for name, case in cases.items():
+        options = {key: value for key, value in case.items() if key in OF_ONE_PROCESS}
+        error = difference(found[name], layouts.course(World(), **options))
+        with capsys.disabled():
+            print(f"\n{size} processes: {name:40}{error:.1e}", end="")
+        assert error < 1e-9, name
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -128,57 +127,3 @@ def test_what_does_not_divide_is_refused_in_words():
     assert "Nearest: 16." in length
     (stage,) = problems_of(4, stages=[16, 18])
     assert "stages[1].seq_len 18 is not a multiple of parallel.context 4" in stage
-
-
-# ---- make layouts ----------------------------------------------------------------------------------------------------
-
-GATHER = {"context_method": "gather"}
-TABLE: dict[int, dict[str, dict]] = {
-    2: {
-        "ulysses": {"context": 2},
-        "gather": {"context": 2, **GATHER},
-        "ulysses, documents, recompute full": {"context": 2, "documents": True, "recompute": "full"},
-        "gather, documents, tied": {"context": 2, **GATHER, "documents": True, "tied": True},
-        "gather, one kv head, selective": {"context": 2, **GATHER, "recompute": "selective", "model": FEW_HEADS},
-    },
-    4: {
-        "ulysses 4, documents": {"context": 4, "documents": True},
-        "gather 4, documents": {"context": 4, **GATHER, "documents": True},
-        "ulysses 4, one kv head": {"context": 4, "model": FEW_HEADS},
-        "replicate x ulysses, documents": {"context": 2, "documents": True},
-        "ZeRO-1 x gather, tied": {"context": 2, **GATHER, "zero": 1, "tied": True},
-        "ZeRO-2 x ulysses, recompute selective": {"context": 2, "zero": 2, "recompute": "selective"},
-        "ZeRO-3 x ulysses, documents": {"context": 2, "zero": 3, "documents": True},
-        "ZeRO-3 x gather, recompute full": {"context": 2, **GATHER, "zero": 3, "recompute": "full"},
-        "tensor x ulysses, documents": {"context": 2, "tensor": 2, "documents": True},
-        "tensor x gather, one kv head": {"context": 2, "tensor": 2, **GATHER, "model": FEW_HEADS},
-        "pipeline x ulysses, documents": {"context": 2, "pipeline": 2, "documents": True},
-        "pipeline x gather, documents": {"context": 2, "pipeline": 2, **GATHER, "documents": True},
-    },
-    6: {"ZeRO-1 over 3 x ulysses, padding rows": {"context": 2, "zero": 1}},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", TABLE)
-def test_the_table_of_ways_to_share_sequences(warm, tmp_path, size, capsys, monkeypatch):
-    monkeypatch.setattr("tests.processes.LONG_SECONDS", 1200.0)
-    found = run(warm, tmp_path, size, TABLE[size], layouts.STEPS)
-    with capsys.disabled():
-        print(f"\n{size} processes, float64, {layouts.STEPS} steps: largest relative difference to one process")
-        for name, case in TABLE[size].items():
-            alone = assert_like_one_process(found[name], case, layouts.STEPS)
-            figures = (itertools.chain(*course["figures"]) for course in (found[name], alone))
-            error = max(abs(mine - exact) / abs(exact) for mine, exact in zip(*figures, strict=True))
-            print(f"{name:44}{error:10.1e}")
-
-
-@pytest.mark.slow
-def test_layouts_with_shared_sequences_resume_from_each_other(warm, tmp_path, monkeypatch):
-    monkeypatch.setattr("tests.processes.LONG_SECONDS", 1200.0)
-    names = ["replicate", "ZeRO-1", "ZeRO-3", "ulysses", "gather x ZeRO-1", "ulysses x ZeRO-3"]
-    arguments = {"folder": str(tmp_path / "runs"), "layouts": names, "every": True}
-    found = layouts.run(warm, tmp_path, 4, {"pairs": arguments})["pairs"]
-    del found["own_bytes_by_rank"]
-    assert len(found) == 36
-    assert all(differ == [] and loss < 1e-9 for differ, loss in found.values()), found

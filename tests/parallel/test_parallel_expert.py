@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import pytest
 import torch
@@ -77,66 +76,3 @@ def test_what_cannot_be_spread_is_refused_in_words():
     assert "parallel.expert is 2, but the model has no experts" in problems_of(experts=0, expert=2)[0]
     assert "model.moe.experts (10) is not a multiple of parallel.expert (4)" in problems_of(experts=10, expert=4)[0]
     assert "parallel.zero 3 gathers whole experts" in problems_of(zero=3, expert=2)[0]
-
-
-# ---- make layouts ----
-
-
-TABLE = {
-    2: {
-        "expert 2, ZeRO-1": {"zero": 1, "expert": 2},
-        "expert 2, ZeRO-2, recompute selective": {"zero": 2, "expert": 2, "recompute": "selective"},
-        "expert 2, tensor 2": {"tensor": 2, "expert": 2},
-        "expert 2, context 2": {"context": 2, "expert": 2},
-        "tensor 2": {"tensor": 2},
-    },
-    3: {"expert 3, ZeRO-2, padding": {"zero": 2, "expert": 3}, "ZeRO-1, padding": {"zero": 1}},
-    4: layouts.EXPERT_LAYOUTS
-    | {
-        "expert 2, ZeRO-1": {"zero": 1, "expert": 2},
-        "expert 2, pipeline 2, zero bubble": {
-            "zero": 1,
-            "pipeline": 2,
-            "schedule": "zero_bubble",
-            "expert": 2,
-        },
-    },
-}
-OPTIMIZERS = ("adamw", "muon", "adafactor")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", TABLE)
-def test_the_table_of_layouts_with_experts(warm, tmp_path, size, capsys, monkeypatch):
-    monkeypatch.setattr("tests.processes.LONG_SECONDS", 1200.0)
-    cases = {
-        f"{name}, {optimizer}": {"optimizer": optimizer, "model": MODEL, **layout}
-        for (name, layout), optimizer in itertools.product(TABLE[size].items(), OPTIMIZERS)
-        if optimizer == "adamw" or "tensor" not in layout  # others need whole matrices
-    }
-    found = layouts.run(warm, tmp_path, size, cases)
-    alone = {optimizer: layouts.course(World(), optimizer, model=MODEL) for optimizer in OPTIMIZERS}
-    with capsys.disabled():
-        print(
-            f"\n{size} processes, experts, float64, {layouts.STEPS} steps: largest relative difference to one process"
-        )
-        for name, case in cases.items():
-            pairs = zip(
-                itertools.chain(*found[name]["figures"]),
-                itertools.chain(*alone[case["optimizer"]]["figures"]),
-                strict=True,
-            )
-            print(f"{name:50}{max(abs(mine - exact) / abs(exact) for mine, exact in pairs):12.1e}")
-    for name, case in cases.items():
-        assert_like_one_process(found[name], alone[case["optimizer"]])
-
-
-@pytest.mark.slow
-def test_every_layout_with_experts_resumes_from_every_other(warm, tmp_path, monkeypatch):
-    monkeypatch.setattr("tests.processes.LONG_SECONDS", 1200.0)
-    names = list(layouts.EXPERT_LAYOUTS)
-    arguments = {"folder": str(tmp_path / "runs"), "layouts": names, "every": True, "model": MODEL}
-    found = layouts.run(warm, tmp_path, 4, {"pairs": arguments})["pairs"]
-    del found["own_bytes_by_rank"]
-    assert len(found) == len(names) ** 2
-    assert all(differ == [] and loss < 1e-9 for differ, loss in found.values()), found

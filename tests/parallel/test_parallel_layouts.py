@@ -127,13 +127,3 @@ def test_the_table_of_all_layouts_and_optimizers(warm, tmp_path, size, capsys, m
             print(f"{name:18}" + "".join(f"{error:12.1e}" for error in errors))
     for name, case in cases.items():
         assert_like_one_process(found[name], case["optimizer"], layouts.STEPS)
-
-
-@pytest.mark.slow
-def test_every_layout_resumes_from_every_other(warm, tmp_path, monkeypatch):
-    monkeypatch.setattr("tests.processes.LONG_SECONDS", 1200.0)
-    arguments = {"folder": str(tmp_path / "runs"), "layouts": SIX, "every": True}
-    found = layouts.run(warm, tmp_path, 4, {"pairs": arguments})["pairs"]
-    del found["own_bytes_by_rank"]
-    assert len(found) == 36
-    assert all(differ == [] and loss < 1e-9 for differ, loss in found.values()), found

@@ -200,45 +200,6 @@ def test_four_processes_train_like_one_and_resume_from_each_other(warm, tmp_path
 # ---- make layouts ----
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
-def test_the_table_of_all_pipelines(warm, tmp_path, size, capsys, monkeypatch):
-    monkeypatch.setattr("tests.processes.LONG_SECONDS", 1200.0)
-    schedules = {
-        "gpipe": {"schedule": "gpipe"},
-        "1f1b": {},
-        "interleaved, 2 chunks": {"schedule": "interleaved", "chunks": 2},
-        "zero_bubble": {"schedule": "zero_bubble"},
-    }
-    spreads = {"": {"pipeline": size}}
-    if size == 4:
-        spreads |= {"replicate x ": {"pipeline": 2}, "ZeRO-1 x ": {"pipeline": 2, "zero": 1}}
-        spreads["ZeRO-3 x "] = {"pipeline": 2, "zero": 3}
-    model = {"model": {"layers": 9}}
-    cases = {
-        f"{before}{name}": {"optimizer": "adamw", **model, **schedule, **spread}
-        for (before, spread), (name, schedule) in itertools.product(spreads.items(), schedules.items())
-        if not (spread.get("zero") == 3 and name == "zero_bubble")
-    }
-    for name in ("1f1b", "zero_bubble"):
-        for what, more in {"recompute": {"recompute": "selective"}, "documents": {"documents": True}}.items():
-            cases[f"{name}, {what}"] = {**cases[name], **more, "micro": 3}
-    found = layouts.run(warm, tmp_path, size, cases)
-    errors = {}
-    for name, case in cases.items():
-        of_model = {key: value for key, value in case.items() if key not in (*PARALLEL_FIELDS, "optimizer")}
-        assert_like_one_process(found[name], **of_model)
-        alone = course_alone(json.dumps(of_model))
-        together = zip(*(itertools.chain(*one["figures"]) for one in (found[name], alone)), strict=True)
-        errors[name] = max(abs(mine - exact) / abs(exact) for mine, exact in together)
-    with capsys.disabled():
-        print(
-            f"\n{size} processes, 9 blocks, float64, {layouts.STEPS} steps: largest relative difference to one process"
-        )
-        for name, error in errors.items():
-            print(f"{name:34}{error:12.1e}")
-
-
 @pytest.mark.slow  # a busy machine sleeps longer
 def test_the_measured_bubble_is_the_predicted_one(warm, tmp_path, capsys):
     micros, cases = 8, {f"{schedule}, {chunks}": (schedule, chunks) for schedule, chunks in SCHEDULES}
@@ -254,14 +215,3 @@ def test_the_measured_bubble_is_the_predicted_one(warm, tmp_path, capsys):
                 f"\n4 stages, 8 micro-batches, {name}: predicted {predicted:.3f}, measured {found[name]['bubble']:.3f}"
             )
         assert found[name]["bubble"] == pytest.approx(predicted, abs=0.03)
-
-
-@pytest.mark.slow
-def test_every_pipeline_resumes_from_every_other_layout(warm, tmp_path, monkeypatch):
-    monkeypatch.setattr("tests.processes.LONG_SECONDS", 1200.0)
-    names = [*layouts.PIPELINES, "replicate", "ZeRO-2", "ZeRO-3"]
-    resumed = {"folder": str(tmp_path / "runs"), "layouts": names, "every": True, **FIVE_BLOCKS}
-    found = layouts.run(warm, tmp_path, 4, {"pairs": resumed})["pairs"]
-    del found["own_bytes_by_rank"]
-    assert len(found) == 49
-    assert all(differ == [] and loss < 1e-9 for differ, loss in found.values()), found

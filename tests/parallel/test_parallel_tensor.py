@@ -255,62 +255,6 @@ def test_two_tensor_ranks_of_two_shards_train_like_one_process(of_four, name):
     assert largest_difference(of_four[name], {**OF_FOUR[name], "steps": FEW}) < 1e-9
 
 
-# ---- make layouts ------------------------------------------------------------------------------------------------
-
-TABLE: dict[int, dict[str, dict[str, Any]]] = {
-    2: {
-        "tensor 2": {},
-        "tensor 2, tied": {"tied": True},
-        "tensor 2, biases": {"model": BIASES},
-        "tensor 2, documents": {"documents": True},
-        "tensor 2, z loss": {"z_loss": 1e-2},
-        "tensor 2, recompute full": {"recompute": "full"},
-        "tensor 2, recompute selective": {"recompute": "selective"},
-        "tensor 2, padding": {"model": {"vocab_size": 30}},
-        "tensor 2, copied kv heads": ONE_KV_HEAD,
-        "tensor 2, offloaded optimizer": {"offload": "optimizer", **ONE_KV_HEAD},
-        "tensor 2, lion": {"optimizer": "lion"},
-        "tensor 2, sgd": {"optimizer": "sgd"},
-    },
-    4: {
-        "tensor 4": {"tensor": 4, "model": {"kv_heads": 4}},
-        "tensor 4, copied kv heads, tied": {"tensor": 4, "copy_kv_heads": True, "tied": True},
-        "replicate 2 x tensor 2": {},
-        "ZeRO-1 2 x tensor 2": {"zero": 1},
-        "ZeRO-2 2 x tensor 2, tied": {"zero": 2, "tied": True},
-        "ZeRO-3 2 x tensor 2": {"zero": 3},
-        "ZeRO-3 2 x tensor 2, tied, documents": {"zero": 3, "tied": True, "documents": True},
-        "ZeRO-3 2 x tensor 2, recompute full": {"zero": 3, "recompute": "full", "model": BIASES},
-        "ZeRO-3 2 x tensor 2, copied kv heads": {"zero": 3, **ONE_KV_HEAD},
-        "pipeline 2 x tensor 2": {"pipeline": 2, "model": BIASES, "documents": True},
-        "pipeline 2, zero bubble x tensor 2": {"pipeline": 2, "schedule": "zero_bubble", "model": FOUR_LAYERS},
-    },
-    6: {"replicate 3 x tensor 2, padding rows": {}},
-    8: {
-        "replicate 2 x ZeRO-1 2 x tensor 2": {"zero": 1, "shard": 2},
-        "replicate 2 x ZeRO-3 2 x tensor 2": {"zero": 3, "shard": 2, "documents": True},
-        "ZeRO-1 2 x tensor 4, copied kv heads": {"tensor": 4, "zero": 1, "copy_kv_heads": True},
-        "pipeline 2, interleaved x ZeRO-1 2 x tensor 2": {
-            **{"pipeline": 2, "schedule": "interleaved", "chunks": 2, "zero": 1, "model": FOUR_LAYERS},
-        },
-    },
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", TABLE)
-def test_the_table_of_tensor_layouts(warm, tmp_path, size, capsys, monkeypatch):
-    monkeypatch.setattr("tests.processes.LONG_SECONDS", 1200.0)
-    cases = {name: {"optimizer": "adamw", "tensor": 2, **case} for name, case in TABLE[size].items()}
-    found = layouts.run(warm, tmp_path, size, cases)
-    errors = {name: largest_difference(found[name], case) for name, case in cases.items()}
-    with capsys.disabled():
-        print(f"\n{size} processes, float64, {layouts.STEPS} steps: largest difference to one process")
-        for name, error in errors.items():
-            print(f"{name:48}{error:10.1e}")
-    assert max(errors.values()) < 1e-9
-
-
 @pytest.mark.slow
 def test_dropout_draws_the_same_masks_when_a_block_is_computed_again(warm, tmp_path):
     dropout = {"residual_dropout": 0.3, "attention_dropout": 0.3, "embedding_dropout": 0.3}
@@ -319,14 +263,3 @@ def test_dropout_draws_the_same_masks_when_a_block_is_computed_again(warm, tmp_p
     found = layouts.run(warm, tmp_path, 2, {kind: {**case, "steps": 4} for kind, case in cases.items()})
     without = layouts.course(World(), "adamw", steps=4)["figures"]
     assert found["none"]["figures"] == found["full"]["figures"] == found["selective"]["figures"] != without
-
-
-@pytest.mark.slow
-def test_tensor_layouts_and_others_resume_from_each_other(warm, tmp_path, monkeypatch):
-    monkeypatch.setattr("tests.processes.LONG_SECONDS", 1200.0)
-    names = [*layouts.TENSOR_LAYOUTS, "replicate", "ZeRO-1", "hybrid ZeRO-3"]
-    arguments = {"folder": str(tmp_path / "runs"), "layouts": names, "every": True}
-    found = layouts.run(warm, tmp_path, 4, {"pairs": arguments})["pairs"]
-    del found["own_bytes_by_rank"]
-    assert len(found) == len(names) ** 2
-    assert all(differ == [] and loss < 1e-9 for differ, loss in found.values()), found
