@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import resource
 import sys
 from dataclasses import fields, replace
 from datetime import timedelta
@@ -133,6 +134,9 @@ def main() -> None:
     """RANK SIZE STORE OUT CASES (a file with cases by name)."""
     rank, size, store, out, cases = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6]
     torch.set_num_threads(1)
+    # Every case makes groups, and DTensor keeps their names, so none is destroyed before the end.
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     wait = timedelta(seconds=SECONDS)
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=wait)
     world = World(rank, size, control=dist.group.WORLD)
@@ -146,9 +150,6 @@ def main() -> None:
         finally:
             if rank == 0:
                 Path(out).write_text(json.dumps(found))
-        for group in list(dist.distributed_c10d._world.pg_map):
-            if group is not dist.group.WORLD:
-                dist.destroy_process_group(group)
     dist.destroy_process_group()
 
 
