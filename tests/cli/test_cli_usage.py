@@ -122,7 +122,7 @@ def test_an_unknown_preset_ends_with_2_the_nearest_name_and_the_list(z2a):
     assert ended.code == 2
     message = paragraph(ended.err)
     assert "no config file or preset `z2all-10m`. Did you mean `z2all-100m`?" in message
-    assert "(quickstart, z2all-100m, z2all-1b)" in message
+    assert "(quickstart, z2all-100m, z2all-1b, z2all-moe)" in message
 
 
 def test_a_config_with_problems_ends_with_2_and_starts_nothing(z2a, tmp_path):

@@ -55,7 +55,9 @@ def test_processes_that_choose_different_operators_or_find_none_all_end():
     with pytest.raises(UsageError, match="attention is sdpa on rank 0 and math on rank 1"):
         resolve_together(OpsConfig(), OpContext("cpu"), of_two(takes_another))
     with pytest.raises(UsageError, match="Rank 1: no kernel"):
-        resolve_together(OpsConfig(), OpContext("cpu"), of_two(lambda value: "no kernel" if value == "" else value))
+        resolve_together(
+            OpsConfig(), OpContext("cpu"), of_two(lambda value: UsageError("no kernel") if value is None else value)
+        )
 
 
 def test_changed_operators_are_told_and_unknown_ones_are_not():

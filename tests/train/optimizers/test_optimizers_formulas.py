@@ -94,7 +94,8 @@ def adafactor(name, clip=1.0, b1=0.0, power=0.8):
         else:
             v = b * v + (1 - b) * s
         u = g / np.sqrt(v)
-        u = u / max(1.0, np.sqrt((u**2).mean()) / clip)
+        of_each = (-2, -1) if len(shape) > 2 else None  # every matrix of a stack by itself
+        u = u / np.maximum(1.0, np.sqrt((u**2).mean(axis=of_each, keepdims=True)) / clip)
         m = b1 * m + (1 - b1) * u
         w = w - lr * DECAYS[name] * w - lr * m
     return w
