@@ -21,7 +21,7 @@ from zero2all.model.config import ModelConfig
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
-from zero2all.parallel.config import MeshSizes
+from zero2all.parallel.config import MeshSizes, ParallelConfig
 from zero2all.parallel.layout import init_weights
 from zero2all.parallel.mesh import Mesh
 from zero2all.parallel.world import World
@@ -173,10 +173,24 @@ def test_what_was_found_is_recalled_until_something_that_decides_it_changes(tmp_
         deciding(run_config(tokens_per_step=12 * 16), ops, world),
         deciding(config, resolve(OpsConfig(attention="math"), "cpu"), world),
         deciding(config, ops, World(size=2, mesh=Mesh(MeshSizes(replicate=2)))),
+        deciding(dataclasses.replace(config, parallel=ParallelConfig(schedule="gpipe")), ops, world),
         {**before, "torch": "another"},
     ):
         assert other != before
         assert recall(tmp_path, other) is None
+
+
+def test_stages_of_a_pipeline_take_the_smallest_of_their_estimates(monkeypatch):
+    class OtherStageHasLessRoom(World):
+        def gather(self, value):
+            return [value, 2]
+
+    monkeypatch.setattr("zero2all.train.micro_batch.deciding", lambda *_: {})
+    monkeypatch.setattr("zero2all.train.micro_batch.largest_by_estimate", lambda *_: 6)
+    config = run_config()
+    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, pipeline=2))
+    world = OtherStageHasLessRoom(size=2, device=torch.device("cuda"), mesh=Mesh(MeshSizes(pipeline=2)))
+    assert choose_micro_batch(config, model_of(config), world, None, lambda: None)[0] == 2
 
 
 def test_what_an_earlier_version_found_is_recalled_although_an_operator_has_another_name_now(tmp_path):

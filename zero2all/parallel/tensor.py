@@ -175,7 +175,7 @@ def _cut_embedding(embedding: EmbeddingOp, axis: Axis) -> EmbeddingOp:
     def look_up(tokens: Tensor, table: Tensor) -> Tensor:
         place = tokens - axis.rank * len(table)
         is_elsewhere = (place < 0) | (place >= len(table))
-        rows = embedding(place.masked_fill(is_elsewhere, 0), table)
+        rows = embedding(tokens % len(table), table)  # any row will do for the others
         return sum_and_cut(rows.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), axis)
 
     return look_up

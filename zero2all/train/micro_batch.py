@@ -5,9 +5,10 @@ expects to fit, doubling while it fits, then halving the gap, with a little less
 the rows of a process are tried: every pass of a step then has the same shape. The result is kept in
 <run>/micro_batch.json with everything that decides it, because another micro-batch adds up in another order.
 
-Processes that exchange something in every pass (`parallel.zero: 2` and `3`, `parallel.expert`) take what the estimate
-says: one that ran out of memory would leave the others waiting in the next collective, and FSDP cannot recover from an
-error in the middle of a pass. On a CPU memory does not limit a pass, and a fixed rule is used.
+Processes that exchange something in every pass (`ParallelConfig.every_pass_communicates`) take what the estimate says,
+the smallest of all processes, because pipeline stages differ: one that ran out of memory would leave the others waiting
+in the next collective, and FSDP cannot recover from an error in the middle of a pass. On a CPU memory does not limit a
+pass, and a fixed rule is used.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def choose_micro_batch(
         ]
     guess = largest_by_estimate(config, model.ops, world, candidates)
     if world.size > 1 and config.parallel.every_pass_communicates:
-        taken, how = guess, ESTIMATED
+        taken, how = min(world.gather(guess)), ESTIMATED
     else:
         own = _find_on_device(config, model, world.device, candidates, guess, zero_gradients)
         taken, how = min(world.gather(own)), f"the most that fit, {MARGIN:.0%} of the memory left free"
@@ -215,7 +216,7 @@ def memory_settings(config: RunConfig, ops: Ops, mesh: Mesh, samples: int) -> Me
         recompute_every=config.train.recompute_every,
         documents=config.data.document_mask,
         passes=-(-rows // samples),
-        zero=config.parallel.zero,
+        zero=config.parallel.zero if mesh.shard.size > 1 else 0,  # else nothing is cut
         replicate=mesh.replicate.size,
         shard=mesh.shard.size,
         context=mesh.context.size,
@@ -301,6 +302,7 @@ def deciding(config: RunConfig, ops: Ops, world: World) -> dict[str, Any]:
         "ops": {**ops.taken, "compile": ops.compile},
         "processes": list(dataclasses.astuple(world.mesh.sizes)),
         "parallel": [config.parallel.zero, config.parallel.offload, config.parallel.bucket_mb],
+        "passes": [config.parallel.schedule, config.parallel.chunks, config.parallel.context_method],
         "device": properties.name if properties else "cpu",
         "device_bytes": properties.total_memory if properties else 0,
         "torch": str(torch.__version__),

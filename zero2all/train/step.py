@@ -210,7 +210,7 @@ def train_step(
         router.load.zero_()
     figures = _forward_backward(state, batch, channels, config, world, plan, timer)
     if not world.mesh.reports:
-        figures[HEAD:] = 0.0
+        figures[HEAD:].zero_()
     if config.model.moe.experts:  # counted where the tokens are: on every tensor rank, and in every stage
         figures = torch.cat([figures, _expert_loads(state)])
     figures[1] = state.weights.squared_norm_share()
