@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from zero2all.common.errors import UsageError
 from zero2all.model import config as model_config
+from zero2all.ops import cut_vocabulary
+from zero2all.parallel import tensor
 from zero2all.perf.batch import SEED_BATCH, BatchShape, check_batch, default_batches, load_measured_config, parse_batch
 from zero2all.perf.measure import Pace, figures, gpu_summary, measure, pace_of, without_padding
+from zero2all.perf.report import GROUPS
 from zero2all.perf.row import measure_row
 from zero2all.perf.variants import ANCHOR, BY_NAME, NAIVE, VARIANTS, named_variants, title_of, vary
 
@@ -94,6 +101,47 @@ def test_without_padding_the_head_has_exactly_the_vocabularys_rows(tiny):
     assert found["loss"] == pytest.approx(math.log(257), rel=0.05)
 
 
+def test_the_rows_of_the_tensor_path_compute_the_anchors_loss_by_the_code_of_a_tensor_rank(tiny, monkeypatch):
+    calls: Counter[str] = Counter()
+
+    def count(module: ModuleType, name: str) -> None:
+        function = getattr(module, name)
+
+        def counted(*given: Any, **named: Any) -> Any:
+            calls[name] += 1
+            return function(*given, **named)
+
+        monkeypatch.setattr(module, name, counted)
+
+    count(cut_vocabulary, "_sums")
+    count(tensor, "gather_into")
+    count(tensor, "scatter_sum_into")
+    # A pass of one block gathers for attention, feed-forward and loss, and sums after the embedding, attention and
+    # feed-forward; its backward does the reverse.
+    of_a_pass = {
+        ANCHOR: {},
+        "cut-loss": {"_sums": 1},
+        "tensor-path": {"_sums": 1, "gather_into": 6, "scatter_sum_into": 6},
+    }
+    passes = 3  # the first step, the warm-up, the measurement
+    found = {}
+    for row, expected in of_a_pass.items():
+        calls.clear()
+        found[row] = measure_row(tiny, BY_NAME[row], BatchShape(2, 32, 1), 0.0, 0.0)
+        assert calls == {name: passes * times for name, times in expected.items()}
+    for row in ("cut-loss", "tensor-path"):
+        assert found[row]["loss"] == pytest.approx(found[ANCHOR]["loss"], rel=1e-6)
+        assert found[row]["state_gib"] == found[ANCHOR]["state_gib"]
+    assert not dist.is_initialized()
+
+
+def test_a_loss_that_needs_the_whole_head_has_no_row_of_the_tensor_path(tiny):
+    whole = dataclasses.replace(tiny, ops=dataclasses.replace(tiny.ops, linear_cross_entropy="off"))
+    found = measure_row(whole, BY_NAME["cut-loss"], BatchShape(1, 16, 1), 0.0, 0.0)
+    assert found["status"] == "cannot run here"
+    assert "whole head" in found["reason"]
+
+
 def test_a_row_whose_operator_cannot_run_here_is_a_result_with_the_reason(tiny):
     found = measure_row(tiny, BY_NAME["fp8"], BatchShape(1, 16, 1), 0.0, 0.0)
     assert found["status"] == "cannot run here"
@@ -116,13 +164,14 @@ def test_a_config_without_vocabulary_takes_the_size_asked_of_the_tokenizer():
 
 
 def test_every_row_is_a_valid_config_and_differs_from_every_other(tiny):
-    varied = [(vary(tiny, variant), variant.unpadded) for variant in VARIANTS]
+    varied = [(vary(tiny, variant), variant.unpadded, variant.tensor_path) for variant in VARIANTS]
     assert len({repr(each) for each in varied}) == len(VARIANTS) == len(BY_NAME)
     assert varied[0][0] == tiny
     for variant in VARIANTS:
         allowed = {field.name for field in dataclasses.fields(tiny.ops)}
         assert set(variant.ops) <= allowed
         assert "{" not in title_of(variant, tiny)
+        assert variant.group in GROUPS  # it has a colour in the picture
 
 
 def test_naive_leaves_no_operator_to_choice():

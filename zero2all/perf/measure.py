@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from zero2all.config import RunConfig
@@ -28,9 +29,14 @@ from zero2all.limits.flops import flops_per_token, flops_utilisation, peak_flops
 from zero2all.model import config as model_config
 from zero2all.model.rope import rope_tables
 from zero2all.model.z2all import Z2all, compile_model
+from zero2all.ops.cut_vocabulary import Exchange, cut_linear_cross_entropy
+from zero2all.ops.linear_cross_entropy import LinearCrossEntropyOp
 from zero2all.ops.registry import Ops, resolve
 from zero2all.parallel.layout import INTO_RESIDUAL
+from zero2all.parallel.mesh import Axis
+from zero2all.parallel.tensor import cut_model
 from zero2all.perf.batch import BatchShape
+from zero2all.perf.variants import TensorPath
 from zero2all.train.cuda_graph import choose_cuda_graph
 from zero2all.train.periodic import scheduled_garbage_collection
 from zero2all.train.setup import op_context
@@ -99,13 +105,36 @@ def pace_of(
 
 
 def measure(
-    config: RunConfig, batch: BatchShape, device: torch.device, seconds: float, warm_up_seconds: float = WARM_UP_SECONDS
+    config: RunConfig,
+    batch: BatchShape,
+    device: torch.device,
+    seconds: float,
+    warm_up_seconds: float = WARM_UP_SECONDS,
+    tensor_path: TensorPath = "none",
 ) -> dict[str, Any]:
     """The figures of one config on one batch, as JSON values."""
-    dtype = DTYPES[config.train.precision]
-    ops = resolve(config.ops, op_context(config, device.type, dtype))
+    context = op_context(config, device.type, DTYPES[config.train.precision])
+    if tensor_path == "none":
+        return _measure(config, resolve(config.ops, context), None, batch, device, seconds, warm_up_seconds)
+    ops = resolve(config.ops, dataclasses.replace(context, vocabulary_cut=True))
+    if tensor_path == "loss":
+        ops = dataclasses.replace(ops, linear_cross_entropy=_loss_of_only_part(ops.taken["linear_cross_entropy"]))
+        return _measure(config, ops, None, batch, device, seconds, warm_up_seconds)
+    with group_of_one(device) as axis:
+        return _measure(config, ops, axis, batch, device, seconds, warm_up_seconds)
+
+
+def _measure(
+    config: RunConfig,
+    ops: Ops,
+    tensor: Axis | None,
+    batch: BatchShape,
+    device: torch.device,
+    seconds: float,
+    warm_up_seconds: float,
+) -> dict[str, Any]:
     before = _allocated_bytes(device)
-    state = random_state(config, ops, device)
+    state = random_state(config, ops, device, tensor)
     state_bytes = _state_bytes(state, device, before)
     compile_model(state.model)
     shaped = dataclasses.replace(config, data=dataclasses.replace(config.data, seq_len=batch.seq_len))
@@ -146,10 +175,12 @@ def choices(ops: Ops) -> dict[str, dict[str, str]]:
     return taken | {"compile": {"asked": ops.compile, "got": ops.compile, "reason": "as asked"}}
 
 
-def random_state(config: RunConfig, ops: Ops, device: torch.device) -> TrainState:
-    """Model and optimizer of a config on `device`, with random weights."""
+def random_state(config: RunConfig, ops: Ops, device: torch.device, tensor: Axis | None = None) -> TrainState:
+    """Model and optimizer of a config on `device`, with random weights; the model cut over `tensor` where given."""
     with torch.device("meta"):
         model = Z2all(config.model, ops)
+    if tensor is not None:
+        cut_model(model, tensor)
     model.to(DTYPES[config.train.precision]).to_empty(device=device)
     model.cos, model.sin = rope_tables(config.model, config.model.max_seq_len, device)
     generator = torch.Generator(device).manual_seed(SEED)
@@ -251,6 +282,26 @@ def without_padding(active: bool = True) -> Iterator[None]:
         yield
     finally:
         model_config.VOCAB_MULTIPLE = before
+
+
+def _loss_of_only_part(kind: str) -> LinearCrossEntropyOp:
+    """The loss of a cut vocabulary of which this process has the only part."""
+
+    def unchanged(values: Tensor) -> Tensor:
+        return values
+
+    return cut_linear_cross_entropy(kind, Exchange(0, unchanged, unchanged))
+
+
+@contextmanager
+def group_of_one(device: torch.device) -> Iterator[Axis]:
+    """An axis with a process group of this process alone: its collectives are called and copy, nothing is sent."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield Axis(group=dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
 
 
 def wait_for(device: torch.device) -> None:

@@ -19,7 +19,7 @@ from zero2all.track.plot import COLORS, FAINT_INK, INK, STYLE, png_bytes
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-GROUPS = ("whole", "leave one out", "step by step", "other choices", "vocabulary", "compile")
+GROUPS = ("whole", "leave one out", "step by step", "other choices", "vocabulary", "compile", "tensor")
 
 
 def write_report(ablation: Ablation, folder: Path, title: str) -> list[str]:

@@ -21,7 +21,7 @@ from zero2all.perf.batch import BatchShape
 from zero2all.perf.variants import ANCHOR, Variant, vary
 
 PACKAGES = ("torch", "triton", "liger-kernel", "flash-attn-4", "quack-kernels")
-MEASURED_PARTS = ("model", "ops", "train")
+MEASURED_PARTS = ("model", "ops", "parallel", "train")
 RESULTS_FILE = "results.jsonl"
 FINAL_STATUSES = ("measured", "out of memory", "cannot run here")
 """A row that ended otherwise (failed, too slow) is tried again."""

@@ -65,7 +65,7 @@ def measure_row(
         device = pick_device(config.parallel.device)
         varied = vary(config, variant)
         with without_padding(variant.unpadded):
-            found = measure(varied, batch, device, seconds, warm_up_seconds)
+            found = measure(varied, batch, device, seconds, warm_up_seconds, variant.tensor_path)
         return {"status": MEASURED, **found}
     except UsageError as error:
         return {"status": CANNOT_RUN, "reason": str(error)}

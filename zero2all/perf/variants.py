@@ -3,6 +3,11 @@
 `all-fused` is the config unchanged: with `ops: auto` the best of everything. It is also the anchor, measured again in
 every sitting, because a GPU is not equally fast on two days. The others change one thing in it, or build up from
 `naive`, where every operator is its formula in plain torch.
+
+The rows of the group `tensor` are the code of a tensor rank (`zero2all.parallel.tensor`) in one process that has
+everything. All sizes, and so FLOPs and MFU, are those of the anchor, and the loss must be the same: whatever they take
+longer is what the cut path costs before anything is sent over a link. (The sizes of one rank of 2 or 4 would say how
+the kernels like smaller matrices, but their tokens/s and MFU could not stand beside those of the other rows.)
 """
 
 from __future__ import annotations
@@ -10,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from zero2all.common.errors import UsageError
 from zero2all.common.schema import nearest_hint
@@ -32,6 +37,10 @@ NAIVE = {
 
 ANCHOR = "all-fused"
 
+TensorPath = Literal["none", "loss", "whole"]
+"""What is computed as a tensor rank computes it: nothing; the loss alone, with an exchange that changes nothing; or
+attention, feed-forward, embedding and loss, with the real collectives in a group of one process."""
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -45,6 +54,7 @@ class Variant:
     cuda_graph: bool = True  # whether passes may be captured as a CUDA graph (train.cuda_graph)
     odd_vocabulary: bool = False  # one id more than the padded size of the vocabulary, so that it is odd
     unpadded: bool = False  # the head has exactly as many rows as there are ids
+    tensor_path: TensorPath = "none"
 
     @property
     def is_compiled(self) -> bool:
@@ -107,6 +117,16 @@ VARIANTS = (
     Variant(
         "odd-vocabulary-unpadded", "vocabulary {odd}, not padded", "vocabulary", odd_vocabulary=True, unpadded=True
     ),
+    Variant("cut-loss", "loss of a cut vocabulary, 1 process", "tensor", tensor_path="loss"),
+    # Passes that communicate are neither compiled nor captured: compare it with `without-graph`.
+    Variant(
+        "tensor-path",
+        "tensor parallel code, 1 process",
+        "tensor",
+        {"compile": "none"},
+        cuda_graph=False,
+        tensor_path="whole",
+    ),
     Variant("naive-compile-block", "naive + compile (blocks)", "compile", {**NAIVE, "compile": "block"}),
     Variant("naive-compile-trunk", "naive + compile (trunk)", "compile", {**NAIVE, "compile": "trunk"}),
     Variant("fused-compile-block", "all fused + compile (blocks)", "compile", {"compile": "block"}),
@@ -140,7 +160,7 @@ def title_of(variant: Variant, config: RunConfig) -> str:
 
 
 def vary(config: RunConfig, variant: Variant) -> RunConfig:
-    """The config of a row. `unpadded` is not in it: see `zero2all.perf.measure.without_padding`."""
+    """The config of a row. `unpadded` and `tensor_path` are not in it: see `zero2all.perf.measure`."""
     model = dict(variant.model)
     if variant.odd_vocabulary:
         model["vocab_size"] = odd_vocabulary(config)

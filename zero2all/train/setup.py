@@ -339,7 +339,8 @@ def empty_state(
     with torch.device("meta"):  # memory is allocated once it is known who holds what
         model = Z2all(model_at(step, config.model, config.stages), ops).to(wide).train()
     spread_experts(model, world.mesh)
-    cut_model(model, world.mesh.tensor)
+    if world.mesh.tensor.size > 1:
+        cut_model(model, world.mesh.tensor)
     apply_recompute(model, config.train.recompute, config.train.recompute_every)
     pipeline = _cut_into_stages(model, config, world) if world.mesh.pipeline.size > 1 else None
     before_allocating()
