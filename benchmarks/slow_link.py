@@ -4,7 +4,8 @@
 
 Two network namespaces on this machine, joined by a virtual cable. First as fast as it is; then slowed by a token bucket
 until sending what `replicate` sends takes half a step. Every layout trains the same small model on the same batch, over
-gloo, one thread a process. The plan puts those first whose traffic can be hidden, and of these the one that sends least.
+gloo, one thread a process. The plan puts those first whose traffic can be hidden, and then
+the one that sends least.
 """
 
 from __future__ import annotations
