@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import time
@@ -26,9 +27,9 @@ from zero2all.model.z2all import Stage
 from zero2all.ops.gradient_sink import now_or_later
 from zero2all.ops.registry import resolve
 from zero2all.packed.loader import Batch, rank_rows
-from zero2all.parallel.config import ParallelConfig
+from zero2all.parallel.config import MeshSizes, ParallelConfig
 from zero2all.parallel.layout import draw
-from zero2all.parallel.mesh import make_mesh
+from zero2all.parallel.mesh import Mesh, make_mesh
 from zero2all.parallel.pipeline import ModelCosts, Pipeline, make_stages
 from zero2all.parallel.world import World
 from zero2all.train.checkpoints.snapshot import Snapshot
@@ -312,8 +313,13 @@ def world_of(world: World, config: ParallelConfig) -> World:
     """The same processes with the mesh of a layout."""
     if world.size == 1:
         return world
-    mesh = make_mesh(config.sizes(world.size))
-    return World(world.rank, world.size, world.device, mesh, world.control)
+    return World(world.rank, world.size, world.device, _mesh(config.sizes(world.size)), world.control)
+
+
+@functools.cache
+def _mesh(sizes: MeshSizes) -> Mesh:
+    """Layouts with the same mesh share its groups."""
+    return make_mesh(sizes)
 
 
 def step_on(state: TrainState, world: World, config: RunConfig, step: int) -> tuple[float, float]:
