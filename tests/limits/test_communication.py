@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from zero2all.limits.communication import Transfer, by_axis, bytes_sent, communication_per_step
-from zero2all.limits.held import Stage
+from zero2all.limits.held import HeldStage
 from zero2all.limits.memory import MemorySettings
 from zero2all.model.config import ModelConfig, MoeConfig, parameter_counts
 from zero2all.ops.footprint import Footprint
@@ -128,7 +128,7 @@ def test_padding_of_the_buffers_can_be_counted():
 
 
 def test_stages_send_the_hidden_states_of_their_tokens_on_and_their_gradients_back():
-    middle = Stage(1, has_embedding=False, has_head=False, sends=2)
+    middle = HeldStage(1, has_embedding=False, has_head=False, sends=2)
     found = of_step(pipeline=3, stage=middle, passes=5, context=2, tensor=2)
     hidden = 5 * 4 * 32 // 2 // 2 * 64 * 2.0  # passes, tokens of a context rank, of a tensor rank, width, bytes
     assert found[-1] == ("send", "pipeline", 3, 2 * hidden)

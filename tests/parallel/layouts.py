@@ -23,7 +23,7 @@ from tests.processes import Program, WarmProcess
 from zero2all.config import RunConfig, config_from_values
 from zero2all.config.training import OptimConfig
 from zero2all.model.config import ModelConfig
-from zero2all.model.z2all import Stage
+from zero2all.model.z2all import PipelineStage
 from zero2all.ops.gradient_sink import now_or_later
 from zero2all.ops.registry import resolve
 from zero2all.packed.loader import Batch, rank_rows
@@ -294,7 +294,7 @@ def sleeping_stages(world: World, seconds: float, micros: int, schedule: str, ch
     mesh = world_of(world, parallel).mesh
     pipeline = Pipeline(parallel, MODEL, stages, mesh, torch.float64, world.device)
 
-    def forward(stage: Stage, _number: int, x: torch.Tensor | None) -> torch.Tensor:
+    def forward(stage: PipelineStage, _number: int, x: torch.Tensor | None) -> torch.Tensor:
         given = torch.zeros(1, 1, MODEL.hidden_size, dtype=torch.float64, requires_grad=True) if x is None else x
         output: torch.Tensor = _SleepingLayer.apply(given, seconds / chunks)
         timer.mark("forward")

@@ -12,7 +12,7 @@ import torch
 
 from tests.parallel import layouts
 from zero2all.model.config import ModelConfig, MoeConfig
-from zero2all.model.z2all import Stage
+from zero2all.model.z2all import PipelineStage
 from zero2all.ops.gradient_sink import deferring
 from zero2all.ops.linear import deferrable_linear
 from zero2all.parallel import pipeline
@@ -73,8 +73,8 @@ def test_1f1b_keeps_no_more_micro_batches_than_there_are_stages_behind():
 def test_the_head_counts_like_the_blocks_it_costs_as_much_as():
     stages = make_stages(ModelCosts([1.0] * 10, 2.0), 4)
     assert [len(stage.blocks) for stage in stages] == [3, 3, 3, 1]
-    assert stages[0] == Stage(range(3), is_first=True, is_last=False)
-    assert stages[-1] == Stage(range(9, 10), is_first=False, is_last=True)
+    assert stages[0] == PipelineStage(range(3), is_first=True, is_last=False)
+    assert stages[-1] == PipelineStage(range(9, 10), is_first=False, is_last=True)
 
 
 @pytest.mark.parametrize(("layers", "head", "count"), [(7, 0.3, 3), (9, 4.0, 4), (6, 1.0, 6), (8, 9.0, 2), (5, 0.0, 2)])
@@ -82,7 +82,7 @@ def test_no_cut_has_a_cheaper_dearest_stage(layers, head, count):
     costs = ModelCosts([1.0 + 0.1 * (number % 3) for number in range(layers)], head)
 
     def dearest(borders):
-        cuts = [Stage(range(a, b), a == 0, b == layers) for a, b in itertools.pairwise((0, *borders, layers))]
+        cuts = [PipelineStage(range(a, b), a == 0, b == layers) for a, b in itertools.pairwise((0, *borders, layers))]
         return max(costs.of(stage) for stage in cuts)
 
     stages = make_stages(costs, count)

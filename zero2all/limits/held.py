@@ -14,7 +14,7 @@ from zero2all.model.config import ModelConfig
 
 
 @dataclass(frozen=True)
-class Stage:
+class HeldStage:
     """The part of a model in one process of the pipeline axis."""
 
     layers: int
@@ -44,7 +44,7 @@ class HeldModel(ModelConfig):
         return self.table_rows
 
 
-def held_model(model: ModelConfig, tensor: int = 1, stage: Stage | None = None, expert: int = 1) -> ModelConfig:
+def held_model(model: ModelConfig, tensor: int = 1, stage: HeldStage | None = None, expert: int = 1) -> ModelConfig:
     """A model as large as what a process holds of `model`. In the first and the last stage of a pipeline it has one
     table (tied), between them none."""
     if tensor == expert == 1 and stage is None:

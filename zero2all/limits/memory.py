@@ -40,7 +40,7 @@ from typing import Literal
 
 from zero2all.limits.floors import linear_shapes
 from zero2all.limits.flops import recomputed_blocks
-from zero2all.limits.held import Stage, expert_values, held_model
+from zero2all.limits.held import HeldStage, expert_values, held_model
 from zero2all.model.config import ModelConfig, ParameterKind, parameter_counts
 from zero2all.ops.footprint import Footprint, Sizes
 
@@ -107,7 +107,7 @@ class MemorySettings:
     tensor: int = 1
     expert: int = 1
     pipeline: int = 1
-    stage: Stage | None = None  # of a pipeline; None: all of the model
+    stage: HeldStage | None = None  # of a pipeline; None: all of the model
     overlap: bool = True  # parallel.overlap
     offload: str = "none"  # parallel.offload
     one_step_late: bool = False  # parallel.offload_one_step_late

@@ -135,7 +135,7 @@ def _feed_forward(config: ModelConfig, layer: int, ops: Ops) -> FeedForward | Mi
 
 
 @dataclass(frozen=True)
-class Stage:
+class PipelineStage:
     """Consecutive blocks that a process of a pipeline runs at once (`zero2all.parallel.pipeline`)."""
 
     blocks: range
@@ -167,7 +167,7 @@ class Z2all(nn.Module):
         cache: KeyValueCache | None = None,
         document_ids: Tensor | None = None,
         places: Tensor | None = None,
-        stage: Stage | None = None,
+        stage: PipelineStage | None = None,
         x: Tensor | None = None,
     ) -> Tensor:
         """Token ids (B, T) -> normalised hidden states (B, T, C). With `cache`, T counts only the new positions. With
@@ -203,7 +203,7 @@ class Z2all(nn.Module):
         normed, _ = self.norm(x, branch)
         return normed
 
-    def blocks_of(self, stage: Stage) -> list[nn.Module]:
+    def blocks_of(self, stage: PipelineStage) -> list[nn.Module]:
         """The blocks of a stage, by their numbers in the whole model: a process may have only some of them."""
         return [self.blocks.get_submodule(str(number)) for number in stage.blocks]
 

@@ -23,7 +23,7 @@ Rule = Callable[[SpreadConfig, MeshSizes], list[str]]
 
 
 def check_spread(config: SpreadConfig, processes: int) -> MeshSizes:
-    """The sizes of the mesh of a run; UsageError with everything that forbids it and with the arithmetic."""
+    """The sizes of the mesh of a run; UsageError with every rule that it breaks and with the arithmetic."""
     sizes = config.parallel.asked_sizes(processes)
     found = [*config.parallel.size_problems(sizes, processes), *spread_problems(config, sizes)]
     if found:
@@ -36,7 +36,7 @@ def check_spread(config: SpreadConfig, processes: int) -> MeshSizes:
 
 
 def spread_problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
-    """Everything that forbids to spread this run over a mesh of these sizes: rule, numbers, what to do."""
+    """Every reason why this run cannot be spread over a mesh of these sizes: rule, numbers, what to do."""
     return [problem for rule in RULES for problem in rule(config, sizes)]
 
 
@@ -142,7 +142,7 @@ def _streaming_problems(config: SpreadConfig) -> list[str]:
     if config.model.moe.experts:
         found.append(
             f"parallel.offload weights with model.moe.experts {config.model.moe.experts}: a block with experts is too "
-            f"large to come whole. Set parallel.offload to optimizer, or spread the experts with parallel.expert."
+            f"large to be fetched whole. Set parallel.offload to optimizer, or spread the experts with parallel.expert."
         )
     if config.ops.compile != "none":
         found.append(

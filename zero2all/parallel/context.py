@@ -78,7 +78,7 @@ def spread_attention(ops: Ops, model: ModelConfig, parallel: ParallelConfig, mes
 
 
 def problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
-    """What forbids to cut the sequences of a run over the context axis."""
+    """Why the sequences of a run cannot be cut over this many context ranks."""
     ranks, asked, found = sizes.context, config.parallel.context_method, []
     if ranks == 1:
         return []

@@ -108,14 +108,17 @@ def _exchanged(rows: Tensor, sent: list[int], received: list[int], group: dist.P
 
 
 def problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
-    """Why the experts of this run cannot be spread so; each problem in words."""
+    """Why the experts of a run cannot be spread over this many processes."""
     moe, found = config.model.moe, []
     if sizes.expert > 1 and not moe.experts:
-        found.append(f"parallel.expert is {sizes.expert}, but the model has no experts: set model.moe.experts, or 1.")
+        found.append(
+            f"parallel.expert is {sizes.expert}, but the model has no experts: set model.moe.experts, or "
+            f"set parallel.expert to 1."
+        )
     elif moe.experts % sizes.expert:
         found.append(
-            f"model.moe.experts ({moe.experts}) is not a multiple of parallel.expert ({sizes.expert}): each process "
-            f"has as many experts as any other."
+            f"model.moe.experts ({moe.experts}) is not a multiple of parallel.expert ({sizes.expert}): all "
+            f"processes have the same number of experts. Choose a divisor of {moe.experts}."
         )
     if config.parallel.zero == 3 and moe.experts and max(sizes.expert, sizes.tensor) > 1:
         found.append(

@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zero2all.limits.flops import flops_per_token
 from zero2all.model.config import ModelConfig, MoeConfig
-from zero2all.model.z2all import Stage, Z2all
+from zero2all.model.z2all import PipelineStage, Z2all
 from zero2all.ops.gradient_sink import deferring
 from zero2all.parallel.config import MeshSizes, ParallelConfig
 from zero2all.parallel.links import Messages, make_links
@@ -44,7 +44,7 @@ class ModelCosts(NamedTuple):
     blocks: list[float]
     head: float  # the embedding costs nothing: it reads and adds rows
 
-    def of(self, stage: Stage) -> float:
+    def of(self, stage: PipelineStage) -> float:
         """The cost of a stage."""
         return sum(self.blocks[stage.blocks.start : stage.blocks.stop]) + (self.head if stage.is_last else 0.0)
 
@@ -59,7 +59,7 @@ def model_costs(model: ModelConfig, seq_len: int) -> ModelCosts:
     return ModelCosts(each, head)
 
 
-def make_stages(costs: ModelCosts, count: int) -> list[Stage]:
+def make_stages(costs: ModelCosts, count: int) -> list[PipelineStage]:
     """Cut the blocks into `count` stages whose costs are as equal as whole blocks allow: the most expensive one is as
     cheap as possible, and of all such cuts the one with the smallest sum of squares is taken."""
     layers = len(costs.blocks)
@@ -80,10 +80,10 @@ def make_stages(costs: ModelCosts, count: int) -> list[Stage]:
             found[end] = (dearest, squares, (*best[start][2], end))
         best = found
     borders = best[layers][2]
-    return [Stage(range(start, stop), start == 0, stop == layers) for start, stop in pairwise(borders)]
+    return [PipelineStage(range(start, stop), start == 0, stop == layers) for start, stop in pairwise(borders)]
 
 
-def keep_stages(model: Z2all, stages: Sequence[Stage]) -> None:
+def keep_stages(model: Z2all, stages: Sequence[PipelineStage]) -> None:
     """Remove from a model what is in none of these stages."""
     kept = {number for stage in stages for number in stage.blocks}
     for number in range(model.config.layers):
@@ -130,7 +130,7 @@ def problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
 # ---- the passes of a step ----------------------------------------------------------------------------------------
 
 
-Forward = Callable[[Stage, int, Tensor | None], Tensor]
+Forward = Callable[[PipelineStage, int, Tensor | None], Tensor]
 """(stage, number of the micro-batch, output of the stage before) -> output; of the last stage: what to call backward
 on."""
 
@@ -139,9 +139,14 @@ class Pipeline:
     """Runs the stages of one process."""
 
     def __init__(
-        self, config: ParallelConfig, model: ModelConfig, stages: Sequence[Stage], mesh: Mesh, dtype: torch.dtype,
+        self,
+        config: ParallelConfig,
+        model: ModelConfig,
+        stages: Sequence[PipelineStage],
+        mesh: Mesh,
+        dtype: torch.dtype,
         device: torch.device,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`stages`: those of all processes; `dtype`: that of the weights."""
         self.stages, self._schedule, self._mesh = stages, config.schedule, mesh
         self._chunks = len(stages) // mesh.pipeline.size

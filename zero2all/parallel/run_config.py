@@ -1,4 +1,5 @@
-"""What the rules of this room read of `zero2all.config.RunConfig`, which stands above it: it cannot be imported here.
+"""What the rules of this package read of `zero2all.config.RunConfig`. That is built on this package, so it cannot be
+imported here.
 
 A RunConfig is a `SpreadConfig` as it is; mypy checks that.
 """

@@ -228,8 +228,8 @@ def problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
     if model.expert_layers < model.layers:
         cut.append(("model.intermediate_size", model.intermediate_size, "inner units of the feed-forward"))
     found = [
-        f"{name} {size} is not a multiple of parallel.tensor {ranks}: every rank has as many {what}. Choose a divisor "
-        f"of {size}, or another {name}."
+        f"{name} {size} is not a multiple of parallel.tensor {ranks}: every rank has the same number of {what}. Choose "
+        f"a divisor of {size}, or another {name}."
         for name, size, what in cut
         if size % ranks
     ]
@@ -237,15 +237,15 @@ def problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
     if model.vocab_size is not None and model.vocab_rows % ranks:
         found.append(
             f"The vocabulary of {model.vocab_size} ids, padded to a multiple of {VOCAB_MULTIPLE}, has "
-            f"{model.vocab_rows} rows, not a multiple of parallel.tensor {ranks}: every rank has as many rows of the "
-            f"embedding and the head. Choose a power of two up to {VOCAB_MULTIPLE}, or a model.vocab_size above "
-            f"{model.vocab_size} whose padded rows divide."
+            f"{model.vocab_rows} rows, not a multiple of parallel.tensor {ranks}: every rank has the same number of "
+            f"rows of the embedding and the head. Choose a power of two up to {VOCAB_MULTIPLE}, or a model.vocab_size "
+            f"above {model.vocab_size} whose padded rows divide."
         )
     for name, length in sequence_lengths(config):
         if length % ranks:
             found.append(
-                f"{name} {length} is not a multiple of parallel.tensor {ranks}: between the matrices every rank has as "
-                f"many positions of a sequence. Nearest: {max(1, round(length / ranks)) * ranks}."
+                f"{name} {length} is not a multiple of parallel.tensor {ranks}: between the matrices every rank has "
+                f"the same number of positions. Nearest: {max(1, round(length / ranks)) * ranks}."
             )
     why_whole = NEED_WHOLE_MATRICES.get(config.optim.kind)
     if why_whole is not None:

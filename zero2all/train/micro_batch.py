@@ -26,7 +26,7 @@ from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import read_json, write_json
 from zero2all.common.progress import counted
 from zero2all.config import RunConfig, with_new_names
-from zero2all.limits.held import Stage
+from zero2all.limits.held import HeldStage
 from zero2all.limits.memory import ALLOWANCE, KINDS_APART, MemorySettings, estimate_memory
 from zero2all.model.config import ModelConfig
 from zero2all.model.z2all import Z2all
@@ -239,7 +239,7 @@ def memory_settings(config: RunConfig, ops: Ops, mesh: Mesh, samples: int) -> Me
     )
 
 
-def stage_of(config: RunConfig, mesh: Mesh, passes: int) -> Stage | None:
+def stage_of(config: RunConfig, mesh: Mesh, passes: int) -> HeldStage | None:
     """What a process of a pipeline has of the model, and how much of it is under way at most; None: no pipeline."""
     if mesh.pipeline.size == 1:
         return None
@@ -253,7 +253,7 @@ def stage_of(config: RunConfig, mesh: Mesh, passes: int) -> Stage | None:
         blocks = len(own[action.stage].blocks)
         kept += blocks if action.kind == "forward" else -blocks if action.kind == frees else 0
         most = max(most, kept)
-    return Stage(
+    return HeldStage(
         layers,
         has_embedding=any(stage.is_first for stage in own.values()),
         has_head=any(stage.is_last for stage in own.values()),

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from zero2all.config import RunConfig
 from zero2all.model.moe import routers
-from zero2all.model.z2all import Stage
+from zero2all.model.z2all import PipelineStage
 from zero2all.packed.loader import Batch, rank_rows
 from zero2all.parallel.context import own_tokens, places_of
 from zero2all.parallel.world import World
@@ -264,7 +264,7 @@ def _forward_backward(
         return ids, (counts[here] / counted).to(wide)
 
     def forward(
-        here: slice, ids: Tensor, shares: Tensor, stage: Stage | None = None, x: Tensor | None = None
+        here: slice, ids: Tensor, shares: Tensor, stage: PipelineStage | None = None, x: Tensor | None = None
     ) -> Tensor:
         """What to call backward on; of a stage that is not the last: what the next one gets."""
         documents = None if document_ids is None else document_ids[here, :-1].to(device, non_blocking=True)

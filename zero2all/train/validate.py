@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zero2all.config.training import EvalConfig
-from zero2all.model.z2all import Stage, Z2all
+from zero2all.model.z2all import PipelineStage, Z2all
 from zero2all.packed.config import DataConfig
 from zero2all.packed.layout import PackedSplit, open_split
 from zero2all.packed.samples import Borders, ConcatSamples
@@ -110,7 +110,7 @@ def _score(
     counts = own_tokens(torch.from_numpy(weights).to(device), places)
     nats = torch.zeros((), dtype=torch.float64, device=device)
 
-    def forward(stage: Stage | None, _number: int, x: Tensor | None) -> Tensor:
+    def forward(stage: PipelineStage | None, _number: int, x: Tensor | None) -> Tensor:
         here = own_tokens(tokens[:, :-1], places)
         hidden: Tensor = model(here, document_ids=document_ids, places=places, stage=stage, x=x)
         if stage is None or stage.is_last:
