@@ -110,8 +110,8 @@ def test_values_and_tables_of_one_process():
 )  # fmt: skip
 def test_a_simulated_rank_sends_the_bytes_of_the_formulas_and_holds_their_states(processes, words):
     found = simulate_ranks(load_config("quickstart", [*TINY, *words]), processes)
-    assert found.sent
-    for key, (counted, expected) in found.sent.items():
+    assert found.given
+    for key, (counted, expected) in found.given.items():
         assert counted == pytest.approx(expected, rel=1e-12), key
     if "3" not in words:  # FSDP keeps what it gathered last
         assert found.state_bytes == pytest.approx(found.expected_state_bytes, rel=0.02)

@@ -11,7 +11,7 @@ from zero2all.cli.verb import Subparsers, add_group, add_output, add_verb, real,
 from zero2all.common.errors import UsageError
 
 ABLATE_EXAMPLE = "z2a perf ablate z2all-1b --batch 2x2048x16 --output ablation --budget-seconds 540"
-CONFIG_HELP = "a preset (quickstart, z2all-100m, z2all-1b) or the path of a YAML file"
+CONFIG_HELP = "a preset (quickstart, z2all-100m, z2all-1b, z2all-moe) or the path of a YAML file"
 
 
 def register(verbs: Subparsers) -> None:

@@ -26,7 +26,9 @@ def register(verbs: Subparsers) -> None:
         takes_overrides=True,
     )
     parser.add_argument(
-        "config", metavar="CONFIG", help="a preset (quickstart, z2all-100m, z2all-1b) or the path of a YAML file"
+        "config",
+        metavar="CONFIG",
+        help="a preset (quickstart, z2all-100m, z2all-1b, z2all-moe) or the path of a YAML file",
     )
     add_work(parser)
     parser.add_argument("--print-config", action="store_true", help="show the resolved config and stop")

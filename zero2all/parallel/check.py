@@ -54,9 +54,11 @@ def arithmetic(config: SpreadConfig, sizes: MeshSizes) -> str:
     ]
     if micro != "auto":
         own = -(-rows // batch)
+        micro = min(micro, own)
+        passes = -(-own // micro)
         lines.append(
-            f"              = {micro} a pass x {counted(batch, 'batch rank')} x {-(-own // micro)} passes"
-            f"{'' if rows == micro * batch * -(-own // micro) else ', the last of them shorter or padded'}"
+            f"              = {micro} a pass x {counted(batch, 'batch rank')} x {passes} pass{'' if passes == 1 else 'es'}"
+            f"{'' if rows == micro * batch * passes else ', the last of them shorter or padded'}"
         )
     return "\n".join(lines)
 

@@ -96,7 +96,13 @@ class ParallelConfig:
         if self.schedule == "interleaved" and self.chunks == 1:
             found.append(Problem(f"{place}.chunks", 1, f"2 or more, because {place}.schedule is interleaved"))
         if self.schedule != "interleaved" and self.chunks > 1:
-            found.append(Problem(f"{place}.chunks", self.chunks, f"1, because {place}.schedule is {self.schedule}"))
+            found.append(
+                Problem(
+                    f"{place}.chunks",
+                    self.chunks,
+                    f"1 with {place}.schedule {self.schedule}; chunks are for schedule interleaved",
+                )
+            )
         return found
 
     @property
@@ -149,6 +155,7 @@ class ParallelConfig:
         if inner % self.expert:
             found.append(
                 f"parallel.expert {self.expert} does not divide shard x context x tensor = {sizes.shard} x "
-                f"{self.context} x {self.tensor} = {inner}, the processes that share the experts of a copy."
+                f"{self.context} x {self.tensor} = {inner}, the processes that share the experts of a copy. "
+                f"Choose a divisor, or parallel.zero 1, which makes shards of the processes."
             )
         return found

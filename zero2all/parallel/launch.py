@@ -28,6 +28,8 @@ from zero2all.parallel.config import ParallelConfig
 
 LAUNCHER_PIPE = "ZERO2ALL_LAUNCHER_PIPE"
 """File descriptor of a pipe that closes when the command that started this process ends."""
+STORE_SOCKET = "ZERO2ALL_STORE_SOCKET"
+"""File descriptor of the socket on which rank 0 waits for the others."""
 GRACE_SECONDS = 60.0
 """How long the others may continue after one has failed; they may be waiting for it forever."""
 ENDS_IN_TIME = (None, 0, PreemptedError.exit_code)
@@ -62,11 +64,12 @@ def run_processes(processes: int, words: list[str], grace_seconds: float = GRACE
     """Run `z2a WORDS…` in `processes` processes that form one group; returns the exit code of the command."""
     command = [sys.executable, "-m", "zero2all", *words]
     ends, held = os.pipe()  # no process inherits `held`
+    listener = socket.create_server(("127.0.0.1", 0))  # rank 0 inherits it, so that no other program takes the port
     shared = {
         "WORLD_SIZE": str(processes),
         "LOCAL_WORLD_SIZE": str(processes),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(listener.getsockname()[1]),
         LAUNCHER_PIPE: str(ends),
     }
     started: list[subprocess.Popen[bytes]] = []
@@ -83,8 +86,13 @@ def run_processes(processes: int, words: list[str], grace_seconds: float = GRACE
                 if asked:  # between two starts
                     break
                 env = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                inherited = [ends]
+                if rank == 0:
+                    env[STORE_SOCKET] = str(listener.fileno())
+                    inherited.append(listener.fileno())
                 # A group of its own: Ctrl-C in a terminal reaches the whole group, and would arrive twice.
-                started.append(subprocess.Popen(command, env=env, process_group=0, pass_fds=[ends]))
+                started.append(subprocess.Popen(command, env=env, process_group=0, pass_fds=inherited))
+            listener.close()
             if asked and started:  # it came while the last one was being started, so that one did not get it
                 _send(started[-1], asked[0])
             code = _wait(started, grace_seconds, asked)
@@ -100,6 +108,7 @@ def run_processes(processes: int, words: list[str], grace_seconds: float = GRACE
                 process.wait()
         os.close(ends)
         os.close(held)
+        listener.close()
 
 
 def _send(process: subprocess.Popen[bytes], number: int) -> None:
@@ -166,9 +175,3 @@ def _wait(started: list[subprocess.Popen[bytes]], grace_seconds: float, asked: S
 def _cause(codes: Sequence[int]) -> int:
     """Of processes that ended between two looks, one that did not end because of another."""
     return next((code for code in codes if code != PeerFailureError.exit_code), codes[0])
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from zero2all import __version__
 from zero2all.common.errors import PeerFailureError, UsageError
+from zero2all.parallel.launch import STORE_SOCKET
 
 Facts = Mapping[str, Any]
 """What must be equal in all processes, by its name; JSON values."""
@@ -53,6 +54,7 @@ def open_store(rank: int, seconds: float) -> dist.Store:
     """The store at MASTER_ADDR:MASTER_PORT, which rank 0 holds, or torchrun's agent; does not wait for the others."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    listener = os.environ.pop(STORE_SOCKET, None)  # not for processes that this one starts
     try:
         store: dist.Store = dist.TCPStore(
             host,
@@ -61,8 +63,14 @@ def open_store(rank: int, seconds: float) -> dist.Store:
             timeout=timedelta(seconds=seconds),
             wait_for_workers=False,
             multi_tenant=True,
+            master_listen_fd=None if listener is None else int(listener),
         )
     except dist.DistError as error:
+        if "EADDRINUSE" in str(error):
+            raise PeerFailureError(
+                f"Port {port} (MASTER_PORT) is used by another program, so rank 0 cannot wait there for the others. "
+                f"Choose another MASTER_PORT, the same for all ranks."
+            ) from error
         raise PeerFailureError(
             f"Rank {rank} did not reach rank 0 at {host}:{port} within parallel.join_seconds ({seconds:g} s). Check "
             f"that rank 0 was started, that MASTER_ADDR and MASTER_PORT are the same everywhere, and that no firewall "

@@ -49,28 +49,30 @@ class Simulated:
     expected_state_bytes: float
     peak_bytes: int
     expected_peak_bytes: float
-    sent: dict[tuple[str, str], tuple[int, float]]
-    """By collective and axes: bytes handed over, counted and by formula."""
+    given: dict[tuple[str, str], tuple[int, float]]
+    """By collective and axes: bytes that rank 0 hands to the collective, counted and by formula; what it sends over its
+    links is in the plan."""
 
     def rows(self) -> list[list[str]]:
         """As a table."""
-        found = [["rank 0 of " + str(self.processes), "over", "counted", "by formula"]]
+        found = [["rank 0 of " + str(self.processes), "over", "given, counted", "given, by formula"]]
         for name, counted, expected in (
             ("states", self.state_bytes, self.expected_state_bytes),
             ("at the peak of a step", self.peak_bytes, self.expected_peak_bytes),
         ):
             found.append([name, "", f"{counted / GIB:.3f} GiB", f"{expected / GIB:.3f} GiB"])
-        for (kind, axes), (counted, formula) in self.sent.items():
+        for (kind, axes), (counted, formula) in self.given.items():
             found.append([kind, axes, f"{counted:,} B ({human_bytes(counted)})", f"{formula:,.0f} B"])
         return found
 
     def values(self) -> dict[str, Any]:
         """As JSON values."""
-        sent = [
+        given = [
             {"collective": kind, "axes": axes, "bytes": counted, "expected": expected}
-            for (kind, axes), (counted, expected) in self.sent.items()
+            for (kind, axes), (counted, expected) in self.given.items()
         ]
-        return {**asdict(self), "sent": sent}
+        values = {name: value for name, value in asdict(self).items() if name != "given"}
+        return {**values, "given": given}
 
 
 def simulate_ranks(config: RunConfig, processes: int) -> Simulated:
