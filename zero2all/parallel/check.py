@@ -56,8 +56,9 @@ def arithmetic(config: SpreadConfig, sizes: MeshSizes) -> str:
         own = -(-rows // batch)
         micro = min(micro, own)
         passes = -(-own // micro)
+        word = "pass" if passes == 1 else "passes"
         lines.append(
-            f"              = {micro} a pass x {counted(batch, 'batch rank')} x {passes} pass{'' if passes == 1 else 'es'}"
+            f"              = {micro} a pass x {counted(batch, 'batch rank')} x {passes} {word}"
             f"{'' if rows == micro * batch * passes else ', the last of them shorter or padded'}"
         )
     return "\n".join(lines)
