@@ -267,7 +267,7 @@ def test_killed_training_leaves_nothing_to_load_and_the_next_run_finishes(texts,
 
 
 def test_leftover_of_a_kill_while_writing_is_ignored_and_swept(texts, tmp_path):
-    leftover = tmp_path / "tokenizer.partial-12345"
+    leftover = tmp_path / "tokenizer.partial-99999999"
     leftover.mkdir()
     (leftover / "tokenizer.json").write_text("{")
     with pytest.raises(BadInputError, match="no tokenizer"):

@@ -216,7 +216,7 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_the_run_ends_with_the_same
 
 def test_what_a_killed_save_left_is_gone_after_the_next_start(work, config):
     train(config(train={"steps": 3}), work, say=quiet)
-    leftover = work.run("run") / "checkpoints/step-00000002.partial-99999"
+    leftover = work.run("run") / "checkpoints/step-00000002.partial-99999999"
     leftover.mkdir()
     (leftover / "model-00000-00000.safetensors").write_bytes(b"half")
     train(config(train={"steps": 3}), work, say=quiet)
