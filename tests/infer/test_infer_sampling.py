@@ -53,8 +53,7 @@ def test_a_draw_does_not_depend_on_its_neighbours():
     for number in range(50):
         together = Picker(rows, CPU).pick(logits.clone(), [number] * 4).tolist()
         alone = [
-            int(Picker([row], CPU).pick(logits[place : place + 1].clone(), [number]))
-            for place, row in enumerate(rows)
+            int(Picker([row], CPU).pick(logits[place : place + 1].clone(), [number])) for place, row in enumerate(rows)
         ]
         assert together == alone
 

@@ -45,7 +45,9 @@ def test_what_looks_like_a_stop_string_but_is_none_is_not_lost():
 
 
 def test_many_requests_at_once_give_the_texts_of_each_alone():
-    requests = [TextRequest("hello world 中国的首都"[:length], 12, ANY, heal=length % 2 == 0) for length in range(3, 15)]
+    requests = [
+        TextRequest("hello world 中国的首都"[:length], 12, ANY, heal=length % 2 == 0) for length in range(3, 15)
+    ]
     found = {number: text for number, text, _ in complete(Engine(tiny_model()), requests)}
     assert found == {number: text_of(request) for number, request in enumerate(requests)}
 

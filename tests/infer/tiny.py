@@ -52,7 +52,7 @@ def tiny_model(moe: bool = False, tied: bool = False) -> LoadedModel:
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(4)
-    return LoadedModel("tiny", 0, model.eval(), tokenizer, None)
+    return LoadedModel("tiny", 0, model.eval(), tokenizer)
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:
