@@ -158,6 +158,12 @@ class Engine:
             self.step()
         return [sequences[number].scores if number in sequences else [] for number in range(len(rows))]
 
+    def distribution(self, ids: Sequence[int]) -> Tensor:
+        """Log probabilities of all ids (V,) after `ids`."""
+        (job,) = self.run([Request(ids, 1, wants_distribution=True)])
+        assert job.distribution is not None
+        return job.distribution
+
     # Admission -------------------------------------------------------------------------------------------------------
 
     def _check(self, request: Request) -> None:
@@ -369,6 +375,9 @@ class Engine:
     ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
         """The next tokens (B,) and, where a row asks for them, log probabilities: of each token, and of the likeliest
         with their ids."""
+        for number, row in enumerate(rows):
+            if row.request.wants_distribution and row.distribution is None:
+                row.distribution = logits[number].log_softmax(dim=-1).cpu()
         asked = [row.request.alternatives for row in rows if row.request.alternatives is not None]
         plain = logits.clone() if asked else logits
         ends = {number: sorted(row.request.end_ids) for number, row in enumerate(rows) if row.request.end_ids}
