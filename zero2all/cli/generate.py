@@ -133,9 +133,7 @@ def _as_json(service: Service, prompts: list[Prompt]) -> int:
     return _exit_code(refused, len(tasks))
 
 
-def _to_file(
-    arguments: argparse.Namespace, service: Service, prompts: list[Prompt], rank: int, processes: int
-) -> int:
+def _to_file(arguments: argparse.Namespace, service: Service, prompts: list[Prompt], rank: int, processes: int) -> int:
     """The results in a file; what was finished before is not done again."""
     from zero2all.common.progress import counted, say
     from zero2all.infer.batch import tasks_of

@@ -97,4 +97,7 @@ def sampling_of(arguments: argparse.Namespace) -> Sampling:
 
 def load(arguments: argparse.Namespace) -> LoadedModel:
     """The model that the arguments name."""
-    raise NotImplementedError
+    from zero2all.common.workspace import Workspace
+    from zero2all.infer.load import load_model
+
+    return load_model(arguments.model, Workspace(arguments.work), arguments.step, arguments.device, arguments.dtype)

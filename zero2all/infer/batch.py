@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from zero2all.infer.service import Service, Ticket
 from zero2all.infer.text import Piece, TextRequest
 from zero2all.tokenizer.load import Tokenizer
 
+Arrived = queue.SimpleQueue[tuple[tuple[int, int], Piece]]
 MOST_AT_ONCE = 2048
 """Requests that the engine knows of: more than fit into any batch, so that it never waits for the next."""
 
@@ -52,14 +53,14 @@ def tasks_of(prompts: Sequence[Prompt]) -> list[Task]:
 
 def results_of(service: Service, tasks: Iterable[Task]) -> Iterator[dict[str, Any]]:
     """The result of each task when it is ready, in no order. One that cannot be done has an `error` instead of text."""
-    arrived: queue.SimpleQueue[tuple[tuple[int, int], Piece]] = queue.SimpleQueue()
+    arrived: Arrived = queue.SimpleQueue()
     running: dict[tuple[int, int], _Running] = {}
     left = iter(tasks)
     try:
         while True:
             while len(running) < MOST_AT_ONCE and (task := next(left, None)) is not None:
                 try:
-                    ticket = service.submit(task.request, lambda piece, key=task.key: arrived.put((key, piece)))
+                    ticket = service.submit(task.request, _deliver_to(arrived, task.key))
                 except UsageError as error:
                     yield {**_head(task), "error": str(error)}
                 else:
@@ -76,6 +77,10 @@ def results_of(service: Service, tasks: Iterable[Task]) -> Iterator[dict[str, An
     finally:
         for one in running.values():
             service.cancel(one.ticket)
+
+
+def _deliver_to(arrived: Arrived, key: tuple[int, int]) -> Callable[[Piece], None]:
+    return lambda piece: arrived.put((key, piece))
 
 
 def streams_of(service: Service, tasks: Sequence[Task]) -> Iterator[tuple[Task, Iterator[Piece]]]:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 FRAMES = ("auto", "template", "frame", "plain")
 HAN = re.compile(r"[\u3400-\u9fff\U00020000-\U0003ffff]")
+EXAMPLES_SHARE = 4
+"""The examples of a frame take at most one part in this many of the model's length."""
 WORD = re.compile(r"[^\W\d_]+")
 
 
@@ -54,7 +56,8 @@ class Dialogue:
     """The words of a frame in one language."""
 
     opening: str
-    examples: tuple[tuple[str, str], ...]
+    examples: tuple[dict[str, str], ...]
+    """What each speaker says."""
     speakers: dict[str, str]
     colons: tuple[str, ...]
     """What follows a speaker: the first is written, the others are also recognised as the end of an answer."""
@@ -63,15 +66,18 @@ class Dialogue:
 ENGLISH = Dialogue(
     "A conversation between a user and a helpful assistant.",
     (
-        ("What is the capital of France?", "The capital of France is Paris."),
-        ("Name three colors.", "Red, green and blue."),
+        {"user": "What is the capital of France?", "assistant": "The capital of France is Paris."},
+        {"user": "Name three colors.", "assistant": "Red, green and blue."},
     ),
     {"user": "User", "assistant": "Assistant", "tool": "Tool"},
     (": ", ":"),
 )
 CHINESE = Dialogue(
     "以下是用户和助手的对话。",
-    (("法国的首都是哪里？", "法国的首都是巴黎。"), ("说出三种颜色。", "红色、绿色和蓝色。")),
+    (
+        {"user": "法国的首都是哪里？", "assistant": "法国的首都是巴黎。"},
+        {"user": "说出三种颜色。", "assistant": "红色、绿色和蓝色。"},
+    ),
     {"user": "用户", "assistant": "助手", "tool": "工具"},
     ("：", ":"),
 )
@@ -83,7 +89,7 @@ def chat_prompt(loaded: LoadedModel, messages: Sequence[Message], frame: str = "
     how = choose(loaded).how if frame == "auto" else frame
     if how == "template":
         return _by_template(loaded, messages)
-    return _as_dialogue(messages) if how == "frame" else _as_text(messages)
+    return _as_dialogue(loaded, messages) if how == "frame" else _as_text(messages)
 
 
 def choose(loaded: LoadedModel) -> Choice:
@@ -93,14 +99,11 @@ def choose(loaded: LoadedModel) -> Choice:
         return Choice("template", "the model came with a chat template")
     if chat_template(tokenizer) is None:
         return Choice("frame", "the tokenizer has no marks for messages and there is no chat template")
-    if loaded.config is None:
+    learned = _learned_conversations(loaded)
+    if learned is None:
         return Choice(
             "frame", "whether the model was trained on conversations is not known; if it was, switch to `template`"
         )
-    learned = _learned_conversations(loaded)
-    if learned is None:
-        why = "the packed data is not here, so whether it has conversations is not known; if it does, use `template`"
-        return Choice("frame", why)
     if learned:
         return Choice("template", "the run was trained on conversations")
     return Choice("frame", "the run has seen no conversations in training")
@@ -129,6 +132,8 @@ def _by_template(loaded: LoadedModel, messages: Sequence[Message]) -> ChatPrompt
 
 def _template_of(loaded: LoadedModel) -> ChatTemplate | None:
     """That of the model's folder, or of the tokenizer that was imported into its workspace."""
+    if loaded.folder is None:  # made in memory
+        return None
     folder = loaded.folder if loaded.config is None else loaded.folder.parent.parent / "tokenizer"
     return folder_template(folder, loaded.tokenizer)
 
@@ -136,7 +141,8 @@ def _template_of(loaded: LoadedModel) -> ChatTemplate | None:
 def _learned_conversations(loaded: LoadedModel) -> bool | None:
     """Whether sources that the run has read contain conversations; None where that cannot be seen any more."""
     config = loaded.config
-    assert config is not None, "only a run has data"
+    if config is None or loaded.folder is None:
+        return None
     packed = Path(config.data.packed) if config.data.packed else loaded.folder.parent.parent / "packed"
     mixtures = [config.data.mixture]
     mixtures += [stage.mixture or config.data.mixture for stage in config.stages if stage.from_step <= loaded.step]
@@ -163,18 +169,28 @@ def _has_conversations(packed: Path, read: frozenset[str] | None) -> bool | None
 # ---- plain text -----------------------------------------------------------------------------------------------
 
 
-def _as_dialogue(messages: Sequence[Message]) -> ChatPrompt:
+def _as_dialogue(loaded: LoadedModel, messages: Sequence[Message]) -> ChatPrompt:
     asked = [message.text for message in messages if message.role == "user"]
     words = CHINESE if asked and _is_chinese(asked[-1]) else ENGLISH
-    colon = words.colons[0]
     told = [message.text for message in messages if message.role == "system"]
-    lines = [words.opening, *told]
-    for question, answer in words.examples:
-        lines += [f"{words.speakers['user']}{colon}{question}", f"{words.speakers['assistant']}{colon}{answer}"]
-    lines += [f"{words.speakers[each.role]}{colon}{each.text}" for each in messages if each.role != "system"]
-    lines.append(f"{words.speakers[LEARNED_ROLE]}{colon}")
+    spoken = [(each.role, each.text) for each in messages if each.role != "system"]
+    colon = words.colons[0]
+    lines = [words.opening, *told, *_examples(loaded, words)]
+    lines += [f"{words.speakers[role]}{colon}{text}" for role, text in [*spoken, (LEARNED_ROLE, "")]]
     stop = tuple(f"\n{speaker}{mark.strip()}" for speaker in words.speakers.values() for mark in words.colons)
     return ChatPrompt("\n".join(lines), tuple(dict.fromkeys(stop)), (), heal=True, how="frame")
+
+
+def _examples(loaded: LoadedModel, words: Dialogue) -> list[str]:
+    """As many examples as a short model has room for."""
+    lines: list[str] = []
+    for example in words.examples:
+        more = [f"{words.speakers[role]}{words.colons[0]}{example[role]}" for role in ("user", LEARNED_ROLE)]
+        tokens = len(loaded.tokenizer.encode_text("\n".join([*lines, *more])))
+        if tokens * EXAMPLES_SHARE > loaded.model.config.max_seq_len:
+            break
+        lines += more
+    return lines
 
 
 def _is_chinese(text: str) -> bool:

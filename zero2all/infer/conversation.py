@@ -65,8 +65,8 @@ class Conversation:
         if tokens < self.max_len:
             return Fitted(prompt, tokens, first)
         raise UsageError(
-            f"The message has, with all that must stand before it, {tokens:,} tokens; the model reads {self.max_len:,}, "
-            f"the answer included. Shorten it."
+            f"The message has, with all that must stand before it, {tokens:,} tokens; the model can read "
+            f"{self.max_len:,}, the answer included. Shorten it."
         )
 
     def save(self, path: Path) -> None:

@@ -58,7 +58,7 @@ def read_prompts(data: bytes, name: str, usual: Prompt) -> list[Prompt]:
         shown = problems[:SHOWN_PROBLEMS]
         more = [f"and {counted(len(problems) - len(shown), 'more line')}"] if len(problems) > len(shown) else []
         raise BadInputError(
-            f"{counted(len(problems), 'line')} of {name} cannot be used; mend or remove them. Nothing was generated.\n  "
+            f"{counted(len(problems), 'line')} of {name} cannot be used; mend them. Nothing was generated.\n  "
             + "\n  ".join([*shown, *more])
         )
     if not prompts:

@@ -31,7 +31,7 @@ HELP = {
     "/system TEXT": "tell the model how to behave; - removes it, no text shows it",
     "/set NAME VALUE": "change temperature, top_k, top_p, min_p, repetition_penalty, seed or max_new_tokens; no name "
     "shows them",
-    "/template /frame /plain": "lay the conversation out as the model was taught, as a written dialogue, or as one text",
+    "/template /frame /plain": "lay the conversation out as the model was taught, as a dialogue, or as one text",
     "/tokens": "how much of the model's length is used",
     "/save FILE, /load FILE": "keep the conversation, or take one up again",
     "/reset": "begin anew",
@@ -77,20 +77,18 @@ class Talk:
             self._greet()
         else:
             sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
-        read = _typed_line if self._is_terminal else _piped_line
         while True:
             try:
-                message = read_message(read)
+                message = read_message(_typed_line if self._is_terminal else _piped_line)
+                if message is None or message.strip() in ("/quit", "/exit"):
+                    break
+                if message.strip():
+                    self._take(message)
             except KeyboardInterrupt:
                 if not self._is_terminal:
                     raise
                 print()
                 self._note("Ctrl-D or /quit ends.")
-                continue
-            if message is None or message.strip() in ("/quit", "/exit"):
-                break
-            if message.strip():
-                self._take(message)
         if self._is_terminal:
             print()
 
@@ -99,8 +97,7 @@ class Talk:
         word, _, rest = message.partition(" ")
         try:
             if not message.startswith("/") or "/" in word[1:]:  # /usr/bin is a path
-                self.conversation.messages.append(Message("user", message))
-                self._answer()
+                self._say(message)
             elif word[1:] in self._commands:
                 self._commands[word[1:]](rest.strip())
             else:
@@ -111,12 +108,19 @@ class Talk:
 
     # Answers -----------------------------------------------------------------------------------------------------
 
-    def _answer(self) -> None:
+    def _say(self, text: str) -> None:
+        messages = self.conversation.messages
+        if messages and messages[-1].role != LEARNED_ROLE:
+            messages.pop()  # it got no answer
+        messages.append(Message("user", text))
         try:
-            fitted = self.conversation.fitted(self.max_new_tokens)
-        except UserError:
-            self.conversation.undo()
+            self._answer()
+        except UserError:  # it cannot be answered
+            messages.pop()
             raise
+
+    def _answer(self) -> None:
+        fitted = self.conversation.fitted(self.max_new_tokens)
         if fitted.dropped > self._dropped:
             self._note(f"The model has no room for the oldest {counted(fitted.dropped, 'message')}: left out.")
         self._dropped = fitted.dropped
@@ -142,7 +146,9 @@ class Talk:
         elif self._is_terminal and last.usage is not None:
             seconds = max(last.usage.seconds, 1e-9)
             cut = " (cut: max_new_tokens)" if last.finish == "length" else ""
-            self._note(f"{counted(last.usage.new_tokens, 'token')}, {last.usage.new_tokens / seconds:,.0f} tokens/s{cut}")
+            self._note(
+                f"{counted(last.usage.new_tokens, 'token')}, {last.usage.new_tokens / seconds:,.0f} tokens/s{cut}"
+            )
 
     def _stream(self, request: TextRequest, keep_margins: bool) -> tuple[str, Piece | None]:
         """Print an answer as it comes; its text and its last piece, None where it was stopped with Ctrl-C."""
@@ -189,6 +195,7 @@ class Talk:
     def _load(self, name: str) -> None:
         if path := self._path(name, "/load chat.json"):
             self.conversation.load(path)
+            self._dropped = 0
             self._note(f"{counted(len(self.conversation.messages), 'message')} from {path}")
 
     def _system(self, text: str) -> None:
@@ -218,6 +225,7 @@ class Talk:
 
     def _reset(self, _: str) -> None:
         self.conversation.messages.clear()
+        self._dropped = 0
         self._note("A new conversation.")
 
     def _frame_command(self, name: str) -> Callable[[str], None]:

@@ -57,9 +57,7 @@ class ChatTemplate:
         """What the template makes of messages (role, text)."""
         values = [{"role": role, "content": text} for role, text in messages]
         try:
-            return self._render(
-                messages=values, add_generation_prompt=ask, tools=None, documents=None, **self._names
-            )
+            return self._render(messages=values, add_generation_prompt=ask, tools=None, documents=None, **self._names)
         except Exception as error:  # it is a program of others and may raise anything
             raise UsageError(
                 f"The chat template in {self._place} cannot lay out this conversation: {str(error)[:300]} (roles: "
