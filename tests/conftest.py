@@ -18,6 +18,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests.bigram import bigram, border_tokenizer, logits, speller  # noqa: F401  (fixtures)
 from tests.processes import Z2A, Program, Start, WarmProcess
 from zero2all.common.workspace import Workspace, open_workspace
 from zero2all.config import RunConfig, config_from_values
