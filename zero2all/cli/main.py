@@ -15,10 +15,12 @@ from zero2all import __version__
 from zero2all.cli import (
     anneal,
     board,
+    chat,
     corpus,
     data,
     evaluate,
     exchange,
+    generate,
     inspect,
     pack,
     perf,
@@ -181,7 +183,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"z2a {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     stages = (quickstart, corpus, tokenizer, pack, data, train, anneal, inspect, board, watch, plot, track)
-    for stage in (*stages, evaluate, exchange, perf):
+    for stage in (*stages, evaluate, generate, chat, exchange, perf):
         stage.register(verbs)
     return parser
 
