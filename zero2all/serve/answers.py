@@ -31,14 +31,14 @@ class Answer:
     def whole(self, pieces: Mapping[int, Piece]) -> dict[str, Any]:
         """The answer in one object; `pieces` has everything of each choice."""
         self._ends.update(pieces)
-        choices = [self.choice(index, self._with_echo(index, piece), False) for index, piece in sorted(pieces.items())]
+        choices = [self.choice(index, self._with_echo(index, piece)) for index, piece in sorted(pieces.items())]
         return {**self._head(self.whole_object), "choices": choices, "usage": self.usage()}
 
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
         """The next part of one choice."""
         if piece.finish is not None:
             self._ends[index] = piece
-        choice = self.choice(index, self._with_echo(index, piece), True)
+        choice = self.part(index, self._with_echo(index, piece))
         self._begun.add(index)
         usage = {"usage": None} if self.call.include_usage else {}
         return {**self._head(self.chunk_object), "choices": [choice], **usage}
@@ -59,9 +59,20 @@ class Answer:
             "prompt_tokens_details": {"cached_tokens": sum(each.cached_tokens for each in of_prompts)},
         }
 
-    def choice(self, index: int, piece: Piece, is_chunk: bool) -> dict[str, Any]:
-        """One choice, or the next part of it."""
+    def choice(self, index: int, piece: Piece) -> dict[str, Any]:
+        """One choice, whole."""
         raise NotImplementedError
+
+    def part(self, index: int, piece: Piece) -> dict[str, Any]:
+        """The next part of a choice."""
+        raise NotImplementedError
+
+    def bytes_of(self, token: int) -> bytes:
+        """What a token spells; nothing for rows of the model beyond the vocabulary, which may be alternatives."""
+        try:
+            return self.tokenizer.token_bytes(token)
+        except ValueError:
+            return b""
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
@@ -82,17 +93,19 @@ class CompletionAnswer(Answer):
         super().__init__(call, model, tokenizer)
         self._offsets = [0] * len(call.requests)
 
-    def choice(self, index: int, piece: Piece, is_chunk: bool) -> dict[str, Any]:
-        """`is_chunk` makes no difference here."""
+    def choice(self, index: int, piece: Piece) -> dict[str, Any]:
+        """Its text."""
         logprobs = None if self.call.requests[index].logprobs is None else self._logprobs(index, piece)
         return {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish}
+
+    part = choice
 
     def _logprobs(self, index: int, piece: Piece) -> dict[str, Any]:
         tokens = [self._spelled(choice.id) for choice in piece.choices]
         offsets = []
         for choice in piece.choices:
             offsets.append(self._offsets[index])
-            self._offsets[index] += len(self.tokenizer.token_bytes(choice.id).decode("utf-8", "ignore"))
+            self._offsets[index] += len(self.bytes_of(choice.id).decode("utf-8", "ignore"))
         top = [
             {self._spelled(token): logprob for token, logprob in reversed(choice.alternatives)}
             for choice in piece.choices
@@ -106,7 +119,7 @@ class CompletionAnswer(Answer):
 
     def _spelled(self, token: int) -> str:
         """A token as text; where it is a part of a character, its bytes, written as OpenAI writes them."""
-        raw = self.tokenizer.token_bytes(token)
+        raw = self.bytes_of(token)
         try:
             return raw.decode()
         except UnicodeDecodeError:
@@ -118,21 +131,26 @@ class ChatAnswer(Answer):
 
     id_prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def choice(self, index: int, piece: Piece, is_chunk: bool) -> dict[str, Any]:
-        """A message, or a delta; the first delta names the role."""
+    def choice(self, index: int, piece: Piece) -> dict[str, Any]:
+        """A message."""
+        message = {"role": "assistant", "content": piece.text, "refusal": None}
+        return {"index": index, "message": message, **self._rest(index, piece)}
+
+    def part(self, index: int, piece: Piece) -> dict[str, Any]:
+        """What the message grows by; the first part names the role."""
+        role = {} if index in self._begun else {"role": "assistant"}
+        return {"index": index, "delta": {**role, "content": piece.text}, **self._rest(index, piece)}
+
+    def _rest(self, index: int, piece: Piece) -> dict[str, Any]:
         logprobs = None
         if self.call.requests[index].logprobs is not None:
             logprobs = {"content": [self._entry(choice) for choice in piece.choices], "refusal": None}
-        if not is_chunk:
-            message = {"role": "assistant", "content": piece.text, "refusal": None}
-            return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": piece.finish}
-        delta = {"content": piece.text} if index in self._begun else {"role": "assistant", "content": piece.text}
-        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": piece.finish}
+        return {"logprobs": logprobs, "finish_reason": piece.finish}
 
     def _entry(self, choice: Choice) -> dict[str, Any]:
         top = [self._token(token, logprob) for token, logprob in choice.alternatives]
         return {**self._token(choice.id, choice.logprob), "top_logprobs": top}
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        raw = self.tokenizer.token_bytes(token)
+        raw = self.bytes_of(token)
         return {"token": raw.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(raw)}

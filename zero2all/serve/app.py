@@ -182,7 +182,9 @@ async def read_body(request: Request) -> bytes:
             413, f"The body has {size:,} bytes; at most {MAX_BODY_BYTES:,} are taken. Send less at a time."
         )
     if kind != "application/json":
-        raise RefusedError(415, f"The body is `{kind[:100]}`; send JSON, with the header Content-Type: application/json.")
+        raise RefusedError(
+            415, f"The body is `{kind[:100]}`; send JSON, with the header Content-Type: application/json."
+        )
     return bytes(body)
 
 
@@ -227,7 +229,9 @@ async def _no_route(request: Request, error: HTTPException) -> Response:
         allowed = (error.headers or {}).get("Allow", "another method")
         words = f"{request.method} is not for {request.url.path}; use {allowed}."
     else:
-        words = f"There is nothing at {request.url.path[:200]}. The routes of the API begin with /v1, such as /v1/models."
+        words = (
+            f"There is nothing at {request.url.path[:200]}. The routes of the API begin with /v1, such as /v1/models."
+        )
     response = _refusal(RefusedError(error.status_code, words))
     response.headers.update(error.headers or {})
     return response

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from zero2all.common.schema import Problem, nearest_hint
+from zero2all.common.schema import MISSING, Problem, nearest_hint
 from zero2all.serve.errors import RefusedError
 
 Reader = Callable[[Any], Any]
 """The value as the server uses it. A ValueError says what was expected instead."""
 
 LARGEST_INT = (1 << 63) - 1
-MAX_STOPS = 16
+MAX_STOPS = 8  # a chat adds its own, and the engine takes 16
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 
@@ -49,7 +49,8 @@ def number(minimum: float, maximum: float, above: bool = False) -> Reader:
     def read(value: Any) -> float:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not minimum <= value <= maximum or (above and value == minimum):
-            raise ValueError(f"a number {'above' if above else 'from'} {minimum:g} {'and at most' if above else 'to'} {maximum:g}")
+            bounds = f"above {minimum:g} and at most {maximum:g}" if above else f"from {minimum:g} to {maximum:g}"
+            raise ValueError(f"a number {bounds}")
         return float(value)
 
     return read
@@ -62,6 +63,17 @@ def stops(value: Any) -> tuple[str, ...]:
     if not is_list or not all(isinstance(each, str) and each for each in found):
         raise ValueError(f"text, or a list of at most {MAX_STOPS} texts, none of them empty")
     return tuple(found)
+
+
+def one_of(*words: str) -> Reader:
+    """One of these words."""
+
+    def read(value: Any) -> str:
+        if value not in words:
+            raise ValueError(f"one of {', '.join(words)}")
+        return str(value)
+
+    return read
 
 
 def stream_options(value: Any) -> bool:
@@ -131,7 +143,7 @@ IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_
 def read_fields(body: Any, readers: Mapping[str, Reader], required: str) -> dict[str, Any]:
     """The fields that were given, each read; null counts as left out."""
     if not isinstance(body, dict):
-        raise RefusedError(400, f"The body has to be a JSON object with the fields of the request; `{required}` is needed.")
+        raise RefusedError(400, f"The body has to be a JSON object with the fields of the request, `{required}` first.")
     problems: list[Problem] = []
     found: dict[str, Any] = {}
     for name, value in body.items():
@@ -148,15 +160,10 @@ def read_fields(body: Any, readers: Mapping[str, Reader], required: str) -> dict
         else:
             problems.append(Problem(name, value, "a field of this route", nearest_hint(name, readers)))
     if required not in found and not any(problem.field == required for problem in problems):
-        problems.append(Problem(required, body.get(required), readers_words(required)))
+        problems.append(Problem(required, MISSING, "what the model is to answer"))
     if problems:
         raise RefusedError(400, " ".join(map(str, problems)), problems[0].field)
     return found
-
-
-def readers_words(required: str) -> str:
-    """What the one field that every request needs is."""
-    return "the text to continue" if required == "prompt" else "a list of messages"
 
 
 def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:

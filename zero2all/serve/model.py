@@ -84,7 +84,10 @@ class ServedModel:
         """Refuse a request that means another model."""
         if asked not in (None, self.name):
             raise RefusedError(
-                404, f"The model `{asked[:200]}` is not served here; this server has `{self.name}`.", "model", "model_not_found"
+                404,
+                f"The model `{asked[:200]}` is not served here; this server has `{self.name}`.",
+                "model",
+                "model_not_found",
             )
 
     def facts(self) -> dict[str, Any]:

@@ -45,7 +45,9 @@ class ServeOptions:
 class ModelServer:
     """A server that is listening; `serve` answers until it is stopped."""
 
-    def __init__(self, model: ServedModel, options: ServeOptions, when_ready: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, model: ServedModel, options: ServeOptions, when_ready: Callable[[], None] = lambda: None
+    ) -> None:
         self.model, self.options, self._when_ready = model, options, when_ready
         needs_token = options.needs_token or not is_loopback(options.host) or options.token is not None
         self.token = (options.token or secrets.token_urlsafe(24)) if needs_token else None

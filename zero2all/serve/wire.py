@@ -1,5 +1,8 @@
-"""Request bodies -> what is asked of the engine. OpenAI's fields and defaults; ours beside them are top_k, min_p and
-repetition_penalty."""
+"""Request bodies -> what is asked of the engine.
+
+OpenAI's fields and defaults. Others beside them: top_k, min_p and repetition_penalty; in chats also `frame`, how the
+messages become a prompt (infer/chat.py).
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zero2all.infer.chat import chat_prompt
+from zero2all.infer.chat import FRAMES, chat_prompt
 from zero2all.infer.load import LoadedModel
 from zero2all.infer.sampling import Sampling
 from zero2all.infer.text import TextRequest
 from zero2all.serve.errors import RefusedError
-from zero2all.serve.fields import MAX_CHOICES, MAX_TOP_LOGPROBS, SHARED, flag, prompts, read_fields, whole
+from zero2all.serve.fields import MAX_CHOICES, MAX_TOP_LOGPROBS, SHARED, flag, one_of, prompts, read_fields, whole
 from zero2all.tokenizer.chat import ROLES, Message
 
 COMPLETION_FIELDS = {**SHARED, "prompt": prompts, "logprobs": whole(0, MAX_TOP_LOGPROBS), "echo": flag}
@@ -49,6 +52,7 @@ CHAT_FIELDS = {
     "max_completion_tokens": whole(1),
     "logprobs": flag,
     "top_logprobs": whole(0, MAX_TOP_LOGPROBS),
+    "frame": one_of(*FRAMES),
 }
 
 
@@ -57,7 +61,9 @@ def completion_call(body: Any, loaded: LoadedModel) -> Call:
     fields = read_fields(body, COMPLETION_FIELDS, "prompt")
     if fields.get("echo") and "logprobs" in fields:
         raise RefusedError(
-            400, "echo together with logprobs would need those of the prompt, which are not kept here. Ask for one.", "echo"
+            400,
+            "echo with logprobs would need those of the prompt, which are not kept. Ask for one of the two.",
+            "echo",
         )
     texts: list[str | list[int]] = fields["prompt"]
     limit = fields.get("max_tokens", DEFAULT_COMPLETION_TOKENS)
@@ -74,25 +80,31 @@ def chat_call(body: Any, loaded: LoadedModel) -> Call:
         raise RefusedError(400, "max_tokens and max_completion_tokens mean the same; give one of them.", "max_tokens")
     if fields.get("top_logprobs") and not fields.get("logprobs"):
         raise RefusedError(400, "top_logprobs needs logprobs: true beside it.", "top_logprobs")
-    prompt = chat_prompt(loaded, fields["messages"])
+    prompt = chat_prompt(loaded, fields["messages"], fields.get("frame", "auto"))
     stop = tuple(dict.fromkeys((*fields.get("stop", ()), *prompt.stop)))
     logprobs = fields.get("top_logprobs", 0) if fields.get("logprobs") else None
-    limit = next(iter(limits.values()), None)
-    return _call(fields, [TextRequest(prompt.prompt, limit, stop=stop, heal=prompt.heal, logprobs=logprobs)], [])
+    request = TextRequest(
+        prompt.prompt,
+        next(iter(limits.values()), None),
+        stop=stop,
+        heal=prompt.heal,
+        logprobs=logprobs,
+        end_ids=prompt.end_ids,
+    )
+    return _call(fields, [request], [])
 
 
 def _call(fields: dict[str, Any], base: Sequence[TextRequest], echoes: Sequence[str]) -> Call:
     n, is_stream = fields.get("n", 1), fields.get("stream", False)
     if len(base) * n > MAX_CHOICES:
         raise RefusedError(
-            400, f"n: {len(base)} prompts with {n} choices each are more than {MAX_CHOICES}. Ask for less at a time.", "n"
+            400, f"n: {len(base)} prompts with {n} choices each are more than {MAX_CHOICES}. Ask for fewer.", "n"
         )
     if "stream_options" in fields and not is_stream:
         raise RefusedError(400, "stream_options needs stream: true beside it.", "stream_options")
     seed = fields.get("seed", secrets.randbelow(SEEDS))  # who names none wants another answer each time
-    requests = [
-        dataclasses.replace(each, sampling=_sampling(fields, (seed + place) % SEEDS)) for each in base for place in range(n)
-    ]
+    samplings = [_sampling(fields, (seed + place) % SEEDS) for place in range(n)]
+    requests = [dataclasses.replace(each, sampling=sampling) for each in base for sampling in samplings]
     return Call(
         model=fields.get("model"),
         requests=requests,
@@ -126,7 +138,7 @@ def _message(value: Any, place: str) -> Message:
         raise ValueError(f'messages such as {{"role": "user", "content": "Hello"}}; {place} is none')
     beyond = [name for name, given in value.items() if name not in ("role", "content") and given not in (None, [], "")]
     if beyond:
-        raise ValueError(f"messages of role and content; {place} also has `{beyond[0][:40]}`, which no template here can show")
+        raise ValueError(f"messages of role and content; {place} has `{beyond[0][:40]}`, which cannot be shown to it")
     role = "system" if value.get("role") == "developer" else value.get("role")
     if role not in ROLES:
         raise ValueError(f"roles among {', '.join(ROLES)}; {place} has another")
@@ -140,4 +152,4 @@ def _content(value: Any, place: str) -> str:
         isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts
     ):
         return "".join(part["text"] for part in parts)
-    raise ValueError(f"text as content, or a list of text parts; {place} has something else (pictures and sound are not understood)")
+    raise ValueError(f"text as content, or a list of text parts (no pictures, no sound); {place} has something else")
