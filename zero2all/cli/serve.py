@@ -67,7 +67,7 @@ def _add_engine(serve: argparse.ArgumentParser) -> None:
         "--max-len",
         type=whole(2),
         metavar="N",
-        help="tokens of prompt and answer together (default: the model's limit)",
+        help="tokens of prompt and answer together (default: the model's)",
     )
     serve.add_argument(
         "--max-batch", type=whole(1), metavar="N", help="answers written at once (default: 32 on a CPU, 256 on a GPU)"
@@ -129,7 +129,7 @@ def _token_in(path: Path) -> str:
         ) from None
     if len(token) < SHORTEST_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
         raise BadInputError(
-            f"The token in {path} has to be at least {SHORTEST_TOKEN} printable ASCII characters without blanks, on one "
-            f"line. `openssl rand -hex 24 > {path}` makes a good one."
+            f"The token in {path} must have at least {SHORTEST_TOKEN} printable ASCII characters without blanks, on "
+            f"one line. `openssl rand -hex 24 > {path}` makes a good one."
         )
     return token
