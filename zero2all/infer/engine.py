@@ -36,6 +36,10 @@ LOGITS_AT_ONCE = 1 << 26
 """Logits that scoring holds at once: 256 MB in float32."""
 
 
+class PromptTooLongError(UsageError):
+    """A prompt that leaves no room for an answer."""
+
+
 @dataclass(frozen=True)
 class EngineSettings:
     """How much is done at once; None: found from the model and the memory."""
@@ -98,7 +102,7 @@ class Engine:
 
     def submit(self, request: Request) -> Job:
         """Queue a request; what becomes of it is seen in what is returned, while `step` is called."""
-        self._check(request)
+        self.check(request)
         ids = list(request.ids)
         self._count += 1
         job = Job(request, self._count, ids, list(request.given_back), block_keys(ids))
@@ -166,7 +170,8 @@ class Engine:
 
     # Admission -------------------------------------------------------------------------------------------------------
 
-    def _check(self, request: Request) -> None:
+    def check(self, request: Request) -> None:
+        """Refuse what cannot be served."""
         config = self.forward.weights.config
         length, vocabulary = len(request.ids) + len(request.given_back), config.vocab_ids
         if not request.ids:
@@ -174,7 +179,7 @@ class Engine:
         # The last token of a text that is only scored is never fed to the model.
         if length >= self.max_len + (0 if request.max_new_tokens else 2):
             origin = "model.max_seq_len" if self.max_len == config.max_seq_len else "--max-len"
-            raise UsageError(
+            raise PromptTooLongError(
                 f"The prompt has {length:,} tokens; prompt and answer together may have {self.max_len:,} ({origin}). "
                 f"Shorten the prompt."
             )
