@@ -43,11 +43,12 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "train": ("packed", "model", "ops", "parallel", "limits", "track.writer", "config"),
     "evals": ("model", "ops", "parallel", "tokenizer", "train", "track.writer", "config"),
+    "serve": ("infer", "tokenizer", "track.access", "track.page"),
     "exchange": ("model", "tokenizer", "train", "evals.load", "config"),
     # on top of everything
     "perf": (*STAGES, "ops", "parallel", "limits"),
     "quickstart": STAGES,
-    "cli": (*STAGES, "parallel.launch", "perf", "quickstart"),
+    "cli": (*STAGES, "parallel.launch", "perf", "quickstart", "serve"),
     "__main__": ("cli",),
 }
 """Room -> what it may import beside itself, `common` and the version, from the bottom of the house to the top. A name
