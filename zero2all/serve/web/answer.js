@@ -18,7 +18,6 @@ export class Answer {
 		this.state = 'waiting'; // writing, then stop, length, stopped or failed
 		this.error = '';
 		this.usage = null;
-		this.pieces = 0;
 		this.asked = performance.now();
 		this.controller = new AbortController();
 		this.seed = state.settings.seed === '' ? Math.floor(Math.random() * LARGEST_SEED) : state.settings.seed;
@@ -32,7 +31,7 @@ export class Answer {
 	body(model, content) {
 		const { temperature, top_k, top_p, min_p, repetition_penalty, max_tokens, stop } = state.settings;
 		const body = { model, ...content, temperature, top_k, top_p, min_p, repetition_penalty, max_tokens, seed: this.seed };
-		Object.assign(body, { stream: true, stream_options: { include_usage: true } });
+		Object.assign(body, { stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } });
 		if (stops(stop).length) body.stop = stops(stop);
 		if (state.probabilities) Object.assign(body, content.messages ? { logprobs: true, top_logprobs: ALTERNATIVES } : { logprobs: ALTERNATIVES });
 		return body;
@@ -66,8 +65,7 @@ export class Answer {
 		this.clusters?.add(tokens);
 		if (text || tokens.length) {
 			this.last = performance.now();
-			this.first ??= this.last;
-			this.pieces += Math.max(1, tokens.length);
+			this.first ??= { at: this.last, tokens: usage?.completion_tokens };
 			this.state = 'writing';
 		}
 		this.text += text;
@@ -78,16 +76,14 @@ export class Answer {
 		this.controller.abort();
 	}
 
-	// Tokens written, seconds to the first, tokens per second after it. A count without usage is one per message.
+	// Seconds to the first token, tokens per second after it, tokens of the context that are in use; null: not known yet.
 	get figures() {
-		const tokens = this.usage?.completion_tokens ?? this.pieces;
-		const seconds = (this.last - this.first) / 1000;
+		const { first, usage, last } = this;
+		const since = first && usage ? { seconds: (last - first.at) / 1000, tokens: usage.completion_tokens - first.tokens } : null;
 		return {
-			tokens,
-			isExact: Boolean(this.usage || this.clusters),
-			toFirst: this.first === undefined ? null : (this.first - this.asked) / 1000,
-			perSecond: seconds > 0 && tokens > 1 ? (tokens - 1) / seconds : null,
-			inContext: this.usage?.total_tokens ?? null,
+			toFirst: first ? (first.at - this.asked) / 1000 : null,
+			perSecond: since?.seconds > 0 && since.tokens > 0 ? since.tokens / since.seconds : null,
+			inContext: usage?.total_tokens ?? null,
 		};
 	}
 

@@ -12,12 +12,12 @@ export function showReadout(line, answer, model) {
 
 function parts(answer, model) {
 	if (answer.state === 'waiting') return [t('waiting')];
-	const { tokens, isExact, toFirst, perSecond, inContext } = answer.figures;
+	const { toFirst, perSecond, inContext } = answer.figures;
 	const total = model?.z2a?.max_len;
 	return [
 		perSecond && t('perSecond', { count: count(perSecond) }),
 		toFirst !== null && t('toFirst', { time: toFirst < 1 ? `${Math.round(1000 * toFirst)} ms` : duration(toFirst) }),
-		inContext && total ? t('inContext', { count: whole(inContext), total: whole(total) }) : tokens > 0 && t('written', { count: `${isExact ? '' : '≈'}${whole(tokens)}` }),
+		inContext && total && t('inContext', { count: whole(inContext), total: whole(total) }),
 		answer.isOver && t(answer.state),
 		answer.isOver && t('seedWas', { seed: answer.seed }),
 	].filter(Boolean);

@@ -71,7 +71,6 @@ const WORDS = {
 	waiting: ['waiting for the first token', '等待首个词元'],
 	perSecond: ['{count} tokens/s', '{count} 词元/秒'],
 	toFirst: ['first token after {time}', '首词元 {time}'],
-	written: ['{count} tokens', '{count} 词元'],
 	inContext: ['{count} of {total} tokens of context', '上下文 {count} / {total} 词元'],
 	seedWas: ['seed {seed}', '种子 {seed}'],
 
