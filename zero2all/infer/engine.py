@@ -29,11 +29,15 @@ from zero2all.infer.forward import Forward, Span
 from zero2all.infer.job import Choice, Job, Request
 from zero2all.infer.load import LoadedModel
 from zero2all.infer.sampling import Picker, penalised
-from zero2all.infer.weights import weights_of
+from zero2all.infer.weights import packed_for_cpu, weights_of
 
 MOST_ALTERNATIVES = 20
 LOGITS_AT_ONCE = 1 << 26
 """Logits that scoring holds at once: 256 MB in float32."""
+
+
+class PromptTooLongError(UsageError):
+    """A prompt that leaves no room for an answer."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,8 @@ class Engine:
         blocks = _blocks_in(settings.cache_bytes, block_bytes(config, dtype), self.max_len, self.max_batch, self.device)
         self.pool = BlockPool(blocks)
         self.blocks = KeyValueBlocks(config, blocks, dtype, self.device)
+        if not on_gpu and self.max_batch > 1:
+            weights = packed_for_cpu(weights, available_memory())
         self.forward = Forward(weights, self.blocks)
         self.never = self.vocabulary.never.to(self.device)
         self.waiting: deque[Job] = deque()
@@ -96,7 +102,7 @@ class Engine:
 
     def submit(self, request: Request) -> Job:
         """Queue a request; what becomes of it is seen in what is returned, while `step` is called."""
-        self._check(request)
+        self.check(request)
         ids = list(request.ids)
         self._count += 1
         job = Job(request, self._count, ids, list(request.given_back), block_keys(ids))
@@ -158,7 +164,8 @@ class Engine:
 
     # Admission -------------------------------------------------------------------------------------------------------
 
-    def _check(self, request: Request) -> None:
+    def check(self, request: Request) -> None:
+        """Refuse what cannot be served."""
         config = self.forward.weights.config
         length, vocabulary = len(request.ids) + len(request.given_back), config.vocab_ids
         if not request.ids:
@@ -166,7 +173,7 @@ class Engine:
         # The last token of a text that is only scored is never fed to the model.
         if length >= self.max_len + (0 if request.max_new_tokens else 2):
             origin = "model.max_seq_len" if self.max_len == config.max_seq_len else "--max-len"
-            raise UsageError(
+            raise PromptTooLongError(
                 f"The prompt has {length:,} tokens; prompt and answer together may have {self.max_len:,} ({origin}). "
                 f"Shorten the prompt."
             )
@@ -174,9 +181,7 @@ class Engine:
         if wrong is not None:
             raise UsageError(f"The prompt has the token id {wrong}; this model has the ids 0 to {vocabulary - 1}.")
         if request.alternatives is not None and not 0 <= request.alternatives <= MOST_ALTERNATIVES:
-            raise UsageError(
-                f"{request.alternatives} alternatives were asked for; 0 to {MOST_ALTERNATIVES} can be had."
-            )
+            raise UsageError(f"{request.alternatives} alternatives were asked for; there are 0 to {MOST_ALTERNATIVES}.")
         if request.score_from is not None and request.score_from < 1:
             raise UsageError("The first token of a text has nothing before it: scoring starts at token 1.")
 

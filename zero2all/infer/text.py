@@ -66,10 +66,9 @@ class Piece:
 class TextJob:
     """A request in the engine, read as text."""
 
-    def __init__(self, engine: Engine, request: TextRequest) -> None:
+    def __init__(self, engine: Engine, request: TextRequest, prepared: Request | None = None) -> None:
         self._engine, self.request = engine, request
-        _check_stops(request.stop)
-        self.job = engine.submit(_engine_request(engine, request))
+        self.job = engine.submit(prepared or engine_request(engine, request))
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""  # characters that may be the beginning of a stop string
         self._read = 0
@@ -138,7 +137,9 @@ def complete(engine: Engine, requests: Sequence[TextRequest]) -> Iterator[tuple[
                 yield number, texts[number], job
 
 
-def _engine_request(engine: Engine, request: TextRequest) -> Request:
+def engine_request(engine: Engine, request: TextRequest) -> Request:
+    """The request in token ids, checked. Reads what never changes of the engine only: may be called in any thread."""
+    _check_stops(request.stop)
     ids: Sequence[int] = ()
     given_back: Sequence[int] = ()
     if not isinstance(request.prompt, str):
@@ -152,9 +153,11 @@ def _engine_request(engine: Engine, request: TextRequest) -> Request:
     most = room if request.max_new_tokens is None else request.max_new_tokens
     if most < 1:
         raise UsageError(f"max_new_tokens is {most}; it must be at least 1.")
-    return Request(
+    prepared = Request(
         ids, min(most, room), request.sampling, given_back, request.logprobs, end_ids=frozenset(request.end_ids)
     )
+    engine.check(prepared)
+    return prepared
 
 
 def _check_stops(stops: Sequence[str]) -> None:

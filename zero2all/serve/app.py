@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from zero2all.common import jsonio
 from zero2all.common.errors import UserError
+from zero2all.infer.engine import PromptTooLongError
 from zero2all.infer.load import LoadedModel
 from zero2all.infer.service import ServiceEndedError
 from zero2all.infer.text import Piece
@@ -115,6 +116,8 @@ class _Api:
             return await run_in_threadpool(hand_in)  # long prompts take a while
         except ServiceEndedError:
             raise ending() from None
+        except PromptTooLongError as error:
+            raise RefusedError(400, str(error), code="context_length_exceeded") from None
         except UserError as error:
             raise RefusedError(400, str(error)) from None
 

@@ -60,7 +60,7 @@ class Generations:
 
     async def portions(self) -> AsyncIterator[list[tuple[int, Piece]]]:
         """What has come since the last portion, until all choices are finished."""
-        left = self._left
+        left = len(self._requests)
         while left:
             await self._news.wait()
             self._news.clear()
