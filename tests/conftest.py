@@ -19,6 +19,7 @@ from typing import Any
 import hypothesis
 import pytest
 
+from tests.bigram import bigram, border_tokenizer, logits, speller  # noqa: F401  (fixtures)
 from tests.browser import launched
 from tests.processes import Z2A, Program, Start, WarmProcess
 from zero2all.common.workspace import Workspace, open_workspace
