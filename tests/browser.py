@@ -30,19 +30,20 @@ def launched() -> Iterator[Any]:
         chromium.close()
 
 
-def is_own_error(message: Any) -> bool:
-    """An error of the page, and not Chromium's note that a server was away for a while."""
-    return message.type == "error" and "net::ERR_" not in message.text
+def is_own_error(message: Any, notes: tuple[str, ...]) -> bool:
+    """An error of the page, and not one of Chromium's notes."""
+    return message.type == "error" and not any(note in message.text for note in notes)
 
 
 @contextlib.contextmanager
-def watched_page(context: Any) -> Iterator[Any]:
-    """A fresh page; any error in it is a failure."""
+def watched_page(context: Any, refusals: tuple[int, ...] = ()) -> Iterator[Any]:
+    """A fresh page; any error in it is a failure. A server may be away for a while, and refuse with these statuses."""
+    notes = ("net::ERR_", *(f"responded with a status of {status} " for status in refusals))
     opened = context.new_page()
     opened.set_default_timeout(15_000)
     errors: list[str] = []
     opened.on("pageerror", lambda error: errors.append(str(error)))
-    opened.on("console", lambda message: errors.append(message.text) if is_own_error(message) else None)
+    opened.on("console", lambda message: errors.append(message.text) if is_own_error(message, notes) else None)
     opened.on("dialog", lambda dialog: (errors.append(f"a script ran: {dialog.message}"), dialog.dismiss()))
     yield opened
     if opened.url.startswith("http"):

@@ -11,8 +11,8 @@ const LARGEST_SEED = 2 ** 31 - 1;
 const stops = (text) => text.split('\n').filter(Boolean).map((line) => line.replaceAll('\\n', '\n').replaceAll('\\t', '\t'));
 
 export class Answer {
-	constructor(prompt = '') {
-		this.prompt = prompt; // what it continues, where that is text
+	constructor(prompt = null) {
+		this.prompt = prompt; // the text it continues, where that is known
 		this.text = '';
 		this.clusters = null; // where probabilities were asked for
 		this.state = 'waiting'; // writing, then stop, length, stopped or failed

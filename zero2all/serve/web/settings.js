@@ -1,6 +1,6 @@
 // The settings of sampling, each with one line that explains it.
 
-import { byId, h, later } from './dom.js';
+import { byId, h } from './dom.js';
 import { changeSetting, isUsual, SAMPLING, state, usualSettings } from './state.js';
 import { t } from './words.js';
 
@@ -21,8 +21,7 @@ function numberInput(name, { usual, min, max, step }) {
 }
 
 function textInput(name, rows) {
-	const keep = later((event) => changeSetting(name, event.target.value), 200);
-	return [h('textarea', { id: `set-${name}`, rows, value: state.settings[name], spellcheck: false, 'aria-describedby': `why-${name}`, oninput: keep })];
+	return [h('textarea', { id: `set-${name}`, rows, value: state.settings[name], spellcheck: false, 'aria-describedby': `why-${name}`, oninput: (event) => changeSetting(name, event.target.value) })];
 }
 
 function row(name, words, inputs, isWide) {

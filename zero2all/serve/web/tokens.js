@@ -69,8 +69,8 @@ export class Clusters {
 
 	// Those that are seen in the answer: [{text, start, cluster}], start counted in the answer. The first token of a
 	// continuation may begin inside the prompt, and the last may reach into a stop string: both are cut to what is seen.
-	// null where the tokens do not spell the answer.
-	seenIn(answer, prompt = '') {
+	// null where the tokens do not spell the answer. The prompt of a chat is not known.
+	seenIn(answer, prompt = null) {
 		if (!answer) return [];
 		if (this.skip === null || !this.text.startsWith(answer, this.skip)) this.skip = this.found(answer, prompt);
 		if (this.skip === null) return null;
@@ -85,7 +85,7 @@ export class Clusters {
 
 	found(answer, prompt) {
 		for (let skip = 0; skip <= this.text.length; skip += 1) {
-			if (prompt.endsWith(this.text.slice(0, skip)) && this.text.startsWith(answer, skip)) return skip;
+			if (this.text.startsWith(answer, skip) && (prompt === null || prompt.endsWith(this.text.slice(0, skip)))) return skip;
 		}
 		return null;
 	}
