@@ -282,8 +282,9 @@ def test_there_is_no_circle_over_the_benchmarks():
     assert circle_in(file_graph(modules, all_imports(modules))) == ""
 
 
-def test_there_is_no_circle_over_the_scripts_of_the_page():
-    files = sorted((ROOT / PACKAGE / "track" / "web").glob("*.js"))
+@pytest.mark.parametrize("room", ["track", "serve"])
+def test_there_is_no_circle_over_the_scripts_of_a_page(room):
+    files = sorted((ROOT / PACKAGE / room / "web").glob("*.js"))
     imported = {path.name: set(re.findall(r"from '\./([\w.]+)'", path.read_text(encoding="utf-8"))) for path in files}
     assert len(imported) > 10
     assert circle_in(imported) == ""
