@@ -19,8 +19,8 @@ PLACES = 4
 LENGTH = 64
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1e-2}
 SPLITS = {
-    "whole": AttentionTiles(splits=1, least=16, tokens=16, warps=1, stages=1),
-    "splits": AttentionTiles(splits=4, least=16, tokens=16, warps=1, stages=1),
+    "whole": AttentionTiles(splits=1, least=16, tokens=16, warps=1),
+    "splits": AttentionTiles(splits=4, least=16, tokens=16, warps=1),
 }
 splits = pytest.mark.parametrize("tiles", SPLITS.values(), ids=list(SPLITS))
 

@@ -57,7 +57,11 @@ def _one_row(
     ahead = tl.load(
         at, mask=is_row[:, None] & (column < COLUMNS)[None, :], other=0, eviction_policy="evict_first"
     )  # read once a step: other things should stay in the cache
+    if SCALED:
+        scale = tl.load(scales + row, mask=is_row, other=0.0)
     wait_for_earlier_kernels(OVERLAP)
+    if ADD:
+        residual = tl.load(y + row, mask=is_row, other=0.0).to(tl.float32)
     products = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     squares = tl.zeros((BLOCK,), dtype=tl.float32)
     for first in tl.static_range(0, COLUMNS, BLOCK):
@@ -77,13 +81,13 @@ def _one_row(
     if NORM:
         product *= 1.0 / tl.sqrt(tl.sum(squares, axis=0) / COLUMNS + eps)
     if SCALED:
-        product *= tl.load(scales + row, mask=is_row, other=0.0)
+        product *= scale
+    if ADD:
+        product += residual
     if SWIGLU:
         product = _swiglu(tl.reshape(product, (ROWS // 2, 2)))
         row = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
         is_row = row < rows // 2
-    if ADD:
-        product += tl.load(y + row, mask=is_row, other=0.0).to(tl.float32)
     tl.store(y + row, product.to(y.dtype.element_ty), mask=is_row)
 
 
@@ -136,8 +140,9 @@ def tiles_for(inputs: int, rows: int, columns: int, is_int8: bool) -> Tiles:
     if inputs == 1:
         few = rows < 4096
         return Tiles(rows=4 if few else 8, columns=min(1024, triton.next_power_of_2(columns)), warps=4)
-    block = min(256 if is_int8 else 128, max(LEAST_DOT, triton.next_power_of_2(columns)))
-    return Tiles(rows=16 if rows < 8192 else 32, columns=block, warps=4, stages=4)
+    block = 256 if is_int8 and inputs <= LEAST_DOT else 128 if is_int8 or inputs <= LEAST_DOT else 64
+    block = min(block, max(LEAST_DOT, triton.next_power_of_2(columns)))
+    return Tiles(rows=16 if rows < 8192 else 32, columns=block, warps=4, stages=4 if inputs <= 32 else 3)
 
 
 def decode_linear(
@@ -153,7 +158,7 @@ def decode_linear(
 ) -> None:
     """y (N, rows) = W f(x) for x (N, columns): f is RMSNorm with `gain` where it is given. `scales` (rows,) belong to
     int8 weights. `swiglu`: rows 2 i and 2 i + 1 of W are a gate and its up, and y has half as many columns. `add`: the
-    product is added to y. All tensors are contiguous."""
+    product is added to y (not together with `swiglu`). All tensors are contiguous."""
     inputs, (rows, columns) = len(x), weight.shape
     tiles = tiles or tiles_for(inputs, rows, columns, scales is not None)
     flags = {"COLUMNS": columns, "NORM": gain is not None, "SCALED": scales is not None, "SWIGLU": swiglu, "ADD": add}
