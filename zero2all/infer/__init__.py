@@ -1,0 +1,12 @@
+"""Using a trained model: one engine for generation and scoring.
+
+load        a run or a Hugging Face folder -> a model in memory
+weights     its tensors by layer, as the engine reads them
+cache       keys and values in blocks; blocks of equal content are shared
+forward     passes over ragged batches, in plain torch
+sampling    how the next token is chosen
+engine      continuous batching: requests come and go while others run
+boundary    prompts that end in the middle of a token
+text        prompts and tokens as text: streaming, stop strings
+service     the engine in a thread of its own
+"""

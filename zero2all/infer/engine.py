@@ -1,0 +1,468 @@
+"""Continuous batching: requests come and go while others run.
+
+`step` makes one pass over prompts that are not yet read, in portions of `prefill_tokens`, so that a long prompt does
+not stop the others, and one pass that adds a token to every job whose prompt is read. Requests are admitted in the
+order they came. When the cache is full, the job that came last gives its blocks back and is computed again later;
+its text does not change, since a draw depends only on the seed and the number of the token.
+
+On a GPU the tokens of a pass are read one pass later: the next pass takes them from the device and is launched before
+the host knows them, so that the device never waits for the host. What a job writes after its end is thrown away.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zero2all.common.errors import UsageError
+from zero2all.common.memory import available_memory
+from zero2all.infer.boundary import Vocabulary
+from zero2all.infer.cache import BLOCK, BlockPool, KeyValueBlocks, block_bytes, block_keys
+from zero2all.infer.forward import Forward, Span
+from zero2all.infer.job import Choice, Job, Request
+from zero2all.infer.load import LoadedModel
+from zero2all.infer.sampling import Picker, penalised
+from zero2all.infer.weights import weights_of
+
+MOST_ALTERNATIVES = 20
+LOGITS_AT_ONCE = 1 << 26
+"""Logits that scoring holds at once: 256 MB in float32."""
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How much is done at once; None: found from the model and the memory."""
+
+    max_batch: int | None = None
+    """Sequences that run at once: 32 on a CPU, 256 on a GPU, unless told."""
+    cache_bytes: int | None = None
+    """Memory for keys and values: a quarter of what is free on a CPU, 80 % on a GPU, but no more than can be used."""
+    max_len: int | None = None
+    """Tokens of prompt and answer together; the model's own limit unless told."""
+    prefill_tokens: int | None = None
+    """Prompt tokens that are read in one pass: 512 on a CPU, 8,192 on a GPU."""
+
+
+@dataclass(frozen=True)
+class _Launched:
+    """A decoding pass whose tokens the host has not read yet."""
+
+    rows: list[Job]
+    tokens: Tensor  # on the device
+    on_host: Tensor
+    ready: torch.cuda.Event | None
+    logprobs: tuple[Tensor, Tensor, Tensor] | None
+
+
+class Engine:
+    """One model with its cache and its requests. Not for several threads (see `service`)."""
+
+    def __init__(
+        self, loaded: LoadedModel, settings: EngineSettings | None = None, vocabulary: Vocabulary | None = None
+    ) -> None:
+        settings = settings or EngineSettings()
+        config, self.device = loaded.model.config, loaded.device
+        on_gpu = self.device.type == "cuda"
+        weights = weights_of(loaded.model)
+        dtype = weights.embedding.dtype
+        self.tokenizer = loaded.tokenizer
+        self.vocabulary = vocabulary or Vocabulary(loaded.tokenizer, config.vocab_ids)
+        self.max_len = min(settings.max_len or config.max_seq_len, config.max_seq_len)
+        self.max_batch = settings.max_batch or (256 if on_gpu else 32)
+        self.prefill_tokens = settings.prefill_tokens or (8192 if on_gpu else 512)
+        blocks = _blocks_in(settings.cache_bytes, block_bytes(config, dtype), self.max_len, self.max_batch, self.device)
+        self.pool = BlockPool(blocks)
+        self.blocks = KeyValueBlocks(config, blocks, dtype, self.device)
+        self.forward = Forward(weights, self.blocks)
+        self.never = self.vocabulary.never.to(self.device)
+        self.waiting: deque[Job] = deque()
+        self.running: list[Job] = []
+        self.generated = 0
+        """Tokens written since the start."""
+        self._reads_late = on_gpu
+        self._launched: _Launched | None = None
+        self._seen: dict[int, Tensor] = {}  # of sequences with a repetition penalty: which ids occur (V,)
+        self._picker: tuple[list[Job], Picker] | None = None
+        self._count = 0
+
+    # What callers use ------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> Job:
+        """Queue a request; what becomes of it is seen in what is returned, while `step` is called."""
+        self._check(request)
+        ids = list(request.ids)
+        self._count += 1
+        job = Job(request, self._count, ids, list(request.given_back), block_keys(ids))
+        if request.sampling.repetition_penalty != 1:
+            seen = torch.zeros(self.forward.weights.config.vocab_ids, dtype=torch.bool, device=self.device)
+            seen[torch.tensor(ids, device=self.device)] = True
+            self._seen[job.number] = seen
+        self.waiting.append(job)
+        return job
+
+    def cancel(self, job: Job) -> None:
+        """Take a request out; what it wrote so far stays readable."""
+        if job.finish is None:
+            self._end(job, "cancelled")
+
+    @torch.inference_mode()
+    def step(self) -> list[Job]:
+        """One round of work; returns the jobs that grew or ended in it."""
+        self._admit()
+        grown: list[Job] = []
+        if any(job.is_reading for job in self.running):
+            grown += self._settle()
+            grown += self._read_prompts()
+        return grown + self._decode()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self.waiting and not self.running and self._launched is None
+
+    def reset(self) -> None:
+        """Forget everything: after a pass that failed, what stands in the cache is not known."""
+        self.waiting.clear()
+        self.running.clear()
+        self._seen.clear()
+        self._launched = self._picker = None
+        self.pool = BlockPool(self.pool.total + 1)
+
+    def run(self, requests: Iterable[Request]) -> Iterator[Job]:
+        """All of `requests`, each when it is done."""
+        left = {id(job): job for job in [self.submit(request) for request in requests]}
+        while left:
+            for job in self.step():
+                if job.finish is not None and left.pop(id(job), None) is not None:
+                    yield job
+
+    def score(self, rows: Sequence[Sequence[int]], starts: Sequence[int]) -> list[list[float]]:
+        """For each row of ids, the log probabilities of its tokens from the start on, given those before them."""
+        asked = [
+            Request(row, 0, score_from=start) if len(row) > start else None
+            for row, start in zip(rows, starts, strict=True)
+        ]
+        # Neighbours in this order share the longest beginnings: the blocks of the last are still there for the next.
+        order = sorted((number for number in range(len(rows)) if asked[number]), key=lambda number: list(rows[number]))
+        sequences = {number: self.submit(request) for number in order if (request := asked[number])}
+        while any(job.finish is None for job in sequences.values()):
+            self.step()
+        return [sequences[number].scores if number in sequences else [] for number in range(len(rows))]
+
+    # Admission -------------------------------------------------------------------------------------------------------
+
+    def _check(self, request: Request) -> None:
+        config = self.forward.weights.config
+        length, vocabulary = len(request.ids) + len(request.given_back), config.vocab_ids
+        if not request.ids:
+            raise UsageError("The prompt has no tokens; give at least one.")
+        # The last token of a text that is only scored is never fed to the model.
+        if length >= self.max_len + (0 if request.max_new_tokens else 2):
+            origin = "model.max_seq_len" if self.max_len == config.max_seq_len else "--max-len"
+            raise UsageError(
+                f"The prompt has {length:,} tokens; prompt and answer together may have {self.max_len:,} ({origin}). "
+                f"Shorten the prompt."
+            )
+        wrong = next((number for number in request.ids if not 0 <= number < vocabulary), None)
+        if wrong is not None:
+            raise UsageError(f"The prompt has the token id {wrong}; this model has the ids 0 to {vocabulary - 1}.")
+        if request.alternatives is not None and not 0 <= request.alternatives <= MOST_ALTERNATIVES:
+            raise UsageError(
+                f"{request.alternatives} alternatives were asked for; 0 to {MOST_ALTERNATIVES} can be had."
+            )
+        if request.score_from is not None and request.score_from < 1:
+            raise UsageError("The first token of a text has nothing before it: scoring starts at token 1.")
+
+    def _admit(self) -> None:
+        """Let waiting requests in, in their order, as long as there is room."""
+        if not self.waiting or len(self.running) >= self.max_batch:
+            return
+        being_read = {key for job in self.running if job.is_reading for key in job.keys[job.noted :]}
+        for job in list(itertools.islice(self.waiting, 2 * self.max_batch)):
+            reusable = self._reusable(job) // BLOCK
+            known = self.pool.find(job.keys[:reusable])
+            if len(known) < reusable and job.keys[len(known)] in being_read:
+                self.pool.release(known)  # another job computes this very block: it can be shared in the next round
+                continue
+            needed = -(-len(job.ids) // BLOCK) - len(known)
+            # A block in reserve for each that runs, so that the newcomer is not sent away at once.
+            more = self.pool.take(needed) if self.pool.free >= needed + len(self.running) else None
+            if more is None or len(self.running) >= self.max_batch:
+                self.pool.release([*known, *(more or ())])
+                return
+            job.blocks = known + more
+            job.done = len(known) * BLOCK
+            job.noted = len(known)
+            job.reused_tokens = max(job.reused_tokens, job.done)
+            being_read.update(job.keys[len(known) :])
+            self.waiting.remove(job)
+            self.running.append(job)
+
+    def _reusable(self, job: Job) -> int:
+        """Tokens that need not be computed if their keys and values are known: what predicts a wanted token must."""
+        last, start = job.goal - 1, job.request.score_from
+        return last if start is None or job.is_scored else min(last, start - 1)
+
+    # Reading prompts -------------------------------------------------------------------------------------------------
+
+    def _read_prompts(self) -> list[Job]:
+        rows: list[tuple[Job, int]] = []
+        budget = self.prefill_tokens
+        for job in self.running:
+            if job.is_reading and budget > 0:
+                count = min(budget, job.goal - job.done)
+                rows.append((job, count))
+                budget -= count
+        hidden = self.forward.prefill(*self._ragged(rows))
+        self._score(rows, hidden)
+        ends, end = {}, 0
+        for job, count in rows:
+            end += count
+            job.done += count
+            self._note_full_blocks(job)
+            if job.done == job.goal:
+                ends[job] = end - 1
+        scored = [job for job in ends if not job.request.max_new_tokens]
+        for job in scored:
+            self._end(job, "length")
+        ready = [job for job in ends if job.request.max_new_tokens]
+        if not ready:
+            return scored
+        logits = self.forward.logits(hidden[self._tensor([ends[job] for job in ready])])
+        tokens, logprobs = self._choose(logits, ready)
+        return scored + self._take(ready, tokens.tolist(), logprobs)
+
+    def _ragged(self, rows: list[tuple[Job, int]]) -> tuple[Tensor, Tensor, Tensor, list[Span]]:
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        spans = []
+        for job, count in rows:
+            begin, end = job.done, job.done + count
+            spans.append(Span(len(tokens), count, end, job.blocks))
+            tokens += job.ids[begin:end]
+            positions += range(begin, end)
+            slots += [job.blocks[place // BLOCK] * BLOCK + place % BLOCK for place in range(begin, end)]
+        return self._tensor(tokens), self._tensor(positions), self._tensor(slots), spans
+
+    def _score(self, rows: list[tuple[Job, int]], hidden: Tensor) -> None:
+        """Log probabilities of the tokens that these rows predict and that are to be scored."""
+        wanted: list[tuple[Job, int, int]] = []  # job, row, id
+        begin = 0
+        for job, count in rows:
+            start = job.request.score_from
+            if start is not None and not job.is_scored:
+                last = min(job.done + count, len(job.request.ids) - 1)
+                places = range(max(start - 1, job.done), last)
+                wanted += [(job, begin + place - job.done, job.ids[place + 1]) for place in places]
+            begin += count
+        at_once = max(1, LOGITS_AT_ONCE // len(self.forward.weights.head))
+        for first in range(0, len(wanted), at_once):
+            jobs, numbers, ids = zip(*wanted[first : first + at_once], strict=True)
+            logits = self.forward.logits(hidden[self._tensor(numbers)])
+            chosen = logits.gather(1, self._tensor(ids).unsqueeze(1)).squeeze(1) - logits.logsumexp(dim=-1)
+            for job, logprob in zip(jobs, chosen.tolist(), strict=True):
+                job.scores.append(logprob)
+
+    def _note_full_blocks(self, job: Job) -> None:
+        full = job.done // BLOCK
+        if full > len(job.keys):
+            job.keys = block_keys(job.ids[: full * BLOCK], job.keys)
+        for number in range(job.noted, full):
+            self.pool.note(job.blocks[number], job.keys[number])
+        job.noted = max(job.noted, full)
+
+    # Writing ---------------------------------------------------------------------------------------------------------
+
+    def _decode(self) -> list[Job]:
+        """Launch a pass; read its tokens or, where tokens are read late, those of the pass before."""
+        last, grown = self._launched, []
+        if last is not None and not self._can_follow(last):
+            grown, last = self._settle(), None
+        rows = self._with_room(self._writers(), 0 if last is None else 1)
+        if not rows:
+            return grown
+        self._launched = self._launch(rows, last)
+        if last is not None:
+            grown += self._collect(last)
+        return grown if self._reads_late else grown + self._settle()
+
+    def _writers(self) -> list[Job]:
+        return [each for each in self.running if not each.is_reading and each.request.max_new_tokens]
+
+    def _can_follow(self, last: _Launched) -> bool:
+        """Whether the next pass can take its tokens from the last one, unread: the same rows go on, none is sure to
+        end with the token to come, and all have room."""
+        return (
+            self._writers() == last.rows
+            and not any(row.rest for row in last.rows)
+            and all(len(row.ids) + 1 < self.max_len for row in last.rows)
+            and all(len(row.new_ids) + 1 < row.request.max_new_tokens for row in last.rows)
+            and sum(_blocks_lacking(row, 1) for row in last.rows) <= self.pool.free
+        )
+
+    def _launch(self, rows: list[Job], last: _Launched | None) -> _Launched:
+        ahead = 0 if last is None else 1  # the tokens of the last pass are not yet in `ids`
+        places = [len(row.ids) - 1 + ahead for row in rows]
+        width = max(places) // BLOCK + 1
+        tables = torch.tensor([(row.blocks + [0] * width)[:width] for row in rows], dtype=torch.int32)
+        tokens = self._tensor([row.ids[-1] for row in rows]) if last is None else last.tokens
+        logits = self.forward.decode(tokens, self._tensor(places), tables.to(self.device))
+        tokens, logprobs = self._choose(logits, rows, ahead)
+        on_host, ready = tokens, None
+        if self._reads_late and self.device.type == "cuda":
+            on_host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            on_host.copy_(tokens, non_blocking=True)
+            ready = torch.cuda.Event()
+            ready.record()
+        return _Launched(rows, tokens, on_host, ready, logprobs)
+
+    def _collect(self, launched: _Launched) -> list[Job]:
+        if launched.ready is not None:
+            launched.ready.synchronize()
+        for row in launched.rows:
+            if row.finish is None:
+                row.done = len(row.ids)
+                self._note_full_blocks(row)
+        return self._take(launched.rows, launched.on_host.tolist(), launched.logprobs)
+
+    def _settle(self) -> list[Job]:
+        """Read the tokens of the pass that is under way, if one is."""
+        launched, self._launched = self._launched, None
+        return [] if launched is None else self._collect(launched)
+
+    def _with_room(self, rows: list[Job], ahead: int) -> list[Job]:
+        """The rows that have a block for their next token; where there is none, the youngest job gives way."""
+        kept = list(rows)
+        for row in rows:
+            while row in kept:
+                more = self.pool.take(_blocks_lacking(row, ahead))
+                if more is not None:
+                    row.blocks += more
+                    break
+                youngest = max(self.running, key=lambda job: job.number)
+                self._send_back(youngest)
+                kept = [each for each in kept if each is not youngest]
+        return kept
+
+    def _send_back(self, job: Job) -> None:
+        """Back to the front of the queue, to be computed again."""
+        self.pool.release(job.blocks)
+        self.running.remove(job)
+        job.blocks, job.done, job.noted = [], 0, 0
+        job.keys = block_keys(job.ids, job.keys)
+        if not job.is_scored:
+            job.scores.clear()
+        self.waiting.appendleft(job)
+
+    # Tokens ----------------------------------------------------------------------------------------------------------
+
+    def _choose(
+        self, logits: Tensor, rows: list[Job], ahead: int = 0
+    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
+        """The next tokens (B,) and, where a row asks for them, log probabilities: of each token, and of the likeliest
+        with their ids."""
+        asked = [row.request.alternatives for row in rows if row.request.alternatives is not None]
+        plain = logits.clone() if asked else logits
+        ends = {number: sorted(row.request.end_ids) for number, row in enumerate(rows) if row.request.end_ids}
+        of_ends = {number: logits[number, ids] for number, ids in ends.items()}
+        logits[:, self.never] = -torch.inf
+        for number, ids in ends.items():
+            logits[number, ids] = of_ends[number]
+        if any(row.number in self._seen for row in rows):
+            logits = self._penalise(logits, rows)
+        for number, row in enumerate(rows):
+            if row.rest:
+                tail = b"".join(self.vocabulary.pieces[token] for token in row.rest)
+                allowed = torch.tensor([row.rest[0], *self.vocabulary.starting_with(tail)], device=logits.device)
+                kept = logits[number, allowed]
+                logits[number] = -torch.inf
+                logits[number, allowed] = kept
+        tokens = self._picker_of(rows).pick(logits, [len(row.new_ids) + ahead for row in rows])
+        for number, row in enumerate(rows):
+            if row.number in self._seen:
+                self._seen[row.number].scatter_(0, tokens[number : number + 1], True)
+        if not asked:
+            return tokens, None
+        logprobs = plain.log_softmax(dim=-1)
+        best = logprobs.topk(min(max(asked), logprobs.shape[1]), dim=-1)
+        return tokens, (logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1), best.values, best.indices)
+
+    def _penalise(self, logits: Tensor, rows: list[Job]) -> Tensor:
+        nothing = torch.zeros(logits.shape[1], dtype=torch.bool, device=logits.device)
+        seen = torch.stack([self._seen.get(row.number, nothing) for row in rows])
+        penalties = [row.request.sampling.repetition_penalty for row in rows]
+        return penalised(logits, seen, torch.tensor(penalties, device=logits.device).unsqueeze(1))
+
+    def _picker_of(self, rows: list[Job]) -> Picker:
+        if self._picker is None or self._picker[0] != rows:
+            self._picker = (rows, Picker([row.request.sampling for row in rows], self.device))
+        return self._picker[1]
+
+    def _take(self, rows: list[Job], tokens: list[int], logprobs: tuple[Tensor, Tensor, Tensor] | None) -> list[Job]:
+        """Give each row its token; end those that are complete. Rows that ended meanwhile get nothing."""
+        grown = []
+        numbers = None if logprobs is None else tuple(each.tolist() for each in logprobs)
+        for number, (row, token) in enumerate(zip(rows, tokens, strict=True)):
+            if row.finish is not None:
+                continue
+            grown.append(row)
+            row.first_token = row.first_token or time.perf_counter()
+            if token in self.tokenizer.end_ids or token in row.request.end_ids:
+                self._end(row, "stop")
+                continue
+            tail = b"".join(self.vocabulary.pieces[each] for each in row.rest)
+            is_of_prompt = len(self.vocabulary.pieces[token]) <= len(tail) and bool(row.rest)
+            row.rest = row.rest[1:] if row.rest and token == row.rest[0] else []
+            row.ids.append(token)
+            if not is_of_prompt:
+                self.generated += 1
+                row.new_ids.append(token)
+                row.bytes_before.append(len(tail))
+                if numbers is not None and row.request.alternatives is not None:
+                    own, values, ids = (each[number] for each in numbers)
+                    best = tuple(zip(ids, values, strict=True))[: row.request.alternatives]
+                    row.choices.append(Choice(token, own, best))
+            if len(row.new_ids) >= row.request.max_new_tokens or len(row.ids) >= self.max_len:
+                self._end(row, "length")
+        return grown
+
+    def _end(self, job: Job, finish: str) -> None:
+        job.finish, job.ended = finish, time.perf_counter()
+        self._seen.pop(job.number, None)
+        if job in self.running:
+            self.running.remove(job)
+            self.pool.release(job.blocks)
+            job.blocks = []
+        elif job in self.waiting:
+            self.waiting.remove(job)
+
+    def _tensor(self, numbers: Sequence[int]) -> Tensor:
+        made = torch.tensor(numbers, dtype=torch.long, pin_memory=self.device.type == "cuda")
+        return made.to(self.device, non_blocking=True)
+
+
+def _blocks_lacking(job: Job, ahead: int) -> int:
+    """Blocks that `job` needs for its next token; `ahead` of its tokens are not known yet."""
+    return max(0, -(-(len(job.ids) + ahead) // BLOCK) - len(job.blocks))
+
+
+def _blocks_in(cache_bytes: int | None, one: int, max_len: int, max_batch: int, device: torch.device) -> int:
+    """Blocks of the cache, the scratch block included."""
+    least = math.ceil(max_len / BLOCK) + 1
+    if cache_bytes is None:
+        free = torch.cuda.mem_get_info(device)[0] * 4 // 5 if device.type == "cuda" else available_memory() // 4
+        cache_bytes = max(least * one, min(free, max_batch * (least - 1) * one + one))
+    if cache_bytes < least * one:
+        raise UsageError(
+            f"A cache of {cache_bytes / 1e6:,.1f} MB is too small: one text of {max_len:,} tokens needs "
+            f"{least * one / 1e6:,.1f} MB. Give it more, or allow shorter texts (--max-len)."
+        )
+    return cache_bytes // one

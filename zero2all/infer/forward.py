@@ -1,0 +1,115 @@
+"""Passes over ragged batches, in plain torch: the reference, and what runs on the CPU.
+
+Legend: N tokens of a pass, B sequences, Hq query heads, Hk key/value heads, D head width, C hidden width, V ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zero2all.infer.cache import BLOCK, KeyValueBlocks
+from zero2all.infer.weights import LayerWeights, Weights, project
+from zero2all.ops.precision import widened
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, query (1, Hq, N, D), key and value (1, Hk, N, D)) -> (N, Hq D)."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """The new tokens of one sequence in a pass."""
+
+    first: int
+    """The row of the pass they begin at."""
+    count: int
+    length: int
+    """Positions the sequence has with them: the earlier ones are in the cache."""
+    table: Sequence[int]
+    """The blocks of the sequence."""
+
+
+class Forward:
+    """A model with its cache."""
+
+    def __init__(self, weights: Weights, blocks: KeyValueBlocks) -> None:
+        self.weights, self.blocks = weights, blocks
+
+    @torch.inference_mode()
+    def prefill(self, tokens: Tensor, positions: Tensor, slots: Tensor, spans: Sequence[Span]) -> Tensor:
+        """New tokens of several sequences, one after another (N,) -> normalised hidden states (N, C). Their keys and
+        values are written to `slots` (N,)."""
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            self.blocks.write(layer, slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
+            mixed = [self._of_span(layer, span, query, key, value) for span in spans]
+            return (mixed[0] if len(mixed) == 1 else torch.cat(mixed, dim=2))[0].transpose(0, 1).flatten(1)
+
+        return self._trunk(tokens, positions, attend)
+
+    def _of_span(self, layer: int, span: Span, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention of one sequence: (1, Hq, count, D)."""
+        rows = slice(span.first, span.first + span.count)
+        if span.length == span.count:
+            key, value = key[:, :, rows], value[:, :, rows]
+        else:
+            table = torch.tensor(span.table[: -(-span.length // BLOCK)], device=key.device)
+            stored = self.blocks.read(layer, table)
+            key, value = (each[: span.length].transpose(0, 1).unsqueeze(0) for each in stored)
+        return self.weights.ops.attention(query[:, :, rows], key, value, 0.0)
+
+    @torch.inference_mode()
+    def decode(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> Tensor:
+        """One new token of each of B sequences (B,), at `positions` (B,), with the blocks in `tables` (B, blocks) ->
+        logits (B, V) in float32. A sequence sees its positions up to the new one."""
+        tables = tables.long()
+        block = tables.gather(1, (positions // BLOCK).unsqueeze(1)).squeeze(1)
+        slots = block * BLOCK + positions % BLOCK
+        seen = torch.arange(tables.shape[1] * BLOCK, device=tables.device) <= positions.unsqueeze(1)  # (B, S)
+        mask = None if bool(seen.all()) else seen[:, None, None, :]
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            self.blocks.write(layer, slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
+            keys, values = (each.transpose(1, 2) for each in self.blocks.read(layer, tables))  # (B, Hk, S, D)
+            B, Hk, _, D = keys.shape
+            # All query heads of a key head are queries of it: one token has no future to hide from them.
+            grouped = query[0].transpose(0, 1).reshape(B, Hk, -1, D)
+            mixed = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
+            return mixed.reshape(B, -1)
+
+        return self.logits(self._trunk(tokens, positions, attend))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(N, C) -> (N, V) in float32."""
+        return project(hidden, self.weights.head, None).float()
+
+    def _trunk(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """From ids (N,) to the last norm (N, C)."""
+        weights, config, ops = self.weights, self.weights.config, self.weights.ops
+        cos, sin = weights.cos[positions], weights.sin[positions]  # (N, D / 2)
+        x = F.embedding(tokens, weights.embedding)
+        if config.fp32_residual:
+            x = widened(x)
+        branch: Tensor | None = None
+        for number, layer in enumerate(weights.layers):
+            normed, x = ops.rms_norm(x, branch, layer.attention_norm, config.rms_norm_eps)
+            qkv = project(normed, layer.qkv, layer.qkv_bias).view(1, len(tokens), -1, config.head_size)
+            mixed = attend(number, *ops.rope(qkv, cos, sin, config.heads, config.kv_heads))
+            branch = project(mixed, layer.out, layer.out_bias)
+            normed, x = ops.rms_norm(x, branch, layer.feed_forward_norm, config.rms_norm_eps)
+            branch = self._feed_forward(layer, normed)
+        normed, _ = ops.rms_norm(x, branch, weights.norm, config.rms_norm_eps)
+        return normed
+
+    def _feed_forward(self, layer: LayerWeights, x: Tensor) -> Tensor:
+        if layer.experts is not None:
+            mixed: Tensor = layer.experts(x.unsqueeze(0))[0]
+            return mixed
+        assert layer.gate_up_pairs is not None
+        assert layer.down is not None
+        inner = self.weights.ops.swiglu(project(x, layer.gate_up_pairs, layer.gate_up_bias))
+        return project(inner, layer.down, layer.down_bias)

@@ -1,0 +1,78 @@
+"""A request to the engine, and how far it is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from zero2all.infer.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Request:
+    """Token ids to continue, or to score."""
+
+    ids: Sequence[int]
+    max_new_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    given_back: Sequence[int] = ()
+    """The last tokens of the prompt, which generation must write again, or a token that begins with their bytes."""
+    alternatives: int | None = None
+    """Log probabilities of each new token and of this many likeliest ones; None: not computed."""
+    score_from: int | None = None
+    """Log probabilities of ids[score_from:] too; at least 1."""
+    end_ids: frozenset[int] = frozenset()
+    """Ids that end the text, beside those of the tokenizer."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A token with its log probability, and the likeliest ones at its place."""
+
+    id: int
+    logprob: float
+    alternatives: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(eq=False)
+class Job:
+    """A request and how far it is. The caller reads `new_ids`, `choices`, `scores` and `finish`."""
+
+    request: Request
+    number: int
+    """The order of arrival."""
+    ids: list[int]
+    rest: list[int]
+    """Tokens of the prompt that are still to be written again."""
+    keys: list[bytes]
+    new_ids: list[int] = field(default_factory=list)
+    bytes_before: list[int] = field(default_factory=list)
+    """For each new token, how many of its bytes belong to the prompt."""
+    choices: list[Choice] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    finish: str | None = None
+    blocks: list[int] = field(default_factory=list)
+    done: int = 0
+    """Tokens whose keys and values stand in the cache."""
+    noted: int = 0
+    reused_tokens: int = 0
+    arrived: float = field(default_factory=time.perf_counter)
+    first_token: float = 0.0
+    ended: float = 0.0
+
+    @property
+    def goal(self) -> int:
+        """Tokens to compute before the next one can be chosen. Scoring needs nothing after the last token."""
+        return len(self.ids) if self.request.max_new_tokens else len(self.ids) - 1
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the prompt's own log probabilities are complete, or were not asked for."""
+        start = self.request.score_from
+        return start is None or len(self.scores) >= len(self.request.ids) - start
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether its prompt is still being read; one last token alone is left to `decode`."""
+        return self.goal - self.done > 1 or (not self.request.max_new_tokens and self.done < self.goal)

@@ -1,0 +1,173 @@
+"""Prompts and answers as text: from a prompt to token ids, and from tokens to whole characters, up to a stop string."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from zero2all.common.errors import UsageError
+from zero2all.infer.boundary import heal, opening_id
+from zero2all.infer.engine import Engine
+from zero2all.infer.job import Choice, Job, Request
+from zero2all.infer.sampling import Sampling
+
+MOST_STOPS = 16
+
+
+@dataclass(frozen=True)
+class TextRequest:
+    """A text to continue."""
+
+    prompt: str | Sequence[int]
+    """Ids are taken as they are, and nothing is put before them."""
+    max_new_tokens: int | None = None
+    """None: up to the length that the model, or the engine, allows."""
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: tuple[str, ...] = ()
+    """The answer ends before the first of these."""
+    heal: bool = True
+    """A prompt that is a text may end in the middle of a token (see `boundary`)."""
+    logprobs: int | None = None
+    """Log probabilities of each token and of this many likeliest ones; None: not computed."""
+    end_ids: tuple[int, ...] = ()
+    """Ids that end the answer, beside the tokenizer's own."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a request took."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    """Tokens of the prompt that were not computed, because an earlier one began alike."""
+    new_tokens: int
+    first_token_seconds: float
+    """From the request to its first token."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What was written since the last piece."""
+
+    text: str
+    """Whole characters; may be empty; never a part of a stop string."""
+    tokens: tuple[int, ...] = ()
+    choices: tuple[Choice, ...] = ()
+    """One for each token, where log probabilities were asked for."""
+    finish: str | None = None
+    """In the last piece: stop (the model ended the text, or a stop string came), length, cancelled or error."""
+    error: str = ""
+    usage: Usage | None = None
+    """In the last piece."""
+
+
+class TextJob:
+    """A request in the engine, read as text."""
+
+    def __init__(self, engine: Engine, request: TextRequest) -> None:
+        self._engine, self.request = engine, request
+        _check_stops(request.stop)
+        self.job = engine.submit(_engine_request(engine, request))
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = ""  # characters that may be the beginning of a stop string
+        self._read = 0
+        self.is_done = False
+
+    def read(self) -> Piece | None:
+        """What is new; None if nothing is. After the last piece, nothing comes."""
+        job, pieces = self.job, self._engine.vocabulary.pieces
+        if self.is_done or (job.finish is None and self._read == len(job.new_ids)):
+            return None
+        first, self._read = self._read, len(job.new_ids)
+        text, finish, end = "", job.finish, first
+        for number in range(first, self._read):
+            fresh = pieces[job.new_ids[number]][job.bytes_before[number] :]
+            self._held += self._decoder.decode(fresh)
+            end = number + 1
+            stop = _first_stop(self._held, self.request.stop)
+            if stop is not None:
+                text, self._held, finish = text + self._held[:stop], "", "stop"
+                break
+            kept = _possible_beginning(self._held, self.request.stop)
+            text, self._held = text + self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]
+        if finish is not None:
+            text, self.is_done = text + self._held, True  # what was held back turned out to be no stop string
+            self._engine.cancel(job)
+        usage = self._usage(end) if finish is not None else None
+        return Piece(text, tuple(job.new_ids[first:end]), tuple(job.choices[first:end]), finish, "", usage)
+
+    def _usage(self, new_tokens: int) -> Usage:
+        job, prompt = self.job, len(self.job.request.ids) + len(self.job.request.given_back)
+        first = job.first_token or job.ended
+        return Usage(prompt, min(job.reused_tokens, prompt), new_tokens, first - job.arrived, job.ended - job.arrived)
+
+
+def stream(engine: Engine, request: TextRequest) -> Iterator[Piece]:
+    """One request alone, piece by piece."""
+    job = TextJob(engine, request)
+    try:
+        while not job.is_done:
+            engine.step()
+            if (piece := job.read()) is not None:
+                yield piece
+    finally:
+        engine.cancel(job.job)
+
+
+def complete(engine: Engine, requests: Sequence[TextRequest]) -> Iterator[tuple[int, str, Job]]:
+    """All of `requests` as one batch; each (its number, its text, its job) when it is done."""
+    jobs = [TextJob(engine, request) for request in requests]
+    by_job = {text_job.job: number for number, text_job in enumerate(jobs)}
+    texts = [""] * len(jobs)
+    left = len(jobs)
+    while left:
+        for job in engine.step():
+            number = by_job.get(job)
+            if number is None or (piece := jobs[number].read()) is None:
+                continue
+            texts[number] += piece.text
+            if piece.finish is not None:
+                left -= 1
+                yield number, texts[number], job
+
+
+def _engine_request(engine: Engine, request: TextRequest) -> Request:
+    ids: Sequence[int] = ()
+    given_back: Sequence[int] = ()
+    if not isinstance(request.prompt, str):
+        ids = request.prompt
+    elif request.heal:
+        healed = heal(request.prompt, engine.tokenizer, engine.vocabulary)
+        ids, given_back = healed.ids, healed.given_back
+    else:
+        ids = [opening_id(engine.tokenizer), *engine.tokenizer.encode_text(request.prompt)]
+    room = max(1, engine.max_len - len(ids) - len(given_back))
+    most = room if request.max_new_tokens is None else request.max_new_tokens
+    if most < 1:
+        raise UsageError(f"max_new_tokens is {most}; it must be at least 1.")
+    return Request(
+        ids, min(most, room), request.sampling, given_back, request.logprobs, end_ids=frozenset(request.end_ids)
+    )
+
+
+def _check_stops(stops: Sequence[str]) -> None:
+    if len(stops) > MOST_STOPS:
+        raise UsageError(f"{len(stops)} stop strings were given; at most {MOST_STOPS} are allowed.")
+    if "" in stops:
+        raise UsageError("A stop string is empty: every text would end before it begins. Leave it out.")
+
+
+def _first_stop(text: str, stops: Sequence[str]) -> int | None:
+    """Where the first stop string begins in `text`."""
+    found = [place for stop in stops if (place := text.find(stop)) >= 0]
+    return min(found, default=None)
+
+
+def _possible_beginning(text: str, stops: Sequence[str]) -> int:
+    """How many characters at the end of `text` may be the beginning of a stop string."""
+    for count in range(min(len(text), max(map(len, stops), default=1) - 1), 0, -1):
+        if any(stop.startswith(text[-count:]) for stop in stops):
+            return count
+    return 0
