@@ -1,4 +1,4 @@
-"""The likeliest token of each row of logits, put where the next step reads it: decoding goes on without the host.
+"""The likeliest token of each row of logits, put where the next pass reads it: decoding goes on without the host.
 
 Each program finds the largest logit of some columns; the last one of a row to arrive, by a counter, compares theirs. Of
 equal logits the lowest id wins.
@@ -19,7 +19,7 @@ MOST_PARTS = 64
 
 @triton.jit
 def _greedy(
-    logits, best, ids, arrived, tokens, positions, tables, table_stride, width,
+    logits, never, best, ids, arrived, tokens, width,
     PARTS: tl.constexpr, OVERLAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -30,7 +30,9 @@ def _greedy(
     most = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
     at = tl.minimum(part * span + column, width - 1)
     for first in range(part * span, tl.minimum((part + 1) * span, width), BLOCK):
-        value = tl.load(logits + row * width + first + column, mask=first + column < width, other=float("-inf"))
+        inside = first + column < width
+        value = tl.load(logits + row * width + first + column, mask=inside, other=float("-inf"))
+        value = tl.where(tl.load(never + first + column, mask=inside, other=1) != 0, float("-inf"), value)
         is_higher = value > most
         at = tl.where(is_higher, first + column, at)
         most = tl.where(is_higher, value, most)
@@ -46,9 +48,6 @@ def _greedy(
     is_best = most_of_part == tl.max(most_of_part, axis=0)
     token = tl.min(tl.where(is_best, tl.load(ids + row * PARTS + each), width - 1), axis=0)
     tl.store(tokens + row, token.to(tokens.dtype.element_ty))
-    is_sequence = tl.load(tables + row * table_stride) != 0  # padding rows have block 0, and stay where they are
-    position = tl.load(positions + row)
-    tl.store(positions + row, position + 1, mask=is_sequence)
 
 
 class GreedyScratch:
@@ -60,12 +59,11 @@ class GreedyScratch:
         self.arrived = torch.zeros(batch, dtype=torch.int32, device=device)
 
 
-def decode_greedy(logits: Tensor, tokens: Tensor, positions: Tensor, tables: Tensor, scratch: GreedyScratch) -> None:
-    """logits (B, V) -> tokens (B,), the likeliest; positions (B,) go up by one where the first block of the table
-    (B, n) is not 0."""
+def decode_greedy(logits: Tensor, never: Tensor, tokens: Tensor, scratch: GreedyScratch) -> None:
+    """logits (B, V) in float32 -> tokens (B,), the likeliest of those that `never` (V,) does not rule out."""
     batch, width = logits.shape
     parts = min(MOST_PARTS, triton.next_power_of_2(triton.cdiv(width, BLOCK)))
     _greedy[(batch, parts)](
-        logits, scratch.best, scratch.ids, scratch.arrived, tokens, positions, tables, tables.stride(0), width,
+        logits, never, scratch.best, scratch.ids, scratch.arrived, tokens, width,
         PARTS=parts, BLOCK=BLOCK, num_warps=4, **overlapped(logits.device),
     )  # fmt: skip
