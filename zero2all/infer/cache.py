@@ -47,8 +47,10 @@ class KeyValueBlocks:
 
     def read(self, layer: int, tables: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of tables (..., blocks): (..., blocks * BLOCK, Hk, D)."""
-        keys, values = self.keys[layer][tables], self.values[layer][tables]
-        return keys.flatten(-4, -3), values.flatten(-4, -3)
+        numbers, shape = tables.flatten(), (*tables.shape[:-1], tables.shape[-1] * BLOCK, *self.keys.shape[3:])
+        # index_select copies a block at a time; indexing with a tensor would copy number by number.
+        keys, values = self.keys[layer].flatten(1), self.values[layer].flatten(1)
+        return keys.index_select(0, numbers).view(shape), values.index_select(0, numbers).view(shape)
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -29,7 +29,7 @@ from zero2all.infer.forward import Forward, Span
 from zero2all.infer.job import Choice, Job, Request
 from zero2all.infer.load import LoadedModel
 from zero2all.infer.sampling import Picker, penalised
-from zero2all.infer.weights import weights_of
+from zero2all.infer.weights import packed_for_cpu, weights_of
 
 MOST_ALTERNATIVES = 20
 LOGITS_AT_ONCE = 1 << 26
@@ -80,6 +80,8 @@ class Engine:
         blocks = _blocks_in(settings.cache_bytes, block_bytes(config, dtype), self.max_len, self.max_batch, self.device)
         self.pool = BlockPool(blocks)
         self.blocks = KeyValueBlocks(config, blocks, dtype, self.device)
+        if not on_gpu and self.max_batch > 1:
+            weights = packed_for_cpu(weights, available_memory())
         self.forward = Forward(weights, self.blocks)
         self.never = self.vocabulary.never.to(self.device)
         self.waiting: deque[Job] = deque()
@@ -174,9 +176,7 @@ class Engine:
         if wrong is not None:
             raise UsageError(f"The prompt has the token id {wrong}; this model has the ids 0 to {vocabulary - 1}.")
         if request.alternatives is not None and not 0 <= request.alternatives <= MOST_ALTERNATIVES:
-            raise UsageError(
-                f"{request.alternatives} alternatives were asked for; 0 to {MOST_ALTERNATIVES} can be had."
-            )
+            raise UsageError(f"{request.alternatives} alternatives were asked for; there are 0 to {MOST_ALTERNATIVES}.")
         if request.score_from is not None and request.score_from < 1:
             raise UsageError("The first token of a text has nothing before it: scoring starts at token 1.")
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Any, Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -13,19 +16,32 @@ from zero2all.model.z2all import Block, Z2all
 from zero2all.ops.registry import Ops
 
 
+class StoredWeight(Protocol):
+    """A matrix that is kept in another form than a tensor, and multiplies by itself."""
+
+    def project(self, x: Tensor, bias: Tensor | None, /) -> Tensor:
+        """x W^T + bias for rows x (N, in)."""
+
+    def __len__(self) -> int:
+        """Rows of the matrix."""
+
+
+Weight = Tensor | StoredWeight
+
+
 @dataclass(frozen=True)
 class LayerWeights:
     """One block. It has either a feed-forward part (gate_up_pairs, down) or experts."""
 
     attention_norm: Tensor
-    qkv: Tensor
+    qkv: Weight
     qkv_bias: Tensor | None
-    out: Tensor
+    out: Weight
     out_bias: Tensor | None
     feed_forward_norm: Tensor
-    gate_up_pairs: Tensor | None = None
+    gate_up_pairs: Weight | None = None
     gate_up_bias: Tensor | None = None
-    down: Tensor | None = None
+    down: Weight | None = None
     down_bias: Tensor | None = None
     experts: MixtureOfExperts | None = None
 
@@ -39,7 +55,7 @@ class Weights:
     embedding: Tensor  # (V, C)
     layers: list[LayerWeights]
     norm: Tensor
-    head: Tensor  # (vocab_ids, C): without padding rows
+    head: Weight  # (vocab_ids, C): without padding rows
     cos: Tensor  # (max_seq_len, D / 2)
     sin: Tensor
 
@@ -79,6 +95,43 @@ def _detached(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach()
 
 
-def project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def project(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     """x W^T + bias for rows x (N, in)."""
-    return F.linear(x, weight, bias)
+    return F.linear(x, weight, bias) if isinstance(weight, Tensor) else weight.project(x, bias)
+
+
+class PackedWeight:
+    """A weight for the CPU, with a second copy in the order that oneDNN reads: for 2 to 32 rows that takes 40 to 70 %
+    of the time. One row alone is faster with the plain one."""
+
+    def __init__(self, plain: Tensor) -> None:
+        self.plain = plain
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(plain, 8)
+
+    def project(self, x: Tensor, bias: Tensor | None, /) -> Tensor:
+        """See `StoredWeight`."""
+        if len(x) == 1:
+            return F.linear(x, self.plain, bias)
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
+        return y
+
+    def __len__(self) -> int:
+        return len(self.plain)
+
+
+def packed_for_cpu(weights: Weights, free_bytes: int) -> Weights:
+    """The same with packed copies, where torch has oneDNN and there is memory for them; else as it was."""
+    plain = [each for layer in weights.layers for each in (layer.qkv, layer.out, layer.gate_up_pairs, layer.down)]
+    tensors = [each for each in (*plain, weights.head) if isinstance(each, Tensor)]
+    has_packing = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    if not has_packing or 2 * sum(each.nbytes for each in tensors) > free_bytes or tensors[0].dtype != torch.float32:
+        return weights
+
+    def packed(holder: LayerWeights | Weights, *names: str) -> dict[str, Any]:
+        kept = {name: getattr(holder, name) for name in names}
+        return {name: PackedWeight(each) if isinstance(each, Tensor) else each for name, each in kept.items()}
+
+    layers = [
+        dataclasses.replace(layer, **packed(layer, "qkv", "out", "gate_up_pairs", "down")) for layer in weights.layers
+    ]
+    return dataclasses.replace(weights, layers=layers, **packed(weights, "head"))
