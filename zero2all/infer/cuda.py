@@ -4,8 +4,8 @@ At batch 1 a pass only reads the weights, and it should take no longer than that
 (`ops.kernels.decode_linear`, `decode_attention`): norm and qkv; positions, cache and attention; out and residual; norm,
 gate, up and SwiGLU; down and residual. From FEW_ROWS rows on, matmuls are cuBLAS's, with norm and SwiGLU between them.
 
-A graph has fixed addresses and a fixed number of rows. There is one for each of `bucket_of`'s sizes, recorded when it is
-first needed. Rows that are too many are padding: their table is block 0, which belongs to nobody.
+A graph has fixed addresses and a fixed number of rows. There is one for each size that `bucket_of` knows, recorded when
+it is first needed. Rows beyond those asked for are padding: their table is block 0, which belongs to nobody.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,15 @@ from zero2all.infer.cache import BLOCK, KeyValueBlocks
 from zero2all.infer.weights import LayerWeights, Weight, Weights
 from zero2all.ops.implementation import has_triton
 from zero2all.ops.precision import widened
+
+if TYPE_CHECKING:
+    from zero2all.ops.kernels.decode_attention import AttentionScratch, AttentionTiles
+    from zero2all.ops.kernels.decode_greedy import GreedyScratch
+
+    Scratch = tuple[AttentionTiles, AttentionScratch, GreedyScratch]
+
+Attend = Callable[[int, Tensor], Tensor]
+"""(layer, rows of the qkv projection) -> (B, Hq D)."""
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 FEW_ROWS = 16
@@ -36,15 +46,15 @@ def bucket_of(rows: int) -> int:
 
 
 def obstacle(weights: Weights) -> str:
-    """Why this model is not decoded with these kernels; empty: it is."""
-    config, embedding = weights.config, weights.embedding
-    if embedding.device.type != "cuda":
+    """Why this model cannot be decoded with these kernels here; empty: it can."""
+    device = weights.embedding.device
+    if device.type != "cuda":
         return "it needs a CUDA device"
     if not has_triton():
         return "triton is not installed"
-    return unsupported(weights) or ("" if torch.cuda.get_device_capability(embedding.device) >= (8, 0) else
-        f"the {torch.cuda.get_device_name(embedding.device)} has no bfloat16 tensor cores; {config.heads} heads"
-    )
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return f"{torch.cuda.get_device_name(device)} has no tensor cores for bfloat16"
+    return unsupported(weights)
 
 
 def unsupported(weights: Weights) -> str:
@@ -160,7 +170,7 @@ class CudaDecoder:
 
         return replay
 
-    def _scratch(self, rows: int) -> _Scratch:
+    def _scratch(self, rows: int) -> Scratch:
         config = self.weights.config
         tiles = self._attention.attention_tiles(rows, config.kv_heads, len(self._cos), self._device)
         attention = self._attention.AttentionScratch(
@@ -170,7 +180,7 @@ class CudaDecoder:
 
     # The pass --------------------------------------------------------------------------------------------------------
 
-    def _compute(self, bucket: _Bucket, scratch: _Scratch, is_greedy: bool) -> None:
+    def _compute(self, bucket: _Bucket, scratch: Scratch, is_greedy: bool) -> None:
         x = F.embedding(bucket.tokens, self.weights.embedding)
         if self.weights.config.fp32_residual:
             x = widened(x)
@@ -179,7 +189,7 @@ class CudaDecoder:
         if is_greedy:
             self._greedy.decode_greedy(bucket.logits, self._never, bucket.tokens, scratch[2])
 
-    def _with_few_rows(self, x: Tensor, attend: _Attend) -> Tensor:
+    def _with_few_rows(self, x: Tensor, attend: Attend) -> Tensor:
         """x (B, C), the embedded tokens, which becomes the residual -> logits."""
         eps = self.weights.config.rms_norm_eps
         for number, layer in enumerate(self.weights.layers):
@@ -191,7 +201,7 @@ class CudaDecoder:
         logits = torch.empty(len(x), len(self.weights.head), dtype=torch.float32, device=x.device)
         return self._product(x, self.weights.head, y=logits, gain=self.weights.norm, eps=eps)
 
-    def _with_many_rows(self, x: Tensor, attend: _Attend) -> Tensor:
+    def _with_many_rows(self, x: Tensor, attend: Attend) -> Tensor:
         ops, eps = self.weights.ops, self.weights.config.rms_norm_eps
         branch: Tensor | None = None
         for number, layer in enumerate(self.weights.layers):
@@ -206,7 +216,7 @@ class CudaDecoder:
             return torch.mm(normed, head.T, out_dtype=torch.float32)
         return self._matmul(normed, head).float()
 
-    def _attend(self, bucket: _Bucket, scratch: _Scratch, layer: int, qkv: Tensor) -> Tensor:
+    def _attend(self, bucket: _Bucket, scratch: Scratch, layer: int, qkv: Tensor) -> Tensor:
         config = self.weights.config
         mixed = qkv.new_empty(bucket.rows, config.heads * config.head_size)
         keys, values = self.blocks.keys[layer], self.blocks.values[layer]
@@ -219,9 +229,19 @@ class CudaDecoder:
     def _matmul(self, x: Tensor, weight: Weight) -> Tensor:
         return F.linear(x, weight) if isinstance(weight, Tensor) else self._product(x, weight)
 
-    def _product(self, x: Tensor, weight: Weight, y: Tensor | None = None, swiglu: bool = False, **details: Any) -> Tensor:
-        matrix, scales = (weight, None) if isinstance(weight, Tensor) else (weight.values, weight.scales)
+    def _product(
+        self, x: Tensor, weight: Weight, y: Tensor | None = None, swiglu: bool = False, **details: Any
+    ) -> Tensor:
+        """See `decode_linear`; without `y`, in memory of its own."""
+        stored: Any = weight
+        matrix, scales = (stored, None) if isinstance(weight, Tensor) else (stored.values, stored.scales)
         if y is None:
             y = torch.empty(len(x), len(matrix) // (2 if swiglu else 1), dtype=self._dtype, device=x.device)
         self._linear.decode_linear(x, matrix, scales, y, swiglu=swiglu, **details)
         return y
+
+
+def _feed_forward(layer: LayerWeights) -> tuple[Weight, Weight]:
+    assert layer.gate_up_pairs is not None
+    assert layer.down is not None
+    return layer.gate_up_pairs, layer.down

@@ -178,7 +178,9 @@ def attention_tiles(batch: int, kv_heads: int, max_len: int, device: torch.devic
 class AttentionScratch:
     """Results of splits, until the last one joins them; for one launch at a time."""
 
-    def __init__(self, batch: int, heads: int, kv_heads: int, head_size: int, splits: int, device: torch.device) -> None:
+    def __init__(
+        self, batch: int, heads: int, kv_heads: int, head_size: int, splits: int, device: torch.device
+    ) -> None:
         self.parts = torch.empty(batch, heads, splits, head_size, dtype=torch.float32, device=device)
         self.weights = torch.empty(batch, heads, splits, dtype=torch.float32, device=device)
         self.arrived = torch.zeros(batch, kv_heads, dtype=torch.int32, device=device)

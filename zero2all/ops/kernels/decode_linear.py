@@ -2,8 +2,8 @@
 
 y = W x, and around it what would otherwise be a kernel of its own: RMSNorm of x in front, SwiGLU or the sum with the
 residual behind. RMSNorm divides a row by one number, so the product is taken of x * gain and divided at the end, and x
-is read once. Weights are bfloat16 or float32, or int8 with a scale per row, which is multiplied in at the end, too. Sums
-are float32.
+is read once. Weights are bfloat16 or float32, or int8 with a scale per row, which is multiplied in at the end as well.
+Sums are float32.
 
 One row of input: each program takes some rows of W and multiplies them in registers. It asks for the first weights
 before the kernel ahead of it is over (`wait_for_earlier_kernels`). More rows: tiles for the tensor cores.
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -173,8 +172,3 @@ def decode_linear(
     _few_rows[(programs, triton.cdiv(inputs, together))](
         x, gain, weight, scales, y, inputs, rows, eps, **flags, **size, INPUTS=together, num_stages=tiles.stages
     )
-
-
-def new_product(x: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    """Memory for the product of x (N, columns) with a matrix of `rows` rows."""
-    return torch.empty(len(x), rows, dtype=dtype, device=x.device)
