@@ -105,7 +105,7 @@ class CudaDecoder:
             self._never[never.to(self._device)] = True
         self._buckets: dict[int, _Bucket] = {}
         self._records = records  # without: every pass is run kernel by kernel
-        self._pool: tuple[int, int] | None = None  # memory that all graphs share: no two run at once
+        self._pool: Any = None  # memory that all graphs share: no two run at once
 
     @torch.inference_mode()
     def decode(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> Tensor:
