@@ -1,10 +1,12 @@
 """Decoding with our kernels gives what the passes in plain torch give. On a GPU the passes are CUDA graphs."""
 
+import copy
 import dataclasses
 
 import pytest
 import torch
 
+from tests.infer.tiny import prompts, tiny_model
 from tests.ops.agreement import assert_close, dtypes
 
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
@@ -12,11 +14,15 @@ pytest.importorskip("triton", reason="the kernels are written in Triton, which i
 from zero2all.infer import cuda
 from zero2all.infer.cache import BLOCK, KeyValueBlocks
 from zero2all.infer.cuda import CudaDecoder, bucket_of, obstacle, unsupported
+from zero2all.infer.engine import Engine, EngineSettings
 from zero2all.infer.forward import Forward
+from zero2all.infer.job import Request
+from zero2all.infer.sampling import Sampling
 from zero2all.infer.weights import Weights, weights_of
 from zero2all.model.config import ModelConfig, MoeConfig
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
+from zero2all.ops.kernels import decode_linear
 from zero2all.ops.registry import resolve
 
 SMALL = ModelConfig(vocab_size=70, hidden_size=32, intermediate_size=48, layers=2, heads=4, kv_heads=2, max_seq_len=48)
@@ -52,6 +58,13 @@ class Pair:
         for name in ("keys", "values"):
             found, wanted = (getattr(cache, name)[:, 1:] for cache in reversed(self.caches))
             assert_close(found, wanted, tolerance, name)
+
+
+@pytest.fixture(autouse=True)
+def few_programs(device, monkeypatch):
+    """A program takes the interpreter as long as a large tile does."""
+    if device == "cpu":
+        monkeypatch.setattr(decode_linear, "tiles_for", lambda *_: decode_linear.Tiles(512, 64, 1))
 
 
 @pytest.fixture
@@ -111,6 +124,23 @@ def test_greedy_tokens_stay_on_the_device_and_feed_the_next_pass(device):
         assert tokens.device.type == device
         assert tokens.tolist() == wanted.tolist()
         pair.positions = pair.positions + 1
+
+
+def test_engine_writes_the_same_text_with_it(device):
+    loaded = tiny_model()
+    loaded = dataclasses.replace(loaded, model=copy.deepcopy(loaded.model).to(device))
+    rows = prompts(4)[2:]
+    asked = [Request(row, 3) for row in rows] + [Request(rows[0], 3, Sampling(temperature=2.0, seed=3))]
+    written = []
+    for is_fast in (False, True):
+        engine = Engine(loaded, EngineSettings(max_batch=3))
+        engine._reads_late, engine._fast = True, None
+        if is_fast:
+            weights = weights_of(loaded.model)
+            engine._fast = CudaDecoder(weights, engine.blocks, engine.vocabulary.never, records=device == "cuda")
+        written.append({job.number: job.new_ids for job in engine.run(asked)})
+    assert written[0] == written[1]
+    assert all(len(ids) == 3 for ids in written[0].values())
 
 
 def test_sizes_of_a_pass():
