@@ -37,6 +37,10 @@ LOGITS_AT_ONCE = 1 << 26
 """Logits that scoring holds at once: 256 MB in float32."""
 
 
+class PromptTooLongError(UsageError):
+    """A prompt that leaves no room for an answer."""
+
+
 @dataclass(frozen=True)
 class EngineSettings:
     """How much is done at once; None: found from the model and the memory."""
@@ -102,7 +106,7 @@ class Engine:
 
     def submit(self, request: Request) -> Job:
         """Queue a request; what becomes of it is seen in what is returned, while `step` is called."""
-        self._check(request)
+        self.check(request)
         ids = list(request.ids)
         self._count += 1
         job = Job(request, self._count, ids, list(request.given_back), block_keys(ids))
@@ -162,9 +166,16 @@ class Engine:
             self.step()
         return [sequences[number].scores if number in sequences else [] for number in range(len(rows))]
 
+    def distribution(self, ids: Sequence[int]) -> Tensor:
+        """Log probabilities of all ids (V,) after `ids`."""
+        (job,) = self.run([Request(ids, 1, wants_distribution=True)])
+        assert job.distribution is not None
+        return job.distribution
+
     # Admission -------------------------------------------------------------------------------------------------------
 
-    def _check(self, request: Request) -> None:
+    def check(self, request: Request) -> None:
+        """Refuse what cannot be served."""
         config = self.forward.weights.config
         length, vocabulary = len(request.ids) + len(request.given_back), config.vocab_ids
         if not request.ids:
@@ -172,7 +183,7 @@ class Engine:
         # The last token of a text that is only scored is never fed to the model.
         if length >= self.max_len + (0 if request.max_new_tokens else 2):
             origin = "model.max_seq_len" if self.max_len == config.max_seq_len else "--max-len"
-            raise UsageError(
+            raise PromptTooLongError(
                 f"The prompt has {length:,} tokens; prompt and answer together may have {self.max_len:,} ({origin}). "
                 f"Shorten the prompt."
             )
@@ -380,6 +391,9 @@ class Engine:
     ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
         """The next tokens (B,) and, where a row asks for them, log probabilities: of each token, and of the likeliest
         with their ids."""
+        for number, row in enumerate(rows):
+            if row.request.wants_distribution and row.distribution is None:
+                row.distribution = logits[number].log_softmax(dim=-1).cpu()
         asked = [row.request.alternatives for row in rows if row.request.alternatives is not None]
         plain = logits.clone() if asked else logits
         ends = {number: sorted(row.request.end_ids) for number, row in enumerate(rows) if row.request.end_ids}
